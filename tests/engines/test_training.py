@@ -11,7 +11,7 @@ import pytest
 from quartet.demo.toy_task import ToyTask
 from tests.engines.triton_server import Model, TritonServer
 from tests.training.conftest import MakeConfig, make, toy_task, toy_task_tree
-from tests.training.runs import fleet, orchestrator, run_to_the_end
+from tests.training.runs import fleet, orchestrator, run_to_completion
 
 __all__ = ["make", "toy_task", "toy_task_tree"]
 STEPS = 3
@@ -37,7 +37,7 @@ def rollout(triton: TritonServer, **changes: Any) -> dict[str, Any]:
 def test_a_run_with_adapters_trains_on_samples_of_its_own_policy(
     make: MakeConfig, triton: TritonServer, model: str
 ) -> None:
-    run = run_to_the_end(
+    run = run_to_completion(
         make(
             run={"steps": STEPS},
             actor={"lora": {"rank": 4}, "learning_rate": 1e-2},
@@ -53,7 +53,7 @@ def test_a_run_with_adapters_trains_on_samples_of_its_own_policy(
 
 
 def test_a_run_with_static_weights_reports_the_mismatch_of_its_policy(make: MakeConfig, triton: TritonServer) -> None:
-    run = run_to_the_end(make(run={"steps": STEPS}, rollout=rollout(triton, weights="static")))
+    run = run_to_completion(make(run={"steps": STEPS}, rollout=rollout(triton, weights="static")))
     mismatch = [step["rollout_mismatch_kl"] for step in run.metrics]
     assert mismatch[0] < 1e-6
     assert mismatch[-1] > 1e-6

@@ -6,11 +6,11 @@ import pytest
 
 from tests.faults.network import SETTINGS
 from tests.training.conftest import MakeConfig, _one_thread, make, toy_task, toy_task_tree
-from tests.training.runs import Run, run_to_the_end
+from tests.training.runs import Run, run_to_completion
 
 __all__ = ["_one_thread", "make", "toy_task", "toy_task_tree"]
 
 
 @pytest.fixture(scope="session")
 def undisturbed(make: MakeConfig) -> Run:
-    return run_to_the_end(make(**SETTINGS))
+    return run_to_completion(make(**SETTINGS))

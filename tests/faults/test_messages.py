@@ -19,7 +19,7 @@ from quartet.rpc.security import credentials
 from quartet.types import TokenBatch, Trajectory
 from tests.faults.network import FAULT_STEP, SETTINGS
 from tests.training.conftest import MakeConfig
-from tests.training.runs import Run, assert_same, fleet, run_to_the_end
+from tests.training.runs import Run, assert_same, fleet, run_to_completion
 
 
 def test_a_service_refuses_a_message_above_the_size_limit_and_continues(make: MakeConfig) -> None:
@@ -70,7 +70,7 @@ def test_trajectories_that_are_delivered_twice_are_trained_on_once(
 
     monkeypatch.setattr(RolloutStream, "append", twice)
     config = make(**SETTINGS)
-    run = run_to_the_end(config)
+    run = run_to_completion(config)
     assert_same(run, undisturbed)
     assert run.progress.recoveries == 0, run.progress.notes
     assert redis_client.xlen(f"quartet:{config.run.name}:rollouts") == 0
@@ -114,7 +114,7 @@ def test_an_unexpected_entry_is_not_trained_on_and_the_step_is_repeated(
         original(self, written, leader_epoch)
 
     monkeypatch.setattr(RolloutStream, "append", append)
-    run = run_to_the_end(make(**SETTINGS))
+    run = run_to_completion(make(**SETTINGS))
     assert_same(run, undisturbed)
     assert run.progress.recoveries == 1
     assert any(message in note for note in run.progress.notes), run.progress.notes
@@ -134,4 +134,4 @@ def test_an_update_that_arrives_twice_is_applied_once(
         return second
 
     monkeypatch.setattr(update_request, "start_update", twice)
-    assert_same(run_to_the_end(make(**SETTINGS)), undisturbed)
+    assert_same(run_to_completion(make(**SETTINGS)), undisturbed)

@@ -13,7 +13,7 @@ from quartet.run_directory.run_files import RunFiles
 from quartet.types import Alert
 from tests.gateway.serving import Gateway, serving
 from tests.training.conftest import MakeConfig, _one_thread, make, toy_task, toy_task_tree
-from tests.training.runs import Run, run_to_the_end
+from tests.training.runs import Run, run_to_completion
 
 __all__ = ["_one_thread", "make", "toy_task", "toy_task_tree"]
 
@@ -24,7 +24,7 @@ STEPS = 3
 def ended(make: MakeConfig, toy_task: ToyTask, tmp_path_factory: pytest.TempPathFactory) -> Run:
     """A finished run with a critic, evaluations and checkpoints, the only one in its folder. Rare records are added by hand."""
     folder = tmp_path_factory.mktemp("shown")
-    run = run_to_the_end(
+    run = run_to_completion(
         make(
             run={"name": "whole", "steps": STEPS, "directory": str(folder)},
             rollout={"samples_per_prompt": 2},

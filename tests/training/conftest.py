@@ -1,4 +1,4 @@
-"""Config factory for end-to-end training runs on the toy task."""
+"""Fixtures: configs of training runs on the toy task."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.training.runs import merged, parsed
 MakeConfig = Callable[..., Config]
 
 _NUMBERS = itertools.count()
-"""Of runs. Folders of tests that share these fixtures share the Redis, too, where a run is its name."""
+"""Numbers in run names. They are unique, because all tests share one Redis."""
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -35,7 +35,7 @@ def toy_task(tmp_path_factory: pytest.TempPathFactory) -> ToyTask:
 def toy_task_tree(
     toy_task: ToyTask, redis_url: str, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[], dict[str, Any]]:
-    """Return a function that returns the toy task's settings: checkpoints, prompts, Redis, and a new run folder."""
+    """Factory of config trees on the toy task, each with a new run name."""
     folder = tmp_path_factory.mktemp("runs")
 
     def tree() -> dict[str, Any]:
@@ -56,7 +56,7 @@ def toy_task_tree(
 
 @pytest.fixture(scope="session")
 def make(toy_task_tree: Callable[[], dict[str, Any]]) -> MakeConfig:
-    """A config on the toy task, changed section by section."""
+    """Factory of configs on the toy task with changes to sections."""
 
     def build(**changes: Any) -> Config:
         return parsed(merged(toy_task_tree(), changes))

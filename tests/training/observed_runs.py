@@ -36,7 +36,7 @@ class Collector:
 
     status: int = 200
     spans: list[tuple[str, Any]] = field(default_factory=list)
-    """(service.name, span) of all that arrived."""
+    """(service.name, span) of all received spans."""
     requests: int = 0
     url: str = ""
 
@@ -75,7 +75,7 @@ class Collector:
 
 @dataclass
 class Observed:
-    """A run that has ended, what each of its parts told, and where it told it."""
+    """A finished run with the metrics and the observability of each process."""
 
     run: Run
     samples: dict[str, Samples]
@@ -83,9 +83,9 @@ class Observed:
 
 
 def read(address: str) -> Samples:
-    """Every sample at HOST:PORT, by name and labels, read as Prometheus does."""
-    with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as answer:
-        text = answer.read().decode()
+    """Scrape HOST:PORT; return all samples by name and labels."""
+    with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as response:
+        text = response.read().decode()
     return {
         (sample.name, frozenset(sample.labels.items())): sample.value
         for family in text_string_to_metric_families(text)
@@ -94,7 +94,7 @@ def read(address: str) -> Samples:
 
 
 def value(samples: Samples, name: str, **labels: str) -> float:
-    """One sample."""
+    """Return the value of one sample."""
     return samples[name, frozenset(labels.items())]
 
 
@@ -110,16 +110,16 @@ def run_observed(config: Config) -> Observed:
 
         overrides = []
         for role in model_roles(config):
-            observation, built = observe(role), build_model_role(role, config, ComputeThread(), threads=1)
-            observation.add_services([built])
+            observation, servicer = observe(role), build_model_role(role, config, ComputeThread(), threads=1)
+            observation.add_services([servicer])
             observation.start()
             server = Server(
-                [built], "127.0.0.1:0", interceptors=observation.interceptors, metrics_address=observation.address
+                [servicer], "127.0.0.1:0", interceptors=observation.interceptors, metrics_address=observation.address
             )
             stack.callback(server.stop, 5.0)
             overrides.append(f"services.{role}.address={server.address}")
         addressed = load_config(RunFiles(config.run_directory).config, overrides)
-        board, ended = ProgressBoard(config.run.name, config.run.steps), list[int]()
+        board, exit_codes = ProgressBoard(config.run.name, config.run.steps), list[int]()
         assert config.buffer.url is not None
         observation = observe(Role.ORCHESTRATOR)
         training = TrainingRun(
@@ -131,11 +131,11 @@ def run_observed(config: Config) -> Observed:
         )
         observation.registry.register(RunMetrics(addressed, board, BufferDepth(config.buffer.url, config.run.name)))
         observation.start()
-        run_training(training, board, ended.append)
-        result = {name: read(one.address) for name, one in observations.items()}
-    closing = [threading.Thread(target=one.close) for one in observations.values()]
+        run_training(training, board, exit_codes.append)
+        samples = {name: read(observation.address) for name, observation in observations.items()}
+    closing = [threading.Thread(target=observation.close) for observation in observations.values()]
     for thread in closing:
         thread.start()
     for thread in closing:
         thread.join()
-    return Observed(Run(RunFiles(config.run_directory), board.current(), ended[0]), result, observations)
+    return Observed(Run(RunFiles(config.run_directory), board.current(), exit_codes[0]), samples, observations)

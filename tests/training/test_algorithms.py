@@ -1,4 +1,4 @@
-"""Each estimator and each kind of reference trains with exactly the services that it needs."""
+"""Runs with each estimator and each kind of reference, with exactly the required services."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from quartet.demo.toy_task import ToyTask
 from quartet.topology import model_roles
 from quartet.types import Role
 from tests.training.conftest import MakeConfig
-from tests.training.runs import Run, run_to_the_end
+from tests.training.runs import Run, run_to_completion
 
 GROUPS = {"prompts_per_step": 2, "samples_per_prompt": 3}
 ESTIMATORS: dict[str, dict[str, Any]] = {
@@ -30,7 +30,7 @@ ESTIMATORS: dict[str, dict[str, Any]] = {
 }
 
 
-def policy_moved(run: Run, toy_task: ToyTask) -> bool:
+def policy_changed(run: Run, toy_task: ToyTask) -> bool:
     trained = safetensors.torch.load_file(run.files.policy / "model.safetensors")
     initial = safetensors.torch.load_file(toy_task.policy / "model.safetensors")
     return any(not torch.equal(trained[name], initial[name]) for name in trained)
@@ -38,18 +38,18 @@ def policy_moved(run: Run, toy_task: ToyTask) -> bool:
 
 @pytest.mark.parametrize("name", ESTIMATORS)
 def test_each_estimator_trains_the_policy_and_only_gae_a_critic(name: str, make: MakeConfig, toy_task: ToyTask) -> None:
-    run = run_to_the_end(make(**ESTIMATORS[name]))
+    run = run_to_completion(make(**ESTIMATORS[name]))
     assert [step["step"] for step in run.metrics] == [1, 2]
-    assert policy_moved(run, toy_task)
-    about_critic = {"value_loss", "explained_variance", "grad_norm_critic", "learning_rate_critic"}
+    assert policy_changed(run, toy_task)
+    critic_metrics = {"value_loss", "explained_variance", "grad_norm_critic", "learning_rate_critic"}
     for step in run.metrics:
-        assert about_critic & set(step) == (about_critic if name == "gae" else set())
+        assert critic_metrics & set(step) == (critic_metrics if name == "gae" else set())
         assert {"entropy", "kl_mean", "entropy_slope", "distinct_2", "rollout_mismatch_kl"} <= set(step)
     assert not run.progress.alerts
 
 
 def test_samples_of_one_prompt_are_adjacent(make: MakeConfig) -> None:
-    run = run_to_the_end(make(**ESTIMATORS["rloo"]))
+    run = run_to_completion(make(**ESTIMATORS["rloo"]))
     result = [item["id"].rsplit("/", 2)[1:] for item in run.trajectories(1)]
     prompts = {prompt for prompt, _ in result}
     assert len(prompts) == 2
@@ -58,11 +58,11 @@ def test_samples_of_one_prompt_are_adjacent(make: MakeConfig) -> None:
 
 
 def test_the_policy_is_frozen_while_the_critic_warms_up(make: MakeConfig, toy_task: ToyTask) -> None:
-    run = run_to_the_end(make(run={"steps": 3}, algorithm={"critic_warmup_steps": 2}, checkpoint={"every_steps": 2}))
-    rested = safetensors.torch.load_file(run.files.checkpoints / "step-000002" / "actor" / "model.safetensors")
+    run = run_to_completion(make(run={"steps": 3}, algorithm={"critic_warmup_steps": 2}, checkpoint={"every_steps": 2}))
+    after_warmup = safetensors.torch.load_file(run.files.checkpoints / "step-000002" / "actor" / "model.safetensors")
     initial = safetensors.torch.load_file(toy_task.policy / "model.safetensors")
-    assert all(torch.equal(rested[name], initial[name]) for name in rested)
-    assert policy_moved(run, toy_task)
+    assert all(torch.equal(after_warmup[name], initial[name]) for name in after_warmup)
+    assert policy_changed(run, toy_task)
     assert run.metrics[2]["optimizer_steps_actor"] == 2
     for step in run.metrics[:2]:
         assert (step["optimizer_steps_actor"], step["optimizer_steps_critic"]) == (0, 2)
@@ -72,48 +72,50 @@ def test_the_policy_is_frozen_while_the_critic_warms_up(make: MakeConfig, toy_ta
 
 def test_learning_rates_follow_their_schedules_and_are_reported(make: MakeConfig) -> None:
     actor = {"warmup_steps": 2, "schedule": "linear", "final_learning_rate": 1e-4}
-    run = run_to_the_end(make(run={"steps": 4}, actor=actor, critic={"schedule": "cosine"}))
+    run = run_to_completion(make(run={"steps": 4}, actor=actor, critic={"schedule": "cosine"}))
     rates = [step["learning_rate_actor"] for step in run.metrics]
     assert rates == pytest.approx([5e-4, 1e-3, 1e-3, 5.5e-4])
-    # Half a cosine over four steps: 1, then (1 + cos 45°, 90°, 135°) / 2.
+    # Half a cosine over four steps: (1 + cos x) / 2 at 0°, 45°, 90° and 135°.
     assert run.metrics[-1]["learning_rate_critic"] == pytest.approx(1e-3 * (1 - 0.5**0.5) / 2)
 
 
 def test_scores_are_normalised_by_running_moments(make: MakeConfig) -> None:
-    run = run_to_the_end(make(run={"steps": 3}, algorithm={"score": {"normalize": "running"}}))
-    seen: list[float] = []
+    run = run_to_completion(make(run={"steps": 3}, algorithm={"score": {"normalize": "running"}}))
+    all_scores: list[float] = []
     for number, step in enumerate(run.metrics, 1):
         scores = [item["score"] for item in run.trajectories(number)]
-        seen += scores
-        every = torch.tensor(seen, dtype=torch.float64)
-        expected = (torch.tensor(scores, dtype=torch.float64).mean() - every.mean()) / every.std(correction=0)
+        all_scores += scores
+        all_scores_tensor = torch.tensor(all_scores, dtype=torch.float64)
+        expected = (
+            torch.tensor(scores, dtype=torch.float64).mean() - all_scores_tensor.mean()
+        ) / all_scores_tensor.std(correction=0)
         assert step["score_mean"] == pytest.approx(float(expected), abs=1e-4)
 
 
 def test_initial_score_moments_are_kept(make: MakeConfig) -> None:
-    run = run_to_the_end(make(run={"steps": 3}, algorithm={"score": {"normalize": "initial"}}))
+    run = run_to_completion(make(run={"steps": 3}, algorithm={"score": {"normalize": "initial"}}))
     first = torch.tensor([item["score"] for item in run.trajectories(1)], dtype=torch.float64)
     for step in run.metrics:
         expected = (step["reward_mean"] - float(first.mean())) / float(first.std(correction=0))
         assert step["score_mean"] == pytest.approx(expected, abs=1e-4)
 
 
-def test_an_actor_with_adapters_is_its_own_reference(make: MakeConfig) -> None:
+def test_an_actor_with_an_adapter_serves_as_its_reference(make: MakeConfig) -> None:
     config = make(run={"steps": 3}, actor={"lora": {"rank": 2}, "learning_rate": 0.05})
     assert Role.REFERENCE not in model_roles(config)
-    run = run_to_the_end(config)
+    run = run_to_completion(config)
     assert run.metrics[0]["kl_mean"] == pytest.approx(0, abs=1e-4), (
-        "before the first update the policy is the reference"
+        "the policy differs from the reference before the first update"
     )
-    assert abs(run.metrics[2]["kl_mean"]) > 0.01, "after it, no longer"
+    assert abs(run.metrics[2]["kl_mean"]) > 0.01, "the policy does not differ from the reference after the update"
     assert (run.files.adapter / "adapter_model.safetensors").is_file()
     assert (run.files.policy / "model.safetensors").is_file()
 
 
 def test_an_adapter_run_with_a_reference_service_has_the_same_metrics(make: MakeConfig, toy_task: ToyTask) -> None:
     lora = {"lora": {"rank": 2}, "learning_rate": 0.05}
-    own = run_to_the_end(make(actor=lora))
-    other = run_to_the_end(make(actor=lora, reference={"model": str(toy_task.policy)}))
+    own = run_to_completion(make(actor=lora))
+    other = run_to_completion(make(actor=lora, reference={"model": str(toy_task.policy)}))
     for left, right in zip(own.metrics, other.metrics, strict=True):
         assert left["kl_mean"] == pytest.approx(right["kl_mean"], abs=1e-4)
         assert left["reward_mean"] == pytest.approx(right["reward_mean"], abs=1e-6)

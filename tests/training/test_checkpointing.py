@@ -1,4 +1,4 @@
-"""Checkpoints of a run: written during the next step, without influence on it, and not fatal if the disk is full."""
+"""Checkpoints of a run: written during the next step, without effect on it, and not fatal if the disk is full."""
 
 from __future__ import annotations
 
@@ -24,35 +24,46 @@ from quartet.services.orchestrator.control.run_control import RunControl
 from quartet.services.orchestrator.step import StepTransaction
 from quartet.types import RunState
 from tests.training.conftest import MakeConfig
-from tests.training.runs import Run, active_run, orchestrator, run_to_the_end, services, step_metrics, wait_for, weights
+from tests.training.runs import (
+    Run,
+    active_run,
+    orchestrator,
+    run_to_completion,
+    services,
+    step_metrics,
+    wait_for,
+    weights,
+)
 from tests.training.test_resume import KINDS
 
 
-def kept(run: Run) -> list[str]:
+def checkpoint_names(run: Run) -> list[str]:
     return sorted(path.name for path in run.files.checkpoints.iterdir())
 
 
 @pytest.fixture(scope="module")
-def undisturbed(make: MakeConfig) -> Callable[[str], Run]:
-    """A run of eight steps that saves nothing but its policy."""
+def uninterrupted(make: MakeConfig) -> Callable[[str], Run]:
+    """A run of eight steps without checkpoints, by kind."""
     runs: dict[str, Run] = {}
 
     def run(kind: str) -> Run:
         if kind not in runs:
-            runs[kind] = run_to_the_end(make(**{**KINDS[kind], "run": {"steps": 8}}))
+            runs[kind] = run_to_completion(make(**{**KINDS[kind], "run": {"steps": 8}}))
         return runs[kind]
 
     return run
 
 
 @pytest.mark.parametrize("kind", ["ppo", "lora"])
-def test_checkpoints_do_not_change_the_bits_of_a_run(
-    kind: str, make: MakeConfig, undisturbed: Callable[[str], Run]
+def test_a_run_with_checkpoints_is_bit_identical(
+    kind: str, make: MakeConfig, uninterrupted: Callable[[str], Run]
 ) -> None:
-    run = run_to_the_end(make(**{**KINDS[kind], "run": {"steps": 8}, "checkpoint": {"every_steps": 1, "keep_last": 3}}))
-    assert kept(run) == ["step-000006", "step-000007", "step-000008"]
-    assert step_metrics(run) == step_metrics(undisturbed(kind))
-    assert weights(run) == weights(undisturbed(kind))
+    run = run_to_completion(
+        make(**{**KINDS[kind], "run": {"steps": 8}, "checkpoint": {"every_steps": 1, "keep_last": 3}})
+    )
+    assert checkpoint_names(run) == ["step-000006", "step-000007", "step-000008"]
+    assert step_metrics(run) == step_metrics(uninterrupted(kind))
+    assert weights(run) == weights(uninterrupted(kind))
     if kind == "ppo":
         policy = {path.name: path.read_bytes() for path in run.files.policy.iterdir()}
         saved = run.files.checkpoints / "step-000008" / "actor"
@@ -60,52 +71,52 @@ def test_checkpoints_do_not_change_the_bits_of_a_run(
 
 
 @dataclass
-class HeldCheckpoints:
-    """Blocks the writing of checkpoints until the test sets ``proceed``."""
+class BlockedCheckpoints:
+    """A writer that blocks checkpoints until the test sets ``proceed``."""
 
-    begun: threading.Event = field(default_factory=threading.Event)
+    started: threading.Event = field(default_factory=threading.Event)
     proceed: threading.Event = field(default_factory=threading.Event)
 
     def write(self, directory: Path, *writers: Any) -> None:
         if "checkpoints" in directory.parts:
-            self.begun.set()
+            self.started.set()
             assert self.proceed.wait(60)
         snapshot.write_model(directory, *writers)
 
 
 @pytest.fixture
-def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[HeldCheckpoints]:
-    actual = HeldCheckpoints()
-    monkeypatch.setattr(trained, "write_model", actual.write)
-    yield actual
-    actual.proceed.set()
+def blocked_checkpoints(monkeypatch: pytest.MonkeyPatch) -> Iterator[BlockedCheckpoints]:
+    blocked = BlockedCheckpoints()
+    monkeypatch.setattr(trained, "write_model", blocked.write)
+    yield blocked
+    blocked.proceed.set()
 
 
 def test_the_next_step_runs_during_a_checkpoint_up_to_its_update(
-    make: MakeConfig, held: HeldCheckpoints, undisturbed: Callable[[str], Run]
+    make: MakeConfig, blocked_checkpoints: BlockedCheckpoints, uninterrupted: Callable[[str], Run]
 ) -> None:
     config = make(**{**KINDS["ppo"], "run": {"steps": 8}, "checkpoint": {"every_steps": 3}})
     with active_run(config) as running:
-        assert held.begun.wait(60)
+        assert blocked_checkpoints.started.wait(60)
         wait_for(running, lambda: running.board.current().phase == "checkpoint")
         assert running.board.current().step == 3
         assert running.board.current().num_scored == config.rollout.prompts_per_step
         checkpoints = config.run_directory / "checkpoints"
         assert not list(checkpoints.rglob("manifest.json"))
         running.thread.join(0.3)
-        assert running.board.current().step == 3, "an update went into what was being saved"
-        held.proceed.set()
+        assert running.board.current().step == 3, "an update changed the weights during the save"
+        blocked_checkpoints.proceed.set()
         run = running.finish()
-    assert kept(run) == ["step-000006", "step-000008"]
-    assert weights(run) == weights(undisturbed("ppo"))
+    assert checkpoint_names(run) == ["step-000006", "step-000008"]
+    assert weights(run) == weights(uninterrupted("ppo"))
 
 
-def test_a_paused_run_has_a_complete_checkpoint(make: MakeConfig, held: HeldCheckpoints) -> None:
+def test_a_paused_run_has_a_complete_checkpoint(make: MakeConfig, blocked_checkpoints: BlockedCheckpoints) -> None:
     with active_run(make(run={"steps": 50}, checkpoint={"every_steps": 2})) as running:
-        assert held.begun.wait(60)
+        assert blocked_checkpoints.started.wait(60)
         running.control.pause()
-        # The current step is the third by now, or still the checkpointed one.
-        held.proceed.set()
+        # The current step is the third, or still the second.
+        blocked_checkpoints.proceed.set()
         wait_for(running, lambda: running.board.current().state is RunState.PAUSED)
         newest = running.board.current().step // 2 * 2
         checkpoint = running.config.run_directory / "checkpoints" / f"step-{newest:06d}"
@@ -114,7 +125,7 @@ def test_a_paused_run_has_a_complete_checkpoint(make: MakeConfig, held: HeldChec
 
 @pytest.fixture
 def full_disk(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, set[int]], None]:
-    """Let the checkpoints of some steps fail in one of the services."""
+    """Make the checkpoints of some steps fail in one service."""
 
     def fill(role: str, steps: set[int]) -> None:
         def write(directory: Path, *writers: Any) -> None:
@@ -130,45 +141,45 @@ def full_disk(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, set[int]], None
 
 
 @pytest.mark.parametrize("role", ["actor", "critic"])
-def test_a_checkpoint_that_cannot_be_written_is_noted_and_the_run_continues(
+def test_a_failed_checkpoint_becomes_a_note_and_the_run_continues(
     role: str,
     make: MakeConfig,
     full_disk: Callable[[str, set[int]], None],
-    undisturbed: Callable[[str], Run],
+    uninterrupted: Callable[[str], Run],
     redis_client: Redis,
     redis_url: str,
 ) -> None:
     full_disk(role, {4, 6})
     config = make(**{**KINDS["ppo"], "run": {"steps": 6}, "checkpoint": {"every_steps": 2, "keep_last": 5}})
-    run = run_to_the_end(config)
+    run = run_to_completion(config)
     assert run.progress.state is RunState.FINISHED
-    assert kept(run) == ["step-000002"]
+    assert checkpoint_names(run) == ["step-000002"]
     notes = [note for note in run.progress.notes if note.startswith("checkpoint of step")]
     assert [note.split(" failed: ")[0] for note in notes] == ["checkpoint of step 4", "checkpoint of step 6"]
     assert all(f"{role} at " in note and "No space left on device" in note for note in notes)
     assert all("; the checkpoint of step 2 is kept; " in note for note in notes)
     assert run.files.policy.exists()
     experience = ExperienceStore(redis_client, redis_url, config.run.name)
-    assert experience.holds(range(3, 7)), "what no checkpoint covers may have to be replayed"
+    assert experience.holds(range(3, 7)), "experience after the last checkpoint was discarded"
     assert not experience.holds([2])
-    # The disk has space again: the run continues from step 2, bit-identical to an undisturbed run.
+    # The disk has space again: the run continues from step 2, bit-identical to an uninterrupted run.
     full_disk(role, set())
     tree = config.model_dump()
     tree["run"]["steps"] = 8
-    longer = run_to_the_end(type(config).model_validate(tree))
-    assert kept(longer) == ["step-000002", "step-000006", "step-000008"]
-    assert weights(longer) == weights(undisturbed("ppo"))
-    assert step_metrics(longer) == step_metrics(undisturbed("ppo"))
+    longer = run_to_completion(type(config).model_validate(tree))
+    assert checkpoint_names(longer) == ["step-000002", "step-000006", "step-000008"]
+    assert weights(longer) == weights(uninterrupted("ppo"))
+    assert step_metrics(longer) == step_metrics(uninterrupted("ppo"))
     assert not experience.holds([6])
 
 
-def test_the_first_checkpoint_that_cannot_be_written_says_that_there_is_none(
+def test_a_failed_first_checkpoint_reports_that_there_is_none(
     make: MakeConfig, full_disk: Callable[[str, set[int]], None]
 ) -> None:
     full_disk("actor", {1})
-    run = run_to_the_end(make(run={"steps": 2}, checkpoint={"every_steps": 1}))
+    run = run_to_completion(make(run={"steps": 2}, checkpoint={"every_steps": 1}))
     assert [note for note in run.progress.notes if "there is none yet" in note]
-    assert kept(run) == ["step-000002"]
+    assert checkpoint_names(run) == ["step-000002"]
 
 
 class Crash(Exception):
@@ -180,7 +191,7 @@ def test_a_crash_during_a_checkpoint_resumes_from_the_previous_one(
     when: str,
     make: MakeConfig,
     toy_task: ToyTask,
-    undisturbed: Callable[[str], Run],
+    uninterrupted: Callable[[str], Run],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     config = make(**{**KINDS["ppo"], "run": {"steps": 8}, "checkpoint": {"every_steps": 2}})
@@ -191,23 +202,23 @@ def test_a_crash_during_a_checkpoint_resumes_from_the_previous_one(
     target = (CheckpointScheduler, "finish") if when == "written" else (Path, "rename")
     real = getattr(*target)
 
-    def act(self: Any, *arguments: Any) -> Any:
+    def crash_at_step_4(self: Any, *arguments: Any) -> Any:
         pending = getattr(self, "_pending", None)
         if (pending is not None and pending.step == 4) or getattr(self, "name", "") == ".step-000004.1.partial":
             crash()
         return real(self, *arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(*target, act)
+        patch.setattr(*target, crash_at_step_4)
         with active_run(config) as running:
             broken = running.finish()
     assert broken.code == 1
-    assert kept(broken) == [".step-000004.1.partial", "step-000002"]
+    assert checkpoint_names(broken) == [".step-000004.1.partial", "step-000002"]
     assert (broken.files.checkpoints / ".step-000004.1.partial" / "manifest.json").exists() == (when == "manifest")
-    run = run_to_the_end(config)
-    assert kept(run) == ["step-000006", "step-000008"]
-    assert weights(run) == weights(undisturbed("ppo"))
-    assert step_metrics(run) == step_metrics(undisturbed("ppo"))
+    run = run_to_completion(config)
+    assert checkpoint_names(run) == ["step-000006", "step-000008"]
+    assert weights(run) == weights(uninterrupted("ppo"))
+    assert step_metrics(run) == step_metrics(uninterrupted("ppo"))
 
 
 def test_a_stop_during_recovery_finishes_a_step_that_one_model_has_applied(
@@ -220,8 +231,8 @@ def test_a_stop_during_recovery_finishes_a_step_that_one_model_has_applied(
         if step != 3 or lost:
             return real(self, step, leadership, *arguments)
         lost.append(step)
-        settled = start_update(self._updater._service_clients.actor, config, step, leadership.epoch)
-        assert settled.result().step == 3
+        update = start_update(self._updater._service_clients.actor, config, step, leadership.epoch)
+        assert update.result().step == 3
         control.stop()
         raise ServiceUnavailable("critic: gone")
 
@@ -234,5 +245,5 @@ def test_a_stop_during_recovery_finishes_a_step_that_one_model_has_applied(
     assert lost == [3]
     assert run.progress.state is RunState.STOPPED
     assert len(run.metrics) == 3
-    assert kept(run) == ["step-000003"]
+    assert checkpoint_names(run) == ["step-000003"]
     assert run.files.policy.exists()

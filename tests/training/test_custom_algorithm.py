@@ -1,4 +1,4 @@
-"""A user's own advantage estimator and policy loss in whole runs."""
+"""Custom advantage estimators and policy losses in whole runs."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 
 from quartet.config import Config
 from tests.training.conftest import MakeConfig
-from tests.training.runs import Run, active_run, orchestrator, run_to_the_end, services, step_metrics, weights
-from tests.training.test_resume import break_off
+from tests.training.runs import Run, active_run, orchestrator, run_to_completion, services, step_metrics, weights
+from tests.training.test_resume import crash_run
 
 MODULE = '''
 import torch
@@ -19,7 +19,7 @@ from quartet.ppo.losses import PolicyLoss, policy_loss
 
 
 def leave_one_out(inputs):
-    """Independent RLOO: the reward minus the mean reward of the prompt's other samples."""
+    """Independent RLOO: the reward minus the mean reward of the other samples of the prompt."""
     rewards = inputs.rewards.double()
     others = [
         rewards[(inputs.groups == group) & (torch.arange(len(rewards)) != index)].mean()
@@ -60,14 +60,14 @@ LEAVE_ONE_OUT: dict[str, Any] = {
 
 @pytest.fixture(autouse=True)
 def _user_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A module of the user's that Python can import."""
+    """Write an importable module with user functions."""
     (tmp_path / "my_algorithm.py").write_text(MODULE)
     monkeypatch.syspath_prepend(tmp_path)
 
 
-def test_a_custom_estimator_and_loss_train_like_the_built_in_ones_that_compute_the_same(make: MakeConfig) -> None:
-    built_in = run_to_the_end(make(algorithm={"estimator": "gae"}))
-    custom = run_to_the_end(
+def test_a_custom_estimator_and_loss_match_equivalent_built_in_ones(make: MakeConfig) -> None:
+    built_in = run_to_completion(make(algorithm={"estimator": "gae"}))
+    custom = run_to_completion(
         make(
             algorithm={
                 "estimator": "my_algorithm:with_critic",
@@ -82,16 +82,16 @@ def test_a_custom_estimator_and_loss_train_like_the_built_in_ones_that_compute_t
 
 
 def test_a_custom_estimator_can_compare_the_samples_of_a_prompt_and_needs_no_critic(make: MakeConfig) -> None:
-    built_in = run_to_the_end(make(algorithm={"estimator": "rloo"}, **GROUPS))
-    custom = run_to_the_end(make(algorithm=LEAVE_ONE_OUT, **GROUPS))
+    built_in = run_to_completion(make(algorithm={"estimator": "rloo"}, **GROUPS))
+    custom = run_to_completion(make(algorithm=LEAVE_ONE_OUT, **GROUPS))
     assert weights(custom) == weights(built_in)
     assert "value_loss" not in custom.metrics[0]
 
 
-def test_another_loss_trains_other_weights(make: MakeConfig) -> None:
+def test_another_loss_gives_other_weights(make: MakeConfig) -> None:
     clipped = {"clip_ratio": 1e-6}
-    assert weights(run_to_the_end(make(algorithm={**clipped, "policy_loss": "my_algorithm:unclipped"}))) != weights(
-        run_to_the_end(make(algorithm=clipped))
+    assert weights(run_to_completion(make(algorithm={**clipped, "policy_loss": "my_algorithm:unclipped"}))) != weights(
+        run_to_completion(make(algorithm=clipped))
     )
 
 
@@ -105,8 +105,8 @@ def test_another_loss_trains_other_weights(make: MakeConfig) -> None:
         ("my_algorithm:same_loss", "a trial with 2 responses failed: TypeError"),
     ],
 )
-def test_an_unusable_estimator_ends_the_run_at_its_start(estimator: str, message: str, make: MakeConfig) -> None:
-    run = ended(make(algorithm={"estimator": estimator, "custom_estimator": {}}))
+def test_an_invalid_estimator_ends_the_run_at_its_start(estimator: str, message: str, make: MakeConfig) -> None:
+    run = run_until_end(make(algorithm={"estimator": estimator, "custom_estimator": {}}))
     assert run.code == 2
     assert f"algorithm.estimator {estimator}" in run.progress.error
     with pytest.raises(AssertionError, match=message):
@@ -114,7 +114,7 @@ def test_an_unusable_estimator_ends_the_run_at_its_start(estimator: str, message
 
 
 @pytest.mark.parametrize("loss", ["my_algorithm:nothing", "my_algorithm:number", "my_algorithm:per_token"])
-def test_an_unusable_loss_keeps_the_actor_from_starting(loss: str, make: MakeConfig) -> None:
+def test_an_invalid_loss_stops_the_start_of_the_actor(loss: str, make: MakeConfig) -> None:
     from quartet.errors import ConfigError
 
     with (
@@ -141,16 +141,20 @@ def test_a_run_resumes_with_the_same_import_path_only(
     key: str, make: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     algorithm = {**LEAVE_ONE_OUT, "policy_loss": "my_algorithm:same_loss"}
-    undisturbed = run_to_the_end(make(run={"steps": 3}, algorithm=algorithm, checkpoint={"every_steps": 1}, **GROUPS))
+    uninterrupted = run_to_completion(
+        make(run={"steps": 3}, algorithm=algorithm, checkpoint={"every_steps": 1}, **GROUPS)
+    )
     config = make(run={"steps": 3}, algorithm=algorithm, checkpoint={"every_steps": 1}, **GROUPS)
-    break_off(config, "generate", 3, monkeypatch)
+    crash_run(config, "generate", 3, monkeypatch)
     changed = {**algorithm, key: "my_algorithm:unclipped" if key == "policy_loss" else "my_algorithm:other"}
-    refused = ended(config.model_copy(update={"algorithm": config.algorithm.model_copy(update={key: changed[key]})}))
+    refused = run_until_end(
+        config.model_copy(update={"algorithm": config.algorithm.model_copy(update={key: changed[key]})})
+    )
     assert refused.code == 2
     assert f"algorithm.{key}" in refused.progress.error
-    assert weights(run_to_the_end(config)) == weights(undisturbed)
+    assert weights(run_to_completion(config)) == weights(uninterrupted)
 
 
-def ended(config: Config) -> Run:
+def run_until_end(config: Config) -> Run:
     with active_run(config) as running:
         return running.finish()

@@ -12,29 +12,29 @@ from quartet.models.generation.torch_engine import TorchEngine
 from quartet.services import factories as roles
 from quartet.types import Trajectory
 from tests.training.conftest import MakeConfig
-from tests.training.runs import run_to_the_end
+from tests.training.runs import run_to_completion
 
 
 def test_an_engine_is_notified_before_and_after_each_update(make: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[str] = []
+    notifications: list[str] = []
 
-    class Telling(TorchEngine):
-        def generate(self, *arguments: Any, **named: Any) -> Iterator[Trajectory]:
-            told.append("generate")
-            return super().generate(*arguments, **named)
+    class RecordingEngine(TorchEngine):
+        def generate(self, *arguments: Any, **options: Any) -> Iterator[Trajectory]:
+            notifications.append("generate")
+            return super().generate(*arguments, **options)
 
         def release(self) -> None:
-            told.append("release")
+            notifications.append("release")
 
         def weights_changed(self) -> None:
-            told.append("weights changed")
+            notifications.append("weights changed")
 
     def factory(*_: Any) -> Any:
-        return lambda policy: Telling(policy.model, policy.stop_ids, 8)
+        return lambda policy: RecordingEngine(policy.model, policy.stop_ids, 8)
 
     monkeypatch.setattr(roles, "engine_factory", factory)
-    run_to_the_end(make())
-    assert told == ["generate", "release", "weights changed"] * 2
+    run_to_completion(make())
+    assert notifications == ["generate", "release", "weights changed"] * 2
 
 
 def test_an_engine_is_closed_when_the_policy_is_replaced(
@@ -44,7 +44,7 @@ def test_an_engine_is_closed_when_the_policy_is_replaced(
 
     closed: list[Policy] = []
 
-    class Closing(TorchEngine):
+    class ClosableEngine(TorchEngine):
         def __init__(self, policy: Policy) -> None:
             super().__init__(policy.model, policy.stop_ids, 8)
             self._policy = policy
@@ -56,6 +56,6 @@ def test_an_engine_is_closed_when_the_policy_is_replaced(
         raise AssertionError(run)
 
     config = make()
-    actor = Actor(config.actor, "cpu", 8, tmp_path, no_buffer, create_engine=Closing)
+    actor = Actor(config.actor, "cpu", 8, tmp_path, no_buffer, create_engine=ClosableEngine)
     actor.restore("run", 0, 1, "")
     assert len(closed) == 1

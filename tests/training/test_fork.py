@@ -1,4 +1,4 @@
-"""`quartet checkpoints fork` and `quartet rollback`: each changed setting of a fork takes effect or is refused."""
+"""``quartet fork`` and ``quartet rollback``: each changed setting of a fork takes effect or is refused."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from quartet.services.actor import actor as actor_core
 from quartet.services.critic import critic as critic_core
 from quartet.types import OptimizationSettings
 from tests.training.conftest import MakeConfig
-from tests.training.runs import Run, json_lines, run_to_the_end, step_metrics, weights
+from tests.training.runs import Run, json_lines, run_to_completion, step_metrics, weights
 
 STEPS = 4
-AT = 2
+FORK_STEP = 2
 ADAPTIVE = {"kind": "adaptive", "target": 0.05, "horizon": 5.0}
 SOURCES: dict[str, dict[str, Any]] = {
     "ppo": {},
@@ -49,7 +49,7 @@ def source(make: MakeConfig) -> Callable[[str], Run]:
     def run(kind: str) -> Run:
         if kind not in runs:
             tree = {"run": {"steps": STEPS}, "checkpoint": {"every_steps": 2, "keep_last": 5}, **SOURCES[kind]}
-            runs[kind] = run_to_the_end(make(**tree))
+            runs[kind] = run_to_completion(make(**tree))
         return runs[kind]
 
     return run
@@ -60,18 +60,18 @@ MakeFork = Callable[..., Config]
 
 @pytest.fixture
 def forked(source: Callable[[str], Run], tmp_path: Path) -> MakeFork:
-    """Fork a run of this kind after its second step, and return the new config."""
+    """Fork a run of this kind after its second step; return the new config."""
 
     def make_fork(kind: str, *overrides: str) -> Config:
-        given = ["run.directory=" + str(tmp_path), *overrides]
-        fork(source(kind).files.root, str(AT), "new", given)
+        all_overrides = ["run.directory=" + str(tmp_path), *overrides]
+        fork(source(kind).files.root, str(FORK_STEP), "new", all_overrides)
         return load_config(tmp_path / "new" / "config.yaml")
 
     return make_fork
 
 
 @dataclass
-class Seen:
+class FirstUpdate:
     """Settings of the first update of a run and the optimizer state before it, by role."""
 
     settings: dict[str, OptimizationSettings] = field(default_factory=dict)
@@ -80,9 +80,9 @@ class Seen:
 
 
 @pytest.fixture
-def seen(source: Callable[[str], Run], monkeypatch: pytest.MonkeyPatch) -> Seen:
-    source("ppo")  # Its updates are not to be seen.
-    result = Seen()
+def first_update(source: Callable[[str], Run], monkeypatch: pytest.MonkeyPatch) -> FirstUpdate:
+    source("ppo")  # Train the source first, so that its updates are not recorded.
+    result = FirstUpdate()
 
     def spy(role: str, real: Callable[..., Any]) -> Callable[..., Any]:
         def update(model: Any, optimizer: torch.optim.Optimizer, experience: Any, settings: Any, *rest: Any) -> Any:
@@ -103,14 +103,14 @@ def seen(source: Callable[[str], Run], monkeypatch: pytest.MonkeyPatch) -> Seen:
 def test_a_fork_with_the_same_settings_is_bit_identical(
     kind: str, forked: MakeFork, source: Callable[[str], Run]
 ) -> None:
-    run = run_to_the_end(forked(kind, "guards.window_steps=7"))
+    run = run_to_completion(forked(kind, "guards.window_steps=7"))
     assert step_metrics(run) == step_metrics(source(kind))
     assert weights(run) == weights(source(kind))
 
 
 @pytest.mark.parametrize("role", ["actor", "critic"])
 @pytest.mark.parametrize(
-    ("name", "given", "decaying", "others"),
+    ("name", "value", "decayed", "others"),
     [
         ("betas", [0.5, 0.75], (0.5, 0.75), (0.5, 0.75)),
         ("eps", 1e-3, 1e-3, 1e-3),
@@ -120,19 +120,19 @@ def test_a_fork_with_the_same_settings_is_bit_identical(
 def test_changed_optimizer_settings_take_effect_and_its_moments_are_kept(
     role: str,
     name: str,
-    given: Any,
-    decaying: Any,
+    value: Any,
+    decayed: Any,
     others: Any,
     forked: MakeFork,
-    seen: Seen,
+    first_update: FirstUpdate,
     source: Callable[[str], Run],
 ) -> None:
     before = source("ppo")
-    run = run_to_the_end(forked("ppo", f"{role}.optimizer.{name}={json.dumps(given)}"))
-    assert [group[name] for group in seen.groups[role]] == [decaying, others]
-    optimizer_steps = sum(step[f"optimizer_steps_{role}"] for step in before.metrics[:AT])
-    assert seen.steps_before[role] == {optimizer_steps}
-    assert step_metrics(run)[:AT] == step_metrics(before)[:AT]
+    run = run_to_completion(forked("ppo", f"{role}.optimizer.{name}={json.dumps(value)}"))
+    assert [group[name] for group in first_update.groups[role]] == [decayed, others]
+    optimizer_steps = sum(step[f"optimizer_steps_{role}"] for step in before.metrics[:FORK_STEP])
+    assert first_update.steps_before[role] == {optimizer_steps}
+    assert step_metrics(run)[:FORK_STEP] == step_metrics(before)[:FORK_STEP]
     assert step_metrics(run) != step_metrics(before)
 
 
@@ -147,20 +147,20 @@ def test_changed_optimizer_settings_take_effect_and_its_moments_are_kept(
     ],
 )
 def test_changed_update_settings_take_effect(
-    role: str, key: str, value: float, name: str, forked: MakeFork, seen: Seen
+    role: str, key: str, value: float, name: str, forked: MakeFork, first_update: FirstUpdate
 ) -> None:
-    run_to_the_end(forked("ppo", f"{key.format(role=role)}={value}"))
-    assert getattr(seen.settings[role], name) == value
+    run_to_completion(forked("ppo", f"{key.format(role=role)}={value}"))
+    assert getattr(first_update.settings[role], name) == value
 
 
 @pytest.mark.parametrize("kind", ["ppo", "adaptive"])
 def test_a_changed_kl_coefficient_takes_effect(kind: str, forked: MakeFork, source: Callable[[str], Run]) -> None:
     before = source(kind)
-    run = run_to_the_end(forked(kind, "algorithm.kl_coefficient=0.77"))
+    run = run_to_completion(forked(kind, "algorithm.kl_coefficient=0.77"))
     coefficients = [step["kl_coefficient"] for step in run.metrics]
-    assert coefficients[:AT] == [step["kl_coefficient"] for step in before.metrics[:AT]]
-    assert coefficients[AT] == 0.77
-    assert (coefficients[AT + 1] == 0.77) == (kind == "ppo")
+    assert coefficients[:FORK_STEP] == [step["kl_coefficient"] for step in before.metrics[:FORK_STEP]]
+    assert coefficients[FORK_STEP] == 0.77
+    assert (coefficients[FORK_STEP + 1] == 0.77) == (kind == "ppo")
 
 
 @pytest.mark.parametrize(
@@ -179,15 +179,15 @@ def test_a_changed_kl_controller_starts_at_the_configured_coefficient(
 ) -> None:
     settings = {"kind": "fixed", "target": 0.05, "horizon": 5.0} | (ADAPTIVE if kind == "adaptive" else {})
     settings[key] = value
-    config = forked(kind, *(f"algorithm.kl_controller.{name}={given}" for name, given in settings.items()))
-    third, fourth = run_to_the_end(config).metrics[AT:]
+    config = forked(kind, *(f"algorithm.kl_controller.{name}={setting}" for name, setting in settings.items()))
+    third, fourth = run_to_completion(config).metrics[FORK_STEP:]
     first = config.algorithm.kl_coefficient
     assert third["kl_coefficient"] == first
-    apart = third["kl_mean"] / settings["target"] - 1
+    error = third["kl_mean"] / settings["target"] - 1
     factor = {
         "fixed": 1.0,
-        "adaptive": 1 + min(max(apart, -0.2), 0.2) * 4 / settings["horizon"],
-        "simple": 1 + max(apart, -1.0) / settings["horizon"],
+        "adaptive": 1 + min(max(error, -0.2), 0.2) * 4 / settings["horizon"],
+        "simple": 1 + max(error, -1.0) / settings["horizon"],
     }[settings["kind"]]
     assert fourth["kl_coefficient"] == pytest.approx(first * factor, rel=1e-9)
     assert settings["kind"] == "fixed" or fourth["kl_coefficient"] != first
@@ -207,51 +207,53 @@ def test_a_changed_kl_controller_starts_at_the_configured_coefficient(
 def test_a_changed_score_normalisation_starts_with_the_fork(
     kind: str, new: str, forked: MakeFork, source: Callable[[str], Run]
 ) -> None:
-    run = run_to_the_end(forked(kind, f"algorithm.score.normalize={new}"))
+    run = run_to_completion(forked(kind, f"algorithm.score.normalize={new}"))
     result = read_checkpoint(run.files.checkpoints / f"step-{STEPS:06d}").state["score_moments"]
     if new == "none":
         assert result is None
-        assert step_metrics(run)[AT:] != step_metrics(source(kind))[AT:]
+        assert step_metrics(run)[FORK_STEP:] != step_metrics(source(kind))[FORK_STEP:]
         return
-    steps = [AT + 1] if new == "initial" else [AT + 1, AT + 2]
+    steps = [FORK_STEP + 1] if new == "initial" else [FORK_STEP + 1, FORK_STEP + 2]
     scores = [item["score"] for step in steps for item in run.trajectories(step)]
-    seen = torch.tensor(scores, dtype=torch.float64)
+    scores_tensor = torch.tensor(scores, dtype=torch.float64)
     assert result["count"] == len(scores)
-    assert result["mean"] == pytest.approx(float(seen.mean()), abs=1e-6)
-    assert step_metrics(run)[AT:] != step_metrics(source(kind))[AT:]
+    assert result["mean"] == pytest.approx(float(scores_tensor.mean()), abs=1e-6)
+    assert step_metrics(run)[FORK_STEP:] != step_metrics(source(kind))[FORK_STEP:]
 
 
 def test_a_changed_reward_takes_effect_and_resets_the_score_moments(
     forked: MakeFork, source: Callable[[str], Run], toy_task: ToyTask
 ) -> None:
     part = f"{{name: less, model: {toy_task.reward}, weight: -1}}"
-    run = run_to_the_end(
+    run = run_to_completion(
         forked("running", f"reward={{source: ensemble, parts: [{part}]}}", f"critic.model={toy_task.reward}")
     )
-    ours, theirs = ([item["score"] for item in result.trajectories(AT + 1)] for result in (run, source("running")))
-    assert ours == [-score for score in theirs]
+    new_scores, old_scores = (
+        [item["score"] for item in result.trajectories(FORK_STEP + 1)] for result in (run, source("running"))
+    )
+    assert new_scores == [-score for score in old_scores]
     result = read_checkpoint(run.files.checkpoints / f"step-{STEPS:06d}").state["score_moments"]
-    assert result["count"] == 4 * (STEPS - AT)
+    assert result["count"] == 4 * (STEPS - FORK_STEP)
 
 
 def test_changed_rollout_settings_take_effect(forked: MakeFork, source: Callable[[str], Run]) -> None:
-    run = run_to_the_end(forked("ppo", "rollout.max_response_tokens=3", "rollout.prompts_per_step=5", "run.seed=9"))
-    lengths = [item["response_tokens"] for item in run.trajectories(AT + 1)]
+    run = run_to_completion(forked("ppo", "rollout.max_response_tokens=3", "rollout.prompts_per_step=5", "run.seed=9"))
+    lengths = [item["response_tokens"] for item in run.trajectories(FORK_STEP + 1)]
     assert len(lengths) == 5
     assert max(lengths) == 3
-    assert run.trajectories(AT) == source("ppo").trajectories(AT)
-    prompts = [[item["prompt"] for item in result.trajectories(AT + 1)] for result in (run, source("ppo"))]
+    assert run.trajectories(FORK_STEP) == source("ppo").trajectories(FORK_STEP)
+    prompts = [[item["prompt"] for item in result.trajectories(FORK_STEP + 1)] for result in (run, source("ppo"))]
     assert prompts[0][:4] != prompts[1]
 
 
 def test_the_learning_rate_schedule_follows_the_settings_of_the_fork(forked: MakeFork) -> None:
-    run = run_to_the_end(forked("ppo", "run.steps=6", "actor.schedule=linear", "actor.learning_rate=0.06"))
+    run = run_to_completion(forked("ppo", "run.steps=6", "actor.schedule=linear", "actor.learning_rate=0.06"))
     rates = [step["learning_rate_actor"] for step in run.metrics]
     assert rates == pytest.approx([1e-3, 1e-3, 0.04, 0.03, 0.02, 0.01])
 
 
 def test_a_fork_without_a_critic_ignores_the_critic_of_the_checkpoint(forked: MakeFork) -> None:
-    run = run_to_the_end(forked("ppo", *TO_RLOO, "critic.freeze=['*norm*']"))
+    run = run_to_completion(forked("ppo", *TO_RLOO, "critic.freeze=['*norm*']"))
     assert len(run.metrics) == STEPS
     assert [("value_loss" in step) for step in run.metrics] == [True, True, False, False]
     assert read_checkpoint(run.files.checkpoints / f"step-{STEPS:06d}").roles == ("actor",)
@@ -264,8 +266,8 @@ def refused(forked: MakeFork, kind: str, *overrides: str) -> str:
 
 
 def test_a_fork_with_a_critic_is_refused_if_the_checkpoint_has_none(forked: MakeFork, tmp_path: Path) -> None:
-    said = refused(forked, "rloo", "algorithm.estimator=gae")
-    assert "algorithm.estimator gae: needs a critic, and the checkpoint of step 2 has none" in said
+    message = refused(forked, "rloo", "algorithm.estimator=gae")
+    assert "algorithm.estimator gae: needs a critic, and the checkpoint of step 2 has none" in message
     assert not (tmp_path / "new").exists()
 
 
@@ -284,27 +286,27 @@ def test_a_fork_with_a_critic_is_refused_if_the_checkpoint_has_none(forked: Make
 def test_a_setting_incompatible_with_the_weights_is_refused(
     kind: str, key: str, value: str, forked: MakeFork, tmp_path: Path
 ) -> None:
-    said = refused(forked, kind, f"{key}={value}")
-    assert said.startswith(key.removesuffix(".rank"))
-    assert "use that value, or start a new run" in said
+    message = refused(forked, kind, f"{key}={value}")
+    assert message.startswith(key.removesuffix(".rank"))
+    assert "use that value, or start a new run" in message
     assert not (tmp_path / "new").exists()
 
 
 @pytest.fixture(scope="module")
 def evaluated(make: MakeConfig, toy_task: ToyTask) -> Run:
     evaluation = {"data": {"validation": str(toy_task.prompts)}, "evaluation": {"every_steps": 2, "max_prompts": 3}}
-    return run_to_the_end(make(run={"steps": STEPS}, checkpoint={"every_steps": 2, "keep_last": 5}, **evaluation))
+    return run_to_completion(make(run={"steps": STEPS}, checkpoint={"every_steps": 2, "keep_last": 5}, **evaluation))
 
 
 @pytest.mark.parametrize(("every", "steps"), [(0, [0, 2]), (1, [0, 2, 3, 4]), (2, [0, 2, 4])])
 def test_the_evaluation_interval_may_change(every: int, steps: list[int], evaluated: Run, tmp_path: Path) -> None:
-    fork(evaluated.files.root, str(AT), "new", [f"run.directory={tmp_path}", f"evaluation.every_steps={every}"])
-    run = run_to_the_end(load_config(tmp_path / "new" / "config.yaml"))
+    fork(evaluated.files.root, str(FORK_STEP), "new", [f"run.directory={tmp_path}", f"evaluation.every_steps={every}"])
+    run = run_to_completion(load_config(tmp_path / "new" / "config.yaml"))
     assert [line["step"] for line in json_lines(run.files.evaluation_summaries)] == steps
 
 
 @pytest.mark.parametrize(
-    ("kind", "overrides", "said"),
+    ("kind", "overrides", "message"),
     [
         (
             "ppo",
@@ -318,17 +320,17 @@ def test_the_evaluation_interval_may_change(every: int, steps: list[int], evalua
 def test_evaluations_without_a_baseline_are_refused(
     kind: str,
     overrides: list[str],
-    said: str,
+    message: str,
     evaluated: Run,
     source: Callable[[str], Run],
     toy_task: ToyTask,
     tmp_path: Path,
 ) -> None:
     run = evaluated if kind == "evaluated" else source(kind)
-    given = [override.replace("PROMPTS", str(toy_task.prompts)) for override in overrides]
+    all_overrides = [override.replace("PROMPTS", str(toy_task.prompts)) for override in overrides]
     with pytest.raises(ConfigError) as error:
-        fork(run.files.root, str(AT), "new", [f"run.directory={tmp_path}", *given])
-    assert str(error.value).startswith(said)
+        fork(run.files.root, str(FORK_STEP), "new", [f"run.directory={tmp_path}", *all_overrides])
+    assert str(error.value).startswith(message)
     assert not (tmp_path / "new").exists()
 
 
@@ -344,8 +346,8 @@ def test_a_fork_is_a_separate_run(forked: MakeFork, tmp_path: Path) -> None:
     assert second.id != first.id
 
 
-def said_by(act: Callable[[], None], capsys: pytest.CaptureFixture[str]) -> str:
-    act()
+def output_of(action: Callable[[], None], capsys: pytest.CaptureFixture[str]) -> str:
+    action()
     return capsys.readouterr().out
 
 
@@ -355,30 +357,34 @@ def test_the_resume_command_shows_a_url_whose_password_is_not_stored(
     run, secret = source("ppo").files.root, "redis://user:s3cret@localhost:6379/0"
 
     def fork_of(run: Path, name: str, *overrides: str) -> Callable[[], None]:
-        return lambda: fork(run, str(AT), name, [f"run.directory={tmp_path}", *overrides])
+        return lambda: fork(run, str(FORK_STEP), name, [f"run.directory={tmp_path}", *overrides])
 
-    said = said_by(fork_of(run, "plain"), capsys)
-    assert f"quartet train {tmp_path}/plain/config.yaml --resume resumes it\n" in said
-    way = "--resume --set buffer.url=URL resumes it; URL is redis://user:***@localhost:6379/0 with its password"
-    for act in (
+    message = output_of(fork_of(run, "plain"), capsys)
+    assert f"quartet train {tmp_path}/plain/config.yaml --resume resumes it\n" in message
+    hint = "--resume --set buffer.url=URL resumes it; URL is redis://user:***@localhost:6379/0 with its password"
+    for action in (
         fork_of(run, "secret", f"buffer.url={secret}"),
-        fork_of(tmp_path / "secret", "again"),
-        lambda: cli.rollback(tmp_path / "secret", str(AT)),
+        fork_of(tmp_path / "secret", "second"),
+        lambda: cli.rollback(tmp_path / "secret", str(FORK_STEP)),
     ):
-        said = said_by(act, capsys)
-        assert way in said
-        assert "s3cret" not in said
+        message = output_of(action, capsys)
+        assert hint in message
+        assert "s3cret" not in message
     with pytest.raises(ConfigError, match=r"stars replace a password.*--set buffer\.url=URL"):
         train(tmp_path / "secret" / "config.yaml", [], overwrite=False, resume=True)
 
 
 def test_a_fork_keeps_earlier_setting_changes_unless_it_sets_them(make: MakeConfig) -> None:
-    run = run_to_the_end(make(run={"steps": STEPS}, checkpoint={"every_steps": AT}))
+    run = run_to_completion(make(run={"steps": STEPS}, checkpoint={"every_steps": FORK_STEP}))
     line = {"before": 1e-3, "after": 5e-4, "user": "operator", "at": 0.0}
-    kept = {**line, "setting": "critic.learning_rate", "step": AT}
+    unchanged = {**line, "setting": "critic.learning_rate", "step": FORK_STEP}
     run.files.append_changes(
-        [{**line, "setting": "actor.learning_rate", "step": AT}, kept, {**kept, "step": AT + 1, "after": 1e-4}]
+        [
+            {**line, "setting": "actor.learning_rate", "step": FORK_STEP},
+            unchanged,
+            {**unchanged, "step": FORK_STEP + 1, "after": 1e-4},
+        ]
     )
-    fork(run.files.root, str(AT), f"{run.files.root.name}-b", ["actor.learning_rate=0.002"])
+    fork(run.files.root, str(FORK_STEP), f"{run.files.root.name}-b", ["actor.learning_rate=0.002"])
     copied = RunFiles(run.files.root.with_name(f"{run.files.root.name}-b"))
-    assert copied.read_changes() == [kept]
+    assert copied.read_changes() == [unchanged]

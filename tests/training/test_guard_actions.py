@@ -1,4 +1,4 @@
-"""Actions of the guards, and the handling of NaN losses."""
+"""Actions of the guards, and the treatment of NaN losses."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from quartet.demo.toy_task import ToyTask
 from quartet.ppo import losses
 from quartet.types import RunState
 from tests.training.conftest import MakeConfig
-from tests.training.runs import active_run, json_lines, run_to_the_end, wait_for
+from tests.training.runs import active_run, json_lines, run_to_completion, wait_for
 
-# At this learning rate a step throws the policy far away, whatever it has seen.
-WILD = {"actor": {"learning_rate": 10.0}, "guards": {"window_steps": 2, "kl_runaway": {"above": 1.0}}}
+# With this learning rate, one step raises the KL far above the bound.
+HIGH_KL = {"actor": {"learning_rate": 10.0}, "guards": {"window_steps": 2, "kl_runaway": {"above": 1.0}}}
 
 
-def wild(action: str, **changes: Any) -> dict[str, Any]:
-    return {**WILD, "guards": {"window_steps": 2, "kl_runaway": {"above": 1.0, "action": action}}, **changes}
+def high_kl(action: str, **changes: Any) -> dict[str, Any]:
+    return {**HIGH_KL, "guards": {"window_steps": 2, "kl_runaway": {"above": 1.0, "action": action}}, **changes}
 
 
 def test_a_guard_warning_is_recorded_and_the_run_continues(make: MakeConfig) -> None:
-    run = run_to_the_end(make(**wild("warn", run={"steps": 4})))
+    run = run_to_completion(make(**high_kl("warn", run={"steps": 4})))
     assert run.progress.state is RunState.FINISHED
     alerts = {alert.guard: alert for alert in run.progress.alerts}
     assert alerts["kl_runaway"].action == "warn"
-    kept = json_lines(run.files.alerts)
-    assert [alert["guard"] for alert in kept] == [alert.guard for alert in run.progress.alerts]
+    recorded = json_lines(run.files.alerts)
+    assert [alert["guard"] for alert in recorded] == [alert.guard for alert in run.progress.alerts]
     assert "nats per response" in alerts["kl_runaway"].evidence
     assert "kl_coefficient" in alerts["kl_runaway"].remedy
 
 
 def test_a_guard_stop_saves_the_policy_and_gives_its_reason(make: MakeConfig) -> None:
-    with active_run(make(**wild("stop", run={"steps": 50}))) as running:
+    with active_run(make(**high_kl("stop", run={"steps": 50}))) as running:
         run = running.finish()
     assert run.code == 1
     assert run.progress.error.startswith("stopped by guard kl_runaway after step ")
@@ -43,13 +43,13 @@ def test_a_guard_stop_saves_the_policy_and_gives_its_reason(make: MakeConfig) ->
     assert safetensors.torch.load_file(run.files.policy / "model.safetensors")
 
 
-def test_a_guard_pause_holds_the_run_until_it_is_resumed(make: MakeConfig) -> None:
-    with active_run(make(**wild("pause", run={"steps": 4}))) as running:
+def test_a_guard_pause_stops_the_run_until_it_is_resumed(make: MakeConfig) -> None:
+    with active_run(make(**high_kl("pause", run={"steps": 4}))) as running:
         wait_for(running, lambda: running.board.current().state is RunState.PAUSED)
         paused_at = running.board.current().step
         assert [alert.action for alert in running.board.current().alerts if alert.guard == "kl_runaway"] == ["pause"]
         running.thread.join(0.3)
-        assert running.board.current().step == paused_at < 4, "it waits"
+        assert running.board.current().step == paused_at < 4, "the paused run continued"
         while running.thread.is_alive():
             running.control.resume()
             running.thread.join(0.05)
@@ -73,7 +73,7 @@ EXPLODING = {
     "actor": {"learning_rate": 1e30, "optimizer": {"max_grad_norm": 0.0}},
     "run": {"steps": 3},
 }
-"""The first update throws the weights beyond float32, so that a later loss is not finite."""
+"""The first update overflows float32, so that a later loss is not finite."""
 
 
 def test_a_nan_stops_the_run_with_its_cause(make: MakeConfig) -> None:
@@ -84,8 +84,8 @@ def test_a_nan_stops_the_run_with_its_cause(make: MakeConfig) -> None:
 
 
 @pytest.fixture
-def failing_reward(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every second policy loss is NaN, as an overflow in half precision would make it."""
+def nan_losses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make every second policy loss NaN, like an overflow in half precision."""
     real, calls = losses.policy_loss, [0]
 
     def loss(*arguments: Any, **options: Any) -> Any:
@@ -100,9 +100,9 @@ def tuple_of(result: Any) -> tuple[Any, ...]:
     return tuple(getattr(result, name) for name in type(result).__dataclass_fields__)
 
 
-@pytest.mark.usefixtures("failing_reward")
+@pytest.mark.usefixtures("nan_losses")
 def test_a_nan_loss_is_skipped_and_counted_if_configured(make: MakeConfig, toy_task: ToyTask) -> None:
-    run = run_to_the_end(make(algorithm={"non_finite": "skip", "num_epochs": 4}))
+    run = run_to_completion(make(algorithm={"non_finite": "skip", "num_epochs": 4}))
     for step in run.metrics:
         assert (step["optimizer_steps_actor"], step["skipped_steps_actor"]) == (2, 2)
         assert json.dumps(step, allow_nan=False)
@@ -111,10 +111,10 @@ def test_a_nan_loss_is_skipped_and_counted_if_configured(make: MakeConfig, toy_t
     assert [alert.guard for alert in run.progress.alerts] == ["not_finite"]
 
 
-@pytest.mark.usefixtures("failing_reward")
+@pytest.mark.usefixtures("nan_losses")
 def test_a_nan_loss_stops_the_run_by_default(make: MakeConfig) -> None:
     with active_run(make()) as running:
         run = running.finish()
     assert run.code == 1
     assert "expected finite numbers" in run.progress.error
-    assert not run.files.policy.exists(), "weights between two steps are not saved"
+    assert not run.files.policy.exists(), "the weights of a partial step were saved"

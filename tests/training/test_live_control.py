@@ -1,4 +1,4 @@
-"""Live changes, requested checkpoints and rollbacks, each reproducible after a crash."""
+"""Live changes of settings, requested checkpoints and rollbacks, also after a crash."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from tests.training.runs import (
     Run,
     active_run,
     orchestrator,
-    run_to_the_end,
+    run_to_completion,
     services,
     step_metrics,
     wait_for,
     weights,
 )
-from tests.training.test_resume import KINDS, break_off
+from tests.training.test_resume import KINDS, crash_run
 
 STEPS = 6
 PPO: dict[str, Any] = {
@@ -41,23 +41,23 @@ PPO: dict[str, Any] = {
     "checkpoint": {"every_steps": 2, "keep_last": 9},
     "recovery": {"backoff_seconds": 0.01},
 }
-Ask = Callable[[ActiveRun, int], None]
+Command = Callable[[ActiveRun, int], None]
 
 
 @contextmanager
-def asked(
+def run_with_commands(
     config: Config,
-    ask: dict[int, Callable[[Any], None]],
+    commands: dict[int, Callable[[Any], None]],
     monkeypatch: pytest.MonkeyPatch,
     control: RunControl | None = None,
 ) -> Iterator[ActiveRun]:
-    """A run that is asked once for something in the middle of each of these steps, by its number."""
-    real, left = StepTransaction._prepare, dict(ask)
+    """Run the training and call each command once, at the start of the step with its number."""
+    real, remaining = StepTransaction._prepare, dict(commands)
     started: Future[ActiveRun] = Future()
 
     def prepare(self: Any, step: int, leadership: Any) -> Any:
-        if step in left:
-            left.pop(step)(started.result(60))
+        if step in remaining:
+            remaining.pop(step)(started.result(60))
         return real(self, step, leadership)
 
     monkeypatch.setattr(StepTransaction, "_prepare", prepare)
@@ -76,9 +76,9 @@ def changed(values: dict[str, float], user: str = "operator 127.0.0.1") -> Calla
 
 
 def test_a_change_applies_from_the_next_step(make: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = run_to_the_end(make(**PPO))
+    plain = run_to_completion(make(**PPO))
     values = {"kl_coefficient": 0.2, "actor.learning_rate": 5e-4}
-    with asked(make(**PPO), {3: changed(values)}, monkeypatch) as active:
+    with run_with_commands(make(**PPO), {3: changed(values)}, monkeypatch) as active:
         run = active.finish()
     assert run.code == 0, run.progress.error
     assert step_metrics(run)[:3] == step_metrics(plain)[:3]
@@ -106,7 +106,7 @@ def test_a_crashed_run_with_changes_resumes_bit_identically(
 ) -> None:
     config: dict[str, Any] = {**PPO, **KINDS[kind], "checkpoint": {"every_steps": 4}}
     values = {"kl_coefficient": 0.4, "actor.learning_rate": 2e-3}
-    with monkeypatch.context() as patch, asked(make(**config), {3: changed(values)}, patch) as active:
+    with monkeypatch.context() as patch, run_with_commands(make(**config), {3: changed(values)}, patch) as active:
         expected = active.finish()
     assert expected.code == 0, expected.progress.error
     broken = make(**config)
@@ -120,8 +120,8 @@ def test_a_crashed_run_with_changes_resumes_bit_identically(
             return real(self, now, leadership)
 
         patch.setattr(StepTransaction, "_prepare", prepare)
-        break_off(broken, where, step, patch)
-    run = run_to_the_end(broken)
+        crash_run(broken, where, step, patch)
+    run = run_to_completion(broken)
     assert step_metrics(run) == step_metrics(expected)
     assert weights(run) == weights(expected)
 
@@ -129,17 +129,17 @@ def test_a_crashed_run_with_changes_resumes_bit_identically(
 def test_an_adaptive_controller_continues_from_the_value_that_was_set(
     make: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    steered = {**PPO, "algorithm": {"kl_controller": {"kind": "adaptive", "target": 0.001, "horizon": 100}}}
-    with asked(make(**steered), {2: changed({"kl_coefficient": 0.3})}, monkeypatch) as active:
+    adaptive = {**PPO, "algorithm": {"kl_controller": {"kind": "adaptive", "target": 0.001, "horizon": 100}}}
+    with run_with_commands(make(**adaptive), {2: changed({"kl_coefficient": 0.3})}, monkeypatch) as active:
         run = active.finish()
-    actual = [step["kl_coefficient"] for step in run.metrics]
-    assert actual[2] == 0.3
-    assert actual[3] != 0.3
-    assert abs(actual[3] / 0.3 - 1) < 0.05
+    coefficients = [step["kl_coefficient"] for step in run.metrics]
+    assert coefficients[2] == 0.3
+    assert coefficients[3] != 0.3
+    assert abs(coefficients[3] / 0.3 - 1) < 0.05
 
 
 @pytest.mark.parametrize(
-    ("values", "said"),
+    ("values", "message"),
     [
         ({"kl_coefficient": -0.1}, "kl_coefficient -0.1: expected 0 to 1"),
         ({"kl_coefficient": float("nan")}, "kl_coefficient nan: expected 0 to 1"),
@@ -149,18 +149,18 @@ def test_an_adaptive_controller_continues_from_the_value_that_was_set(
     ],
 )
 def test_an_invalid_change_is_refused_and_changes_nothing(
-    values: dict[str, float], said: str, make: MakeConfig, monkeypatch: pytest.MonkeyPatch
+    values: dict[str, float], message: str, make: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     refused: list[str] = []
 
-    def ask(running: Any) -> None:
-        with pytest.raises(InvalidRequest) as caught:
+    def command(running: Any) -> None:
+        with pytest.raises(InvalidRequest) as error:
             running.live_settings.change(values, "alice")
-        refused.append(str(caught.value))
+        refused.append(str(error.value))
 
-    with asked(make(**{**PPO, "run": {"steps": 2}}), {1: ask}, monkeypatch) as active:
+    with run_with_commands(make(**{**PPO, "run": {"steps": 2}}), {1: command}, monkeypatch) as active:
         run = active.finish()
-    assert said in refused[0]
+    assert message in refused[0]
     assert not run.files.changes.exists()
     assert {step["kl_coefficient"] for step in run.metrics} == {0.05}
 
@@ -185,12 +185,12 @@ def test_changes_are_refused_before_the_first_step_and_in_the_last_step(
         early.change({"kl_coefficient": 0.1}, "alice")
     late: list[str] = []
 
-    def ask(running: Any) -> None:
-        with pytest.raises(FailedPrecondition) as caught:
+    def command(running: Any) -> None:
+        with pytest.raises(FailedPrecondition) as error:
             running.live_settings.change({"kl_coefficient": 0.1}, "alice")
-        late.append(str(caught.value))
+        late.append(str(error.value))
 
-    with asked(config, {1: ask}, monkeypatch) as active:
+    with run_with_commands(config, {1: command}, monkeypatch) as active:
         active.finish()
     assert "the last step has started" in late[0]
 
@@ -200,25 +200,27 @@ def live_settings_of(config: Config) -> LiveSettings:
     return LiveSettings(config, files, RunControl(files, persist=False))
 
 
-def steps_kept(run: Run) -> list[str]:
+def checkpoint_names(run: Run) -> list[str]:
     return sorted(path.name for path in run.files.checkpoints.iterdir())
 
 
 def test_a_requested_checkpoint_is_saved(make: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     config = make(**{**PPO, "run": {"steps": 4}, "checkpoint": {"every_steps": 0}})
-    with asked(config, {2: lambda running: running.control.checkpoint()}, monkeypatch) as active:
+    with run_with_commands(config, {2: lambda running: running.control.checkpoint()}, monkeypatch) as active:
         run = active.finish()
     assert run.code == 0, run.progress.error
-    assert steps_kept(run) == ["step-000002"]
+    assert checkpoint_names(run) == ["step-000002"]
 
 
 def test_a_paused_run_saves_a_checkpoint_and_rolls_back(make: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = run_to_the_end(make(**PPO))
+    plain = run_to_completion(make(**PPO))
 
     def pause(running: Any) -> None:
         running.control.pause()
 
-    with asked(make(**{**PPO, "checkpoint": {"every_steps": 2, "keep_last": 9}}), {3: pause}, monkeypatch) as active:
+    with run_with_commands(
+        make(**{**PPO, "checkpoint": {"every_steps": 2, "keep_last": 9}}), {3: pause}, monkeypatch
+    ) as active:
         wait_for(active, lambda: active.board.current().state is RunState.PAUSED)
         active.control.checkpoint()
         folder = RunFiles(active.config.run_directory).checkpoints / "step-000003" / "manifest.json"
@@ -229,23 +231,23 @@ def test_a_paused_run_saves_a_checkpoint_and_rolls_back(make: MakeConfig, monkey
         active.control.resume()
         run = active.finish()
     assert run.code == 0, run.progress.error
-    assert steps_kept(run) == ["step-000002", "step-000004", "step-000006"]
+    assert checkpoint_names(run) == ["step-000002", "step-000004", "step-000006"]
     assert step_metrics(run) == step_metrics(plain)
     assert weights(run) == weights(plain)
     assert "rolled back to step 2, as requested" in run.progress.notes
 
 
 def test_a_rollback_drops_later_changes(make: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = run_to_the_end(make(**PPO))
+    plain = run_to_completion(make(**PPO))
 
-    def back(running: Any) -> None:
+    def roll_back(running: Any) -> None:
         running.control.roll_back(4)
 
-    ask = {4: changed({"kl_coefficient": 0.5, "critic.learning_rate": 3e-3}), 6: back}
-    with services(make(**PPO)) as config, asked(config, ask, monkeypatch) as active:
+    commands = {4: changed({"kl_coefficient": 0.5, "critic.learning_rate": 3e-3}), 6: roll_back}
+    with services(make(**PPO)) as config, run_with_commands(config, commands, monkeypatch) as active:
         run = active.finish()
     assert run.code == 0, run.progress.error
-    # Step 6 was the last: the run went back after it, and took 5 and 6 again as if nothing had been changed.
+    # The rollback takes effect after step 6, the last one. Steps 5 and 6 are recomputed without the changes.
     assert step_metrics(run) == step_metrics(plain)
     assert weights(run) == weights(plain)
     assert run.files.changes.read_text() == ""
@@ -256,15 +258,15 @@ def test_a_rollback_without_a_checkpoint_or_past_a_tagged_one_is_refused(
 ) -> None:
     refused: list[str] = []
 
-    def ask(running: Any) -> None:
+    def command(running: Any) -> None:
         with pytest.raises(InvalidRequest) as missing:
             running.control.roll_back(3)
         (RunFiles(running.config.run_directory).checkpoints / "best").symlink_to("step-000004")
-        with pytest.raises(FailedPrecondition) as named:
+        with pytest.raises(FailedPrecondition) as tagged:
             running.control.roll_back(2)
-        refused.extend([str(missing.value), str(named.value)])
+        refused.extend([str(missing.value), str(tagged.value)])
 
-    with asked(make(**PPO), {6: ask}, monkeypatch) as active:
+    with run_with_commands(make(**PPO), {6: command}, monkeypatch) as active:
         run = active.finish()
     assert run.code == 0, run.progress.error
     assert refused[0] == "step 3: has no checkpoint; checkpoints exist for: 2, 4"
@@ -276,38 +278,41 @@ def test_a_requested_rollback_keeps_its_checkpoint_from_being_dropped(
     make: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = {**PPO, "checkpoint": {"every_steps": 2, "keep_last": 2}}
-    plain = run_to_the_end(make(**settings))
+    plain = run_to_completion(make(**settings))
     config = make(**settings)
     files = RunFiles(config.run_directory)
-    ask = {6: lambda running: running.control.roll_back(2)}
-    with services(config) as addressed, asked(addressed, ask, monkeypatch, RunControl(files)) as active:
+    commands = {6: lambda running: running.control.roll_back(2)}
+    with (
+        services(config) as addressed,
+        run_with_commands(addressed, commands, monkeypatch, RunControl(files)) as active,
+    ):
         run = active.finish()
     assert run.code == 0, run.progress.error
     assert "rolled back to step 2, as requested" in run.progress.notes
-    assert steps_kept(run) == ["step-000004", "step-000006"]
+    assert checkpoint_names(run) == ["step-000004", "step-000006"]
     assert step_metrics(run) == step_metrics(plain)
     assert weights(run) == weights(plain)
 
 
 @pytest.mark.parametrize("where", ["truncate_changes_after", "truncate_after"])
 def test_an_interrupted_rollback_is_completed(where: str, make: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = run_to_the_end(make(**PPO))
+    plain = run_to_completion(make(**PPO))
     config = make(**PPO)
     files = RunFiles(config.run_directory)
-    ask = {4: changed({"kl_coefficient": 0.5}), 5: lambda running: running.control.roll_back(2)}
+    commands = {4: changed({"kl_coefficient": 0.5}), 5: lambda running: running.control.roll_back(2)}
     real = getattr(RunFiles, where)
 
     def crash(self: Any, step: int) -> None:
-        # Recovery forgets what came after its step, too: nothing, at the run's start.
+        # Recovery also truncates, with step 0 at the start of the run.
         if step == 2:
             raise RuntimeError("a crash")
         real(self, step)
 
     with monkeypatch.context() as patch:
         patch.setattr(RunFiles, where, crash)
-        with services(config) as addressed, asked(addressed, ask, patch, RunControl(files)) as active:
+        with services(config) as addressed, run_with_commands(addressed, commands, patch, RunControl(files)) as active:
             assert active.finish().code == 1
-    # A start removes old requests. Only the rollback remains.
+    # A new run removes old requests. Only the rollback remains.
     files.asked.unlink(missing_ok=True)
     with services(config) as addressed, orchestrator(addressed, RunControl(files)) as active:
         run = active.finish()
@@ -318,27 +323,27 @@ def test_an_interrupted_rollback_is_completed(where: str, make: MakeConfig, monk
 
 
 def test_changes_are_refused_during_a_rollback(make: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = run_to_the_end(make(**PPO))
+    plain = run_to_completion(make(**PPO))
     refused: list[str] = []
-    real, seen = ServiceHandshake.reconnect, list[ActiveRun]()
+    real, active_runs = ServiceHandshake.reconnect, list[ActiveRun]()
 
-    def ask(running: Any) -> None:
-        with pytest.raises(FailedPrecondition) as caught:
+    def command(running: Any) -> None:
+        with pytest.raises(FailedPrecondition) as error:
             running.live_settings.change({"kl_coefficient": 0.5}, "alice")
-        refused.append(str(caught.value))
+        refused.append(str(error.value))
 
-    def meet(self: Any, *arguments: Any) -> Any:
-        ask(seen[0])
+    def reconnect(self: Any, *arguments: Any) -> Any:
+        command(active_runs[0])
         return real(self, *arguments)
 
-    monkeypatch.setattr(ServiceHandshake, "reconnect", meet)
+    monkeypatch.setattr(ServiceHandshake, "reconnect", reconnect)
 
-    def back(running: Any) -> None:
-        seen.append(running)
+    def roll_back(running: Any) -> None:
+        active_runs.append(running)
         running.control.roll_back(2)
-        ask(running)
+        command(running)
 
-    with asked(make(**PPO), {5: back}, monkeypatch) as active:
+    with run_with_commands(make(**PPO), {5: roll_back}, monkeypatch) as active:
         run = active.finish()
     assert len(refused) == 2
     assert "rolls back to step 2" in refused[0]
@@ -350,17 +355,17 @@ def test_commands_are_refused_at_the_end_of_the_run(make: MakeConfig, monkeypatc
     real = CheckpointScheduler.save_policy
 
     def save(self: Any, step: int, epoch: int) -> None:
-        for ask in (commands[0].pause, commands[0].checkpoint, lambda: commands[0].roll_back(2)):
+        for command in (controls[0].pause, controls[0].checkpoint, lambda: controls[0].roll_back(2)):
             with pytest.raises(FailedPrecondition, match="at its end"):
-                ask()
+                command()
             refused.append("refused")
-        commands[0].resume()
-        commands[0].stop()
+        controls[0].resume()
+        controls[0].stop()
         real(self, step, epoch)
 
-    commands: list[Any] = []
+    controls: list[Any] = []
     monkeypatch.setattr(CheckpointScheduler, "save_policy", save)
-    with asked(make(**PPO), {1: lambda running: commands.append(running.control)}, monkeypatch) as active:
+    with run_with_commands(make(**PPO), {1: lambda running: controls.append(running.control)}, monkeypatch) as active:
         run = active.finish()
     assert run.code == 0, run.progress.error
     assert len(refused) == 3
@@ -374,10 +379,10 @@ def test_a_restarted_orchestrator_reads_the_pending_commands(tmp_path: Path) -> 
     before.pause()
     before.checkpoint()
     before.roll_back(4)
-    again = RunControl(files)
-    assert (again.paused, again.rollback_step, again.take_checkpoint_command()) == (True, 4, True)
-    again.finish_rollback()
-    again.resume()
+    restarted = RunControl(files)
+    assert (restarted.paused, restarted.rollback_step, restarted.take_checkpoint_command()) == (True, 4, True)
+    restarted.finish_rollback()
+    restarted.resume()
     last = RunControl(files)
     assert (last.paused, last.rollback_step, last.take_checkpoint_command()) == (False, 0, False)
     assert list(tmp_path.iterdir()) == [files.checkpoints]

@@ -14,7 +14,7 @@ from quartet.services.orchestrator.telemetry.run_metrics import GUARDS
 from quartet.types import MODEL_ROLES
 from tests.training.conftest import MakeConfig
 from tests.training.observed_runs import Collector, Observed, run_observed, value
-from tests.training.runs import run_to_the_end, step_metrics
+from tests.training.runs import run_to_completion, step_metrics
 from tests.unit.test_monitoring import names_in_expressions
 
 STEPS = 3
@@ -37,9 +37,9 @@ def observed(make: MakeConfig, collector: Collector) -> Observed:
     return run_observed(make(**CONFIG, telemetry={"otlp_endpoint": collector.url}))
 
 
-def test_observing_a_run_does_not_change_its_bits(observed: Observed, make: MakeConfig) -> None:
+def test_an_observed_run_is_bit_identical(observed: Observed, make: MakeConfig) -> None:
     assert observed.run.code == 0, observed.run.progress.error
-    assert step_metrics(observed.run) == step_metrics(run_to_the_end(make(**CONFIG)))
+    assert step_metrics(observed.run) == step_metrics(run_to_completion(make(**CONFIG)))
 
 
 def test_every_metric_of_the_last_step_is_a_gauge(observed: Observed) -> None:
@@ -62,8 +62,8 @@ def test_the_orchestrator_exports_progress_and_totals(observed: Observed) -> Non
     assert value(result, "quartet_recoveries_total", run=run) == 0
     assert value(result, "quartet_buffer_depth", run=run) == 0
     for phase in ("generate", "score", "update"):
-        spent = sum(metrics[f"{phase}_seconds"] for metrics in observed.run.metrics)
-        assert value(result, "quartet_phase_seconds_total", run=run, phase=phase) == pytest.approx(spent)
+        seconds = sum(metrics[f"{phase}_seconds"] for metrics in observed.run.metrics)
+        assert value(result, "quartet_phase_seconds_total", run=run, phase=phase) == pytest.approx(seconds)
     alerts = Counter(alert.guard for alert in observed.run.progress.alerts)
     assert alerts["critic_lost"] > 0
     for guard in GUARDS:
@@ -102,8 +102,8 @@ def test_services_count_their_calls(observed: Observed) -> None:
 
 
 def test_every_metric_of_dashboard_and_alert_rules_exists(observed: Observed) -> None:
-    there = {name for samples in observed.samples.values() for name, _ in samples}
-    assert names_in_expressions() - there - {"up", "quartet_gpu_memory_bytes"} == set()
+    exported = {name for samples in observed.samples.values() for name, _ in samples}
+    assert names_in_expressions() - exported - {"up", "quartet_gpu_memory_bytes"} == set()
 
 
 def traces(spans: list[tuple[str, Any]]) -> dict[bytes, list[tuple[str, Any]]]:
@@ -123,7 +123,7 @@ def test_each_step_is_one_trace_across_all_services(observed: Observed, collecto
     }
     assert roots == {f"step {step}" for step in range(1, STEPS + 1)}
     assert len(result) == STEPS
-    # That of step 2 is begun in step 1; a checkpoint comes before that of step 3.
+    # Step 1 also starts the generation of step 2. Step 3 starts its own, because a checkpoint precedes it.
     generations = Counter(
         len([span for _, span in spans if span.name == "actor Generate"]) for spans in result.values()
     )
@@ -144,32 +144,32 @@ def test_each_step_is_one_trace_across_all_services(observed: Observed, collecto
 
 
 def test_a_failed_step_marks_its_trace_as_failed(make: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    update, left = StepTransaction._update, ["a secret text"]
+    update, remaining = StepTransaction._update, ["a secret text"]
 
     def broken(self: StepTransaction, step: int, *arguments: Any) -> Any:
-        if step == 2 and left:
-            raise ComputationFailed(left.pop())
+        if step == 2 and remaining:
+            raise ComputationFailed(remaining.pop())
         return update(self, step, *arguments)
 
     monkeypatch.setattr(StepTransaction, "_update", broken)
     with Collector().listening() as collector:
-        ended = run_observed(make(run={"steps": 2}, telemetry={"otlp_endpoint": collector.url}))
-    assert ended.run.code == 1
-    marked = {span.name: span.status for _, span in collector.spans if span.status.code}
-    assert set(marked) == {"step 2", "update"}
-    assert {status.message for status in marked.values()} == {"ComputationFailed"}
-    assert "secret" not in str(collector.spans), "an error's text may quote a response"
+        result = run_observed(make(run={"steps": 2}, telemetry={"otlp_endpoint": collector.url}))
+    assert result.run.code == 1
+    failed = {span.name: span.status for _, span in collector.spans if span.status.code}
+    assert set(failed) == {"step 2", "update"}
+    assert {status.message for status in failed.values()} == {"ComputationFailed"}
+    assert "secret" not in str(collector.spans), "an error may quote a response"
 
 
-@pytest.mark.parametrize("status", [500, None], ids=["refuses", "is not there"])
+@pytest.mark.parametrize("status", [500, None], ids=["error", "unreachable"])
 def test_a_failing_trace_collector_does_not_affect_the_run(make: MakeConfig, status: int | None) -> None:
     with Collector(status=status or 200).listening() as collector:
         url = collector.url
         if status:
-            ended = run_observed(make(run={"steps": 2}, telemetry={"otlp_endpoint": url}))
+            result = run_observed(make(run={"steps": 2}, telemetry={"otlp_endpoint": url}))
     if status is None:
-        ended = run_observed(make(run={"steps": 2}, telemetry={"otlp_endpoint": url}))
-    assert ended.run.code == 0, ended.run.progress.error
+        result = run_observed(make(run={"steps": 2}, telemetry={"otlp_endpoint": url}))
+    assert result.run.code == 0, result.run.progress.error
     assert not collector.spans
     assert collector.requests >= (1 if status else 0)
 

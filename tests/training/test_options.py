@@ -1,4 +1,4 @@
-"""Every option of algorithm and rollout reaches the services and takes effect in whole runs."""
+"""Options of algorithm and rollout: sent to the services, and effective in whole runs."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from quartet.services.critic.critic import Critic
 from quartet.services.reference.reference import Reference
 from quartet.types import OptimizationSettings, PolicyLossSettings, SamplingParameters, ValueLossSettings
 from tests.training.conftest import MakeConfig
-from tests.training.runs import Run, run_to_the_end
+from tests.training.runs import Run, run_to_completion
 
-Asked = dict[str, list[dict[str, Any]]]
+Requests = dict[str, list[dict[str, Any]]]
 
 CORES: list[tuple[type, str]] = [
     (Actor, "generate"),
@@ -30,31 +30,31 @@ CORES: list[tuple[type, str]] = [
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> Asked:
-    """The arguments of all that the services were asked, behind their servers, by ``Class.method``."""
-    result: Asked = defaultdict(list)
+def requests(monkeypatch: pytest.MonkeyPatch) -> Requests:
+    """The arguments of all requests that the models receive, by ``Class.method``."""
+    result: Requests = defaultdict(list)
 
-    def listen(core: type, method: str) -> None:
+    def record_calls(core: type, method: str) -> None:
         real: Callable[..., Any] = getattr(core, method)
         signature = inspect.signature(real)
 
-        def heard(*arguments: Any, **options: Any) -> Any:
+        def recorded(*arguments: Any, **options: Any) -> Any:
             result[f"{core.__name__}.{method}"].append(dict(signature.bind(*arguments, **options).arguments))
             return real(*arguments, **options)
 
-        monkeypatch.setattr(core, method, heard)
+        monkeypatch.setattr(core, method, recorded)
 
     for core, method in CORES:
-        listen(core, method)
+        record_calls(core, method)
     return result
 
 
-def of_each(calls: list[dict[str, Any]], *names: str) -> list[Any]:
-    """Those arguments of every call, in order."""
+def arguments_of(calls: list[dict[str, Any]], *names: str) -> list[Any]:
+    """Return these arguments of every call, in order."""
     return [tuple(call[name] for name in names) if len(names) > 1 else call[names[0]] for call in calls]
 
 
-UNUSUAL: dict[str, dict[str, Any]] = {
+OPTIONS: dict[str, dict[str, Any]] = {
     "run": {"steps": 4, "seed": 11},
     "algorithm": {
         "num_epochs": 3,
@@ -90,42 +90,42 @@ UNUSUAL: dict[str, dict[str, Any]] = {
 }
 
 
-def test_requests_of_a_step_follow_the_config(make: MakeConfig, asked: Asked) -> None:
-    run_to_the_end(make(**UNUSUAL))
+def test_requests_of_a_step_follow_the_config(make: MakeConfig, requests: Requests) -> None:
+    run_to_completion(make(**OPTIONS))
     sampling = SamplingParameters(max_response_tokens=6, temperature=0.5, top_p=0.9, top_k=7)
-    assert of_each(asked["Actor.generate"], "sampling", "seed", "policy_version") == [
+    assert arguments_of(requests["Actor.generate"], "sampling", "seed", "policy_version") == [
         (sampling, 11, version) for version in range(4)
     ]
-    assert len(asked["Reference.log_probs"]) >= 4
-    assert set(of_each(asked["Reference.log_probs"], "temperature")) == {0.5}
+    assert len(requests["Reference.log_probs"]) >= 4
+    assert set(arguments_of(requests["Reference.log_probs"], "temperature")) == {0.5}
     loss = PolicyLossSettings(0.5, 0.15, 0.3, 4.0, 0.01, "k3", 0.2, "token", "sequence_mean", 3.0, 50.0)
     actor = [
         OptimizationSettings(epochs, 2, pytest.approx(rate), 0.7, 11, True, 512)  # type: ignore[arg-type]
         for epochs, rate in ((0, 1e-3), (3, 2e-3), (3, 2e-3), (3, 1.25e-3))
     ]
-    assert of_each(asked["Actor.update"], "step", "settings", "loss") == [
+    assert arguments_of(requests["Actor.update"], "step", "settings", "loss") == [
         (step, settings, loss) for step, settings in enumerate(actor, 1)
     ]
     critic = [
         OptimizationSettings(3, 2, pytest.approx(rate), 0.3, 11, True, 256)  # type: ignore[arg-type]
         for rate in (4e-3, 3e-3, 2e-3, 1e-3)
     ]
-    assert of_each(asked["Critic.update"], "step", "settings", "loss") == [
+    assert arguments_of(requests["Critic.update"], "step", "settings", "loss") == [
         (step, settings, ValueLossSettings(0.4)) for step, settings in enumerate(critic, 1)
     ]
 
 
-def test_an_actor_as_reference_uses_the_rollout_temperature(make: MakeConfig, asked: Asked) -> None:
-    run_to_the_end(make(rollout={"temperature": 0.5}, actor={"lora": {"rank": 2}}))
-    assert not asked["Reference.log_probs"]
-    assert set(of_each(asked["Actor.log_probs"], "temperature", "reference")) == {(0.5, True)}
+def test_an_actor_as_reference_uses_the_rollout_temperature(make: MakeConfig, requests: Requests) -> None:
+    run_to_completion(make(rollout={"temperature": 0.5}, actor={"lora": {"rank": 2}}))
+    assert not requests["Reference.log_probs"]
+    assert set(arguments_of(requests["Actor.log_probs"], "temperature", "reference")) == {(0.5, True)}
 
 
 @pytest.mark.parametrize("lora", [None, {"rank": 2}], ids=["service", "adapter"])
 def test_engine_trainer_and_reference_agree_at_any_temperature(lora: dict[str, Any] | None, make: MakeConfig) -> None:
-    """All four log-probs of the untrained policy are the same numbers, so that every ratio is 1 and every KL 0."""
+    """All log-probs of the untrained policy are equal, so every ratio is 1 and every KL 0."""
     config = make(run={"steps": 1}, algorithm={"num_epochs": 1}, rollout={"temperature": 0.25}, actor={"lora": lora})
-    (step,) = run_to_the_end(config).metrics
+    (step,) = run_to_completion(config).metrics
     assert step["kl_mean"] == pytest.approx(0, abs=1e-4)
     assert step["rollout_mismatch_kl"] == pytest.approx(0, abs=1e-8)
     assert step["importance_weight"] == pytest.approx(1, abs=1e-5)
@@ -133,9 +133,9 @@ def test_engine_trainer_and_reference_agree_at_any_temperature(lora: dict[str, A
 
 
 @pytest.mark.parametrize("option", [{"top_k": 1}, {"top_p": 1e-6}], ids=str)
-def test_samples_are_identical_with_top_k_1(option: dict[str, float], make: MakeConfig) -> None:
+def test_samples_are_identical_with_top_k_1_or_a_tiny_top_p(option: dict[str, float], make: MakeConfig) -> None:
     rollout = {"prompts_per_step": 2, "samples_per_prompt": 4, **option}
-    run = run_to_the_end(make(run={"steps": 1}, rollout=rollout))
+    run = run_to_completion(make(run={"steps": 1}, rollout=rollout))
     responses: dict[str, set[str]] = defaultdict(set)
     for item in run.trajectories(1):
         responses[item["id"].rsplit("/", 2)[1]].add(item["response"])
@@ -148,12 +148,12 @@ def manifest(run: Run, step: int) -> dict[str, Any]:
 
 
 def adaptive(coefficient: float, kl: float, target: float, responses: int, horizon: float) -> float:
-    """Ziegler et al. 2019, section 2.2."""
+    """Return the next coefficient by Ziegler et al. 2019, section 2.2."""
     return coefficient * (1 + min(max(kl / target - 1, -0.2), 0.2) * responses / horizon)
 
 
 def simple(coefficient: float, kl: float, target: float, responses: int, horizon: float) -> float:
-    """The same without the clip, where the horizon counts steps; a KL below 0 counts as 0."""
+    """Return the next coefficient without the clip. The horizon counts steps, and a negative KL counts as 0."""
     return coefficient * (1 + (max(kl, 0.0) / target - 1) / horizon)
 
 
@@ -162,11 +162,9 @@ def fixed(coefficient: float, kl: float, target: float, responses: int, horizon:
 
 
 @pytest.mark.parametrize("rule", [adaptive, simple, fixed])
-def test_the_kl_coefficient_of_a_step_follows_from_the_kl_of_the_step_before(
-    rule: Callable[..., float], make: MakeConfig
-) -> None:
+def test_the_kl_coefficient_depends_on_the_kl_of_the_step_before(rule: Callable[..., float], make: MakeConfig) -> None:
     controller = {"kind": rule.__name__, "target": 0.05, "horizon": 5.0}
-    run = run_to_the_end(
+    run = run_to_completion(
         make(
             run={"steps": 5},
             algorithm={"kl_coefficient": 0.3, "kl_controller": controller},
@@ -180,27 +178,27 @@ def test_the_kl_coefficient_of_a_step_follows_from_the_kl_of_the_step_before(
         expected = rule(expected, step["kl_mean"], 0.05, 4, 5.0)
         state = manifest(run, int(step["step"]))["state"]["kl_controller"]
         assert state == {"value": pytest.approx(expected, rel=1e-9)}
-    assert any(step["kl_mean"] > 0.05 for step in run.metrics), "the KL was on both sides of the target"
+    assert any(step["kl_mean"] > 0.05 for step in run.metrics), "the KL never rose above the target"
     assert any(step["kl_mean"] < 0.05 for step in run.metrics)
 
 
-@pytest.mark.parametrize(("normalize", "steps_seen"), [("running", 2), ("initial", 1), ("none", 0)])
-def test_a_checkpoint_holds_the_score_moments(normalize: str, steps_seen: int, make: MakeConfig) -> None:
-    run = run_to_the_end(make(algorithm={"score": {"normalize": normalize}}, checkpoint={"every_steps": 2}))
+@pytest.mark.parametrize(("normalize", "num_steps"), [("running", 2), ("initial", 1), ("none", 0)])
+def test_a_checkpoint_contains_the_score_moments(normalize: str, num_steps: int, make: MakeConfig) -> None:
+    run = run_to_completion(make(algorithm={"score": {"normalize": normalize}}, checkpoint={"every_steps": 2}))
     moments = manifest(run, 2)["state"]["score_moments"]
-    if not steps_seen:
+    if not num_steps:
         assert moments is None
         return
-    scores = [item["score"] for step in range(1, steps_seen + 1) for item in run.trajectories(step)]
-    seen = torch.tensor(scores, dtype=torch.float64)
-    assert moments["count"] == len(seen) == 4 * steps_seen
-    assert moments["mean"] == pytest.approx(float(seen.mean()), abs=1e-6)
-    assert moments["squares"] == pytest.approx(float((seen - seen.mean()).square().sum()), rel=1e-5)
+    scores = [item["score"] for step in range(1, num_steps + 1) for item in run.trajectories(step)]
+    scores_tensor = torch.tensor(scores, dtype=torch.float64)
+    assert moments["count"] == len(scores_tensor) == 4 * num_steps
+    assert moments["mean"] == pytest.approx(float(scores_tensor.mean()), abs=1e-6)
+    assert moments["squares"] == pytest.approx(float((scores_tensor - scores_tensor.mean()).square().sum()), rel=1e-5)
 
 
 def test_the_overlong_penalty_rises_up_to_the_response_limit(make: MakeConfig) -> None:
-    """Yu et al. 2025 (DAPO), equation 13: nothing up to two tokens, three units of reward at the limit of eight."""
-    run = run_to_the_end(
+    """The penalty is 0 up to two tokens and 3 at the limit of eight (Yu et al. 2025, DAPO, equation 13)."""
+    run = run_to_completion(
         make(
             run={"steps": 1},
             algorithm={"overlong_penalty": {"buffer_tokens": 6, "penalty": 3.0}},

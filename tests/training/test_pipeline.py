@@ -14,49 +14,51 @@ from quartet.services.actor import actor
 from quartet.services.critic import critic
 from quartet.services.orchestrator.checkpointing import step_artifacts as records
 from tests.training.conftest import MakeConfig
-from tests.training.runs import Run, active_run, json_lines, run_to_the_end, step_metrics
+from tests.training.runs import Run, active_run, json_lines, run_to_completion, step_metrics
 
 STEPS = 3
-PATIENCE = 20.0
-"""Seconds that those who meet wait for one another."""
+TIMEOUT = 20.0
+"""Seconds to wait at the barrier."""
 
 
-def begun_ahead(files: RunFiles) -> list[int]:
+def early_generations(files: RunFiles) -> list[int]:
     """Return, per step, the number of generations that start between the end of the policy update and the commit."""
     result = []
     for line in json_lines(files.timeline):
         spans = {(span["service"], span["phase"]): span for span in line["spans"]}
         start, end = spans["actor", "update"]["end"], spans["orchestrator", "commit"]["start"]
-        begun = [span["start"] for span in line["spans"] if span["phase"] == "generate"]
-        assert max(begun, default=0.0) <= end
-        result.append(sum(start <= at for at in begun))
+        starts = [span["start"] for span in line["spans"] if span["phase"] == "generate"]
+        assert max(starts, default=0.0) <= end
+        result.append(sum(start <= start_time for start_time in starts))
     return result
 
 
 @pytest.fixture(scope="module")
 def run(make: MakeConfig) -> Run:
-    return run_to_the_end(make(run={"steps": STEPS}, checkpoint={"every_steps": 0}))
+    return run_to_completion(make(run={"steps": STEPS}, checkpoint={"every_steps": 0}))
 
 
 def test_the_next_generation_starts_before_the_step_is_committed(run: Run) -> None:
-    assert begun_ahead(run.files) == [1, 1, 0]
+    assert early_generations(run.files) == [1, 1, 0]
 
 
 def test_step_artifacts_are_computed_during_the_update(
     make: MakeConfig, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    together = threading.Barrier(3)
+    barrier = threading.Barrier(3)
 
-    def waiting_for_others(work: Callable[..., Any]) -> Callable[..., Any]:
+    def with_barrier(work: Callable[..., Any]) -> Callable[..., Any]:
         def wrapped(*arguments: Any) -> Any:
-            together.wait(PATIENCE)
+            barrier.wait(TIMEOUT)
             return work(*arguments)
 
         return wrapped
 
     for module, name in ((actor, "update_policy"), (critic, "update_value"), (records, "trajectory_rows")):
-        monkeypatch.setattr(module, name, waiting_for_others(getattr(module, name)))
-    assert step_metrics(run_to_the_end(make(run={"steps": STEPS}, checkpoint={"every_steps": 0}))) == step_metrics(run)
+        monkeypatch.setattr(module, name, with_barrier(getattr(module, name)))
+    assert step_metrics(run_to_completion(make(run={"steps": STEPS}, checkpoint={"every_steps": 0}))) == step_metrics(
+        run
+    )
 
 
 @pytest.mark.parametrize("between", ["checkpoint", "evaluation"])
@@ -71,9 +73,9 @@ def test_evaluations_and_checkpoints_run_before_the_next_generation(
             "checkpoint": {"every_steps": 0},
         },
     }[between]
-    changed = run_to_the_end(make(run={"steps": STEPS}, **changes))
-    assert begun_ahead(changed.files) == [0, 0, 0]
-    assert step_metrics(changed) == step_metrics(run)
+    other = run_to_completion(make(run={"steps": STEPS}, **changes))
+    assert early_generations(other.files) == [0, 0, 0]
+    assert step_metrics(other) == step_metrics(run)
 
 
 def test_a_guard_stop_cancels_the_next_generation(make: MakeConfig) -> None:
@@ -83,5 +85,5 @@ def test_a_guard_stop_cancels_the_next_generation(make: MakeConfig) -> None:
     steps = len(stopped.metrics)
     assert stopped.code == 1
     assert steps < 30
-    assert begun_ahead(stopped.files) == [1] * steps, "one that nothing came of was begun"
+    assert early_generations(stopped.files) == [1] * steps, "no generation was started and then cancelled"
     assert (stopped.files.policy / "model.safetensors").exists()

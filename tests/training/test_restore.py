@@ -1,4 +1,4 @@
-"""Restore of a model: the old one is freed first, and an interrupted restore marks the model as broken."""
+"""Restore of a model: the old model is freed first, and a failed restore marks the model as broken."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def save(model: Actor | Critic) -> None:
 
 
 @pytest.fixture
-def alive(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], list[int]]:
-    """Count, at each load of a role's model, those that are still in memory."""
+def models_in_memory(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], list[int]]:
+    """Count the models of a role that are still in memory at each load."""
 
     def count(role: str) -> list[int]:
         module, name = LOADERS[role]
@@ -59,9 +59,9 @@ def alive(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], list[int]]:
 @pytest.mark.parametrize("lora", [None, {"rank": 2}])
 @pytest.mark.parametrize("role", ["actor", "critic"])
 def test_the_old_model_is_freed_before_the_new_one_is_loaded(
-    role: str, lora: Any, make: MakeConfig, tmp_path: Path, alive: Callable[[str], list[int]]
+    role: str, lora: Any, make: MakeConfig, tmp_path: Path, models_in_memory: Callable[[str], list[int]]
 ) -> None:
-    result = alive(role)
+    result = models_in_memory(role)
     model = build(role, make(**{role: {"lora": lora}}), tmp_path)
     save(model)
     model.restore("run", 3, 1, "checkpoint")
@@ -70,19 +70,17 @@ def test_the_old_model_is_freed_before_the_new_one_is_loaded(
 
 
 @pytest.mark.parametrize("role", ["actor", "critic"])
-@pytest.mark.parametrize("broken", ["model.safetensors", "optimizer.safetensors"])
-def test_an_interrupted_restore_leaves_a_model_marked_as_broken(
-    role: str, broken: str, make: MakeConfig, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("file", ["model.safetensors", "optimizer.safetensors"])
+def test_a_failed_restore_marks_the_model_as_broken(role: str, file: str, make: MakeConfig, tmp_path: Path) -> None:
     model = build(role, make(), tmp_path)
-    whole = model.status()
+    initial_status = model.status()
     save(model)
-    (tmp_path / "checkpoint" / broken).write_bytes(b"broken")
+    (tmp_path / "checkpoint" / file).write_bytes(b"broken")
     with pytest.raises(ModelError):
         model.restore("run", 3, 1, "checkpoint")
     status = model.status()
     assert status.broken
-    assert status.max_sequence_tokens == whole.max_sequence_tokens > 0
+    assert status.max_sequence_tokens == initial_status.max_sequence_tokens > 0
     with pytest.raises(FailedPrecondition, match="restart the service"):
         model.snapshot("run", 1, "again", SaveKind.CHECKPOINT)
     save(model)

@@ -1,4 +1,4 @@
-"""A crashed run resumes bit-identically, wherever it crashed and whatever is left of it."""
+"""Crashed runs resume bit-identically, after crashes at any point and with lost or damaged files."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.training.runs import (
     active_run,
     assert_same,
     orchestrator,
-    run_to_the_end,
+    run_to_completion,
     services,
     step_metrics,
     wait_for,
@@ -44,7 +44,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 class Crash(Exception):
-    """Exception that ends the training like a crash: the algorithm cleans up nothing."""
+    """Exception that ends the training like a crash, without any cleanup."""
 
 
 def changes(kind: str, toy_task: ToyTask) -> dict[str, Any]:
@@ -54,19 +54,19 @@ def changes(kind: str, toy_task: ToyTask) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(make: MakeConfig, toy_task: ToyTask) -> Callable[[str], Run]:
+def uninterrupted(make: MakeConfig, toy_task: ToyTask) -> Callable[[str], Run]:
     runs: dict[str, Run] = {}
 
     def run(kind: str) -> Run:
         if kind not in runs:
-            runs[kind] = run_to_the_end(make(**changes(kind, toy_task)))
+            runs[kind] = run_to_completion(make(**changes(kind, toy_task)))
         return runs[kind]
 
     return run
 
 
-def break_off(config: Config, where: str, step: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run that crashes in ``step``: before it is sealed, before it is updated, before or after its commit."""
+def crash_run(config: Config, where: str, step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Train until a crash in ``step``, at the point ``where``."""
     owner, method = {
         "generate": (StepTransaction, "_prepare"),
         "sealed": (StepTransaction, "_update"),
@@ -76,18 +76,18 @@ def break_off(config: Config, where: str, step: int, monkeypatch: pytest.MonkeyP
     }[where]
     real = getattr(owner, method)
 
-    def crash(self: Any, *arguments: Any, **named: Any) -> Any:
+    def crash(self: Any, *arguments: Any, **options: Any) -> Any:
         now = arguments[0] if owner is StepTransaction else self._board.current().step
         if now == step:
             raise Crash(where)
-        return real(self, *arguments, **named)
+        return real(self, *arguments, **options)
 
     with monkeypatch.context() as patch:
         patch.setattr(owner, method, crash)
         with orchestrator(config) if config.services.actor.address else active_run(config) as active:
-            ended = active.finish()
-    assert ended.code == 1
-    assert not ended.files.policy.exists()
+            result = active.finish()
+    assert result.code == 1
+    assert not result.files.policy.exists()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -98,29 +98,33 @@ def test_a_crashed_run_resumes_bit_identically(
     where: str,
     make: MakeConfig,
     toy_task: ToyTask,
-    undisturbed: Callable[[str], Run],
+    uninterrupted: Callable[[str], Run],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     config = make(**changes(kind, toy_task))
-    break_off(config, where, 4, monkeypatch)
-    run = run_to_the_end(config)
-    assert_same(run, undisturbed(kind))
+    crash_run(config, where, 4, monkeypatch)
+    run = run_to_completion(config)
+    assert_same(run, uninterrupted(kind))
     assert any(note.startswith("resumed after step ") for note in run.progress.notes)
 
 
 @pytest.mark.parametrize("where", ["generate", "sealed", "updated", "committed"])
-def test_services_that_stayed_up_take_only_missing_updates(
-    where: str, make: MakeConfig, toy_task: ToyTask, undisturbed: Callable[[str], Run], monkeypatch: pytest.MonkeyPatch
+def test_running_services_apply_only_the_missing_updates(
+    where: str,
+    make: MakeConfig,
+    toy_task: ToyTask,
+    uninterrupted: Callable[[str], Run],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with services(make(**changes("ppo", toy_task))) as config:
-        break_off(config, where, 4, monkeypatch)
+        crash_run(config, where, 4, monkeypatch)
         with orchestrator(config) as active:
             run = active.finish()
     assert run.code == 0, run.progress.error
-    assert_same(run, undisturbed("ppo"))
+    assert_same(run, uninterrupted("ppo"))
 
 
-def empty(redis: Redis, run: str) -> None:
+def delete_run_data(redis: Redis, run: str) -> None:
     for key in redis.scan_iter(match=f"quartet:{run}*"):
         redis.delete(key)
 
@@ -130,18 +134,18 @@ def test_steps_after_the_checkpoint_are_recomputed_if_redis_is_lost(
     step: int,
     make: MakeConfig,
     toy_task: ToyTask,
-    undisturbed: Callable[[str], Run],
+    uninterrupted: Callable[[str], Run],
     monkeypatch: pytest.MonkeyPatch,
     redis_client: Redis,
 ) -> None:
     config = make(**changes("normalized", toy_task))
-    break_off(config, "updated", step, monkeypatch)
-    empty(redis_client, config.run.name)
-    assert_same(run_to_the_end(config), undisturbed("normalized"))
+    crash_run(config, "updated", step, monkeypatch)
+    delete_run_data(redis_client, config.run.name)
+    assert_same(run_to_completion(config), uninterrupted("normalized"))
 
 
 def test_a_stopped_run_resumes_where_it_stopped(
-    make: MakeConfig, toy_task: ToyTask, undisturbed: Callable[[str], Run]
+    make: MakeConfig, toy_task: ToyTask, uninterrupted: Callable[[str], Run]
 ) -> None:
     config = make(**changes("ppo", toy_task))
     with active_run(config) as active:
@@ -149,23 +153,27 @@ def test_a_stopped_run_resumes_where_it_stopped(
         active.control.stop()
         first = active.finish()
     assert first.progress.state in (RunState.STOPPED, RunState.FINISHED)
-    run = run_to_the_end(config)
-    assert step_metrics(run) == step_metrics(undisturbed("ppo"))
-    assert weights(run) == weights(undisturbed("ppo"))
+    run = run_to_completion(config)
+    assert step_metrics(run) == step_metrics(uninterrupted("ppo"))
+    assert weights(run) == weights(uninterrupted("ppo"))
 
 
 @pytest.mark.parametrize("damage", ["bit", "cut", "gone", "manifest"])
 def test_a_damaged_checkpoint_is_skipped(
-    damage: str, make: MakeConfig, toy_task: ToyTask, undisturbed: Callable[[str], Run], monkeypatch: pytest.MonkeyPatch
+    damage: str,
+    make: MakeConfig,
+    toy_task: ToyTask,
+    uninterrupted: Callable[[str], Run],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     config = make(**changes("ppo", toy_task))
-    break_off(config, "generate", 6, monkeypatch)
+    crash_run(config, "generate", 6, monkeypatch)
     newest = config.run_directory / "checkpoints" / "step-000004"
-    spoil(newest, damage)
-    assert_same(run_to_the_end(config), undisturbed("ppo"))
+    damage_checkpoint(newest, damage)
+    assert_same(run_to_completion(config), uninterrupted("ppo"))
 
 
-def spoil(checkpoint: Path, damage: str) -> None:
+def damage_checkpoint(checkpoint: Path, damage: str) -> None:
     file = checkpoint / "actor" / "model.safetensors"
     if damage == "bit":
         content = bytearray(file.read_bytes())
@@ -180,13 +188,13 @@ def spoil(checkpoint: Path, damage: str) -> None:
 
 
 def test_a_truncated_commit_is_dropped(
-    make: MakeConfig, toy_task: ToyTask, undisturbed: Callable[[str], Run], monkeypatch: pytest.MonkeyPatch
+    make: MakeConfig, toy_task: ToyTask, uninterrupted: Callable[[str], Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = make(**changes("ppo", toy_task))
-    break_off(config, "committed", 4, monkeypatch)
+    crash_run(config, "committed", 4, monkeypatch)
     metrics = config.run_directory / "metrics.jsonl"
     metrics.write_bytes(metrics.read_bytes()[:-20])
-    assert_same(run_to_the_end(config), undisturbed("ppo"))
+    assert_same(run_to_completion(config), uninterrupted("ppo"))
 
 
 def test_a_second_orchestrator_is_refused_while_the_lease_is_held(make: MakeConfig) -> None:
@@ -197,20 +205,19 @@ def test_a_second_orchestrator_is_refused_while_the_lease_is_held(make: MakeConf
             refused = second.finish()
         assert refused.code == 1
         assert "another orchestrator is its leader" in refused.progress.error
-        assert leads(first)
+        assert_advances(first)
 
 
-def leads(active: ActiveRun) -> bool:
+def assert_advances(active: ActiveRun) -> None:
     step = active.board.current().step
     wait_for(active, lambda: active.board.current().step > step)
-    return True
 
 
 def test_metrics_that_end_before_the_checkpoint_are_an_error(
     make: MakeConfig, toy_task: ToyTask, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = make(**changes("normalized", toy_task))
-    break_off(config, "generate", 6, monkeypatch)
+    crash_run(config, "generate", 6, monkeypatch)
     metrics = config.run_directory / "metrics.jsonl"
     metrics.write_text("".join(line + "\n" for line in metrics.read_text().splitlines()[:2]))
     with active_run(config) as active:
@@ -222,15 +229,15 @@ def test_metrics_that_end_before_the_checkpoint_are_an_error(
 def test_damaged_experience_is_not_trained_on_and_its_step_is_recomputed(
     make: MakeConfig,
     toy_task: ToyTask,
-    undisturbed: Callable[[str], Run],
+    uninterrupted: Callable[[str], Run],
     monkeypatch: pytest.MonkeyPatch,
     redis_client: Redis,
 ) -> None:
     config = make(**changes("normalized", toy_task), recovery={"backoff_seconds": 0.01})
-    break_off(config, "generate", 6, monkeypatch)
+    crash_run(config, "generate", 6, monkeypatch)
     [key] = redis_client.scan_iter(match=f"quartet:{config.run.name}:experience:*:chunks")
     [(name, chunk), *_] = redis_client.hgetall(key).items()
     redis_client.hset(key, name, chunk[:-1] + bytes([chunk[-1] ^ 1]))
-    run = run_to_the_end(config)
+    run = run_to_completion(config)
     assert run.progress.recoveries == 1
-    assert_same(run, undisturbed("normalized"))
+    assert_same(run, uninterrupted("normalized"))

@@ -19,22 +19,22 @@ from quartet.run_directory.run_files import RunFiles
 from quartet.services.orchestrator.control import run_control
 from quartet.services.orchestrator.control.run_control import RunControl
 from tests.training.conftest import MakeConfig
-from tests.training.runs import active_run, assert_same, json_lines, merged, parsed, run_to_the_end
-from tests.training.test_resume import break_off, changes
+from tests.training.runs import active_run, assert_same, json_lines, merged, parsed, run_to_completion
+from tests.training.test_resume import changes, crash_run
 
-EVALUATED: dict[str, Any] = {"evaluation": {"every_steps": 2, "max_prompts": 3}}
-
-
-def evaluated(toy_task: ToyTask) -> dict[str, Any]:
-    return {"data": {"validation": str(toy_task.prompts)}, **EVALUATED}
+EVALUATION: dict[str, Any] = {"evaluation": {"every_steps": 2, "max_prompts": 3}}
 
 
-def again(config: Config, **changed: Any) -> Config:
-    return parsed(merged(config.model_dump(mode="json"), changed))
+def evaluation_sections(toy_task: ToyTask) -> dict[str, Any]:
+    return {"data": {"validation": str(toy_task.prompts)}, **EVALUATION}
 
 
-def begun(config: Config) -> RunFiles:
-    """The files of a run that has begun."""
+def changed_config(config: Config, **changes: Any) -> Config:
+    return parsed(merged(config.model_dump(mode="json"), changes))
+
+
+def write_run(config: Config) -> RunFiles:
+    """Write the config and the identity of a run; return its files."""
     files = RunFiles(config.run_directory)
     files.write_config(config.to_yaml())
     Identity.new(config, {}).write(files.identity)
@@ -51,35 +51,35 @@ def begun(config: Config) -> RunFiles:
 def test_the_evaluation_data_of_a_run_cannot_change(
     changed: dict[str, Any], key: str, make: MakeConfig, toy_task: ToyTask
 ) -> None:
-    config = make(**evaluated(toy_task))
-    files = begun(config)
+    config = make(**evaluation_sections(toy_task))
+    files = write_run(config)
     with pytest.raises(ConfigError, match=rf"^--resume: {key} is .*, the run in .* had "):
-        check_resumable(again(config, **changed), files)
+        check_resumable(changed_config(config, **changed), files)
 
 
 def test_evaluation_cannot_be_turned_on_without_a_baseline(make: MakeConfig, toy_task: ToyTask) -> None:
     config = make(data={"validation": str(toy_task.prompts)})
-    files = begun(config)
+    files = write_run(config)
     with pytest.raises(ConfigError, match=r"^--resume: evaluation\.every_steps is 3, .* had none: .* leave it at 0"):
-        check_resumable(again(config, evaluation={"every_steps": 3}), files)
+        check_resumable(changed_config(config, evaluation={"every_steps": 3}), files)
 
 
 @pytest.mark.parametrize(
     "changed", [{"every_steps": 5}, {"every_steps": 0}, {"judge": "mine:judge"}, {"timeout_seconds": 5.0}], ids=str
 )
 def test_evaluation_interval_and_judge_may_change(changed: dict[str, Any], make: MakeConfig, toy_task: ToyTask) -> None:
-    config = make(**evaluated(toy_task))
-    check_resumable(again(config, evaluation=changed), begun(config))
+    config = make(**evaluation_sections(toy_task))
+    check_resumable(changed_config(config, evaluation=changed), write_run(config))
 
 
 def test_a_run_resumes_with_another_evaluation_interval(
     make: MakeConfig, toy_task: ToyTask, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = make(**merged(evaluated(toy_task), {"run": {"steps": 6}, "checkpoint": {"every_steps": 2}}))
-    break_off(config, "generate", 4, monkeypatch)
-    other = again(config, evaluation={"every_steps": 3})
+    config = make(**merged(evaluation_sections(toy_task), {"run": {"steps": 6}, "checkpoint": {"every_steps": 2}}))
+    crash_run(config, "generate", 4, monkeypatch)
+    other = changed_config(config, evaluation={"every_steps": 3})
     check_resumable(other, RunFiles(config.run_directory))
-    run = run_to_the_end(other)
+    run = run_to_completion(other)
     assert [line["step"] for line in json_lines(run.files.evaluation_summaries)] == [0, 2, 3, 6]
 
 
@@ -90,25 +90,25 @@ class NoLauncher:
         raise ServiceFailed("no launcher")
 
 
-def test_a_new_run_ignores_a_run_that_took_no_step(
+def test_a_new_run_replaces_a_run_without_a_step(
     make: MakeConfig, toy_task: ToyTask, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = make(**evaluated(toy_task))
-    break_off(config, "generate", 1, monkeypatch)
+    config = make(**evaluation_sections(toy_task))
+    crash_run(config, "generate", 1, monkeypatch)
     files = RunFiles(config.run_directory)
-    assert (files.evaluations / "step-000000.jsonl").exists(), "otherwise this shows nothing"
+    assert (files.evaluations / "step-000000.jsonl").exists(), "the run has no evaluation"
     (files.root / "thesis.tex").write_text("mine")
     monkeypatch.setattr(command, "Launcher", NoLauncher)
     with pytest.raises(ServiceFailed, match="no launcher"):
-        command.run(again(config, run={"seed": 7}), overwrite=False)
+        command.run(changed_config(config, run={"seed": 7}), overwrite=False)
     assert {path.name for path in files.root.iterdir()} == {".lock", "config.yaml", "logs", "thesis.tex"}
 
 
-def test_a_run_that_took_no_step_can_be_resumed(
+def test_a_run_without_a_step_can_be_resumed(
     make: MakeConfig, toy_task: ToyTask, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = make(**evaluated(toy_task))
-    break_off(config, "generate", 1, monkeypatch)
+    config = make(**evaluation_sections(toy_task))
+    crash_run(config, "generate", 1, monkeypatch)
     files = RunFiles(config.run_directory)
     before = (files.evaluations / "step-000000.jsonl").read_bytes()
     monkeypatch.setattr(command, "Launcher", NoLauncher)
@@ -121,19 +121,19 @@ def test_a_truncated_trajectories_file_is_an_error(
     make: MakeConfig, toy_task: ToyTask, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = make(**{**changes("ppo", toy_task), "checkpoint": {"every_steps": 4}})
-    break_off(config, "generate", 4, monkeypatch)
+    crash_run(config, "generate", 4, monkeypatch)
     path = RunFiles(config.run_directory).trajectories / "step-000003.jsonl"
-    whole = path.read_text()
-    path.write_text("".join(whole.splitlines(keepends=True)[:2]))
+    content = path.read_text()
+    path.write_text("".join(content.splitlines(keepends=True)[:2]))
     with active_run(config) as running:
         run = running.finish()
     assert run.code == 2
     assert f"trajectories {path}: has 2 lines, expected the step's 4" in run.progress.error
-    assert len(run.metrics) == 3, "nothing was trained on it"
-    path.write_text(whole)
+    assert len(run.metrics) == 3, "the run continued with the truncated file"
+    path.write_text(content)
     repaired, expected = (
-        run_to_the_end(config),
-        run_to_the_end(make(**{**changes("ppo", toy_task), "checkpoint": {"every_steps": 4}})),
+        run_to_completion(config),
+        run_to_completion(make(**{**changes("ppo", toy_task), "checkpoint": {"every_steps": 4}})),
     )
     assert_same(repaired, expected)
 
@@ -142,30 +142,30 @@ def test_a_truncated_alert_line_does_not_prevent_a_resume(make: MakeConfig, monk
     config = make(
         run={"steps": 4}, checkpoint={"every_steps": 2}, guards={"window_steps": 2, "missing_eos": {"below": 1.0}}
     )
-    break_off(config, "generate", 3, monkeypatch)
+    crash_run(config, "generate", 3, monkeypatch)
     files = RunFiles(config.run_directory)
     lines = json_lines(files.alerts)
     with files.alerts.open("a") as file:
         file.write('{"step": 2, "guard": "kl_runaway", "act')
-    run = run_to_the_end(config)
+    run = run_to_completion(config)
     assert json_lines(files.alerts)[: len(lines)] == lines
     assert run.code == 0
 
 
-def full(*_: Any) -> None:
+def raise_disk_full(*_: Any) -> None:
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
 @pytest.mark.parametrize(
-    "what", ["evaluations/", "evaluations.jsonl", "alerts.jsonl", "metrics.jsonl", "trajectories/", "asked"]
+    "target", ["evaluations/", "evaluations.jsonl", "alerts.jsonl", "metrics.jsonl", "trajectories/", "asked"]
 )
 def test_a_full_disk_ends_the_run_with_a_remedy(
-    what: str, make: MakeConfig, toy_task: ToyTask, monkeypatch: pytest.MonkeyPatch
+    target: str, make: MakeConfig, toy_task: ToyTask, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     common = {
-        **merged(evaluated(toy_task), {"run": {"steps": 3}, "checkpoint": {"every_steps": 2}}),
+        **merged(evaluation_sections(toy_task), {"run": {"steps": 3}, "checkpoint": {"every_steps": 2}}),
         "guards": {"window_steps": 2, "missing_eos": {"action": "pause", "below": 1.0}}
-        if what in ("alerts.jsonl", "asked")
+        if target in ("alerts.jsonl", "asked")
         else {},
     }
     config = make(**common)
@@ -173,28 +173,28 @@ def test_a_full_disk_ends_the_run_with_a_remedy(
 
     def fsync(descriptor: int) -> None:
         path = os.readlink(f"/proc/self/fd/{descriptor}").replace("/.", "/")
-        if path.startswith(f"{files.root}/{what}"):
-            full()
+        if path.startswith(f"{files.root}/{target}"):
+            raise_disk_full()
         real(descriptor)
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", fsync)
         with active_run(config) as running:
-            if what == "asked":
+            if target == "asked":
                 running.control._persist = True
             run = running.finish()
             running.control._persist = False
     assert run.code == 1
-    assert f"{files.root}/{what}" in run.progress.error
+    assert f"{files.root}/{target}" in run.progress.error
     assert "cannot be written (No space left on device); fix that, then continue with --resume" in run.progress.error
     assert run.progress.recoveries == 0
 
 
-def test_a_stop_takes_effect_even_if_it_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = RunControl(RunFiles(tmp_path))
-    monkeypatch.setattr(run_control, "write_durably", full)
+def test_a_stop_takes_effect_even_if_it_cannot_be_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    control = RunControl(RunFiles(tmp_path))
+    monkeypatch.setattr(run_control, "write_durably", raise_disk_full)
     with pytest.raises(StorageFailed, match=r"asked: cannot be written \(No space left on device\)"):
-        asked.stop()
-    assert asked.stopping
+        control.stop()
+    assert control.stopping
     with pytest.raises(StorageFailed):
         RunControl(RunFiles(tmp_path)).pause()

@@ -11,13 +11,13 @@ import pytest
 
 from quartet.demo.toy_task import ToyTask
 from tests.training.conftest import MakeConfig
-from tests.training.runs import active_run, json_lines, run_to_the_end
+from tests.training.runs import active_run, json_lines, run_to_completion
 
 FUNCTIONS = '''
 import json
 
 def by_field(prompt, response, fields):
-    """Twice the number that the prompt's line brings along."""
+    """Return twice the number in the fields of the prompt."""
     print("a line on standard output is not a score")
     return 2.0 * fields["worth"]
 
@@ -34,7 +34,7 @@ def prefers_initial(prompt, response, initial_response, fields):
 
 @pytest.fixture
 def functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, toy_task: ToyTask) -> Path:
-    """A folder with a module of functions, in which the run takes place, and prompts with a field."""
+    """The working directory of the run, with a module of functions and prompts with a field."""
     (tmp_path / "mine.py").write_text(FUNCTIONS)
     lines = [json.loads(line) for line in toy_task.prompts.read_text().splitlines()]
     with (tmp_path / "prompts.jsonl").open("w") as file:
@@ -49,7 +49,7 @@ def test_a_reward_function_reads_the_fields_of_the_prompt(make: MakeConfig, func
     config = make(
         data={"prompts": str(functions / "prompts.jsonl")}, reward=reward, algorithm={"estimator": "reinforce"}
     )
-    run = run_to_the_end(config)
+    run = run_to_completion(config)
     for step in (1, 2):
         for item in run.trajectories(step):
             prompt = int(item["id"].split("/")[2])
@@ -63,7 +63,7 @@ def test_an_ensemble_reports_its_weighted_sum_and_each_part(
         {"name": "tone", "model": str(toy_task.reward), "weight": 0.5},
         {"name": "words", "source": "function", "function": "mine:words", "batched": True, "weight": -0.1},
     ]
-    run = run_to_the_end(make(reward={"source": "ensemble", "parts": parts, "model": None}))
+    run = run_to_completion(make(reward={"source": "ensemble", "parts": parts, "model": None}))
     for number, step in enumerate(run.metrics, 1):
         items = run.trajectories(number)
         for item in items:
@@ -80,7 +80,7 @@ def test_a_failing_reward_function_ends_the_run_with_its_name_and_error(make: Ma
         run = running.finish()
     assert run.code == 1
     assert all(part in run.progress.error for part in ("mine:fails", "ValueError", "no such thing"))
-    assert not run.files.metrics.exists(), "a failed score is no score"
+    assert not run.files.metrics.exists(), "the failed step has metrics"
 
 
 def test_evaluations_are_stored_and_compared_with_the_initial_policy(
@@ -92,12 +92,12 @@ def test_evaluations_are_stored_and_compared_with_the_initial_policy(
         evaluation={"every_steps": 2, "max_prompts": 5, "judge": "mine:prefers_initial"},
         actor={"learning_rate": 0.05},
     )
-    run = run_to_the_end(config)
+    run = run_to_completion(config)
     summaries = json_lines(run.files.root / "evaluations.jsonl")
     assert [summary["step"] for summary in summaries] == [0, 2, 3]
     first, last = summaries[0], summaries[-1]
     assert first["eval_win_rate_greedy"] == first["eval_win_rate_sampled"] == 0.5, (
-        "against itself every prompt is a tie"
+        "the initial policy does not tie with itself"
     )
     assert first["eval_kl"] == pytest.approx(0, abs=1e-4)
     for summary in summaries:
@@ -108,7 +108,7 @@ def test_evaluations_are_stored_and_compared_with_the_initial_policy(
     rows = json_lines(run.files.root / "evaluations" / "step-000003.jsonl")
     assert {row["judge"] for row in rows} <= {0.25, 0.5}
     assert last["eval_judge_win_rate"] == pytest.approx(fmean(row["judge"] for row in rows))
-    assert any(row["greedy"] != row["initial_greedy"] for row in rows), "the policy has moved"
+    assert any(row["greedy"] != row["initial_greedy"] for row in rows), "the policy has not changed"
     assert any(note.startswith("evaluation after step 3: ") for note in run.progress.notes)
 
 
@@ -117,6 +117,6 @@ def test_evaluation_does_not_change_training(make: MakeConfig, toy_task: ToyTask
         "data": {"validation": str(toy_task.prompts)},
         "evaluation": {"every_steps": 1, "max_prompts": 3},
     }
-    with_it, without = run_to_the_end(make(**evaluated)), run_to_the_end(make())
-    weights = [run.files.policy / "model.safetensors" for run in (with_it, without)]
+    with_evaluation, without_evaluation = run_to_completion(make(**evaluated)), run_to_completion(make())
+    weights = [run.files.policy / "model.safetensors" for run in (with_evaluation, without_evaluation)]
     assert weights[0].read_bytes() == weights[1].read_bytes()

@@ -12,7 +12,7 @@ import yaml
 from quartet.config import Config
 from quartet.demo.toy_task import ToyTask, make_toy_task
 from quartet.types import RunState
-from tests.training.runs import active_run, merged, parsed, run_to_the_end, wait_for
+from tests.training.runs import active_run, merged, parsed, run_to_completion, wait_for
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "reward_hacking"
@@ -20,7 +20,7 @@ EXAMPLE = ROOT / "examples" / "reward_hacking"
 
 @pytest.fixture(scope="module")
 def demo_toy_task(tmp_path_factory: pytest.TempPathFactory) -> ToyTask:
-    """The demo's own, as the example's user has it."""
+    """The toy task of the demo, which the example uses."""
     return make_toy_task(tmp_path_factory.mktemp("demo") / "toy-task")
 
 
@@ -29,7 +29,7 @@ def example(name: str, steps: int, toy_task: ToyTask, redis_url: str, folder: Pa
     parts = [
         {**part, **({"model": str(toy_task.reward)} if "model" in part else {})} for part in shipped["reward"]["parts"]
     ]
-    ties: dict[str, Any] = {
+    paths: dict[str, Any] = {
         "run": {"steps": steps, "directory": str(folder)},
         "data": {"prompts": str(toy_task.prompts)},
         "actor": {"model": str(toy_task.policy)},
@@ -37,7 +37,7 @@ def example(name: str, steps: int, toy_task: ToyTask, redis_url: str, folder: Pa
         "reward": {"parts": parts},
         "buffer": {"url": redis_url},
     }
-    return parsed(merged(shipped, ties))
+    return parsed(merged(shipped, paths))
 
 
 @pytest.mark.slow
@@ -62,7 +62,7 @@ def test_a_length_penalty_keeps_the_same_run_healthy(
     demo_toy_task: ToyTask, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ROOT)
-    run = run_to_the_end(example("healthy.yaml", 40, demo_toy_task, redis_url, tmp_path))
+    run = run_to_completion(example("healthy.yaml", 40, demo_toy_task, redis_url, tmp_path))
     assert run.progress.alerts == []
     first, last = run.metrics[:3], run.metrics[-5:]
     assert fmean(step["response_tokens_mean"] for step in last) < 40

@@ -1,4 +1,4 @@
-"""Optional outputs of a run: tokens, timeline, tokenizer and sinks."""
+"""Optional outputs of a run: token files, timeline, tokenizer and metric sinks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from quartet.services.orchestrator.run import TrainingRun
 from quartet.services.orchestrator.telemetry.run_outputs import RunTelemetry
 from quartet.services.orchestrator.telemetry.timeline import Timeline
 from tests.training.conftest import MakeConfig
-from tests.training.runs import Run, active_run, json_lines, orchestrator, run_to_the_end, services, step_metrics
+from tests.training.runs import Run, active_run, json_lines, orchestrator, run_to_completion, services, step_metrics
 from tests.unit.telemetry.test_sinks import events, scalars, wandb_history
 
 STEPS = 3
@@ -34,7 +34,7 @@ FULL = Path("/dev/full")
 @pytest.fixture(scope="module")
 def run(make: MakeConfig, toy_task: ToyTask) -> Run:
     """A run with a critic, a checkpoint after each step, and evaluations."""
-    return run_to_the_end(
+    return run_to_completion(
         make(
             run={"steps": STEPS},
             rollout={"samples_per_prompt": 2},
@@ -50,7 +50,7 @@ def tokens(files: RunFiles) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(result)}
 
 
-def test_tokens_agree_with_the_trajectories_of_their_step(run: Run) -> None:
+def test_token_files_match_the_trajectories_of_their_step(run: Run) -> None:
     tokenizer = Tokenizer.from_file(str(run.files.tokenizer / "tokenizer.json"))
     for step in range(1, STEPS + 1):
         lines = run.trajectories(step)
@@ -66,15 +66,15 @@ def test_tokens_agree_with_the_trajectories_of_their_step(run: Run) -> None:
             assert (result.log_probs <= 0).all()
             assert result.values is not None
             assert len(result.values) == len(result.advantages) == len(result.returns) == line["response_tokens"]
-        whole = load_file(run.files.tokens / f"step-{step:06d}.safetensors")
+        step_tokens = load_file(run.files.tokens / f"step-{step:06d}.safetensors")
         metrics = run.metrics[step - 1]
-        assert len(whole["response_ids"]) == metrics["response_tokens"]
-        assert len(whole["prompt_ids"]) == metrics["prompt_tokens"]
-        # As trained on: whitened. Before, the variance of the values' errors is what the critic leaves unexplained.
-        assert whole["advantages"].mean() == pytest.approx(0, abs=1e-5)
-        errors = np.var(whole["returns"] - whole["values"]) / np.var(whole["returns"])
+        assert len(step_tokens["response_ids"]) == metrics["response_tokens"]
+        assert len(step_tokens["prompt_ids"]) == metrics["prompt_tokens"]
+        # The advantages are whitened. The variance of the value errors is the part that the critic does not explain.
+        assert step_tokens["advantages"].mean() == pytest.approx(0, abs=1e-5)
+        errors = np.var(step_tokens["returns"] - step_tokens["values"]) / np.var(step_tokens["returns"])
         assert 1 - errors == pytest.approx(metrics["explained_variance"], abs=1e-3)
-        assert {str(array.dtype) for array in whole.values()} == {"int32", "float32"}
+        assert {str(array.dtype) for array in step_tokens.values()} == {"int32", "float32"}
 
 
 def test_the_timeline_has_every_service_of_every_step(run: Run) -> None:
@@ -102,10 +102,10 @@ def test_the_timeline_has_every_service_of_every_step(run: Run) -> None:
             ("redis", "acknowledge"),
         }
         assert all(0 <= span["start"] <= span["end"] <= line["seconds"] + 1e-3 for span in spans)
-        # Batches of 4: none of an evaluation's is among them.
+        # Batches of 4, without those of evaluations.
         for service in ("reward", "reference"):
             assert sum(span["count"] for span in spans if span["service"] == service) == SEQUENCES // 4
-        at = {(span["service"], span["phase"]): span for span in spans}
+        by_kind = {(span["service"], span["phase"]): span for span in spans}
         order = [
             ("actor", "generate"),
             ("orchestrator", "prepare"),
@@ -114,9 +114,9 @@ def test_the_timeline_has_every_service_of_every_step(run: Run) -> None:
             ("orchestrator", "commit"),
             ("redis", "acknowledge"),
         ]
-        starts = [at[kind]["start"] for kind in order]
+        starts = [by_kind[kind]["start"] for kind in order]
         assert starts == sorted(starts)
-        assert at["actor", "generate"]["end"] <= at["orchestrator", "prepare"]["start"]
+        assert by_kind["actor", "generate"]["end"] <= by_kind["orchestrator", "prepare"]["start"]
         assert list(spans) == sorted(spans, key=lambda span: (span["service"], span["start"]))
     # The checkpoint of a step is written during the next one.
     for line in lines[1:]:
@@ -144,17 +144,17 @@ def test_tensorboard_has_every_metric_of_every_step(run: Run) -> None:
 
 def test_rolled_back_outputs_are_dropped_and_written_again(make: MakeConfig) -> None:
     config = make(run={"steps": 4}, checkpoint={"every_steps": 2})
-    first = run_to_the_end(config)
+    first = run_to_completion(config)
     files, before = first.files, tokens(first.files)
     assert len(before) == 4
     roll_back(files, 2)
     assert list(tokens(files)) == ["step-000001.safetensors", "step-000002.safetensors"]
     assert [line["step"] for line in json_lines(files.timeline)] == [1, 2]
-    second = run_to_the_end(config)
+    second = run_to_completion(config)
     assert step_metrics(second) == step_metrics(first)
     assert tokens(files) == before
     assert [line["step"] for line in json_lines(files.timeline)] == [1, 2, 3, 4]
-    # What TensorBoard is told to forget, and from which step on.
+    # Markers that tell TensorBoard to discard later steps.
     marks = [event.step for event in events(files.tensorboard) if event.session_log.status]
     assert marks == [1, 3]
 
@@ -168,13 +168,13 @@ def test_a_fork_keeps_the_timeline_and_no_tokens(run: Run) -> None:
 
 def test_tokens_are_kept_for_the_configured_steps(make: MakeConfig) -> None:
     telemetry = {"tokens_every_steps": 2, "tokens_keep_steps": 1}
-    assert list(tokens(run_to_the_end(make(run={"steps": 5}, telemetry=telemetry)).files)) == [
+    assert list(tokens(run_to_completion(make(run={"steps": 5}, telemetry=telemetry)).files)) == [
         "step-000004.safetensors"
     ]
 
 
-def test_a_run_without_critic_has_no_values_and_an_adapter_is_its_own_reference(make: MakeConfig) -> None:
-    run = run_to_the_end(
+def test_a_run_with_an_adapter_and_without_a_critic_has_no_values(make: MakeConfig) -> None:
+    run = run_to_completion(
         make(
             run={"steps": 1},
             algorithm={"estimator": "rloo"},
@@ -193,7 +193,7 @@ def test_a_run_without_critic_has_no_values_and_an_adapter_is_its_own_reference(
 
 def test_disabled_outputs_leave_no_files(make: MakeConfig) -> None:
     telemetry = {"tokens_every_steps": 0, "timeline": False, "tensorboard": False}
-    files = run_to_the_end(make(run={"steps": 1}, telemetry=telemetry)).files
+    files = run_to_completion(make(run={"steps": 1}, telemetry=telemetry)).files
     assert not files.tokens.exists()
     assert not files.timeline.exists()
     assert not files.tensorboard.exists()
@@ -208,38 +208,38 @@ def test_a_full_disk_loses_tokens_and_timeline_but_not_the_run(make: MakeConfig)
         for step in (1, 2):
             (files.tokens / f".step-{step:06d}.safetensors.partial").symlink_to(FULL)
         files.timeline.symlink_to(FULL)
-        files.tensorboard.write_text("a file in the place of the folder")
-        (files.root / ".tokenizer.writing").write_text("a file in the place of the folder")
+        files.tensorboard.write_text("a file instead of the folder")
+        (files.root / ".tokenizer.writing").write_text("a file instead of the folder")
         with orchestrator(addressed) as running:
             run = running.finish()
     assert run.code == 0, run.progress.error
     assert len(run.metrics) == 2
     assert tokens(files) == {}
-    for what in (
+    for prefix in (
         "tokens: cannot be written",
         "timeline: cannot be written",
         "tokenizer: cannot be written",
         "TensorBoard: ",
     ):
-        assert len([note for note in run.progress.notes if note.startswith(what)]) == 1, run.progress.notes
+        assert len([note for note in run.progress.notes if note.startswith(prefix)]) == 1, run.progress.notes
 
 
 @pytest.mark.skipif(not FULL.exists(), reason="needs a device that is always full")
 def test_a_full_disk_loses_the_tokenizer_but_not_the_run(run: Run, make: MakeConfig) -> None:
-    kept = Tokenizer.from_file(str(run.files.tokenizer / "tokenizer.json"))
+    tokenizer = Tokenizer.from_file(str(run.files.tokenizer / "tokenizer.json"))
 
-    class OnAFullDisk:
+    class FullDiskTokenizer:
         def save_pretrained(self, folder: Path) -> None:
             (folder / "tokenizer.json").symlink_to(FULL)
-            # Not an OSError: the library is written in another language.
-            kept.save(str(folder / "tokenizer.json"))
+            # Raises an exception of the Rust library, which is not an OSError.
+            tokenizer.save(str(folder / "tokenizer.json"))
 
     config = make()
     files, board = RunFiles(config.run_directory), ProgressBoard("run", 2)
     files.root.mkdir(parents=True)
     telemetry = RunTelemetry(config, files, board, Timeline())
     for _ in range(2):
-        telemetry.start(OnAFullDisk(), "an-id")
+        telemetry.start(FullDiskTokenizer(), "an-id")
     telemetry.close()
     notes = [note for note in board.current().notes if note.startswith("tokenizer: cannot be written (")]
     assert len(notes) == 1
@@ -264,11 +264,11 @@ def test_the_tokenizer_of_the_run_is_not_overwritten(make: MakeConfig) -> None:
     files = RunFiles(config.run_directory)
     with active_run(config) as running:
         running.finish()
-    kept = files.tokenizer / "tokenizer.json"
-    kept.write_text(json.dumps({**json.loads(kept.read_text()), "version": "1.0"}))
-    before = kept.stat().st_mtime_ns
-    run_to_the_end(config)
-    assert kept.stat().st_mtime_ns == before
+    path = files.tokenizer / "tokenizer.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "version": "1.0"}))
+    before = path.stat().st_mtime_ns
+    run_to_completion(config)
+    assert path.stat().st_mtime_ns == before
 
 
 def test_a_run_reports_to_wandb_and_mlflow(make: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -276,14 +276,14 @@ def test_a_run_reports_to_wandb_and_mlflow(make: MakeConfig, tmp_path: Path, mon
     mlflow = pytest.importorskip("mlflow")
     monkeypatch.setenv("WANDB_MODE", "offline")
     uri = str(tmp_path / "mlruns")
-    run = run_to_the_end(make(telemetry={"wandb": {"project": "tests"}, "mlflow": {"tracking_uri": uri}}))
+    run = run_to_completion(make(telemetry={"wandb": {"project": "tests"}, "mlflow": {"tracking_uri": uri}}))
     assert not [note for note in run.progress.notes if "sends it nothing more" in note]
     (history,) = (run.files.logs / "wandb").glob("offline-run-*/*.wandb")
     assert [row["step"] for row in wandb_history(history)] == ["1", "2"]
     client = mlflow.MlflowClient(tracking_uri=uri)
-    (told,) = client.search_runs([client.get_experiment_by_name("quartet").experiment_id])
-    assert told.data.params["run.name"] == run.files.root.name
-    result = client.get_metric_history(told.info.run_id, "train/reward_mean")
+    (mlflow_run,) = client.search_runs([client.get_experiment_by_name("quartet").experiment_id])
+    assert mlflow_run.data.params["run.name"] == run.files.root.name
+    result = client.get_metric_history(mlflow_run.info.run_id, "train/reward_mean")
     assert [(metric.step, metric.value) for metric in result] == [
         (metrics["step"], metrics["reward_mean"]) for metrics in run.metrics
     ]

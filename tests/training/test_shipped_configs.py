@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.training.runs import merged, parsed, run_to_the_end
+from tests.training.runs import merged, parsed, run_to_completion
 
 ROOT = Path(__file__).parents[2]
 SHIPPED = sorted(
@@ -23,15 +23,15 @@ def test_every_shipped_config_takes_two_steps(
 ) -> None:
     monkeypatch.chdir(ROOT)
     shipped = yaml.safe_load(path.read_text(encoding="utf-8"))
-    tree = merged(shipped, tied_to(toy_task_tree(), shipped))
-    run = run_to_the_end(parsed(tree))
+    tree = merged(shipped, toy_task_changes(toy_task_tree(), shipped))
+    run = run_to_completion(parsed(tree))
     assert [step["step"] for step in run.metrics] == [1, 2]
 
 
-def tied_to(toy_task: dict[str, Any], shipped: dict[str, Any]) -> dict[str, Any]:
-    """The toy task's checkpoints, prompts, sizes and devices, in place of the config's; everything else stays as shipped."""
+def toy_task_changes(toy_task: dict[str, Any], shipped: dict[str, Any]) -> dict[str, Any]:
+    """Return the checkpoints, prompts, sizes and devices of the toy task as changes to a shipped config."""
     samples = shipped.get("rollout", {}).get("samples_per_prompt", 1)
-    small = {
+    changes = {
         "run": toy_task["run"],
         "data": {
             **toy_task["data"],
@@ -46,14 +46,14 @@ def tied_to(toy_task: dict[str, Any], shipped: dict[str, Any]) -> dict[str, Any]
         parts = [
             {**part, **({"model": toy_task["reward"]["model"]} if "model" in part else {})} for part in reward["parts"]
         ]
-        small["reward"] = {"parts": parts}
+        changes["reward"] = {"parts": parts}
     elif "model" in reward:
-        small["reward"] = {"model": toy_task["reward"]["model"]}
+        changes["reward"] = {"model": toy_task["reward"]["model"]}
     for role in ("critic", "reference"):
         if shipped.get(role, {}).get("model"):
-            small[role] = {"model": toy_task["actor"]["model"]}
-    small["services"] = {
+            changes[role] = {"model": toy_task["actor"]["model"]}
+    changes["services"] = {
         role: {"devices": []} for role, service in shipped.get("services", {}).items() if "devices" in service
     }
     warmups = {role: {"warmup_steps": 0} for role in ("actor", "critic") if shipped.get(role, {}).get("warmup_steps")}
-    return merged(small, warmups)
+    return merged(changes, warmups)

@@ -18,12 +18,12 @@ from tests.training.conftest import MakeConfig
 from tests.unit.models.updates import settings
 
 
-class BrokenOffError(Exception):
-    """Error that interrupts the update in these tests."""
+class StopUpdate(Exception):
+    """Exception that ends the update in these tests."""
 
 
 class NoBuffer:
-    """A run's buffer in which every step's experience is None."""
+    """A buffer with None as the experience of every step."""
 
     def __init__(self, run: str) -> None:
         pass
@@ -37,14 +37,14 @@ class NoBuffer:
 
 
 @pytest.mark.parametrize("role", ["actor", "critic"])
-def test_an_update_uses_its_own_number_of_threads(
+def test_an_update_uses_its_number_of_threads_and_restores_the_old_one(
     role: str, make: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config, threads, seen = make(), torch.get_num_threads(), list[int]()
+    config, threads, threads_in_update = make(), torch.get_num_threads(), list[int]()
 
     def update(*_: Any) -> dict[str, float]:
-        seen.append(torch.get_num_threads())
-        raise BrokenOffError
+        threads_in_update.append(torch.get_num_threads())
+        raise StopUpdate
 
     monkeypatch.setattr(actor_core, "update_policy", update)
     monkeypatch.setattr(critic_core, "update_value", update)
@@ -52,11 +52,11 @@ def test_an_update_uses_its_own_number_of_threads(
     more = threads + 2
     if role == "actor":
         actor = Actor(config.actor, "cpu", 4, tmp_path, buffer, update_threads=more)
-        learn = partial(actor.update, loss=PolicyLossSettings())
+        update_model = partial(actor.update, loss=PolicyLossSettings())
     else:
         critic = Critic(config.critic, config.critic_model, "cpu", tmp_path, buffer, update_threads=more)
-        learn = partial(critic.update, loss=ValueLossSettings())
-    with pytest.raises(BrokenOffError):
-        learn("run", 1, 1, settings())
-    assert seen == [more]
+        update_model = partial(critic.update, loss=ValueLossSettings())
+    with pytest.raises(StopUpdate):
+        update_model("run", 1, 1, settings())
+    assert threads_in_update == [more]
     assert torch.get_num_threads() == threads

@@ -1,4 +1,4 @@
-"""Micro-batch sizes are measured once, stored with the run, and used for all of it."""
+"""Micro-batch sizes are measured once, stored with the run, and used until its end."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from quartet.services.orchestrator.algorithm import update_request
 from quartet.services.orchestrator.checkpointing import recovery
 from quartet.types import TRAINED_ROLES
 from tests.training.conftest import MakeConfig
-from tests.training.runs import Run, active_run, assert_same, fleet, merged, orchestrator, run_to_the_end
-from tests.training.test_resume import break_off
+from tests.training.runs import Run, active_run, assert_same, fleet, merged, orchestrator, run_to_completion
+from tests.training.test_resume import crash_run
 
 COMMON: dict[str, Any] = {"run": {"steps": 4}, "checkpoint": {"every_steps": 2}, "recovery": {"backoff_seconds": 0.01}}
 SMALL = 2.5 * 2**20
-"""Free bytes at which the tiny models' updates are split, as ample memory would not."""
+"""Free bytes at which the updates of the tiny models use smaller micro-batches than with ample memory."""
 
 
 def changed(config: Config, **changes: Any) -> Config:
@@ -28,31 +28,31 @@ def changed(config: Config, **changes: Any) -> Config:
 
 
 @pytest.fixture
-def leave(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
-    """Leave services that start from now on so many bytes of free memory."""
+def set_free_memory(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """Set the bytes of free memory of services that start later."""
     return lambda size: monkeypatch.setattr(trained, "free_bytes", lambda model, limits: int(size))
 
 
 @pytest.fixture(scope="module")
-def small(make: MakeConfig) -> Run:
-    """A run to its end in little memory."""
+def low_memory_run(make: MakeConfig) -> Run:
+    """A finished run with little memory."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(trained, "free_bytes", lambda model, limits: int(SMALL))
-        return run_to_the_end(make(**COMMON))
+        return run_to_completion(make(**COMMON))
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int]]:
-    """Role, step and tokens of every update that is asked for."""
+def updates(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int]]:
+    """Role, step and micro-batch tokens of every requested update."""
     result: list[tuple[str, int, int]] = []
     real = update_request.start_update
 
-    def begin(client: Any, config: Any, step: int, epoch: int, rate: Any, tokens: int) -> Any:
+    def recorded_start(client: Any, config: Any, step: int, epoch: int, rate: Any, tokens: int) -> Any:
         result.append((client.role.value, step, tokens))
         return real(client, config, step, epoch, rate, tokens)
 
     for module in (update_request, recovery):
-        monkeypatch.setattr(module, "start_update", begin)
+        monkeypatch.setattr(module, "start_update", recorded_start)
     return result
 
 
@@ -61,76 +61,81 @@ def recorded(files: RunFiles) -> dict[str, int]:
     return result
 
 
-def test_measured_micro_batches_are_stored_and_noted(small: Run) -> None:
-    result = recorded(small.files)
+def test_measured_micro_batches_are_stored_and_noted(low_memory_run: Run) -> None:
+    result = recorded(low_memory_run.files)
     assert result.keys() == {"actor", "critic"}
     assert all(tokens < 4096 and tokens & (tokens - 1) == 0 for tokens in result.values())
     assert any(
         note.startswith(f"actor: updates use micro-batches of {result['actor']} tokens")
-        for note in small.progress.notes
+        for note in low_memory_run.progress.notes
     )
 
 
 def test_ample_memory_is_not_noted(make: MakeConfig) -> None:
-    run = run_to_the_end(make(**COMMON))
+    run = run_to_completion(make(**COMMON))
     assert recorded(run.files) == {"actor": 4096, "critic": 4096}
     assert not any("micro-batches of" in note for note in run.progress.notes)
 
 
 @pytest.mark.parametrize("free", [2**40, SMALL * 0.5])
 def test_a_resume_with_other_free_memory_is_bit_identical(
-    free: float, make: MakeConfig, small: Run, leave: Any, monkeypatch: pytest.MonkeyPatch, asked: Any
+    free: float,
+    make: MakeConfig,
+    low_memory_run: Run,
+    set_free_memory: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    updates: Any,
 ) -> None:
     config = make(**COMMON)
-    leave(SMALL)
-    break_off(config, "generate", 4, monkeypatch)
+    set_free_memory(SMALL)
+    crash_run(config, "generate", 4, monkeypatch)
     before = recorded(RunFiles(config.run_directory))
-    leave(free)
-    run = run_to_the_end(config)
-    assert_same(run, small)
-    assert recorded(run.files) == before == recorded(small.files)
-    assert {(role, tokens) for role, _, tokens in asked} == set(before.items())
+    set_free_memory(free)
+    run = run_to_completion(config)
+    assert_same(run, low_memory_run)
+    assert recorded(run.files) == before == recorded(low_memory_run.files)
+    assert {(role, tokens) for role, _, tokens in updates} == set(before.items())
     short = [note for note in run.progress.notes if "it may run out" in note]
     assert bool(short) == (free < SMALL)
 
 
 def test_a_service_restart_with_other_free_memory_is_bit_identical(
-    make: MakeConfig, small: Run, leave: Any, monkeypatch: pytest.MonkeyPatch
+    make: MakeConfig, low_memory_run: Run, set_free_memory: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = make(**COMMON)
-    leave(SMALL)
-    with fleet(config) as started:
+    set_free_memory(SMALL)
+    with fleet(config) as running_fleet:
         real, lost = update_request.start_update, []
 
-        def begin(client: Any, *arguments: Any) -> Any:
+        def recorded_start(client: Any, *arguments: Any) -> Any:
             if arguments[1] == 3 and not lost:
                 lost.append(client.role)
-                leave(2**40)
+                set_free_memory(2**40)
                 for role in TRAINED_ROLES:
-                    started.restart(role)
+                    running_fleet.restart(role)
             return real(client, *arguments)
 
-        monkeypatch.setattr(update_request, "start_update", begin)
-        with orchestrator(started.config) as running:
+        monkeypatch.setattr(update_request, "start_update", recorded_start)
+        with orchestrator(running_fleet.config) as running:
             run = running.finish()
     assert lost
-    assert_same(run, small)
+    assert_same(run, low_memory_run)
 
 
-def test_a_configured_micro_batch_size_is_used_by_every_update(make: MakeConfig, asked: Any) -> None:
-    run = run_to_the_end(make(**COMMON, actor={"micro_batch_tokens": 48}))
+def test_a_configured_micro_batch_size_is_used_by_every_update(make: MakeConfig, updates: Any) -> None:
+    run = run_to_completion(make(**COMMON, actor={"micro_batch_tokens": 48}))
     assert recorded(run.files) == {"actor": 48, "critic": 4096}
-    assert {(role, tokens) for role, _, tokens in asked} == {("actor", 48), ("critic", 4096)}
+    assert {(role, tokens) for role, _, tokens in updates} == {("actor", 48), ("critic", 4096)}
 
 
-@pytest.mark.parametrize(("before", "now"), [(48, None), (None, 48), (4096, 48)])
+@pytest.mark.parametrize(("before", "after"), [(48, None), (None, 48), (4096, 48)])
 @pytest.mark.sampled(2)
 def test_a_changed_micro_batch_size_is_refused(
-    before: int | None, now: int | None, make: MakeConfig, monkeypatch: pytest.MonkeyPatch
+    before: int | None, after: int | None, make: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = make(**COMMON, actor={"micro_batch_tokens": before})
-    break_off(config, "generate", 3, monkeypatch)
-    with active_run(changed(config, actor={"micro_batch_tokens": now})) as running:
+    crash_run(config, "generate", 3, monkeypatch)
+    with active_run(changed(config, actor={"micro_batch_tokens": after})) as running:
         run = running.finish()
     assert run.code == 2
     assert "actor.micro_batch_tokens" in run.progress.error
@@ -138,7 +143,7 @@ def test_a_changed_micro_batch_size_is_refused(
 
 def test_gradient_checkpointing_may_change_on_resume(make: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     config = make(**COMMON)
-    undisturbed = run_to_the_end(make(**COMMON))
-    break_off(config, "generate", 3, monkeypatch)
-    on = {"gradient_checkpointing": True}
-    assert_same(run_to_the_end(changed(config, actor=on, critic=on)), undisturbed)
+    uninterrupted = run_to_completion(make(**COMMON))
+    crash_run(config, "generate", 3, monkeypatch)
+    enabled = {"gradient_checkpointing": True}
+    assert_same(run_to_completion(changed(config, actor=enabled, critic=enabled)), uninterrupted)
