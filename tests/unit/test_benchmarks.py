@@ -237,15 +237,15 @@ def test_a_gpu_benchmark_without_a_gpu_fails_and_keeps_old_results(
     folder.mkdir()
     (folder / "results.json").write_text("of an earlier run")
     assert benchmark.main(["--config", str(GPU / "ppo.yaml"), "--folder", str(folder)]) == 2
-    told = capsys.readouterr().err
-    assert told.startswith("error: no GPU here: ")
-    assert "build/gpu/policy in bfloat16, 128 responses of at most 512 tokens" in told
+    stderr = capsys.readouterr().err
+    assert stderr.startswith("error: no GPU here: ")
+    assert "build/gpu/policy in bfloat16, 128 responses of at most 512 tokens" in stderr
     assert (folder / "results.json").read_text() == "of an earlier run"
 
 
 def test_random_models_include_a_policy_a_reward_model_and_prompts_of_equal_length(tmp_path: Path) -> None:
     assert random_models.main([str(tmp_path), "--layers", "1", "--vocabulary", "300"]) == 0
-    policy, reward = (load(tmp_path / name, "bfloat16") for load, name in MADE)
+    policy, reward = (load(tmp_path / name, "bfloat16") for load, name in MODELS)
     assert policy.config.num_hidden_layers == reward.config.num_hidden_layers == 1
     tokenizer = load_tokenizer(tmp_path / "policy")
     lines = [json.loads(line)["text"] for line in (tmp_path / "prompts.jsonl").read_text().splitlines()]
@@ -253,7 +253,7 @@ def test_random_models_include_a_policy_a_reward_model_and_prompts_of_equal_leng
     assert {len(tokenizer(text)["input_ids"]) for text in lines[:50]} == {128}
 
 
-MADE = ((load_causal_lm, "policy"), (load_reward_model, "reward"))
+MODELS = ((load_causal_lm, "policy"), (load_reward_model, "reward"))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -276,7 +276,7 @@ def test_trl_uses_the_token_limit_of_quartet_on_a_gpu_and_whole_mini_batches_on_
 
 
 def test_tables_begin_with_their_machine() -> None:
-    where = machine.describe()
+    description = machine.describe()
     changes = precision.WeightChanges(1e-5, 1.0, 0.9, 0.25, 0.5)
     speed = end_to_end.Speed(2.0, 20.0, 1.0, 0.0)
     half = precision.Result(
@@ -284,13 +284,13 @@ def test_tables_begin_with_their_machine() -> None:
     )
     tables = [
         generation.table(
-            [generation.Result(1, {name: [1.0] for name in generation.CONTENDERS}, 4.0)], 8, 1, 1e9, where
+            [generation.Result(1, {name: [1.0] for name in generation.CONTENDERS}, 4.0)], 8, 1, 1e9, description
         ),
-        update.table([update.Result("policy", 8, 4, 1e9, [1.0], [2.0])], 1e10, "bfloat16", 1, where),
-        end_to_end.table({"ppo.yaml": [end_to_end.Pair(speed, speed)]}, 4, "bfloat16", where),
-        precision.table([half], [changes], {"float32": 1e11, "bfloat16": 4e11}, 1, where),
+        update.table([update.Result("policy", 8, 4, 1e9, [1.0], [2.0])], 1e10, "bfloat16", 1, description),
+        end_to_end.table({"ppo.yaml": [end_to_end.Pair(speed, speed)]}, 4, "bfloat16", description),
+        precision.table([half], [changes], {"float32": 1e11, "bfloat16": 4e11}, 1, description),
     ]
-    assert all(text.startswith(f"{where}. ") for text in tables)
+    assert all(text.startswith(f"{description}. ") for text in tables)
     assert "| policy | 8 | 4 | 2.000 | 1.000 | **2.00** (2.00 to 2.00) | 10 % |" in tables[1]
     assert "| small | generation, 4 x 8 tokens, tokens/s | 10 | 20 | **2.00** (1.50 to 2.50) |" in tables[3]
     assert tables[3].endswith("| 1e-05 | 100.0 % | 90.0 % | 25.0 % | 0.50 |")

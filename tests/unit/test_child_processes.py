@@ -53,16 +53,16 @@ def is_running(process: int) -> bool:
 def test_the_command_keeps_its_process_id_arguments_and_status() -> None:
     command = [sys.executable, "-c", "import os, sys; print(os.getpid(), sys.argv[1]); sys.exit(7)", "a b"]
     with subprocess.Popen(tied_to_parent(command), stdout=subprocess.PIPE, text=True) as child:
-        said, _ = child.communicate()
-        assert said.split(maxsplit=1) == [str(child.pid), "a b\n"]
+        output, _ = child.communicate()
+        assert output.split(maxsplit=1) == [str(child.pid), "a b\n"]
         assert child.returncode == 7
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="as above")
 def test_a_child_of_a_dead_parent_does_not_start() -> None:
     command = [sys.executable, "-m", "quartet.child_processes", "1", sys.executable, "-c", "print('began')"]
-    ended = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert (ended.stdout, ended.returncode) == ("", 1)
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (result.stdout, result.returncode) == ("", 1)
 
 
 # Says its name, then waits.
@@ -95,8 +95,8 @@ def test_a_dead_process_has_ended_even_before_it_is_reaped(other: tuple[subproce
 
 @pytest.mark.skipif(sys.platform != "linux", reason="as above")
 def test_a_process_whose_id_was_reused_has_ended(other: tuple[subprocess.Popen[str], str]) -> None:
-    place, _, start = other[1].rpartition("/")
-    assert has_ended(f"{place}/{int(start) - 1}")
+    namespace, _, start = other[1].rpartition("/")
+    assert has_ended(f"{namespace}/{int(start) - 1}")
     assert not has_ended(f"another boot/{other[1].partition('/')[2]}")
     assert not has_ended("")
 
@@ -125,7 +125,7 @@ def test_a_process_that_cannot_be_inspected_has_not_ended_while_its_id_exists(
 @pytest.mark.skipif(sys.platform != "linux", reason="as above")
 def test_a_process_that_cannot_be_signalled_or_seen_has_not_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     name, real = this_process(), Path.read_text
-    place = name.rpartition("/")[0].rpartition("/")[0]
+    namespace = name.rpartition("/")[0].rpartition("/")[0]
 
     def refuse(*_: int) -> None:
         raise PermissionError
@@ -137,4 +137,4 @@ def test_a_process_that_cannot_be_signalled_or_seen_has_not_ended(monkeypatch: p
 
     monkeypatch.setattr(os, "kill", refuse)
     monkeypatch.setattr(Path, "read_text", hidden)
-    assert not has_ended(f"{place}/1/7")
+    assert not has_ended(f"{namespace}/1/7")

@@ -82,9 +82,9 @@ def test_a_url_without_password_is_accepted_and_shown_unchanged(url: str, minima
     ],
 )
 def test_a_malformed_url_is_refused_without_its_password(url: str, tmp_path: Path) -> None:
-    said = refusal(write(tmp_path, MINIMAL + yaml.safe_dump({"buffer": {"url": url}})))
-    assert ":8: buffer.url: expected redis://HOST:PORT/DB" in said
-    assert "s3cret" not in said
+    message = refusal(write(tmp_path, MINIMAL + yaml.safe_dump({"buffer": {"url": url}})))
+    assert ":8: buffer.url: expected redis://HOST:PORT/DB" in message
+    assert "s3cret" not in message
 
 
 @pytest.mark.parametrize(

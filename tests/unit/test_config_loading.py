@@ -104,22 +104,22 @@ WRONG = {
 def test_a_wrong_value_is_refused_with_file_line_key_and_expectation(name: str, tmp_path: Path) -> None:
     text, expected = WRONG[name]
     path = write(tmp_path, MINIMAL + text)
-    said = refusal(path)
-    assert said.startswith(f"config {path}:")
-    assert expected in said
+    message = refusal(path)
+    assert message.startswith(f"config {path}:")
+    assert expected in message
 
 
 def test_missing_keys_and_sections_are_reported_with_their_location(tmp_path: Path) -> None:
     path = write(tmp_path, "data:\n  prompts: p\nactor:\n  dtype: float32\n")
-    said = refusal(path)
-    assert f"config {path}:3: actor.model: missing; it has no default" in said
-    assert f"config {path}: reward: missing; it has no default" in said
+    message = refusal(path)
+    assert f"config {path}:3: actor.model: missing; it has no default" in message
+    assert f"config {path}: reward: missing; it has no default" in message
 
 
 def test_all_wrong_keys_are_reported_together(tmp_path: Path) -> None:
-    said = refusal(write(tmp_path, MINIMAL + "run:\n  steps: 0\n  seed: -1\n"))
-    assert ":8: run.steps" in said
-    assert ":9: run.seed" in said
+    message = refusal(write(tmp_path, MINIMAL + "run:\n  steps: 0\n  seed: -1\n"))
+    assert ":8: run.steps" in message
+    assert ":9: run.seed" in message
 
 
 @pytest.mark.parametrize(
@@ -196,9 +196,9 @@ def test_an_override_below_a_value_is_refused(minimal: Path) -> None:
 
 def test_a_wrong_override_is_reported_instead_of_the_line_that_it_replaces(tmp_path: Path) -> None:
     path = write(tmp_path, MINIMAL + "run:\n  steps: 10\n")
-    said = refusal(path, "run.steps=0")
-    assert "--set run.steps" in said
-    assert ":8" not in said
+    message = refusal(path, "run.steps=0")
+    assert "--set run.steps" in message
+    assert ":8" not in message
     assert "did you mean 'steps'" in refusal(path, "run.stepz=1")
 
 

@@ -54,10 +54,14 @@ def test_the_schema_is_plain_draft_07() -> None:
 def test_every_integer_has_a_bound_that_fits_into_messages() -> None:
     result = dict(keys(SCHEMA))
     elements = {f"{key}[]": node["items"] for key, node in result.items() if isinstance(node.get("items"), dict)}
-    whole = {key: node for key, node in (result | elements).items() if "integer" in node["type"]}
-    assert {"actor.micro_batch_tokens", "reward.parts[].micro_batch_tokens", "services.actor.devices[]"} <= whole.keys()
-    assert whole.pop("run.seed")["exclusiveMaximum"] == 2**63
-    assert {key for key, node in whole.items() if not 0 < node.get("maximum", 2**31) < 2**31} == set()
+    integers = {key: node for key, node in (result | elements).items() if "integer" in node["type"]}
+    assert {
+        "actor.micro_batch_tokens",
+        "reward.parts[].micro_batch_tokens",
+        "services.actor.devices[]",
+    } <= integers.keys()
+    assert integers.pop("run.seed")["exclusiveMaximum"] == 2**63
+    assert {key for key, node in integers.items() if not 0 < node.get("maximum", 2**31) < 2**31} == set()
 
 
 def test_ranges_choices_and_null_match_the_config_tree() -> None:
@@ -75,5 +79,5 @@ def test_ranges_choices_and_null_match_the_config_tree() -> None:
 
 def test_the_command_prints_the_schema() -> None:
     command = [str(Path(sys.executable).with_name("quartet")), "config", "schema"]
-    printed = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
-    assert json.loads(printed.stdout) == SCHEMA
+    result = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    assert json.loads(result.stdout) == SCHEMA

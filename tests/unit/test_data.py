@@ -112,10 +112,10 @@ def test_a_malformed_line_is_refused_with_file_line_and_expectation(
     path = prompts_file(tmp_path, '{"text": "fine"}', line)
     with pytest.raises(DataError) as refused:
         read_prompt_lines(path)
-    said = str(refused.value)
-    assert said.startswith(f"prompts {path}:2: {problem}")
-    assert 'expected a JSON object with "text" (a string), "messages" (a list of objects with' in said
-    assert "\n" not in said
+    message = str(refused.value)
+    assert message.startswith(f"prompts {path}:2: {problem}")
+    assert 'expected a JSON object with "text" (a string), "messages" (a list of objects with' in message
+    assert "\n" not in message
 
 
 def test_an_endless_line_is_refused(tmp_path: Path) -> None:
@@ -220,14 +220,14 @@ def test_messages_without_a_chat_template_are_refused_with_advice() -> None:
 
 
 def test_messages_that_the_template_refuses_are_reported_in_one_line() -> None:
-    strange = ({"role": "judge", "content": ""},)
+    invalid = ({"role": "judge", "content": ""},)
     with pytest.raises(DataError) as refused:
-        encoded([PromptLine(1, messages=(USER,)), PromptLine(5, messages=strange)])
-    said = str(refused.value)
-    assert said.startswith(
+        encoded([PromptLine(1, messages=(USER,)), PromptLine(5, messages=invalid)])
+    message = str(refused.value)
+    assert message.startswith(
         "prompts p.jsonl:5: the chat template of policies/a refuses these messages: no judge here (Val"
     )
-    assert "\n" not in said
+    assert "\n" not in message
 
 
 BEGINNING = "w5"
@@ -360,7 +360,7 @@ def test_a_limit_selects_the_first_usable_prompts_and_reads_no_further() -> None
 def test_a_large_file_is_tokenised_in_parts_while_it_is_read(tmp_path: Path) -> None:
     count = 2 * ENCODE_LINES + 3
     path = prompts_file(tmp_path, *(json.dumps({"text": f"{number}"}) for number in range(count)))
-    asked: list[int] = []
+    batch_sizes: list[int] = []
     read = 0
 
     def counting() -> Iterator[PromptLine]:
@@ -370,12 +370,12 @@ def test_a_large_file_is_tokenised_in_parts_while_it_is_read(tmp_path: Path) -> 
             yield line
 
     def portion(batch: list[str]) -> list[list[int]]:
-        assert read - sum(asked) == len(batch)
-        asked.append(len(batch))
+        assert read - sum(batch_sizes) == len(batch)
+        batch_sizes.append(len(batch))
         return texts(batch)
 
     result = encode_prompts(path, counting(), PromptEncoder("m", portion), frozenset(), 128, 9)
-    assert asked == [ENCODE_LINES, ENCODE_LINES, 3]
+    assert batch_sizes == [ENCODE_LINES, ENCODE_LINES, 3]
     assert [(p.index, p.text) for p in result.prompts] == [(number, f"{number}") for number in range(count)]
 
 
@@ -394,10 +394,10 @@ def test_a_pass_repeats_no_prompt_and_covers_all_but_the_remainder(size: int, da
     order = PromptOrder(data_set(size), per_step, seed)
     steps_per_pass = size // per_step
     for number in range(2):
-        steps = [indices(order, number * steps_per_pass + place + 1) for place in range(steps_per_pass)]
+        steps = [indices(order, number * steps_per_pass + position + 1) for position in range(steps_per_pass)]
         assert all(len(step) == per_step for step in steps)
-        seen = [index for step in steps for index in step]
-        assert len(set(seen)) == len(seen) == per_step * steps_per_pass
+        used = [index for step in steps for index in step]
+        assert len(set(used)) == len(used) == per_step * steps_per_pass
 
 
 def test_passes_leave_out_different_prompts() -> None:
@@ -415,10 +415,10 @@ def test_the_prompts_of_a_step_do_not_depend_on_earlier_calls() -> None:
 @check
 @given(st.integers(1, 12), st.integers(1, 40), st.integers(0, 2**63 - 1))
 def test_a_resumed_run_continues_the_order(per_step: int, step: int, seed: int) -> None:
-    whole = PromptOrder(data_set(17), per_step, seed)
-    undisturbed = [indices(whole, number) for number in range(1, 45)]
+    uninterrupted = PromptOrder(data_set(17), per_step, seed)
+    expected = [indices(uninterrupted, number) for number in range(1, 45)]
     resumed = PromptOrder(data_set(17), per_step, seed)
-    assert [indices(resumed, number) for number in range(step, 45)] == undisturbed[step - 1 :]
+    assert [indices(resumed, number) for number in range(step, 45)] == expected[step - 1 :]
 
 
 def test_the_order_differs_by_seed_and_pass() -> None:

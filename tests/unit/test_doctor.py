@@ -30,25 +30,25 @@ def test_trained_models_are_estimated_with_gradients_and_optimizer_state(dtype: 
     update_policy(model, optimizer, updates.experience(model), updates.settings(), updates.LOSS, 1000)
     moments = [entry[name] for entry in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
     # A gradient is of its parameter's type.
-    kept = [*model.parameters(), *model.parameters(), *optimizer.parameter_of_master, *moments]
-    total, count = sum(t.nbytes for t in kept), sum(p.numel() for p in model.parameters())
+    tensors = [*model.parameters(), *model.parameters(), *optimizer.parameter_of_master, *moments]
+    total, count = sum(t.nbytes for t in tensors), sum(p.numel() for p in model.parameters())
     assert total == TRAINED_BYTES * count
     for role in (Role.ACTOR, Role.CRITIC):
-        told = _memory(config(tmp_path, dtype), role)
-        assert told == f", about {total / 2**20:.1f} MiB for weights, gradients and optimizer"
+        text = _memory(config(tmp_path, dtype), role)
+        assert text == f", about {total / 2**20:.1f} MiB for weights, gradients and optimizer"
 
 
 def test_models_without_full_training_are_estimated_by_their_weights(tmp_path: Path) -> None:
-    chosen = config(tmp_path, torch.bfloat16, lora={"rank": 2})
+    settings = config(tmp_path, torch.bfloat16, lora={"rank": 2})
     size = (tmp_path / "m" / "model.safetensors").stat().st_size
     for role in (Role.ACTOR, Role.REWARD):
-        assert _memory(chosen, role) == f", about {size / 2**20:.1f} MiB for weights"
+        assert _memory(settings, role) == f", about {size / 2**20:.1f} MiB for weights"
 
 
 def test_unreadable_weights_are_not_counted(tmp_path: Path) -> None:
-    chosen = config(tmp_path, torch.bfloat16)
+    settings = config(tmp_path, torch.bfloat16)
     (tmp_path / "m" / "model.safetensors").write_bytes(b"\x10")
-    assert not _memory(chosen, Role.ACTOR)
+    assert not _memory(settings, Role.ACTOR)
 
 
 def test_a_machine_without_torch_fails_one_check_and_passes_the_others(

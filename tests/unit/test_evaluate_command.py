@@ -98,24 +98,24 @@ def test_a_policy_of_a_run_is_compared_with_its_initial_policy(
 
 
 def test_settings_can_be_changed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    usual = means(folder, capsys)
-    assert means(folder, capsys) == usual
+    expected = means(folder, capsys)
+    assert means(folder, capsys) == expected
     for change in (
         "run.seed=4",
         "rollout.temperature=0.4",
         "rollout.max_response_tokens=3",
         "evaluation.max_prompts=2",
     ):
-        assert means(folder, capsys, change) != usual, change
+        assert means(folder, capsys, change) != expected, change
 
 
 def test_win_rates_use_the_initial_policy_and_the_kl_uses_the_reference(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    usual = means(folder, capsys)
+    expected = means(folder, capsys)
     other = means(folder, capsys, f"reference.model={folder}/trained")
     assert other.pop("eval_kl") == pytest.approx(0, abs=1e-5)
-    assert other.items() <= usual.items()
+    assert other.items() <= expected.items()
     itself = means(folder, capsys, f"actor.model={folder}/trained")
     assert (itself["eval_win_rate_greedy"], itself["eval_win_rate_sampled"]) == (0.5, 0.5)
 
@@ -126,17 +126,17 @@ def test_a_reference_served_by_the_actor_has_the_dtype_of_the_actor(
     def divergence(*overrides: str) -> float:
         return means(folder, capsys, *overrides)["eval_kl"]
 
-    usual, coarse = divergence(), divergence("reference.dtype=bfloat16")
-    assert coarse != usual
+    expected, coarse = divergence(), divergence("reference.dtype=bfloat16")
+    assert coarse != expected
     lora = "actor.lora={rank: 2}"
-    assert divergence(lora) == divergence(lora, "reference.dtype=bfloat16") == usual
+    assert divergence(lora) == divergence(lora, "reference.dtype=bfloat16") == expected
     assert divergence(lora, "reference.dtype=bfloat16", f"reference.model={folder}/initial") == coarse
 
 
 def test_a_config_can_be_given_for_a_policy_outside_a_run(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    usual = means(folder, capsys)
+    expected = means(folder, capsys)
     evaluate(str(folder / "trained"), folder / "runs/a/config.yaml", [], "cpu", True, None)
-    assert json.loads(capsys.readouterr().out) == usual
+    assert json.loads(capsys.readouterr().out) == expected
 
 
 def test_without_json_tables_of_means_and_responses_are_printed(
@@ -198,7 +198,7 @@ def empty(folder: Path, tmp_path: Path) -> str:
 
 
 @pytest.mark.parametrize(
-    ("checkpoint", "overrides", "kind", "said"),
+    ("checkpoint", "overrides", "kind", "message"),
     [
         (lambda folder, _: str(folder / "absent"), [], ModelError, "absent: no such directory; expected a saved policy"),
         (lambda folder, _: str(folder / "validation.jsonl"), [], ModelError, "no such directory"),
@@ -217,12 +217,12 @@ def empty(folder: Path, tmp_path: Path) -> str:
     ],
 )  # fmt: skip
 def test_invalid_input_is_refused_in_one_line(
-    checkpoint: Any, overrides: list[str], kind: type[ConfigError], said: str, folder: Path, tmp_path: Path
+    checkpoint: Any, overrides: list[str], kind: type[ConfigError], message: str, folder: Path, tmp_path: Path
 ) -> None:
     policy = checkpoint(folder, tmp_path) if checkpoint else str(folder / "runs/a/policy")
     with pytest.raises(kind) as refused:
         evaluate(policy, folder / "runs/a/config.yaml", overrides, "cpu", True, None)
-    assert said in str(refused.value)
+    assert message in str(refused.value)
     assert "\n" not in str(refused.value)
 
 

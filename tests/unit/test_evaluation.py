@@ -64,9 +64,9 @@ def test_metrics_are_means_over_the_prompts() -> None:
         return np.array([getattr(getattr(getattr(item, whose), kind), name) for item in result], np.float64)
 
     def wins(kind: str) -> float:
-        gap = column(kind, "score") - column(kind, "score", "initial")
-        assert {-1.0, 0.0, 1.0} == set(np.sign(gap)), "losses, ties and wins are all to be there"
-        return float((np.sign(gap) + 1).sum() / 2 / len(result))
+        difference = column(kind, "score") - column(kind, "score", "initial")
+        assert {-1.0, 0.0, 1.0} == set(np.sign(difference)), "losses, ties and wins are all to be there"
+        return float((np.sign(difference) + 1).sum() / 2 / len(result))
 
     expected = {
         "eval_reward_greedy": column("greedy", "score").mean(),
@@ -155,15 +155,15 @@ def test_a_damaged_row_is_reported(key: str, value: object) -> None:
         responses_of(rows, "step.jsonl")
 
 
-class Answering:
+class StubWorker:
     """A worker that says what it is told to, and notes what it was asked."""
 
     def __init__(self, *results: Any) -> None:
         self._results = list(results)
-        self.asked: list[tuple[list[Any], float, str]] = []
+        self.calls: list[tuple[list[Any], float, str]] = []
 
     def call(self, arguments: Sequence[Any], timeout: float, about: str = "") -> Any:
-        self.asked.append((list(arguments), timeout, about))
+        self.calls.append((list(arguments), timeout, about))
         return self._results.pop(0)
 
 
@@ -178,13 +178,13 @@ def test_responses_are_paired_by_prompt_and_judged() -> None:
         index: replace(item.initial, sampled=replace(item.initial.sampled, text=f"before {index}"))
         for index, item in results.items()
     }
-    worker = Answering(1, 0.25)
+    worker = StubWorker(1, 0.25)
     compared = compare(prompts(2, 7), policy, initial, Judge("m:f", worker, 5.0))
     assert [(item.index, item.policy, item.initial, item.judge) for item in compared] == [
         (2, policy[2], initial[2], 1.0),
         (7, policy[7], initial[7], 0.25),
     ]
-    assert worker.asked == [
+    assert worker.calls == [
         (["prompt 2", "sampled 2", "before 2", {"answer": 2}], 5.0, "prompt 3"),
         (["prompt 7", "sampled 7", "before 7", {"answer": 7}], 5.0, "prompt 8"),
     ]
@@ -192,10 +192,10 @@ def test_responses_are_paired_by_prompt_and_judged() -> None:
 
 
 def test_equal_responses_are_a_tie_without_a_call_of_the_judge() -> None:
-    worker = Answering()
+    worker = StubWorker()
     policy = {item.index: item.policy for item in comparisons(3)}
     assert [item.judge for item in compare(prompts(0, 1, 2), policy, policy, Judge("m:f", worker, 5.0))] == [0.5] * 3
-    assert worker.asked == []
+    assert worker.calls == []
 
 
 @pytest.mark.parametrize(
@@ -204,7 +204,7 @@ def test_equal_responses_are_a_tie_without_a_call_of_the_judge() -> None:
 )
 def test_an_invalid_verdict_is_an_error(answer: object, shown: str) -> None:
     with pytest.raises(ComputationFailed) as refused:
-        Judge("m:f", Answering(answer), 1.0).preference(3, "p", "a", "b", "{}")
+        Judge("m:f", StubWorker(answer), 1.0).preference(3, "p", "a", "b", "{}")
     assert str(refused.value) == (
         f"evaluation.judge m:f, prompt 3: returned {shown}, expected a number from 0 to 1, "
         "1 if the response is better than the initial one"

@@ -120,7 +120,7 @@ def test_kill_ends_the_process_only_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("setting", "said"),
+    ("setting", "message"),
     [
         ("actor.sleeping=kill", "actor.sleeping: unknown failpoint; expected one of actor.generating, "),
         ("actor.stepped", "'actor.stepped': expected NAME=ACTION"),
@@ -133,10 +133,10 @@ def test_kill_ends_the_process_only_once(tmp_path: Path) -> None:
         ("actor.stepped=fail,actor.stepped=kill", "actor.stepped: given twice"),
     ],
 )
-def test_an_invalid_setting_is_refused_at_the_start(setting: str, said: str, tmp_path: Path) -> None:
+def test_an_invalid_setting_is_refused_at_the_start(setting: str, message: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as refused:
         armed(setting, tmp_path)
-    assert str(refused.value).startswith(f"{VARIABLE}: {said}")
+    assert str(refused.value).startswith(f"{VARIABLE}: {message}")
 
 
 @pytest.mark.parametrize("folder", [None, "", "nowhere"])

@@ -11,7 +11,7 @@ from rich.console import Console
 from quartet.cli.progress_view import LineView, LiveView, Messages
 from quartet.types import Alert, Progress
 
-FIGURES = {
+METRICS = {
     "reward_mean": 0.5,
     "kl_mean": 0.1,
     "entropy": 2.0,
@@ -31,30 +31,35 @@ def alert(step: int, guard: str) -> Alert:
 
 
 def test_each_note_is_printed_once_and_all_notes_of_a_second_orchestrator_are_printed() -> None:
-    news = Messages(Path("runs/tiny"))
-    assert news.new_lines(progress(1, "a", "b")) == ["note: a", "note: b"]
-    assert news.new_lines(progress(1, "a", "b", "b")) == ["note: b"]
-    assert news.new_lines(progress(2, "a", "b", "b")) == []
-    assert news.new_lines(progress(2, "a", "resumed", "c", "d")) == ["note: a", "note: resumed", "note: c", "note: d"]
-    assert news.new_lines(progress(2)) == []
+    messages = Messages(Path("runs/tiny"))
+    assert messages.new_lines(progress(1, "a", "b")) == ["note: a", "note: b"]
+    assert messages.new_lines(progress(1, "a", "b", "b")) == ["note: b"]
+    assert messages.new_lines(progress(2, "a", "b", "b")) == []
+    assert messages.new_lines(progress(2, "a", "resumed", "c", "d")) == [
+        "note: a",
+        "note: resumed",
+        "note: c",
+        "note: d",
+    ]
+    assert messages.new_lines(progress(2)) == []
 
 
 def test_each_alert_is_printed_once_and_all_alerts_of_a_second_orchestrator_are_printed() -> None:
-    news = Messages(Path("runs/tiny"))
+    messages = Messages(Path("runs/tiny"))
     first = Progress("toy", 9, alerts=[alert(1, "collapse"), alert(2, "collapse")])
-    assert len(news.new_lines(first)) == 2
-    assert news.new_lines(first) == []
+    assert len(messages.new_lines(first)) == 2
+    assert messages.new_lines(first) == []
     second = Progress("toy", 9, alerts=[alert(4, "kl"), alert(5, "kl"), alert(6, "kl")])
-    assert [line[:25] for line in news.new_lines(second)] == ["guard kl (warn) after ste" for _ in range(3)]
+    assert [line[:25] for line in messages.new_lines(second)] == ["guard kl (warn) after ste" for _ in range(3)]
 
 
 def test_each_entry_is_printed_once_if_the_start_of_the_list_is_dropped() -> None:
-    news = Messages(Path("runs/tiny"))
+    messages = Messages(Path("runs/tiny"))
 
-    def said(before: int, notes: str) -> str:
+    def new_entries(before: int, notes: str) -> str:
         """Return what is new of a list whose entries are single letters."""
         alerts = [alert(ord(letter), "kl") for letter in notes]
-        lines = news.new_lines(
+        lines = messages.new_lines(
             Progress("toy", 9, notes=list(notes), notes_before=before, alerts=alerts, alerts_before=before)
         )
         new = [line.removeprefix("note: ") for line in lines if line.startswith("note: ")]
@@ -63,15 +68,15 @@ def test_each_entry_is_printed_once_if_the_start_of_the_list_is_dropped() -> Non
         ]
         return "".join(new)
 
-    assert said(0, "abc") == "abc"
-    assert said(1, "bcd") == "d"
-    assert said(1, "bcd") == ""
-    assert said(3, "def") == "ef"
-    assert said(4, "efe") == "e"
-    assert said(9, "eee") == "eee"
+    assert new_entries(0, "abc") == "abc"
+    assert new_entries(1, "bcd") == "d"
+    assert new_entries(1, "bcd") == ""
+    assert new_entries(3, "def") == "ef"
+    assert new_entries(4, "efe") == "e"
+    assert new_entries(9, "eee") == "eee"
     # The text of a second orchestrator starts again: it is shorter, or different.
-    assert said(0, "eee") == "eee"
-    assert said(1, "zee") == "zee"
+    assert new_entries(0, "eee") == "eee"
+    assert new_entries(1, "zee") == "zee"
 
 
 @pytest.mark.parametrize("kind", [LineView, LiveView])
@@ -79,9 +84,9 @@ def test_messages_about_processes_are_printed_between_steps(kind: type[LineView]
     output = io.StringIO()
     console = Console(file=output, force_terminal=kind is LiveView, width=120)
     with kind(console, Path("runs/tiny")) as view:
-        view.show(progress(1, **FIGURES))
+        view.show(progress(1, **METRICS))
         view.print_line("critic: killed by SIGKILL; restarted (1 of 5 in a row)")
-        view.show(progress(2, **FIGURES))
+        view.show(progress(2, **METRICS))
     assert "critic: killed by SIGKILL; restarted (1 of 5 in a row)" in output.getvalue()
 
 
@@ -90,8 +95,8 @@ def test_a_step_without_metrics_is_not_printed() -> None:
     view = LineView(Console(file=output, width=120), Path("runs/tiny"))
     view.show(progress(3))
     assert output.getvalue() == ""
-    view.show(progress(3, **FIGURES))
-    view.show(progress(2, **FIGURES))
+    view.show(progress(3, **METRICS))
+    view.show(progress(2, **METRICS))
     assert output.getvalue().startswith("step 3/9  reward +0.500")
     assert output.getvalue().count("step") == 1
 
@@ -100,10 +105,10 @@ def test_recomputed_steps_are_printed_again_after_a_rewind() -> None:
     output = io.StringIO()
     with LineView(Console(file=output, width=200), Path("runs/tiny")) as view:
         for step in (1, 2, 3):
-            view.show(progress(step, **FIGURES))
+            view.show(progress(step, **METRICS))
         # What is told late of an earlier step is no way back by itself.
-        view.show(progress(2, **FIGURES))
-        view.show(progress(3, **FIGURES))
+        view.show(progress(2, **METRICS))
+        view.show(progress(3, **METRICS))
         view.rewind(1)
-        view.show(progress(2, **FIGURES))
+        view.show(progress(2, **METRICS))
     assert [line.split()[1] for line in output.getvalue().splitlines()] == ["1/9", "2/9", "3/9", "2/9"]

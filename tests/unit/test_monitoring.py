@@ -87,14 +87,14 @@ def test_rules_have_a_severity_a_summary_and_a_description() -> None:
 
 
 def test_run_states_in_rules_exist() -> None:
-    looked_for = [
+    states = [
         state
         for _, expression in expressions()
         for matched in re.findall(r'state=~?"([^"]*)"', expression)
         for state in matched.split("|")
     ]
-    assert looked_for
-    assert set(looked_for) <= {state.value for state in RunState}
+    assert states
+    assert set(states) <= {state.value for state in RunState}
 
 
 def test_prometheus_scrapes_every_process() -> None:
@@ -108,13 +108,13 @@ def test_prometheus_scrapes_every_process() -> None:
 def test_dashboard_panels_are_described_and_do_not_overlap() -> None:
     panels = DASHBOARD["panels"]
     assert len({panel["id"] for panel in panels}) == len(panels)
-    places = set()
+    occupied = set()
     for panel in panels:
-        place = panel["gridPos"]
-        cells = {(place["x"] + x, place["y"] + y) for x in range(place["w"]) for y in range(place["h"])}
-        assert place["x"] + place["w"] <= 24
-        assert not cells & places, f"{panel['title']}: lies on another panel"
-        places |= cells
+        position = panel["gridPos"]
+        cells = {(position["x"] + x, position["y"] + y) for x in range(position["w"]) for y in range(position["h"])}
+        assert position["x"] + position["w"] <= 24
+        assert not cells & occupied, f"{panel['title']}: lies on another panel"
+        occupied |= cells
         if panel["type"] != "row":
             assert panel["description"]
             assert panel["datasource"]["uid"] == "${datasource}"

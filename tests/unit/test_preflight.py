@@ -189,13 +189,13 @@ def test_an_adapter_is_refused_as_a_reward_model(models: Path) -> None:
     adapter = models / "adapter"
     adapter.mkdir()
     (adapter / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "some/base"}))
-    said = r"adapter: a LoRA adapter on some/base; expected a sequence classifier with one output: merge the adapter"
+    message = r"adapter: a LoRA adapter on some/base; expected a sequence classifier with one output: merge the adapter"
     parts = [{"name": "tone", "model": str(adapter)}]
     rewards = {"model": {"model": str(adapter)}, "parts.tone.model": {"source": "ensemble", "parts": parts}}
     for key, reward in rewards.items():
         tree = config(models).model_dump()
         tree["reward"] = reward
-        with pytest.raises(ModelError, match=rf"reward\.{key} .*{said}"):
+        with pytest.raises(ModelError, match=rf"reward\.{key} .*{message}"):
             check_inputs(parse_config(tree, "test"))
     tree["reward"], tree["critic"]["model"] = {"model": str(models / "reward")}, str(adapter)
     assert f"critic.model {adapter}: LoRA adapter on some/base, which is loaded when the critic starts" in check_inputs(
@@ -253,9 +253,9 @@ def test_a_package_that_hides_a_module_of_the_user_is_reported(modules: Path) ->
 def test_a_function_in_a_missing_module_is_refused(module: str, modules: Path) -> None:
     with pytest.raises(ConfigError) as refused:
         check_inputs(with_function(modules, f"{module}:f"))
-    said = str(refused.value)
-    assert said.startswith(f"reward.function {module}:f: no module {module} in {modules} or among the installed")
-    assert "PYTHONPATH" in said
+    message = str(refused.value)
+    assert message.startswith(f"reward.function {module}:f: no module {module} in {modules} or among the installed")
+    assert "PYTHONPATH" in message
 
 
 def test_functions_of_ensembles_and_judges_are_checked(modules: Path) -> None:

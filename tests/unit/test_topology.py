@@ -50,8 +50,8 @@ def test_a_remote_service_takes_no_share_of_the_cores(monkeypatch: pytest.Monkey
 
 def test_configured_threads_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(topology, "available_cores", lambda: 8)
-    told = config(actor={"num_threads": 5})
-    assert (num_threads(told, Role.ACTOR), num_update_threads(told, Role.ACTOR)) == (5, 5)
+    configured = config(actor={"num_threads": 5})
+    assert (num_threads(configured, Role.ACTOR), num_update_threads(configured, Role.ACTOR)) == (5, 5)
 
 
 @pytest.mark.parametrize(("estimator", "share"), [("gae", 4), ("rloo", 8)])
@@ -105,14 +105,14 @@ def test_memory_is_shared_with_the_services_of_the_same_machine_and_device(
     assert [num_memory_sharers(config(**services), role) for role in MODEL_ROLES] == expected
 
 
-def system(root: Path, available: int, limit: str = "max", used: int = 0, of_files: int = 0) -> Path:
+def system(root: Path, available: int, limit: str = "max", used: int = 0, inactive_file: int = 0) -> Path:
     (root / "proc").mkdir()
     (root / "proc/meminfo").write_text(f"MemTotal: 999 kB\nMemAvailable: {available} kB\n")
     group = root / "sys/fs/cgroup"
     group.mkdir(parents=True)
     (group / "memory.max").write_text(f"{limit}\n")
     (group / "memory.current").write_text(f"{used}\n")
-    (group / "memory.stat").write_text(f"anon 5\ninactive_file {of_files}\n")
+    (group / "memory.stat").write_text(f"anon 5\ninactive_file {inactive_file}\n")
     return root
 
 
@@ -121,7 +121,7 @@ def test_available_memory_is_free(tmp_path: Path) -> None:
 
 
 def test_the_control_group_limits_free_memory(tmp_path: Path) -> None:
-    assert free_memory_bytes(system(tmp_path, 500, limit="9000", used=6000, of_files=1000)) == 4000
+    assert free_memory_bytes(system(tmp_path, 500, limit="9000", used=6000, inactive_file=1000)) == 4000
 
 
 def test_a_full_control_group_has_no_free_memory(tmp_path: Path) -> None:

@@ -17,21 +17,21 @@ from quartet.cli.remote.gateway_client import TOKEN_VARIABLE, Api, Target, find_
 from quartet.errors import ConfigError, QuartetError, ServiceFailed, ServiceUnavailable
 
 SECRET = "a-token-of-twenty-signs"  # pragma: allowlist secret - only for this test
-Answer = tuple[int, str, bytes]
+HTTPResponse = tuple[int, str, bytes]
 
 
 @pytest.fixture
-def answering() -> Iterator[Callable[[Callable[[str], Answer]], tuple[str, list[str]]]]:
+def http_server() -> Iterator[Callable[[Callable[[str], HTTPResponse]], tuple[str, list[str]]]]:
     """Start an HTTP server whose answers the test decides, by path; gives its URL and the Authorization headers that it saw."""
     servers: list[ThreadingHTTPServer] = []
 
-    def start(answer: Callable[[str], Answer]) -> tuple[str, list[str]]:
-        seen: list[str] = []
+    def start(respond: Callable[[str], HTTPResponse]) -> tuple[str, list[str]]:
+        authorizations: list[str] = []
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
-                seen.append(self.headers["Authorization"])
-                status, kind, body = answer(self.path)
+                authorizations.append(self.headers["Authorization"])
+                status, kind, body = respond(self.path)
                 self.send_response(status)
                 self.send_header("Content-Type", kind)
                 self.send_header("Content-Length", str(len(body)))
@@ -43,7 +43,7 @@ def answering() -> Iterator[Callable[[Callable[[str], Answer]], tuple[str, list[
 
         servers.append(ThreadingHTTPServer(("127.0.0.1", 0), Handler))
         threading.Thread(target=servers[-1].serve_forever, args=(0.01,), daemon=True).start()
-        return f"http://127.0.0.1:{servers[-1].server_port}", seen
+        return f"http://127.0.0.1:{servers[-1].server_port}", authorizations
 
     yield start
     for server in servers:
@@ -51,13 +51,13 @@ def answering() -> Iterator[Callable[[Callable[[str], Answer]], tuple[str, list[
         server.server_close()
 
 
-def problem(status: int, detail: str, *fields: tuple[str, str]) -> Answer:
-    named = [{"field": field, "problem": text} for field, text in fields]
-    body = {"type": "about:blank", "title": "", "status": status, "detail": detail, "fields": named}
+def problem_response(status: int, detail: str, *fields: tuple[str, str]) -> HTTPResponse:
+    field_errors = [{"field": field, "problem": text} for field, text in fields]
+    body = {"type": "about:blank", "title": "", "status": status, "detail": detail, "fields": field_errors}
     return status, "application/problem+json", json.dumps(body).encode()
 
 
-def answer(value: Any) -> Answer:
+def json_response(value: Any) -> HTTPResponse:
     return 200, "application/json", json.dumps(value).encode()
 
 
@@ -75,18 +75,18 @@ def test_the_gateway_of_a_run_directory_is_read_from_its_gateway_file(tmp_path: 
 
 
 @pytest.mark.parametrize(
-    ("services", "said"),
+    ("services", "message"),
     [(False, "not active; give the directory"), (True, "is active but has no gateway; start one with quartet view")],
 )
-def test_a_directory_without_a_gateway_is_refused_with_the_reason(services: bool, said: str, tmp_path: Path) -> None:
+def test_a_directory_without_a_gateway_is_refused_with_the_reason(services: bool, message: str, tmp_path: Path) -> None:
     if services:
         (tmp_path / "services.json").write_text("{}")
-    with pytest.raises(ConfigError, match=re.escape(said)):
+    with pytest.raises(ConfigError, match=re.escape(message)):
         find_run(str(tmp_path))
 
 
 @pytest.mark.parametrize(
-    ("given", "run", "expected"),
+    ("argument", "run", "expected"),
     [
         ("http://h:1/runs/tiny", None, ("http://h:1", "tiny")),
         ("http://h:1/runs/tiny/", None, ("http://h:1", "tiny")),
@@ -96,13 +96,15 @@ def test_a_directory_without_a_gateway_is_refused_with_the_reason(services: bool
     ],
 )
 @pytest.mark.usefixtures("token")
-def test_a_url_contains_the_gateway_and_the_run(given: str, run: str | None, expected: tuple[str, str | None]) -> None:
-    result = find_run(given, run)
+def test_a_url_contains_the_gateway_and_the_run(
+    argument: str, run: str | None, expected: tuple[str, str | None]
+) -> None:
+    result = find_run(argument, run)
     assert ((result.url, result.run), result.token) == (expected, SECRET)
 
 
 @pytest.mark.parametrize(
-    ("given", "options", "said"),
+    ("argument", "options", "message"),
     [
         (f"http://h:1/#token={SECRET}", {}, "the URL contains a token"),
         (f"http://me:{SECRET}@h:1/runs/tiny", {}, "the URL contains a token"),
@@ -115,10 +117,10 @@ def test_a_url_contains_the_gateway_and_the_run(given: str, run: str | None, exp
 )
 @pytest.mark.usefixtures("token")
 def test_invalid_arguments_are_refused_without_repeating_the_token(
-    given: str, options: dict[str, Any], said: str
+    argument: str, options: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(ConfigError, match=re.escape(said)) as raised:
-        find_run(given, **options)
+    with pytest.raises(ConfigError, match=re.escape(message)) as raised:
+        find_run(argument, **options)
     assert SECRET not in str(raised.value)
 
 
@@ -133,54 +135,54 @@ def test_a_url_without_a_token_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize(
-    ("given", "kind", "said"),
+    ("response", "kind", "message"),
     [
-        (problem(401, "wrong"), ConfigError, "refuses this token"),
-        (problem(404, "run 'tiny': there is none of this name"), ConfigError, "has no run tiny"),
-        (problem(409, "run 'tiny': is not active"), ConfigError, "is not active"),
+        (problem_response(401, "wrong"), ConfigError, "refuses this token"),
+        (problem_response(404, "run 'tiny': there is none of this name"), ConfigError, "has no run tiny"),
+        (problem_response(409, "run 'tiny': is not active"), ConfigError, "is not active"),
         (
-            problem(422, "body.x: too high", ("body.x", "too high"), ("body.y", "no")),
+            problem_response(422, "body.x: too high", ("body.x", "too high"), ("body.y", "no")),
             ConfigError,
             ": x: too high; y: no$",
         ),
-        (problem(429, "too many requests"), ServiceUnavailable, "too many requests"),
-        (problem(503, "does not respond"), ServiceUnavailable, "does not respond"),
-        (problem(500, "the gateway failed"), ServiceFailed, "the gateway failed"),
+        (problem_response(429, "too many requests"), ServiceUnavailable, "too many requests"),
+        (problem_response(503, "does not respond"), ServiceUnavailable, "does not respond"),
+        (problem_response(500, "the gateway failed"), ServiceFailed, "the gateway failed"),
         ((404, "text/html", b"<h1>nginx</h1>"), ConfigError, "not as a Quartet gateway does"),
         ((200, "text/html", b"<h1>hello</h1>"), ConfigError, "is not a Quartet gateway"),
     ],
 )
 def test_each_http_response_raises_the_matching_error(
-    given: Answer, kind: type[QuartetError], said: str, answering: Any
+    response: HTTPResponse, kind: type[QuartetError], message: str, http_server: Any
 ) -> None:
-    url, seen = answering(lambda _: given)
-    with Api(Target(url, url, SECRET, "tiny")) as api, pytest.raises(kind, match=said) as raised:
+    url, authorizations = http_server(lambda _: response)
+    with Api(Target(url, url, SECRET, "tiny")) as api, pytest.raises(kind, match=message) as raised:
         api.get()
     assert type(raised.value) is kind
-    assert seen == [f"Bearer {SECRET}"]
+    assert authorizations == [f"Bearer {SECRET}"]
 
 
 def test_a_proxy_never_sees_the_token_of_a_gateway_on_this_machine(
-    answering: Any, monkeypatch: pytest.MonkeyPatch
+    http_server: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    proxy, seen_by_proxy = answering(lambda _: problem(502, "proxy"))
-    url, _ = answering(lambda _: answer({"step": 1}))
+    proxy, proxy_authorizations = http_server(lambda _: problem_response(502, "proxy"))
+    url, _ = http_server(lambda _: json_response({"step": 1}))
     monkeypatch.setenv("HTTP_PROXY", proxy)
     monkeypatch.setenv("ALL_PROXY", proxy)
     with Api(Target(url, url, SECRET, "tiny")) as api:
         assert api.get() == {"step": 1}
-    assert seen_by_proxy == []
+    assert proxy_authorizations == []
 
 
-def test_a_url_without_a_run_uses_the_run_of_the_gateway(answering: Any) -> None:
-    url, _ = answering(lambda path: answer({"run": "tiny"} if path.endswith("/session") else {"path": path}))
+def test_a_url_without_a_run_uses_the_run_of_the_gateway(http_server: Any) -> None:
+    url, _ = http_server(lambda path: json_response({"run": "tiny"} if path.endswith("/session") else {"path": path}))
     with Api(Target(url, url, SECRET, None)) as api:
         assert api.get("/settings") == {"path": "/api/v1/runs/tiny/settings"}
 
 
-def test_a_gateway_with_several_runs_needs_a_run_name(answering: Any) -> None:
+def test_a_gateway_with_several_runs_needs_a_run_name(http_server: Any) -> None:
     runs = {"items": [{"name": "one"}, {"name": "two"}]}
-    url, _ = answering(lambda path: answer({"run": None} if path.endswith("/session") else runs))
+    url, _ = http_server(lambda path: json_response({"run": None} if path.endswith("/session") else runs))
     with Api(Target(url, url, SECRET, None)) as api, pytest.raises(ConfigError, match="--run: one, two"):
         api.get()
 
@@ -195,8 +197,8 @@ def test_an_unreachable_gateway_of_an_active_run_suggests_starting_another(tmp_p
     run.mkdir()
     (run / "gateway.json").write_text(json.dumps({"url": "http://127.0.0.1:1", "token": SECRET}))
     (run / "services.json").write_text("{}")
-    way = rf"try again\. If the run continues without it, start one with quartet view {re.escape(str(run))}, and give its URL"
-    with pytest.raises(ConfigError, match=way):
+    advice = rf"try again\. If the run continues without it, start one with quartet view {re.escape(str(run))}, and give its URL"
+    with pytest.raises(ConfigError, match=advice):
         pause(find_run(str(run)))
 
 

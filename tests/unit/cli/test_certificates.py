@@ -34,8 +34,8 @@ def test_every_process_gets_a_separate_certificate_that_only_the_owner_can_read(
     assert names(folder / "actor") == ["actor.quartet"]
     assert names(folder / "gateway") == ["gateway.quartet", "localhost", "127.0.0.1"]
     assert names(folder / "redis") == ["redis.quartet", "redis", "localhost", "127.0.0.1", "redis.internal", "10.0.0.7"]
-    until = x509.load_pem_x509_certificate((folder / "actor" / "tls.crt").read_bytes()).not_valid_after_utc
-    assert abs(until - datetime.now(UTC) - timedelta(days=30)) < timedelta(minutes=1)
+    expiry = x509.load_pem_x509_certificate((folder / "actor" / "tls.crt").read_bytes()).not_valid_after_utc
+    assert abs(expiry - datetime.now(UTC) - timedelta(days=30)) < timedelta(minutes=1)
     assert "valid for 30 days" in capsys.readouterr().out
     assert [path.name for path in folder.parent.iterdir()] == ["here"]
     # The authority's key, which could sign further ones, is nowhere.
@@ -58,11 +58,11 @@ def test_unknown_and_repeated_roles_are_refused(tmp_path: Path, shared: list[str
 
 @pytest.mark.parametrize("process", ["orchestrator", "gateway", "operator", "prometheus", "redis"])
 def test_only_model_services_may_share_a_process(tmp_path: Path, process: str) -> None:
-    said = (
+    message = (
         f"--process actor\\+{process}: the {process} needs a separate process; "
         "only actor, critic, reward, reference may share one"
     )
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         make_certificates(tmp_path / "made", 1, [f"actor+{process}"], [])
     assert list(tmp_path.iterdir()) == []
 

@@ -101,15 +101,15 @@ def test_runs_of_an_earlier_version_and_without_steps_have_a_report(tmp_path: Pa
 
 
 def test_a_report_replaces_only_another_report(files: RunFiles, tmp_path: Path) -> None:
-    mine = tmp_path / "notes.html"
-    mine.write_text("<p>mine</p>")
-    with pytest.raises(ConfigError, match=re.escape(f"{mine}: exists and is not a report")):
-        report(files.root, mine)
+    other = tmp_path / "notes.html"
+    other.write_text("<p>mine</p>")
+    with pytest.raises(ConfigError, match=re.escape(f"{other}: exists and is not a report")):
+        report(files.root, other)
     with pytest.raises(ConfigError, match="no directory"):
         report(files.root, tmp_path / "absent" / "report.html")
     with pytest.raises(ConfigError, match="is not the directory of a run"):
         report(tmp_path, None)
-    assert mine.read_text() == "<p>mine</p>"
+    assert other.read_text() == "<p>mine</p>"
 
 
 def test_a_damaged_file_is_named(files: RunFiles) -> None:

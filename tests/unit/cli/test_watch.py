@@ -17,7 +17,7 @@ from quartet.cli.remote.gateway_client import Event, Target
 from quartet.cli.remote.watch import RunDisplay, watch
 from quartet.errors import ConfigError, ServiceFailed
 
-FIGURES = {
+METRICS = {
     "reward_mean": 0.5,
     "kl_mean": 0.1,
     "entropy": None,
@@ -42,7 +42,7 @@ def progress(state: str = "training", step: int = 0, *notes: str, error: str = "
 
 
 def step(number: int) -> dict[str, Any]:
-    return {"step": number, "metrics": {"step": number, **FIGURES}}
+    return {"step": number, "metrics": {"step": number, **METRICS}}
 
 
 def shown(*events: tuple[str, dict[str, Any]]) -> list[str]:
@@ -112,19 +112,19 @@ def test_recomputed_steps_are_printed_again() -> None:
 class Stream:
     """A gateway whose stream of events breaks after each of the given pieces."""
 
-    def __init__(self, *pieces: list[tuple[str, str, dict[str, Any]]], own: str | None = None) -> None:
-        self.asked: list[str | None] = []
-        left = list(pieces)
+    def __init__(self, *pieces: list[tuple[str, str, dict[str, Any]]], own_run: str | None = None) -> None:
+        self.event_ids: list[str | None] = []
+        remaining = list(pieces)
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(handler) -> None:  # noqa: N805 - the stream's own self is needed
                 if handler.path.endswith("/session"):
                     handler.send_response(200)
                     handler.end_headers()
-                    handler.wfile.write(json.dumps({"run": own}).encode())
+                    handler.wfile.write(json.dumps({"run": own_run}).encode())
                     return
-                self.asked.append(handler.headers["Last-Event-ID"])
-                events = left.pop(0)
+                self.event_ids.append(handler.headers["Last-Event-ID"])
+                events = remaining.pop(0)
                 body = "".join(
                     (f"id: {id}\n" if id else "") + f"event: {kind}\ndata: {json.dumps(data)}\n\n"
                     for id, kind, data in events
@@ -158,7 +158,7 @@ def test_a_broken_stream_resumes_after_the_last_event_id(output: io.StringIO) ->
     )
     watch(Target("x", stream.url, "secret", "tiny"))
     stream.server.shutdown()
-    assert stream.asked == [None, "g1.s1", "g2.s2"]
+    assert stream.event_ids == [None, "g1.s1", "g2.s2"]
     assert [line.split("  ")[0] for line in output.getvalue().splitlines()] == [
         "step 1/9",
         "step 2/9",
@@ -166,12 +166,12 @@ def test_a_broken_stream_resumes_after_the_last_event_id(output: io.StringIO) ->
     ]
 
 
-@pytest.mark.parametrize(("own", "shown"), [(None, ["tiny: is not active"]), ("tiny", ["tiny: finished"])])
+@pytest.mark.parametrize(("own_run", "shown"), [(None, ["tiny: is not active"]), ("tiny", ["tiny: finished"])])
 def test_an_idle_run_is_waited_for_if_its_gateway_belongs_to_it(
-    own: str | None, shown: list[str], output: io.StringIO
+    own_run: str | None, shown: list[str], output: io.StringIO
 ) -> None:
     pieces = [[("g0.s0", "progress", progress("idle"))], [("", "progress", progress("finished"))]]
-    stream = Stream(*pieces, own=own)
+    stream = Stream(*pieces, own_run=own_run)
     watch(Target("x", stream.url, "secret", "tiny"))
     stream.server.shutdown()
     assert output.getvalue().splitlines() == shown

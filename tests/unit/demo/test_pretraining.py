@@ -86,8 +86,8 @@ def test_padding_does_not_change_the_score_at_the_last_token(
     rows = pretraining.encode(tokenizer, ["food", "the room is good"], eos=True)
     model = pretraining.train_reward_classifier(rows, [0.0, 1.0], tokenizer, SHAPE, Schedule(steps=2))
     together = pretraining.score_all(model, rows)
-    alone = [model(input_ids=torch.tensor([row])).logits.item() for row in rows]
-    assert together.tolist() == pytest.approx(alone, abs=1e-5)
+    separate = [model(input_ids=torch.tensor([row])).logits.item() for row in rows]
+    assert together.tolist() == pytest.approx(separate, abs=1e-5)
 
 
 def test_the_learning_rate_warms_up_then_falls() -> None:

@@ -23,7 +23,7 @@ MINIATURE = Recipe(
 )
 
 
-def miniature(directory: Path, seed: int = 0) -> tuple[ToyTask, list[Progress]]:
+def make_miniature(directory: Path, seed: int = 0) -> tuple[ToyTask, list[Progress]]:
     """The toy task and the progress its making reported: none when it was reused."""
     progress: list[Progress] = []
     return make_toy_task(directory, seed=seed, progress=progress.append, recipe=MINIATURE), progress
@@ -31,7 +31,7 @@ def miniature(directory: Path, seed: int = 0) -> tuple[ToyTask, list[Progress]]:
 
 @pytest.fixture(scope="module")
 def toy_task(tmp_path_factory: pytest.TempPathFactory) -> ToyTask:
-    return miniature(tmp_path_factory.mktemp("made") / "toy-task")[0]
+    return make_miniature(tmp_path_factory.mktemp("made") / "toy-task")[0]
 
 
 def test_checkpoints_load_with_the_auto_classes(toy_task: ToyTask) -> None:
@@ -65,7 +65,7 @@ def test_prompts_are_json_lines_of_text(toy_task: ToyTask) -> None:
 
 
 def test_progress_counts_every_step_of_both_stages(tmp_path: Path) -> None:
-    _, progress = miniature(tmp_path / "toy-task")
+    _, progress = make_miniature(tmp_path / "toy-task")
     assert [(p.stage, p.step, p.steps) for p in progress] == [
         *(("policy", step, 4) for step in (1, 2, 3, 4)),
         *(("reward", step, 3) for step in (1, 2, 3)),
@@ -77,13 +77,13 @@ def test_the_same_seed_gives_the_same_bytes_and_another_seed_different_ones(toy_
     threads = torch.get_num_threads()
     torch.set_num_threads(2)  # nor is the number of threads.
     try:
-        again, _ = miniature(tmp_path / "again")
+        again, _ = make_miniature(tmp_path / "again")
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(threads)
-    other, _ = miniature(tmp_path / "other", seed=1)
-    for piece in ("policy", "reward"):
-        weights = [(getattr(w, piece) / "model.safetensors").read_bytes() for w in (toy_task, again, other)]
+    other, _ = make_miniature(tmp_path / "other", seed=1)
+    for name in ("policy", "reward"):
+        weights = [(getattr(w, name) / "model.safetensors").read_bytes() for w in (toy_task, again, other)]
         assert weights[0] == weights[1]
         assert weights[0] != weights[2]
 
@@ -92,43 +92,45 @@ def test_creating_a_toy_task_does_not_change_the_callers_random_state(tmp_path: 
     torch.manual_seed(7)
     expected = torch.rand(3)
     torch.manual_seed(7)
-    miniature(tmp_path / "toy-task")
+    make_miniature(tmp_path / "toy-task")
     assert torch.equal(torch.rand(3), expected)
 
 
 def test_a_complete_toy_task_is_reused(tmp_path: Path) -> None:
-    first, _ = miniature(tmp_path / "toy-task")
+    first, _ = make_miniature(tmp_path / "toy-task")
     stamp = (first.policy / "model.safetensors").stat().st_mtime_ns
-    again, progress = miniature(tmp_path / "toy-task")
+    again, progress = make_miniature(tmp_path / "toy-task")
     assert again == first
     assert progress == []
     assert (first.policy / "model.safetensors").stat().st_mtime_ns == stamp
 
 
-@pytest.mark.parametrize("lost", ["toy_task.json", "prompts.jsonl", "reward/model.safetensors", "policy/config.json"])
-def test_a_toy_task_with_a_missing_file_is_recreated(tmp_path: Path, lost: str) -> None:
-    toy_task, _ = miniature(tmp_path / "toy-task")
+@pytest.mark.parametrize(
+    "missing", ["toy_task.json", "prompts.jsonl", "reward/model.safetensors", "policy/config.json"]
+)
+def test_a_toy_task_with_a_missing_file_is_recreated(tmp_path: Path, missing: str) -> None:
+    toy_task, _ = make_miniature(tmp_path / "toy-task")
     expected = (toy_task.reward / "model.safetensors").read_bytes()
-    (tmp_path / "toy-task" / lost).unlink()
-    _, progress = miniature(tmp_path / "toy-task")
+    (tmp_path / "toy-task" / missing).unlink()
+    _, progress = make_miniature(tmp_path / "toy-task")
     assert progress
-    assert (tmp_path / "toy-task" / lost).exists()
+    assert (tmp_path / "toy-task" / missing).exists()
     assert (toy_task.reward / "model.safetensors").read_bytes() == expected
 
 
 def test_a_toy_task_with_a_truncated_checkpoint_is_recreated(tmp_path: Path) -> None:
-    toy_task, _ = miniature(tmp_path / "toy-task")
+    toy_task, _ = make_miniature(tmp_path / "toy-task")
     weights = toy_task.policy / "model.safetensors"
     expected = weights.read_bytes()
     weights.write_bytes(expected[:100])
-    assert miniature(tmp_path / "toy-task")[1]
+    assert make_miniature(tmp_path / "toy-task")[1]
     assert weights.read_bytes() == expected
 
 
 def test_a_toy_task_of_another_seed_is_replaced(tmp_path: Path) -> None:
-    miniature(tmp_path / "toy-task")
-    assert miniature(tmp_path / "toy-task", seed=1)[1]
-    assert not miniature(tmp_path / "toy-task", seed=1)[1]
+    make_miniature(tmp_path / "toy-task")
+    assert make_miniature(tmp_path / "toy-task", seed=1)[1]
+    assert not make_miniature(tmp_path / "toy-task", seed=1)[1]
 
 
 def test_an_interrupted_creation_leaves_no_files(tmp_path: Path) -> None:
@@ -144,5 +146,5 @@ def test_an_interrupted_creation_leaves_no_files(tmp_path: Path) -> None:
 def test_a_directory_with_other_files_is_not_replaced(tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").write_text("precious")
     with pytest.raises(ConfigError, match=r"thesis\.txt"):
-        miniature(tmp_path)
+        make_miniature(tmp_path)
     assert (tmp_path / "thesis.txt").read_text() == "precious"

@@ -146,9 +146,9 @@ def test_the_adapter_is_enabled_and_trainable_after_an_error() -> None:
 def test_the_engine_generates_with_the_adapter() -> None:
     model, _ = adapted("gpt2")
     learn(model, steps=3)
-    asked = tiny.requests(5)
-    result = tiny.generated(TorchEngine(model, frozenset({tiny.EOS}), 4), asked)
-    plain = tiny.generated(TorchEngine(tiny.causal("gpt2"), frozenset({tiny.EOS}), 4), asked)
+    requests = tiny.requests(5)
+    result = tiny.generated(TorchEngine(model, frozenset({tiny.EOS}), 4), requests)
+    plain = tiny.generated(TorchEngine(tiny.causal("gpt2"), frozenset({tiny.EOS}), 4), requests)
     assert [t.log_probs.tobytes() for t in result] != [t.log_probs.tobytes() for t in plain]
     for trajectory in result:
         ids = torch.from_numpy(np.concatenate([trajectory.prompt_ids, trajectory.response_ids]).astype(np.int64))

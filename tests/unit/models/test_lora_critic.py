@@ -69,11 +69,11 @@ def test_a_critic_trains_adapter_and_head_and_both_saves_load_again(kind: str, s
         tmp_path / "adapter"
     ).keys()
     assert not {"model.safetensors", "config.json"} & files(tmp_path / "adapter").keys()
-    again, merged = load_critic(tmp_path / "adapter"), load_critic(tmp_path / "merged")
-    assert same(again.state_dict(), merged.state_dict())
-    np.testing.assert_allclose(response_values(again, BATCH, 64), values, atol=1e-5)
+    loaded, merged = load_critic(tmp_path / "adapter"), load_critic(tmp_path / "merged")
+    assert same(loaded.state_dict(), merged.state_dict())
+    np.testing.assert_allclose(response_values(loaded, BATCH, 64), values, atol=1e-5)
     assert np.abs(values - before).max() > 1e-3
-    assert all(parameter.requires_grad for parameter in again.parameters())
+    assert all(parameter.requires_grad for parameter in loaded.parameters())
     assert load_tokenizer(tmp_path / "adapter")("w7").input_ids == [7]
 
 

@@ -31,14 +31,14 @@ def test_the_merged_export_is_a_plain_model_and_does_not_change_the_trained_one(
     model, adapter = adapted(kind)
     learn(model, steps=2)
     logits, state = model(IDS).logits, snapshot(model)
-    for name in ("merged", "again"):
+    for name in ("merged", "loaded"):
         save_policy(model, tiny.tokenizer(), tmp_path / name, adapter)
     assert same(model.state_dict(), state)
     assert torch.equal(model(IDS).logits, logits)
     plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     assert plain.state_dict().keys() == tiny.causal(kind).state_dict().keys()
     assert (plain(IDS).logits - logits).abs().max() < 1e-5
-    assert files(tmp_path / "merged") == files(tmp_path / "again")
+    assert files(tmp_path / "merged") == files(tmp_path / "loaded")
     assert load_tokenizer(tmp_path / "merged")("w5").input_ids == [5]
     assert not (tmp_path / "merged" / "adapter_config.json").exists()
 
@@ -64,8 +64,8 @@ def test_plain_peft_reads_the_adapter_and_computes_the_same_bits(kind: str, tmp_
     learn(model, steps=2)
     save_adapter(adapter, tiny.tokenizer(), tmp_path / "adapter")
     assert {"adapter_config.json", "adapter_model.safetensors", "tokenizer.json"} <= files(tmp_path / "adapter").keys()
-    again = peft.PeftModel.from_pretrained(tiny.causal(kind), tmp_path / "adapter").eval()
-    assert torch.equal(again(input_ids=IDS).logits, model(IDS).logits)
+    loaded = peft.PeftModel.from_pretrained(tiny.causal(kind), tmp_path / "adapter").eval()
+    assert torch.equal(loaded(input_ids=IDS).logits, model(IDS).logits)
 
 
 def test_the_adapter_config_has_the_base_model_and_no_local_path(tmp_path: Path) -> None:
@@ -228,13 +228,13 @@ def test_training_from_a_checkpoint_with_optimizer_is_bit_identical(tmp_path: Pa
     save_adapter(adapter, None, tmp_path / "c")
     save_optimizer(optimizer, tmp_path / "c" / "optimizer.safetensors")
     learn(model, optimizer=optimizer)
-    again, other = adapted("llama", seed=9)
-    restored = optimizer_of(again)
+    loaded, other = adapted("llama", seed=9)
+    restored = optimizer_of(loaded)
     other.read(tmp_path / "c")
     load_optimizer(restored, tmp_path / "c" / "optimizer.safetensors")
-    assert all(parameter.requires_grad == (".lora_" in name) for name, parameter in again.named_parameters())
-    learn(again, optimizer=restored)
-    assert same(again.state_dict(), model.state_dict())
+    assert all(parameter.requires_grad == (".lora_" in name) for name, parameter in loaded.named_parameters())
+    learn(loaded, optimizer=restored)
+    assert same(loaded.state_dict(), model.state_dict())
 
 
 def test_reading_an_adapter_of_another_shape_changes_nothing(tmp_path: Path) -> None:

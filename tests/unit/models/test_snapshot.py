@@ -66,9 +66,9 @@ def test_tied_weights_are_copied_and_written_once(tied: bool, tmp_path: Path) ->
 def test_all_weights_except_frozen_ones_are_copied() -> None:
     model = tiny.causal("llama")
     model.model.layers[0].requires_grad_(False)
-    own = model.state_dict()
-    shared = {name for name, value in host_state(model).items() if value.data_ptr() == own[name].data_ptr()}
-    assert shared == {name for name in own if name.startswith("model.layers.0.")}
+    state = model.state_dict()
+    shared = {name for name, value in host_state(model).items() if value.data_ptr() == state[name].data_ptr()}
+    assert shared == {name for name in state if name.startswith("model.layers.0.")}
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "qwen2"])
@@ -93,8 +93,8 @@ def test_an_adapter_and_its_merged_model_are_written_as_of_the_snapshot(kind: st
     saved = safetensors.torch.load(written(snapshots[1], tmp_path / "adapter")["adapter_model.safetensors"])
     assert len(saved) == len(factors) > 0
     for name, value in saved.items():
-        own = name.removeprefix("base_model.model.").replace(".weight", ".default.weight")
-        assert torch.equal(value, factors[own])
+        layer_name = name.removeprefix("base_model.model.").replace(".weight", ".default.weight")
+        assert torch.equal(value, factors[layer_name])
 
 
 @pytest.mark.parametrize("adapted", [False, True])
@@ -151,16 +151,16 @@ def test_a_save_that_exceeds_the_file_size_limit_keeps_the_old_directory(part: s
         "adapter": lambda: adapter.snapshot() if adapter else critic.snapshot(),
     }
     old = written(lambda target: (target / "old").write_text("x") and None, tmp_path / "saved" / "p")
-    said = pytest.raises(StorageFailed, match=r"saved/p: cannot be written: .*(F|f)ile too large.*Free space")
-    with said, small_files(64):
+    refused = pytest.raises(StorageFailed, match=r"saved/p: cannot be written: .*(F|f)ile too large.*Free space")
+    with refused, small_files(64):
         write_model(tmp_path / "saved" / "p", writers[part]())
     assert contents(tmp_path / "saved" / "p") == old
     assert [path.name for path in (tmp_path / "saved").iterdir()] == ["p"]
 
 
-@pytest.mark.parametrize("place", ["write", "flush", "rename"])
+@pytest.mark.parametrize("stage", ["write", "flush", "rename"])
 def test_a_full_disk_raises_storage_failed_at_every_stage_of_a_save(
-    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    stage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -168,10 +168,10 @@ def test_a_full_disk_raises_storage_failed_at_every_stage_of_a_save(
     written(lambda target: (target / "old").write_text("x") and None, tmp_path / "p")
     writers: list[Writer] = [lambda target: (target / "half").touch()]
     with monkeypatch.context() as patch:
-        if place == "write":
+        if stage == "write":
             writers.append(full)
         else:
-            patch.setattr(*((os, "fsync") if place == "flush" else (Path, "rename")), full)
+            patch.setattr(*((os, "fsync") if stage == "flush" else (Path, "rename")), full)
         with pytest.raises(StorageFailed, match="cannot be written: No space left on device; the previous content"):
             write_model(tmp_path / "p", *writers)
     assert contents(tmp_path / "p") == {"old": b"x"}

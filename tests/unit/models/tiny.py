@@ -91,7 +91,7 @@ def requests(count: int, step: int = 0, seed: int = 0, lengths: tuple[int, int] 
     ]
 
 
-def generated(engine: Any, asked: list[GenerationRequest], seed: int = 0, **sampling: Any) -> list[Trajectory]:
+def generated(engine: Any, requests_: list[GenerationRequest], seed: int = 0, **sampling: Any) -> list[Trajectory]:
     """The trajectories by id."""
     parameters = SamplingParameters(**{"max_response_tokens": 12, **sampling})
-    return sorted(engine.generate(asked, parameters, seed, 0, lambda: False), key=lambda trajectory: trajectory.id)
+    return sorted(engine.generate(requests_, parameters, seed, 0, lambda: False), key=lambda trajectory: trajectory.id)

@@ -37,10 +37,10 @@ def with_options(**changes: Any) -> PolicyLossSettings:
     return dataclasses.replace(LOSS, **changes)
 
 
-def outcome(data: Experience) -> Experience:
+def with_outcome_advantages(data: Experience) -> Experience:
     """The same with one advantage per response, as estimators without a critic give."""
-    one_each = np.random.default_rng(9).standard_normal(len(RESPONSES)).astype(np.float32)
-    return dataclasses.replace(data, advantages=np.repeat(one_each, RESPONSES))
+    advantages = np.random.default_rng(9).standard_normal(len(RESPONSES)).astype(np.float32)
+    return dataclasses.replace(data, advantages=np.repeat(advantages, RESPONSES))
 
 
 def experience(model: Any, seed: int = 0) -> Experience:
@@ -85,14 +85,14 @@ def largest_difference(a: Any, b: Any) -> float:
     )
 
 
-class Straightforward:
+class ReferenceUpdate:
     """The update as one would write it on a blackboard: float64, one sequence at a time, every formula spelt out."""
 
     def __init__(
-        self, model: Any, data: Experience, chosen: OptimizationSettings, loss: PolicyLossSettings = LOSS
+        self, model: Any, data: Experience, optimization: OptimizationSettings, loss: PolicyLossSettings = LOSS
     ) -> None:
         self.model = copy.deepcopy(model).double()
-        self.data, self.chosen, self.loss = data, chosen, loss
+        self.data, self.optimization, self.loss = data, optimization, loss
         self.kl_seen: list[float] = []
         self.sequences = data.batch.sequences()
         bounds = np.cumsum([0, *RESPONSES])
@@ -102,10 +102,10 @@ class Straightforward:
         return torch.from_numpy(getattr(self.data, name)[self.flat[row]].astype(np.float64))
 
     def groups(self, epoch: int) -> list[Any]:
-        order = permutation(self.chosen.seed, self.data.step, epoch, len(self.sequences))
+        order = permutation(self.optimization.seed, self.data.step, epoch, len(self.sequences))
         return (
-            np.array_split(order, self.chosen.num_mini_batches)
-            if self.chosen.num_mini_batches > 1
+            np.array_split(order, self.optimization.num_mini_batches)
+            if self.optimization.num_mini_batches > 1
             else [np.sort(order)]
         )
 
@@ -119,19 +119,19 @@ class Straightforward:
         parameters = list(self.model.parameters())
         gradients = torch.autograd.grad(loss, parameters)
         norm = float(torch.sqrt(sum((g**2).sum() for g in gradients)))  # type: ignore[arg-type]
-        scale = min(1.0, self.chosen.max_grad_norm / norm)
+        scale = min(1.0, self.optimization.max_grad_norm / norm)
         with torch.no_grad():
             for parameter, gradient in zip(parameters, gradients, strict=True):
-                parameter -= self.chosen.learning_rate * scale * gradient
+                parameter -= self.optimization.learning_rate * scale * gradient
         return norm
 
     def token_weights(self, group: Any) -> dict[int, torch.Tensor]:
         masks = {row: self.of("actor_mask", row) for row in group}
-        kept = {row: float(mask.sum()) for row, mask in masks.items()}
+        counts = {row: float(mask.sum()) for row, mask in masks.items()}
         if self.loss.aggregation == "token_mean":
-            return {row: mask / sum(kept.values()) for row, mask in masks.items()}
-        responses = sum(count > 0 for count in kept.values())
-        return {row: mask / max(1.0, kept[row]) / responses for row, mask in masks.items()}
+            return {row: mask / sum(counts.values()) for row, mask in masks.items()}
+        responses = sum(count > 0 for count in counts.values())
+        return {row: mask / max(1.0, counts[row]) / responses for row, mask in masks.items()}
 
     def surrogate(self, row: int, log_probs: torch.Tensor, old: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The objective at each token, and whether a clip decided it."""
@@ -156,24 +156,24 @@ class Straightforward:
 
     def policy(self) -> dict[str, float]:
         with torch.no_grad():
-            at_first = [self.distribution(row) for row in range(len(self.sequences))]
-        old = [log_probs for log_probs, _ in at_first]
+            initial = [self.distribution(row) for row in range(len(self.sequences))]
+        old = [log_probs for log_probs, _ in initial]
         losses, norms, kls, clipped, tokens = [], [], 0.0, 0, 0
-        for group in (group for epoch in range(self.chosen.num_epochs) for group in self.groups(epoch)):
+        for group in (group for epoch in range(self.optimization.num_epochs) for group in self.groups(epoch)):
             weights = self.token_weights(group)
             total, bonus, penalty = (torch.zeros((), dtype=torch.float64) for _ in range(3))
             step_kl, step_clipped = 0.0, 0
             for row in group:
                 log_probs, entropy = self.distribution(row)
                 mask = self.of("actor_mask", row)
-                objective, decided = self.surrogate(row, log_probs, old[row])
+                objective, is_clipped = self.surrogate(row, log_probs, old[row])
                 total = total - (objective * weights[row] * self.trust(row, old[row])).sum()
                 bonus = bonus + (entropy * weights[row]).sum()
-                behind = self.of("reference_log_probs", row) - log_probs
-                penalty = penalty + ((behind.exp() - 1 - behind) * weights[row]).sum()
-                ahead = log_probs - old[row]
-                step_kl += ((ahead.exp() - 1 - ahead) * mask).sum().item()
-                step_clipped += int(decided.sum())
+                reference_log_ratio = self.of("reference_log_probs", row) - log_probs
+                penalty = penalty + ((reference_log_ratio.exp() - 1 - reference_log_ratio) * weights[row]).sum()
+                log_ratio = log_probs - old[row]
+                step_kl += ((log_ratio.exp() - 1 - log_ratio) * mask).sum().item()
+                step_clipped += int(is_clipped.sum())
             count = int(sum(self.of("actor_mask", row).sum() for row in group))
             self.kl_seen.append(step_kl / count)
             if self.loss.target_kl and losses and step_kl / count > self.loss.target_kl:
@@ -184,22 +184,22 @@ class Straightforward:
                 self.descend(total - self.loss.entropy_coefficient * bonus + self.loss.kl_loss_coefficient * penalty)
             )
         drift = torch.cat(old) - torch.from_numpy(self.data.log_probs.astype(np.float64))
-        trusts = torch.cat([self.trust(row, old[row]) for row in range(len(old))])
-        kept = torch.from_numpy(self.data.actor_mask) > 0
+        importance = torch.cat([self.trust(row, old[row]) for row in range(len(old))])
+        is_counted = torch.from_numpy(self.data.actor_mask) > 0
         return {
             "policy_loss": float(np.mean(losses)),
             "grad_norm": float(np.mean(norms)),
-            "entropy": float(torch.cat([entropy for _, entropy in at_first]).mean()),
+            "entropy": float(torch.cat([entropy for _, entropy in initial]).mean()),
             "approx_kl": kls / tokens,
             "clip_fraction": clipped / tokens,
             "rollout_mismatch_kl": float((drift.exp() - 1 - drift).mean()),
-            "importance_weight": float(trusts[kept].mean()),
+            "importance_weight": float(importance[is_counted].mean()),
             "optimizer_steps": len(losses),
         }
 
     def value(self, clip: float) -> dict[str, float]:
         losses = []
-        for epoch in range(self.chosen.num_epochs):
+        for epoch in range(self.optimization.num_epochs):
             for group in self.groups(epoch):
                 count = sum(RESPONSES[row] for row in group)
                 loss = torch.zeros((), dtype=torch.float64)

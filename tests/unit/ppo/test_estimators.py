@@ -134,10 +134,12 @@ def test_discounted_returns_are_the_sum_of_later_rewards(lengths: list[int], see
 @check
 @given(ragged_lengths, ragged_lengths, seeds)
 def test_other_sequences_do_not_change_the_bits_of_a_return(lengths: list[int], others: list[int], seed: int) -> None:
-    rewards, nowhere = draw(seed, sum(lengths)), torch.full((sum(others),), math.nan)
-    alone = discounted_returns(rewards, torch.tensor(lengths), 0.99)
-    together = discounted_returns(torch.cat([nowhere, rewards, nowhere]), torch.tensor(others + lengths + others), 0.99)
-    assert torch.equal(together[sum(others) : sum(others) + sum(lengths)], alone)
+    rewards, others_nan = draw(seed, sum(lengths)), torch.full((sum(others),), math.nan)
+    expected = discounted_returns(rewards, torch.tensor(lengths), 0.99)
+    together = discounted_returns(
+        torch.cat([others_nan, rewards, others_nan]), torch.tensor(others + lengths + others), 0.99
+    )
+    assert torch.equal(together[sum(others) : sum(others) + sum(lengths)], expected)
 
 
 def test_without_discount_the_first_return_is_the_sequence_reward() -> None:

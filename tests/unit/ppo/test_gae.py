@@ -22,8 +22,8 @@ fractions = st.floats(0, 1)
 def advantages_by_definition(rewards: list[float], values: list[float], gamma: float, gae_lambda: float) -> list[float]:
     """A(t) = sum over l of (gamma lambda)^l delta(t + l), one episode."""
     length = len(rewards)
-    after = [*values[1:], 0.0]
-    deltas = [rewards[t] + gamma * after[t] - values[t] for t in range(length)]
+    next_values = [*values[1:], 0.0]
+    deltas = [rewards[t] + gamma * next_values[t] - values[t] for t in range(length)]
     return [
         math.fsum((gamma * gae_lambda) ** (later - t) * deltas[later] for later in range(t, length))
         for t in range(length)
@@ -86,18 +86,18 @@ def test_with_lambda_zero_only_the_next_value_counts(lengths: list[int], seed: i
 @given(ragged_lengths, ragged_lengths, seeds)
 def test_other_sequences_do_not_change_the_bits(lengths: list[int], others: list[int], seed: int) -> None:
     rewards, values = draw(seed, sum(lengths)), draw(seed + 1, sum(lengths))
-    alone = generalized_advantages(rewards, values, torch.tensor(lengths), 0.99, 0.95)
-    nowhere = torch.full((sum(others),), math.nan)
+    expected = generalized_advantages(rewards, values, torch.tensor(lengths), 0.99, 0.95)
+    others_nan = torch.full((sum(others),), math.nan)
     together = generalized_advantages(
-        torch.cat([nowhere, rewards, nowhere]),
-        torch.cat([nowhere, values, nowhere]),
+        torch.cat([others_nan, rewards, others_nan]),
+        torch.cat([others_nan, values, others_nan]),
         torch.tensor(others + lengths + others),
         0.99,
         0.95,
     )
-    mine = slice(sum(others), sum(others) + sum(lengths))
-    assert torch.equal(together.advantages[mine], alone.advantages)
-    assert torch.equal(together.returns[mine], alone.returns)
+    selected = slice(sum(others), sum(others) + sum(lengths))
+    assert torch.equal(together.advantages[selected], expected.advantages)
+    assert torch.equal(together.returns[selected], expected.returns)
 
 
 def test_the_value_after_the_last_token_is_zero_regardless_of_padding() -> None:

@@ -37,17 +37,19 @@ def policy_term(new: float, old: float, advantage: float, low: float, high: floa
     ratio = math.exp(min(max(new - old, -20.0), 20.0))
     bounded = min(max(ratio, 1 - low), 1 + high)
     objective = min(ratio * advantage, bounded * advantage)
-    decided = bounded * advantage < ratio * advantage
+    is_clipped = bounded * advantage < ratio * advantage
     if dual and advantage < 0 and objective < dual * advantage:
-        objective, decided = dual * advantage, True
-    return -objective, decided
+        objective, is_clipped = dual * advantage, True
+    return -objective, is_clipped
 
 
 def weights_by_definition(mask: list[list[float]], aggregation: Aggregation) -> list[list[float]]:
     """One response after the other, spelt out."""
-    kept = [sum(value != 0 for value in row) for row in mask]
-    total, responses = sum(kept), sum(count > 0 for count in kept)
-    share = [1 / total if aggregation == "token_mean" else 1 / (count * responses) if count else 0.0 for count in kept]
+    counts = [sum(value != 0 for value in row) for row in mask]
+    total, responses = sum(counts), sum(count > 0 for count in counts)
+    share = [
+        1 / total if aggregation == "token_mean" else 1 / (count * responses) if count else 0.0 for count in counts
+    ]
     return [[s if value != 0 else 0.0 for value in row] for s, row in zip(share, mask, strict=True)]
 
 
@@ -115,17 +117,22 @@ def test_the_policy_loss_follows_its_definition(
     weights = weights_by_definition(split(mask, lengths), aggregation)
     columns = (split(column, lengths) for column in (new, old, advantages))
     for n_row, o_row, a_row, w_row in zip(*columns, weights, strict=True):
-        kept = [(n, o, a, w) for n, o, a, w in zip(n_row, o_row, a_row, w_row, strict=True) if w]
-        approx_kl += sum(math.exp(n - o) - 1 - (n - o) for n, o, _, _ in kept)
-        if level == "sequence" and kept:
+        counted = [(n, o, a, w) for n, o, a, w in zip(n_row, o_row, a_row, w_row, strict=True) if w]
+        approx_kl += sum(math.exp(n - o) - 1 - (n - o) for n, o, _, _ in counted)
+        if level == "sequence" and counted:
             # The response is one action: the sum of its log-probs, one advantage, the weight of its tokens together.
-            together = (sum(n for n, *_ in kept), sum(o for _, o, *_ in kept), kept[0][2], sum(w for *_, w in kept))
-            term, decided = policy_term(*together[:3], 0.2, 0.28, dual_clip)
-            loss, clipped = loss + together[3] * term, clipped + decided * len(kept)
+            together = (
+                sum(n for n, *_ in counted),
+                sum(o for _, o, *_ in counted),
+                counted[0][2],
+                sum(w for *_, w in counted),
+            )
+            term, is_clipped = policy_term(*together[:3], 0.2, 0.28, dual_clip)
+            loss, clipped = loss + together[3] * term, clipped + is_clipped * len(counted)
         if level == "token":
-            for n, o, a, w in kept:
-                term, decided = policy_term(n, o, a, 0.2, 0.28, dual_clip)
-                loss, clipped = loss + w * term, clipped + decided
+            for n, o, a, w in counted:
+                term, is_clipped = policy_term(n, o, a, 0.2, 0.28, dual_clip)
+                loss, clipped = loss + w * term, clipped + is_clipped
     assert result.loss.item() == pytest.approx(loss, rel=1e-4, abs=1e-5)
     assert result.clipped_tokens.item() == clipped
     assert result.approx_kl_sum.item() == pytest.approx(approx_kl, rel=1e-4, abs=1e-5)
@@ -209,8 +216,8 @@ def test_the_gradient_is_zero_exactly_if_a_clip_is_active(dual_clip: float, toke
     for grad, n, o, a, counts in zip(
         result, new.tolist(), old.tolist(), advantages.tolist(), mask.tolist(), strict=True
     ):
-        _, decided = policy_term(n, o, a, 0.2, 0.2, dual_clip)
-        expected = 0.0 if decided or not counts else -a * math.exp(n - o) / 3
+        _, is_clipped = policy_term(n, o, a, 0.2, 0.2, dual_clip)
+        expected = 0.0 if is_clipped or not counts else -a * math.exp(n - o) / 3
         assert grad == pytest.approx(expected, rel=1e-4, abs=1e-7)
 
 
@@ -222,18 +229,18 @@ def parts(seed: int, count: int) -> list[Tensor]:
     return list(torch.tensor_split(order, cuts))
 
 
-def same_whole_as_parts(loss: Callable[[Tensor, Tensor], Tensor], at: Tensor, chosen: list[Tensor]) -> None:
+def same_whole_as_parts(loss: Callable[[Tensor, Tensor], Tensor], at: Tensor, micro_batches: list[Tensor]) -> None:
     """``loss(x, indices)`` of everything at once, and of its parts one after the other: value and gradient."""
     everything = torch.arange(len(at))
-    whole = gradient(lambda leaf: loss(leaf, everything), at)
+    expected = gradient(lambda leaf: loss(leaf, everything), at)
     leaf, total = at.clone().requires_grad_(), 0.0
-    for part in chosen:
+    for part in micro_batches:
         value = loss(leaf, part)
         value.backward()
         total += value.item()
     assert leaf.grad is not None
     assert total == pytest.approx(loss(at, everything).item(), rel=1e-4, abs=1e-5)
-    assert leaf.grad.tolist() == pytest.approx(whole, rel=1e-4, abs=1e-6)
+    assert leaf.grad.tolist() == pytest.approx(expected, rel=1e-4, abs=1e-6)
 
 
 @LEVEL
@@ -247,22 +254,22 @@ def test_policy_loss_and_gradient_do_not_depend_on_the_split_into_micro_batches(
     tokens, sizes = sum(lengths), torch.tensor(lengths)
     new, old, advantages = draw(seed, tokens, 0.5), draw(seed + 1, tokens, 0.5), draw(seed + 2, tokens)
     weights = loss_weights(draw_mask(seed + 3, tokens), sizes, aggregation)
-    trusted = weights * importance_weights(old, draw(seed + 4, tokens), cap) if cap else weights
+    weighted = weights * importance_weights(old, draw(seed + 4, tokens), cap) if cap else weights
     of_response = [
         torch.arange(tokens)[end - length : end] for length, end in zip(lengths, sizes.cumsum(0), strict=True)
     ]
 
-    def loss(leaf: Tensor, places: Tensor) -> Tensor:
+    def loss(leaf: Tensor, indices: Tensor) -> Tensor:
         # Places come as whole responses: their lengths are read off the responses' first tokens.
-        own = torch.tensor([len(of_response[row]) for row in response_of[places].unique_consecutive().tolist()])
-        rows = (leaf[places], old[places], advantages[places], trusted[places], own)
+        own = torch.tensor([len(of_response[row]) for row in response_of[indices].unique_consecutive().tolist()])
+        rows = (leaf[indices], old[indices], advantages[indices], weighted[indices], own)
         result = policy_loss(*rows, 0.2, 0.2, 3.0, level)
-        penalty = kl_loss(leaf[places], old[places], weights[places], "k3")
-        return result.loss + penalty + weighted_sum(leaf[places].square(), weights[places])
+        penalty = kl_loss(leaf[indices], old[indices], weights[indices], "k3")
+        return result.loss + penalty + weighted_sum(leaf[indices].square(), weights[indices])
 
     response_of = broadcast_to_tokens(torch.arange(len(lengths)), sizes)
-    chosen = [torch.cat([of_response[row] for row in part.tolist()]) for part in parts(seed, len(lengths))]
-    same_whole_as_parts(loss, new, chosen)
+    micro_batches = [torch.cat([of_response[row] for row in part.tolist()]) for part in parts(seed, len(lengths))]
+    same_whole_as_parts(loss, new, micro_batches)
 
 
 @check
@@ -346,9 +353,9 @@ def test_the_value_loss_and_its_gradient_follow_the_definition(value_clip: float
     for v, before, r in zip(new.tolist(), old.tolist(), returns.tolist(), strict=True):
         near = min(max(v, before - value_clip), before + value_clip) if value_clip else v
         total += max((v - r) ** 2, (near - r) ** 2) / 2
-        decided = (near - r) ** 2 > (v - r) ** 2
-        clipped += decided
-        grads.append(0.0 if decided else (v - r) / 11)
+        is_clipped = (near - r) ** 2 > (v - r) ** 2
+        clipped += is_clipped
+        grads.append(0.0 if is_clipped else (v - r) / 11)
     result = value_loss(new, old, returns, value_clip, 11)
     assert result.loss.item() == pytest.approx(total / 11, rel=1e-4, abs=1e-6)
     assert result.clipped_tokens.item() == clipped

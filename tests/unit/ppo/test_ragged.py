@@ -29,9 +29,9 @@ def test_a_sequence_sum_is_the_sum_of_its_tokens(lengths: list[int], seed: int) 
 @given(ragged_lengths, ragged_lengths, seeds)
 def test_other_sequences_do_not_change_the_bits_of_a_sum(lengths: list[int], others: list[int], seed: int) -> None:
     values, more = draw(seed, sum(lengths)), draw(seed + 1, sum(others), scale=1e6)
-    alone = sequence_sum(values, torch.tensor(lengths))
+    expected = sequence_sum(values, torch.tensor(lengths))
     together = sequence_sum(torch.cat([values, more]), torch.tensor(lengths + others))
-    assert torch.equal(together[: len(lengths)], alone)
+    assert torch.equal(together[: len(lengths)], expected)
 
 
 @check

@@ -22,9 +22,9 @@ def test_whitening_follows_its_definition(tokens: int, seed: int, shift_mean: bo
     values = draw(seed, tokens, scale=3.0) + 2
     mask = draw_mask(seed + 1, tokens) if masked else None
     counts = [1.0] * tokens if mask is None else mask.tolist()
-    chosen = [v for v, counted in zip(values.tolist(), counts, strict=True) if counted]
-    mean = math.fsum(chosen) / len(chosen)
-    variance = math.fsum((v - mean) ** 2 for v in chosen) / len(chosen)
+    counted_values = [v for v, counted in zip(values.tolist(), counts, strict=True) if counted]
+    mean = math.fsum(counted_values) / len(counted_values)
+    variance = math.fsum((v - mean) ** 2 for v in counted_values) / len(counted_values)
     back = 0.0 if shift_mean else mean
     expected = [(v - mean) / math.sqrt(variance + 1e-8) + back for v in values.tolist()]
     assert whiten(values, shift_mean, mask).tolist() == pytest.approx(expected, rel=1e-5, abs=1e-5)

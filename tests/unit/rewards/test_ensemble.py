@@ -145,8 +145,8 @@ def test_the_failure_of_one_part_fails_the_ensemble(build: Build, checkpoints: P
 
 def test_malformed_fields_are_refused_by_every_source(build: Build, checkpoints: Path) -> None:
     ensemble = build(LENGTHS, model(checkpoints, "one", 1.0))
-    alone = build(source="model", model=str(checkpoints / "one"))
-    for source in (ensemble, alone):
+    single = build(source="model", model=str(checkpoints / "one"))
+    for source in (ensemble, single):
         with pytest.raises(InvalidRequest, match=r"fields\[2\]: found int"):
             source.score(BATCH, ["{}", "{}", "3"])
 

@@ -35,8 +35,8 @@ def _checkout(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_function_in_the_readme_can_be_imported() -> None:
-    alone, ensemble, judged = configs()
-    sources = [alone.reward, *ensemble.reward.parts]
+    single, ensemble, judged = configs()
+    sources = [single.reward, *ensemble.reward.parts]
     functions = [source.function for source in sources if source.function] + [judged.evaluation.judge or ""]
     assert len(functions) == 4
     for function in functions:

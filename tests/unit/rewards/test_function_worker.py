@@ -82,8 +82,8 @@ def test_output_of_a_function_goes_to_standard_error(start: Start, capfd: pytest
     worker.close()
     output = capfd.readouterr()
     assert output.out == ""
-    for said in ("said on standard output", "said on standard error", "written to descriptor 1", "said by a child"):
-        assert output.err.count(said) == 2
+    for line in ("said on standard output", "said on standard error", "written to descriptor 1", "said by a child"):
+        assert output.err.count(line) == 2
 
 
 def test_a_flood_of_output_does_not_block_and_is_limited_in_the_log(
@@ -122,7 +122,7 @@ def test_all_calls_run_in_one_process(start: Start) -> None:
     assert worker.call([], 20) == worker.call([], 20) != os.getpid()
 
 
-def replaced(start: Start, name: str, timeout: float) -> str:
+def error_and_replacement(start: Start, name: str, timeout: float) -> str:
     """The message of the failure, after which the worker's next call finds a fresh process."""
     (Path.cwd() / "first.py").write_text(
         "import functions\nfrom pathlib import Path\n\n"
@@ -146,10 +146,10 @@ def replaced(start: Start, name: str, timeout: float) -> str:
 
 
 def test_a_call_that_times_out_is_ended_and_the_next_call_works(start: Start) -> None:
-    begun = time.monotonic()
-    message = replaced(start, "sleeps", 0.5)
+    start_time = time.monotonic()
+    message = error_and_replacement(start, "sleeps", 0.5)
     assert "first:first: took longer than 0.5 s, and was ended; raise its timeout" in message
-    assert time.monotonic() - begun < 20
+    assert time.monotonic() - start_time < 20
 
 
 @pytest.mark.parametrize(
@@ -163,9 +163,9 @@ def test_a_call_that_times_out_is_ended_and_the_next_call_works(start: Start) ->
 def test_a_function_that_ends_its_process_is_reported_and_the_next_call_works(
     name: str, expected: str, start: Start
 ) -> None:
-    begun = time.monotonic()
-    assert replaced(start, name, 40).endswith(expected)
-    assert time.monotonic() - begun < 20
+    start_time = time.monotonic()
+    assert error_and_replacement(start, name, 40).endswith(expected)
+    assert time.monotonic() - start_time < 20
 
 
 def test_a_process_that_ends_between_calls_is_replaced(start: Start) -> None:
@@ -225,10 +225,10 @@ def test_writing_to_the_pipe_of_the_worker_is_an_error(start: Start) -> None:
 def test_a_line_without_the_number_of_the_call_is_refused(line: str, start: Start) -> None:
     worker, process, descriptor = with_pipe(start, "writes_and_waits")
     assert worker.call([descriptor, None], 20) == 1
-    begun = time.monotonic()
+    start_time = time.monotonic()
     with pytest.raises(ComputationFailed) as failed:
         worker.call([descriptor, f"{line}\n"], 40)
-    assert time.monotonic() - begun < 20
+    assert time.monotonic() - start_time < 20
     assert str(failed.value).startswith("reward.function functions:writes_and_waits: wrote to its worker's pipe, and")
     assert not runs(process)
     assert worker.call([descriptor, None], 20) == 1
@@ -307,17 +307,17 @@ def test_the_process_imports_little_and_gets_no_secrets(start: Start, monkeypatc
 
 def test_concurrent_calls_get_their_own_results(start: Start) -> None:
     worker = start("echo")
-    wrong = []
+    mismatches = []
 
     def call(name: int) -> None:
-        wrong.extend(index for index in range(50) if worker.call([[name, index]], 20) != [name, index])
+        mismatches.extend(index for index in range(50) if worker.call([[name, index]], 20) != [name, index])
 
     threads = [threading.Thread(target=call, args=(name,)) for name in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert wrong == []
+    assert mismatches == []
 
 
 def test_a_process_outlives_the_thread_whose_call_started_it(start: Start) -> None:
@@ -359,10 +359,10 @@ def test_closing_ends_a_running_call(start: Start, functions: Path) -> None:
     thread = threading.Thread(target=call)
     thread.start()
     wait_for((functions / "asleep").exists)
-    begun = time.monotonic()
+    start_time = time.monotonic()
     worker.close()
     thread.join()
-    assert time.monotonic() - begun < 10
+    assert time.monotonic() - start_time < 10
     assert [str(error) for error in raised] == ["reward.function functions:sleeps: closed during the call"]
 
 

@@ -72,8 +72,8 @@ def test_a_damaged_file_is_an_error(tmp_path: Path) -> None:
     files = RunFiles(tmp_path)
     files.write_tokens(1, arrays())
     path = files.tokens / "step-000001.safetensors"
-    whole = path.read_bytes()
-    for damaged in (whole[:-4], whole[:20], b"", b"\xff" * len(whole)):
+    content = path.read_bytes()
+    for damaged in (content[:-4], content[:20], b"", b"\xff" * len(content)):
         path.write_bytes(damaged)
         with pytest.raises(ConfigError, match=r"step-000001\.safetensors: cannot be read"):
             files.read_tokens(1, 0)

@@ -33,8 +33,8 @@ def status(server: MetricsServer, host: str) -> int:
 
 @pytest.mark.parametrize("server", ["127.0.0.1", "localhost"], indirect=True)
 def test_on_loopback_a_request_with_a_foreign_host_name_is_refused(server: MetricsServer) -> None:
-    asked = ("127.0.0.1:PORT", "localhost:PORT", "LocalHost", "[::1]:PORT", "evil.example", "evil.example:PORT", "")
-    assert [status(server, host) for host in asked] == [200, 200, 200, 200, 421, 421, 421]
+    hosts = ("127.0.0.1:PORT", "localhost:PORT", "LocalHost", "[::1]:PORT", "evil.example", "evil.example:PORT", "")
+    assert [status(server, host) for host in hosts] == [200, 200, 200, 200, 421, 421, 421]
 
 
 @pytest.mark.parametrize("server", ["0.0.0.0"], indirect=True)

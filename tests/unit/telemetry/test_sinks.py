@@ -185,7 +185,7 @@ def test_a_resumed_run_writes_a_new_tensorboard_file(tmp_path: Path) -> None:
 CONFIG = {"run": {"name": "name", "steps": 3}, "actor": {"model": "m"}}
 
 
-def taken_up_again(open_sink: Callable[[], Sink]) -> None:
+def resume_run(open_sink: Callable[[], Sink]) -> None:
     """Send the messages of a run that stopped after step 2, repeated it and continued to step 3."""
     for steps in ((1, 2), (2, 3)):
         sink = open_sink()
@@ -202,7 +202,7 @@ def test_a_resumed_run_continues_its_mlflow_run(tmp_path: Path) -> None:
     from quartet.telemetry.sinks.mlflow_tracking import MLflow
 
     settings = MLflowConfig(tracking_uri=str(tmp_path / "mlruns"), experiment="tests")
-    taken_up_again(lambda: MLflow(settings, "name", "0123abc", CONFIG))
+    resume_run(lambda: MLflow(settings, "name", "0123abc", CONFIG))
     client = mlflow.MlflowClient(tracking_uri=settings.uri)
     experiment = client.get_experiment_by_name("tests")
     (run,) = client.search_runs([experiment.experiment_id])
@@ -238,14 +238,14 @@ def wandb_history(path: Path) -> list[dict[str, str]]:
     """Return what was logged, as JSON by name, of the library's own file: records in the format of LevelDB's log."""
     from wandb.proto import wandb_internal_pb2
 
-    data, place, record, rows = path.read_bytes(), 7, b"", []
-    while place < len(data):
-        if 32768 - place % 32768 < 7:  # No header fits into what is left of a block.
-            place += 32768 - place % 32768
+    data, offset, record, rows = path.read_bytes(), 7, b"", []
+    while offset < len(data):
+        if 32768 - offset % 32768 < 7:  # No header fits into what is left of a block.
+            offset += 32768 - offset % 32768
             continue
-        _, length, kind = struct.unpack("<IHB", data[place : place + 7])
-        record += data[place + 7 : place + 7 + length]
-        place += 7 + length
+        _, length, kind = struct.unpack("<IHB", data[offset : offset + 7])
+        record += data[offset + 7 : offset + 7 + length]
+        offset += 7 + length
         if kind in (1, 4):  # The whole of a record, or its last part.
             history = wandb_internal_pb2.Record.FromString(record).history
             rows.append({item.key or item.nested_key[0]: item.value_json for item in history.item})

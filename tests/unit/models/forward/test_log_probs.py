@@ -13,7 +13,7 @@ from quartet.models.forward.log_probs import EntropyUse, forward_log_probs
 from tests.unit.models import tiny
 
 PROMPTS, RESPONSES = [3, 9, 1, 5], [7, 2, 11, 1]
-AT_A_TIME = 4
+CHUNK_TOKENS = 4
 
 
 def outputs_and_gradients(
@@ -39,12 +39,12 @@ def test_chunked_log_probs_and_gradients_equal_those_of_one_chunk(
 ) -> None:
     model = tiny.causal(kind)
     expected = outputs_and_gradients(model, entropy_use)
-    made: list[int] = []
-    model.get_output_embeddings().register_forward_hook(lambda _, states, __: made.append(states[0].shape[0]))
-    monkeypatch.setattr(log_probs_module, "MAX_LOGITS", AT_A_TIME * tiny.VOCABULARY)
+    chunk_sizes: list[int] = []
+    model.get_output_embeddings().register_forward_hook(lambda _, states, __: chunk_sizes.append(states[0].shape[0]))
+    monkeypatch.setattr(log_probs_module, "MAX_LOGITS", CHUNK_TOKENS * tiny.VOCABULARY)
     result = outputs_and_gradients(model, entropy_use)
-    assert max(made[2:]) == AT_A_TIME, "the first two are the trial"
-    assert sum(made[2:]) == 2 * sum(RESPONSES), "once on the way there and once on the way back"
+    assert max(chunk_sizes[2:]) == CHUNK_TOKENS, "the first two are the trial"
+    assert sum(chunk_sizes[2:]) == 2 * sum(RESPONSES), "once on the way there and once on the way back"
     assert torch.allclose(result[0], expected[0], atol=1e-5)
     assert (result[1] is None) == (expected[1] is None) == (entropy_use == "none")
     if result[1] is not None and expected[1] is not None:
@@ -65,5 +65,5 @@ def test_a_model_that_changes_the_logits_after_its_head_is_not_chunked(monkeypat
 
     monkeypatch.setattr(type(model), "forward", scaled)
     expected = outputs_and_gradients(model, "none")
-    monkeypatch.setattr(log_probs_module, "MAX_LOGITS", AT_A_TIME * tiny.VOCABULARY)
+    monkeypatch.setattr(log_probs_module, "MAX_LOGITS", CHUNK_TOKENS * tiny.VOCABULARY)
     assert torch.equal(outputs_and_gradients(model, "none")[0], expected[0])

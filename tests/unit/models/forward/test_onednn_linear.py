@@ -30,17 +30,17 @@ pytestmark = pytest.mark.skipif(
 @pytest.fixture
 def matmuls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     """Turn oneDNN on for matmuls of any size; gives the shapes of those that it computes."""
-    called: list[tuple[int, ...]] = []
-    product = onednn_linear._onednn
+    shapes: list[tuple[int, ...]] = []
+    original = onednn_linear._onednn
 
-    def noted(left: torch.Tensor, right: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        called.append((*left.shape, right.shape[0]))
-        return product(left, right, bias)
+    def record_shape(left: torch.Tensor, right: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        shapes.append((*left.shape, right.shape[0]))
+        return original(left, right, bias)
 
     monkeypatch.setattr(onednn_linear, "MIN_MULTIPLICATIONS", 0)
     monkeypatch.setattr(onednn_linear, "_enabled", True)
-    monkeypatch.setattr(onednn_linear, "_onednn", noted)
-    return called
+    monkeypatch.setattr(onednn_linear, "_onednn", record_shape)
+    return shapes
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
@@ -56,15 +56,18 @@ def test_outputs_and_gradients_equal_those_of_a_torch_linear_layer(
 ) -> None:
     generator = torch.Generator().manual_seed(rows + 100 * inputs + 10_000 * outputs)
 
-    def drawn(*shape: int) -> torch.Tensor:
+    def random_tensor(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
-    of = [drawn(rows, inputs)[None] if extra else drawn(rows, inputs), drawn(outputs, inputs)]
-    of += [drawn(outputs)] if bias else []
-    weights = drawn(*of[0].shape[:-1], outputs)
+    tensors = [
+        random_tensor(rows, inputs)[None] if extra else random_tensor(rows, inputs),
+        random_tensor(outputs, inputs),
+    ]
+    tensors += [random_tensor(outputs)] if bias else []
+    weights = random_tensor(*tensors[0].shape[:-1], outputs)
 
-    def all_of(function: Callable[..., torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
-        arguments = [tensor.to(dtype).requires_grad_() for tensor in of]
+    def outputs_and_gradients(function: Callable[..., torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
+        arguments = [tensor.to(dtype).requires_grad_() for tensor in tensors]
         result = function(*arguments)
         (result * weights.to(dtype)).sum().backward()
         return [result.detach(), *(argument.grad for argument in arguments if argument.grad is not None)]
@@ -72,9 +75,9 @@ def test_outputs_and_gradients_equal_those_of_a_torch_linear_layer(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(onednn_linear, "MIN_MULTIPLICATIONS", 0)
         patch.setattr(onednn_linear, "_enabled", True)
-        result = all_of(linear, torch.float32)
-    expected = all_of(functional.linear, torch.float64)
-    assert len(result) == len(expected) == 1 + len(of)
+        result = outputs_and_gradients(linear, torch.float32)
+    expected = outputs_and_gradients(functional.linear, torch.float64)
+    assert len(result) == len(expected) == 1 + len(tensors)
     for one, other in zip(result, expected, strict=True):
         assert one.shape == other.shape
         assert torch.allclose(one.double(), other, rtol=1e-4, atol=1e-4)
@@ -112,8 +115,8 @@ def test_onednn_sees_at_most_sixteen_row_counts_per_power_of_two(matmuls: list[t
     wide, narrow = torch.randn(8, 4).requires_grad_(), torch.randn(4, 8).requires_grad_()
     for rows in range(64, 256):
         linear(linear(torch.randn(rows, 4).requires_grad_(), wide), narrow).sum().backward()
-    seen = {shape[0] for shape in matmuls} | {shape[1] for shape in matmuls}
-    assert seen == {4, 8, *range(64, 128, 4), *range(128, 257, 8)}
+    row_counts = {shape[0] for shape in matmuls} | {shape[1] for shape in matmuls}
+    assert row_counts == {4, 8, *range(64, 128, 4), *range(128, 257, 8)}
 
 
 def test_an_expanded_gradient_is_copied_before_the_matmul(matmuls: list[tuple[int, ...]]) -> None:
@@ -144,12 +147,12 @@ def test_torch_computes_small_matmuls_and_other_dtypes(
 def test_converted_layers_are_still_linear_layers_and_subclasses_are_not_converted(
     matmuls: list[tuple[int, ...]],
 ) -> None:
-    class Own(nn.Linear):
+    class CustomLinear(nn.Linear):
         """Computes in its own way."""
 
-    model = nn.Sequential(nn.Linear(2, 2), Own(2, 2), Conv1D(2, 2))
+    model = nn.Sequential(nn.Linear(2, 2), CustomLinear(2, 2), Conv1D(2, 2))
     use_onednn_linear(model)
-    assert [type(layer) is kind for layer, kind in zip(model, (nn.Linear, Own, Conv1D), strict=True)] == [
+    assert [type(layer) is kind for layer, kind in zip(model, (nn.Linear, CustomLinear, Conv1D), strict=True)] == [
         False,
         True,
         False,

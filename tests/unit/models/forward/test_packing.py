@@ -83,21 +83,21 @@ def test_a_model_with_different_packed_outputs_is_padded(monkeypatch: pytest.Mon
     model = tiny.causal("llama")
     forward = packing_module._attention
 
-    def mixed(*arguments: Any, packing: Any, **more: Any) -> Any:
+    def rolled(*arguments: Any, packing: Any, **more: Any) -> Any:
         output, weights = forward(*arguments, packing=packing, **more)
         return output.roll(1, 1), weights
 
-    monkeypatch.setitem(packing_module.AttentionInterface._global_mapping, ATTENTION_NAME, mixed)
+    monkeypatch.setitem(packing_module.AttentionInterface._global_mapping, ATTENTION_NAME, rolled)
     assert not supports_packing(model)
 
 
 def test_the_attention_of_a_model_is_restored_after_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny.causal("llama")
 
-    def fails(*_: Any, **__: Any) -> Any:
+    def fail(*_: Any, **__: Any) -> Any:
         raise RuntimeError("no memory")
 
-    monkeypatch.setitem(packing_module.AttentionInterface._global_mapping, ATTENTION_NAME, fails)
+    monkeypatch.setitem(packing_module.AttentionInterface._global_mapping, ATTENTION_NAME, fail)
     batch = build_micro_batch(tiny.batch(PROMPTS, RESPONSES), range(4), "cpu", packed=True)
     with pytest.raises(RuntimeError, match="no memory"):
         hidden_states(model.base_model, batch.input_ids, batch.packing)
@@ -117,9 +117,9 @@ def samples_of(prompts: list[int], lengths: list[list[int]]) -> TokenBatch:
     """For each prompt, of so many tokens, responses of ``lengths``."""
     generator, sequences, sizes = np.random.default_rng(0), [], []
     for prompt, responses in zip(prompts, lengths, strict=True):
-        asked = generator.integers(3, 30, prompt)
+        prompt_ids = generator.integers(3, 30, prompt)
         for response in responses:
-            sequences += [asked, generator.integers(3, 30, response)]
+            sequences += [prompt_ids, generator.integers(3, 30, response)]
             sizes.append((prompt, response))
     flat = np.concatenate(sequences).astype(np.int32)
     return TokenBatch(flat, *(np.array(column, np.int32) for column in zip(*sizes, strict=True)))

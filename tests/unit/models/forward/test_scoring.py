@@ -31,7 +31,7 @@ def test_log_probs_agree_with_a_plain_forward_pass(kind: str, max_tokens: int) -
         with torch.no_grad():
             logits = model(input_ids=torch.from_numpy(sequence[None].astype(np.int64))).logits[0].double() / 0.7
         log_probs = torch.log_softmax(logits, -1)
-        expected += [float(log_probs[place - 1, sequence[place]]) for place in range(prompt, len(sequence))]
+        expected += [float(log_probs[position - 1, sequence[position]]) for position in range(prompt, len(sequence))]
     assert result.dtype == np.float32
     assert np.allclose(result, expected, atol=1e-5)
 
@@ -66,16 +66,16 @@ def test_values_equal_the_classifiers_scores_of_the_prefixes(
     result = response_values(ValueModel.of_classifier(model), batch, 40)
     expected = []
     for sequence, prompt in zip(batch.sequences(), PROMPTS, strict=True):
-        for place in range(prompt, len(sequence)):
+        for position in range(prompt, len(sequence)):
             one = (
-                TokenBatch(sequence[:place], np.array([place - 1 or 1], np.int32), np.array([1], np.int32))
-                if place > 1
+                TokenBatch(sequence[:position], np.array([position - 1 or 1], np.int32), np.array([1], np.int32))
+                if position > 1
                 else None
             )
             expected.append(sequence_scores(model, one, 100)[0] if one is not None else np.nan)
-    known = ~np.isnan(expected)
-    assert known.sum() >= len(expected) - 1
-    assert np.allclose(result[known], np.array(expected)[known], atol=1e-5)
+    has_value = ~np.isnan(expected)
+    assert has_value.sum() >= len(expected) - 1
+    assert np.allclose(result[has_value], np.array(expected)[has_value], atol=1e-5)
 
 
 @pytest.mark.parametrize("max_tokens", [1, 40, 10_000])
@@ -99,8 +99,8 @@ def test_a_score_is_read_at_the_eos_even_if_it_is_the_pad_token() -> None:
     with torch.no_grad():
         hidden = model.model(input_ids=torch.tensor([[5, 6, 7, tiny.EOS]])).last_hidden_state
         at_eos, before = model.score(hidden)[0, 3, 0], model.score(hidden)[0, 2, 0]
-        theirs = model(input_ids=torch.tensor([[5, 6, 7, tiny.EOS]])).logits[0, 0]
-    assert torch.isclose(theirs, before)
+        transformers_score = model(input_ids=torch.tensor([[5, 6, 7, tiny.EOS]])).logits[0, 0]
+    assert torch.isclose(transformers_score, before)
     assert not torch.isclose(at_eos, before)
     assert sequence_scores(model, batch, 100)[0] == pytest.approx(float(at_eos), abs=1e-5)
 
@@ -135,13 +135,13 @@ def test_non_finite_results_are_an_error() -> None:
 
 
 def test_tokens_and_lengths_outside_the_model_are_refused() -> None:
-    strange = TokenBatch(np.array([3, tiny.VOCABULARY], np.int32), np.array([1], np.int32), np.array([1], np.int32))
+    invalid = TokenBatch(np.array([3, tiny.VOCABULARY], np.int32), np.array([1], np.int32), np.array([1], np.int32))
     for model in (tiny.causal("gpt2"), tiny.classifier("gpt2")):
-        ask = sequence_scores if model.config.num_labels == 1 else lambda m, b, n: response_log_probs(m, b, 1.0, n)
+        compute = sequence_scores if model.config.num_labels == 1 else lambda m, b, n: response_log_probs(m, b, 1.0, n)
         with pytest.raises(InvalidRequest, match="expected ids in"):
-            ask(model, strange, 100)
+            compute(model, invalid, 100)
         with pytest.raises(InvalidRequest, match="65 tokens: the model has positions for 64"):
-            ask(model, tiny.batch([60], [5]), 100)
-        ask(model, tiny.batch([60], [4]), 100)
+            compute(model, tiny.batch([60], [5]), 100)
+        compute(model, tiny.batch([60], [4]), 100)
     with pytest.raises(InvalidRequest, match="expected ids in"):
-        response_values(ValueModel.of_causal_lm(tiny.causal("gpt2")), strange, 100)
+        response_values(ValueModel.of_causal_lm(tiny.causal("gpt2")), invalid, 100)

@@ -34,27 +34,27 @@ def policy(kind: str = "llama", adapter: bool = False) -> Policy:
     return Policy(model, tiny.tokenizer(), added, stops, lambda batch, t: response_log_probs(model, batch, t, 4096))
 
 
-def answered(ids: list[int], log_probs: list[float] | None, sampling: SamplingParameters = SAMPLING) -> Any:
+def to_trajectory(ids: list[int], log_probs: list[float] | None, sampling: SamplingParameters = SAMPLING) -> Any:
     return trajectories([Answer(tiny.requests(1)[0], ids, log_probs)], policy(), sampling, 3, "engine")[0]
 
 
 def test_a_valid_answer_becomes_a_trajectory() -> None:
-    result = answered([5, 6, 7], [-1.0, -2.0, -3.0])
+    result = to_trajectory([5, 6, 7], [-1.0, -2.0, -3.0])
     assert (result.policy_version, result.finish_reason) == (3, FinishReason.EOS)
     assert result.log_probs.tolist() == [-1.0, -2.0, -3.0]
-    assert answered([5, 6, 8, 9], [-1.0] * 4).finish_reason is FinishReason.LENGTH
-    unstopped = answered([5, 7, 8, 9], [-1.0] * 4, SamplingParameters(4, ignore_eos=True))
+    assert to_trajectory([5, 6, 8, 9], [-1.0] * 4).finish_reason is FinishReason.LENGTH
+    unstopped = to_trajectory([5, 7, 8, 9], [-1.0] * 4, SamplingParameters(4, ignore_eos=True))
     assert unstopped.finish_reason is FinishReason.LENGTH
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_missing_log_probs_are_computed_by_the_trainer(temperature: float) -> None:
-    subject, asked = policy(), tiny.requests(3)
+    subject, requests = policy(), tiny.requests(3)
     sampling = SamplingParameters(4, temperature=temperature)
     answers = [
-        Answer(asked[0], [5, 7], None),
-        Answer(asked[1], [6, 7], [-1.0, -2.0]),
-        Answer(asked[2], [8, 9, 3, 4], None),
+        Answer(requests[0], [5, 7], None),
+        Answer(requests[1], [6, 7], [-1.0, -2.0]),
+        Answer(requests[2], [8, 9, 3, 4], None),
     ]
     result = trajectories(answers, subject, sampling, 0, "engine")
     assert result[1].log_probs.tolist() == [-1.0, -2.0]
@@ -80,7 +80,7 @@ def test_missing_log_probs_are_computed_by_the_trainer(temperature: float) -> No
 )
 def test_an_invalid_answer_is_an_error(ids: list[int], log_probs: list[float], message: str) -> None:
     with pytest.raises(ComputationFailed, match=message) as failed:
-        answered(ids, log_probs)
+        to_trajectory(ids, log_probs)
     assert "engine: response to run/0/0/0" in str(failed.value)
 
 
@@ -142,57 +142,61 @@ TOKENS = ("input_ids", "input_lengths", "request_output_len", "temperature", "st
 TEXT = ("text_input", *(f"sampling_param_{name}" for name in ("max_tokens", "temperature", "top_k", "top_p", "seed")))
 
 
-def dialect(
+def make_dialect(
     *inputs: str, outputs: tuple[str, ...] = ("output_ids", "sequence_length"), decoupled: bool = True
 ) -> Dialect:
     kinds: Mapping[str, str] = dict.fromkeys(inputs, "INT32")
     return dialect_of(Served("server", kinds, frozenset(outputs), decoupled, True), policy())
 
 
-def tokens(ids: list[int], log_probs: list[float] | None = None) -> dict[str, Any]:
+def token_outputs(ids: list[int], log_probs: list[float] | None = None) -> dict[str, Any]:
     results: dict[str, Any] = {"output_ids": np.array([[ids]]), "sequence_length": np.array([[len(ids)]])}
     return results if log_probs is None else results | {"output_log_probs": np.array([[log_probs]])}
 
 
 def test_a_token_request_has_every_stop_token_as_a_stop_word() -> None:
     request = tiny.requests(1)[0]
-    result = dialect(*TOKENS, "random_seed").request(request, SAMPLING, seed=5)
+    result = make_dialect(*TOKENS, "random_seed").request(request, SAMPLING, seed=5)
     assert result["input_ids"].tolist() == request.prompt_ids.tolist()
     assert result["stop_words_list"].tolist() == [[1, 7], [1, 2]]
     assert result["end_id"].tolist() == [-1]
     assert result["random_seed"].tolist() == [engine_seed(5, request.id)]
     assert (result["runtime_top_k"].item(), result["request_output_len"].item()) == (5, 4)
-    greedy = dialect(*TOKENS, "seed").request(request, SamplingParameters(4, temperature=0.0, ignore_eos=True), seed=5)
+    greedy = make_dialect(*TOKENS, "seed").request(
+        request, SamplingParameters(4, temperature=0.0, ignore_eos=True), seed=5
+    )
     assert (greedy["runtime_top_k"].item(), greedy["temperature"].item()) == (1, 1.0)
     assert "stop_words_list" not in greedy
 
 
 @pytest.mark.parametrize("so_far", [False, True], ids=["of new tokens", "of all so far"])
 def test_log_probs_may_cover_new_tokens_or_all_tokens_so_far(so_far: bool) -> None:
-    speaks = dialect(*TOKENS, "seed", "return_log_probs", outputs=("output_ids", "sequence_length", "output_log_probs"))
+    dialect = make_dialect(
+        *TOKENS, "seed", "return_log_probs", outputs=("output_ids", "sequence_length", "output_log_probs")
+    )
     partial = Partial(tiny.requests(1)[0])
     values = [-0.5, -1.5, -2.5]
     for index, token in enumerate([5, 6, 7]):
-        speaks.receive(partial, tokens([token], values[: index + 1] if so_far else [values[index]]))
-    answer = speaks.finish(partial)
+        dialect.receive(partial, token_outputs([token], values[: index + 1] if so_far else [values[index]]))
+    answer = dialect.finish(partial)
     assert (answer.token_ids, answer.log_probs) == ([5, 6, 7], values)
 
 
 def test_tokens_after_the_sequence_length_are_padding() -> None:
-    speaks, partial = dialect(*TOKENS, "seed"), Partial(tiny.requests(1)[0])
-    speaks.receive(partial, {"output_ids": np.array([[[5, 7, -1, -1]]]), "sequence_length": np.array([[2]])})
-    assert speaks.finish(partial).token_ids == [5, 7]
-    assert speaks.finish(partial).log_probs is None
+    dialect, partial = make_dialect(*TOKENS, "seed"), Partial(tiny.requests(1)[0])
+    dialect.receive(partial, {"output_ids": np.array([[[5, 7, -1, -1]]]), "sequence_length": np.array([[2]])})
+    assert dialect.finish(partial).token_ids == [5, 7]
+    assert dialect.finish(partial).log_probs is None
 
 
 def test_an_echoed_prompt_is_removed_and_must_match_the_request() -> None:
     request = tiny.requests(1)[0]
-    speaks, prompt = dialect(*TOKENS, "seed", decoupled=False), request.prompt_ids.tolist()
+    dialect, prompt = make_dialect(*TOKENS, "seed", decoupled=False), request.prompt_ids.tolist()
     partial = Partial(request)
-    speaks.receive(partial, tokens([*prompt, 5, 7]))
-    assert speaks.finish(partial).token_ids == [5, 7]
+    dialect.receive(partial, token_outputs([*prompt, 5, 7]))
+    assert dialect.finish(partial).token_ids == [5, 7]
     with pytest.raises(ComputationFailed, match="does not begin with the prompt"):
-        speaks.receive(Partial(request), tokens([5, 7]))
+        dialect.receive(Partial(request), token_outputs([5, 7]))
 
 
 @pytest.mark.parametrize(
@@ -206,21 +210,21 @@ def test_an_echoed_prompt_is_removed_and_must_match_the_request() -> None:
 )
 def test_a_model_with_other_tensors_is_a_mismatch_error(inputs: tuple[str, ...], message: str) -> None:
     with pytest.raises(MismatchError, match=f"{message}.*expected the tensors of the TensorRT-LLM backend"):
-        dialect(*inputs)
+        make_dialect(*inputs)
 
 
-def spoken(text: str, reason: str, stop: str = "") -> Any:
-    speaks = dialect(*TEXT, "return_finish_reason", outputs=("text_output", "finish_reason", "stop_reason"))
+def decode_text(text: str, reason: str, stop: str = "") -> Any:
+    dialect = make_dialect(*TEXT, "return_finish_reason", outputs=("text_output", "finish_reason", "stop_reason"))
     partial = Partial(tiny.requests(1)[0])
     outputs = {"text_output": text, "finish_reason": reason, "stop_reason": stop}
-    speaks.receive(partial, {name: np.array([[value.encode()]], np.object_) for name, value in outputs.items()})
-    return speaks.finish(partial).token_ids
+    dialect.receive(partial, {name: np.array([[value.encode()]], np.object_) for name, value in outputs.items()})
+    return dialect.finish(partial).token_ids
 
 
 def test_response_text_is_tokenised_and_its_stop_token_is_appended() -> None:
-    assert spoken("w5 w6", "stop") == [5, 6, 1]
-    assert spoken("w5 w6", "stop", "7") == [5, 6, 7]
-    assert spoken("w5 w6 w8 w9", "length") == [5, 6, 8, 9]
+    assert decode_text("w5 w6", "stop") == [5, 6, 1]
+    assert decode_text("w5 w6", "stop", "7") == [5, 6, 7]
+    assert decode_text("w5 w6 w8 w9", "length") == [5, 6, 8, 9]
 
 
 @pytest.mark.parametrize(
@@ -233,18 +237,18 @@ def test_response_text_is_tokenised_and_its_stop_token_is_appended() -> None:
 )
 def test_ambiguous_or_incomplete_text_is_an_error(text: str, reason: str, message: str) -> None:
     with pytest.raises(ComputationFailed, match=message):
-        spoken(text, reason)
+        decode_text(text, reason)
 
 
 def test_a_prompt_whose_text_gives_other_token_ids_is_an_error() -> None:
-    speaks = dialect(*TEXT, "return_finish_reason", outputs=("text_output", "finish_reason"))
+    dialect = make_dialect(*TEXT, "return_finish_reason", outputs=("text_output", "finish_reason"))
     good, bad = (GenerationRequest(TrajectoryId("r", 0, 0, 0), np.array(ids, np.int32)) for ids in ([5, 6], [5, 20]))
-    assert speaks.request(good, SAMPLING, 0)["text_input"].tolist() == [b"w5 w6"]
+    assert dialect.request(good, SAMPLING, 0)["text_input"].tolist() == [b"w5 w6"]
     # The tokenizer has w2 for a special token, and finds it in w20.
     with pytest.raises(ComputationFailed, match="its text tokenizes to different token ids"):
-        speaks.request(bad, SAMPLING, 0)
+        dialect.request(bad, SAMPLING, 0)
     with pytest.raises(InvalidRequest, match="ignore_eos is not supported"):
-        speaks.request(good, SamplingParameters(4, ignore_eos=True), 0)
+        dialect.request(good, SamplingParameters(4, ignore_eos=True), 0)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("tritonclient") is not None, reason="the package is here")

@@ -20,7 +20,7 @@ from quartet.types import SamplingParameters, Trajectory
 from tests.unit.models import tiny
 
 STOPS = frozenset({tiny.EOS, 7, 9})
-WAITING = ("aten::_local_scalar_dense", "aten::nonzero", "aten::lift_fresh", "aten::is_nonzero", "aten::equal")
+HOST_TRANSFERS = ("aten::_local_scalar_dense", "aten::nonzero", "aten::lift_fresh", "aten::is_nonzero", "aten::equal")
 """Operations that carry numbers between host and device: a GPU's capture refuses them."""
 
 
@@ -43,67 +43,67 @@ def log_probs(result: list[Trajectory]) -> np.ndarray[Any, np.dtype[np.float32]]
 @pytest.mark.parametrize("slots", [1, 4, 7, 64])
 @pytest.mark.parametrize("kind", tiny.KINDS)
 def test_tokens_and_log_probs_equal_those_of_ordinary_decoding(kind: str, slots: int) -> None:
-    model, asked = tiny.causal(kind), tiny.requests(40)
-    expected = tiny.generated(TorchEngine(model, STOPS, 64), asked, temperature=0.8)
-    result = tiny.generated(static(model, slots), asked, temperature=0.8)
+    model, requests = tiny.causal(kind), tiny.requests(40)
+    expected = tiny.generated(TorchEngine(model, STOPS, 64), requests, temperature=0.8)
+    result = tiny.generated(static(model, slots), requests, temperature=0.8)
     assert tokens(result) == tokens(expected)
     assert np.allclose(log_probs(result), log_probs(expected), atol=1e-5)
 
 
 def test_a_step_reads_more_cache_columns_as_rows_grow(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, read = tiny.causal("llama", max_position_embeddings=256), set()
-    asked = tiny.requests(12, lengths=(1, 90))
+    model, columns_read = tiny.causal("llama", max_position_embeddings=256), set()
+    requests = tiny.requests(12, lengths=(1, 90))
     compute = StaticDecoder._compute
 
-    def seen(self: StaticDecoder, rows: int, columns: int) -> None:
-        read.add(columns)
+    def record_columns(self: StaticDecoder, rows: int, columns: int) -> None:
+        columns_read.add(columns)
         compute(self, rows, columns)
 
-    expected = tiny.generated(TorchEngine(model, STOPS, 5), asked, max_response_tokens=70, ignore_eos=True)
-    monkeypatch.setattr(StaticDecoder, "_compute", seen)
+    expected = tiny.generated(TorchEngine(model, STOPS, 5), requests, max_response_tokens=70, ignore_eos=True)
+    monkeypatch.setattr(StaticDecoder, "_compute", record_columns)
     engine = TorchEngine(model, STOPS, 5, static=True)
-    result = tiny.generated(engine, asked, max_response_tokens=70, ignore_eos=True)
+    result = tiny.generated(engine, requests, max_response_tokens=70, ignore_eos=True)
     assert tokens(result) == tokens(expected)
     assert np.allclose(log_probs(result), log_probs(expected), atol=1e-5)
-    assert read == {COLUMNS, 2 * COLUMNS, 3 * COLUMNS}
+    assert columns_read == {COLUMNS, 2 * COLUMNS, 3 * COLUMNS}
 
 
 def test_a_sequence_may_fill_every_position() -> None:
-    asked = tiny.requests(3, lengths=(59, 60))
-    expected = tiny.generated(TorchEngine(tiny.causal("gpt2"), frozenset(), 4), asked, max_response_tokens=5)
-    result = tiny.generated(TorchEngine(tiny.causal("gpt2"), frozenset(), 4, True), asked, max_response_tokens=5)
+    requests = tiny.requests(3, lengths=(59, 60))
+    expected = tiny.generated(TorchEngine(tiny.causal("gpt2"), frozenset(), 4), requests, max_response_tokens=5)
+    result = tiny.generated(TorchEngine(tiny.causal("gpt2"), frozenset(), 4, True), requests, max_response_tokens=5)
     assert tokens(result) == tokens(expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_models_are_supported(dtype: torch.dtype) -> None:
-    model, asked = tiny.causal("qwen2").to(dtype), tiny.requests(8)
-    expected = tiny.generated(TorchEngine(model, STOPS, 8), asked)
-    result = tiny.generated(static(model, 8), asked)
+    model, requests = tiny.causal("qwen2").to(dtype), tiny.requests(8)
+    expected = tiny.generated(TorchEngine(model, STOPS, 8), requests)
+    result = tiny.generated(static(model, 8), requests)
     # Rounding may tip a draw, after which the rest is another text; of the first tokens none is tipped.
     first = [[t.log_probs[0] for t in some] for some in (result, expected)]
     assert np.allclose(*first, atol=0.05)
 
 
 def test_decoding_uses_the_adapter() -> None:
-    model, asked = tiny.causal("llama"), tiny.requests(8)
-    plain = tokens(tiny.generated(static(model), asked))
+    model, requests = tiny.causal("llama"), tiny.requests(8)
+    plain = tokens(tiny.generated(static(model), requests))
     add_adapter(model, "base", rank=2, alpha=64.0, seed=0)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
                 parameter.fill_(0.05)
-    expected = tokens(tiny.generated(TorchEngine(model, STOPS, 32), asked))
-    assert tokens(tiny.generated(static(model), asked)) == expected != plain
+    expected = tokens(tiny.generated(TorchEngine(model, STOPS, 32), requests))
+    assert tokens(tiny.generated(static(model), requests)) == expected != plain
 
 
 @pytest.mark.parametrize("kind", ["mistral", "bloom"])
 def test_an_unsupported_model_uses_ordinary_decoding_and_is_logged_once(kind: str) -> None:
-    model, asked = tiny.causal(kind), tiny.requests(8)
+    model, requests = tiny.causal(kind), tiny.requests(8)
     engine = TorchEngine(model, STOPS, 4, static=True)
     with structlog.testing.capture_logs() as lines:
-        results = [tokens(tiny.generated(engine, asked)) for _ in range(2)]
-    assert results == [tokens(tiny.generated(TorchEngine(model, STOPS, 4), asked))] * 2
+        results = [tokens(tiny.generated(engine, requests)) for _ in range(2)]
+    assert results == [tokens(tiny.generated(TorchEngine(model, STOPS, 4), requests))] * 2
     [line] = lines
     assert (line["log_level"], line["model"]) == ("warning", type(model).__name__)
     assert "window" in line["reason"]
@@ -131,11 +131,11 @@ def test_a_model_that_raises_is_unsupported_but_a_lack_of_memory_is_an_error(mon
 
 
 def test_earlier_generations_do_not_change_the_bits() -> None:
-    model, asked = tiny.causal("llama", max_position_embeddings=256), tiny.requests(12)
-    fresh = tiny.generated(static(model), asked)
+    model, requests = tiny.causal("llama", max_position_embeddings=256), tiny.requests(12)
+    fresh = tiny.generated(static(model), requests)
     used = static(model)
     tiny.generated(used, tiny.requests(30, step=1, lengths=(1, 90)), max_response_tokens=60)
-    again = tiny.generated(used, asked)
+    again = tiny.generated(used, requests)
     assert tokens(again) == tokens(fresh)
     assert log_probs(again).tobytes() == log_probs(fresh).tobytes()
 
@@ -144,13 +144,13 @@ def test_other_rows_in_the_batch_do_not_change_the_bits_of_a_row() -> None:
     model = tiny.causal("llama")
 
     @torch.inference_mode()
-    def first_row(other: list[int], resting: bool) -> torch.Tensor:
+    def first_row(other: list[int], finished: bool) -> torch.Tensor:
         decoder, prefilled = StaticDecoder(model, False), static_decoding.prefill_cache()
         decoder.prepare(2, 20)
         model(input_ids=torch.tensor([[5, 6, 7, 8], other]), past_key_values=prefilled, use_cache=True)
         decoder.fill([0, 1], [0, 1], [3, 4], prefilled)
         decoder.begin(slice(0, 2), [3, 4])
-        if resting:
+        if finished:
             decoder.rest(np.array([1]))
         return torch.stack([decoder.logits(torch.tensor([token, other[0]]))[0].clone() for token in (8, 3, 4)])
 
@@ -159,20 +159,20 @@ def test_other_rows_in_the_batch_do_not_change_the_bits_of_a_row() -> None:
     assert torch.equal(first_row([20, 30, 40, 50], True), expected)
 
 
-@pytest.mark.parametrize("taken_out", [True, False])
+@pytest.mark.parametrize("removed", [True, False])
 @torch.inference_mode()
-def test_finished_rows_never_exceed_the_buffer(taken_out: bool) -> None:
+def test_finished_rows_never_exceed_the_buffer(removed: bool) -> None:
     model, prefilled = tiny.causal("llama", max_position_embeddings=256), static_decoding.prefill_cache()
     decoder = StaticDecoder(model, False)
     decoder.prepare(4, COLUMNS + 4)
     model(input_ids=torch.full((4, COLUMNS + 2), 5), past_key_values=prefilled, use_cache=True)
     decoder.fill([0, 1, 2, 3], [0, 1, 2, 3], [3, 3, 3, COLUMNS + 2], prefilled)
     decoder.begin(slice(0, 4), [3, 3, 3, COLUMNS + 2])
-    if taken_out:
+    if removed:
         decoder.keep(3, torch.tensor([], dtype=torch.int64), torch.tensor([], dtype=torch.int64))
-    rows = 3 if taken_out else 4
+    rows = 3 if removed else 4
     for _ in range(5):
-        if not taken_out:
+        if not removed:
             decoder.rest(np.array([3]))
         decoder.logits(torch.full((rows,), 5))
     assert set(decoder._steps) == {(4, COLUMNS)}
@@ -190,11 +190,11 @@ def test_the_cache_fits_the_largest_generation_and_is_reused() -> None:
     assert engine._static is None
 
 
-class OnTheDeviceAlone(TorchDispatchMode):
+class ForbidHostTransfers(TorchDispatchMode):
     """Refuses what a capture would."""
 
     def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), more: Any = None) -> Any:
-        assert function.name().partition(".")[0] not in WAITING, function.name()
+        assert function.name().partition(".")[0] not in HOST_TRANSFERS, function.name()
         return function(*arguments, **(more or {}))
 
 
@@ -202,19 +202,19 @@ class OnTheDeviceAlone(TorchDispatchMode):
 def test_a_step_transfers_no_data_between_host_and_device(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     compute, steps = StaticDecoder._compute, []
 
-    def watched(self: StaticDecoder, rows: int, columns: int) -> None:
+    def checked_compute(self: StaticDecoder, rows: int, columns: int) -> None:
         steps.append(rows)
-        with OnTheDeviceAlone():
+        with ForbidHostTransfers():
             compute(self, rows, columns)
 
-    monkeypatch.setattr(StaticDecoder, "_compute", watched)
+    monkeypatch.setattr(StaticDecoder, "_compute", checked_compute)
     tiny.generated(static(tiny.causal(kind), 4), tiny.requests(8))
     assert steps
-    with pytest.raises(AssertionError, match="_local_scalar_dense"), OnTheDeviceAlone():
+    with pytest.raises(AssertionError, match="_local_scalar_dense"), ForbidHostTransfers():
         bool(torch.ones(1))
 
 
-def captures(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], None]]:
+def record_captures(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], None]]:
     """Return what was asked to be captured from now on; it is computed anew instead of replayed."""
     results: list[Callable[[], None]] = []
 
@@ -229,48 +229,48 @@ def captures(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], None]]:
 
 
 def test_a_step_is_captured_once_per_size_and_then_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, asked = tiny.causal("llama"), tiny.requests(40)
-    expected = tokens(tiny.generated(TorchEngine(model, STOPS, 64), asked))
-    result = captures(monkeypatch)
+    model, requests = tiny.causal("llama"), tiny.requests(40)
+    expected = tokens(tiny.generated(TorchEngine(model, STOPS, 64), requests))
+    result = record_captures(monkeypatch)
     engine = static(model, 7)
     engine._static = StaticDecoder(model, capture=True)
-    assert tokens(tiny.generated(engine, asked)) == expected
+    assert tokens(tiny.generated(engine, requests)) == expected
     count = len(result)
     assert 2 <= count <= 4  # Rows are 7, 4, 2 or 1, whatever number is in use.
-    assert tokens(tiny.generated(engine, asked)) == expected
+    assert tokens(tiny.generated(engine, requests)) == expected
     assert len(result) == count
 
 
 def test_graphs_survive_updates_in_place_and_are_dropped_if_weights_are_replaced(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    model, other, asked = tiny.causal("llama"), tiny.causal("llama", seed=1), tiny.requests(6)
-    expected = tokens(tiny.generated(TorchEngine(other, STOPS, 6), asked))
-    result = captures(monkeypatch)
+    model, other, requests = tiny.causal("llama"), tiny.causal("llama", seed=1), tiny.requests(6)
+    expected = tokens(tiny.generated(TorchEngine(other, STOPS, 6), requests))
+    result = record_captures(monkeypatch)
     engine = static(model, 6)
     engine._static = StaticDecoder(model, capture=True)
-    before = tokens(tiny.generated(engine, asked))
+    before = tokens(tiny.generated(engine, requests))
     count = len(result)
     model.load_state_dict(other.state_dict())
-    assert tokens(tiny.generated(engine, asked)) == expected != before
+    assert tokens(tiny.generated(engine, requests)) == expected != before
     assert len(result) == count
     for parameter in model.parameters():
         parameter.data = parameter.data.clone()
-    assert tokens(tiny.generated(engine, asked)) == expected
+    assert tokens(tiny.generated(engine, requests)) == expected
     assert len(result) == 2 * count
 
 
 def test_non_finite_weights_do_not_affect_later_generations() -> None:
-    model, asked = tiny.causal("llama"), tiny.requests(6)
+    model, requests = tiny.causal("llama"), tiny.requests(6)
     engine = static(model)
     good = {name: value.clone() for name, value in model.state_dict().items()}
-    expected = tokens(tiny.generated(engine, asked))
+    expected = tokens(tiny.generated(engine, requests))
     with torch.no_grad():
         model.model.layers[0].self_attn.v_proj.weight.fill_(torch.nan)
     with pytest.raises(ComputationFailed, match="not finite"):
         tiny.generated(engine, tiny.requests(6, lengths=(30, 31)))
     model.load_state_dict(good)
-    assert tokens(tiny.generated(engine, asked)) == expected
+    assert tokens(tiny.generated(engine, requests)) == expected
 
 
 def test_a_later_generation_cancels_an_unfinished_one() -> None:
@@ -285,11 +285,11 @@ def test_a_later_generation_cancels_an_unfinished_one() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("kind", tiny.KINDS)
 def test_graphs_on_a_gpu_draw_the_same_tokens_as_ordinary_decoding(kind: str) -> None:
-    model, asked = tiny.causal(kind).to("cuda"), tiny.requests(40)
+    model, requests = tiny.causal(kind).to("cuda"), tiny.requests(40)
     assert unsupported_reason(model, capture=True) is None
-    expected = tiny.generated(TorchEngine(model, STOPS, 7, static=False), asked)
+    expected = tiny.generated(TorchEngine(model, STOPS, 7, static=False), requests)
     engine = TorchEngine(model, STOPS, 7)
     for _ in range(2):
-        result = tiny.generated(engine, asked)
+        result = tiny.generated(engine, requests)
         assert tokens(result) == tokens(expected)
         assert np.allclose(log_probs(result), log_probs(expected), atol=1e-4)

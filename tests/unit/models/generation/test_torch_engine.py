@@ -25,14 +25,14 @@ def plain(model: Any, request: GenerationRequest, limit: int, temperature: float
     """One prompt, no cache, no batch, no padding: the whole sequence again for every token."""
     ids = request.prompt_ids.tolist()
     numbers = uniforms(seed, request.id, limit)
-    for place in range(limit):
+    for position in range(limit):
         with torch.no_grad():
             logits = model(input_ids=torch.tensor([ids])).logits[0, -1].double()
         if temperature == 0:
             ids.append(int(logits.argmax()))
         else:
             cumulative = torch.softmax(logits / temperature, 0).cumsum(0).numpy()
-            ids.append(int(np.searchsorted(cumulative, numbers[place] * cumulative[-1], side="right")))
+            ids.append(int(np.searchsorted(cumulative, numbers[position] * cumulative[-1], side="right")))
         if ids[-1] in STOPS:
             break
     return ids[len(request.prompt_ids) :]
@@ -41,9 +41,9 @@ def plain(model: Any, request: GenerationRequest, limit: int, temperature: float
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("kind", DECODERS)
 def test_tokens_equal_those_of_a_plain_loop_per_prompt(kind: str, temperature: float) -> None:
-    model, asked = tiny.causal(kind), tiny.requests(12)
-    result = tiny.generated(TorchEngine(model, STOPS, 32), asked, seed=4, temperature=temperature)
-    expected = [plain(model, request, 12, temperature, seed=4) for request in asked]
+    model, requests = tiny.causal(kind), tiny.requests(12)
+    result = tiny.generated(TorchEngine(model, STOPS, 32), requests, seed=4, temperature=temperature)
+    expected = [plain(model, request, 12, temperature, seed=4) for request in requests]
     assert [trajectory.response_ids.tolist() for trajectory in result] == expected
     assert len({len(response) for response in expected}) > 1  # some stopped early, so rows were dropped
 
@@ -60,41 +60,41 @@ def test_log_probs_equal_those_of_the_trainer(kind: str) -> None:
 def test_the_moment_of_dropping_rows_does_not_change_the_tokens(
     monkeypatch: pytest.MonkeyPatch, fraction: float
 ) -> None:
-    model, asked = tiny.causal("llama"), tiny.requests(24)
-    expected = tiny.generated(TorchEngine(model, STOPS, 32), asked)
+    model, requests = tiny.causal("llama"), tiny.requests(24)
+    expected = tiny.generated(TorchEngine(model, STOPS, 32), requests)
     monkeypatch.setattr(engine_module, "DROP_FRACTION", fraction)
-    result = tiny.generated(TorchEngine(model, STOPS, 32), asked)
+    result = tiny.generated(TorchEngine(model, STOPS, 32), requests)
     assert [t.response_ids.tolist() for t in result] == [t.response_ids.tolist() for t in expected]
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "mistral"])
 def test_other_rows_in_the_batch_do_not_change_the_tokens(kind: str) -> None:
-    engine, asked = TorchEngine(tiny.causal(kind), STOPS, 32), tiny.requests(20)
-    together = {t.id: t.response_ids.tolist() for t in tiny.generated(engine, asked)}
-    for some in (asked[:1], asked[3:9], asked[::3]):
+    engine, requests = TorchEngine(tiny.causal(kind), STOPS, 32), tiny.requests(20)
+    together = {t.id: t.response_ids.tolist() for t in tiny.generated(engine, requests)}
+    for some in (requests[:1], requests[3:9], requests[::3]):
         assert all(t.response_ids.tolist() == together[t.id] for t in tiny.generated(engine, some))
 
 
 @pytest.mark.parametrize("slots", [1, 4, 7])
 @pytest.mark.parametrize("kind", DECODERS)
 def test_requests_that_wait_for_a_slot_get_the_same_tokens(kind: str, slots: int) -> None:
-    model, asked = tiny.causal(kind), tiny.requests(40)
-    expected = tiny.generated(TorchEngine(model, STOPS, 64), asked)
-    result = tiny.generated(TorchEngine(model, STOPS, slots), asked[::-1])
+    model, requests = tiny.causal(kind), tiny.requests(40)
+    expected = tiny.generated(TorchEngine(model, STOPS, 64), requests)
+    result = tiny.generated(TorchEngine(model, STOPS, slots), requests[::-1])
     assert [t.response_ids.tolist() for t in result] == [t.response_ids.tolist() for t in expected]
     assert np.allclose(*(np.concatenate([t.log_probs for t in some]) for some in (result, expected)), atol=1e-5)
 
 
 def test_a_free_slot_is_reused_immediately(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, asked, rows = tiny.causal("llama"), tiny.requests(40), []
+    model, requests, rows = tiny.causal("llama"), tiny.requests(40), []
     draw = engine_module.draw
 
-    def counted(logits: torch.Tensor, *arguments: Any) -> Any:
+    def record_rows(logits: torch.Tensor, *arguments: Any) -> Any:
         rows.append(len(logits))
         return draw(logits, *arguments)
 
-    monkeypatch.setattr(engine_module, "draw", counted)
-    result = tiny.generated(TorchEngine(model, STOPS, 4), asked)
+    monkeypatch.setattr(engine_module, "draw", record_rows)
+    result = tiny.generated(TorchEngine(model, STOPS, 4), requests)
     assert sum(rows) == sum(len(t.response_ids) for t in result)
     assert rows == sorted(rows, reverse=True), "a slot stood empty while others waited for one"
 
@@ -103,27 +103,27 @@ def test_decoding_never_exceeds_the_positions_of_the_model(monkeypatch: pytest.M
     # Finished rows are decoded on until half of the batch is; the cache moves to its left end meanwhile.
     monkeypatch.setattr(engine_module, "DROP_FRACTION", 0.5)
     model = tiny.causal("gpt2", n_positions=24)
-    asked = tiny.requests(40)
-    result = tiny.generated(TorchEngine(model, STOPS, 6), asked)
-    expected = tiny.generated(TorchEngine(model, STOPS, 64), asked)
+    requests = tiny.requests(40)
+    result = tiny.generated(TorchEngine(model, STOPS, 6), requests)
+    expected = tiny.generated(TorchEngine(model, STOPS, 64), requests)
     assert [t.response_ids.tolist() for t in result] == [t.response_ids.tolist() for t in expected]
 
 
 def test_seed_and_step_determine_the_tokens_but_not_the_run_name() -> None:
-    engine, asked = TorchEngine(tiny.causal("llama"), STOPS, 32), tiny.requests(8)
+    engine, requests = TorchEngine(tiny.causal("llama"), STOPS, 32), tiny.requests(8)
     renamed = [
-        GenerationRequest(TrajectoryId("other", r.id.step, r.id.prompt, r.id.sample), r.prompt_ids) for r in asked
+        GenerationRequest(TrajectoryId("other", r.id.step, r.id.prompt, r.id.sample), r.prompt_ids) for r in requests
     ]
-    first = [t.response_ids.tolist() for t in tiny.generated(engine, asked)]
-    assert first == [t.response_ids.tolist() for t in tiny.generated(engine, asked)]
+    first = [t.response_ids.tolist() for t in tiny.generated(engine, requests)]
+    assert first == [t.response_ids.tolist() for t in tiny.generated(engine, requests)]
     assert first == [t.response_ids.tolist() for t in tiny.generated(engine, renamed)]
-    assert first != [t.response_ids.tolist() for t in tiny.generated(engine, asked, seed=1)]
+    assert first != [t.response_ids.tolist() for t in tiny.generated(engine, requests, seed=1)]
     assert first != [t.response_ids.tolist() for t in tiny.generated(engine, tiny.requests(8, step=1))]
 
 
 def test_the_same_call_gives_the_same_bits_in_the_same_order() -> None:
-    engine, asked = TorchEngine(tiny.causal("qwen2"), STOPS, 32), tiny.requests(20)
-    first, second = (list(engine.generate(asked, SamplingParameters(12), 0, 3, lambda: False)) for _ in range(2))
+    engine, requests = TorchEngine(tiny.causal("qwen2"), STOPS, 32), tiny.requests(20)
+    first, second = (list(engine.generate(requests, SamplingParameters(12), 0, 3, lambda: False)) for _ in range(2))
     assert [t.id for t in first] == [t.id for t in second]
     assert all(a.log_probs.tobytes() == b.log_probs.tobytes() for a, b in zip(first, second, strict=True))
     ends = [(len(t.response_ids), t.id) for t in first]
@@ -135,18 +135,18 @@ def test_the_same_call_gives_the_same_bits_in_the_same_order() -> None:
 def test_samples_of_one_prompt_equal_those_of_separate_calls(kind: str) -> None:
     engine = TorchEngine(tiny.causal(kind), STOPS, 32)
     prompts = [np.array(ids, np.int32) for ids in ([5, 6, 7, 8], [9, 3], [4, 4, 4, 2, 2, 3])]
-    asked = [GenerationRequest(TrajectoryId("r", 0, i, s), prompts[i]) for i in range(3) for s in range(4)]
-    together = tiny.generated(engine, asked)
-    alone = [tiny.generated(engine, [request])[0] for request in asked]
-    assert [t.response_ids.tolist() for t in together] == [t.response_ids.tolist() for t in alone]
+    requests = [GenerationRequest(TrajectoryId("r", 0, i, s), prompts[i]) for i in range(3) for s in range(4)]
+    together = tiny.generated(engine, requests)
+    separate = [tiny.generated(engine, [request])[0] for request in requests]
+    assert [t.response_ids.tolist() for t in together] == [t.response_ids.tolist() for t in separate]
     assert len({tuple(t.response_ids.tolist()) for t in together[:4]}) > 1
 
 
 def test_a_prefill_in_several_passes_gives_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, asked = tiny.causal("llama"), tiny.requests(12)
-    expected = tiny.generated(TorchEngine(model, STOPS, 32), asked)
+    model, requests = tiny.causal("llama"), tiny.requests(12)
+    expected = tiny.generated(TorchEngine(model, STOPS, 32), requests)
     monkeypatch.setattr(engine_module, "PREFILL_TOKENS", 20)
-    result = tiny.generated(TorchEngine(model, STOPS, 32), asked)
+    result = tiny.generated(TorchEngine(model, STOPS, 32), requests)
     assert [t.response_ids.tolist() for t in result] == [t.response_ids.tolist() for t in expected]
 
 
@@ -164,10 +164,10 @@ def test_a_response_ends_with_its_stop_token_or_at_the_limit() -> None:
 
 
 def test_a_stop_token_at_the_limit_is_an_eos() -> None:
-    engine, asked = TorchEngine(tiny.causal("llama"), STOPS, 32), tiny.requests(30)
-    stopped = [t for t in tiny.generated(engine, asked) if t.finish_reason is FinishReason.EOS]
-    limit = len(stopped[0].response_ids)
-    again = tiny.generated(engine, [r for r in asked if r.id == stopped[0].id], max_response_tokens=limit)
+    engine, requests = TorchEngine(tiny.causal("llama"), STOPS, 32), tiny.requests(30)
+    finished = [t for t in tiny.generated(engine, requests) if t.finish_reason is FinishReason.EOS]
+    limit = len(finished[0].response_ids)
+    again = tiny.generated(engine, [r for r in requests if r.id == finished[0].id], max_response_tokens=limit)
     assert again[0].finish_reason is FinishReason.EOS
 
 
@@ -180,8 +180,8 @@ def test_stop_tokens_can_be_ignored() -> None:
 def test_the_first_token_follows_the_models_distribution() -> None:
     model = tiny.causal("llama", initializer_range=0.1)
     prompt = np.array([5, 6, 7], np.int32)
-    asked = [GenerationRequest(TrajectoryId("r", 0, 0, sample), prompt) for sample in range(4000)]
-    result = tiny.generated(TorchEngine(model, frozenset(), 4000), asked, max_response_tokens=1)
+    requests = [GenerationRequest(TrajectoryId("r", 0, 0, sample), prompt) for sample in range(4000)]
+    result = tiny.generated(TorchEngine(model, frozenset(), 4000), requests, max_response_tokens=1)
     counts = np.bincount([int(t.response_ids[0]) for t in result], minlength=tiny.VOCABULARY)
     with torch.no_grad():
         expected = 4000 * torch.softmax(model(input_ids=torch.tensor([[5, 6, 7]])).logits[0, -1].double(), 0).numpy()
@@ -216,13 +216,13 @@ def test_inference_mode_is_off_between_trajectories() -> None:
 
 
 def test_new_weights_are_used_immediately() -> None:
-    model, asked = tiny.causal("llama"), tiny.requests(6)
+    model, requests = tiny.causal("llama"), tiny.requests(6)
     engine = TorchEngine(model, STOPS, 8)
-    tiny.generated(engine, asked)
+    tiny.generated(engine, requests)
     model.load_state_dict(tiny.causal("llama", seed=1).state_dict())
     fresh = TorchEngine(tiny.causal("llama", seed=1), STOPS, 8)
-    assert [t.response_ids.tolist() for t in tiny.generated(engine, asked)] == [
-        t.response_ids.tolist() for t in tiny.generated(fresh, asked)
+    assert [t.response_ids.tolist() for t in tiny.generated(engine, requests)] == [
+        t.response_ids.tolist() for t in tiny.generated(fresh, requests)
     ]
 
 
@@ -237,9 +237,9 @@ def test_new_weights_are_used_immediately() -> None:
     ],
 )
 def test_an_invalid_request_is_refused_at_the_call(prompt: list[int], limit: int, message: str) -> None:
-    asked = [GenerationRequest(TrajectoryId("r", 0, 0, 0), np.array(prompt, np.int32))]
+    requests = [GenerationRequest(TrajectoryId("r", 0, 0, 0), np.array(prompt, np.int32))]
     with pytest.raises(InvalidRequest, match=message):
-        TorchEngine(tiny.causal("llama"), STOPS, 4).generate(asked, SamplingParameters(limit), 0, 0, lambda: False)
+        TorchEngine(tiny.causal("llama"), STOPS, 4).generate(requests, SamplingParameters(limit), 0, 0, lambda: False)
 
 
 def test_an_empty_request_gives_no_trajectories() -> None:
@@ -247,6 +247,6 @@ def test_an_empty_request_gives_no_trajectories() -> None:
 
 
 def test_a_sequence_may_fill_every_position() -> None:
-    asked = [GenerationRequest(TrajectoryId("r", 0, 0, 0), np.array([3] * 59, np.int32))]
-    result = tiny.generated(TorchEngine(tiny.causal("gpt2"), frozenset(), 4), asked, max_response_tokens=5)
+    requests = [GenerationRequest(TrajectoryId("r", 0, 0, 0), np.array([3] * 59, np.int32))]
+    result = tiny.generated(TorchEngine(tiny.causal("gpt2"), frozenset(), 4), requests, max_response_tokens=5)
     assert len(result[0].response_ids) == 5

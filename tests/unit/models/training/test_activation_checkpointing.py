@@ -48,8 +48,8 @@ def test_an_update_with_checkpointing_is_bit_identical(kind: str, trained: str, 
     if lora:
         add_adapter(policy if trained == "policy" else policy.base_model, "base", 2, 4.0)
     assert supports_packing(model) is PACKED[kind]
-    (kept, weights), (recomputed, same) = update(model, False), update(model, True)
-    assert recomputed == kept
+    (expected, weights), (recomputed, same) = update(model, False), update(model, True)
+    assert recomputed == expected
     assert all(torch.equal(one, other) for one, other in zip(weights, same, strict=True))
     before = [parameter.detach() for parameter in model.parameters()]
     assert any(not torch.equal(one, other) for one, other in zip(weights, before, strict=True))
@@ -66,10 +66,10 @@ def test_checkpointing_saves_fewer_bytes(kind: str, lora: bool) -> None:
     def forward() -> Any:
         return model.base_model(input_ids=ids, use_cache=False).last_hidden_state
 
-    kept = saved_bytes(model, forward)
+    expected = saved_bytes(model, forward)
     with activation_checkpointing(model):
         recomputed = saved_bytes(model, forward)
-    assert recomputed < 0.5 * kept
+    assert recomputed < 0.5 * expected
     # What goes into each layer is still there.
     assert recomputed >= count_checkpointed_layers(model) * ids.numel() * 32 * 4
 

@@ -22,14 +22,14 @@ from tests.unit.models import tiny, updates
 
 STOPS = frozenset({tiny.EOS, 7, 9})
 LOSS = updates.with_options(entropy_coefficient=0.0, kl_loss_coefficient=0.0)
-NEAR = 0.15
+MAX_DIFFERENCE = 0.15
 """Nats that a log-prob may move when weights and activations have 8 bits."""
 
 
-def pair(kind: str) -> tuple[Any, Any]:
+def full_and_half(kind: str) -> tuple[Any, Any]:
     """The same weights, which bfloat16 can hold, computed with in float32 and in bfloat16."""
-    narrow = tiny.causal(kind, initializer_range=0.1).bfloat16()
-    return copy.deepcopy(narrow).float(), narrow
+    half = tiny.causal(kind, initializer_range=0.1).bfloat16()
+    return copy.deepcopy(half).float(), half
 
 
 def rounded(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
@@ -39,14 +39,14 @@ def rounded(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 
 @pytest.mark.parametrize("kind", tiny.KINDS)
 def test_log_probs_are_float32_and_close_to_those_of_float32_weights(kind: str) -> None:
-    wide, narrow = pair(kind)
-    result = tiny.generated(TorchEngine(narrow, STOPS, 8), tiny.requests(24), temperature=0.7)
+    full, half = full_and_half(kind)
+    result = tiny.generated(TorchEngine(half, STOPS, 8), tiny.requests(24), temperature=0.7)
     batch, drawn = TokenBatch.of(result), np.concatenate([trajectory.log_probs for trajectory in result])
-    trained = response_log_probs(narrow, batch, 0.7, 256)
-    exact = response_log_probs(wide, batch, 0.7, 256)
+    trained = response_log_probs(half, batch, 0.7, 256)
+    exact = response_log_probs(full, batch, 0.7, 256)
     assert (drawn.dtype, trained.dtype) == (np.float32, np.float32)
-    assert np.abs(drawn - exact).max() < NEAR
-    assert np.abs(trained - exact).max() < NEAR
+    assert np.abs(drawn - exact).max() < MAX_DIFFERENCE
+    assert np.abs(trained - exact).max() < MAX_DIFFERENCE
     # Logits have 8 bits; what is made of them has 24.
     assert np.any(rounded(drawn) != drawn)
     assert np.any(rounded(trained) != trained)
@@ -65,7 +65,7 @@ def test_draws_from_bfloat16_and_equal_float32_logits_are_the_same(sampling: dic
 
 
 def test_the_same_call_gives_the_same_bits() -> None:
-    engine = TorchEngine(pair("qwen2")[1], STOPS, 5)
+    engine = TorchEngine(full_and_half("qwen2")[1], STOPS, 5)
     first, second = (tiny.generated(engine, tiny.requests(20)) for _ in range(2))
     assert [t.response_ids.tolist() for t in first] == [t.response_ids.tolist() for t in second]
     assert all(a.log_probs.tobytes() == b.log_probs.tobytes() for a, b in zip(first, second, strict=True))
@@ -73,41 +73,42 @@ def test_the_same_call_gives_the_same_bits() -> None:
 
 @pytest.mark.parametrize("kind", tiny.KINDS)
 def test_packing_is_supported(kind: str) -> None:
-    assert supports_packing(pair(kind)[1])
+    assert supports_packing(full_and_half(kind)[1])
 
 
 def test_an_update_is_close_to_that_of_float32_and_reproducible() -> None:
-    wide, narrow = pair("llama")
-    again = copy.deepcopy(narrow)
-    data = updates.experience(wide)
-    chosen = updates.settings(num_epochs=1, num_mini_batches=1, learning_rate=0.01)
+    full, half = full_and_half("llama")
+    again = copy.deepcopy(half)
+    data = updates.experience(full)
+    optimization = updates.settings(num_epochs=1, num_mini_batches=1, learning_rate=0.01)
     metrics = [
-        update_policy(model, create_optimizer(model, 0.01), data, chosen, LOSS, 1000) for model in (wide, narrow, again)
+        update_policy(model, create_optimizer(model, 0.01), data, optimization, LOSS, 1000)
+        for model in (full, half, again)
     ]
-    assert {parameter.dtype for parameter in narrow.parameters()} == {torch.bfloat16}
+    assert {parameter.dtype for parameter in half.parameters()} == {torch.bfloat16}
     # The old log-probs are its own, of the very same forward pass: the ratio starts at 1.
     assert metrics[1]["approx_kl"] == metrics[1]["clip_fraction"] == 0
     for name in ("policy_loss", "entropy", "grad_norm", "rollout_mismatch_kl"):
         assert metrics[1][name] == pytest.approx(metrics[0][name], rel=0.05, abs=0.01), name
-    before, total, wrong = dict(pair("llama")[0].named_parameters()), 0, 0
-    for name, parameter in narrow.named_parameters():
-        moves = [(p.float() - before[name]).detach() for p in (dict(wide.named_parameters())[name], parameter)]
+    before, total, wrong = dict(full_and_half("llama")[0].named_parameters()), 0, 0
+    for name, parameter in half.named_parameters():
+        moves = [(p.float() - before[name]).detach() for p in (dict(full.named_parameters())[name], parameter)]
         clear = moves[0].abs() > 0.005
         total, wrong = total + int(clear.sum()), wrong + int((moves[0].sign() != moves[1].sign())[clear].sum())
     assert total > 1000
     assert wrong / total < 0.05  # Adam's first step is a sign: of gradients near 0 rounding may turn it.
-    assert updates.largest_difference(narrow, again) == 0
+    assert updates.largest_difference(half, again) == 0
     assert metrics[1] == metrics[2]
 
 
 def test_an_adapter_learns_at_rates_below_the_resolution_of_bfloat16_weights() -> None:
-    model = pair("llama")[1]
+    model = full_and_half("llama")[1]
     data = dataclasses.replace(updates.experience(model), actor_mask=np.ones(sum(updates.RESPONSES), np.float32))
     adapter = add_adapter(model, "base", rank=2, alpha=4.0, seed=0)
     trained = {name: p.detach().clone() for name, p in adapter.model.named_parameters() if p.requires_grad}
     assert {p.dtype for p in trained.values()} == {torch.float32}
-    chosen = updates.settings(num_epochs=3, num_mini_batches=1, learning_rate=1e-6)
-    update_policy(model, create_optimizer(model, 1e-6), data, chosen, LOSS, 1000)
+    optimization = updates.settings(num_epochs=3, num_mini_batches=1, learning_rate=1e-6)
+    update_policy(model, create_optimizer(model, 1e-6), data, optimization, LOSS, 1000)
     now = dict(adapter.model.named_parameters())
     moved = [float((now[name].detach() - before).abs().max()) for name, before in trained.items() if "lora_B" in name]
     assert all(1e-6 < move < 1e-5 for move in moved)

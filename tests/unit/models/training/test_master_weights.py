@@ -25,7 +25,7 @@ from tests.unit.models.saving import save_optimizer, save_policy
 HALF = [torch.bfloat16, torch.float16]
 
 
-def narrow(kind: str = "llama", dtype: torch.dtype = torch.bfloat16) -> Any:
+def half_precision_model(kind: str = "llama", dtype: torch.dtype = torch.bfloat16) -> Any:
     return tiny.causal(kind, initializer_range=0.1).to(dtype)
 
 
@@ -34,7 +34,7 @@ def learn(model: Any, optimizer: torch.optim.Optimizer, seed: int = 0, rate: flo
     return update_policy(model, optimizer, data, updates.settings(learning_rate=rate), updates.LOSS, 40)
 
 
-def learning(optimizer: MasterWeightAdamW) -> torch.Tensor:
+def stepped_weights(optimizer: MasterWeightAdamW) -> torch.Tensor:
     return torch.cat([weight.detach().flatten() for weight in optimizer.stepped_parameters()]).double()
 
 
@@ -59,7 +59,7 @@ def test_float32_training_is_bit_identical_to_plain_adamw_without_copies(tmp_pat
 
 @pytest.mark.parametrize("dtype", HALF)
 def test_a_step_clips_and_updates_float32_copies_and_then_rounds(dtype: torch.dtype) -> None:
-    model = narrow(dtype=dtype)
+    model = half_precision_model(dtype=dtype)
     optimizer = create_optimizer(model, 1e-3, weight_decay=0.1)
     copies = [p.detach().float().requires_grad_() for p in model.parameters()]
     plain = plain_adamw(copies, 0.1)
@@ -67,18 +67,18 @@ def test_a_step_clips_and_updates_float32_copies_and_then_rounds(dtype: torch.dt
     addresses = [p.data_ptr() for p in model.parameters()]
     generator = torch.Generator().manual_seed(0)
     for _ in range(3):
-        for parameter, wide in zip(model.parameters(), copies, strict=True):
+        for parameter, float_copy in zip(model.parameters(), copies, strict=True):
             parameter.grad = torch.randn(parameter.shape, generator=generator).to(dtype)
-            wide.grad = parameter.grad.float()
+            float_copy.grad = parameter.grad.float()
         expected = float(torch.nn.utils.clip_grad_norm_([p for g in plain.param_groups for p in g["params"]], 0.5))
         plain.step()
         assert apply_gradients(optimizer, [torch.zeros(())], 0.5, "policy") == expected
-        for parameter, wide in zip(model.parameters(), copies, strict=True):
-            assert torch.equal(parameter, wide.to(dtype))
+        for parameter, float_copy in zip(model.parameters(), copies, strict=True):
+            assert torch.equal(parameter, float_copy.to(dtype))
             assert parameter.grad is None
-    master_weights = {id(parameter): master for master, parameter in optimizer.parameter_of_master.items()}
-    for parameter, wide in zip(model.parameters(), copies, strict=True):
-        assert torch.equal(master_weights[id(parameter)], wide)
+    master_weights = {id(parameter): weight for weight, parameter in optimizer.parameter_of_master.items()}
+    for parameter, float_copy in zip(model.parameters(), copies, strict=True):
+        assert torch.equal(master_weights[id(parameter)], float_copy)
     assert [p.data_ptr() for p in model.parameters()] == addresses
     assert {value.dtype for entry in optimizer.state.values() for value in entry.values()} == {torch.float32}
 
@@ -86,14 +86,17 @@ def test_a_step_clips_and_updates_float32_copies_and_then_rounds(dtype: torch.dt
 @pytest.mark.parametrize("kind", tiny.KINDS)
 @pytest.mark.sampled(4)
 def test_small_updates_accumulate_in_the_master_weights_until_the_parameters_change(kind: str) -> None:
-    half = narrow(kind)
+    half = half_precision_model(kind)
     moves = []
     for model in (copy.deepcopy(half).float(), half):
         optimizer = create_optimizer(model, 1e-6)
-        before = learning(optimizer)
-        data, chosen = updates.experience(model), updates.settings(num_epochs=1, num_mini_batches=1, learning_rate=1e-6)
-        update_policy(model, optimizer, data, chosen, updates.LOSS, 1000)
-        moves.append(learning(optimizer) - before)
+        before = stepped_weights(optimizer)
+        data, optimization = (
+            updates.experience(model),
+            updates.settings(num_epochs=1, num_mini_batches=1, learning_rate=1e-6),
+        )
+        update_policy(model, optimizer, data, optimization, updates.LOSS, 1000)
+        moves.append(stepped_weights(optimizer) - before)
     assert torch.cosine_similarity(*moves, dim=0) > 0.9
     assert (moves[1] != 0).double().mean() > 0.9
     weights = [p.detach().clone() for p in half.parameters()]
@@ -101,11 +104,11 @@ def test_small_updates_accumulate_in_the_master_weights_until_the_parameters_cha
         learn(half, optimizer, seed, 1e-5)
     changed = [float((p != old).double().mean()) for p, old in zip(half.parameters(), weights, strict=True)]
     assert np.mean(changed) > 0.05
-    assert all(torch.equal(parameter, master.bfloat16()) for master, parameter in optimizer.parameter_of_master.items())
+    assert all(torch.equal(parameter, weight.bfloat16()) for weight, parameter in optimizer.parameter_of_master.items())
 
 
 def test_frozen_parameters_have_no_master_weight_and_do_not_change() -> None:
-    model = narrow()
+    model = half_precision_model()
     freeze_parameters(model, ["*embed_tokens*", "*.layers.0.*"])
     before = [p.detach().clone() for p in model.parameters()]
     optimizer = create_optimizer(model, 0.1, weight_decay=0.1)
@@ -117,7 +120,7 @@ def test_frozen_parameters_have_no_master_weight_and_do_not_change() -> None:
 
 
 def test_adapters_and_value_heads_are_float32_and_have_no_copy(tmp_path: Path) -> None:
-    model = narrow()
+    model = half_precision_model()
     add_adapter(model, "base", rank=2, alpha=4.0)
     assert not create_optimizer(model, 0.1).parameter_of_master
     critic = load_critic(tiny.saved(tiny.classifier("llama"), tmp_path / "m"), dtype="bfloat16")
@@ -130,11 +133,11 @@ def test_adapters_and_value_heads_are_float32_and_have_no_copy(tmp_path: Path) -
 
 
 def test_an_update_that_ends_early_leaves_no_gradients() -> None:
-    model = narrow()
+    model = half_precision_model()
     optimizer = create_optimizer(model, 0.1)
     loss = dataclasses.replace(updates.LOSS, target_kl=1e-9)
-    chosen = updates.settings(num_epochs=3)
-    assert update_policy(model, optimizer, updates.experience(model), chosen, loss, 40)["optimizer_steps"] == 1
+    optimization = updates.settings(num_epochs=3)
+    assert update_policy(model, optimizer, updates.experience(model), optimization, loss, 40)["optimizer_steps"] == 1
     assert all(p.grad is None for p in [*model.parameters(), *optimizer.stepped_parameters()])
 
 
@@ -155,38 +158,38 @@ def test_training_from_saved_master_weights_is_bit_identical(dtype: str, tmp_pat
     assert {str(value.dtype) for value in stored.values()} == {f"torch.{dtype}"}
     resumed = load_causal_lm(tmp_path / "policy", dtype)
     other = create_optimizer(resumed, 0.0, weight_decay=0.1)
-    assert not torch.equal(learning(other), learning(optimizer))
+    assert not torch.equal(stepped_weights(other), stepped_weights(optimizer))
     load_optimizer(other, tmp_path / "optimizer")
-    assert torch.equal(learning(other), learning(optimizer))
+    assert torch.equal(stepped_weights(other), stepped_weights(optimizer))
     for seed in range(3):
         assert learn(resumed, other, seed) == learn(model, optimizer, seed)
-    assert torch.equal(learning(other), learning(optimizer))
+    assert torch.equal(stepped_weights(other), stepped_weights(optimizer))
     assert updates.largest_difference(model, resumed) == 0
 
 
-def without_masters(path: Path, drop: Any = lambda name: True) -> None:
+def remove_master_weights(path: Path, drop: Any = lambda name: True) -> None:
     with safetensors.safe_open(path, framework="pt") as file:
         metadata = file.metadata()
-        kept = {n: file.get_tensor(n) for n in file.keys() if not (n.endswith(".master") and drop(n))}  # noqa: SIM118
-    safetensors.torch.save_file(kept, path, metadata=metadata)
+        tensors = {n: file.get_tensor(n) for n in file.keys() if not (n.endswith(".master") and drop(n))}  # noqa: SIM118
+    safetensors.torch.save_file(tensors, path, metadata=metadata)
 
 
 def test_master_weights_of_another_checkpoint_are_refused_without_a_change(tmp_path: Path) -> None:
     saved(tmp_path)
     path = tmp_path / "optimizer"
-    wide = load_causal_lm(tmp_path / "policy", "float32")
+    full = load_causal_lm(tmp_path / "policy", "float32")
     with pytest.raises(ModelError, match=rf"{path}: has float32 master weights of \d+ parameters, the model 0 "):
-        load_optimizer(create_optimizer(wide, 0.1), path)
+        load_optimizer(create_optimizer(full, 0.1), path)
     for start in (tmp_path / "start", tmp_path / "policy"):
         # Of another checkpoint; in another type.
         dtype = "bfloat16" if start.name == "start" else "float16"
         optimizer = create_optimizer(load_causal_lm(start, dtype), 0.1)
-        before = learning(optimizer)
+        before = stepped_weights(optimizer)
         with pytest.raises(ModelError, match=rf"{path}: the master weight of parameter \d+, .* does not round to"):
             load_optimizer(optimizer, path)
-        assert torch.equal(learning(optimizer), before)
+        assert torch.equal(stepped_weights(optimizer), before)
     half = create_optimizer(load_causal_lm(tmp_path / "policy", "bfloat16"), 0.1)
     for missing in (lambda name: name == "3.master", lambda name: True):
-        without_masters(path, missing)
+        remove_master_weights(path, missing)
         with pytest.raises(ModelError, match=rf"{path}: has float32 master weights of \d+ parameters"):
             load_optimizer(half, path)

@@ -36,10 +36,10 @@ def test_weight_decay_applies_only_to_matrices() -> None:
 def test_training_from_a_saved_optimizer_is_bit_identical(tmp_path: Path) -> None:
     data = experience(None)
     tiny.saved(tiny.classifier("llama"), tmp_path / "m")
-    chosen = settings(learning_rate=1e-2)
+    optimization = settings(learning_rate=1e-2)
 
     def step(critic: ValueModel, optimizer: torch.optim.Optimizer) -> None:
-        update_value(critic, optimizer, data, chosen, ValueLossSettings(), 40)
+        update_value(critic, optimizer, data, optimization, ValueLossSettings(), 40)
 
     critic = load_critic(tmp_path / "m")
     optimizer = create_optimizer(critic, 0.0, weight_decay=0.1)

@@ -55,7 +55,7 @@ def micro_batch(model: Any, lengths: list[int]) -> Any:
     )
 
 
-def worst(model: Any) -> Any:
+def largest_batch(model: Any) -> Any:
     """Sequences of 60 tokens, and for a packed model shorter ones that attention spreads out to as many."""
     return micro_batch(model, [60, *[36] * 3] * 11 if supports_packing(model) else [60] * 20)
 
@@ -64,23 +64,23 @@ def worst(model: Any) -> Any:
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_estimate_matches_the_saved_bytes_of_a_larger_policy_pass(kind: str, recomputes: bool) -> None:
     model = tiny.causal(kind)
-    large, even = worst(model), micro_batch(model, [60] * 20)
+    large, equal = largest_batch(model), micro_batch(model, [60] * 20)
     with activation_checkpointing(model, recomputes):
         result = memory.activations_saved_by(model, memory.policy_forward(model, "report", whole=True), 60)
-        counted, of_even = (
-            saved_bytes(model, lambda given=given: forward_log_probs(model, given, 1.0, "report"))
-            for given in (large, even)
+        saved, saved_of_equal = (
+            saved_bytes(model, lambda batch=batch: forward_log_probs(model, batch, 1.0, "report"))
+            for batch in (large, equal)
         )
-    assert result.bytes(large.input_ids.numel(), 60) == pytest.approx(counted, rel=0.01)
-    assert result.bytes(20 * 60, 60) >= of_even
+    assert result.bytes(large.input_ids.numel(), 60) == pytest.approx(saved, rel=0.01)
+    assert result.bytes(20 * 60, 60) >= saved_of_equal
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_estimate_matches_the_saved_bytes_of_a_larger_value_pass(kind: str) -> None:
     model = ValueModel.of_causal_lm(tiny.causal(kind))
-    large = worst(model)
-    counted = saved_bytes(model, lambda: forward_values(model, large))
-    assert measure_value(model, 60).plain.bytes(large.input_ids.numel(), 60) == pytest.approx(counted, rel=0.01)
+    large = largest_batch(model)
+    saved = saved_bytes(model, lambda: forward_values(model, large))
+    assert measure_value(model, 60).plain.bytes(large.input_ids.numel(), 60) == pytest.approx(saved, rel=0.01)
 
 
 def test_attention_scores_that_are_saved_count_per_pair_of_tokens() -> None:
@@ -132,7 +132,7 @@ def test_short_sequences_can_be_measured(longest: int) -> None:
     assert measure_policy(tiny.causal("llama"), longest, "report").token_bytes(False) > 0
 
 
-def needs(longest: int) -> UpdateMemory:
+def memory_of(longest: int) -> UpdateMemory:
     """8 bytes of state and 8 a token, 2 a token with gradient checkpointing."""
     plain, again = (
         Activations(SavedActivations(0, size, 0), SavedActivations(0, size, 0), 0, 0) for size in (8.0, 2.0)
@@ -158,8 +158,8 @@ def needs(longest: int) -> UpdateMemory:
 )
 def test_the_token_limit_is_halved_until_it_fits(tokens: int, longest: int, expected: int) -> None:
     free = (8 + 8 * tokens) / memory.MEMORY_FRACTION + 0.1
-    assert needs(longest).most_tokens(4096, free, False) == expected
-    assert needs(longest).most_tokens(4096, (8 + 2 * tokens) / memory.MEMORY_FRACTION + 0.1, True) == expected
+    assert memory_of(longest).most_tokens(4096, free, False) == expected
+    assert memory_of(longest).most_tokens(4096, (8 + 2 * tokens) / memory.MEMORY_FRACTION + 0.1, True) == expected
 
 
 def test_unused_memory_of_the_allocator_counts_as_free(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,13 +24,13 @@ from tests.unit.models.updates import (
     OPTIONS,
     PROMPTS,
     RESPONSES,
-    Straightforward,
+    ReferenceUpdate,
     experience,
     largest_difference,
-    outcome,
     settings,
     sgd,
     with_options,
+    with_outcome_advantages,
 )
 
 
@@ -38,14 +38,14 @@ from tests.unit.models.updates import (
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_a_policy_update_agrees_with_a_float64_reference_implementation(kind: str, num_mini_batches: int) -> None:
     model = tiny.causal(kind)
-    data, chosen = experience(model), settings(num_mini_batches=num_mini_batches)
-    plain = Straightforward(model, data, chosen)
-    expected = plain.policy()
+    data, optimization = experience(model), settings(num_mini_batches=num_mini_batches)
+    reference = ReferenceUpdate(model, data, optimization)
+    expected = reference.policy()
     before = copy.deepcopy(model)
-    result = update_policy(model, sgd(model), data, chosen, LOSS, 40)
+    result = update_policy(model, sgd(model), data, optimization, LOSS, 40)
     assert {name: result[name] for name in expected} == pytest.approx(expected, rel=1e-4, abs=1e-5)
     assert 0 < result["clip_fraction"] < 1
-    assert largest_difference(model, plain.model) < 1e-5
+    assert largest_difference(model, reference.model) < 1e-5
     assert largest_difference(model, before) > 1e-3
     assert result["optimizer_steps"] == 2 * num_mini_batches
     assert result["learning_rate"] == 0.05
@@ -54,29 +54,33 @@ def test_a_policy_update_agrees_with_a_float64_reference_implementation(kind: st
 @pytest.mark.parametrize("option", OPTIONS)
 def test_each_option_agrees_with_the_reference_implementation(option: str) -> None:
     model = tiny.causal("llama")
-    data, chosen, loss = outcome(experience(model)), settings(num_mini_batches=3), with_options(**OPTIONS[option])
-    plain, without = Straightforward(model, data, chosen, loss), Straightforward(model, data, chosen)
-    expected = plain.policy()
+    data, optimization, loss = (
+        with_outcome_advantages(experience(model)),
+        settings(num_mini_batches=3),
+        with_options(**OPTIONS[option]),
+    )
+    reference, without = ReferenceUpdate(model, data, optimization, loss), ReferenceUpdate(model, data, optimization)
+    expected = reference.policy()
     without.policy()
-    result = update_policy(model, sgd(model), data, chosen, loss, 40)
+    result = update_policy(model, sgd(model), data, optimization, loss, 40)
     assert {name: result[name] for name in expected} == pytest.approx(expected, rel=1e-4, abs=1e-5)
     assert 0 < result["clip_fraction"] < 1
-    assert largest_difference(model, plain.model) < 1e-5
-    assert largest_difference(plain.model, without.model) > 1e-4
+    assert largest_difference(model, reference.model) < 1e-5
+    assert largest_difference(reference.model, without.model) > 1e-4
 
 
 def test_the_update_ends_before_a_step_with_a_kl_above_the_target() -> None:
     model = tiny.causal("llama")
-    data, chosen = experience(model), settings(num_mini_batches=3)
-    free = Straightforward(model, data, chosen)
-    free.policy()
-    bound = (free.kl_seen[1] + max(free.kl_seen)) / 2
-    plain = Straightforward(model, data, chosen, with_options(target_kl=bound))
-    expected = plain.policy()
+    data, optimization = experience(model), settings(num_mini_batches=3)
+    unbounded = ReferenceUpdate(model, data, optimization)
+    unbounded.policy()
+    bound = (unbounded.kl_seen[1] + max(unbounded.kl_seen)) / 2
+    reference = ReferenceUpdate(model, data, optimization, with_options(target_kl=bound))
+    expected = reference.policy()
     assert 2 <= expected["optimizer_steps"] < 6
-    result = update_policy(model, sgd(model), data, chosen, with_options(target_kl=bound), 40)
+    result = update_policy(model, sgd(model), data, optimization, with_options(target_kl=bound), 40)
     assert {name: result[name] for name in expected} == pytest.approx(expected, rel=1e-4, abs=1e-5)
-    assert largest_difference(model, plain.model) < 1e-5
+    assert largest_difference(model, reference.model) < 1e-5
     assert result["skipped_steps"] == 0
     assert all(parameter.grad is None for parameter in model.parameters())
 
@@ -94,12 +98,12 @@ def test_the_first_step_is_always_taken_and_a_target_kl_of_zero_is_off(bound: fl
 @pytest.mark.parametrize("clip", [0.2, 50.0])
 def test_a_value_update_agrees_with_a_float64_reference_implementation(clip: float) -> None:
     model = ValueModel.of_classifier(tiny.classifier("llama"))
-    data, chosen = experience(None), settings(num_mini_batches=3)
-    plain = Straightforward(model, data, chosen)
-    expected = plain.value(clip)
-    result = update_value(model, sgd(model), data, chosen, ValueLossSettings(clip), 40)
+    data, optimization = experience(None), settings(num_mini_batches=3)
+    reference = ReferenceUpdate(model, data, optimization)
+    expected = reference.value(clip)
+    result = update_value(model, sgd(model), data, optimization, ValueLossSettings(clip), 40)
     assert result["value_loss"] == pytest.approx(expected["value_loss"], rel=1e-4)
-    assert largest_difference(model, plain.model) < 1e-5
+    assert largest_difference(model, reference.model) < 1e-5
     assert (result["value_clip_fraction"] > 0) == (clip == 0.2)
     assert result["optimizer_steps"] == 6
 
@@ -111,10 +115,12 @@ def test_the_micro_batch_size_does_not_change_the_weights(num_mini_batches: int,
     data = experience(tiny.causal("llama"))
     for max_tokens in (1, 33, 10_000):
         model, critic = tiny.causal("llama"), ValueModel.of_classifier(tiny.classifier("llama"))
-        chosen = settings(num_mini_batches=num_mini_batches, learning_rate=1e-3)
+        optimization = settings(num_mini_batches=num_mini_batches, learning_rate=1e-3)
         # An eps far above the rounding of the gradients: with 1e-8 Adam turns a gradient of 1e-9 into a whole step.
-        update_policy(model, create_optimizer(model, 0.0, eps=1e-3), data, chosen, loss, max_tokens)
-        update_value(critic, create_optimizer(critic, 0.0, eps=1e-3), data, chosen, ValueLossSettings(), max_tokens)
+        update_policy(model, create_optimizer(model, 0.0, eps=1e-3), data, optimization, loss, max_tokens)
+        update_value(
+            critic, create_optimizer(critic, 0.0, eps=1e-3), data, optimization, ValueLossSettings(), max_tokens
+        )
         policies.append(model)
         critics.append(critic)
     assert max(largest_difference(policies[0], other) for other in policies[1:]) < 1e-5
@@ -125,13 +131,13 @@ def test_the_micro_batch_size_does_not_change_the_weights(num_mini_batches: int,
 def test_the_ratio_starts_at_exactly_one(num_mini_batches: int) -> None:
     deviations: list[float] = []
 
-    def watching(log_probs: torch.Tensor, old: torch.Tensor, *tensors: Any, **settings: Any) -> PolicyLoss:
+    def record_ratio(log_probs: torch.Tensor, old: torch.Tensor, *tensors: Any, **settings: Any) -> PolicyLoss:
         deviations.append(float((log_probs.detach() - old).exp().sub(1).abs().max()))
         return policy_loss(log_probs, old, *tensors, **settings)
 
     model = tiny.causal("llama")
     data = experience(model)
-    update_policy(model, sgd(model), data, settings(num_mini_batches=num_mini_batches), LOSS, 1000, watching)
+    update_policy(model, sgd(model), data, settings(num_mini_batches=num_mini_batches), LOSS, 1000, record_ratio)
     assert deviations[0] == 0.0
     assert min(deviations[1:]) > 1e-3
 
@@ -139,10 +145,12 @@ def test_the_ratio_starts_at_exactly_one(num_mini_batches: int) -> None:
 def test_old_log_probs_come_from_the_weights_before_the_first_epoch() -> None:
     model = tiny.causal("llama")
     data = experience(model)
-    frozen = settings(num_mini_batches=3, num_epochs=1, learning_rate=0.0)
-    assert update_policy(model, sgd(model), data, frozen, LOSS, 40)["approx_kl"] == pytest.approx(0.0, abs=1e-9)
-    moving = settings(num_mini_batches=3, num_epochs=1)
-    assert update_policy(model, sgd(model), data, moving, LOSS, 40)["approx_kl"] > 1e-4
+    constant_weights = settings(num_mini_batches=3, num_epochs=1, learning_rate=0.0)
+    assert update_policy(model, sgd(model), data, constant_weights, LOSS, 40)["approx_kl"] == pytest.approx(
+        0.0, abs=1e-9
+    )
+    changed_weights = settings(num_mini_batches=3, num_epochs=1)
+    assert update_policy(model, sgd(model), data, changed_weights, LOSS, 40)["approx_kl"] > 1e-4
 
 
 def test_the_same_update_gives_the_same_bits() -> None:
@@ -175,9 +183,9 @@ def test_a_mini_batch_without_masked_tokens_takes_no_step() -> None:
         result = update_policy(model, sgd(model), changed, settings(num_mini_batches=3, num_epochs=1), LOSS, 40)
         assert result["optimizer_steps"] == 2
         assert all(np.isfinite(value) for value in result.values())
-    nothing = dataclasses.replace(data, actor_mask=np.zeros_like(data.actor_mask))
+    fully_masked = dataclasses.replace(data, actor_mask=np.zeros_like(data.actor_mask))
     before = copy.deepcopy(model)
-    result = update_policy(model, sgd(model), nothing, settings(), LOSS, 40)
+    result = update_policy(model, sgd(model), fully_masked, settings(), LOSS, 40)
     assert result["optimizer_steps"] == 0
     assert not {"policy_loss", "grad_norm"} & set(result)
     assert result["entropy"] > 0, "it is the old policy's, whatever is trained on"
@@ -189,11 +197,11 @@ def forward_passes(monkeypatch: pytest.MonkeyPatch, name: str) -> list[str]:
     """Grows by one at each call of that function of the training module."""
     calls, original = [], getattr(training, name)
 
-    def counted(*arguments: Any) -> Any:
+    def count_call(*arguments: Any) -> Any:
         calls.append(name)
         return original(*arguments)
 
-    monkeypatch.setattr(training, name, counted)
+    monkeypatch.setattr(training, name, count_call)
     return calls
 
 

@@ -57,10 +57,10 @@ def test_an_update_of_skipped_steps_changes_nothing_and_reports_finite_metrics(b
     data.returns[:] = bad
     before, critic_before = copy.deepcopy(model), copy.deepcopy(critic)
     optimizer, critic_optimizer = (create_optimizer(m, 0.1, weight_decay=0.1) for m in (model, critic))
-    chosen = settings(skip_non_finite=True)
+    optimization = settings(skip_non_finite=True)
     reports = (
-        update_policy(model, optimizer, data, chosen, with_options(**OPTIONS["all"], target_kl=1e-9), 1000),
-        update_value(critic, critic_optimizer, data, chosen, ValueLossSettings(), 1000),
+        update_policy(model, optimizer, data, optimization, with_options(**OPTIONS["all"], target_kl=1e-9), 1000),
+        update_value(critic, critic_optimizer, data, optimization, ValueLossSettings(), 1000),
     )
     for report in reports:
         assert all(map(np.isfinite, report.values()))
@@ -76,7 +76,7 @@ def test_an_update_of_skipped_steps_changes_nothing_and_reports_finite_metrics(b
 @pytest.mark.parametrize("which", [0, 1, 2])
 def test_a_skipped_step_does_not_affect_the_other_steps(which: int) -> None:
     models, metrics = [tiny.causal("llama") for _ in range(2)], []
-    data, chosen = experience(models[0]), settings(num_mini_batches=3, num_epochs=1, skip_non_finite=True)
+    data, optimization = experience(models[0]), settings(num_mini_batches=3, num_epochs=1, skip_non_finite=True)
     bounds = np.cumsum([0, *RESPONSES])
     bad_rows = np.array_split(permutation(5, 3, 0, len(PROMPTS)), 3)[which]
     broken, masked = data.advantages.copy(), data.actor_mask.copy()
@@ -86,7 +86,7 @@ def test_a_skipped_step_does_not_affect_the_other_steps(which: int) -> None:
     for model, changes in zip(models, ({"advantages": broken}, {"actor_mask": masked}), strict=True):
         changed = dataclasses.replace(data, **changes)  # type: ignore[arg-type]
         optimizer = create_optimizer(model, 0.0, weight_decay=0.1)
-        metrics.append(update_policy(model, optimizer, changed, chosen, LOSS, 40))
+        metrics.append(update_policy(model, optimizer, changed, optimization, LOSS, 40))
     assert largest_difference(*models) < 1e-7
     assert (metrics[0].pop("skipped_steps"), metrics[1].pop("skipped_steps")) == (1, 0)
     assert metrics[0] == pytest.approx(metrics[1])
@@ -110,12 +110,12 @@ def test_the_first_step_after_a_skipped_one_is_taken_regardless_of_its_kl(monkey
     # The old log-probs come out a little different, as from another kernel.
     shift_recomputed(monkeypatch, 0.1)
     model = tiny.causal("llama")
-    data, chosen = experience(model), settings(num_mini_batches=3, num_epochs=1, skip_non_finite=True)
+    data, optimization = experience(model), settings(num_mini_batches=3, num_epochs=1, skip_non_finite=True)
     data.actor_mask[:] = 1
     bounds = np.cumsum([0, *RESPONSES])
     for row in np.array_split(permutation(5, 3, 0, len(PROMPTS)), 3)[0]:
         data.advantages[bounds[row] : bounds[row + 1]] = np.nan
-    result = update_policy(model, sgd(model), data, chosen, with_options(target_kl=1e-6), 1000)
+    result = update_policy(model, sgd(model), data, optimization, with_options(target_kl=1e-6), 1000)
     assert (result["optimizer_steps"], result["skipped_steps"]) == (1, 1)
 
 
@@ -123,12 +123,12 @@ def test_an_old_log_prob_of_minus_infinity_counts_as_non_finite(monkeypatch: pyt
     # Left as it is, its ratio would be clamped to e^20: a finite and absurd step.
     shift_recomputed(monkeypatch, -np.inf)
     model = tiny.causal("llama")
-    data, chosen = experience(model), settings(num_mini_batches=3, num_epochs=1)
+    data, optimization = experience(model), settings(num_mini_batches=3, num_epochs=1)
     data.actor_mask[:] = 1
     with pytest.raises(ComputationFailed, match="2 old log-probs"):
-        update_policy(model, sgd(model), data, chosen, LOSS, 1000)
-    chosen = dataclasses.replace(chosen, skip_non_finite=True)
-    result = update_policy(model, sgd(model), data, chosen, LOSS, 1000)
+        update_policy(model, sgd(model), data, optimization, LOSS, 1000)
+    optimization = dataclasses.replace(optimization, skip_non_finite=True)
+    result = update_policy(model, sgd(model), data, optimization, LOSS, 1000)
     assert (result["optimizer_steps"], result["skipped_steps"]) == (1, 2)
     assert all(map(np.isfinite, result.values()))
 
@@ -149,9 +149,9 @@ def test_a_nan_from_the_engine_at_a_masked_token_is_ignored() -> None:
 def one_broken_sequence(data: Experience, model: Any) -> None:
     """Make the log-probs of one sequence NaN: the embedding of a token that is nowhere else."""
     ids = data.batch.token_ids
-    lonely = next(int(token) for token in ids[: PROMPTS[0]] if (ids == token).sum() == 1)
+    token = next(int(token) for token in ids[: PROMPTS[0]] if (ids == token).sum() == 1)
     with torch.no_grad():
-        model.get_input_embeddings().weight[lonely] = torch.nan
+        model.get_input_embeddings().weight[token] = torch.nan
 
 
 def test_non_finite_old_log_probs_stop_the_update_before_its_first_step() -> None:
@@ -159,9 +159,9 @@ def test_non_finite_old_log_probs_stop_the_update_before_its_first_step() -> Non
     data = experience(model)
     one_broken_sequence(data, model)
     before = [parameter.detach().clone() for parameter in model.parameters()]
-    for chosen in (settings(num_mini_batches=3), settings(num_mini_batches=1), settings(num_epochs=0)):
+    for optimization in (settings(num_mini_batches=3), settings(num_mini_batches=1), settings(num_epochs=0)):
         with pytest.raises(ComputationFailed, match="policy update"):
-            update_policy(model, sgd(model), data, chosen, LOSS, 1000)
+            update_policy(model, sgd(model), data, optimization, LOSS, 1000)
     assert all(torch.equal(a.nan_to_num(7), b.nan_to_num(7)) for a, b in zip(model.parameters(), before, strict=True))
 
 
