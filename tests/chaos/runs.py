@@ -199,7 +199,7 @@ class _DisturbedRun:
             )
         restarts = len(re.findall(r"restarted \(\d+ of", result.out))
         log = (self.directory / "logs" / "orchestrator.log").read_text(errors="replace")
-        self.recoveries = restarts + log.count("event='recovering'") + len(self._commands) - 1
+        self.recoveries = restarts + log.count("event='recovery started'") + len(self._commands) - 1
         if restarts != (self._case.fault == KILL and self._case.process != EVERYTHING):
             self.problems.append(f"{restarts} processes were restarted: {result.out}")
 
