@@ -1,4 +1,4 @@
-"""Config files that tests write, and what is said of those that are refused."""
+"""Helpers that write config files and return the error messages of invalid ones."""
 
 from __future__ import annotations
 

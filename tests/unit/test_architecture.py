@@ -110,10 +110,10 @@ ALLOWED: dict[str, set[str]] = {
     | {"quartet.services.factories", "quartet.services.orchestrator", "quartet.services.observability"},
 }
 
-# Without the extra `train`, every module imports except those of these parts ...
+# Parts and modules that need the extra `train`.
 TORCH_PARTS = {"quartet.ppo", "quartet.models", "quartet.rewards", "quartet.demo", "quartet.services"}
 TORCH_MODULES = {"quartet.cli.inference.evaluate", "quartet.cli.checkpoint.export", "quartet.cli.inference.generate"}
-# ... and these modules of such parts import without it too.
+# Modules of these parts that can be imported without the extra.
 BASE_MODULES = {
     "quartet.rewards.function_worker",
     "quartet.rewards.function_worker_main",
@@ -144,7 +144,7 @@ sys.exit(failed)
 
 @cache
 def modules() -> dict[str, Path]:
-    """Every module by its name, without the generated stubs."""
+    """Return the path of every module by its name, without the generated stubs."""
     paths = {}
     # rglob does not follow links, so the linked folders are listed, too.
     for folder in (PACKAGE, PACKAGE / "services", PACKAGE / "gateway"):
@@ -157,7 +157,7 @@ def modules() -> dict[str, Path]:
 
 @cache
 def imports(name: str) -> list[tuple[str, int]]:
-    """Every module that a module imports anywhere in its text, each with its line."""
+    """Return every module that a module imports anywhere in its text, with the line."""
     return list(iter_imports(name))
 
 
@@ -171,19 +171,19 @@ def iter_imports(name: str) -> Iterator[tuple[str, int]]:
                 continue
             assert node.module is not None
             for alias in node.names:
-                # `from quartet import codec` imports a module, `from quartet import __version__` a name.
+                # `from quartet import codec` imports a module, but `from quartet import __version__` imports a name.
                 inner = f"{node.module}.{alias.name}"
                 yield inner if inner in modules() or node.module == "quartet.v1" else node.module, node.lineno
 
 
 def part(name: str) -> str:
-    """The part that a module belongs to: the package or module directly below `quartet` or `quartet.services`."""
+    """Return the part of a module: the package or module directly below `quartet` or `quartet.services`."""
     depth = 3 if name.startswith("quartet.services.") else 2
     return ".".join(name.split(".")[:depth])
 
 
 def importers(*packages: str) -> set[str]:
-    """The parts that import one of these packages."""
+    """Return the parts that import one of these packages."""
     return {
         part(name)
         for name in modules()

@@ -1,4 +1,4 @@
-"""The tables that the benchmarks make of their measurements."""
+"""The benchmarks: their calculations and tables."""
 
 from __future__ import annotations
 
@@ -43,12 +43,14 @@ GPU = Path(__file__).parents[2] / "configs/gpu"
 
 
 def samples(leak: int = 0, files: int = 0, redis: int = 0) -> list[Sample]:
-    """1,000 steps, five a second. ``leak``, ``redis``: bytes a step; ``files``: left open in all, after half of the run."""
+    """Return samples of 1,000 steps, five per second. ``leak``, ``redis``: bytes per step. ``files``: open files after half of
+    the run.
+    """
     return [
         Sample(
             step,
             step / 5,
-            # Memory that comes with the warm-up and then sways is no leak.
+            # Growth during the warm-up and oscillation after it are not a leak.
             {"actor": 10_000_000 + 50_000 * min(step, 150) + 5_000 * (step % 2) + leak * step},
             {"actor": 12 + (files if step > 500 else 0)},
             1_000_000 + 20_000 * (step % 50) + redis * step,
@@ -199,14 +201,14 @@ def test_the_buffer_rate_is_measured_from_the_first_append_to_the_last_read() ->
 
 def test_the_critical_path_follows_the_slowest_service() -> None:
     times = simulated.Times(generate=1.0, score=0.0, values=0.0, update=0.5)
-    # Tokens 3, 2, 1: generated after 6 s, then 3 s of updates.
+    # Responses of 3, 2 and 1 tokens are generated in 6 s. Updates take 3 s.
     assert orchestration.critical_path([3, 2, 1], 1, 1, 1, times) == 9.0
-    # Scores of 4, 3, 2 tokens of a second each, one after the other, from 3 s on.
+    # From 3 s on, sequences of 4, 3 and 2 tokens are scored one after the other, at one second per token.
     scored = simulated.Times(generate=1.0, score=1.0, values=0.0, update=0.5)
     assert orchestration.critical_path([3, 2, 1], 1, 1, 1, scored) == 12.0 + 3.0
-    # With two replicas: 3 to 7, 5 to 8, and the last from 7, when the first is free, to 9.
+    # With two replicas: from 3 to 7, from 5 to 8, and the last one from 7, when the first replica is free, to 9.
     assert orchestration.critical_path([3, 2, 1], 1, 1, 2, scored) == 9.0 + 3.0
-    # In batches of two: 7 tokens from 5 on, 2 from 6 on by the other replica. There is one critic only.
+    # In batches of two: 7 tokens from 5 on, and 2 tokens from 6 on by the other replica. There is only one critic.
     assert orchestration.critical_path([3, 2, 1], 1, 2, 2, scored) == 12.0 + 3.0
     assert orchestration.critical_path([3, 2, 1], 1, 1, 2, simulated.Times(1.0, 0.0, 1.0, 0.5)) == 12.0 + 3.0
 
@@ -216,7 +218,7 @@ def test_lengths_of_simulated_responses_are_uniform_and_deterministic() -> None:
     assert (min(lengths), max(lengths)) == (pytest.approx(401, abs=9), pytest.approx(1600, abs=9))
     assert sum(lengths) / 1000 == pytest.approx(1000, rel=0.01)
     assert simulated.response_lengths([7, 3], 1600) == [lengths[7], lengths[3]]
-    # As prompts come from NumPy: what is made of them is to be written as JSON.
+    # Prompt indices may come from NumPy, but the lengths must be JSON values.
     assert json.dumps(simulated.response_lengths(np.array([7, 3]), 1600)) == str([lengths[7], lengths[3]])
 
 

@@ -1,4 +1,4 @@
-"""A child never outlives its parent, however the parent ends."""
+"""A child process never outlives its parent."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ import pytest
 
 from quartet.child_processes import has_ended, this_process, tied_to_parent
 
-# Starts a child, which says its process id once it is the command and no more on its way to become it, and waits. The pipe
-# that both hold ends with the last of them.
+# Starts a child, which prints its process id when its command runs, and waits. Both hold the pipe, so it closes when both have
+# ended.
 PARENT = """
 import subprocess, time
 from quartet.child_processes import tied_to_parent
@@ -36,13 +36,13 @@ def test_a_child_ends_with_its_parent(number: signal.Signals) -> None:
         start = time.monotonic()
         assert parent.stdout.read() == ""
         assert time.monotonic() - start < 30
-    # The pipe is closed a moment before the process is gone.
+    # The pipe closes shortly before the process ends.
     while is_running(child):
         assert time.monotonic() - start < 30
 
 
 def is_running(process: int) -> bool:
-    """Return whether it runs; one that has ended and waits for an adoptive parent to notice does not."""
+    """Return whether the process runs. A zombie does not."""
     try:
         with open(f"/proc/{process}/stat") as file:
             return file.read().rpartition(")")[2].split()[0] != "Z"
@@ -65,7 +65,7 @@ def test_a_child_of_a_dead_parent_does_not_start() -> None:
     assert (result.stdout, result.returncode) == ("", 1)
 
 
-# Says its name, then waits.
+# Prints its name, then waits.
 NAMED = (
     "import sys; from quartet.child_processes import this_process; print(this_process(), flush=True); sys.stdin.read()"
 )
@@ -73,7 +73,7 @@ NAMED = (
 
 @pytest.fixture
 def other() -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """Another process, and its name."""
+    """Start another process. Yield it and its name."""
     command = [sys.executable, "-c", NAMED]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -110,7 +110,7 @@ def test_a_process_that_cannot_be_inspected_has_not_ended_while_its_id_exists(
     real = Path.read_text
 
     def hidden(path: Path, *arguments: Any) -> str:
-        # As /proc is where it is mounted with hidepid, and as it shows another user's process.
+        # As with /proc mounted with hidepid, or for a process of another user.
         if str(path) == f"/proc/{process.pid}/stat":
             raise error(path)
         return real(path, *arguments)

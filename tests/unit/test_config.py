@@ -1,4 +1,4 @@
-"""The config tree: the shipped files, the defaults that follow from others, and what does not fit together."""
+"""The config tree: the shipped files, derived defaults, and inconsistent settings."""
 
 from __future__ import annotations
 

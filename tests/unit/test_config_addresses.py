@@ -1,4 +1,4 @@
-"""Addresses in a config: passwords in them are hidden, or have no place there."""
+"""Addresses in a config: passwords in them are hidden or refused."""
 
 from __future__ import annotations
 

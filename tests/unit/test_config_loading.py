@@ -19,7 +19,7 @@ def minimal(tmp_path: Path) -> Path:
     return write(tmp_path, MINIMAL)
 
 
-# Each: what is appended to the minimal config, and what the error says besides the file.
+# Text to append to the minimal config, and the expected error after the file name.
 WRONG = {
     "an unknown section": ("rum: {}\n", ":7: rum: unknown key; did you mean 'run'?"),
     "an unknown key": ("run:\n  step: 10\n", ":8: run.step: unknown key; did you mean 'steps'?"),

@@ -1,4 +1,4 @@
-"""The JSON Schema of config files: every key of the tree, closed, in words that editors and Helm understand."""
+"""The JSON Schema of config files: it has every key, refuses other keys, and uses keywords that editors and Helm support."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ALGORITHM = SCHEMA["properties"]["algorithm"]["properties"]
 
 
 def keys(node: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
-    """Every key that the schema knows, as the reference of settings writes it, and what it says of it."""
+    """Yield every key of the schema, written as in the reference of settings, with its node."""
     for key, value in node.get("properties", {}).items():
         yield prefix + key, value
         yield from keys(value, f"{prefix}{key}.")

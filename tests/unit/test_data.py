@@ -1,4 +1,4 @@
-"""Prompts: what is refused, what is dropped, and the order in which steps take them."""
+"""Prompts: reading, checks, tokenization, and their order over the steps."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ PLAIN, CHAT = PromptEncoder("policies/a", texts), PromptEncoder("policies/a", te
 def encoded(
     lines: list[PromptLine], limit: int = 5, vocabulary: int = 128, encoder: PromptEncoder = PLAIN
 ) -> PromptSet:
-    """Tokenised by character code; "$" is the end of sequence."""
+    """Encode prompts by character code. "$" is the end-of-sequence token."""
     if any(line.messages for line in lines):
         encoder = CHAT
     return encode_prompts(Path("p.jsonl"), lines, encoder, frozenset({ord("$")}), vocabulary, limit)
@@ -238,7 +238,7 @@ TEMPLATE = (
 
 
 def chatting() -> Any:
-    """A tokenizer that begins every text with a special token, as its chat template does."""
+    """Return a tokenizer that, like its chat template, starts every text with a special token."""
     from tokenizers.processors import TemplateProcessing
 
     result = tiny.tokenizer()

@@ -1,4 +1,4 @@
-"""rollout.engine and its sections: what is refused before anything starts, and what an engine is made of."""
+"""Settings of rollout.engine: checks before the start, and the engine that is created."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_a_run_may_resume_with_another_server_address_but_not_another_engine() -
 
 @pytest.fixture
 def checkpoints(tmp_path: Path) -> dict[str, Any]:
-    """Settings of a config whose files are all there."""
+    """Return the settings of a config whose files exist."""
     for name, architecture in (("policy", "LlamaForCausalLM"), ("reward", "LlamaForSequenceClassification")):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(f'{{"architectures": ["{architecture}"]}}')

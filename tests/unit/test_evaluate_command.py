@@ -1,4 +1,4 @@
-"""`quartet evaluate` on tiny checkpoints, in this process: what it prints and writes, and what it refuses."""
+"""`quartet evaluate` on tiny checkpoints, in this process: its output and its errors."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _one_thread() -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Checkpoints, prompts, and a run that has ended."""
+    """Create checkpoints, prompts, and a finished run in a folder."""
     result = tmp_path_factory.mktemp("evaluate")
     models = {"initial": tiny.causal("llama", seed=3), "trained": tiny.causal("llama", seed=11)}
     for name, model in {**models, "reward": tiny.classifier("llama", seed=4)}.items():
@@ -68,7 +68,7 @@ def greedy_response(policy: Path, prompt: str) -> list[int]:
 
 
 def score(reward: Path, prompt: str, response: list[int]) -> float:
-    """Read at the last token."""
+    """Return the score, read at the last token."""
     model, ids = load_reward_model(reward), tiny.tokenizer()(prompt)["input_ids"]
     with torch.inference_mode():
         return float(model.score(model.model(input_ids=torch.tensor([ids + response])).last_hidden_state[0, -1]))

@@ -1,4 +1,4 @@
-"""Evaluation: metrics compared with independent formulas, the rows, and the judge's possible verdicts."""
+"""Evaluation: metrics, compared with independent formulas, rows, and verdicts of the judge."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from tests.unit.models import tiny
 
 
 def answers(number: int, generator: np.random.Generator) -> PromptResponses:
-    """Random responses; every third score is a whole number, so that ties come up."""
+    """Return random responses. Two thirds of the scores are small integers, so that ties occur."""
 
     def response(kind: str, kl: float | None) -> Response:
         score = float(generator.integers(-1, 2)) if number % 3 else float(generator.normal())
@@ -65,7 +65,7 @@ def test_metrics_are_means_over_the_prompts() -> None:
 
     def wins(kind: str) -> float:
         difference = column(kind, "score") - column(kind, "score", "initial")
-        assert {-1.0, 0.0, 1.0} == set(np.sign(difference)), "losses, ties and wins are all to be there"
+        assert {-1.0, 0.0, 1.0} == set(np.sign(difference)), "there must be losses, ties and wins"
         return float((np.sign(difference) + 1).sum() / 2 / len(result))
 
     expected = {
@@ -80,7 +80,9 @@ def test_metrics_are_means_over_the_prompts() -> None:
         "eval_judge_win_rate": np.mean([item.judge for item in result]),
     }
     assert summarize(result) == pytest.approx(expected, abs=1e-12)
-    assert len({round(value, 6) for value in expected.values()}) == len(expected), "no figure stands for another"
+    assert len({round(value, 6) for value in expected.values()}) == len(expected), (
+        "the metrics must differ, so that a mix-up shows"
+    )
 
 
 def test_without_a_judge_there_is_no_judge_win_rate() -> None:
@@ -156,7 +158,7 @@ def test_a_damaged_row_is_reported(key: str, value: object) -> None:
 
 
 class StubWorker:
-    """A worker that says what it is told to, and notes what it was asked."""
+    """Worker that returns given results and records its calls."""
 
     def __init__(self, *results: Any) -> None:
         self._results = list(results)

@@ -1,4 +1,4 @@
-"""A family of cases as one test runs every case and reports each failure."""
+"""`every_case` runs a family of cases as one test and reports each failure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Failpoints: what each action does, when, how often, and that nothing happens unless the environment asks."""
+"""Failpoints: their actions and hits. Without a setting in the environment they do nothing."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def test_failpoints_without_a_folder_are_refused(folder: str | None) -> None:
 
 
 def started(setting: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    """A service process with this setting, and with a config that is not there."""
+    """Start a service process with this setting and a missing config."""
     environment = {VARIABLE: setting, FOLDER_VARIABLE: str(folder), "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
     command = [sys.executable, "-m", "quartet.services", "reward", "--config", str(folder / "none.yaml")]
     return subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
@@ -184,7 +184,7 @@ def test_every_call_names_an_existing_failpoint() -> None:
     ]
     named = {call.args[0].value for call in calls if isinstance(call.args[0], ast.Constant)}
     assert named <= FAILPOINTS.keys()
-    assert len(named) >= len(FAILPOINTS) - 6  # An optimizer step and a checkpoint look theirs up by whose they are.
+    assert len(named) >= len(FAILPOINTS) - 6  # Failpoints of optimizer steps and saves are looked up by role.
 
 
 def test_no_shipped_file_sets_a_failpoint() -> None:

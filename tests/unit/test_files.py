@@ -1,4 +1,4 @@
-"""Paths that stay below their root, and files that are whole."""
+"""Paths are confined to their root, and files are written atomically."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Constructs and secrets that ``make check`` refuses: each is tried once."""
+"""Constructs and secrets that ``make check`` refuses."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def forbidden(folder: Path, text: str, name: str = "new.py") -> subprocess.Compl
     return subprocess.run([script, name], capture_output=True, text=True, cwd=folder, env=environment)
 
 
-# Each is put together from parts, because .ci/forbidden reads this file, too.
+# Each text is assembled from parts, because .ci/forbidden checks this file, too.
 TRUST = "trust_remote" + "_code"
 SECRETS = {
     "private key": "-----BEGIN RSA " + "PRIVATE KEY-----",

@@ -1,4 +1,4 @@
-"""Messages that are printed about a run, also if a second orchestrator continues it."""
+"""Printed messages of a run, also if a second orchestrator continues it."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_each_entry_is_printed_once_if_the_start_of_the_list_is_dropped() -> Non
     messages = Messages(Path("runs/tiny"))
 
     def new_entries(before: int, notes: str) -> str:
-        """Return what is new of a list whose entries are single letters."""
+        """Return the new entries of a list of single letters."""
         alerts = [alert(ord(letter), "kl") for letter in notes]
         lines = messages.new_lines(
             Progress("toy", 9, notes=list(notes), notes_before=before, alerts=alerts, alerts_before=before)
@@ -74,7 +74,7 @@ def test_each_entry_is_printed_once_if_the_start_of_the_list_is_dropped() -> Non
     assert new_entries(3, "def") == "ef"
     assert new_entries(4, "efe") == "e"
     assert new_entries(9, "eee") == "eee"
-    # The text of a second orchestrator starts again: it is shorter, or different.
+    # A second orchestrator starts a new list, which is shorter or different.
     assert new_entries(0, "eee") == "eee"
     assert new_entries(1, "zee") == "zee"
 
@@ -106,7 +106,7 @@ def test_recomputed_steps_are_printed_again_after_a_rewind() -> None:
     with LineView(Console(file=output, width=200), Path("runs/tiny")) as view:
         for step in (1, 2, 3):
             view.show(progress(step, **METRICS))
-        # What is told late of an earlier step is no way back by itself.
+        # A late message about an earlier step is not a rewind.
         view.show(progress(2, **METRICS))
         view.show(progress(3, **METRICS))
         view.rewind(1)

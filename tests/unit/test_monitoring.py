@@ -1,6 +1,6 @@
-"""The files of docker/monitoring, held against one another, the config and docs/reference/metrics.md.
+"""The files of docker/monitoring, compared with each other, the config and docs/reference/metrics.md.
 
-Whether a process has what they ask for is tested where there is one: tests/training/test_observability.py.
+tests/training/test_observability.py compares them with the metrics of real processes.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ PAIRS = {")": "(", "]": "[", "}": "{"}
 
 
 def dashboard_targets() -> Iterator[tuple[str, str]]:
-    """(panel, expression)."""
+    """Yield the title of each panel, with its expression."""
     for panel in DASHBOARD["panels"]:
         for target in panel.get("targets", []):
             yield panel["title"], target["expr"]
 
 
 def expressions() -> list[tuple[str, str]]:
-    """(where, PromQL) of every rule and every panel."""
+    """Return the name and the PromQL expression of every rule and every panel."""
     return [*((rule["alert"], rule["expr"]) for rule in RULES), *dashboard_targets()]
 
 
 @cache
 def names_in_expressions() -> frozenset[str]:
-    """Every metric that a rule or a panel asks for."""
+    """Return every metric that a rule or a panel queries."""
     results: set[str] = set()
     for _, expression in expressions():
         plain = re.sub(r'"[^"]*"', '""', expression)
@@ -54,7 +54,7 @@ def names_in_expressions() -> frozenset[str]:
 
 
 def problem_of(expression: str) -> str:
-    """Return what is wrong with the brackets and quotes of a PromQL expression, or nothing."""
+    """Return the problem with the brackets and quotes of a PromQL expression, or an empty string."""
     open_brackets: list[str] = []
     plain = re.sub(r'"[^"]*"', "", expression)
     if '"' in plain:
@@ -70,7 +70,7 @@ def problem_of(expression: str) -> str:
 @every_case(("where", "expression"), expressions())
 def test_expressions_have_balanced_brackets_and_quotes(where: str, expression: str) -> None:
     assert problem_of(expression) == ""
-    assert re.search(r"\b(quartet|process)_\w+|\bup\b", expression), "asks for nothing"
+    assert re.search(r"\b(quartet|process)_\w+|\bup\b", expression), "queries no metric"
 
 
 @pytest.mark.parametrize(("broken", "problem"), [("a(b[5m)", ") closes"), ("(a", "( is"), ('a{b="c}', "a quote")])
@@ -102,7 +102,7 @@ def test_prometheus_scrapes_every_process() -> None:
     services, gateway = PROMETHEUS["scrape_configs"]
     assert {target["labels"]["role"] for target in services["static_configs"]} == {role.value for role in Role}
     assert all(target["targets"] == [f"{target['labels']['role']}:9100"] for target in services["static_configs"])
-    assert gateway["authorization"]["credentials_file"], "a token has no place in a config"
+    assert gateway["authorization"]["credentials_file"], "the config must not contain a token"
 
 
 def test_dashboard_panels_are_described_and_do_not_overlap() -> None:
@@ -113,7 +113,7 @@ def test_dashboard_panels_are_described_and_do_not_overlap() -> None:
         position = panel["gridPos"]
         cells = {(position["x"] + x, position["y"] + y) for x in range(position["w"]) for y in range(position["h"])}
         assert position["x"] + position["w"] <= 24
-        assert not cells & occupied, f"{panel['title']}: lies on another panel"
+        assert not cells & occupied, f"{panel['title']}: overlaps another panel"
         occupied |= cells
         if panel["type"] != "row":
             assert panel["description"]

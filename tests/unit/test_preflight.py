@@ -17,7 +17,7 @@ from quartet.preflight import check_inputs, looks_local, unused_settings
 
 @pytest.fixture
 def models(tmp_path: Path) -> Path:
-    """Two directories that look like checkpoints, and a prompts file."""
+    """Create two directories that look like checkpoints, and a prompts file."""
     for name, architecture in (("policy", "LlamaForCausalLM"), ("reward", "LlamaForSequenceClassification")):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(json.dumps({"architectures": [architecture]}))
@@ -208,7 +208,7 @@ IMPORTED = "raise SystemExit('imported by the check')\n"
 
 @pytest.fixture
 def modules(models: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Modules in the working directory that say so when they are imported."""
+    """Create modules in the working directory that raise SystemExit when they are imported."""
     files = ("single.py", "package/__init__.py", "package/inner.py", "package/deeper/__init__.py", "open/wide/door.py")
     for name in files:
         (models / name).parent.mkdir(parents=True, exist_ok=True)

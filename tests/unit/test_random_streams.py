@@ -1,4 +1,4 @@
-"""Streams depend on their names only."""
+"""Random streams depend only on their keys."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_every_part_of_the_key_changes_the_stream() -> None:
 
 
 def test_the_numbers_never_change_between_versions() -> None:
-    # Written down once: a change here would make every resumed run another run.
+    # Recorded once. If these numbers changed, resumed runs would differ.
     result = uniforms(0, TrajectoryId("r", 0, 0, 0), 3)
     assert result.dtype == np.float64
     assert (result * 2**32).astype(np.uint64).tolist() == [1102616201, 1021577881, 1760184160]

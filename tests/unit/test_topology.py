@@ -1,4 +1,4 @@
-"""Which address a service listens on, and how many threads it computes with."""
+"""Listen addresses of services, and their shares of cores and memory."""
 
 from __future__ import annotations
 
@@ -90,9 +90,9 @@ def test_a_service_listens_at_its_configured_address_or_on_loopback(service: Ser
         ({}, [4, 4, 4, 4]),
         # Critic and reward model share the memory of the second GPU.
         ({"actor": {"devices": [0]}, "critic": {"devices": [1]}, "reward": {"devices": [1]}}, [1, 2, 2, 1]),
-        # An actor that generates on the second learns on the first, with the critic beside it.
+        # An actor that generates on the second GPU trains on the first, which it shares with the critic.
         ({"actor": {"devices": [0, 1]}, "critic": {"devices": [0]}, "reward": {"devices": [1]}}, [2, 2, 2, 1]),
-        # Elsewhere; a service that is told its own address finds those that have none beside it.
+        # A remote critic. In its view, services without an address are on its machine.
         ({"critic": {"address": "far:1"}}, [3, 4, 3, 3]),
         ({role: {"address": f"{role}:1"} for role in MODEL_ROLES}, [1, 1, 1, 1]),
         ({role: {"address": f"box:{port}"} for port, role in enumerate(MODEL_ROLES, 1)}, [4, 4, 4, 4]),

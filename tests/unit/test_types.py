@@ -1,4 +1,4 @@
-"""Ids that are derived, and ragged batches that check themselves."""
+"""Trajectory ids, and checks of ragged batches."""
 
 from __future__ import annotations
 

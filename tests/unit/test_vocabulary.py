@@ -1,4 +1,4 @@
-"""The check of names and phrases finds each of its entries, and passes plain text."""
+"""The check of names and phrases refuses the example of each entry, and accepts plain text."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def vocabulary() -> Any:
-    """The script .ci/vocabulary as a module."""
+    """Import the script .ci/vocabulary as a module."""
     loader = importlib.machinery.SourceFileLoader("vocabulary", str(ROOT / ".ci" / "vocabulary"))
     spec = importlib.util.spec_from_loader("vocabulary", loader)
     assert spec is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules["vocabulary"] = module  # dataclass looks the module up.
+    sys.modules["vocabulary"] = module  # dataclasses look the module up.
     loader.exec_module(module)
     return module
 

@@ -22,7 +22,7 @@ HTTPResponse = tuple[int, str, bytes]
 
 @pytest.fixture
 def http_server() -> Iterator[Callable[[Callable[[str], HTTPResponse]], tuple[str, list[str]]]]:
-    """Start an HTTP server whose answers the test decides, by path; gives its URL and the Authorization headers that it saw."""
+    """Return a function that starts an HTTP server. It returns the server's URL and a list of received Authorization headers."""
     servers: list[ThreadingHTTPServer] = []
 
     def start(respond: Callable[[str], HTTPResponse]) -> tuple[str, list[str]]:

@@ -1,4 +1,4 @@
-"""`quartet certificates`: what it makes, and what it refuses."""
+"""`quartet certificates`: its files, and the arguments that it refuses."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from quartet.rpc.security.allow_list import PROCESSES
 
 
 def names(folder: Path) -> list[str]:
-    """Return what a process's certificate is for."""
+    """Return the alternative names of a process's certificate."""
     certificate = x509.load_pem_x509_certificate((folder / "tls.crt").read_bytes())
     result = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     return [str(name.value) for name in result]
@@ -38,7 +38,7 @@ def test_every_process_gets_a_separate_certificate_that_only_the_owner_can_read(
     assert abs(expiry - datetime.now(UTC) - timedelta(days=30)) < timedelta(minutes=1)
     assert "valid for 30 days" in capsys.readouterr().out
     assert [path.name for path in folder.parent.iterdir()] == ["here"]
-    # The authority's key, which could sign further ones, is nowhere.
+    # The private key of the authority, which could sign further certificates, is not saved.
     keys = {path.read_bytes() for path in folder.rglob("*.key")}
     assert len(keys) == len(PROCESSES)
 

@@ -1,4 +1,4 @@
-"""A report: everything of the run in one file, nothing of it taken for markup, and nothing fetched from anywhere."""
+"""A report is one self-contained file. Texts of the run are escaped."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def step(number: int) -> dict[str, Any]:
 
 
 def shown(*events: tuple[str, dict[str, Any]]) -> list[str]:
-    """The lines that are printed."""
+    """Return the lines that are printed for these events."""
     output = io.StringIO()
     with LineView(Console(file=output, width=200), "runs/tiny") as view:
         shown = RunDisplay("tiny", view)

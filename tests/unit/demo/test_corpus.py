@@ -1,4 +1,4 @@
-"""The synthetic corpus: deterministic, additive, judged as it says."""
+"""The synthetic corpus: it is deterministic, and its reviews and preferences have the documented distribution."""
 
 from __future__ import annotations
 

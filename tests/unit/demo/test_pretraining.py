@@ -1,4 +1,4 @@
-"""The training loops: they learn, and read sequences where they say."""
+"""The training loops of small models: they learn, and read scores at the documented positions."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_a_reward_classifier_separates_its_labels(tokenizer: PreTrainedTokenizer
 def test_the_score_of_an_unfinished_row_is_limited_by_its_certainty(
     tokenizer: PreTrainedTokenizerFast, certainty: float, bound: float
 ) -> None:
-    # The first token tells all: whatever is cut off, the label is clear. log(0.8 / 0.2) is 1.386.
+    # The first token determines the label, so a truncated row has the same label. log(0.8 / 0.2) is 1.386.
     rows = pretraining.encode(tokenizer, ["good food here", "bad food here"], eos=True)
     model = pretraining.train_reward_classifier(
         rows * 16,

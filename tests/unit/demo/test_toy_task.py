@@ -1,4 +1,4 @@
-"""A miniature of the demo's toy task: loadable, reproducible to the byte, whole or made again."""
+"""A miniature of the demo's toy task: it loads, is reproducible byte by byte, and is recreated if incomplete."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MINIATURE = Recipe(
 
 
 def make_miniature(directory: Path, seed: int = 0) -> tuple[ToyTask, list[Progress]]:
-    """The toy task and the progress its making reported: none when it was reused."""
+    """Return the toy task and the progress of its creation. The progress is empty if the task was reused."""
     progress: list[Progress] = []
     return make_toy_task(directory, seed=seed, progress=progress.append, recipe=MINIATURE), progress
 
@@ -73,9 +73,9 @@ def test_progress_counts_every_step_of_both_stages(tmp_path: Path) -> None:
 
 
 def test_the_same_seed_gives_the_same_bytes_and_another_seed_different_ones(toy_task: ToyTask, tmp_path: Path) -> None:
-    torch.manual_seed(12345)  # The caller's random state is of no account,
+    torch.manual_seed(12345)  # Neither the random state of the caller
     threads = torch.get_num_threads()
-    torch.set_num_threads(2)  # nor is the number of threads.
+    torch.set_num_threads(2)  # nor the number of threads has an effect.
     try:
         again, _ = make_miniature(tmp_path / "again")
         assert torch.get_num_threads() == 2

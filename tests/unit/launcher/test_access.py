@@ -20,7 +20,7 @@ SECRET = "this-is-secret-enough"  # pragma: allowlist secret - the test's own
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Certificates of a whole run, and files with a token, one that is too short, and a password."""
+    """Folder with the certificates of a run, and files with a valid token, a token that is too short, and a password."""
     authority = Authority(timedelta(days=1))
     for process in HERE:
         authority.issue(tmp_path / "certificates" / process, [f"{process}.quartet"])

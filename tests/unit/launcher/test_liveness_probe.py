@@ -1,4 +1,4 @@
-"""Liveness probes of processes that respond, that do not, and while the launcher itself is suspended."""
+"""Liveness probes of responding and silent processes, and while the launcher itself is suspended."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_a_reset_probes_immediately_and_restarts_the_count() -> None:
 def test_the_state_of_a_stopped_process_says_that_it_is_stopped() -> None:
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
         try:
-            wait_for(lambda: process_state(process.pid) == "")  # While it starts, it may wait for a device.
+            wait_for(lambda: process_state(process.pid) == "")  # While the process starts, it may wait for a device.
             os.kill(process.pid, signal.SIGSTOP)
             wait_for(lambda: process_state(process.pid) == " (its process is stopped)")
         finally:

@@ -1,4 +1,4 @@
-"""Supervision of a real service process that cannot start: the user sees the error that it reports."""
+"""Supervision of a real service process that cannot start: the user sees its error."""
 
 from __future__ import annotations
 

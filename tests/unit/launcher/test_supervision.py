@@ -1,4 +1,4 @@
-"""Supervision of one real process: restarts in a row, backoff, what counts as calm, and the end of patience."""
+"""Supervision of one real process: consecutive restarts, backoff, reset of the count, and the restart limit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tiny models with adapters that learn, and what tests look at in them."""
+"""Tiny models with adapters, and helpers that train and inspect them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ RANK, ALPHA = 3, 12.0
 
 
 def experience(step: int = 1) -> Experience:
-    """Random numbers on ``BATCH``."""
+    """Return random experience on ``BATCH``."""
     generator, tokens = np.random.default_rng(step), sum(RESPONSES)
 
     def noise() -> Any:
@@ -46,7 +46,7 @@ def experience(step: int = 1) -> Experience:
 
 
 def adapted(kind: str, name: str = "base", **changes: Any) -> tuple[Any, Adapter]:
-    """A tiny model with a fresh adapter."""
+    """Return a tiny model with a new adapter."""
     model = tiny.causal(kind)
     return model, add_adapter(model, name, **{"rank": RANK, "alpha": ALPHA, "seed": 1, **changes})
 
@@ -56,7 +56,7 @@ def optimizer_of(model: Any) -> torch.optim.AdamW:
 
 
 def learn(model: Any, steps: int = 1, optimizer: torch.optim.AdamW | None = None) -> torch.optim.AdamW:
-    """Take this many updates of a policy."""
+    """Apply this number of policy updates. Return the optimizer."""
     optimizer = optimizer or optimizer_of(model)
     for step in range(1, steps + 1):
         update_policy(model, optimizer, experience(step), SETTINGS, PolicyLossSettings(), 64)
@@ -68,7 +68,7 @@ def snapshot(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def split(state: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """The state below the adapter, under the names without one, and the adapter's."""
+    """Split a state into that of the base model, under its names without an adapter, and that of the adapter."""
     below = {name.replace(".base_layer", ""): value for name, value in state.items() if ".lora_" not in name}
     return below, {name: value for name, value in state.items() if ".lora_" in name}
 

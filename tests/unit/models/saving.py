@@ -1,4 +1,4 @@
-"""Saves at once: a snapshot, and its writing."""
+"""Helpers that take a snapshot and write it immediately."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from quartet.models.weights.snapshot import Writer, write_model
 
 
 def save_policy(model: Any, tokenizer: Any, directory: Path, adapter: Adapter | None = None) -> None:
-    """The model, with its adapter merged into it."""
+    """Save the model, with its adapter merged into it."""
     write_model(directory, snapshot_model(model, adapter), *_of(tokenizer))
 
 
 def save_adapter(adapter: Adapter, tokenizer: Any, directory: Path) -> None:
-    """Only the adapter."""
+    """Save only the adapter."""
     write_model(directory, adapter.snapshot(), *_of(tokenizer))
 
 
 def save_critic(critic: ValueModel, directory: Path, tokenizer: Any = None, adapter: Adapter | None = None) -> None:
-    """Backbone, with its adapter merged into it, and head."""
+    """Save the backbone, with its adapter merged into it, and the head."""
     write_model(directory, critic.snapshot(adapter), *_of(tokenizer))
 
 
 def save_critic_adapter(critic: ValueModel, directory: Path, adapter: Adapter, tokenizer: Any = None) -> None:
-    """The backbone's adapter, and the head."""
+    """Save the adapter of the backbone, and the head."""
     write_model(directory, critic.snapshot_adapter(adapter), *_of(tokenizer))
 
 
 def save_optimizer(optimizer: MasterWeightAdamW, path: Path) -> None:
-    """The optimizer's state in a file of this name."""
+    """Save the state of the optimizer to the file ``path``."""
     folder = path.with_name(f"{path.name}-folder")
     folder.mkdir()
     snapshot_optimizer(optimizer)(folder)

@@ -1,4 +1,4 @@
-"""Frozen parameters: which ones a pattern means, that an update does not change them, and what is refused."""
+"""Frozen parameters: patterns select them, updates do not change them, and invalid patterns are refused."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_an_update_changes_all_parameters_except_frozen_ones(kind: str, patterns
         "qwen2": {n for n in names if n.endswith(".bias")},
     }[kind]
     assert frozen(model) == chosen
-    # With weight decay, which would move what has no gradient.
+    # With weight decay, which could change parameters without a gradient.
     learn(model, steps=2)
     assert moved(model, before) == names - chosen
 

@@ -1,4 +1,4 @@
-"""Checkpoints: what loads, what is refused and in which words, what is written."""
+"""Loading and saving of checkpoints, and the errors for unusable ones."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def truncated(directory: Path) -> Path:
 
 def pickled(directory: Path) -> Path:
     (directory / "model.safetensors").unlink()
-    # Whole and harmless, so that only the rule against pickles refuses it.
+    # The pickle is complete and harmless, so only the ban on pickles can refuse it.
     torch.save(tiny.causal("llama").state_dict(), directory / "pytorch_model.bin")  # noqa: TID251 - a file that is to be refused
     return directory
 
@@ -204,7 +204,7 @@ def test_a_saved_tokenizer_keeps_its_fingerprint(tmp_path: Path) -> None:
     fingerprint = tokenizer_fingerprint(load_tokenizer(tmp_path / "t"))
     assert fingerprint == tokenizer_fingerprint(tokenizer)
     assert len(fingerprint) == 64
-    assert fingerprint == tokenizer_fingerprint(tiny.tokenizer(eos="w3")), "the same ids mean the same"
+    assert fingerprint == tokenizer_fingerprint(tiny.tokenizer(eos="w3")), "equal ids must give equal fingerprints"
     tokenizer.add_tokens(["new"])
     assert fingerprint != tokenizer_fingerprint(tokenizer)
 

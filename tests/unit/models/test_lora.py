@@ -1,4 +1,4 @@
-"""LoRA: what an adapter computes, and that the model below stays as it is."""
+"""LoRA: an adapter computes the formula of the paper and does not change its base model."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_initial_weights_depend_only_on_the_seed_and_the_layer() -> None:
             assert 0.8 * bound < value.abs().max() <= bound
             assert abs(value.std().item() - bound / 3**0.5) < 0.25 * bound
     matrices = [value.flatten()[:20].tolist() for name, value in one.items() if ".lora_A." in name]
-    assert len({tuple(matrix) for matrix in matrices}) == len(matrices), "layers start differently"
+    assert len({tuple(matrix) for matrix in matrices}) == len(matrices), "layers must have different initial weights"
 
 
 @pytest.mark.parametrize("target_modules", [(), ("c_attn", "query_key_value", "q_proj")])

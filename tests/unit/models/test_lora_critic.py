@@ -1,4 +1,4 @@
-"""LoRA on a critic: it learns in adapter and head, and starts from what others have learned."""
+"""LoRA on a critic: adapter and head are trained, and a critic can start from other checkpoints."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from tests.unit.models.saving import save_adapter, save_critic, save_critic_adap
 
 
 def critic_base(kind: str, source: str, directory: Path) -> str:
-    """A checkpoint that a critic can start from, of a causal LM, a classifier or a critic."""
+    """Save a causal LM, a classifier or a critic, from which a critic can start. Return its path."""
     if source == "critic":
         save_critic(ValueModel.of_classifier(tiny.classifier(kind)), directory)
     else:

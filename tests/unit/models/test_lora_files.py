@@ -1,4 +1,4 @@
-"""LoRA on the disk: merged and apart, read again, and what cannot be read."""
+"""LoRA files: merged models and separate adapters, and errors for unreadable ones."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_the_same_weights_give_the_same_bytes_in_another_process(tmp_path: Path)
         "from tests.unit.models.saving import save_adapter\n"
         "save_adapter(adapted('llama')[1], tiny.tokenizer(), pathlib.Path(sys.argv[1]))\n"
     )
-    # Sets of names come in another order under another hash seed.
+    # Another hash seed changes the order of sets of names.
     environment = {**os.environ, "PYTHONHASHSEED": "4" if os.environ.get("PYTHONHASHSEED") != "4" else "5"}
     subprocess.run([sys.executable, "-c", code, str(tmp_path / "there")], check=True, cwd=ROOT, env=environment)
     save_adapter(adapted("llama")[1], tiny.tokenizer(), tmp_path / "here")
@@ -121,7 +121,7 @@ def test_an_adapter_on_an_adapter_loads_as_one_merged_model(tmp_path: Path) -> N
         save_adapter(adapter, None, tmp_path / name)
         below = tmp_path / name
     assert (load_causal_lm(below)(IDS).logits - model(IDS).logits).abs().max() < 1e-5
-    # Neither of them has a tokenizer.
+    # Neither adapter has a tokenizer.
     assert load_tokenizer(below)("w7").input_ids == [7]
 
 
@@ -177,7 +177,7 @@ def truncated(directory: Path) -> None:
 
 def pickled(directory: Path) -> None:
     tensors = safetensors.torch.load_file(directory / "adapter_model.safetensors")
-    # Whole and harmless, so that only the rule against pickles refuses it.
+    # The pickle is complete and harmless, so only the ban on pickles can refuse it.
     torch.save(tensors, directory / "adapter_model.bin")  # noqa: TID251 - a file that is to be refused
     (directory / "adapter_model.safetensors").unlink()
 

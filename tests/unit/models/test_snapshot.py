@@ -1,4 +1,4 @@
-"""Snapshots: they hold what was, they write what a plain save writes, and what cannot be written leaves no trace."""
+"""Snapshots: they keep the weights at their time, write the files of a plain save, and leave no files after a failure."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def written(writer: Writer, directory: Path) -> dict[str, bytes]:
 
 
 def disturb(model: Any) -> None:
-    """Return what an update does: every weight that is trained changes in place."""
+    """Change every trainable weight in place, as an update does."""
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.requires_grad:
@@ -87,7 +87,7 @@ def test_an_adapter_and_its_merged_model_are_written_as_of_the_snapshot(kind: st
         expected = base[name].double()
         if a is not None and b is not None and leaf == "weight":
             delta = 8.0 / 2 * (b.double() @ a.double())
-            # GPT-2 keeps its matrices the other way round.
+            # GPT-2 stores its matrices transposed.
             expected = expected + (delta.T if kind == "gpt2" else delta)
         torch.testing.assert_close(value.double(), expected, rtol=1e-6, atol=1e-5)
     saved = safetensors.torch.load(written(snapshots[1], tmp_path / "adapter")["adapter_model.safetensors"])
@@ -131,7 +131,7 @@ def test_an_optimizer_is_written_as_of_the_snapshot(tmp_path: Path) -> None:
 
 @contextmanager
 def small_files(size: int) -> Iterator[None]:
-    """Limits the size of the files that this process writes, as the kernel enforces it. Not for longer: pytest writes, too."""
+    """Let the kernel limit the size of files that this process writes. Keep the context short: pytest writes files, too."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     try:
@@ -203,7 +203,7 @@ def test_two_threads_that_suppress_logging_restore_the_settings() -> None:
     with suppress_hf_logging():
         thread.start()
         assert inside.wait(20)
-    # The other is still in.
+    # The other thread is still inside its context.
     assert not logging.is_progress_bar_enabled()
     leave.set()
     thread.join()

@@ -1,4 +1,4 @@
-"""Sources of a critic's head, and its save and load."""
+"""The head of a critic: its initial weights, saving and loading."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tiny models with random weights, built from configs: the same shapes of code as the real ones, small enough for every test."""
+"""Tiny models with random weights, built from configs. They have the code of real models and are small enough for every test."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ KINDS = ("llama", "gpt2", "gpt_neox", "qwen2")
 
 
 def config(kind: str, **changes: Any) -> Any:
-    """A config of two layers, hidden size 32, four heads. The pad id is the EOS id, as in many real checkpoints."""
+    """Return a config with two layers, hidden size 32 and four heads. The pad id is the EOS id, as in many checkpoints."""
     common = {
         "vocab_size": VOCABULARY,
         "hidden_size": 32,
@@ -43,26 +43,26 @@ def config(kind: str, **changes: Any) -> Any:
 
 
 def causal(kind: str, seed: int = 0, **changes: Any) -> Any:
-    """A causal LM in fp32, in evaluation mode."""
+    """Return a causal LM in fp32, in evaluation mode."""
     torch.manual_seed(seed)
     return transformers.AutoModelForCausalLM.from_config(config(kind, **changes)).eval()
 
 
 def classifier(kind: str, seed: int = 0, **changes: Any) -> Any:
-    """A sequence classifier with one output, in evaluation mode."""
+    """Return a sequence classifier with one output, in evaluation mode."""
     torch.manual_seed(seed)
     changes = {"num_labels": 1, **changes}
     return transformers.AutoModelForSequenceClassification.from_config(config(kind, **changes)).eval()
 
 
 def saved(model: Any, directory: Path) -> Path:
-    """The model written to ``directory``."""
+    """Save the model to ``directory`` and return the directory."""
     model.save_pretrained(directory)
     return directory
 
 
 def tokenizer(eos: str = "w1") -> Any:
-    """A word-level tokenizer over the words w0, w1, ..."""
+    """Return a word-level tokenizer with the words w0, w1, ..."""
     words = {f"w{index}": index for index in range(VOCABULARY)}
     inner = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w2"))
     inner.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
@@ -70,7 +70,7 @@ def tokenizer(eos: str = "w1") -> Any:
 
 
 def batch(prompts: list[int], responses: list[int], seed: int = 0) -> TokenBatch:
-    """Random tokens with these lengths."""
+    """Return a batch of random tokens with these lengths."""
     generator = np.random.default_rng(seed)
     return TokenBatch(
         token_ids=generator.integers(0, VOCABULARY, sum(prompts) + sum(responses)).astype(np.int32),
@@ -80,7 +80,7 @@ def batch(prompts: list[int], responses: list[int], seed: int = 0) -> TokenBatch
 
 
 def requests(count: int, step: int = 0, seed: int = 0, lengths: tuple[int, int] = (1, 12)) -> list[GenerationRequest]:
-    """Random prompts of different lengths."""
+    """Return requests with random prompts of different lengths."""
     generator = np.random.default_rng(seed)
     return [
         GenerationRequest(
@@ -92,6 +92,6 @@ def requests(count: int, step: int = 0, seed: int = 0, lengths: tuple[int, int] 
 
 
 def generated(engine: Any, requests_: list[GenerationRequest], seed: int = 0, **sampling: Any) -> list[Trajectory]:
-    """The trajectories by id."""
+    """Return the generated trajectories, ordered by id."""
     parameters = SamplingParameters(**{"max_response_tokens": 12, **sampling})
     return sorted(engine.generate(requests_, parameters, seed, 0, lambda: False), key=lambda trajectory: trajectory.id)

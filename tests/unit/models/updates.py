@@ -1,4 +1,4 @@
-"""Random experience and settings for updates, and the update itself as one would write it on a blackboard."""
+"""Random experience and settings for updates, and a reference implementation of the update."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LOSS = PolicyLossSettings(
     kl_loss="k3",
     kl_loss_coefficient=0.1,
 )
-# One option each, and all of them together; the cap lies inside the noise between engine and trainer.
+# Each option by itself, and all together. The cap is within the noise between engine and trainer.
 OPTIONS = {
     "sequence_mean": {"aggregation": "sequence_mean"},
     "sequence_ratio": {"ratio_level": "sequence"},
@@ -38,13 +38,13 @@ def with_options(**changes: Any) -> PolicyLossSettings:
 
 
 def with_outcome_advantages(data: Experience) -> Experience:
-    """The same with one advantage per response, as estimators without a critic give."""
+    """Return the experience with one advantage per response, as estimators without a critic return it."""
     advantages = np.random.default_rng(9).standard_normal(len(RESPONSES)).astype(np.float32)
     return dataclasses.replace(data, advantages=np.repeat(advantages, RESPONSES))
 
 
 def experience(model: Any, seed: int = 0) -> Experience:
-    """Random advantages and returns on random sequences, with the model's own log-probs disturbed a little."""
+    """Return random experience on random sequences. Its log-probs are those of the model plus noise."""
     generator = np.random.default_rng(seed)
     batch, tokens = tiny.batch(PROMPTS, RESPONSES, seed), sum(RESPONSES)
 
@@ -75,7 +75,7 @@ def settings(**changes: Any) -> OptimizationSettings:
 
 
 def sgd(model: Any) -> torch.optim.Optimizer:
-    """Plain gradient descent: weights then show the gradients themselves, which Adam's division would hide."""
+    """Return plain gradient descent: differences of weights are proportional to gradients, unlike with Adam."""
     return torch.optim.SGD(model.parameters(), lr=0.0)
 
 
@@ -86,7 +86,7 @@ def largest_difference(a: Any, b: Any) -> float:
 
 
 class ReferenceUpdate:
-    """The update as one would write it on a blackboard: float64, one sequence at a time, every formula spelt out."""
+    """Reference implementation of updates: in float64, one sequence at a time, by the formulas."""
 
     def __init__(
         self, model: Any, data: Experience, optimization: OptimizationSettings, loss: PolicyLossSettings = LOSS
@@ -134,7 +134,7 @@ class ReferenceUpdate:
         return {row: mask / max(1.0, counts[row]) / responses for row, mask in masks.items()}
 
     def surrogate(self, row: int, log_probs: torch.Tensor, old: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The objective at each token, and whether a clip decided it."""
+        """Return the objective at each token, and whether a clip is active."""
         mask, advantage = self.of("actor_mask", row), self.of("advantages", row)
         log_ratio = log_probs - old
         if self.loss.ratio_level == "sequence":

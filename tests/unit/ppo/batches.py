@@ -1,4 +1,4 @@
-"""Random ragged batches, and the definitions that the tests compare with: plain Python, one sequence and token at a time."""
+"""Random ragged batches, and helpers for definitions in plain Python."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ seeds = st.integers(0, 2**32 - 1)
 
 
 def draw(seed: int, tokens: int, scale: float = 1.0) -> Tensor:
-    """float32 [tokens]."""
+    """Return normally distributed values, float32 [tokens]."""
     return torch.from_numpy(np.random.default_rng(seed).normal(0, scale, tokens).astype(np.float32))
 
 
 def draw_mask(seed: int, tokens: int) -> Tensor:
-    """float32 [tokens] of 0 and 1, with at least one 1."""
+    """Return a mask of 0 and 1 with at least one 1, float32 [tokens]."""
     mask = np.random.default_rng(seed).integers(0, 2, tokens).astype(np.float32)
     mask[seed % tokens] = 1.0
     return torch.from_numpy(mask)
 
 
 def split(values: Tensor, lengths: Sequence[int]) -> list[list[float]]:
-    """The flat values as one list per sequence, cut by hand."""
+    """Return the flat values as one list per sequence."""
     flat, sequences, start = values.tolist(), [], 0
     for length in lengths:
         sequences.append(flat[start : start + length])
@@ -39,7 +39,7 @@ def split(values: Tensor, lengths: Sequence[int]) -> list[list[float]]:
 
 
 def gradient(function: Callable[[Tensor], Tensor], at: Tensor) -> list[float]:
-    """d function / d at, for a function with a scalar value."""
+    """Return the gradient of a scalar function at ``at``."""
     leaf = at.clone().requires_grad_()
     function(leaf).backward()
     assert leaf.grad is not None

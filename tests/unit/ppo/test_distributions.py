@@ -1,4 +1,4 @@
-"""Log-probs and entropies against a softmax written out in float64."""
+"""Log-probs and entropies, compared with a float64 softmax in plain Python."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_log_probs_and_entropies_follow_the_softmax(rows: int, vocabulary: int, 
 
 
 def test_temperature_divides_the_logits() -> None:
-    # Logits [ln 4, 0] are probabilities 0.8 and 0.2; at temperature 2, [ln 2, 0]: 2/3 and 1/3.
+    # Logits [ln 4, 0] give probabilities 0.8 and 0.2. At temperature 2 they are [ln 2, 0], which give 2/3 and 1/3.
     logits = torch.tensor([[math.log(4), 0.0]])
     assert token_log_probs(logits, torch.tensor([0]), 1.0).exp().item() == pytest.approx(0.8)
     assert token_log_probs(logits, torch.tensor([0]), 2.0).exp().item() == pytest.approx(2 / 3)

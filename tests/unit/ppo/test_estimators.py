@@ -1,4 +1,4 @@
-"""Advantages without a critic, against the sums that define them."""
+"""Advantages without a critic, compared with their definitions."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ group_sizes = st.lists(st.integers(2, 6), min_size=1, max_size=5)
 
 
 def draw_groups(seed: int, sizes: list[int]) -> Tensor:
-    """int64 [sequences]: prompts of these sizes under names far apart, in random order."""
+    """Return group ids in random order, int64 [sequences], for groups of these sizes."""
     names = [1000 - 7 * index for index, size in enumerate(sizes) for _ in range(size)]
     return torch.from_numpy(np.random.default_rng(seed).permutation(np.array(names, np.int64)))
 
 
 def same_prompt(rewards: list[float], groups: list[int], row: int) -> list[float]:
-    """The rewards of all samples of the row's prompt, its own first."""
+    """Return the rewards of all samples of the row's prompt, that of the row first."""
     others = [r for index, r in enumerate(rewards) if groups[index] == groups[row] and index != row]
     return [rewards[row], *others]
 

@@ -1,4 +1,4 @@
-"""Generalized advantages against the sum that defines them."""
+"""Generalized advantage estimation, compared with its definition."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ fractions = st.floats(0, 1)
 
 
 def advantages_by_definition(rewards: list[float], values: list[float], gamma: float, gae_lambda: float) -> list[float]:
-    """A(t) = sum over l of (gamma lambda)^l delta(t + l), one episode."""
+    """Return A(t) = sum over l of (gamma lambda)^l delta(t + l) for one sequence."""
     length = len(rewards)
     next_values = [*values[1:], 0.0]
     deltas = [rewards[t] + gamma * next_values[t] - values[t] for t in range(length)]
@@ -101,7 +101,7 @@ def test_other_sequences_do_not_change_the_bits(lengths: list[int], others: list
 
 
 def test_the_value_after_the_last_token_is_zero_regardless_of_padding() -> None:
-    # A short response beside a long one: were padding part of its episode, its value or gamma^padding would show.
+    # A short response beside a long one. If padding counted, its values would change the result.
     lengths = torch.tensor([1, 9, 2])
     result = generalized_advantages(torch.ones(12), torch.full((12,), 5.0), lengths, 0.5, 0.5)
     assert result.advantages[0].item() == 1.0 - 5.0

@@ -72,7 +72,7 @@ def test_shapes_that_would_broadcast_are_refused() -> None:
         kl_estimate(torch.zeros(3), torch.zeros(1), "k1")
 
 
-# Ziegler et al., worked by hand: the relative error, clipped to +-0.2, times responses/horizon.
+# Ziegler et al.: the relative error, clipped to +-0.2, times responses/horizon.
 @pytest.mark.parametrize(
     ("kl", "expected"),
     [(6.6, 0.1 * (1 + 0.1 * 0.05)), (12.0, 0.1 * 1.01), (600.0, 0.1 * 1.01), (0.0, 0.1 * 0.99), (6.0, 0.1)],
@@ -142,7 +142,7 @@ def test_a_non_finite_kl_does_not_change_the_coefficient(kind: str, kl: float) -
 
 
 def test_a_horizon_too_short_for_the_batch_is_refused() -> None:
-    # 0.2 * 50 / 10 = 1: one step of low KL would end the penalty for good, a larger batch would turn it round.
+    # 0.2 * 50 / 10 = 1: one step of low KL would set the penalty to 0, and a larger batch would make it negative.
     with pytest.raises(ConfigError, match="horizon"):
         make_kl_controller("adaptive", 0.1, 6.0, 10.0).update(0.0, responses=50)
 

@@ -1,4 +1,4 @@
-"""The losses against a loop over tokens, their gradients, and their independence of the split into micro-batches."""
+"""Losses and their gradients, compared with loops over tokens. They do not depend on the split into micro-batches."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ AGGREGATION = pytest.mark.parametrize("aggregation", ["token_mean", "sequence_me
 
 
 def policy_term(new: float, old: float, advantage: float, low: float, high: float, dual: float) -> tuple[float, bool]:
-    """One token's loss, and whether a clip decided it."""
+    """Return the loss of one token, and whether a clip is active."""
     ratio = math.exp(min(max(new - old, -20.0), 20.0))
     bounded = min(max(ratio, 1 - low), 1 + high)
     objective = min(ratio * advantage, bounded * advantage)
@@ -44,7 +44,7 @@ def policy_term(new: float, old: float, advantage: float, low: float, high: floa
 
 
 def weights_by_definition(mask: list[list[float]], aggregation: Aggregation) -> list[list[float]]:
-    """One response after the other, spelt out."""
+    """Return the weights by their definition, one response at a time."""
     counts = [sum(value != 0 for value in row) for row in mask]
     total, responses = sum(counts), sum(count > 0 for count in counts)
     share = [
@@ -68,7 +68,7 @@ def test_loss_weights_follow_their_definition_and_add_up_to_one(
 
 
 def test_loss_weights_of_a_worked_example() -> None:
-    # Two of three tokens of the first response count, the one of the second, none of the third.
+    # Two tokens of the first response count, one of the second, none of the third.
     mask, lengths = torch.tensor([1.0, 0.0, 1.0, 1.0, 0.0, 0.0]), torch.tensor([3, 1, 2])
     by_token, by_response = (loss_weights(mask, lengths, name) for name in ("token_mean", "sequence_mean"))  # type: ignore[arg-type]
     assert by_token.tolist() == pytest.approx([1 / 3, 0, 1 / 3, 1 / 3, 0, 0])
@@ -105,7 +105,7 @@ def test_the_policy_loss_follows_its_definition(
 ) -> None:
     tokens, sizes = sum(lengths), torch.tensor(lengths)
     new, old, mask = draw(seed, tokens, 0.5), draw(seed + 1, tokens, 0.5), draw_mask(seed + 3, tokens)
-    # Outcome advantages are one number a response; at level "token" each token may have its own.
+    # At level "sequence" a response has one advantage. At level "token" each token may have a different one.
     advantages = (
         draw(seed + 2, tokens) if level == "token" else broadcast_to_tokens(draw(seed + 2, len(lengths)), sizes)
     )
@@ -120,7 +120,7 @@ def test_the_policy_loss_follows_its_definition(
         counted = [(n, o, a, w) for n, o, a, w in zip(n_row, o_row, a_row, w_row, strict=True) if w]
         approx_kl += sum(math.exp(n - o) - 1 - (n - o) for n, o, _, _ in counted)
         if level == "sequence" and counted:
-            # The response is one action: the sum of its log-probs, one advantage, the weight of its tokens together.
+            # The response is one action, with the sum of its log-probs, one advantage, and the sum of its tokens' weights.
             together = (
                 sum(n for n, *_ in counted),
                 sum(o for _, o, *_ in counted),
@@ -139,7 +139,7 @@ def test_the_policy_loss_follows_its_definition(
 
 
 def test_a_worked_example_with_one_ratio_per_response() -> None:
-    # Log-ratios 0.1 and 0.2 of the first response: its ratio e^0.3 counts as 1.2; -0.05 of the second.
+    # The first response has log-ratios 0.1 and 0.2, so its ratio e^0.3 is clipped to 1.2. The second has -0.05.
     old, lengths = torch.zeros(3), torch.tensor([2, 1])
     new, advantages = torch.tensor([0.1, 0.2, -0.05], requires_grad=True), torch.tensor([1.0, 1.0, -3.0])
     weights = loss_weights(torch.ones(3), lengths, "sequence_mean")
@@ -163,7 +163,7 @@ def test_at_sequence_level_the_first_step_has_the_gradient_of_rloo() -> None:
 
 
 def one_token(ratio: float, advantage: float, dual_clip: float = 0.0) -> tuple[float, int, float]:
-    """Loss, clipped tokens and d loss / d log-prob of one token of that ratio."""
+    """Return loss, clipped tokens and d loss / d log-prob of one token with this ratio."""
     old = torch.tensor([math.log(0.1)])
     new = (old + math.log(ratio)).requires_grad_()
     result = policy_loss(
@@ -175,7 +175,7 @@ def one_token(ratio: float, advantage: float, dual_clip: float = 0.0) -> tuple[f
 
 
 def test_a_worked_example_clips_the_objective_to_2_4() -> None:
-    # Old probability 0.10, new 0.13, A = 2: the ratio 1.3 counts as 1.2.
+    # Old probability 0.10, new 0.13, A = 2: the ratio 1.3 is clipped to 1.2.
     loss, clipped, grad = one_token(0.13 / 0.10, 2.0)
     assert loss == pytest.approx(-2.4)
     assert clipped == 1
@@ -186,13 +186,13 @@ def test_a_worked_example_clips_the_objective_to_2_4() -> None:
     ("ratio", "advantage", "dual_clip", "loss", "clipped", "grad"),
     [
         (1.1, 2.0, 0.0, -2.2, 0, -2.2),
-        (0.7, 2.0, 0.0, -1.4, 0, -1.4),  # outside, but the way back is open
+        (0.7, 2.0, 0.0, -1.4, 0, -1.4),  # outside the range, but the gradient leads back
         (0.7, -2.0, 0.0, 1.6, 1, 0.0),
         (1.3, -2.0, 0.0, 2.6, 0, 2.6),
         (4.0, -2.0, 0.0, 8.0, 0, 8.0),
         (4.0, -2.0, 3.0, 6.0, 1, 0.0),  # the dual clip
         (2.0, -2.0, 3.0, 4.0, 0, 4.0),
-        (4.0, 2.0, 3.0, -2.4, 1, 0.0),  # the dual clip leaves good actions alone
+        (4.0, 2.0, 3.0, -2.4, 1, 0.0),  # the dual clip does not apply to positive advantages
         (1.0, 0.0, 3.0, 0.0, 0, 0.0),
     ],
 )
@@ -222,7 +222,7 @@ def test_the_gradient_is_zero_exactly_if_a_clip_is_active(dual_clip: float, toke
 
 
 def parts(seed: int, count: int) -> list[Tensor]:
-    """Indices of 0..count in random order, cut into random parts."""
+    """Return the indices below ``count`` in random order, split into random parts."""
     generator = torch.Generator().manual_seed(seed)
     order = torch.randperm(count, generator=generator)
     cuts = torch.randint(1, count, (3,), generator=generator).unique().tolist() if count > 1 else []
@@ -230,7 +230,7 @@ def parts(seed: int, count: int) -> list[Tensor]:
 
 
 def same_whole_as_parts(loss: Callable[[Tensor, Tensor], Tensor], at: Tensor, micro_batches: list[Tensor]) -> None:
-    """``loss(x, indices)`` of everything at once, and of its parts one after the other: value and gradient."""
+    """Check that ``loss(x, indices)`` and its gradient are the sums of those of the micro-batches."""
     everything = torch.arange(len(at))
     expected = gradient(lambda leaf: loss(leaf, everything), at)
     leaf, total = at.clone().requires_grad_(), 0.0
@@ -260,7 +260,7 @@ def test_policy_loss_and_gradient_do_not_depend_on_the_split_into_micro_batches(
     ]
 
     def loss(leaf: Tensor, indices: Tensor) -> Tensor:
-        # Places come as whole responses: their lengths are read off the responses' first tokens.
+        # ``indices`` consist of complete responses, so their lengths follow from the responses.
         own = torch.tensor([len(of_response[row]) for row in response_of[indices].unique_consecutive().tolist()])
         rows = (leaf[indices], old[indices], advantages[indices], weighted[indices], own)
         result = policy_loss(*rows, 0.2, 0.2, 3.0, level)
@@ -364,7 +364,7 @@ def test_the_value_loss_and_its_gradient_follow_the_definition(value_clip: float
 
 
 def test_a_value_beyond_its_clip_has_no_gradient() -> None:
-    # V went from 0 to 1 towards R = 2, the clip allows 0.2: 1/2 (0.2 - 2)^2 = 1.62, and no gradient.
+    # V changed from 0 to 1, R = 2, and the clip allows 0.2: 1/2 (0.2 - 2)^2 = 1.62, without a gradient.
     result = value_loss(torch.tensor([1.0]), torch.tensor([0.0]), torch.tensor([2.0]), 0.2, 1)
     assert result.loss.item() == pytest.approx(1.62)
     assert result.clipped_tokens.item() == 1

@@ -1,4 +1,4 @@
-"""Token rewards, score normalisation, prices on length, truncated responses."""
+"""Token rewards, score normalisation, length penalties, and truncated responses."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_equal_scores_are_only_shifted() -> None:
     assert (moments.count, moments.mean, moments.std) == (0, 0.0, 1.0)
     for _ in range(3):
         moments.update(torch.full((7,), 0.1, dtype=torch.float64))
-    # In float64 the rounded mean of equal numbers is often not that number: a spread of 1e-17 would blow scores up.
+    # In float64 the rounded mean of equal numbers may differ from them. A deviation of 1e-17 would give huge scores.
     assert (moments.count, moments.mean, moments.std) == (21, 0.1, 1.0)
     moments.update(torch.zeros(0))
     assert moments.count == 21
@@ -188,7 +188,7 @@ def test_the_overlong_penalty_follows_its_definition(
 
 
 def test_the_overlong_penalty_of_a_worked_example() -> None:
-    # A limit of 20 tokens and a buffer of 4: free up to 16, half way at 18, the whole penalty at 20.
+    # With a limit of 20 tokens and a buffer of 4, the penalty is 0 up to 16, half at 18, and full at 20.
     result = penalize_overlong(torch.zeros(5), torch.tensor([1, 16, 17, 18, 20]), 20, 4, 2.0)
     assert result.tolist() == [0.0, 0.0, -0.5, -1.0, -2.0]
 

@@ -1,4 +1,4 @@
-"""The learning rate at the points that matter, and on the curve between them."""
+"""Learning rate schedules: their ends, and the curve between them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ KIND = pytest.mark.parametrize("kind", ["constant", "linear", "cosine"])
 
 
 def rates(kind: ScheduleKind, total: int, warmup: int, peak: float = 0.8, final: float = 0.2) -> list[float]:
-    """The rates of steps 1..total."""
+    """Return the learning rates of steps 1..total."""
     return [scheduled_learning_rate(step, total, peak, final, warmup, kind) for step in range(1, total + 1)]
 
 
@@ -52,7 +52,7 @@ def test_the_first_and_last_rates_are_exact_and_all_rates_are_in_range(
     assert result[:warmup] == sorted(result[:warmup])
     after = result[max(0, warmup - 1) :]
     assert all(a >= b - 1e-12 * peak for a, b in itertools.pairwise(after))
-    assert all(0 < rate <= peak * (1 + 1e-12) for rate in result), "no step is wasted"
+    assert all(0 < rate <= peak * (1 + 1e-12) for rate in result), "every step must have a positive rate"
 
 
 @pytest.mark.parametrize(("kind", "after"), [("constant", 0.8), ("linear", 0.2), ("cosine", 0.2)])

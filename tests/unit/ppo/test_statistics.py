@@ -1,4 +1,4 @@
-"""Whitening and the watched numbers, against NumPy in float64."""
+"""Whitening and training diagnostics, compared with NumPy in float64."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_explained_variance_of_a_perfect_a_constant_and_an_opposite_critic() -> 
 @check
 @given(st.floats(-1e3, 1e3), st.integers(1, 2000))
 def test_explained_variance_of_equal_returns_is_zero(value: float, tokens: int) -> None:
-    # In float64 the rounded mean of equal numbers is often not that number, so their computed variance is not 0.
+    # In float64 the rounded mean of equal numbers may differ from them, so their computed variance may not be 0.
     assert explained_variance(draw(0, tokens), torch.full((tokens,), value, dtype=torch.float64)) == 0.0
 
 
@@ -134,7 +134,7 @@ def test_ngrams_support_the_largest_token_ids(responses: list[list[int]], n: int
 
 def test_distinct_of_worked_examples() -> None:
     assert distinct([[1, 2, 3], [1, 2, 3]], 2) == pytest.approx(2 / 4)
-    assert distinct([[1, 2], [3, 4]], 2) == 1.0  # (2, 3) would reach over two responses
+    assert distinct([[1, 2], [3, 4]], 2) == 1.0  # (2, 3) would span two responses
     assert distinct([[7, 7, 7, 7]], 1) == pytest.approx(1 / 4)
     assert distinct([[1], []], 2) == 0.0
     assert distinct([], 1) == 0.0

@@ -1,4 +1,4 @@
-"""A user's module of functions in the working directory, and the processes that this one has started."""
+"""Module of user functions in the working directory."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ not_a_function = 5
 
 @pytest.fixture
 def functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The working directory, with FUNCTIONS in it as the module `functions`."""
+    """Make FUNCTIONS the module `functions` in the working directory, and return that directory."""
     (tmp_path / "functions.py").write_text(FUNCTIONS)
     monkeypatch.chdir(tmp_path)
     return tmp_path

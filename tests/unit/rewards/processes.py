@@ -1,4 +1,4 @@
-"""Which processes are there."""
+"""Helpers that inspect processes through /proc."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def runs(process: int) -> bool:
-    """Return whether it runs; one that has ended and waits to be noticed does not."""
+    """Return whether the process runs. A zombie does not."""
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):
@@ -17,7 +17,7 @@ def runs(process: int) -> bool:
 
 
 def children() -> set[int]:
-    """Every process that this one has started, those included that have ended and were not waited for."""
+    """Return all child processes of this process, including zombies."""
     results = set()
     for entry in Path("/proc").iterdir():
         if entry.name.isdecimal():
@@ -31,7 +31,7 @@ def children() -> set[int]:
 
 
 def wait_for(condition: Callable[[], bool], seconds: float = 20.0) -> None:
-    """Wait until it holds."""
+    """Wait until the condition is true."""
     start = time.monotonic()
     while not condition():
         assert time.monotonic() - start < seconds

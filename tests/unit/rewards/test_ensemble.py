@@ -1,4 +1,4 @@
-"""A weighted sum of sources, against the sum written out in float64; and the sources that a config describes."""
+"""Weighted sums of reward sources, compared with a sum in float64."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ Build = Callable[..., RewardSource]
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Reward models: one, one with fewer positions and more ids, and one of another tokenizer."""
+    """Save three reward models: ``two`` has fewer positions and more ids than ``one``, ``other`` has another tokenizer."""
     folder = tmp_path_factory.mktemp("checkpoints")
     tiny.saved(tiny.classifier("llama", seed=4), folder / "one")
     tiny.saved(tiny.classifier("gpt2", seed=5, max_position_embeddings=32, vocab_size=70), folder / "two")
@@ -68,7 +68,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def build(checkpoints: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Build]:
-    """Build reward sources, and checks at the end that no process is left."""
+    """Return a function that builds reward sources. Check at the end that no process is left."""
     (tmp_path / "scorers.py").write_text(SCORERS)
     monkeypatch.chdir(tmp_path)
     before = children()

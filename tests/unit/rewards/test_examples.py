@@ -1,4 +1,4 @@
-"""The functions of examples/rewards, called as the README says."""
+"""The functions of examples/rewards, called as in the README."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ README = (ROOT / "examples/rewards/README.md").read_text(encoding="utf-8")
 
 
 def configs() -> list[Config]:
-    """The configs of the README."""
+    """Return the configs of the README."""
     common = {"data": {"prompts": "none.jsonl"}, "actor": {"model": "policy"}, "reward": {"model": "reward"}}
     blocks = re.findall(r"```yaml\n(.*?)```", README, re.DOTALL)
     return [parse_config({**common, **yaml.safe_load(block)}, "README") for block in blocks]

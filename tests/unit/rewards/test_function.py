@@ -1,4 +1,4 @@
-"""Arguments of a reward function, and which return values are scores."""
+"""Arguments and return values of reward functions."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ Start = Callable[..., FunctionReward]
 
 @pytest.fixture
 def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
-    """Start rewards of functions in the working directory, and checks at the end that no process is left."""
+    """Return a function that starts function rewards. Check at the end that no process is left."""
     (tmp_path / "scorers.py").write_text(SCORERS)
     tiny.tokenizer().save_pretrained(tmp_path / "tokenizer")
     monkeypatch.chdir(tmp_path)

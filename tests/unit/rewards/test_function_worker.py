@@ -27,7 +27,7 @@ Start = Callable[..., FunctionWorker]
 
 @pytest.fixture
 def start(functions: Path) -> Iterator[Start]:
-    """Start workers, and checks at the end that no process is left."""
+    """Return a function that starts workers. Check at the end that no process is left."""
     before = children()
     with ExitStack() as stack:
 
@@ -123,7 +123,7 @@ def test_all_calls_run_in_one_process(start: Start) -> None:
 
 
 def error_and_replacement(start: Start, name: str, timeout: float) -> str:
-    """The message of the failure, after which the worker's next call finds a fresh process."""
+    """Return the error of a failed call. Check that the next calls run in a new process."""
     (Path.cwd() / "first.py").write_text(
         "import functions\nfrom pathlib import Path\n\n"
         "def first(*_):\n"
@@ -172,7 +172,7 @@ def test_a_process_that_ends_between_calls_is_replaced(start: Start) -> None:
     worker = start("process")
     first = worker.call([], 20)
     os.kill(first, signal.SIGKILL)
-    # Its main thread may be gone a moment before the process as a whole is.
+    # The main thread may end shortly before the process does.
     wait_for(lambda: worker._process is not None and not worker._process.is_running())
     assert worker.call([], 20) != first
 
@@ -205,7 +205,7 @@ def test_an_oversized_answer_is_refused(start: Start, monkeypatch: pytest.Monkey
 
 
 def with_pipe(start: Start, name: str) -> tuple[FunctionWorker, int, int]:
-    """A worker, its process, and the descriptor there that answers go to."""
+    """Return a worker, its process, and the descriptor to which the process writes responses."""
     before = children()
     worker = start(name)
     (process,) = children() - before
@@ -324,13 +324,13 @@ def test_a_process_outlives_the_thread_whose_call_started_it(start: Start) -> No
     worker = start("process")
     first = worker.call([], 20)
     os.kill(first, signal.SIGKILL)
-    # Wholly ended: its first thread may be a zombie while others still end, and until then the worker takes it for running.
+    # Wait for the end of the whole process. While other threads of it end, the worker would still consider it running.
     os.waitid(os.P_PID, first, os.WEXITED | os.WNOWAIT)
     results: list[int] = []
     thread = threading.Thread(target=lambda: results.append(worker.call([], 20)))
     thread.start()
     thread.join()
-    # The kernel would end the process with its thread; a moment later it is seen to.
+    # If the process were tied to its thread, the kernel would end it shortly after the thread.
     for _ in range(20):
         assert worker.call([], 20) == results[0]
 

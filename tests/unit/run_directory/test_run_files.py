@@ -1,4 +1,4 @@
-"""A run's directory: one run at a time, and nothing of anyone else's removed."""
+"""A run directory: one run at a time, and files of others are not removed."""
 
 from __future__ import annotations
 
@@ -237,7 +237,7 @@ def test_an_alert_is_written_completely_or_not_at_all(tmp_path: Path, monkeypatc
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(StorageFailed, match=r"alerts\.jsonl: cannot be written \(No space left on device\).*--resume"):
         files.append_alert(alert(2))
-    assert synced[0] > len(before), "the line was there when the disk was asked for it"
+    assert synced[0] > len(before), "the line must be written before the flush"
     assert files.alerts.read_bytes() == before
 
 

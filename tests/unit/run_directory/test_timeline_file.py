@@ -1,4 +1,4 @@
-"""timeline.jsonl: lines are added whole, and later steps are dropped."""
+"""timeline.jsonl: complete lines are appended, and later steps are dropped."""
 
 from __future__ import annotations
 

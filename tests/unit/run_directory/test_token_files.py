@@ -1,4 +1,4 @@
-"""A step's tokens: one trajectory is read without the others, and what is damaged is said."""
+"""Token files of a step: one trajectory is read without the others, and damage is reported."""
 
 from __future__ import annotations
 

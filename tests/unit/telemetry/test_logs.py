@@ -1,4 +1,4 @@
-"""Logs: a line an event, and no harm done where none can be written."""
+"""Logs: one line per event, and no error if a line cannot be written."""
 
 from __future__ import annotations
 

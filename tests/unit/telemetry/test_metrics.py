@@ -13,14 +13,14 @@ from quartet.telemetry.prometheus import MetricsServer
 
 @pytest.fixture
 def server(request: pytest.FixtureRequest) -> Iterator[MetricsServer]:
-    """Listen at the host of the test's parameter."""
+    """Start a metrics server at the host of the test's parameter."""
     result = MetricsServer(CollectorRegistry(), f"{request.param}:0")
     yield result
     result.stop()
 
 
 def status(server: MetricsServer, host: str) -> int:
-    """Return what it answers to a request that is addressed to ``host``."""
+    """Return the HTTP status of a request with this Host header."""
     bound, _, port = server.address.rpartition(":")
     # "localhost" may be bound as ::1.
     connection = http.client.HTTPConnection(bound.replace("0.0.0.0", "127.0.0.1"), int(port), timeout=10)

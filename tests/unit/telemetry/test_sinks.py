@@ -1,4 +1,4 @@
-"""Metric sinks: order, failures, slowness. The run continues in every case."""
+"""Metric sinks: order, failures and delays. The run continues in every case."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ALERT = Alert(step=3, guard="entropy", action="note", evidence="entropy is 0.01"
 
 
 class Recorder:
-    """A sink that records its calls, and fails at the one that the test names."""
+    """Sink that records its calls, and fails at the call that the test names."""
 
     def __init__(self, fails_at: str = "", held: threading.Event | None = None) -> None:
         self.calls: list[Any] = []
@@ -135,7 +135,7 @@ def events(folder: Path) -> Iterator[Any]:
 
 
 def masked_crc(data: bytes) -> int:
-    """CRC-32C (Castagnoli) bit by bit, masked as TFRecord files have it."""
+    """Return CRC-32C (Castagnoli), computed bit by bit, masked as in TFRecord files."""
     crc = 0xFFFFFFFF
     for byte in data:
         crc ^= byte
@@ -235,18 +235,18 @@ def test_wandb_works_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def wandb_history(path: Path) -> list[dict[str, str]]:
-    """Return what was logged, as JSON by name, of the library's own file: records in the format of LevelDB's log."""
+    """Read the logged values, as JSON by name, from the library's file, which has the format of a LevelDB log."""
     from wandb.proto import wandb_internal_pb2
 
     data, offset, record, rows = path.read_bytes(), 7, b"", []
     while offset < len(data):
-        if 32768 - offset % 32768 < 7:  # No header fits into what is left of a block.
+        if 32768 - offset % 32768 < 7:  # The rest of the block is too small for a header.
             offset += 32768 - offset % 32768
             continue
         _, length, kind = struct.unpack("<IHB", data[offset : offset + 7])
         record += data[offset + 7 : offset + 7 + length]
         offset += 7 + length
-        if kind in (1, 4):  # The whole of a record, or its last part.
+        if kind in (1, 4):  # A complete record, or its last part.
             history = wandb_internal_pb2.Record.FromString(record).history
             rows.append({item.key or item.nested_key[0]: item.value_json for item in history.item})
             record = b""

@@ -1,4 +1,4 @@
-"""Traces by themselves: spans of steps, context of calls, and an unreachable collector."""
+"""Traces: spans of steps, context of calls, and an unreachable collector."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_an_unreachable_collector_does_not_delay_a_step() -> None:
     assert time.monotonic() - start < 1.0
     traces.close()
     assert time.monotonic() - start < 4.0
-    # What it says when it gives up is not for the next test's ears.
+    # Its error must not appear in the output of the next test.
     for thread in threading.enumerate():
         if thread.name == "last spans":
             thread.join(20)

@@ -1,4 +1,4 @@
-"""Micro-batches: every sequence once, within the budget, by rule."""
+"""Micro-batches contain every sequence once and stay within the token budget."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Log-probs made for some tokens at a time, against all at once."""
+"""Log-probs computed in chunks of tokens, compared with one chunk."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CHUNK_TOKENS = 4
 def outputs_and_gradients(
     model: Any, entropy_use: EntropyUse
 ) -> tuple[torch.Tensor, torch.Tensor | None, dict[str, torch.Tensor]]:
-    """Log-probs, entropies, and the gradients of a sum of both."""
+    """Return log-probs, entropies, and the gradients of a weighted sum of both."""
     micro_batch = build_micro_batch(tiny.batch(PROMPTS, RESPONSES), range(4), "cpu", packed=True)
     model.zero_grad()
     result, entropies = forward_log_probs(model, micro_batch, 0.7, entropy_use)
@@ -43,8 +43,8 @@ def test_chunked_log_probs_and_gradients_equal_those_of_one_chunk(
     model.get_output_embeddings().register_forward_hook(lambda _, states, __: chunk_sizes.append(states[0].shape[0]))
     monkeypatch.setattr(log_probs_module, "MAX_LOGITS", CHUNK_TOKENS * tiny.VOCABULARY)
     result = outputs_and_gradients(model, entropy_use)
-    assert max(chunk_sizes[2:]) == CHUNK_TOKENS, "the first two are the trial"
-    assert sum(chunk_sizes[2:]) == 2 * sum(RESPONSES), "once on the way there and once on the way back"
+    assert max(chunk_sizes[2:]) == CHUNK_TOKENS, "the first two calls are the trial"
+    assert sum(chunk_sizes[2:]) == 2 * sum(RESPONSES), "once in the forward pass and once in the backward pass"
     assert torch.allclose(result[0], expected[0], atol=1e-5)
     assert (result[1] is None) == (expected[1] is None) == (entropy_use == "none")
     if result[1] is not None and expected[1] is not None:

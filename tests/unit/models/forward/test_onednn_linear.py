@@ -1,4 +1,4 @@
-"""Linear layers by oneDNN against torch's own: the same numbers, the same gradients, the same layers otherwise."""
+"""Linear layers with oneDNN, compared with those of torch: the same outputs, gradients and weights."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture
 def matmuls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
-    """Turn oneDNN on for matmuls of any size; gives the shapes of those that it computes."""
+    """Enable oneDNN for matmuls of any size. Return a list that receives the shape of each matmul."""
     shapes: list[tuple[int, ...]] = []
     original = onednn_linear._onednn
 
@@ -125,7 +125,7 @@ def test_an_expanded_gradient_is_copied_before_the_matmul(matmuls: list[tuple[in
     result = linear(inputs, weight)
     result.register_hook(lambda gradient: strides.append(gradient.stride()))
     result.sum().backward()
-    assert strides == [(0, 0)], "what autograd gives for a sum"
+    assert strides == [(0, 0)], "autograd returns an expanded tensor for a sum"
     assert weight.grad is not None
     assert torch.allclose(weight.grad, inputs.sum(0).expand(5, 4), atol=1e-5)
 
@@ -148,7 +148,7 @@ def test_converted_layers_are_still_linear_layers_and_subclasses_are_not_convert
     matmuls: list[tuple[int, ...]],
 ) -> None:
     class CustomLinear(nn.Linear):
-        """Computes in its own way."""
+        """Subclass, which may compute differently."""
 
     model = nn.Sequential(nn.Linear(2, 2), CustomLinear(2, 2), Conv1D(2, 2))
     use_onednn_linear(model)
@@ -168,7 +168,7 @@ def test_an_adapter_can_be_added_to_converted_layers(matmuls: list[tuple[int, ..
     matmuls.clear()
     logits = model(input_ids=torch.arange(6)[None]).logits
     with adapter.off():
-        assert torch.equal(model(input_ids=torch.arange(6)[None]).logits, logits), "an adapter starts at 0"
+        assert torch.equal(model(input_ids=torch.arange(6)[None]).logits, logits), "the adapter must start at 0"
     assert matmuls
 
 
@@ -194,7 +194,7 @@ def test_memory_for_generated_code_is_bounded(matmuls: list[tuple[int, ...]]) ->
             (linear(inputs[:rows], weight) * 2.0).sum().backward()
         return int(Path("/proc/self/status").read_text().partition("VmRSS:")[2].split()[0])
 
-    # Each number of rows that oneDNN has not seen before costs about 0.6 MB, twice, for good.
+    # Each new number of rows permanently costs about 0.6 MB, for each of two matmuls.
     before = kilobytes_after(range(1000, 1600, 16))
     assert kilobytes_after(range(1001, 1600, 3)) - before < 60_000
 

@@ -1,4 +1,4 @@
-"""Packed sequences compared with separate ones: the same outputs and gradients, and no pads."""
+"""Packed sequences, compared with separate ones: the same outputs and gradients, without pads."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PROMPTS, RESPONSES = [3, 9, 1, 5], [7, 2, 11, 1]
 def test_packed_log_probs_equal_those_of_separate_sequences(kind: str) -> None:
     model, batch = tiny.causal(kind), tiny.batch(PROMPTS, RESPONSES)
     assert supports_packing(model)
-    assert model.config._attn_implementation == "sdpa", "as it was"
+    assert model.config._attn_implementation == "sdpa", "the attention must be restored"
     [together] = iter_micro_batches(model, batch, 1000)
     assert tuple(together.input_ids.shape) == (1, sum(PROMPTS) + sum(RESPONSES) - 4)
     expected = np.concatenate(
@@ -114,7 +114,7 @@ def test_sequences_of_similar_length_share_an_attention_block() -> None:
 
 
 def samples_of(prompts: list[int], lengths: list[list[int]]) -> TokenBatch:
-    """For each prompt, of so many tokens, responses of ``lengths``."""
+    """Return a batch with several responses per prompt. ``prompts`` are prompt lengths, ``lengths`` the responses' lengths."""
     generator, sequences, sizes = np.random.default_rng(0), [], []
     for prompt, responses in zip(prompts, lengths, strict=True):
         prompt_ids = generator.integers(3, 30, prompt)
@@ -128,7 +128,7 @@ def samples_of(prompts: list[int], lengths: list[list[int]]) -> TokenBatch:
 @pytest.mark.parametrize("kind", tiny.KINDS)
 @pytest.mark.parametrize(
     ("prompts", "responses"),
-    # The second predicts as many tokens as it has; the third has responses of only the last token.
+    # The second batch predicts as many tokens as it has. The third has responses of one token.
     [([7, 4], [[3, 9, 1], [6, 2]]), ([3], [[2, 5, 4]]), ([5], [[1, 1]])],
 )
 def test_a_shared_prompt_is_computed_once_with_the_same_outputs_and_gradients(

@@ -1,4 +1,4 @@
-"""Log-probs, values and scores against plain forward passes of one sequence at a time."""
+"""Log-probs, values and scores, compared with plain forward passes of single sequences."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_batched_scores_equal_those_of_separate_sequences(kind: str, max_tokens:
 
 
 def test_a_score_is_read_at_the_eos_even_if_it_is_the_pad_token() -> None:
-    # transformers' own forward looks for the last token that is not the pad id, and so reads the token before the EOS.
+    # The forward method of transformers reads the last token that is not the pad id, which is the token before the EOS.
     model = tiny.classifier("llama", pad_token_id=tiny.EOS)
     ids = np.array([5, 6, 7, tiny.EOS, 5, 6, 7, 8, 9, 10], np.int32)
     batch = TokenBatch(ids, np.array([2, 2], np.int32), np.array([2, 4], np.int32))

@@ -244,7 +244,7 @@ def test_a_prompt_whose_text_gives_other_token_ids_is_an_error() -> None:
     dialect = make_dialect(*TEXT, "return_finish_reason", outputs=("text_output", "finish_reason"))
     good, bad = (GenerationRequest(TrajectoryId("r", 0, 0, 0), np.array(ids, np.int32)) for ids in ([5, 6], [5, 20]))
     assert dialect.request(good, SAMPLING, 0)["text_input"].tolist() == [b"w5 w6"]
-    # The tokenizer has w2 for a special token, and finds it in w20.
+    # The tokenizer treats w2 as a special token, and splits w20 at it.
     with pytest.raises(ComputationFailed, match="its text tokenizes to different token ids"):
         dialect.request(bad, SAMPLING, 0)
     with pytest.raises(InvalidRequest, match="ignore_eos is not supported"):

@@ -1,4 +1,4 @@
-"""Drawing tokens: the right distribution, nothing impossible, log-probs of the whole distribution."""
+"""Sampling of tokens: their distribution, impossible tokens, and log-probs of the whole distribution."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ def test_top_k_keeps_the_likeliest_in_proportion() -> None:
 
 
 def test_top_p_keeps_the_smallest_set_that_reaches_it() -> None:
-    # Probabilities 0.41 0.25 0.15 0.08 ...: 0.66 is reached by two tokens, 0.67 needs the third.
+    # Probabilities 0.41 0.25 0.15 0.08 ...: two tokens reach 0.66, three are needed for 0.67.
     ordered = torch.softmax(LOGITS, 0).sort(descending=True).values.cumsum(0)
     assert np.flatnonzero(drawn(2_000, top_p=float(ordered[1]) - 1e-4)).tolist() == [3, 6]
     assert np.flatnonzero(drawn(2_000, top_p=float(ordered[1]) + 1e-4)).tolist() == [0, 3, 6]
 
 
 def test_top_p_applies_to_the_tokens_that_top_k_keeps() -> None:
-    # Of the two likeliest, 0.41 and 0.25, the first is 0.62 of their sum.
+    # The two likeliest tokens have 0.41 and 0.25. The first has 0.62 of their sum.
     assert np.flatnonzero(drawn(2_000, top_k=2, top_p=0.61)).tolist() == [3]
     assert np.flatnonzero(drawn(2_000, top_k=2, top_p=0.63)).tolist() == [3, 6]
 

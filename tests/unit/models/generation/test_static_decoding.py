@@ -1,4 +1,4 @@
-"""Decoding in buffers that stay, held to the ordinary way's tokens and log-probs. Graphs need a GPU; the step itself does not."""
+"""Static decoding, compared with the tokens and log-probs of ordinary decoding. Only graphs need a GPU."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from tests.unit.models import tiny
 
 STOPS = frozenset({tiny.EOS, 7, 9})
 HOST_TRANSFERS = ("aten::_local_scalar_dense", "aten::nonzero", "aten::lift_fresh", "aten::is_nonzero", "aten::equal")
-"""Operations that carry numbers between host and device: a GPU's capture refuses them."""
+"""Operations that transfer data between host and device. The capture of a CUDA graph refuses them."""
 
 
 def static(model: Any, slots: int = 32) -> TorchEngine:
-    """An engine that decodes so without a GPU, for a model that can."""
+    """Return an engine that uses static decoding without a GPU. The model must support it."""
     engine = TorchEngine(model, STOPS, slots, static=True)
     tiny.generated(engine, tiny.requests(1))
     assert engine._static is not None
@@ -80,7 +80,7 @@ def test_half_precision_models_are_supported(dtype: torch.dtype) -> None:
     model, requests = tiny.causal("qwen2").to(dtype), tiny.requests(8)
     expected = tiny.generated(TorchEngine(model, STOPS, 8), requests)
     result = tiny.generated(static(model, 8), requests)
-    # Rounding may tip a draw, after which the rest is another text; of the first tokens none is tipped.
+    # Rounding may change a draw, and with it all later tokens. So only the first tokens are compared.
     first = [[t.log_probs[0] for t in some] for some in (result, expected)]
     assert np.allclose(*first, atol=0.05)
 
@@ -191,7 +191,7 @@ def test_the_cache_fits_the_largest_generation_and_is_reused() -> None:
 
 
 class ForbidHostTransfers(TorchDispatchMode):
-    """Refuses what a capture would."""
+    """Dispatch mode that refuses the operations that a graph capture refuses."""
 
     def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), more: Any = None) -> Any:
         assert function.name().partition(".")[0] not in HOST_TRANSFERS, function.name()
@@ -215,11 +215,11 @@ def test_a_step_transfers_no_data_between_host_and_device(monkeypatch: pytest.Mo
 
 
 def record_captures(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], None]]:
-    """Return what was asked to be captured from now on; it is computed anew instead of replayed."""
+    """Replace the capture of graphs by plain calls. Return a list that receives each captured function."""
     results: list[Callable[[], None]] = []
 
     def captured(compute: Callable[[], None], *_: Any) -> Callable[[], None]:
-        compute()  # As capturing does: the replay that follows computes the same step again.
+        compute()  # A capture also computes the step once before the first replay.
         results.append(compute)
         return compute
 
@@ -236,7 +236,7 @@ def test_a_step_is_captured_once_per_size_and_then_replayed(monkeypatch: pytest.
     engine._static = StaticDecoder(model, capture=True)
     assert tokens(tiny.generated(engine, requests)) == expected
     count = len(result)
-    assert 2 <= count <= 4  # Rows are 7, 4, 2 or 1, whatever number is in use.
+    assert 2 <= count <= 4  # The number of rows is rounded up to 7, 4, 2 or 1.
     assert tokens(tiny.generated(engine, requests)) == expected
     assert len(result) == count
 

@@ -1,4 +1,4 @@
-"""The torch engine against plain loops, and the promises on streams, order and endings."""
+"""The torch engine, compared with plain loops: random streams, order, and ends of responses."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from quartet.types import FinishReason, GenerationRequest, SamplingParameters, T
 from tests.unit.models import tiny
 
 STOPS = frozenset({tiny.EOS, 7, 9})
-# Beside the plain kinds: one with a sliding window shorter than the texts, one that counts positions from the padding mask.
+# Also a model with a sliding window shorter than the texts, and one that derives positions from the padding mask.
 DECODERS = (*tiny.KINDS, "mistral", "bloom")
 
 
 def plain(model: Any, request: GenerationRequest, limit: int, temperature: float, seed: int) -> list[int]:
-    """One prompt, no cache, no batch, no padding: the whole sequence again for every token."""
+    """Decode one prompt without cache, batch and padding: compute the whole sequence again for every token."""
     ids = request.prompt_ids.tolist()
     numbers = uniforms(seed, request.id, limit)
     for position in range(limit):
@@ -96,11 +96,11 @@ def test_a_free_slot_is_reused_immediately(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(engine_module, "draw", record_rows)
     result = tiny.generated(TorchEngine(model, STOPS, 4), requests)
     assert sum(rows) == sum(len(t.response_ids) for t in result)
-    assert rows == sorted(rows, reverse=True), "a slot stood empty while others waited for one"
+    assert rows == sorted(rows, reverse=True), "a slot was free while requests waited"
 
 
 def test_decoding_never_exceeds_the_positions_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Finished rows are decoded on until half of the batch is; the cache moves to its left end meanwhile.
+    # Finished rows stay in the batch until they are half of it. Meanwhile the cache moves to its left end.
     monkeypatch.setattr(engine_module, "DROP_FRACTION", 0.5)
     model = tiny.causal("gpt2", n_positions=24)
     requests = tiny.requests(40)

@@ -1,4 +1,4 @@
-"""Gradient checkpointing: the same bits, less that is kept, and nothing left of it afterwards."""
+"""Activation checkpointing: bit-identical updates, fewer saved bytes, and no effect after its context."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PACKED = {"llama": True, "gpt2": True, "gpt_neox": True, "qwen2": True, "mistral
 
 
 def update(model: Any, recomputes: bool) -> tuple[dict[str, float], list[torch.Tensor]]:
-    """The metrics and the weights after an update in several mini-batches and micro-batches."""
+    """Return metrics and weights after an update with several mini-batches and micro-batches."""
     learned = copy.deepcopy(model)
     optimizer = create_optimizer(learned, 0.05)
     with activation_checkpointing(learned, recomputes):
@@ -70,7 +70,7 @@ def test_checkpointing_saves_fewer_bytes(kind: str, lora: bool) -> None:
     with activation_checkpointing(model):
         recomputed = saved_bytes(model, forward)
     assert recomputed < 0.5 * expected
-    # What goes into each layer is still there.
+    # The input of each layer is still saved.
     assert recomputed >= count_checkpointed_layers(model) * ids.numel() * 32 * 4
 
 
@@ -104,4 +104,4 @@ def test_dropout_in_the_model_config_stays_off(tmp_path: Path) -> None:
     plain, recomputed = update(model, False), update(model, True)
     assert plain[0] == recomputed[0]
     assert all(map(torch.equal, plain[1], recomputed[1]))
-    assert model.config.hidden_dropout == 0.5, "what is saved says what the model was trained with"
+    assert model.config.hidden_dropout == 0.5, "the saved config must keep the original dropout"

@@ -1,4 +1,4 @@
-"""Policies in bfloat16, on the CPU: what is rounded to it and what is not, from the draw to the update."""
+"""Policies in bfloat16 on the CPU: precision of sampling, log-probs and updates."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from tests.unit.models import tiny, updates
 STOPS = frozenset({tiny.EOS, 7, 9})
 LOSS = updates.with_options(entropy_coefficient=0.0, kl_loss_coefficient=0.0)
 MAX_DIFFERENCE = 0.15
-"""Nats that a log-prob may move when weights and activations have 8 bits."""
+"""Maximum change of a log-prob, in nats, if weights and activations have 8 bits of precision."""
 
 
 def full_and_half(kind: str) -> tuple[Any, Any]:
-    """The same weights, which bfloat16 can hold, computed with in float32 and in bfloat16."""
+    """Return a float32 and a bfloat16 model with the same weights, which bfloat16 can represent."""
     half = tiny.causal(kind, initializer_range=0.1).bfloat16()
     return copy.deepcopy(half).float(), half
 
@@ -47,7 +47,7 @@ def test_log_probs_are_float32_and_close_to_those_of_float32_weights(kind: str) 
     assert (drawn.dtype, trained.dtype) == (np.float32, np.float32)
     assert np.abs(drawn - exact).max() < MAX_DIFFERENCE
     assert np.abs(trained - exact).max() < MAX_DIFFERENCE
-    # Logits have 8 bits; what is made of them has 24.
+    # Logits have 8 bits of precision, log-probs have 24.
     assert np.any(rounded(drawn) != drawn)
     assert np.any(rounded(trained) != trained)
 
@@ -86,7 +86,7 @@ def test_an_update_is_close_to_that_of_float32_and_reproducible() -> None:
         for model in (full, half, again)
     ]
     assert {parameter.dtype for parameter in half.parameters()} == {torch.bfloat16}
-    # The old log-probs are its own, of the very same forward pass: the ratio starts at 1.
+    # The old log-probs come from the same forward pass, so the ratio starts at 1.
     assert metrics[1]["approx_kl"] == metrics[1]["clip_fraction"] == 0
     for name in ("policy_loss", "entropy", "grad_norm", "rollout_mismatch_kl"):
         assert metrics[1][name] == pytest.approx(metrics[0][name], rel=0.05, abs=0.01), name
@@ -96,7 +96,9 @@ def test_an_update_is_close_to_that_of_float32_and_reproducible() -> None:
         clear = moves[0].abs() > 0.005
         total, wrong = total + int(clear.sum()), wrong + int((moves[0].sign() != moves[1].sign())[clear].sum())
     assert total > 1000
-    assert wrong / total < 0.05  # Adam's first step is a sign: of gradients near 0 rounding may turn it.
+    assert (
+        wrong / total < 0.05
+    )  # The first step of Adam is the gradient's sign, which rounding may change for gradients near 0.
     assert updates.largest_difference(half, again) == 0
     assert metrics[1] == metrics[2]
 

@@ -142,7 +142,7 @@ def test_an_update_that_ends_early_leaves_no_gradients() -> None:
 
 
 def saved(folder: Path, dtype: str = "bfloat16") -> tuple[Any, MasterWeightAdamW]:
-    """A policy that has learned a little, in ``folder`` with its optimizer, as a checkpoint has both."""
+    """Train a policy, and save it and its optimizer to ``folder``."""
     model = load_causal_lm(tiny.saved(tiny.causal("llama"), folder / "start"), dtype)
     optimizer = create_optimizer(model, 1e-3, weight_decay=0.1)
     learn(model, optimizer)
@@ -181,7 +181,7 @@ def test_master_weights_of_another_checkpoint_are_refused_without_a_change(tmp_p
     with pytest.raises(ModelError, match=rf"{path}: has float32 master weights of \d+ parameters, the model 0 "):
         load_optimizer(create_optimizer(full, 0.1), path)
     for start in (tmp_path / "start", tmp_path / "policy"):
-        # Of another checkpoint; in another type.
+        # A policy of another checkpoint, and one of another dtype.
         dtype = "bfloat16" if start.name == "start" else "float16"
         optimizer = create_optimizer(load_causal_lm(start, dtype), 0.1)
         before = stepped_weights(optimizer)

@@ -1,4 +1,4 @@
-"""AdamW: what decays, and how its state is kept."""
+"""AdamW: weight decay, and saving and loading of its state."""
 
 from __future__ import annotations
 

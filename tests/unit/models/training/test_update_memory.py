@@ -1,4 +1,4 @@
-"""Memory that an update needs, compared with measurements of larger passes and with formulas."""
+"""Memory estimates of updates, compared with measurements of larger passes and with formulas."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from quartet.types import TokenBatch
 from tests.unit.models import tiny
 
 KINDS = ("llama", "gpt2", "mistral", "bloom")
-"""Two that are packed and two that are padded; the last keeps a score for each pair of tokens."""
+"""Two packed and two padded models. The last one saves a score for each pair of tokens."""
 
 
 def test_saved_bytes_count_each_storage_once_and_no_parameters() -> None:
@@ -43,7 +43,7 @@ def test_saved_bytes_count_each_storage_once_and_no_parameters() -> None:
         hidden = layer(data)
         return hidden * hidden.view(5, 8) + layer(data)
 
-    # The input, which both matmuls save, and the hidden states with their view.
+    # The input, which both matmuls save, and the hidden states, which share storage with their view.
     assert saved_bytes(layer, forward) == data.nbytes + 5 * 8 * 4
 
 
@@ -56,7 +56,7 @@ def micro_batch(model: Any, lengths: list[int]) -> Any:
 
 
 def largest_batch(model: Any) -> Any:
-    """Sequences of 60 tokens, and for a packed model shorter ones that attention spreads out to as many."""
+    """Return a batch of sequences of 60 tokens; for a packed model also shorter ones, which attention pads to 60 tokens."""
     return micro_batch(model, [60, *[36] * 3] * 11 if supports_packing(model) else [60] * 20)
 
 
@@ -133,7 +133,7 @@ def test_short_sequences_can_be_measured(longest: int) -> None:
 
 
 def memory_of(longest: int) -> UpdateMemory:
-    """8 bytes of state and 8 a token, 2 a token with gradient checkpointing."""
+    """Return a memory of 8 bytes of state and 8 per token, or 2 per token with activation checkpointing."""
     plain, again = (
         Activations(SavedActivations(0, size, 0), SavedActivations(0, size, 0), 0, 0) for size in (8.0, 2.0)
     )
@@ -148,7 +148,7 @@ def memory_of(longest: int) -> UpdateMemory:
         (4095, 100, 2048),
         (300, 100, 256),
         (128, 100, 128),
-        # The longest sequence fits by itself: no power of two between.
+        # The longest sequence fits, but the next power of two does not.
         (110, 100, 64),
         (99, 100, 0),
         (5000, 5000, 4096),

@@ -1,4 +1,4 @@
-"""PPO updates against an independent float64 implementation, and the promises on splits, ratios, orders and ends."""
+"""PPO updates, compared with an independent float64 implementation: splits, ratios, order and early stopping."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_the_micro_batch_size_does_not_change_the_weights(num_mini_batches: int,
     for max_tokens in (1, 33, 10_000):
         model, critic = tiny.causal("llama"), ValueModel.of_classifier(tiny.classifier("llama"))
         optimization = settings(num_mini_batches=num_mini_batches, learning_rate=1e-3)
-        # An eps far above the rounding of the gradients: with 1e-8 Adam turns a gradient of 1e-9 into a whole step.
+        # An eps far above the rounding errors of the gradients. With 1e-8, a gradient of 1e-9 would cause a large step of Adam.
         update_policy(model, create_optimizer(model, 0.0, eps=1e-3), data, optimization, loss, max_tokens)
         update_value(
             critic, create_optimizer(critic, 0.0, eps=1e-3), data, optimization, ValueLossSettings(), max_tokens
@@ -188,13 +188,13 @@ def test_a_mini_batch_without_masked_tokens_takes_no_step() -> None:
     result = update_policy(model, sgd(model), fully_masked, settings(), LOSS, 40)
     assert result["optimizer_steps"] == 0
     assert not {"policy_loss", "grad_norm"} & set(result)
-    assert result["entropy"] > 0, "it is the old policy's, whatever is trained on"
+    assert result["entropy"] > 0, "the entropy of the old policy does not depend on the mask"
     assert np.isfinite(result["rollout_mismatch_kl"])
     assert largest_difference(model, before) == 0
 
 
 def forward_passes(monkeypatch: pytest.MonkeyPatch, name: str) -> list[str]:
-    """Grows by one at each call of that function of the training module."""
+    """Return a list that grows by one at each call of this function of the training module."""
     calls, original = [], getattr(training, name)
 
     def count_call(*arguments: Any) -> Any:
@@ -241,7 +241,7 @@ def test_zero_epochs_change_no_weights_and_report_entropy_and_mismatch(monkeypat
 
     critic_optimizer = create_optimizer(critic, 0.5, weight_decay=0.1)
     of_value = update_value(critic, critic_optimizer, data, none, ValueLossSettings(), 1000)
-    assert of_value == NO_STEP, "what was not seen is left out: a 0 would be a figure"
+    assert of_value == NO_STEP, "metrics without values must be absent, not 0"
     assert values == []
     assert largest_difference(critic, critic_before) == 0
     assert critic_optimizer.param_groups[0]["lr"] == 0.5

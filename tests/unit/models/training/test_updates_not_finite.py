@@ -1,4 +1,4 @@
-"""NaN and infinity in an update: they end it or skip a step, and never reach a weight."""
+"""NaN and infinity in an update: they end the update or skip a step, and never change a weight."""
 
 from __future__ import annotations
 
@@ -65,7 +65,9 @@ def test_an_update_of_skipped_steps_changes_nothing_and_reports_finite_metrics(b
     for report in reports:
         assert all(map(np.isfinite, report.values()))
         assert (report["optimizer_steps"], report["skipped_steps"]) == (0, 4)
-        assert not {"policy_loss", "value_loss", "grad_norm", "clip_fraction"} & set(report), "0 would be a figure"
+        assert not {"policy_loss", "value_loss", "grad_norm", "clip_fraction"} & set(report), (
+            "a metric without values must be absent, not 0"
+        )
     assert largest_difference(model, before) == 0
     assert largest_difference(critic, critic_before) == 0
     assert not optimizer.state
@@ -107,7 +109,7 @@ def shift_recomputed(monkeypatch: pytest.MonkeyPatch, by: float) -> None:
 
 
 def test_the_first_step_after_a_skipped_one_is_taken_regardless_of_its_kl(monkeypatch: pytest.MonkeyPatch) -> None:
-    # The old log-probs come out a little different, as from another kernel.
+    # The old log-probs differ slightly, as if another kernel had computed them.
     shift_recomputed(monkeypatch, 0.1)
     model = tiny.causal("llama")
     data, optimization = experience(model), settings(num_mini_batches=3, num_epochs=1, skip_non_finite=True)
@@ -120,7 +122,7 @@ def test_the_first_step_after_a_skipped_one_is_taken_regardless_of_its_kl(monkey
 
 
 def test_an_old_log_prob_of_minus_infinity_counts_as_non_finite(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Left as it is, its ratio would be clamped to e^20: a finite and absurd step.
+    # Without a check, the ratio would be clamped to e^20, which gives a finite but extreme step.
     shift_recomputed(monkeypatch, -np.inf)
     model = tiny.causal("llama")
     data, optimization = experience(model), settings(num_mini_batches=3, num_epochs=1)
@@ -147,7 +149,7 @@ def test_a_nan_from_the_engine_at_a_masked_token_is_ignored() -> None:
 
 
 def one_broken_sequence(data: Experience, model: Any) -> None:
-    """Make the log-probs of one sequence NaN: the embedding of a token that is nowhere else."""
+    """Make the log-probs of one sequence NaN, by the embedding of a token that only this sequence has."""
     ids = data.batch.token_ids
     token = next(int(token) for token in ids[: PROMPTS[0]] if (ids == token).sum() == 1)
     with torch.no_grad():
@@ -172,7 +174,7 @@ def test_a_sequence_with_non_finite_old_log_probs_does_not_change_the_weights(lo
     one_broken_sequence(data, model)
     before = copy.deepcopy(model)
     result = update_policy(model, sgd(model), data, settings(num_mini_batches=3, skip_non_finite=True), loss, 40)
-    # It is in one of three mini-batches in each of two epochs.
+    # The sequence is in one of three mini-batches in each of two epochs.
     assert (result["optimizer_steps"], result["skipped_steps"]) == (4, 2)
     assert all(map(np.isfinite, result.values()))
     moved = []
