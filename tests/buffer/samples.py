@@ -1,4 +1,4 @@
-"""Trajectories and experience to put in the buffer."""
+"""Sample trajectories and experience for the buffer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from quartet.types import Experience, FinishReason, TokenBatch, Trajectory, Traj
 def trajectory(
     run: str, prompt: int, step: int = 1, sample: int = 0, response: int = 3, version: int = 0
 ) -> Trajectory:
-    """A trajectory whose tokens and log-probs follow from its numbers."""
+    """Return a trajectory with tokens and log-probs derived from the arguments."""
     return Trajectory(
         TrajectoryId(run, step, prompt, sample),
         version,
@@ -22,7 +22,7 @@ def trajectory(
 
 
 def experience(run: str, step: int = 1) -> Experience:
-    """Experience of two sequences with three response tokens."""
+    """Return experience of two sequences with three response tokens in total."""
 
     def flat(start: float) -> np.ndarray:
         return np.arange(3, dtype=np.float32) + np.float32(start)

@@ -1,4 +1,4 @@
-"""Connection settings of the shared Redis: passwords from files, and certificates per process."""
+"""Settings of the connection to a shared Redis: passwords from files, and certificates per process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from quartet.config import Config, load_config, parse_config, redact_url
 from quartet.errors import ConfigError, ServiceUnavailable
 from quartet.rpc.security.certificate_authority import Authority
 
-ENCODED, MINE, FROM_FILE = ":p%40ss%2Fw%3Ard@", ":mine@", ":secret@"
+ENCODED, FROM_URL, FROM_FILE = ":p%40ss%2Fw%3Ard@", ":mine@", ":secret@"
 
 
 def config_of(**buffer: Any) -> Config:
@@ -35,7 +35,7 @@ def config_of(**buffer: Any) -> Config:
         ("rediss://quartet@[::1]:6379/0?timeout=3", f"rediss://quartet{ENCODED}[::1]:6379/0?timeout=3"),
     ],
 )
-def test_a_password_comes_from_its_file(tmp_path: Path, url: str, result: str) -> None:
+def test_the_password_is_read_from_its_file(tmp_path: Path, url: str, result: str) -> None:
     file = tmp_path / "password"
     file.write_text("p@ss/w:rd\n")
     config = config_of(url=url, password_file=str(file))
@@ -47,22 +47,22 @@ def test_a_password_comes_from_its_file(tmp_path: Path, url: str, result: str) -
 @pytest.mark.parametrize(
     ("buffer", "content", "problem"),
     [
-        ({"url": f"redis://me{MINE}host"}, "secret", "buffer.url contains a password too"),
+        ({"url": f"redis://me{FROM_URL}host"}, "secret", "buffer.url contains a password too"),
         ({"url": "redis://host"}, "", "expected one line"),
         ({"url": "redis://host"}, "two\nlines", "expected one line"),
         ({"url": "redis://host"}, None, "cannot be read"),
         ({}, "secret", "buffer.url, which is null"),
     ],
 )
-def test_an_unusable_password_is_refused_and_not_quoted(
+def test_an_invalid_password_is_refused_and_not_quoted(
     tmp_path: Path, buffer: dict[str, str], content: str | None, problem: str
 ) -> None:
     file = tmp_path / "password"
     if content is not None:
         file.write_text(content)
-    with pytest.raises(ConfigError, match=rf"^buffer\.password_file.*{problem}") as refused:
+    with pytest.raises(ConfigError, match=rf"^buffer\.password_file.*{problem}") as error:
         buffer_url(config_of(password_file=str(file), **buffer))
-    assert not content or content not in str(refused.value)
+    assert not content or content not in str(error.value)
 
 
 @pytest.fixture
@@ -76,13 +76,13 @@ def certificates(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def encrypted(certificates: Path, redis_url: str) -> Iterator[str]:
-    """host:port that leads to the tests' Redis by mutual TLS."""
+    """HOST:PORT of a proxy with mutual TLS to the Redis of the tests."""
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=certificates / "redis" / "ca.crt")
     context.verify_mode = ssl.CERT_REQUIRED
     context.load_cert_chain(certificates / "redis" / "tls.crt", certificates / "redis" / "tls.key")
     listener = socket.create_server(("127.0.0.1", 0))
 
-    def carry(source: socket.socket, target: socket.socket) -> None:
+    def forward(source: socket.socket, target: socket.socket) -> None:
         with suppress(OSError):
             while data := source.recv(65536):
                 target.sendall(data)
@@ -96,21 +96,19 @@ def encrypted(certificates: Path, redis_url: str) -> Iterator[str]:
                 raw, _ = listener.accept()
             except OSError:
                 return
-            with suppress(OSError):  # A handshake that fails is what some tests are about.
+            with suppress(OSError):  # Some tests cause a failed handshake.
                 client = context.wrap_socket(raw, server_side=True)
                 server = socket.socket(socket.AF_UNIX)
                 server.connect(redis_url.removeprefix("unix://"))
                 for ends in ((client, server), (server, client)):
-                    threading.Thread(target=carry, args=ends, daemon=True).start()
+                    threading.Thread(target=forward, args=ends, daemon=True).start()
 
     threading.Thread(target=accept, daemon=True).start()
     yield f"127.0.0.1:{listener.getsockname()[1]}"
     listener.close()
 
 
-def test_a_process_presents_its_certificate_to_redis_and_verifies_the_servers(
-    encrypted: str, certificates: Path
-) -> None:
+def test_a_process_connects_to_redis_with_mutual_tls(encrypted: str, certificates: Path) -> None:
     config = config_of(url=f"rediss://{encrypted}/0")
     url = buffer_url(config, certificates / "actor")
     assert url is not None
@@ -142,8 +140,8 @@ def test_the_url_of_the_environment_replaces_that_of_the_config_with_its_passwor
     path = tmp_path / "config.yaml"
     buffer = {"url": "redis://one/0", "password_file": str(tmp_path / "password")}
     path.write_text(config_of(**buffer).to_yaml())
-    monkeypatch.setenv(BUFFER_URL_VARIABLE, f"redis://two{MINE}host/1")
-    assert buffer_url(load_config(path, environment_overrides())) == f"redis://two{MINE}host/1"
+    monkeypatch.setenv(BUFFER_URL_VARIABLE, f"redis://two{FROM_URL}host/1")
+    assert buffer_url(load_config(path, environment_overrides())) == f"redis://two{FROM_URL}host/1"
     monkeypatch.setenv(BUFFER_URL_VARIABLE, "redis://two@host/1")
     assert buffer_url(load_config(path, environment_overrides())) == f"redis://two{FROM_FILE}host/1"
     monkeypatch.delenv(BUFFER_URL_VARIABLE)

@@ -1,4 +1,4 @@
-"""Error messages of a failing Redis connection, and the secrets that they must not contain."""
+"""Errors of a failing Redis connection, without secrets, and the monitor of the connection."""
 
 from __future__ import annotations
 
@@ -39,32 +39,32 @@ from tests.faults.proxy import Proxy
     ],
 )
 def test_the_error_of_an_unreachable_server_names_a_remedy_and_no_password(url: str) -> None:
-    with pytest.raises(ServiceUnavailable) as refused:
+    with pytest.raises(ServiceUnavailable) as error:
         connect(url)
-    said = str(refused.value)
-    assert said.startswith("rollout buffer at ")
-    assert "unreachable" in said
-    assert "start Redis there, correct buffer.url" in said
-    assert not {"s3", "cr3t", "s3cret"} & set(said.replace(":", " ").replace("@", " ").replace("=", " ").split())
+    message = str(error.value)
+    assert message.startswith("rollout buffer at ")
+    assert "unreachable" in message
+    assert "start Redis there, correct buffer.url" in message
+    assert not {"s3", "cr3t", "s3cret"} & set(message.replace(":", " ").replace("@", " ").replace("=", " ").split())
 
 
 @pytest.mark.parametrize("url", ["nonsense", "http://h", "redis://:s3cret@host:port/0", "redis://:s3cret/x@host:1/0"])
 def test_a_malformed_url_is_refused_with_the_key_and_without_the_password(url: str) -> None:
-    with pytest.raises(ConfigError, match=r"^buffer\.url .*expected redis://HOST:PORT/DB") as refused:
+    with pytest.raises(ConfigError, match=r"^buffer\.url .*expected redis://HOST:PORT/DB") as error:
         connect(url)
-    assert "s3cret" not in str(refused.value)
+    assert "s3cret" not in str(error.value)
 
 
 @pytest.mark.parametrize("url", ["redis://:***@127.0.0.1:1/0", "unix:///nowhere/redis.sock?password=***"])
-def test_a_url_without_its_password_says_how_to_give_it(url: str) -> None:
-    with pytest.raises(ConfigError, match=r"stars replace a password, .* --set buffer\.url=URL") as refused:
+def test_a_url_with_a_masked_password_explains_how_to_set_it(url: str) -> None:
+    with pytest.raises(ConfigError, match=r"stars replace a password, .* --set buffer\.url=URL") as error:
         connect(url)
-    assert str(refused.value).startswith(f"buffer.url {url}: ")
+    assert str(error.value).startswith(f"buffer.url {url}: ")
 
 
 @pytest.fixture
 def plain_port(tmp_path: Path) -> Iterator[int]:
-    """A Redis over TCP that asks for a password and speaks no TLS."""
+    """The port of a Redis over TCP with a password and without TLS."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = int(free.getsockname()[1])
@@ -82,20 +82,20 @@ def test_a_server_without_tls_is_reported_immediately_if_the_url_requires_tls(
     plain_port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(connection, "FIRST_PING_TIMEOUT", 0.2)
-    begun = time.monotonic()
+    start = time.monotonic()
     with pytest.raises(ConfigError, match=r"rediss://me:\*\*\*@.* does not use TLS; use redis:// in buffer\.url"):
         connect(f"rediss://me:s3cret@127.0.0.1:{plain_port}/0")  # pragma: allowlist secret - an example
-    assert time.monotonic() - begun < 5
+    assert time.monotonic() - start < 5
     connect(f"redis://:right@127.0.0.1:{plain_port}/0").close()
 
 
-@pytest.fixture(params=["knows its clients", "takes anybody"])
+@pytest.fixture(params=["client certificate", "no client certificate"])
 def tls_port(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[int]:
-    """Return where hands are shaken as by a Redis with a tls-port, which the embedded server cannot have."""
+    """The port of a TLS server, which stands in for a Redis with TLS. The embedded server does not support TLS."""
     Authority(timedelta(days=1)).issue(tmp_path / "redis", ["localhost"])
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=tmp_path / "redis/ca.crt")
     context.load_cert_chain(tmp_path / "redis/tls.crt", tmp_path / "redis/tls.key")
-    context.verify_mode = ssl.CERT_REQUIRED if request.param == "knows its clients" else ssl.CERT_NONE
+    context.verify_mode = ssl.CERT_REQUIRED if request.param == "client certificate" else ssl.CERT_NONE
 
     class Handler(socketserver.BaseRequestHandler):
         def handle(self) -> None:
@@ -118,18 +118,18 @@ def test_wrong_or_missing_credentials_are_a_config_error(tmp_path: Path) -> None
         connect(server.url).config_set("requirepass", "right")
         connect(f"{server.url}?password=right").close()
         for url in (f"{server.url}?password=s3cret", server.url):
-            with pytest.raises(ConfigError, match=r"rejected the credentials .*correct buffer\.url") as refused:
+            with pytest.raises(ConfigError, match=r"rejected the credentials .*correct buffer\.url") as error:
                 connect(url)
-            assert "s3cret" not in str(refused.value)
+            assert "s3cret" not in str(error.value)
 
 
-def test_a_server_that_goes_away_is_an_error_and_not_an_empty_stream(tmp_path: Path) -> None:
+def test_a_lost_server_is_an_error_and_not_an_empty_stream(tmp_path: Path) -> None:
     with EmbeddedRedis(tmp_path / "data", tmp_path / "log") as server:
         stream = RolloutStream(connect(server.url), server.url, "run")
         stream.reset()
-    for act in (lambda: stream.read(1, 0.01), lambda: stream.append([trajectory("run", 1)]), stream.depth):
+    for operation in (lambda: stream.read(1, 0.01), lambda: stream.append([trajectory("run", 1)]), stream.depth):
         with pytest.raises(ServiceUnavailable, match="rollout buffer at unix://"):
-            act()
+            operation()
 
 
 @pytest.mark.parametrize("command", ["append", "load"])
@@ -137,19 +137,19 @@ def test_a_connection_is_lost_from_a_failed_command_until_the_server_responds(re
     with Proxy(redis_url.removeprefix("unix://")) as proxy:
         url = f"redis://{proxy.address}/0"
         client = connect(url)
-        link = ConnectionMonitor(client, url)
-        stream = RolloutStream(client, url, "link", link.mark_lost)
-        store = ExperienceStore(client, url, "link", link.mark_lost)
-        act = {"append": lambda: stream.append([trajectory("link", 1)]), "load": lambda: store.load(1)}[command]
-        assert not link.is_lost()
+        monitor = ConnectionMonitor(client, url)
+        stream = RolloutStream(client, url, "link", monitor.mark_lost)
+        store = ExperienceStore(client, url, "link", monitor.mark_lost)
+        operation = {"append": lambda: stream.append([trajectory("link", 1)]), "load": lambda: store.load(1)}[command]
+        assert not monitor.is_lost()
         proxy.reset()
-        assert not link.is_lost()
+        assert not monitor.is_lost()
         for _ in range(2):
             with pytest.raises(ServiceUnavailable):
-                act()
-            assert link.is_lost()
+                operation()
+            assert monitor.is_lost()
         proxy.heal()
-        assert wait_until(lambda: not link.is_lost(), 20)
+        assert wait_until(lambda: not monitor.is_lost(), 20)
         stream.append([trajectory("link", 1)])
         stream.reset()
 
@@ -158,8 +158,8 @@ def test_a_connection_is_lost_from_a_failed_command_until_the_server_responds(re
 def test_a_server_that_rejects_the_credentials_counts_as_reachable(tmp_path: Path) -> None:
     with EmbeddedRedis(tmp_path / "data", tmp_path / "log") as server:
         client = connect(server.url)
-        link = ConnectionMonitor(client, server.url)
+        monitor = ConnectionMonitor(client, server.url)
         client.config_set("requirepass", "right")
         client.connection_pool.disconnect()
-        link.mark_lost()
-        assert wait_until(lambda: not link.is_lost(), 20)
+        monitor.mark_lost()
+        assert wait_until(lambda: not monitor.is_lost(), 20)

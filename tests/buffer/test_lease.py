@@ -1,4 +1,4 @@
-"""The lease on a real server: one holder at a time, epochs that rise, a successor after a death."""
+"""The lease in Redis: one holder at a time, increasing epochs, and a successor after a crash."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def leases() -> Iterator[ExitStack]:
 
 def test_epochs_increase_and_are_never_below_the_minimum(redis_client: Redis, redis_url: str, run: str) -> None:
     epochs = []
-    for at_least in (1, 1, 7, 1):
-        lease = Lease(redis_client, redis_url, run, at_least)
+    for min_epoch in (1, 1, 7, 1):
+        lease = Lease(redis_client, redis_url, run, min_epoch)
         epochs.append(lease.epoch)
         lease.release()
     assert epochs == [1, 2, 7, 8]
@@ -50,7 +50,7 @@ def test_a_renewed_lease_excludes_others_for_longer_than_its_duration(
         Lease(redis_client, redis_url, run, duration=0.6)
 
 
-def test_the_lease_of_a_leader_that_died_elsewhere_expires(
+def test_the_lease_of_a_dead_leader_on_another_machine_expires(
     redis_client: Redis, redis_url: str, run: str, leases: ExitStack
 ) -> None:
     dead = Lease(redis_client, redis_url, run, duration=0.5)
@@ -74,7 +74,7 @@ def test_a_former_leader_notices_and_does_not_retake_the_lease(
         Lease(redis_client, redis_url, run, duration=5.0)
 
 
-def test_a_suspended_leader_renews_an_expired_lease_if_no_other_led_since(
+def test_a_suspended_leader_renews_an_expired_lease_without_a_successor(
     redis_client: Redis, redis_url: str, run: str, leases: ExitStack
 ) -> None:
     first = Lease(redis_client, redis_url, run, duration=1.5)
@@ -85,7 +85,7 @@ def test_a_suspended_leader_renews_an_expired_lease_if_no_other_led_since(
         Lease(redis_client, redis_url, run, duration=1.5)
 
 
-def test_a_lease_that_redis_lost_with_its_epoch_is_lost(
+def test_a_lease_is_lost_if_redis_has_lost_its_epoch(
     redis_client: Redis, redis_url: str, run: str, leases: ExitStack
 ) -> None:
     first = Lease(redis_client, redis_url, run)
@@ -100,7 +100,7 @@ def test_a_lease_of_the_same_owner_is_replaced_even_if_its_commands_arrive_late(
 ) -> None:
     first = Lease(redis_client, redis_url, run, duration=1.5, owner="me")
     first.release()
-    first.check()  # As a renewal that was sent before the release and arrives after it.
+    first.check()  # Like a renewal that is sent before the release and arrives after it.
     start = time.monotonic()
     second = Lease(redis_client, redis_url, run, duration=1.5, owner="me")
     leases.callback(second.release)
@@ -120,7 +120,7 @@ time.sleep(3600)
 """
 
 
-def test_the_lease_of_a_leader_that_died_on_this_machine_is_replaced_immediately(
+def test_the_lease_of_a_dead_leader_on_this_machine_is_replaced_immediately(
     redis_client: Redis, redis_url: str, run: str, leases: ExitStack
 ) -> None:
     with subprocess.Popen([sys.executable, "-c", LEADER, redis_url, run], stdout=subprocess.PIPE, text=True) as leader:

@@ -1,4 +1,4 @@
-"""The rollout stream on a real server: order, delivery at least once, and nothing foreign."""
+"""The rollout stream in Redis: order, at-least-once delivery, and separate runs."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_a_read_without_block_returns_immediately(stream: RolloutStream) -> None
         start = time.perf_counter()
         assert prompts(stream, block=0.0) == []
         seconds.append(time.perf_counter() - start)
-    # Redis ends waits ten times a second only. About 0.1 ms on an idle machine.
+    # Redis checks for ended waits only ten times a second. Without a wait, a read takes about 0.1 ms.
     assert min(seconds) < 0.02
 
 
@@ -89,7 +89,7 @@ def test_a_read_waits_for_the_first_entry(stream: RolloutStream, run: str, redis
         writer.close()
 
 
-def test_a_read_of_an_empty_stream_ends(stream: RolloutStream) -> None:
+def test_a_read_of_an_empty_stream_ends_after_its_timeout(stream: RolloutStream) -> None:
     start = time.monotonic()
     assert stream.read(10, 0.05) == []
     assert 0.04 <= time.monotonic() - start < 5
@@ -99,7 +99,7 @@ def test_a_read_of_an_empty_stream_ends(stream: RolloutStream) -> None:
     "fields",
     [{"other": b"1"}, {"id": b"x", "trajectory": b""}, {"trajectory": b"\xff\xff"}, {"trajectory": b"\n\x02\n\x00"}],
 )
-def test_an_entry_that_is_not_a_trajectory_is_an_error_that_names_it(
+def test_an_invalid_entry_is_an_error_with_its_id(
     fields: dict[str, bytes], stream: RolloutStream, redis_client: Redis
 ) -> None:
     entry = redis_client.xadd(stream.key, fields)
@@ -107,7 +107,7 @@ def test_an_entry_that_is_not_a_trajectory_is_an_error_that_names_it(
         stream.read(10, 0.01)
 
 
-def test_a_reset_drops_what_an_earlier_run_left(stream: RolloutStream, run: str) -> None:
+def test_a_reset_drops_entries_of_an_earlier_run(stream: RolloutStream, run: str) -> None:
     stream.append([trajectory(run, prompt) for prompt in range(3)])
     stream.read(1, 0.01)
     stream.reset()
@@ -117,12 +117,12 @@ def test_a_reset_drops_what_an_earlier_run_left(stream: RolloutStream, run: str)
     assert prompts(stream) == [9]
 
 
-def test_a_stream_that_was_never_made_is_an_error(redis_client: Redis, redis_url: str, run: str) -> None:
+def test_a_stream_without_a_reset_is_an_error(redis_client: Redis, redis_url: str, run: str) -> None:
     with pytest.raises(BufferFailed, match="NOGROUP"):
         RolloutStream(redis_client, redis_url, run).read(1, 0.01)
 
 
-def test_runs_do_not_see_each_other(stream: RolloutStream, redis_client: Redis, redis_url: str, run: str) -> None:
+def test_runs_have_separate_streams(stream: RolloutStream, redis_client: Redis, redis_url: str, run: str) -> None:
     other = RolloutStream(redis_client, redis_url, f"{run}-other")
     other.reset()
     other.append([trajectory(f"{run}-other", 1)])
@@ -143,11 +143,11 @@ def test_the_stream_reads_with_either_protocol(redis_url: str, run: str) -> None
         client.close()
 
 
-def test_a_delivery_that_was_lost_on_its_way_can_be_read_again(stream: RolloutStream, run: str) -> None:
+def test_unacknowledged_deliveries_can_be_read_again(stream: RolloutStream, run: str) -> None:
     stream.append([trajectory(run, 1), trajectory(run, 2)])
     lost = stream.read(10, 0.1)
     assert stream.read(10, 0.0) == []
-    again = stream.delivered()
-    assert [item.entry_id for item in again] == [item.entry_id for item in lost]
+    redelivered = stream.delivered()
+    assert [item.entry_id for item in redelivered] == [item.entry_id for item in lost]
     stream.acknowledge([lost[0].entry_id])
     assert [item.entry_id for item in stream.delivered()] == [lost[1].entry_id]

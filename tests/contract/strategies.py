@@ -1,4 +1,4 @@
-"""Random values of the types that travel: hypothesis strategies."""
+"""Hypothesis strategies for the types of the contract."""
 
 from __future__ import annotations
 

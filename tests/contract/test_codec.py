@@ -1,4 +1,4 @@
-"""Messages survive a round trip unchanged, and malformed ones are refused with the name of the field."""
+"""Messages are unchanged after a round trip, and malformed messages are refused with the name of the field."""
 
 from __future__ import annotations
 
@@ -44,23 +44,23 @@ from tests.every_case import every_case
 FLOAT, INT = tensor_pb2.DATA_TYPE_FLOAT32, tensor_pb2.DATA_TYPE_INT32
 
 
-def same(left: Any, right: Any) -> None:
-    """Equal field by field; arrays by dtype and bits."""
+def assert_same(left: Any, right: Any) -> None:
+    """Check that two values are equal by field and type, and arrays by dtype and bytes."""
     if isinstance(left, np.ndarray):
         assert left.dtype == right.dtype
         assert left.tobytes() == right.tobytes()
     elif dataclasses.is_dataclass(left):
         assert type(left) is type(right)
         for field in dataclasses.fields(left):
-            same(getattr(left, field.name), getattr(right, field.name))
+            assert_same(getattr(left, field.name), getattr(right, field.name))
     elif isinstance(left, list):
         assert type(left) is type(right)
         for each, other in zip(left, right, strict=True):
-            same(each, other)
+            assert_same(each, other)
     elif isinstance(left, dict):
         assert left.keys() == right.keys()
         for name, value in left.items():
-            same(value, right[name])
+            assert_same(value, right[name])
     else:
         assert left == right
         assert type(left) is type(right)
@@ -68,71 +68,71 @@ def same(left: Any, right: Any) -> None:
 
 @check
 @given(strategies.batches())
-def test_ragged_batches_arrive(batch: TokenBatch) -> None:
-    same(codec.batch_from_proto(codec.batch_to_proto(batch)), batch)
+def test_ragged_batches_round_trip(batch: TokenBatch) -> None:
+    assert_same(codec.batch_from_proto(codec.batch_to_proto(batch)), batch)
 
 
 @check
 @given(strategies.batches())
-def test_no_padding_crosses_the_wire(batch: TokenBatch) -> None:
+def test_batches_are_sent_without_padding(batch: TokenBatch) -> None:
     message = codec.batch_to_proto(batch)
     assert len(message.token_ids.data) == 4 * int(batch.lengths.sum())
     assert message.token_ids.data == b"".join(sequence.astype("<i4").tobytes() for sequence in batch.sequences())
-    # Besides ids and lengths, a batch costs no more than a few bytes of headers.
+    # A batch adds only a few bytes of headers to ids and lengths.
     assert message.ByteSize() <= 4 * (int(batch.lengths.sum()) + 2 * len(batch)) + 64
 
 
 @check
 @given(strategies.trajectories())
-def test_trajectories_arrive(trajectory: Trajectory) -> None:
-    same(codec.trajectory_from_bytes(codec.trajectory_to_bytes(trajectory)), trajectory)
+def test_trajectories_round_trip(trajectory: Trajectory) -> None:
+    assert_same(codec.trajectory_from_bytes(codec.trajectory_to_bytes(trajectory)), trajectory)
 
 
 @check
 @given(strategies.experiences(), st.integers(5, 64))
-def test_experience_is_decoded_as_it_was_encoded_for_any_chunk_size(experience: Experience, chunk_bytes: int) -> None:
+def test_experience_round_trips_for_any_chunk_size(experience: Experience, chunk_bytes: int) -> None:
     encoded = codec.encode_experience(experience, chunk_bytes)
     assert all(0 < len(chunk) <= chunk_bytes for chunk in encoded.chunks.values())
-    same(codec.decode_experience(encoded.manifest, encoded.chunks.get), experience)
+    assert_same(codec.decode_experience(encoded.manifest, encoded.chunks.get), experience)
 
 
 @check
 @given(strategies.statuses)
-def test_statuses_arrive(status: ServiceStatus) -> None:
-    same(codec.status_from_proto(codec.status_to_proto(status)), status)
+def test_statuses_round_trip(status: ServiceStatus) -> None:
+    assert_same(codec.status_from_proto(codec.status_to_proto(status)), status)
 
 
 @check
 @given(strategies.samplings)
-def test_sampling_parameters_arrive(sampling: SamplingParameters) -> None:
-    same(codec.sampling_from_proto(codec.sampling_to_proto(sampling)), sampling)
+def test_sampling_parameters_round_trip(sampling: SamplingParameters) -> None:
+    assert_same(codec.sampling_from_proto(codec.sampling_to_proto(sampling)), sampling)
 
 
 @check
 @given(strategies.optimizations)
-def test_optimization_settings_arrive(settings: OptimizationSettings) -> None:
-    same(codec.optimization_from_proto(codec.optimization_to_proto(settings)), settings)
+def test_optimization_settings_round_trip(settings: OptimizationSettings) -> None:
+    assert_same(codec.optimization_from_proto(codec.optimization_to_proto(settings)), settings)
 
 
 @check
 @given(strategies.update_requests)
-def test_update_requests_arrive(request: UpdateRequest) -> None:
-    same(codec.update_request_from_proto(codec.update_request_to_proto(request)), request)
+def test_update_requests_round_trip(request: UpdateRequest) -> None:
+    assert_same(codec.update_request_from_proto(codec.update_request_to_proto(request)), request)
 
 
 @check
 @given(strategies.generation_batches())
-def test_generation_batches_arrive(batch: GenerationBatch) -> None:
-    same(codec.generation_batch_from_proto(codec.generation_batch_to_proto(batch)), batch)
+def test_generation_batches_round_trip(batch: GenerationBatch) -> None:
+    assert_same(codec.generation_batch_from_proto(codec.generation_batch_to_proto(batch)), batch)
 
 
 @check
 @given(strategies.progresses)
-def test_progress_arrives(progress: Progress) -> None:
-    same(codec.progress_from_proto(codec.progress_to_proto(progress)), progress)
+def test_progress_round_trips(progress: Progress) -> None:
+    assert_same(codec.progress_from_proto(codec.progress_to_proto(progress)), progress)
 
 
-def test_every_run_state_arrives() -> None:
+def test_every_run_state_round_trips() -> None:
     states = [codec.progress_from_proto(codec.progress_to_proto(Progress("r", 1, state))).state for state in RunState]
     assert states == list(RunState)
 
@@ -144,19 +144,19 @@ def test_an_unknown_run_state_is_refused() -> None:
         codec.progress_from_proto(message)
 
 
-def test_settings_and_their_changes_arrive() -> None:
+def test_settings_and_their_changes_round_trip() -> None:
     settings = [Setting("kl_coefficient", 0.1, 0.0, 1.0)]
     assert codec.settings_from_proto(codec.settings_to_proto(settings)) == settings
     changes = [SettingChange("actor.learning_rate", 1e-5, 2e-5, 7, "a user", 1.5e9)]
     assert codec.setting_changes_from_proto(codec.setting_changes_to_proto(changes)) == changes
 
 
-def test_a_process_status_arrives() -> None:
+def test_a_process_status_round_trips() -> None:
     status = ProcessStatus((ServiceStatus(Role.ACTOR), ServiceStatus(Role.REWARD)), "1.2", "127.0.0.1:9")
     assert codec.process_status_from_proto(codec.process_status_to_proto(status)) == status
 
 
-def test_a_generation_ends_with_its_number_of_trajectories() -> None:
+def test_a_finished_generation_contains_its_number_of_trajectories() -> None:
     assert codec.trajectories_from_proto(codec.generation_finished_to_proto(8, 90, 0.5)) == 8
     with pytest.raises(ServiceFailed, match="without the event `finished`"):
         codec.trajectories_from_proto(codec.generation_started_to_proto())
@@ -164,36 +164,36 @@ def test_a_generation_ends_with_its_number_of_trajectories() -> None:
 
 @check
 @given(strategies.scores())
-def test_scores_arrive(scores: Scores) -> None:
-    same(codec.scores_from_proto(codec.scores_to_proto(scores), len(scores.total)), scores)
+def test_scores_round_trip(scores: Scores) -> None:
+    assert_same(codec.scores_from_proto(codec.scores_to_proto(scores), len(scores.total)), scores)
 
 
 def test_scores_of_another_number_of_sequences_are_refused() -> None:
-    answer = codec.scores_to_proto(Scores(np.zeros(3, np.float32), {"a": np.zeros(2, np.float32)}))
+    message = codec.scores_to_proto(Scores(np.zeros(3, np.float32), {"a": np.zeros(2, np.float32)}))
     with pytest.raises(InvalidRequest, match="scores: expected 2 elements, got 3"):
-        codec.scores_from_proto(answer, 2)
+        codec.scores_from_proto(message, 2)
     with pytest.raises(InvalidRequest, match=r"parts\.a: expected 3 elements, got 2"):
-        codec.scores_from_proto(answer, 3)
+        codec.scores_from_proto(message, 3)
 
 
 @pytest.mark.parametrize("kind", list(SaveKind))
 @pytest.mark.parametrize("step", [None, 0, 2**64 - 1])
-def test_save_requests_arrive(kind: SaveKind, step: int | None) -> None:
+def test_save_requests_round_trip(kind: SaveKind, step: int | None) -> None:
     request = SaveRequest("run", "policy", kind, 3, step)
     assert codec.save_request_from_proto(codec.save_request_to_proto(request)) == request
 
 
-def test_restore_requests_arrive() -> None:
+def test_restore_requests_round_trip() -> None:
     request = RestoreRequest("run", 4, "checkpoints/step-000004/actor", 3)
     assert codec.restore_request_from_proto(codec.restore_request_to_proto(request)) == request
 
 
-def test_saved_files_arrive() -> None:
+def test_saved_files_round_trip() -> None:
     files = [SavedFile("policy/model.safetensors", 2**40, "ab" * 32)]
     assert codec.saved_files_from_proto(codec.save_response_to_proto(files, 4)) == files
 
 
-def test_tensors_are_little_endian_and_keep_their_shape_whatever_their_memory_looks_like() -> None:
+def test_tensors_are_little_endian_for_any_memory_layout() -> None:
     array = np.arange(6, dtype=np.float32).reshape(2, 3)
     for layout in (array, np.asfortranarray(array), array.astype(">f4"), np.repeat(array, 2, axis=1)[:, ::2]):
         message = codec.tensor_to_proto(layout)
@@ -202,7 +202,7 @@ def test_tensors_are_little_endian_and_keep_their_shape_whatever_their_memory_lo
 
 
 @pytest.mark.parametrize("dtype", [np.float64, np.int64, np.uint32, np.float16, np.bool_])
-def test_other_dtypes_do_not_leave(dtype: type) -> None:
+def test_other_dtypes_cannot_be_encoded(dtype: type) -> None:
     with pytest.raises(InvalidRequest, match="expected float32 or int32"):
         codec.tensor_to_proto(np.zeros(1, dtype))
 
@@ -228,7 +228,7 @@ MALFORMED = {
 
 
 @pytest.mark.parametrize("name", MALFORMED)
-def test_a_malformed_tensor_is_refused_by_the_name_of_its_field(name: str) -> None:
+def test_a_malformed_tensor_is_refused_with_the_name_of_its_field(name: str) -> None:
     message, expected = MALFORMED[name]
     with pytest.raises(InvalidRequest, match=f"^prompt_lengths: .*{expected}"):
         codec.ints_from_proto(message, "prompt_lengths", 2)
@@ -242,7 +242,7 @@ def test_numbers_that_are_not_finite_are_refused(value: float) -> None:
 
 @check
 @given(st.integers(0, 3), st.lists(st.integers(-(2**63), 2**63 - 1), max_size=3), st.binary(max_size=40))
-def test_any_tensor_is_read_or_refused_and_never_anything_else(dtype: int, shape: list[int], data: bytes) -> None:
+def test_any_tensor_is_either_read_or_refused(dtype: int, shape: list[int], data: bytes) -> None:
     message = tensor(dtype, shape, data)
     for read, size in ((codec.ints_from_proto, 4), (codec.floats_from_proto, 4)):
         try:
@@ -275,7 +275,7 @@ def drop(field: str) -> Callable[[Any], None]:
 
 
 @pytest.mark.parametrize("field", ["id", "prompt_ids", "response_ids", "log_probs", "finish_reason"])
-def test_a_trajectory_without_one_of_its_parts_is_refused(field: str) -> None:
+def test_a_trajectory_without_a_required_field_is_refused(field: str) -> None:
     with pytest.raises(InvalidRequest, match="trajectory"):
         codec.trajectory_from_bytes(changed_trajectory(drop(field)))
 
@@ -324,8 +324,8 @@ def test_experience_with_an_array_of_another_length_or_type_is_refused(field: st
 
 @pytest.mark.parametrize("field", [*FLAT, "scores"])
 def test_experience_with_nan_is_refused(field: str) -> None:
-    wrong = np.full(1 if field == "scores" else 2, np.nan, np.float32)
-    encoded = codec.encode_experience(dataclasses.replace(small_experience(), **{field: wrong}))
+    invalid = np.full(1 if field == "scores" else 2, np.nan, np.float32)
+    encoded = codec.encode_experience(dataclasses.replace(small_experience(), **{field: invalid}))
     with pytest.raises(InvalidRequest, match=f"experience.{field}: contains NaN"):
         codec.decode_experience(encoded.manifest, encoded.chunks.get)
 
@@ -341,7 +341,7 @@ def test_experience_with_a_missing_or_damaged_chunk_is_refused() -> None:
 
 @check
 @given(st.binary(max_size=200))
-def test_any_bytes_are_refused_as_invalid_and_never_as_anything_else(data: bytes) -> None:
+def test_random_bytes_are_refused_as_invalid(data: bytes) -> None:
     for read in (codec.trajectory_from_bytes, lambda data: codec.decode_experience(data, {}.get)):
         with pytest.raises(InvalidRequest):
             read(data)
@@ -349,16 +349,16 @@ def test_any_bytes_are_refused_as_invalid_and_never_as_anything_else(data: bytes
 
 @check
 @given(st.data())
-def test_a_damaged_entry_is_read_or_refused_and_never_anything_else(data: st.DataObject) -> None:
+def test_a_damaged_entry_is_either_read_or_refused(data: st.DataObject) -> None:
     encoded = codec.encode_experience(small_experience())
-    for whole, read in (
+    for valid, read in (
         (codec.trajectory_to_bytes(small_trajectory()), codec.trajectory_from_bytes),
         (encoded.manifest, lambda manifest: codec.decode_experience(manifest, encoded.chunks.get)),
     ):
-        damaged = bytearray(whole)
-        damaged[data.draw(st.integers(0, len(whole) - 1))] = data.draw(st.integers(0, 255))
+        damaged = bytearray(valid)
+        damaged[data.draw(st.integers(0, len(valid) - 1))] = data.draw(st.integers(0, 255))
         try:
-            read(bytes(damaged[: data.draw(st.integers(0, len(whole)))]))
+            read(bytes(damaged[: data.draw(st.integers(0, len(valid)))]))
         except InvalidRequest:
             continue
 
@@ -367,7 +367,7 @@ NAN, INFINITY = float("nan"), float("inf")
 
 
 @pytest.mark.parametrize(
-    "wrong",
+    "invalid",
     [
         {"max_response_tokens": 0},
         {"temperature": -0.1},
@@ -378,23 +378,23 @@ NAN, INFINITY = float("nan"), float("inf")
         {"top_p": NAN},
     ],
 )
-def test_sampling_parameters_out_of_range_are_refused(wrong: dict[str, float]) -> None:
-    good = {"max_response_tokens": 1, "temperature": 1.0, "top_p": 1.0}
-    codec.sampling_from_proto(trajectory_pb2.SamplingParameters(**good))  # type: ignore[arg-type]
-    with pytest.raises(InvalidRequest, match=f"sampling.{next(iter(wrong))}"):
-        codec.sampling_from_proto(trajectory_pb2.SamplingParameters(**{**good, **wrong}))  # type: ignore[arg-type]
+def test_sampling_parameters_out_of_range_are_refused(invalid: dict[str, float]) -> None:
+    valid = {"max_response_tokens": 1, "temperature": 1.0, "top_p": 1.0}
+    codec.sampling_from_proto(trajectory_pb2.SamplingParameters(**valid))  # type: ignore[arg-type]
+    with pytest.raises(InvalidRequest, match=f"sampling.{next(iter(invalid))}"):
+        codec.sampling_from_proto(trajectory_pb2.SamplingParameters(**{**valid, **invalid}))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
-    "wrong",
+    "invalid",
     [{"num_mini_batches": 0}]
     + [{name: value} for name in ("learning_rate", "max_grad_norm") for value in (-1e-9, NAN, INFINITY)],
 )
-def test_optimization_settings_out_of_range_are_refused(wrong: dict[str, float]) -> None:
-    good = {"num_epochs": 1, "num_mini_batches": 1, "learning_rate": 0.1, "max_grad_norm": 0.0}
-    codec.optimization_from_proto(update_pb2.OptimizationSettings(**good))  # type: ignore[arg-type]
-    with pytest.raises(InvalidRequest, match=next(iter(wrong))):
-        codec.optimization_from_proto(update_pb2.OptimizationSettings(**{**good, **wrong}))  # type: ignore[arg-type]
+def test_optimization_settings_out_of_range_are_refused(invalid: dict[str, float]) -> None:
+    valid = {"num_epochs": 1, "num_mini_batches": 1, "learning_rate": 0.1, "max_grad_norm": 0.0}
+    codec.optimization_from_proto(update_pb2.OptimizationSettings(**valid))  # type: ignore[arg-type]
+    with pytest.raises(InvalidRequest, match=next(iter(invalid))):
+        codec.optimization_from_proto(update_pb2.OptimizationSettings(**{**valid, **invalid}))  # type: ignore[arg-type]
 
 
 def update(**loss: Any) -> update_pb2.UpdateRequest:
@@ -402,7 +402,7 @@ def update(**loss: Any) -> update_pb2.UpdateRequest:
 
 
 @every_case(
-    "wrong",
+    "invalid",
     [{"temperature": 0.0}, {"temperature": NAN}, {"dual_clip": 1.0}, {"dual_clip": 0.5}]
     + [{name: number} for name in ("kl_loss", "ratio_level", "aggregation") for number in (0, 9)]
     + [
@@ -420,17 +420,17 @@ def update(**loss: Any) -> update_pb2.UpdateRequest:
     ]
     + [{"policy_loss": ""}],
 )
-def test_policy_loss_settings_out_of_range_are_refused(wrong: dict[str, float]) -> None:
-    good: dict[str, Any] = {
+def test_policy_loss_settings_out_of_range_are_refused(invalid: dict[str, float]) -> None:
+    valid: dict[str, Any] = {
         "temperature": 1.0,
         "kl_loss": update_pb2.KL_LOSS_NONE,
         "ratio_level": update_pb2.RATIO_LEVEL_TOKEN,
         "aggregation": update_pb2.LOSS_AGGREGATION_TOKEN_MEAN,
         "policy_loss": "clipped",
     }
-    codec.update_request_from_proto(update(policy_loss=update_pb2.PolicyLossSettings(**good)))
-    with pytest.raises(InvalidRequest, match=next(iter(wrong))):
-        codec.update_request_from_proto(update(policy_loss=update_pb2.PolicyLossSettings(**{**good, **wrong})))
+    codec.update_request_from_proto(update(policy_loss=update_pb2.PolicyLossSettings(**valid)))
+    with pytest.raises(InvalidRequest, match=next(iter(invalid))):
+        codec.update_request_from_proto(update(policy_loss=update_pb2.PolicyLossSettings(**{**valid, **invalid})))
 
 
 @pytest.mark.parametrize("value", [-0.1, NAN, INFINITY])
@@ -451,7 +451,7 @@ def test_an_unknown_role_is_refused(role: int) -> None:
         codec.status_from_proto(status_pb2.RoleStatus(role=role))  # type: ignore[arg-type]
 
 
-def test_a_generation_that_ends_without_an_event_is_a_failure_of_the_service() -> None:
+def test_a_generation_without_a_finished_event_is_a_service_failure() -> None:
     for last in (None, codec.generation_started_to_proto()):
         with pytest.raises(ServiceFailed, match="without the event `finished`"):
             codec.trajectories_from_proto(last)

@@ -1,4 +1,4 @@
-"""The contract's own form: comments, names, enums; and stubs that are what the protos say."""
+"""Style of the proto files (comments, names, enums), and up-to-date stubs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FILES = sorted(path.name for path in (ROOT / "proto/quartet/v1").glob("*.proto")
 
 @pytest.fixture(scope="session")
 def protos(tmp_path_factory: pytest.TempPathFactory) -> list[FileDescriptorProto]:
-    """The proto files as protoc understands them, comments included."""
+    """The proto files parsed by protoc, with comments."""
     out = tmp_path_factory.mktemp("protos") / "set"
     command = [sys.executable, "-m", "grpc_tools.protoc", "--proto_path=proto", f"--descriptor_set_out={out}"]
     command += ["--include_source_info", *(f"quartet/v1/{name}" for name in FILES)]
@@ -29,24 +29,24 @@ def protos(tmp_path_factory: pytest.TempPathFactory) -> list[FileDescriptorProto
     return result
 
 
-# Numbers of the fields of FileDescriptorProto and below: how source info names a place.
+# Field numbers of FileDescriptorProto and its messages. Source info uses them in paths.
 MESSAGE, ENUM, SERVICE, FIELD, NESTED, NESTED_ENUM, VALUE, METHOD, ONEOF = 4, 5, 6, 2, 3, 4, 2, 2, 8
 
 
-def described(file: FileDescriptorProto) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Everything of a file that needs a comment, by name and place."""
+def documented_items(file: FileDescriptorProto) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yield everything in a file that needs a comment, with its name and its path in the source info."""
 
-    def message(result: DescriptorProto, place: tuple[int, ...]) -> Iterator[tuple[str, tuple[int, ...]]]:
-        yield result.name, place
-        for index, field in enumerate(result.field):
-            yield f"{result.name}.{field.name}", (*place, FIELD, index)
-        for index, inner in enumerate(result.nested_type):
+    def message_items(message: DescriptorProto, path: tuple[int, ...]) -> Iterator[tuple[str, tuple[int, ...]]]:
+        yield message.name, path
+        for index, field in enumerate(message.field):
+            yield f"{message.name}.{field.name}", (*path, FIELD, index)
+        for index, inner in enumerate(message.nested_type):
             if not inner.options.map_entry:
-                yield from message(inner, (*place, NESTED, index))
-        assert not result.enum_type, f"{result.name}: an enum inside of a message"
+                yield from message_items(inner, (*path, NESTED, index))
+        assert not message.enum_type, f"{message.name}: an enum inside a message"
 
-    for index, result in enumerate(file.message_type):
-        yield from message(result, (MESSAGE, index))
+    for index, message in enumerate(file.message_type):
+        yield from message_items(message, (MESSAGE, index))
     for index, enum in enumerate(file.enum_type):
         yield enum.name, (ENUM, index)
         for inner, value in enumerate(enum.value):
@@ -57,22 +57,24 @@ def described(file: FileDescriptorProto) -> Iterator[tuple[str, tuple[int, ...]]
             yield f"{service.name}.{method.name}", (SERVICE, index, METHOD, inner)
 
 
-def test_everything_has_a_comment_that_is_a_sentence(protos: list[FileDescriptorProto]) -> None:
-    wrong, counted = [], 0
+def test_everything_has_a_comment_with_a_full_stop(protos: list[FileDescriptorProto]) -> None:
+    wrong, count = [], 0
     for file in protos:
-        comments = {tuple(place.path): place.leading_comments.strip() for place in file.source_code_info.location}
-        for name, place in described(file):
-            counted += 1
-            if not re.fullmatch(r".{3,}[.]|.+, \.\.\.", comments.get(place, ""), re.DOTALL):
-                wrong.append(f"{file.name}: {name}: {comments.get(place, '')!r}")
+        comments = {
+            tuple(location.path): location.leading_comments.strip() for location in file.source_code_info.location
+        }
+        for name, path in documented_items(file):
+            count += 1
+            if not re.fullmatch(r".{3,}[.]|.+, \.\.\.", comments.get(path, ""), re.DOTALL):
+                wrong.append(f"{file.name}: {name}: {comments.get(path, '')!r}")
     assert wrong == []
-    assert counted > 150
+    assert count > 150
 
 
-def test_comments_of_tensors_say_dtype_and_shape(protos: list[FileDescriptorProto]) -> None:
+def test_comments_of_tensors_contain_dtype_and_shape(protos: list[FileDescriptorProto]) -> None:
     wrong = []
     for file in protos:
-        comments = {tuple(place.path): place.leading_comments for place in file.source_code_info.location}
+        comments = {tuple(location.path): location.leading_comments for location in file.source_code_info.location}
         for index, message in enumerate(file.message_type):
             for inner, field in enumerate(message.field):
                 text = comments[(MESSAGE, index, FIELD, inner)]
@@ -85,7 +87,7 @@ def test_the_package_is_quartet_v1_and_the_syntax_proto3(protos: list[FileDescri
     assert {(file.package, file.syntax) for file in protos} == {("quartet.v1", "proto3")}
 
 
-def test_every_enum_begins_with_unspecified_and_its_values_carry_its_name(protos: list[FileDescriptorProto]) -> None:
+def test_enums_start_with_unspecified_and_values_have_the_prefix(protos: list[FileDescriptorProto]) -> None:
     enums = [enum for file in protos for enum in file.enum_type]
     assert len(enums) >= 6
     for enum in enums:
@@ -94,7 +96,7 @@ def test_every_enum_begins_with_unspecified_and_its_values_carry_its_name(protos
         assert all(value.name.startswith(f"{prefix}_") for value in enum.value)
 
 
-def test_services_and_their_messages_are_named_alike(protos: list[FileDescriptorProto]) -> None:
+def test_messages_are_named_after_their_methods(protos: list[FileDescriptorProto]) -> None:
     services = [service for file in protos for service in file.service]
     assert {service.name for service in services} == {
         f"{name}Service" for name in ("Actor", "Critic", "Reward", "Reference", "Orchestrator", "Status")
@@ -107,7 +109,7 @@ def test_services_and_their_messages_are_named_alike(protos: list[FileDescriptor
             assert response == request.removesuffix("Request") + "Response"
             used += [request, response]
     shared = {name for name in used if used.count(name) > 1}
-    # Of actor and critic, which share a base class on both sides.
+    # Actor and critic share these messages.
     assert shared == {f"{name}{kind}" for name in ("Update", "Save", "Restore") for kind in ("Request", "Response")}
 
 
@@ -117,7 +119,7 @@ def test_field_names_are_snake_case_and_numbers_are_not_reused(protos: list[File
         assert [field.number for field in message.field] == list(range(1, len(message.field) + 1))
 
 
-def test_the_committed_stubs_are_what_the_protos_generate(tmp_path: Path) -> None:
+def test_the_committed_stubs_match_the_protos(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHON": sys.executable}
     subprocess.run([ROOT / "proto/generate.sh", tmp_path], env=environment, check=True, capture_output=True)
     committed, generated = ROOT / "src/quartet/v1", tmp_path / "quartet/v1"

@@ -1,4 +1,4 @@
-"""Domain errors on the wire: every class has a status code, travels by name, and keeps unforeseen texts inside the service."""
+"""Errors in RPC statuses: each class has a code and is sent by name, and texts of unexpected errors are not sent."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from grpc_status import rpc_status
 from quartet import errors
 from quartet.rpc.status_codes import CODES, DOMAIN, INTERNAL_TEXT, MAX_TEXT, error_of, status_of
 
-WHERE = "critic at 127.0.0.1:1: Values"
+CALL = "critic at 127.0.0.1:1: Values"
 CLASSES: list[type[errors.QuartetError]] = [
     kind
     for _, kind in inspect.getmembers(errors, inspect.isclass)
@@ -42,48 +42,48 @@ class FailedCall(grpc.RpcError):
         return self._metadata
 
 
-def across_the_wire(error: BaseException) -> errors.QuartetError:
-    """Return what the caller raises if the service raises ``error``."""
+def round_trip(error: BaseException) -> errors.QuartetError:
+    """Return the error that the caller raises if the service raises ``error``."""
     status = status_of(error)
-    return error_of(FailedCall(NUMBERS[status.code], status.message, status), WHERE, 3.0)
+    return error_of(FailedCall(NUMBERS[status.code], status.message, status), CALL, 3.0)
 
 
-def test_every_domain_class_has_a_row_and_no_row_is_hidden_by_an_earlier_one() -> None:
+def test_every_error_class_has_a_row_and_no_row_is_unreachable() -> None:
     problems = []
     for kind in CLASSES:
         rows = [row for row, _ in CODES if issubclass(kind, row) and row is not errors.QuartetError]
         if not rows:
             problems.append(f"{kind.__name__} falls through to the last row of CODES")
         elif status_of(kind("text")).code != dict(CODES)[rows[0]].value[0]:
-            problems.append(f"{kind.__name__} does not get the code of its first row")
-    for place, (kind, _) in enumerate(CODES):
-        if any(issubclass(kind, earlier) for earlier, _ in CODES[:place]):
+            problems.append(f"{kind.__name__} does not have the code of its first row")
+    for index, (kind, _) in enumerate(CODES):
+        if any(issubclass(kind, earlier) for earlier, _ in CODES[:index]):
             problems.append(f"the row of {kind.__name__} is hidden by an earlier one")
     assert problems == []
 
 
-def test_a_caller_raises_the_class_that_the_service_raised_and_names_the_service() -> None:
+def test_a_caller_raises_the_class_of_the_service_with_the_service_name() -> None:
     problems = []
     for kind in CLASSES:
-        # The caller did not cancel: to it, the service has not responded.
+        # The caller did not cancel the call, so for the caller the service has not responded.
         expected = errors.NoResponse if issubclass(kind, errors.Cancelled) else kind
-        raised = across_the_wire(kind("the cause"))
-        if type(raised) is not expected or not str(raised).startswith(f"{WHERE}: "):
+        raised = round_trip(kind("the cause"))
+        if type(raised) is not expected or not str(raised).startswith(f"{CALL}: "):
             problems.append(f"{kind.__name__} arrives as {raised!r}")
         if kind is not errors.DeadlinePassed and "the cause" not in str(raised):
             problems.append(f"{kind.__name__} loses its text: {raised}")
     assert problems == []
 
 
-def test_a_class_of_another_module_travels_as_its_nearest_base_class() -> None:
+def test_a_class_of_another_module_is_sent_as_its_nearest_base_class() -> None:
     class BrokenAdapter(errors.ModelError):
         pass
 
-    assert type(across_the_wire(BrokenAdapter("no weights"))) is errors.ModelError
+    assert type(round_trip(BrokenAdapter("no weights"))) is errors.ModelError
 
 
-def test_gpu_memory_exhaustion_is_permanent_and_keeps_torchs_text_inside() -> None:
-    raised = across_the_wire(torch.OutOfMemoryError("process 4711 has 3 GiB"))
+def test_gpu_memory_exhaustion_is_permanent_and_the_text_of_torch_is_not_sent() -> None:
+    raised = round_trip(torch.OutOfMemoryError("process 4711 has 3 GiB"))
     assert type(raised) is errors.OutOfMemory
     assert not isinstance(raised, errors.ServiceFailed | errors.FailedPrecondition)
     assert "4711" not in str(raised)
@@ -94,14 +94,14 @@ def test_gpu_memory_exhaustion_is_permanent_and_keeps_torchs_text_inside() -> No
     "text", ["CUDA error: out of memory", "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `x`"]
 )
 def test_a_failed_allocation_of_a_cuda_library_is_permanent(text: str) -> None:
-    assert type(across_the_wire(RuntimeError(text))) is errors.OutOfMemory
+    assert type(round_trip(RuntimeError(text))) is errors.OutOfMemory
 
 
-def test_an_unforeseen_error_keeps_its_text_inside_and_has_no_class() -> None:
+def test_an_unexpected_error_is_sent_without_text_and_class() -> None:
     for error in (RuntimeError("/secret/path"), KeyError("x"), ValueError("y")):
         status = status_of(error)
         assert (status.code, status.message, list(status.details)) == (13, INTERNAL_TEXT, [])
-        assert type(across_the_wire(error)) is errors.ServiceFailed
+        assert type(round_trip(error)) is errors.ServiceFailed
 
 
 @pytest.mark.parametrize(
@@ -111,36 +111,36 @@ def test_an_unknown_class_falls_back_to_the_status_code(domain: str, reason: str
     details = AnyMessage()
     details.Pack(ErrorInfo(domain=domain, reason=reason))
     status = Status(code=grpc.StatusCode.ABORTED.value[0], message="text", details=[details])
-    raised = error_of(FailedCall(grpc.StatusCode.ABORTED, "text", status), WHERE, 3.0)
+    raised = error_of(FailedCall(grpc.StatusCode.ABORTED, "text", status), CALL, 3.0)
     assert type(raised) is errors.BufferFailed
 
 
 def test_details_of_another_status_are_ignored() -> None:
     status = status_of(errors.ConfigError("text"))
-    raised = error_of(FailedCall(grpc.StatusCode.UNAVAILABLE, "replaced by a proxy", status), WHERE, 3.0)
+    raised = error_of(FailedCall(grpc.StatusCode.UNAVAILABLE, "replaced by a proxy", status), CALL, 3.0)
     assert type(raised) is errors.ServiceUnavailable
 
 
 def test_damaged_details_are_ignored() -> None:
     failed = FailedCall(grpc.StatusCode.ABORTED, "text")
     failed._metadata = (("grpc-status-details-bin", b"\xff\xff"),)
-    assert type(error_of(failed, WHERE, 3.0)) is errors.BufferFailed
+    assert type(error_of(failed, CALL, 3.0)) is errors.BufferFailed
 
 
 def test_every_status_code_without_details_becomes_a_domain_error() -> None:
     problems = []
     for code in grpc.StatusCode:
-        raised = error_of(FailedCall(code, "text"), WHERE, 2.5)
-        if type(raised) is errors.QuartetError or not str(raised).startswith(f"{WHERE}: "):
+        raised = error_of(FailedCall(code, "text"), CALL, 2.5)
+        if type(raised) is errors.QuartetError or not str(raised).startswith(f"{CALL}: "):
             problems.append(f"{code.name} becomes {raised!r}")
     assert problems == []
 
 
 def test_a_passed_deadline_names_the_seconds() -> None:
-    raised = error_of(FailedCall(grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded"), WHERE, 2.5)
+    raised = error_of(FailedCall(grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded"), CALL, 2.5)
     assert type(raised) is errors.NoResponse
     assert str(raised) == (
-        f"{WHERE}: no response within 2.5 s; if the work takes longer, raise its limit in the timeouts section"
+        f"{CALL}: no response within 2.5 s; if the work takes longer, raise its limit in the timeouts section"
     )
 
 
@@ -153,11 +153,11 @@ def test_a_passed_deadline_names_the_seconds() -> None:
         ("two\nlines\x1b[31m\u202e", "two\\nlines\\x1b[31m\\u202e"),
     ],
 )
-def test_a_text_on_the_wire_is_short_and_one_line(text: str, expected: str) -> None:
+def test_a_sent_text_is_short_and_has_one_line(text: str, expected: str) -> None:
     assert status_of(errors.InvalidRequest(text)).message == expected
 
 
-def test_all_details_carry_quartets_domain() -> None:
+def test_all_details_contain_the_domain_of_quartet() -> None:
     info = ErrorInfo()
     assert status_of(errors.DataError("text")).details[0].Unpack(info)
     assert (info.domain, info.reason, dict(info.metadata)) == (DOMAIN, "DataError", {})
