@@ -6,11 +6,11 @@ writes OUT/policy (a small Llama that continues sentences), OUT/reward (a sentim
 logit, above 0 for favourable) and OUT/prompts.jsonl (the first five words of each sentence). Both checkpoints are in
 Hugging Face format with their tokenizer.
 
-The policy learns only from sentences of at most 48 tokens: a longer one could not end within a response of 48 tokens,
-and PPO would see it cut off. The reward model starts from the policy's weights and learns the labels of all sentences
-that fit its 128 positions but for a tenth, held out to measure it (the policy has seen their text, not their labels). It
-is trained past the best calibration on purpose: its final norm bounds the logit, and a short training bounds it so low
-(about 2.5) that PPO has nowhere to go.
+The policy learns only from sentences of at most 48 tokens, because a longer one cannot end within a response of 48
+tokens. The reward model starts from the policy's weights. It learns the labels of all sentences with at most 128
+tokens, except a tenth that is held out to measure it. (The policy has seen their text, but not their labels.) The
+training continues beyond the best calibration on purpose. The final norm of the model bounds its logit, and after a
+short training this bound is about 2.5, too low for PPO to improve much.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MIN_SENTENCES = 50
 POLICY_TOKENS = 48
 RESPONSE_TOKENS = 48
 POSITIONS = 128
-MADE = frozenset({"policy", "reward", "prompts.jsonl"})
+OUTPUTS = frozenset({"policy", "reward", "prompts.jsonl"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class Options:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the program. Exit code: 0, or 2 for invalid input, with one line on stderr."""
+    """Run the program. The exit status is 0, or 2 for invalid input, with one line on stderr."""
     options = parse(arguments)
     try:
         check_out(options.out)
@@ -72,11 +72,11 @@ def main(arguments: list[str] | None = None) -> int:
 
 def parse(arguments: list[str] | None) -> Options:
     parser = argparse.ArgumentParser(
-        description="Makes a policy, a reward model and prompts from two files of sentences, one a line.",
+        description="Create a policy, a reward model and prompts from two files with one sentence per line.",
     )
-    parser.add_argument("positive", type=Path, metavar="POSITIVE", help="favourable sentences, one a line, UTF-8")
-    parser.add_argument("negative", type=Path, metavar="NEGATIVE", help="unfavourable sentences, one a line, UTF-8")
-    parser.add_argument("out", type=Path, metavar="OUT", help="the directory to make")
+    parser.add_argument("positive", type=Path, metavar="POSITIVE", help="favourable sentences, one per line, UTF-8")
+    parser.add_argument("negative", type=Path, metavar="NEGATIVE", help="unfavourable sentences, one per line, UTF-8")
+    parser.add_argument("out", type=Path, metavar="OUT", help="the directory to create")
     advanced = parser.add_argument_group("advanced")
     defaults: dict[str, tuple[int, int, str]] = {
         "seed": (0, 0, "the same seed gives the same files"),
@@ -86,21 +86,21 @@ def parse(arguments: list[str] | None) -> Options:
         "heads": (4, 1, "attention heads of both models"),
         "policy-steps": (1300, 1, "training steps of the policy"),
         "reward-steps": (900, 1, "training steps of the reward model"),
-        "samples": (1000, 1, "policy samples to measure"),
+        "samples": (1000, 1, "policy samples to evaluate"),
     }
-    for name, (default, least, text) in defaults.items():
-        advanced.add_argument(f"--{name}", type=_at_least(least), default=default, help=f"{text} (default {default})")
+    for name, (default, minimum, text) in defaults.items():
+        advanced.add_argument(f"--{name}", type=_at_least(minimum), default=default, help=f"{text} (default {default})")
     options = Options(**vars(parser.parse_args(arguments)))
     if options.hidden % (2 * options.heads):
         parser.error(f"--hidden {options.hidden}: expected a multiple of twice --heads {options.heads}")
     return options
 
 
-def _at_least(least: int) -> Callable[[str], int]:
+def _at_least(minimum: int) -> Callable[[str], int]:
     def number(text: str) -> int:
         value = int(text)
-        if value < least:
-            raise argparse.ArgumentTypeError(f"{value}: expected at least {least}")
+        if value < minimum:
+            raise argparse.ArgumentTypeError(f"{value}: expected at least {minimum}")
         return value
 
     return number
@@ -108,14 +108,14 @@ def _at_least(least: int) -> Callable[[str], int]:
 
 def check_out(out: Path) -> None:
     """Check that OUT is empty or the result of an earlier run, which is replaced. Raises DataError."""
-    for place in (out, *out.parents):
-        if place.exists() and not place.is_dir():
-            raise DataError(f"{place}: is a file, expected a directory")
+    for path in (out, *out.parents):
+        if path.exists() and not path.is_dir():
+            raise DataError(f"{path}: is a file, expected a directory")
     if not out.exists():
         return
-    strangers = sorted({entry.name for entry in out.iterdir()} - MADE)
-    if strangers:
-        raise DataError(f"{out}: holds {strangers[0]!r}, which this program did not create; choose an empty directory")
+    others = sorted({entry.name for entry in out.iterdir()} - OUTPUTS)
+    if others:
+        raise DataError(f"{out}: contains {others[0]!r}, which this program did not create; choose an empty directory")
 
 
 def read_sentences(path: Path) -> list[str]:
@@ -123,7 +123,7 @@ def read_sentences(path: Path) -> list[str]:
     try:
         lines = path.read_bytes().split(b"\n")
     except FileNotFoundError:
-        raise DataError(f"{path}: no such file; expected sentences, one a line") from None
+        raise DataError(f"{path}: no such file; expected one sentence per line") from None
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror}") from None
     sentences = []
@@ -133,11 +133,11 @@ def read_sentences(path: Path) -> list[str]:
         except UnicodeDecodeError as error:
             raise DataError(f"{path}:{number}: not UTF-8 (byte {error.start + 1} of the line)") from None
         if "\0" in text:
-            raise DataError(f"{path}:{number}: holds a NUL character; expected text")
+            raise DataError(f"{path}:{number}: contains a NUL character; expected text")
         if text:
             sentences.append(text)
     if not sentences:
-        raise DataError(f"{path}: empty; expected sentences, one a line")
+        raise DataError(f"{path}: empty; expected one sentence per line")
     if len(sentences) < MIN_SENTENCES:
         raise DataError(f"{path}: {len(sentences)} sentences; expected at least {MIN_SENTENCES}")
     return sentences

@@ -25,7 +25,7 @@ from quartet.run_directory.run_files import RunFiles
 from quartet.run_directory.step_lines import read_step_lines
 
 WINDOW = 10
-WANTED = 2.0
+TARGET_REWARD = 2.0
 """Target mean reward over a window."""
 COLUMNS = {
     "reward_mean": "reward",
@@ -37,7 +37,7 @@ COLUMNS = {
     "seconds": "seconds per step",
 }
 DETAILED = "reviews-ppo"
-"""Run that is shown in detail."""
+"""Name of the run that the page shows in detail."""
 
 Steps = list[dict[str, float]]
 
@@ -55,7 +55,7 @@ class Run:
 
     @property
     def title(self) -> str:
-        """Title: the estimator, and what else distinguishes the run."""
+        """Return the estimator, and the setting that distinguishes the run."""
         algorithm = self.config.algorithm
         name = algorithm.estimator if algorithm.grpo_normalize_std else "grpo without the std"
         return f"{name}, LoRA" if self.config.actor.lora else name
@@ -64,16 +64,16 @@ class Run:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", type=Path, nargs="+", help="the runs' directories")
-    parser.add_argument("--docs", type=Path, default=Path("docs"), help="where results.md goes")
+    parser.add_argument("--docs", type=Path, default=Path("docs"), help="folder of results.md")
     options = parser.parse_args()
     try:
         runs = [read(path) for path in options.runs]
     except (OSError, ConfigError) as error:
-        print(f"error: no finished run there ({error})", file=sys.stderr)
+        print(f"error: not a finished run: {error}", file=sys.stderr)
         return 2
     detailed = next((run for run in runs if run.name == DETAILED), runs[0])
-    plot_course(detailed.steps, options.docs / "results.svg")
-    plot_together(runs, options.docs / "estimators.svg")
+    plot_run(detailed.steps, options.docs / "results.svg")
+    plot_all_runs(runs, options.docs / "estimators.svg")
     (options.docs / "results.md").write_text(page(runs, detailed), encoding="utf-8")
     print(f"wrote {options.docs / 'results.md'}")
     return 0
@@ -120,7 +120,7 @@ def estimators(runs: list[Run]) -> list[str]:
         "ranking.",
         "",
         "| estimator | config | prompts × samples | learning rate | reward, last steps | KL there | EOS rate | tokens "
-        f"| first at {WANTED:g} | KL there |",
+        f"| first at {TARGET_REWARD:g} | KL there |",
         "|---|---|---|---|---|---|---|---|---|---|",
         *map(row, runs),
         "",
@@ -149,7 +149,7 @@ def row(run: Run) -> str:
 def first_at(steps: Steps) -> int | None:
     """Return the last step of the first window that reaches the target mean reward."""
     ends = range(WINDOW, len(steps) + 1)
-    return next((end for end in ends if mean(steps[end - WINDOW : end], "reward_mean") >= WANTED), None)
+    return next((end for end in ends if mean(steps[end - WINDOW : end], "reward_mean") >= TARGET_REWARD), None)
 
 
 def details(run: Run) -> list[str]:
@@ -178,7 +178,7 @@ def mean(steps: Steps, name: str) -> float:
     return statistics.fmean(step[name] for step in steps)
 
 
-def plot_course(steps: Steps, path: Path) -> None:
+def plot_run(steps: Steps, path: Path) -> None:
     figure, axes = plt.subplots(1, 3, figsize=(12, 3.2), layout="constrained")
     numbers = [step["step"] for step in steps]
     reward = [step["reward_mean"] for step in steps]
@@ -202,7 +202,7 @@ def plot_course(steps: Steps, path: Path) -> None:
     save(figure, path)
 
 
-def plot_together(runs: list[Run], path: Path) -> None:
+def plot_all_runs(runs: list[Run], path: Path) -> None:
     figure, axes = plt.subplots(1, 3, figsize=(12, 3.6), layout="constrained")
     for run in runs:
         ends = range(WINDOW, len(run.steps) + 1)
@@ -211,7 +211,7 @@ def plot_together(runs: list[Run], path: Path) -> None:
         axes[0].plot(list(ends), reward, label=run.title)
         axes[1].plot(list(ends), kl)
         axes[2].plot(kl, reward)
-    axes[0].axhline(WANTED, color="grey", linewidth=0.8, linestyle="--")
+    axes[0].axhline(TARGET_REWARD, color="grey", linewidth=0.8, linestyle="--")
     for axis, title, label in zip(
         axes,
         (f"reward, mean over {WINDOW} steps", "KL, nats per response", "reward over KL"),

@@ -1,4 +1,4 @@
-"""A home-made reward with a hole in it."""
+"""A reward function that a policy can exploit."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ from typing import Any
 
 
 def detail(prompt: str, response: str, fields: dict[str, Any]) -> float:
-    """Pays for detail, a tenth of a point for each word. It means well, but any words will do."""
+    """Return 0.1 per word. The intention is to reward detail, but arbitrary words earn the same."""
     return 0.1 * len(response.split())

@@ -98,7 +98,7 @@ LINES = "\n".join(f"a film of some note no {i}" for i in range(100)).encode()
         (b"\n \n\n", None, "positive.txt: empty"),
         (None, b"one sentence\n", "negative.txt: 1 sentences; expected at least 50"),
         (None, LINES + b"\nmoti\xe9\nmore", "negative.txt:101: not UTF-8"),
-        (b"first\nsec\0ond\n" + LINES, None, "positive.txt:2: holds a NUL"),
+        (b"first\nsec\0ond\n" + LINES, None, "positive.txt:2: contains a NUL"),
         (b"good\n" * 60, b"bad\n" * 60, "no sentence has more than 5 words"),
         (b"good " * 400 + b"\n" + b"\n".join([b"xyzzy-" * 100] * 99), None, ""),
     ],
