@@ -1,7 +1,7 @@
 #!/bin/sh
 # Generate the secrets of docker-compose.yml once: passwords, tokens, and with QUARTET_TLS=1 certificates.
 #
-# Each secret has a separate volume below /setup, so that a container only gets the secrets that it needs. Existing secrets are kept.
+# Each secret has a separate volume below /setup, so that a container gets only the secrets that it needs. Existing secrets are kept.
 # `setup.sh renew-certificates` replaces the certificates.
 set -eu
 if [ "${1:-}" = renew-certificates ] && [ "${QUARTET_TLS:-0}" != 1 ]; then
@@ -23,7 +23,7 @@ cd /setup/secrets
 for secret in redis/redis_password rpc/rpc_token gateway/gateway_token viewer/gateway_viewer_token grafana/grafana_password; do
     [ -s "$secret" ] || write_atomically "$secret" "$(random_secret)"
 done
-# Only the commands that Quartet uses. The ACL contains the digest of the password.
+# The ACL allows only the commands that Quartet uses, and contains the digest of the password.
 digest=$(tr -d '\n' < redis/redis_password | sha256sum | cut -d ' ' -f 1)
 write_atomically redis/users.acl "user default off resetpass resetkeys resetchannels -@all
 user quartet on #$digest resetkeys resetchannels ~quartet:* -@all +ping +info +multi +exec +scan +exists +del +get +set +incrby \
