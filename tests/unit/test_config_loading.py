@@ -27,12 +27,12 @@ WRONG = {
         "algorithm:\n  kl_controller:\n    kind: fixed\n    targett: 3\n",
         ":10: algorithm.kl_controller.targett: unknown key; did you mean 'target'?",
     ),
-    "a key like no other": (
+    "a key without a similar one": (
         "checkpoint:\n  zzz: 1\n",
         ":8: checkpoint.zzz: unknown key; known keys: every_steps, keep_last",
     ),
     "steps of 0": ("run:\n  steps: 0\n", ":8: run.steps: Input should be greater than or equal to 1, not 0"),
-    "a word for a number": ("run:\n  steps: many\n", ":8: run.steps: Input should be a valid integer"),
+    "a word instead of a number": ("run:\n  steps: many\n", ":8: run.steps: Input should be a valid integer"),
     "a negative seed": ("run:\n  seed: -1\n", ":8: run.seed: Input should be greater than or equal to 0, not -1"),
     "a seed of 2^63": ("run:\n  seed: 9223372036854775808\n", ":8: run.seed: Input should be less than"),
     "a run name with a slash": ("run:\n  name: a/b\n", ":8: run.name: String should match pattern"),
@@ -44,27 +44,27 @@ WRONG = {
         "rollout:\n  temperature: 0\n",
         ":8: rollout.temperature: Input should be greater than or equal to 0.001",
     ),
-    "a number beyond what messages hold": (
+    "a number beyond the limit of messages": (
         "critic:\n  micro_batch_tokens: 5000000000\n",
         ":8: critic.micro_batch_tokens: Input should be less than or equal to 1000000000, not 5000000000",
     ),
-    "a number beyond all sense": (
+    "a huge number": (
         "  micro_batch_tokens: 1.0e+23\n",
         ":7: reward.micro_batch_tokens: expected a smaller number, not 1e+23",
     ),
-    "more rows at once than a step may have": (
+    "more concurrent sequences than a step may have": (
         "rollout:\n  max_concurrent_sequences: 65537\n",
         ":8: rollout.max_concurrent_sequences: Input should be less than or equal to 65536, not 65537",
     ),
-    "true for a whole number": (
+    "true instead of an integer": (
         "rollout:\n  max_off_policy_steps: true\n",
         ":8: rollout.max_off_policy_steps: expected a number, not True",
     ),
-    "true for an optional number": (
+    "true instead of an optional number": (
         "algorithm:\n  clip_ratio_high: true\n",
         ":8: algorithm.clip_ratio_high: expected a number, not True",
     ),
-    "1 for true": (
+    "1 instead of true": (
         "critic:\n  gradient_checkpointing: 1\n",
         ":8: critic.gradient_checkpointing: expected true or false, not 1",
     ),
@@ -81,12 +81,12 @@ WRONG = {
         "critic:\n  optimizer:\n    betas: [0.9]\n",
         ":9: critic.optimizer.betas.1: missing",
     ),
-    "a scalar for a section": ("rollout: 3\n", ":7: rollout: Input should be a valid dictionary"),
+    "a scalar instead of a section": ("rollout: 3\n", ":7: rollout: Input should be a valid dictionary"),
     "an address without port": (
         "services:\n  actor:\n    address: localhost\n",
         ":9: services.actor.address: 'localhost': expected HOST:PORT",
     ),
-    "a port that is none": (
+    "an invalid port": (
         "services:\n  actor:\n    listen: 127.0.0.1:70000\n",
         ":9: services.actor.listen: '127.0.0.1:70000': expected HOST:PORT",
     ),
@@ -96,7 +96,7 @@ WRONG = {
         "algorithm.num_mini_batches 5: expected at most the 4 responses of a step",
     ),
     "a KL loss without weight": ("algorithm: {kl_loss: k3}\n", "set kl_loss_coefficient above 0, or kl_loss none"),
-    "a section that stands twice": ("actor: {model: other}\n", ":7: actor: duplicate key"),
+    "a duplicate section": ("actor: {model: other}\n", ":7: actor: duplicate key"),
 }
 
 
