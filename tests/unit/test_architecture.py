@@ -203,7 +203,7 @@ def test_imports_between_parts_point_down_only() -> None:
     assert upward == []
 
 
-def test_every_part_is_in_the_table() -> None:
+def test_the_allowed_imports_cover_every_part() -> None:
     assert {part(name) for name in modules()} | {"quartet.v1"} == set(ALLOWED)
     assert {below for allowed in ALLOWED.values() for below in allowed} <= set(ALLOWED)
 
@@ -292,7 +292,7 @@ def import_without(packages: Sequence[str], names: Sequence[str]) -> str:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout
 
 
-def test_the_base_install_imports_everything_but_the_models() -> None:
+def test_the_base_install_can_import_all_parts_without_torch() -> None:
     names = {
         name
         for name in modules()
@@ -308,7 +308,7 @@ def test_the_config_and_preflight_import_without_grpc_and_redis() -> None:
 
 
 def test_the_orchestrator_imports_without_peft_and_modelling_code() -> None:
-    """A process that starts without them starts in half the time."""
+    """Without these imports, the process starts in half the time."""
     names = ["quartet.services.orchestrator.run", "quartet.services.orchestrator.servicer"]
     assert import_without(("peft", "sympy"), names) == ""
 

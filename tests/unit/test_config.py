@@ -169,7 +169,9 @@ def test_the_models_of_an_ensemble_have_the_names_of_their_parts() -> None:
     config = parse_config({**REQUIRED, "reward": {"source": "ensemble", "parts": parts}}, "test")
     assert config.models["reward.parts.tone.model"] == "t"
     assert [key for key in config.models if key.startswith("reward")] == ["reward.parts.tone.model"]
-    assert (config.critic_model, config.reward_tokenizer) == ("a", "a"), "without a reward model, the actor's"
+    assert (config.critic_model, config.reward_tokenizer) == ("a", "a"), (
+        "without a reward model, the actor provides both"
+    )
     assert config.reward.has_functions
 
 
@@ -196,7 +198,7 @@ def test_normalization_of_advantages_defaults_to_that_of_the_estimator(
     assert config.algorithm.normalizes_advantages is normalized
 
 
-@pytest.mark.parametrize("given", [{"certificate_file": "c.pem"}, {"key_file": "k.pem"}])
-def test_the_gateway_needs_certificate_and_key_together(given: dict[str, str]) -> None:
+@pytest.mark.parametrize("gateway_settings", [{"certificate_file": "c.pem"}, {"key_file": "k.pem"}])
+def test_the_gateway_needs_certificate_and_key_together(gateway_settings: dict[str, str]) -> None:
     with pytest.raises(ConfigError, match="certificate_file and key_file: only one of them is given"):
-        parse_config({**REQUIRED, "gateway": given}, "test")
+        parse_config({**REQUIRED, "gateway": gateway_settings}, "test")

@@ -203,24 +203,24 @@ def test_yaml_examples_are_accepted_as_configs() -> None:
     refused = []
     examples = [(name, code) for name, text in HAND_WRITTEN.items() for code in code_blocks(text, "yaml")]
     configs = [
-        (name, given) for name, code in examples if set(given := yaml.safe_load(code)) <= set(Config.model_fields)
+        (name, example) for name, code in examples if set(example := yaml.safe_load(code)) <= set(Config.model_fields)
     ]
     assert len(configs) > 20
-    for name, given in configs:
+    for name, example in configs:
         try:
-            parse_config(_completed(given), "example")
+            parse_config(_with_required_sections(example), "example")
         except ConfigError as error:
             if not _needs_more_than_the_example(str(error)):
-                refused.append(f"{name}: {given}: {error}")
+                refused.append(f"{name}: {example}: {error}")
     assert not refused
 
 
-def _completed(given: dict[str, Any]) -> dict[str, Any]:
+def _with_required_sections(example: dict[str, Any]) -> dict[str, Any]:
     """Return an example with the sections that every config needs."""
     required: dict[str, Any] = {"data": {"prompts": "p", "validation": "v"}, "actor": {"model": "a"}}
-    if given.get("reward", {}).get("source", "model") == "model":
+    if example.get("reward", {}).get("source", "model") == "model":
         required["reward"] = {"model": "r"}
-    return {name: required.get(name, {}) | given.get(name, {}) for name in {**required, **given}}
+    return {name: required.get(name, {}) | example.get(name, {}) for name in {**required, **example}}
 
 
 def _needs_more_than_the_example(error: str) -> bool:
@@ -262,9 +262,9 @@ def recipes() -> Iterable[tuple[str, str]]:
 def test_every_built_in_estimator_has_a_recipe_that_is_a_config() -> None:
     used = set()
     for _, code in recipes():
-        given = yaml.safe_load(code)
+        example = yaml.safe_load(code)
         config = parse_config(
-            {name: REQUIRED.get(name, {}) | given.get(name, {}) for name in {*REQUIRED, *given}}, "recipe"
+            {name: REQUIRED.get(name, {}) | example.get(name, {}) for name in {*REQUIRED, *example}}, "recipe"
         )
         used.add(config.algorithm.estimator)
     assert used >= {"gae", "reinforce", "rloo", "grpo", "reinforce_plus_plus"}
@@ -321,7 +321,7 @@ def test_metrics_named_in_the_tuning_page_are_defined() -> None:
 
 @cache
 def _code() -> str:
-    """Return the code that may write metrics. The contract and the config only name things."""
+    """Return the code that can write metrics. The protobuf modules and the config only contain names."""
     files = [path for folder in ("src/quartet", "services") for path in sorted((ROOT / folder).rglob("*.py"))]
     excluded = ("v1", "config")
     return "\n".join(
@@ -332,7 +332,7 @@ def _code() -> str:
 
 
 def _spellings(metric: str) -> list[str]:
-    """Return patterns for a metric's name in code: as it is, or with the part that varies filled in."""
+    """Return patterns for a metric's name in code: unchanged, or with the variable part filled in."""
     stem = re.sub(r"_(actor|critic)$", "", metric)
     # reward_NAME_mean stands for one metric per part of an ensemble, PHASE_seconds for one per phase.
     pattern = re.sub(r"[A-Z]+", r"\\{[^{}]+\\}", metric)

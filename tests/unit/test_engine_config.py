@@ -67,7 +67,7 @@ def test_a_malformed_server_address_is_refused(url: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("settings", "message"),
     [
         ({}, r"rollout\.triton: missing; engine triton needs it"),
         ({"rollout": {"triton": {"url": URL}}}, r"weights lora: .*actor\.lora is null"),
@@ -85,9 +85,9 @@ def test_a_malformed_server_address_is_refused(url: str) -> None:
         ),
     ],
 )
-def test_inconsistent_engine_settings_are_refused(given: dict[str, Any], message: str) -> None:
+def test_inconsistent_engine_settings_are_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        config(**given)
+        config(**settings)
 
 
 def test_static_weights_need_no_adapter() -> None:

@@ -100,9 +100,9 @@ def test_hold_writes_the_process_id_and_continues_when_released(tmp_path: Path) 
 def test_delay_sleeps(tmp_path: Path) -> None:
     armed("critic.scoring=delay:0.2@2", tmp_path)
     failpoint("critic.scoring")
-    started = time.monotonic()
+    start = time.monotonic()
     failpoint("critic.scoring")
-    assert 0.2 <= time.monotonic() - started < 5
+    assert 0.2 <= time.monotonic() - start < 5
 
 
 def test_kill_ends_the_process_only_once(tmp_path: Path) -> None:
@@ -145,7 +145,7 @@ def test_failpoints_without_a_folder_are_refused(folder: str | None) -> None:
         arm({VARIABLE: "actor.stepped=fail", **({} if folder is None else {FOLDER_VARIABLE: folder})})
 
 
-def started(setting: str, folder: Path) -> subprocess.CompletedProcess[str]:
+def run_service(setting: str, folder: Path) -> subprocess.CompletedProcess[str]:
     """Start a service process with this setting and a missing config."""
     environment = {VARIABLE: setting, FOLDER_VARIABLE: str(folder), "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
     command = [sys.executable, "-m", "quartet.services", "reward", "--config", str(folder / "none.yaml")]
@@ -153,16 +153,16 @@ def started(setting: str, folder: Path) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_service_logs_that_failpoints_are_set(tmp_path: Path) -> None:
-    ended = started("reward.scoring=kill", tmp_path)
-    assert "level='warning'" in ended.stderr
-    assert "names=['reward.scoring']" in ended.stderr
-    assert "failpoints" not in started("", tmp_path).stderr
+    result = run_service("reward.scoring=kill", tmp_path)
+    assert "level='warning'" in result.stderr
+    assert "names=['reward.scoring']" in result.stderr
+    assert "failpoints" not in run_service("", tmp_path).stderr
 
 
 def test_a_service_with_a_wrong_setting_does_not_start(tmp_path: Path) -> None:
-    ended = started("reward.scores=kill", tmp_path)
-    assert ended.returncode == 2
-    assert f"error: {VARIABLE}: reward.scores: unknown failpoint" in ended.stderr
+    result = run_service("reward.scores=kill", tmp_path)
+    assert result.returncode == 2
+    assert f"error: {VARIABLE}: reward.scores: unknown failpoint" in result.stderr
 
 
 def test_every_failpoint_is_used_exactly_once() -> None:

@@ -144,8 +144,8 @@ def test_an_address_of_another_machine_is_refused(models: Path) -> None:
 
 def test_the_model_of_a_remote_service_is_not_checked(models: Path) -> None:
     (models / "policy/config.json").unlink()
-    elsewhere = {"address": "far:7001"}
-    notes = check_inputs(config(models, actor=elsewhere, reference=elsewhere))
+    remote = {"address": "far:7001"}
+    notes = check_inputs(config(models, actor=remote, reference=remote))
     assert [note.split()[0] for note in notes] == ["data.prompts", "reward.model", "critic.model"]
 
 
@@ -315,8 +315,8 @@ RLOO = {"estimator": "rloo"}
 def test_settings_without_effect_are_reported_with_the_reason(
     sections: dict[str, Any], keys: str, reason: str, models: Path
 ) -> None:
-    given = parse_config(minimal(models, **{"algorithm": RLOO, **sections}), "test")
-    assert unused_settings(given) == [f"not used: {keys}: {reason}"]
+    parsed = parse_config(minimal(models, **{"algorithm": RLOO, **sections}), "test")
+    assert unused_settings(parsed) == [f"not used: {keys}: {reason}"]
 
 
 def test_settings_with_an_effect_are_not_reported(models: Path) -> None:
@@ -353,13 +353,13 @@ def test_in_a_complete_config_only_values_other_than_the_default_are_reported(mo
 
     actor = {"model": str(models / "policy"), "lora": {"rank": 2}}
     assert unused_settings(resolved(algorithm=RLOO, actor=actor)) == []
-    given = resolved(algorithm={**RLOO, "gae_lambda": 0.9}, critic={"optimizer": {"eps": 1e-6}}, actor=actor)
-    assert unused_settings(given) == [
+    parsed = resolved(algorithm={**RLOO, "gae_lambda": 0.9}, critic={"optimizer": {"eps": 1e-6}}, actor=actor)
+    assert unused_settings(parsed) == [
         f"not used: critic.optimizer.eps: {NO_CRITIC}",
         f"not used: algorithm.gae_lambda: {NO_CRITIC}",
     ]
 
 
 def test_the_check_reports_unused_settings_last(models: Path) -> None:
-    given = parse_config(minimal(models, algorithm=RLOO, critic={"warmup_steps": 3}), "test")
-    assert check_inputs(given)[-1] == f"not used: critic.warmup_steps: {NO_CRITIC}"
+    parsed = parse_config(minimal(models, algorithm=RLOO, critic={"warmup_steps": 3}), "test")
+    assert check_inputs(parsed)[-1] == f"not used: critic.warmup_steps: {NO_CRITIC}"

@@ -42,10 +42,10 @@ def test_local_services_share_the_cores(result: int, share: int, monkeypatch: py
 
 def test_a_remote_service_takes_no_share_of_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(topology, "available_cores", lambda: 12)
-    elsewhere = config(reward={"address": "far:1"}, critic={"address": "far:2"})
-    assert num_threads(elsewhere, Role.ACTOR) == 6
+    remote = config(reward={"address": "far:1"}, critic={"address": "far:2"})
+    assert num_threads(remote, Role.ACTOR) == 6
     # On its own machine, the reward model does not share cores with processes on other machines.
-    assert num_threads(elsewhere, Role.REWARD) == 4
+    assert num_threads(remote, Role.REWARD) == 4
 
 
 def test_configured_threads_are_used(monkeypatch: pytest.MonkeyPatch) -> None:

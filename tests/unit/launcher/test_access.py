@@ -14,7 +14,7 @@ from quartet.errors import ConfigError
 from quartet.launcher.security_checks import check_access
 from quartet.rpc.security.certificate_authority import Authority
 
-HERE = ("operator", "actor", "critic", "reward", "reference", "orchestrator", "gateway")
+LOCAL_PROCESSES = ("operator", "actor", "critic", "reward", "reference", "orchestrator", "gateway")
 SECRET = "this-is-secret-enough"  # pragma: allowlist secret - the test's own
 
 
@@ -22,7 +22,7 @@ SECRET = "this-is-secret-enough"  # pragma: allowlist secret - the test's own
 def folder(tmp_path: Path) -> Path:
     """Folder with the certificates of a run, and files with a valid token, a token that is too short, and a password."""
     authority = Authority(timedelta(days=1))
-    for process in HERE:
+    for process in LOCAL_PROCESSES:
         authority.issue(tmp_path / "certificates" / process, [f"{process}.quartet"])
     authority.issue(tmp_path / "expired", ["actor.quartet"], timedelta(minutes=-1))
     authority.issue(tmp_path / "misnamed", ["critic.quartet"])
@@ -44,25 +44,25 @@ def config(folder: Path, orchestrator: str | None = None, **sections: Any) -> Co
     return parse_config(tree, "test")
 
 
-def refusal(*given: Any, **sections: Any) -> str:
+def refusal(*arguments: Any, **sections: Any) -> str:
     with pytest.raises(ConfigError) as refused:
-        check_access(config(*given, **sections))
+        check_access(config(*arguments, **sections))
     assert "seekret" not in str(refused.value)
     return str(refused.value)
 
 
 def test_each_usable_file_gets_one_line(folder: Path) -> None:
-    own = folder / "certificates"
+    certificates = folder / "certificates"
     notes = check_access(
         config(
             folder,
-            security={"certificates": str(own), "token_file": str(folder / "token")},
+            security={"certificates": str(certificates), "token_file": str(folder / "token")},
             buffer={"url": "redis://me@far/0", "password_file": str(folder / "token")},
             gateway={
                 "token_file": str(folder / "token"),
                 "viewer_token_file": str(folder / "token"),
-                "certificate_file": str(own / "gateway/tls.crt"),
-                "key_file": str(own / "gateway/tls.key"),
+                "certificate_file": str(certificates / "gateway/tls.crt"),
+                "key_file": str(certificates / "gateway/tls.key"),
             },
         )
     )
@@ -71,7 +71,7 @@ def test_each_usable_file_gets_one_line(folder: Path) -> None:
         "gateway.viewer_token_file", "gateway.certificate_file",
     ]  # fmt: skip
     assert all("usable" in note for note in notes)
-    assert ", ".join(HERE) in notes[0]
+    assert ", ".join(LOCAL_PROCESSES) in notes[0]
     assert SECRET not in "".join(notes)
 
 
@@ -79,7 +79,7 @@ def test_a_config_without_secrets_needs_no_files(folder: Path) -> None:
     assert check_access(config(folder, security={})) == []
 
 
-@pytest.mark.parametrize("process", HERE)
+@pytest.mark.parametrize("process", LOCAL_PROCESSES)
 def test_every_local_process_needs_its_certificate(folder: Path, process: str) -> None:
     (folder / "certificates" / process / "tls.key").unlink()
     assert f"certificates/{process}/tls.key cannot be read (No such file" in refusal(folder)
@@ -119,22 +119,24 @@ def test_a_missing_or_short_token_is_refused(folder: Path, key: str, file: str, 
 
 
 def test_a_password_file_is_read_and_needs_a_url(folder: Path) -> None:
-    absent, there = str(folder / "absent"), str(folder / "token")
+    absent, existing = str(folder / "absent"), str(folder / "token")
     assert "buffer.password_file" in refusal(folder, buffer={"url": "redis://me@far/0", "password_file": absent})
-    assert "is for a Redis at buffer.url" in refusal(folder, buffer={"password_file": there})
+    assert "is for a Redis at buffer.url" in refusal(folder, buffer={"password_file": existing})
 
 
 def test_the_gateways_certificate_must_be_valid_and_match_its_key(folder: Path) -> None:
-    def pair(certificate: str, key: str) -> dict[str, str]:
+    def certificate_and_key(certificate: str, key: str) -> dict[str, str]:
         return {"certificate_file": str(folder / certificate / "tls.crt"), "key_file": str(folder / key / "tls.key")}
 
-    assert "give two PEM files that belong together" in refusal(folder, gateway=pair("foreign", "misnamed"))
-    assert "cannot be used (No such file" in refusal(folder, gateway=pair("absent", "absent"))
-    assert "has expired" in refusal(folder, gateway=pair("expired", "expired"))
+    assert "give two PEM files that belong together" in refusal(
+        folder, gateway=certificate_and_key("foreign", "misnamed")
+    )
+    assert "cannot be used (No such file" in refusal(folder, gateway=certificate_and_key("absent", "absent"))
+    assert "has expired" in refusal(folder, gateway=certificate_and_key("expired", "expired"))
 
 
 def test_files_of_processes_on_other_machines_are_only_reported(folder: Path) -> None:
-    for process in HERE:
+    for process in LOCAL_PROCESSES:
         if process != "orchestrator":
             shutil.rmtree(folder / "certificates" / process)
     secrets = {"certificates": str(folder / "certificates"), "token_file": "/nowhere/token"}
@@ -162,15 +164,15 @@ def test_a_plaintext_address_beyond_loopback_is_refused(folder: Path, sections: 
     assert refusal(folder, **{"security": {}, **sections}).startswith(text)
     check_access(config(folder, **{**sections, "security": {"allow_plaintext": True}}))
     actor = {"address": "far:1", "listen": "0.0.0.0:5551"}
-    elsewhere = {"services": {"actor": actor}, "buffer": {"url": "redis://far"}}
-    check_access(config(folder, **{"security": {}, **elsewhere}))
+    remote = {"services": {"actor": actor}, "buffer": {"url": "redis://far"}}
+    check_access(config(folder, **{"security": {}, **remote}))
 
 
 def test_a_certificate_chain_is_verified_up_to_its_authority(folder: Path) -> None:
-    own, foreign = folder / "certificates" / "actor" / "tls.crt", folder / "foreign" / "tls.crt"
-    good = own.read_bytes()
-    own.write_bytes(good + foreign.read_bytes())
+    certificate, foreign = folder / "certificates" / "actor" / "tls.crt", folder / "foreign" / "tls.crt"
+    good = certificate.read_bytes()
+    certificate.write_bytes(good + foreign.read_bytes())
     check_access(config(folder))
     shutil.copy(folder / "foreign" / "tls.key", folder / "certificates" / "actor" / "tls.key")
-    own.write_bytes(foreign.read_bytes() + good)
+    certificate.write_bytes(foreign.read_bytes() + good)
     assert "was not signed by the authority" in refusal(folder)

@@ -48,7 +48,7 @@ def test_a_gateway_that_hangs_at_its_start_is_given_up_before_training_starts(
     monkeypatch.setattr(GatewayProcess, "for_run", hanging)
     monkeypatch.setattr(module, "GATEWAY_START_SECONDS", 0.1)
     monkeypatch.setattr(Launcher, "_start_buffer", lambda _: None)
-    # No process starts: the test records when it would, and whether the gateway has ended by then.
+    # No service starts. The test records the attempts, and whether the gateway had ended before.
     monkeypatch.setattr(
         Launcher, "_start_service", lambda _, role, __: started.append((role, gateways[0].process.returncode))
     )

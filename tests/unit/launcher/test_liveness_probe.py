@@ -20,12 +20,12 @@ def wait_for(condition: Callable[[], bool], seconds: float = 10.0) -> None:
         time.sleep(0.005)
 
 
-def test_silence_grows_until_a_response() -> None:
+def test_the_silent_time_grows_until_a_response() -> None:
     living = threading.Event()
     probe = LivenessProbe("critic", lambda _: living.is_set(), hang_timeout=0.4)
     started = time.monotonic()
     wait_for(lambda: probe.silent_seconds > 0.4)
-    assert time.monotonic() - started > 0.3, "it ran ahead of the clock"
+    assert time.monotonic() - started > 0.3, "the count must not exceed the elapsed time"
     living.set()
     wait_for(lambda: probe.silent_seconds == 0.0)
     probe.stop()
@@ -42,7 +42,7 @@ def test_a_probe_counts_for_at_most_its_timeout() -> None:
 
     probe = LivenessProbe("critic", responds, hang_timeout=0.4)
     assert probing.wait(10)
-    time.sleep(0.5)  # As if the launcher was suspended in the middle of the probe.
+    time.sleep(0.5)  # As if the launcher were suspended during the probe.
     probe.stop()
     resume.set()
     wait_for(lambda: probe.silent_seconds > 0)
@@ -65,7 +65,7 @@ def test_a_reset_probes_immediately_and_restarts_the_count() -> None:
     probe.stop()
 
 
-def test_the_state_of_a_stopped_process_says_that_it_is_stopped() -> None:
+def test_the_state_of_a_stopped_process_is_reported() -> None:
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
         try:
             wait_for(lambda: process_state(process.pid) == "")  # While the process starts, it may wait for a device.

@@ -97,12 +97,12 @@ def lines_until(supervisor: ProcessSupervisor, wanted: str, seconds: float = 20.
         assert time.monotonic() < deadline, messages
         started = time.monotonic()
         messages += supervisor.poll()
-        assert time.monotonic() - started < 1.0, "it waited"
+        assert time.monotonic() - started < 1.0, "poll must not wait"
         time.sleep(0.005)
     return messages
 
 
-def end(echo: Echo) -> None:
+def kill(echo: Echo) -> None:
     echo.process.kill()
     echo.process.communicate()
 
@@ -110,14 +110,14 @@ def end(echo: Echo) -> None:
 def test_a_process_that_ends_is_restarted_after_its_backoff(echo: Echo) -> None:
     supervisor = supervise(echo, backoff_seconds=0.3)
     assert supervisor.poll() == []
-    end(echo)
-    died = time.monotonic()
+    kill(echo)
+    killed_at = time.monotonic()
     assert supervisor.poll() == ["echo: killed by SIGKILL; restarted (1 of 5 in a row)"]
     assert supervisor.poll() == []
     assert echo.starts == 1
     assert re.fullmatch(r"echo: back after \d+\.\d s", lines_until(supervisor, "back")[-1])
     assert echo.starts == 2
-    assert time.monotonic() - died > 0.3
+    assert time.monotonic() - killed_at > 0.3
     supervisor.stop()
 
 
@@ -131,9 +131,9 @@ def test_a_process_that_exits_normally_is_restarted_too(echo: Echo) -> None:
 def test_a_process_without_restarts_left_is_given_up_with_its_log_tail(echo: Echo) -> None:
     supervisor = supervise(echo, max_restarts=2)
     for number in (1, 2):
-        end(echo)
+        kill(echo)
         assert lines_until(supervisor, "back")[0].endswith(f"restarted ({number} of 2 in a row)")
-    end(echo)
+    kill(echo)
     message = rf"^echo: given up after 2 restarts in \d+ s; killed by SIGKILL; the last lines of {echo.log}:\n  up"
     with pytest.raises(ServiceFailed, match=message):
         supervisor.poll()
@@ -142,7 +142,7 @@ def test_a_process_without_restarts_left_is_given_up_with_its_log_tail(echo: Ech
 
 def test_the_error_of_a_process_with_an_empty_log_says_so(tmp_path: Path) -> None:
     silent = Echo(tmp_path / "silent.log")
-    end(silent)
+    kill(silent)
     silent.log.write_text("")
     assert str(exit_error(silent)) == f"echo: killed by SIGKILL; its log {silent.log} is empty"
 
@@ -150,7 +150,7 @@ def test_the_error_of_a_process_with_an_empty_log_says_so(tmp_path: Path) -> Non
 def test_a_process_that_crashes_at_its_start_does_not_reset_the_count(echo: Echo) -> None:
     supervisor = supervise(echo, max_restarts=3, restart_reset_seconds=0.001)
     echo.program = "raise SystemExit(3)"
-    end(echo)
+    kill(echo)
     with pytest.raises(ServiceFailed, match=r"given up after 3 restarts in .* ended with status 3"):
         lines_until(supervisor, "back")
     assert echo.starts == 4
@@ -170,7 +170,7 @@ def test_a_process_that_hangs_is_killed_and_restarted(echo: Echo) -> None:
 def test_a_start_is_limited_by_the_load_timeout_and_not_by_the_hang_timeout(echo: Echo) -> None:
     supervisor = supervise(echo, hang_timeout_seconds=0.7, load_timeout=1.5)
     echo.program = "input()"
-    end(echo)
+    kill(echo)
     started = time.monotonic()
     messages = lines_until(supervisor, "watchdog")
     assert time.monotonic() - started > 1.5
@@ -181,8 +181,8 @@ def test_a_start_is_limited_by_the_load_timeout_and_not_by_the_hang_timeout(echo
 def test_a_repaired_process_is_restarted_immediately_without_counting(echo: Echo) -> None:
     supervisor = supervise(echo, max_restarts=1)
     echo.damage = "echo: its data is damaged"
-    end(echo)
+    kill(echo)
     assert lines_until(supervisor, "back")[:-1] == ["echo: its data is damaged"]
-    end(echo)
+    kill(echo)
     assert lines_until(supervisor, "back")[0].endswith("restarted (1 of 1 in a row)")
     supervisor.stop()

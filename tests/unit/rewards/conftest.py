@@ -63,7 +63,7 @@ def loaded(*_):
     return sorted(name for name in sys.modules if name.split(".")[0] in ("quartet", "torch", "transformers", "pydantic"))
 
 def inherited(*_):
-    # What a process that this one starts would get beside the standard streams; the listing's own is closed by now.
+    # Descriptors that a child process would inherit, besides the standard streams. That of the listing is closed by now.
     there = [int(name) for name in os.listdir("/proc/self/fd")]
     return [number for number in there if number > 2 and os.path.exists(f"/dev/fd/{number}") and os.get_inheritable(number)]
 

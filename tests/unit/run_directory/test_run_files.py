@@ -25,7 +25,7 @@ from quartet.run_directory.step_lines import read_step_lines
 from quartet.types import Alert
 
 
-def leave_a_run(files: RunFiles) -> None:
+def write_run(files: RunFiles) -> None:
     files.write_config("run: {}\n")
     files.append_metrics({"step": 1})
     files.write_trajectories(1, [{"id": "a"}])
@@ -38,7 +38,7 @@ def names(path: Path) -> list[str]:
     return sorted(entry.name for entry in path.iterdir())
 
 
-RUN = [
+RUN_FILES = [
     "config.yaml",
     "evaluations",
     "evaluations.jsonl",
@@ -74,12 +74,12 @@ def test_a_directory_name_that_the_file_system_refuses_is_an_error(tmp_path: Pat
 
 def test_an_earlier_run_is_restored_unless_it_was_deleted(tmp_path: Path) -> None:
     files = RunFiles(tmp_path)
-    leave_a_run(files)
+    write_run(files)
     move_earlier_run_aside(files)
     assert names(tmp_path) == [".earlier", "thesis.tex"]
     files.write_config("run: {name: new}\n")
     restore_earlier_run(files)
-    assert names(tmp_path) == RUN
+    assert names(tmp_path) == RUN_FILES
     assert "new" not in files.config.read_text()
     move_earlier_run_aside(files)
     delete_earlier_run(files)
@@ -135,7 +135,7 @@ def test_a_repeated_evaluation_replaces_the_lines_of_an_earlier_attempt(tmp_path
 def test_failed_trajectories_of_a_repeated_step_are_written_once(tmp_path: Path) -> None:
     files = RunFiles(tmp_path)
     files.write_failed_trajectories(1, [])
-    assert not files.failed_trajectories.exists(), "a run without any has no such file"
+    assert not files.failed_trajectories.exists(), "without failed trajectories there must be no file"
     files.write_failed_trajectories(1, [{"step": 1, "id": "a", "response": "x\u2028y\n"}])
     files.write_failed_trajectories(3, [{"step": 3, "id": "b"}, {"step": 3, "id": "c"}])
     files.write_failed_trajectories(3, [{"step": 3, "id": "c"}])
@@ -228,16 +228,16 @@ def test_alerts_after_a_truncated_one_can_be_read(tmp_path: Path) -> None:
 def test_an_alert_is_written_completely_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = RunFiles(tmp_path)
     files.append_alert(alert(1))
-    before, synced = files.alerts.read_bytes(), list[int]()
+    before, flushed_sizes = files.alerts.read_bytes(), list[int]()
 
     def full(descriptor: int) -> None:
-        synced.append(os.fstat(descriptor).st_size)
+        flushed_sizes.append(os.fstat(descriptor).st_size)
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(StorageFailed, match=r"alerts\.jsonl: cannot be written \(No space left on device\).*--resume"):
         files.append_alert(alert(2))
-    assert synced[0] > len(before), "the line must be written before the flush"
+    assert flushed_sizes[0] > len(before), "the line must be written before the flush"
     assert files.alerts.read_bytes() == before
 
 
@@ -258,7 +258,7 @@ def test_a_full_disk_is_an_error_and_does_not_change_the_files(
     write: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     files = RunFiles(tmp_path)
-    leave_a_run(files)
+    write_run(files)
     files.append_alert(alert(1))
     with files.metrics.open("a") as file:
         file.write('{"st')
@@ -297,7 +297,7 @@ def test_another_number_of_scores_than_trajectories_is_an_error(tmp_path: Path) 
 def test_removing_a_run_leaves_other_files(tmp_path: Path) -> None:
     files = RunFiles(tmp_path / "run")
     files.root.mkdir()
-    leave_a_run(files)
+    write_run(files)
     remove_run(files)
     assert names(files.root) == ["thesis.tex"]
     (files.root / "config.yaml").write_text("foo: bar\n")

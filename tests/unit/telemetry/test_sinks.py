@@ -23,13 +23,13 @@ ALERT = Alert(step=3, guard="entropy", action="note", evidence="entropy is 0.01"
 class Recorder:
     """Sink that records its calls, and fails at the call that the test names."""
 
-    def __init__(self, fails_at: str = "", held: threading.Event | None = None) -> None:
+    def __init__(self, fails_at: str = "", gate: threading.Event | None = None) -> None:
         self.calls: list[Any] = []
-        self._fails_at, self._held = fails_at, held
+        self._fails_at, self._gate = fails_at, gate
 
     def _record(self, what: str, *rest: Any) -> None:
-        if self._held is not None:
-            assert self._held.wait(20)
+        if self._gate is not None:
+            assert self._gate.wait(20)
         if what == self._fails_at:
             raise RuntimeError(f"{what} is refused")
         self.calls.append((what, *rest))
@@ -99,15 +99,15 @@ def test_an_unreachable_sink_is_reported_and_dropped() -> None:
 
 
 def test_a_slow_sink_loses_metrics_and_never_delays_the_run() -> None:
-    held, notes = threading.Event(), list[str]()
-    slow = Recorder(held=held)
+    gate, notes = threading.Event(), list[str]()
+    slow = Recorder(gate=gate)
     sinks = Sinks({"slow": lambda: slow}, notes.append, max_queued=4)
     for step in range(1, 51):
         sinks.step(step, {})
     assert notes == ["slow: slower than the run; some metrics are missing there"]
     sinks.close(0.05)
     assert notes[1:] == ["slow: not finished after 0.05 s; the last metrics may be missing there"]
-    held.set()
+    gate.set()
     sinks._thread.join(20)
     assert not sinks._thread.is_alive()
     assert slow.calls[0] == ("step", 1, {})

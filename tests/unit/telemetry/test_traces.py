@@ -29,8 +29,8 @@ def test_opentelemetry_is_not_imported_if_traces_are_off() -> None:
         "assert not [name for name in sys.modules if name.startswith('opentelemetry')]\n"
         "assert 'torch' not in sys.modules\n"
     )
-    ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert ended.returncode == 0, ended.stderr
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
 
 
 def test_without_an_endpoint_there_are_no_spans() -> None:
@@ -56,10 +56,10 @@ def test_a_call_carries_its_trace_context_and_calls_outside_a_step_have_none(pat
             traces.close()
         spans = {span.name: (service, span) for service, span in collector.spans}
     assert set(spans) == {"step 7", "actor Update", "quartet.v1.ActorService/Update"}
-    answered = spans["quartet.v1.ActorService/Update"]
-    assert answered[0] == "actor"
-    assert answered[1].parent_span_id == spans["actor Update"][1].span_id
-    assert answered[1].status.message == "UNAVAILABLE"
+    handled = spans["quartet.v1.ActorService/Update"]
+    assert handled[0] == "actor"
+    assert handled[1].parent_span_id == spans["actor Update"][1].span_id
+    assert handled[1].status.message == "UNAVAILABLE"
     assert len({span.trace_id for _, span in spans.values()}) == 1
 
 
