@@ -84,7 +84,7 @@ def test_helm_test_checks_every_process(certificates: Path, serving: bool) -> No
         )
     listener.stop()
     assert (result.returncode == 0) == serving, result.stderr
-    assert result.stdout.count(" serves") == (4 if serving else 0)
+    assert result.stdout.count(" is healthy") == (4 if serving else 0)
     assert ("/healthz 200" in result.stdout) == serving
 
 

@@ -5,15 +5,15 @@ All other templates loop over this map.
 {{- define "quartet.components" -}}
 {{- $root := . -}}
 {{- $absent := include "quartet.absentRoles" . | fromJsonArray -}}
-{{- $found := dict -}}
-{{- $places := dict -}}
+{{- $componentsByName := dict -}}
+{{- $componentOfRole := dict -}}
 {{- range $name := list "actor" "critic" "reward" "reference" "orchestrator" "gateway" -}}
 {{- /* Null removes the default, and so disables the component. */ -}}
-{{- $given := default (dict "enabled" false) (get $root.Values.components $name) -}}
-{{- $component := mergeOverwrite (deepCopy $root.Values.defaults) (deepCopy $given) -}}
-{{- /* A component replaces these maps as a whole: a mixture of two selectors would match no node. */ -}}
+{{- $values := default (dict "enabled" false) (get $root.Values.components $name) -}}
+{{- $component := mergeOverwrite (deepCopy $root.Values.defaults) (deepCopy $values) -}}
+{{- /* A component replaces these maps as a whole, because two merged selectors may match no node. */ -}}
 {{- range list "nodeSelector" "affinity" -}}
-{{- if hasKey $given . }}{{ $_ := set $component . (get $given .) }}{{ end -}}
+{{- if hasKey $values . }}{{ $_ := set $component . (get $values .) }}{{ end -}}
 {{- end -}}
 {{- $roles := list -}}
 {{- range default (list $name) $component.roles -}}
@@ -21,22 +21,22 @@ All other templates loop over this map.
 {{- end -}}
 {{- if and $component.enabled $roles -}}
 {{- range $roles -}}
-{{- if hasKey $places . -}}
-{{- fail (printf "components.%s.roles: %s is also in components.%s; disable one of them, or remove the role" $name . (get $places .)) -}}
+{{- if hasKey $componentOfRole . -}}
+{{- fail (printf "components.%s.roles: %s is also in components.%s; disable one of them, or remove the role" $name . (get $componentOfRole .)) -}}
 {{- end -}}
-{{- $_ := set $places . $name -}}
+{{- $_ := set $componentOfRole . $name -}}
 {{- end -}}
 {{- $component = mergeOverwrite $component (include "quartet.derived" (dict "root" $root "name" $name "roles" $roles "component" $component) | fromJson) -}}
 {{- $_ := set $component "roles" $roles -}}
-{{- $_ := set $found $name $component -}}
+{{- $_ := set $componentsByName $name $component -}}
 {{- end -}}
 {{- end -}}
 {{- range list "actor" "critic" "reward" "reference" "orchestrator" -}}
-{{- if not (or (has . $absent) (hasKey $places .)) -}}
-{{- fail (printf "components: no enabled component has the role %s, which this run needs; enable components.%s, or name the role in another's roles" . .) -}}
+{{- if not (or (has . $absent) (hasKey $componentOfRole .)) -}}
+{{- fail (printf "components: no enabled component has the role %s, which this run needs; enable components.%s, or add the role to the roles of another component" . .) -}}
 {{- end -}}
 {{- end -}}
-{{- $found | toJson -}}
+{{- $componentsByName | toJson -}}
 {{- end -}}
 
 {{/* Roles that this run does not need, as has_critic and has_reference of the config tree. */}}
@@ -58,17 +58,17 @@ All other templates loop over this map.
 {{- $nodes := 1 -}}
 {{- if dig "multiNode" "enabled" false $component }}{{ $nodes = int $component.multiNode.nodes }}{{ end -}}
 {{- if and (gt (int $component.replicas) 1) (not $scoring) (ne $name "gateway") -}}
-{{- fail (printf "components.%s.replicas: %d; expected 1, as only reward, reference and gateway may have several replicas, and not together with actor or critic" $name (int $component.replicas)) -}}
+{{- fail (printf "components.%s.replicas: %d; expected 1: only reward, reference and gateway may have several replicas, without actor and critic in the same pod" $name (int $component.replicas)) -}}
 {{- end -}}
 {{- $scaling := dig "autoscaling" "kind" "none" $component -}}
 {{- if and (ne $scaling "none") (not $scoring) -}}
 {{- fail (printf "components.%s.autoscaling: a pod with actor or critic cannot be scaled; set kind none" $name) -}}
 {{- end -}}
 {{- if ne $scaling "none" -}}
-{{- $fewest := int $component.autoscaling.minReplicas -}}{{- $most := int $component.autoscaling.maxReplicas -}}
-{{- if gt $fewest $most -}}
-{{- $where := printf "components.%s.autoscaling" $name -}}
-{{- fail (printf "%s.minReplicas: %d, and %s.maxReplicas: %d; expected minReplicas to be at most maxReplicas; lower it, or raise maxReplicas" $where $fewest $where $most) -}}
+{{- $min := int $component.autoscaling.minReplicas -}}{{- $max := int $component.autoscaling.maxReplicas -}}
+{{- if gt $min $max -}}
+{{- $path := printf "components.%s.autoscaling" $name -}}
+{{- fail (printf "%s.minReplicas: %d, and %s.maxReplicas: %d; expected minReplicas to be at most maxReplicas; lower it, or raise maxReplicas" $path $min $path $max) -}}
 {{- end -}}
 {{- end -}}
 {{- $workload := "Deployment" -}}
@@ -105,20 +105,20 @@ All other templates loop over this map.
 {{- define "quartet.child_processes" -}}
 {{- $root := . -}}
 {{- $fullname := include "quartet.fullname" . -}}
-{{- $found := dict "operator" (list "operator.quartet") -}}
+{{- $namesByProcess := dict "operator" (list "operator.quartet") -}}
 {{- range $name, $component := include "quartet.components" . | fromJson -}}
 {{- $names := list -}}
 {{- range $component.roles }}{{ $names = append $names (printf "%s.quartet" .) }}{{ end -}}
 {{- if eq $name "gateway" -}}
 {{- $names = concat $names (include "quartet.gatewayHosts" $root | fromJsonArray) (list "localhost") -}}
 {{- end -}}
-{{- $_ := set $found $component.process ($names | uniq) -}}
+{{- $_ := set $namesByProcess $component.process ($names | uniq) -}}
 {{- end -}}
 {{- if .Values.redis.enabled -}}
-{{- $_ := set $found "redis" (concat (list "redis.quartet" "redis" "localhost") (include "quartet.serviceNames" (dict "root" . "name" (printf "%s-redis" $fullname)) | fromJsonArray)) -}}
+{{- $_ := set $namesByProcess "redis" (concat (list "redis.quartet" "redis" "localhost") (include "quartet.serviceNames" (dict "root" . "name" (printf "%s-redis" $fullname)) | fromJsonArray)) -}}
 {{- end -}}
-{{- if .Values.monitoring.serviceMonitor.enabled }}{{ $_ := set $found "prometheus" (list "prometheus.quartet") }}{{ end -}}
-{{- $found | toJson -}}
+{{- if .Values.monitoring.serviceMonitor.enabled }}{{ $_ := set $namesByProcess "prometheus" (list "prometheus.quartet") }}{{ end -}}
+{{- $namesByProcess | toJson -}}
 {{- end -}}
 
 {{/* Name of the Secret with the certificate of a process. Arguments: root and process. */}}

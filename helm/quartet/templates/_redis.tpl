@@ -5,8 +5,9 @@
 {{- if .Values.redis.enabled -}}
 {{- printf "%s://quartet@%s-redis:6379/0" (.Values.security.tls.enabled | ternary "rediss" "redis") (include "quartet.fullname" .) -}}
 {{- else -}}
-{{- $url := required "redis.external.url: needed where redis.enabled is false; such as rediss://quartet@redis.example:6379/0" .Values.redis.external.url -}}
-{{- /* Neither message quotes the url: nor may the schema, so it has no pattern. Templates cannot unescape an option's name. */ -}}
+{{- $url := required "redis.external.url: required if redis.enabled is false, such as rediss://quartet@redis.example:6379/0" .Values.redis.external.url -}}
+{{- /* The URL may contain a password, so the messages do not quote it. The schema would, so it has no pattern. Escaped option names are
+refused because templates cannot unescape them. */ -}}
 {{- if regexMatch `://[^/?#]*:[^/?#]*@|(?i)[?&][^=&]*(password|%)[^=&]*=` $url -}}
 {{- fail "redis.external.url: contains a password, or an option with an escaped name; store the password in a Secret, and set redis.external.existingSecret" -}}
 {{- end -}}
@@ -41,7 +42,7 @@
 {{/* ACL users. The container replaces PASSWORD by the digest when it starts. */}}
 {{- define "quartet.redisUsers" -}}
 user default off resetpass resetkeys resetchannels -@all
-{{- /* What src/quartet/buffer sends, and no more: tests/helm runs the real buffer against it. */}}
+{{- /* Only the commands that src/quartet/buffer sends. tests/helm runs the real buffer with this list. */}}
 user quartet on #PASSWORD resetkeys resetchannels ~quartet:{{ dig "run" "name" "run" .Values.config }}:* -@all +ping +info +multi +exec +scan +exists +del +get +set +incrby +pttl +watch +unwatch +hset +hmget +hkeys +hdel +xgroup|create +xadd +xreadgroup +xack +xdel +xlen
 {{- end -}}
 
