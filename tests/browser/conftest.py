@@ -1,4 +1,4 @@
-"""A headless Chromium, and the runs that the dashboard's tests show."""
+"""Fixtures of the browser tests: a headless Chromium, and a function that opens the dashboard."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import Any, Protocol
 import pytest
 
 from tests.browser.window import Window
-from tests.gateway.conftest import ended, shown
+from tests.gateway.conftest import finished_run, run_gateway
 from tests.gateway.serving import Gateway
 from tests.training.conftest import _one_thread, make, toy_task, toy_task_tree
 
-sync_api = pytest.importorskip("playwright.sync_api", reason="the dashboard's tests need playwright")
+sync_api = pytest.importorskip("playwright.sync_api", reason="the browser tests need playwright")
 
-__all__ = ["_one_thread", "ended", "make", "shown", "toy_task", "toy_task_tree"]
+__all__ = ["_one_thread", "finished_run", "make", "run_gateway", "toy_task", "toy_task_tree"]
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 
@@ -35,7 +35,7 @@ def chromium() -> Iterator[Any]:
     """Start the browser."""
     path = os.environ.get("QUARTET_CHROMIUM") or next(filter(None, map(shutil.which, NAMES)), None)
     if path is None:
-        pytest.skip("no Chromium here; install one, or name it in QUARTET_CHROMIUM")
+        pytest.skip("no Chromium found; install it, or set QUARTET_CHROMIUM to its path")
     with sync_api.sync_playwright() as playwright:
         # Chromium refuses its sandbox to root.
         arguments = ["--no-sandbox"] if os.geteuid() == 0 else []
@@ -46,18 +46,18 @@ def chromium() -> Iterator[Any]:
 
 @pytest.fixture(scope="session")
 def open_dashboard(chromium: Any) -> Open:
-    """Return a function that opens windows. Each window asserts at its end that it had no errors."""
+    """Function that opens the dashboard in a window. At its end, the window must have no errors."""
 
     @contextmanager
-    def opened(gateway: Gateway, *, theme: str = "dark", phone: bool = False) -> Iterator[Window]:
+    def open_window(gateway: Gateway, *, theme: str = "dark", phone: bool = False) -> Iterator[Window]:
         size = {"width": 360, "height": 780} if phone else {"width": 1280, "height": 900}
         context = chromium.new_context(viewport=size, color_scheme=theme, is_mobile=phone, has_touch=phone)
         window = Window(context.new_page(), f"http://{gateway.address}")
         try:
             window.sign_in()
             yield window
-            assert window.complaints == []
+            assert window.errors == []
         finally:
             context.close()
 
-    return opened
+    return open_window

@@ -1,6 +1,6 @@
-"""`make screenshots`: every page of the dashboard of a real run, light and dark, into docs/screenshots.
+"""Take screenshots of all dashboard pages in both themes; ``make screenshots`` writes them to docs/screenshots.
 
-Trains two short runs on the demo's toy task: one to completion, for comparison, and one that is paused late and shown.
+Trains two short runs on the toy task of the demo: a finished run for the comparison, and a paused run for all other pages.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from quartet.child_processes import tied_to_parent
 from quartet.demo.toy_task import make_toy_task
 from tests.browser.conftest import NAMES
 
-STEPS, PAUSE_AT, EVERY = 90, 80, 20
-DRAWN = """() => [...document.querySelectorAll("figure.curve")]
+STEPS, PAUSE_STEP, INTERVAL = 90, 80, 20
+CHARTS_DRAWN = """() => [...document.querySelectorAll("figure.curve")]
     .filter((figure) => figure.getBoundingClientRect().top < innerHeight)
     .every((figure) => figure.querySelector("svg.main-svg"))"""
 """True if every visible chart is drawn."""
@@ -37,8 +37,8 @@ PAGES = ("overview", "steps", "trajectories", "evaluations", "checkpoints", "ser
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.browser.screenshots", description=__doc__)
-    parser.add_argument("--folder", type=Path, default=Path("build/screenshots"), help="where the runs are kept")
-    parser.add_argument("--pictures", type=Path, default=Path("docs/screenshots"), help="where the pictures go")
+    parser.add_argument("--folder", type=Path, default=Path("build/screenshots"), help="folder of the runs")
+    parser.add_argument("--pictures", type=Path, default=Path("docs/screenshots"), help="folder of the screenshots")
     options = parser.parse_args(arguments)
     shutil.rmtree(options.folder, ignore_errors=True)
     folder = options.folder
@@ -47,12 +47,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with training(folder, "careful", kl_coefficient=0.2) as run:
         wait_until(run, lambda state: state["state"] == "finished")
     with training(folder, "demo", kl_coefficient=0.05) as run:
-        wait_until(run, lambda state: state["step"] >= PAUSE_AT)
-        run.ask("pause", {})
+        wait_until(run, lambda state: state["step"] >= PAUSE_STEP)
+        run.request("pause", {})
         wait_until(run, lambda state: state["state"] == "paused")
-        run.ask("settings", {"kl_coefficient": 0.08}, "PATCH")
-        run.ask("checkpoint", {})
-        take(run, options.pictures)
+        run.request("settings", {"kl_coefficient": 0.08}, "PATCH")
+        run.request("checkpoint", {})
+        take_screenshots(run, options.pictures)
     return 0
 
 
@@ -63,21 +63,21 @@ class Run:
         self.name, self.process = name, process
         self.url, self.token = gateway["url"], gateway["token"]
 
-    def ask(self, path: str = "", body: object = None, method: str | None = None) -> Any:
-        """Return the gateway's response."""
+    def request(self, path: str = "", body: object = None, method: str | None = None) -> Any:
+        """Send a request to the gateway; return its response."""
         request = urllib.request.Request(  # noqa: S310 - the address that a run's own gateway has written
             f"{self.url}/api/v1/runs/{self.name}/{path}".rstrip("/"),
             data=None if body is None else json.dumps(body).encode(),
             method=method,
             headers={"Authorization": f"Bearer {self.token}", "Content-Type": "application/json"},
         )
-        with urllib.request.urlopen(request, timeout=30) as answer:  # noqa: S310 - as above
-            return json.load(answer)
+        with urllib.request.urlopen(request, timeout=30) as response:  # noqa: S310 - as above
+            return json.load(response)
 
 
 @contextmanager
 def training(folder: Path, name: str, kl_coefficient: float) -> Iterator[Run]:
-    """`quartet train` on the demo's toy task, with evaluations, ended at the end."""
+    """Run ``quartet train`` on the toy task of the demo; stop it at the end of the block."""
     toy_task = make_toy_task(folder / "toy-task")
     tree = {
         "run": {"name": name, "steps": STEPS, "directory": str(folder / "runs")},
@@ -87,9 +87,9 @@ def training(folder: Path, name: str, kl_coefficient: float) -> Iterator[Run]:
         "actor": {"model": str(toy_task.policy), "learning_rate": 1e-4},
         "critic": {"learning_rate": 3e-4},
         "reward": {"model": str(toy_task.reward)},
-        "evaluation": {"every_steps": EVERY, "max_prompts": 16},
+        "evaluation": {"every_steps": INTERVAL, "max_prompts": 16},
         "guards": {"kl_runaway": {"above": 6.0, "action": "warn"}},
-        "checkpoint": {"every_steps": EVERY},
+        "checkpoint": {"every_steps": INTERVAL},
     }
     config = folder / f"{name}.yaml"
     config.write_text(yaml.safe_dump(tree, sort_keys=False))
@@ -101,7 +101,7 @@ def training(folder: Path, name: str, kl_coefficient: float) -> Iterator[Run]:
             deadline = time.monotonic() + 300
             while not gateway.exists():
                 if process.poll() is not None or time.monotonic() > deadline:
-                    raise RuntimeError(f"the run did not begin, see {folder / f'{name}.log'}")
+                    raise RuntimeError(f"the run did not start, see {folder / f'{name}.log'}")
                 time.sleep(0.2)
             yield Run(name, process, json.loads(gateway.read_text()))
         finally:
@@ -110,22 +110,22 @@ def training(folder: Path, name: str, kl_coefficient: float) -> Iterator[Run]:
 
 
 def wait_until(run: Run, condition: Callable[[dict[str, Any]], bool]) -> None:
-    """Until what the gateway says of the run fulfils ``condition``, or the run has ended."""
+    """Wait until the state of the run meets ``condition``, or until the run ends."""
     while run.process.poll() is None:
         try:
-            if condition(run.ask()):
+            if condition(run.request()):
                 return
         except OSError:
-            pass  # It ends with its run.
+            pass  # The gateway ends with its run.
         time.sleep(0.2)
 
 
-def take(run: Run, pictures: Path) -> None:
+def take_screenshots(run: Run, pictures: Path) -> None:
     """Take screenshots of every page in both themes, and of the overview on a phone."""
     path = os.environ.get("QUARTET_CHROMIUM") or next(filter(None, map(shutil.which, NAMES)), None)
     if path is None:
-        raise SystemExit("error: no Chromium here; install one, or name it in QUARTET_CHROMIUM")
-    best = run.ask("trajectories?sort=-score&limit=1")["items"][0]["id"].split("/", 1)[1]
+        raise SystemExit("error: no Chromium found; install it, or set QUARTET_CHROMIUM to its path")
+    best = run.request("trajectories?sort=-score&limit=1")["items"][0]["id"].split("/", 1)[1]
     pages = {name: f"runs/{run.name}/{name}" for name in PAGES}
     pages |= {
         "runs": "runs",
@@ -138,26 +138,26 @@ def take(run: Run, pictures: Path) -> None:
         for theme in ("light", "dark"):
             page = open_page(browser, run, theme, 1280, 900)
             for name, address in pages.items():
-                picture(page, run, address, pictures / f"{name}-{theme}.png")
+                take_screenshot(page, run, address, pictures / f"{name}-{theme}.png")
             phone = open_page(browser, run, theme, 360, 780)
-            picture(phone, run, pages["overview"], pictures / f"phone-{theme}.png")
+            take_screenshot(phone, run, pages["overview"], pictures / f"phone-{theme}.png")
         browser.close()
 
 
 def open_page(browser: Browser, run: Run, theme: Any, width: int, height: int) -> Page:
-    """Return a window that is signed in."""
+    """Return a page that is signed in."""
     page = browser.new_context(viewport={"width": width, "height": height}, color_scheme=theme).new_page()
     page.goto(f"{run.url}/#token={run.token}")
     page.wait_for_selector("main .page-head")
     return page
 
 
-def picture(page: Page, run: Run, address: str, path: Path) -> None:
-    """Return what a page shows once it has its data."""
+def take_screenshot(page: Page, run: Run, address: str, path: Path) -> None:
+    """Save a screenshot of a page after its data is loaded."""
     page.goto(f"{run.url}/#/{address}")
     page.wait_for_selector("main .page-head, main .state")
     page.wait_for_selector("main .waiting", state="detached")
-    page.wait_for_function(DRAWN)
+    page.wait_for_function(CHARTS_DRAWN)
     image = Image.open(io.BytesIO(page.screenshot())).convert("RGB")
     image.quantize(256, dither=Image.Dither.NONE).save(path, optimize=True)
     print(path)

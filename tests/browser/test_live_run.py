@@ -1,4 +1,4 @@
-"""The dashboard of an active run: it follows the run, sends commands, and shows lost processes."""
+"""The dashboard of an active run: live charts, commands, and lost processes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from quartet.run_directory.run_files import RunFiles
 from quartet.types import Alert, Role
 from tests.browser.conftest import Open
 from tests.browser.window import Window
-from tests.gateway.live_runs import eventually, live
+from tests.gateway.live_runs import eventually, start_live_run
 from tests.gateway.serving import Gateway, serving
 from tests.training.conftest import MakeConfig
 from tests.training.runs import ActiveRun, Fleet, json_lines
@@ -23,7 +23,7 @@ def active(make: MakeConfig, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         "actor": {"micro_batch_tokens": 2048},
         "critic": {"micro_batch_tokens": 1024, "gradient_checkpointing": True},
     }
-    with live(make, tmp_path_factory.mktemp("browser"), "watched", steps=5000, **models) as result:
+    with start_live_run(make, tmp_path_factory.mktemp("browser"), "watched", steps=5000, **models) as result:
         eventually(result[0].board.current, lambda progress: progress.step >= 3)
         yield result
 
@@ -51,15 +51,15 @@ def test_charts_follow_the_run(window: Window, active: tuple[ActiveRun, Fleet]) 
     window.page.wait_for_selector("figure.curve svg.main-svg", state="attached")
     before = eventually(lambda: window.points("Reward"), bool)
     active[0].control.resume()
-    # The page draws from events and does not request curves again.
-    asked: list[str] = []
-    window.page.on("request", lambda request: asked.append(request.url) if "/metrics" in request.url else None)
+    # The page updates charts from events, without further requests for curves.
+    requests: list[str] = []
+    window.page.on("request", lambda request: requests.append(request.url) if "/metrics" in request.url else None)
     window.wait_for_step(before[-1] + 2)
     after = eventually(lambda: window.points("Reward"), lambda points: points[-1] >= before[-1] + 2)
     assert after == list(range(1, after[-1] + 1))
     for title in ("KL to the reference", "Entropy", "Value loss"):
         assert eventually(lambda title=title: window.points(title), lambda points: points[-1] >= after[-1])[0] == 1
-    assert asked == []
+    assert requests == []
 
 
 def test_pause_stops_the_step_counter_and_resume_continues_it(window: Window, active: tuple[ActiveRun, Fleet]) -> None:
@@ -124,11 +124,11 @@ def test_a_dead_service_turns_red_and_green_again(window: Window, active: tuple[
 def test_trained_models_show_their_micro_batch_size(window: Window) -> None:
     window.show("runs/watched/services")
     cards = window.page.locator("[data-role]")
-    told = {"actor": "at most 2,048 tokens", "critic": "at most 1,024 tokens, gradient checkpointing"}
-    for role, words in told.items():
+    expected = {"actor": "at most 2,048 tokens", "critic": "at most 1,024 tokens, gradient checkpointing"}
+    for role, words in expected.items():
         label = window.page.locator(f'[data-role="{role}"] dt', has_text="Micro-batch")
         assert label.locator("xpath=following-sibling::dd[1]").inner_text() == words
-    assert cards.filter(has_text="Micro-batch").count() == len(told) < cards.count()
+    assert cards.filter(has_text="Micro-batch").count() == len(expected) < cards.count()
 
 
 def test_an_alert_during_the_page_load_is_counted(
@@ -136,19 +136,19 @@ def test_an_alert_during_the_page_load_is_counted(
 ) -> None:
     files = RunFiles(active[0].config.run_directory)
     before = len(json_lines(files.alerts)) if files.alerts.exists() else 0
-    held: list[Any] = []
+    held_requests: list[Any] = []
     window.page.goto("about:blank")
-    window.page.route("**/api/v1/runs/watched", lambda route: held.append((route, route.fetch())), times=1)
+    window.page.route("**/api/v1/runs/watched", lambda route: held_requests.append((route, route.fetch())), times=1)
     with gateway.stream("watched") as stream:
         next(iter(stream))
         window.page.goto(f"{window.url}/#/runs/watched/overview")
-        while not held:
+        while not held_requests:
             window.page.wait_for_timeout(20)
         files.append_alert(Alert(3, "kl_runaway", "warn", "kl_mean 30", "lower it"))
         stream.until("alert")
-    route, answer = held[0]
+    route, response = held_requests[0]
     window.page.wait_for_timeout(200)
-    route.fulfill(response=answer)
+    route.fulfill(response=response)
     window.page.wait_for_function(
         "many => document.querySelector('[data-section=guards] .count')?.textContent.startsWith(String(many))",
         arg=before + 1,
@@ -159,15 +159,15 @@ def test_a_rewind_to_step_0_makes_the_page_read_everything_again(window: Window)
     window.page.evaluate(
         """async () => {
             const { EventStream } = await import("/static/event_stream.js");
-            window.heard = [];
+            window.received = [];
             window.stream = new EventStream("watched");
-            for (const kind of ["rewind", "step"]) window.stream.on(kind, ({ step }) => window.heard.push([kind, step]));
+            for (const kind of ["rewind", "step"]) window.stream.on(kind, ({ step }) => window.received.push([kind, step]));
             window.stream.last = "g1.s1.a0.e0.c0.k0";
             window.stream.start();
         }"""
     )
-    window.page.wait_for_function("() => window.heard.length && window.stream.last !== null")
-    assert window.page.evaluate("() => { window.stream.stop(); return window.heard; }") == [["rewind", None]]
+    window.page.wait_for_function("() => window.received.length && window.stream.last !== null")
+    assert window.page.evaluate("() => { window.stream.stop(); return window.received; }") == [["rewind", None]]
 
 
 def test_an_interrupted_stream_resumes_without_a_gap(window: Window, active: tuple[ActiveRun, Fleet]) -> None:
@@ -175,20 +175,20 @@ def test_an_interrupted_stream_resumes_without_a_gap(window: Window, active: tup
     window.page.evaluate(
         """async () => {
             const { EventStream } = await import("/static/event_stream.js");
-            window.heard = [];
+            window.received = [];
             window.stream = new EventStream("watched");
-            window.stream.on("step", ({ step }) => window.heard.push(step));
+            window.stream.on("step", ({ step }) => window.received.push(step));
             window.stream.start();
         }"""
     )
     window.page.wait_for_function("() => window.stream.last !== null")
     run.control.resume()
-    window.page.wait_for_function("() => window.heard.length >= 2")
+    window.page.wait_for_function("() => window.received.length >= 2")
     # Steps are committed during the delay of at least half a second before the stream reconnects.
-    last_before = window.page.evaluate("() => { window.stream.connection.abort(); return window.heard.at(-1); }")
+    last_before = window.page.evaluate("() => { window.stream.connection.abort(); return window.received.at(-1); }")
     window.page.wait_for_function(
-        "(last) => window.heard.at(-1) > last && window.stream.state === 'live'", arg=last_before
+        "(last) => window.received.at(-1) > last && window.stream.state === 'live'", arg=last_before
     )
-    heard = window.page.evaluate("() => { window.stream.stop(); return window.heard; }")
-    assert heard == list(range(heard[0], heard[-1] + 1))
-    assert heard[-1] > last_before
+    received = window.page.evaluate("() => { window.stream.stop(); return window.received; }")
+    assert received == list(range(received[0], received[-1] + 1))
+    assert received[-1] > last_before

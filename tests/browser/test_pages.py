@@ -1,4 +1,4 @@
-"""Every page of the dashboard is accessible, in both themes and on a phone, and shows its errors."""
+"""Pages of the dashboard: accessibility, phones, themes, sign-in, errors and shortcuts."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ axe = pytest.importorskip("axe_playwright_python.base", reason="needs axe-playwr
 
 PAGES = (
     "runs",
-    "runs/whole/overview",
-    "runs/whole/steps",
-    "runs/whole/trajectories",
-    "runs/whole/evaluations",
-    "runs/whole/checkpoints",
-    "runs/whole/services",
-    "runs/whole/guards",
-    "runs/whole/logs?log=actor",
-    "runs/whole/config",
-    "compare?runs=whole,whole",
+    "runs/finished/overview",
+    "runs/finished/steps",
+    "runs/finished/trajectories",
+    "runs/finished/evaluations",
+    "runs/finished/checkpoints",
+    "runs/finished/services",
+    "runs/finished/guards",
+    "runs/finished/logs?log=actor",
+    "runs/finished/config",
+    "compare?runs=finished,finished",
 )
 
 
@@ -46,56 +46,62 @@ def violations(window: Window, options: dict[str, Any]) -> list[str]:
 
 @pytest.mark.parametrize(("theme", "options"), [("dark", {}), ("light", CONTRAST)])
 def test_no_page_has_accessibility_violations(
-    shown: Gateway, open_dashboard: Open, theme: str, options: dict[str, Any]
+    run_gateway: Gateway, open_dashboard: Open, theme: str, options: dict[str, Any]
 ) -> None:
-    with open_dashboard(shown, theme=theme) as window:
-        place = shown.client.get("/runs/whole/trajectories?step=1").json()["items"][0]["id"].split("/", 1)[1]
+    with open_dashboard(run_gateway, theme=theme) as window:
+        trajectory = (
+            run_gateway.client.get("/runs/finished/trajectories?step=1").json()["items"][0]["id"].split("/", 1)[1]
+        )
         results = {}
-        for page in (*PAGES, f"runs/whole/trajectories/{place}"):
+        for page in (*PAGES, f"runs/finished/trajectories/{trajectory}"):
             window.show(page)
             results[page] = violations(window, options)
         assert {page: items for page, items in results.items() if items} == {}
 
 
-def test_no_page_is_wider_than_a_phone(shown: Gateway, open_dashboard: Open) -> None:
-    with open_dashboard(shown, phone=True) as window:
-        place = shown.client.get("/runs/whole/trajectories?step=1").json()["items"][0]["id"].split("/", 1)[1]
-        wide = {}
-        for page in (*PAGES, f"runs/whole/trajectories/{place}"):
+def test_no_page_is_wider_than_a_phone(run_gateway: Gateway, open_dashboard: Open) -> None:
+    with open_dashboard(run_gateway, phone=True) as window:
+        trajectory = (
+            run_gateway.client.get("/runs/finished/trajectories?step=1").json()["items"][0]["id"].split("/", 1)[1]
+        )
+        overflows = {}
+        for page in (*PAGES, f"runs/finished/trajectories/{trajectory}"):
             window.show(page)
-            beyond = window.page.evaluate("() => document.documentElement.scrollWidth - innerWidth")
-            if beyond > 0:
-                wide[page] = beyond
-        assert wide == {}
+            overflow = window.page.evaluate("() => document.documentElement.scrollWidth - innerWidth")
+            if overflow > 0:
+                overflows[page] = overflow
+        assert overflows == {}
 
 
-def test_the_token_is_removed_from_the_address_and_a_wrong_one_asks_again(shown: Gateway, open_dashboard: Open) -> None:
-    with open_dashboard(shown) as window:
+def test_the_token_is_removed_from_the_address_and_a_wrong_one_asks_again(
+    run_gateway: Gateway, open_dashboard: Open
+) -> None:
+    with open_dashboard(run_gateway) as window:
         assert "token" not in window.page.url
         window.press("Sign out")
         window.heading("Sign in to Quartet")
         window.page.get_by_label("Token").fill("not-the-token-of-this-gateway")
         window.press("Sign in")
         window.page.get_by_role("alert").wait_for()
-        # The browser itself notes the refusal in its console; nothing else may be there.
-        assert all("401" in complaint for complaint in window.complaints)
-        window.complaints.clear()
+        # The browser logs the refused request in its console. There must be no other error.
+        assert all("401" in error for error in window.errors)
+        window.errors.clear()
 
 
-def test_a_missing_run_shows_an_error(shown: Gateway, open_dashboard: Open) -> None:
-    with open_dashboard(shown) as window:
+def test_a_missing_run_shows_an_error(run_gateway: Gateway, open_dashboard: Open) -> None:
+    with open_dashboard(run_gateway) as window:
         window.page.goto(f"{window.url}/#/runs/nowhere/overview")
         window.page.get_by_text("Not found").wait_for()
         assert "nowhere" in window.page.get_by_role("alert").inner_text()
-        assert window.complaints
-        assert all("404" in complaint for complaint in window.complaints)
-        window.complaints.clear()
+        assert window.errors
+        assert all("404" in error for error in window.errors)
+        window.errors.clear()
 
 
-def test_a_viewer_sees_no_commands(ended: Run, open_dashboard: Open) -> None:
-    viewer = "only-for-looking-at-runs"
+def test_a_viewer_sees_no_commands(finished_run: Run, open_dashboard: Open) -> None:
+    viewer = "the-token-of-the-viewer"
     with (
-        serving(ended.files.root.parent, viewer_token=viewer, start_runs=True) as gateway,
+        serving(finished_run.files.root.parent, viewer_token=viewer, start_runs=True) as gateway,
         open_dashboard(gateway) as window,
     ):
         window.page.get_by_role("button", name="Start a run").wait_for()
@@ -104,16 +110,16 @@ def test_a_viewer_sees_no_commands(ended: Run, open_dashboard: Open) -> None:
         assert window.page.get_by_role("button", name="Start a run").count() == 0
 
 
-def test_the_theme_is_remembered(shown: Gateway, open_dashboard: Open) -> None:
-    with open_dashboard(shown, theme="light") as window:
+def test_the_theme_is_remembered(run_gateway: Gateway, open_dashboard: Open) -> None:
+    with open_dashboard(run_gateway, theme="light") as window:
         window.page.keyboard.press("t")
         window.page.reload()
         assert window.page.locator("html").get_attribute("data-theme") == "dark"
 
 
-def test_shortcuts_open_sections_and_can_be_disabled(shown: Gateway, open_dashboard: Open) -> None:
-    with open_dashboard(shown) as window:
-        window.show("runs/whole/overview")
+def test_shortcuts_open_sections_and_can_be_disabled(run_gateway: Gateway, open_dashboard: Open) -> None:
+    with open_dashboard(run_gateway) as window:
+        window.show("runs/finished/overview")
         window.page.keyboard.press("7")
         window.heading("Guards")
         window.page.keyboard.press("?")
@@ -123,16 +129,16 @@ def test_shortcuts_open_sections_and_can_be_disabled(shown: Gateway, open_dashbo
         assert window.page.url.endswith("/guards")
 
 
-def test_events_are_parsed_from_chunks_of_any_size(shown: Gateway, open_dashboard: Open) -> None:
+def test_events_are_parsed_from_chunks_of_any_size(run_gateway: Gateway, open_dashboard: Open) -> None:
     text = (
         "id: a\r\nevent: step\r\ndata: 1\r\n\r\n: heartbeat\n\ndata: x\ndata: ä\n\nid: b\nevent: progress\ndata:{}\n\n"
     )
-    wanted = [
+    expected = [
         {"id": "a", "type": "step", "data": "1"},
         {"id": None, "type": "message", "data": "x\nä"},
         {"id": "b", "type": "progress", "data": "{}"},
     ]
-    with open_dashboard(shown) as window:
+    with open_dashboard(run_gateway) as window:
         for size in (1, 2, 3, 7, len(text)):
             results = window.page.evaluate(
                 """async ([text, size]) => {
@@ -144,4 +150,4 @@ def test_events_are_parsed_from_chunks_of_any_size(shown: Gateway, open_dashboar
                 }""",
                 [text, size],
             )
-            assert results == wanted
+            assert results == expected

@@ -1,4 +1,4 @@
-"""The dashboard's sources: they never parse data as HTML, and load nothing from other sites."""
+"""The sources of the dashboard never parse data as HTML and load nothing from other sites."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_scripts_and_styles_are_separate_files() -> None:
     assert re.findall(r"<script(?![^>]*\bsrc=)|<style|\bon[a-z]+=|\bstyle=", page) == []
 
 
-def test_scripts_import_existing_files_without_a_circle() -> None:
+def test_scripts_import_existing_files_without_cycles() -> None:
     imports = {
         path: [(path.parent / name).resolve() for name in IMPORT.findall(path.read_text())]
         for path in FILES
@@ -38,11 +38,11 @@ def test_scripts_import_existing_files_without_a_circle() -> None:
     assert {target for targets in imports.values() for target in targets} <= imports.keys()
     done: set[Path] = set()
 
-    def visit(path: Path, above: tuple[Path, ...]) -> None:
-        assert path not in above, " -> ".join(step.name for step in (*above, path))
+    def visit(path: Path, importers: tuple[Path, ...]) -> None:
+        assert path not in importers, " -> ".join(step.name for step in (*importers, path))
         if path not in done:
             for target in imports[path]:
-                visit(target, (*above, path))
+                visit(target, (*importers, path))
             done.add(path)
 
     for path in imports:

@@ -1,4 +1,4 @@
-"""Trajectories in the dashboard, from the list to the values of each token, by mouse and by keyboard."""
+"""Trajectories in the dashboard: list, filters, tokens and keyboard navigation."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture
-def window(shown: Gateway, open_dashboard: Open) -> Iterator[Window]:
-    with open_dashboard(shown) as result:
+def window(run_gateway: Gateway, open_dashboard: Open) -> Iterator[Window]:
+    with open_dashboard(run_gateway) as result:
         yield result
 
 
-def test_a_trajectory_shows_the_values_of_every_token(window: Window, shown: Gateway, ended: Run) -> None:
-    window.show("runs/whole/trajectories?step=2&sort=-score")
+def test_a_trajectory_shows_the_values_of_every_token(window: Window, run_gateway: Gateway, finished_run: Run) -> None:
+    window.show("runs/finished/trajectories?step=2&sort=-score")
     window.page.locator("tbody tr").first.get_by_role("link").click()
     window.heading("Response")
-    place = window.page.url.split("/trajectories/")[1].split("?")[0]
-    detail = shown.client.get(f"/runs/whole/trajectories/{place}").json()
-    assert detail["score"] == max(line["score"] for line in ended.trajectories(2))
+    trajectory_id = window.page.url.split("/trajectories/")[1].split("?")[0]
+    detail = run_gateway.client.get(f"/runs/finished/trajectories/{trajectory_id}").json()
+    assert detail["score"] == max(line["score"] for line in finished_run.trajectories(2))
     tokens = window.page.locator(".token")
     assert tokens.count() == detail["response_tokens"]
     assert "".join(tokens.all_text_contents()).replace("↵", "").replace("∅", "") == "".join(
@@ -40,7 +40,7 @@ def test_a_trajectory_shows_the_values_of_every_token(window: Window, shown: Gat
 
 
 def test_tokens_are_coloured_by_the_selected_measure(window: Window) -> None:
-    window.show("runs/whole/trajectories?step=1")
+    window.show("runs/finished/trajectories?step=1")
     window.page.locator("tbody tr").first.get_by_role("link").click()
     colours = {}
     for name in ("Advantage", "Value", "Log-prob"):
@@ -52,13 +52,13 @@ def test_tokens_are_coloured_by_the_selected_measure(window: Window) -> None:
     assert colours["Advantage"] != colours["Value"] != colours["Log-prob"]
 
 
-def test_arrow_keys_go_to_the_neighbours_by_reward(window: Window, ended: Run) -> None:
-    window.show("runs/whole/trajectories?step=3&sort=score")
+def test_arrow_keys_go_to_the_neighbours_by_reward(window: Window, finished_run: Run) -> None:
+    window.show("runs/finished/trajectories?step=3&sort=score")
     window.page.locator("tbody tr").first.get_by_role("link").click()
     window.heading("Response")
-    scores = sorted(line["score"] for line in ended.trajectories(3))
-    # Number and sample of the prompt are in the heading: the next key is pressed when the next response is there.
-    ids = {line["score"]: line["id"].split("/")[-2:] for line in ended.trajectories(3)}
+    scores = sorted(line["score"] for line in finished_run.trajectories(3))
+    # The heading contains prompt and sample. Wait for it before the next key.
+    ids = {line["score"]: line["id"].split("/")[-2:] for line in finished_run.trajectories(3)}
     for score in scores[1:]:
         window.page.keyboard.press("ArrowRight")
         prompt, sample = ids[score]
@@ -67,14 +67,14 @@ def test_arrow_keys_go_to_the_neighbours_by_reward(window: Window, ended: Run) -
     assert window.page.get_by_role("button", name="Higher reward").is_disabled()
 
 
-def test_filters_are_kept_in_the_address(window: Window, ended: Run) -> None:
-    window.show("runs/whole/trajectories")
-    least = sorted(line["score"] for step in (1, 2, 3) for line in ended.trajectories(step))[5]
-    window.page.get_by_label("Reward, at least").fill(str(least))
+def test_filters_are_kept_in_the_address(window: Window, finished_run: Run) -> None:
+    window.show("runs/finished/trajectories")
+    min_score = sorted(line["score"] for step in (1, 2, 3) for line in finished_run.trajectories(step))[5]
+    window.page.get_by_label("Reward, at least").fill(str(min_score))
     window.press("Apply")
     window.page.wait_for_url("**min_score=*")
     window.page.wait_for_selector("main .waiting", state="detached")
-    wanted = sum(line["score"] >= least for step in (1, 2, 3) for line in ended.trajectories(step))
-    window.page.get_by_text(f"{wanted} responses").wait_for()
+    count = sum(line["score"] >= min_score for step in (1, 2, 3) for line in finished_run.trajectories(step))
+    window.page.get_by_text(f"{count} responses").wait_for()
     window.page.reload()
-    window.page.get_by_text(f"{wanted} responses").wait_for()
+    window.page.get_by_text(f"{count} responses").wait_for()

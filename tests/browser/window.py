@@ -1,4 +1,4 @@
-"""A browser window with the dashboard, which records every error."""
+"""A browser window with the dashboard. It records every error."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ from typing import Any
 
 from tests.gateway.serving import TOKEN
 
-PATIENCE = 15_000
+TIMEOUT = 15_000
 """Milliseconds to wait for an element."""
 
 
 class Window:
-    """``page`` is playwright's; ``complaints`` are console errors, exceptions and requests to other servers."""
+    """``page`` is the Playwright page. ``errors`` are console errors, exceptions and requests to other servers."""
 
     def __init__(self, page: Any, url: str) -> None:
         self.page, self.url = page, url
-        self.complaints: list[str] = []
-        page.set_default_timeout(PATIENCE)
-        page.on("console", lambda message: message.type == "error" and self.complaints.append(message.text))
-        page.on("pageerror", lambda error: self.complaints.append(str(error)))
-        page.on("request", self._requested)
+        self.errors: list[str] = []
+        page.set_default_timeout(TIMEOUT)
+        page.on("console", lambda message: message.type == "error" and self.errors.append(message.text))
+        page.on("pageerror", lambda error: self.errors.append(str(error)))
+        page.on("request", self._check_request)
 
-    def _requested(self, request: Any) -> None:
+    def _check_request(self, request: Any) -> None:
         if not request.url.startswith((f"{self.url}/", "data:", "blob:")):
-            self.complaints.append(f"asked {request.url}")
+            self.errors.append(f"request to {request.url}")
 
     def sign_in(self, token: str = TOKEN) -> None:
         """Open the link that the gateway prints."""
@@ -32,7 +32,7 @@ class Window:
         self.heading("Runs")
 
     def show(self, address: str) -> None:
-        """Open a page by its address within the dashboard, and wait until it has its data."""
+        """Open a page of the dashboard and wait until its data is loaded."""
         self.page.goto(f"{self.url}/#/{address}")
         self.page.wait_for_selector("main .page-head, main .state")
         self.page.wait_for_selector("main .waiting", state="detached")
@@ -56,18 +56,18 @@ class Window:
         return text
 
     def wait_for_state(self, state: str) -> None:
-        """Wait until the run's header shows a state."""
+        """Wait until the header of the run shows a state."""
         self.page.locator(".run-title .pill", has_text=state).wait_for()
 
     def step(self) -> int:
-        """Return the step in the run's header."""
+        """Return the step in the header of the run."""
         text = self.page.locator(".run-progress").inner_text()
         match = re.search(r"step ([\d,]+) of", text)
         assert match, text
         return int(match[1].replace(",", ""))
 
     def wait_for_step(self, after: int) -> int:
-        """Wait until the run's header shows a step after ``after``; return it."""
+        """Wait until the header of the run shows a step after ``after``; return it."""
         self.page.wait_for_function(
             "(after) => Number(/step ([\\d,]+) of/.exec(document.querySelector('.run-progress').textContent)[1]"
             ".replaceAll(',', '')) > after",
@@ -76,7 +76,7 @@ class Window:
         return self.step()
 
     def points(self, title: str) -> list[int]:
-        """Return the steps that a chart has actually drawn."""
+        """Return the steps that a chart shows."""
         plot = self.page.locator("figure.curve", has=self.page.get_by_role("heading", name=title)).locator(".plot")
         result: list[int] = plot.evaluate("(plot) => (plot.calcdata?.at(-1) ?? []).map((point) => point.x)")
         return result

@@ -1,4 +1,4 @@
-"""Fixtures of the gateway's tests: the toy task, a finished run, and a gateway that serves it."""
+"""Fixtures of the gateway tests: the toy task, a finished run, and a gateway that serves it."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ STEPS = 3
 
 
 @pytest.fixture(scope="session")
-def ended(make: MakeConfig, toy_task: ToyTask, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """A finished run with a critic, evaluations and checkpoints, the only one in its folder. Rare records are added by hand."""
-    folder = tmp_path_factory.mktemp("shown")
+def finished_run(make: MakeConfig, toy_task: ToyTask, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """The only run in its folder: finished, with a critic, evaluations and checkpoints, and with added alerts and failures."""
+    folder = tmp_path_factory.mktemp("runs")
     run = run_to_completion(
         make(
-            run={"name": "whole", "steps": STEPS, "directory": str(folder)},
+            run={"name": "finished", "steps": STEPS, "directory": str(folder)},
             rollout={"samples_per_prompt": 2},
             checkpoint={"every_steps": 2},
             data={"validation": str(toy_task.prompts)},
@@ -37,21 +37,28 @@ def ended(make: MakeConfig, toy_task: ToyTask, tmp_path_factory: pytest.TempPath
     run.files.append_alert(Alert(2, "repetition", "warn", "0.6", "look at the responses"))
     for sample in (0, 1):
         run.files.append_failed_trajectories(
-            {"step": 2, "id": f"whole/2/0/{sample}", "prompt": "p", "response": "r", "attempts": 3, "error": "timeout"}
+            {
+                "step": 2,
+                "id": f"finished/2/0/{sample}",
+                "prompt": "p",
+                "response": "r",
+                "attempts": 3,
+                "error": "timeout",
+            }
         )
     (run.files.logs / "actor.log").write_text("".join(f"line {number}\n" for number in range(1000)))
     return run
 
 
 @pytest.fixture(scope="session")
-def shown(ended: Run) -> Iterator[Gateway]:
+def run_gateway(finished_run: Run) -> Iterator[Gateway]:
     """A gateway that serves the finished run. For tests that only read."""
-    with serving(ended.files.root.parent) as gateway:
+    with serving(finished_run.files.root.parent) as gateway:
         yield gateway
 
 
 def write_metrics(files: RunFiles, steps: int, names: int = 3) -> list[dict[str, float]]:
-    """Write a ``metrics.jsonl`` with this many steps at once."""
+    """Write a ``metrics.jsonl`` with this number of steps."""
     rows = [
         {"step": step, **{f"metric_{n}": float((step * (n + 7)) % 101) for n in range(names)}}
         for step in range(1, steps + 1)

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from quartet.types import MODEL_ROLES
-from tests.gateway.serving import PATIENCE, speaking
+from tests.gateway.serving import TIMEOUT, serve_orchestrator
 from tests.training.conftest import MakeConfig
 from tests.training.runs import ActiveRun, Fleet, fleet, orchestrator
 
 
 @contextmanager
-def live(
+def start_live_run(
     make: MakeConfig, folder: Path, name: str, steps: int = 400, **changes: Any
 ) -> Iterator[tuple[ActiveRun, Fleet]]:
     """Start a run whose orchestrator accepts calls."""
@@ -24,13 +24,13 @@ def live(
     )
     with fleet(config) as services, orchestrator(services.config) as running:
         addresses = {role: getattr(services.config.services, role).address for role in MODEL_ROLES}
-        with speaking(running, addresses):
+        with serve_orchestrator(running, addresses):
             yield running, services
 
 
 def eventually(read: Callable[[], Any], condition: Callable[[Any], bool]) -> Any:
     """Return the first value read that meets the condition."""
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + TIMEOUT
     while not condition(value := read()):
         assert time.monotonic() < deadline, value
         time.sleep(0.05)

@@ -28,7 +28,7 @@ from quartet.types import Role
 from tests.training.runs import ActiveRun
 
 TOKEN = "the operator's token".replace(" ", "-")
-PATIENCE = 10.0
+TIMEOUT = 10.0
 """Seconds to wait for an event or a response before a test fails."""
 
 
@@ -45,7 +45,7 @@ class Stream:
     def __init__(
         self, address: str, run: str, last: str | None = None, query: str = "", receive_buffer: int | None = None
     ) -> None:
-        self._connection = http.client.HTTPConnection(address, timeout=PATIENCE)
+        self._connection = http.client.HTTPConnection(address, timeout=TIMEOUT)
         if receive_buffer is not None:
             self._connection.connect()
             self._connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
@@ -99,9 +99,9 @@ class Gateway:
 def serving(folder: Path, **changes: Any) -> Iterator[Gateway]:
     """Run a gateway over the runs of a folder. Its streams are closed at the end."""
     config = uvicorn.Config(lambda scope: None, port=0, log_config=None, timeout_graceful_shutdown=1)
-    bound = config.bind_socket()
-    bound.listen()
-    host, port = bound.getsockname()[:2]
+    listener = config.bind_socket()
+    listener.listen()
+    host, port = listener.getsockname()[:2]
     settings = GatewaySettings(
         runs=folder,
         run=None,
@@ -110,32 +110,32 @@ def serving(folder: Path, **changes: Any) -> Iterator[Gateway]:
         **{"requests_per_second": 1000.0, **changes},
     )
     app = create_app(settings)
-    scheme, trusted = "http", True  # type: str, ssl.SSLContext | bool
+    scheme, verify = "http", True  # type: str, ssl.SSLContext | bool
     if settings.certificate is not None:
-        scheme, trusted = "https", ssl.create_default_context(cafile=settings.certificate.with_name("ca.crt"))
+        scheme, verify = "https", ssl.create_default_context(cafile=settings.certificate.with_name("ca.crt"))
     server = uvicorn.Server(server_config(app, settings))
     loops: list[asyncio.AbstractEventLoop] = []
 
     async def serve() -> None:
         loops.append(asyncio.get_running_loop())
-        await server.serve(sockets=[bound])
+        await server.serve(sockets=[listener])
 
     thread = threading.Thread(target=asyncio.run, args=(serve(),), daemon=True)
     thread.start()
     headers = {"Authorization": f"Bearer {TOKEN}"}
     with httpx2.Client(
-        base_url=f"{scheme}://{host}:{port}/api/v1", headers=headers, timeout=PATIENCE, verify=trusted
+        base_url=f"{scheme}://{host}:{port}/api/v1", headers=headers, timeout=TIMEOUT, verify=verify
     ) as client:
         gateway = Gateway(f"{host}:{port}", client, app)
         try:
-            # The socket accepts connections before the app is ready; this waits for the app.
+            # Wait for the app. The socket accepts connections earlier.
             client.get("/session").raise_for_status()
             yield gateway
         finally:
             server.should_exit = True
             loops[0].call_soon_threadsafe(app.state.stopping.set)
-            thread.join(PATIENCE)
-            bound.close()
+            thread.join(TIMEOUT)
+            listener.close()
             for stream in gateway.streams:
                 stream.__exit__()
             assert not thread.is_alive()
@@ -147,7 +147,7 @@ def config_of(folder: Path, name: str, **changes: Any) -> Config:
     return parse_config({**tree, "run": {"name": name, "steps": 4, "directory": str(folder)}}, "test")
 
 
-def a_run(folder: Path, name: str = "some", steps: int = 0) -> RunFiles:
+def create_run(folder: Path, name: str = "some", steps: int = 0) -> RunFiles:
     """Create the files of a run of 4 steps that has committed ``steps`` of them."""
     config = config_of(folder, name)
     files = RunFiles(config.run_directory)
@@ -162,7 +162,7 @@ def commit(files: RunFiles, *steps: int, **metrics: float) -> None:
 
 
 @contextmanager
-def speaking(running: ActiveRun, addresses: dict[Role, str] | None = None) -> Iterator[Server]:
+def serve_orchestrator(running: ActiveRun, addresses: dict[Role, str] | None = None) -> Iterator[Server]:
     """Serve the orchestrator of an active run, and write the run's ``services.json``."""
     server = Server([OrchestratorServicer(running.board, running.control, running.live_settings)], "127.0.0.1:0")
     files = RunFiles(running.config.run_directory)

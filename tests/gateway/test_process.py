@@ -20,10 +20,10 @@ import structlog
 
 from quartet import __version__
 from quartet.gateway.__main__ import OPERATOR_TOKEN_VARIABLE, PUBLISHED_ADDRESS_VARIABLE, VIEWER_TOKEN_VARIABLE, main
-from tests.gateway.serving import a_run
+from tests.gateway.serving import create_run
 
 TOKEN = "a-token-for-these-tests"
-PATIENCE = 30.0
+TIMEOUT = 30.0
 
 
 class Process:
@@ -56,10 +56,10 @@ class Process:
 
     def end(self, number: int = signal.SIGTERM) -> tuple[int, float, str]:
         """Send a signal; return exit status, seconds until the exit, and standard error."""
-        started = time.monotonic()
+        start = time.monotonic()
         self.process.send_signal(number)
-        _, error = self.process.communicate(timeout=PATIENCE)
-        return self.process.returncode, time.monotonic() - started, error
+        _, error = self.process.communicate(timeout=TIMEOUT)
+        return self.process.returncode, time.monotonic() - start, error
 
     def close(self) -> None:
         if self.process.poll() is None:
@@ -76,7 +76,7 @@ def _own_logs() -> Iterator[None]:
 
 
 @pytest.fixture
-def started() -> Iterator[Any]:
+def start_process() -> Iterator[Any]:
     processes: list[Process] = []
 
     def start(*arguments: str, **options: Any) -> Process:
@@ -94,9 +94,9 @@ def get(address: str, path: str, token: str = TOKEN) -> http.client.HTTPResponse
     return connection.getresponse()
 
 
-def test_it_writes_gateway_json_and_exits_at_once_with_open_streams(tmp_path: Path, started: Any) -> None:
-    files = a_run(tmp_path, steps=1)
-    process = started("--config", str(files.config), **{OPERATOR_TOKEN_VARIABLE: TOKEN})
+def test_a_gateway_writes_gateway_json_and_exits_at_once_with_open_streams(tmp_path: Path, start_process: Any) -> None:
+    files = create_run(tmp_path, steps=1)
+    process = start_process("--config", str(files.config), **{OPERATOR_TOKEN_VARIABLE: TOKEN})
     address = process.message()["address"]
     assert json.loads(files.gateway.read_text()) == {"url": f"http://{address}", "token": TOKEN}
     assert files.gateway.stat().st_mode & 0o777 == 0o600
@@ -118,8 +118,8 @@ def test_it_writes_gateway_json_and_exits_at_once_with_open_streams(tmp_path: Pa
     assert not files.gateway.exists()
 
 
-def test_the_link_with_a_generated_token_is_printed(tmp_path: Path, started: Any) -> None:
-    process = started("--runs", str(tmp_path), pipe=False)
+def test_the_link_with_a_generated_token_is_printed(tmp_path: Path, start_process: Any) -> None:
+    process = start_process("--runs", str(tmp_path), pipe=False)
     link = process.process.stdout.readline()
     match = re.fullmatch(r"http://(127\.0\.0\.1:\d+)/#token=([\w-]{40,})\n", link)
     assert match is not None, link
@@ -130,24 +130,24 @@ def test_the_link_with_a_generated_token_is_printed(tmp_path: Path, started: Any
     assert seconds < 2.0
 
 
-def test_a_configured_token_is_not_printed(tmp_path: Path, started: Any) -> None:
-    process = started("--runs", str(tmp_path), pipe=False, **{OPERATOR_TOKEN_VARIABLE: TOKEN})
+def test_a_configured_token_is_not_printed(tmp_path: Path, start_process: Any) -> None:
+    process = start_process("--runs", str(tmp_path), pipe=False, **{OPERATOR_TOKEN_VARIABLE: TOKEN})
     assert re.fullmatch(r"http://127\.0\.0\.1:\d+\n", process.process.stdout.readline())
     status, _, error = process.end()
     assert status == 0
     assert TOKEN not in error
 
 
-def test_the_link_has_the_published_port_of_a_container(tmp_path: Path, started: Any) -> None:
-    given = {OPERATOR_TOKEN_VARIABLE: TOKEN, PUBLISHED_ADDRESS_VARIABLE: "127.0.0.1:18080"}
-    process = started("--runs", str(tmp_path), pipe=False, **given)
+def test_the_link_has_the_published_port_of_a_container(tmp_path: Path, start_process: Any) -> None:
+    environment = {OPERATOR_TOKEN_VARIABLE: TOKEN, PUBLISHED_ADDRESS_VARIABLE: "127.0.0.1:18080"}
+    process = start_process("--runs", str(tmp_path), pipe=False, **environment)
     assert process.process.stdout.readline() == "http://127.0.0.1:18080\n"
 
 
-def test_it_restarts_at_the_same_address_after_it_was_killed(tmp_path: Path, started: Any) -> None:
-    files = a_run(tmp_path, steps=1)
+def test_a_killed_gateway_restarts_at_the_same_address(tmp_path: Path, start_process: Any) -> None:
+    files = create_run(tmp_path, steps=1)
     arguments = ("--config", str(files.config))
-    first = started(*arguments, **{OPERATOR_TOKEN_VARIABLE: TOKEN})
+    first = start_process(*arguments, **{OPERATOR_TOKEN_VARIABLE: TOKEN})
     address = first.message()["address"]
     # An open connection at the time of the kill leaves the port in TIME_WAIT.
     connection = http.client.HTTPConnection(address, timeout=10)
@@ -156,7 +156,7 @@ def test_it_restarts_at_the_same_address_after_it_was_killed(tmp_path: Path, sta
     first.process.kill()
     first.process.wait()
     assert files.gateway.exists()
-    second = started(*arguments, "--listen", address, **{OPERATOR_TOKEN_VARIABLE: TOKEN})
+    second = start_process(*arguments, "--listen", address, **{OPERATOR_TOKEN_VARIABLE: TOKEN})
     assert second.message() == {"address": address}
     assert get(address, "/api/v1/runs/some").status == 200
 
@@ -182,22 +182,22 @@ def test_invalid_input_ends_with_status_2(
     environment: dict[str, str],
     text: str,
 ) -> None:
-    files = a_run(tmp_path)
+    files = create_run(tmp_path)
     for name in (OPERATOR_TOKEN_VARIABLE, VIEWER_TOKEN_VARIABLE):
         monkeypatch.delenv(name, raising=False)
     for name, token in environment.items():
         monkeypatch.setenv(name, token)
     reader, writer = os.pipe()
-    with socket.socket() as taken, os.fdopen(reader) as pipe:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = str(taken.getsockname()[1])
-        given = [argument.replace("TAKEN", port) for argument in arguments]
-        assert main(["--runs", str(tmp_path), *given, "--ready-fd", str(writer)]) == 2
-        said = json.loads(pipe.readline())
-    assert text in said["error"]
-    assert said["exit_code"] == 2
+    with socket.socket() as other, os.fdopen(reader) as pipe:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = str(other.getsockname()[1])
+        actual_arguments = [argument.replace("TAKEN", port) for argument in arguments]
+        assert main(["--runs", str(tmp_path), *actual_arguments, "--ready-fd", str(writer)]) == 2
+        message = json.loads(pipe.readline())
+    assert text in message["error"]
+    assert message["exit_code"] == 2
     error = capsys.readouterr().err
-    assert f"error: {said['error']}" in error
+    assert f"error: {message['error']}" in error
     assert "Traceback" not in error
     assert not files.gateway.exists()

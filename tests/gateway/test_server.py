@@ -16,15 +16,15 @@ from quartet.gateway import server
 from quartet.gateway.routes import events
 from quartet.rpc.security.certificate_authority import Authority
 from tests.gateway.live_runs import eventually
-from tests.gateway.serving import PATIENCE, TOKEN, Gateway, Stream, a_run, commit, serving
+from tests.gateway.serving import TIMEOUT, TOKEN, Gateway, Stream, commit, create_run, serving
 
-VIEWER_TOKEN = "only-for-looking-at-things"
+VIEWER_TOKEN = "the-token-of-the-viewer"
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs")
-    a_run(folder, steps=1)
+    create_run(folder, steps=1)
     return folder
 
 
@@ -36,7 +36,7 @@ def gateway(runs: Path) -> Iterator[Gateway]:
 
 def connect(gateway: Gateway, sent: bytes = b"") -> socket.socket:
     host, _, port = gateway.address.rpartition(":")
-    connection = socket.create_connection((host, int(port)), timeout=PATIENCE)
+    connection = socket.create_connection((host, int(port)), timeout=TIMEOUT)
     connection.sendall(sent)
     return connection
 
@@ -51,7 +51,7 @@ def is_closed(connection: socket.socket) -> bool:
 
 def session_status(gateway: Gateway) -> int:
     """Return the status of a request on a new connection."""
-    connection = http.client.HTTPConnection(gateway.address, timeout=PATIENCE)
+    connection = http.client.HTTPConnection(gateway.address, timeout=TIMEOUT)
     connection.request("GET", "/api/v1/session", headers={"authorization": f"Bearer {TOKEN}"})
     status = connection.getresponse().status
     connection.close()
@@ -87,7 +87,7 @@ def test_an_idle_connection_is_closed_after_the_keep_alive_time_but_a_stream_is_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server, "KEEP_ALIVE_SECONDS", 1)
-    files = a_run(tmp_path, steps=1)
+    files = create_run(tmp_path, steps=1)
     request = f"GET /api/v1/session HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {TOKEN}\r\n\r\n"
     with serving(tmp_path) as gateway, gateway.stream("some") as stream:
         next(iter(stream))
@@ -105,8 +105,8 @@ def test_event_streams_per_token_are_limited_and_commands_are_not(
 ) -> None:
     monkeypatch.setattr(events, "MAX_STREAMS", 2)
     path = "/runs/some/events"
-    with Stream(gateway.address, "some") as one, Stream(gateway.address, "some") as other:
-        for stream in (one, other):
+    with Stream(gateway.address, "some") as first, Stream(gateway.address, "some") as other:
+        for stream in (first, other):
             next(iter(stream))
         refused = gateway.client.get(path)
         assert (refused.status_code, refused.headers["retry-after"]) == (429, "10")
@@ -115,15 +115,15 @@ def test_event_streams_per_token_are_limited_and_commands_are_not(
         with gateway.client.stream("GET", path, headers={"Authorization": f"Bearer {VIEWER_TOKEN}"}) as viewers:
             assert viewers.status_code == 200
 
-    def opens() -> bool:
+    def can_open() -> bool:
         with gateway.client.stream("GET", path) as response:
             return response.status_code == 200
 
-    eventually(opens, bool)
+    eventually(can_open, bool)
 
 
-def test_with_a_certificate_it_serves_https_and_no_plain_http(tmp_path: Path) -> None:
-    a_run(tmp_path, steps=1)
+def test_with_a_certificate_only_https_is_served(tmp_path: Path) -> None:
+    create_run(tmp_path, steps=1)
     Authority(timedelta(days=1)).issue(tmp_path / "tls", ["127.0.0.1", "localhost"])
     with serving(tmp_path, certificate=tmp_path / "tls/tls.crt", key=tmp_path / "tls/tls.key") as gateway:
         assert gateway.client.get("/session").status_code == 200

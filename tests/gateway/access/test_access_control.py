@@ -1,4 +1,4 @@
-"""Every path except the dashboard's files requires a token, a known host and the same origin."""
+"""Every path except the dashboard files requires a token, a known host and the same origin."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from structlog.testing import capture_logs
 from quartet.gateway.access.access_control import MAX_WRONG_TOKENS, SECURITY_HEADERS
 from quartet.gateway.access.body_limits import MAX_BODY_BYTES
 from tests.every_case import every_case
-from tests.gateway.serving import TOKEN, Gateway, a_run, serving
+from tests.gateway.serving import TOKEN, Gateway, create_run, serving
 
-VIEWER_TOKEN = "only-for-looking-at-things"
+VIEWER_TOKEN = "the-token-of-the-viewer"
 
 
 @pytest.fixture(scope="module")
 def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
     folder = tmp_path_factory.mktemp("runs")
-    a_run(folder, steps=2)
+    create_run(folder, steps=2)
     with serving(folder, viewer_token=VIEWER_TOKEN, allowed_hosts=("Quartet.Example",)) as result:
         yield result
 
@@ -32,10 +32,10 @@ def send(
 ) -> http.client.HTTPResponse:
     """Send a request with exactly these headers; ``x_y`` becomes ``x-y``."""
     connection = http.client.HTTPConnection(gateway.address, timeout=10)
-    given = {name.replace("_", "-"): value for name, value in headers.items()}
+    all_headers = {name.replace("_", "-"): value for name, value in headers.items()}
     if token is not None:
-        given["authorization"] = f"Bearer {token}"
-    connection.request(method, path, body=body, headers=given)
+        all_headers["authorization"] = f"Bearer {token}"
+    connection.request(method, path, body=body, headers=all_headers)
     response = connection.getresponse()
     response.content = response.read()  # type: ignore[attr-defined]
     connection.close()
@@ -152,35 +152,35 @@ def test_large_bodies_are_refused_with_and_without_a_declared_length(gateway: Ga
     path, kind = "/api/v1/runs", "application/json"
     large = b'{"config": {"x": "' + b"x" * MAX_BODY_BYTES + b'"}}'
     assert send(gateway, path, method="POST", body=large, content_type=kind).status == 413
-    in_pieces = (large[start : start + 65536] for start in range(0, len(large), 65536))
-    assert send(gateway, path, method="POST", body=in_pieces, content_type=kind).status == 413
+    chunks = (large[start : start + 65536] for start in range(0, len(large), 65536))
+    assert send(gateway, path, method="POST", body=chunks, content_type=kind).status == 413
 
 
 def test_too_many_requests_get_429_with_retry_after(tmp_path: Path) -> None:
     with serving(tmp_path, requests_per_second=1.0, viewer_token=VIEWER_TOKEN) as gateway:
         # The fixture has already sent one request.
-        answers = [send(gateway, "/api/v1/session").status for _ in range(9)]
-        assert answers == [200] * 9
-        refused = send(gateway, "/api/v1/session")
-        assert refused.status == 429
-        assert 1 <= int(refused.headers["retry-after"]) <= 10
+        statuses = [send(gateway, "/api/v1/session").status for _ in range(9)]
+        assert statuses == [200] * 9
+        response = send(gateway, "/api/v1/session")
+        assert response.status == 429
+        assert 1 <= int(response.headers["retry-after"]) <= 10
         assert send(gateway, "/api/v1/session", token=VIEWER_TOKEN).status == 200
 
 
 def test_wrong_tokens_are_limited_and_a_valid_token_is_still_accepted(tmp_path: Path) -> None:
     with serving(tmp_path) as gateway:
-        answers = {
+        statuses = {
             send(gateway, "/api/v1/session", token=f"guess-{number}").status for number in range(MAX_WRONG_TOKENS)
         }
-        assert answers == {401}
+        assert statuses == {401}
         assert send(gateway, "/api/v1/session", token="another").status == 429
         assert send(gateway, "/api/v1/session").status == 200
 
 
 def test_requests_without_a_token_are_limited(tmp_path: Path) -> None:
     with serving(tmp_path, requests_per_second=1.0) as gateway:
-        answers = [send(gateway, "/api/v1/session", token=None).status for _ in range(11)]
-        assert answers == [401] * 10 + [429]
+        statuses = [send(gateway, "/api/v1/session", token=None).status for _ in range(11)]
+        assert statuses == [401] * 10 + [429]
         assert send(gateway, "/api/v1/session").status == 200
 
 
@@ -188,7 +188,7 @@ def test_requests_without_a_token_are_limited(tmp_path: Path) -> None:
 @pytest.mark.parametrize("path", ["/api/v1/session", "/api/v1/runs/some/events"])
 def test_head_returns_the_headers_of_get_without_a_body(gateway: Gateway, path: str, token: str) -> None:
     connection = http.client.HTTPConnection(gateway.address, timeout=10)
-    # On one connection: the second request is answered only if the first response has ended, also for the event stream.
+    # Both requests use one connection, so the second one succeeds only if the first response has ended.
     for _ in range(2):
         connection.request("HEAD", path, headers={"authorization": f"Bearer {token}"})
         response = connection.getresponse()

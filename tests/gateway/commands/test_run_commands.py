@@ -1,4 +1,4 @@
-"""Commands to a real run take effect, or are refused if they are invalid; both are in the audit log."""
+"""Commands to an active run take effect, or are refused if they are invalid. The audit log contains both."""
 
 from __future__ import annotations
 
@@ -9,71 +9,71 @@ from typing import Any
 import pytest
 
 from quartet.run_directory.run_files import RunFiles
-from tests.gateway.live_runs import eventually, live
-from tests.gateway.serving import Gateway, a_run, serving
+from tests.gateway.live_runs import eventually, start_live_run
+from tests.gateway.serving import Gateway, create_run, serving
 from tests.training.conftest import MakeConfig
 from tests.training.runs import ActiveRun, json_lines
 
 
 @pytest.fixture(scope="module")
-def going(make: MakeConfig, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ActiveRun]:
-    with live(make, tmp_path_factory.mktemp("commanded"), "commanded") as (result, _):
+def active(make: MakeConfig, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ActiveRun]:
+    with start_live_run(make, tmp_path_factory.mktemp("commanded"), "commanded") as (result, _):
         yield result
 
 
 @pytest.fixture(scope="module")
-def gateway(going: ActiveRun) -> Iterator[Gateway]:
-    with serving(going.config.run.directory) as result:
+def gateway(active: ActiveRun) -> Iterator[Gateway]:
+    with serving(active.config.run.directory) as result:
         yield result
 
 
-def audit(going: ActiveRun) -> list[tuple[str, dict[str, Any], str]]:
-    lines = json_lines(RunFiles(going.config.run_directory).audit)
+def audit(active: ActiveRun) -> list[tuple[str, dict[str, Any], str]]:
+    lines = json_lines(RunFiles(active.config.run_directory).audit)
     assert {line["user"] for line in lines} == {"operator 127.0.0.1"}
     return [(line["command"], line["details"], line["outcome"]) for line in lines]
 
 
-def pause(going: ActiveRun, gateway: Gateway) -> int:
+def pause(active: ActiveRun, gateway: Gateway) -> int:
     """Pause the run; return the last committed step."""
-    answer = gateway.client.post("/runs/commanded/pause")
-    assert answer.status_code == 202
-    assert "pauses" in answer.json()["detail"]
-    return int(eventually(going.board.current, lambda progress: progress.state == "paused").step)
+    response = gateway.client.post("/runs/commanded/pause")
+    assert response.status_code == 202
+    assert "pauses" in response.json()["detail"]
+    return int(eventually(active.board.current, lambda progress: progress.state == "paused").step)
 
 
-def test_a_run_pauses_and_resumes(going: ActiveRun, gateway: Gateway) -> None:
-    step = pause(going, gateway)
+def test_a_run_pauses_and_resumes(active: ActiveRun, gateway: Gateway) -> None:
+    step = pause(active, gateway)
     assert gateway.client.post("/runs/commanded/resume").status_code == 202
-    eventually(going.board.current, lambda progress: progress.step > step)
-    assert [command for command, _, outcome in audit(going) if outcome == "accepted"][-2:] == ["pause", "resume"]
+    eventually(active.board.current, lambda progress: progress.step > step)
+    assert [command for command, _, outcome in audit(active) if outcome == "accepted"][-2:] == ["pause", "resume"]
 
 
-def test_a_changed_setting_applies_to_the_next_step(going: ActiveRun, gateway: Gateway) -> None:
-    step = pause(going, gateway)
+def test_a_changed_setting_applies_to_the_next_step(active: ActiveRun, gateway: Gateway) -> None:
+    step = pause(active, gateway)
     bounds = {item["name"]: item for item in gateway.client.get("/runs/commanded/settings").json()["settings"]}
     assert set(bounds) == {"kl_coefficient", "actor.learning_rate", "critic.learning_rate"}
-    wanted = bounds["kl_coefficient"]["value"] * 2
+    coefficient = bounds["kl_coefficient"]["value"] * 2
     with gateway.stream("commanded") as stream:
         next(iter(stream))
-        answer = gateway.client.patch(
-            "/runs/commanded/settings", json={"kl_coefficient": wanted, "actor.learning_rate": 2e-3}
+        response = gateway.client.patch(
+            "/runs/commanded/settings", json={"kl_coefficient": coefficient, "actor.learning_rate": 2e-3}
         )
-        assert answer.status_code == 200, answer.text
-        changes = answer.json()["changes"][-2:]
+        assert response.status_code == 200, response.text
+        changes = response.json()["changes"][-2:]
         first = changes[0]["step"]
         assert first in (step + 1, step + 2)
         assert {change["setting"]: change["after"] for change in changes} == {
-            "kl_coefficient": wanted,
+            "kl_coefficient": coefficient,
             "actor.learning_rate": 2e-3,
         }
         assert {change["user"] for change in changes} == {"operator 127.0.0.1"}
         gateway.client.post("/runs/commanded/resume")
-        heard = stream.until("step", step=first)
-    assert heard[-1].data["metrics"]["kl_coefficient"] == wanted
-    assert [event.data["setting"] for event in heard if event.kind == "change"] == [
+        events = stream.until("step", step=first)
+    assert events[-1].data["metrics"]["kl_coefficient"] == coefficient
+    assert [event.data["setting"] for event in events if event.kind == "change"] == [
         change["setting"] for change in changes
     ]
-    assert ("set", {"kl_coefficient": wanted, "actor.learning_rate": 2e-3}, "accepted") in audit(going)
+    assert ("set", {"kl_coefficient": coefficient, "actor.learning_rate": 2e-3}, "accepted") in audit(active)
 
 
 @pytest.mark.parametrize(
@@ -90,43 +90,43 @@ def test_a_changed_setting_applies_to_the_next_step(going: ActiveRun, gateway: G
     ],
 )
 def test_an_invalid_value_is_refused_with_its_field_and_changes_nothing(
-    going: ActiveRun, gateway: Gateway, body: dict[str, Any], field: str
+    active: ActiveRun, gateway: Gateway, body: dict[str, Any], field: str
 ) -> None:
     before = gateway.client.get("/runs/commanded/settings").json()["changes"]
-    answer = gateway.client.patch("/runs/commanded/settings", json=body)
-    assert answer.status_code == 422
-    assert answer.headers["content-type"] == "application/problem+json"
-    assert [item["field"] for item in answer.json()["fields"]] == [field]
+    response = gateway.client.patch("/runs/commanded/settings", json=body)
+    assert response.status_code == 422
+    assert response.headers["content-type"] == "application/problem+json"
+    assert [item["field"] for item in response.json()["fields"]] == [field]
     assert gateway.client.get("/runs/commanded/settings").json()["changes"] == before
 
 
 def test_true_is_not_a_valid_step(gateway: Gateway) -> None:
-    answer = gateway.client.post("/runs/commanded/rollback", json={"step": True})
-    assert answer.status_code == 422
-    assert answer.json()["fields"][0]["field"] == "body.step"
+    response = gateway.client.post("/runs/commanded/rollback", json={"step": True})
+    assert response.status_code == 422
+    assert response.json()["fields"][0]["field"] == "body.step"
 
 
 def test_a_command_succeeds_if_its_audit_entry_cannot_be_written(
-    going: ActiveRun, gateway: Gateway, tmp_path: Path
+    active: ActiveRun, gateway: Gateway, tmp_path: Path
 ) -> None:
-    idle = a_run(tmp_path)
-    running = RunFiles(going.config.run_directory).audit
-    running.rename(running.with_suffix(".kept"))
+    idle = create_run(tmp_path)
+    running = RunFiles(active.config.run_directory).audit
+    running.rename(running.with_suffix(".moved"))
     for path in (running, idle.audit):
         path.mkdir()
     try:
-        answer = gateway.client.post("/runs/commanded/resume")
+        response = gateway.client.post("/runs/commanded/resume")
     finally:
         running.rmdir()
-        running.with_suffix(".kept").rename(running)
-    assert answer.status_code == 202
-    assert "resumes; not recorded in audit.jsonl: Is a directory" in answer.json()["detail"]
+        running.with_suffix(".moved").rename(running)
+    assert response.status_code == 202
+    assert "resumes; not recorded in audit.jsonl: Is a directory" in response.json()["detail"]
     with serving(tmp_path) as other:
         assert other.client.post("/runs/some/pause").status_code == 409
 
 
 def test_only_the_newest_changes_are_returned(tmp_path: Path) -> None:
-    files = a_run(tmp_path)
+    files = create_run(tmp_path)
     change = {"setting": "kl_coefficient", "before": 0.1, "after": 0.2, "user": "operator 127.0.0.1", "at": 1.0}
     files.append_changes({**change, "step": step} for step in range(1, 251))
     with serving(tmp_path) as gateway:
@@ -134,12 +134,12 @@ def test_only_the_newest_changes_are_returned(tmp_path: Path) -> None:
     assert [item["step"] for item in changes] == list(range(51, 251))
 
 
-def test_a_checkpoint_is_saved_and_the_run_rolled_back_to_it(going: ActiveRun, gateway: Gateway) -> None:
+def test_a_checkpoint_is_saved_and_the_run_rolled_back_to_it(active: ActiveRun, gateway: Gateway) -> None:
     refused = gateway.client.post("/runs/commanded/rollback", json={"step": 399})
     assert refused.status_code == 422
     assert refused.json()["fields"][0]["field"] == "body.step"
-    assert audit(going)[-1][:2] == ("rollback", {"step": 399})
-    assert "no checkpoint" in audit(going)[-1][2]
+    assert audit(active)[-1][:2] == ("rollback", {"step": 399})
+    assert "no checkpoint" in audit(active)[-1][2]
 
     with gateway.stream("commanded") as stream:
         next(iter(stream))
@@ -150,17 +150,20 @@ def test_a_checkpoint_is_saved_and_the_run_rolled_back_to_it(going: ActiveRun, g
         assert gateway.client.post("/runs/commanded/rollback", json={"step": step}).status_code == 202
         stream.until("rewind", step=step)
         stream.until("step", step=step + 1)
-    assert [command for command, _, outcome in audit(going) if outcome == "accepted"][-2:] == ["checkpoint", "rollback"]
+    assert [command for command, _, outcome in audit(active) if outcome == "accepted"][-2:] == [
+        "checkpoint",
+        "rollback",
+    ]
 
 
 def test_an_inactive_run_refuses_commands(tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = tmp_path_factory.mktemp("idle")
-    files = a_run(folder, steps=1)
+    files = create_run(folder, steps=1)
     with serving(folder) as gateway:
         for path, body in (("pause", None), ("stop", None), ("checkpoint", None), ("rollback", {"step": 1})):
-            answer = gateway.client.post(f"/runs/some/{path}", json=body)
-            assert answer.status_code == 409
-            assert "--resume" in answer.json()["detail"]
+            response = gateway.client.post(f"/runs/some/{path}", json=body)
+            assert response.status_code == 409
+            assert "--resume" in response.json()["detail"]
         assert gateway.client.patch("/runs/some/settings", json={"kl_coefficient": 0.1}).status_code == 409
         assert gateway.client.get("/runs/some/settings").json() == {"settings": [], "changes": []}
         assert gateway.client.post("/runs/other/pause").status_code == 404
@@ -172,9 +175,13 @@ def test_an_inactive_run_refuses_commands(tmp_path_factory: pytest.TempPathFacto
 
 def test_a_run_stops(make: MakeConfig, tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = tmp_path_factory.mktemp("stopped")
-    with live(make, folder, "stopped") as (going, _), serving(folder) as gateway, gateway.stream("stopped") as stream:
+    with (
+        start_live_run(make, folder, "stopped") as (active, _),
+        serving(folder) as gateway,
+        gateway.stream("stopped") as stream,
+    ):
         next(iter(stream))
         assert gateway.client.post("/runs/stopped/stop").status_code == 202
         stream.until("progress", state="stopped")
-        assert going.finish().code == 0
+        assert active.finish().code == 0
         assert gateway.client.post("/runs/stopped/pause").status_code == 409

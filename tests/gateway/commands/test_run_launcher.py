@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from quartet.gateway.commands.audit_log import write_entry
-from tests.gateway.serving import Gateway, a_run, serving
+from tests.gateway.serving import Gateway, create_run, serving
 from tests.training.runs import json_lines
 
 
@@ -23,9 +23,9 @@ def gateway(tmp_path: Path) -> Iterator[Gateway]:
 
 
 @pytest.fixture(scope="module")
-def refusing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
-    """A gateway for requests that are all refused, so that its folder stays empty."""
-    with serving(tmp_path_factory.mktemp("refusing"), start_runs=True) as result:
+def invalid_gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
+    """A gateway that only receives invalid requests, so its folder stays empty."""
+    with serving(tmp_path_factory.mktemp("invalid"), start_runs=True) as result:
         yield result
 
 
@@ -41,27 +41,27 @@ def start(gateway: Gateway, tree: dict[str, Any], **more: Any) -> Any:
     return gateway.client.post("/runs", content=content, headers={"content-type": "application/json"}, timeout=60)
 
 
-def fields(answer: Any) -> list[str]:
-    return [item["field"] for item in answer.json()["fields"]]
+def fields(response: Any) -> list[str]:
+    return [item["field"] for item in response.json()["fields"]]
 
 
 def test_a_run_is_started_in_a_separate_process(
     gateway: Gateway, tree: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # The new run must not use the Redis of the gateway's own run.
+    # The new run must not use the Redis of the run of this gateway.
     monkeypatch.setenv("QUARTET_BUFFER_URL", "redis://127.0.0.1:1/0")
-    # Long enough not to finish before it is interrupted.
+    # Enough steps that the run is active until the interrupt.
     tree["run"]["steps"] = 1_000_000
-    # A run without steps exists under this name: its audit log is kept.
-    files = a_run(tmp_path, "started")
+    # A run without steps has this name already. Its audit log is kept.
+    files = create_run(tmp_path, "started")
     write_entry(files, "operator 127.0.0.1", "stop", {"name": "started"}, "accepted")
-    answer = start(gateway, tree)
+    response = start(gateway, tree)
     process = gateway.app.state.run_launcher.processes()["started"]
     try:
-        assert answer.status_code == 201, answer.text
-        assert (answer.json()["name"], answer.json()["total_steps"]) == ("started", 1_000_000)
-        assert answer.json()["state"] in ("starting", "training")
-        # Signals of the gateway's terminal do not reach another session.
+        assert response.status_code == 201, response.text
+        assert (response.json()["name"], response.json()["total_steps"]) == ("started", 1_000_000)
+        assert response.json()["state"] in ("starting", "training")
+        # Signals of the terminal of the gateway do not reach another session.
         assert os.getsid(process.pid) == process.pid
         environment = Path(f"/proc/{process.pid}/environ").read_text()
         assert "QUARTET_BUFFER_URL" not in environment
@@ -72,7 +72,7 @@ def test_a_run_is_started_in_a_separate_process(
         assert refused.status_code == 409
         assert process.poll() is None
     finally:
-        # Not SIGINT, which background processes of a shell ignore.
+        # SIGTERM, because background processes of a shell ignore SIGINT.
         process.terminate()
         try:
             code = process.wait(60)
@@ -103,14 +103,14 @@ def test_a_run_is_started_in_a_separate_process(
     ],
 )
 def test_an_invalid_config_is_refused_with_its_field(
-    refusing: Gateway, tree: dict[str, Any], section: str, key: str, value: Any, field: str
+    invalid_gateway: Gateway, tree: dict[str, Any], section: str, key: str, value: Any, field: str
 ) -> None:
-    wrong = copy.deepcopy(tree)
-    wrong.setdefault(section, {})[key] = value
-    answer = start(refusing, wrong)
-    assert answer.status_code == 422
-    assert fields(answer) == [field]
-    assert list(refusing.app.state.catalog.folder.iterdir()) == []
+    invalid = copy.deepcopy(tree)
+    invalid.setdefault(section, {})[key] = value
+    response = start(invalid_gateway, invalid)
+    assert response.status_code == 422
+    assert fields(response) == [field]
+    assert list(invalid_gateway.app.state.catalog.folder.iterdir()) == []
 
 
 @pytest.mark.parametrize(
@@ -124,44 +124,44 @@ def test_an_invalid_config_is_refused_with_its_field(
         {"run": {"name": "x", "\ud800": 1}},
     ],
 )
-def test_a_malformed_config_is_refused(refusing: Gateway, config: dict[str, Any]) -> None:
-    answer = start(refusing, config)
-    assert answer.status_code == 422
-    assert fields(answer)
-    assert list(refusing.app.state.catalog.folder.iterdir()) == []
+def test_a_malformed_config_is_refused(invalid_gateway: Gateway, config: dict[str, Any]) -> None:
+    response = start(invalid_gateway, config)
+    assert response.status_code == 422
+    assert fields(response)
+    assert list(invalid_gateway.app.state.catalog.folder.iterdir()) == []
 
 
 def test_missing_inputs_are_reported_with_the_error_of_the_run(
     gateway: Gateway, tree: dict[str, Any], tmp_path: Path
 ) -> None:
     tree["data"]["prompts"] = str(tmp_path / "nowhere.jsonl")
-    answer = start(gateway, tree)
-    assert answer.status_code == 422
-    assert "nowhere.jsonl" in answer.json()["detail"]
-    assert fields(answer) == ["body.config"]
+    response = start(gateway, tree)
+    assert response.status_code == 422
+    assert "nowhere.jsonl" in response.json()["detail"]
+    assert fields(response) == ["body.config"]
     assert gateway.client.get("/runs").json()["items"] == []
 
 
 def test_a_name_in_use_and_a_missing_run_to_resume_are_refused(
     gateway: Gateway, tree: dict[str, Any], tmp_path: Path
 ) -> None:
-    files = a_run(tmp_path, "started", steps=1)
+    files = create_run(tmp_path, "started", steps=1)
     before = files.metrics.read_bytes()
-    answer = start(gateway, tree)
-    assert answer.status_code == 409
-    assert "choose another run.name" in answer.json()["detail"]
+    response = start(gateway, tree)
+    assert response.status_code == 409
+    assert "choose another run.name" in response.json()["detail"]
     assert json_lines(files.audit)[-1]["outcome"].startswith("run directory")
     tree["run"]["name"] = "other"
-    answer = start(gateway, tree, resume=True)
-    assert answer.status_code == 409
-    assert "no run to resume" in answer.json()["detail"]
+    response = start(gateway, tree, resume=True)
+    assert response.status_code == 409
+    assert "no run to resume" in response.json()["detail"]
     assert files.metrics.read_bytes() == before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["started"]
 
 
 def test_a_gateway_without_permission_starts_no_runs(tmp_path: Path, tree: dict[str, Any]) -> None:
     with serving(tmp_path, start_runs=False) as gateway:
-        answer = start(gateway, tree)
-        assert answer.status_code == 403
-        assert "start_runs" in answer.json()["detail"]
+        response = start(gateway, tree)
+        assert response.status_code == 403
+        assert "start_runs" in response.json()["detail"]
     assert list(tmp_path.iterdir()) == []

@@ -1,4 +1,4 @@
-"""Events from a run's files: none is lost or repeated, whatever is appended, replaced or rolled back meanwhile."""
+"""Events from run files: none is lost or repeated when lines are appended, files replaced or steps rolled back."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def events(data: bytes) -> list[tuple[str, dict[str, Any], str]]:
     return results
 
 
-def everything(history: EventHistory, reader: EventReader) -> list[tuple[str, dict[str, Any], str]]:
+def read_all(history: EventHistory, reader: EventReader) -> list[tuple[str, dict[str, Any], str]]:
     results = []
     while data := history.read(reader):
         results += events(data)
@@ -73,10 +73,10 @@ def test_events_are_ordered_by_step_and_carry_their_data(files: RunFiles) -> Non
     (files.checkpoints / "best").symlink_to("step-000002")
 
     history = EventHistory(files)
-    reader, said = history.start(EventCursor())
-    result = everything(history, reader)
+    reader, first_data = history.start(EventCursor())
+    result = read_all(history, reader)
 
-    assert said == b""
+    assert first_data == b""
     assert outline(result) == [
         ("evaluation", 0),
         ("step", 1),
@@ -100,13 +100,13 @@ def test_a_reader_continues_after_any_event_id_at_another_gateway(files: RunFile
     files.append_alert(alert(2))
     first = EventHistory(files)
     reader, _ = first.start(EventCursor())
-    sent = everything(first, reader)
+    sent = read_all(first, reader)
     assert len(sent) == 5
     for number, (_, _, identity) in enumerate(sent, 1):
         other = EventHistory(files)
-        reader, said = other.start(EventCursor.parse(identity))
-        assert said == b""
-        assert everything(other, reader) == sent[number:]
+        reader, first_data = other.start(EventCursor.parse(identity))
+        assert first_data == b""
+        assert read_all(other, reader) == sent[number:]
 
 
 def test_without_a_cursor_a_reader_gets_only_new_events(files: RunFiles) -> None:
@@ -116,7 +116,7 @@ def test_without_a_cursor_a_reader_gets_only_new_events(files: RunFiles) -> None
     assert history.read_cached(reader) == b""
     commit(files, 3)
     assert history.refresh()
-    assert outline(everything(history, reader)) == [("step", 3)]
+    assert outline(read_all(history, reader)) == [("step", 3)]
     assert not history.refresh()
 
 
@@ -132,7 +132,7 @@ def test_an_incomplete_line_is_not_an_event(files: RunFiles) -> None:
         assert history.read(reader) == b""
         file.write(line[10:] + "\n")
     history.refresh()
-    assert outline(everything(history, reader)) == [("step", 2)]
+    assert outline(read_all(history, reader)) == [("step", 2)]
 
 
 def test_a_rollback_sends_a_rewind_and_then_the_repeated_steps(files: RunFiles) -> None:
@@ -141,30 +141,35 @@ def test_a_rollback_sends_a_rewind_and_then_the_repeated_steps(files: RunFiles) 
     files.append_alert(alert(4))
     history = EventHistory(files)
     reader, _ = history.start(None)
-    of_the_first = events(history.read(history.start(EventCursor())[0]))[0][2]
-    behind, _ = history.start(EventCursor.parse(of_the_first))
+    first_id = events(history.read(history.start(EventCursor())[0]))[0][2]
+    slow_reader, _ = history.start(EventCursor.parse(first_id))
     files.truncate_after(2)
     commit(files, 3, seconds=2.0)
     files.append_alert(alert(3))
     history.refresh()
     assert history.read_cached(reader) is None
-    assert outline(everything(history, reader)) == [("rewind", 2), ("step", 3), ("alert", 3)]
+    assert outline(read_all(history, reader)) == [("rewind", 2), ("step", 3), ("alert", 3)]
     # A reader that had not reached the discarded steps gets no rewind.
-    assert outline(everything(history, behind)) == [("step", 2), ("alert", 2), ("step", 3), ("alert", 3)]
+    assert outline(read_all(history, slow_reader)) == [("step", 2), ("alert", 2), ("step", 3), ("alert", 3)]
 
 
 def test_an_id_of_discarded_steps_restarts_the_history(files: RunFiles) -> None:
     commit(files, 1, 2, 3)
     history = EventHistory(files)
-    place = history.start(None)[0].cursor
+    cursor = history.start(None)[0].cursor
     files.truncate_after(1)
-    later = EventHistory(files)
-    reader, said = later.start(place)
-    assert outline(events(said) + everything(later, reader)) == [("rewind", 0), ("step", 1)]
-    # The same number of steps, but others.
+    restarted = EventHistory(files)
+    reader, first_data = restarted.start(cursor)
+    assert outline(events(first_data) + read_all(restarted, reader)) == [("rewind", 0), ("step", 1)]
+    # The same number of steps, but different ones.
     commit(files, 2, 3, seconds=2.0)
-    reader, said = later.start(place)
-    assert outline(events(said) + everything(later, reader)) == [("rewind", 0), ("step", 1), ("step", 2), ("step", 3)]
+    reader, first_data = restarted.start(cursor)
+    assert outline(events(first_data) + read_all(restarted, reader)) == [
+        ("rewind", 0),
+        ("step", 1),
+        ("step", 2),
+        ("step", 3),
+    ]
 
 
 def change(step: int, at: float) -> dict[str, Any]:
@@ -178,17 +183,17 @@ def test_a_discarded_change_does_not_hide_its_replacement(files: RunFiles, commi
     live, _ = first.start(None)
     files.append_changes([change(committed + 1, 1.0)])
     first.refresh()
-    place = EventCursor.parse(everything(first, live)[-1][2])
+    cursor = EventCursor.parse(read_all(first, live)[-1][2])
 
     files.truncate_changes_after(committed)
     first.refresh()
     files.append_changes([change(committed + 2, 2.0)])
     first.refresh()
-    # A connected reader gets a rewind; a returning reader gets the whole history.
-    assert outline(everything(first, live)) == [("rewind", committed), ("change", committed + 2)]
+    # A connected reader gets a rewind; a returning reader gets the finished history.
+    assert outline(read_all(first, live)) == [("rewind", committed), ("change", committed + 2)]
     for history in (first, EventHistory(files)):
-        reader, said = history.start(place)
-        assert outline(events(said) + everything(history, reader)) == [
+        reader, first_data = history.start(cursor)
+        assert outline(events(first_data) + read_all(history, reader)) == [
             ("rewind", 0),
             *(("step", step) for step in range(1, committed + 1)),
             ("change", committed + 2),
@@ -203,7 +208,7 @@ def test_rewriting_a_file_with_the_same_lines_is_not_a_rollback(files: RunFiles)
     files.truncate_after(2)
     files.write_evaluation(2, {"win_rate": 0.6}, [])
     history.refresh()
-    assert outline(everything(history, reader)) == [("evaluation", 2)]
+    assert outline(read_all(history, reader)) == [("evaluation", 2)]
 
 
 def test_a_new_run_of_the_same_name_rewinds_to_step_0(files: RunFiles) -> None:
@@ -214,7 +219,7 @@ def test_a_new_run_of_the_same_name_rewinds_to_step_0(files: RunFiles) -> None:
     history.refresh()
     commit(files, 1, seconds=3.0)
     history.refresh()
-    assert outline(everything(history, reader)) == [("rewind", 0), ("step", 1)]
+    assert outline(read_all(history, reader)) == [("rewind", 0), ("step", 1)]
 
 
 def test_a_damaged_line_is_skipped(files: RunFiles) -> None:
@@ -224,14 +229,14 @@ def test_a_damaged_line_is_skipped(files: RunFiles) -> None:
     commit(files, 2)
     history = EventHistory(files)
     reader, _ = history.start(EventCursor())
-    assert outline(everything(history, reader)) == [("step", 1), ("step", 2)]
+    assert outline(read_all(history, reader)) == [("step", 1), ("step", 2)]
 
 
 def test_nan_and_infinity_become_null_at_any_depth(files: RunFiles) -> None:
     files.alerts.write_text('{"step": 1, "evidence": {"values": [1e999, NaN, 0.5]}}\n')
     history = EventHistory(files)
     reader, _ = history.start(EventCursor())
-    (_, data, _) = everything(history, reader)[0]
+    (_, data, _) = read_all(history, reader)[0]
     assert data["evidence"] == {"values": [None, None, 0.5]}
 
 
@@ -243,7 +248,7 @@ def test_a_long_history_is_read_completely_in_batches(files: RunFiles) -> None:
     reader, _ = history.start(EventCursor())
     first = events(history.read(reader))
     assert len(first) == MAX_BATCH
-    results = [*first, *everything(history, reader)]
+    results = [*first, *read_all(history, reader)]
     assert [data["step"] for kind, data, _ in results if kind == "step"] == list(range(1, steps + 1))
     assert outline(results) == sorted(outline(results), key=lambda event: (event[1], event[0] == "alert"))
 
@@ -252,9 +257,9 @@ def test_readers_with_the_same_cursor_share_a_batch(files: RunFiles) -> None:
     commit(files, 1)
     history = EventHistory(files)
     readers = [history.start(EventCursor())[0] for _ in range(3)]
-    told = [history.read(readers[0]), *(history.read_cached(reader) for reader in readers[1:])]
-    assert told[0]
-    assert all(data is told[0] for data in told)
+    batches = [history.read(readers[0]), *(history.read_cached(reader) for reader in readers[1:])]
+    assert batches[0]
+    assert all(data is batches[0] for data in batches)
 
 
 @pytest.mark.parametrize(

@@ -14,13 +14,13 @@ from structlog.testing import capture_logs
 from quartet import errors
 from quartet.gateway.http import http_errors
 from tests.every_case import every_case
-from tests.gateway.serving import Gateway, a_run, serving
+from tests.gateway.serving import Gateway, create_run, serving
 
 
 @pytest.fixture(scope="module")
 def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
     folder = tmp_path_factory.mktemp("runs")
-    a_run(folder, steps=2)
+    create_run(folder, steps=2)
     with serving(folder) as result:
         yield result
 
@@ -83,12 +83,12 @@ def test_a_missing_resource_gets_404(gateway: Gateway, path: str, text: str) -> 
 
 def test_an_invalid_body_is_reported_with_its_fields(gateway: Gateway) -> None:
     client = gateway.client
-    broken = client.post("/runs/some/rollback", content="{", headers={"content-type": "application/json"})
-    assert broken.status_code == 422
-    assert broken.json()["fields"][0]["field"] == "body"
-    assert "not JSON" in broken.json()["detail"]
-    wrong = client.post("/runs/some/rollback", json={"step": "ten", "x": 1})
-    assert {result["field"] for result in wrong.json()["fields"]} == {"body.step", "body.x"}
+    malformed = client.post("/runs/some/rollback", content="{", headers={"content-type": "application/json"})
+    assert malformed.status_code == 422
+    assert malformed.json()["fields"][0]["field"] == "body"
+    assert "not JSON" in malformed.json()["detail"]
+    invalid = client.post("/runs/some/rollback", json={"step": "ten", "x": 1})
+    assert {result["field"] for result in invalid.json()["fields"]} == {"body.step", "body.x"}
 
 
 @pytest.mark.parametrize(("path", "allowed"), [("/runs", {"GET", "POST"}), ("/runs/some", {"GET"})])
@@ -108,30 +108,30 @@ def test_long_values_are_shortened_in_errors(gateway: Gateway) -> None:
 
 
 def test_damaged_files_get_409_with_the_line_number(tmp_path: Path) -> None:
-    damaged = a_run(tmp_path, "damaged", steps=2)
+    damaged = create_run(tmp_path, "damaged", steps=2)
     damaged.metrics.write_text(damaged.metrics.read_text() + '{"step": 4}\n')
-    torn = a_run(tmp_path, "torn", steps=1)
-    torn.config.write_text(torn.config.read_text() + "nonsense: 1\n")
+    invalid_config = create_run(tmp_path, "invalid-config", steps=1)
+    invalid_config.config.write_text(invalid_config.config.read_text() + "nonsense: 1\n")
     with serving(tmp_path) as gateway:
         response = gateway.client.get("/runs/damaged/metrics")
         assert response.status_code == 409
         assert "metrics.jsonl:3: is not step 3" in response.json()["detail"]
-        assert "nonsense" in gateway.client.get("/runs/torn").json()["detail"]
+        assert "nonsense" in gateway.client.get("/runs/invalid-config").json()["detail"]
         # Both runs are still listed.
         listed = {run["name"]: run["problem"] for run in gateway.client.get("/runs").json()["items"]}
-        assert set(listed) == {"damaged", "torn"}
+        assert set(listed) == {"damaged", "invalid-config"}
         assert "is not step 3" in listed["damaged"]
-        assert "nonsense" in listed["torn"]
+        assert "nonsense" in listed["invalid-config"]
 
 
 @pytest.mark.parametrize(("name", "path"), [("changes.jsonl", "settings"), ("audit.jsonl", "audit")])
 def test_a_line_with_wrong_fields_gets_409_with_the_line_number(tmp_path: Path, name: str, path: str) -> None:
-    files = a_run(tmp_path)
-    good = {
+    files = create_run(tmp_path)
+    valid_line = {
         "changes.jsonl": {"setting": "kl_coefficient", "before": 1, "after": 2, "step": 1, "user": "me", "at": 1},
         "audit.jsonl": {"at": 1, "user": "me", "command": "stop", "details": {}, "outcome": "accepted"},
     }[name]
-    (files.root / name).write_text(json.dumps(good) + '\n{"step": 1}\n')
+    (files.root / name).write_text(json.dumps(valid_line) + '\n{"step": 1}\n')
     with serving(tmp_path) as gateway:
         response = gateway.client.get(f"/runs/some/{path}")
     assert response.status_code == 409
@@ -139,8 +139,8 @@ def test_a_line_with_wrong_fields_gets_409_with_the_line_number(tmp_path: Path, 
 
 
 def test_the_openapi_document_contains_every_error_status() -> None:
-    answered = {*http_errors.STATUS_OF.values(), 400, 401, 403, 404, 413, 421, 429, 500}
-    assert answered <= http_errors.PROBLEM_RESPONSES.keys()
+    statuses = {*http_errors.STATUS_OF.values(), 400, 401, 403, 404, 413, 421, 429, 500}
+    assert statuses <= http_errors.PROBLEM_RESPONSES.keys()
 
 
 def test_an_unexpected_exception_gets_500_without_details(tmp_path: Path) -> None:
@@ -148,7 +148,7 @@ def test_an_unexpected_exception_gets_500_without_details(tmp_path: Path) -> Non
 
     @failing.get("/api/v1/fails")
     def fails() -> None:
-        raise RuntimeError("the secret of the house")
+        raise RuntimeError("a secret text")
 
     with serving(tmp_path) as gateway, capture_logs() as logs:
         gateway.app.include_router(failing)
@@ -158,18 +158,16 @@ def test_an_unexpected_exception_gets_500_without_details(tmp_path: Path) -> Non
     assert "content-security-policy" in response.headers
     assert "secret" not in response.text
     assert "log" in response.json()["detail"]
-    assert [(entry["event"], str(entry["exc_info"])) for entry in logs] == [
-        ("internal error", "the secret of the house")
-    ]
+    assert [(entry["event"], str(entry["exc_info"])) for entry in logs] == [("internal error", "a secret text")]
 
 
 def test_every_exception_class_has_a_status_or_is_unexpected() -> None:
-    unforeseen = {
+    unexpected = {
         errors.QuartetError,
         errors.ComputationFailed,
         errors.OutOfMemory,
         errors.TooManyFailedTrajectories,
     }
     kinds = [kind for _, kind in inspect.getmembers(errors, inspect.isclass) if issubclass(kind, errors.QuartetError)]
-    without = {kind for kind in kinds if not any(base in http_errors.STATUS_OF for base in kind.__mro__)}
-    assert without == unforeseen
+    without_status = {kind for kind in kinds if not any(base in http_errors.STATUS_OF for base in kind.__mro__)}
+    assert without_status == unexpected

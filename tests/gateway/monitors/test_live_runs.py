@@ -21,36 +21,36 @@ from quartet.run_directory.run_files import RunFiles
 from quartet.services.orchestrator.control.progress import ProgressBoard
 from quartet.services.orchestrator.servicer import OrchestratorServicer
 from quartet.types import MODEL_ROLES, Role, RunState
-from tests.gateway.live_runs import eventually, live
-from tests.gateway.serving import PATIENCE, Gateway, a_run, serving
+from tests.gateway.live_runs import eventually, start_live_run
+from tests.gateway.serving import TIMEOUT, Gateway, create_run, serving
 from tests.training.conftest import MakeConfig
 from tests.training.runs import ActiveRun, Fleet
 
 
 @pytest.fixture(scope="module")
-def going(make: MakeConfig, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[ActiveRun, Fleet]]:
-    with live(make, tmp_path_factory.mktemp("live"), "live") as result:
+def active(make: MakeConfig, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[ActiveRun, Fleet]]:
+    with start_live_run(make, tmp_path_factory.mktemp("live"), "live") as result:
         result[0].control.pause()
         yield result
 
 
 @pytest.fixture(scope="module")
-def gateway(going: tuple[ActiveRun, Fleet]) -> Iterator[Gateway]:
-    with serving(going[0].config.run.directory) as result:
+def gateway(active: tuple[ActiveRun, Fleet]) -> Iterator[Gateway]:
+    with serving(active[0].config.run.directory) as result:
         yield result
 
 
-def test_the_event_stream_follows_the_progress_of_a_run(going: tuple[ActiveRun, Fleet], gateway: Gateway) -> None:
-    run, _ = going
+def test_the_event_stream_follows_the_progress_of_a_run(active: tuple[ActiveRun, Fleet], gateway: Gateway) -> None:
+    run, _ = active
     eventually(lambda: run.board.current().phase, lambda phase: phase == "paused")
     with gateway.stream("live") as stream:
         first = next(iter(stream))
         assert (first.kind, first.data["state"], first.data["total_steps"]) == ("progress", "paused", 400)
         run.control.resume()
         step = first.data["step"]
-        heard = stream.until("step", step=step + 2)
+        events = stream.until("step", step=step + 2)
         stream.until("progress", state="training")
-        assert [event.data["step"] for event in heard if event.kind == "step"][-2:] == [step + 1, step + 2]
+        assert [event.data["step"] for event in events if event.kind == "step"][-2:] == [step + 1, step + 2]
         run.control.pause()
         last = stream.until("progress", state="paused")[-1]
         assert last.data["step"] >= step + 2
@@ -60,8 +60,8 @@ def test_the_event_stream_follows_the_progress_of_a_run(going: tuple[ActiveRun, 
     assert detail["progress"]["step"] == last.data["step"]
 
 
-def test_a_lost_service_is_unreachable_until_it_returns(going: tuple[ActiveRun, Fleet], gateway: Gateway) -> None:
-    _, services = going
+def test_a_lost_service_is_unreachable_until_it_returns(active: tuple[ActiveRun, Fleet], gateway: Gateway) -> None:
+    _, services = active
 
     def health() -> dict[str, str]:
         return {item["role"]: item["health"] for item in gateway.client.get("/runs/live/services").json()}
@@ -72,8 +72,8 @@ def test_a_lost_service_is_unreachable_until_it_returns(going: tuple[ActiveRun, 
     all_processes = {*MODEL_ROLES, "orchestrator", "redis"}
     assert health() == dict.fromkeys(all_processes, "serving")
     with gateway.stream("live") as stream:
-        known = stream.until("services")[-1]
-        assert {item["role"]: item["health"] for item in known.data["services"]} == dict.fromkeys(
+        first = stream.until("services")[-1]
+        assert {item["role"]: item["health"] for item in first.data["services"]} == dict.fromkeys(
             all_processes, "serving"
         )
         services.lose(Role.REWARD)
@@ -96,28 +96,28 @@ def test_services_report_identity_and_load(gateway: Gateway) -> None:
     assert 0 <= result["load"] <= 1
 
 
-def test_the_buffer_shows_stored_experience(going: tuple[ActiveRun, Fleet], gateway: Gateway) -> None:
-    run, _ = going
+def test_the_buffer_shows_stored_experience(active: tuple[ActiveRun, Fleet], gateway: Gateway) -> None:
+    run, _ = active
     eventually(lambda: run.board.current().phase, lambda phase: phase == "paused")
     url = run.config.buffer.url
     assert url is not None
     stream = RolloutStream(connect(url), url, "live")
-    # A pausing run may have started to generate for the next step; those trajectories are in the stream.
+    # A paused run may have trajectories of the next step in the stream.
     result = eventually(
         lambda: gateway.client.get("/runs/live/buffer").json(), lambda result: result["rollouts"] == stream.depth()
     )
     assert result["reachable"]
     assert result["memory_bytes"] > 0
-    # Until a checkpoint covers it, every committed step's experience is kept.
+    # The experience of each committed step is kept until a checkpoint covers it.
     assert result["experience_steps"] == list(range(1, run.board.current().step + 1))
 
 
 def test_the_end_of_a_run_is_reported(make: MakeConfig, tmp_path: Path) -> None:
-    with serving(tmp_path) as gateway, live(make, tmp_path, "short", steps=2) as (going, _):
+    with serving(tmp_path) as gateway, start_live_run(make, tmp_path, "short", steps=2) as (active, _):
         with gateway.stream("short") as stream:
             next(iter(stream))
-            going.finish()
-            RunFiles(going.config.run_directory).services.unlink()
+            active.finish()
+            RunFiles(active.config.run_directory).services.unlink()
             last = stream.until("progress", state="finished", step=2)[-1]
             assert last.data["error"] == ""
         result = gateway.client.get("/runs/short").json()
@@ -127,53 +127,53 @@ def test_the_end_of_a_run_is_reported(make: MakeConfig, tmp_path: Path) -> None:
 
 def test_a_hanging_orchestrator_delays_one_caller_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("quartet.gateway.monitors.run_progress.TIMEOUT_SECONDS", 1.0)
-    files, orchestrator = a_run(tmp_path, steps=1), HangingOrchestrator()
+    files, orchestrator = create_run(tmp_path, steps=1), HangingOrchestrator()
     server = Server([orchestrator], "127.0.0.1:0")
     files.write_services({Role.ORCHESTRATOR: server.address})
-    known = RunMonitor(RunCatalog(tmp_path))
+    monitor = RunMonitor(RunCatalog(tmp_path))
     try:
-        assert known.progress("some") is not None
+        assert monitor.progress("some") is not None
         monkeypatch.setattr("quartet.gateway.monitors.run_progress.MAX_AGE_SECONDS", 0.0)
-        orchestrator.asked = 0
-        orchestrator.continues_from.clear()
+        orchestrator.num_requests = 0
+        orchestrator.proceed.clear()
         with ThreadPoolExecutor(6) as callers:
-            first = callers.submit(known.progress, "some")
-            assert orchestrator.stalls.wait(PATIENCE)
-            # All that come meanwhile: they hear what was known before.
-            result = list(callers.map(lambda _: known.progress("some"), range(5)))
+            first = callers.submit(monitor.progress, "some")
+            assert orchestrator.is_waiting.wait(TIMEOUT)
+            # Callers during the wait get the last known progress.
+            result = list(callers.map(lambda _: monitor.progress("some"), range(5)))
             assert {progress.state for progress in result if progress is not None} == {"training"}
             assert first.result() is not None
-        # And who comes soon after does not ask again.
-        assert known.progress("some").state == "recovering"  # type: ignore[union-attr]
-        assert orchestrator.asked == 1
+        # A later caller uses the new progress without another request.
+        assert monitor.progress("some").state == "recovering"  # type: ignore[union-attr]
+        assert orchestrator.num_requests == 1
     finally:
-        orchestrator.continues_from.set()
-        known.close()
+        orchestrator.proceed.set()
+        monitor.close()
         server.stop(0.0)
 
 
 class HangingOrchestrator(OrchestratorServicer):
-    """An orchestrator that can be made to hang."""
+    """An orchestrator that hangs until ``proceed`` is set."""
 
     def __init__(self) -> None:
         board = ProgressBoard("some", 4)
         board.update(state=RunState.TRAINING, step=1)
         super().__init__(board, None, None)  # type: ignore[arg-type]  # No command is sent.
-        self.asked = 0
-        self.continues_from = threading.Event()
-        self.continues_from.set()
-        self.stalls = threading.Event()
+        self.num_requests = 0
+        self.proceed = threading.Event()
+        self.proceed.set()
+        self.is_waiting = threading.Event()
 
     def GetProgress(self, request: Any, context: Any) -> Any:
-        self.asked += 1
-        if not self.continues_from.is_set():
-            self.stalls.set()
-        self.continues_from.wait(PATIENCE)
+        self.num_requests += 1
+        if not self.proceed.is_set():
+            self.is_waiting.set()
+        self.proceed.wait(TIMEOUT)
         return super().GetProgress(request, context)
 
 
 def test_a_run_with_killed_processes_is_not_active(tmp_path: Path, unused_address: str) -> None:
-    files = a_run(tmp_path, steps=2)
+    files = create_run(tmp_path, steps=2)
     files.services.write_text(json.dumps({"actor": unused_address, "orchestrator": unused_address}))
     with serving(tmp_path) as gateway:
         result = gateway.client.get("/runs/some").json()
@@ -189,6 +189,6 @@ def test_a_run_with_killed_processes_is_not_active(tmp_path: Path, unused_addres
 @pytest.fixture
 def unused_address() -> Iterator[str]:
     """An address at which connections are refused."""
-    with socket.socket() as held:
-        held.bind(("127.0.0.1", 0))
-        yield f"127.0.0.1:{held.getsockname()[1]}"
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        yield f"127.0.0.1:{sock.getsockname()[1]}"

@@ -1,4 +1,4 @@
-"""Files are read as they grow, are replaced or are damaged; cached contents always match the file."""
+"""Readers of files that grow, are replaced or are damaged. Cached contents always match the file."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from quartet.gateway.readers.metric_columns import LINES_PER_READ, MetricColumns
 from quartet.gateway.readers.timeline_reader import TimelineReader
 from quartet.gateway.readers.token_texts import TokenizerCache, token_texts
 from tests.gateway.conftest import write_metrics
-from tests.gateway.serving import a_run
+from tests.gateway.serving import create_run
 
 
 def append(path: Path, text: str) -> None:
@@ -48,13 +48,15 @@ def test_columns_read_appended_lines_and_skip_an_incomplete_one(tmp_path: Path) 
 def test_columns_follow_rollbacks(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     columns = MetricColumns(path)
-    for way in range(4):
-        kept = "".join(line(step, a=1.0) for step in range(1, 4))
-        write_durably(path, kept + "".join(line(step, a=10.0 * way + step) for step in range(4, 7 - way)))
+    for num_dropped in range(4):
+        first_lines = "".join(line(step, a=1.0) for step in range(1, 4))
+        write_durably(
+            path, first_lines + "".join(line(step, a=10.0 * num_dropped + step) for step in range(4, 7 - num_dropped))
+        )
         columns.refresh()
-        assert columns.count() == 6 - way
-        assert [columns.row(step)["a"] for step in range(1, 7 - way)] == [1.0] * 3 + [
-            10.0 * way + step for step in range(4, 7 - way)
+        assert columns.count() == 6 - num_dropped
+        assert [columns.row(step)["a"] for step in range(1, 7 - num_dropped)] == [1.0] * 3 + [
+            10.0 * num_dropped + step for step in range(4, 7 - num_dropped)
         ]
     path.unlink()
     columns.refresh()
@@ -117,23 +119,23 @@ def test_curves_match_a_plain_loop_over_the_rows(tmp_path: Path) -> None:
     ):
         result = columns.curves(["a"], first, last, points)
         curve = result.curves["a"]
-        top = min(last, steps)
-        assert (result.first, result.last) == (first, top)
+        last_step = min(last, steps)
+        assert (result.first, result.last) == (first, last_step)
         assert len(curve.steps) <= points
-        begin = first
+        start = first
         for step, mean, low, high in zip(curve.steps, curve.mean, curve.low, curve.high, strict=True):
-            bucket = [value for value in values[begin - 1 : step] if not math.isnan(value)]
-            assert step - begin < result.bucket
+            bucket = [value for value in values[start - 1 : step] if not math.isnan(value)]
+            assert step - start < result.bucket
             if bucket:
                 assert [mean, low, high] == pytest.approx([sum(bucket) / len(bucket), min(bucket), max(bucket)])
             else:
                 assert all(map(math.isnan, (mean, low, high)))
-            begin = step + 1
-        assert begin == top + 1
+            start = step + 1
+        assert start == last_step + 1
 
 
 def test_steps_out_of_range_give_empty_curves(tmp_path: Path) -> None:
-    files = a_run(tmp_path, steps=3)
+    files = create_run(tmp_path, steps=3)
     columns = MetricsReader().of(files.metrics)
     for first, last in ((4, 10), (3, 2)):
         result = columns.curves(["reward_mean"], first, last, 10)
@@ -142,12 +144,12 @@ def test_steps_out_of_range_give_empty_curves(tmp_path: Path) -> None:
 
 def test_the_least_recently_used_columns_are_dropped(tmp_path: Path) -> None:
     metrics = MetricsReader(max_bytes=60_000)
-    runs = [a_run(tmp_path, f"run-{number}") for number in range(4)]
+    runs = [create_run(tmp_path, f"run-{number}") for number in range(4)]
     for files in runs:
         write_metrics(files, 1000)
-    kept = [metrics.of(files.metrics) for files in runs]
-    assert metrics.of(runs[3].metrics) is kept[3]
-    assert metrics.of(runs[0].metrics) is not kept[0]
+    columns = [metrics.of(files.metrics) for files in runs]
+    assert metrics.of(runs[3].metrics) is columns[3]
+    assert metrics.of(runs[0].metrics) is not columns[0]
     assert metrics.of(runs[0].metrics).count() == 1000
 
 
@@ -181,10 +183,10 @@ def test_the_last_timeline_of_a_repeated_step_counts_and_fragments_are_skipped(t
 @pytest.mark.parametrize("width", [1, 80, BLOCK_BYTES])
 def test_the_last_lines_of_a_log_are_returned(tmp_path: Path, ending: str, width: int) -> None:
     path = tmp_path / "actor.log"
-    whole = [f"{number} " + "x" * (width % 19_000) for number in range(30)]
-    path.write_text("\n".join(whole) + ending)
+    all_lines = [f"{number} " + "x" * (width % 19_000) for number in range(30)]
+    path.write_text("\n".join(all_lines) + ending)
     for count in (1, 7, 29, 30, 31):
-        assert last_lines(path, count) == (whole[-count:], count < 30)
+        assert last_lines(path, count) == (all_lines[-count:], count < 30)
 
 
 def test_very_long_lines_and_invalid_utf8_are_read_within_bounds(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Metrics over the API: of one run and of several, selected and complete, and fast with many steps."""
+"""Metrics over the API: of one run and several runs, all and selected metrics, and many steps."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ import pytest
 
 from quartet.run_directory.run_files import RunFiles
 from tests.gateway.conftest import STEPS, write_metrics
-from tests.gateway.serving import Gateway, a_run, commit, serving
+from tests.gateway.serving import Gateway, commit, create_run, serving
 from tests.training.runs import Run
 
-MANY = 100_000
-BOUND = 0.4
-"""Seconds; generous, because other tests run at the same time. `benchmarks.gateway_metrics` measures exactly."""
+NUM_STEPS = 100_000
+MAX_SECONDS = 0.4
+"""Maximum response time. It is generous, because other tests run at the same time; see ``benchmarks.gateway_metrics``."""
 
 
-def test_all_metrics_match_the_file(shown: Gateway, ended: Run) -> None:
-    result = shown.client.get("/runs/whole/metrics").json()
-    assert (result["run"], result["first"], result["last"], result["bucket"]) == ("whole", 1, STEPS, 1)
-    assert set(result["curves"]) == {name for row in ended.metrics for name in row} - {"step"}
+def test_all_metrics_match_the_file(run_gateway: Gateway, finished_run: Run) -> None:
+    result = run_gateway.client.get("/runs/finished/metrics").json()
+    assert (result["run"], result["first"], result["last"], result["bucket"]) == ("finished", 1, STEPS, 1)
+    assert set(result["curves"]) == {name for row in finished_run.metrics for name in row} - {"step"}
     for name, curve in result["curves"].items():
         assert curve["steps"] == [1, 2, 3]
-        assert curve["mean"] == curve["low"] == curve["high"] == [row.get(name) for row in ended.metrics]
+        assert curve["mean"] == curve["low"] == curve["high"] == [row.get(name) for row in finished_run.metrics]
 
 
 def test_names_and_steps_are_selected_and_new_steps_are_visible_at_once(tmp_path: Path) -> None:
-    files = a_run(tmp_path, steps=10)
+    files = create_run(tmp_path, steps=10)
     with serving(tmp_path) as gateway:
         for query in ("names=kl_mean,reward_mean", "names=kl_mean&names=reward_mean"):
             result = gateway.client.get(f"/runs/some/metrics?{query}&first=3&last=6&points=2").json()
@@ -45,7 +45,7 @@ def test_names_and_steps_are_selected_and_new_steps_are_visible_at_once(tmp_path
 
 
 def test_nan_and_infinity_are_null(tmp_path: Path) -> None:
-    files = a_run(tmp_path, steps=1)
+    files = create_run(tmp_path, steps=1)
     commit(files, 2, kl_mean=float("nan"), value_loss=float("inf"))
     with serving(tmp_path) as gateway:
         curves = gateway.client.get("/runs/some/metrics").json()["curves"]
@@ -56,9 +56,9 @@ def test_nan_and_infinity_are_null(tmp_path: Path) -> None:
 
 
 def test_several_runs_are_returned_in_the_requested_order(tmp_path: Path) -> None:
-    commit(a_run(tmp_path, "one", steps=2), 3, entropy=1.5)
-    a_run(tmp_path, "two", steps=5)
-    a_run(tmp_path, "new")
+    commit(create_run(tmp_path, "one", steps=2), 3, entropy=1.5)
+    create_run(tmp_path, "two", steps=5)
+    create_run(tmp_path, "new")
     with serving(tmp_path) as gateway:
         result = gateway.client.get("/metrics?runs=two,one,new&names=reward_mean,entropy").json()
         assert [item["run"] for item in result] == ["two", "one", "new"]
@@ -75,8 +75,8 @@ def test_several_runs_are_returned_in_the_requested_order(tmp_path: Path) -> Non
 
 @pytest.fixture
 def long_run(tmp_path: Path) -> RunFiles:
-    files = a_run(tmp_path)
-    write_metrics(files, MANY, names=10)
+    files = create_run(tmp_path)
+    write_metrics(files, NUM_STEPS, names=10)
     return files
 
 
@@ -88,12 +88,12 @@ def test_a_run_with_many_steps_is_read_quickly(tmp_path: Path, long_run: RunFile
             response = gateway.client.get("/runs/some/metrics?points=1000")
             seconds.append(time.perf_counter() - started)
             assert [len(curve["steps"]) for curve in response.json()["curves"].values()] == [1000] * 10
-        assert statistics.median(seconds[1:]) < BOUND
-        # What has come since is taken in without reading all of it again.
+        assert statistics.median(seconds[1:]) < MAX_SECONDS
+        # Only appended lines are read.
         with long_run.metrics.open("a") as file:
-            file.write(f'{{"step": {MANY + 1}, "metric_0": 0.5}}\n')
+            file.write(f'{{"step": {NUM_STEPS + 1}, "metric_0": 0.5}}\n')
         started = time.perf_counter()
-        result = gateway.client.get(f"/runs/some/metrics?first={MANY + 1}&names=metric_0,metric_1").json()
-        assert time.perf_counter() - started < BOUND
+        result = gateway.client.get(f"/runs/some/metrics?first={NUM_STEPS + 1}&names=metric_0,metric_1").json()
+        assert time.perf_counter() - started < MAX_SECONDS
         assert result["curves"]["metric_0"]["mean"] == [0.5]
         assert result["curves"]["metric_1"]["mean"] == [None]

@@ -1,4 +1,4 @@
-"""Trajectories are filtered and sorted in pages without gaps or repeats, and returned token by token."""
+"""Trajectories over the API: filters, order, pages without gaps or repeats, and tokens."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 from quartet.gateway.routes.trajectories import DEFAULT_STEPS, MAX_STEPS
 from quartet.run_directory.run_files import RunFiles
 from tests.gateway.conftest import STEPS, write_metrics
-from tests.gateway.serving import Gateway, a_run, serving
+from tests.gateway.serving import Gateway, create_run, serving
 from tests.training.runs import Run
 
 PROMPTS = 5
@@ -23,7 +23,7 @@ SAMPLES = 2
 
 
 def rows_of(step: int) -> list[dict[str, Any]]:
-    """Return a step's trajectories. There are few distinct values, so that many are equal."""
+    """Return the trajectories of a step. They have few distinct values, so that many are equal."""
     generator = random.Random(step)
     return [
         {
@@ -42,12 +42,12 @@ def rows_of(step: int) -> list[dict[str, Any]]:
 
 
 def with_trajectories(folder: Path, steps: int) -> tuple[RunFiles, list[dict[str, Any]]]:
-    """A run that has taken so many steps, and all its trajectories."""
-    files = a_run(folder)
+    """Create a run with this number of steps; return its files and all its trajectories."""
+    files = create_run(folder)
     write_metrics(files, steps)
     files.trajectories.mkdir()
     results = []
-    # A step that is not committed yet has its trajectories on the disk already.
+    # The trajectories of a step are written before its commit.
     for step in range(1, steps + 2):
         rows = rows_of(step)
         text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
@@ -57,7 +57,7 @@ def with_trajectories(folder: Path, steps: int) -> tuple[RunFiles, list[dict[str
 
 
 def pages(gateway: Gateway, limit: int = 7, **query: Any) -> list[str]:
-    """The ids of all pages."""
+    """Return the ids on all pages."""
     results, cursor = [], None
     while True:
         response = gateway.client.get(
@@ -75,14 +75,14 @@ def pages(gateway: Gateway, limit: int = 7, **query: Any) -> list[str]:
 
 @pytest.fixture(scope="module")
 def many(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Gateway, list[dict[str, Any]]]]:
-    """A gateway over a run of 7 steps, and all trajectories of it."""
+    """A gateway with a run of 7 steps, and all trajectories of the run."""
     folder = tmp_path_factory.mktemp("many")
     _, rows = with_trajectories(folder, 7)
     with serving(folder) as gateway:
         yield gateway, rows
 
 
-def place(row: dict[str, Any]) -> tuple[int, ...]:
+def id_numbers(row: dict[str, Any]) -> tuple[int, ...]:
     return tuple(int(part) for part in row["id"].split("/")[1:])
 
 
@@ -90,7 +90,7 @@ def place(row: dict[str, Any]) -> tuple[int, ...]:
 def test_pages_contain_each_trajectory_once_in_order(many: tuple[Gateway, list[dict[str, Any]]], sort: str) -> None:
     gateway, rows = many
     name, sign = sort.removeprefix("-"), -1 if sort.startswith("-") else 1
-    expected = sorted(rows, key=lambda row: (sign * row[name] if name != "id" else 0, place(row)))
+    expected = sorted(rows, key=lambda row: (sign * row[name] if name != "id" else 0, id_numbers(row)))
     assert pages(gateway, sort=sort) == [row["id"] for row in expected]
 
 
@@ -115,7 +115,7 @@ def test_pages_contain_each_trajectory_once_in_order(many: tuple[Gateway, list[d
 def test_filters_are_combined(many: tuple[Gateway, list[dict[str, Any]]], query: dict[str, Any]) -> None:
     gateway, rows = many
 
-    def wanted(row: dict[str, Any]) -> bool:
+    def matches(row: dict[str, Any]) -> bool:
         text = query.get("text", "").casefold()
         return (
             all(query.get(f"min_{name}", row[name]) <= row[name] for name in ("score", "kl", "response_tokens"))
@@ -126,7 +126,7 @@ def test_filters_are_combined(many: tuple[Gateway, list[dict[str, Any]]], query:
             and (text in row["prompt"].casefold() or text in row["response"].casefold())
         )
 
-    expected = [row["id"] for row in rows if wanted(row)]
+    expected = [row["id"] for row in rows if matches(row)]
     assert expected or query.get("text") == "nowhere" or query.get("step") == 8
     assert pages(gateway, **query) == expected
 
@@ -137,7 +137,7 @@ def test_by_default_the_newest_steps_are_searched_on_all_pages(tmp_path: Path) -
     with serving(tmp_path) as gateway:
         page = gateway.client.get("/runs/some/trajectories?limit=1").json()
         assert (page["items"][0]["step"], page["total"]) == (first, DEFAULT_STEPS * size)
-        # Meanwhile another step is committed: the next page is of the same steps as the first one.
+        # After another commit, the next page is still of the steps of the first page.
         with files.metrics.open("a") as file:
             file.write(json.dumps({"step": DEFAULT_STEPS + 4}) + "\n")
         after = gateway.client.get(f"/runs/some/trajectories?limit=1&cursor={page['next']}").json()
@@ -159,7 +159,7 @@ def test_a_cursor_is_refused_with_another_request(tmp_path: Path) -> None:
 
 
 def test_too_many_steps_are_refused(tmp_path: Path) -> None:
-    write_metrics(a_run(tmp_path), MAX_STEPS + 1)
+    write_metrics(create_run(tmp_path), MAX_STEPS + 1)
     with serving(tmp_path) as gateway:
         response = gateway.client.get("/runs/some/trajectories?first_step=1")
         assert response.status_code == 422
@@ -178,13 +178,13 @@ def test_a_damaged_line_is_reported_with_its_number(tmp_path: Path, line: str) -
         assert f"step-000001.jsonl:{PROMPTS * SAMPLES + 1}" in response.json()["detail"]
 
 
-def test_tokens_match_the_token_files(shown: Gateway, ended: Run) -> None:
-    tokenizer = Tokenizer.from_file(str(ended.files.tokenizer / "tokenizer.json"))
+def test_tokens_match_the_token_files(run_gateway: Gateway, finished_run: Run) -> None:
+    tokenizer = Tokenizer.from_file(str(finished_run.files.tokenizer / "tokenizer.json"))
     for step in range(1, STEPS + 1):
-        arrays = load_file(ended.files.tokens / f"step-{step:06d}.safetensors")
+        arrays = load_file(finished_run.files.tokens / f"step-{step:06d}.safetensors")
         start = 0
-        for row in ended.trajectories(step):
-            result = shown.client.get(f"/runs/whole/trajectories/{row['id'].split('/', 1)[1]}").json()
+        for row in finished_run.trajectories(step):
+            result = run_gateway.client.get(f"/runs/finished/trajectories/{row['id'].split('/', 1)[1]}").json()
             end = start + row["response_tokens"]
             assert [result[name] for name in ("id", "step", "score", "kl", "response")] == [
                 row["id"],
@@ -193,7 +193,7 @@ def test_tokens_match_the_token_files(shown: Gateway, ended: Run) -> None:
                 row["kl"],
                 row["response"],
             ]
-            assert result["kl_coefficient"] == ended.metrics[step - 1]["kl_coefficient"]
+            assert result["kl_coefficient"] == finished_run.metrics[step - 1]["kl_coefficient"]
             assert "".join(token["text"] for token in result["prompt_tokens"]) == row["prompt"]
             ids = [token["id"] for token in result["tokens"]]
             assert ids == arrays["response_ids"][start:end].tolist()
@@ -213,19 +213,19 @@ def test_tokens_match_the_token_files(shown: Gateway, ended: Run) -> None:
             start = end
 
 
-def test_neighbours_are_the_next_lower_and_higher_scores(shown: Gateway, ended: Run) -> None:
-    rows = sorted(ended.trajectories(2), key=lambda row: row["score"])
-    here: str | None = rows[0]["id"]
+def test_neighbours_are_the_next_lower_and_higher_scores(run_gateway: Gateway, finished_run: Run) -> None:
+    rows = sorted(finished_run.trajectories(2), key=lambda row: row["score"])
+    current: str | None = rows[0]["id"]
     visited = []
-    while here is not None:
-        result = shown.client.get(f"/runs/whole/trajectories/{here.split('/', 1)[1]}").json()
+    while current is not None:
+        result = run_gateway.client.get(f"/runs/finished/trajectories/{current.split('/', 1)[1]}").json()
         assert result["lower"] == (visited[-1] if visited else None)
-        visited.append(here)
-        here = result["higher"]
+        visited.append(current)
+        current = result["higher"]
     assert visited == [row["id"] for row in rows]
 
 
-def test_without_kept_tokens_only_the_text_is_returned(tmp_path: Path) -> None:
+def test_without_token_files_only_the_text_is_returned(tmp_path: Path) -> None:
     with_trajectories(tmp_path, 1)
     with serving(tmp_path) as gateway:
         result = gateway.client.get("/runs/some/trajectories/1/2/1").json()
