@@ -114,7 +114,7 @@ gateway-metrics: $(VENV)/.installed ## Measure a metrics query over a run of 100
 browser: $(VENV)/.installed-dev ## Test the dashboard in a real Chromium
 	$(BIN)/python -m pytest tests/browser -m 'slow or not slow' $(PYTEST_ARGS)
 
-screenshots: $(VENV)/.installed-dev ## Take pictures of every dashboard page, light and dark, into docs/screenshots
+screenshots: $(VENV)/.installed-dev ## Take screenshots of every dashboard page, light and dark, into docs/screenshots
 	$(BIN)/python -m tests.browser.screenshots
 
 fuzz-api: $(VENV)/.installed-dev ## Send 10,000 generated requests to a gateway process
@@ -206,6 +206,6 @@ $(ENGINES)/.installed: pyproject.toml constraints.txt
 engines: $(ENGINES)/.installed ## Test every generation engine against one contract, Triton's with a real server
 	QUARTET_TRITON_PYTHON=$(TRITON)/bin/python $(ENGINES)/bin/python -m pytest tests/engines $(PYTEST_ARGS)
 
-clean: ## Remove the environment, builds and caches; runs/ stays
+clean: ## Remove the environment, builds and caches, but not runs/
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

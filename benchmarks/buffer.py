@@ -73,19 +73,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.write:
         return write(options.write, options.trajectories)
-    where = machine.describe()
+    host = machine.describe()
     shutil.rmtree(options.folder, ignore_errors=True)
     with EmbeddedRedis(options.folder / "redis", options.folder / "redis.log") as server:
         rounds = [stream(server.url, options.trajectories) for _ in range(options.rounds + 1)][1:]
         sealed = [seal(server.url, tokens, options.rounds) for tokens in (options.tokens // 10, options.tokens)]
     shutil.rmtree(options.folder / "redis")
     results = {
-        "machine": where,
+        "machine": host,
         "streams": [asdict(each) for each in rounds],
         "experience": [asdict(each) for each in sealed],
     }
     (options.folder / "results.json").write_text(json.dumps(results, indent=1) + "\n")
-    text = table(rounds, sealed, where)
+    text = table(rounds, sealed, host)
     print(text)
     page.write(page_of(parser, options), "buffer", text)
     return 0 if max(each.rate for each in rounds) >= LIMIT else 1
@@ -145,12 +145,12 @@ def seal(url: str, tokens: int, rounds: int) -> Sealed:
     return result
 
 
-def table(rounds: Sequence[Stream], sealed: Sequence[Sealed], where: str) -> str:
+def table(rounds: Sequence[Stream], sealed: Sequence[Sealed], host: str) -> str:
     """Return the table for the page."""
     rates = [each.rate for each in rounds]
     writes = [each.trajectories / each.write for each in rounds]
     lines = [
-        f"{where}. {rounds[0].trajectories:,} trajectories of {PROMPT + RESPONSE:,} tokens per round, appended in batches of "
+        f"{host}. {rounds[0].trajectories:,} trajectories of {PROMPT + RESPONSE:,} tokens per round, appended in batches of "
         f"{FLUSH}, read in batches of {READ}; at least {LIMIT:,} per second are required.",
         "",
         "| trajectories per second | best | median | minimum |",

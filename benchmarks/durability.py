@@ -76,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = parser_of("durability", __doc__)
     parser.add_argument("--config", type=Path, default=Path("configs/reviews/ppo.yaml"))
     parser.add_argument("--steps", type=positive, default=33)
-    add_shared(parser, "build/durability", Path("docs/durability.md"), kept="the run is")
+    add_shared(parser, "build/durability", Path("docs/durability.md"), contents="run")
     options = parser.parse_args(arguments)
     try:
         config = load_config(options.config, [])

@@ -70,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--trl", type=Path, default=Path("build/parity-venv/bin/python"), help="Python interpreter with TRL"
     )
-    add_shared(parser, "build/end-to-end", kept="runs and results are")
+    add_shared(parser, "build/end-to-end", contents="runs and results")
     options = parser.parse_args(arguments)
     paths = options.config or [Path(path) for path in CONFIGS]
     results: dict[str, list[Pair]] = {}
@@ -89,7 +89,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         (device,), (dtype,) = devices, dtypes
         if not options.trl.exists():
             raise ConfigError(f"--trl {options.trl}: not found; make parity creates an environment with TRL")
-        where = machine.describe(device)
+        host = machine.describe(device)
         shutil.rmtree(options.folder, ignore_errors=True)
         options.folder.mkdir(parents=True)
         for number in range(options.pairs):
@@ -101,9 +101,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    report = {"machine": where, **{path: [asdict(pair) for pair in pairs] for path, pairs in results.items()}}
+    report = {"machine": host, **{path: [asdict(pair) for pair in pairs] for path, pairs in results.items()}}
     (options.folder / "results.json").write_text(json.dumps(report, indent=1) + "\n")
-    text = table(results, options.steps, dtype, where)
+    text = table(results, options.steps, dtype, host)
     print(text)
     if device == "cpu":
         page.write(page_of(parser, options), "end-to-end", text)
@@ -184,10 +184,10 @@ def speed_of_trl(steps: Sequence[dict[str, float]]) -> Speed:
     )
 
 
-def table(results: dict[str, list[Pair]], steps: int, dtype: str, where: str) -> str:
+def table(results: dict[str, list[Pair]], steps: int, dtype: str, host: str) -> str:
     """Return the table for the page: medians over the pairs."""
     lines = [
-        f"{where}. {steps} steps per run, {dtype}, without the first {WARM_UP} steps. Each pair has another seed. Medians; "
+        f"{host}. {steps} steps per run, {dtype}, without the first {WARM_UP} steps. Each pair has another seed. Medians; "
         "reward and speedup also have their range. The reward is the mean over the last half of the steps.",
         "",
         "| config | pairs | seconds per step, TRL | Quartet | episodes/s, TRL | Quartet | tokens/s, TRL | Quartet "

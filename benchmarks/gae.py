@@ -48,12 +48,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add_shared(parser, "build/gae", rounds=30)
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)  # As in the orchestrator.
-    where = machine.describe()
+    host = machine.describe()
     results = [measure(kind, lengths_of(kind, options.tokens), options.rounds) for kind in KINDS]
     options.folder.mkdir(parents=True, exist_ok=True)
-    report = {"machine": where, "results": [asdict(result) for result in results]}
+    report = {"machine": host, "results": [asdict(result) for result in results]}
     (options.folder / "results.json").write_text(json.dumps(report, indent=1) + "\n")
-    text = table(results, where)
+    text = table(results, host)
     print(text)
     page.write(page_of(parser, options), "gae", text)
     return 0 if all(min(result.seconds) < LIMIT * options.tokens / 1e6 for result in results) else 1
@@ -91,10 +91,10 @@ def measure(kind: str, lengths: NDArray[np.int64], rounds: int) -> Result:
     return Result(kind, tokens, len(lengths), int(lengths.max()), seconds[1:])
 
 
-def table(results: Sequence[Result], where: str) -> str:
+def table(results: Sequence[Result], host: str) -> str:
     """Return the table for the page."""
     lines = [
-        f"{where}. {results[0].tokens:,} tokens, one thread. The best of {len(results[0].seconds)} calls may take at most "
+        f"{host}. {results[0].tokens:,} tokens, one thread. The best of {len(results[0].seconds)} calls may take at most "
         f"{1000 * LIMIT:.0f} ms for a million tokens.",
         "",
         "| responses | tokens per response | longest | best, ms | median, ms |",

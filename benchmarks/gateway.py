@@ -66,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = parser_of("gateway", __doc__)
     parser.add_argument("--periods", type=positive, default=6, help="number of periods, every second with load")
     parser.add_argument("--seconds", type=float, default=20.0, help="duration of a period in seconds")
-    add_shared(parser, "build/gateway-load", Path("docs/gateway.md"), kept="the run is")
+    add_shared(parser, "build/gateway-load", Path("docs/gateway.md"), contents="run")
     options = parser.parse_args(arguments)
     shutil.rmtree(options.folder, ignore_errors=True)
     options.folder.mkdir(parents=True)

@@ -66,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         config = load_config(options.config, [])
         device = machine.device_of(config, options.config)
-        where = machine.describe(device)
+        host = machine.describe(device)
         model = load_causal_lm(config.actor.model, config.actor.dtype, device)
         tokenizer = load_tokenizer(config.actor.model)
         stops = stop_token_ids(model, tokenizer)
@@ -79,9 +79,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for result in results:
         result.memory_limit = memory_limit(model, prompts[: result.prompts], options.tokens, bandwidth)
     options.folder.mkdir(parents=True, exist_ok=True)
-    report = {"machine": where, "bandwidth": bandwidth, "results": [asdict(result) for result in results]}
+    report = {"machine": host, "bandwidth": bandwidth, "results": [asdict(result) for result in results]}
     (options.folder / "results.json").write_text(json.dumps(report, indent=1) + "\n")
-    text = table(results, options.tokens, options.threads, bandwidth, where)
+    text = table(results, options.tokens, options.threads, bandwidth, host)
     print(text)
     if device == "cpu":
         page.write(page_of(parser, options), "generation", text)
@@ -185,10 +185,10 @@ def _continuous(model: Any, stops: frozenset[int], prompts: Sequence[Any], token
     return sum(len(output.generated_tokens) for output in outputs.values())
 
 
-def table(results: Sequence[Result], tokens: int, threads: int, bandwidth: float, where: str) -> str:
+def table(results: Sequence[Result], tokens: int, threads: int, bandwidth: float, host: str) -> str:
     """Return the table for the page: medians over the rounds."""
     lines = [
-        f"{where}. At most {tokens} tokens per response, CPU threads: {threads}, memory bandwidth: {bandwidth / 1e9:.1f} GB/s. "
+        f"{host}. At most {tokens} tokens per response, CPU threads: {threads}, memory bandwidth: {bandwidth / 1e9:.1f} GB/s. "
         "Medians of tokens per second; speedups of Quartet also have their range.",
         "",
         f"| prompts | {' | '.join(CONTENDERS)} | {' | '.join(f'over {name}' for name in CONTENDERS[1:])} | of the memory limit |",

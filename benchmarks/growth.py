@@ -93,15 +93,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add_shared(parser, "build/growth", rounds=3, threads=True)
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
-    where = machine.describe()
+    host = machine.describe()
     results = {axis: [measure(point, options.rounds) for point in points] for axis, points in AXES.items()}
     options.folder.mkdir(parents=True, exist_ok=True)
     report = {
-        "machine": where,
+        "machine": host,
         "results": {axis: [asdict(result) for result in measured] for axis, measured in results.items()},
     }
     (options.folder / "results.json").write_text(json.dumps(report, indent=1) + "\n")
-    text = tables(results, where, options.threads)
+    text = tables(results, host, options.threads)
     print(text)
     page.write(page_of(parser, options), "growth", text)
     return 0
@@ -191,10 +191,10 @@ def _config(point: Point) -> Config:
     )
 
 
-def tables(results: dict[str, list[Result]], where: str, threads: int) -> str:
+def tables(results: dict[str, list[Result]], host: str, threads: int) -> str:
     """Return a table for each axis."""
     lines = [
-        f"{where}; {threads} of {os.cpu_count()} cores, float32, prompts of {PROMPT} tokens. tokens/s counts response tokens. "
+        f"{host}; {threads} of {os.cpu_count()} cores, float32, prompts of {PROMPT} tokens. tokens/s counts response tokens. "
         "The growth compares the seconds with those of the first row, scaled by the size: 1 is proportional, less is better."
     ]
     for axis, measured in results.items():

@@ -33,16 +33,16 @@ def add_shared(
     folder: str,
     page: Path = PERFORMANCE,
     *,
-    kept: str = "results are",
+    contents: str = "results",
     rounds: int | None = None,
     threads: bool = False,
 ) -> None:
-    """Add the options of most benchmarks. ``kept``: subject and verb of the help for ``--folder``; ``page``: see ``add_page``."""
+    """Add the options of most benchmarks. ``contents``: files in ``folder``, for the help; ``page``: see ``add_page``."""
     if rounds is not None:
         parser.add_argument("--rounds", type=positive, default=rounds)
     if threads:
         parser.add_argument("--threads", type=positive, default=1)
-    parser.add_argument("--folder", type=Path, default=Path(folder), help=f"folder in which {kept} kept")
+    parser.add_argument("--folder", type=Path, default=Path(folder), help=f"folder of the {contents}")
     add_page(parser, page)
 
 

@@ -112,7 +112,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add_shared(parser, "build/orchestration")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)  # As in the orchestrator.
-    where = machine.describe()
+    host = machine.describe()
     cases = [Case(count, USUAL // 1_000) for count in options.replicas]
     cases += [Case(64, tokens // 1_000) for tokens in options.tokens if tokens != USUAL or 64 not in options.replicas]
     results = []
@@ -126,9 +126,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except QuartetError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    report = {"machine": where, "stated": asdict(STATED), "results": [asdict(result) for result in results]}
+    report = {"machine": host, "stated": asdict(STATED), "results": [asdict(result) for result in results]}
     (options.folder / "results.json").write_text(json.dumps(report, indent=1) + "\n")
-    text = table(results, where)
+    text = table(results, host)
     print(text)
     page.write(page_of(parser, options), "orchestration", text)
     limited = [result for result in results if result.case.replicas in LIMITED]
@@ -252,11 +252,11 @@ def _tokenizer() -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=backend, clean_up_tokenization_spaces=False)  # type: ignore[no-untyped-call]
 
 
-def table(results: Sequence[Result], where: str) -> str:
+def table(results: Sequence[Result], host: str) -> str:
     """Return the table for the page, with the best step of each case."""
     stated = {name: f"{1e6 * seconds:g} µs" for name, seconds in asdict(STATED).items()}
     lines = [
-        f"{where}; the services run on it, too. Stated times: generation {stated['generate']} per response token, reward and "
+        f"{host}; the services run on it, too. Stated times: generation {stated['generate']} per response token, reward and "
         f"reference {stated['score']} per token for all replicas together, the critic {stated['values']} per token, each update "
         f"{stated['update']} per response token. Responses have {MAX_RESPONSE // 4} to {MAX_RESPONSE:,} tokens and are scored in "
         f"batches of {SCORE_BATCH}. Each row shows the best step of a run after its first, and the ratio of the worst one in "

@@ -75,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add_shared(parser, "build/precision", rounds=5, threads=True)
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
-    where = machine.describe()
+    host = machine.describe()
     try:
         results = [
             measure("reviews", (), 64, 48, False, options.rounds),
@@ -88,13 +88,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     peaks = {dtype: matmul_peak("cpu", dtype) for dtype in DTYPES}
     options.folder.mkdir(parents=True, exist_ok=True)
     report = {
-        "machine": where,
+        "machine": host,
         "peaks": peaks,
         "results": [asdict(result) for result in results],
         "weight_changes": [asdict(change) for change in changes],
     }
     (options.folder / "results.json").write_text(json.dumps(report, indent=1) + "\n")
-    text = table(results, changes, peaks, options.threads, where)
+    text = table(results, changes, peaks, options.threads, host)
     print(text)
     page.write(page_of(parser, options), "precision", text)
     return 0
@@ -161,12 +161,12 @@ def _flat(weights: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def table(
-    results: Sequence[Result], changes: Sequence[WeightChanges], peaks: dict[str, float], threads: int, where: str
+    results: Sequence[Result], changes: Sequence[WeightChanges], peaks: dict[str, float], threads: int, host: str
 ) -> str:
     """Return the tables for the page: medians over the rounds, and the speedup by bfloat16."""
     float32, bfloat16 = DTYPES
     lines = [
-        f"{where}. CPU threads: {threads}. Matmul peak: {peaks[float32] / 1e9:.0f} GFLOP/s in {float32}, "
+        f"{host}. CPU threads: {threads}. Matmul peak: {peaks[float32] / 1e9:.0f} GFLOP/s in {float32}, "
         f"{peaks[bfloat16] / 1e9:.0f} in {bfloat16}. Medians; the speedup by {bfloat16} also has its range.",
         "",
         f"| model | measurement | {float32} | {bfloat16} | speedup |",

@@ -77,7 +77,7 @@ class Row:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = parser_of("soak", __doc__)
     parser.add_argument("--steps", type=positive, default=1000)
-    add_shared(parser, "build/soak", Path("docs/durability.md"), kept="the run and the results are")
+    add_shared(parser, "build/soak", Path("docs/durability.md"), contents="run and results")
     options = parser.parse_args(arguments)
     shutil.rmtree(options.folder, ignore_errors=True)
     options.folder.mkdir(parents=True)

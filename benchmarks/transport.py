@@ -67,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = parser_of("transport", __doc__)
     add_shared(parser, "build/transport", rounds=9)
     options = parser.parse_args(arguments)
-    where = machine.describe()
+    host = machine.describe()
     # The largest first, so that malloc has memory to reuse, as in a process that has run for a while.
     rates = [
         rate
@@ -78,13 +78,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     calls, calls_per_second = rpc(options.rounds)
     options.folder.mkdir(parents=True, exist_ok=True)
     report = {
-        "machine": where,
+        "machine": host,
         "codec": [asdict(rate) for rate in rates],
         "rpc": [asdict(call) for call in calls],
         "calls_per_second": calls_per_second,
     }
     (options.folder / "results.json").write_text(json.dumps(report, indent=1) + "\n")
-    text = table(rates, calls, calls_per_second, where)
+    text = table(rates, calls, calls_per_second, host)
     print(text)
     page.write(page_of(parser, options), "transport", text)
     return 0 if all(rate.slower >= LIMIT for rate in rates if counts(rate)) else 1
@@ -187,10 +187,10 @@ def rpc(rounds: int) -> tuple[list[Call], float]:
         return calls, SMALL_CALLS / best(3, many)
 
 
-def table(rates: Sequence[Rate], calls: Sequence[Call], calls_per_second: float, where: str) -> str:
+def table(rates: Sequence[Rate], calls: Sequence[Call], calls_per_second: float, host: str) -> str:
     """Return the tables for the page, with the best of several measurements."""
     lines = [
-        f"{where}. GB/s, the best of several measurements. The codec must reach {LIMIT / 1e9:g} in both directions, for messages "
+        f"{host}. GB/s, the best of several measurements. The codec must reach {LIMIT / 1e9:g} in both directions, for messages "
         f"of up to {MAX_USUAL_MESSAGE} MiB and for experience of any size. Larger messages are limited by the kernel, which "
         "allocates new memory for them.",
         "",

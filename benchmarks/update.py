@@ -73,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if config.run.onednn_linear:
             enable_onednn_linear()
         device = machine.device_of(config, options.config)
-        where = machine.describe(device)
+        host = machine.describe(device)
         peak = matmul_peak(device, config.actor.dtype)
         works = {"policy": of_policy, "critic": of_critic}
         results = [of(config, device, options.full).timed(name, device, options.rounds) for name, of in works.items()]
@@ -81,9 +81,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     options.folder.mkdir(parents=True, exist_ok=True)
-    report = {"machine": where, "peak": peak, "results": [asdict(result) for result in results]}
+    report = {"machine": host, "peak": peak, "results": [asdict(result) for result in results]}
     (options.folder / "results.json").write_text(json.dumps(report, indent=1) + "\n")
-    text = table(results, peak, config.actor.dtype, options.threads, where)
+    text = table(results, peak, config.actor.dtype, options.threads, host)
     print(text)
     if device == "cpu":
         page.write(page_of(parser, options), "update", text)
@@ -226,10 +226,10 @@ def _packing(packed: bool) -> Iterator[None]:
         yield
 
 
-def table(results: Sequence[Result], peak: float, dtype: str, threads: int, where: str) -> str:
+def table(results: Sequence[Result], peak: float, dtype: str, threads: int, host: str) -> str:
     """Return the table for the page: medians over the rounds."""
     lines = [
-        f"{where}. CPU threads: {threads}, {dtype}, matmul peak: {peak / 1e9:.0f} GFLOP/s. Medians; the speedup also has its "
+        f"{host}. CPU threads: {threads}, {dtype}, matmul peak: {peak / 1e9:.0f} GFLOP/s. Medians; the speedup also has its "
         "range.",
         "",
         "| model | tokens | response tokens | seconds, padded | seconds, packed | speedup | MFU, packed |",

@@ -13,7 +13,7 @@ PROMPTS_PER_STEP = 12
 SCORE_BATCH = 4
 MINI_BATCHES = 3
 FLUSHES = 2
-"""Writes of the actor to the stream per step: after 8 trajectories, and at the end."""
+"""Number of times that the actor writes to the stream in a step: after 8 trajectories, and at the end."""
 
 PROCESSES = ("orchestrator", "actor", "critic", "reward", "reference", "redis")
 """Processes that a run needs. The launcher starts, monitors and restarts them."""

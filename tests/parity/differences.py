@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """One row of the page: what each side does, the reason for Quartet's way, and how it is switched off here."""
+    """One row of the page: a property of both sides, the reason for Quartet's, and how the comparison handles it."""
 
     what: str
     quartet: str
     trl: str
-    why: str
-    here: str
+    reason: str
+    handling: str
 
 
 PPO = (
@@ -234,7 +234,7 @@ RLOO = (
 
 NOT_COMPARED = (
     "**KL estimators in the reward other than k1**: Quartet has |d|, TRL's PPO has k3.",
-    "**`objective/entropy`**: TRL's sum of −log-prob over a response, where each pad token adds −1. Quartet has no such metric.",
+    "**`objective/entropy`**: TRL's sum of −log-prob over a response. Each pad token adds −1. Quartet has no such metric.",
     "**Sampling**: TRL uses torch's global generator, Quartet a random stream per trajectory. Both learn from TRL's samples.",
     "**RLOO's value loss and approximate KL**: RLOO has no critic, and TRL's RLOO trainer logs no approximate KL.",
     "**Features that TRL's PPO and RLOO trainers lack**: dual clip, adaptive β, KL in the loss, entropy bonus.",

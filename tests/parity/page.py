@@ -40,7 +40,7 @@ Does Quartet compute the same update as TRL? Yes, within rounding errors, apart 
 - It runs one update of TRL's own trainers on tiny checkpoints, and captures the rollouts and all intermediate results. Policy,
   reference, reward and value model are seeded Llamas with a vocabulary of 256 tokens.
 - Quartet's functions (scoring, experience, losses, optimizer steps) then process the same rollouts with the same settings.
-- The column "here" says how each listed difference is switched off, or why it stays on.
+- The last column of the [list of differences](#differences) says how each is switched off, or why it stays on.
 - *TRL as shipped* is what TRL logs with the same settings and the same order of sequences, and all other differences.
 
 | compared | by | tolerance |
@@ -130,6 +130,6 @@ def _section(result: ScenarioResult) -> str:
 
 
 def _differences(title: str, listed: Sequence[Difference]) -> str:
-    lines = [f"### {title}\n", "| | Quartet | TRL | why | here |", "|---|---|---|---|---|"]
-    lines += [f"| {d.what} | {d.quartet} | {d.trl} | {d.why} | {d.here} |" for d in listed]
+    lines = [f"### {title}\n", "| | Quartet | TRL | reason | in this comparison |", "|---|---|---|---|---|"]
+    lines += [f"| {d.what} | {d.quartet} | {d.trl} | {d.reason} | {d.handling} |" for d in listed]
     return "\n".join(lines) + "\n"

@@ -36,9 +36,9 @@ class Scenario:
 
     @property
     def compares_entropy(self) -> bool:
-        """Return whether TRL computes the whole first epoch with the weights that generated.
+        """Return whether TRL computes the entire first epoch with the weights that generated.
 
-        It does if no optimizer step comes before the end of the epoch.
+        This is so if no optimizer step comes before the end of the epoch.
         """
         return self.algorithm.get("num_mini_batches", 1) == 1
 

@@ -135,7 +135,7 @@ def test_the_page_lists_every_difference() -> None:
     text = DOCS.read_text(encoding="utf-8")
     for difference in (*page.differences.PPO, *page.differences.RLOO):
         assert (
-            f"| {difference.what} | {difference.quartet} | {difference.trl} | {difference.why} | {difference.here} |"
+            f"| {difference.what} | {difference.quartet} | {difference.trl} | {difference.reason} | {difference.handling} |"
             in text
         )
     for line in page.differences.NOT_COMPARED:

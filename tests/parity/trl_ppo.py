@@ -151,7 +151,7 @@ def _update(trainer: _Captured, config: Config, micro_batches: int, as_shipped: 
 def _rollouts(result: dict[str, Any], keep: torch.Tensor) -> Rollouts:
     context = result["context_length"]
     queries = result["query_responses"][:, :context]
-    responses = [row[kept].numpy().astype(np.int32) for row, kept in zip(result["responses"], keep, strict=True)]
+    responses = [row[mask].numpy().astype(np.int32) for row, mask in zip(result["responses"], keep, strict=True)]
     if any(PAD in response for response in responses):
         raise RuntimeError(
             "a response contains the pad token, which the two sides treat differently; choose another seed"
