@@ -22,7 +22,7 @@ def check_content_length(headers: Mapping[str, str]) -> None:
 
 
 def limit_body(receive: Receive) -> Receive:
-    """Wrap ``receive`` to raise HTTPException (413) above the size limit, whatever length the client declared."""
+    """Wrap ``receive`` to raise HTTPException (413) above the size limit, regardless of the declared length."""
     received = 0
 
     async def limited() -> Message:

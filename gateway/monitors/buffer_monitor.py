@@ -30,7 +30,7 @@ class BufferMonitor:
         return (self._own_url if name == self._own_run else None) or self._catalog.config(name).buffer.url
 
     def buffer(self, name: str) -> Buffer:
-        """Return what a run has in its buffer. Raises NotFound."""
+        """Return the contents of a run's buffer. Raises NotFound."""
         url = self.url(name)
         if url is None or is_redacted(url):
             return Buffer(reachable=False, rollouts=None, experience_steps=[], memory_bytes=None)

@@ -7,9 +7,9 @@ from pathlib import Path
 
 BLOCK_BYTES = 64 * 1024
 MAX_BYTES = 4 * 1024 * 1024
-"""Bytes at the end of a log that are read, however long its lines are."""
+"""Maximum number of bytes that are read from the end of a log."""
 MAX_LINE_LENGTH = 20_000
-"""Characters of a line that are shown."""
+"""Maximum number of characters of a line in a response."""
 
 
 def log_files(folder: Path) -> dict[str, Path]:

@@ -59,7 +59,7 @@ class Critic(TrainableModel):
         return measure_value(self._model, longest)
 
     def _adapted(self) -> Any:
-        # The value head is small and untrained, so it is trained in full beside an adapter.
+        # The value head is small and untrained, so all of it is trained, even with an adapter.
         return self._model.backbone
 
     def _snapshot(self, adapter: Adapter | None, merged: bool) -> Writer:

@@ -227,7 +227,7 @@ def check_agreement(statuses: ServiceStatuses, run: str, needs_reference: bool) 
 
 
 def check_unchanged(before: ServiceStatuses, now: ServiceStatuses) -> None:
-    """Check that every service that came back serves the same model as before. Raises MismatchError."""
+    """Check that every service still has the same model as ``before``. Raises MismatchError."""
     for role, status in now.items():
         for name in (
             "model",

@@ -127,7 +127,7 @@ def fsync_path(path: Path) -> None:
 def replace_directory(directory: Path, write: Callable[[Path], None]) -> None:
     """Let ``write`` fill a temporary directory, flush it to the disk, and rename it to ``directory``.
 
-    A reader sees the complete old directory, for an instant none, or the complete new one.
+    A reader sees the complete old or new directory, or for a moment none.
     """
     directory.parent.mkdir(parents=True, exist_ok=True)
     fresh, old = (directory.with_name(f".{directory.name}.{tag}") for tag in ("writing", "replaced"))

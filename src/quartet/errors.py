@@ -72,7 +72,7 @@ class NoResponse(ServiceFailed):
 
 
 class ComputationFailed(QuartetError):
-    """A computation produced NaN or infinity where a finite number is required."""
+    """A computation produced NaN or infinity instead of a finite number."""
 
 
 class OutOfMemory(QuartetError):

@@ -72,7 +72,7 @@ class AlgorithmState:
         self.commit(metrics, scores)
 
     def state(self) -> dict[str, Any]:
-        """Return what a checkpoint stores. The guards restore their history from the metrics."""
+        """Return the state for a checkpoint. The guards restore their history from the metrics."""
         moments = None if self._normalize == "none" else self._moments.state()
         return {"kl_controller": self._kl.state(), "score_moments": moments}
 

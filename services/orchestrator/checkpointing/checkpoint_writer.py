@@ -56,7 +56,7 @@ class CheckpointWriter:
     ) -> PendingCheckpoint:
         """Start to save the trained models after ``step``, with the orchestrator's own ``state``.
 
-        The services keep working, but the models must not be updated before ``finish``: a save that comes too late is refused.
+        The services keep working, but the models must not be updated before ``finish``: a late save is refused.
         """
         name = f"step-{step:06d}"
         # Another epoch's saves may still be in progress, so the epoch is part of the name.

@@ -65,7 +65,7 @@ class RecoveryAttempts:
 
 @dataclass(frozen=True, slots=True)
 class RecoveryPoint:
-    """Point where a run continues: after ``step``. ``checkpoint`` is the step of the newest checkpoint, 0 without one.
+    """Point from which a run continues: after ``step``. ``checkpoint`` is the step of the newest checkpoint, 0 without one.
 
     ``committed`` is the last committed step. If ``step`` is before it, the experience in between is lost, and the steps are
     recomputed. ``replayable``: whether the buffer still holds all experience between checkpoint and ``step``.
@@ -95,7 +95,7 @@ class RecoveryPoint:
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """Plan to reach ``step``. ``start_steps``: where each model starts, None to restore it from ``checkpoint``.
+    """Plan to reach ``step``. ``start_steps``: the step at which each model starts; None restores it from ``checkpoint``.
 
     ``policy_step``: the step to which the actor is replayed.
     """
@@ -139,10 +139,10 @@ class Recovery:
         """Go to the last committed step, or as far as the buffer still holds the experience that a model needs.
 
         Artifacts of later steps are dropped: the same seeds produce them again. A model that has already applied
-        ``pending_step``, which is sealed and not committed, stays there. The actor goes no further than to the policy version
-        that generates the next step, which may lag behind; ``replay`` then brings it to the others. ``newest_checkpoint``
-        returns the newest checkpoint, with verified checksums if its argument is True. ``algorithm_state`` is that before the
-        first step. Raises ConfigError if the run's files are damaged.
+        ``pending_step``, which is sealed but not committed, keeps it. The actor is only brought to the policy version that
+        generates the next step, which may lag behind. ``replay`` later brings it to the step of the other models.
+        ``newest_checkpoint`` returns the newest checkpoint, with verified checksums if its argument is True. ``algorithm_state``
+        is that before the first step. Raises ConfigError if the run's files are damaged.
         """
         history = self._files.read_committed()
         plan = self._plan(newest_checkpoint(False), statuses, len(history), pending_step)

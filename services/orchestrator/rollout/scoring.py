@@ -1,4 +1,6 @@
-"""Scoring of a step by several services at once. Failed batches are retried, then split; what still fails is reported."""
+"""Scoring of a step by several services at once. Failed batches are retried, then split. Trajectories that still fail are
+reported.
+"""
 
 from __future__ import annotations
 
@@ -110,7 +112,7 @@ SplitResult = Callable[[Any, Sequence[Trajectory]], list[Any]]
 
 
 def max_batches_in_flight(replicas: int) -> int:
-    """Return the number of batches that a service with so many replicas has in flight. More would not be scored sooner."""
+    """Return the maximum number of batches in flight for a service. More batches would not be scored sooner."""
     return 2 * replicas + PREFETCH
 
 

@@ -235,7 +235,9 @@ class Launcher:
                 supervisor.raise_if_down()
 
     def stop(self, timeout: float) -> None:
-        """Stop the orchestrator, then the other services, then Redis. Kill what has not ended within ``timeout`` seconds."""
+        """Stop the orchestrator, then the other services, then Redis. Kill processes that have not ended within ``timeout``
+        seconds.
+        """
         for supervisor in self._supervisors:
             supervisor.stop()
         for service in self._services:

@@ -24,8 +24,8 @@ def generalized_advantages(
 ) -> Advantages:
     """Return the advantage and the value target of every response token, both [tokens].
 
-    A(t) = delta(t) + gamma lambda A(t+1) with delta(t) = r(t) + gamma V(t+1) - V(t), where V and A after a response's
-    last token are 0: the episode is finished. Source: Schulman et al. 2016, equations 11-12 and 16; numerics item 3.
+    A(t) = delta(t) + gamma lambda A(t+1) with delta(t) = r(t) + gamma V(t+1) - V(t). V and A are 0 after a response's last token,
+    because the episode has ended. Source: Schulman et al. 2016, equations 11-12 and 16; numerics item 3.
 
     ``rewards`` [tokens]; ``values`` [tokens], from rollout time; ``lengths`` [sequences]. Other sequences in the batch do not
     change the bits of a sequence's result. The result has no gradient. Raises InvalidRequest.

@@ -46,7 +46,7 @@ class Checkpoint:
         return any(name.startswith(f"{role}/") for name in self.files)
 
     def problem(self) -> str | None:
-        """Return what is wrong with the files, or None if all match the manifest. Reads every byte."""
+        """Return the problem with the files, or None if all match the manifest. Reads every byte."""
         for role in self.roles:
             if not self.holds(role):
                 return f"{MANIFEST} names no file of the {role}"

@@ -133,7 +133,7 @@ class RunFiles:
         self._write_lines(self._trajectories_of(step), trajectories)
 
     def truncate_after(self, step: int) -> None:
-        """Remove what was written for steps after ``step``, before they are computed again."""
+        """Remove the records of steps after ``step``, before these steps are recomputed."""
         for path in (self.metrics, self.evaluation_summaries, self.alerts, self.failed_trajectories):
             truncate_step_lines(path, step)
         for folder in (self.trajectories, self.evaluations):

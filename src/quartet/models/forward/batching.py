@@ -69,7 +69,7 @@ def _in_order(sizes: NDArray[np.int64], prompts: Sequence[int] | None) -> list[i
 def right_pad(sequences: Sequence[IntArray], device: torch.device | str) -> torch.Tensor:
     """Return token ids int64 [rows, longest], padded on the right with 0.
 
-    Id 0 is an ordinary token. The lengths tell where a sequence ends; the pad value is never compared.
+    Id 0 is an ordinary token. The end of a sequence follows from its length; the pad value is never compared.
     """
     padded = np.zeros((len(sequences), max(len(sequence) for sequence in sequences)), np.int64)
     for row, sequence in enumerate(sequences):

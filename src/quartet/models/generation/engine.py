@@ -46,7 +46,7 @@ class Engine(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """The policy model as an engine sees it.
+    """The policy model, as engines use it.
 
     ``adapter`` is the LoRA adapter if only an adapter is trained. ``stop_ids`` end a response. ``score`` returns the model's
     log-probs of responses at a temperature, float32 [response tokens].
