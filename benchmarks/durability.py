@@ -63,7 +63,7 @@ class Cost:
 
     @property
     def checkpoint(self) -> float:
-        """Return the cost of one checkpoint. ``slower`` already includes ``copies`` and ``waits``."""
+        """Return the cost of one checkpoint. ``slower`` includes ``copies`` and ``waits``, so the larger value counts."""
         return max(self.copies + self.waits, self.slower)
 
     @property
@@ -111,14 +111,14 @@ def measure(config: Config, path: Path, steps: int, folder: Path) -> Cost:
     command = [str(Path(sys.executable).with_name("quartet")), "train", str(path)]
     command += [part for setting in settings for part in ("--set", setting)]
     files = RunFiles(folder / RUN)
-    held = _held_by_saves(command, files, every, steps, folder / "train.log")
+    save_seconds = _run_and_measure_saves(command, files, every, steps, folder / "train.log")
     seconds = logged_seconds((files.logs / "orchestrator.log").read_text())
-    return cost_of(seconds, held, every, config.checkpoint.every_steps or every)
+    return cost_of(seconds, save_seconds, every, config.checkpoint.every_steps or every)
 
 
-def _held_by_saves(command: list[str], files: RunFiles, every: int, steps: int, log: Path) -> dict[Role, float]:
+def _run_and_measure_saves(command: list[str], files: RunFiles, every: int, steps: int, log: Path) -> dict[Role, float]:
     """Run the command, and return the seconds for which actor and critic copied the checkpoint of step ``every``."""
-    held: dict[Role, float] = {}
+    save_seconds: dict[Role, float] = {}
     with log.open("wb") as output:
         run = subprocess.Popen(
             tied_to_parent(command), stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
@@ -128,17 +128,17 @@ def _held_by_saves(command: list[str], files: RunFiles, every: int, steps: int, 
                 time.sleep(POLL)
                 done = len(files.metrics.read_text().splitlines()) if files.metrics.exists() else 0
                 if every < done < 2 * every:
-                    held = _busy_with_saves(files) or held
+                    save_seconds = _save_seconds(files) or save_seconds
         finally:
             if run.poll() is None:
                 run.terminate()
             run.wait(60)
-    if run.returncode or len(held) == 0:
+    if run.returncode or len(save_seconds) == 0:
         raise ConfigError(f"the measured run ended with status {run.returncode}; see {log}")
-    return held
+    return save_seconds
 
 
-def _busy_with_saves(files: RunFiles) -> dict[Role, float]:
+def _save_seconds(files: RunFiles) -> dict[Role, float]:
     """Return the seconds that actor and critic spent on saves, or nothing if a service does not respond."""
     try:
         addresses = json.loads(files.services.read_text())
@@ -165,7 +165,9 @@ def logged_seconds(log: str) -> list[dict[str, float]]:
     ]
 
 
-def cost_of(steps: Sequence[dict[str, float]], held: dict[Role, float], measured_every: int, every: int) -> Cost:
+def cost_of(
+    steps: Sequence[dict[str, float]], save_seconds: dict[Role, float], measured_every: int, every: int
+) -> Cost:
     """Compute the cost from the logged ``steps`` of a run with a checkpoint every ``measured_every`` steps.
 
     ``every``: steps between two checkpoints in the config.
@@ -178,7 +180,7 @@ def cost_of(steps: Sequence[dict[str, float]], held: dict[Role, float], measured
     return Cost(
         step=typical,
         parts={name: statistics.median(step.get(f"{name}_seconds", 0.0) for step in warm) for name in IN_EACH_STEP},
-        copies=max(held.values()),
+        copies=max(save_seconds.values()),
         waits=statistics.fmean(step.get("checkpoint_seconds", 0.0) for step in after),
         slower=max(0.0, statistics.fmean(step["seconds"] for step in after) - typical),
         every=every,

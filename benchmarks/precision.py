@@ -21,7 +21,7 @@ import torch
 from benchmarks import machine, page
 from benchmarks.generation import read_prompts
 from benchmarks.options import add_shared, page_of, parser_of
-from benchmarks.update import Work, matmul_peak, of_policy
+from benchmarks.update import RepeatableUpdate, matmul_peak, policy_update_of
 from quartet.config import Config, load_config
 from quartet.errors import QuartetError
 from quartet.models.generation.torch_engine import TorchEngine
@@ -126,7 +126,7 @@ class _Side:
             GenerationRequest(TrajectoryId("r", 1, index, 0), ids) for index, ids in enumerate(prompt_ids)
         ]
         self._engine = TorchEngine(model, stops, prompts)
-        self._work: Work = of_policy(config, "cpu", full)
+        self._update: RepeatableUpdate = policy_update_of(config, "cpu", full)
 
     def rate(self, tokens: int, seed: int) -> float:
         start = time.perf_counter()
@@ -135,7 +135,7 @@ class _Side:
 
     def seconds(self) -> float:
         start = time.perf_counter()
-        self._work.take()
+        self._update.run()
         return time.perf_counter() - start
 
 
@@ -148,11 +148,13 @@ def weight_changes(rate: float) -> WeightChanges:
 
 def _changes(dtype: str, rate: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the changes of the weights that the optimizer updates, and of the model's parameters."""
-    work = of_policy(load_config(REVIEWS, [f"actor.dtype={dtype}", f"actor.learning_rate={rate}"]), "cpu", False)
-    weights = work.optimizer.stepped_parameters()
-    parameters = [work.optimizer.parameter_of_master.get(weight, weight) for weight in weights]
+    update = policy_update_of(
+        load_config(REVIEWS, [f"actor.dtype={dtype}", f"actor.learning_rate={rate}"]), "cpu", False
+    )
+    weights = update.optimizer.stepped_parameters()
+    parameters = [update.optimizer.parameter_of_master.get(weight, weight) for weight in weights]
     before = _flat(weights), _flat(parameters)
-    work.take()
+    update.run()
     return _flat(weights) - before[0], _flat(parameters) - before[1]
 
 

@@ -75,8 +75,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         device = machine.device_of(config, options.config)
         host = machine.describe(device)
         peak = matmul_peak(device, config.actor.dtype)
-        works = {"policy": of_policy, "critic": of_critic}
-        results = [of(config, device, options.full).timed(name, device, options.rounds) for name, of in works.items()]
+        updates = {"policy": policy_update_of, "critic": critic_update_of}
+        results = [
+            update_of(config, device, options.full).timed(name, device, options.rounds)
+            for name, update_of in updates.items()
+        ]
     except QuartetError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -148,21 +151,21 @@ def make_experience(config: Config, model: Any, full: bool = False) -> Experienc
 
 
 @dataclass(frozen=True)
-class Work:
+class RepeatableUpdate:
     """An update that can be repeated, its optimizer and its experience."""
 
     optimizer: MasterWeightAdamW
-    take: Callable[[], None]
+    run: Callable[[], None]
     experience: Experience
     flops: float
 
     def timed(self, name: str, device: str, rounds: int) -> Result:
         """Measure packed and padded updates alternately, after a warm-up round."""
         tokens, responses = len(self.experience.batch.token_ids), len(self.experience.advantages)
-        return Result(name, tokens, responses, self.flops, *_timed(self.take, device, rounds))
+        return Result(name, tokens, responses, self.flops, *_timed(self.run, device, rounds))
 
 
-def of_policy(config: Config, device: str, full: bool) -> Work:
+def policy_update_of(config: Config, device: str, full: bool) -> RepeatableUpdate:
     """Return the update of the policy."""
     model = load_causal_lm(config.actor.model, config.actor.dtype, device)
     optimizer = create_optimizer(model, config.actor.learning_rate)
@@ -175,10 +178,10 @@ def of_policy(config: Config, device: str, full: bool) -> Work:
         update_policy(model, optimizer, experience, settings, loss, config.actor.max_forward_tokens)
 
     multiplications = body * distinct_tokens(experience.batch, config) + head * len(experience.advantages)
-    return Work(optimizer, update, experience, 6.0 * settings.num_epochs * multiplications)
+    return RepeatableUpdate(optimizer, update, experience, 6.0 * settings.num_epochs * multiplications)
 
 
-def of_critic(config: Config, device: str, full: bool) -> Work:
+def critic_update_of(config: Config, device: str, full: bool) -> RepeatableUpdate:
     """Return the update of the value model."""
     model = load_critic(config.critic.model or str(config.reward.model), config.critic.dtype, device)
     optimizer = create_optimizer(model, config.critic.learning_rate)
@@ -189,11 +192,11 @@ def of_critic(config: Config, device: str, full: bool) -> Work:
         update_value(model, optimizer, experience, settings, loss, config.critic.max_forward_tokens)
 
     multiplications = _weights(model.backbone) * distinct_tokens(experience.batch, config)
-    return Work(optimizer, update, experience, 6.0 * settings.num_epochs * multiplications)
+    return RepeatableUpdate(optimizer, update, experience, 6.0 * settings.num_epochs * multiplications)
 
 
 def distinct_tokens(batch: TokenBatch, config: Config) -> int:
-    """Return the tokens that a model must compute: each shared prompt once, and not the last token of a response."""
+    """Return the tokens that a model must compute: shared prompts once, and no last tokens, which predict nothing."""
     prompts = int(batch.prompt_lengths[:: config.rollout.samples_per_prompt].sum())
     return prompts + int(batch.response_lengths.sum()) - len(batch)
 

@@ -303,7 +303,7 @@ def test_experience_has_the_maximum_length_on_request(tmp_path: Path) -> None:
     random_models.main([str(tmp_path), "--layers", "1", "--vocabulary", "300"])
     small = [f"actor.model={tmp_path}/policy", "rollout.prompts_per_step=3", "rollout.max_response_tokens=4"]
     config = load_config(GPU / "ppo.yaml", small)
-    batch = update.of_policy(config, "cpu", full=True).experience.batch
+    batch = update.policy_update_of(config, "cpu", full=True).experience.batch
     assert batch.prompt_lengths.tolist() == [128] * 3
     assert batch.response_lengths.tolist() == [4] * 3
 
