@@ -47,27 +47,27 @@ targets.
 
 
 def gae(inputs: EstimatorInput) -> Advantages:
-    """Generalized advantage estimation (GAE), see ``quartet.ppo.gae``."""
+    """Generalized advantage estimation (GAE): [tokens] -> both [tokens]. See ``quartet.ppo.gae``."""
     return generalized_advantages(inputs.rewards, inputs.values, inputs.lengths, inputs.gamma, inputs.gae_lambda)
 
 
 def reinforce(inputs: EstimatorInput) -> Tensor:
-    """REINFORCE with the step's mean reward as the baseline."""
+    """REINFORCE with the step's mean reward as the baseline: [sequences] -> [sequences]."""
     return estimators.reinforce_advantages(inputs.rewards)
 
 
 def rloo(inputs: EstimatorInput) -> Tensor:
-    """RLOO: the baseline is the mean of the prompt's other samples."""
+    """RLOO, whose baseline is the mean of the prompt's other samples: [sequences] -> [sequences]."""
     return estimators.rloo_advantages(inputs.rewards, inputs.groups)
 
 
 def grpo(inputs: EstimatorInput) -> Tensor:
-    """GRPO, or Dr. GRPO without ``divide_by_std``."""
+    """GRPO, or Dr. GRPO without ``divide_by_std``: [sequences] -> [sequences]."""
     return estimators.grpo_advantages(inputs.rewards, inputs.groups, inputs.divide_by_std)
 
 
 def reinforce_plus_plus(inputs: EstimatorInput) -> Tensor:
-    """REINFORCE++: the discounted return from each token on."""
+    """REINFORCE++, the discounted return from each token on: [tokens] -> [tokens]."""
     return estimators.discounted_returns(inputs.rewards, inputs.lengths, inputs.gamma)
 
 

@@ -36,7 +36,7 @@ class TrajectoryTokens:
 
 
 def write_tokens(path: Path, arrays: Mapping[str, NDArray[Any]]) -> None:
-    """Write the arrays to a temporary file and rename it, without a flush to the disk. Raises OSError."""
+    """Write the result of ``step_artifacts.token_arrays`` to a temporary file and rename it, without a flush. Raises OSError."""
     from safetensors.numpy import save
 
     partial = path.with_name(f".{path.name}.partial")

@@ -143,7 +143,9 @@ class DecodeCache:
         self._window.end += 1
 
     def keep(self, rows: int, holes: torch.Tensor, movers: torch.Tensor, start: int) -> None:
-        """Move rows ``movers`` into ``holes``, then keep the first ``rows`` rows and the columns from ``start``."""
+        """Move rows ``movers`` int64 [moved] into ``holes`` [moved], then keep the first ``rows`` rows and columns from
+        ``start``.
+        """
         window = self._window
         if len(holes):
             for layer in self.layers.layers:

@@ -139,12 +139,12 @@ class StaticDecoder:
         return self._logits[:rows]
 
     def rest(self, rows: np.ndarray[Any, np.dtype[np.int64]]) -> None:
-        """Reset finished rows to their first column. Their results are ignored until they are removed."""
+        """Reset finished ``rows`` int64 [finished] to their first column. Their results are ignored until they are removed."""
         self._lengths[rows] = 0
         self._positions[torch.from_numpy(rows).to(self._device)] = 0
 
     def keep(self, rows: int, holes: torch.Tensor, movers: torch.Tensor) -> None:
-        """Move rows ``movers`` into ``holes``, then keep the first ``rows`` rows."""
+        """Move rows ``movers`` int64 [moved] into ``holes`` [moved], then keep the first ``rows`` rows."""
         self._lengths[holes.cpu().numpy()] = self._lengths[movers.cpu().numpy()]
         if len(holes):
             columns = int(self._lengths[:rows].max())

@@ -41,7 +41,7 @@ class MasterWeightAdamW(torch.optim.AdamW):
         )
 
     def stepped_parameters(self) -> list[torch.Tensor]:
-        """Return the tensors that steps update: master weights, and parameters without one."""
+        """Return the tensors that steps update: float32 master weights, and parameters without a master weight."""
         return [parameter for group in self.param_groups for parameter in group["params"]]
 
     def move_gradients(self) -> None:
