@@ -287,7 +287,7 @@ def test_only_a_few_parts_import_torch_transformers_or_pickle() -> None:
 
 
 def import_without(packages: Sequence[str], names: Sequence[str]) -> str:
-    """Import modules in a process in which these packages are missing; return one line for each that fails."""
+    """Import modules in a process without these packages. Return one line for each module that fails."""
     command = [sys.executable, "-c", IMPORT_EACH, ",".join(packages), ",".join(names)]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout
 

@@ -271,7 +271,7 @@ def test_random_models_have_the_shape_of_qwen2() -> None:
 
 
 @pytest.mark.parametrize(("name", "rows"), [("ppo", 16), ("rloo", 16)])
-def test_trl_uses_the_token_limit_of_quartet_on_a_gpu_and_whole_mini_batches_on_a_cpu(name: str, rows: int) -> None:
+def test_trl_uses_the_token_limit_on_a_gpu_and_whole_mini_batches_on_a_cpu(name: str, rows: int) -> None:
     config = load_config(GPU / f"{name}.yaml")
     assert trl_training._rows(config) == rows
     assert trl_training._rows(load_config(GPU / f"{name}.yaml", ["services.actor.devices=[]"])) == 128

@@ -75,7 +75,7 @@ def anchors(text: str) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-def test_links_between_pages_lead_to_a_file_and_a_heading() -> None:
+def test_links_between_pages_point_to_a_file_and_a_heading() -> None:
     broken = []
     for path in PAGES:
         name = path.relative_to(ROOT).as_posix()

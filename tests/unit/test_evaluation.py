@@ -109,7 +109,7 @@ def trajectory(finish: FinishReason) -> Trajectory:
     )
 
 
-def test_kl_is_the_sum_of_log_ratios_of_sampled_responses_and_none_for_greedy_ones() -> None:
+def test_kl_is_a_sum_of_log_ratios_and_none_for_greedy_responses() -> None:
     reference = np.array([-0.25, -2.0, -7.0], np.float32)
     sampled = Response.of(trajectory(FinishReason.EOS), "text", 1.5, reference)
     expected = sum(float(ours) - float(theirs) for ours, theirs in zip((-0.5, -1e-3, -7.25), reference, strict=True))

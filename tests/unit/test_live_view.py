@@ -30,7 +30,7 @@ def alert(step: int, guard: str) -> Alert:
     return Alert(step=step, guard=guard, action="warn", evidence="it rises", remedy="lower it")
 
 
-def test_each_note_is_printed_once_and_all_notes_of_a_second_orchestrator_are_printed() -> None:
+def test_each_note_is_printed_once_per_orchestrator() -> None:
     messages = Messages(Path("runs/tiny"))
     assert messages.new_lines(progress(1, "a", "b")) == ["note: a", "note: b"]
     assert messages.new_lines(progress(1, "a", "b", "b")) == ["note: b"]
@@ -44,7 +44,7 @@ def test_each_note_is_printed_once_and_all_notes_of_a_second_orchestrator_are_pr
     assert messages.new_lines(progress(2)) == []
 
 
-def test_each_alert_is_printed_once_and_all_alerts_of_a_second_orchestrator_are_printed() -> None:
+def test_each_alert_is_printed_once_per_orchestrator() -> None:
     messages = Messages(Path("runs/tiny"))
     first = Progress("toy", 9, alerts=[alert(1, "collapse"), alert(2, "collapse")])
     assert len(messages.new_lines(first)) == 2

@@ -50,7 +50,7 @@ def test_plain_text_passes(vocabulary: Any, text: str) -> None:
     assert [entry.refuse for entry in vocabulary.read_entries() if entry.uses("quartet/new.py", text)] == []
 
 
-def test_a_line_may_state_why_it_needs_a_word(vocabulary: Any) -> None:
+def test_a_line_with_a_reason_may_use_a_refused_word(vocabulary: Any) -> None:
     [entry, *_] = vocabulary.read_entries()
     assert entry.uses("new.md", f"{entry.example}  # vocabulary: allow - quotes the old name") == []
 

@@ -112,7 +112,7 @@ def test_a_report_replaces_only_another_report(files: RunFiles, tmp_path: Path) 
     assert other.read_text() == "<p>mine</p>"
 
 
-def test_a_damaged_file_is_named(files: RunFiles) -> None:
+def test_a_damaged_file_is_reported(files: RunFiles) -> None:
     path = files.trajectories / "step-000004.jsonl"
     path.write_text('{"score": 1.0}\n')
     with pytest.raises(ConfigError, match=f"trajectories {re.escape(str(path))}: cannot be read"):

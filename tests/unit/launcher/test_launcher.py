@@ -19,7 +19,7 @@ from quartet.run_directory.run_files import RunFiles
 from quartet.types import Role
 
 
-def test_a_gateway_that_hangs_at_its_start_is_given_up_before_training_starts(
+def test_training_starts_without_a_gateway_that_hangs_at_its_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = parse_config(

@@ -22,7 +22,7 @@ from quartet.launcher.supervisor import ProcessSupervisor
         (1, ServiceFailed, r"^reward: given up after 1 restart in \d+ s: config .*missing\.yaml: .*"),
     ],
 )
-def test_the_error_of_a_service_that_refuses_its_config_reaches_the_user(
+def test_the_user_sees_the_error_of_a_service_that_refuses_its_config(
     restarts: int, kind: type[Exception], message: str, tmp_path: Path
 ) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}

@@ -42,7 +42,7 @@ def test_zero_max_restarts_allows_no_restart() -> None:
 
 
 class Echo:
-    """A process that is ready when it prints "up", and responds unless it is suspended."""
+    """Process that is ready when it prints "up", and responds unless it is suspended."""
 
     name = "echo"
 

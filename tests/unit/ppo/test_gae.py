@@ -57,7 +57,7 @@ def test_a_worked_example_with_two_tokens() -> None:
 
 @check
 @given(ragged_lengths, seeds)
-def test_undiscounted_returns_are_the_score_minus_the_kl_penalties_to_come(lengths: list[int], seed: int) -> None:
+def test_undiscounted_returns_are_the_score_minus_later_kl_penalties(lengths: list[int], seed: int) -> None:
     kl, values = draw(seed, sum(lengths)), draw(seed + 1, sum(lengths))
     scores, sizes = draw(seed + 2, len(lengths)), torch.tensor(lengths)
     result = generalized_advantages(token_rewards(scores, kl, sizes, 0.3), values, sizes, 1.0, 1.0)

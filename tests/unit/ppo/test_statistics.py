@@ -32,7 +32,7 @@ def test_whitening_follows_its_definition(tokens: int, seed: int, shift_mean: bo
 
 @check
 @given(st.integers(20, 60), seeds)
-def test_whitened_advantages_have_mean_zero_and_rewards_keep_theirs(tokens: int, seed: int) -> None:
+def test_whitened_advantages_have_mean_zero_and_rewards_keep_their_mean(tokens: int, seed: int) -> None:
     values = draw(seed, tokens, scale=3.0) + 2
     advantages, rewards = whiten(values, shift_mean=True).numpy(), whiten(values, shift_mean=False).numpy()
     assert np.mean(advantages, dtype=np.float64) == pytest.approx(0.0, abs=1e-6)

@@ -31,7 +31,7 @@ def test_a_line_has_time_level_role_and_event(level: str, capsys: pytest.Capture
 
 
 @pytest.mark.skipif(not FULL.exists(), reason="needs a device that is always full")
-def test_a_full_disk_loses_the_line_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_loses_only_the_line(monkeypatch: pytest.MonkeyPatch) -> None:
     full = FULL.open("w", buffering=1)
     monkeypatch.setattr("sys.stderr", full)
     configure_logs("actor")

@@ -39,7 +39,7 @@ def test_without_an_endpoint_there_are_no_spans() -> None:
 
 
 @pytest.mark.parametrize("path", ["", "/", "/v1/traces"])
-def test_a_call_carries_its_trace_context_and_calls_outside_a_step_have_none(path: str) -> None:
+def test_calls_of_a_step_have_a_trace_context_and_other_calls_have_none(path: str) -> None:
     with Collector().listening() as collector:
         client, server = Traces(collector.url + path, "orchestrator", "run"), Traces(collector.url, "actor", "run")
         assert client.outgoing("actor", "GetStatus") is None
@@ -63,7 +63,7 @@ def test_a_call_carries_its_trace_context_and_calls_outside_a_step_have_none(pat
     assert len({span.trace_id for _, span in spans.values()}) == 1
 
 
-def test_lost_spans_are_logged_once_and_so_is_the_recovery() -> None:
+def test_lost_spans_and_the_recovery_are_logged_once() -> None:
     with Collector(status=400).listening() as collector, capture_logs() as logs:
         traces = Traces(collector.url, "orchestrator", "run")
         for step in (1, 2):

@@ -131,7 +131,7 @@ def samples_of(prompts: list[int], lengths: list[list[int]]) -> TokenBatch:
     # The second batch predicts as many tokens as it has. The third has responses of one token.
     [([7, 4], [[3, 9, 1], [6, 2]]), ([3], [[2, 5, 4]]), ([5], [[1, 1]])],
 )
-def test_a_shared_prompt_is_computed_once_with_the_same_outputs_and_gradients(
+def test_a_shared_prompt_is_computed_once_with_equal_outputs_and_gradients(
     kind: str, prompts: list[int], responses: list[list[int]]
 ) -> None:
     model, batch = tiny.causal(kind), samples_of(prompts, responses)

@@ -110,7 +110,7 @@ def test_scores_need_no_pad_token() -> None:
     assert sequence_scores(model, tiny.batch([2, 3], [4, 1]), 100).shape == (2,)
 
 
-def test_an_encoder_classifier_reads_whole_sequences_without_their_pads() -> None:
+def test_an_encoder_classifier_reads_whole_sequences_without_padding() -> None:
     model, batch = tiny.classifier("bert", pad_token_id=0), tiny.batch(PROMPTS, RESPONSES)
     with torch.no_grad():
         expected = [

@@ -252,13 +252,13 @@ def test_a_prompt_whose_text_gives_other_token_ids_is_an_error() -> None:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("tritonclient") is not None, reason="the package is here")
-def test_without_tritonclient_the_error_says_how_to_get_it(tmp_path: Path) -> None:
+def test_a_missing_tritonclient_is_reported_with_installation_advice(tmp_path: Path) -> None:
     server = TritonServer("127.0.0.1:1", "m", 1.0, "static", 1, tmp_path)
     with pytest.raises(ConfigError, match=r"pip install 'quartet-rlhf\[triton\]'"):
         TritonEngine(server, policy())
 
 
 @pytest.mark.skipif(importlib.util.find_spec("tensorrt_llm") is not None, reason="the package is here")
-def test_without_tensorrt_llm_the_error_says_where_it_is(tmp_path: Path) -> None:
+def test_a_missing_tensorrt_llm_is_reported_with_the_image_that_has_it(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"image of docker/Dockerfile\.tensorrt-llm"):
         TensorRTLLMEngine(TensorRTLLM("m", tmp_path, 1, 0.4, True), policy())

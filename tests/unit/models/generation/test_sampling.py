@@ -28,7 +28,7 @@ def test_tokens_follow_the_softmax_at_the_temperature(temperature: float) -> Non
     assert ((counts - expected) ** 2 / expected).sum() < 24.3  # chi-square, 7 degrees of freedom, p = 0.001
 
 
-def test_top_k_keeps_the_likeliest_in_proportion() -> None:
+def test_top_k_keeps_the_likeliest_tokens_in_proportion() -> None:
     probabilities = torch.softmax(LOGITS.double(), 0).numpy()
     kept = [3, 6, 0]
     expected = 20_000 * probabilities[kept] / probabilities[kept].sum()
