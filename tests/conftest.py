@@ -12,11 +12,11 @@ from quartet.buffer.connection import Redis, connect
 from quartet.buffer.embedded_redis import EmbeddedRedis
 from quartet.telemetry.logs import configure_logs
 
-# Tests fork from a process that uses gRPC, to run something else. gRPC reads this variable at first use: its fork handlers could
-# abort the forked process.
+# Tests start child processes from a process that uses gRPC. The fork handlers of gRPC could abort the child. gRPC reads this
+# variable at its first use.
 os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
-# The models of the tests are too small for several threads, and threads that wait for each other keep all cores busy. Set before
-# torch is imported.
+# The models of the tests are too small for several threads, and waiting threads keep all cores busy. Set this before the import
+# of torch.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
@@ -26,18 +26,18 @@ SLOWEST_FILES = 10
 @pytest.hookimpl(tryfirst=True)  # Before pytest deselects by marker.
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark as slow all cases of a ``sampled`` test that are not in its sample."""
-    seen: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     for item in items:
         sampled = item.get_closest_marker("sampled")
         if sampled is not None:
             test = item.nodeid.partition("[")[0]
-            if seen[test] % sampled.args[0]:
+            if counts[test] % sampled.args[0]:
                 item.add_marker(pytest.mark.slow)
-            seen[test] += 1
+            counts[test] += 1
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Print the slowest files of this run, each with the seconds of its tests and their fixtures."""
+    """Print the slowest test files with their seconds, including fixtures."""
     seconds: Counter[str] = Counter()
     for reports in terminalreporter.stats.values():
         for report in reports:
@@ -51,13 +51,13 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _logs() -> None:
-    """Send logs where the product sends them: standard output holds only what a command prints."""
+    """Configure logs like the product does, so that standard output contains only the output of commands."""
     configure_logs("tests")
 
 
 @pytest.fixture(scope="session")
 def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The address of a Redis for this test session. Tests use different run names, so that they do not share data."""
+    """The URL of a Redis for this test session. Tests use different run names, so that they do not share data."""
     folder = tmp_path_factory.mktemp("redis")
     with EmbeddedRedis(folder / "data", folder / "redis.log") as server:
         yield server.url

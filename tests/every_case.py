@@ -1,4 +1,4 @@
-"""One test for a family of cases: every case runs, and every case that fails is reported."""
+"""A decorator that runs many fast cases as one test and reports every failed case."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ import pytest
 def every_case(names: str | tuple[str, ...], cases: Iterable[Any], ids: Any = None) -> Callable[[Any], Any]:
     """Run a test once for each case, like ``pytest.mark.parametrize``, but as one test.
 
-    For families of many fast cases: the fixtures are set up once and shared by all cases. ``ids`` is ignored: the
-    report shows the values of each case that fails.
+    All cases share the fixtures, which are set up once. ``ids`` is ignored, because the report shows the values of each
+    failed case.
     """
     keys = [name.strip() for name in names.split(",")] if isinstance(names, str) else list(names)
     values = [case.values if hasattr(case, "values") and hasattr(case, "marks") else case for case in cases]
     rows = [dict(zip(keys, value if len(keys) > 1 else (value,), strict=True)) for value in values]
-    assert rows, "a family without cases tests nothing"
+    assert rows, "there must be at least one case"
 
     def decorate(test: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(test)

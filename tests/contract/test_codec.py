@@ -55,8 +55,8 @@ def assert_same(left: Any, right: Any) -> None:
             assert_same(getattr(left, field.name), getattr(right, field.name))
     elif isinstance(left, list):
         assert type(left) is type(right)
-        for each, other in zip(left, right, strict=True):
-            assert_same(each, other)
+        for item, other in zip(left, right, strict=True):
+            assert_same(item, other)
     elif isinstance(left, dict):
         assert left.keys() == right.keys()
         for name, value in left.items():

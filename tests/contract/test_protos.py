@@ -58,7 +58,7 @@ def documented_items(file: FileDescriptorProto) -> Iterator[tuple[str, tuple[int
 
 
 def test_everything_has_a_comment_with_a_full_stop(protos: list[FileDescriptorProto]) -> None:
-    wrong, count = [], 0
+    problems, count = [], 0
     for file in protos:
         comments = {
             tuple(location.path): location.leading_comments.strip() for location in file.source_code_info.location
@@ -66,21 +66,21 @@ def test_everything_has_a_comment_with_a_full_stop(protos: list[FileDescriptorPr
         for name, path in documented_items(file):
             count += 1
             if not re.fullmatch(r".{3,}[.]|.+, \.\.\.", comments.get(path, ""), re.DOTALL):
-                wrong.append(f"{file.name}: {name}: {comments.get(path, '')!r}")
-    assert wrong == []
+                problems.append(f"{file.name}: {name}: {comments.get(path, '')!r}")
+    assert problems == []
     assert count > 150
 
 
 def test_comments_of_tensors_contain_dtype_and_shape(protos: list[FileDescriptorProto]) -> None:
-    wrong = []
+    problems = []
     for file in protos:
         comments = {tuple(location.path): location.leading_comments for location in file.source_code_info.location}
         for index, message in enumerate(file.message_type):
             for inner, field in enumerate(message.field):
                 text = comments[(MESSAGE, index, FIELD, inner)]
                 if field.type_name == ".quartet.v1.Tensor" and not re.search(r"(int32|float32) \[[^]]+\]", text):
-                    wrong.append(f"{message.name}.{field.name}: {text!r}")
-    assert wrong == []
+                    problems.append(f"{message.name}.{field.name}: {text!r}")
+    assert problems == []
 
 
 def test_the_package_is_quartet_v1_and_the_syntax_proto3(protos: list[FileDescriptorProto]) -> None:

@@ -15,7 +15,7 @@ from quartet.demo.toy_task import ToyTask, make_toy_task
 from tests.e2e.commands import CommandResult, settings
 from tests.e2e.conftest import MINIATURE, STEPS, Run, Service, Start
 
-Refuse = Callable[..., None]
+AssertTrainFails = Callable[..., None]
 
 
 def assert_refused(result: CommandResult, *mentioned: str | Path) -> None:
@@ -29,7 +29,7 @@ def assert_refused(result: CommandResult, *mentioned: str | Path) -> None:
 
 
 @pytest.fixture
-def refuse(start: Start, config: Path, tmp_path: Path) -> Refuse:
+def assert_train_fails(start: Start, config: Path, tmp_path: Path) -> AssertTrainFails:
     """Train with changed settings, and check that the command fails with an error that contains all of ``mentioned``."""
 
     def train(*assignments: str, options: list[str] | None = None, mentioned: tuple[str | Path, ...]) -> None:
@@ -90,80 +90,88 @@ def test_a_mistyped_option_is_explained_without_a_traceback(start: Start, config
     ids=["missing", "not JSON", "no text", "empty text", "empty file"],
 )
 def test_an_invalid_prompts_file_is_refused(
-    content: str | None, mentioned: tuple[str, ...], refuse: Refuse, tmp_path: Path
+    content: str | None, mentioned: tuple[str, ...], assert_train_fails: AssertTrainFails, tmp_path: Path
 ) -> None:
     prompts = tmp_path / "wrong.jsonl"
     if content is not None:
         prompts.write_text(content)
-    refuse(f"data.prompts={prompts}", mentioned=(prompts, *mentioned))
+    assert_train_fails(f"data.prompts={prompts}", mentioned=(prompts, *mentioned))
 
 
-def test_a_missing_model_is_refused(refuse: Refuse, tmp_path: Path) -> None:
-    refuse(f"actor.model={tmp_path}/absent", mentioned=("actor.model", tmp_path / "absent", "no such directory"))
+def test_a_missing_model_is_refused(assert_train_fails: AssertTrainFails, tmp_path: Path) -> None:
+    assert_train_fails(
+        f"actor.model={tmp_path}/absent", mentioned=("actor.model", tmp_path / "absent", "no such directory")
+    )
 
 
 def test_a_model_with_a_damaged_config_is_refused(
-    refuse: Refuse, toy_task: ToyTask, copy: Callable[[Path], Path]
+    assert_train_fails: AssertTrainFails, toy_task: ToyTask, copy: Callable[[Path], Path]
 ) -> None:
     model = copy(toy_task.reward)
     (model / "config.json").write_text("{")
-    refuse(f"reward.model={model}", mentioned=("reward.model", model / "config.json", "not JSON"))
+    assert_train_fails(f"reward.model={model}", mentioned=("reward.model", model / "config.json", "not JSON"))
 
 
 def test_a_model_without_tokenizer_is_refused_and_leaves_no_folder(
-    refuse: Refuse, toy_task: ToyTask, copy: Callable[[Path], Path], tmp_path: Path
+    assert_train_fails: AssertTrainFails, toy_task: ToyTask, copy: Callable[[Path], Path], tmp_path: Path
 ) -> None:
     model = copy(toy_task.policy)
     for file in model.glob("tokenizer*"):
         file.unlink()
-    refuse(f"actor.model={model}", mentioned=("actor.model", model, "its tokenizer files are missing"))
+    assert_train_fails(f"actor.model={model}", mentioned=("actor.model", model, "its tokenizer files are missing"))
     assert not (tmp_path / "runs").exists()
 
 
 @pytest.mark.slow  # tests/unit/models loads damaged weights.
 def test_a_model_with_truncated_weights_is_refused(
-    refuse: Refuse, toy_task: ToyTask, frozen: Service, copy: Callable[[Path], Path]
+    assert_train_fails: AssertTrainFails, toy_task: ToyTask, frozen: Service, copy: Callable[[Path], Path]
 ) -> None:
     model = copy(toy_task.policy)
     weights = (model / "model.safetensors").read_bytes()
     (model / "model.safetensors").write_bytes(weights[: len(weights) // 2])
     # The command starts only the actor, which must refuse before the other services are contacted.
     options = frozen.serving("critic", "reward", "reference")
-    refuse(f"actor.model={model}", options=options, mentioned=("actor: ", model, "weights cannot be used"))
+    assert_train_fails(f"actor.model={model}", options=options, mentioned=("actor: ", model, "weights cannot be used"))
 
 
-def test_a_language_model_as_reward_model_is_refused(refuse: Refuse, toy_task: ToyTask, frozen: Service) -> None:
+def test_a_language_model_as_reward_model_is_refused(
+    assert_train_fails: AssertTrainFails, toy_task: ToyTask, frozen: Service
+) -> None:
     options = frozen.serving("actor", "critic", "reference")
-    wrong = ("reward.model", toy_task.policy, "LlamaForCausalLM", "expected a sequence classifier")
-    refuse(f"reward.model={toy_task.policy}", options=options, mentioned=wrong)
+    expected = ("reward.model", toy_task.policy, "LlamaForCausalLM", "expected a sequence classifier")
+    assert_train_fails(f"reward.model={toy_task.policy}", options=options, mentioned=expected)
 
 
 @pytest.mark.slow  # tests/unit/models loads such a classifier.
 def test_a_classifier_with_two_outputs_as_reward_model_is_refused(
-    refuse: Refuse, toy_task: ToyTask, frozen: Service, copy: Callable[[Path], Path]
+    assert_train_fails: AssertTrainFails, toy_task: ToyTask, frozen: Service, copy: Callable[[Path], Path]
 ) -> None:
     model = copy(toy_task.reward)
     description = json.loads((model / "config.json").read_text())
     labels = {"id2label": {"0": "bad", "1": "good"}, "label2id": {"bad": 0, "good": 1}}
     (model / "config.json").write_text(json.dumps(description | labels))
     options = frozen.serving("actor", "critic", "reference")
-    refuse(f"reward.model={model}", options=options, mentioned=("reward: ", model, "2 outputs", "exactly one"))
+    assert_train_fails(
+        f"reward.model={model}", options=options, mentioned=("reward: ", model, "2 outputs", "exactly one")
+    )
 
 
-def test_a_reward_model_with_another_vocabulary_is_refused(refuse: Refuse, frozen: Service, tmp_path: Path) -> None:
+def test_a_reward_model_with_another_vocabulary_is_refused(
+    assert_train_fails: AssertTrainFails, frozen: Service, tmp_path: Path
+) -> None:
     other = make_toy_task(tmp_path / "other", recipe=replace(MINIATURE, vocabulary=280))
-    refuse(
+    assert_train_fails(
         f"reward.model={other.reward}",
         options=frozen.serving("reference"),
         mentioned=("reward.model", other.reward, "280", "300", "the actor's tokenizer"),
     )
 
 
-def test_a_port_in_use_is_refused(refuse: Refuse) -> None:
+def test_a_port_in_use_is_refused(assert_train_fails: AssertTrainFails) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         address = f"127.0.0.1:{other.getsockname()[1]}"
         mentioned = ("services.reward.listen", address, "in use", "choose another port")
-        refuse(f"services.reward.listen={address}", mentioned=mentioned)
+        assert_train_fails(f"services.reward.listen={address}", mentioned=mentioned)
 
 
 @pytest.fixture
@@ -174,12 +182,14 @@ def unreachable_redis() -> Iterator[str]:
         yield f"redis://127.0.0.1:{closed.getsockname()[1]}/0"
 
 
-def test_an_unreachable_redis_is_refused(refuse: Refuse, unreachable_redis: str) -> None:
-    refuse(f"buffer.url={unreachable_redis}", mentioned=(unreachable_redis, "unreachable", "correct buffer.url"))
+def test_an_unreachable_redis_is_refused(assert_train_fails: AssertTrainFails, unreachable_redis: str) -> None:
+    assert_train_fails(
+        f"buffer.url={unreachable_redis}", mentioned=(unreachable_redis, "unreachable", "correct buffer.url")
+    )
 
 
-def test_an_address_of_another_service_is_refused(refuse: Refuse, frozen: Service) -> None:
-    refuse(
+def test_an_address_of_another_service_is_refused(assert_train_fails: AssertTrainFails, frozen: Service) -> None:
+    assert_train_fails(
         options=frozen.serving("actor", "critic", "reward", "reference"),
         mentioned=("services.actor.address", frozen.address, "expected the actor, got the reward, reference service"),
     )

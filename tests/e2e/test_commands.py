@@ -99,8 +99,8 @@ def test_doctor_describes_the_machine_and_what_a_config_needs(start: Start, conf
 
 
 def test_doctor_reports_failed_checks_and_exits_with_1(start: Start, config: Path, tmp_path: Path) -> None:
-    wrong = settings(f"reward.model={tmp_path}/absent", "buffer.url=redis://127.0.0.1:1/0")
-    result = start("doctor", config, *wrong).wait()
+    invalid = settings(f"reward.model={tmp_path}/absent", "buffer.url=redis://127.0.0.1:1/0")
+    result = start("doctor", config, *invalid).wait()
     assert (result.code, result.err) == (1, "")
     assert re.search(r"failed +input +reward.model", result.out)
     assert re.search(r"failed +buffer ", result.out)

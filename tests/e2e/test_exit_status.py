@@ -52,12 +52,15 @@ def test_an_address_in_use_exits_with_2(config: Path, tmp_path: Path) -> None:
         [sys.executable, "-c", LISTENER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as other:
         assert other.stdout is not None
-        taken = f"127.0.0.1:{other.stdout.readline().strip()}"
-        metrics = settings(f"services.reference.metrics_listen={taken}")
+        address_in_use = f"127.0.0.1:{other.stdout.readline().strip()}"
+        metrics = settings(f"services.reference.metrics_listen={address_in_use}")
         code, stderr = run_module("quartet.services", "reference", "--config", config, *metrics, cwd=tmp_path)
-        assert (code, stderr[:60]) == (2, f"error: services.reference.metrics_listen {taken}: cannot listen there"[:60])
-        code, stderr = run_module("quartet.gateway", "--runs", tmp_path, "--listen", taken, cwd=tmp_path)
-        assert (code, stderr.startswith(f"error: listen {taken}: the port is in use")) == (2, True)
+        assert (code, stderr[:60]) == (
+            2,
+            f"error: services.reference.metrics_listen {address_in_use}: cannot listen there"[:60],
+        )
+        code, stderr = run_module("quartet.gateway", "--runs", tmp_path, "--listen", address_in_use, cwd=tmp_path)
+        assert (code, stderr.startswith(f"error: listen {address_in_use}: the port is in use")) == (2, True)
         other.kill()
 
 

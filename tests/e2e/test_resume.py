@@ -106,9 +106,9 @@ def test_a_fork_continues_from_an_old_checkpoint_with_other_settings(
     assert rates == [1e-3] * 6 + [0.01] * 2
     assert weights(forked) != weights(uninterrupted_run.directory)
     assert weights(tmp_path / "runs" / "tiny") == weights(uninterrupted_run.directory)
-    again = start("fork", "runs/tiny", "6", "--name", "faster").wait()
-    assert again.code == 2
-    assert "holds an earlier run" in again.err
+    second = start("fork", "runs/tiny", "6", "--name", "faster").wait()
+    assert second.code == 2
+    assert "holds an earlier run" in second.err
 
 
 def checkpoint_folders(run: Path) -> list[str]:

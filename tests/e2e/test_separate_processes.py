@@ -31,11 +31,11 @@ PASSWORD = "a p@ss/word:with?signs"  # pragma: allowlist secret - the test's own
 
 def free_ports(count: int) -> list[int]:
     sockets = [socket.socket() for _ in range(count)]
-    for one in sockets:
-        one.bind(("127.0.0.1", 0))
-    ports = [int(one.getsockname()[1]) for one in sockets]
-    for one in sockets:
-        one.close()
+    for sock in sockets:
+        sock.bind(("127.0.0.1", 0))
+    ports = [int(sock.getsockname()[1]) for sock in sockets]
+    for sock in sockets:
+        sock.close()
     return ports
 
 
@@ -127,8 +127,8 @@ def test_separately_started_processes_give_the_same_result_as_quartet_train(
     url = gateway.wait_for(lambda: re.search(r"https://127\.0\.0\.1:(\d+)", gateway.out))
     api = Api(int(url[1]), tmp_path)
     orchestrator.wait_for(lambda: api.request("POST", "/pause")[0] == 202)
-    gateway.wait_for(lambda: {"serving"} == {one["health"] for one in api.request("GET", "/services")[1]})
-    assert {one["role"] for one in api.request("GET", "/services")[1]} == {*ROLES, "orchestrator", "redis"}
+    gateway.wait_for(lambda: {"serving"} == {service["health"] for service in api.request("GET", "/services")[1]})
+    assert {service["role"] for service in api.request("GET", "/services")[1]} == {*ROLES, "orchestrator", "redis"}
 
     # A restarted orchestrator container resumes the run and stays paused.
     orchestrator.process.kill()
@@ -170,8 +170,8 @@ def _tls_context(folder: Path, process: str | None) -> ssl.SSLContext:
     context = ssl.create_default_context(cafile=folder / "certificates" / "operator" / "ca.crt")
     context.check_hostname = False
     if process is not None:
-        own = folder / "certificates" / process
-        context.load_cert_chain(own / "tls.crt", own / "tls.key")
+        files = folder / "certificates" / process
+        context.load_cert_chain(files / "tls.crt", files / "tls.key")
     return context
 
 

@@ -52,7 +52,7 @@ def finished_run(make: MakeConfig, toy_task: ToyTask, tmp_path_factory: pytest.T
 
 @pytest.fixture(scope="session")
 def run_gateway(finished_run: Run) -> Iterator[Gateway]:
-    """A gateway that serves the finished run. For tests that only read."""
+    """A gateway that serves the finished run, for tests that only read."""
     with serving(finished_run.files.root.parent) as gateway:
         yield gateway
 

@@ -55,16 +55,16 @@ def _container_violations(spec: Manifest) -> Iterator[str]:
     pod = spec.get("securityContext", {})
     for kind in ("initContainers", "containers", "ephemeralContainers"):
         for container in spec.get(kind, []):
-            own = container.get("securityContext", {})
+            container_context = container.get("securityContext", {})
             name = f"{kind} {container['name']}"
-            if own.get("allowPrivilegeEscalation") is not False:
+            if container_context.get("allowPrivilegeEscalation") is not False:
                 yield f"{name}: allowPrivilegeEscalation"
-            if own.get("privileged") or own.get("procMount", "Default") != "Default":
+            if container_context.get("privileged") or container_context.get("procMount", "Default") != "Default":
                 yield f"{name}: privileged or procMount"
-            capabilities = own.get("capabilities", {})
+            capabilities = container_context.get("capabilities", {})
             if "ALL" not in capabilities.get("drop", []) or set(capabilities.get("add", [])) - {"NET_BIND_SERVICE"}:
                 yield f"{name}: capabilities"
-            merged: dict[str, Any] = {**pod, **own}
+            merged: dict[str, Any] = {**pod, **container_context}
             if (
                 merged.get("runAsNonRoot") is not True
                 or merged.get("runAsUser", 1) == 0
@@ -80,7 +80,7 @@ def _container_violations(spec: Manifest) -> Iterator[str]:
                 yield f"{name}: hostPort"
             for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
                 settings = container.get(probe, {})
-                if any(settings.get(way, {}).get("host") for way in ("httpGet", "tcpSocket")):
+                if any(settings.get(handler, {}).get("host") for handler in ("httpGet", "tcpSocket")):
                     yield f"{name}: {probe} uses another host"
 
 
@@ -100,13 +100,13 @@ def test_every_pod_has_a_read_only_root_and_no_service_account_token(name: str) 
         # Variables with Service addresses could be mistaken for settings.
         assert spec["enableServiceLinks"] is False, pod
         assert spec["serviceAccountName"] == "quartet", pod
-        written = {
+        writable_paths = {
             mount["mountPath"]
             for item in spec["containers"]
             for mount in item["volumeMounts"]
             if not mount.get("readOnly")
         }
-        assert written <= {"/tmp", "/dev/shm", "/quartet/runs", "/data", "/run/redis"}, pod
+        assert writable_paths <= {"/tmp", "/dev/shm", "/quartet/runs", "/data", "/run/redis"}, pod
         for container in spec["containers"]:
             assert container["securityContext"]["readOnlyRootFilesystem"] is True, pod
             assert container["resources"]["limits"]["memory"], pod

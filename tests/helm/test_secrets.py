@@ -136,8 +136,8 @@ def test_changed_host_names_renew_the_certificate(api: ApiServer, cluster: helm_
     values = changed("cpu-kind", gateway={"allowedHosts": ["quartet.example.com"]})
     after = secrets(manifests(values, cluster))
     for process in ("gateway", "actor"):
-        same = after[CERTIFICATE + process] == api.secrets[CERTIFICATE + process]["data"]
-        assert same == (process == "actor")
+        unchanged = after[CERTIFICATE + process] == api.secrets[CERTIFICATE + process]["data"]
+        assert unchanged == (process == "actor")
 
 
 def test_a_lost_authority_renews_all_certificates(api: ApiServer, cluster: helm_python.Config) -> None:
@@ -245,24 +245,24 @@ def _handshake(folder: Path, server: str, client: str, name: str) -> tuple[str, 
         context.load_cert_chain(folder / process / "tls.crt", folder / process / "tls.key")
         context.load_verify_locations(folder / process / "ca.crt")
     server_context.verify_mode = ssl.CERT_REQUIRED
-    near, far = socket.socketpair()
+    server_socket, client_socket = socket.socketpair()
     client_names: list[tuple[str, ...]] = []
 
     def serve() -> None:
         try:
-            with server_context.wrap_socket(near, server_side=True) as connection:
+            with server_context.wrap_socket(server_socket, server_side=True) as connection:
                 peer = connection.getpeercert() or {}
                 client_names.append(tuple(value for kind, value in peer.get("subjectAltName", ()) if kind == "DNS"))
                 connection.sendall(b".")
         except OSError:
-            near.close()
+            server_socket.close()
 
     thread = threading.Thread(target=serve)
     thread.start()
     try:
-        with client_context.wrap_socket(far, server_hostname=name) as connection:
+        with client_context.wrap_socket(client_socket, server_hostname=name) as connection:
             connection.recv(1)
     finally:
-        far.close()
+        client_socket.close()
         thread.join()
     return client_names[0]

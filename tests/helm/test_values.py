@@ -197,8 +197,8 @@ def test_a_renewal_time_below_the_duration_is_accepted(times: tuple[str, str]) -
 
 @pytest.mark.parametrize("times", [("720h", "720h"), ("720h", "43201m"), ("90m", "1h31m")])
 def test_a_renewal_time_above_the_duration_is_refused(times: tuple[str, str]) -> None:
-    where = "security.tls.certManager"
-    assert f"{where}.renewBefore: {times[1]}, and {where}.duration: {times[0]}" in refusal(certificates(*times))
+    prefix = "security.tls.certManager"
+    assert f"{prefix}.renewBefore: {times[1]}, and {prefix}.duration: {times[0]}" in refusal(certificates(*times))
 
 
 def test_certificate_times_without_cert_manager_are_ignored() -> None:

@@ -190,7 +190,7 @@ def test_a_process_reports_its_metrics_address_and_serves_metrics(
 
 
 @pytest.mark.parametrize(
-    ("set_code", "active", "counted"),
+    ("set_code", "active", "expected"),
     [
         (None, False, "CANCELLED"),
         (None, True, "UNKNOWN"),
@@ -198,7 +198,7 @@ def test_a_process_reports_its_metrics_address_and_serves_metrics(
     ],
 )
 def test_a_failed_call_is_counted_as_cancelled_if_its_caller_disconnected(
-    set_code: grpc.StatusCode | None, active: bool, counted: str
+    set_code: grpc.StatusCode | None, active: bool, expected: str
 ) -> None:
     context: Any = SimpleNamespace(code=lambda: set_code, is_active=lambda: active)
-    assert code_of_failure(context) == counted
+    assert code_of_failure(context) == expected

@@ -110,7 +110,7 @@ def drop(name: str) -> Change:
     return lambda message: message.ClearField(name)
 
 
-def both(*changes: Change) -> Change:
+def all_of(*changes: Change) -> Change:
     def apply(message: Any) -> None:
         for change in changes:
             change(message)
@@ -129,7 +129,7 @@ BATCH: dict[str, tuple[Change, str]] = {
     "an id outside the vocabulary": (put("batch.token_ids", ints(*range(9), tiny.VOCABULARY)), "0..60"),
     "a negative id": (put("batch.token_ids", ints(*range(9), -1)), "got -1"),
     "a sequence longer than the model's positions": (
-        both(
+        all_of(
             put("batch.token_ids", ints(*[1] * 70)),
             put("batch.prompt_lengths", ints(1)),
             put("batch.response_lengths", ints(69)),
@@ -146,7 +146,7 @@ TEMPERATURE: dict[str, tuple[Change, str]] = {
 GENERATE: dict[str, tuple[Change, str]] = {
     "no run": (drop("run"), "expected a run"),
     "no samples": (drop("samples_per_prompt"), "samples_per_prompt"),
-    "no prompts": (both(drop("prompts"), put("prompt_lengths", ints())), "expected a run"),
+    "no prompts": (all_of(drop("prompts"), put("prompt_lengths", ints())), "expected a run"),
     "a prompt twice": (put("prompts", [3, 3]), "expected distinct indices"),
     "fewer indices than prompts": (put("prompts", [3]), "prompt_lengths: expected 1 elements, got 2"),
     "an empty prompt": (put("prompt_lengths", ints(0, 3)), "prompts of 1 token or more"),
@@ -169,7 +169,7 @@ GENERATE: dict[str, tuple[Change, str]] = {
 UPDATE: dict[str, tuple[Change, str]] = {
     "no optimization": (drop("optimization"), "num_mini_batches 0"),
     "more mini-batches than sequences": (
-        both(put("step", 2), put("optimization.num_mini_batches", 3)),
+        all_of(put("step", 2), put("optimization.num_mini_batches", 3)),
         "num_mini_batches 3: expected 1 to 2",
     ),
     "epochs without end": (put("optimization.num_epochs", 2**32 - 1), "num_epochs 4294967295: expected at most 1000"),

@@ -90,8 +90,8 @@ def test_log_probs_do_not_depend_on_other_sequences_of_the_batch(role: Role, cli
         result = clients[role].log_probs(batch, 1.0)
         return result if role is Role.ACTOR else result.result()
 
-    together = np.split(log_probs(BATCH), np.cumsum(BATCH.response_lengths)[:-1])
+    batched = np.split(log_probs(BATCH), np.cumsum(BATCH.response_lengths)[:-1])
     columns = zip(BATCH.sequences(), BATCH.prompt_lengths, BATCH.response_lengths, strict=True)
-    for expected, (sequence, prompt, response) in zip(together, columns, strict=True):
+    for expected, (sequence, prompt, response) in zip(batched, columns, strict=True):
         single = TokenBatch(sequence, np.array([prompt], np.int32), np.array([response], np.int32))
         np.testing.assert_allclose(log_probs(single), expected, atol=2e-6, rtol=0)

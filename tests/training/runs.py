@@ -1,4 +1,4 @@
-"""Training runs in one process: every service behind its own server, over TCP, with a real Redis."""
+"""Training runs in one process, with a server for each service, TCP and a real Redis."""
 
 from __future__ import annotations
 

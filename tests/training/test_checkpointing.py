@@ -186,9 +186,9 @@ class Crash(Exception):
     """Exception that ends the training like a crash."""
 
 
-@pytest.mark.parametrize("when", ["written", "manifest"])
+@pytest.mark.parametrize("crash_point", ["written", "manifest"])
 def test_a_crash_during_a_checkpoint_resumes_from_the_previous_one(
-    when: str,
+    crash_point: str,
     make: MakeConfig,
     toy_task: ToyTask,
     uninterrupted: Callable[[str], Run],
@@ -199,7 +199,7 @@ def test_a_crash_during_a_checkpoint_resumes_from_the_previous_one(
     def crash(*_: Any) -> None:
         raise Crash
 
-    target = (CheckpointScheduler, "finish") if when == "written" else (Path, "rename")
+    target = (CheckpointScheduler, "finish") if crash_point == "written" else (Path, "rename")
     real = getattr(*target)
 
     def crash_at_step_4(self: Any, *arguments: Any) -> Any:
@@ -211,10 +211,12 @@ def test_a_crash_during_a_checkpoint_resumes_from_the_previous_one(
     with monkeypatch.context() as patch:
         patch.setattr(*target, crash_at_step_4)
         with active_run(config) as running:
-            broken = running.finish()
-    assert broken.code == 1
-    assert checkpoint_names(broken) == [".step-000004.1.partial", "step-000002"]
-    assert (broken.files.checkpoints / ".step-000004.1.partial" / "manifest.json").exists() == (when == "manifest")
+            crashed = running.finish()
+    assert crashed.code == 1
+    assert checkpoint_names(crashed) == [".step-000004.1.partial", "step-000002"]
+    assert (crashed.files.checkpoints / ".step-000004.1.partial" / "manifest.json").exists() == (
+        crash_point == "manifest"
+    )
     run = run_to_completion(config)
     assert checkpoint_names(run) == ["step-000006", "step-000008"]
     assert weights(run) == weights(uninterrupted("ppo"))

@@ -1,4 +1,4 @@
-"""Deterministic algorithms in a service process: the same work gives the same result."""
+"""Deterministic algorithms of torch in a service process."""
 
 from __future__ import annotations
 

@@ -158,7 +158,7 @@ def test_every_kind_of_scoring_failure_is_handled_in_the_same_way(function: str,
 
 def test_a_transient_scoring_failure_changes_nothing(runs: Runs) -> None:
     expected, run = runs.run("healthy"), runs.run("raises_once")
-    assert list(Path().glob("*.seen")), "the test needs a failed trajectory"
+    assert list(Path().glob("*.seen")), "the test needs a failed attempt"
     assert not run.files.failed_trajectories.exists()
     assert {step["failed_trajectories"] for step in run.metrics} == {0}
     assert step_metrics(run) == step_metrics(expected)
@@ -167,10 +167,10 @@ def test_a_transient_scoring_failure_changes_nothing(runs: Runs) -> None:
 
 @pytest.mark.parametrize("kind", ["ppo", "rloo"])
 @pytest.mark.parametrize("lost", [False, True], ids=["replayed", "recomputed"])
-@pytest.mark.parametrize("where", ["sealed", "updated", "committed"])
+@pytest.mark.parametrize("crash_point", ["sealed", "updated", "committed"])
 @pytest.mark.sampled(5)
 def test_a_resumed_run_records_each_failed_trajectory_once(
-    where: str,
+    crash_point: str,
     lost: bool,
     kind: str,
     runs: Runs,
@@ -181,7 +181,7 @@ def test_a_resumed_run_records_each_failed_trajectory_once(
     if kind not in uninterrupted:
         uninterrupted[kind] = runs.run("raises", kind)
     config = runs.config("raises", kind)
-    crash_run(config, where, 3, monkeypatch)
+    crash_run(config, crash_point, 3, monkeypatch)
     if lost:
         delete_run_data(redis_client, config.run.name)
     run, expected = run_to_completion(config), uninterrupted[kind]
@@ -344,7 +344,7 @@ def test_a_scoring_service_with_a_transient_failure_fails_no_trajectory(
     transient = TransientFailure(seconds, error)
     monkeypatch.setattr(RewardClient, "score", lambda *arguments: transient(*arguments))
     run = runs.run("healthy", **changes)
-    assert transient.calls > 2 * STEPS, "the test needs a failed trajectory"
+    assert transient.calls > 2 * STEPS, "the test needs retries"
     assert not run.files.failed_trajectories.exists()
     assert step_metrics(run) == step_metrics(expected)
     assert weights(run) == weights(expected)

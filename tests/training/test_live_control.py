@@ -98,18 +98,18 @@ def test_a_change_applies_from_the_next_step(make: MakeConfig, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("kind", ["ppo", "lora"])
-@pytest.mark.parametrize("where", ["generate", "sealed", "updated", "committed"])
+@pytest.mark.parametrize("crash_point", ["generate", "sealed", "updated", "committed"])
 @pytest.mark.parametrize("step", [4, 5])
 @pytest.mark.sampled(3)
 def test_a_crashed_run_with_changes_resumes_bit_identically(
-    step: int, where: str, kind: str, make: MakeConfig, monkeypatch: pytest.MonkeyPatch
+    step: int, crash_point: str, kind: str, make: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config: dict[str, Any] = {**PPO, **KINDS[kind], "checkpoint": {"every_steps": 4}}
     values = {"kl_coefficient": 0.4, "actor.learning_rate": 2e-3}
     with monkeypatch.context() as patch, run_with_commands(make(**config), {3: changed(values)}, patch) as active:
         expected = active.finish()
     assert expected.code == 0, expected.progress.error
-    broken = make(**config)
+    crashed = make(**config)
     with monkeypatch.context() as patch:
         real = StepTransaction._prepare
 
@@ -120,8 +120,8 @@ def test_a_crashed_run_with_changes_resumes_bit_identically(
             return real(self, now, leadership)
 
         patch.setattr(StepTransaction, "_prepare", prepare)
-        crash_run(broken, where, step, patch)
-    run = run_to_completion(broken)
+        crash_run(crashed, crash_point, step, patch)
+    run = run_to_completion(crashed)
     assert step_metrics(run) == step_metrics(expected)
     assert weights(run) == weights(expected)
 
@@ -294,13 +294,15 @@ def test_a_requested_rollback_keeps_its_checkpoint_from_being_dropped(
     assert weights(run) == weights(plain)
 
 
-@pytest.mark.parametrize("where", ["truncate_changes_after", "truncate_after"])
-def test_an_interrupted_rollback_is_completed(where: str, make: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("crash_point", ["truncate_changes_after", "truncate_after"])
+def test_an_interrupted_rollback_is_completed(
+    crash_point: str, make: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     plain = run_to_completion(make(**PPO))
     config = make(**PPO)
     files = RunFiles(config.run_directory)
     commands = {4: changed({"kl_coefficient": 0.5}), 5: lambda running: running.control.roll_back(2)}
-    real = getattr(RunFiles, where)
+    real = getattr(RunFiles, crash_point)
 
     def crash(self: Any, step: int) -> None:
         # Recovery also truncates, with step 0 at the start of the run.
@@ -309,7 +311,7 @@ def test_an_interrupted_rollback_is_completed(where: str, make: MakeConfig, monk
         real(self, step)
 
     with monkeypatch.context() as patch:
-        patch.setattr(RunFiles, where, crash)
+        patch.setattr(RunFiles, crash_point, crash)
         with services(config) as addressed, run_with_commands(addressed, commands, patch, RunControl(files)) as active:
             assert active.finish().code == 1
     # A new run removes old requests. Only the rollback remains.

@@ -97,19 +97,24 @@ def test_a_lost_service_is_restored_with_the_same_policy_versions(
 
 
 @pytest.mark.parametrize("services_stay_up", [False, True])
-@pytest.mark.parametrize("where", ["generate", "sealed", "updated", "committed"])
+@pytest.mark.parametrize("crash_point", ["generate", "sealed", "updated", "committed"])
 @pytest.mark.parametrize("step", [4, 6])
 @pytest.mark.sampled(3)
 def test_an_off_policy_run_resumes_bit_identically(
-    step: int, where: str, services_stay_up: bool, make: MakeConfig, uninterrupted: Run, monkeypatch: pytest.MonkeyPatch
+    step: int,
+    crash_point: str,
+    services_stay_up: bool,
+    make: MakeConfig,
+    uninterrupted: Run,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     config = off_policy_config(make)
     if not services_stay_up:
-        crash_run(config, where, step, monkeypatch)
+        crash_run(config, crash_point, step, monkeypatch)
         assert_same(run_to_completion(config), uninterrupted)
         return
     with services(config) as with_addresses:
-        crash_run(with_addresses, where, step, monkeypatch)
+        crash_run(with_addresses, crash_point, step, monkeypatch)
         with orchestrator(with_addresses) as active:
             assert_same(active.finish(), uninterrupted)
 

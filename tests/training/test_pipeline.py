@@ -1,4 +1,4 @@
-"""Overlap of steps: the next generation starts when the policy is ready, unless something comes in between."""
+"""Overlap of steps: the next generation starts as soon as the policy is updated, except before a checkpoint or evaluation."""
 
 from __future__ import annotations
 

@@ -65,21 +65,21 @@ def uninterrupted(make: MakeConfig, toy_task: ToyTask) -> Callable[[str], Run]:
     return run
 
 
-def crash_run(config: Config, where: str, step: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Train until a crash in ``step``, at the point ``where``."""
+def crash_run(config: Config, crash_point: str, step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Train until a crash in ``step``, at the point ``crash_point``."""
     owner, method = {
         "generate": (StepTransaction, "_prepare"),
         "sealed": (StepTransaction, "_update"),
         "updated": (StepTransaction, "_commit"),
         "committed": (AlertHandler, "apply"),
         "checkpoint": (TrainingLoop, "_checkpoint_if_due"),
-    }[where]
+    }[crash_point]
     real = getattr(owner, method)
 
     def crash(self: Any, *arguments: Any, **options: Any) -> Any:
         now = arguments[0] if owner is StepTransaction else self._board.current().step
         if now == step:
-            raise Crash(where)
+            raise Crash(crash_point)
         return real(self, *arguments, **options)
 
     with monkeypatch.context() as patch:
@@ -91,33 +91,33 @@ def crash_run(config: Config, where: str, step: int, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("where", ["generate", "sealed", "updated", "committed", "checkpoint"])
+@pytest.mark.parametrize("crash_point", ["generate", "sealed", "updated", "committed", "checkpoint"])
 @pytest.mark.sampled(3)
 def test_a_crashed_run_resumes_bit_identically(
     kind: str,
-    where: str,
+    crash_point: str,
     make: MakeConfig,
     toy_task: ToyTask,
     uninterrupted: Callable[[str], Run],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     config = make(**changes(kind, toy_task))
-    crash_run(config, where, 4, monkeypatch)
+    crash_run(config, crash_point, 4, monkeypatch)
     run = run_to_completion(config)
     assert_same(run, uninterrupted(kind))
     assert any(note.startswith("resumed after step ") for note in run.progress.notes)
 
 
-@pytest.mark.parametrize("where", ["generate", "sealed", "updated", "committed"])
+@pytest.mark.parametrize("crash_point", ["generate", "sealed", "updated", "committed"])
 def test_running_services_apply_only_the_missing_updates(
-    where: str,
+    crash_point: str,
     make: MakeConfig,
     toy_task: ToyTask,
     uninterrupted: Callable[[str], Run],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with services(make(**changes("ppo", toy_task))) as config:
-        crash_run(config, where, 4, monkeypatch)
+        crash_run(config, crash_point, 4, monkeypatch)
         with orchestrator(config) as active:
             run = active.finish()
     assert run.code == 0, run.progress.error

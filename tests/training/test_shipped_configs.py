@@ -1,4 +1,4 @@
-"""Every config in the repository parses, and takes two steps on a toy task."""
+"""Every config in the repository is valid and trains two steps on a toy task."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An update uses its own number of threads, and later work uses the number from before."""
+"""The number of threads of an update, and of later work."""
 
 from __future__ import annotations
 

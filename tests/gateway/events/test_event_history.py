@@ -189,7 +189,7 @@ def test_a_discarded_change_does_not_hide_its_replacement(files: RunFiles, commi
     first.refresh()
     files.append_changes([change(committed + 2, 2.0)])
     first.refresh()
-    # A connected reader gets a rewind; a returning reader gets the finished history.
+    # A connected reader gets a rewind; a returning reader gets the whole history.
     assert outline(read_all(first, live)) == [("rewind", committed), ("change", committed + 2)]
     for history in (first, EventHistory(files)):
         reader, first_data = history.start(cursor)

@@ -51,12 +51,12 @@ class FakeCall:
 
 
 class Scorer:
-    """Reward, reference and critic in one. Calls complete at once unless ``held``."""
+    """Reward, reference and critic in one. Calls complete at once unless ``blocked``."""
 
     role = Role.REFERENCE
 
-    def __init__(self, held: bool = False, failure: Exception | None = None, fails_at: str = "") -> None:
-        self._held, self._failure, self._fails_at = held, failure, fails_at
+    def __init__(self, blocked: bool = False, failure: Exception | None = None, fails_at: str = "") -> None:
+        self._blocked, self._failure, self._fails_at = blocked, failure, fails_at
         self.batches: list[TokenBatch] = []
         self.fields: list[list[str]] = []
         self.calls: list[FakeCall] = []
@@ -71,7 +71,7 @@ class Scorer:
         self.calls.append(call)
         if name == self._fails_at:
             call.complete(self._failure)
-        elif not self._held:
+        elif not self._blocked:
             call.complete()
         return call
 

@@ -28,7 +28,7 @@ class Saver:
     def __init__(self, role: Role, root: Path) -> None:
         self.role, self._root = role, root
         self.failure: Exception | None = None
-        self.held = False
+        self.blocked = False
         self.requests: list[tuple[str, str, SaveKind, int | None]] = []
 
     def save(self, run: str, leader_epoch: int, directory: str, kind: SaveKind, step: int | None = None) -> FakeCall:
@@ -39,7 +39,7 @@ class Saver:
         if self.failure is None:
             (target / "config.json").write_text("{}")
         self.call = FakeCall(lambda: self.reported(target))
-        if not self.held:
+        if not self.blocked:
             self.call.complete(self.failure)
         return self.call
 
@@ -159,7 +159,7 @@ def test_files_that_do_not_match_the_report_are_an_error(
 
 
 def test_a_checkpoint_appears_only_after_both_models_are_saved(files: RunFiles, savers: tuple[Any, Any]) -> None:
-    savers[1].held = True
+    savers[1].blocked = True
     checkpoints = CheckpointWriter(files, 2, "")
     pending = checkpoints.start("run", 3, 1, savers, {"kl": 0.1})
     assert not pending.done()
@@ -176,12 +176,12 @@ def test_a_checkpoint_appears_only_after_both_models_are_saved(files: RunFiles, 
 
 
 def test_an_abandoned_checkpoint_is_removed_by_the_next(files: RunFiles, savers: tuple[Any, Any]) -> None:
-    savers[0].held = savers[1].held = True
+    savers[0].blocked = savers[1].blocked = True
     checkpoints = CheckpointWriter(files, 2, "")
     checkpoints.start("run", 3, 1, savers, {}).abandon()
     assert savers[0].call.cancelled
     assert savers[1].call.cancelled
-    savers[0].held = savers[1].held = False
+    savers[0].blocked = savers[1].blocked = False
     save(checkpoints, 6, savers)
     assert names(files) == ["step-000006"]
 
@@ -189,7 +189,7 @@ def test_an_abandoned_checkpoint_is_removed_by_the_next(files: RunFiles, savers:
 def test_a_failed_save_waits_for_the_other_service_before_removing_files(
     files: RunFiles, savers: tuple[Any, Any]
 ) -> None:
-    savers[0].failure, savers[1].held = ServiceFailed("actor: disk full"), True
+    savers[0].failure, savers[1].blocked = ServiceFailed("actor: disk full"), True
     pending = CheckpointWriter(files, 2, "").start("run", 1, 1, savers, {})
     failed: list[Exception] = []
 
@@ -211,7 +211,7 @@ def test_a_failed_save_waits_for_the_other_service_before_removing_files(
 
 
 def test_a_lost_service_is_raised_without_waiting(files: RunFiles, savers: tuple[Any, Any]) -> None:
-    savers[0].failure, savers[1].held = ServiceUnavailable("actor: gone"), True
+    savers[0].failure, savers[1].blocked = ServiceUnavailable("actor: gone"), True
     pending = CheckpointWriter(files, 2, "").start("run", 1, 1, savers, {})
     with pytest.raises(ServiceUnavailable, match="actor: gone"):
         pending.finish()

@@ -44,9 +44,9 @@ class FailingScorer:
 
     role = Role.REFERENCE
 
-    def __init__(self, error: QuartetError, held: bool = False, **failures: dict[Name, int]) -> None:
-        """Set ``failures``: counts by service and trajectory. With ``held``, the test completes the calls."""
-        self._error, self._held = error, held
+    def __init__(self, error: QuartetError, blocked: bool = False, **failures: dict[Name, int]) -> None:
+        """Set ``failures``: counts by service and trajectory. With ``blocked``, the test completes the calls."""
+        self._error, self._blocked = error, blocked
         self._failures = {service: dict(failures.get(service, {})) for service in SERVICES}
         self.requests: dict[str, list[list[Name]]] = {service: [] for service in SERVICES}
         self.calls: dict[str, list[FakeCall]] = {service: [] for service in SERVICES}
@@ -67,7 +67,7 @@ class FailingScorer:
         if fails:
             # The outcome is decided now and reported when the call completes.
             call.complete = lambda error=None: FakeCall.complete(call, error or self._error_for(batch_names))  # type: ignore[method-assign]
-        if not self._held:
+        if not self._blocked:
             call.complete()
         return call
 

@@ -121,7 +121,7 @@ def test_late_duplicates_do_not_reach_the_next_step(stream: RolloutStream, run: 
 def test_missing_trajectories_at_the_end_of_generation_are_an_error(stream: RolloutStream, run: str) -> None:
     written = [trajectory(run, prompt) for prompt in range(5)]
     stream.append(written[:4])
-    scorer = Scorer(held=True)
+    scorer = Scorer(blocked=True)
     with pytest.raises(BufferFailed, match="generation ended with 4 of 5 trajectories in the stream"):
         collect(stream, scorer, ids(written))
     assert [call.cancelled for call in scorer.calls] == [True] * 3
@@ -141,21 +141,21 @@ def test_an_unrequested_trajectory_is_an_error(stream: RolloutStream, run: str) 
 def test_a_failed_generation_is_raised_and_cancels_scoring(stream: RolloutStream, run: str) -> None:
     written = [trajectory(run, prompt) for prompt in range(5)]
     stream.append(written[:3])
-    scorer, generation = Scorer(held=True), FakeCall()
+    scorer, generation = Scorer(blocked=True), FakeCall()
     generation.complete(ServiceFailed("actor: gone"))
     with pytest.raises(ServiceFailed, match="actor: gone"):
         collect(stream, scorer, ids(written), generation)
     assert [call.cancelled for call in scorer.calls] == [True] * 3
 
 
-@pytest.mark.parametrize("where", ["score", "log_probs", "values"])
+@pytest.mark.parametrize("service", ["score", "log_probs", "values"])
 @pytest.mark.parametrize("complete", [True, False])
 def test_a_failed_scoring_call_is_raised_and_cancels_the_rest(
-    where: str, complete: bool, stream: RolloutStream, run: str
+    service: str, complete: bool, stream: RolloutStream, run: str
 ) -> None:
     written = [trajectory(run, prompt) for prompt in range(3 if complete else 6)]
     stream.append(written[:3])
-    scorer = Scorer(held=True, failure=ServiceFailed("scorer: no"), fails_at=where)
+    scorer = Scorer(blocked=True, failure=ServiceFailed("scorer: no"), fails_at=service)
     generation = FakeCall()
     with pytest.raises(ServiceFailed, match="scorer: no"):
         collect(stream, scorer, ids(written), generation)
@@ -184,19 +184,19 @@ def test_waiting_reports_each_call_that_ends_and_returns_after_the_last() -> Non
 
 
 def test_waiting_for_the_end_of_calls_ignores_their_failures() -> None:
-    failed, held = FakeCall(), FakeCall()
+    failed, blocked = FakeCall(), FakeCall()
     failed.complete(ServiceFailed("no"))
     with ThreadPoolExecutor(1) as executor:
-        waiting = executor.submit(wait_until_ended, [failed, held])
+        waiting = executor.submit(wait_until_ended, [failed, blocked])
         assert not waiting.done()
-        held.complete()
+        blocked.complete()
         waiting.result(timeout=20)
 
 
 def test_the_number_of_batches_in_flight_is_limited(stream: RolloutStream, run: str) -> None:
     written = [trajectory(run, prompt) for prompt in range(20)]
     stream.append(written)
-    scorer = Scorer(held=True)
+    scorer = Scorer(blocked=True)
     with ThreadPoolExecutor(1) as executor:
         collecting = executor.submit(collect, stream, scorer, ids(written), score_batch_size=1)
         completed = 0
@@ -211,7 +211,7 @@ def test_the_number_of_batches_in_flight_is_limited(stream: RolloutStream, run: 
 
 
 def test_batches_in_flight_per_service_follow_its_replicas(run: str) -> None:
-    reward, reference, critic = Scorer(held=True), Scorer(held=True), Scorer(held=True)
+    reward, reference, critic = Scorer(blocked=True), Scorer(blocked=True), Scorer(blocked=True)
     reward.processes = 3
     scoring = Scoring(ScoringServices(reward, reference, critic, 0.7), {})  # type: ignore[arg-type]
     for prompt in range(20):

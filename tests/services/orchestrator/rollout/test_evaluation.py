@@ -89,7 +89,7 @@ def build(services: Services, clients: dict[Role, Any], redis_client: Redis, red
     """Factory of evaluators. It uses the services of the session by default."""
     with ExitStack() as stack:
 
-        def built(config: Config, actor: Any = None, reward: Any = None) -> Evaluator:
+        def build_evaluator(config: Config, actor: Any = None, reward: Any = None) -> Evaluator:
             prompts = read_validation_prompts(config, tiny.tokenizer(), tiny.VOCABULARY).prompts
             scoring = ScoringServices(
                 reward or clients[Role.REWARD], clients[Role.REFERENCE], None, config.rollout.temperature
@@ -108,7 +108,7 @@ def build(services: Services, clients: dict[Role, Any], redis_client: Redis, red
             stack.callback(evaluator.close)
             return evaluator
 
-        yield built
+        yield build_evaluator
 
 
 def stream_of(config: Config, client: Redis, url: str) -> RolloutStream:
@@ -191,8 +191,8 @@ def test_a_later_policy_is_compared_with_the_first_evaluation_also_after_a_resta
     first = build(config)
     first.evaluate(0, 0, 1)
     initial = rows_of(config, 0)
-    later = actor_of(services, trained, config)
-    after = build(config, actor=later).evaluate(STEP, 0, 1)
+    later_actor = actor_of(services, trained, config)
+    after = build(config, actor=later_actor).evaluate(STEP, 0, 1)
     rows = rows_of(config, STEP)
     for kind in ("greedy", "sampled"):
         assert [item[f"initial_{kind}"] for item in rows] == [item[kind] for item in initial]
@@ -246,11 +246,11 @@ def test_an_evaluation_uses_its_own_stream_and_drops_earlier_entries(
     training = RolloutStream(redis_client, redis_url, config.run.name)
     training.reset()
     training.append([trajectory(config.run.name, 1)])
-    own = stream_of(config, redis_client, redis_url)
-    own.reset()
-    own.append([trajectory(stream_name(config.run.name), 1)])
+    evaluation_stream = stream_of(config, redis_client, redis_url)
+    evaluation_stream.reset()
+    evaluation_stream.append([trajectory(stream_name(config.run.name), 1)])
     build(config).evaluate(0, 0, 1)
-    assert (training.depth(), own.depth()) == (1, 0)
+    assert (training.depth(), evaluation_stream.depth()) == (1, 0)
 
 
 def test_functions_receive_the_fields_of_their_prompt(services: Services, build: Build, configure: Configure) -> None:

@@ -110,7 +110,7 @@ def test_an_error_of_the_service_is_raised_at_once(
 
 
 def test_a_lost_service_is_raised_during_a_retry_of_an_earlier_batch(run: str) -> None:
-    scorer = FailingScorer(ComputationFailed("no"), held=True, score={(0, 0): ALWAYS})
+    scorer = FailingScorer(ComputationFailed("no"), blocked=True, score={(0, 0): ALWAYS})
     scoring = scoring_of(scorer, [[0, 1], [2, 3]], run)
     scorer.calls["score"][0].complete()
     scoring.advance()
@@ -180,7 +180,7 @@ def test_requests_and_failures_do_not_depend_on_the_order_of_responses(run: str)
     for seed in range(40):
         scorer = FailingScorer(
             ComputationFailed("no"),
-            held=True,
+            blocked=True,
             score={(1, 0): ALWAYS, (3, 0): 1, (5, 0): ALWAYS},
             values={(0, 0): ALWAYS, (5, 0): 2},
         )
@@ -208,7 +208,7 @@ def test_requests_and_failures_do_not_depend_on_the_order_of_responses(run: str)
 
 
 def test_cancel_includes_the_retry_of_a_batch(run: str) -> None:
-    scorer = FailingScorer(ComputationFailed("no"), held=True, score={(0, 0): ALWAYS})
+    scorer = FailingScorer(ComputationFailed("no"), blocked=True, score={(0, 0): ALWAYS})
     scoring = scoring_of(scorer, [[0, 1]], run)
     scorer.calls["score"][0].complete()
     scoring.advance()
@@ -222,7 +222,7 @@ def test_cancel_includes_the_retry_of_a_batch(run: str) -> None:
 
 @pytest.mark.parametrize("pauses", [[2.0, 4.0], [2.0, 4.0, 8.0], [2.0, 4.0, 8.0, 16.0, 30.0, 30.0]])
 def test_pauses_between_attempts_double_and_do_not_block_other_services(pauses: list[float], run: str) -> None:
-    scorer, clock = FailingScorer(ComputationFailed("no"), held=True, score={(0, 0): ALWAYS}), Clock()
+    scorer, clock = FailingScorer(ComputationFailed("no"), blocked=True, score={(0, 0): ALWAYS}), Clock()
     recovery = RecoveryConfig(backoff_seconds=2.0, max_scoring_attempts=len(pauses) + 1)
     scoring = scoring_of(scorer, [[0], [1]], run, recovery, clock)
     for attempt, pause in enumerate(pauses):
@@ -250,7 +250,7 @@ def test_pauses_between_attempts_double_and_do_not_block_other_services(pauses: 
 
 
 def test_a_response_is_processed_while_an_earlier_batch_pauses(run: str) -> None:
-    scorer, clock = FailingScorer(ComputationFailed("no"), held=True, score={(0, 0): ALWAYS}), Clock()
+    scorer, clock = FailingScorer(ComputationFailed("no"), blocked=True, score={(0, 0): ALWAYS}), Clock()
     scoring = scoring_of(scorer, [[0, 1], [2, 3]], run, RecoveryConfig(), clock)
     scorer.calls["score"][0].complete()
     scoring.advance()
