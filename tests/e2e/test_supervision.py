@@ -87,7 +87,7 @@ def test_a_process_killed_at_every_start_ends_the_run_at_the_restart_limit(
     assert re.match(r"error: critic: given up after 1 restart in \d+ s; killed by SIGKILL; ", result.err), result.err
 
 
-@pytest.mark.slow  # tests/unit/launcher/test_supervision.py hangs a process.
+@pytest.mark.slow  # tests/launcher/test_supervision.py hangs a process.
 def test_a_hung_process_is_restarted_and_a_short_pause_is_tolerated(
     start: Start, config: Path, frozen: Service, uninterrupted_run: Run, tmp_path: Path
 ) -> None:

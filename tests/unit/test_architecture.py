@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import ast
-import subprocess
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -109,37 +107,6 @@ ALLOWED: dict[str, set[str]] = {
     "quartet.services.__main__": SERVICE
     | {"quartet.services.factories", "quartet.services.orchestrator", "quartet.services.observability"},
 }
-
-# Parts and modules that need the extra `train`.
-TORCH_PARTS = {"quartet.ppo", "quartet.models", "quartet.rewards", "quartet.demo", "quartet.services"}
-TORCH_MODULES = {"quartet.cli.inference.evaluate", "quartet.cli.checkpoint.export", "quartet.cli.inference.generate"}
-# Modules of these parts that can be imported without the extra.
-BASE_MODULES = {
-    "quartet.rewards.function_worker",
-    "quartet.rewards.function_worker_main",
-    "quartet.services.__main__",
-}
-TRAIN_PACKAGES = ("torch", "transformers", "peft", "tokenizers", "huggingface_hub", "accelerate")
-
-IMPORT_EACH = """
-import importlib, sys
-
-class Missing:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in packages:
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-
-packages, names = sys.argv[1].split(","), sys.argv[2].split(",")
-sys.meta_path.insert(0, Missing())
-failed = False
-for name in names:
-    try:
-        importlib.import_module(name)
-    except ImportError as error:
-        failed = True
-        print(f"{name}: {error}")
-sys.exit(failed)
-"""
 
 
 @cache
@@ -284,34 +251,3 @@ def test_only_a_few_parts_import_torch_transformers_or_pickle() -> None:
     assert importers("torch") <= direct
     assert importers("transformers") <= {"quartet.models"}
     assert importers("pickle", "cloudpickle", "dill") == set()
-
-
-def import_without(packages: Sequence[str], names: Sequence[str]) -> str:
-    """Import modules in a process without these packages. Return one line for each module that fails."""
-    command = [sys.executable, "-c", IMPORT_EACH, ",".join(packages), ",".join(names)]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout
-
-
-def test_the_base_install_can_import_all_parts_without_torch() -> None:
-    names = {
-        name
-        for name in modules()
-        if not any(name == torch_part or name.startswith(f"{torch_part}.") for torch_part in TORCH_PARTS)
-    }
-    names = names - TORCH_MODULES | BASE_MODULES
-    assert len(names) > 100
-    assert import_without(TRAIN_PACKAGES, sorted(names)) == ""
-
-
-def test_the_config_and_preflight_import_without_grpc_and_redis() -> None:
-    assert import_without(("grpc", "redis", "google.protobuf"), ["quartet.config", "quartet.preflight"]) == ""
-
-
-def test_the_orchestrator_imports_without_peft_and_modelling_code() -> None:
-    """Without these imports, the process starts in half the time."""
-    names = ["quartet.services.orchestrator.run", "quartet.services.orchestrator.servicer"]
-    assert import_without(("peft", "sympy"), names) == ""
-
-
-def test_a_missing_package_is_reported() -> None:
-    assert "quartet.ppo.gae: No module named 'torch'" in import_without(TRAIN_PACKAGES, ["quartet.ppo.gae"])

@@ -19,9 +19,9 @@ from quartet.rpc.server import Server
 from quartet.services.factories import build_model_role
 from quartet.types import Role, TokenBatch
 from quartet.v1 import reward_pb2, reward_pb2_grpc
+from tests.rewards.processes import children, wait_for
 from tests.services.model_services import TIMEOUTS, Services
 from tests.unit.models import tiny
-from tests.unit.rewards.processes import children, wait_for
 
 BATCH = tiny.batch([3, 2, 5], [4, 7, 1], seed=9)
 SCORERS = """

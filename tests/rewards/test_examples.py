@@ -13,7 +13,7 @@ import yaml
 from quartet.config import Config, parse_config
 from quartet.rewards.function_worker import FunctionWorker
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 README = (ROOT / "examples/rewards/README.md").read_text(encoding="utf-8")
 
 

@@ -15,8 +15,8 @@ from quartet.config import RewardSourceConfig
 from quartet.errors import Cancelled, ComputationFailed, ConfigError, InvalidRequest, ModelError
 from quartet.rewards.function import FunctionReward
 from quartet.types import Role, TokenBatch
+from tests.rewards.processes import children
 from tests.unit.models import tiny
-from tests.unit.rewards.processes import children
 
 # Prompts "w5 w1 w6" and "w7", responses "w8 w1" and "w9 w10"; w1 is the EOS.
 BATCH = TokenBatch(

@@ -19,7 +19,7 @@ import pytest
 from quartet.errors import Cancelled, ComputationFailed, ConfigError, FailedPrecondition
 from quartet.rewards import function_worker
 from quartet.rewards.function_worker import FunctionWorker
-from tests.unit.rewards.processes import children, runs, wait_for
+from tests.rewards.processes import children, runs, wait_for
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks at processes through /proc")
 Start = Callable[..., FunctionWorker]

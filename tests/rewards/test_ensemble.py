@@ -15,8 +15,8 @@ from quartet.errors import ComputationFailed, ConfigError, InvalidRequest, Misma
 from quartet.models.forward.scoring import sequence_scores
 from quartet.rewards.factory import build_reward
 from quartet.rewards.reward_source import RewardSource
+from tests.rewards.processes import children
 from tests.unit.models import tiny
-from tests.unit.rewards.processes import children
 
 BATCH = tiny.batch([3, 1, 9], [4, 7, 1], seed=5)
 SCORERS = """
