@@ -95,7 +95,7 @@ def test_a_lease_is_lost_if_redis_has_lost_its_epoch(
         first.check()
 
 
-def test_a_lease_of_the_same_owner_is_replaced_even_if_its_commands_arrive_late(
+def test_a_lease_of_the_same_owner_is_replaced_despite_a_late_renewal(
     redis_client: Redis, redis_url: str, run: str, leases: ExitStack
 ) -> None:
     first = Lease(redis_client, redis_url, run, duration=1.5, owner="me")

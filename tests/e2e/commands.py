@@ -64,9 +64,9 @@ class Command:
         self._screen = bytearray()
         self._started = time.monotonic()
         with (self.scratch / "out").open("wb") as out, (self.scratch / "err").open("wb") as err:
-            master, slave = pty.openpty() if terminal else (None, None)
-            if slave is not None:
-                fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))
+            parent_end, child_end = pty.openpty() if terminal else (None, None)
+            if child_end is not None:
+                fcntl.ioctl(child_end, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))
             self.process = subprocess.Popen(
                 tied_to_parent([str(part) for part in command]),  # Ends if the tests are killed.
                 cwd=cwd,
@@ -77,16 +77,16 @@ class Command:
                     "TERM": "xterm-256color" if terminal else "dumb",
                     **environment,
                 },
-                stdin=subprocess.DEVNULL if slave is None else slave,
-                stdout=out if slave is None else slave,
-                stderr=err if slave is None else slave,
+                stdin=subprocess.DEVNULL if child_end is None else child_end,
+                stdout=out if child_end is None else child_end,
+                stderr=err if child_end is None else child_end,
                 start_new_session=True,
-                preexec_fn=_reset_interrupt_handler if slave is None else _take_terminal,
+                preexec_fn=_reset_interrupt_handler if child_end is None else _take_terminal,
             )
-        self._terminal = master
-        if master is not None and slave is not None:
-            os.close(slave)
-            threading.Thread(target=self._read_screen, args=(master,), daemon=True).start()
+        self._terminal = parent_end
+        if parent_end is not None and child_end is not None:
+            os.close(child_end)
+            threading.Thread(target=self._read_screen, args=(parent_end,), daemon=True).start()
 
     def _read_screen(self, descriptor: int) -> None:
         while True:

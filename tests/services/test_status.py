@@ -50,7 +50,7 @@ def test_a_service_reports_its_model(role: Role, clients: dict[Role, Any], check
     assert (status.policy_version, status.step, status.run) == (0, 0, "")
 
 
-def test_fingerprints_are_equal_for_equal_tokenizers(
+def test_equal_tokenizers_have_equal_fingerprints(
     clients: dict[Role, Any], services: Services, make_config: Callable[..., Config], tmp_path: Path
 ) -> None:
     fingerprints = {client.wait_until_ready().tokenizer_fingerprint for client in clients.values()}

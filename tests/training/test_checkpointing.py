@@ -223,7 +223,7 @@ def test_a_crash_during_a_checkpoint_resumes_from_the_previous_one(
     assert step_metrics(run) == step_metrics(uninterrupted("ppo"))
 
 
-def test_a_stop_during_recovery_finishes_a_step_that_one_model_has_applied(
+def test_a_stop_during_recovery_completes_a_step_that_one_model_has_applied(
     make: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = StepTransaction._update

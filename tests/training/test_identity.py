@@ -27,7 +27,7 @@ def uninterrupted(make: MakeConfig) -> Run:
     return run_to_completion(make(**COMMON))
 
 
-def test_another_run_of_the_same_name_in_redis_is_not_mistaken_for_this_one(
+def test_a_run_ignores_data_in_redis_of_another_run_with_the_same_name(
     make: MakeConfig, uninterrupted: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     config = make(**COMMON)

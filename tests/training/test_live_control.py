@@ -253,7 +253,7 @@ def test_a_rollback_drops_later_changes(make: MakeConfig, monkeypatch: pytest.Mo
     assert run.files.changes.read_text() == ""
 
 
-def test_a_rollback_without_a_checkpoint_or_past_a_tagged_one_is_refused(
+def test_a_rollback_is_refused_without_a_checkpoint_and_past_a_tagged_checkpoint(
     make: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     refused: list[str] = []
@@ -274,7 +274,7 @@ def test_a_rollback_without_a_checkpoint_or_past_a_tagged_one_is_refused(
     assert len(run.metrics) == STEPS
 
 
-def test_a_requested_rollback_keeps_its_checkpoint_from_being_dropped(
+def test_the_target_checkpoint_of_a_requested_rollback_is_kept(
     make: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = {**PPO, "checkpoint": {"every_steps": 2, "keep_last": 2}}

@@ -77,7 +77,7 @@ def test_batch_and_single_attempts_are_counted_per_trajectory(
     assert scorer.requests["score"] == [batch] * batched + [[(0, 0)]] + [[(1, 0)]] * single + [[(1, 1)]]
 
 
-def test_a_batch_of_one_has_all_its_attempts(stream: RolloutStream, run: str) -> None:
+def test_a_batch_with_one_trajectory_is_attempted_up_to_the_limit(stream: RolloutStream, run: str) -> None:
     scorer = FailingScorer(ComputationFailed("no"), score={(1, 0): ALWAYS})
     step = collect(
         stream, scorer, [sampled(run, prompt) for prompt in range(2)], Actor(stream, run), score_batch_size=1
