@@ -152,7 +152,7 @@ def _changes(dtype: str, rate: float) -> tuple[torch.Tensor, torch.Tensor]:
         load_config(REVIEWS, [f"actor.dtype={dtype}", f"actor.learning_rate={rate}"]), "cpu", False
     )
     weights = update.optimizer.stepped_parameters()
-    parameters = [update.optimizer.parameter_of_master.get(weight, weight) for weight in weights]
+    parameters = [update.optimizer.parameter_of_master_weight.get(weight, weight) for weight in weights]
     before = _flat(weights), _flat(parameters)
     update.run()
     return _flat(weights) - before[0], _flat(parameters) - before[1]

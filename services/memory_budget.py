@@ -49,7 +49,9 @@ class MemoryBudget:
         """Largest micro-batch that fits the memory, in tokens; 0 if not measured."""
         if self.memory is None:
             return 0
-        return max(_most_tokens(self.memory, self.free, recomputes) for recomputes in self._checkpointing_options())
+        return max(
+            _max_tokens_within(self.memory, self.free, recomputes) for recomputes in self._checkpointing_options()
+        )
 
     def needs_checkpointing(self, tokens: int) -> bool:
         """Return whether micro-batches of ``tokens`` tokens need gradient checkpointing. It does not change the results."""
@@ -97,7 +99,7 @@ def find_budget(role: Role, config: TrainedModelConfig, memory: UpdateMemory, fr
         raise ConfigError(
             f"{role}.gradient_checkpointing: this model's architecture does not support it; set it to false"
         )
-    without_checkpointing = 0 if checkpointing else _most_tokens(memory, free, False)
+    without_checkpointing = 0 if checkpointing else _max_tokens_within(memory, free, False)
     tokens = configured or without_checkpointing or MemoryBudget(role, 0, checkpointing, memory, free).max_tokens
     if not tokens:
         raise ConfigError(_too_small(role, config, memory, free))
@@ -120,8 +122,8 @@ def free_bytes(model: Any, limits: UpdateLimits) -> int:
     return int(limits.memory_fraction * free) // limits.num_sharers
 
 
-def _most_tokens(memory: UpdateMemory, free: int, recomputes: bool) -> int:
-    return memory.most_tokens(MAX_MICRO_BATCH_TOKENS, free, recomputes)
+def _max_tokens_within(memory: UpdateMemory, free: int, recomputes: bool) -> int:
+    return memory.max_tokens_within(MAX_MICRO_BATCH_TOKENS, free, recomputes)
 
 
 def _too_small(role: Role, config: TrainedModelConfig, memory: UpdateMemory, free: int) -> str:

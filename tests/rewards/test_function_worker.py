@@ -196,10 +196,10 @@ def test_results_that_are_not_json_are_refused_with_their_type(start: Start) -> 
 
 
 def test_an_oversized_answer_is_refused(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(function_worker, "MAX_ANSWER_BYTES", 1_000_000)
+    monkeypatch.setattr(function_worker, "MAX_RESPONSE_BYTES", 1_000_000)
     worker = start("huge")
     assert len(worker.call([900_000], 20)) == 900_000
-    with pytest.raises(ComputationFailed, match="answered with more than 1000000 bytes"):
+    with pytest.raises(ComputationFailed, match="sent more than 1000000 bytes"):
         worker.call([3_000_000], 20)
     assert worker.call([3], 20) == "xxx"
 

@@ -81,11 +81,11 @@ def reference(gate: Gate, services: Services) -> ReferenceClient:
 
 def test_a_port_in_use_is_refused(services: Services, gate: Gate) -> None:
     server = services.serve(gated(gate))
-    with pytest.raises(ConfigError, match=f"listen {server.address}: the port is taken"):
+    with pytest.raises(ConfigError, match=f"listen {server.address}: the port is in use"):
         Server([gated(gate)], server.address)
     with socket.create_server(("127.0.0.1", 0)) as other:
         address = f"127.0.0.1:{other.getsockname()[1]}"
-        with pytest.raises(ConfigError, match=f"listen {address}: the port is taken"):
+        with pytest.raises(ConfigError, match=f"listen {address}: the port is in use"):
             Server([gated(gate)], address)
 
 

@@ -30,7 +30,7 @@ def test_trained_models_are_estimated_with_gradients_and_optimizer_state(dtype: 
     update_policy(model, optimizer, updates.experience(model), updates.settings(), updates.LOSS, 1000)
     moments = [entry[name] for entry in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
     # A gradient has the dtype of its parameter.
-    tensors = [*model.parameters(), *model.parameters(), *optimizer.parameter_of_master, *moments]
+    tensors = [*model.parameters(), *model.parameters(), *optimizer.parameter_of_master_weight, *moments]
     total, count = sum(t.nbytes for t in tensors), sum(p.numel() for p in model.parameters())
     assert total == TRAINED_BYTES * count
     for role in (Role.ACTOR, Role.CRITIC):

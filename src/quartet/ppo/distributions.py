@@ -39,18 +39,18 @@ class _TokenLogProbs(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, places: Tensor) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, indices: Tensor) -> Tensor:
         log_probs = torch.log_softmax(logits, dim=1)
-        ctx.save_for_backward(log_probs, places)
-        return log_probs.gather(1, places).squeeze(1)
+        ctx.save_for_backward(log_probs, indices)
+        return log_probs.gather(1, indices).squeeze(1)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        log_probs, places = ctx.saved_tensors
+        log_probs, indices = ctx.saved_tensors
         # d log p_i / d logit_j is 1 - p_j for j = i, and -p_j otherwise. In place, because nothing else uses the saved tensor,
         # and an allocation would take longer than the exponentials. A second backward pass over the same graph raises an error.
         result = log_probs.exp_().mul_(-gradient[:, None])
-        return result.scatter_add_(1, places, gradient[:, None]), None
+        return result.scatter_add_(1, indices, gradient[:, None]), None
 
 
 def entropy(logits: Tensor, temperature: float) -> Tensor:

@@ -43,17 +43,17 @@ def discounted_sum(values: Tensor, lengths: Tensor, discount: float) -> Tensor:
     rows = len(sizes) - sizes.bincount().cumsum(0)[:-1]
     starts = rows.cumsum(0) - rows
     from_last = last.repeat_interleave(sizes) - torch.arange(len(values))
-    place = starts.gather(0, from_last) + rank.repeat_interleave(sizes)
-    sums = torch.empty(len(values), dtype=torch.float64).scatter_(0, place, values.double().cpu())
+    indices = starts.gather(0, from_last) + rank.repeat_interleave(sizes)
+    sums = torch.empty(len(values), dtype=torch.float64).scatter_(0, indices, values.double().cpu())
     many = int((rows > FEW).sum())
-    _walk(sums.numpy(), starts[: many + 1].tolist(), rows[: many + 1].tolist(), discount)
+    _accumulate_rows(sums.numpy(), starts[: many + 1].tolist(), rows[: many + 1].tolist(), discount)
     for row, size in enumerate(sizes[order[:FEW]].tolist()):
         if size > many:
-            _walk_alone(sums, starts[many:size] + row, discount)
-    return sums.gather(0, place).to(values.device)
+            _accumulate_sequence(sums, starts[many:size] + row, discount)
+    return sums.gather(0, indices).to(values.device)
 
 
-def _walk(sums: Any, starts: Sequence[int], rows: Sequence[int], discount: float) -> None:
+def _accumulate_rows(sums: Any, starts: Sequence[int], rows: Sequence[int], discount: float) -> None:
     """Add to each row the discounted first part of the row before it. ``sums`` is a NumPy array, which is fast for small sums."""
     # Two operations, each rounded by IEEE 754. The rounding of a fused operation depends on the CPU.
     after = sums[: rows[0]]
@@ -63,10 +63,10 @@ def _walk(sums: Any, starts: Sequence[int], rows: Sequence[int], discount: float
         after = now
 
 
-def _walk_alone(sums: Tensor, places: Tensor, discount: float) -> None:
-    """Do the same for one sequence, at its indices ``places``. For short rows, Python floats are faster."""
-    walked = accumulate(sums[places].tolist(), lambda after, now: now + discount * after)
-    sums[places] = torch.tensor(list(walked), dtype=torch.float64)
+def _accumulate_sequence(sums: Tensor, indices: Tensor, discount: float) -> None:
+    """Do the same for one sequence, at its indices ``indices``. For short rows, Python floats are faster."""
+    accumulated = accumulate(sums[indices].tolist(), lambda after, now: now + discount * after)
+    sums[indices] = torch.tensor(list(accumulated), dtype=torch.float64)
 
 
 def to_padded(values: Tensor, lengths: Tensor, fill: float = 0.0) -> Tensor:

@@ -106,16 +106,16 @@ def slope(values: Sequence[float]) -> float:
 def _ngrams(token_ids: Sequence[Sequence[int] | IntArray], n: int) -> tuple[Tensor, Tensor]:
     """Return each n-gram of a response as one number, equal for equal n-grams, and the response's index: int64 [n-grams]."""
     lengths = torch.tensor([len(response) for response in token_ids], dtype=torch.int64)
-    places = torch.arange(int(lengths.sum()))
-    if len(places) < n:
-        return places[:0], places[:0]
+    starts = torch.arange(int(lengths.sum()))
+    if len(starts) < n:
+        return starts[:0], starts[:0]
     ids = torch.cat([torch.tensor(response, dtype=torch.int64) for response in token_ids])
     grams = ids = ids - ids.min()
     for offset in range(1, n):
         grams, _ = _paired(grams[:-1], ids[offset:])
-    whole = (places + n <= lengths.cumsum(0).repeat_interleave(lengths))[: len(grams)]
+    inside = (starts + n <= lengths.cumsum(0).repeat_interleave(lengths))[: len(grams)]
     owners = torch.arange(len(lengths)).repeat_interleave(lengths)[: len(grams)]
-    return grams[whole], owners[whole]
+    return grams[inside], owners[inside]
 
 
 def _paired(first: Tensor, second: Tensor) -> tuple[Tensor, int]:

@@ -25,7 +25,7 @@ from quartet.errors import Cancelled, ComputationFailed, ConfigError, FailedPrec
 
 START_TIMEOUT = 120.0
 """Maximum seconds to import the function's module."""
-MAX_ANSWER_BYTES = 16 * 1024 * 1024
+MAX_RESPONSE_BYTES = 16 * 1024 * 1024
 """Maximum size of a response."""
 MAX_OUTPUT_BYTES = 64 * 1024
 """Maximum bytes of a function's output per minute that are logged. The rest is dropped."""
@@ -211,8 +211,8 @@ class _Process:
                 if not ready and self._child.poll() is not None:
                     # Child processes of the function may keep the pipe open.
                     raise self._ended()
-                if len(received) > MAX_ANSWER_BYTES:
-                    raise _Lost(f"answered with more than {MAX_ANSWER_BYTES} bytes, and was ended")
+                if len(received) > MAX_RESPONSE_BYTES:
+                    raise _Lost(f"sent more than {MAX_RESPONSE_BYTES} bytes, and was ended")
         return received
 
     def end(self) -> None:

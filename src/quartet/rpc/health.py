@@ -30,7 +30,7 @@ class HealthListener:
     """Server for gRPC health checks, and for nothing else, at a separate address."""
 
     def __init__(self, servicer: health.HealthServicer, listen: str) -> None:
-        """Listen at HOST:PORT. Raises ConfigError if the port is taken or the address is not local."""
+        """Listen at HOST:PORT. Raises ConfigError if the port is in use or the address is not local."""
         # Watch is left out: each watcher would hold a thread, and callers are not authenticated.
         checks = health_pb2_grpc.HealthServicer()
         checks.Check = servicer.Check
@@ -46,7 +46,7 @@ class HealthListener:
         port = LOCAL.listen(self._server, listen)
         if port == 0:
             raise ConfigError(
-                f"health {listen}: the port is taken or the address is not this machine's; choose another"
+                f"health {listen}: the port is in use or the address is not this machine's; choose another"
             )
         self.address = f"{listen.rpartition(':')[0]}:{port}"
         self._server.start()

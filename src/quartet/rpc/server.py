@@ -176,7 +176,7 @@ class Server:
         port = credentials.listen(self._server, listen)
         if port == 0:
             raise ConfigError(
-                f"listen {listen}: the port is taken or the address is not this machine's; "
+                f"listen {listen}: the port is in use or the address is not this machine's; "
                 "stop what listens there or choose another port"
             )
         self.address = f"{host}:{port}"

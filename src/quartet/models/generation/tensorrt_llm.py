@@ -18,7 +18,7 @@ from typing import Any
 from quartet.errors import Cancelled, ConfigError, ServiceFailed
 from quartet.models.forward.model_capabilities import max_positions
 from quartet.models.generation.engine import Policy
-from quartet.models.generation.validation import Answer, trajectories, validate_requests
+from quartet.models.generation.validation import EngineResponse, trajectories, validate_requests
 from quartet.models.weights.loading import snapshot_model
 from quartet.random_streams import engine_seed
 from quartet.types import GenerationRequest, SamplingParameters, Trajectory
@@ -106,7 +106,7 @@ class TensorRTLLMEngine:
                 parameters = self._parameters(request, sampling, seed)
                 pending.append((request, llm.generate_async(inputs, parameters, lora_request=lora)))
             for request, future in pending:
-                answer = _answer(request, _result(future, cancelled))
+                answer = _response_of(request, _result(future, cancelled))
                 yield from trajectories([answer], self._policy, sampling, policy_version, NAME)
         except RuntimeError as error:
             # Errors of its workers: out of memory, a failed kernel, a dead process.
@@ -201,12 +201,12 @@ def _result(future: Any, cancelled: Callable[[], bool]) -> Any:
             continue
 
 
-def _answer(request: GenerationRequest, result: Any) -> Answer:
+def _response_of(request: GenerationRequest, result: Any) -> EngineResponse:
     output = result.outputs[0]
     if output.finish_reason not in ENDED:
         raise ServiceFailed(f"{NAME}: response to {request.id}: ended by {output.finish_reason}")
     ids = list(output.token_ids)
-    return Answer(
+    return EngineResponse(
         request, ids, [_log_prob(token, entry) for token, entry in zip(ids, output.logprobs or [], strict=False)]
     )
 

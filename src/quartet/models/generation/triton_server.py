@@ -28,7 +28,7 @@ from quartet.errors import (
 from quartet.models.generation.engine import Policy
 from quartet.models.generation.lora_tensors import LoraTensors, lora_tensors
 from quartet.models.generation.triton_tensors import Dialect, Partial, Served, Tensors, dialect_of
-from quartet.models.generation.validation import Answer, trajectories, validate_requests
+from quartet.models.generation.validation import EngineResponse, trajectories, validate_requests
 from quartet.types import GenerationRequest, SamplingParameters, Trajectory
 
 POLL = 0.1
@@ -152,7 +152,7 @@ class TritonEngine:
         if len(partial.token_ids) > limit:
             raise ComputationFailed(f"{self._server}: response to {partial.request.id}: more than {limit} tokens")
 
-    def _finished(self, dialect: Dialect, partial: Partial) -> Answer:
+    def _finished(self, dialect: Dialect, partial: Partial) -> EngineResponse:
         answer = dialect.finish(partial)
         if answer.log_probs is None and self._server.weights == "static":
             raise ComputationFailed(

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from quartet.errors import ComputationFailed, InvalidRequest, MismatchError
 from quartet.models.generation.engine import Policy
-from quartet.models.generation.validation import Answer
+from quartet.models.generation.validation import EngineResponse
 from quartet.random_streams import engine_seed
 from quartet.types import GenerationRequest, SamplingParameters
 
@@ -72,7 +72,7 @@ class Dialect(ABC):
         """Add one message of the server to the response. Raises ComputationFailed."""
 
     @abstractmethod
-    def finish(self, partial: Partial) -> Answer:
+    def finish(self, partial: Partial) -> EngineResponse:
         """Return the complete response after the last message. Raises ComputationFailed."""
 
     def _failed(self, request: GenerationRequest, text: str) -> ComputationFailed:
@@ -137,9 +137,9 @@ class TokenDialect(Dialect):
             else:
                 partial.log_probs += log_probs
 
-    def finish(self, partial: Partial) -> Answer:
+    def finish(self, partial: Partial) -> EngineResponse:
         """Return the response. Without log-probs of the server, the trainer computes them."""
-        return Answer(partial.request, partial.token_ids, partial.log_probs or None)
+        return EngineResponse(partial.request, partial.token_ids, partial.log_probs or None)
 
 
 class TextDialect(Dialect):
@@ -177,13 +177,13 @@ class TextDialect(Dialect):
         partial.finish_reason = _string(outputs["finish_reason"])
         partial.stop_reason = _string(outputs["stop_reason"]) if "stop_reason" in outputs else ""
 
-    def finish(self, partial: Partial) -> Answer:
+    def finish(self, partial: Partial) -> EngineResponse:
         """Return the tokens of the text, plus the stop token, which the text does not contain.
 
         Raises ComputationFailed if the tokens do not decode to the same text.
         """
         if partial.text is None:
-            return Answer(partial.request, [], None)
+            return EngineResponse(partial.request, [], None)
         tokenizer = self._policy.tokenizer
         ids = list(tokenizer.encode(partial.text, add_special_tokens=False))
         if tokenizer.decode(ids, skip_special_tokens=True) != partial.text:
@@ -192,7 +192,7 @@ class TextDialect(Dialect):
             ids.append(self._stop_id(partial))
         elif partial.finish_reason != "length":
             raise self._failed(partial.request, f"finish_reason {partial.finish_reason!r}; expected stop or length")
-        return Answer(partial.request, ids, None)
+        return EngineResponse(partial.request, ids, None)
 
     def _prompt(self, request: GenerationRequest) -> str:
         tokenizer, ids = self._policy.tokenizer, request.prompt_ids.tolist()

@@ -35,7 +35,7 @@ def validate_requests(
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class EngineResponse:
     """An engine's response to a request. ``log_probs`` is None if the engine reports none."""
 
     request: GenerationRequest
@@ -44,15 +44,15 @@ class Answer:
 
 
 def trajectories(
-    answers: Sequence[Answer], policy: Policy, sampling: SamplingParameters, policy_version: int, engine: str
+    responses: Sequence[EngineResponse], policy: Policy, sampling: SamplingParameters, policy_version: int, engine: str
 ) -> list[Trajectory]:
-    """Return the answers as trajectories. The policy computes the log-probs that the engine did not report.
+    """Return the responses as trajectories. The policy computes the log-probs that the engine did not report.
 
-    ``engine`` names the engine in error messages. Raises ComputationFailed if an answer is empty, ends neither with a stop token
-    nor at the limit, or has invalid tokens or log-probs.
+    ``engine`` names the engine in error messages. Raises ComputationFailed if a response is empty, ends neither with a stop
+    token nor at the limit, or has invalid tokens or log-probs.
     """
-    results = [_checked(answer, policy, sampling, policy_version, engine) for answer in answers]
-    missing = [index for index, answer in enumerate(answers) if answer.log_probs is None]
+    results = [_checked(response, policy, sampling, policy_version, engine) for response in responses]
+    missing = [index for index, response in enumerate(responses) if response.log_probs is None]
     if missing:
         batch = TokenBatch.of([results[index] for index in missing])
         log_probs = policy.score(batch, sampling.temperature or 1.0)
@@ -63,10 +63,10 @@ def trajectories(
 
 
 def _checked(
-    answer: Answer, policy: Policy, sampling: SamplingParameters, policy_version: int, engine: str
+    response: EngineResponse, policy: Policy, sampling: SamplingParameters, policy_version: int, engine: str
 ) -> Trajectory:
-    ids, limit = np.asarray(answer.token_ids, np.int64), sampling.max_response_tokens
-    where = f"{engine}: response to {answer.request.id}"
+    ids, limit = np.asarray(response.token_ids, np.int64), sampling.max_response_tokens
+    where = f"{engine}: response to {response.request.id}"
     if not 1 <= len(ids) <= limit:
         raise ComputationFailed(f"{where}: {len(ids)} tokens; expected 1 to {limit}")
     size = vocabulary_size(policy.model)
@@ -81,12 +81,12 @@ def _checked(
         raise ComputationFailed(
             f"{where}: ends after {len(ids)} of {limit} tokens without a stop token; check the engine's own token limit"
         )
-    log_probs = np.asarray([0.0] * len(ids) if answer.log_probs is None else answer.log_probs, np.float32)
+    log_probs = np.asarray([0.0] * len(ids) if response.log_probs is None else response.log_probs, np.float32)
     if len(log_probs) != len(ids):
         raise ComputationFailed(f"{where}: {len(log_probs)} log-probs for {len(ids)} tokens")
     # Engines that compute in half precision may round log-probs up to slightly above 0.
     if not ((log_probs > MIN_LOG_PROB) & (log_probs < 0.1)).all():
         raise ComputationFailed(f"{where}: log-probs that are not finite, too low, or positive")
     reason = FinishReason.EOS if stops else FinishReason.LENGTH
-    prompt = np.asarray(answer.request.prompt_ids, np.int32)
-    return Trajectory(answer.request.id, policy_version, prompt, ids.astype(np.int32), log_probs, reason)
+    prompt = np.asarray(response.request.prompt_ids, np.int32)
+    return Trajectory(response.request.id, policy_version, prompt, ids.astype(np.int32), log_probs, reason)

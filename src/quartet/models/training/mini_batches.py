@@ -91,17 +91,17 @@ class UpdateStats:
         optimizer: torch.optim.Optimizer,
         losses: Sequence[torch.Tensor],
         settings: OptimizationSettings,
-        what: str,
+        model_name: str,
         tokens: int,
-        seen: MetricSums,
+        metrics: MetricSums,
     ) -> None:
-        """Take the optimizer step of a mini-batch of ``tokens`` from its gradients, and add the metrics ``seen`` in it.
+        """Take the optimizer step of a mini-batch of ``tokens`` from its gradients, and add the ``metrics`` observed in it.
 
         If a loss [] or gradient is not finite, weights and optimizer stay unchanged. With ``settings.skip_non_finite`` the step
         is then counted as skipped and its metrics are dropped. Otherwise raises ComputationFailed.
         """
         try:
-            norm = apply_gradients(optimizer, losses, settings.max_grad_norm, what)
+            norm = apply_gradients(optimizer, losses, settings.max_grad_norm, model_name)
         except ComputationFailed:
             if not settings.skip_non_finite:
                 raise
@@ -110,7 +110,7 @@ class UpdateStats:
         self.steps += 1
         self.tokens += tokens
         self._norms += norm
-        self.sums.merge(seen)
+        self.sums.merge(metrics)
 
     def means(self, per_step: Mapping[str, str], per_token: Mapping[str, str]) -> dict[str, float]:
         """Return sums, by metric name, as means over the taken steps or over their tokens. Empty if no step was taken."""

@@ -34,7 +34,7 @@ class MasterWeightAdamW(torch.optim.AdamW):
 
     def __init__(self, groups: Iterable[dict[str, Any]], **settings: Any) -> None:
         """``groups`` of the model's parameters. ``settings``: see torch's AdamW."""
-        self.parameter_of_master: dict[torch.Tensor, nn.Parameter] = {}
+        self.parameter_of_master_weight: dict[torch.Tensor, nn.Parameter] = {}
         """The model's parameter, by its master weight."""
         super().__init__(
             [{**group, "params": [self._stepped(p) for p in group["params"]]} for group in groups], **settings
@@ -46,7 +46,7 @@ class MasterWeightAdamW(torch.optim.AdamW):
 
     def move_gradients(self) -> None:
         """Move the gradients of parameters to their master weights."""
-        for master, parameter in self.parameter_of_master.items():
+        for master, parameter in self.parameter_of_master_weight.items():
             master.grad = None if parameter.grad is None else parameter.grad.float()
             parameter.grad = None
 
@@ -54,21 +54,21 @@ class MasterWeightAdamW(torch.optim.AdamW):
     def step(self, closure: Any = None) -> Any:
         """Take one step from the moved gradients, then update the model's parameters."""
         loss = super().step(closure)
-        for master, parameter in self.parameter_of_master.items():
+        for master, parameter in self.parameter_of_master_weight.items():
             parameter.copy_(master)
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, also those that were not moved yet."""
         super().zero_grad(set_to_none)
-        for parameter in self.parameter_of_master.values():
+        for parameter in self.parameter_of_master_weight.values():
             parameter.grad = None
 
     def _stepped(self, parameter: nn.Parameter) -> nn.Parameter:
         if parameter.dtype.itemsize >= torch.float32.itemsize:
             return parameter
         master = nn.Parameter(parameter.detach().float())
-        self.parameter_of_master[master] = parameter
+        self.parameter_of_master_weight[master] = parameter
         return master
 
 
@@ -100,7 +100,7 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) ->
 
 
 def apply_gradients(
-    optimizer: torch.optim.Optimizer, losses: Sequence[torch.Tensor], max_grad_norm: float, what: str
+    optimizer: torch.optim.Optimizer, losses: Sequence[torch.Tensor], max_grad_norm: float, model_name: str
 ) -> float:
     """Clip the gradients to ``max_grad_norm`` (0: no clipping), take one step, and clear them. Return the norm before clipping.
 
@@ -116,12 +116,12 @@ def apply_gradients(
     if not all(map(math.isfinite, (*loss_values, norm_value))):
         optimizer.zero_grad(set_to_none=True)
         raise ComputationFailed(
-            f"{what} update: loss {sum(loss_values)}, gradient norm {norm_value}: expected finite numbers; the weights are those "
-            "before this mini-batch. Lower the learning rate, or look for outliers in rewards and advantages"
+            f"{model_name} update: loss {sum(loss_values)}, gradient norm {norm_value}: expected finite numbers; the "
+            "weights are those before this mini-batch. Lower the learning rate, or look for outliers in rewards and advantages"
         )
-    failpoint(_STEPPING[what])
+    failpoint(_STEPPING[model_name])
     optimizer.step()
-    failpoint(_STEPPED[what])
+    failpoint(_STEPPED[model_name])
     optimizer.zero_grad(set_to_none=True)
     return float(norm_value)
 
@@ -133,7 +133,7 @@ def snapshot_optimizer(optimizer: MasterWeightAdamW) -> Writer:
         f"{index}.{name}": host_copy(value) for index, entry in state["state"].items() for name, value in entry.items()
     }
     for index, weight in enumerate(optimizer.stepped_parameters()):
-        if weight in optimizer.parameter_of_master:
+        if weight in optimizer.parameter_of_master_weight:
             tensors[f"{index}.{_MASTER_WEIGHT}"] = host_copy(weight)
     # One metadata entry: safetensors writes several in no fixed order.
     metadata = {"param_groups": json.dumps(state["param_groups"], sort_keys=True)}
@@ -186,7 +186,7 @@ def _load_master_weights(optimizer: MasterWeightAdamW, master_weights: dict[int,
     expected = {
         index: weight
         for index, weight in enumerate(optimizer.stepped_parameters())
-        if weight in optimizer.parameter_of_master
+        if weight in optimizer.parameter_of_master_weight
     }
     if master_weights.keys() != expected.keys():
         raise ModelError(
@@ -194,7 +194,7 @@ def _load_master_weights(optimizer: MasterWeightAdamW, master_weights: dict[int,
             "in half precision; expected the state of this model, in the dtype that it was trained in"
         )
     for index, master in expected.items():
-        parameter, result = optimizer.parameter_of_master[master], master_weights[index].to(master.device)
+        parameter, result = optimizer.parameter_of_master_weight[master], master_weights[index].to(master.device)
         if result.dtype != master.dtype or not torch.equal(result.to(parameter.dtype), parameter):
             raise ModelError(
                 f"optimizer state {path}: the master weight of parameter {index}, {result.dtype} {tuple(result.shape)}, "

@@ -97,13 +97,14 @@ def _trial_batch(model: Any, lengths: list[int], factor: int) -> MicroBatch:
 
 @dataclass(frozen=True, slots=True)
 class Activations:
-    """Saved activations with all logits at once (``whole``), or with chunks of ``rows`` tokens for more tokens (``parts``).
+    """Saved activations with all logits at once, or with the logits of ``rows`` tokens at a time.
 
+    A micro-batch of more than ``rows`` tokens uses ``chunked_logits``.
     ``logits``: bytes of one token's logits in float32, 0 for a model without logits.
     """
 
-    whole: SavedActivations
-    parts: SavedActivations
+    all_logits: SavedActivations
+    chunked_logits: SavedActivations
     rows: int
     logits: int
 
@@ -111,10 +112,10 @@ class Activations:
         """Return the peak bytes of a micro-batch with ``tokens`` tokens."""
         temporary = LOGIT_COPIES * self.logits * min(tokens, self.rows)
         if tokens <= self.rows:
-            return self.whole.bytes(tokens, longest) + temporary
+            return self.all_logits.bytes(tokens, longest) + temporary
         # The backward pass recomputes one chunk at a time and holds only its activations.
-        recomputed = self.rows * max(0.0, self.whole.slope(longest) - self.parts.slope(longest))
-        return self.parts.bytes(tokens, longest) + recomputed + temporary
+        recomputed = self.rows * max(0.0, self.all_logits.slope(longest) - self.chunked_logits.slope(longest))
+        return self.chunked_logits.bytes(tokens, longest) + recomputed + temporary
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +141,7 @@ class UpdateMemory:
         result = self.with_checkpointing if recomputes and self.with_checkpointing is not None else self.plain
         return round(result.bytes(self.longest, self.longest) / self.longest)
 
-    def most_tokens(self, at_most: int, free: float, recomputes: bool) -> int:
+    def max_tokens_within(self, at_most: int, free: float, recomputes: bool) -> int:
         """Return the number of tokens that fit into ``free`` bytes: ``at_most``, half of it, a quarter, ...; 0 if none fit."""
         tokens = at_most
         while tokens and self.bytes(tokens, recomputes) > MEMORY_FRACTION * free:
@@ -149,10 +150,10 @@ class UpdateMemory:
         return tokens
 
 
-def policy_forward(model: Any, entropy_use: EntropyUse, whole: bool) -> Forward:
+def policy_forward(model: Any, entropy_use: EntropyUse, all_at_once: bool) -> Forward:
     """Return the policy update's forward pass, with the logits of all tokens at once or in small chunks."""
     return lambda micro_batch: forward_log_probs(
-        model, micro_batch, 1.0, entropy_use, len(micro_batch) if whole else SHORT_TRIAL_SEQUENCES
+        model, micro_batch, 1.0, entropy_use, len(micro_batch) if all_at_once else SHORT_TRIAL_SEQUENCES
     )
 
 
@@ -161,10 +162,10 @@ def measure_policy(model: Any, longest: int, entropy_use: EntropyUse) -> UpdateM
     logits, rows = 4 * vocabulary_size(model), logit_chunk_tokens(model)
 
     def activations() -> Activations:
-        whole, parts = (
+        all_logits, chunked_logits = (
             activations_saved_by(model, policy_forward(model, entropy_use, of_all), longest) for of_all in (True, False)
         )
-        return Activations(whole, parts, rows, logits)
+        return Activations(all_logits, chunked_logits, rows, logits)
 
     return _measure(model, longest, activations)
 
@@ -194,8 +195,8 @@ def _measure(model: Any, longest: int, activations: Callable[[], Activations]) -
         ) from None
     if layers:
         with_checkpointing = Activations(
-            _with_one_layer(checkpointed.whole, plain.whole, layers),
-            _with_one_layer(checkpointed.parts, plain.parts, layers),
+            _with_one_layer(checkpointed.all_logits, plain.all_logits, layers),
+            _with_one_layer(checkpointed.chunked_logits, plain.chunked_logits, layers),
             plain.rows,
             plain.logits,
         )

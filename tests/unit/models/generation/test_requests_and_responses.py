@@ -18,7 +18,7 @@ from quartet.models.generation.lora_tensors import lora_tensors
 from quartet.models.generation.tensorrt_llm import TensorRTLLM, TensorRTLLMEngine
 from quartet.models.generation.triton_server import TritonEngine, TritonServer
 from quartet.models.generation.triton_tensors import Dialect, Partial, Served, dialect_of
-from quartet.models.generation.validation import Answer, trajectories
+from quartet.models.generation.validation import EngineResponse, trajectories
 from quartet.models.weights.lora import add_adapter
 from quartet.random_streams import engine_seed
 from quartet.types import FinishReason, GenerationRequest, SamplingParameters, TokenBatch, TrajectoryId
@@ -35,7 +35,7 @@ def policy(kind: str = "llama", adapter: bool = False) -> Policy:
 
 
 def to_trajectory(ids: list[int], log_probs: list[float] | None, sampling: SamplingParameters = SAMPLING) -> Any:
-    return trajectories([Answer(tiny.requests(1)[0], ids, log_probs)], policy(), sampling, 3, "engine")[0]
+    return trajectories([EngineResponse(tiny.requests(1)[0], ids, log_probs)], policy(), sampling, 3, "engine")[0]
 
 
 def test_a_valid_answer_becomes_a_trajectory() -> None:
@@ -52,9 +52,9 @@ def test_missing_log_probs_are_computed_by_the_trainer(temperature: float) -> No
     subject, requests = policy(), tiny.requests(3)
     sampling = SamplingParameters(4, temperature=temperature)
     answers = [
-        Answer(requests[0], [5, 7], None),
-        Answer(requests[1], [6, 7], [-1.0, -2.0]),
-        Answer(requests[2], [8, 9, 3, 4], None),
+        EngineResponse(requests[0], [5, 7], None),
+        EngineResponse(requests[1], [6, 7], [-1.0, -2.0]),
+        EngineResponse(requests[2], [8, 9, 3, 4], None),
     ]
     result = trajectories(answers, subject, sampling, 0, "engine")
     assert result[1].log_probs.tolist() == [-1.0, -2.0]

@@ -50,7 +50,7 @@ def test_float32_training_is_bit_identical_to_plain_adamw_without_copies(tmp_pat
     for seed in range(3):
         assert learn(ours, optimizer, seed) == learn(theirs, plain, seed)
     assert updates.largest_difference(ours, theirs) == 0
-    assert not optimizer.parameter_of_master
+    assert not optimizer.parameter_of_master_weight
     assert {id(weight) for weight in optimizer.stepped_parameters()} == {id(p) for p in ours.parameters()}
     save_optimizer(optimizer, tmp_path / "o")
     names = {name.partition(".")[2] for name in safetensors.torch.load_file(tmp_path / "o")}
@@ -76,7 +76,7 @@ def test_a_step_clips_and_updates_float32_copies_and_then_rounds(dtype: torch.dt
         for parameter, float_copy in zip(model.parameters(), copies, strict=True):
             assert torch.equal(parameter, float_copy.to(dtype))
             assert parameter.grad is None
-    master_weights = {id(parameter): weight for weight, parameter in optimizer.parameter_of_master.items()}
+    master_weights = {id(parameter): weight for weight, parameter in optimizer.parameter_of_master_weight.items()}
     for parameter, float_copy in zip(model.parameters(), copies, strict=True):
         assert torch.equal(master_weights[id(parameter)], float_copy)
     assert [p.data_ptr() for p in model.parameters()] == addresses
@@ -104,7 +104,9 @@ def test_small_updates_accumulate_in_the_master_weights_until_the_parameters_cha
         learn(half, optimizer, seed, 1e-5)
     changed = [float((p != old).double().mean()) for p, old in zip(half.parameters(), weights, strict=True)]
     assert np.mean(changed) > 0.05
-    assert all(torch.equal(parameter, weight.bfloat16()) for weight, parameter in optimizer.parameter_of_master.items())
+    assert all(
+        torch.equal(parameter, weight.bfloat16()) for weight, parameter in optimizer.parameter_of_master_weight.items()
+    )
 
 
 def test_frozen_parameters_have_no_master_weight_and_do_not_change() -> None:
@@ -113,7 +115,7 @@ def test_frozen_parameters_have_no_master_weight_and_do_not_change() -> None:
     before = [p.detach().clone() for p in model.parameters()]
     optimizer = create_optimizer(model, 0.1, weight_decay=0.1)
     trained = {id(p) for p in model.parameters() if p.requires_grad}
-    assert {id(p) for p in optimizer.parameter_of_master.values()} == trained
+    assert {id(p) for p in optimizer.parameter_of_master_weight.values()} == trained
     learn(model, optimizer)
     for parameter, old in zip(model.parameters(), before, strict=True):
         assert torch.equal(parameter, old) is (id(parameter) not in trained)
@@ -122,10 +124,12 @@ def test_frozen_parameters_have_no_master_weight_and_do_not_change() -> None:
 def test_adapters_and_value_heads_are_float32_and_have_no_copy(tmp_path: Path) -> None:
     model = half_precision_model()
     add_adapter(model, "base", rank=2, alpha=4.0)
-    assert not create_optimizer(model, 0.1).parameter_of_master
+    assert not create_optimizer(model, 0.1).parameter_of_master_weight
     critic = load_critic(tiny.saved(tiny.classifier("llama"), tmp_path / "m"), dtype="bfloat16")
     optimizer = create_optimizer(critic, 0.1)
-    assert {id(p) for p in optimizer.parameter_of_master.values()} == {id(p) for p in critic.backbone.parameters()}
+    assert {id(p) for p in optimizer.parameter_of_master_weight.values()} == {
+        id(p) for p in critic.backbone.parameters()
+    }
     head = critic.head.weight.detach().clone()
     data = updates.experience(None)
     update_value(critic, optimizer, data, updates.settings(), ValueLossSettings(), 40)

@@ -106,8 +106,8 @@ def test_the_state_of_half_precision_models_agrees_with_the_doctor() -> None:
 
 def test_chunked_logits_are_not_saved() -> None:
     result = measure_policy(tiny.causal("llama"), 60, "report").plain
-    assert result.whole.token - result.parts.token >= 4 * tiny.VOCABULARY * 0.8
-    few = Activations(result.whole, result.parts, rows=8, logits=result.logits)
+    assert result.all_logits.token - result.chunked_logits.token >= 4 * tiny.VOCABULARY * 0.8
+    few = Activations(result.all_logits, result.chunked_logits, rows=8, logits=result.logits)
     assert few.bytes(1000, 60) < result.bytes(1000, 60)
     assert few.bytes(8, 60) == result.bytes(8, 60)
 
@@ -158,8 +158,8 @@ def memory_of(longest: int) -> UpdateMemory:
 )
 def test_the_token_limit_is_halved_until_it_fits(tokens: int, longest: int, expected: int) -> None:
     free = (8 + 8 * tokens) / memory.MEMORY_FRACTION + 0.1
-    assert memory_of(longest).most_tokens(4096, free, False) == expected
-    assert memory_of(longest).most_tokens(4096, (8 + 2 * tokens) / memory.MEMORY_FRACTION + 0.1, True) == expected
+    assert memory_of(longest).max_tokens_within(4096, free, False) == expected
+    assert memory_of(longest).max_tokens_within(4096, (8 + 2 * tokens) / memory.MEMORY_FRACTION + 0.1, True) == expected
 
 
 def test_unused_memory_of_the_allocator_counts_as_free(monkeypatch: pytest.MonkeyPatch) -> None:
