@@ -28,7 +28,6 @@ from quartet.config import Config, load_config
 from quartet.errors import QuartetError
 from quartet.models.forward import batching
 from quartet.models.forward.model_capabilities import vocabulary_size
-from quartet.models.forward.onednn_linear import enable_onednn_linear, linear
 from quartet.models.forward.scoring import response_log_probs
 from quartet.models.training.optimizer import MasterWeightAdamW, create_optimizer
 from quartet.models.training.updates import update_policy, update_value
@@ -63,15 +62,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--full", action="store_true", help="use the maximum length of the config for every prompt and response"
     )
     parser.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", help="a setting, for example run.onednn_linear=true"
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="a setting, for example actor.micro_batch_tokens=4096",
     )
     add_shared(parser, "build/update", rounds=5, threads=True)
     options = parser.parse_args(arguments)
     try:
         config = load_config(options.config, options.set)
         torch.set_num_threads(options.threads)
-        if config.run.onednn_linear:
-            enable_onednn_linear()
         device = machine.device_of(config, options.config)
         host = machine.describe(device)
         peak = matmul_peak(device, config.actor.dtype)
@@ -101,7 +102,7 @@ def matmul_peak(device: str = "cpu", dtype: str = "float32") -> float:
         for _ in range(4):
             machine.synchronize(device)
             start = time.perf_counter()
-            linear(a, b)
+            torch.nn.functional.linear(a, b)
             machine.synchronize(device)
             best = max(best, 2 * size**3 / (time.perf_counter() - start))
     return best

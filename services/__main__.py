@@ -190,7 +190,7 @@ def _models(roles: list[Role], config: Config, threads: int, credentials: Creden
     from quartet.rpc.compute_thread import ComputeThread
     from quartet.services.factories import build_model_role
 
-    set_up_torch(threads, config.run.onednn_linear)
+    set_up_torch(threads)
     # Roles of one process share a GPU, so they share a compute thread.
     compute = ComputeThread()
     return [build_model_role(role, config, compute, threads, credentials.folder) for role in roles]

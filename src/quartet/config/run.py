@@ -19,9 +19,6 @@ class RunConfig(Section):
     """Seed of every random number of the run."""
     steps: Count = 100
     """Number of training steps."""
-    onednn_linear: bool = False
-    """Compute the linear layers of float32 models on a CPU with oneDNN instead of MKL. Faster on AMD processors with AVX-512; see
-    ADR 25. It decides the last bits, so it stays the same for the whole run."""
     directory: Path = Path("runs")
     """Folder of all runs. A run is stored in DIRECTORY/NAME."""
 

@@ -8,21 +8,13 @@ from contextlib import contextmanager
 import torch
 
 
-def set_up_torch(threads: int, onednn_linear: bool = False) -> None:
-    """Set the number of CPU threads of this process, and make torch compute the same result for the same input.
-
-    ``onednn_linear``: linear layers of float32 models compute with oneDNN. Raises ConfigError if torch does not support that.
-    """
+def set_up_torch(threads: int) -> None:
+    """Set the number of CPU threads of this process, and make torch compute the same result for the same input."""
     torch.set_num_threads(threads)
     torch.set_num_interop_threads(1)
     torch.use_deterministic_algorithms(True, warn_only=True)
     # Filling memory helps to find reads before writes, but costs 5 % of an update.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    if onednn_linear:
-        # The module imports transformers.
-        from quartet.models.forward.onednn_linear import enable_onednn_linear
-
-        enable_onednn_linear()
 
 
 @contextmanager

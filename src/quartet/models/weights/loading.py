@@ -24,7 +24,6 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from quartet.errors import ModelError
-from quartet.models.forward.onednn_linear import use_onednn_linear
 from quartet.models.hf_logging import suppress_hf_logging
 from quartet.models.weights.lora import Adapter, adapter_base, adapter_chain, is_adapter, merge_adapter
 from quartet.models.weights.snapshot import Writer, host_state
@@ -239,7 +238,6 @@ def _load(model: str | Path, config: Any, kind: Any, dtype: str, device: str) ->
         loaded = loaded.to(torch.device(device))
     except (RuntimeError, AssertionError) as error:
         raise ModelError(f"device {device!r}: {_first_line(error)}; expected cpu or a GPU that is present") from error
-    use_onednn_linear(loaded)
     return _frozen_dropout(loaded)
 
 
