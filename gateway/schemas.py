@@ -114,7 +114,7 @@ class RunSummary(Model):
     """Reason that the run's files cannot be read, or null. If set, the other fields are empty."""
 
 
-class Progress(Model):
+class ProgressInfo(Model):
     """Progress of a run."""
 
     state: State
@@ -136,7 +136,7 @@ class Progress(Model):
 class RunDetail(RunSummary):
     """All information about one run."""
 
-    progress: Progress | None
+    progress: ProgressInfo | None
     """Null unless the run is active."""
     kl_target: float | None
     """Target of the adaptive KL controller, in nats per response; null with a fixed coefficient."""
@@ -305,8 +305,8 @@ class CheckpointInfo(Model):
     """One checkpoint."""
 
     step: int
-    name: str | None
-    """Tag of the checkpoint, or null. A tagged checkpoint is never deleted automatically."""
+    tags: list[str]
+    """Tags of the checkpoint. A tagged checkpoint is never deleted automatically."""
     created: float
     """Time in seconds since 1970."""
     bytes: int

@@ -5,7 +5,7 @@ Reads the config, builds the servicer of each role, serves them until SIGTERM, a
 
 from __future__ import annotations
 
-import quartet.sys_path  # noqa: F401 - before the libraries whose names a file in the working directory may have
+import quartet.sys_path  # noqa: F401 - first, so that files in the working directory cannot shadow libraries
 
 # isort: split
 import argparse
@@ -95,7 +95,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _ended(error: Exception, notifier: ReadyNotifier) -> int:
     code = 2 if isinstance(error, ConfigError) else 1
-    log.error("ended", error=str(error), exc_info=None if isinstance(error, QuartetError) else error)
+    log.error("process failed", error=str(error), exc_info=None if isinstance(error, QuartetError) else error)
     notifier.notify(error=str(error) or type(error).__name__, exit_code=code)
     print(f"error: {error}", file=sys.stderr)
     return code
@@ -103,8 +103,8 @@ def _ended(error: Exception, notifier: ReadyNotifier) -> int:
 
 def _serve(roles: list[Role], options: argparse.Namespace, notifier: ReadyNotifier) -> int:
     first, *layers = options.config
-    own = [] if options.listen is None else [f"services.{roles[0]}.listen={options.listen}"]
-    config = load_config(first, [*options.overrides, *own, *environment_overrides()], layers)
+    listen_override = [] if options.listen is None else [f"services.{roles[0]}.listen={options.listen}"]
+    config = load_config(first, [*options.overrides, *listen_override, *environment_overrides()], layers)
     if Role.ORCHESTRATOR in roles and len(roles) > 1:
         raise ConfigError("roles: the orchestrator needs a separate process; start the other roles in another one")
     service = getattr(config.services, roles[0])

@@ -47,11 +47,11 @@ def build_model_role(
 def _build_actor(config: Config, compute: ComputeThread, threads: int, certificates: Path | None) -> HostedRole:
     url = required_buffer_url(config, certificates)
     client = connect(url)
-    link = ConnectionMonitor(client, url)
+    monitor = ConnectionMonitor(client, url)
 
     def access(run: str) -> BufferAccess:
         return BufferAccess(
-            RolloutStream(client, url, run, link.mark_lost), ExperienceStore(client, url, run, link.mark_lost)
+            RolloutStream(client, url, run, monitor.mark_lost), ExperienceStore(client, url, run, monitor.mark_lost)
         )
 
     off_policy = config.rollout.max_off_policy_steps > 0
@@ -73,23 +73,23 @@ def _build_actor(config: Config, compute: ComputeThread, threads: int, certifica
         limits_of(config, Role.ACTOR),
         config.algorithm.policy_loss,
     )
-    return ActorServicer(actor, compute, threads, link.is_lost, ComputeThread() if off_policy else None)
+    return ActorServicer(actor, compute, threads, monitor.is_lost, ComputeThread() if off_policy else None)
 
 
 def _build_critic(config: Config, compute: ComputeThread, threads: int, url: str) -> HostedRole:
     client = connect(url)
-    link = ConnectionMonitor(client, url)
+    monitor = ConnectionMonitor(client, url)
     critic = Critic(
         config.critic,
         config.critic_model,
         device_of(config.services.critic),
         run_root(config),
-        lambda run: ExperienceStore(client, url, run, link.mark_lost),
+        lambda run: ExperienceStore(client, url, run, monitor.mark_lost),
         config.run.seed,
         num_update_threads(config, Role.CRITIC),
         limits_of(config, Role.CRITIC),
     )
-    return CriticServicer(critic, compute, threads, link.is_lost)
+    return CriticServicer(critic, compute, threads, monitor.is_lost)
 
 
 def _build_reward(config: Config, compute: ComputeThread, threads: int) -> HostedRole:

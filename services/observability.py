@@ -76,5 +76,5 @@ def _traces(config: Config, role: str) -> Traces | None:
     try:
         return Traces(config.telemetry.otlp_endpoint, role, config.run.name)
     except Exception as error:  # OpenTelemetry reads environment variables, so any exception is possible.
-        log.warning("no traces", error=str(error))
+        log.warning("traces cannot be exported", error=str(error))
         return None

@@ -216,11 +216,11 @@ def prepare(options: Options, positive: list[str], negative: list[str], director
 
 def _reporter(every: int = 100) -> Callable[..., None]:
     """Print a line every ``every`` steps and at the last step."""
-    from quartet.models.pretraining import Progress
+    from quartet.models.pretraining import PretrainingProgress
 
     start = time.monotonic()
 
-    def report(progress: Progress) -> None:
+    def report(progress: PretrainingProgress) -> None:
         if progress.step % every == 0 or progress.step == progress.steps:
             seconds = time.monotonic() - start
             print(

@@ -53,7 +53,7 @@ def write_entry(files: RunFiles, user: str, command: str, details: dict[str, Any
     """
     outcome = printable(" ".join(outcome.split()))[:MAX_OUTCOME_LENGTH]
     entry = AuditEntry(at=time.time(), user=user, command=command, details=details, outcome=outcome)
-    log.info("command", run=files.root.name, user=user, command=command, outcome=outcome)
+    log.info("command received", run=files.root.name, user=user, command=command, outcome=outcome)
     if files.is_run():
         try:
             with storage_errors(files.audit):

@@ -18,7 +18,7 @@ import structlog
 from quartet.gateway.events.event_cursor import EventCursor
 from quartet.gateway.events.event_history import EventHistory, EventReader, encode_event
 from quartet.gateway.readers.run_catalog import RunCatalog
-from quartet.gateway.schemas import Progress, ServiceInfo
+from quartet.gateway.schemas import ProgressInfo, ServiceInfo
 
 Result = TypeVar("Result")
 
@@ -46,7 +46,7 @@ class EventStream:
     def __init__(
         self,
         history: EventHistory,
-        progress: Callable[[], Progress],
+        progress: Callable[[], ProgressInfo],
         services: Callable[[], Sequence[ServiceInfo]],
         file_threads: ThreadPoolExecutor,
         poll_threads: ThreadPoolExecutor,
@@ -181,7 +181,7 @@ class EventStreams:
     def __init__(
         self,
         catalog: RunCatalog,
-        progress: Callable[[str], Progress],
+        progress: Callable[[str], ProgressInfo],
         services: Callable[[str], Sequence[ServiceInfo]],
     ) -> None:
         """``progress`` returns the progress of any run, active or not."""

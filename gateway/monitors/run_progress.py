@@ -11,7 +11,7 @@ from quartet import types
 from quartet.errors import ConfigError, QuartetError
 from quartet.gateway.readers.file_signature import Signature, signature
 from quartet.gateway.readers.run_catalog import RunCatalog
-from quartet.gateway.schemas import Progress, State
+from quartet.gateway.schemas import ProgressInfo, State
 from quartet.rpc.clients import OrchestratorClient
 from quartet.rpc.security.credentials import LOCAL, Credentials
 from quartet.run_directory.run_files import RunFiles
@@ -35,7 +35,7 @@ MAX_NOTES = 50
 END_STATES = (State.FINISHED, State.STOPPED, State.FAILED)
 
 
-class _MonitoredRun:
+class _OrchestratorConnection:
     """The connection to one run's orchestrator, and its last responses."""
 
     def __init__(self, credentials: Credentials) -> None:
@@ -46,10 +46,10 @@ class _MonitoredRun:
         self.orchestrator: OrchestratorClient | None = None
         self.requested_at = self.responded_at = NEVER
         """Completion time of the last request, with or without a response; time of the last response."""
-        self.progress: Progress | None = None
-        self.last_response: Progress | None = None
+        self.progress: ProgressInfo | None = None
+        self.last_response: ProgressInfo | None = None
         """Kept after the orchestrator has ended."""
-        self.from_files: tuple[Signature | None, Progress] | None = None
+        self.from_files: tuple[Signature | None, ProgressInfo] | None = None
         """Progress by the run's files, with the signature of the metrics file."""
 
     def request_delay(self) -> float:
@@ -80,10 +80,10 @@ class RunMonitor:
     def __init__(self, catalog: RunCatalog, credentials: Credentials = LOCAL) -> None:
         self._credentials = credentials
         self._catalog = catalog
-        self._runs: dict[str, _MonitoredRun] = {}
+        self._runs: dict[str, _OrchestratorConnection] = {}
         self._lock = threading.Lock()
 
-    def progress(self, name: str) -> Progress | None:
+    def progress(self, name: str) -> ProgressInfo | None:
         """Return the progress of an active run, or None if the run is not active. Raises NotFound."""
         run = self._monitored(name)
         orchestrator = self.orchestrator(name)
@@ -99,7 +99,7 @@ class RunMonitor:
         finally:
             run.request_lock.release()
 
-    def latest(self, name: str) -> Progress:
+    def latest(self, name: str) -> ProgressInfo:
         """Return the progress of an active run, or the final progress of any other run. Raises NotFound."""
         progress = self.progress(name)
         if progress is not None:
@@ -127,7 +127,7 @@ class RunMonitor:
             with run.lock:
                 run.connect(None)
 
-    def _progress_from_files(self, name: str, files: RunFiles) -> Progress:
+    def _progress_from_files(self, name: str, files: RunFiles) -> ProgressInfo:
         """Return the progress that the files show. If they cannot be read, ``error`` says why."""
         step = total_steps = 0
         error = ""
@@ -137,7 +137,7 @@ class RunMonitor:
         except ConfigError as problem:
             error = str(problem)
         finished = 0 < total_steps <= step and files.policy.is_dir()
-        return Progress(
+        return ProgressInfo(
             state=State.FINISHED if finished else State.IDLE,
             step=step,
             total_steps=total_steps,
@@ -149,9 +149,9 @@ class RunMonitor:
             notes=[],
         )
 
-    def _monitored(self, name: str) -> _MonitoredRun:
+    def _monitored(self, name: str) -> _OrchestratorConnection:
         with self._lock:
-            return self._runs.setdefault(name, _MonitoredRun(self._credentials))
+            return self._runs.setdefault(name, _OrchestratorConnection(self._credentials))
 
 
 def _address(files: RunFiles) -> str | None:
@@ -161,7 +161,7 @@ def _address(files: RunFiles) -> str | None:
         return None
 
 
-def _request_progress(run: _MonitoredRun, orchestrator: OrchestratorClient) -> None:
+def _request_progress(run: _OrchestratorConnection, orchestrator: OrchestratorClient) -> None:
     """Request the progress and store the response, or that there was none."""
     try:
         response = orchestrator.progress()
@@ -181,8 +181,8 @@ def _request_progress(run: _MonitoredRun, orchestrator: OrchestratorClient) -> N
         )
 
 
-def _progress(progress: types.Progress) -> Progress:
-    return Progress(
+def _progress(progress: types.Progress) -> ProgressInfo:
+    return ProgressInfo(
         state=State(progress.state),
         step=progress.step,
         total_steps=progress.total_steps,
@@ -195,7 +195,7 @@ def _progress(progress: types.Progress) -> Progress:
     )
 
 
-def _without_response(last: Progress | None) -> Progress | None:
+def _without_response(last: ProgressInfo | None) -> ProgressInfo | None:
     """Return the progress of a run whose orchestrator does not respond: recovering, unless it had already ended."""
     if last is None or last.state in END_STATES:
         return last

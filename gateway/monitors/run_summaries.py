@@ -7,7 +7,7 @@ from quartet.errors import ConfigError
 from quartet.gateway.monitors.run_progress import END_STATES, RunMonitor
 from quartet.gateway.readers.run_catalog import RunCatalog
 from quartet.gateway.readers.run_readers import RunReaders
-from quartet.gateway.schemas import Progress, RunDetail, RunSummary, State
+from quartet.gateway.schemas import ProgressInfo, RunDetail, RunSummary, State
 from quartet.run_directory.checkpoints import checkpoint_folders
 from quartet.run_directory.run_files import RunFiles
 
@@ -55,7 +55,7 @@ class RunSummaries:
             failed_trajectories=len(self._readers.records.of(files.failed_trajectories)),
         )
 
-    def _summary(self, files: RunFiles, name: str, config: Config, progress: Progress | None) -> RunSummary:
+    def _summary(self, files: RunFiles, name: str, config: Config, progress: ProgressInfo | None) -> RunSummary:
         columns = self._readers.metrics.of(files.metrics)
         step = columns.count()
         rows = columns.rows([step], ["reward_mean", "kl_mean"]) if step else []

@@ -36,7 +36,7 @@ class _MonitoredService:
 
 
 @dataclass(slots=True)
-class _MonitoredRun:
+class _PolledRun:
     """The last poll of one run's processes."""
 
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -51,7 +51,7 @@ class ServiceMonitor:
 
     def __init__(self, catalog: RunCatalog, buffers: BufferMonitor, credentials: Credentials = LOCAL) -> None:
         self._catalog, self._buffers, self._credentials = catalog, buffers, credentials
-        self._runs: dict[str, _MonitoredRun] = {}
+        self._runs: dict[str, _PolledRun] = {}
         self._lock = threading.Lock()
         self._workers = ThreadPoolExecutor(MAX_PARALLEL_POLLS, thread_name_prefix="services")
 
@@ -59,7 +59,7 @@ class ServiceMonitor:
         """Return every process of a run in the order of the config; empty if the run is not active. Raises NotFound."""
         files = self._catalog.find(name)
         with self._lock:
-            run = self._runs.setdefault(name, _MonitoredRun())
+            run = self._runs.setdefault(name, _PolledRun())
         with run.lock:
             addresses = _addresses(files)
             if time.monotonic() - run.polled_at >= MAX_AGE_SECONDS or addresses != run.addresses:
@@ -76,7 +76,7 @@ class ServiceMonitor:
                     service.channel.close()
             self._runs.clear()
 
-    def _poll(self, name: str, run: _MonitoredRun, addresses: dict[str, str]) -> list[ServiceInfo]:
+    def _poll(self, name: str, run: _PolledRun, addresses: dict[str, str]) -> list[ServiceInfo]:
         for key in set(run.services) - set(addresses.items()):
             run.services.pop(key).channel.close()
         for role, address in addresses.items():

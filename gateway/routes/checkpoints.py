@@ -24,15 +24,18 @@ router = api_router("checkpoints")
 
 @router.get("/runs/{run}/checkpoints")
 def list_checkpoints(_: Viewer, files: TheRunFiles, limit: Limit = 50, cursor: Cursor = None) -> Page[CheckpointInfo]:
-    """List the checkpoints, newest first. `quartet checkpoints --verify` checks their contents too."""
+    """List the checkpoints, newest first. `quartet checkpoints verify` checks their contents too."""
     request = ["checkpoints", files.root.name]
     folders = checkpoint_folders(files)[::-1]
     remaining = folders
     if cursor is not None:
         before = int(read_cursor(cursor, request, (int,))[0])
         remaining = [folder for folder in folders if checkpoint_step(folder) < before]
-    names = {folder: name for name, folder in tagged_checkpoints(files).items()}
-    items = [_info(folder, names.get(folder.name)) for folder in remaining[:limit]]
+    tags = tagged_checkpoints(files)
+    items = [
+        _info(folder, sorted(tag for tag, tagged in tags.items() if tagged == folder.name))
+        for folder in remaining[:limit]
+    ]
     return Page(
         items=items,
         total=len(folders),
@@ -40,7 +43,7 @@ def list_checkpoints(_: Viewer, files: TheRunFiles, limit: Limit = 50, cursor: C
     )
 
 
-def _info(folder: Path, name: str | None) -> CheckpointInfo:
+def _info(folder: Path, tags: list[str]) -> CheckpointInfo:
     size, problem = 0, None
     try:
         checkpoint = read_checkpoint(folder)
@@ -53,7 +56,7 @@ def _info(folder: Path, name: str | None) -> CheckpointInfo:
         created = (folder / MANIFEST).stat().st_mtime
     except OSError:
         created = 0.0
-    return CheckpointInfo(step=checkpoint_step(folder), name=name, created=created, bytes=size, problem=problem)
+    return CheckpointInfo(step=checkpoint_step(folder), tags=tags, created=created, bytes=size, problem=problem)
 
 
 def _wrong_size(checkpoint: Checkpoint) -> str | None:

@@ -343,7 +343,7 @@ class TrainingLoop:
             self._leadership.recovery.replay(self._service_clients.actor, version, step, self._files.read_committed())
 
     def _continues_directly(self, step: int) -> bool:
-        """Return whether nothing is to be done between ``step`` and the next one, as far as is known now."""
+        """Return whether the next step can start directly after ``step``, as currently known."""
         evaluates = self._evaluations.is_due(step, last=False)
         saves = self._checkpoints.is_due(step, last=False, requested=False)
         return step < self._run.steps and self._control.idle and not evaluates and not saves

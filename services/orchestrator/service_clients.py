@@ -48,8 +48,10 @@ class ServiceClients:
         self._roles = model_roles(config)
         self.actor = ActorClient(self._address(Role.ACTOR), config.timeouts, credentials)
         # A reward function is called once per response, so a batch waits for the batches before it.
-        patience = max_batches_in_flight(1) * config.reward.function_timeout_seconds(config.rollout.score_batch_size)
-        self.reward = RewardClient(self._address(Role.REWARD), config.timeouts, credentials, patience)
+        function_seconds = max_batches_in_flight(1) * config.reward.function_timeout_seconds(
+            config.rollout.score_batch_size
+        )
+        self.reward = RewardClient(self._address(Role.REWARD), config.timeouts, credentials, function_seconds)
         self.critic: CriticClient | None = None
         self._reference: ReferenceClient | None = None
         if Role.CRITIC in self._roles:

@@ -53,7 +53,7 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
 
     def WatchProgress(self, request: Any, context: grpc.ServicerContext) -> Iterator[Any]:
         """Stream the progress at every committed step and every change of phase."""
-        for progress in self._board.watch(request.after_step):
+        for progress in self._board.watch(codec.watched_step_from_proto(request)):
             if not context.is_active():
                 return
             if progress is not None:
@@ -81,7 +81,7 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
 
     def RollBack(self, request: Any, context: grpc.ServicerContext) -> Any:
         """Return to a checkpoint after the current step."""
-        self._control.roll_back(request.step)
+        self._control.roll_back(codec.rollback_step_from_proto(request))
         return codec.roll_back_response()
 
     def GetSettings(self, request: Any, context: grpc.ServicerContext) -> Any:
@@ -90,4 +90,5 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
 
     def ChangeSettings(self, request: Any, context: grpc.ServicerContext) -> Any:
         """Change settings from the next step on."""
-        return codec.setting_changes_to_proto(self._live_settings.change(request.values, request.user))
+        values, user = codec.changed_settings_from_proto(request)
+        return codec.setting_changes_to_proto(self._live_settings.change(values, user))

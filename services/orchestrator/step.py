@@ -66,7 +66,7 @@ class StepTransaction:
     def take(self, step: int, leadership: Leadership, continues_directly: Callable[[int], bool]) -> list[Alert]:
         """Take one step, or finish it if it is pending. Returns the alerts of the guards.
 
-        ``continues_directly`` returns whether nothing is to be done between a step and the next one.
+        ``continues_directly`` returns whether the next step can start directly after this one.
         """
         started = time.perf_counter()
         if self._pending is None or self._pending.step != step:

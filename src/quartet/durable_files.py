@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,6 +16,24 @@ from quartet.types import SavedFile
 
 MAX_NAME, MAX_PATH = 200, 1000
 """Maximum bytes of a name and of a path in a request. File systems allow more, because suffixes are added."""
+
+_STORAGE_ERRNOS = frozenset(
+    (
+        *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM),
+        *(errno.EIO, errno.ESTALE, errno.ENXIO, errno.ENODEV),
+    )
+)
+
+
+def is_storage_error(error: Exception) -> bool:
+    """Return whether a full, read-only, forbidden or failing disk caused the error. Any other error of a save is a bug.
+
+    safetensors and tokenizers raise other exceptions, with the errno of the OSError in the text.
+    """
+    if isinstance(error, OSError):
+        return error.errno in _STORAGE_ERRNOS
+    wrapped = re.search(r"\(os error (\d+)\)", str(error))
+    return wrapped is not None and int(wrapped[1]) in _STORAGE_ERRNOS
 
 
 def describe_os_error(error: OSError) -> str:

@@ -315,7 +315,7 @@ def test_an_interrupted_rollback_is_completed(
         with services(config) as addressed, run_with_commands(addressed, commands, patch, RunControl(files)) as active:
             assert active.finish().code == 1
     # A new run removes old requests. Only the rollback remains.
-    files.asked.unlink(missing_ok=True)
+    files.pending_commands.unlink(missing_ok=True)
     with services(config) as addressed, orchestrator(addressed, RunControl(files)) as active:
         run = active.finish()
     assert run.code == 0, run.progress.error

@@ -157,7 +157,8 @@ def raise_disk_full(*_: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "target", ["evaluations/", "evaluations.jsonl", "alerts.jsonl", "metrics.jsonl", "trajectories/", "asked"]
+    "target",
+    ["evaluations/", "evaluations.jsonl", "alerts.jsonl", "metrics.jsonl", "trajectories/", "pending_commands"],
 )
 def test_a_full_disk_ends_the_run_with_a_remedy(
     target: str, make: MakeConfig, toy_task: ToyTask, monkeypatch: pytest.MonkeyPatch
@@ -165,7 +166,7 @@ def test_a_full_disk_ends_the_run_with_a_remedy(
     common = {
         **merged(evaluation_sections(toy_task), {"run": {"steps": 3}, "checkpoint": {"every_steps": 2}}),
         "guards": {"window_steps": 2, "missing_eos": {"action": "pause", "below": 1.0}}
-        if target in ("alerts.jsonl", "asked")
+        if target in ("alerts.jsonl", "pending_commands")
         else {},
     }
     config = make(**common)
@@ -180,7 +181,7 @@ def test_a_full_disk_ends_the_run_with_a_remedy(
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", fsync)
         with active_run(config) as running:
-            if target == "asked":
+            if target == "pending_commands":
                 running.control._persist = True
             run = running.finish()
             running.control._persist = False

@@ -32,8 +32,8 @@ def test_each_entry_refuses_its_example_in_the_line_where_it_is(vocabulary: Any)
     assert missed == []
 
 
-def test_each_entry_says_what_to_use_instead(vocabulary: Any) -> None:
-    assert [entry.refuse for entry in vocabulary.read_entries() if not entry.instead] == []
+def test_each_entry_says_what_to_use_instead_and_why(vocabulary: Any) -> None:
+    assert [entry.refuse for entry in vocabulary.read_entries() if not (entry.instead and entry.reason)] == []
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,7 @@ function drawn(frame, rows) {
     rows: [...rows].sort((a, b) => b.step - a.step),
     columns: [
       { label: "Step", head: true, cell: (row) => whole(row.step) },
-      { label: "Name", cell: (row) => row.name ?? h("span", { class: "muted" }, "–") },
+      { label: "Tags", cell: (row) => row.tags.join(", ") || h("span", { class: "muted" }, "–") },
       { label: "Saved", cell: (row) => h("time", { title: moment(row.created) }, ago(row.created)) },
       { label: "Size", number: true, cell: (row) => bytes(row.bytes) },
       { label: "State", cell: (row) => (row.problem ? h("span", { class: "bad" }, row.problem) : h("span", { class: "good" }, "complete")) },

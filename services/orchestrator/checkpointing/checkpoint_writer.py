@@ -12,7 +12,7 @@ from typing import Any
 import structlog
 
 from quartet import __version__
-from quartet.durable_files import check_saved_files, fsync_path, write_durably
+from quartet.durable_files import check_saved_files, fsync_path, is_storage_error, write_durably
 from quartet.errors import ServiceFailed, StorageFailed
 from quartet.failpoints import failpoint
 from quartet.rpc.clients import ActorClient, CriticClient
@@ -177,6 +177,8 @@ class PendingCheckpoint:
             fsync_path(checkpoints)
             shutil.rmtree(replaced, ignore_errors=True)
         except OSError as error:
+            if not is_storage_error(error):
+                raise
             raise StorageFailed(
                 f"checkpoint {final}: cannot be written ({error.strerror}); free space on that disk"
             ) from error

@@ -123,7 +123,7 @@ class Recovery:
         identity: Identity,
         own_models: Collection[Role] = tuple(Role),
     ) -> None:
-        """``own_models``: roles whose model was certainly trained by this run, rather than by another run of the same name."""
+        """``own_models``: roles whose model is known to be trained by this run, not by another run of the same name."""
         self._config, self._files, self._service_clients = config, files, service_clients
         self._experience, self._epoch, self._identity = experience, leader_epoch, identity
         self._own_models = own_models

@@ -83,9 +83,15 @@ class StepCommitter:
             self._experience.discard([step])
         if collected.failed_trajectories:
             self._board.note(failed_trajectories_note(step, collected))
-        log.info("step", **{name: metrics[name] for name in ("step", "reward_mean", "kl_mean", "seconds")})
 
     def report(self, step: int, metrics: dict[str, float], started: float) -> None:
         """Pass a committed step to telemetry and log. ``started`` is the step's start by ``time.perf_counter``."""
         self._telemetry.committed(step, started, metrics)
-        log.info("step committed", step=step, seconds=time.perf_counter() - started, **self._profiler.take_seconds())
+        log.info(
+            "step committed",
+            step=step,
+            reward_mean=metrics["reward_mean"],
+            kl_mean=metrics["kl_mean"],
+            seconds=time.perf_counter() - started,
+            **self._profiler.take_seconds(),
+        )

@@ -51,7 +51,7 @@ class LiveSettings:
         """
         with self._lock:
             self._changes = [self._parse(line, number) for number, line in enumerate(self._files.read_changes(), 1)]
-            # The step after the last committed one may have started before.
+            # The step after the last committed one may have started already.
             self._started_step, self._kl_coefficient = committed + 1, kl_coefficient
 
     def close(self) -> None:

@@ -26,7 +26,7 @@ class RunControl:
         self._files = files
         self._persist = persist
         self._changed = threading.Condition()
-        words = self._read(files.asked).split()
+        words = self._read(files.pending_commands).split()
         self._stopping, self._pausing, self._checkpoint = (word in words for word in ("stop", "pause", "checkpoint"))
         step = self._read(files.rolling_back).strip()
         self._rollback_step = int(step) if step.isdecimal() else 0
@@ -37,7 +37,7 @@ class RunControl:
         with self._changed:
             self._stopping = True
             self._changed.notify_all()
-            # Written last: if the write fails, the run stops all the same.
+            # Written last: if the write fails, the run stops anyway.
             self._write()
 
     def pause(self) -> None:
@@ -159,7 +159,7 @@ class RunControl:
             "checkpoint": self._checkpoint,
         }
         words = [word for word, requested in pending.items() if requested]
-        path = self._files.asked
+        path = self._files.pending_commands
         with storage_errors(path):
             if words:
                 write_durably(path, "\n".join(words) + "\n")

@@ -196,7 +196,7 @@ class EvaluationSchedule:
                 f"evaluation after step {step} failed ({type(error).__name__}), see failed_trajectories.jsonl; the run continues"
             )
             return
-        log.info("evaluation", step=step, **summary)
+        log.info("evaluation finished", step=step, **summary)
         self._telemetry.evaluated(step, summary)
         metrics = ", ".join(f"{name.removeprefix('eval_').replace('_', ' ')} {summary[name]:.2f}" for name in summary)
         self._board.note(f"evaluation after step {step}: {metrics}")

@@ -253,7 +253,7 @@ class _ServiceQueue:
     def advance(self) -> bool:
         """Process the responses that have arrived, and return whether any could have.
 
-        Raises an error that is no trajectory's fault, of any batch.
+        Raises the error of any batch if no trajectory causes it.
         """
         if not self._response_arrived.is_set() and self.retry_at is None:
             return False
@@ -349,7 +349,7 @@ class Scoring:
     def advance(self) -> None:
         """Process the responses that have arrived, and retry failed calls whose pause is over. Never waits.
 
-        Raises an error that is no trajectory's fault, whichever batch it belongs to. If too many trajectories fail, raises
+        Raises the error of any batch if no trajectory causes it. If too many trajectories fail, raises
         ServiceFailed if all of them failed with it, TooManyFailedTrajectories otherwise.
         """
         if not sum([queue.advance() for queue in self._queues()]):

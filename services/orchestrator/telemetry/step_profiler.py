@@ -38,7 +38,8 @@ class StepProfiler:
         self._seconds: defaultdict[str, float] = defaultdict(float)
 
     def step(self, step: int) -> AbstractContextManager[None]:
-        """Return a context around a whole step, which is the root of its trace."""
+        """Return a context around a whole step, which is the root of its trace. Drops the seconds of a failed attempt."""
+        self._seconds.clear()
         return self._traces.step(step)
 
     @contextmanager

@@ -89,7 +89,7 @@ def _started(config: Config, overwrite: bool, resume: bool) -> Iterator[tuple[La
                 remove_run(files)
             files.write_config(config.to_yaml())
             # A start or resume overrides an earlier pause command.
-            files.asked.unlink(missing_ok=True)
+            files.pending_commands.unlink(missing_ok=True)
             with Launcher(config, files.config) as launcher:
                 _start_services(launcher)
                 _print_lines(launcher.check())

@@ -80,9 +80,21 @@ def get_progress_response(progress: Progress) -> orchestrator_pb2.GetProgressRes
     return orchestrator_pb2.GetProgressResponse(progress=progress_to_proto(progress))
 
 
+def progress_of_response(
+    message: orchestrator_pb2.GetProgressResponse | orchestrator_pb2.WatchProgressResponse,
+) -> Progress:
+    """Return the progress in a response. Raises InvalidRequest for an unknown state."""
+    return progress_from_proto(message.progress)
+
+
 def watch_progress_request(after_step: int) -> orchestrator_pb2.WatchProgressRequest:
     """Return the request for a stream of progress after a step."""
     return orchestrator_pb2.WatchProgressRequest(after_step=after_step)
+
+
+def watched_step_from_proto(message: orchestrator_pb2.WatchProgressRequest) -> int:
+    """Return the step after which a caller watches the progress."""
+    return int(message.after_step)
 
 
 def watch_progress_response(progress: Progress) -> orchestrator_pb2.WatchProgressResponse:
@@ -103,6 +115,11 @@ def command_response(command: Command) -> Any:
 def roll_back_request(step: int) -> orchestrator_pb2.RollBackRequest:
     """Return the request for a rollback to the checkpoint of ``step``."""
     return orchestrator_pb2.RollBackRequest(step=step)
+
+
+def rollback_step_from_proto(message: orchestrator_pb2.RollBackRequest) -> int:
+    """Return the step of the checkpoint that a rollback requests."""
+    return int(message.step)
 
 
 def roll_back_response() -> orchestrator_pb2.RollBackResponse:
@@ -130,6 +147,11 @@ def settings_from_proto(message: orchestrator_pb2.GetSettingsResponse) -> list[S
 def change_settings_request(values: Mapping[str, float], user: str) -> orchestrator_pb2.ChangeSettingsRequest:
     """Return the request for new values of settings."""
     return orchestrator_pb2.ChangeSettingsRequest(values=values, user=user)
+
+
+def changed_settings_from_proto(message: orchestrator_pb2.ChangeSettingsRequest) -> tuple[dict[str, float], str]:
+    """Return the new values of settings, and the user who requests them."""
+    return dict(message.values), message.user
 
 
 def setting_changes_to_proto(changes: Sequence[SettingChange]) -> orchestrator_pb2.ChangeSettingsResponse:

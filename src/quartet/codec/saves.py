@@ -62,3 +62,8 @@ def restore_request_from_proto(message: update_pb2.RestoreRequest) -> RestoreReq
 def restore_response_to_proto(policy_version: int) -> update_pb2.RestoreResponse:
     """Convert the version of the restored model."""
     return update_pb2.RestoreResponse(policy_version=policy_version)
+
+
+def restored_version_from_proto(message: update_pb2.RestoreResponse) -> int:
+    """Return the number of updates that a restored model has taken."""
+    return int(message.policy_version)

@@ -65,7 +65,7 @@ class Schedule:
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class PretrainingProgress:
     """One finished training step: ``step`` of ``steps`` (from 1) of the stage, and that batch's loss."""
 
     stage: str
@@ -74,7 +74,7 @@ class Progress:
     loss: float
 
 
-ProgressCallback = Callable[[Progress], None]
+ProgressCallback = Callable[[PretrainingProgress], None]
 
 
 @contextmanager
@@ -343,7 +343,7 @@ def _train(
         torch.nn.utils.clip_grad_norm_(model.parameters(), schedule.max_grad_norm)
         optimizer.step()
         if progress is not None:
-            progress(Progress(stage, step + 1, schedule.steps, float(value.detach())))
+            progress(PretrainingProgress(stage, step + 1, schedule.steps, float(value.detach())))
     model.eval()
 
 

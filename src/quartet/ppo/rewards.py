@@ -72,9 +72,9 @@ class RunningMoments:
         mean = float(exact[0] + from_first.mean())
         squares = float((from_first - from_first.mean()).square().sum())
         count = self._count + exact.numel()
-        apart = mean - self._mean if self._count else 0.0
-        self._squares += squares + apart**2 * self._count * exact.numel() / count
-        self._mean = self._mean + apart * exact.numel() / count if self._count else mean
+        mean_difference = mean - self._mean if self._count else 0.0
+        self._squares += squares + mean_difference**2 * self._count * exact.numel() / count
+        self._mean = self._mean + mean_difference * exact.numel() / count if self._count else mean
         self._count = count
 
     def state(self) -> dict[str, float]:
@@ -88,9 +88,9 @@ class RunningMoments:
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise InvalidRequest(f"score moments {state}: expected the numbers count, mean and squares") from error
         if not (count >= 0 and count.is_integer()) or not math.isfinite(mean) or not 0 <= squares < math.inf:
-            raise InvalidRequest(f"score moments {state}: expected finite numbers, of which only mean may be negative")
+            raise InvalidRequest(f"score moments {state}: expected finite numbers; count and squares must be 0 or more")
         if (count < 2 and squares) or (count == 0 and mean):
-            raise InvalidRequest(f"score moments {state}: {count:g} scores cannot have these")
+            raise InvalidRequest(f"score moments {state}: mean and squares do not fit the count")
         self._count, self._mean, self._squares = int(count), mean, squares
 
 

@@ -105,7 +105,7 @@ class TrainableClient(ServiceClient):
         """
         request = codec.restore_request_to_proto(RestoreRequest(run, step, directory, leader_epoch))
         pending = self.channel.start(self._stub.Restore, request, self.timeouts.load_seconds, "Restore")
-        return PendingResult(pending, lambda response: int(response.policy_version))
+        return PendingResult(pending, codec.restored_version_from_proto)
 
     def _save_seconds(self) -> float:
         return self.timeouts.save_seconds
@@ -263,13 +263,13 @@ class OrchestratorClient:
     def progress(self) -> Progress:
         """Return the progress of the run."""
         response = self._call(self._stub.GetProgress, codec.get_progress_request(), "GetProgress")
-        return codec.progress_from_proto(response.progress)
+        return codec.progress_of_response(response)
 
     def watch(self, after_step: int) -> Iterator[Progress]:
         """Yield each committed step after ``after_step`` and each change of phase, until the run ends."""
         request = codec.watch_progress_request(after_step)
         for response in self._channel.stream(self._stub.WatchProgress, request, "WatchProgress"):
-            yield codec.progress_from_proto(response.progress)
+            yield codec.progress_of_response(response)
 
     def command(self, command: codec.Command) -> None:
         """Send a command without arguments. The run obeys it after the current step."""

@@ -64,17 +64,23 @@ class ServiceChannel:
             raise self._closed(title) from None
 
     def start(self, method: Any, request: Any, timeout: float, title: str) -> PendingCall:
-        """Start a call of a unary method without waiting for its response."""
+        """Start a call of a unary method without waiting for its response. Raises Cancelled if the channel is closed."""
         metadata, span = self._traced(title)
-        future = method.future(request, timeout=timeout, metadata=metadata)
+        try:
+            future = method.future(request, timeout=timeout, metadata=metadata)
+        except ValueError:
+            raise self._closed(title) from None
         if span is not None:
             future.add_done_callback(lambda ended: span.end(ended.code().name))
         return PendingCall(future, lambda error: self._error(error, title, timeout), f"{self.name}: {title}")
 
     def start_stream(self, method: Any, request: Any, timeout: float, title: str) -> PendingStream:
-        """Start a call of a server-streaming method and read its messages on a separate thread."""
+        """Start a call of a server-streaming method and read its messages on a separate thread. Raises as ``start``."""
         metadata, span = self._traced(title)
-        stream = method(request, timeout=timeout, metadata=metadata)
+        try:
+            stream = method(request, timeout=timeout, metadata=metadata)
+        except ValueError:
+            raise self._closed(title) from None
         pending = PendingStream(stream, lambda error: self._error(error, title, timeout), f"{self.name}: {title}")
         if span is not None:
             pending.when_done(lambda: span.end(stream.code().name))

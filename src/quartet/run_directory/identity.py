@@ -119,7 +119,7 @@ def fixed_settings(config: Config) -> dict[str, Any]:
 
 def check_settings(before: dict[str, Any], now: dict[str, Any], root: Path) -> None:
     """Raise ConfigError naming the first setting that differs from the one of the run in ``root``."""
-    # A key that only one of the two has is there because another setting differs. Name that one first.
+    # A key on one side only follows from another setting that differs. Report that one first.
     for key in sorted(before.keys() | now.keys(), key=lambda key: (key not in before or key not in now, key)):
         if key == "evaluation.every_steps":
             if not before.get(key) and now.get(key):

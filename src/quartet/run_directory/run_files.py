@@ -57,7 +57,7 @@ class RunFiles:
         self.failed_trajectories = root / "failed_trajectories.jsonl"
         self.services = root / "services.json"
         self.identity = root / "run.json"
-        self.asked = root / "asked"
+        self.pending_commands = root / "pending_commands"
         self.rolling_back = root / "rolling_back"
         self.logs = root / "logs"
         self.redis = root / "redis"

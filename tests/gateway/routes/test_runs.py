@@ -140,7 +140,8 @@ def test_checkpoints_are_listed_with_their_problems(tmp_path: Path, finished_run
     shutil.copytree(finished_run.files.root, tmp_path / "finished", symlinks=True)
     files = RunFiles(tmp_path / "finished")
     folder = checkpoint_folders(files)[-1]
-    (files.checkpoints / "best").symlink_to(folder.name)
+    for tag in ("last", "best"):
+        (files.checkpoints / tag).symlink_to(folder.name)
     checkpoint = read_checkpoint(folder)
     with serving(tmp_path) as gateway:
 
@@ -149,9 +150,9 @@ def test_checkpoints_are_listed_with_their_problems(tmp_path: Path, finished_run
             return newest
 
         result = listed()
-        assert (result["step"], result["name"], result["bytes"], result["problem"]) == (
+        assert (result["step"], result["tags"], result["bytes"], result["problem"]) == (
             checkpoint.step,
-            "best",
+            ["best", "last"],
             checkpoint.bytes,
             None,
         )

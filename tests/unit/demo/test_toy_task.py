@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from quartet.demo.toy_task import Recipe, ToyTask, make_toy_task
 from quartet.errors import ConfigError
-from quartet.models.pretraining import Progress, Schedule, Shape
+from quartet.models.pretraining import PretrainingProgress, Schedule, Shape
 
 MINIATURE = Recipe(
     vocabulary=300,
@@ -23,9 +23,9 @@ MINIATURE = Recipe(
 )
 
 
-def make_miniature(directory: Path, seed: int = 0) -> tuple[ToyTask, list[Progress]]:
+def make_miniature(directory: Path, seed: int = 0) -> tuple[ToyTask, list[PretrainingProgress]]:
     """Return the toy task and the progress of its creation. The progress is empty if the task was reused."""
-    progress: list[Progress] = []
+    progress: list[PretrainingProgress] = []
     return make_toy_task(directory, seed=seed, progress=progress.append, recipe=MINIATURE), progress
 
 
@@ -134,7 +134,7 @@ def test_a_toy_task_of_another_seed_is_replaced(tmp_path: Path) -> None:
 
 
 def test_an_interrupted_creation_leaves_no_files(tmp_path: Path) -> None:
-    def interrupt(progress: Progress) -> None:
+    def interrupt(progress: PretrainingProgress) -> None:
         if progress.stage == "reward":
             raise KeyboardInterrupt
 

@@ -208,3 +208,22 @@ def test_two_threads_that_suppress_logging_restore_the_settings() -> None:
     leave.set()
     thread.join()
     assert (logging.get_verbosity(), logging.is_progress_bar_enabled()) == before
+
+
+@pytest.mark.parametrize(
+    ("error", "is_storage"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), True),
+        (PermissionError(errno.EACCES, "Permission denied"), True),
+        (Exception("I/O error: File too large (os error 27)"), True),
+        (FileNotFoundError(errno.ENOENT, "No such file or directory"), False),
+        (Exception("invalid tensor"), False),
+        (KeyError("weight"), False),
+    ],
+)
+def test_only_errors_of_the_disk_count_as_storage_errors(error: Exception, is_storage: bool, tmp_path: Path) -> None:
+    def fail(_: Path) -> None:
+        raise error
+
+    with pytest.raises(StorageFailed if is_storage else type(error)):
+        write_model(tmp_path / "m", fail)

@@ -196,22 +196,22 @@ def _changes(files: RunFiles) -> str:
 
 def _time(files: RunFiles, steps: Sequence[Mapping[str, float]]) -> str:
     """Return the share of step time per phase, and per service if the run has a timeline."""
-    spent: dict[tuple[str, str], float] = defaultdict(float)
-    whole = 0.0
+    phase_seconds: dict[tuple[str, str], float] = defaultdict(float)
+    total_seconds = 0.0
     if files.timeline.exists():
         for line in _lines_of(files.timeline):
-            whole += line["seconds"]
+            total_seconds += line["seconds"]
             for span in line["spans"]:
-                spent[span["service"], span["phase"]] += span["end"] - span["start"]
+                phase_seconds[span["service"], span["phase"]] += span["end"] - span["start"]
     else:
-        whole = math.fsum(step.get("seconds", 0.0) for step in steps)
+        total_seconds = math.fsum(step.get("seconds", 0.0) for step in steps)
         for phase in ("generate", "score", "update"):
             if (seconds := math.fsum(step.get(f"{phase}_seconds", 0.0) for step in steps)) > 0:
-                spent["the step", phase] = seconds
-    if not spent or not whole:
+                phase_seconds["the step", phase] = seconds
+    if not phase_seconds or not total_seconds:
         return paragraph("Not recorded.")
-    longest = sorted(spent.items(), key=lambda item: -item[1])
-    rows = [[*key, seconds, f"{100 * seconds / whole:.1f} %"] for key, seconds in longest]
+    longest = sorted(phase_seconds.items(), key=lambda item: -item[1])
+    rows = [[*key, seconds, f"{100 * seconds / total_seconds:.1f} %"] for key, seconds in longest]
     about = "Phases overlap, and so do calls within a service, so the shares may add up to more than 100%."
     return paragraph(about) + table(["service", "phase", "seconds", "share of step time"], rows)
 

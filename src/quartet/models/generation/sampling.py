@@ -20,7 +20,7 @@ def check_sampling(sampling: SamplingParameters) -> None:
         raise InvalidRequest(f"top_k {sampling.top_k}: expected 0 (off) or more")
 
 
-def draw(
+def sample_tokens(
     logits: torch.Tensor, uniforms: torch.Tensor, sampling: SamplingParameters
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Draw one token per row, with its log-prob in nats.

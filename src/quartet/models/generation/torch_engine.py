@@ -21,7 +21,7 @@ from quartet.models.forward.batching import micro_batches, right_pad
 from quartet.models.forward.model_capabilities import accepts_argument, attends_to_all, device_of, vocabulary_size
 from quartet.models.forward.packing import logits_at_positions
 from quartet.models.generation.kv_cache import DecodeCache, check_cacheable, prefill_cache
-from quartet.models.generation.sampling import draw
+from quartet.models.generation.sampling import sample_tokens
 from quartet.models.generation.static_decoding import StaticDecoder, unsupported_reason
 from quartet.models.generation.validation import validate_requests
 from quartet.random_streams import uniforms
@@ -182,7 +182,7 @@ class _Slots:
         assert logits is not None
         rows = len(self._rows)
         uniform = self._streams[:rows].gather(1, self._draw_indices[:rows])
-        chosen, log_probs = draw(logits, uniform, self._sampling)
+        chosen, log_probs = sample_tokens(logits, uniform, self._sampling)
         self._chosen[:rows] = chosen
         self._draw_indices[:rows] += 1
         finished = self._record(chosen.cpu().numpy(), log_probs.cpu().numpy())

@@ -6,10 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
 from torch import nn
 
-from quartet.durable_files import replace_directory
+from quartet.durable_files import is_storage_error, replace_directory
 from quartet.errors import StorageFailed
 from quartet.models.hf_logging import suppress_hf_logging
 
@@ -39,7 +38,8 @@ def host_copy(value: torch.Tensor) -> torch.Tensor:
 def write_model(directory: Path, *writers: Writer) -> None:
     """Replace ``directory`` atomically and durably by a directory that the writers fill.
 
-    Raises StorageFailed if it cannot be written. The previous content then stays, and no temporary files are left.
+    Raises StorageFailed if the disk refuses it, and any other error of a writer as it is. The previous content then stays, and
+    no temporary files are left.
     """
 
     def fill(target: Path) -> None:
@@ -50,17 +50,12 @@ def write_model(directory: Path, *writers: Writer) -> None:
         with suppress_hf_logging():
             replace_directory(directory, fill)
     except Exception as error:
-        if not _is_storage_error(error):
+        if not is_storage_error(error):
             raise
         raise StorageFailed(
             f"model directory {directory}: cannot be written: {_reason(error)}; the previous content is unchanged. "
             "Free space on that disk, or give a writable directory, and save again"
         ) from error
-
-
-def _is_storage_error(error: Exception) -> bool:
-    """Return whether the disk caused the error. safetensors and tokenizers wrap an OSError in an exception that is not one."""
-    return isinstance(error, OSError | SafetensorError) or (type(error) is Exception and "os error" in str(error))
 
 
 def _reason(error: Exception) -> str:

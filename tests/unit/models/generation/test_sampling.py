@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from quartet.errors import InvalidRequest
-from quartet.models.generation.sampling import check_sampling, draw
+from quartet.models.generation.sampling import check_sampling, sample_tokens
 from quartet.random_streams import uniforms
 from quartet.types import SamplingParameters, TrajectoryId
 
@@ -17,7 +17,7 @@ LOGITS = torch.tensor([1.0, -0.5, 0.3, 2.0, -3.0, 0.0, 1.5, -1.0])
 def drawn(count: int, **parameters: float) -> np.ndarray:
     numbers = np.concatenate([uniforms(5, TrajectoryId("r", 0, index, 0), 1) for index in range(count)])
     sampling = SamplingParameters(**{"max_response_tokens": 1, **parameters})  # type: ignore[arg-type]
-    tokens, _ = draw(LOGITS.expand(count, -1), torch.from_numpy(numbers[:, None]), sampling)
+    tokens, _ = sample_tokens(LOGITS.expand(count, -1), torch.from_numpy(numbers[:, None]), sampling)
     return np.bincount(tokens.numpy(), minlength=8)
 
 
@@ -53,14 +53,14 @@ def test_top_p_applies_to_the_tokens_that_top_k_keeps() -> None:
 def test_a_tie_at_the_edge_of_top_k_goes_to_the_earlier_token() -> None:
     sampling = SamplingParameters(1, top_k=2)
     numbers = torch.linspace(0, 0.999, 50, dtype=torch.float64)[:, None]
-    tokens, _ = draw(torch.tensor([0.0, 1.0, 0.0, 0.0]).expand(50, -1), numbers, sampling)
+    tokens, _ = sample_tokens(torch.tensor([0.0, 1.0, 0.0, 0.0]).expand(50, -1), numbers, sampling)
     assert set(tokens.tolist()) == {0, 1}
 
 
 def test_a_token_of_probability_zero_is_never_drawn() -> None:
     logits = torch.tensor([[-torch.inf, 0.0, -torch.inf, 0.0, -200.0, -torch.inf]])
     edges = torch.tensor([[0.0], [0.5 - 2**-32], [0.5], [1 - 2**-32]], dtype=torch.float64)
-    tokens, log_probs = draw(logits.expand(4, -1), edges, SamplingParameters(1))
+    tokens, log_probs = sample_tokens(logits.expand(4, -1), edges, SamplingParameters(1))
     assert tokens.tolist() == [1, 1, 3, 3]
     assert log_probs.tolist() == pytest.approx([-np.log(2)] * 4)
 
@@ -73,13 +73,13 @@ def test_log_probs_are_of_the_whole_distribution() -> None:
         SamplingParameters(1, 0.7, top_k=3),
         SamplingParameters(1, 0.7, top_p=0.5),
     ):
-        tokens, log_probs = draw(LOGITS.expand(40, -1), numbers, sampling)
+        tokens, log_probs = sample_tokens(LOGITS.expand(40, -1), numbers, sampling)
         assert torch.allclose(log_probs.double(), expected[tokens], atol=1e-6)
 
 
 def test_temperature_zero_is_greedy_with_log_probs_at_temperature_one() -> None:
     numbers = torch.full((1, 1), 0.999, dtype=torch.float64)
-    token, log_prob = draw(LOGITS[None], numbers, SamplingParameters(1, temperature=0))
+    token, log_prob = sample_tokens(LOGITS[None], numbers, SamplingParameters(1, temperature=0))
     assert token.tolist() == [3]
     assert log_prob.tolist() == pytest.approx([float(torch.log_softmax(LOGITS, 0)[3])])
 

@@ -87,13 +87,13 @@ def test_requests_that_wait_for_a_slot_get_the_same_tokens(kind: str, slots: int
 
 def test_a_free_slot_is_reused_immediately(monkeypatch: pytest.MonkeyPatch) -> None:
     model, requests, rows = tiny.causal("llama"), tiny.requests(40), []
-    draw = engine_module.draw
+    sample_tokens = engine_module.sample_tokens
 
     def record_rows(logits: torch.Tensor, *arguments: Any) -> Any:
         rows.append(len(logits))
-        return draw(logits, *arguments)
+        return sample_tokens(logits, *arguments)
 
-    monkeypatch.setattr(engine_module, "draw", record_rows)
+    monkeypatch.setattr(engine_module, "sample_tokens", record_rows)
     result = tiny.generated(TorchEngine(model, STOPS, 4), requests)
     assert sum(rows) == sum(len(t.response_ids) for t in result)
     assert rows == sorted(rows, reverse=True), "a slot was free while requests waited"

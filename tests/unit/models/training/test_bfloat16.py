@@ -12,7 +12,7 @@ import torch
 
 from quartet.models.forward.packing import supports_packing
 from quartet.models.forward.scoring import response_log_probs
-from quartet.models.generation.sampling import draw
+from quartet.models.generation.sampling import sample_tokens
 from quartet.models.generation.torch_engine import TorchEngine
 from quartet.models.training.optimizer import create_optimizer
 from quartet.models.training.updates import update_policy
@@ -59,7 +59,7 @@ def test_draws_from_bfloat16_and_equal_float32_logits_are_the_same(sampling: dic
     uniforms = torch.rand((64, 1), dtype=torch.float64, generator=generator)
     parameters = SamplingParameters(1, **sampling)
     for result, expected in zip(
-        draw(logits, uniforms, parameters), draw(logits.float(), uniforms, parameters), strict=True
+        sample_tokens(logits, uniforms, parameters), sample_tokens(logits.float(), uniforms, parameters), strict=True
     ):
         assert torch.equal(result, expected)
 

@@ -66,7 +66,7 @@ def test_the_estimate_matches_the_saved_bytes_of_a_larger_policy_pass(kind: str,
     model = tiny.causal(kind)
     large, equal = largest_batch(model), micro_batch(model, [60] * 20)
     with activation_checkpointing(model, recomputes):
-        result = memory.activations_saved_by(model, memory.policy_forward(model, "report", whole=True), 60)
+        result = memory.activations_saved_by(model, memory.policy_forward(model, "report", all_at_once=True), 60)
         saved, saved_of_equal = (
             saved_bytes(model, lambda batch=batch: forward_log_probs(model, batch, 1.0, "report"))
             for batch in (large, equal)
@@ -86,8 +86,8 @@ def test_the_estimate_matches_the_saved_bytes_of_a_larger_value_pass(kind: str) 
 def test_attention_scores_that_are_saved_count_per_pair_of_tokens() -> None:
     scores = measure_value(ValueModel.of_causal_lm(tiny.causal("bloom")), 60)
     none = measure_value(ValueModel.of_causal_lm(tiny.causal("llama")), 60)
-    assert scores.plain.whole.pair >= 4 * 2 * 4  # heads, layers, bytes
-    assert none.plain.whole.pair == 0
+    assert scores.plain.all_logits.pair >= 4 * 2 * 4  # heads, layers, bytes
+    assert none.plain.all_logits.pair == 0
 
 
 def test_gradients_and_moments_count_only_trained_parameters() -> None:
