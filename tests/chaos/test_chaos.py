@@ -39,7 +39,7 @@ def setup(tmp_path_factory: pytest.TempPathFactory) -> ChaosSetup:
 @pytest.mark.parametrize(
     "case", [pytest.param(case, id=f"CHAOS_SEED={CHAOS_SEED}-{case.name}") for case in sample_of_the_suite(CHAOS_SEED)]
 )
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 def test_a_disturbed_run_is_bit_identical_to_the_undisturbed_one(case: Case, setup: ChaosSetup) -> None:
     result = disturb(case, setup)
     assert result.problems == (), f"python -m tests.chaos --only {case.name}"

@@ -12,7 +12,7 @@ import yaml
 
 from quartet.demo.toy_task import Recipe, ToyTask
 from tests.e2e.commands import committed_steps, settings
-from tests.e2e.conftest import Run, Service, Start
+from tests.e2e.conftest import Call, Run, Service, Start
 
 PROMPTS = ("a quick lunch with friends :", "a late dinner for two :")
 
@@ -38,35 +38,35 @@ def test_generate_gives_the_same_completions_for_prompts_from_arguments_and_from
     assert as_text.out == "".join(f"{record['prompt']}{record['completion']}\n" for record in records)
 
 
-def test_generate_refuses_a_missing_model(start: Start, tmp_path: Path) -> None:
-    result = start("generate", tmp_path / "absent", "a prompt").wait()
+def test_generate_refuses_a_missing_model(call: Call, tmp_path: Path) -> None:
+    result = call("generate", tmp_path / "absent", "a prompt")
     assert (result.code, result.out) == (2, "")
     assert result.err.startswith(f"error: model {tmp_path}/absent: no such directory")
     assert result.err.count("\n") == 1
 
 
-def test_config_check_reports_the_prompts_and_models(start: Start, config: Path, toy_task: ToyTask) -> None:
-    result = start("config", "check", config).wait()
+def test_config_check_reports_the_prompts_and_models(call: Call, config: Path, toy_task: ToyTask) -> None:
+    result = call("config", "check", config)
     assert (result.code, result.err) == (0, "")
     assert f"data.prompts {toy_task.prompts}: 288 prompts" in result.out
     assert f"reward.model {toy_task.reward}: LlamaForSequenceClassification" in result.out
     assert result.out.endswith("valid\n")
 
 
-def test_config_check_refuses_a_missing_prompts_file(start: Start, config: Path, tmp_path: Path) -> None:
-    result = start("config", "check", config, *settings(f"data.prompts={tmp_path}/absent.jsonl")).wait()
+def test_config_check_refuses_a_missing_prompts_file(call: Call, config: Path, tmp_path: Path) -> None:
+    result = call("config", "check", config, *settings(f"data.prompts={tmp_path}/absent.jsonl"))
     assert (result.code, result.out) == (2, "")
     assert result.err.startswith(f"error: prompts {tmp_path}/absent.jsonl")
 
 
-def test_config_show_prints_defaults_and_overrides_but_no_password(start: Start, config: Path) -> None:
-    result = start(
+def test_config_show_prints_defaults_and_overrides_but_no_password(call: Call, config: Path) -> None:
+    result = call(
         "config",
         "show",
         config,
         *settings("run.steps=7", "actor.learning_rate=1e-5"),
         *settings("buffer.url=redis://me:secret@r/0"),  # pragma: allowlist secret - an example
-    ).wait()
+    )
     assert result.code == 0
     shown = yaml.safe_load(result.out)
     assert (shown["run"]["steps"], shown["actor"]["learning_rate"]) == (7, 1e-5)
@@ -74,19 +74,19 @@ def test_config_show_prints_defaults_and_overrides_but_no_password(start: Start,
     assert "secret" not in result.out
 
 
-def test_overlays_apply_to_config_show_config_check_and_doctor(start: Start, config: Path, tmp_path: Path) -> None:
+def test_overlays_apply_to_config_show_config_check_and_doctor(call: Call, config: Path, tmp_path: Path) -> None:
     (tmp_path / "one.yaml").write_text("run: {steps: 5}\nsecurity: {token_file: /nowhere/token}\n")
     (tmp_path / "two.yaml").write_text("run: {steps: 6}\n")
     layers = ("--overlay", tmp_path / "one.yaml", "--overlay", tmp_path / "two.yaml")
-    shown = start("config", "show", config, *layers).wait()
+    shown = call("config", "show", config, *layers)
     assert yaml.safe_load(shown.out)["run"]["steps"] == 6
-    checked = start("config", "check", config, *layers).wait()
+    checked = call("config", "check", config, *layers)
     refused = "security.token_file /nowhere/token: cannot be read (No such file or directory)"
     assert (checked.code, checked.err.startswith(f"error: {refused}")) == (2, True)
-    diagnosed = start("doctor", config, *layers).wait()
+    diagnosed = call("doctor", config, *layers)
     assert diagnosed.code == 1
     assert re.search(r"failed +access +security\.token_file /nowhere/token", diagnosed.out)
-    without_config = start("doctor", *layers).wait()
+    without_config = call("doctor", *layers)
     assert (without_config.code, "need CONFIG" in without_config.err) == (2, True)
 
 
@@ -98,9 +98,9 @@ def test_doctor_describes_the_machine_and_what_a_config_needs(start: Start, conf
     assert re.search(r"ok +embedded Redis +\S+", result.out)
 
 
-def test_doctor_reports_failed_checks_and_exits_with_1(start: Start, config: Path, tmp_path: Path) -> None:
+def test_doctor_reports_failed_checks_and_exits_with_1(call: Call, config: Path, tmp_path: Path) -> None:
     invalid = settings(f"reward.model={tmp_path}/absent", "buffer.url=redis://127.0.0.1:1/0")
-    result = start("doctor", config, *invalid).wait()
+    result = call("doctor", config, *invalid)
     assert (result.code, result.err) == (1, "")
     assert re.search(r"failed +input +reward.model", result.out)
     assert re.search(r"failed +buffer ", result.out)

@@ -9,7 +9,7 @@ import pytest
 
 from quartet.demo.toy_task import ToyTask
 from tests.e2e.commands import QUARTET, Command, settings
-from tests.e2e.conftest import STEPS, Run, Start
+from tests.e2e.conftest import STEPS, Call, Run, Start
 
 NUM_PROMPTS = 6
 
@@ -69,7 +69,7 @@ def test_quartet_evaluate_shows_tables_for_the_policy_of_a_checkpoint(evaluated_
         assert shown in result.out
 
 
-def test_quartet_evaluate_refuses_a_missing_directory(start: Start, tmp_path: Path) -> None:
-    result = start("evaluate", tmp_path / "absent").wait()
+def test_quartet_evaluate_refuses_a_missing_directory(call: Call, tmp_path: Path) -> None:
+    result = call("evaluate", tmp_path / "absent")
     assert (result.code, result.out, result.err.count("\n")) == (2, "", 1)
     assert result.err.startswith(f"error: evaluate {tmp_path}/absent: no such directory")

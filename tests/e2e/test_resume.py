@@ -10,7 +10,7 @@ import transformers
 import yaml
 
 from tests.e2e.commands import QUARTET, Command, committed_steps, settings
-from tests.e2e.conftest import LONGER, Run, Start, deterministic_metrics, weights
+from tests.e2e.conftest import LONGER, Call, Run, Start, deterministic_metrics, weights
 
 
 @pytest.mark.parametrize("redis", ["lost", "kept"])
@@ -60,21 +60,21 @@ def test_a_finished_run_resumes_with_more_steps(
     assert weights(run) == weights(uninterrupted_run.directory)
 
 
-def test_checkpoints_are_listed_and_verified(start: Start, uninterrupted_run: Run, tmp_path: Path) -> None:
+def test_checkpoints_are_listed_and_verified(call: Call, uninterrupted_run: Run, tmp_path: Path) -> None:
     run = shutil.copytree(uninterrupted_run.directory, tmp_path / "copy")
-    listed = start("checkpoints", "list", run).wait()
+    listed = call("checkpoints", "list", run)
     assert listed.code == 0
     assert all(word in listed.out for word in ("6", "8", "MiB", "not verified"))
-    verified = start("checkpoints", "verify", run).wait()
+    verified = call("checkpoints", "verify", run)
     assert (verified.code, verified.out.count("verified")) == (0, 2)
     (run / "checkpoints" / "step-000006" / "critic" / "config.json").write_text("{}")
-    damaged = start("checkpoints", "verify", run).wait()
+    damaged = call("checkpoints", "verify", run)
     assert damaged.code == 1
     assert "damaged" in damaged.out
-    stderr_of_refused = start("rollback", run, "6").wait()
+    stderr_of_refused = call("rollback", run, "6")
     assert stderr_of_refused.code == 2
     assert "critic/config.json does not match the manifest; choose another checkpoint" in stderr_of_refused.err
-    assert "available steps: 6, 8" in start("rollback", run, "5").wait().err
+    assert "available steps: 6, 8" in call("rollback", run, "5").err
 
 
 @pytest.mark.slow  # tests/training/test_live_control.py rolls back in one process.
@@ -121,43 +121,43 @@ def run_copy(uninterrupted_run: Run, tmp_path: Path) -> Path:
     return Path(shutil.copytree(uninterrupted_run.directory, tmp_path / "runs" / "tiny"))
 
 
-def stderr_of_refused(start: Start, *arguments: str | Path) -> str:
+def stderr_of_refused(call: Call, *arguments: str | Path) -> str:
     """Run a command that must fail with exit status 2; return its standard error."""
-    result = start(*arguments).wait()
+    result = call(*arguments)
     assert (result.code, result.leftovers) == (2, [])
     assert result.err.startswith("error: ")
     return result.err
 
 
-def test_checkpoints_can_be_tagged_and_untagged(start: Start, run_copy: Path) -> None:
+def test_checkpoints_can_be_tagged_and_untagged(call: Call, run_copy: Path) -> None:
     for step, name in (("6", "best"), ("8", "last"), ("best", "first.of_two")):
-        assert start("checkpoints", "tag", run_copy, step, name).wait().code == 0
+        assert call("checkpoints", "tag", run_copy, step, name).code == 0
     assert {name: (run_copy / "checkpoints" / name).readlink() for name in ("best", "last", "first.of_two")} == {
         "best": Path("step-000006"),
         "last": Path("step-000008"),
         "first.of_two": Path("step-000006"),
     }
-    listed = start("checkpoints", "list", run_copy).wait()
+    listed = call("checkpoints", "list", run_copy)
     assert all(name in listed.out for name in ("best", "last", "first.of_two"))
-    assert start("checkpoints", "tag", run_copy, "6", "best").wait().code == 0, "tagging again changes nothing"
+    assert call("checkpoints", "tag", run_copy, "6", "best").code == 0, "tagging again changes nothing"
     assert "tag best: belongs to step-000006; remove it there first" in stderr_of_refused(
-        start, "checkpoints", "tag", run_copy, "8", "best"
+        call, "checkpoints", "tag", run_copy, "8", "best"
     )
     for bad in ("7", "step-000007", "../best", "a b", ".best", ""):
-        assert "expected up to 64 letters" in stderr_of_refused(start, "checkpoints", "tag", run_copy, "6", bad)
+        assert "expected up to 64 letters" in stderr_of_refused(call, "checkpoints", "tag", run_copy, "6", bad)
     assert "no checkpoint of step 7; available steps: 6, 8; tags: best, first.of_two, last" in stderr_of_refused(
-        start, "checkpoints", "tag", run_copy, "7", "new"
+        call, "checkpoints", "tag", run_copy, "7", "new"
     )
     # Rollback never deletes a tagged checkpoint.
-    assert "step-000008 is tagged last" in stderr_of_refused(start, "rollback", run_copy, "best")
+    assert "step-000008 is tagged last" in stderr_of_refused(call, "rollback", run_copy, "best")
     assert committed_steps(run_copy) == 8
-    assert start("checkpoints", "untag", run_copy, "last").wait().code == 0
-    assert start("rollback", run_copy, "best").wait().code == 0
+    assert call("checkpoints", "untag", run_copy, "last").code == 0
+    assert call("rollback", run_copy, "best").code == 0
     assert (committed_steps(run_copy), checkpoint_folders(run_copy)) == (6, ["best", "first.of_two", "step-000006"])
-    assert start("checkpoints", "untag", run_copy, "best").wait().code == 0
+    assert call("checkpoints", "untag", run_copy, "best").code == 0
     assert checkpoint_folders(run_copy) == ["first.of_two", "step-000006"]
     assert "no checkpoint has the tag best; available steps: 6; tags: first.of_two" in stderr_of_refused(
-        start, "checkpoints", "untag", run_copy, "best"
+        call, "checkpoints", "untag", run_copy, "best"
     )
 
 
@@ -176,32 +176,30 @@ def contents(directory: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in directory.iterdir()}
 
 
-def test_an_exported_checkpoint_equals_the_final_policy_of_the_run(
-    start: Start, run_copy: Path, tmp_path: Path
-) -> None:
-    assert start("checkpoints", "tag", run_copy, "8", "last").wait().code == 0
+def test_an_exported_checkpoint_equals_the_final_policy_of_the_run(call: Call, run_copy: Path, tmp_path: Path) -> None:
+    assert call("checkpoints", "tag", run_copy, "8", "last").code == 0
     (tmp_path / "empty").mkdir()
     for which, directory in (("8", "new"), ("last", "empty")):
-        exported = start("checkpoints", "export", run_copy, which, directory).wait()
+        exported = call("checkpoints", "export", run_copy, which, directory)
         assert (exported.code, exported.err, exported.leftovers) == (0, "", [])
         assert f"{directory}: the policy of {run_copy} after step 8" in exported.out
         assert contents(tmp_path / directory) == contents(run_copy / "policy")
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "new")
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "new")
     assert model.generate(**tokenizer("a", return_tensors="pt"), max_new_tokens=2).shape[0] == 1
-    assert start("checkpoints", "export", run_copy, "6", "earlier").wait().code == 0
+    assert call("checkpoints", "export", run_copy, "6", "earlier").code == 0
     assert contents(tmp_path / "earlier").keys() == contents(tmp_path / "new").keys()
     assert contents(tmp_path / "earlier")["model.safetensors"] != contents(run_copy / "policy")["model.safetensors"]
 
 
 def test_export_refuses_a_non_empty_directory_and_a_damaged_checkpoint(
-    start: Start, run_copy: Path, tmp_path: Path
+    call: Call, run_copy: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "mine").write_text("x")
     for directory in ("full", "full/mine"):
         assert "the directory is in use; choose a new or empty one" in stderr_of_refused(
-            start, "checkpoints", "export", run_copy, "8", directory
+            call, "checkpoints", "export", run_copy, "8", directory
         )
     assert contents(tmp_path / "full") == {"mine": b"x"}
     file = run_copy / "checkpoints" / "step-000008" / "actor" / "model.safetensors"
@@ -209,10 +207,10 @@ def test_export_refuses_a_non_empty_directory_and_a_damaged_checkpoint(
     damaged[-1] ^= 1
     file.write_bytes(damaged)
     assert "actor/model.safetensors does not match the manifest" in stderr_of_refused(
-        start, "checkpoints", "export", run_copy, "8", "new"
+        call, "checkpoints", "export", run_copy, "8", "new"
     )
     assert "no checkpoint with the tag best; available steps: 6, 8" in stderr_of_refused(
-        start, "checkpoints", "export", run_copy, "best", "new"
+        call, "checkpoints", "export", run_copy, "best", "new"
     )
     assert not (tmp_path / "new").exists()
 
