@@ -194,7 +194,7 @@ def test_a_full_disk_ends_the_run_with_a_remedy(
 def test_a_stop_takes_effect_even_if_it_cannot_be_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     control = RunControl(RunFiles(tmp_path))
     monkeypatch.setattr(run_control, "write_durably", raise_disk_full)
-    with pytest.raises(StorageFailed, match=r"asked: cannot be written \(No space left on device\)"):
+    with pytest.raises(StorageFailed, match=r"pending_commands: cannot be written \(No space left on device\)"):
         control.stop()
     assert control.stopping
     with pytest.raises(StorageFailed):
