@@ -20,7 +20,7 @@ REVIEW_RUNS := $(addprefix runs/reviews-,ppo reinforce rloo grpo dr-grpo reinfor
 PYTEST := $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help demo test test-fast test-all e2e chaos faults soak durability-cost end-to-end generation precision gpu update growth \
+.PHONY: help demo test test-fast test-all test-e2e chaos faults soak durability-cost end-to-end generation precision gpu update growth \
 	transport buffer gae orchestration gateway-load gateway-metrics browser screenshots fuzz-api fuzz-rpc helm-golden \
 	helm-schema e2e-compose check docs docs-reference wheel format proto acceptance parity engines clean
 .DEFAULT_GOAL := help
@@ -54,7 +54,7 @@ test: $(VENV)/.installed-dev ## Run all tests except the slow suites; under seve
 test-all: $(VENV)/.installed-dev ## Run all tests and the slow suites that this machine has the tools for
 	$(PYTEST) -m 'slow or not slow' --timeout=1800 $(PYTEST_ARGS)
 
-e2e: $(VENV)/.installed-dev ## Run all end-to-end tests of the commands, slow ones included
+test-e2e: $(VENV)/.installed-dev ## Run all end-to-end tests of the commands, slow ones included
 	$(PYTEST) tests/e2e -m 'slow or not slow' $(PYTEST_ARGS)
 
 chaos: $(VENV)/.installed-dev ## Kill and stop every process at every moment of a step; write docs/durability.md

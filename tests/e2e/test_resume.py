@@ -198,7 +198,7 @@ def test_export_refuses_a_non_empty_directory_and_a_damaged_checkpoint(
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "mine").write_text("x")
     for directory in ("full", "full/mine"):
-        assert "the directory is in use; choose a new or empty one" in stderr_of_refused(
+        assert "not an empty directory; choose a new or empty one" in stderr_of_refused(
             call, "checkpoints", "export", run_copy, "8", directory
         )
     assert contents(tmp_path / "full") == {"mine": b"x"}

@@ -33,7 +33,7 @@ def make_certificates(folder: Path, days: int, shared: Sequence[str], redis_name
     """Create the certificates in ``folder``, which must be new or empty.
 
     ``shared``: roles that share a process, such as critic+reward. Raises ConfigError for an unknown role, and for a folder that
-    is in use or cannot be written.
+    is not empty or cannot be written.
     """
     processes = _processes(shared)
     for name in redis_names:
@@ -42,7 +42,7 @@ def make_certificates(folder: Path, days: int, shared: Sequence[str], redis_name
                 f"--redis-name {name!r}: expected a host name or an address, such as redis.internal or 10.0.0.7"
             )
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ConfigError(f"{folder}: in use; choose a new or empty folder")
+        raise ConfigError(f"{folder}: not an empty folder; choose a new or empty one")
     partial = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
     try:
         authority = Authority(timedelta(days=days))

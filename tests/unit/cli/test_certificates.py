@@ -71,7 +71,7 @@ def test_certificates_in_use_are_not_overwritten(tmp_path: Path) -> None:
     (tmp_path / "made").mkdir()
     make_certificates(tmp_path / "made", 1, [], [])
     before = (tmp_path / "made" / "actor" / "tls.crt").read_bytes()
-    with pytest.raises(ConfigError, match="in use; choose a new or empty folder"):
+    with pytest.raises(ConfigError, match="not an empty folder; choose a new or empty one"):
         make_certificates(tmp_path / "made", 1, [], [])
     assert (tmp_path / "made" / "actor" / "tls.crt").read_bytes() == before
     with pytest.raises(ConfigError, match="cannot be written"):

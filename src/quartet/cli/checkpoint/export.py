@@ -24,7 +24,7 @@ def export(run: Path, which: str, directory: Path) -> None:
     """
     files = run_files(run)
     if directory.exists() and not (directory.is_dir() and not any(directory.iterdir())):
-        raise ConfigError(f"export to {directory}: the directory is in use; choose a new or empty one")
+        raise ConfigError(f"export to {directory}: not an empty directory; choose a new or empty one")
     checkpoint = checkpoint_at(files, which)
     policy = checkpoint.path / Role.ACTOR
     writers = _merged(files, checkpoint) if is_adapter(policy) else [_copy_of(policy)]
