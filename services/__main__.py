@@ -132,6 +132,9 @@ def _serve(roles: list[Role], options: argparse.Namespace, notifier: ReadyNotifi
         check_certificates(config.security.certificates, roles[:1])
     observability = Observability(roles, config, credentials)
     with ExitStack() as stack:
+        # The imports below create only objects that stay. A search for garbage among them takes a sixth of the start.
+        gc.disable()
+        stack.callback(gc.enable)
         if roles == [Role.ORCHESTRATOR]:
             # A launcher prepares the run's directory and publishes the addresses; without one, this process does.
             from quartet.services.orchestrator.leadership import acquire_run_directory
@@ -143,6 +146,8 @@ def _serve(roles: list[Role], options: argparse.Namespace, notifier: ReadyNotifi
             observability.add_services(hosted)
 
         from quartet.rpc.server import Server
+
+        gc.enable()
 
         observability.start()
         server = Server(

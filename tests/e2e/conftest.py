@@ -109,15 +109,19 @@ def call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
     return call_command
 
 
-@pytest.fixture(scope="session")
-def first_run(config: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """A run of ``quartet train`` that starts all its processes itself."""
-    folder = tmp_path_factory.mktemp("first")
-    command = Command(QUARTET, "train", config, cwd=folder)
+def train(folder: Path, config: Path, *options: str) -> Run:
+    """Run ``quartet train`` to its end in ``folder``."""
+    command = Command(QUARTET, "train", config, *options, cwd=folder)
     try:
         return Run(command.wait(), folder / "runs" / "tiny")
     finally:
         command.clean_up()
+
+
+@pytest.fixture(scope="session")
+def first_run(config: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """A run of ``quartet train`` that starts all its processes itself."""
+    return train(tmp_path_factory.mktemp("first"), config)
 
 
 LONGER = settings("run.steps=8", "checkpoint.every_steps=3")
@@ -125,16 +129,11 @@ LONGER = settings("run.steps=8", "checkpoint.every_steps=3")
 
 
 @pytest.fixture(scope="session")
-def uninterrupted_run(config: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+def uninterrupted_run(config: Path, few_processes: list[str], tmp_path_factory: pytest.TempPathFactory) -> Run:
     """A ``LONGER`` run without a fault."""
-    folder = tmp_path_factory.mktemp("uninterrupted")
-    command = Command(QUARTET, "train", config, *LONGER, cwd=folder)
-    try:
-        result = command.wait()
-        assert result.code == 0, result
-        return Run(result, folder / "runs" / "tiny")
-    finally:
-        command.clean_up()
+    run = train(tmp_path_factory.mktemp("uninterrupted"), config, *few_processes, *LONGER)
+    assert run.result.code == 0, run.result
+    return run
 
 
 def deterministic_metrics(run: Run) -> list[dict[str, float]]:
@@ -185,3 +184,9 @@ def frozen(config: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
             yield Service(command, ready[1], redis.url)
     finally:
         command.clean_up()
+
+
+@pytest.fixture(scope="session")
+def few_processes(frozen: Service) -> list[str]:
+    """Options of a run that does not test its start: it shares the frozen models and has no gateway. That halves its start."""
+    return [*frozen.serving("reward", "reference"), *settings("gateway.enabled=false")]

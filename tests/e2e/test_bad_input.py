@@ -13,7 +13,7 @@ import pytest
 
 from quartet.demo.toy_task import ToyTask, make_toy_task
 from tests.e2e.commands import CommandResult, settings
-from tests.e2e.conftest import MINIATURE, STEPS, Run, Service, Start
+from tests.e2e.conftest import MINIATURE, STEPS, Call, Run, Service, Start
 
 AssertTrainFails = Callable[..., None]
 
@@ -29,12 +29,15 @@ def assert_refused(result: CommandResult, *mentioned: str | Path) -> None:
 
 
 @pytest.fixture
-def assert_train_fails(start: Start, config: Path, tmp_path: Path) -> AssertTrainFails:
-    """Train with changed settings, and check that the command fails with an error that contains all of ``mentioned``."""
+def assert_train_fails(start: Start, call: Call, config: Path, tmp_path: Path) -> AssertTrainFails:
+    """Train with changed settings, and check that the command fails with an error that contains all of ``mentioned``.
+
+    With ``options`` for running services, the command is a separate process, because it starts the other services.
+    """
 
     def train(*assignments: str, options: list[str] | None = None, mentioned: tuple[str | Path, ...]) -> None:
-        result = start("train", config, *(options or []), *settings(*assignments)).wait()
-        assert_refused(result, *mentioned)
+        arguments = ("train", config, *(options or []), *settings(*assignments))
+        assert_refused(call(*arguments) if options is None else start(*arguments).wait(), *mentioned)
         assert not list(tmp_path.glob("runs/*/policy"))
         assert not list(tmp_path.glob("runs/*/metrics.jsonl"))
 
@@ -61,18 +64,18 @@ def copy(tmp_path: Path) -> Callable[[Path], Path]:
     ],
     ids=["unknown key", "out of range", "missing key", "not YAML"],
 )
-def test_an_invalid_config_is_refused(text: str, mentioned: tuple[str, ...], start: Start, tmp_path: Path) -> None:
+def test_an_invalid_config_is_refused(text: str, mentioned: tuple[str, ...], call: Call, tmp_path: Path) -> None:
     file = tmp_path / "wrong.yaml"
     file.write_text(text)
-    assert_refused(start("train", file).wait(), *(words.format(file=file) for words in mentioned))
+    assert_refused(call("train", file), *(words.format(file=file) for words in mentioned))
 
 
 def test_a_missing_config_is_refused(start: Start, tmp_path: Path) -> None:
     assert_refused(start("train", tmp_path / "absent.yaml").wait(), tmp_path / "absent.yaml", "No such file")
 
 
-def test_a_mistyped_option_is_explained_without_a_traceback(start: Start, config: Path) -> None:
-    result = start("train", config, "--steps", "3").wait()
+def test_a_mistyped_option_is_explained_without_a_traceback(call: Call, config: Path) -> None:
+    result = call("train", config, "--steps", "3")
     assert result.code == 2
     assert "--steps" in result.err
     assert "Traceback" not in result.err
@@ -196,20 +199,20 @@ def test_an_address_of_another_service_is_refused(assert_train_fails: AssertTrai
 
 
 def test_a_run_directory_with_an_earlier_run_is_kept_unless_overwrite_is_given(
-    first_run: Run, start: Start, config: Path
+    first_run: Run, call: Call, config: Path
 ) -> None:
     before = (first_run.directory / "metrics.jsonl").read_bytes()
-    result = start("train", config, *settings(f"run.directory={first_run.directory.parent}")).wait()
+    result = call("train", config, *settings(f"run.directory={first_run.directory.parent}"))
     assert_refused(result, first_run.directory, "holds an earlier run", "--overwrite")
     assert (first_run.directory / "metrics.jsonl").read_bytes() == before
     assert len(first_run.metrics) == STEPS
 
 
-def test_overwrite_refuses_files_that_belong_to_no_run(start: Start, config: Path, tmp_path: Path) -> None:
+def test_overwrite_refuses_files_that_belong_to_no_run(call: Call, config: Path, tmp_path: Path) -> None:
     run = tmp_path / "runs" / "tiny"
     (run / "policy").mkdir(parents=True)
     (run / "config.yaml").write_text("precious")
-    assert_refused(start("train", config, "--overwrite").wait(), "does not belong to a run of Quartet")
+    assert_refused(call("train", config, "--overwrite"), "does not belong to a run of Quartet")
     assert (run / "config.yaml").read_text() == "precious"
     assert (run / "policy").is_dir()
 
@@ -227,9 +230,10 @@ def test_an_overwritten_run_is_restored_if_the_new_run_never_trains(
     assert (run / "policy" / "model.safetensors").is_file()
 
 
-def test_a_run_directory_with_an_active_run_is_refused(start: Start, config: Path, frozen: Service) -> None:
-    options = frozen.serving("reward", "reference")
-    first = start("train", config, *options)
+def test_a_run_directory_with_an_active_run_is_refused(
+    start: Start, call: Call, config: Path, few_processes: list[str]
+) -> None:
+    first = start("train", config, *few_processes)
     first.wait_for(first.processes)
-    assert_refused(start("train", config, "--overwrite", *options).wait(), "runs/tiny", "a run is active there")
+    assert_refused(call("train", config, "--overwrite"), "runs/tiny", "a run is active there")
     assert first.process.poll() is None, "the refused command must not end the active run"

@@ -8,24 +8,21 @@ from pathlib import Path
 import pytest
 
 from quartet.demo.toy_task import ToyTask
-from tests.e2e.commands import QUARTET, Command, settings
-from tests.e2e.conftest import STEPS, Call, Run, Start
+from tests.e2e.commands import settings
+from tests.e2e.conftest import STEPS, Call, Run, Start, train
 
 NUM_PROMPTS = 6
 
 
 @pytest.fixture(scope="module")
-def evaluated_run(config: Path, toy_task: ToyTask, tmp_path_factory: pytest.TempPathFactory) -> Run:
+def evaluated_run(
+    config: Path, toy_task: ToyTask, few_processes: list[str], tmp_path_factory: pytest.TempPathFactory
+) -> Run:
     """A run that evaluates before the first step, after the second and after the last."""
-    folder = tmp_path_factory.mktemp("evaluated")
     options = settings(
         f"data.validation={toy_task.prompts}", "evaluation.every_steps=2", f"evaluation.max_prompts={NUM_PROMPTS}"
     )
-    command = Command(QUARTET, "train", config, *options, cwd=folder)
-    try:
-        return Run(command.wait(), folder / "runs" / "tiny")
-    finally:
-        command.clean_up()
+    return train(tmp_path_factory.mktemp("evaluated"), config, *few_processes, *options)
 
 
 def lines(path: Path) -> list[dict[str, float]]:

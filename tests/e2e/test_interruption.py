@@ -17,7 +17,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tests.e2e.commands import START_TIMEOUT, Command, committed_steps, settings, wait_until
-from tests.e2e.conftest import Service, Start
+from tests.e2e.conftest import Start
 
 ENDLESS = settings("run.steps=1000000", "checkpoint.every_steps=0")
 SHUTDOWN_TIMEOUT = 10.0
@@ -39,10 +39,10 @@ def wait_for_steps(command: Command, folder: Path, steps: int = 1) -> None:
 )
 @pytest.mark.sampled(4)
 def test_without_restarts_a_dead_process_ends_the_run_and_its_log_is_shown(
-    victim: str, message: str, start: Start, config: Path, frozen: Service, tmp_path: Path
+    victim: str, message: str, start: Start, config: Path, few_processes: list[str], tmp_path: Path
 ) -> None:
     no_restarts = settings("recovery.max_restarts=0")
-    command = start("train", config, *frozen.serving("reward", "reference"), *ENDLESS, *no_restarts)
+    command = start("train", config, *few_processes, *ENDLESS, *no_restarts)
     wait_for_steps(command, tmp_path)
     os.kill(command.child(victim), signal.SIGKILL)
     death_time = time.monotonic()
@@ -58,9 +58,9 @@ def test_without_restarts_a_dead_process_ends_the_run_and_its_log_is_shown(
 
 
 def test_a_terminal_shows_reward_kl_throughput_and_time_left_and_ctrl_c_stops_everything(
-    start: Start, config: Path, frozen: Service, tmp_path: Path
+    start: Start, config: Path, few_processes: list[str], tmp_path: Path
 ) -> None:
-    command = start("train", config, *frozen.serving("reward", "reference"), *ENDLESS, terminal=True)
+    command = start("train", config, *few_processes, *ENDLESS, terminal=True)
     wait_for_steps(command, tmp_path, steps=2)
     for shown in (
         r"tiny .* \d+/1000000",
@@ -92,8 +92,10 @@ def is_loading(command: Command) -> bool:
     )
 
 
-def test_sigterm_while_the_services_start_stops_everything(start: Start, config: Path, frozen: Service) -> None:
-    command = start("train", config, *frozen.serving("reward", "reference"))
+def test_sigterm_while_the_services_start_stops_everything(
+    start: Start, config: Path, few_processes: list[str]
+) -> None:
+    command = start("train", config, *few_processes)
     command.wait_for(lambda: is_loading(command))
     command.process.terminate()
     signal_time = time.monotonic()
@@ -102,8 +104,8 @@ def test_sigterm_while_the_services_start_stops_everything(start: Start, config:
     assert (result.code, result.err, result.leftovers) == (130, "stopped\n", [])
 
 
-def test_sigkill_of_the_command_ends_all_its_children(start: Start, config: Path, frozen: Service) -> None:
-    command = start("train", config, *frozen.serving("reward", "reference"))
+def test_sigkill_of_the_command_ends_all_its_children(start: Start, config: Path, few_processes: list[str]) -> None:
+    command = start("train", config, *few_processes)
     command.wait_for(lambda: is_loading(command))
     command.process.kill()
     assert wait_until(lambda: not command.processes(), 5), command.processes()

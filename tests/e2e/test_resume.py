@@ -16,16 +16,16 @@ from tests.e2e.conftest import LONGER, Call, Run, Start, deterministic_metrics, 
 @pytest.mark.parametrize("redis", ["lost", "kept"])
 @pytest.mark.sampled(2)
 def test_a_run_with_all_processes_killed_resumes_bit_identically(
-    redis: str, start: Start, config: Path, uninterrupted_run: Run, tmp_path: Path
+    redis: str, start: Start, config: Path, few_processes: list[str], uninterrupted_run: Run, tmp_path: Path
 ) -> None:
     run = tmp_path / "runs" / "tiny"
-    command = start("train", config, *LONGER)
+    command = start("train", config, *few_processes, *LONGER)
     command.wait_for(lambda: committed_steps(run) >= 4)
     command.kill_everything()
     assert not (run / "policy").exists()
     if redis == "lost":
         shutil.rmtree(run / "redis")
-    result = start("train", config, *LONGER, "--resume").wait()
+    result = start("train", config, *few_processes, *LONGER, "--resume").wait()
     assert (result.code, result.err, result.leftovers) == (0, "", [])
     assert "note: resumed after step" in result.out
     assert deterministic_metrics(Run(result, run)) == deterministic_metrics(uninterrupted_run)
@@ -33,16 +33,17 @@ def test_a_run_with_all_processes_killed_resumes_bit_identically(
 
 
 def test_resume_refuses_a_missing_run_and_changed_settings(
-    start: Start, config: Path, uninterrupted_run: Run, tmp_path: Path
+    call: Call, config: Path, few_processes: list[str], uninterrupted_run: Run, tmp_path: Path
 ) -> None:
-    nothing = start("train", config, "--resume").wait()
+    nothing = call("train", config, "--resume")
     assert nothing.code == 2
     assert "--resume: runs/tiny does not contain a run" in nothing.err
     shutil.copytree(uninterrupted_run.directory, tmp_path / "runs" / "tiny", dirs_exist_ok=True)
-    other = start("train", config, *LONGER, *settings("actor.learning_rate=0.5"), "--resume").wait()
+    changed = settings("actor.learning_rate=0.5")
+    other = call("train", config, *few_processes, *LONGER, *changed, "--resume")
     assert other.code == 2
     assert "--resume: actor.learning_rate is 0.5, the run in runs/tiny had 0.001" in other.err
-    both = start("train", config, "--resume", "--overwrite").wait()
+    both = call("train", config, "--resume", "--overwrite")
     assert both.code == 2
     assert weights(tmp_path / "runs" / "tiny") == weights(uninterrupted_run.directory)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.commands import Command, committed_steps, settings
-from tests.e2e.conftest import LONGER, Run, Service, Start, deterministic_metrics, weights
+from tests.e2e.conftest import LONGER, Run, Start, deterministic_metrics, weights
 
 ENDLESS = settings("run.steps=1000000", "checkpoint.every_steps=0")
 SHUTDOWN_TIMEOUT = 10.0
@@ -75,9 +75,9 @@ def test_a_run_starts_although_processes_are_killed_while_they_load(
 
 
 def test_a_process_killed_at_every_start_ends_the_run_at_the_restart_limit(
-    start: Start, config: Path, frozen: Service
+    start: Start, config: Path, few_processes: list[str]
 ) -> None:
-    options = [*frozen.serving("reward", "reference"), *settings("recovery.max_restarts=1")]
+    options = [*few_processes, *settings("recovery.max_restarts=1")]
     command = start("train", config, *options)
     os.kill(first := wait_for_start(command, "critic"), signal.SIGKILL)
     command.wait_for(lambda: first not in command.processes())
@@ -89,13 +89,13 @@ def test_a_process_killed_at_every_start_ends_the_run_at_the_restart_limit(
 
 @pytest.mark.slow  # tests/launcher/test_supervision.py hangs a process.
 def test_a_hung_process_is_restarted_and_a_short_pause_is_tolerated(
-    start: Start, config: Path, frozen: Service, uninterrupted_run: Run, tmp_path: Path
+    start: Start, config: Path, few_processes: list[str], uninterrupted_run: Run, tmp_path: Path
 ) -> None:
     timeout = 4.0
     command = start(
         "train",
         config,
-        *frozen.serving("reward", "reference"),
+        *few_processes,
         *LONGER,
         *settings(f"recovery.hang_timeout_seconds={timeout}"),
     )
@@ -122,12 +122,12 @@ def test_a_hung_process_is_restarted_and_a_short_pause_is_tolerated(
 
 @pytest.mark.slow  # A faster test above kills a process at every start.
 def test_a_process_that_dies_too_often_ends_the_run_and_its_log_is_shown(
-    start: Start, config: Path, frozen: Service, tmp_path: Path
+    start: Start, config: Path, few_processes: list[str], tmp_path: Path
 ) -> None:
     command = start(
         "train",
         config,
-        *frozen.serving("reward", "reference"),
+        *few_processes,
         *ENDLESS,
         *settings("recovery.max_restarts=1", "recovery.max_recoveries=100"),
     )
@@ -147,11 +147,9 @@ def test_a_process_that_dies_too_often_ends_the_run_and_its_log_is_shown(
 
 
 def test_ctrl_c_during_a_backoff_stops_everything_at_once(
-    start: Start, config: Path, frozen: Service, tmp_path: Path
+    start: Start, config: Path, few_processes: list[str], tmp_path: Path
 ) -> None:
-    command = start(
-        "train", config, *frozen.serving("reward", "reference"), *ENDLESS, *settings("recovery.backoff_seconds=30")
-    )
+    command = start("train", config, *few_processes, *ENDLESS, *settings("recovery.backoff_seconds=30"))
     wait_for_steps(command, tmp_path)
     os.kill(command.child("actor"), signal.SIGKILL)
     command.wait_for(lambda: "actor: killed by SIGKILL; restarted (1 of 5 in a row)" in command.out)
@@ -164,16 +162,16 @@ def test_ctrl_c_during_a_backoff_stops_everything_at_once(
 
 @pytest.mark.slow  # tests/training/test_resume.py damages the experience.
 def test_a_damaged_buffer_is_moved_away_on_resume_and_the_run_is_bit_identical(
-    start: Start, config: Path, frozen: Service, uninterrupted_run: Run, tmp_path: Path
+    start: Start, config: Path, few_processes: list[str], uninterrupted_run: Run, tmp_path: Path
 ) -> None:
     run = tmp_path / "runs" / "tiny"
-    command = start("train", config, *frozen.serving("reward", "reference"), *LONGER)
+    command = start("train", config, *few_processes, *LONGER)
     wait_for_steps(command, tmp_path, 4)
     command.kill_everything()
     file = next(iter((run / "redis" / "appendonlydir").glob("*.incr.aof")))
     data = file.read_bytes()
     file.write_bytes(data[: len(data) // 2] + bytes(1000) + data[len(data) // 2 + 1000 :])
-    result = start("train", config, *frozen.serving("reward", "reference"), *LONGER, "--resume").wait()
+    result = start("train", config, *few_processes, *LONGER, "--resume").wait()
     assert (result.code, result.err, result.leftovers) == (0, "", [])
     assert "redis: its data is damaged, see runs/tiny/logs/redis.log; moved to runs/tiny/redis.damaged" in result.out
     assert "note: resumed after step 3" in result.out

@@ -136,9 +136,9 @@ def test_the_same_seed_gives_identical_weights_also_with_external_services(
 
 
 def test_up_keeps_the_services_until_interrupted_and_another_seed_gives_other_weights(
-    first_run: Run, frozen: Service, start: Start, config: Path, tmp_path: Path
+    first_run: Run, few_processes: list[str], start: Start, config: Path, tmp_path: Path
 ) -> None:
-    command = start("up", config, *frozen.serving("reward", "reference"), *settings("run.seed=1"))
+    command = start("up", config, *few_processes, *settings("run.seed=1"))
     command.wait_for(lambda: "the run has ended; the model services keep running" in command.out)
     addresses = dict(line.split() for line in command.out.splitlines() if line.startswith(("actor", "critic")))
     assert [health(address) for address in addresses.values()] == [health_pb2.HealthCheckResponse.SERVING] * 2

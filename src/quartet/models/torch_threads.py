@@ -12,7 +12,8 @@ def set_up_torch(threads: int) -> None:
     """Set the number of CPU threads of this process, and make torch compute the same result for the same input."""
     torch.set_num_threads(threads)
     torch.set_num_interop_threads(1)
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    # Unlike use_deterministic_algorithms, this does not import torch.compile, which takes a second and is not used.
+    torch.set_deterministic_debug_mode("warn")
     # Filling memory helps to find reads before writes, but costs 5 % of an update.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
