@@ -217,7 +217,7 @@ def _cpu(pid: int) -> dict[str, float]:
             times, command = process.cpu_times(), process.cmdline()
         except psutil.NoSuchProcess:
             continue
-        name = "gateway" if "gateway" in command else "run"
+        name = "gateway" if "quartet.gateway" in command else "run"
         results[name] += times.user + times.system
     own = os.times()
     return {**results, "load": own.user + own.system}

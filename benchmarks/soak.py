@@ -203,11 +203,11 @@ def _processes(launcher: int) -> dict[str, int]:
         try:
             # The command is in parentheses and may contain any character; the parent is the second field after it.
             parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-            line = (entry / "cmdline").read_bytes().decode(errors="replace").split("\0")
+            line = (entry / "cmdline").read_bytes().decode(errors="replace")
         except (OSError, IndexError):
             continue
-        if parent == launcher and line[1:4] == ["-P", "-m", "quartet.services"]:
-            result[line[4]] = int(entry.name)
+        if parent == launcher and line.startswith("quartet.services "):
+            result[line.split()[1]] = int(entry.name)
     return result
 
 

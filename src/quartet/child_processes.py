@@ -1,7 +1,7 @@
 """Child processes that never outlive their parent.
 
 `python -m quartet.child_processes PARENT COMMAND...` executes COMMAND. On Linux the kernel kills it when its parent dies, even by
-SIGKILL. Quartet starts every process through it.
+SIGKILL. Quartet starts every process through it, except the services that a fork server starts.
 """
 
 from __future__ import annotations
@@ -64,13 +64,18 @@ def _identity(pid: int) -> str | None:
     return "" if fields[0] in ("Z", "X") else f"{boot}/{namespace}/{pid}/{fields[19]}"
 
 
-def _main(arguments: list[str]) -> None:
-    parent, command = int(arguments[0]), arguments[1:]
+def die_with(parent: int) -> None:
+    """Let the kernel kill this process when its parent process ``parent`` dies. Exit if it has died. Only on Linux."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         # The parent may have died before prctl was called.
         if os.getppid() != parent:
             sys.exit(1)
+
+
+def _main(arguments: list[str]) -> None:
+    parent, command = int(arguments[0]), arguments[1:]
+    die_with(parent)
     os.execvp(command[0], command)
 
 

@@ -112,7 +112,7 @@ class Command:
         assert self._terminal is not None
         os.write(self._terminal, text.encode())
 
-    def processes(self) -> dict[int, list[str]]:
+    def processes(self) -> dict[int, str]:
         """Return the command lines of the living descendants by process id."""
         results = {}
         for entry in Path("/proc").iterdir():
@@ -125,14 +125,15 @@ class Command:
             except OSError:
                 continue
             if str(self.scratch).encode() in text:
-                results[int(entry.name)] = line.decode(errors="replace").rstrip("\0").split("\0")
+                # A forked service has replaced its command line with one string.
+                results[int(entry.name)] = line.decode(errors="replace").rstrip("\0").replace("\0", " ")
         return results
 
     def child(self, name: str) -> int:
         """Return the process id of a model service (by its role), of the gateway or of Redis."""
+        module = "quartet.gateway" if name == "gateway" else f"quartet.services {name} "
         for pid, line in self.processes().items():
-            module = ["-P", "-m", *(["quartet.gateway"] if name == "gateway" else ["quartet.services", name])]
-            if line[1 : len(module) + 1] == module or (name == "redis" and "redis.sock" in line[0]):
+            if ("redis.sock" if name == "redis" else module) in line:
                 return pid
         raise AssertionError(f"no {name} among {self.processes()}")
 
@@ -149,7 +150,7 @@ class Command:
         """Wait until the command exits and return its result."""
         self.process.wait(seconds)
         duration = time.monotonic() - self._started
-        leftovers = [" ".join(line) for line in self.processes().values()]
+        leftovers = list(self.processes().values())
         leftovers += [str(path) for path in (self.scratch / "tmp").iterdir()]
         return CommandResult(self.process.returncode, self.out, self.err, duration, leftovers)
 

@@ -87,8 +87,9 @@ def test_a_terminal_shows_reward_kl_throughput_and_time_left_and_ctrl_c_stops_ev
 def is_loading(command: Command) -> bool:
     """Return whether the command has started Redis and its services, which then load their models."""
     lines = list(command.processes().values())
-    return any("redis.sock" in line[0] for line in lines) and all(
-        ["-P", "-m", "quartet.services", role] in [line[1:5] for line in lines] for role in ("actor", "critic")
+    return all(
+        any(part in line for line in lines)
+        for part in ("redis.sock", "quartet.services actor ", "quartet.services critic ")
     )
 
 

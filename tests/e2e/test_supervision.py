@@ -50,7 +50,7 @@ def test_a_run_with_each_process_killed_once_ends_bit_identically(
 
 def wait_for_start(command: Command, name: str) -> int:
     """Wait until a service process has started; return its process id."""
-    command.wait_for(lambda: any(line[3:5] == ["quartet.services", name] for line in command.processes().values()))
+    command.wait_for(lambda: any(f"quartet.services {name} " in line for line in command.processes().values()))
     return command.child(name)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -14,6 +15,7 @@ from quartet.buffer.embedded_redis import EmbeddedRedis
 from quartet.buffer.redis_url import BUFFER_URL_VARIABLE, buffer_url
 from quartet.config import Config, ServiceConfig
 from quartet.errors import BufferFailed, ConfigError, QuartetError, ServiceFailed, ServiceUnavailable
+from quartet.fork_server import ForkServer
 from quartet.launcher.gateway_process import TOKENS, GatewayProcess
 from quartet.launcher.security_checks import local_processes
 from quartet.launcher.service_process import ServiceProcess, describe_exit
@@ -28,6 +30,14 @@ from quartet.types import Role
 
 FAILURE_DRAIN_SECONDS = 1.0
 """Seconds that the other processes have to end after one has failed, before they are killed."""
+PRELOADED = (
+    "quartet.services.factories",
+    "quartet.services.observability",
+    "quartet.services.orchestrator.run",
+    "quartet.services.orchestrator.servicer",
+    "quartet.rpc.server",
+)
+"""Modules that the services import at their start. Together they import torch and the modelling code of transformers."""
 GATEWAY_START_SECONDS = 60.0
 """Seconds to wait for the gateway after all services are ready. The run continues without it after that."""
 
@@ -44,6 +54,7 @@ class Launcher:
         self.credentials = Credentials(OPERATOR, config.security)
         self._logs = RunFiles(config.run_directory).logs
         self._redis: EmbeddedRedis | None = None
+        self._fork_server: ForkServer | None = None
         self._services: list[ServiceProcess] = []
         self._restarts: dict[str, RestartCounter] = {}
         self._supervisors: list[ProcessSupervisor] = []
@@ -60,6 +71,10 @@ class Launcher:
         if self._config.security.certificates is not None:
             check_certificates(self._config.security.certificates, local_processes(self._config))
         self._start_buffer()
+        if sys.platform == "linux":
+            # The server loads in parallel with the gateway.
+            log = self._logs / "fork_server.log"
+            self._fork_server = ForkServer("quartet.services", PRELOADED, self._service_environment, log)
         if self._config.gateway.enabled:
             # The gateway loads in parallel with the models. Waiting for it comes last.
             self._services.append(
@@ -100,13 +115,18 @@ class Launcher:
             raise ConfigError(str(error)) from None
 
     def _start_service(self, role: Role, arguments: list[str]) -> None:
+        module = ["quartet.services", role.value, "--config", str(self._config_path), *arguments]
+        log = self._logs / f"{role}.log"
+        self._services.append(
+            ServiceProcess(role.value, module, self._service_environment, log, self.credentials, self._fork_server)
+        )
+
+    @property
+    def _service_environment(self) -> dict[str, str]:
         # The URL may contain a password. The environment is private to the user, the command line is not. Services do not get
         # the gateway's tokens, because they may run functions of the user's choice.
         inherited = {name: value for name, value in os.environ.items() if name not in TOKENS}
-        environment = {**inherited, BUFFER_URL_VARIABLE: self._children_url, "PYTHONUNBUFFERED": "1"}
-        module = ["quartet.services", role.value, "--config", str(self._config_path), *arguments]
-        log = self._logs / f"{role}.log"
-        self._services.append(ServiceProcess(role.value, module, environment, log, self.credentials))
+        return {**inherited, BUFFER_URL_VARIABLE: self._children_url, "PYTHONUNBUFFERED": "1"}
 
     @property
     def _children_url(self) -> str:
@@ -253,6 +273,9 @@ class Launcher:
                 service.wait_or_kill(deadline)
         self._services.clear()
         self._supervisors.clear()
+        if self._fork_server is not None:
+            self._fork_server.close()
+            self._fork_server = None
         if self._redis is not None:
             self._redis.stop()
             self._redis = None

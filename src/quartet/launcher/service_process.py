@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from quartet.child_processes import module_command, tied_to_parent
+from quartet.fork_server import ForkedProcess, ForkServer
 from quartet.rpc.security.credentials import LOCAL, Credentials
 from quartet.rpc.service_channel import ServiceChannel
 
@@ -29,13 +30,15 @@ class ServiceProcess:
         environment: dict[str, str],
         log: Path,
         credentials: Credentials = LOCAL,
+        fork_server: ForkServer | None = None,
     ) -> None:
-        """Start ``python -m MODULE...`` without waiting for it. ``module`` includes the arguments.
+        """Start ``python -m MODULE...`` without waiting until it is ready. ``module`` includes the arguments.
 
-        ``credentials`` authenticate liveness probes.
+        ``credentials`` authenticate liveness probes. With ``fork_server``, a server of this module and environment forks the
+        process.
         """
         self.name, self.log, self._credentials = name, log, credentials
-        self._module, self._environment = module, environment
+        self._module, self._environment, self._fork_server = module, environment, fork_server
         self._pipe: Any = None
         self._channel: ServiceChannel | None = None
         self.address: str | None = None
@@ -54,12 +57,12 @@ class ServiceProcess:
         reader, writer = os.pipe()
         os.set_blocking(reader, False)
         self._pipe = os.fdopen(reader, "rb", buffering=0)
-        command = module_command(*self._module, "--ready-fd", str(writer))
-        if self.address is not None:
-            command += ["--listen", self.address]
+        listen = [] if self.address is None else ["--listen", self.address]
+        module = [*self._module, *listen, "--ready-fd"]
         with self.log.open("ab") as output:
-            self.process = subprocess.Popen(
-                tied_to_parent(command),
+            forked = self._fork_server and self._fork_server.start(module[1:], output.fileno(), writer)
+            self.process: ForkedProcess | subprocess.Popen[bytes] = forked or subprocess.Popen(
+                tied_to_parent(module_command(*module, str(writer))),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -121,7 +124,7 @@ class ServiceProcess:
         self._pipe.close()
 
 
-def describe_exit(process: subprocess.Popen[bytes]) -> str:
+def describe_exit(process: ForkedProcess | subprocess.Popen[bytes]) -> str:
     """Return how a process ended, such as "killed by SIGKILL"."""
     code = process.returncode
     return f"killed by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"

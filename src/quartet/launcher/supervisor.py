@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from quartet.config import RecoveryConfig
 from quartet.errors import ConfigError, ServiceFailed
+from quartet.fork_server import ForkedProcess
 from quartet.launcher.liveness_probe import LivenessProbe, process_state
 from quartet.launcher.service_process import ServiceProcess, describe_exit, log_tail
 
@@ -18,8 +19,11 @@ class SupervisedProcess(Protocol):
 
     name: str
     log: Path
-    process: subprocess.Popen[bytes]
     ready: bool
+
+    @property
+    def process(self) -> ForkedProcess | subprocess.Popen[bytes]:
+        """The process that was started last."""
 
     def start(self) -> None:
         """Start the process at the address that it had. Does not wait for it."""

@@ -55,8 +55,9 @@ class CallerState:
 class ComputeThread:
     """Thread that runs work in order, so that a model never computes two calls at once."""
 
-    def __init__(self) -> None:
-        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="compute")
+    def __init__(self, initializer: Callable[[], object] | None = None) -> None:
+        """``initializer`` is called in the thread before its first work."""
+        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="compute", initializer=initializer)
         self._busy: defaultdict[str, float] = defaultdict(float)
         self._lock = threading.Lock()
         self._running: tuple[str, CallerState] | None = None
