@@ -191,15 +191,13 @@ def _wait_for_end(endings: queue.SimpleQueue[str], hosted: list[Any], hang_timeo
 
 
 def _models(roles: list[Role], config: Config, threads: int, credentials: Credentials) -> list[Any]:
-    import torch
-
-    from quartet.models.torch_threads import set_up_torch
+    from quartet.models.torch_threads import set_num_threads, set_up_torch
     from quartet.rpc.compute_thread import ComputeThread
     from quartet.services.factories import build_model_role
 
     set_up_torch(threads)
     # Roles of one process share a GPU, so they share a compute thread. OpenMP has a number of threads per calling thread.
-    compute = ComputeThread(lambda: torch.set_num_threads(threads))
+    compute = ComputeThread(lambda: set_num_threads(threads))
     return [build_model_role(role, config, compute, threads, credentials.folder) for role in roles]
 
 

@@ -18,11 +18,11 @@ PROMPTS = ("a quick lunch with friends :", "a late dinner for two :")
 
 
 def test_generate_gives_the_same_completions_for_prompts_from_arguments_and_from_a_file(
-    first_run: Run, start: Start, tmp_path: Path
+    first_run: Run, call: Call, tmp_path: Path
 ) -> None:
     policy = first_run.directory / "policy"
     options = ("--max-tokens", "8", "--samples", "2", "--seed", "5")
-    as_json = start("generate", policy, *PROMPTS, *options, "--json").wait()
+    as_json = call("generate", policy, *PROMPTS, *options, "--json")
     assert (as_json.code, as_json.err) == (0, "")
     records = [json.loads(line) for line in as_json.out.splitlines()]
     assert [record["prompt"] for record in records] == [prompt for prompt in PROMPTS for _ in range(2)]
@@ -33,7 +33,7 @@ def test_generate_gives_the_same_completions_for_prompts_from_arguments_and_from
 
     file = tmp_path / "prompts.jsonl"
     file.write_text("".join(json.dumps({"text": prompt}) + "\n" for prompt in PROMPTS))
-    as_text = start("generate", policy, "--file", file, *options).wait()
+    as_text = call("generate", policy, "--file", file, *options)
     assert (as_text.code, as_text.err) == (0, "")
     assert as_text.out == "".join(f"{record['prompt']}{record['completion']}\n" for record in records)
 
@@ -127,7 +127,9 @@ def test_demo_trains_and_shows_completions_before_and_after(
         assert shown in result.out
 
 
-def test_a_guard_pauses_a_run_and_commands_resume_and_stop_it(start: Start, config: Path, tmp_path: Path) -> None:
+def test_a_guard_pauses_a_run_and_commands_resume_and_stop_it(
+    start: Start, call: Call, config: Path, tmp_path: Path
+) -> None:
     # The miniature policy seldom ends a response within twelve tokens, so the guard applies.
     guard = settings("run.steps=100000", "guards.window_steps=2", "guards.missing_eos={below: 1.0, action: pause}")
     command = start("train", config, *guard)
@@ -137,14 +139,14 @@ def test_a_guard_pauses_a_run_and_commands_resume_and_stop_it(start: Start, conf
     )
     assert all(part in line for part in ("eos_rate", "below 1", "algorithm.truncation.treatment"))
     paused_at = committed_steps(tmp_path / "runs" / "tiny")
-    resumed = start("resume", "runs/tiny").wait()
+    resumed = call("resume", "runs/tiny")
     assert (resumed.code, resumed.out) == (0, "runs/tiny: continues\n")
     command.wait_for(lambda: committed_steps(tmp_path / "runs" / "tiny") > paused_at)
-    assert start("pause", "runs/tiny").wait().code == 0
+    assert call("pause", "runs/tiny").code == 0
     assert start("stop", "runs/tiny").wait().code == 0
     result = command.wait()
     assert (result.code, result.err, result.leftovers) == (0, "", [])
     assert (tmp_path / "runs" / "tiny" / "policy" / "model.safetensors").is_file()
-    late = start("stop", "runs/tiny").wait()
+    late = call("stop", "runs/tiny")
     assert late.code == 2
     assert late.err == "error: run runs/tiny: not active; give the directory of an active run, such as runs/NAME\n"

@@ -56,10 +56,10 @@ def test_quartet_evaluate_reproduces_the_metrics_of_the_last_evaluation(
     assert [item["sampled"] for item in rows] == [item["sampled"] for item in expected]
 
 
-def test_quartet_evaluate_shows_tables_for_the_policy_of_a_checkpoint(evaluated_run: Run, start: Start) -> None:
+def test_quartet_evaluate_shows_tables_for_the_policy_of_a_checkpoint(evaluated_run: Run, call: Call) -> None:
     # Of a checkpoint, the command evaluates the actor.
     checkpoint = evaluated_run.directory / "checkpoints" / f"step-{STEPS:06d}"
-    result = start("evaluate", checkpoint).wait()
+    result = call("evaluate", checkpoint)
     assert (result.code, result.err) == (0, "")
     assert "are over data.max_prompt_tokens" in result.out
     for shown in (f"{NUM_PROMPTS} validation prompts", "eval_win_rate_sampled", "initial policy", "sampled responses"):

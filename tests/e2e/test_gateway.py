@@ -15,7 +15,7 @@ from typing import Any
 import httpx2
 
 from tests.e2e.commands import Command, committed_steps, settings
-from tests.e2e.conftest import Run, Service, Start
+from tests.e2e.conftest import Call, Run, Service, Start
 
 ENDLESS = settings("run.steps=1000000", "checkpoint.every_steps=0")
 SHUTDOWN_TIMEOUT = 10.0
@@ -33,9 +33,9 @@ def get(address: str, token: str | None, path: str = "") -> httpx2.Response:
     return httpx2.get(f"{address}/api/v1{path}", headers=headers, timeout=20)
 
 
-def run_command(start: Start, *arguments: str) -> str:
+def run_command(call: Call, *arguments: str) -> str:
     """Run a command that must succeed; return its standard output."""
-    result = start(*arguments).wait()
+    result = call(*arguments)
     assert (result.code, result.err) == (0, ""), result
     return result.out
 
@@ -45,7 +45,7 @@ def metrics(run: Path) -> list[dict[str, Any]]:
 
 
 def test_watch_and_commands_work_through_a_gateway_that_restarts_at_the_same_address(
-    start: Start, config: Path, frozen: Service, tmp_path: Path
+    start: Start, call: Call, config: Path, frozen: Service, tmp_path: Path
 ) -> None:
     run = tmp_path / "runs" / "tiny"
     command = start("train", config, *frozen.serving("reward", "reference"), *ENDLESS)
@@ -58,19 +58,19 @@ def test_watch_and_commands_work_through_a_gateway_that_restarts_at_the_same_add
     watching = start("watch", "runs/tiny")
     watching.wait_for(lambda: "step " in watching.out)
 
-    output = run_command(start, "set", "runs/tiny", "kl_coefficient=0.2")
+    output = run_command(call, "set", "runs/tiny", "kl_coefficient=0.2")
     changed = re.fullmatch(r"runs/tiny: kl_coefficient 0\.05 -> 0\.2 from step (\d+) on\n", output)
     assert changed, output
     command.wait_for(lambda: committed_steps(run) >= int(changed[1]))
     assert [step["kl_coefficient"] for step in metrics(run)[: int(changed[1])]][-2:] == [0.05, 0.2]
-    assert "kl_coefficient = 0.2 (from " in run_command(start, "set", "runs/tiny")
-    refused = start("set", "runs/tiny", "kl_coefficient=1e9", "actor.learning_rate=1e-4").wait()
+    assert "kl_coefficient = 0.2 (from " in run_command(call, "set", "runs/tiny")
+    refused = call("set", "runs/tiny", "kl_coefficient=1e9", "actor.learning_rate=1e-4")
     assert (refused.code, refused.out) == (2, "")
     assert re.match(r"error: runs/tiny: kl_coefficient", refused.err), refused
 
-    run_command(start, "checkpoint", "runs/tiny")
+    run_command(call, "checkpoint", "runs/tiny")
     watching.wait_for(lambda: "checkpoint of step " in watching.out)
-    run_command(start, "pause", "runs/tiny")
+    run_command(call, "pause", "runs/tiny")
     command.wait_for(lambda: "quartet resume runs/tiny continues" in command.out)
     paused_at = committed_steps(run)
 
@@ -83,9 +83,9 @@ def test_watch_and_commands_work_through_a_gateway_that_restarts_at_the_same_add
     shown = get(address, token, "/runs/tiny").json()
     assert (shown["state"], shown["step"]) == ("paused", paused_at)
     assert committed_steps(run) == paused_at
-    run_command(start, "resume", "runs/tiny")
+    run_command(call, "resume", "runs/tiny")
     command.wait_for(lambda: committed_steps(run) > paused_at + 1)
-    run_command(start, "stop", "runs/tiny")
+    run_command(call, "stop", "runs/tiny")
 
     result = command.wait()
     assert (result.code, result.err, result.leftovers) == (0, "", [])
@@ -98,13 +98,13 @@ def test_watch_and_commands_work_through_a_gateway_that_restarts_at_the_same_add
     assert "kl_coefficient 0.05 -> 0.2 from step" in watched.out
     commands = [json.loads(line)["command"] for line in (run / "audit.jsonl").read_text().splitlines()]
     assert commands == ["set", "set", "checkpoint", "pause", "resume", "stop"]
-    late = start("pause", "runs/tiny").wait()
+    late = call("pause", "runs/tiny")
     assert late.err == "error: run runs/tiny: not active; give the directory of an active run, such as runs/NAME\n"
-    assert run_command(start, "report", "runs/tiny") == "report: runs/tiny/report.html\n"
+    assert run_command(call, "report", "runs/tiny") == "report: runs/tiny/report.html\n"
 
 
 def test_a_run_continues_after_its_gateway_has_failed_and_ctrl_c_ends_it(
-    start: Start, config: Path, frozen: Service, tmp_path: Path
+    start: Start, call: Call, config: Path, frozen: Service, tmp_path: Path
 ) -> None:
     run = tmp_path / "runs" / "tiny"
     no_restarts = settings("recovery.max_restarts=0")
@@ -116,7 +116,7 @@ def test_a_run_continues_after_its_gateway_has_failed_and_ctrl_c_ends_it(
     at = committed_steps(run)
     command.wait_for(lambda: committed_steps(run) > at + 1)
     (run / "gateway.json").unlink()
-    refused = start("stop", "runs/tiny").wait()
+    refused = call("stop", "runs/tiny")
     assert refused.code == 2
     assert refused.err.startswith("error: run runs/tiny: is active but has no gateway")
     command.process.send_signal(signal.SIGINT)
@@ -139,7 +139,9 @@ def test_an_address_in_use_is_reported_before_the_run_starts_and_leaves_no_folde
     assert not (tmp_path / "runs").exists()
 
 
-def test_view_shows_a_finished_run_without_any_other_process(first_run: Run, start: Start, tmp_path: Path) -> None:
+def test_view_shows_a_finished_run_without_any_other_process(
+    first_run: Run, start: Start, call: Call, tmp_path: Path
+) -> None:
     command = start("view", first_run.directory)
     address, token = dashboard_link(command)
     assert f"{address}/#/runs/tiny/overview&token={token}" in command.out
@@ -148,13 +150,13 @@ def test_view_shows_a_finished_run_without_any_other_process(first_run: Run, sta
     assert not (first_run.directory / "gateway.json").exists(), "a viewer is not the run's own gateway"
     (tmp_path / "token").write_text(f"{token}\n")
     url = f"{address}/runs/tiny"
-    watched = start("watch", url, "--token-file", "token").wait()
+    watched = call("watch", url, "--token-file", "token")
     assert (watched.code, watched.out) == (0, "tiny: finished\n"), watched
-    refused = start("pause", url, "--token-file", "token").wait()
+    refused = call("pause", url, "--token-file", "token")
     assert (refused.code, refused.out) == (2, "")
     assert "not active, so it accepts no commands" in refused.err
     (tmp_path / "token").write_text("x" * 32)
-    unknown = start("watch", url, "--token-file", "token").wait()
+    unknown = call("watch", url, "--token-file", "token")
     assert (unknown.code, unknown.out) == (2, "")
     assert unknown.err.startswith(f"error: {url}: the gateway refuses this token")
     command.process.send_signal(signal.SIGINT)

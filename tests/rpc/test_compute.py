@@ -42,6 +42,15 @@ class Call:
             callback()
 
 
+def test_the_initializer_runs_once_in_the_compute_thread() -> None:
+    threads: list[int] = []
+    compute = ComputeThread(lambda: threads.append(threading.get_ident()))
+    assert threads == []
+    used = [compute.run("work", Call(), lambda _: threading.get_ident()) for _ in range(2)]
+    assert threads == used[:1] == used[1:]
+    assert used[0] != threading.get_ident()
+
+
 def wait_until(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 10
     while not condition():

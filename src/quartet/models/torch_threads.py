@@ -18,6 +18,11 @@ def set_up_torch(threads: int) -> None:
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
+def set_num_threads(count: int) -> None:
+    """Set the number of CPU threads that the calling thread's computations use. OpenMP keeps it for each calling thread."""
+    torch.set_num_threads(count)
+
+
 @contextmanager
 def torch_threads(count: int | None) -> Iterator[None]:
     """Compute with ``count`` threads inside the context. None leaves the number unchanged."""
