@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections import Counter
 from collections.abc import Iterator
@@ -19,6 +20,8 @@ os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
 # of torch.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# The imports of the tests create millions of objects that stay. Searches for garbage among them would take a part of all tests.
+gc.disable()
 
 SLOWEST_FILES = 10
 
@@ -34,6 +37,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             if counts[test] % sampled.args[0]:
                 item.add_marker(pytest.mark.slow)
             counts[test] += 1
+
+
+def pytest_collection_finish() -> None:
+    """Exclude the objects so far from garbage collection, and start it."""
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

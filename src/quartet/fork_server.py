@@ -13,6 +13,7 @@ import ctypes
 import gc
 import importlib
 import json
+import math
 import os
 import runpy
 import select
@@ -37,39 +38,42 @@ _NUMBER = struct.Struct("!Q")
 
 
 class ForkedProcess:
-    """A child process that a fork server started, with the methods of ``subprocess.Popen`` that supervision needs."""
+    """A child process that a fork server started, with the methods of ``subprocess.Popen`` that supervision needs.
+
+    The process id stays valid until ``poll`` or ``wait`` has returned the exit status.
+    """
 
     def __init__(self, pid: int) -> None:
         """``pid``: a child of this process."""
         self.pid = pid
         self.returncode: int | Any = None
-        self._descriptor = os.pidfd_open(pid)
 
     def poll(self) -> int | None:
         """Return the exit status, negative for a signal, or None while the process runs."""
-        if self.returncode is None and select.select([self._descriptor], [], [], 0)[0]:
-            self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
-            os.close(self._descriptor)
+        if self.returncode is None:
+            ended, status = os.waitpid(self.pid, os.WNOHANG)
+            if ended:
+                self.returncode = os.waitstatus_to_exitcode(status)
         return self.returncode
 
-    def wait(self, timeout: float | None = None) -> int:
+    def wait(self, timeout: float = math.inf) -> int:
         """Wait for the end of the process and return its exit status. Raises subprocess.TimeoutExpired."""
-        if self.returncode is None:
-            select.select([self._descriptor], [], [], timeout)
-        status = self.poll()
-        if status is None:
-            raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0.0)
+        deadline = time.monotonic() + timeout
+        while (status := self.poll()) is None:
+            if time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired(f"process {self.pid}", timeout)
+            time.sleep(0.005)
         return status
 
     def terminate(self) -> None:
         """Send SIGTERM, unless the process has ended."""
         if self.poll() is None:
-            signal.pidfd_send_signal(self._descriptor, signal.SIGTERM)
+            os.kill(self.pid, signal.SIGTERM)
 
     def kill(self) -> None:
         """Send SIGKILL, unless the process has ended."""
         if self.poll() is None:
-            signal.pidfd_send_signal(self._descriptor, signal.SIGKILL)
+            os.kill(self.pid, signal.SIGKILL)
 
 
 class ForkServer:
@@ -108,7 +112,7 @@ class ForkServer:
                 os.close(writer)
             if not select.select([reply], [], [], START_SECONDS)[0]:
                 return None
-            # Without an end of the server or of the new process, this is its id.
+            # Nothing if the server or the new process has died.
             pid = reply.read(_NUMBER.size)
             return ForkedProcess(_NUMBER.unpack(pid)[0]) if pid else None
 

@@ -146,6 +146,7 @@ def test_changed_optimizer_settings_take_effect_and_its_moments_are_kept(
         ("algorithm.num_mini_batches", 2, "num_mini_batches"),
     ],
 )
+@pytest.mark.sampled(2)
 def test_changed_update_settings_take_effect(
     role: str, key: str, value: float, name: str, forked: MakeFork, first_update: FirstUpdate
 ) -> None:
@@ -174,6 +175,7 @@ def test_a_changed_kl_coefficient_takes_effect(kind: str, forked: MakeFork, sour
         ("adaptive", "horizon", 9.0),
     ],
 )
+@pytest.mark.sampled(2)
 def test_a_changed_kl_controller_starts_at_the_configured_coefficient(
     kind: str, key: str, value: Any, forked: MakeFork
 ) -> None:
@@ -204,6 +206,7 @@ def test_a_changed_kl_controller_starts_at_the_configured_coefficient(
         ("running", "none"),
     ],
 )
+@pytest.mark.sampled(2)
 def test_a_changed_score_normalisation_starts_with_the_fork(
     kind: str, new: str, forked: MakeFork, source: Callable[[str], Run]
 ) -> None:

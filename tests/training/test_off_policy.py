@@ -90,6 +90,7 @@ def test_the_next_step_is_generated_during_the_update(
 
 @pytest.mark.parametrize("moment", MOMENTS)
 @pytest.mark.parametrize("role", [Role.ACTOR, Role.CRITIC])
+@pytest.mark.sampled(2)
 def test_a_lost_service_is_restored_with_the_same_policy_versions(
     role: Role, moment: str, make: MakeConfig, uninterrupted: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
