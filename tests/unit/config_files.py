@@ -31,5 +31,7 @@ def refusal(path: Path, *overrides: str) -> str:
     with pytest.raises(ConfigError) as refused:
         load_config(path, list(overrides))
     text = str(refused.value)
-    assert "\n" not in text
+    first, *problems = text.split("\n  ")
+    assert "\n" not in text.replace("\n  ", "")
+    assert not problems or first.endswith(f": {len(problems)} problems:")
     return text

@@ -84,7 +84,7 @@ def test_the_tree_is_immutable(minimal: Path) -> None:
         ({"algorithm": {"kl_controller": {"kind": "adaptive", "horizon": 12.8}}}, "expected more than 12.8"),
         ({"algorithm": {"kl_controller": {"kind": "simple", "horizon": 1}}}, "expected more than 1 step"),
         ({"services": {"orchestrator": {"devices": [0]}}}, "unknown key; known keys: address"),
-        ({"algorithm": {"estimator": "ppo"}}, "expected gae, reinforce, .*, or the import path of your own"),
+        ({"algorithm": {"estimator": "ppo"}}, "expected gae \\(PPO\\), reinforce, .*, or the import path of your own"),
         ({"algorithm": {"estimator": "my.module:f"}}, "declare what it needs under custom_estimator"),
         ({"algorithm": {"custom_estimator": {}}}, "estimator gae is built in; leave it out"),
         ({"algorithm": {"policy_loss": "my.module"}}, "expected clipped, or the import path of your own"),

@@ -32,7 +32,7 @@ WRONG = {
         ":8: checkpoint.zzz: unknown key; known keys: every_steps, keep_last",
     ),
     "steps of 0": ("run:\n  steps: 0\n", ":8: run.steps: Input should be greater than or equal to 1, not 0"),
-    "a word instead of a number": ("run:\n  steps: many\n", ":8: run.steps: Input should be a valid integer"),
+    "a word instead of a number": ("run:\n  steps: many\n", ":8: run.steps: expected a whole number, not 'many'"),
     "a negative seed": ("run:\n  seed: -1\n", ":8: run.seed: Input should be greater than or equal to 0, not -1"),
     "a seed of 2^63": ("run:\n  seed: 9223372036854775808\n", ":8: run.seed: Input should be less than"),
     "a run name with a slash": ("run:\n  name: a/b\n", ":8: run.name: String should match pattern"),
@@ -81,7 +81,23 @@ WRONG = {
         "critic:\n  optimizer:\n    betas: [0.9]\n",
         ":9: critic.optimizer.betas.1: missing",
     ),
-    "a scalar instead of a section": ("rollout: 3\n", ":7: rollout: Input should be a valid dictionary"),
+    "a scalar instead of a section": (
+        "checkpoint: 3\n",
+        ":7: checkpoint: expected a section with the keys every_steps, keep_last, not 3",
+    ),
+    "true instead of a section": ("critic: {lora: true}\n", "lora: expected a section with the keys rank, alpha"),
+    "another project's name": ("algorithm: {kl_coef: 0.1}\n", "did you mean 'algorithm.kl_coefficient'?"),
+    "another project's name in the critic": (
+        "critic: {lr: 1}\n",
+        "critic.lr: unknown key; did you mean 'critic.learning_rate'?",
+    ),
+    "another project's section": ("trainer: {}\n", "trainer: unknown key; known keys: run, data, algorithm"),
+    "a key of another section": ("algorithm: {temperature: 1}\n", "did you mean 'rollout.temperature'?"),
+    "another project's estimator": ("algorithm: {estimator: ppo}\n", "expected gae (PPO), reinforce, rloo"),
+    "a text instead of a list": (
+        "services: {actor: {devices: '0'}}\n",
+        "devices: expected a list, such as [0], not '0'",
+    ),
     "an address without port": (
         "services:\n  actor:\n    address: localhost\n",
         ":9: services.actor.address: 'localhost': expected HOST:PORT",

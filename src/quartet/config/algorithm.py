@@ -16,7 +16,8 @@ def _built_in_or_path(known: Iterable[str]) -> Callable[[str], str]:
 
     def check(value: str) -> str:
         if value not in names and not IMPORT_PATH.fullmatch(value):
-            raise ValueError(f"expected {', '.join(names)}, or the import path of your own: package.module:callable")
+            labels = ("gae (PPO)" if name == "gae" else name for name in names)
+            raise ValueError(f"expected {', '.join(labels)}, or the import path of your own: package.module:callable")
         return value
 
     return check

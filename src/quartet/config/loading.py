@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast, get_args
 
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from quartet.config.peer_names import KEYS_BY_PEER_NAME
 from quartet.config.root import Config
 from quartet.config.section import Section
 from quartet.config.url_redaction import redact_url
@@ -70,7 +71,9 @@ def parse_config(tree: dict[str, Any], source: str, locations: dict[tuple[str, .
         return Config.model_validate(tree)
     except ValidationError as error:
         problems = [_describe(dict(item), source, locations or {}) for item in error.errors()]
-        raise ConfigError("; ".join(problems)) from None
+        if len(problems) > 1:
+            problems = [f"config {source}: {len(problems)} problems:", *problems]
+        raise ConfigError("\n  ".join(problems)) from None
 
 
 def invalid_keys(tree: dict[str, Any]) -> list[tuple[str, str]]:
@@ -94,16 +97,13 @@ def _describe(item: dict[str, Any], source: str, locations: dict[tuple[str, ...]
 def _problem(item: dict[str, Any]) -> str:
     location = tuple(str(part) for part in item["loc"])
     if item["type"] == "extra_forbidden":
-        known = _keys_of_section(location)
-        close = difflib.get_close_matches(location[-1], known, n=1)
-        hint = f"did you mean {close[0]!r}?" if close else f"known keys: {', '.join(known)}"
-        return f"unknown key; {hint}"
+        return f"unknown key; {_hint(location)}"
     if item["type"] == "missing":
         return "missing; it has no default"
-    message = str(item["msg"]).removeprefix("Value error, ")
-    if item["type"] == "int_parsing_size":
-        # pydantic's own text is about its parser.
-        message = "expected a smaller number"
+    message = _PLAIN_MESSAGES.get(item["type"]) or str(item["msg"]).removeprefix("Value error, ")
+    if item["type"] in ("model_type", "model_attributes_type", "dict_type"):
+        section = _section_at(location)
+        message = f"expected a section with the keys {', '.join(section.model_fields)}" if section else message
     if not location:
         return message
     if location[-1] == "url":
@@ -116,17 +116,60 @@ def _problem(item: dict[str, Any]) -> str:
     return f"{message}, not {value!r}"
 
 
-def _keys_of_section(location: tuple[str, ...]) -> list[str]:
+_PLAIN_MESSAGES = {
+    "int_parsing": "expected a whole number",
+    "int_type": "expected a whole number",
+    "int_from_float": "expected a whole number",
+    "int_parsing_size": "expected a smaller number",
+    "float_parsing": "expected a number",
+    "float_type": "expected a number",
+    "bool_parsing": "expected true or false",
+    "bool_type": "expected true or false",
+    "string_type": "expected a text",
+    "tuple_type": "expected a list, such as [0]",
+}
+"""Messages by pydantic's type of error, whose own texts name its parser and Python's types."""
+
+
+def _hint(location: tuple[str, ...]) -> str:
+    """Return what an unknown key could mean: another project's name, the same name elsewhere, a similar name, or all names."""
+    *sections, name = location
+    section = _section_at(tuple(sections))
+    known = list(section.model_fields) if section else []
+    same_name = [
+        key for key in _all_keys(Config) if key.endswith(f".{name}") and "." not in key.removesuffix(f".{name}")
+    ]
+    meant = KEYS_BY_PEER_NAME.get(name)
+    if meant is None and same_name:
+        meant = same_name[0]
+    if meant is not None:
+        # Actor and critic have the same settings.
+        if sections[:1] == ["critic"] and meant.startswith("actor."):
+            meant = f"critic.{meant.removeprefix('actor.')}"
+        return f"did you mean {meant!r}?"
+    close = difflib.get_close_matches(name, known, n=1)
+    return f"did you mean {close[0]!r}?" if close else f"known keys: {', '.join(known)}"
+
+
+def _all_keys(section: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    for name, field in section.model_fields.items():
+        yield prefix + name
+        subsection = section_of(field.annotation)
+        if subsection is not None:
+            yield from _all_keys(subsection, f"{prefix}{name}.")
+
+
+def _section_at(location: tuple[str, ...]) -> type[BaseModel] | None:
     section: type[BaseModel] = Config
-    for part in location[:-1]:
+    for part in location:
         if part.isdecimal():
             continue
         field = section.model_fields.get(part)
         subsection = None if field is None else section_of(field.annotation)
         if subsection is None:
-            return []
+            return None
         section = subsection
-    return list(section.model_fields)
+    return section
 
 
 def section_of(annotation: Any) -> type[Section] | None:

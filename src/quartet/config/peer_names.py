@@ -1,0 +1,67 @@
+"""Names that other projects give to Quartet's settings, for hints in error messages."""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+
+_NAMES_BY_KEY = {
+    "run.name": "run_name experiment_name wandb_run_name",
+    "run.steps": "max_steps total_episodes total_training_steps num_episodes max_num_steps train_steps",
+    "run.directory": "output_dir default_local_dir explicit_log_dir log_dir save_path",
+    "data.prompts": "dataset_name dataset train_files prompt_data prompt_dataset train_dataset",
+    "data.validation": "val_files eval_dataset validation_dataset",
+    "data.max_prompt_tokens": "max_prompt_length prompt_max_len max_input_seq_length",
+    "rollout.prompts_per_step": (
+        "train_batch_size rollout_batch_size num_prompts_per_step batch_size generation_batch_size num_rollout_samples"
+    ),
+    "rollout.samples_per_prompt": (
+        "n num_generations n_samples_per_prompt num_generations_per_prompt rollouts_per_example num_rollouts_per_prompt"
+    ),
+    "rollout.max_response_tokens": (
+        "max_new_tokens response_length max_completion_length max_response_length generate_max_len max_tokens"
+    ),
+    "rollout.engine": "use_vllm",
+    "algorithm.estimator": "adv_estimator advantage_estimator",
+    "algorithm.policy_loss": "loss_type policy_loss_type loss_mode",
+    "algorithm.grpo_normalize_std": "scale_rewards norm_adv_by_std_in_grpo",
+    "algorithm.gamma": "discount_factor",
+    "algorithm.gae_lambda": "lam lambd",
+    "algorithm.kl_coefficient": "kl_coef init_kl_coef init_coef beta initial_policy_kl_penalty reference_policy_kl_penalty",
+    "algorithm.kl_loss_coefficient": "kl_loss_coef",
+    "algorithm.kl_loss": "use_kl_loss use_loss",
+    "algorithm.clip_ratio": "cliprange clip_range eps_clip epsilon ratio_eps clip_ratio_low ratio_clip_min",
+    "algorithm.clip_ratio_high": "epsilon_high ratio_clip_max",
+    "algorithm.dual_clip": "clip_ratio_c delta",
+    "algorithm.value_clip": "cliprange_value vf_clip loss_clip_val",
+    "algorithm.entropy_coefficient": "entropy_coeff entropy_coef ent_coef",
+    "algorithm.num_epochs": "ppo_epochs num_ppo_epochs num_iterations max_epochs",
+    "algorithm.loss_aggregation": "loss_agg_mode",
+    "algorithm.score.clip": "reward_clip_range clip_range_reward",
+    "actor.model": "model_name_or_path sft_model_path model_path pretrain path",
+    "actor.learning_rate": "lr learning_rate actor_learning_rate actor_lr",
+    "critic.learning_rate": "critic_learning_rate critic_lr value_learning_rate",
+    "actor.dtype": "torch_dtype bf16 fp16 precision param_dtype",
+    "actor.warmup_steps": "lr_warmup_steps num_warmup_steps",
+    "actor.schedule": "lr_scheduler_type lr_scheduler warmup_style",
+    "actor.micro_batch_tokens": (
+        "per_device_train_batch_size micro_batch_size micro_train_batch_size ppo_micro_batch_size_per_gpu "
+        "ppo_max_token_len_per_gpu max_tokens_per_gpu"
+    ),
+    "actor.gradient_checkpointing": "enable_gradient_checkpointing activation_checkpointing",
+    "actor.optimizer.max_grad_norm": "max_grad_norm grad_clip clip_grad max_norm gradient_clip_val",
+    "actor.optimizer.weight_decay": "weight_decay",
+    "actor.lora.rank": "lora_rank lora_r r",
+    "actor.lora.alpha": "lora_alpha",
+    "reward.model": "reward_model_path reward_pretrain reward_model",
+    "reward.function": "reward_funcs reward_function custom_reward_function",
+    "checkpoint.every_steps": "save_freq save_steps save_interval",
+    "checkpoint.keep_last": "save_total_limit max_ckpt_num max_actor_ckpt_to_keep",
+    "evaluation.every_steps": "test_freq eval_steps val_check_interval",
+    "telemetry.wandb": "report_to use_wandb",
+    "services.actor.devices": "n_gpus_per_node num_gpus gpus_per_node actor_num_gpus_per_node",
+}
+KEYS_BY_PEER_NAME = MappingProxyType({name: key for key, names in _NAMES_BY_KEY.items() for name in names.split()})
+"""Setting by its name in TRL, verl, OpenRLHF, NeMo-Aligner, NeMo-RL or prime-rl, without the sections before it.
+
+Sources: the projects' config references, as cited in docs/hyperparameters.md.
+"""
