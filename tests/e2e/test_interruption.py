@@ -75,6 +75,7 @@ def test_a_terminal_shows_reward_kl_throughput_and_time_left_and_ctrl_c_stops_ev
     result = command.wait(30)
     assert time.monotonic() - interrupt_time < SHUTDOWN_TIMEOUT
     assert result.code == 130
+    assert "to continue: quartet train runs/tiny/config.yaml --resume" in result.out
     assert result.out.rstrip().endswith("stopped")
     assert "Traceback" not in result.out
     assert result.leftovers == []

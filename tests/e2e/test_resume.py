@@ -43,6 +43,7 @@ def test_resume_refuses_a_missing_run_and_changed_settings(
     other = call("train", config, *few_processes, *LONGER, *changed, "--resume")
     assert other.code == 2
     assert "--resume: actor.learning_rate is 0.5, the run in runs/tiny had 0.001" in other.err
+    assert "quartet fork runs/tiny STEP --name NAME --set actor.learning_rate=0.5" in other.err
     both = call("train", config, "--resume", "--overwrite")
     assert both.code == 2
     assert weights(tmp_path / "runs" / "tiny") == weights(uninterrupted_run.directory)

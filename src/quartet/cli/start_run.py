@@ -98,6 +98,10 @@ def _started(config: Config, overwrite: bool, resume: bool) -> Iterator[tuple[La
                     _print_lines([f"dashboard: {launcher.dashboard_link}"])
                 yield launcher, files
                 console.print("stopping the services", highlight=False)
+        except KeyboardInterrupt:
+            if files.metrics.exists():
+                _print_lines([f"to continue: quartet train {files.config} --resume"])
+            raise
         finally:
             files.services.unlink(missing_ok=True)
             files.gateway.unlink(missing_ok=True)

@@ -130,8 +130,13 @@ def check_settings(before: dict[str, Any], now: dict[str, Any], root: Path) -> N
         elif before.get(key) != now.get(key):
             raise ConfigError(
                 f"--resume: {key} is {now.get(key)!r}, the run in {root} had {before.get(key)!r}; "
-                "give the run's own config, or start a new run"
+                f"give the run's own config ({root}/config.yaml), or train from one of its checkpoints with the new value: "
+                f"quartet fork {root} STEP --name NAME --set {key}={_as_text(now.get(key))}"
             )
+
+
+def _as_text(value: Any) -> str:
+    return json.dumps(value) if isinstance(value, (bool, list, type(None))) else str(value)
 
 
 def _is_changeable(key: str) -> bool:
