@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import socket
+import subprocess
 import sys
 from collections.abc import Iterator
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from typing import Any
 
+from quartet.child_processes import module_command, tied_to_parent
 from quartet.config import Config, Section, ServiceConfig
 from quartet.config.estimators import BUILT_IN_POLICY_LOSSES
 from quartet.data import iterate_prompt_lines
@@ -20,6 +23,14 @@ from quartet.run_directory.run_files import RunFiles
 from quartet.tokenizer_check import check_tokenizer
 from quartet.topology import listen_address, model_roles
 from quartet.types import Role
+from quartet.user_code import CHECK_MARK
+
+REWARD_ARGUMENTS = 3
+"""Arguments of a reward function: prompt, response and the fields of the prompt's line, or lists of them."""
+IMPORT_SECONDS = 60.0
+"""Maximum seconds to import the module of a function."""
+JUDGE_ARGUMENTS = 4
+"""Arguments of a judge: prompt, response, the initial policy's response, and the fields of the prompt's line."""
 
 
 def check_inputs(config: Config) -> list[str]:
@@ -192,7 +203,7 @@ def _functions(config: Config) -> dict[str, str]:
 
 
 def _check_function(key: str, function: str) -> str:
-    """Check that the module of a function exists, without importing it. Raises ConfigError."""
+    """Check that a function exists and accepts its arguments. Raises ConfigError."""
     module = function.partition(":")[0]
     if not _may_be_importable(module):
         raise ConfigError(
@@ -200,7 +211,35 @@ def _check_function(key: str, function: str) -> str:
             "correct the name, run the command in the directory of the module, or add that directory to PYTHONPATH"
             f"{_shadowing(module)}"
         )
-    return f"{key} {function}: module exists, and is imported when its process starts"
+    count = JUDGE_ARGUMENTS if key == "evaluation.judge" else REWARD_ARGUMENTS
+    if key.startswith("algorithm."):
+        # It needs torch, whose import takes seconds.
+        return f"{key} {function}: module exists, and is imported when its process starts"
+    if problem := _import_problem(function, count):
+        raise ConfigError(f"{key} {function}: {problem}")
+    return f"{key} {function}: can be imported and accepts {count} arguments"
+
+
+def _import_problem(function: str, count: int) -> str:
+    """Return why a function cannot be called with ``count`` arguments, or "" if it can.
+
+    Imports it in a separate process, because an import may print, hang or end its process.
+    """
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("QUARTET_")}
+    command = tied_to_parent(module_command("quartet.user_code", function, str(count)))
+    try:
+        result = subprocess.run(
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=IMPORT_SECONDS,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return f"its module is not imported after {IMPORT_SECONDS:g} s"
+    lines = [line for line in result.stdout.decode(errors="replace").splitlines() if line.startswith(CHECK_MARK)]
+    return lines[-1].removeprefix(CHECK_MARK) if lines else f"its import ended the process (status {result.returncode})"
 
 
 def _shadowing(module: str) -> str:

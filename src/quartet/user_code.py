@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import inspect
 import os
 import sys
 import traceback
@@ -14,6 +15,8 @@ from typing import Any
 
 MAX_REASON = 300
 """Maximum number of characters of an exception's text in a message."""
+CHECK_MARK = "quartet-check:"
+"""Start of the line that ``python -m quartet.user_code`` prints, because the imported module may print, too."""
 
 
 class NotImportable(Exception):
@@ -41,6 +44,19 @@ def import_callable(name: str) -> Callable[..., Any]:
     if not callable(function):
         raise NotImportable(f"is a value of type {type(function).__name__}, expected a function")
     return function  # type: ignore[no-any-return]
+
+
+def wrong_arguments(function: Callable[..., Any], count: int) -> str:
+    """Return why the function cannot be called with ``count`` positional arguments, or "" if it can."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # Some functions written in C have no signature.
+        return ""
+    try:
+        signature.bind(*range(count))
+    except TypeError as error:
+        return f"TypeError: {error}, called with {count} arguments"
+    return ""
 
 
 def describe(error: BaseException, with_text: bool = True) -> str:
@@ -79,3 +95,17 @@ def _shadowed_by(module: ModuleType) -> str:
 
 def _folder(module: ModuleType) -> str:
     return next(iter(getattr(module, "__path__", ())), "Python's own")
+
+
+def _main(name: str, count: str) -> None:
+    """Print why package.module:callable cannot be called with ``count`` arguments, or nothing, after ``CHECK_MARK``."""
+    try:
+        problem = wrong_arguments(import_callable(name), int(count))
+    except NotImportable as error:
+        problem = str(error)
+    print(f"\n{CHECK_MARK}{problem}", flush=True)
+    os._exit(0)  # Threads of the module may still run.
+
+
+if __name__ == "__main__":
+    _main(*sys.argv[1:])

@@ -61,7 +61,7 @@ def deployment(tmp_path: Path, redis_port: int) -> Path:
     """The overlay of the deployment: addresses and credentials."""
     certificates = tmp_path / "certificates"
     issued = subprocess.run([QUARTET, "certificates", certificates], capture_output=True, text=True, check=True)
-    assert "good for 365 days" in issued.stdout
+    assert "valid for 365 days" in issued.stdout
     (tmp_path / "redis-password").write_text(f"{PASSWORD}\n")
     (tmp_path / "token").write_text(secrets.token_urlsafe(32))
     (tmp_path / "gateway-token").write_text("the-token-of-the-operators")

@@ -70,6 +70,8 @@ ALLOWED: dict[str, set[str]] = {
         "quartet.telemetry",
         "quartet.tokenizer_check",
         "quartet.topology",
+        "quartet.child_processes",
+        "quartet.user_code",
     },
     "quartet.ppo": {"quartet.errors", "quartet.types", "quartet.user_code"},
     "quartet.codec": {"quartet.errors", "quartet.types", "quartet.config", "quartet.v1"},

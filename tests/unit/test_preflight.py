@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 from quartet.config import Config, load_config, parse_config
 from quartet.errors import ConfigError, DataError, ModelError
 from quartet.preflight import check_inputs, looks_local, unused_settings
+from tests.every_case import every_case
 
 
 @pytest.fixture
@@ -204,6 +206,7 @@ def test_an_adapter_is_refused_as_a_reward_model(models: Path) -> None:
 
 
 IMPORTED = "raise SystemExit('imported by the check')\n"
+OWN = ("single", "package", "open")
 
 
 @pytest.fixture
@@ -230,11 +233,73 @@ def with_function(models: Path, function: str, **services: dict[str, Any]) -> Co
         "math", "os.path", "numpy.linalg", "quartet.errors",
     ],
 )  # fmt: skip
-def test_the_module_of_a_function_is_located_without_importing_it(module: str, modules: Path) -> None:
+def test_the_module_of_a_function_is_located_and_imported_only_in_another_process(module: str, modules: Path) -> None:
     before = set(sys.modules)
-    note = f"reward.function {module}:f: module exists, and is imported when its process starts"
-    assert note in check_inputs(with_function(modules, f"{module}:f"))
-    assert not {name for name in set(sys.modules) - before if name.split(".")[0] in ("single", "package", "open")}
+    with pytest.raises(ConfigError) as refused:
+        check_inputs(with_function(modules, f"{module}:f"))
+    found = "imported by the check" if module.split(".")[0] in OWN else f"module {module} has no f"
+    assert str(refused.value).startswith(f"reward.function {module}:f: ")
+    assert found in str(refused.value)
+    assert not {name for name in set(sys.modules) - before if name.split(".")[0] in OWN}
+
+
+FUNCTIONS = """
+import os
+print("a line of the module")
+def good(prompt, response, fields): return 1.0
+def any_number(*arguments): return 1.0
+def judge(prompt, response, initial, fields): return 1.0
+def short(prompt): return 1.0
+value = 3
+class Reward:
+    def __call__(self, prompt, response, fields): return 1.0
+instance = Reward()
+secret = lambda prompt, response, fields=os.environ.get("QUARTET_BUFFER_URL"): 1.0
+assert "QUARTET_BUFFER_URL" not in os.environ
+"""
+
+
+@every_case(
+    ("function", "message"),
+    [
+        ("good", ""),
+        ("any_number", ""),
+        ("instance", ""),
+        ("secret", ""),
+        ("short", "too many positional arguments, called with 3 arguments"),
+        ("judge", "missing a required argument: 'fields', called with 3 arguments"),
+        ("goood", "module mine has no goood; did you mean good?"),
+        ("value", "is a value of type int, expected a function"),
+    ],
+)
+def test_a_function_that_cannot_be_called_is_refused(
+    function: str, message: str, models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (models / "mine.py").write_text(FUNCTIONS)
+    monkeypatch.chdir(models)
+    monkeypatch.setenv("QUARTET_BUFFER_URL", "redis://:secret@h/0")  # pragma: allowlist secret - an example
+    if not message:
+        note = f"reward.function mine:{function}: can be imported and accepts 3 arguments"
+        assert note in check_inputs(with_function(models, f"mine:{function}"))
+        return
+    with pytest.raises(ConfigError, match=re.escape(f"reward.function mine:{function}: ") + ".*" + re.escape(message)):
+        check_inputs(with_function(models, f"mine:{function}"))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("import os\nos._exit(3)\n", r"its import ended the process \(status 3\)"),
+        ("import absent_module\n", "cannot be imported from .*: ModuleNotFoundError: No module named 'absent_module'"),
+    ],
+)
+def test_a_module_that_fails_to_import_is_refused(
+    text: str, message: str, models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (models / "mine.py").write_text(text)
+    monkeypatch.chdir(models)
+    with pytest.raises(ConfigError, match=f"^reward.function mine:f: {message}"):
+        check_inputs(with_function(models, "mine:f"))
 
 
 def test_a_package_that_hides_a_module_of_the_user_is_reported(modules: Path) -> None:
@@ -260,7 +325,7 @@ def test_a_function_in_a_missing_module_is_refused(module: str, modules: Path) -
 
 def test_functions_of_ensembles_and_judges_are_checked(modules: Path) -> None:
     tree = config(modules).model_dump()
-    parts = [{"name": name, "source": "function", "function": f"{name}:f"} for name in ("single", "absent")]
+    parts = [{"name": "absent", "source": "function", "function": "absent:f"}]
     with pytest.raises(ConfigError, match=r"^reward\.parts\.absent\.function absent:f: no module absent"):
         check_inputs(parse_config({**tree, "reward": {"source": "ensemble", "parts": parts}}, "test"))
     with pytest.raises(ConfigError, match=r"^evaluation\.judge absent\.judges:f: no module absent\.judges"):

@@ -9,7 +9,6 @@ process runs ``quartet.rewards.function_worker``.
 
 from __future__ import annotations
 
-import inspect
 import json
 import os
 import sys
@@ -17,7 +16,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any, BinaryIO
 
-from quartet.user_code import NotImportable, describe, import_callable
+from quartet.user_code import NotImportable, describe, import_callable, wrong_arguments
 
 
 def main(function_name: str, descriptor: str, quotes: str = "") -> None:
@@ -44,10 +43,9 @@ def answer(function: Callable[..., Any], number: int, arguments: list[Any], quot
     the result.
     """
     try:
-        _check_call(function, arguments)
+        if problem := wrong_arguments(function, len(arguments)):
+            return json.dumps({"number": number, "raised": problem})
         result = function(*arguments)
-    except WrongArguments as error:
-        return json.dumps({"number": number, "raised": str(error)})
     except BaseException as error:  # sys.exit() of one call is no reason to end the process
         reason = describe(error, quotes)
         traceback.print_tb(error.__traceback__)
@@ -57,21 +55,6 @@ def answer(function: Callable[..., Any], number: int, arguments: list[Any], quot
         return json.dumps({"number": number, "result": result}, default=_plain)
     except Exception:
         return json.dumps({"number": number, "not_json": type(result).__name__})
-
-
-class WrongArguments(Exception):
-    """The function does not accept these arguments. The text says why without quoting them."""
-
-
-def _check_call(function: Callable[..., Any], arguments: list[Any]) -> None:
-    try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError):  # Some functions written in C have no signature.
-        return
-    try:
-        signature.bind(*arguments)
-    except TypeError as error:
-        raise WrongArguments(f"TypeError: {error}, called with {len(arguments)} arguments") from None
 
 
 def _plain(value: Any) -> Any:
