@@ -20,6 +20,7 @@ from quartet.data import iterate_prompt_lines
 from quartet.errors import ConfigError, DataError, ModelError
 from quartet.run_directory.identity import Identity
 from quartet.run_directory.run_files import RunFiles
+from quartet.telemetry.sinks.configured import check_sinks
 from quartet.tokenizer_check import check_tokenizer
 from quartet.topology import listen_address, model_roles
 from quartet.types import Role
@@ -55,11 +56,14 @@ def check_inputs(config: Config) -> list[str]:
             notes.append(_check_model(key, role, model, config.rollout.max_response_tokens))
     if config.services.actor.address is None:
         _check_engine(config)
+    if config.services.orchestrator.address is None:
+        check_sinks(config)
     for key, function in _functions(config).items():
         notes.append(_check_function(key, function))
     for role in model_roles(config):
         service: ServiceConfig = getattr(config.services, role)
         if service.address is None:
+            _check_devices(config, role)
             addresses = {
                 "listen": listen_address(service),
                 "metrics_listen": service.metrics_listen,
@@ -179,6 +183,10 @@ def _check_model(key: str, role: Role, model: str, max_response_tokens: int) -> 
     endings, wanted = _WRONG_ARCHITECTURES.get(role, ((), ""))
     if any(name.endswith(endings) for name in architectures):
         raise ModelError(f"{key} {model}: {', '.join(architectures)}; expected {wanted}")
+    if role is Role.REWARD and (outputs := _num_outputs(description)) != 1:
+        raise ModelError(
+            f"{key} {model}: a classifier with {outputs} outputs; a reward model has exactly one: train it with num_labels=1"
+        )
     positions = description.get("max_position_embeddings")
     if isinstance(positions, int) and positions <= max_response_tokens:
         raise ModelError(
@@ -187,6 +195,23 @@ def _check_model(key: str, role: Role, model: str, max_response_tokens: int) -> 
         )
     check_tokenizer(key, directory)
     return f"{key} {model}: {', '.join(architectures)}"
+
+
+def _num_outputs(description: dict[str, Any]) -> int:
+    """Return the number of outputs of a classifier from its config.json, by the rule of transformers."""
+    labels = description.get("id2label")
+    return len(labels) if isinstance(labels, dict) else int(description.get("num_labels") or 2)
+
+
+def _check_devices(config: Config, role: Role) -> None:
+    """Check that a service has at most the devices that it can use. Raises ConfigError."""
+    devices = getattr(config.services, role).devices
+    most = 2 if role is Role.ACTOR and config.rollout.max_off_policy_steps else 1
+    if len(devices) > most:
+        raise ConfigError(
+            f"services.{role}.devices {list(devices)}: a model on several GPUs is not supported; give one device. An actor with "
+            "rollout.max_off_policy_steps 1 may have two: one for training and one for generation"
+        )
 
 
 def _functions(config: Config) -> dict[str, str]:

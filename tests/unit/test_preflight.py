@@ -22,7 +22,9 @@ def models(tmp_path: Path) -> Path:
     """Create two directories that look like checkpoints, and a prompts file."""
     for name, architecture in (("policy", "LlamaForCausalLM"), ("reward", "LlamaForSequenceClassification")):
         (tmp_path / name).mkdir()
-        (tmp_path / name / "config.json").write_text(json.dumps({"architectures": [architecture]}))
+        (tmp_path / name / "config.json").write_text(
+            json.dumps({"architectures": [architecture], "id2label": {"0": "score"}})
+        )
         (tmp_path / name / "model.safetensors").write_bytes(b"")
         (tmp_path / name / "tokenizer.json").write_text("{}")
     (tmp_path / "prompts.jsonl").write_text('{"text": "a"}\n{"text": "b"}\n')
@@ -47,6 +49,34 @@ def test_each_check_is_reported_in_one_line(models: Path) -> None:
     assert [note.split()[0] for note in notes[1:]] == ["actor.model", "reward.model", "critic.model", "reference.model"]
     assert notes[1].endswith("LlamaForCausalLM")
     assert notes[3].endswith("LlamaForSequenceClassification")
+
+
+@pytest.mark.parametrize("labels", [{"id2label": {"0": "bad", "1": "good"}}, {"num_labels": 3}, {}])
+def test_a_reward_model_with_several_outputs_is_refused(labels: dict[str, Any], models: Path) -> None:
+    description = {"architectures": ["LlamaForSequenceClassification"], **labels}
+    (models / "reward" / "config.json").write_text(json.dumps(description))
+    outputs = len(labels.get("id2label", ())) or labels.get("num_labels", 2)
+    with pytest.raises(ModelError, match=rf"^reward\.model .*: a classifier with {outputs} outputs; .*num_labels=1"):
+        check_inputs(config(models))
+
+
+def test_more_devices_than_a_service_can_use_are_refused(models: Path) -> None:
+    for role, devices in (("reward", [0, 1]), ("actor", [0, 1]), ("critic", [0, 1, 2, 3])):
+        with pytest.raises(
+            ConfigError, match=rf"^services\.{role}\.devices .*a model on several GPUs is not supported"
+        ):
+            check_inputs(config(models, **{role: {"devices": devices}}))
+    tree = config(models, actor={"devices": [0, 1]}).model_dump()
+    tree["rollout"]["max_off_policy_steps"] = 1
+    check_inputs(parse_config(tree, "test"))
+
+
+def test_an_output_without_its_package_is_refused(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    tree = config(models).model_dump()
+    tree["telemetry"]["wandb"] = {"project": "p"}
+    with pytest.raises(ConfigError, match=r"^telemetry\.wandb: the package wandb is not installed"):
+        check_inputs(parse_config(tree, "test"))
 
 
 def test_invalid_prompts_are_refused(models: Path) -> None:
