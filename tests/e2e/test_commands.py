@@ -10,6 +10,7 @@ from pathlib import Path
 
 import yaml
 
+from quartet import __version__
 from quartet.demo.toy_task import Recipe, ToyTask
 from tests.e2e.commands import committed_steps, settings
 from tests.e2e.conftest import Call, Run, Service, Start
@@ -36,6 +37,11 @@ def test_generate_gives_the_same_completions_for_prompts_from_arguments_and_from
     as_text = call("generate", policy, "--file", file, *options)
     assert (as_text.code, as_text.err) == (0, "")
     assert as_text.out == "".join(f"{record['prompt']}{record['completion']}\n" for record in records)
+
+
+def test_the_version_is_printed(call: Call) -> None:
+    result = call("--version")
+    assert (result.code, result.out, result.err) == (0, f"quartet {__version__}\n", "")
 
 
 def test_generate_refuses_a_missing_model(call: Call, tmp_path: Path) -> None:

@@ -18,9 +18,7 @@ from quartet.missing_packages import explain_missing_package
 
 app = typer.Typer(
     name="quartet",
-    help="Train language models with RLHF. Actor, critic, reward and reference model run as separate services.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 config_app = typer.Typer(help="Check and print configs.", no_args_is_help=True)
@@ -45,6 +43,21 @@ Resume = Annotated[bool, typer.Option("--resume", help="Resume the run of this n
 
 INTERRUPTED = 130
 """Exit status after Ctrl-C: 128 + SIGINT, as in shells."""
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"quartet {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def quartet(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Train language models with RLHF. Actor, critic, reward and reference model run as separate services."""
 
 
 @app.command()
@@ -387,12 +400,6 @@ def config_schema() -> None:
     from quartet.config import json_schema
 
     typer.echo(json.dumps(json_schema(), indent=2, ensure_ascii=False))
-
-
-@app.command()
-def version() -> None:
-    """Print the version."""
-    typer.echo(__version__)
 
 
 def main() -> None:
