@@ -34,7 +34,8 @@ def test_generate_gives_the_same_completions_for_prompts_from_arguments_and_from
 
     file = tmp_path / "prompts.jsonl"
     file.write_text("".join(json.dumps({"text": prompt}) + "\n" for prompt in PROMPTS))
-    as_text = call("generate", policy, "--file", file, *options)
+    # The directory of the run stands for its policy.
+    as_text = call("generate", first_run.directory, "--file", file, *options)
     assert (as_text.code, as_text.err) == (0, "")
     assert as_text.out == "".join(f"{record['prompt']}{record['completion']}\n" for record in records)
 
@@ -42,6 +43,15 @@ def test_generate_gives_the_same_completions_for_prompts_from_arguments_and_from
 def test_the_version_is_printed(call: Call) -> None:
     result = call("--version")
     assert (result.code, result.out, result.err) == (0, f"quartet {__version__}\n", "")
+
+
+def test_generate_refuses_a_run_that_has_not_ended(call: Call, first_run: Run, tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_bytes((first_run.directory / "config.yaml").read_bytes())
+    result = call("generate", tmp_path, "a prompt")
+    assert (result.code, result.out) == (2, "")
+    assert result.err.startswith(
+        f"error: run {tmp_path}: has no saved policy, because it has not ended; give one of its"
+    )
 
 
 def test_generate_refuses_a_missing_model(call: Call, tmp_path: Path) -> None:

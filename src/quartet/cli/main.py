@@ -277,7 +277,7 @@ def demo(
 
 @app.command()
 def generate(
-    model: Annotated[str, typer.Argument(help="Directory of a model, or Hugging Face hub id.")],
+    model: Annotated[str, typer.Argument(help="Directory of a model, run or checkpoint, or Hugging Face hub id.")],
     prompts: Annotated[Optional[list[str]], typer.Argument(metavar="PROMPT...", help="Prompts to complete.")] = None,  # noqa: UP045
     file: Annotated[Optional[Path], typer.Option(help="JSON Lines file of prompts, instead of PROMPT.")] = None,  # noqa: UP045
     max_tokens: Annotated[int, typer.Option(min=1, help="Maximum length of a completion in tokens.")] = 64,

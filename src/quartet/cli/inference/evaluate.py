@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from quartet.cli.inference.saved_policy import policy_in
 from quartet.config import Config, load_config
 from quartet.errors import ConfigError, InvalidRequest, MismatchError, ModelError
 from quartet.evaluation import (
@@ -38,7 +39,6 @@ from quartet.rewards.factory import build_reward
 from quartet.rewards.function_worker import FunctionWorker
 from quartet.rewards.reward_source import RewardSource
 from quartet.run_directory.locking_and_removal import find_run
-from quartet.run_directory.run_files import RunFiles
 from quartet.types import GenerationRequest, Prompt, SamplingParameters, TokenBatch, Trajectory
 
 SHOWN_PROMPTS = 3
@@ -52,7 +52,7 @@ def evaluate(
     console = Console(stderr=as_json)
     if looks_local(checkpoint) and not Path(checkpoint).is_dir():
         raise ModelError(f"evaluate {checkpoint}: no such directory; expected a saved policy, such as runs/NAME/policy")
-    checkpoint = _policy_in(checkpoint)
+    checkpoint = policy_in(checkpoint)
     config = load_config(config_path or _config_of_run(checkpoint), overrides)
     if output is not None and not output.absolute().parent.is_dir():
         raise ConfigError(f"--output {output}: its directory does not exist; create it, or choose another file")
@@ -70,16 +70,6 @@ def evaluate(
         print(json.dumps(summarize(comparisons)))
     else:
         console.print(_summary_table(comparisons), _responses_table(comparisons))
-
-
-def _policy_in(directory: str) -> str:
-    """Return the policy in the directory of a run or checkpoint. Any other directory is returned unchanged."""
-    path = Path(directory)
-    if (path / "manifest.json").is_file() and (path / "actor").is_dir():
-        return str(path / "actor")
-    if RunFiles(path).is_run() and RunFiles(path).policy.is_dir():
-        return str(RunFiles(path).policy)
-    return directory
 
 
 def _config_of_run(checkpoint: str) -> Path:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import typer
 
+from quartet.cli.inference.saved_policy import policy_in
 from quartet.data import PromptEncoder, PromptLine, encode_prompts, read_prompt_lines
 from quartet.errors import ConfigError, InvalidRequest
 from quartet.models.generation.torch_engine import TorchEngine
@@ -43,7 +44,7 @@ def generate(
     source = file or Path("<arguments>")
     lines = read_prompt_lines(file) if file else [PromptLine(i, text) for i, text in enumerate(texts, 1)]
     try:
-        completions = complete(model, source, lines, sampling, samples, seed, device)
+        completions = complete(policy_in(model), source, lines, sampling, samples, seed, device)
     except InvalidRequest as error:
         raise ConfigError(f"generate: {error}") from None
     for item in completions:
