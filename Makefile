@@ -20,7 +20,7 @@ REVIEW_RUNS := $(addprefix runs/reviews-,ppo reinforce rloo grpo dr-grpo reinfor
 PYTEST := $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help demo test test-fast test-all test-e2e chaos faults soak durability-cost end-to-end generation precision gpu update growth \
+.PHONY: help demo test test-fast test-all test-e2e chaos faults soak durability-cost startup end-to-end generation precision gpu update growth \
 	transport buffer gae orchestration gateway-load gateway-metrics browser screenshots fuzz-api fuzz-rpc helm-golden \
 	helm-schema e2e-compose check docs docs-reference wheel format proto acceptance parity engines clean
 .DEFAULT_GOAL := help
@@ -86,6 +86,9 @@ gpu: $(VENV)/.installed ## Measure a 0.5B policy on one GPU: decode rate, MFU, P
 	$(MAKE) $(PARITY)/.installed
 	$(BIN)/python -m benchmarks.end_to_end --config configs/gpu/ppo.yaml --config configs/gpu/rloo.yaml --steps 6 --pairs 2 \
 		--folder build/gpu/end-to-end
+
+startup: $(VENV)/.installed-dev ## Measure the start of a run: seconds to the first step, memory; write docs/performance.md
+	$(BIN)/python -m benchmarks.startup $(BENCHMARK_ARGS)
 
 update: $(VENV)/.installed ## Compare packed with padded updates, and with the matmul peak; write docs/performance.md
 	$(BIN)/python -m benchmarks.update $(BENCHMARK_ARGS)

@@ -27,6 +27,7 @@ from benchmarks import (
     random_models,
     simulated,
     soak,
+    startup,
     transport,
     trl_training,
     update,
@@ -321,3 +322,15 @@ def test_growth_is_relative_to_proportional_growth() -> None:
 def test_a_step_of_the_growth_curve_has_phases() -> None:
     seconds = growth.measure(growth.Point(prompts=2, tokens=2), rounds=1).seconds
     assert seconds["step"] >= seconds["generation"] + seconds["update"] > 0
+
+
+def test_the_table_of_the_start_compares_medians() -> None:
+    results = [
+        startup.Result(name, {"dashboard": factor * seconds, "first step": 2.0}, 3.0, 4.0, 500.0)
+        for seconds in (1.0, 2.0, 6.0)
+        for name, factor in (("this checkout", 1), ("compared", 3))
+    ]
+    text = startup.table(results, "a machine")
+    assert text.startswith("3 runs each, a machine: ")
+    assert "| seconds to the dashboard | 2.0 (1.0 to 6.0) | 6.0 (3.0 to 18.0) |" in text
+    assert "| memory in MiB | 500 (500 to 500) | 500 (500 to 500) |" in text
