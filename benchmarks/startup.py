@@ -29,7 +29,7 @@ from quartet.child_processes import tied_to_parent
 from quartet.demo.toy_task import make_toy_task
 
 MARKS = {"dashboard": "dashboard: ", "first step": "step 1/"}
-"""Starts of the lines of `quartet train` whose times are measured."""
+"""Beginnings of the lines of `quartet train` whose times are measured."""
 INTERVAL = 0.1
 """Seconds between samples of memory and CPU time."""
 MIB = 2**20

@@ -267,9 +267,9 @@ def test_the_module_of_a_function_is_located_and_imported_only_in_another_proces
     before = set(sys.modules)
     with pytest.raises(ConfigError) as refused:
         check_inputs(with_function(modules, f"{module}:f"))
-    found = "imported by the check" if module.split(".")[0] in OWN else f"module {module} has no f"
+    reason = "imported by the check" if module.split(".")[0] in OWN else f"module {module} has no f"
     assert str(refused.value).startswith(f"reward.function {module}:f: ")
-    assert found in str(refused.value)
+    assert reason in str(refused.value)
     assert not {name for name in set(sys.modules) - before if name.split(".")[0] in OWN}
 
 
