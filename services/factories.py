@@ -12,6 +12,7 @@ from quartet.buffer.redis_url import required_buffer_url
 from quartet.buffer.rollout_stream import RolloutStream
 from quartet.config import Config, ServiceConfig
 from quartet.errors import ConfigError
+from quartet.models.torch_threads import set_num_threads
 from quartet.rewards.factory import build_reward
 from quartet.rpc.compute_thread import ComputeThread
 from quartet.rpc.server import HostedRole
@@ -73,7 +74,8 @@ def _build_actor(config: Config, compute: ComputeThread, threads: int, certifica
         limits_of(config, Role.ACTOR),
         config.algorithm.policy_loss,
     )
-    return ActorServicer(actor, compute, threads, monitor.is_lost, ComputeThread() if off_policy else None)
+    generation = ComputeThread(lambda: set_num_threads(threads)) if off_policy else None
+    return ActorServicer(actor, compute, threads, monitor.is_lost, generation)
 
 
 def _build_critic(config: Config, compute: ComputeThread, threads: int, url: str) -> HostedRole:

@@ -16,7 +16,6 @@ import json
 import math
 import os
 import runpy
-import select
 import signal
 import socket
 import struct
@@ -24,16 +23,18 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
 from quartet.child_processes import die_with, module_command, tied_to_parent
 
-START_SECONDS = 120.0
-"""Time limit for the server to import the libraries and to fork."""
-ADOPTION_SECONDS = 10.0
-"""Time limit for the kernel to make a new process a child of the client."""
+IMPORT_SECONDS = 120.0
+"""Time limit for the server to import the libraries and to fork for the first time."""
+FORK_SECONDS = 5.0
+"""Time limit of a later fork."""
 _PR_SET_CHILD_SUBREAPER = 36
+_PR_GET_CHILD_SUBREAPER = 37
 _NUMBER = struct.Struct("!Q")
 
 
@@ -51,7 +52,10 @@ class ForkedProcess:
     def poll(self) -> int | None:
         """Return the exit status, negative for a signal, or None while the process runs."""
         if self.returncode is None:
-            ended, status = os.waitpid(self.pid, os.WNOHANG)
+            try:
+                ended, status = os.waitpid(self.pid, os.WNOHANG)
+            except ChildProcessError:  # SIGCHLD is ignored, so the kernel has dropped the status.
+                ended, status = self.pid, 0
             if ended:
                 self.returncode = os.waitstatus_to_exitcode(status)
         return self.returncode
@@ -81,6 +85,7 @@ class ForkServer:
 
     def __init__(self, program: str, preloaded: Sequence[str], environment: dict[str, str], log: Path) -> None:
         """Start the server. It imports the modules ``preloaded``; its forks run ``python -m PROGRAM``."""
+        self._time_limit = IMPORT_SECONDS
         self._connection, other_end = socket.socketpair()
         numbers = str(other_end.fileno()), str(os.getpid())
         with other_end, log.open("ab") as output:
@@ -94,11 +99,17 @@ class ForkServer:
                 start_new_session=True,
             )
 
+    @property
+    def pid(self) -> int:
+        """The process id of the server."""
+        return self._process.pid
+
     def start(self, arguments: Sequence[str], output: int, inherited: int) -> ForkedProcess | None:
         """Start the program, with the number of the descriptor ``inherited`` as its last argument.
 
         ``output`` is the descriptor of its standard output and error. Waits until the server has imported its modules. The new
-        process is a child of this process and dies with it. Returns None if the server is dead or does not respond.
+        process is a child of this process and dies with it. Returns None if the server is dead. A server that does not respond is
+        stopped.
         """
         content = json.dumps(arguments).encode()
         reader, writer = os.pipe()
@@ -110,14 +121,16 @@ class ForkServer:
                 return None
             finally:
                 os.close(writer)
-            if not select.select([reply], [], [], START_SECONDS)[0]:
+            if not wait([reader], self._time_limit):
+                self.close()
                 return None
+            self._time_limit = FORK_SECONDS
             # Nothing if the server or the new process has died.
             pid = reply.read(_NUMBER.size)
             return ForkedProcess(_NUMBER.unpack(pid)[0]) if pid else None
 
     def close(self) -> None:
-        """Stop the server. The processes that it started keep running."""
+        """Stop the server. The processes that it started keep running. May be called again."""
         self._connection.close()
         self._process.kill()
         self._process.wait()
@@ -126,15 +139,17 @@ class ForkServer:
 @contextlib.contextmanager
 def _adopting_orphans() -> Iterator[None]:
     """Make this process the parent of descendants whose parents die."""
-    libc = ctypes.CDLL(None)
+    libc, before = ctypes.CDLL(None), ctypes.c_int()
+    libc.prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(before))
     libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
     try:
         yield
     finally:
-        libc.prctl(_PR_SET_CHILD_SUBREAPER, 0)
+        libc.prctl(_PR_SET_CHILD_SUBREAPER, before.value)
 
 
 def _main(connection_number: str, client: str, program: str, *preloaded: str) -> None:
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # If the client ignores it, this process inherits that.
     # One thread, because a fork copies only the thread that calls it. The program sets its own number of threads.
     os.environ["OMP_NUM_THREADS"] = "1"
     os.environ["SPT_NOENV"] = "1"  # setproctitle then leaves the environment of the process readable.
@@ -165,13 +180,14 @@ def _wait_for_fork(connection: socket.socket, client: int) -> list[str]:
         child = os.fork()
         if child == 0:
             # The client adopts the second fork, because the first ends.
+            first = os.getpid()
             if os.fork():
                 os._exit(0)
             output, inherited, reply = descriptors
             os.setsid()
             os.dup2(output, 1)
             os.dup2(output, 2)
-            _wait_for_adoption(client)
+            _wait_for_adoption(first, client)
             os.write(reply, _NUMBER.pack(os.getpid()))
             os.close(output)
             os.close(reply)
@@ -181,10 +197,9 @@ def _wait_for_fork(connection: socket.socket, client: int) -> list[str]:
             os.close(descriptor)
 
 
-def _wait_for_adoption(client: int) -> None:
-    deadline = time.monotonic() + ADOPTION_SECONDS
-    while os.getppid() != client:
-        if time.monotonic() > deadline:
+def _wait_for_adoption(first: int, client: int) -> None:
+    while (parent := os.getppid()) != client:
+        if parent != first:  # The client has died, or has stopped waiting.
             os._exit(1)
         time.sleep(0.001)
     die_with(client)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Iterator
 from importlib.machinery import ModuleSpec, PathFinder
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +23,12 @@ from quartet.data import iterate_prompt_lines
 from quartet.errors import ConfigError, DataError, ModelError
 from quartet.run_directory.identity import Identity
 from quartet.run_directory.run_files import RunFiles
+from quartet.secret_files import SECRET_VARIABLES
 from quartet.telemetry.sinks.configured import check_sinks
 from quartet.tokenizer_check import check_tokenizer
 from quartet.topology import listen_address, model_roles
 from quartet.types import Role
-from quartet.user_code import CHECK_MARK
+from quartet.user_code import CHECKED
 
 REWARD_ARGUMENTS = 3
 """Arguments of a reward function: prompt, response and the fields of the prompt's line, or lists of them."""
@@ -250,21 +254,30 @@ def _import_problem(function: str, count: int) -> str:
 
     Imports it in a separate process, because an import may print, hang or end its process.
     """
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("QUARTET_")}
-    command = tied_to_parent(module_command("quartet.user_code", function, str(count)))
-    try:
-        result = subprocess.run(
-            command,
+    environment = {name: value for name, value in os.environ.items() if name not in SECRET_VARIABLES}
+    reader, writer = os.pipe()
+    with os.fdopen(reader, "rb") as pipe:
+        process = subprocess.Popen(
+            tied_to_parent(module_command("quartet.user_code", function, str(count), str(writer))),
             env=environment,
             stdin=subprocess.DEVNULL,
-            capture_output=True,
-            timeout=IMPORT_SECONDS,
-            check=False,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            pass_fds=(writer,),
+            start_new_session=True,
         )
-    except subprocess.TimeoutExpired:
+        os.close(writer)
+        try:
+            answered = bool(wait([reader], IMPORT_SECONDS))
+            result = pipe.read1().decode() if answered else ""
+        finally:
+            # The module may have started threads or processes that still run.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    if not answered:
         return f"its module is not imported after {IMPORT_SECONDS:g} s"
-    lines = [line for line in result.stdout.decode(errors="replace").splitlines() if line.startswith(CHECK_MARK)]
-    return lines[-1].removeprefix(CHECK_MARK) if lines else f"its import ended the process (status {result.returncode})"
+    return result.removeprefix(CHECKED) if result.startswith(CHECKED) else "its import ends the process"
 
 
 def _shadowing(module: str) -> str:

@@ -13,6 +13,8 @@ CERTIFICATE, KEY, AUTHORITY = "tls.crt", "tls.key", "ca.crt"
 MIN_TOKEN_LENGTH = 16
 """Minimum number of characters of a token."""
 _MAX_SECRET_LENGTH = 4096
+SECRET_VARIABLES = ("QUARTET_BUFFER_URL", "QUARTET_GATEWAY_TOKEN", "QUARTET_GATEWAY_VIEWER_TOKEN")
+"""Environment variables with passwords or tokens. Processes that run functions of the user do not get them."""
 
 
 def read_secret(path: Path, key: str) -> str:

@@ -15,8 +15,8 @@ from typing import Any
 
 MAX_REASON = 300
 """Maximum number of characters of an exception's text in a message."""
-CHECK_MARK = "quartet-check:"
-"""Start of the line that ``python -m quartet.user_code`` prints, because the imported module may print, too."""
+CHECKED = "checked:"
+"""Start of the result of ``python -m quartet.user_code``. Without it, the import has ended the process."""
 
 
 class NotImportable(Exception):
@@ -97,14 +97,15 @@ def _folder(module: ModuleType) -> str:
     return next(iter(getattr(module, "__path__", ())), "Python's own")
 
 
-def _main(name: str, count: str) -> None:
-    """Print why package.module:callable cannot be called with ``count`` arguments, or nothing, after ``CHECK_MARK``."""
+def _main(name: str, count: str, descriptor: str) -> None:
+    """Write to ``descriptor`` why package.module:callable cannot be called with ``count`` arguments; nothing if it can."""
+    answers = os.dup(int(descriptor))  # Not inherited by processes that the module starts.
+    os.close(int(descriptor))
     try:
         problem = wrong_arguments(import_callable(name), int(count))
     except NotImportable as error:
         problem = str(error)
-    print(f"\n{CHECK_MARK}{problem}", flush=True)
-    os._exit(0)  # Threads of the module may still run.
+    os.write(answers, f"{CHECKED}{problem}".encode())
 
 
 if __name__ == "__main__":

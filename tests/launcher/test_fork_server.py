@@ -112,6 +112,29 @@ def test_a_service_starts_without_the_server_if_that_has_died(serve: Serve, fold
     service.wait_or_kill(time.monotonic())
 
 
+def test_a_client_that_ignores_the_ends_of_its_children_gets_status_0(serve: Serve, folder: Path) -> None:
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
+        server = serve("library")
+        processes = [start_program(server, folder / "log", "0") for _ in range(2)]
+        assert [process and process.wait(10) for process in processes] == [0, 0]
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+
+
+def test_a_server_that_hangs_is_stopped(serve: Serve, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = serve("library")
+    assert start_program(server, folder / "log", "0") is not None
+    monkeypatch.setattr("quartet.fork_server.FORK_SECONDS", 0.2)
+    assert start_program(server, folder / "log", "0") is not None
+    os.kill(server.pid, signal.SIGSTOP)
+    start = time.monotonic()
+    assert start_program(server, folder / "log", "0") is None
+    assert start_program(server, folder / "log", "0") is None
+    assert time.monotonic() - start < 3
+    assert not Path(f"/proc/{server.pid}").exists()
+
+
 CLIENT = """
 import os, sys, time
 from pathlib import Path

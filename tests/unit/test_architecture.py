@@ -71,6 +71,7 @@ ALLOWED: dict[str, set[str]] = {
         "quartet.tokenizer_check",
         "quartet.topology",
         "quartet.child_processes",
+        "quartet.secret_files",
         "quartet.user_code",
     },
     "quartet.ppo": {"quartet.errors", "quartet.types", "quartet.user_code"},
@@ -85,7 +86,8 @@ ALLOWED: dict[str, set[str]] = {
         "quartet.random_streams",
         "quartet.tokenizer_check",
     },
-    "quartet.rewards": FOUNDATION | {"quartet.models", "quartet.child_processes", "quartet.user_code"},
+    "quartet.rewards": FOUNDATION
+    | {"quartet.models", "quartet.child_processes", "quartet.secret_files", "quartet.user_code"},
     "quartet.buffer": FOUNDATION | {"quartet.codec", "quartet.child_processes", "quartet.secret_files"},
     "quartet.rpc": FOUNDATION | {"quartet.codec", "quartet.secret_files", "quartet.topology", "quartet.v1"},
     "quartet.telemetry": FOUNDATION

@@ -91,6 +91,14 @@ WRONG = {
         "critic: {lr: 1}\n",
         "critic.lr: unknown key; did you mean 'critic.learning_rate'?",
     ),
+    "another project's name of a setting of this section": (
+        "  model_path: m\n",
+        ":7: reward.model_path: unknown key; did you mean 'reward.model'?",
+    ),
+    "another project's name beside a similar one": (
+        "critic: {optimizer: {epsilon: 1}}\n",
+        "critic.optimizer.epsilon: unknown key; did you mean 'eps'?",
+    ),
     "another project's section": ("trainer: {}\n", "trainer: unknown key; known keys: run, data, algorithm"),
     "a key of another section": ("algorithm: {temperature: 1}\n", "did you mean 'rollout.temperature'?"),
     "another project's estimator": ("algorithm: {estimator: ppo}\n", "expected gae (PPO), reinforce, rloo"),

@@ -15,6 +15,7 @@ from quartet.config import Config, load_config, parse_config
 from quartet.errors import ConfigError, DataError, ModelError
 from quartet.preflight import check_inputs, looks_local, unused_settings
 from tests.every_case import every_case
+from tests.unit.test_child_processes import is_running
 
 
 @pytest.fixture
@@ -274,8 +275,12 @@ def test_the_module_of_a_function_is_located_and_imported_only_in_another_proces
 
 
 FUNCTIONS = """
-import os
+import os, subprocess, sys
+sys.stdout = sys.stderr
 print("a line of the module")
+os.environ["QUARTET_OF_THE_USER"]
+child = subprocess.Popen(["sleep", "60"])
+open("child", "w").write(str(child.pid))
 def good(prompt, response, fields): return 1.0
 def any_number(*arguments): return 1.0
 def judge(prompt, response, initial, fields): return 1.0
@@ -307,10 +312,12 @@ def test_a_function_that_cannot_be_called_is_refused(
 ) -> None:
     (models / "mine.py").write_text(FUNCTIONS)
     monkeypatch.chdir(models)
+    monkeypatch.setenv("QUARTET_OF_THE_USER", "1")
     monkeypatch.setenv("QUARTET_BUFFER_URL", "redis://:secret@h/0")  # pragma: allowlist secret - an example
     if not message:
         note = f"reward.function mine:{function}: can be imported and accepts 3 arguments"
         assert note in check_inputs(with_function(models, f"mine:{function}"))
+        assert not is_running(int((models / "child").read_text()))
         return
     with pytest.raises(ConfigError, match=re.escape(f"reward.function mine:{function}: ") + ".*" + re.escape(message)):
         check_inputs(with_function(models, f"mine:{function}"))
@@ -319,7 +326,7 @@ def test_a_function_that_cannot_be_called_is_refused(
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("import os\nos._exit(3)\n", r"its import ended the process \(status 3\)"),
+        ("import os\nos._exit(3)\n", "its import ends the process"),
         ("import absent_module\n", "cannot be imported from .*: ModuleNotFoundError: No module named 'absent_module'"),
     ],
 )

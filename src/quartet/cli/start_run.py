@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from shlex import quote
 
 from rich.console import Console
 
@@ -96,12 +97,13 @@ def _started(config: Config, overwrite: bool, resume: bool) -> Iterator[tuple[La
                 files.write_services(launcher.addresses)
                 if launcher.dashboard_link is not None:
                     _print_lines([f"dashboard: {launcher.dashboard_link}"])
-                yield launcher, files
+                try:
+                    yield launcher, files
+                except KeyboardInterrupt:
+                    if files.metrics.exists() and not launcher.run_ended:
+                        _print_lines([f"to continue: quartet train {quote(str(files.config))} --resume"])
+                    raise
                 console.print("stopping the services", highlight=False)
-        except KeyboardInterrupt:
-            if files.metrics.exists():
-                _print_lines([f"to continue: quartet train {files.config} --resume"])
-            raise
         finally:
             files.services.unlink(missing_ok=True)
             files.gateway.unlink(missing_ok=True)

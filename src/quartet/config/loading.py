@@ -140,15 +140,14 @@ def _hint(location: tuple[str, ...]) -> str:
         key for key in _all_keys(Config) if key.endswith(f".{name}") and "." not in key.removesuffix(f".{name}")
     ]
     meant = KEYS_BY_PEER_NAME.get(name)
-    if meant is None and same_name:
-        meant = same_name[0]
-    if meant is not None:
-        # Actor and critic have the same settings.
-        if sections[:1] == ["critic"] and meant.startswith("actor."):
-            meant = f"critic.{meant.removeprefix('actor.')}"
-        return f"did you mean {meant!r}?"
-    close = difflib.get_close_matches(name, known, n=1)
-    return f"did you mean {close[0]!r}?" if close else f"known keys: {', '.join(known)}"
+    if meant is not None and meant.rpartition(".")[2] in known:
+        # Several sections have this setting, and the user has chosen one.
+        meant = ".".join((*sections, meant.rpartition(".")[2]))
+    elif meant is None or meant.partition(".")[0] not in sections:
+        if close := difflib.get_close_matches(name, known, n=1):
+            return f"did you mean {close[0]!r}?"
+        meant = meant or next(iter(same_name), None)
+    return f"did you mean {meant!r}?" if meant is not None else f"known keys: {', '.join(known)}"
 
 
 def _all_keys(section: type[BaseModel], prefix: str = "") -> Iterator[str]:

@@ -6,13 +6,13 @@ from types import MappingProxyType
 
 _NAMES_BY_KEY = {
     "run.name": "run_name experiment_name wandb_run_name",
-    "run.steps": "max_steps total_episodes total_training_steps num_episodes max_num_steps train_steps",
+    "run.steps": "max_steps total_training_steps max_num_steps train_steps",
     "run.directory": "output_dir default_local_dir explicit_log_dir log_dir save_path",
     "data.prompts": "dataset_name dataset train_files prompt_data prompt_dataset train_dataset",
     "data.validation": "val_files eval_dataset validation_dataset",
     "data.max_prompt_tokens": "max_prompt_length prompt_max_len max_input_seq_length",
     "rollout.prompts_per_step": (
-        "train_batch_size rollout_batch_size num_prompts_per_step batch_size generation_batch_size num_rollout_samples"
+        "rollout_batch_size num_prompts_per_step batch_size generation_batch_size num_rollout_samples"
     ),
     "rollout.samples_per_prompt": (
         "n num_generations n_samples_per_prompt num_generations_per_prompt rollouts_per_example num_rollouts_per_prompt"
@@ -37,7 +37,7 @@ _NAMES_BY_KEY = {
     "algorithm.num_epochs": "ppo_epochs num_ppo_epochs num_iterations max_epochs",
     "algorithm.loss_aggregation": "loss_agg_mode",
     "algorithm.score.clip": "reward_clip_range clip_range_reward",
-    "actor.model": "model_name_or_path sft_model_path model_path pretrain path",
+    "actor.model": "model_name_or_path sft_model_path model_path pretrain",
     "actor.learning_rate": "lr learning_rate actor_learning_rate actor_lr",
     "critic.learning_rate": "critic_learning_rate critic_lr value_learning_rate",
     "actor.dtype": "torch_dtype bf16 fp16 precision param_dtype",
@@ -58,7 +58,6 @@ _NAMES_BY_KEY = {
     "checkpoint.keep_last": "save_total_limit max_ckpt_num max_actor_ckpt_to_keep",
     "evaluation.every_steps": "test_freq eval_steps val_check_interval",
     "telemetry.wandb": "report_to use_wandb",
-    "services.actor.devices": "n_gpus_per_node num_gpus gpus_per_node actor_num_gpus_per_node",
 }
 KEYS_BY_PEER_NAME = MappingProxyType({name: key for key, names in _NAMES_BY_KEY.items() for name in names.split()})
 """Setting by its name in TRL, verl, OpenRLHF, NeMo-Aligner, NeMo-RL or prime-rl, without the sections before it.

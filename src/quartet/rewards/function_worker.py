@@ -22,6 +22,7 @@ from typing import Any
 
 from quartet.child_processes import module_command, tied_to_parent
 from quartet.errors import Cancelled, ComputationFailed, ConfigError, FailedPrecondition
+from quartet.secret_files import SECRET_VARIABLES
 
 START_TIMEOUT = 120.0
 """Maximum seconds to import the function's module."""
@@ -32,8 +33,6 @@ MAX_OUTPUT_BYTES = 64 * 1024
 _OUTPUT_PERIOD = 60.0
 _POLL = 0.1
 """Seconds between checks whether the process still runs and the call was not cancelled."""
-_SECRETS = ("QUARTET_BUFFER_URL",)
-"""Environment variables that may contain a password. The function's process does not get them."""
 
 
 class FunctionWorker:
@@ -137,7 +136,7 @@ class _Process:
                 stdout=printed,
                 stderr=printed,
                 bufsize=0,
-                env={**{k: v for k, v in os.environ.items() if k not in _SECRETS}, "PYTHONUNBUFFERED": "1"},
+                env={**{k: v for k, v in os.environ.items() if k not in SECRET_VARIABLES}, "PYTHONUNBUFFERED": "1"},
                 pass_fds=(answers,),
                 # A separate process group: the function's child processes can be ended with it, and Ctrl-C does not reach it.
                 start_new_session=True,

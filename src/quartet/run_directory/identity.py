@@ -7,6 +7,7 @@ import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from quartet.config import Config
@@ -131,12 +132,12 @@ def check_settings(before: dict[str, Any], now: dict[str, Any], root: Path) -> N
             raise ConfigError(
                 f"--resume: {key} is {now.get(key)!r}, the run in {root} had {before.get(key)!r}; "
                 f"give the run's own config ({root}/config.yaml), or train from one of its checkpoints with the new value: "
-                f"quartet fork {root} STEP --name NAME --set {key}={_as_text(now.get(key))}"
+                f"quartet fork {quote(str(root))} STEP --name NAME --set {quote(f'{key}={_as_text(now.get(key))}')}"
             )
 
 
 def _as_text(value: Any) -> str:
-    return json.dumps(value) if isinstance(value, (bool, list, type(None))) else str(value)
+    return value if isinstance(value, str) and value != "null" else json.dumps(value)
 
 
 def _is_changeable(key: str) -> bool:
