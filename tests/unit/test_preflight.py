@@ -6,6 +6,7 @@ import json
 import re
 import socket
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -317,7 +318,9 @@ def test_a_function_that_cannot_be_called_is_refused(
     if not message:
         note = f"reward.function mine:{function}: can be imported and accepts 3 arguments"
         assert note in check_inputs(with_function(models, f"mine:{function}"))
-        assert not is_running(int((models / "child").read_text()))
+        deadline = time.monotonic() + 10
+        while is_running(int((models / "child").read_text())):
+            assert time.monotonic() < deadline, "a process that the module started still runs"
         return
     with pytest.raises(ConfigError, match=re.escape(f"reward.function mine:{function}: ") + ".*" + re.escape(message)):
         check_inputs(with_function(models, f"mine:{function}"))
