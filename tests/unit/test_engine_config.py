@@ -108,7 +108,8 @@ def checkpoints(tmp_path: Path) -> dict[str, Any]:
     """Return the settings of a config whose files exist."""
     for name, architecture in (("policy", "LlamaForCausalLM"), ("reward", "LlamaForSequenceClassification")):
         (tmp_path / name).mkdir()
-        (tmp_path / name / "config.json").write_text(f'{{"architectures": ["{architecture}"]}}')
+        description = f'{{"architectures": ["{architecture}"], "id2label": {{"0": "score"}}}}'
+        (tmp_path / name / "config.json").write_text(description)
         (tmp_path / name / "model.safetensors").write_bytes(b"")
         (tmp_path / name / "tokenizer.json").write_text("{}")
     (tmp_path / "prompts.jsonl").write_text('{"text": "a"}\n')
