@@ -45,10 +45,10 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 demo: $(VENV)/.installed ## Train a tiny model from scratch and show what changed
 	$(BIN)/quartet demo
 
-test-fast: $(VENV)/.installed-dev ## Run the unit, contract and buffer tests; under a minute
+test-fast: $(VENV)/.installed-dev ## Run the unit, contract and buffer tests; a minute
 	$(PYTEST) tests/unit tests/contract tests/buffer $(PYTEST_ARGS)
 
-test: $(VENV)/.installed-dev ## Run all tests except the slow suites; under seven minutes on two cores
+test: $(VENV)/.installed-dev ## Run all tests except the slow suites; eight to ten minutes on two cores
 	$(PYTEST) $(PYTEST_ARGS)
 
 test-all: $(VENV)/.installed-dev ## Run all tests and the slow suites that this machine has the tools for
