@@ -25,7 +25,7 @@ from quartet.services.memory_budget import UpdateLimits
 from quartet.services.reference.reference import Reference
 from quartet.services.reference.servicer import ReferenceServicer
 from quartet.services.reward.servicer import RewardServicer
-from quartet.topology import num_memory_sharers, num_update_threads
+from quartet.topology import check_devices, num_memory_sharers, num_update_threads
 from quartet.types import Role
 
 
@@ -127,11 +127,7 @@ def device_of(service: ServiceConfig) -> str:
     if not service.devices:
         return "cpu"
     available = torch.cuda.device_count()
-    if len(service.devices) > 1:
-        raise ConfigError(
-            f"devices {list(service.devices)}: a model on several GPUs is not supported; give one device. An actor with "
-            "rollout.max_off_policy_steps 1 may have two: one for training and one for generation"
-        )
+    check_devices(service)
     if service.devices[0] >= available:
         raise ConfigError(
             f"devices {list(service.devices)}: this machine has {available} CUDA devices; give [] for the CPU"

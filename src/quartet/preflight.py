@@ -26,7 +26,7 @@ from quartet.run_directory.run_files import RunFiles
 from quartet.secret_files import SECRET_VARIABLES
 from quartet.telemetry.sinks.configured import check_sinks
 from quartet.tokenizer_check import check_tokenizer
-from quartet.topology import listen_address, model_roles
+from quartet.topology import check_devices, listen_address, model_roles
 from quartet.types import Role
 from quartet.user_code import CHECKED
 
@@ -67,7 +67,8 @@ def check_inputs(config: Config) -> list[str]:
     for role in model_roles(config):
         service: ServiceConfig = getattr(config.services, role)
         if service.address is None:
-            _check_devices(config, role)
+            two = role is Role.ACTOR and config.rollout.max_off_policy_steps > 0
+            check_devices(service, 2 if two else 1, f"services.{role}.devices")
             addresses = {
                 "listen": listen_address(service),
                 "metrics_listen": service.metrics_listen,
@@ -205,17 +206,6 @@ def _num_outputs(description: dict[str, Any]) -> int:
     """Return the number of outputs of a classifier from its config.json, by the rule of transformers."""
     labels = description.get("id2label")
     return len(labels) if isinstance(labels, dict) else int(description.get("num_labels") or 2)
-
-
-def _check_devices(config: Config, role: Role) -> None:
-    """Check that a service has at most the devices that it can use. Raises ConfigError."""
-    devices = getattr(config.services, role).devices
-    most = 2 if role is Role.ACTOR and config.rollout.max_off_policy_steps else 1
-    if len(devices) > most:
-        raise ConfigError(
-            f"services.{role}.devices {list(devices)}: a model on several GPUs is not supported; give one device. An actor with "
-            "rollout.max_off_policy_steps 1 may have two: one for training and one for generation"
-        )
 
 
 def _functions(config: Config) -> dict[str, str]:

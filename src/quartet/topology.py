@@ -8,6 +8,7 @@ from pathlib import Path
 
 from quartet.config import Config, OrchestratorServiceConfig, ServiceConfig
 from quartet.config import is_loopback as is_loopback
+from quartet.errors import ConfigError
 from quartet.types import MODEL_ROLES, TRAINED_ROLES, Role
 
 
@@ -17,6 +18,15 @@ def listen_address(service: ServiceConfig | OrchestratorServiceConfig) -> str:
         return service.listen
     address = service.address if isinstance(service, ServiceConfig) else None
     return f"127.0.0.1:{address.rpartition(':')[2] if address else 0}"
+
+
+def check_devices(service: ServiceConfig, most: int = 1, key: str = "devices") -> None:
+    """Check that a service has at most ``most`` devices. ``key`` is the config key, for the message. Raises ConfigError."""
+    if len(service.devices) > most:
+        raise ConfigError(
+            f"{key} {list(service.devices)}: a model on several GPUs is not supported; give one device. An actor with "
+            "rollout.max_off_policy_steps 1 may have two: one for training and one for generation"
+        )
 
 
 def available_cores() -> int:

@@ -1,4 +1,4 @@
-"""A daily sample of a tenth of the chaos suite, reproducible with CHAOS_SEED, and tests of the suite itself."""
+"""A daily sample of the chaos suite, reproducible with CHAOS_SEED, and tests of the suite itself."""
 
 from __future__ import annotations
 

@@ -188,5 +188,5 @@ def frozen(config: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
 
 @pytest.fixture(scope="session")
 def few_processes(frozen: Service) -> list[str]:
-    """Options of a run that does not test its start: it shares the frozen models and has no gateway. That halves its start."""
+    """Options of a run that does not test its start: it shares the frozen models and has no gateway."""
     return [*frozen.serving("reward", "reference"), *settings("gateway.enabled=false")]

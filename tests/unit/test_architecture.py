@@ -60,7 +60,7 @@ ALLOWED: dict[str, set[str]] = {
     "quartet.evaluation": FOUNDATION | {"quartet.data"},
     "quartet.durable_files": {"quartet.errors", "quartet.types"},
     "quartet.run_directory": FOUNDATION | {"quartet.durable_files", "quartet.child_processes"},
-    "quartet.topology": {"quartet.config", "quartet.types"},
+    "quartet.topology": {"quartet.config", "quartet.errors", "quartet.types"},
     "quartet.secret_files": {"quartet.errors"},
     "quartet.tokenizer_check": {"quartet.errors"},
     "quartet.preflight": FOUNDATION
