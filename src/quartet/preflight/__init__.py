@@ -1,0 +1,105 @@
+"""Checks of a config and the files that it names, before any process is started. Does not import torch."""
+
+from __future__ import annotations
+
+import importlib.util
+
+from quartet.config import Config, ServiceConfig
+from quartet.errors import ConfigError
+from quartet.preflight.addresses import check_gateway, check_port
+from quartet.preflight.functions import check_function, named_functions
+from quartet.preflight.ineffective_settings import unused_settings
+from quartet.preflight.models import check_model, looks_local
+from quartet.preflight.prompts import check_prompts
+from quartet.run_directory.identity import Identity
+from quartet.run_directory.run_files import RunFiles
+from quartet.telemetry.sinks.configured import check_sinks
+from quartet.topology import check_devices, listen_address, model_roles
+from quartet.types import Role
+
+__all__ = [
+    "check_gateway",
+    "check_inputs",
+    "check_resumable",
+    "check_separate_orchestrator",
+    "looks_local",
+    "unused_settings",
+]
+
+
+def check_inputs(config: Config) -> list[str]:
+    """Check prompts, local models, modules of functions, and ports. Return one line per check, and those of ``unused_settings``.
+
+    Raises ConfigError for the first problem.
+    """
+    prompts, note = check_prompts("data.prompts", config.data.prompts, config.actor.model)
+    if prompts < config.rollout.prompts_per_step:
+        raise ConfigError(
+            f"rollout.prompts_per_step {config.rollout.prompts_per_step}: data.prompts {config.data.prompts} has only "
+            f"{prompts} prompts; lower it, or give more prompts"
+        )
+    if config.services.orchestrator.address is not None:
+        check_separate_orchestrator(config)
+    notes = [note]
+    if config.data.validation is not None:
+        notes.append(check_prompts("data.validation", config.data.validation, config.actor.model)[1])
+    for key, model in config.models.items():
+        role = Role(key.partition(".")[0])
+        if getattr(config.services, role).address is None:
+            notes.append(check_model(key, role, model, config.rollout.max_response_tokens))
+    if config.services.actor.address is None:
+        _check_engine(config)
+    if config.services.orchestrator.address is None:
+        check_sinks(config)
+    for key, function in named_functions(config).items():
+        notes.append(check_function(key, function))
+    for role in model_roles(config):
+        service: ServiceConfig = getattr(config.services, role)
+        if service.address is None:
+            two = role is Role.ACTOR and config.rollout.max_off_policy_steps > 0
+            check_devices(service, 2 if two else 1, f"services.{role}.devices")
+            addresses = {
+                "listen": listen_address(service),
+                "metrics_listen": service.metrics_listen,
+                "health_listen": service.health_listen,
+            }
+            for name, address in addresses.items():
+                if address is not None:
+                    check_port(f"services.{role}.{name}", address)
+    return notes + unused_settings(config)
+
+
+def check_separate_orchestrator(config: Config) -> None:
+    """Check that an orchestrator that is started separately knows the addresses of all services. Raises ConfigError."""
+    for role in model_roles(config):
+        if getattr(config.services, role).address is None:
+            raise ConfigError(
+                f"services.{role}.address: null, but a separately started orchestrator needs it; set it "
+                "(in Docker Compose: QUARTET_ROLES in .env)"
+            )
+
+
+def _check_engine(config: Config) -> None:
+    """Check that the package of the engine is installed, and that it has a GPU. Raises ConfigError."""
+    engine = config.rollout.engine
+    if engine == "triton" and importlib.util.find_spec("tritonclient") is None:
+        raise ConfigError(
+            "rollout.engine triton: the package tritonclient is not installed; run pip install 'quartet-rlhf[triton]', or "
+            "set rollout.engine torch"
+        )
+    if engine == "tensorrt-llm" and importlib.util.find_spec("tensorrt_llm") is None:
+        raise ConfigError(
+            "rollout.engine tensorrt-llm: the package tensorrt_llm is not installed; run the actor in an image built from "
+            "docker/Dockerfile.tensorrt-llm, or set rollout.engine torch"
+        )
+    if engine == "tensorrt-llm" and not config.services.actor.devices:
+        raise ConfigError("rollout.engine tensorrt-llm: needs a GPU; set services.actor.devices, such as [0]")
+
+
+def check_resumable(config: Config, files: RunFiles) -> None:
+    """Check that there is a run to resume, and that the config fits it. Raises ConfigError."""
+    if not files.is_run():
+        raise ConfigError(f"--resume: {files.root} does not contain a run; remove --resume to start a new one")
+    identity = Identity.read(files.identity)
+    if identity is not None:
+        identity.check(config, files.root)

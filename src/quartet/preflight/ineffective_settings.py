@@ -1,0 +1,67 @@
+"""Settings that have no effect in a config."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from quartet.config import Config, Section
+
+
+def unused_settings(config: Config) -> list[str]:
+    """Return one line for each group of given settings that have no effect in this config, with the reason.
+
+    In a section where all keys are given, as in the config that a run writes, only values other than the default count.
+    """
+    return [
+        f"not used: {', '.join(keys)}: {reason}"
+        for section, names, reason in _ineffective(config)
+        if (keys := _given(config, section, names))
+    ]
+
+
+def _ineffective(config: Config) -> Iterator[tuple[str, tuple[str, ...], str]]:
+    """Yield a section, its keys without effect (empty: all keys), and the reason."""
+    algorithm = config.algorithm
+    if not config.has_critic:
+        reason = f"algorithm.estimator {algorithm.estimator} has no critic"
+        yield "critic", (), reason
+        yield "algorithm", ("gae_lambda", "value_clip", "critic_warmup_steps"), reason
+        yield "services.critic", (), reason
+        yield "guards.critic_lost", (), reason
+    if algorithm.estimator != "grpo" and algorithm.custom_estimator is None:
+        yield "algorithm", ("grpo_normalize_std",), f"algorithm.estimator is {algorithm.estimator}"
+    if not config.has_reference:
+        reason = "the actor serves the reference, with its adapter disabled"
+        yield "reference", (), reason
+        yield "services.reference", (), reason
+    if algorithm.kl_controller.kind == "fixed":
+        yield "algorithm.kl_controller", ("target", "horizon"), "algorithm.kl_controller.kind is fixed"
+    treatment = algorithm.truncation.treatment
+    for name in ("penalty", "scale"):
+        if treatment != name:
+            yield "algorithm.truncation", (name,), f"algorithm.truncation.treatment is {treatment}"
+    for name, trained in (("actor", config.actor), ("critic", config.critic)):
+        if trained.schedule == "constant" and (name == "actor" or config.has_critic):
+            yield name, ("final_learning_rate",), f"{name}.schedule is constant"
+
+
+def _given(config: Config, path: str, names: tuple[str, ...]) -> list[str]:
+    """Return the given keys of the section at ``path``, limited to ``names`` unless that is empty."""
+    section: Any = config
+    for name in path.split("."):
+        section = getattr(section, name)
+    return [key for key in _given_keys(section, path) if not names or key.removeprefix(f"{path}.") in names]
+
+
+def _given_keys(section: Section, path: str) -> Iterator[str]:
+    fields = type(section).model_fields
+    written = section.model_fields_set == fields.keys()
+    for name, field in fields.items():
+        value, default = getattr(section, name), field.get_default(call_default_factory=True)
+        if name not in section.model_fields_set or (written and value == default):
+            continue
+        if isinstance(value, Section) and isinstance(default, Section):
+            yield from _given_keys(value, f"{path}.{name}")
+        else:
+            yield f"{path}.{name}"
