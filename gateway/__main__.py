@@ -31,11 +31,10 @@ from quartet.errors import ConfigError, QuartetError
 from quartet.gateway.settings import GatewaySettings
 from quartet.rpc.security.allow_list import GATEWAY
 from quartet.rpc.security.credentials import LOCAL, Credentials
-from quartet.rpc.server import check_listen_address
 from quartet.run_directory.run_files import RunFiles
 from quartet.secret_files import check_certificate, check_token, read_token
 from quartet.telemetry.logs import configure_logs
-from quartet.topology import is_loopback
+from quartet.topology import check_listen_address, is_loopback
 
 log = structlog.get_logger()
 

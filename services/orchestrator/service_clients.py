@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from quartet.buffer.connection import Redis, wait_for_server
@@ -30,6 +31,7 @@ from quartet.services.orchestrator.rollout.scoring import (
     ScoringServices,
     max_batches_in_flight,
 )
+from quartet.tokenizer_check import first_difference
 from quartet.topology import model_roles
 from quartet.types import TRAINED_ROLES, Role, ServiceStatus
 
@@ -205,10 +207,12 @@ def check_agreement(statuses: ServiceStatuses, run: str, needs_reference: bool) 
     actor = statuses[Role.ACTOR]
     for role, other in statuses.items():
         if other.tokenizer_fingerprint != actor.tokenizer_fingerprint:
+            # Known if this machine has the files of both models.
+            difference = first_difference(Path(actor.model), Path(other.model))
             raise MismatchError(
                 f"{role}.model {other.model}: its vocabulary ({other.vocabulary_size} ids) is not that of actor.model "
-                f"{actor.model} ({actor.vocabulary_size} ids), expected the same tokenizer, because a token id must mean the "
-                f"same to both; give a {role} model trained with the actor's tokenizer"
+                f"{actor.model} ({actor.vocabulary_size} ids){difference and f': {difference}'}; expected the same tokenizer, "
+                f"because a token id must mean the same to both; give a {role} model trained with the actor's tokenizer"
             )
         # A reward function has no embedding: an id that its tokenizer does not know simply has no text.
         if other.parameters and other.vocabulary_size < actor.vocabulary_size:

@@ -1,9 +1,11 @@
-"""Check that the directory of a model contains a tokenizer, by the names of its files. Does not import torch."""
+"""Check the tokenizer files in the directory of a model, and compare those of two models. Does not import torch."""
 
 from __future__ import annotations
 
+import filecmp
 import json
 from pathlib import Path
+from typing import Any
 
 from quartet.errors import ModelError
 
@@ -31,6 +33,40 @@ def check_tokenizer(what: str, directory: Path) -> None:
             "(tokenizer.model, vocab.json, vocab.txt, ...): copy them from the original model, or save its tokenizer "
             "there with save_pretrained"
         )
+
+
+def first_difference(expected: Path, actual: Path) -> str:
+    """Return the lowest token id that two tokenizers map to different tokens, as text; "" if tokenizer.json shows none.
+
+    Ids that only one of them has are not compared: transformers may add tokens while it loads a tokenizer.
+    """
+    first, second = expected / "tokenizer.json", actual / "tokenizer.json"
+    try:
+        if filecmp.cmp(first, second, shallow=False):
+            return ""
+        ours, theirs = (_tokens(json.loads(file.read_text(encoding="utf-8"))) for file in (first, second))
+    except (
+        OSError,
+        ValueError,
+        TypeError,
+        KeyError,
+        AttributeError,
+    ):  # Other formats are compared when the models are loaded.
+        return ""
+    for index in sorted(ours.keys() & theirs.keys()):
+        if ours[index] != theirs[index]:
+            return f"token id {index} is {theirs[index]!r}, expected {ours[index]!r}"
+    return ""
+
+
+def _tokens(content: dict[str, Any]) -> dict[int, str]:
+    """Return the token of each id in a tokenizer.json."""
+    vocabulary = content["model"]["vocab"]
+    if isinstance(vocabulary, dict):
+        tokens = {int(index): token for token, index in vocabulary.items()}
+    else:  # Unigram: a list of tokens and their scores.
+        tokens = {index: entry[0] for index, entry in enumerate(vocabulary)}
+    return tokens | {int(added["id"]): added["content"] for added in content.get("added_tokens") or ()}
 
 
 def _tokenizer_class(directory: Path) -> str | None:

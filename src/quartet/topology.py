@@ -20,6 +20,15 @@ def listen_address(service: ServiceConfig | OrchestratorServiceConfig) -> str:
     return f"127.0.0.1:{address.rpartition(':')[2] if address else 0}"
 
 
+def check_listen_address(listen: str, allow_plaintext: bool) -> None:
+    """Raise ConfigError for an address beyond loopback, unless plaintext is allowed explicitly."""
+    if not allow_plaintext and not is_loopback(listen.rpartition(":")[0]):
+        raise ConfigError(
+            f"listen {listen}: not a loopback address, and calls are not encrypted; listen on 127.0.0.1, give "
+            "security.certificates, or set security.allow_plaintext true inside a network that you trust"
+        )
+
+
 def check_devices(service: ServiceConfig, most: int = 1, key: str = "devices") -> None:
     """Check that a service has at most ``most`` devices. ``key`` is the config key, for the message. Raises ConfigError."""
     if len(service.devices) > most:

@@ -32,8 +32,9 @@ from quartet.rpc.clients import CriticClient, ReferenceClient, RewardClient
 from quartet.rpc.compute_thread import ComputeThread
 from quartet.rpc.limits import MAX_CONCURRENT_CALLS, MAX_PENDING_SAVES, MAX_PENDING_WORK, MAX_STREAMS, WORKERS
 from quartet.rpc.security.credentials import Credentials
-from quartet.rpc.server import Server, check_listen_address
+from quartet.rpc.server import Server
 from quartet.services.reference.servicer import ReferenceServicer
+from quartet.topology import check_listen_address
 from quartet.types import FloatArray, Role, ServiceStatus, TokenBatch
 from quartet.v1 import actor_pb2, actor_pb2_grpc, update_pb2
 from tests.e2e.commands import wait_until

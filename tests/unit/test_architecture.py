@@ -27,6 +27,7 @@ FILES = {
     "quartet.child_processes",
     "quartet.fork_server",
     "quartet.secret_files",
+    "quartet.hub_models",
     "quartet.tokenizer_check",
     "quartet.sys_path",
     "quartet.user_code",
@@ -63,11 +64,13 @@ ALLOWED: dict[str, set[str]] = {
     "quartet.topology": {"quartet.config", "quartet.errors", "quartet.types"},
     "quartet.secret_files": {"quartet.errors"},
     "quartet.tokenizer_check": {"quartet.errors"},
+    "quartet.hub_models": {"quartet.errors"},
     "quartet.preflight": FOUNDATION
     | {
         "quartet.data",
         "quartet.run_directory",
         "quartet.telemetry",
+        "quartet.hub_models",
         "quartet.tokenizer_check",
         "quartet.topology",
         "quartet.child_processes",
@@ -84,6 +87,7 @@ ALLOWED: dict[str, set[str]] = {
         "quartet.ppo",
         "quartet.durable_files",
         "quartet.random_streams",
+        "quartet.hub_models",
         "quartet.tokenizer_check",
     },
     "quartet.rewards": FOUNDATION

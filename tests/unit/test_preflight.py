@@ -10,11 +10,13 @@ import time
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub.constants
 import pytest
 
 from quartet.config import Config, load_config, parse_config
 from quartet.errors import ConfigError, DataError, ModelError
-from quartet.preflight import check_inputs, looks_local, unused_settings
+from quartet.hub_models import looks_local
+from quartet.preflight import check_inputs, unused_settings
 from tests.every_case import every_case
 from tests.unit.test_child_processes import is_running
 
@@ -191,11 +193,40 @@ def test_paths_are_distinguished_from_hub_ids(model: str, local: bool) -> None:
     assert looks_local(model) is local
 
 
-def test_a_hub_id_is_only_noted(models: Path) -> None:
+def test_a_hub_id_is_looked_up(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     tree = config(models).model_dump()
     tree["actor"]["model"] = "no-such-owner/no-such-model"
-    notes = check_inputs(parse_config(tree, "test"))
-    assert notes[1] == "actor.model no-such-owner/no-such-model: hub id, which is loaded when the actor starts"
+    with pytest.raises(ModelError, match=r"^actor\.model no-such-owner/no-such-model: .* not in the local cache"):
+        check_inputs(parse_config(tree, "test"))
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "message"),
+    [
+        ({"a": 0, "c": 1}, "token id 1 is 'c', expected 'b'"),
+        ([["a", -1.0], ["c", -2.0]], "token id 1 is 'c', expected 'b'"),
+        ({"a": 0, "b": 1, "c": 2}, None),
+    ],
+)
+def test_the_first_token_that_differs_between_two_tokenizers_is_named(
+    models: Path, vocabulary: Any, message: str | None
+) -> None:
+    for name, content in (("policy", {"a": 0, "b": 1}), ("reward", vocabulary)):
+        (models / name / "tokenizer.json").write_text(json.dumps({"model": {"vocab": content}}))
+    if message is None:
+        check_inputs(config(models))
+        return
+    with pytest.raises(ModelError, match=rf"reward\.model .* is not that of actor\.model .*: {message}"):
+        check_inputs(config(models))
+
+
+def test_added_tokens_count_in_the_comparison_of_tokenizers(models: Path) -> None:
+    for name, token in (("policy", "<eos>"), ("reward", "<end>")):
+        tokens = {"model": {"vocab": {"a": 0}}, "added_tokens": [{"id": 1, "content": token}]}
+        (models / name / "tokenizer.json").write_text(json.dumps(tokens))
+    with pytest.raises(ModelError, match="token id 1 is '<end>', expected '<eos>'"):
+        check_inputs(config(models))
 
 
 def test_an_adapter_directory_is_reported_with_its_base_model(models: Path) -> None:

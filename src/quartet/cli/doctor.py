@@ -23,8 +23,9 @@ from quartet.buffer.embedded_redis import find_server
 from quartet.buffer.redis_url import buffer_url
 from quartet.config import Config, load_config, redact_url
 from quartet.errors import ConfigError, QuartetError
+from quartet.hub_models import looks_local
 from quartet.launcher.security_checks import check_access
-from quartet.preflight import check_inputs, looks_local
+from quartet.preflight import check_inputs
 from quartet.rpc.security.allow_list import OPERATOR
 from quartet.rpc.service_channel import accepts_connections
 from quartet.topology import (

@@ -15,7 +15,7 @@ from rich.console import Console
 from quartet.cli.progress_view import View, make_view
 from quartet.config import Config, load_config, redact_url
 from quartet.errors import ConfigError, QuartetError, ServiceFailed
-from quartet.launcher import Launcher
+from quartet.launcher.launcher import Launcher
 from quartet.launcher.security_checks import check_access
 from quartet.preflight import check_gateway, check_inputs, check_resumable, unused_settings
 from quartet.rpc.clients import OrchestratorClient

@@ -1,5 +1,1 @@
 """Start a run's processes on this machine, supervise and restart them, and stop all of them at the end."""
-
-from quartet.launcher.launcher import Launcher
-
-__all__ = ["Launcher"]

@@ -12,10 +12,8 @@ from quartet.buffer.redis_url import buffer_url
 from quartet.config import Config
 from quartet.errors import ConfigError
 from quartet.rpc.security.allow_list import GATEWAY, OPERATOR, PROCESSES
-from quartet.rpc.security.certificates import check_certificates
-from quartet.rpc.server import check_listen_address
 from quartet.secret_files import check_certificate, read_token
-from quartet.topology import listen_address, model_roles
+from quartet.topology import check_listen_address, listen_address, model_roles
 from quartet.types import Role
 
 
@@ -69,6 +67,9 @@ def _check_certificates(config: Config) -> list[str]:
         processes = tuple(process for process in PROCESSES if _exists(folder / process))
         if not processes:
             return [_not_here("security.certificates", folder)]
+    # Its libraries for TLS take a noticeable time to import, and most configs have no certificates.
+    from quartet.rpc.security.certificates import check_certificates
+
     check_certificates(folder, processes)
     return [f"security.certificates {folder}: usable for {', '.join(processes)}"]
 

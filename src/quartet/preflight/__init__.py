@@ -9,7 +9,7 @@ from quartet.errors import ConfigError
 from quartet.preflight.addresses import check_gateway, check_port
 from quartet.preflight.functions import check_function, named_functions
 from quartet.preflight.ineffective_settings import unused_settings
-from quartet.preflight.models import check_model, looks_local
+from quartet.preflight.models import check_model, check_same_tokenizer
 from quartet.preflight.prompts import check_prompts
 from quartet.run_directory.identity import Identity
 from quartet.run_directory.run_files import RunFiles
@@ -22,7 +22,6 @@ __all__ = [
     "check_inputs",
     "check_resumable",
     "check_separate_orchestrator",
-    "looks_local",
     "unused_settings",
 ]
 
@@ -43,10 +42,14 @@ def check_inputs(config: Config) -> list[str]:
     notes = [note]
     if config.data.validation is not None:
         notes.append(check_prompts("data.validation", config.data.validation, config.actor.model)[1])
+    compared = {config.actor.model} if config.services.actor.address is None else set(config.models.values())
     for key, model in config.models.items():
         role = Role(key.partition(".")[0])
         if getattr(config.services, role).address is None:
             notes.append(check_model(key, role, model, config.rollout.max_response_tokens))
+            if model not in compared:
+                compared.add(model)
+                check_same_tokenizer(key, model, config.actor.model)
     if config.services.actor.address is None:
         _check_engine(config)
     if config.services.orchestrator.address is None:

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from quartet.errors import ModelError
-from quartet.tokenizer_check import check_tokenizer
+from quartet.hub_models import hub_directory, looks_local
+from quartet.tokenizer_check import check_tokenizer, first_difference
 from quartet.types import Role
 
 _GENERATOR_ENDINGS = ("ForCausalLM", "LMHeadModel")
@@ -20,19 +21,10 @@ _WRONG_ARCHITECTURES = {
 """Name endings of unsuitable architectures and the expected kind of model, by role. A critic may start from either kind."""
 
 
-def looks_local(model: str) -> bool:
-    """Return whether a model name is a path rather than a hub id (NAME or OWNER/NAME)."""
-    path = Path(model)
-    # A mistyped path such as runs/nmae counts as a path if the folder runs exists.
-    in_existing_folder = len(path.parts) > 1 and Path(path.parts[0]).is_dir()
-    return path.exists() or in_existing_folder or model.startswith((".", "/", "~")) or model.count("/") > 1
-
-
 def check_model(key: str, role: Role, model: str, max_response_tokens: int) -> str:
     """Check the model of a role, and return a line that reports it. Raises ModelError."""
-    if not looks_local(model):
-        return f"{key} {model}: hub id, which is loaded when the {role} starts"
-    directory = Path(model)
+    is_local = looks_local(model)
+    directory = Path(model) if is_local else _hub_directory(key, model)
     if not directory.is_dir():
         raise ModelError(
             f"{key} {model}: no such directory; expected the directory of a Hugging Face model, or a hub id (NAME or OWNER/NAME)"
@@ -46,7 +38,7 @@ def check_model(key: str, role: Role, model: str, max_response_tokens: int) -> s
             )
         return f"{key} {model}: LoRA adapter on {base}, which is loaded when the {role} starts"
     description = _read_json(key, directory / "config.json")
-    if not list(directory.glob("*.safetensors")):
+    if is_local and not list(directory.glob("*.safetensors")):
         raise ModelError(f"{key} {model}: contains no safetensors files; save the model with save_pretrained")
     architectures = [str(name) for name in description.get("architectures") or ["unknown architecture"]]
     endings, wanted = _WRONG_ARCHITECTURES.get(role, ((), ""))
@@ -64,6 +56,24 @@ def check_model(key: str, role: Role, model: str, max_response_tokens: int) -> s
         )
     check_tokenizer(key, directory)
     return f"{key} {model}: {', '.join(architectures)}"
+
+
+def check_same_tokenizer(key: str, model: str, actor_model: str) -> None:
+    """Check that a model has the actor's tokenizer, if both have a tokenizer.json. Raises ModelError."""
+    directories = [Path(name) if looks_local(name) else _hub_directory(key, name) for name in (actor_model, model)]
+    if difference := first_difference(directories[0], directories[1]):
+        raise ModelError(
+            f"{key} {model}: its tokenizer is not that of actor.model {actor_model}: {difference}; "
+            "give a model that was trained with the actor's tokenizer"
+        )
+
+
+def _hub_directory(key: str, model: str) -> Path:
+    """Return the directory of a hub model's config and tokenizer files in the local cache."""
+    try:
+        return hub_directory(model, weights=False)
+    except ModelError as error:
+        raise ModelError(f"{key} {error}") from None
 
 
 def _num_outputs(description: dict[str, Any]) -> int:

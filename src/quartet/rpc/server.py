@@ -20,7 +20,7 @@ from quartet.rpc.health import HealthListener
 from quartet.rpc.limits import MAX_CONCURRENT_CALLS, MAX_STREAMS, SERVER_OPTIONS, WORKERS
 from quartet.rpc.security.credentials import LOCAL, AccessControl, Credentials
 from quartet.rpc.status_codes import status_of
-from quartet.topology import is_loopback
+from quartet.topology import check_listen_address
 from quartet.types import ProcessStatus, Role, ServiceStatus
 from quartet.v1 import status_pb2_grpc
 
@@ -204,12 +204,3 @@ class Server:
             self._probes.stop()
         for role in self._roles:
             role.close()
-
-
-def check_listen_address(listen: str, allow_plaintext: bool) -> None:
-    """Raise ConfigError for an address beyond loopback, unless plaintext is allowed explicitly."""
-    if not allow_plaintext and not is_loopback(listen.rpartition(":")[0]):
-        raise ConfigError(
-            f"listen {listen}: not a loopback address, and calls are not encrypted; listen on 127.0.0.1, give "
-            "security.certificates, or set security.allow_plaintext true inside a network that you trust"
-        )

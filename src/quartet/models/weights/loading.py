@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,6 +23,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from quartet.errors import ModelError
+from quartet.hub_models import hub_directory, looks_local
 from quartet.models.hf_logging import suppress_hf_logging
 from quartet.models.weights.lora import Adapter, adapter_base, adapter_chain, is_adapter, merge_adapter
 from quartet.models.weights.snapshot import Writer, host_state
@@ -46,14 +46,13 @@ _loading = threading.Lock()
 def load_tokenizer(model: str | Path) -> Any:
     """Load the tokenizer of a checkpoint directory or hub id. An adapter without one uses its base model's. Raises ModelError."""
     model = _tokenizer_location(model)
-    _check_location(model)
-    if Path(model).is_dir():
-        check_tokenizer("model", Path(model))
+    directory = _directory(model, weights=False)
+    check_tokenizer("model", directory)
     with _explained(model, "tokenizer"):
         kind: Any = transformers.AutoTokenizer
-        if _is_generic(Path(model)):
+        if _is_generic(directory):
             kind = transformers.PreTrainedTokenizerFast
-        return kind.from_pretrained(str(model), **_SAFE)
+        return kind.from_pretrained(str(directory), **_SAFE)
 
 
 def tokenizer_fingerprint(tokenizer: Any) -> str:
@@ -72,7 +71,6 @@ def load_causal_lm(model: str | Path, dtype: str = "float32", device: str = "cpu
 
     From the directory of a LoRA adapter, load the base model and merge the adapter into its weights.
     """
-    _check_location(model)
     base, adapters = adapter_chain(model)
     with _below(model, base):
         config = _load_config(base)
@@ -103,7 +101,6 @@ def load_critic(model: str | Path, dtype: str = "float32", device: str = "cpu") 
     and the head); a decoder classifier with one output (backbone and head); or a causal LM (backbone, and a head of zeros, so
     every value starts at 0). Raises ModelError.
     """
-    _check_location(model)
     adapter_chain(model)  # Raises ModelError for a cycle of adapters; the code below would not end.
     critic = _frozen_dropout(_critic(model, dtype, device))
     with _explained(model, "forward pass of the backbone"), torch.inference_mode():
@@ -216,17 +213,18 @@ def _is_generic(directory: Path) -> bool:
 
 
 def _load_config(model: str | Path) -> Any:
-    _check_location(model)
+    directory = _directory(model)
     with _explained(model, "config.json"):
-        return transformers.AutoConfig.from_pretrained(str(model), **_SAFE)
+        return transformers.AutoConfig.from_pretrained(str(directory), **_SAFE)
 
 
 def _load(model: str | Path, config: Any, kind: Any, dtype: str, device: str) -> Any:
     if dtype not in DTYPES:
         raise ModelError(f"dtype {dtype!r}: expected one of {', '.join(DTYPES)}")
+    directory = _directory(model)
     with _explained(model, "weights"), _loading, suppress_hf_logging():
         loaded, report = kind.from_pretrained(
-            str(model), config=config, dtype=DTYPES[dtype], use_safetensors=True, output_loading_info=True, **_SAFE
+            str(directory), config=config, dtype=DTYPES[dtype], use_safetensors=True, output_loading_info=True, **_SAFE
         )
     absent = sorted(report["missing_keys"]) + sorted(str(key[0]) for key in report["mismatched_keys"])
     if absent:
@@ -252,25 +250,24 @@ def _frozen_dropout(model: _Module) -> _Module:
     return model.eval()
 
 
-def _check_location(model: str | Path) -> None:
-    """Raise ModelError if the model is a local path without a checkpoint. Otherwise transformers would look for it on the hub."""
-    text = str(model)
-    looks_local = (
-        isinstance(model, Path)
-        or text.startswith((".", "/", "~"))
-        or text.count("/") > 1
-        or os.sep * 2 in text
-        or (len(Path(text).parts) > 1 and Path(Path(text).parts[0]).is_dir())
-    )
-    if looks_local and not Path(model).is_dir():
+def _directory(model: str | Path, weights: bool = True) -> Path:
+    """Return the directory of a checkpoint's files, which for a hub id is one of the local cache. Raises ModelError."""
+    if not looks_local(model):
+        try:
+            return hub_directory(str(model), weights)
+        except ModelError as error:
+            raise ModelError(f"model {error}") from None
+    directory = Path(model)
+    if not directory.is_dir():
         raise ModelError(
             f"model {model}: no such directory (paths start at the current folder); expected a checkpoint directory or a hub id "
             "(NAME or OWNER/NAME)"
         )
-    if Path(model).is_dir() and not any(Path(model).iterdir()):
+    if not any(directory.iterdir()):
         raise ModelError(
             f"model {model}: the directory is empty; expected config.json, safetensors and tokenizer files"
         )
+    return directory
 
 
 def _check_architecture(model: str | Path, config: Any, mapping: Any, wanted: str) -> None:

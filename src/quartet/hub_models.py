@@ -1,0 +1,91 @@
+"""Models on the Hugging Face Hub: distinguish hub ids from paths, and find or download their files. Does not import torch."""
+
+from __future__ import annotations
+
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from quartet.errors import ModelError
+
+if TYPE_CHECKING:
+    from huggingface_hub import HfApi
+
+TIMEOUT_SECONDS = 5.0
+"""Maximum seconds to connect to the hub, and to wait for each of its answers."""
+SMALL_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")
+"""Patterns of a repository's config and tokenizer files."""
+WEIGHT_FILES = ("model.safetensors", "model-*.safetensors")
+"""Patterns of the weight files that transformers loads. A repository may contain others, such as consolidated.safetensors."""
+_SUBFOLDERS = ["*/*"]
+"""Pattern of files in folders of a repository, such as weights in other formats."""
+
+
+def looks_local(model: str | Path) -> bool:
+    """Return whether a model name is a path rather than a hub id (NAME or OWNER/NAME)."""
+    text, path = str(model), Path(model)
+    # A mistyped path such as runs/nmae counts as a path if the folder runs exists.
+    in_existing_folder = len(path.parts) > 1 and Path(path.parts[0]).is_dir()
+    is_path = isinstance(model, Path) or path.exists() or in_existing_folder
+    return is_path or text.startswith((".", "/", "~")) or text.count("/") > 1 or "//" in text
+
+
+def hub_directory(model: str, weights: bool = True) -> Path:
+    """Return the directory of a hub model's files in the local cache. Download those that are missing.
+
+    A model that is in the cache is used as it is: the hub is not asked for a newer revision. Without ``weights`` only config and
+    tokenizer files are needed. Raises ModelError if the hub has no such model, does not allow access, or cannot be reached.
+    """
+    from httpx2 import HTTPError
+    from huggingface_hub import HfApi, errors
+
+    hub = HfApi()
+    patterns = [*SMALL_FILES, *(WEIGHT_FILES if weights else ())]
+    if (cached := _cached(hub, model, patterns, weights)) is not None:
+        return cached
+    try:
+        files = [file.rfilename for file in hub.model_info(model, timeout=TIMEOUT_SECONDS).siblings or ()]
+        if not any(fnmatch(file, pattern) for file in files for pattern in WEIGHT_FILES):
+            raise ModelError(
+                f"{model}: the model on the hub has no safetensors files; convert it: load it with transformers, save it with "
+                "save_pretrained, and give that directory"
+            )
+        return Path(
+            hub.snapshot_download(
+                model, etag_timeout=TIMEOUT_SECONDS, allow_patterns=patterns, ignore_patterns=_SUBFOLDERS
+            )
+        )
+    except ModelError:
+        raise
+    except errors.GatedRepoError:
+        raise ModelError(
+            f"{model}: access to this model must be granted; accept its terms on its page, and log in with `hf auth login` "
+            "or set HF_TOKEN"
+        ) from None
+    except (errors.RepositoryNotFoundError, errors.HFValidationError):
+        raise ModelError(
+            f"{model}: no such directory, and no such model on the hub; correct the name. For a private model, log in with "
+            "`hf auth login` or set HF_TOKEN"
+        ) from None
+    except (OSError, HTTPError) as error:
+        reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        raise ModelError(
+            f"{model}: no such directory, not in the local cache, and the hub cannot be reached ({reason[:200]}); correct the "
+            f"path, or run `hf download {model} --local-dir DIRECTORY` on a machine with internet access, copy the "
+            "directory here, and give its path"
+        ) from None
+
+
+def _cached(hub: HfApi, model: str, patterns: list[str], weights: bool) -> Path | None:
+    """Return the directory of a model in the cache if it has these files."""
+    from huggingface_hub import errors
+
+    try:
+        directory = Path(
+            hub.snapshot_download(model, local_files_only=True, allow_patterns=patterns, ignore_patterns=_SUBFOLDERS)
+        )
+    except (errors.LocalEntryNotFoundError, errors.IncompleteSnapshotError, errors.HFValidationError):
+        return None
+    # Caches of earlier releases of huggingface_hub do not say which files are missing.
+    has_weights = any(list(directory.glob(pattern)) for pattern in WEIGHT_FILES)
+    return directory if (directory / "config.json").is_file() and (has_weights or not weights) else None
