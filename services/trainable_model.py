@@ -8,6 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
+import structlog
+
 from quartet.config import TrainedModelConfig
 from quartet.durable_files import checkpoint_path, confine_path, describe_files
 from quartet.errors import FailedPrecondition
@@ -24,10 +26,12 @@ from quartet.models.training.update_idempotency import UpdateLog
 from quartet.models.training.update_memory import UpdateMemory
 from quartet.models.weights.freezing import freeze_parameters
 from quartet.models.weights.loading import count_parameters, load_tokenizer, tokenizer_fingerprint
-from quartet.models.weights.lora import Adapter, add_adapter
+from quartet.models.weights.lora import Adapter, add_adapter, matrices_without_adapter
 from quartet.models.weights.snapshot import Writer, write_model
 from quartet.services.memory_budget import MemoryBudget, UpdateLimits, find_budget, free_bytes
 from quartet.types import Role, SavedFile, SaveKind, ServiceStatus, UpdateResult
+
+log = structlog.get_logger()
 
 
 class TrainableModel(ABC):
@@ -105,6 +109,8 @@ class TrainableModel(ABC):
             if lora
             else None
         )
+        if self._adapter is not None and (left_out := matrices_without_adapter(self._adapted())):
+            log.info("LoRA: matrices without an adapter", role=str(self.role), matrices=left_out)
         freeze_parameters(self._model, config.freeze)
         self._optimizer = create_optimizer(
             self._model, config.learning_rate, optimizer.betas, optimizer.eps, optimizer.weight_decay

@@ -44,7 +44,8 @@ class LoraConfig(Section):
     alpha: Positive = 16.0
     """Scaling: the output of the adapter is multiplied by alpha / rank."""
     target_modules: tuple[str, ...] = ()
-    """Names of the linear layers with an adapter, such as q_proj. Empty: all linear layers of the decoder."""
+    """Names of the linear layers with an adapter, such as q_proj, or of parameters of experts, such as experts.down_proj. Empty:
+    all linear layers and experts of the decoder, without routers."""
 
 
 class TrainedModelConfig(Section):

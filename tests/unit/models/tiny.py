@@ -15,6 +15,8 @@ from quartet.types import GenerationRequest, SamplingParameters, TokenBatch, Tra
 VOCABULARY = 61
 EOS = 1
 KINDS = ("llama", "gpt2", "gpt_neox", "qwen2")
+MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss")
+"""Mixture-of-experts models. Their experts are parameters with three dimensions."""
 
 
 def config(kind: str, **changes: Any) -> Any:
@@ -38,6 +40,30 @@ def config(kind: str, **changes: Any) -> Any:
         "gpt2": {"n_inner": 48},
         "bloom": {},
         "bert": {"intermediate_size": 48},
+        "mixtral": {"intermediate_size": 24, "num_key_value_heads": 2, "num_local_experts": 4},
+        "qwen2_moe": {
+            "intermediate_size": 48,
+            "moe_intermediate_size": 24,
+            "shared_expert_intermediate_size": 24,
+            "num_key_value_heads": 2,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+        },
+        "qwen3_moe": {
+            "intermediate_size": 48,
+            "moe_intermediate_size": 24,
+            "head_dim": 8,
+            "num_key_value_heads": 2,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+        },
+        "gpt_oss": {
+            "intermediate_size": 24,
+            "head_dim": 8,
+            "num_key_value_heads": 2,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+        },
     }[kind]
     return transformers.AutoConfig.for_model(kind, **{**common, **own, **changes})
 

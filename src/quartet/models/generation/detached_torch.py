@@ -21,5 +21,7 @@ class DetachedTorchEngine(TorchEngine):
     @torch.no_grad()
     def weights_changed(self) -> None:
         """Copy the policy's weights. Must not be called during a generation."""
-        for copied, learned in zip(self._model.parameters(), self._learner.parameters(), strict=True):
-            copied.copy_(learned)
+        # By name: a forward pass with an adapter on experts changes the order of their parameters.
+        learned = dict(self._learner.named_parameters())
+        for name, copied in self._model.named_parameters():
+            copied.copy_(learned[name])

@@ -2,6 +2,10 @@
 
 A linear layer with weight W computes W x + (alpha / rank) B A x, and only A and B are trained. peft replaces layers of the model
 in place, so callers keep using the same model object and class.
+
+Mixture-of-experts models keep the weights of all experts of a layer in one parameter, [experts, outputs, inputs] or
+[experts, inputs, outputs]. Each expert gets its own A and B. peft adds (alpha / rank) B A to such a parameter during the forward
+pass, in the model's dtype.
 """
 
 from __future__ import annotations
@@ -10,6 +14,7 @@ import contextlib
 import hashlib
 import json
 import math
+import threading
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -31,6 +36,12 @@ WEIGHTS_FILE = "adapter_model.safetensors"
 
 _NAME = "default"
 _EXAMPLES = 8
+_EXPERT_NAMES = {"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"}
+"""Target modules that peft replaces by parameters of experts in some mixture-of-experts models, because their layers of these
+names were experts in transformers 4. Linear layers with these names are therefore targeted by their parameter."""
+_computing_experts = threading.RLock()
+"""Held while a forward pass adds an adapter to a parameter. torch caches the sums of all threads in one global table, which it
+clears only when no thread uses it."""
 
 
 class Adapter:
@@ -81,10 +92,18 @@ class Adapter:
         return write
 
     def matrices(self) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
-        """Yield each layer's name, A [rank, inputs], and B [outputs, rank] times alpha / rank, as fp32 copies in host memory."""
+        """Yield each layer's name, A [rank, inputs], and B [outputs, rank] times alpha / rank, as fp32 copies in host memory.
+
+        Raises ModelError if a parameter of experts has an adapter, which has no single A and B.
+        """
         for name, layer in _layers(self.model).items():
+            if not hasattr(layer.get_base_layer(), "weight"):
+                raise ModelError(
+                    f"lora: {name} is a parameter of experts, and this engine supports adapters of linear layers only; "
+                    "set actor.lora.target_modules to linear layers, or rollout.engine torch"
+                )
             a, b = layer.lora_A[_NAME].weight, layer.lora_B[_NAME].weight
-            yield name, host_copy(a.float()), host_copy(b.float() * layer.scaling[_NAME])
+            yield name.removesuffix(".weight"), host_copy(a.float()), host_copy(b.float() * layer.scaling[_NAME])
 
     def read(self, directory: Path) -> None:
         """Restore the weights of a ``snapshot`` in ``directory`` in place. Raises ModelError.
@@ -110,11 +129,9 @@ class Adapter:
         layers = _layers(self.model)
         state = {}
         for name, value in host_state(self.model).items():
-            owner, below, leaf = name.rpartition(".base_layer.")
-            if below and owner in layers:
-                state[f"{owner}.{leaf}"] = _merged_weight(layers[owner]) if leaf == "weight" else value
-            elif ".lora_" not in name:
-                state[name] = value
+            if ".lora_" not in name:
+                own = _without_wrappers(name)
+                state[own] = _merged_weight(layers[own]) if own in layers else value
         return state
 
     def _check_fit(self, directory: Path, tensors: dict[str, torch.Tensor]) -> None:
@@ -145,18 +162,25 @@ def add_adapter(
 ) -> Adapter:
     """Add an adapter to a transformers model and freeze everything else. B starts at 0, so the model's outputs do not change.
 
-    ``base`` is the checkpoint's name or path. ``target_modules`` are full names of linear layers or their last parts
-    (``q_proj``). Defaults to every linear layer except the vocabulary projection. A starts uniform in ±1/√inputs, as in peft,
-    from a random stream of (seed, name of the layer). Raises ModelError if a name matches no linear layer.
+    ``base`` is the checkpoint's name or path. ``target_modules`` are full names of linear layers and of parameters of experts, or
+    their last parts (``q_proj``, ``experts.down_proj``). Defaults to every linear layer except the vocabulary projection, and all
+    experts. A starts uniform in ±1/√inputs, as in peft, from a random stream of (seed, name of the layer). Raises ModelError if a
+    name matches neither.
     """
     import peft
 
-    layers = _targets(model, target_modules)
+    layers, parameters = _targets(model, target_modules)
+    if parameters:
+        # See _EXPERT_NAMES.
+        renamed = {name for name in layers if name.rpartition(".")[2] in _EXPERT_NAMES}
+        layers -= renamed
+        parameters |= {f"{name}.weight" for name in renamed}
     settings = peft.LoraConfig(
         r=rank,
         # peft's type is int, but its formula accepts any number. Integral values are written as int, as other tools do.
         lora_alpha=int(alpha) if alpha == int(alpha) else alpha,  # type: ignore[arg-type]
-        target_modules=sorted(_names_of(model, layers)),
+        target_modules=sorted(_short_names(layers, {name for name, _ in model.named_modules()}, 1)),
+        target_parameters=sorted(_short_names(parameters, {name for name, _ in model.named_parameters()}, 2)) or None,
         task_type="FEATURE_EXTRACTION" if model.get_output_embeddings() is None else "CAUSAL_LM",
     )
     adapter = Adapter(_on(model, settings), base)
@@ -164,9 +188,28 @@ def add_adapter(
         for name, layer in _layers(model).items():
             matrix = layer.lora_A[_NAME].weight
             bound = 1 / math.sqrt(matrix.shape[1])
-            start = torch.empty(matrix.shape).uniform_(-bound, bound, generator=_generator(seed, name))
+            start = torch.empty(matrix.shape).uniform_(
+                -bound, bound, generator=_generator(seed, name.removesuffix(".weight"))
+            )
             matrix.copy_(start)
     return adapter
+
+
+def matrices_without_adapter(model: Any) -> list[str]:
+    """Return the names of the matrices that have no adapter, except embeddings, the vocabulary projection and biases.
+
+    Numbers in the names are replaced by ``*``, so layers share an entry.
+    """
+    known = {id(_weight(layer)) for layer in _layers(model).values()}
+    known |= {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    projection = model.get_output_embeddings()
+    known |= {id(projection.weight)} if projection is not None else set()
+    left_out = [
+        _without_wrappers(name)
+        for name, parameter in model.named_parameters()
+        if parameter.ndim > 1 and not name.endswith("bias") and ".lora_" not in name and id(parameter) not in known
+    ]
+    return sorted({".".join("*" if part.isdigit() else part for part in name.split(".")) for name in left_out})
 
 
 def is_adapter(model: str | Path) -> bool:
@@ -238,59 +281,94 @@ def _on(model: Any, settings: peft.LoraConfig) -> Any:
     for _, parameter in model.named_parameters(remove_duplicate=False):
         uses[id(parameter)] = uses.get(id(parameter), 0) + 1
     for name, layer in _layers(model).items():
-        if uses[id(layer.get_base_layer().weight)] > 1:
+        if uses[id(_weight(layer))] > 1:
             raise ModelError(
-                f"target module {name}: its weight is shared with another layer (tied) and cannot have an adapter; leave it out"
+                f"target module {name.removesuffix('.weight')}: its weight is shared with another layer (tied) and cannot have "
+                "an adapter; leave it out"
             )
+        if hasattr(layer, "parameter_name"):
+            layer.register_forward_pre_hook(_start_sum)
+            layer.register_forward_hook(_end_sum, always_call=True)
     return wrapped
 
 
+def _start_sum(*_: Any) -> None:
+    _computing_experts.acquire()
+
+
+def _end_sum(*_: Any) -> None:
+    _computing_experts.release()
+
+
 def _layers(model: nn.Module) -> dict[str, Any]:
-    """Return the layers that have an adapter, by name."""
+    """Return the layers that have an adapter, by the name of the adapted parameter in the base model."""
     from peft.tuners.lora import LoraLayer
 
-    return {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
+    return {
+        _without_wrappers(f"{name}.{getattr(module, 'parameter_name', 'weight')}"): module
+        for name, module in model.named_modules()
+        if isinstance(module, LoraLayer)
+    }
 
 
-def _targets(model: Any, target_modules: Sequence[str]) -> dict[str, Any]:
-    """Return the linear layers that get an adapter, by name. Raises ModelError."""
+def _without_wrappers(name: str) -> str:
+    """Return the name in the base model of a parameter of a layer that peft wraps, once or several times."""
+    return ".".join(part for part in name.split(".") if part != "base_layer")
+
+
+def _weight(layer: Any) -> torch.Tensor:
+    """Return the parameter that an adapter's layer adapts."""
+    parameter: torch.Tensor = getattr(layer.get_base_layer(), getattr(layer, "parameter_name", "weight"))
+    return parameter
+
+
+def _targets(model: Any, target_modules: Sequence[str]) -> tuple[set[str], set[str]]:
+    """Return the names of the linear layers and of the parameters of experts that get an adapter. Raises ModelError."""
     projection = model.get_output_embeddings()
-    linear: dict[str, Any] = {
-        name: module for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)
+    modules = dict(model.named_modules())
+    linear = {name for name, module in modules.items() if isinstance(module, nn.Linear | Conv1D)}
+    experts = {
+        f"{name}.{parameter}"
+        for name, module in modules.items()
+        if not type(module).__module__.startswith("torch.nn.")
+        for parameter, value in module.named_parameters(recurse=False)
+        if value.ndim == 3
     }
     if not target_modules:
-        every = {name: module for name, module in linear.items() if module is not projection}
-        if not every:
+        every = {name for name in linear if modules[name] is not projection}
+        if not every | experts:
             raise ModelError(f"lora: {type(model).__name__} has no linear layer for an adapter")
-        return every
-    results: dict[str, Any] = {}
+        return every, experts
+    results = set[str]()
     for target in target_modules:
-        matching = [name for name, _ in model.named_modules() if _matches(name, target)]
-        if not matching or not set(matching) <= linear.keys():
-            known = sorted({name.rpartition(".")[2] for name in linear})
-            reason = "no layer has this name" if not matching else f"{matching[0]} is not a linear layer"
+        matching = {name for name in modules.keys() | experts if _matches(name, target)}
+        if not matching or not matching <= linear | experts:
+            known = sorted({name.rpartition(".")[2] for name in linear | experts})
+            reason = "no layer has this name"
+            if matching:
+                reason = f"{min(matching - linear - experts)} is not a linear layer"
             raise ModelError(
                 f"lora.target_modules {target!r}: {reason} in {type(model).__name__}; linear layers are, for example, "
                 f"{', '.join(known[:_EXAMPLES])}"
             )
-        results |= {name: linear[name] for name in matching}
-    return results
+        results |= matching
+    return results & linear, results & experts
 
 
-def _names_of(model: nn.Module, layers: dict[str, Any]) -> set[str]:
-    """Return names that match exactly these layers: their last parts if those are unambiguous, else the full names."""
-    short = {name.rpartition(".")[2] for name in layers}
-    matched = {name for name, _ in model.named_modules() if any(_matches(name, target) for target in short)}
-    return short if matched == layers.keys() else set(layers)
+def _short_names(chosen: set[str], every: set[str], parts: int) -> set[str]:
+    """Return names that match exactly ``chosen``: their last ``parts`` if those are unambiguous, else the full names."""
+    short = {".".join(name.split(".")[-parts:]) for name in chosen}
+    matched = {name for name in every if any(_matches(name, target) for target in short)}
+    return short if matched == chosen else chosen
 
 
 def _matches(name: str, target: str) -> bool:
-    """Return whether a target matches a module name, by peft's rule."""
+    """Return whether a target matches the name of a module or parameter, by peft's rule."""
     return name == target or name.endswith(f".{target}")
 
 
 def _merged_weight(layer: Any) -> torch.Tensor:
-    weight = layer.get_base_layer().weight.detach()
+    weight = _weight(layer).detach()
     with torch.no_grad():
         merged: torch.Tensor = weight.float() + layer.get_delta_weight(_NAME)
     return merged.to(weight.dtype).cpu()
