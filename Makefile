@@ -16,12 +16,13 @@ DURABILITY_ARGS ?=
 GATEWAY_ARGS ?=
 BENCHMARK_ARGS ?=
 FUZZ_ARGS ?=
+ARCHITECTURES_ARGS ?=
 REVIEW_RUNS := $(addprefix runs/reviews-,ppo reinforce rloo grpo dr-grpo reinforce-plus-plus lora)
 PYTEST := $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .PHONY: help demo test test-fast test-all test-e2e chaos faults soak durability-cost startup end-to-end generation precision gpu update growth \
-	transport buffer gae orchestration gateway-load gateway-metrics browser screenshots fuzz-api fuzz-rpc helm-golden \
+	transport buffer gae orchestration architectures gateway-load gateway-metrics browser screenshots fuzz-api fuzz-rpc helm-golden \
 	helm-schema e2e-compose check docs docs-reference wheel format proto acceptance parity engines clean
 .DEFAULT_GOAL := help
 
@@ -205,6 +206,9 @@ $(ENGINES)/.installed: pyproject.toml constraints.txt
 	$(ENGINES)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > \
 		$$($(TRITON)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/engines.pth
 	@touch $@
+
+architectures: $(VENV)/.installed-dev ## Compare tiny models of many architectures with plain transformers; write docs/reference/architectures.md
+	$(BIN)/python -m tests.architectures $(ARCHITECTURES_ARGS)
 
 engines: $(ENGINES)/.installed ## Test every generation engine against one contract, Triton's with a real server
 	QUARTET_TRITON_PYTHON=$(TRITON)/bin/python $(ENGINES)/bin/python -m pytest tests/engines $(PYTEST_ARGS)

@@ -13,6 +13,7 @@ from quartet.buffer.rollout_stream import RolloutStream
 from quartet.config import Config, ServiceConfig
 from quartet.errors import ConfigError
 from quartet.models.torch_threads import set_num_threads
+from quartet.models.weights.loading import check_cacheable_config
 from quartet.rewards.factory import build_reward
 from quartet.rpc.compute_thread import ComputeThread
 from quartet.rpc.server import HostedRole
@@ -62,6 +63,8 @@ def _build_actor(config: Config, compute: ComputeThread, threads: int, certifica
         if off_policy
         else engine_factory(config, certificates)
     )
+    if config.rollout.engine == "torch":
+        check_cacheable_config(config.actor.model)
     actor = Actor(
         config.actor,
         device,

@@ -29,6 +29,7 @@ FILES = {
     "quartet.secret_files",
     "quartet.hub_models",
     "quartet.tokenizer_check",
+    "quartet.model_support",
     "quartet.sys_path",
     "quartet.user_code",
 }
@@ -56,6 +57,7 @@ ALLOWED: dict[str, set[str]] = {
     "quartet.missing_packages": {"quartet.errors"},
     "quartet.types": {"quartet.errors"},
     "quartet.config": {"quartet.errors"},
+    "quartet.model_support": set(),
     "quartet.random_streams": {"quartet.types"},
     "quartet.data": {"quartet.errors", "quartet.types", "quartet.random_streams"},
     "quartet.evaluation": FOUNDATION | {"quartet.data"},
@@ -71,6 +73,7 @@ ALLOWED: dict[str, set[str]] = {
         "quartet.run_directory",
         "quartet.telemetry",
         "quartet.hub_models",
+        "quartet.model_support",
         "quartet.tokenizer_check",
         "quartet.topology",
         "quartet.child_processes",
@@ -88,6 +91,7 @@ ALLOWED: dict[str, set[str]] = {
         "quartet.durable_files",
         "quartet.random_streams",
         "quartet.hub_models",
+        "quartet.model_support",
         "quartet.tokenizer_check",
     },
     "quartet.rewards": FOUNDATION

@@ -97,7 +97,7 @@ class ActorConfig(TrainedModelConfig):
     """The policy."""
 
     model: str
-    """Path or Hugging Face hub id of a causal language model."""
+    """Path or Hugging Face hub id of a causal language model. The page Tested architectures lists the model types that work."""
 
 
 class CriticConfig(TrainedModelConfig):

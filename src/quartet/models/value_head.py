@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from quartet.errors import ModelError
+from quartet.models.forward.model_capabilities import backbone as backbone_of
 from quartet.models.forward.packing import Packing, hidden_states, select_positions
 from quartet.models.weights.lora import Adapter
 from quartet.models.weights.snapshot import Writer, host_copy, host_state
@@ -35,13 +36,13 @@ class ValueModel(nn.Module):
         score = classifier.score
         head = _empty_head(score.in_features, score.bias is not None, score.weight.device)
         head.load_state_dict({name: value.float() for name, value in score.state_dict().items()})
-        return cls(classifier.base_model, head)
+        return cls(backbone_of(classifier), head)
 
     @classmethod
     def of_causal_lm(cls, model: Any) -> ValueModel:
         """Use the backbone of a causal LM, and a head of zeros, so every value starts at 0."""
         projection = model.get_output_embeddings().weight
-        return cls(model.base_model, _empty_head(projection.shape[1], True, projection.device))
+        return cls(backbone_of(model), _empty_head(projection.shape[1], True, projection.device))
 
     @classmethod
     def with_saved_head(cls, backbone: Any, directory: Path) -> ValueModel:

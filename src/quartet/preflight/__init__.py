@@ -46,7 +46,7 @@ def check_inputs(config: Config) -> list[str]:
     for key, model in config.models.items():
         role = Role(key.partition(".")[0])
         if getattr(config.services, role).address is None:
-            notes.append(check_model(key, role, model, config.rollout.max_response_tokens))
+            notes.append(check_model(key, role, model, config.rollout.max_response_tokens, config.rollout.engine))
             if model not in compared:
                 compared.add(model)
                 check_same_tokenizer(key, model, config.actor.model)

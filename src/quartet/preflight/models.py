@@ -8,6 +8,7 @@ from typing import Any
 
 from quartet.errors import ModelError
 from quartet.hub_models import hub_directory, looks_local
+from quartet.model_support import not_causal_reason, uncacheable_reason, unreadable_reason
 from quartet.tokenizer_check import check_tokenizer, first_difference
 from quartet.types import Role
 
@@ -21,8 +22,8 @@ _WRONG_ARCHITECTURES = {
 """Name endings of unsuitable architectures and the expected kind of model, by role. A critic may start from either kind."""
 
 
-def check_model(key: str, role: Role, model: str, max_response_tokens: int) -> str:
-    """Check the model of a role, and return a line that reports it. Raises ModelError."""
+def check_model(key: str, role: Role, model: str, max_response_tokens: int, engine: str = "torch") -> str:
+    """Check the model of a role, and return a line that reports it. ``engine`` is the actor's. Raises ModelError."""
     is_local = looks_local(model)
     directory = Path(model) if is_local else _hub_directory(key, model)
     if not directory.is_dir():
@@ -38,6 +39,9 @@ def check_model(key: str, role: Role, model: str, max_response_tokens: int) -> s
             )
         return f"{key} {model}: LoRA adapter on {base}, which is loaded when the {role} starts"
     description = _read_json(key, directory / "config.json")
+    reason = _unsupported_reason(role, description, engine)
+    if reason is not None:
+        raise ModelError(f"{key} {model}: {reason}")
     if is_local and not list(directory.glob("*.safetensors")):
         raise ModelError(f"{key} {model}: contains no safetensors files; save the model with save_pretrained")
     architectures = [str(name) for name in description.get("architectures") or ["unknown architecture"]]
@@ -48,7 +52,7 @@ def check_model(key: str, role: Role, model: str, max_response_tokens: int) -> s
         raise ModelError(
             f"{key} {model}: a classifier with {outputs} outputs; a reward model has exactly one: train it with num_labels=1"
         )
-    positions = description.get("max_position_embeddings")
+    positions = _positions(description)
     if isinstance(positions, int) and positions <= max_response_tokens:
         raise ModelError(
             f"{key} {model}: supports {positions} positions, and rollout.max_response_tokens {max_response_tokens} leaves none "
@@ -74,6 +78,26 @@ def _hub_directory(key: str, model: str) -> Path:
         return hub_directory(model, weights=False)
     except ModelError as error:
         raise ModelError(f"{key} {error}") from None
+
+
+def _unsupported_reason(role: Role, description: dict[str, Any], engine: str) -> str | None:
+    """Return why a service of this role cannot use a model with this config.json and what to do, or None."""
+    reason = unreadable_reason(description)
+    if reason is None and role in (Role.ACTOR, Role.REFERENCE):
+        reason = not_causal_reason(description)
+    if reason is None and role is Role.ACTOR and engine == "torch":
+        reason = uncacheable_reason(description)
+    return reason
+
+
+def _positions(description: dict[str, Any]) -> Any:
+    """Return the number of positions in config.json, or None. Older model types call it n_positions."""
+    text = description.get("text_config")
+    for part in (description, text if isinstance(text, dict) else {}):
+        for name in ("max_position_embeddings", "n_positions"):
+            if name in part:
+                return part[name]
+    return None
 
 
 def _num_outputs(description: dict[str, Any]) -> int:

@@ -15,6 +15,7 @@ import torch
 import transformers
 
 from quartet.errors import ModelError
+from quartet.models.weights import loading
 from quartet.models.weights.loading import (
     count_parameters,
     load_causal_lm,
@@ -144,7 +145,7 @@ def no_architecture(directory: Path) -> Path:
         (without_config, "config.json"),
         (broken_config, "config.json"),
         (unknown_kind, "no-such-model"),
-        (own_code, "config.json"),
+        (own_code, "model type mine needs Python code from its repository"),
         (without_weights, "weights"),
         (truncated, "weights"),
         (pickled, "weights"),
@@ -279,3 +280,15 @@ def test_concurrent_loads_leave_transformers_unchanged(tmp_path: Path) -> None:
         for loaded in [pool.submit(load_causal_lm, saved, "float32", "cpu") for _ in range(24)]:
             loaded.result()
     assert transformers.PreTrainedModel.tie_weights is before
+
+
+def test_a_model_whose_tokens_attend_to_later_tokens_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ModelError, match=r"an encoder \(bert without is_decoder: true\), whose tokens attend to later"):
+        load_causal_lm(tiny.saved(tiny.causal("bert"), tmp_path / "m"))
+    load_causal_lm(tiny.saved(tiny.causal("bert", is_decoder=True), tmp_path / "d"))
+    # An encoder that the rule does not know.
+    monkeypatch.setattr(loading, "not_causal_reason", lambda config: None)
+    with pytest.raises(ModelError, match="BertLMHeadModel predicts a token from later tokens, too"):
+        load_causal_lm(tmp_path / "m")

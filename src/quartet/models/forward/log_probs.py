@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from quartet.models.forward.batching import MicroBatch
-from quartet.models.forward.model_capabilities import device_of, vocabulary_size
+from quartet.models.forward.model_capabilities import backbone, device_of, vocabulary_size
 from quartet.models.forward.packing import hidden_states, logits_at_positions, select_positions
 from quartet.ppo.distributions import entropy, token_log_probs
 
@@ -44,7 +44,7 @@ def forward_log_probs(
             model, micro_batch.input_ids, micro_batch.predicts, micro_batch.packing, use_cache=False
         )
         return _token_outputs(logits, micro_batch.targets, temperature, entropy_use)
-    hidden = hidden_states(model.base_model, micro_batch.input_ids, micro_batch.packing)
+    hidden = hidden_states(backbone(model), micro_batch.input_ids, micro_batch.packing)
     head = model.get_output_embeddings()
 
     def compute_chunk(states: torch.Tensor, targets: torch.Tensor) -> TokenOutputs:
@@ -89,4 +89,4 @@ def _compare_head(model: Any) -> bool:
     if head is None:
         return False
     ids = torch.zeros((1, 2), dtype=torch.int64, device=device_of(model))
-    return torch.equal(model(input_ids=ids, use_cache=False).logits, head(hidden_states(model.base_model, ids)))
+    return torch.equal(model(input_ids=ids, use_cache=False).logits, head(hidden_states(backbone(model), ids)))

@@ -22,6 +22,13 @@ def attends_to_all(model: Any) -> bool:
     return set(kinds) == {"full_attention"} if kinds else getattr(config, "sliding_window", None) is None
 
 
+def backbone(model: Any) -> Any:
+    """Return the part of a model, or value model, that returns hidden states."""
+    base = model.base_model
+    # The class of a few causal LMs names a part as its base model that only their multimodal relatives have.
+    return getattr(model, "model", base) if base is model else base
+
+
 def accepts_argument(model: nn.Module, argument: str) -> bool:
     """Return whether the model's forward method has a parameter of this name."""
     kind: Any = type(model)

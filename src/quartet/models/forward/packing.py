@@ -20,7 +20,13 @@ from torch import nn
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from quartet.models.forward.model_capabilities import accepts_argument, attends_to_all, device_of, vocabulary_size
+from quartet.models.forward.model_capabilities import (
+    accepts_argument,
+    attends_to_all,
+    backbone,
+    device_of,
+    vocabulary_size,
+)
 
 MIN_LENGTH_RATIO = 0.6
 """Sequences share a block if the shortest has at least this fraction of the longest one's tokens."""
@@ -142,7 +148,7 @@ def hidden_states(backbone: Any, input_ids: torch.Tensor, packing: Packing | Non
 
 def supports_packing(model: Any) -> bool:
     """Return whether a model or value model computes the same for packed and padded sequences. Each model is tried once."""
-    base = model.base_model
+    base = backbone(model)
     if base not in _packing_checks:
         _packing_checks[base] = _is_candidate(base) and _matches_padded(base)
     return _packing_checks[base]
@@ -185,6 +191,8 @@ def _attention(
     The signature is that of attention functions in transformers.
     """
     packing: Packing = arguments.pop("packing")
+    if attention_mask is not None:
+        raise ValueError(f"{type(module).__name__} has a separate attention mask")
     # All blocks are unpacked at once. Otherwise the backward pass would make a gradient of the whole row for each block.
     unpacked = [_unpack(states.squeeze(0), packing) for states in (query, key, value)]
     outputs = []

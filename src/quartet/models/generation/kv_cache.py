@@ -13,6 +13,7 @@ import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from quartet.errors import ModelError
+from quartet.model_support import uncacheable_reason
 
 # The interface of a cache layer in transformers. Its annotations allow layers without keys.
 _CacheLayer: Any = CacheLayerMixin
@@ -175,6 +176,9 @@ def prefill_cache() -> Any:
 
 def check_cacheable(model: Any) -> None:
     """Raise ModelError if the model keeps other state than keys and values per token (recurrent or compressed state)."""
+    reason = uncacheable_reason(model.config.to_dict())
+    if reason is not None:
+        raise ModelError(f"{type(model).__name__}: {reason}")
     kinds = {type(layer) for layer in DynamicCache(config=model.config).layers}
     other = sorted(kind.__name__ for kind in kinds - {DynamicLayer, DynamicSlidingWindowLayer})
     if other:

@@ -25,12 +25,17 @@ from quartet.models.generation.sampling import sample_tokens
 from quartet.models.generation.static_decoding import StaticDecoder, unsupported_reason
 from quartet.models.generation.validation import validate_requests
 from quartet.random_streams import uniforms
-from quartet.types import FinishReason, GenerationRequest, SamplingParameters, Trajectory
+from quartet.types import FinishReason, GenerationRequest, SamplingParameters, Trajectory, TrajectoryId
 
 log = structlog.get_logger()
 
 PREFILL_TOKENS = 8192
 """Maximum number of prompt tokens in one forward pass, pads included."""
+
+TRIAL_LENGTHS, TRIAL_TOKENS = (1, 4, 2), 3
+"""Prompt lengths and response tokens of the trial of a new engine."""
+TRIAL_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.5, torch.float16: 0.2}
+"""Maximum difference of log-probs between the trial and whole sequences, in nats."""
 
 DROP_FRACTION = 1 / 8
 """Finished rows are replaced once they are at least this fraction of the batch. Until then their results are ignored."""
@@ -49,9 +54,9 @@ class TorchEngine:
     ) -> None:
         if max_concurrent_sequences < 1:
             raise InvalidRequest(f"max_concurrent_sequences {max_concurrent_sequences}: expected at least 1")
+        check_cacheable(model)
         if not accepts_argument(model, "past_key_values"):
             raise ModelError(f"{type(model).__name__}: expected a causal language model with a key-value cache")
-        check_cacheable(model)
         self._model = model
         self._stop_ids = stop_ids
         self._max_concurrent = max_concurrent_sequences
@@ -60,6 +65,7 @@ class TorchEngine:
         self._static_untried = self._capture if static is None else static
         self._static: StaticDecoder | None = None
         self._generations = 0
+        self._check_decoding()
 
     def generate(
         self,
@@ -100,6 +106,35 @@ class TorchEngine:
             for request, response_ids, log_probs, reason in slots.step():
                 prompt_ids = np.asarray(request.prompt_ids, np.int32)
                 yield Trajectory(request.id, policy_version, prompt_ids, response_ids, log_probs, reason)
+
+    @torch.inference_mode()
+    def _check_decoding(self) -> None:
+        """Raise ModelError if a trial with prompts of different lengths differs from forward passes over each whole sequence.
+
+        A model that ignores padding or positions would generate from another distribution than the one that is trained.
+        """
+        generator = np.random.default_rng(0)
+        size = vocabulary_size(self._model)
+        requests = [
+            GenerationRequest(TrajectoryId("trial", 0, index, 0), generator.integers(0, size, length).astype(np.int32))
+            for index, length in enumerate(TRIAL_LENGTHS)
+        ]
+        sampling = SamplingParameters(TRIAL_TOKENS, temperature=0.0)
+        tolerance = TRIAL_TOLERANCE[self._model.get_input_embeddings().weight.dtype]
+        slots = _Slots(self._model, frozenset(), requests, sampling, 0, len(requests), None)
+        while slots.active:
+            for request, response_ids, log_probs, _ in slots.step():
+                sequence = np.concatenate([request.prompt_ids, response_ids]).astype(np.int64)
+                input_ids = torch.from_numpy(sequence)[None].to(device_of(self._model))
+                logits = self._model(input_ids=input_ids, use_cache=False).logits[0, -1 - TRIAL_TOKENS : -1].float()
+                expected = logits.log_softmax(-1).gather(1, input_ids[0, -TRIAL_TOKENS:, None])[:, 0].cpu().numpy()
+                # The median, because in half precision a token may get other experts.
+                difference = float(np.median(np.abs(expected - log_probs)))
+                if difference > tolerance:
+                    raise ModelError(
+                        f"{type(self._model).__name__}: generation with a key-value cache and prompts of different lengths "
+                        f"differs from a forward pass over the whole sequence by {difference:.2g} nats; give another model"
+                    )
 
     def _try_static(self) -> None:
         """Use static decoding if the model supports it; otherwise log the reason."""

@@ -24,6 +24,7 @@ from transformers.models.auto.modeling_auto import (
 
 from quartet.errors import ModelError
 from quartet.hub_models import hub_directory, looks_local
+from quartet.model_support import not_causal_reason, uncacheable_reason, unreadable_reason
 from quartet.models.hf_logging import suppress_hf_logging
 from quartet.models.weights.lora import Adapter, adapter_base, adapter_chain, is_adapter, merge_adapter
 from quartet.models.weights.snapshot import Writer, host_state
@@ -38,6 +39,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 # Never run code from a checkpoint.
 _SAFE = {"trust_remote_code": False}
+_CAUSAL_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.02}
+"""Maximum difference that a later token makes to the logits of an earlier one, relative to the largest logit."""
 # transformers replaces functions of its classes while it loads. Two concurrent loads may restore each other's functions. Weights
 # then stay untied in this process.
 _loading = threading.Lock()
@@ -74,13 +77,22 @@ def load_causal_lm(model: str | Path, dtype: str = "float32", device: str = "cpu
     base, adapters = adapter_chain(model)
     with _below(model, base):
         config = _load_config(base)
+        _refuse(base, not_causal_reason(config.to_dict()))
         _check_architecture(base, config, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, "a causal language model")
         loaded = _load(base, config, transformers.AutoModelForCausalLM, dtype, device)
     for adapter in adapters:
         _merge(loaded, adapter)
     with _explained(model, "forward pass without an attention mask"), torch.inference_mode():
-        loaded(input_ids=_two_tokens(loaded))
+        _check_causal(model, loaded)
     return loaded
+
+
+def check_cacheable_config(model: str | Path) -> None:
+    """Raise ModelError if the torch engine cannot generate with a model, by its config.json. Loads no weights."""
+    _check_location(model)
+    base, _ = adapter_chain(model)
+    with _below(model, base):
+        _refuse(base, uncacheable_reason(_load_config(base).to_dict()))
 
 
 def load_reward_model(model: str | Path, dtype: str = "float32", device: str = "cpu") -> Any:
@@ -139,6 +151,18 @@ def _critic(model: str | Path, dtype: str, device: str) -> ValueModel:
             )
         return ValueModel.of_classifier(classifier)
     return ValueModel.of_causal_lm(load_causal_lm(model, dtype, device))
+
+
+def _check_causal(model: str | Path, loaded: Any) -> None:
+    """Raise ModelError if a token's logits depend on the next token, as they do in encoders."""
+    input_ids = torch.tensor([[0, 0], [0, 1]], device=loaded.get_input_embeddings().weight.device)
+    first = loaded(input_ids=input_ids).logits[:, 0].float()
+    difference = float((first[0] - first[1]).abs().max() / first.abs().max())
+    # False for NaN: scoring and generation report diverged weights.
+    if difference > _CAUSAL_TOLERANCE[loaded.get_input_embeddings().weight.dtype]:
+        raise ModelError(
+            f"model {model}: {type(loaded).__name__} predicts a token from later tokens, too; give a causal language model"
+        )
 
 
 def _two_tokens(model: Any) -> torch.Tensor:
@@ -215,6 +239,8 @@ def _is_generic(directory: Path) -> bool:
 def _load_config(model: str | Path) -> Any:
     directory = _directory(model)
     with _explained(model, "config.json"):
+        content, _ = transformers.PreTrainedConfig.get_config_dict(str(directory), **_SAFE)
+        _refuse(model, unreadable_reason(content))
         return transformers.AutoConfig.from_pretrained(str(directory), **_SAFE)
 
 
@@ -268,6 +294,11 @@ def _directory(model: str | Path, weights: bool = True) -> Path:
             f"model {model}: the directory is empty; expected config.json, safetensors and tokenizer files"
         )
     return directory
+
+
+def _refuse(model: str | Path, reason: str | None) -> None:
+    if reason is not None:
+        raise ModelError(f"model {model}: {reason}")
 
 
 def _check_architecture(model: str | Path, config: Any, mapping: Any, wanted: str) -> None:

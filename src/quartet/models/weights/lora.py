@@ -326,7 +326,7 @@ def _targets(model: Any, target_modules: Sequence[str]) -> tuple[set[str], set[s
     """Return the names of the linear layers and of the parameters of experts that get an adapter. Raises ModelError."""
     projection = model.get_output_embeddings()
     modules = dict(model.named_modules())
-    linear = {name for name, module in modules.items() if isinstance(module, nn.Linear | Conv1D)}
+    linear = {name for name, module in modules.items() if isinstance(module, nn.Linear | Conv1D) and _is_linear(module)}
     experts = {
         f"{name}.{parameter}"
         for name, module in modules.items()
@@ -353,6 +353,17 @@ def _targets(model: Any, target_modules: Sequence[str]) -> tuple[set[str], set[s
             )
         results |= matching
     return results & linear, results & experts
+
+
+@torch.inference_mode()
+def _is_linear(module: nn.Linear | Conv1D) -> bool:
+    """Return whether a layer returns one tensor. Routers of some models are linear layers that return several."""
+    if type(module).forward in (nn.Linear.forward, Conv1D.forward):
+        return True
+    try:
+        return isinstance(module(module.weight.new_zeros(1, module.weight.shape[1])), torch.Tensor)
+    except (RuntimeError, TypeError, ValueError, IndexError):
+        return False
 
 
 def _short_names(chosen: set[str], every: set[str], parts: int) -> set[str]:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from quartet.errors import Cancelled, ComputationFailed, InvalidRequest
+from quartet.errors import Cancelled, ComputationFailed, InvalidRequest, ModelError
 from quartet.models.forward.scoring import response_log_probs
 from quartet.models.generation import torch_engine as engine_module
 from quartet.models.generation.torch_engine import TorchEngine
@@ -93,8 +93,9 @@ def test_a_free_slot_is_reused_immediately(monkeypatch: pytest.MonkeyPatch) -> N
         rows.append(len(logits))
         return sample_tokens(logits, *arguments)
 
+    engine = TorchEngine(model, STOPS, 4)
     monkeypatch.setattr(engine_module, "sample_tokens", record_rows)
-    result = tiny.generated(TorchEngine(model, STOPS, 4), requests)
+    result = tiny.generated(engine, requests)
     assert sum(rows) == sum(len(t.response_ids) for t in result)
     assert rows == sorted(rows, reverse=True), "a slot was free while requests waited"
 
@@ -250,3 +251,16 @@ def test_a_sequence_may_fill_every_position() -> None:
     requests = [GenerationRequest(TrajectoryId("r", 0, 0, 0), np.array([3] * 59, np.int32))]
     result = tiny.generated(TorchEngine(tiny.causal("gpt2"), frozenset(), 4), requests, max_response_tokens=5)
     assert len(result[0].response_ids) == 5
+
+
+def test_a_model_that_ignores_padding_is_refused() -> None:
+    model = tiny.causal("gpt2")
+    TorchEngine(model, STOPS, 4)
+    forward = model.transformer.forward
+
+    def ignores(*arguments: Any, position_ids: torch.Tensor | None = None, **others: Any) -> Any:
+        return forward(*arguments, **others)
+
+    model.transformer.forward = ignores
+    with pytest.raises(ModelError, match=r"GPT2LMHeadModel: generation .* differs from a forward pass over the whole"):
+        TorchEngine(model, STOPS, 4)

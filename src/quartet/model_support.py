@@ -1,0 +1,202 @@
+"""The rule for models that Quartet cannot use, by their config.json. Does not import torch or transformers.
+
+The checks before a run and the loader share it. docs/reference/architectures.md lists the tested architectures.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import re
+from pathlib import Path
+from typing import Any
+
+TABLE = "the page Tested architectures of the documentation"
+
+_STATE_LAYERS = {
+    "mamba",
+    "mamba2",
+    "conv",
+    "recurrent",
+    "linear_attention",
+    "hybrid",
+    "hybrid_sliding",
+    "indexed_attention",
+    "deepseek_sparse_attention",
+    "qwen_sparse_attention",
+    "heavily_compressed_attention",
+    "compressed_sparse_attention",
+}
+"""Values of layer_types whose layers keep more or other state than keys and values per token."""
+
+_DEFAULT = "Qwen/Qwen3-1.7B (qwen3)"
+_ALTERNATIVES = {
+    "mamba": "EleutherAI/pythia-1.4b (gpt_neox)",
+    "mamba2": "EleutherAI/pythia-1.4b (gpt_neox)",
+    "rwkv": "EleutherAI/pythia-1.4b (gpt_neox)",
+    "falcon_mamba": "tiiuae/Falcon3-7B-Base (llama)",
+    "falcon_h1": "tiiuae/Falcon3-1B-Instruct (llama)",
+    "bamba": "ibm-granite/granite-3.3-8b-instruct (granite)",
+    "granitemoehybrid": "ibm-granite/granite-3.3-2b-instruct (granite)",
+    "jamba": "mistralai/Mistral-7B-v0.3 (mistral)",
+    "zamba": "mistralai/Mistral-7B-v0.3 (mistral)",
+    "zamba2": "HuggingFaceTB/SmolLM3-3B (smollm3)",
+    "recurrent_gemma": "google/gemma-2-2b (gemma2)",
+    "nemotron_h": "nvidia/Nemotron-Mini-4B-Instruct (nemotron)",
+    "qwen3_next": "Qwen/Qwen3-30B-A3B (qwen3_moe)",
+    "qwen3_5": "Qwen/Qwen3-4B (qwen3)",
+    "qwen3_5_text": "Qwen/Qwen3-4B (qwen3)",
+    "qwen3_5_moe": "Qwen/Qwen3-30B-A3B (qwen3_moe)",
+    "qwen3_5_moe_text": "Qwen/Qwen3-30B-A3B (qwen3_moe)",
+    "lfm2": _DEFAULT,
+    "lfm2_moe": "Qwen/Qwen3-30B-A3B (qwen3_moe)",
+    "minimax": "MiniMaxAI/MiniMax-M2 (minimax_m2)",
+    "olmo_hybrid": "allenai/OLMo-2-1124-7B (olmo2)",
+    "kimi_linear": "deepseek-ai/DeepSeek-V2-Lite (deepseek_v2)",
+    "bailing_hybrid": "deepseek-ai/DeepSeek-V2-Lite (deepseek_v2)",
+    "deepseek_v32": "deepseek-ai/DeepSeek-V2-Lite (deepseek_v2)",
+    "deepseek_v4": "deepseek-ai/DeepSeek-V2-Lite (deepseek_v2)",
+    "glm_moe_dsa": "zai-org/GLM-4.5-Air (glm4_moe)",
+    "xlstm": _DEFAULT,
+}
+"""Model types whose layers keep other state than keys and values per token, each with a transformer of its family or size. A
+config.json with layer_types decides by these instead."""
+
+_UNCACHED = {"openai-gpt", "reformer", "xlm", "xlnet", "cpmant"}
+"""Model types whose generation has no cache of keys and values, or one with other contents."""
+
+_DECODERS_OF_PAIRS = {
+    "bart",
+    "bigbird_pegasus",
+    "blenderbot",
+    "blenderbot-small",
+    "marian",
+    "mbart",
+    "moshi",
+    "musicgen",
+    "musicgen_melody",
+    "mvp",
+    "pegasus",
+    "plbart",
+    "prophetnet",
+    "trocr",
+    "whisper",
+}
+"""Model types that are the decoder of an encoder-decoder model, even when loaded as a causal language model."""
+
+_ENCODERS = {
+    "bert",
+    "bert-generation",
+    "big_bird",
+    "camembert",
+    "data2vec-text",
+    "electra",
+    "ernie",
+    "megatron-bert",
+    "rembert",
+    "roberta",
+    "roberta-prelayernorm",
+    "roc_bert",
+    "roformer",
+    "xlm-roberta",
+    "xlm-roberta-xl",
+    "xmod",
+}
+"""Model types that are encoders unless their config.json says is_decoder."""
+
+_MODALITIES = {"vision_config": "images", "audio_config": "audio", "speech_config": "audio", "video_config": "video"}
+
+
+def unreadable_reason(config: dict[str, Any]) -> str | None:
+    """Return why no service can load a model with this config.json and what to do, or None."""
+    if config.get("quantization_config"):
+        method = config["quantization_config"]
+        name = method.get("quant_method", "unknown") if isinstance(method, dict) else method
+        return (
+            f"quantised weights (quantization_config: {name}), which cannot be trained; give the checkpoint in bfloat16 or "
+            "float32 that it was made from, or dequantize it with transformers and save it with save_pretrained"
+        )
+    kind, known = config.get("model_type"), _names_in("auto_mappings.py", "CONFIG_MAPPING_NAMES")
+    if isinstance(kind, str) and known and kind not in known and kind != "gpt-sw3":
+        if config.get("auto_map"):
+            return (
+                f"model type {kind} needs Python code from its repository (auto_map), and Quartet never runs code of a "
+                f"checkpoint; give a model of a type that transformers has, see {TABLE}"
+            )
+        return (
+            f"model type {kind} is unknown to the installed transformers; give a model of a type that it has, see {TABLE}, or "
+            "correct model_type in config.json"
+        )
+    return None
+
+
+def not_causal_reason(config: dict[str, Any]) -> str | None:
+    """Return why a model with this config.json cannot be a policy, reference or causal critic and what to do, or None."""
+    kind = str(config.get("model_type", ""))
+    if config.get("is_encoder_decoder") or kind in _DECODERS_OF_PAIRS:
+        return (
+            "an encoder-decoder model, whose prompts go to a separate encoder; Quartet trains models that read prompt and "
+            f"response as one sequence: give a causal language model, such as {_DEFAULT}"
+        )
+    if kind in _ENCODERS and not config.get("is_decoder"):
+        return (
+            f"an encoder ({kind} without is_decoder: true), whose tokens attend to later tokens; give a causal language model, "
+            f"such as {_DEFAULT}"
+        )
+    names = config.get("architectures")
+    known = _names_in("modeling_auto.py", "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES")
+    if not isinstance(names, list) or not names or not known or any(name in known for name in names):
+        return None
+    extras = sorted({what for key, what in _MODALITIES.items() if config.get(key)})
+    text = config.get("text_config")
+    if extras:
+        inner = text.get("model_type") if isinstance(text, dict) else None
+        remedy = f"the language model that it is built on ({inner}), saved with save_pretrained"
+        return (
+            f"{', '.join(map(str, names))} reads {' and '.join(extras)}, too; Quartet trains on text: give "
+            f"{remedy if inner in known else f'a causal language model, such as {_DEFAULT}'}"
+        )
+    return None
+
+
+def uncacheable_reason(config: dict[str, Any]) -> str | None:
+    """Return why the torch engine cannot generate with a model with this config.json and what to do, or None."""
+    text = config.get("text_config")
+    kinds = [config, text] if isinstance(text, dict) else [config]
+    for part in kinds:
+        kind, layers = str(part.get("model_type", "")), part.get("layer_types")
+        if isinstance(layers, list) and layers:
+            other = sorted(set(map(str, layers)) & _STATE_LAYERS)
+        else:
+            other = [kind] if kind in _ALTERNATIVES else []
+        if other:
+            return (
+                f"its layers ({', '.join(other)}) keep other state than keys and values per token, so prompts of different "
+                "lengths cannot be generated in one batch; give a transformer instead, such as "
+                f"{_ALTERNATIVES.get(kind, _DEFAULT)}, or see {TABLE}"
+            )
+        if part.get("num_kv_shared_layers"):
+            return (
+                f"some of its layers use the keys and values of others (num_kv_shared_layers: {part['num_kv_shared_layers']}), "
+                f"which generation does not support; give another model, such as google/gemma-3-4b-it (gemma3), or see {TABLE}"
+            )
+        if kind in _UNCACHED:
+            return f"{kind} generates without a cache of keys and values; give a newer model, such as {_DEFAULT}, or see {TABLE}"
+    return None
+
+
+@functools.cache
+def _names_in(file: str, table: str) -> frozenset[str]:
+    """Return every quoted name in a table of transformers' auto classes, read from its source. Empty if there is none.
+
+    An import of transformers would take seconds.
+    """
+    spec = importlib.util.find_spec("transformers")
+    if spec is None or spec.origin is None:
+        return frozenset()
+    try:
+        source = (Path(spec.origin).parent / "models" / "auto" / file).read_text(encoding="utf-8")
+    except OSError:
+        return frozenset()
+    match = re.search(rf"^{table} = OrderedDict\(\n(.*?)^\)", source, re.MULTILINE | re.DOTALL)
+    return frozenset(re.findall(r'"([^"]+)"', match[1])) if match else frozenset()

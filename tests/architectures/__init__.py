@@ -1,0 +1,1 @@
+"""Comparison of tiny models of many architectures with plain transformers."""

@@ -1,0 +1,135 @@
+"""Models that cannot be used are refused by their config.json, before anything is loaded."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quartet.errors import ModelError
+from quartet.model_support import not_causal_reason, uncacheable_reason, unreadable_reason
+from quartet.preflight.models import check_model
+from quartet.types import Role
+from tests.every_case import every_case
+
+LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
+HYBRID = {"model_type": "granitemoehybrid", "architectures": ["GraniteMoeHybridForCausalLM"]}
+
+
+def saved(folder: Path, config: dict[str, Any]) -> str:
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "model.safetensors").write_bytes(b"")
+    (folder / "tokenizer.json").write_text("{}")
+    return str(folder)
+
+
+@every_case(
+    ("config", "why", "remedy"),
+    [
+        (
+            {"model_type": "mamba"},
+            "its layers (mamba) keep other state than keys and values",
+            "EleutherAI/pythia-1.4b (gpt_neox)",
+        ),
+        ({"model_type": "jamba"}, "its layers (jamba) keep other state than keys and values", "mistralai/Mistral-7B"),
+        (
+            {"model_type": "lfm2", "layer_types": ["conv", "full_attention", "conv"]},
+            "its layers (conv) keep other state than keys and values",
+            "Qwen/Qwen3-1.7B",
+        ),
+        (
+            {**HYBRID, "layer_types": ["mamba", "attention"]},
+            "its layers (mamba) keep other state than keys and values",
+            "ibm-granite/granite-3.3-2b-instruct",
+        ),
+        ({"model_type": "newer", "text_config": {"model_type": "x", "layer_types": ["linear_attention"]}}, "", "Qwen3"),
+        ({"model_type": "xlnet"}, "xlnet generates without a cache of keys and values", "give a newer model"),
+        ({"model_type": "t5", "is_encoder_decoder": True}, "an encoder-decoder model", "give a causal language model"),
+        ({"model_type": "bart", "architectures": ["BartForCausalLM"]}, "an encoder-decoder model", "Qwen3"),
+        ({"model_type": "bert", "architectures": ["BertLMHeadModel"]}, "an encoder (bert without is_decoder", "Qwen3"),
+        (
+            {
+                "model_type": "llava",
+                "architectures": ["LlavaForConditionalGeneration"],
+                "vision_config": {"hidden_size": 4},
+                "text_config": {"model_type": "llama"},
+            },
+            "LlavaForConditionalGeneration reads images, too",
+            "give the language model that it is built on (llama)",
+        ),
+        (
+            {**LLAMA, "quantization_config": {"quant_method": "gptq", "bits": 4}},
+            "quantised weights (quantization_config: gptq)",
+            "give the checkpoint in bfloat16 or float32",
+        ),
+        (
+            {"model_type": "qwen", "auto_map": {"AutoConfig": "configuration_qwen.QWenConfig"}},
+            "model type qwen needs Python code from its repository",
+            "give a model of a type that transformers has",
+        ),
+        ({"model_type": "lama"}, "model type lama is unknown", "correct model_type in config.json"),
+    ],
+)
+def test_a_policy_that_cannot_be_used_is_refused_with_reason_and_remedy(
+    config: dict[str, Any], why: str, remedy: str, tmp_path: Path
+) -> None:
+    model = saved(tmp_path / "m", {"model_type": "llama", **config})
+    if config["model_type"] == "newer":
+        assert remedy in str(uncacheable_reason(config))
+        return
+    with pytest.raises(ModelError) as caught:
+        check_model("actor.model", Role.ACTOR, model, 8)
+    assert str(caught.value).startswith(f"actor.model {model}: {why}")
+    assert remedy in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@every_case(
+    "config",
+    [
+        LLAMA,
+        {**LLAMA, "auto_map": {"AutoModel": "modeling.Model"}},
+        {**HYBRID, "layer_types": ["attention", "attention"]},
+        {"model_type": "gemma2", "architectures": ["Gemma2ForCausalLM"], "layer_types": ["sliding_attention"]},
+        {"model_type": "bert", "architectures": ["BertLMHeadModel"], "is_decoder": True},
+        {
+            "model_type": "gemma3",
+            "architectures": ["Gemma3ForConditionalGeneration"],
+            "vision_config": {},
+            "text_config": {"model_type": "gemma3_text"},
+        },
+        {"model_type": "gpt-sw3", "architectures": ["GPT2LMHeadModel"]},
+    ],
+)
+def test_usable_models_are_accepted(config: dict[str, Any]) -> None:
+    assert unreadable_reason(config) is None
+    assert not_causal_reason(config) is None
+    assert uncacheable_reason(config) is None
+
+
+def test_only_a_policy_of_the_torch_engine_needs_a_cache_per_token(tmp_path: Path) -> None:
+    model = saved(tmp_path / "m", {"model_type": "mamba", "architectures": ["MambaForCausalLM"]})
+    check_model("actor.model", Role.ACTOR, model, 8, "triton")
+    check_model("reference.model", Role.REFERENCE, model, 8)
+    with pytest.raises(ModelError, match="keep other state than keys and values"):
+        check_model("actor.model", Role.ACTOR, model, 8, "torch")
+
+
+def test_positions_under_the_name_of_older_models_are_checked(tmp_path: Path) -> None:
+    model = saved(tmp_path / "m", {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "n_positions": 8})
+    with pytest.raises(ModelError, match=r"supports 8 positions, and rollout\.max_response_tokens 8 leaves none"):
+        check_model("actor.model", Role.ACTOR, model, 8)
+
+
+def test_the_rule_imports_neither_torch_nor_transformers() -> None:
+    code = (
+        "import sys; from quartet.model_support import unreadable_reason, not_causal_reason\n"
+        "unreadable_reason({'model_type': 'x'}); not_causal_reason({'architectures': ['X']})\n"
+        "assert not {'torch', 'transformers'} & sys.modules.keys()"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
