@@ -53,6 +53,8 @@ class TensorRTLLMEngine:
                 f"rollout.engine tensorrt-llm: {error}; run the actor from the image of docker/Dockerfile.tensorrt-llm, which "
                 "has the package, or set rollout.engine torch"
             ) from None
+        if policy.adapter is not None:
+            policy.adapter.check_linear()
         self._library: Any = tensorrt_llm
         self._settings, self._policy = settings, policy
         self._llm: Any = None

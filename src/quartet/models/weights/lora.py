@@ -91,17 +91,22 @@ class Adapter:
 
         return write
 
+    def check_linear(self) -> None:
+        """Raise ModelError if parameters of experts have adapters, which engines outside this process do not support."""
+        for name, layer in _layers(self.model).items():
+            if hasattr(layer, "parameter_name"):
+                raise ModelError(
+                    f"lora: {name} gets an adapter as a parameter, and this engine supports adapters of linear layers only; set "
+                    "actor.lora.target_modules to linear layers outside the experts, or rollout.engine torch"
+                )
+
     def matrices(self) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
         """Yield each layer's name, A [rank, inputs], and B [outputs, rank] times alpha / rank, as fp32 copies in host memory.
 
         Raises ModelError if a parameter of experts has an adapter, which has no single A and B.
         """
+        self.check_linear()
         for name, layer in _layers(self.model).items():
-            if not hasattr(layer.get_base_layer(), "weight"):
-                raise ModelError(
-                    f"lora: {name} is a parameter of experts, and this engine supports adapters of linear layers only; "
-                    "set actor.lora.target_modules to linear layers, or rollout.engine torch"
-                )
             a, b = layer.lora_A[_NAME].weight, layer.lora_B[_NAME].weight
             yield name.removesuffix(".weight"), host_copy(a.float()), host_copy(b.float() * layer.scaling[_NAME])
 
