@@ -89,7 +89,6 @@ def load_causal_lm(model: str | Path, dtype: str = "float32", device: str = "cpu
 
 def check_cacheable_config(model: str | Path) -> None:
     """Raise ModelError if the torch engine cannot generate with a model, by its config.json. Loads no weights."""
-    _check_location(model)
     base, _ = adapter_chain(model)
     with _below(model, base):
         _refuse(base, uncacheable_reason(_load_config(base).to_dict()))
@@ -237,7 +236,7 @@ def _is_generic(directory: Path) -> bool:
 
 
 def _load_config(model: str | Path) -> Any:
-    directory = _directory(model)
+    directory = _directory(model, weights=False)
     with _explained(model, "config.json"):
         content, _ = transformers.PreTrainedConfig.get_config_dict(str(directory), **_SAFE)
         _refuse(model, unreadable_reason(content))
