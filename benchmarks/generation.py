@@ -24,7 +24,7 @@ import torch
 from benchmarks import machine, page
 from benchmarks.options import add_shared, page_of, parser_of, positive
 from quartet.config import load_config
-from quartet.data import PromptEncoder, encode_prompts, iterate_prompt_lines
+from quartet.data import PromptEncoder, PromptSettings, encode_prompts, iterate_prompt_lines
 from quartet.errors import QuartetError
 from quartet.models.forward.model_capabilities import vocabulary_size
 from quartet.models.generation.torch_engine import TorchEngine
@@ -92,7 +92,8 @@ def read_prompts(path: Path, tokenizer: Any, model: Any, stops: frozenset[int], 
     """Return the token ids of the first ``count`` prompts of a file. Raises DataError if the file is invalid."""
     encoder = PromptEncoder.of(tokenizer, str(path))
     lines = iterate_prompt_lines(path)
-    result = encode_prompts(path, lines, encoder, stops, vocabulary_size(model), 512, limit=count).prompts
+    settings = PromptSettings(path, str(path), max_prompt_tokens=512, limit=count)
+    result = encode_prompts(settings, lines, encoder, stops, vocabulary_size(model)).prompts
     return [prompt.token_ids for prompt in result]
 
 

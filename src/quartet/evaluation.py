@@ -16,7 +16,7 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 
 from quartet.config import Config, RolloutConfig
-from quartet.data import PromptEncoder, PromptSet, encode_prompts, iterate_prompt_lines
+from quartet.data import PromptEncoder, PromptSet, PromptSettings, encode_prompts, iterate_prompt_lines
 from quartet.errors import ComputationFailed, ConfigError
 from quartet.types import FinishReason, FloatArray, IntArray, Prompt, SamplingParameters, Trajectory, TrajectoryId
 
@@ -30,19 +30,15 @@ def read_validation_prompts(config: Config, tokenizer: Any, vocabulary_size: int
 
     Raises ConfigError.
     """
-    path = config.data.validation
-    if path is None:
-        raise ConfigError(
-            "data.validation: null, so there are no prompts to evaluate on; set it to a JSON Lines file of prompts"
-        )
+    settings = PromptSettings.for_validation(config)
+    if settings is None:
+        raise ConfigError("data.validation: null, so there are no prompts to evaluate on; set it to a file of prompts")
     return encode_prompts(
-        path,
-        iterate_prompt_lines(path),
+        settings,
+        iterate_prompt_lines(settings.path),
         PromptEncoder.of(tokenizer, config.actor.model),
         frozenset({tokenizer.eos_token_id} - {None}),
         vocabulary_size,
-        config.data.max_prompt_tokens,
-        limit=config.evaluation.max_prompts,
     )
 
 

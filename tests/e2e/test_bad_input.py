@@ -84,7 +84,7 @@ def test_a_mistyped_option_is_explained_without_a_traceback(call: Call, config: 
 @pytest.mark.parametrize(
     ("content", "mentioned"),
     [
-        (None, ("cannot be read", "No such file", "give a JSON Lines file")),
+        (None, ("cannot be read", "No such file", "give a file in JSON Lines")),
         ('{"text": "a"}\n{"text": \n', (":2: not JSON", 'expected a JSON object with "text"')),
         ('{"text": "a"}\n\n{"prompt": "b"}\n', (":3: found none of text, messages and token_ids",)),
         ('{"text": "a"}\n{"text": ""}\n', (":2: text is empty",)),

@@ -59,7 +59,7 @@ ALLOWED: dict[str, set[str]] = {
     "quartet.config": {"quartet.errors"},
     "quartet.model_support": set(),
     "quartet.random_streams": {"quartet.types"},
-    "quartet.data": {"quartet.errors", "quartet.types", "quartet.random_streams"},
+    "quartet.data": {"quartet.config", "quartet.errors", "quartet.types", "quartet.random_streams"},
     "quartet.evaluation": FOUNDATION | {"quartet.data"},
     "quartet.durable_files": {"quartet.errors", "quartet.types"},
     "quartet.run_directory": FOUNDATION | {"quartet.durable_files", "quartet.child_processes"},

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from quartet.data import (
     PromptLine,
     PromptOrder,
     PromptSet,
+    PromptSettings,
     encode_prompts,
     iterate_prompt_lines,
     read_prompt_lines,
@@ -61,6 +62,7 @@ def test_prompts_are_read_with_line_numbers_and_blank_lines_are_skipped(tmp_path
             '{"answer":{"b":true,"z":[1.5,null]},"level":3,"text":"a"}',
         ),
         ('{"token_ids": [4], "answer": "ö", "text": null}', '{"answer":"ö"}'),
+        ('{"prompt": "a", "answer": 1}', '{"answer":1,"prompt":"a"}'),
         (
             '{"answer": 2, "messages": [{"role": "user", "content": "a", "name": "b"}]}',
             '{"answer":2,"messages":[{"content":"a","name":"b","role":"user"}]}',
@@ -82,9 +84,15 @@ def test_the_fields_are_compact_json_of_everything_except_token_ids(line: str, f
         ('{"token_ids": [' + "1" * 5000 + "]}", "not JSON"),
         ('["text"]', "found list"),
         ("3", "found int"),
-        ("{}", "found none of text, messages and token_ids"),
+        ("{}", "found none of prompt, text, messages and token_ids, but nothing else"),
         ('{"text": null}', "found none"),
-        ('{"text": "a", "token_ids": [1]}', "found text and token_ids of text, messages and token_ids"),
+        ('{"question": "a", "id": 1}', "found none of prompt, text, messages and token_ids, but id, question"),
+        ('{"prompt": "a", "messages": []}', "found prompt and messages; keep one of them, or rename the others"),
+        ('{"prompt": ""}', "prompt is empty"),
+        ('{"prompt": []}', "prompt is empty"),
+        ('{"prompt": {"role": "user"}}', "prompt is not a string or a list of messages"),
+        ('{"prompt": ["a"]}', "message 1 is not an object"),
+        ('{"text": "a", "token_ids": [1]}', "found text and token_ids; keep one of them"),
         ('{"messages": [], "token_ids": [1]}', "found messages and token_ids"),
         ('{"text": "a", "score": NaN}', "not JSON (NaN is no number in JSON)"),
         ('{"text": ""}', "text is empty"),
@@ -114,7 +122,11 @@ def test_a_malformed_line_is_refused_with_file_line_and_expectation(
         read_prompt_lines(path)
     message = str(refused.value)
     assert message.startswith(f"prompts {path}:2: {problem}")
-    assert 'expected a JSON object with "text" (a string), "messages" (a list of objects with' in message
+    assert (
+        "expected a JSON object per line" in message
+        or '(a string), "messages" (a list of objects with' in message
+        or ("save the file as UTF-8" in message)
+    )
     assert "\n" not in message
 
 
@@ -142,9 +154,9 @@ def test_an_empty_file_is_refused(lines: tuple[str, ...], tmp_path: Path) -> Non
 
 
 def test_a_missing_file_and_a_directory_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"give a JSON Lines file"):
+    with pytest.raises(DataError, match=r"No such file or directory\); give a file in JSON Lines"):
         read_prompt_lines(tmp_path / "absent.jsonl")
-    with pytest.raises(DataError, match=r"give a JSON Lines file"):
+    with pytest.raises(DataError, match=r"give a file in JSON Lines"):
         read_prompt_lines(tmp_path)
 
 
@@ -156,24 +168,37 @@ def texts(batch: list[str]) -> list[list[int]]:
     return [ids_of(text) for text in batch]
 
 
-def chat(messages: list[dict[str, Any]]) -> list[int]:
+def chat(messages: list[dict[str, Any]], ending: str = "generation prompt") -> str:
     """Apply a test chat template: "ROLE:CONTENT;" for each message, then "a:"."""
     for message in messages:
         if message["role"] not in ("user", "assistant"):
             raise ValueError(f"no {message['role']} here\nand more")
-    return ids_of("".join(f"{message['role'][0]}:{message['content']};" for message in messages) + "a:")
+    written = "".join(f"{message['role'][0]}:{message['content']};" for message in messages)
+    return {"generation prompt": f"{written}a:", "open message": written[:-1], "nothing": written}[ending]
 
 
-PLAIN, CHAT = PromptEncoder("policies/a", texts), PromptEncoder("policies/a", texts, chat)
+PLAIN, CHAT = PromptEncoder("policies/a", texts), PromptEncoder("policies/a", texts, chat, texts)
+
+
+def encode(
+    lines: Iterable[PromptLine],
+    encoder: PromptEncoder,
+    stop_ids: frozenset[int] = frozenset(),
+    vocabulary: int = 128,
+    max_prompt_tokens: int = 9,
+    **settings: Any,
+) -> PromptSet:
+    chosen = PromptSettings(Path("p.jsonl"), encoder.model, max_prompt_tokens, **settings)
+    return encode_prompts(chosen, lines, encoder, stop_ids, vocabulary)
 
 
 def encoded(
-    lines: list[PromptLine], limit: int = 5, vocabulary: int = 128, encoder: PromptEncoder = PLAIN
+    lines: list[PromptLine], limit: int = 5, vocabulary: int = 128, encoder: PromptEncoder = PLAIN, **settings: Any
 ) -> PromptSet:
     """Encode prompts by character code. "$" is the end-of-sequence token."""
     if any(line.messages for line in lines):
         encoder = CHAT
-    return encode_prompts(Path("p.jsonl"), lines, encoder, frozenset({ord("$")}), vocabulary, limit)
+    return encode(lines, encoder, frozenset({ord("$")}), vocabulary, limit, **settings)
 
 
 def test_prompts_keep_their_text_ids_and_line_as_index() -> None:
@@ -194,11 +219,27 @@ def test_messages_are_formatted_by_the_chat_template_and_counted() -> None:
     assert result.notes == ["1 of 3 prompts are messages, written out by the chat template of policies/a"]
 
 
-def test_messages_that_end_with_the_assistant_are_noted() -> None:
-    answered = (USER, {"role": "assistant", "content": "oh"})
-    result = encoded([PromptLine(1, messages=answered), PromptLine(2, messages=(*answered, USER))], limit=50)
-    assert result.prompts[0].token_ids.tolist() == ids_of("u:hi;a:oh;a:")
-    assert result.notes[1] == ("1 of 2 prompts end with a message of the assistant; the response is a new one after it")
+ANSWERED = (USER, {"role": "assistant", "content": "oh"})
+
+
+def test_messages_that_end_with_the_assistant_are_refused_or_continued() -> None:
+    lines = [PromptLine(1, messages=(*ANSWERED, USER)), PromptLine(4, messages=ANSWERED)]
+    with pytest.raises(DataError, match=r"p\.jsonl:4: the last message is the assistant's; set data\.continue_final_m"):
+        encoded(lines, limit=50)
+    result = encoded(lines, limit=50, continue_final_message=True)
+    assert [prompt.token_ids.tolist() for prompt in result.prompts] == [
+        ids_of("u:hi;a:oh;u:hi;a:"),
+        ids_of("u:hi;a:oh"),
+    ]
+
+
+def test_the_chat_template_leaves_a_continued_message_open() -> None:
+    tokenizer = chatting()
+    tokenizer.chat_template = TEMPLATE.replace("{{ m.content }}", "{{ m.content }} w9")
+    messages = ({"role": "user", "content": "w8"}, {"role": "assistant", "content": "w3 w4"})
+    lines = [PromptLine(1, messages=messages)]
+    result = encode(lines, PromptEncoder.of(tokenizer, "m"), vocabulary=tiny.VOCABULARY, continue_final_message=True)
+    assert result.prompts[0].token_ids.tolist() == [5, 6, 8, 9, 6, 3, 4]
 
 
 def test_plain_text_with_a_chat_template_is_used_unchanged_and_noted() -> None:
@@ -216,7 +257,7 @@ def test_messages_without_a_chat_template_are_refused_with_advice() -> None:
     with pytest.raises(
         DataError, match=r"p\.jsonl:7: messages, but the tokenizer of policies/a has no chat template; give"
     ):
-        encode_prompts(Path("p.jsonl"), [PromptLine(7, messages=(USER,))], PLAIN, frozenset(), 128, 9)
+        encode([PromptLine(7, messages=(USER,))], PLAIN, frozenset(), 128, 9)
 
 
 def test_messages_that_the_template_refuses_are_reported_in_one_line() -> None:
@@ -253,12 +294,12 @@ def test_the_chat_template_adds_special_tokens_once_and_opens_the_response() -> 
     assert encoder.texts(["w8 w9"]) == [[5, 8, 9]]
     assert encoder.texts([]) == []
     lines = [PromptLine(1, "w8 w9"), PromptLine(2, messages=({"role": "user", "content": "w8 w9"},))]
-    result = encode_prompts(Path("p"), lines, encoder, frozenset({1}), tiny.VOCABULARY, 9)
+    result = encode(lines, encoder, frozenset({1}), tiny.VOCABULARY, 9)
     assert [prompt.token_ids.tolist() for prompt in result.prompts] == [[5, 8, 9], [5, 6, 8, 9, 7]]
     tool = PromptLine(2, messages=({"role": "tool", "content": "w8"},))
-    with pytest.raises(DataError, match=r"p:2: .* refuses these messages: no tools \(TemplateError\)"):
-        encode_prompts(Path("p"), [tool], encoder, frozenset(), tiny.VOCABULARY, 9)
-    assert PromptEncoder.of(tiny.tokenizer(), "m").chat is None
+    with pytest.raises(DataError, match=r"p\.jsonl:2: .* refuses these messages: no tools \(TemplateError\)"):
+        encode([tool], encoder, frozenset(), tiny.VOCABULARY, 9)
+    assert PromptEncoder.of(tiny.tokenizer(), "m").render is None
 
 
 UNOPENED = "the template of m writes no generation prompt: the response may begin with the assistant's header"
@@ -270,7 +311,7 @@ def test_a_template_without_a_generation_prompt_is_noted() -> None:
         tokenizer.chat_template = template
         lines = [PromptLine(1, messages=({"role": "user", "content": "w8"},))]
         encoder = PromptEncoder.of(tokenizer, "m")
-        return encode_prompts(Path("p"), lines, encoder, frozenset(), tiny.VOCABULARY, 9).notes
+        return encode(lines, encoder, frozenset(), tiny.VOCABULARY, 9).notes
 
     opening, refusing = "{% if add_generation_prompt %} w7{% endif %}", "{% else %}{{ raise_exception('no end') }}"
     assert UNOPENED not in notes(TEMPLATE)
@@ -281,20 +322,60 @@ def test_a_template_without_a_generation_prompt_is_noted() -> None:
 def test_a_text_that_repeats_the_bos_token_of_the_tokenizer_is_noted() -> None:
     encoder = PromptEncoder.of(chatting(), "m")
     lines = [PromptLine(1, "w5 w8"), PromptLine(2, "w8")]
-    result = encode_prompts(Path("p"), lines, encoder, frozenset(), tiny.VOCABULARY, 9)
+    result = encode(lines, encoder, frozenset(), tiny.VOCABULARY, 9)
     assert [prompt.token_ids.tolist() for prompt in result.prompts] == [[5, 5, 8], [5, 8]]
     assert result.notes[0].startswith("1 of 2 prompts are text that begins with the beginning-of-sequence token twice")
 
 
-def test_prompts_over_the_limit_are_dropped_and_counted() -> None:
+def test_prompts_over_the_limit_are_dropped_with_a_warning() -> None:
     result = encoded([PromptLine(n, "a" * n) for n in range(1, 9)])
     assert [len(prompt.token_ids) for prompt in result.prompts] == [1, 2, 3, 4, 5]
-    assert result.notes == ["3 of 8 prompts are over data.max_prompt_tokens 5 and dropped"]
+    assert result.notes == [
+        "warning: 3 of 8 prompts are over data.max_prompt_tokens 5 and dropped; raise it, or set data.truncation"
+    ]
+
+
+def test_more_dropped_prompts_than_allowed_are_refused() -> None:
+    lines = [PromptLine(n, "a" * n) for n in range(1, 9)]
+    assert len(encoded(lines, max_dropped_fraction=0.375).prompts) == 5
+    with pytest.raises(DataError) as refused:
+        encoded(lines, max_dropped_fraction=0.37)
+    assert str(refused.value) == (
+        "prompts p.jsonl: 3 of 8 are over data.max_prompt_tokens 5 and would be dropped, more than "
+        "data.max_dropped_fraction 0.37; raise it, or set data.truncation to left or right, or raise "
+        "data.max_dropped_fraction"
+    )
 
 
 def test_a_data_set_without_usable_prompts_is_refused() -> None:
-    with pytest.raises(DataError, match=r"all 2 are over data\.max_prompt_tokens 5; raise it"):
-        encoded([PromptLine(n, "a" * 6) for n in (1, 2)])
+    with pytest.raises(
+        DataError, match=r"all 2 of 2 are over data\.max_prompt_tokens 5 and would be dropped; raise it"
+    ):
+        encoded([PromptLine(n, "a" * 6) for n in (1, 2)], max_dropped_fraction=1.0)
+
+
+@pytest.mark.parametrize(("truncation", "kept"), [("left", "cdefg"), ("right", "abcde")])
+def test_long_prompts_are_truncated_on_either_side(truncation: str, kept: str) -> None:
+    lines = [PromptLine(1, "abcdefg"), PromptLine(2, "abcde"), PromptLine(3, token_ids=tuple(range(1, 7)))]
+    result = encoded(lines, truncation=truncation, max_dropped_fraction=0.0)
+    assert [prompt.token_ids.tolist() for prompt in result.prompts] == [
+        ids_of(kept),
+        ids_of("abcde"),
+        [2, 3, 4, 5, 6] if truncation == "left" else [1, 2, 3, 4, 5],
+    ]
+    assert result.notes == [f"2 of 3 prompts are over data.max_prompt_tokens 5 and truncated on the {truncation}"]
+
+
+def test_truncation_on_the_left_keeps_the_bos_token() -> None:
+    encoder = PromptEncoder("policies/a", lambda batch: [ids_of(f"^{text}") for text in batch], bos_id=ord("^"))
+    (prompt,) = encode([PromptLine(1, "abcdefg")], encoder, max_prompt_tokens=3, truncation="left").prompts
+    assert prompt.token_ids.tolist() == ids_of("^fg")
+
+
+def test_truncated_prompts_count_towards_a_limit() -> None:
+    lines = [PromptLine(1, "abcdef"), PromptLine(2, "b"), PromptLine(3, token_ids=(500,))]
+    result = encode(lines, PLAIN, max_prompt_tokens=5, truncation="left", limit=2)
+    assert [prompt.index for prompt in result.prompts] == [0, 1]
 
 
 def test_a_final_eos_is_removed_from_text_but_not_from_token_ids() -> None:
@@ -316,12 +397,12 @@ def test_all_final_eos_tokens_of_a_text_are_removed_except_its_first_token() -> 
 
 
 def test_messages_that_end_with_an_eos_are_used_unchanged_and_counted() -> None:
-    def closing(messages: list[dict[str, Any]]) -> list[int]:
-        return ids_of(f"{messages[-1]['content']}$")
+    def closing(messages: list[dict[str, Any]], ending: str) -> str:
+        return f"{messages[-1]['content']}{'' if ending == 'nothing' else '$'}"
 
-    encoder = PromptEncoder("policies/a", texts, closing)
+    encoder = PromptEncoder("policies/a", texts, closing, texts)
     lines = [PromptLine(1, messages=(USER,)), PromptLine(2, token_ids=(7,)), PromptLine(3, messages=(USER,))]
-    result = encode_prompts(Path("p"), lines, encoder, frozenset({ord("$")}), 128, 5)
+    result = encode(lines, encoder, frozenset({ord("$")}), 128, 5)
     assert result.prompts[0].token_ids.tolist() == ids_of("hi$")
     assert result.notes[1:] == [
         "2 of 3 prompts are messages that end with an end-of-sequence token; they are used as they are, "
@@ -332,7 +413,7 @@ def test_messages_that_end_with_an_eos_are_used_unchanged_and_counted() -> None:
 def test_texts_with_two_bos_tokens_are_counted() -> None:
     encoder = PromptEncoder("policies/a", lambda batch: [ids_of(f"^{text}") for text in batch], bos_id=ord("^"))
     lines = [PromptLine(1, "^ab"), PromptLine(2, "ab"), PromptLine(3, "a^^"), PromptLine(4, token_ids=(94, 94, 1))]
-    result = encode_prompts(Path("p"), lines, encoder, frozenset(), 128, 9)
+    result = encode(lines, encoder, frozenset(), 128, 9)
     assert result.prompts[0].token_ids.tolist() == ids_of("^^ab")
     assert result.notes == [
         "1 of 4 prompts are text that begins with the beginning-of-sequence token twice; the tokenizer adds one, "
@@ -352,9 +433,11 @@ def test_a_prompt_without_tokens_is_refused_with_its_line() -> None:
 
 def test_a_limit_selects_the_first_usable_prompts_and_reads_no_further() -> None:
     lines = [PromptLine(1, "a"), PromptLine(2, "toolong"), PromptLine(3, "b"), PromptLine(4, token_ids=(500,))]
-    result = encode_prompts(Path("p.jsonl"), lines, PLAIN, frozenset(), 128, 5, limit=2)
+    result = encode(lines, PLAIN, frozenset(), 128, 5, limit=2)
     assert [prompt.index for prompt in result.prompts] == [0, 2]
-    assert result.notes == ["1 of 3 prompts are over data.max_prompt_tokens 5 and dropped"]
+    assert result.notes == [
+        "warning: 1 of 3 prompts are over data.max_prompt_tokens 5 and dropped; raise it, or set data.truncation"
+    ]
 
 
 def test_a_large_file_is_tokenised_in_parts_while_it_is_read(tmp_path: Path) -> None:
@@ -374,7 +457,7 @@ def test_a_large_file_is_tokenised_in_parts_while_it_is_read(tmp_path: Path) -> 
         batch_sizes.append(len(batch))
         return texts(batch)
 
-    result = encode_prompts(path, counting(), PromptEncoder("m", portion), frozenset(), 128, 9)
+    result = encode(counting(), PromptEncoder("m", portion), frozenset(), 128, 9)
     assert batch_sizes == [ENCODE_LINES, ENCODE_LINES, 3]
     assert [(p.index, p.text) for p in result.prompts] == [(number, f"{number}") for number in range(count)]
 

@@ -8,7 +8,7 @@ from typing import Any
 import structlog
 
 from quartet.config import Config
-from quartet.data import PromptEncoder, PromptOrder, encode_prompts, iterate_prompt_lines
+from quartet.data import PromptEncoder, PromptOrder, PromptSettings, encode_prompts, iterate_prompt_lines
 from quartet.evaluation import read_validation_prompts
 from quartet.services.orchestrator.service_clients import ServiceStatuses, check_lengths
 from quartet.types import Prompt, Role
@@ -22,12 +22,11 @@ AddNote = Callable[[str], None]
 def training_prompts(config: Config, tokenizer: Any, statuses: ServiceStatuses, add_note: AddNote) -> PromptOrder:
     """Return the run's prompts in the order in which its steps take them. Raises ConfigError."""
     encoded = encode_prompts(
-        config.data.prompts,
+        PromptSettings.for_training(config),
         iterate_prompt_lines(config.data.prompts),
         PromptEncoder.of(tokenizer, config.actor.model),
         frozenset({tokenizer.eos_token_id} - {None}),
         statuses[Role.ACTOR].vocabulary_size,
-        config.data.max_prompt_tokens,
     )
     for line in encoded.notes:
         log.warning(line)

@@ -279,7 +279,7 @@ def demo(
 def generate(
     model: Annotated[str, typer.Argument(help="Directory of a model, run or checkpoint, or Hugging Face hub id.")],
     prompts: Annotated[Optional[list[str]], typer.Argument(metavar="PROMPT...", help="Prompts to complete.")] = None,  # noqa: UP045
-    file: Annotated[Optional[Path], typer.Option(help="JSON Lines file of prompts, instead of PROMPT.")] = None,  # noqa: UP045
+    file: Annotated[Optional[Path], typer.Option(help="File of prompts, instead of PROMPT.")] = None,  # noqa: UP045
     max_tokens: Annotated[int, typer.Option(min=1, help="Maximum length of a completion in tokens.")] = 64,
     temperature: Annotated[float, typer.Option(min=0.0, help="Sampling temperature. 0 is greedy.")] = 1.0,
     top_p: Annotated[float, typer.Option(min=0.0, max=1.0, help="Nucleus sampling probability. 1 disables it.")] = 1.0,
@@ -288,6 +288,12 @@ def generate(
     seed: Annotated[int, typer.Option(min=0, help="Random seed.")] = 0,
     device: Annotated[str, typer.Option(help="Device, such as cpu or cuda:0.")] = "cpu",
     json_lines: Annotated[bool, typer.Option("--json", help="Print one JSON object per completion.")] = False,
+    continue_final_message: Annotated[
+        bool,
+        typer.Option(
+            "--continue-final-message", help="Continue the last message of prompts that end with the assistant."
+        ),
+    ] = False,
 ) -> None:
     """Complete prompts with a model."""
     from quartet.cli.inference.generate import generate as run
@@ -304,6 +310,7 @@ def generate(
         seed,
         device,
         json_lines,
+        continue_final_message,
     )
 
 

@@ -83,7 +83,10 @@ class Messages:
         """Return the lines to print for this progress."""
         notes = progress.notes_before, list(progress.notes)
         alerts = progress.alerts_before, [(alert.step, alert.guard) for alert in progress.alerts]
-        lines = [f"note: {note}" for note in progress.notes[_num_seen(self._notes, notes) :]]
+        lines = [
+            note if note.startswith("warning: ") else f"note: {note}"
+            for note in progress.notes[_num_seen(self._notes, notes) :]
+        ]
         lines += [
             f"guard {alert.guard} ({alert.action}) after step {alert.step}: {alert.evidence}; {alert.remedy}"
             for alert in progress.alerts[_num_seen(self._alerts, alerts) :]

@@ -10,6 +10,7 @@ _NAMES_BY_KEY = {
     "run.directory": "output_dir default_local_dir explicit_log_dir log_dir save_path",
     "data.prompts": "dataset_name dataset train_files prompt_data prompt_dataset train_dataset",
     "data.validation": "val_files eval_dataset validation_dataset",
+    "data.truncation": "truncation_side truncation_mode",
     "data.max_prompt_tokens": "max_prompt_length prompt_max_len max_input_seq_length",
     "rollout.prompts_per_step": (
         "rollout_batch_size num_prompts_per_step batch_size generation_batch_size num_rollout_samples"

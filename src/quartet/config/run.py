@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 
-from quartet.config.section import Count, FunctionName, Name, Positive, Section, WholeNumber
+from quartet.config.section import Count, Fraction, FunctionName, Name, Positive, Section, WholeNumber
 
 
 class RunConfig(Section):
@@ -27,12 +27,20 @@ class DataConfig(Section):
     """Prompts to train on and to evaluate with."""
 
     prompts: Path
-    """JSON Lines file of prompts, one object per line with `text`, `messages` or `token_ids`. Reward functions get all other
-    fields."""
+    """File of prompts: JSON Lines, CSV or Parquet. Each row has `prompt`, `text`, `messages` or `token_ids`. Reward functions get
+    all fields of the row except `token_ids`."""
     validation: Path | None = None
     """File of evaluation prompts in the same format. Null: no evaluation prompts."""
     max_prompt_tokens: Count = 512
-    """Maximum length of a prompt in tokens. Longer prompts are skipped and counted."""
+    """Maximum length of a prompt in tokens. Longer prompts are dropped and counted, or truncated."""
+    truncation: Literal["left", "right"] | None = None
+    """left: cut the start of prompts that are too long, except a BOS token. right: cut their end, with the generation prompt of
+    messages. Null: drop them."""
+    max_dropped_fraction: Fraction = 0.5
+    """Maximum fraction of prompts to drop because they are too long. The run does not start if there are more. With 1 it only
+    needs one prompt that is short enough."""
+    continue_final_message: bool = False
+    """Let the policy continue the last message of prompts that end with the assistant. False: such prompts are refused."""
 
 
 class EvaluationConfig(Section):

@@ -2,36 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, fields
 from itertools import islice
-from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
+from quartet.data.prompt_files import location
 from quartet.data.prompt_lines import Message, PromptLine
+from quartet.data.prompt_settings import PromptSettings
 from quartet.errors import DataError
-from quartet.types import Prompt
+from quartet.types import IntArray, Prompt
 
 ENCODE_LINES = 1024
 """Lines per tokenizer call. The limit saves memory, because a tokenizer's output is much larger than the kept ids."""
+
+Ending = Literal["generation prompt", "open message", "nothing"]
+"""End of a chat: a generation prompt, which opens the response; the last message without its end; or no addition."""
+
+_TEXT, _CHAT, _IDS, _ENDED, _BEGUN_TWICE = 1, 2, 4, 8, 16
+"""Flags of an encoded prompt: its kind, whether it ended with a stop token, whether it begins with two BOS tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class PromptEncoder:
     """Functions that turn prompts into token ids.
 
-    ``texts`` tokenizes texts. ``chat`` tokenizes the messages of one prompt with the tokenizer's chat template; it is None
-    without a template. ``chat_unopened`` does the same without the generation prompt, which opens the response. ``bos_id`` is the
-    token that the tokenizer may add at the start of a text. ``model`` is the model of the tokenizer.
+    ``texts`` tokenizes texts, and ``chats`` tokenizes what ``render`` returns: the messages of one prompt, written out by the
+    tokenizer's chat template. ``render`` is None without a template. ``bos_id`` is the token that the tokenizer may add at the
+    start of a text. ``model`` is the model of the tokenizer.
     """
 
     model: str
     texts: Callable[[list[str]], list[list[int]]]
-    chat: Callable[[list[Message]], list[int]] | None = None
-    chat_unopened: Callable[[list[Message]], list[int]] | None = None
+    render: Callable[[list[Message], Ending], str] | None = None
+    chats: Callable[[list[str]], list[list[int]]] = lambda _: []
     bos_id: int | None = None
 
     @classmethod
@@ -42,154 +49,235 @@ class PromptEncoder:
             result: list[list[int]] = tokenizer(batch, return_attention_mask=False)["input_ids"] if batch else []
             return result
 
-        def chat(messages: list[Message], opened: bool = True) -> list[int]:
-            # No special tokens are added: the template contains a BOS if the model needs one.
-            result: list[int] = tokenizer.apply_chat_template(messages, add_generation_prompt=opened, return_dict=False)
+        def chats(batch: list[str]) -> list[list[int]]:
+            # No special tokens are added: the template writes a BOS if the model needs one.
+            options = {"add_special_tokens": False, "return_attention_mask": False}
+            result: list[list[int]] = tokenizer(batch, **options)["input_ids"] if batch else []
+            return result
+
+        def render(messages: list[Message], ending: Ending) -> str:
+            result: str = tokenizer.apply_chat_template(
+                messages,
+                tokenize=False,
+                add_generation_prompt=ending == "generation prompt",
+                continue_final_message=ending == "open message",
+            )
             return result
 
         bos_id = getattr(tokenizer, "bos_token_id", None)
-        if not getattr(tokenizer, "chat_template", None):
-            return cls(model, texts, bos_id=bos_id)
-        return cls(model, texts, chat, partial(chat, opened=False), bos_id)
+        has_template = bool(getattr(tokenizer, "chat_template", None))
+        return cls(model, texts, render if has_template else None, chats, bos_id)
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedPrompts:
+    """Token ids and contents of the prompts of a file, before ``select_prompts`` drops or truncates long ones.
+
+    ``rows`` int64 [prompts] are their lines, from 1. Prompt i has token_ids[token_ends[i - 1]:token_ends[i]], int32; its text and
+    fields are slices of ``texts`` and ``fields``, in UTF-8, in the same way. ``flags`` uint8 [prompts]. ``template``: whether the
+    tokenizer has a chat template, and whether that writes no generation prompt. ``bos_id`` is -1 without one.
+    """
+
+    rows: NDArray[np.int64]
+    flags: NDArray[np.uint8]
+    token_ids: IntArray
+    token_ends: NDArray[np.int64]
+    texts: NDArray[np.uint8]
+    text_ends: NDArray[np.int64]
+    fields: NDArray[np.uint8]
+    field_ends: NDArray[np.int64]
+    template: NDArray[np.bool_]
+    bos_id: NDArray[np.int32]
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for arrays that do not fit together."""
+        shapes = {"template": 2, "bos_id": 1}
+        dtypes = {"rows": np.int64, "token_ids": np.int32, "template": np.bool_, "bos_id": np.int32}
+        for item in fields(self):
+            array = getattr(self, item.name)
+            default = np.int64 if item.name.endswith("_ends") else np.uint8
+            if array.ndim != 1 or array.dtype != dtypes.get(item.name, default):
+                raise ValueError(f"{item.name}: {array.dtype} {array.shape}")
+            if item.name in shapes and len(array) != shapes[item.name]:
+                raise ValueError(f"{item.name}: {array.shape}")
+        for data, ends in (
+            (self.token_ids, self.token_ends),
+            (self.texts, self.text_ends),
+            (self.fields, self.field_ends),
+        ):
+            steps = np.diff(ends, prepend=0)
+            if len(ends) != len(self.rows) or len(ends) != len(self.flags) or (steps < 0).any():
+                raise ValueError("the ends do not fit the prompts")
+            if len(data) != (ends[-1] if len(ends) else 0):
+                raise ValueError("the ends do not fit the data")
+
+    @classmethod
+    def of(cls, parts: _Parts, has_template: bool, unopened: bool, bos_id: int | None) -> EncodedPrompts:
+        """Return the collected prompts as arrays."""
+        texts, fields = ([text.encode() for text in column] for column in (parts.texts, parts.fields))
+        return cls(
+            np.array(parts.rows, np.int64),
+            np.array(parts.flags, np.uint8),
+            np.concatenate([np.empty(0, np.int32), *parts.token_ids]),
+            _ends(parts.token_ids),
+            np.frombuffer(b"".join(texts), np.uint8),
+            _ends(texts),
+            np.frombuffer(b"".join(fields), np.uint8),
+            _ends(fields),
+            np.array([has_template, unopened]),
+            np.array([-1 if bos_id is None else bos_id], np.int32),
+        )
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """Numbers of tokens, int64 [prompts]."""
+        return np.diff(self.token_ends, prepend=0)
+
+    def prompt(self, number: int, ids: IntArray) -> Prompt:
+        """Return a prompt with these token ids. ``number`` counts from 0."""
+        text, content = (
+            bytes(data[ends[number - 1] if number else 0 : ends[number]]).decode()
+            for data, ends in ((self.texts, self.text_ends), (self.fields, self.field_ends))
+        )
+        return Prompt(int(self.rows[number]) - 1, ids, text, content)
+
+
+def _ends(items: list[Any]) -> NDArray[np.int64]:
+    return np.cumsum([len(item) for item in items], dtype=np.int64)
+
+
+class _Parts:
+    """Columns of encoded prompts, to which prompts are added."""
+
+    def __init__(self) -> None:
+        self.rows: list[int] = []
+        self.flags: list[int] = []
+        self.token_ids: list[IntArray] = []
+        self.texts: list[str] = []
+        self.fields: list[str] = []
+
+    def add(self, line: PromptLine, flags: int, ids: list[int]) -> None:
+        self.rows.append(line.line)
+        self.flags.append(flags)
+        self.token_ids.append(np.array(ids, np.int32))
+        self.texts.append(line.text or "")
+        self.fields.append(line.fields)
 
 
 @dataclass(frozen=True, slots=True)
 class PromptSet:
-    """Tokenized prompts, and notes for the user about their encoding."""
+    """Tokenized prompts, and notes for the user about their encoding. Warnings among the notes start with "warning: ".
+
+    ``num_messages`` is the number of prompts that are messages.
+    """
 
     prompts: list[Prompt]
     notes: list[str]
+    num_messages: int = 0
 
-
-@dataclass(slots=True)
-class _Counts:
-    """Numbers of prompts, by kind and by the change that the encoding made."""
-
-    lines: int = 0
-    texts: int = 0
-    chats: int = 0
-    too_long: int = 0
-    ended: int = 0
-    begun_twice: int = 0
-    chats_ended: int = 0
-    ids_ended: int = 0
-    after_assistant: int = 0
-    unopened: bool = False
-
-    def add_text(self, ids: list[int], stop_ids: frozenset[int], bos_id: int | None) -> list[int]:
-        """Count a text and return its ids without final stop tokens: some tokenizers add them, but a response must follow."""
-        self.lines += 1
-        self.texts += 1
-        self.begun_twice += bos_id is not None and ids[:2] == [bos_id, bos_id]
-        length = len(ids)
-        while length > 1 and ids[length - 1] in stop_ids:
-            length -= 1
-        self.ended += length < len(ids)
-        return ids[:length]
-
-    def add_given(self, line: PromptLine, ids: list[int], stop_ids: frozenset[int]) -> list[int]:
-        """Count messages or token ids, and return the ids unchanged, even if they end with a stop token."""
-        self.lines += 1
-        ended = bool(ids) and ids[-1] in stop_ids
-        if line.messages is None:
-            self.ids_ended += ended
-        else:
-            self.chats += 1
-            self.chats_ended += ended
-            self.after_assistant += line.messages[-1]["role"] == "assistant"
-        return ids
-
-    def notes(self, encoder: PromptEncoder, max_prompt_tokens: int) -> Iterator[str]:
-        """Yield one line per note for the user."""
-        of_all = f"of {self.lines} prompts"
-        if self.too_long:
-            yield f"{self.too_long} {of_all} are over data.max_prompt_tokens {max_prompt_tokens} and dropped"
-        if self.ended:
-            yield f"{self.ended} {of_all} ended with end-of-sequence tokens; they are taken off"
-        if self.begun_twice:
-            yield (
-                f"{self.begun_twice} {of_all} are text that begins with the beginning-of-sequence token twice; the tokenizer "
-                "adds one, leave it out of the text"
-            )
-        if self.chats:
-            yield f"{self.chats} {of_all} are messages, written out by the chat template of {encoder.model}"
-        if self.unopened:
-            yield (
-                f"the template of {encoder.model} writes no generation prompt: the response may begin with the "
-                "assistant's header"
-            )
-        for count, kind in ((self.chats_ended, "messages"), (self.ids_ended, "token_ids")):
-            if count:
-                yield (
-                    f"{count} {of_all} are {kind} that end with an end-of-sequence token; they are used as they are, "
-                    "and the policy continues after the end"
-                )
-        if self.after_assistant:
-            yield (
-                f"{self.after_assistant} {of_all} end with a message of the assistant; the response is a new one after it"
-            )
-        if self.texts and encoder.chat is not None:
-            yield (
-                f"the tokenizer of {encoder.model} has a chat template; {self.texts} {of_all} are plain text and used "
-                "as they are (messages would go through it)"
-            )
+    @property
+    def max_length(self) -> int:
+        """Number of tokens of the longest prompt."""
+        return max(len(prompt.token_ids) for prompt in self.prompts)
 
 
 def encode_prompts(
-    path: Path,
+    settings: PromptSettings,
     lines: Iterable[PromptLine],
     encoder: PromptEncoder,
     stop_ids: frozenset[int],
     vocabulary_size: int,
-    max_prompt_tokens: int,
-    limit: int | None = None,
 ) -> PromptSet:
-    """Tokenize and check prompts, and drop those that are too long. ``index`` of a prompt is its line, from 0.
+    """Tokenize, check and select prompts. Raises DataError, see ``encode_lines`` and ``select_prompts``."""
+    return select_prompts(encode_lines(settings, lines, encoder, stop_ids), settings, vocabulary_size)
 
-    ``limit``: maximum number of prompts. Later lines are not read. Raises DataError if a prompt has no tokens or ids outside the
-    vocabulary, if the chat template is missing or refuses its messages, or if no prompt is left.
+
+def encode_lines(
+    settings: PromptSettings,
+    lines: Iterable[PromptLine],
+    encoder: PromptEncoder,
+    stop_ids: frozenset[int],
+    show_progress: Callable[[int], None] = lambda _: None,
+) -> EncodedPrompts:
+    """Tokenize prompts, all or as many as ``settings.limit`` needs. ``show_progress`` gets the number of tokenized lines.
+
+    Raises DataError if a prompt has no tokens, ends with a message of the assistant that is not to be continued, or if the chat
+    template is missing or refuses its messages.
     """
-    prompts: list[Prompt] = []
-    counts = _Counts()
+    parts = _Parts()
+    unopened: bool | None = None
     remaining = iter(lines)
-    while len(prompts) != limit and (batch := list(islice(remaining, ENCODE_LINES))):
+    usable = 0
+    while usable != settings.limit:
+        wanted = ENCODE_LINES if settings.limit is None else min(ENCODE_LINES, settings.limit - usable)
+        batch = list(islice(remaining, wanted))
+        if not batch:
+            break
+        endings = [_ending(line, settings) for line in batch]
+        chats = [
+            _render(line.messages, encoder, ending, location(settings.path, line.line))
+            for line, ending in zip(batch, endings, strict=True)
+            if line.messages is not None
+        ]
         texts = iter(encoder.texts([line.text for line in batch if line.text is not None]))
-        for line in batch:
-            if len(prompts) == limit:
-                break
-            where = f"prompts {path}:{line.line}"
-            if line.text is not None:
-                ids = counts.add_text(next(texts), stop_ids, encoder.bos_id)
-            else:
-                ids = counts.add_given(line, _given_ids(line, encoder, where), stop_ids)
-            if line.messages is not None and counts.chats == 1:
-                counts.unopened = _is_unopened(line.messages, ids, encoder)
+        chat_ids = iter(encoder.chats(chats))
+        for line, ending in zip(batch, endings, strict=True):
+            if line.messages is not None and unopened is None and ending == "generation prompt":
+                unopened = _is_unopened(line.messages, encoder)
+            flags, ids = _with_flags(line, texts, chat_ids, stop_ids, encoder.bos_id)
             if not ids:
-                raise DataError(f"{where}: the tokenizer makes no token of it; remove the line")
-            if max(ids) >= vocabulary_size:
-                raise DataError(f"{where}: token id {max(ids)}; the policy's vocabulary is 0..{vocabulary_size - 1}")
-            if len(ids) > max_prompt_tokens:
-                counts.too_long += 1
-                continue
-            prompts.append(Prompt(line.line - 1, np.array(ids, np.int32), line.text or "", line.fields))
-    if not prompts:
+                raise DataError(
+                    f"{location(settings.path, line.line)}: the tokenizer makes no token of it; remove the line"
+                )
+            usable += settings.truncation is not None or len(ids) <= settings.max_prompt_tokens
+            parts.add(line, flags, ids)
+        show_progress(len(parts.rows))
+    return EncodedPrompts.of(parts, encoder.render is not None, bool(unopened), encoder.bos_id)
+
+
+def _with_flags(
+    line: PromptLine,
+    texts: Iterator[list[int]],
+    chats: Iterator[list[int]],
+    stop_ids: frozenset[int],
+    bos_id: int | None,
+) -> tuple[int, list[int]]:
+    """Return the flags and ids of a line. A text loses its final stop tokens: some tokenizers add them, but a response must
+    follow. Messages and token ids are returned unchanged, even if they end with a stop token."""
+    if line.text is None:
+        ids = list(line.token_ids or ()) if line.messages is None else next(chats)
+        ended = bool(ids) and ids[-1] in stop_ids
+        return (_IDS if line.messages is None else _CHAT) | (_ENDED if ended else 0), ids
+    ids = next(texts)
+    length = len(ids)
+    while length > 1 and ids[length - 1] in stop_ids:
+        length -= 1
+    begun_twice = bos_id is not None and ids[:2] == [bos_id, bos_id]
+    flags = _TEXT | (_ENDED if length < len(ids) else 0) | (_BEGUN_TWICE if begun_twice else 0)
+    return flags, ids[:length]
+
+
+def _ending(line: PromptLine, settings: PromptSettings) -> Ending:
+    """Return what follows the messages of a line. Raises DataError if the assistant's last message is not to be continued."""
+    if line.messages is None or line.messages[-1]["role"] != "assistant":
+        return "generation prompt"
+    if not settings.continue_final_message:
         raise DataError(
-            f"prompts {path}: all {counts.lines} are over data.max_prompt_tokens {max_prompt_tokens}; raise it"
+            f"{location(settings.path, line.line)}: the last message is the assistant's; set data.continue_final_message "
+            "(quartet generate: --continue-final-message) to continue it, or remove the message"
         )
-    return PromptSet(prompts, list(counts.notes(encoder, max_prompt_tokens)))
+    return "open message"
 
 
-def _given_ids(line: PromptLine, encoder: PromptEncoder, where: str) -> list[int]:
-    """Return the ids of a line, or those of its messages by the chat template."""
-    if line.messages is None:
-        return list(line.token_ids or ())
-    if encoder.chat is None:
+def _render(messages: tuple[Message, ...], encoder: PromptEncoder, ending: Ending, where: str) -> str:
+    """Return the messages as text by the chat template."""
+    if encoder.render is None:
         raise DataError(
             f"{where}: messages, but the tokenizer of {encoder.model} has no chat template; give prompts as text, "
             "or save the checkpoint with a tokenizer that has one (chat_template.jinja)"
         )
     try:
-        return encoder.chat([dict(message) for message in line.messages])
+        return encoder.render([dict(message) for message in messages], ending)
     except Exception as error:  # A template may raise anything.
         reason = next((text.strip() for text in str(error).splitlines() if text.strip()), "no reason given")
         raise DataError(
@@ -198,11 +286,108 @@ def _given_ids(line: PromptLine, encoder: PromptEncoder, where: str) -> list[int
         ) from None
 
 
-def _is_unopened(messages: Sequence[Message], ids: list[int], encoder: PromptEncoder) -> bool:
-    """Return whether the chat template gives the same ``ids`` without a generation prompt."""
-    if encoder.chat_unopened is None:
+def _is_unopened(messages: tuple[Message, ...], encoder: PromptEncoder) -> bool:
+    """Return whether the chat template writes the same text without a generation prompt."""
+    if encoder.render is None:
         return False
+    copies = [[dict(message) for message in messages] for _ in range(2)]
     try:
-        return encoder.chat_unopened([dict(message) for message in messages]) == ids
+        return encoder.render(copies[0], "generation prompt") == encoder.render(copies[1], "nothing")
     except Exception:  # A template that refuses messages without a final assistant message does distinguish the two.
         return False
+
+
+def select_prompts(encoded: EncodedPrompts, settings: PromptSettings, vocabulary_size: int | None) -> PromptSet:
+    """Return the prompts to use. ``index`` of a prompt is its line, from 0. Long prompts are dropped or truncated.
+
+    Raises DataError if a prompt has ids outside the vocabulary, unless ``vocabulary_size`` is None, or if the fraction of dropped
+    prompts exceeds ``settings.max_dropped_fraction``.
+    """
+    if vocabulary_size is not None and len(encoded.token_ids) and encoded.token_ids.max() >= vocabulary_size:
+        position = int(np.argmax(encoded.token_ids >= vocabulary_size))
+        row = int(encoded.rows[np.searchsorted(encoded.token_ends, position, side="right")])
+        raise DataError(
+            f"{location(settings.path, row)}: token id {encoded.token_ids[position]}; the policy's vocabulary is "
+            f"0..{vocabulary_size - 1}"
+        )
+    too_long = encoded.lengths > settings.max_prompt_tokens
+    dropped = int(too_long.sum()) if settings.truncation is None else 0
+    _check_dropped(dropped, len(too_long), settings)
+    prompts = []
+    starts = encoded.token_ends - encoded.lengths
+    for number, (start, end, is_long) in enumerate(zip(starts, encoded.token_ends, too_long, strict=True)):
+        ids = encoded.token_ids[start:end]
+        if is_long:
+            if settings.truncation is None:
+                continue
+            ids = _truncated(ids, settings, int(encoded.bos_id[0]))
+        prompts.append(encoded.prompt(number, ids))
+    num_messages = int(np.count_nonzero(encoded.flags & _CHAT))
+    return PromptSet(prompts, list(_notes(encoded, settings, int(too_long.sum()))), num_messages)
+
+
+def _check_dropped(dropped: int, lines: int, settings: PromptSettings) -> None:
+    fraction = settings.max_dropped_fraction
+    if dropped and (dropped == lines or dropped / lines > fraction):
+        limit = f", more than data.max_dropped_fraction {fraction:g}" if dropped < lines else ""
+        advice = "raise it, or set data.truncation to left or right"
+        raise DataError(
+            f"prompts {settings.path}: {'all ' if dropped == lines else ''}{dropped:,} of {lines:,} are over "
+            f"data.max_prompt_tokens {settings.max_prompt_tokens} and would be dropped{limit}; {advice}"
+            f"{', or raise data.max_dropped_fraction' if limit else ''}"
+        )
+
+
+def _truncated(ids: IntArray, settings: PromptSettings, bos_id: int) -> IntArray:
+    """Return the first or last ``max_prompt_tokens`` ids. A cut on the left keeps a leading BOS token."""
+    count = settings.max_prompt_tokens
+    if settings.truncation == "right":
+        return ids[:count]
+    if ids[0] == bos_id and count > 1:
+        return np.concatenate([ids[:1], ids[len(ids) - count + 1 :]])
+    return ids[len(ids) - count :]
+
+
+def _notes(encoded: EncodedPrompts, settings: PromptSettings, too_long: int) -> Iterator[str]:
+    """Yield one line per note for the user."""
+    model, flags = settings.model, encoded.flags
+    of_all = f"of {len(flags):,} prompts"
+    has_template, unopened = encoded.template
+
+    def count(*wanted: int) -> int:
+        return int(np.count_nonzero((flags & sum(wanted)) == sum(wanted)))
+
+    if too_long and settings.truncation is None:
+        yield (
+            f"warning: {too_long:,} {of_all} are over data.max_prompt_tokens {settings.max_prompt_tokens} and dropped; "
+            "raise it, or set data.truncation"
+        )
+    elif too_long:
+        yield (
+            f"{too_long:,} {of_all} are over data.max_prompt_tokens {settings.max_prompt_tokens} and truncated on the "
+            f"{settings.truncation}"
+        )
+    if ended := count(_TEXT, _ENDED):
+        yield f"{ended:,} {of_all} ended with end-of-sequence tokens; they are taken off"
+    if begun_twice := count(_BEGUN_TWICE):
+        yield (
+            f"{begun_twice:,} {of_all} are text that begins with the beginning-of-sequence token twice; the tokenizer "
+            "adds one, leave it out of the text"
+        )
+    if chats := count(_CHAT):
+        yield f"{chats:,} {of_all} are messages, written out by the chat template of {model}"
+    if unopened:
+        yield (
+            f"the template of {model} writes no generation prompt: the response may begin with the assistant's header"
+        )
+    for kind, name in ((_CHAT, "messages"), (_IDS, "token_ids")):
+        if ended := count(kind, _ENDED):
+            yield (
+                f"{ended:,} {of_all} are {name} that end with an end-of-sequence token; they are used as they are, "
+                "and the policy continues after the end"
+            )
+    if has_template and (texts := count(_TEXT)):
+        yield (
+            f"the tokenizer of {model} has a chat template; {texts:,} {of_all} are plain text and used "
+            "as they are (messages would go through it)"
+        )

@@ -19,6 +19,7 @@ CHANGEABLE_SETTINGS = (
     "run.steps",
     "run.directory",
     "data.prompts",
+    "data.max_dropped_fraction",
     "actor.gradient_checkpointing",
     "critic.gradient_checkpointing",
     "evaluation.judge",

@@ -12,7 +12,7 @@ import numpy as np
 import typer
 
 from quartet.cli.inference.saved_policy import policy_in
-from quartet.data import PromptEncoder, PromptLine, encode_prompts, read_prompt_lines
+from quartet.data import PromptEncoder, PromptLine, PromptSettings, encode_prompts, read_prompt_lines
 from quartet.errors import ConfigError, InvalidRequest
 from quartet.models.generation.torch_engine import TorchEngine
 from quartet.models.weights.loading import load_causal_lm, load_tokenizer, stop_token_ids
@@ -37,14 +37,15 @@ def generate(
     seed: int,
     device: str,
     json_lines: bool,
+    continue_final_message: bool = False,
 ) -> None:
     """Print completions. Raises ConfigError for an invalid model or invalid prompts."""
     if bool(texts) == (file is not None):
-        raise ConfigError("generate: expected either prompts as arguments or a JSON Lines file by --file")
+        raise ConfigError("generate: expected either prompts as arguments or a file by --file")
     source = file or Path("<arguments>")
     lines = read_prompt_lines(file) if file else [PromptLine(i, text) for i, text in enumerate(texts, 1)]
     try:
-        completions = complete(policy_in(model), source, lines, sampling, samples, seed, device)
+        completions = complete(policy_in(model), source, lines, sampling, samples, seed, device, continue_final_message)
     except InvalidRequest as error:
         raise ConfigError(f"generate: {error}") from None
     for item in completions:
@@ -68,20 +69,15 @@ def complete(
     samples: int = 1,
     seed: int = 0,
     device: str = "cpu",
+    continue_final_message: bool = False,
 ) -> list[Completion]:
     """Return completions in the order of the prompts. Raises ModelError, DataError, InvalidRequest."""
     tokenizer = load_tokenizer(model)
     policy = load_causal_lm(model, "float32", device)
     stops = stop_token_ids(policy, tokenizer)
     vocabulary = int(policy.get_input_embeddings().weight.shape[0])
-    prompts = encode_prompts(
-        source,
-        lines,
-        PromptEncoder.of(tokenizer, model),
-        stops,
-        vocabulary,
-        max_prompt_tokens=np.iinfo(np.int32).max,
-    ).prompts
+    settings = PromptSettings(source, model, np.iinfo(np.int32).max, continue_final_message=continue_final_message)
+    prompts = encode_prompts(settings, lines, PromptEncoder.of(tokenizer, model), stops, vocabulary).prompts
     requests = [
         GenerationRequest(TrajectoryId("generate", 1, prompt.index, sample), prompt.token_ids)
         for prompt in prompts
