@@ -28,7 +28,8 @@ from quartet.data import PromptEncoder, PromptSettings, encode_prompts, iterate_
 from quartet.errors import QuartetError
 from quartet.models.forward.model_capabilities import vocabulary_size
 from quartet.models.generation.torch_engine import TorchEngine
-from quartet.models.weights.loading import load_causal_lm, load_tokenizer, stop_token_ids
+from quartet.models.weights.loading import load_causal_lm, stop_token_ids
+from quartet.models.weights.tokenizer import load_tokenizer
 from quartet.types import GenerationRequest, SamplingParameters, TrajectoryId
 
 COUNTS = (1, 8, 64, 256)

@@ -25,7 +25,8 @@ from benchmarks.update import RepeatableUpdate, matmul_peak, policy_update_of
 from quartet.config import Config, load_config
 from quartet.errors import QuartetError
 from quartet.models.generation.torch_engine import TorchEngine
-from quartet.models.weights.loading import load_causal_lm, load_tokenizer, stop_token_ids
+from quartet.models.weights.loading import load_causal_lm, stop_token_ids
+from quartet.models.weights.tokenizer import load_tokenizer
 from quartet.types import GenerationRequest, SamplingParameters, TrajectoryId
 
 DTYPES = ("float32", "bfloat16")

@@ -75,7 +75,7 @@ def _model(kind: str, path: str | None, dtype: str) -> Any:
 
 
 def _tokenizer(config: Config) -> Any:
-    from quartet.models.weights.loading import load_tokenizer
+    from quartet.models.weights.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(config.actor.model)
     tokenizer.padding_side = "left"

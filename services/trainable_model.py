@@ -25,9 +25,10 @@ from quartet.models.training.optimizer import (
 from quartet.models.training.update_idempotency import UpdateLog
 from quartet.models.training.update_memory import UpdateMemory
 from quartet.models.weights.freezing import freeze_parameters
-from quartet.models.weights.loading import count_parameters, load_tokenizer, tokenizer_fingerprint
+from quartet.models.weights.loading import count_parameters
 from quartet.models.weights.lora import Adapter, add_adapter, matrices_without_adapter
 from quartet.models.weights.snapshot import Writer, write_model
+from quartet.models.weights.tokenizer import load_tokenizer, tokenizer_fingerprint
 from quartet.services.memory_budget import MemoryBudget, UpdateLimits, find_budget, free_bytes
 from quartet.types import Role, SavedFile, SaveKind, ServiceStatus, UpdateResult
 

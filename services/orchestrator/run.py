@@ -18,7 +18,7 @@ from quartet.config import Config
 from quartet.durable_files import storage_errors
 from quartet.errors import Cancelled, ConfigError, LeadershipConflict, QuartetError
 from quartet.evaluation import stream_name
-from quartet.models.weights.loading import load_tokenizer
+from quartet.models.weights.tokenizer import load_tokenizer
 from quartet.rpc.security.credentials import LOCAL, Credentials
 from quartet.run_directory.checkpoints import DamagedCheckpoint, read_verified_checkpoint, roll_back
 from quartet.run_directory.identity import Identity
@@ -162,7 +162,9 @@ class TrainingRun:
         """Load prompts, tokenizer and identity. Raises ConfigError."""
         config, files = self._config, self._files
         tokenizer = load_tokenizer(config.actor.model)
-        order = training_prompts(config, tokenizer, statuses, self._board.note)
+        order = training_prompts(
+            config, tokenizer, statuses, self._board.note, lambda line: self._board.update(phase=line)
+        )
         if config.evaluation.every_steps:
             self._evaluator = self._make_evaluator(tokenizer, statuses)
         started = bool(files.read_committed()) or self._checkpoints.newest(verify=False) is not None

@@ -5,7 +5,8 @@ from __future__ import annotations
 from quartet.failpoints import failpoint
 from quartet.models.forward.model_capabilities import max_positions
 from quartet.models.forward.scoring import response_log_probs
-from quartet.models.weights.loading import count_parameters, load_causal_lm, load_tokenizer, tokenizer_fingerprint
+from quartet.models.weights.loading import count_parameters, load_causal_lm
+from quartet.models.weights.tokenizer import load_tokenizer, tokenizer_fingerprint
 from quartet.types import FloatArray, Role, ServiceStatus, TokenBatch
 
 

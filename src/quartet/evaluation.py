@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any, Protocol, TypeVar
@@ -16,13 +16,23 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 
 from quartet.config import Config, RolloutConfig
-from quartet.data import PromptEncoder, PromptSet, PromptSettings, encode_prompts, iterate_prompt_lines
+from quartet.data import PromptEncoder, PromptSet, PromptSettings, load_prompts, select_prompts
 from quartet.errors import ComputationFailed, ConfigError
 from quartet.types import FinishReason, FloatArray, IntArray, Prompt, SamplingParameters, Trajectory, TrajectoryId
 
 STEP = 0
 """Step in the ids of evaluation trajectories. All evaluations use the same random numbers, which differ from those of
 training."""
+
+
+def read_training_prompts(
+    config: Config, tokenizer: Any, vocabulary_size: int, report: Callable[[str], None] = lambda _: None
+) -> PromptSet:
+    """Return the usable prompts of ``data.prompts``, tokenized for the actor. ``report`` gets lines of progress.
+
+    Raises ConfigError.
+    """
+    return _read_prompts(PromptSettings.for_training(config), tokenizer, vocabulary_size, report)
 
 
 def read_validation_prompts(config: Config, tokenizer: Any, vocabulary_size: int) -> PromptSet:
@@ -33,13 +43,19 @@ def read_validation_prompts(config: Config, tokenizer: Any, vocabulary_size: int
     settings = PromptSettings.for_validation(config)
     if settings is None:
         raise ConfigError("data.validation: null, so there are no prompts to evaluate on; set it to a file of prompts")
-    return encode_prompts(
-        settings,
-        iterate_prompt_lines(settings.path),
-        PromptEncoder.of(tokenizer, config.actor.model),
-        frozenset({tokenizer.eos_token_id} - {None}),
-        vocabulary_size,
-    )
+    return _read_prompts(settings, tokenizer, vocabulary_size)
+
+
+def _read_prompts(
+    settings: PromptSettings,
+    tokenizer: Any,
+    vocabulary_size: int,
+    report: Callable[[str], None] = lambda _: None,
+) -> PromptSet:
+    def make_encoder() -> tuple[PromptEncoder, frozenset[int]]:
+        return PromptEncoder.of(tokenizer, settings.model), frozenset({tokenizer.eos_token_id} - {None})
+
+    return select_prompts(load_prompts(settings, make_encoder, report), settings, vocabulary_size)
 
 
 def trajectory_id(run: str, prompt: Prompt) -> TrajectoryId:

@@ -30,6 +30,29 @@ def looks_local(model: str | Path) -> bool:
     return is_path or text.startswith((".", "/", "~")) or text.count("/") > 1 or "//" in text
 
 
+def model_directory(model: str | Path, weights: bool = True) -> Path:
+    """Return the directory of a checkpoint's files, which for a hub id is one of the local cache.
+
+    Without ``weights`` only config and tokenizer files are needed. Raises ModelError.
+    """
+    if not looks_local(model):
+        try:
+            return hub_directory(str(model), weights)
+        except ModelError as error:
+            raise ModelError(f"model {error}") from None
+    directory = Path(model)
+    if not directory.is_dir():
+        raise ModelError(
+            f"model {model}: no such directory (paths start at the current folder); expected a checkpoint directory or a hub id "
+            "(NAME or OWNER/NAME)"
+        )
+    if not any(directory.iterdir()):
+        raise ModelError(
+            f"model {model}: the directory is empty; expected config.json, safetensors and tokenizer files"
+        )
+    return directory
+
+
 def hub_directory(model: str, weights: bool = True) -> Path:
     """Return the directory of a hub model's files in the local cache. Download those that are missing.
 

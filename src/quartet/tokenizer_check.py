@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from quartet.adapter_files import adapter_chain
 from quartet.errors import ModelError
 
 _VOCABULARY_PATTERNS = ("tokenizer.*", "vocab*", "*.model", "*.tokenizer", "*.tiktoken", "tekken.json")
@@ -20,6 +21,15 @@ def has_tokenizer(directory: Path) -> bool:
         any(any(directory.glob(pattern)) for pattern in _VOCABULARY_PATTERNS)
         or _tokenizer_class(directory) in _BYTE_LEVEL_CLASSES
     )
+
+
+def tokenizer_location(model: str | Path) -> str | Path:
+    """Return the location of a checkpoint's tokenizer: a directory or hub id. An adapter without one uses its base model's."""
+    base, adapters = adapter_chain(model)
+    for adapter in reversed(adapters):
+        if has_tokenizer(adapter):
+            return adapter
+    return base
 
 
 def check_tokenizer(what: str, directory: Path) -> None:

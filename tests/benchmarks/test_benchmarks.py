@@ -36,7 +36,8 @@ from benchmarks.durability import cost_of, logged_seconds
 from benchmarks.options import PERFORMANCE, add_shared, page_of, parser_of
 from benchmarks.soak import KIB, Sample, faults_of, rows_of
 from quartet.config import load_config
-from quartet.models.weights.loading import load_causal_lm, load_reward_model, load_tokenizer
+from quartet.models.weights.loading import load_causal_lm, load_reward_model
+from quartet.models.weights.tokenizer import load_tokenizer
 from quartet.rpc.server import Server
 from quartet.types import Role
 

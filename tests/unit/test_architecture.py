@@ -30,6 +30,7 @@ FILES = {
     "quartet.hub_models",
     "quartet.tokenizer_check",
     "quartet.model_support",
+    "quartet.adapter_files",
     "quartet.sys_path",
     "quartet.user_code",
 }
@@ -59,13 +60,21 @@ ALLOWED: dict[str, set[str]] = {
     "quartet.config": {"quartet.errors"},
     "quartet.model_support": set(),
     "quartet.random_streams": {"quartet.types"},
-    "quartet.data": {"quartet.config", "quartet.errors", "quartet.types", "quartet.random_streams"},
+    "quartet.data": {
+        "quartet.config",
+        "quartet.tokenizer_check",
+        "quartet.errors",
+        "quartet.types",
+        "quartet.random_streams",
+    },
     "quartet.evaluation": FOUNDATION | {"quartet.data"},
     "quartet.durable_files": {"quartet.errors", "quartet.types"},
     "quartet.run_directory": FOUNDATION | {"quartet.durable_files", "quartet.child_processes"},
     "quartet.topology": {"quartet.config", "quartet.errors", "quartet.types"},
     "quartet.secret_files": {"quartet.errors"},
-    "quartet.tokenizer_check": {"quartet.errors"},
+    "quartet.adapter_files": {"quartet.errors"},
+    "quartet.tokenizer_check": {"quartet.adapter_files", "quartet.errors"},
+    "quartet.prompt_worker": {"quartet.data", "quartet.errors", "quartet.models", "quartet.sys_path"},
     "quartet.hub_models": {"quartet.errors"},
     "quartet.preflight": FOUNDATION
     | {
@@ -74,6 +83,7 @@ ALLOWED: dict[str, set[str]] = {
         "quartet.telemetry",
         "quartet.hub_models",
         "quartet.model_support",
+        "quartet.adapter_files",
         "quartet.tokenizer_check",
         "quartet.topology",
         "quartet.child_processes",
@@ -92,6 +102,7 @@ ALLOWED: dict[str, set[str]] = {
         "quartet.random_streams",
         "quartet.hub_models",
         "quartet.model_support",
+        "quartet.adapter_files",
         "quartet.tokenizer_check",
     },
     "quartet.rewards": FOUNDATION

@@ -162,7 +162,9 @@ def test_dropped_prompts_are_reported(folder: Path, tmp_path: Path, capsys: pyte
     changes = [f"data.validation={tmp_path}/some.jsonl", "data.max_prompt_tokens=2"]
     evaluate(str(folder / "trained"), folder / "runs/a/config.yaml", changes, "cpu", True, None)
     printed = capsys.readouterr()
-    assert printed.err == "1 of 2 prompts are over data.max_prompt_tokens 2 and dropped\n"
+    assert printed.err == (
+        "warning: 1 of 2 prompts are over data.max_prompt_tokens 2 and dropped; raise it, or set data.truncation\n"
+    )
     assert "eval_kl" in json.loads(printed.out)
 
 

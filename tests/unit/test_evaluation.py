@@ -260,7 +260,9 @@ def test_the_first_usable_validation_prompts_are_selected(tmp_path: Path) -> Non
     result = read_validation_prompts(config(tmp_path, path), tiny.tokenizer(), tiny.VOCABULARY)
     assert [(prompt.index, prompt.token_ids.tolist()) for prompt in result.prompts] == [(0, [3, 4]), (2, [9])]
     assert result.prompts[0].fields == '{"answer":1,"text":"w3 w4"}'
-    assert result.notes == ["1 of 3 prompts are over data.max_prompt_tokens 3 and dropped"]
+    assert result.notes == [
+        "warning: 1 of 3 prompts are over data.max_prompt_tokens 3 and dropped; raise it, or set data.truncation"
+    ]
     every = read_validation_prompts(config(tmp_path, path, count=9), tiny.tokenizer(), tiny.VOCABULARY)
     assert [prompt.index for prompt in every.prompts] == [0, 2, 3]
 

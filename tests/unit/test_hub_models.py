@@ -17,7 +17,8 @@ import pytest
 from quartet import hub_models
 from quartet.errors import ModelError
 from quartet.hub_models import hub_directory
-from quartet.models.weights.loading import load_causal_lm, load_tokenizer
+from quartet.models.weights.loading import load_causal_lm
+from quartet.models.weights.tokenizer import load_tokenizer
 from tests.unit.models import tiny
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"

@@ -34,7 +34,8 @@ def test_each_note_is_printed_once_per_orchestrator() -> None:
     messages = Messages(Path("runs/tiny"))
     assert messages.new_lines(progress(1, "a", "b")) == ["note: a", "note: b"]
     assert messages.new_lines(progress(1, "a", "b", "b")) == ["note: b"]
-    assert messages.new_lines(progress(2, "a", "b", "b")) == []
+    assert messages.new_lines(progress(1, "a", "b", "b", "warning: w")) == ["warning: w"]
+    assert messages.new_lines(progress(2, "a", "b", "b", "warning: w")) == []
     assert messages.new_lines(progress(2, "a", "resumed", "c", "d")) == [
         "note: a",
         "note: resumed",

@@ -12,13 +12,24 @@ from typing import Any
 
 import huggingface_hub.constants
 import pytest
+import tokenizers
 
 from quartet.config import Config, load_config, parse_config
 from quartet.errors import ConfigError, DataError, ModelError
 from quartet.hub_models import looks_local
 from quartet.preflight import check_inputs, unused_settings
+from quartet.tokenizer_check import first_difference
 from tests.every_case import every_case
 from tests.unit.test_child_processes import is_running
+
+
+def save_tokenizer(directory: Path) -> None:
+    words = tokenizers.models.WordLevel({word: number for number, word in enumerate("abcd?")}, unk_token="?")
+    tokenizer = tokenizers.Tokenizer(words)
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    tokenizer.save(str(directory / "tokenizer.json"))
+    description = json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "?"})
+    (directory / "tokenizer_config.json").write_text(description)
 
 
 @pytest.fixture
@@ -30,7 +41,7 @@ def models(tmp_path: Path) -> Path:
             json.dumps({"architectures": [architecture], "id2label": {"0": "score"}})
         )
         (tmp_path / name / "model.safetensors").write_bytes(b"")
-        (tmp_path / name / "tokenizer.json").write_text("{}")
+        save_tokenizer(tmp_path / name)
     (tmp_path / "prompts.jsonl").write_text('{"text": "a"}\n{"text": "b"}\n')
     return tmp_path
 
@@ -107,27 +118,94 @@ def test_validation_prompts_are_checked(models: Path) -> None:
 MESSAGES = '{"text": "a"}\n{"messages": [{"role": "user", "content": "a"}]}\n'
 
 
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %} {{ m.content }}"
+    "{% endfor %} d"
+)
+
+
 def test_messages_without_a_chat_template_are_refused(models: Path) -> None:
-    (models / "policy/tokenizer_config.json").write_text("{}")
-    with pytest.raises(DataError, match=rf"validation\.jsonl:2: messages, but the tokenizer of actor\.model {models}"):
+    with pytest.raises(
+        DataError, match=rf"validation\.jsonl:2: messages, but the tokenizer of {models}/policy has no chat"
+    ):
         check_inputs(with_validation(models, MESSAGES))
 
 
-@pytest.mark.parametrize(
-    ("file", "text"),
-    [("chat_template.jinja", ""), ("tokenizer_config.json", '{"chat_template": "{{ messages }}"}')],
-)
-def test_messages_with_a_chat_template_are_counted(file: str, text: str, models: Path) -> None:
-    (models / "policy/tokenizer_config.json").write_text("{}")
-    (models / "policy" / file).write_text(text)
-    notes = check_inputs(with_validation(models, MESSAGES))
-    assert notes[1].endswith("validation.jsonl: 2 prompts, 1 of them messages")
+def test_a_chat_template_that_refuses_a_line_is_reported_without_transformers(models: Path) -> None:
+    (models / "policy/chat_template.jinja").write_text(TEMPLATE)
+    before = set(sys.modules)
+    assert f"data.validation {models}/validation.jsonl: 2 prompts, 1 of them messages" in check_inputs(
+        with_validation(models, MESSAGES)
+    )
+    refused = MESSAGES * 300 + '{"prompt": [{"role": "tool", "content": "a"}]}\n'
+    tree = with_validation(models, refused).model_dump()
+    tree["evaluation"]["max_prompts"] = 1000
+    with pytest.raises(DataError, match=r":601: the chat template of .*policy refuses these messages: no tools"):
+        check_inputs(parse_config(tree, "test"))
+    assert not {name for name in set(sys.modules) - before if name.split(".")[0] in ("transformers", "torch")}
+
+
+def test_prompts_that_end_with_the_assistant_are_refused_unless_they_are_continued(models: Path) -> None:
+    (models / "policy/chat_template.jinja").write_text(TEMPLATE.replace(" d", ""))
+    tree = with_validation(models, '{"prompt": [{"role": "assistant", "content": "a"}]}\n').model_dump()
+    with pytest.raises(
+        DataError, match=r"validation\.jsonl:1: the last message is the assistant's; set data\.continue"
+    ):
+        check_inputs(parse_config(tree, "test"))
+    tree["data"]["continue_final_message"] = True
+    check_inputs(parse_config(tree, "test"))
+
+
+def test_prompts_that_do_not_fit_the_positions_of_a_model_are_refused(models: Path) -> None:
+    tree = with_validation(models, '{"text": "a b c"}\n').model_dump()
+    tree["rollout"]["max_response_tokens"] = 6
+    for name, key in (("policy", "max_position_embeddings"), ("reward", "n_positions")):
+        path = models / name / "config.json"
+        content = json.loads(path.read_text())
+        path.write_text(json.dumps({**content, key: 9}))
+        check_inputs(parse_config(tree, "test"))
+        path.write_text(json.dumps({**content, key: 8}))
+        with pytest.raises(
+            ConfigError,
+            match=rf"max_response_tokens 6: with the longest prompt of data\.validation, of 3 tokens, exceeds the 8 positions of "
+            rf"\w+\.model {models}/{name}; lower it, or data\.max_prompt_tokens",
+        ):
+            check_inputs(parse_config(tree, "test"))
+        path.write_text(json.dumps(content))
+
+
+def test_too_many_dropped_prompts_and_unknown_token_ids_are_refused(models: Path) -> None:
+    (models / "prompts.jsonl").write_text('{"text": "a b c"}\n' * 2 + '{"text": "a"}\n' * 2)
+    tree = config(models).model_dump()
+    tree["data"]["max_prompt_tokens"] = 2
+    warning = "warning: data.prompts: 2 of 4 prompts are over data.max_prompt_tokens 2 and dropped; raise it, or"
+    assert check_inputs(parse_config(tree, "test"))[1].startswith(warning)
+    tree["data"]["max_dropped_fraction"] = 0.4
+    with pytest.raises(
+        DataError, match=r"2 of 4 are over .* more than data\.max_dropped_fraction 0\.4; raise it, or set"
+    ):
+        check_inputs(parse_config(tree, "test"))
+    tree["data"]["truncation"] = "left"
+    assert (
+        "2 of 4 prompts are over data.max_prompt_tokens 2 and truncated" in check_inputs(parse_config(tree, "test"))[1]
+    )
+    path = models / "policy/config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "vocab_size": 2}))
+    with pytest.raises(DataError, match=r"prompts\.jsonl:1: token id 2; the policy's vocabulary is 0\.\.1"):
+        check_inputs(parse_config(tree, "test"))
+
+
+def test_a_tokenizer_that_cannot_be_loaded_is_refused(models: Path) -> None:
+    (models / "policy/tokenizer.json").write_text("{}")
+    with pytest.raises(ModelError, match=r"policy: the tokenizer cannot be used: "):
+        check_inputs(config(models))
 
 
 def test_a_missing_model_is_reported_with_its_role(models: Path) -> None:
     (models / "reward/config.json").unlink()
     (models / "reward/model.safetensors").unlink()
     (models / "reward/tokenizer.json").unlink()
+    (models / "reward/tokenizer_config.json").unlink()
     (models / "reward").rmdir()
     with pytest.raises(
         ModelError, match=rf"reward\.model {models}/reward: no such directory; expected the directory of a Hugging Face"
@@ -202,41 +280,42 @@ def test_a_hub_id_is_looked_up(models: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize(
-    ("vocabulary", "message"),
+    ("vocabulary", "difference"),
     [
         ({"a": 0, "c": 1}, "token id 1 is 'c', expected 'b'"),
         ([["a", -1.0], ["c", -2.0]], "token id 1 is 'c', expected 'b'"),
-        ({"a": 0, "b": 1, "c": 2}, None),
+        ({"a": 0, "b": 1, "c": 2}, ""),
     ],
 )
 def test_the_first_token_that_differs_between_two_tokenizers_is_named(
-    models: Path, vocabulary: Any, message: str | None
+    tmp_path: Path, vocabulary: Any, difference: str
 ) -> None:
     for name, content in (("policy", {"a": 0, "b": 1}), ("reward", vocabulary)):
-        (models / name / "tokenizer.json").write_text(json.dumps({"model": {"vocab": content}}))
-    if message is None:
-        check_inputs(config(models))
-        return
-    with pytest.raises(ModelError, match=rf"reward\.model .* is not that of actor\.model .*: {message}"):
-        check_inputs(config(models))
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "tokenizer.json").write_text(json.dumps({"model": {"vocab": content}}))
+    assert first_difference(tmp_path / "policy", tmp_path / "reward") == difference
 
 
 def test_added_tokens_count_in_the_comparison_of_tokenizers(models: Path) -> None:
     for name, token in (("policy", "<eos>"), ("reward", "<end>")):
         tokens = {"model": {"vocab": {"a": 0}}, "added_tokens": [{"id": 1, "content": token}]}
         (models / name / "tokenizer.json").write_text(json.dumps(tokens))
-    with pytest.raises(ModelError, match="token id 1 is '<end>', expected '<eos>'"):
+    with pytest.raises(
+        ModelError, match=r"reward\.model .* of actor\.model .*: token id 1 is '<end>', expected '<eos>'"
+    ):
         check_inputs(config(models))
 
 
 def test_an_adapter_directory_is_reported_with_its_base_model(models: Path) -> None:
     adapter = models / "adapter"
     adapter.mkdir()
-    (adapter / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "some/base"}))
+    (adapter / "adapter_config.json").write_text(
+        json.dumps({"base_model_name_or_path": "some/base", "peft_type": "LORA"})
+    )
     tree = config(models).model_dump()
     tree["actor"]["model"] = str(adapter)
     notes = check_inputs(parse_config(tree, "test"))
-    assert notes[1] == f"actor.model {adapter}: LoRA adapter on some/base, which is loaded when the actor starts"
+    assert notes[2] == f"actor.model {adapter}: LoRA adapter on some/base, which is loaded when the actor starts"
     (adapter / "adapter_config.json").write_text("{")
     with pytest.raises(ModelError, match=r"actor\.model .*adapter_config\.json: not JSON"):
         check_inputs(parse_config(tree, "test"))
@@ -253,7 +332,9 @@ def test_every_model_of_an_ensemble_is_checked(models: Path) -> None:
 def test_an_adapter_is_refused_as_a_reward_model(models: Path) -> None:
     adapter = models / "adapter"
     adapter.mkdir()
-    (adapter / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "some/base"}))
+    (adapter / "adapter_config.json").write_text(
+        json.dumps({"base_model_name_or_path": "some/base", "peft_type": "LORA"})
+    )
     message = r"adapter: a LoRA adapter on some/base; expected a sequence classifier with one output: merge the adapter"
     parts = [{"name": "tone", "model": str(adapter)}]
     rewards = {"model": {"model": str(adapter)}, "parts.tone.model": {"source": "ensemble", "parts": parts}}

@@ -8,8 +8,8 @@ from typing import Any
 import structlog
 
 from quartet.config import Config
-from quartet.data import PromptEncoder, PromptOrder, PromptSettings, encode_prompts, iterate_prompt_lines
-from quartet.evaluation import read_validation_prompts
+from quartet.data import PromptOrder
+from quartet.evaluation import read_training_prompts, read_validation_prompts
 from quartet.services.orchestrator.service_clients import ServiceStatuses, check_lengths
 from quartet.types import Prompt, Role
 
@@ -19,15 +19,23 @@ AddNote = Callable[[str], None]
 """Function that receives a note for the user, such as the number of dropped prompts."""
 
 
-def training_prompts(config: Config, tokenizer: Any, statuses: ServiceStatuses, add_note: AddNote) -> PromptOrder:
-    """Return the run's prompts in the order in which its steps take them. Raises ConfigError."""
-    encoded = encode_prompts(
-        PromptSettings.for_training(config),
-        iterate_prompt_lines(config.data.prompts),
-        PromptEncoder.of(tokenizer, config.actor.model),
-        frozenset({tokenizer.eos_token_id} - {None}),
-        statuses[Role.ACTOR].vocabulary_size,
-    )
+def training_prompts(
+    config: Config,
+    tokenizer: Any,
+    statuses: ServiceStatuses,
+    add_note: AddNote,
+    show_phase: Callable[[str], None] = lambda _: None,
+) -> PromptOrder:
+    """Return the run's prompts in the order in which its steps take them. Raises ConfigError.
+
+    ``show_phase`` gets a line of progress every few seconds while they are tokenized.
+    """
+
+    def report(line: str) -> None:
+        log.info(line)
+        show_phase(line)
+
+    encoded = read_training_prompts(config, tokenizer, statuses[Role.ACTOR].vocabulary_size, report)
     for line in encoded.notes:
         log.warning(line)
         add_note(line)

@@ -380,7 +380,7 @@ def config_check(config: ConfigPath, overrides: Overrides = None, overlays: Over
     from quartet.preflight import check_inputs
 
     loaded = load_config(config, overrides or [], overlays or [])
-    for note in [*check_inputs(loaded), *check_access(loaded)]:
+    for note in [*check_inputs(loaded, lambda line: typer.echo(line, err=True)), *check_access(loaded)]:
         typer.echo(note)
     typer.echo(f"{config}: valid")
 

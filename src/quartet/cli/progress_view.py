@@ -118,12 +118,16 @@ class LineView:
         self._console = console
         self._pace = Pace()
         self._step = 0
+        self._phase = ""
         self._messages = Messages(run)
 
     def show(self, progress: RunProgress) -> None:
         """Print new notes, alerts and committed steps."""
         for line in self._messages.new_lines(progress):
             self._print(line)
+        if progress.phase.startswith("tokenizing prompts") and progress.phase != self._phase:
+            self._print(progress.phase)
+        self._phase = progress.phase
         if progress.step <= self._step or not progress.metrics:
             return
         self._step = progress.step

@@ -71,7 +71,7 @@ def _started(config: Config, overwrite: bool, resume: bool) -> Iterator[tuple[La
     """Start the processes of a run. An earlier run that it replaces is restored unless this run completes a step."""
     if overwrite and resume:
         raise ConfigError("--overwrite and --resume: one replaces the earlier run, the other resumes it; give only one")
-    check_inputs(config)
+    check_inputs(config, lambda line: _print_lines([line]))
     check_access(config)
     check_gateway(config)
     for note in unused_settings(config):

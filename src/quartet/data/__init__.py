@@ -1,13 +1,16 @@
 """Prompts: read from a file, tokenized once, and assigned to the steps in an order that the seed determines."""
 
+from quartet.data.prompt_cache import cached_prompts, hub_snapshot, load_prompts
 from quartet.data.prompt_encoding import (
     ENCODE_LINES,
     EncodedPrompts,
     PromptEncoder,
     PromptSet,
+    PromptSummary,
     encode_lines,
     encode_prompts,
     select_prompts,
+    summarize_prompts,
 )
 from quartet.data.prompt_files import FORMATS, MAX_LINE_BYTES
 from quartet.data.prompt_lines import (
@@ -32,9 +35,14 @@ __all__ = [
     "PromptOrder",
     "PromptSet",
     "PromptSettings",
+    "PromptSummary",
+    "cached_prompts",
     "encode_lines",
     "encode_prompts",
+    "hub_snapshot",
     "iterate_prompt_lines",
+    "load_prompts",
     "read_prompt_lines",
     "select_prompts",
+    "summarize_prompts",
 ]

@@ -165,20 +165,21 @@ class _Parts:
 
 
 @dataclass(frozen=True, slots=True)
-class PromptSet:
-    """Tokenized prompts, and notes for the user about their encoding. Warnings among the notes start with "warning: ".
+class PromptSummary:
+    """Numbers of usable prompts and of messages among all prompts, tokens of the longest usable prompt, and notes."""
 
-    ``num_messages`` is the number of prompts that are messages.
-    """
+    num_prompts: int
+    num_messages: int
+    max_length: int
+    notes: list[str]
+
+
+@dataclass(frozen=True, slots=True)
+class PromptSet:
+    """Tokenized prompts, and notes for the user about their encoding. Warnings among the notes start with "warning: "."""
 
     prompts: list[Prompt]
     notes: list[str]
-    num_messages: int = 0
-
-    @property
-    def max_length(self) -> int:
-        """Number of tokens of the longest prompt."""
-        return max(len(prompt.token_ids) for prompt in self.prompts)
 
 
 def encode_prompts(
@@ -300,6 +301,24 @@ def _is_unopened(messages: tuple[Message, ...], encoder: PromptEncoder) -> bool:
 def select_prompts(encoded: EncodedPrompts, settings: PromptSettings, vocabulary_size: int | None) -> PromptSet:
     """Return the prompts to use. ``index`` of a prompt is its line, from 0. Long prompts are dropped or truncated.
 
+    Raises DataError, see ``summarize_prompts``.
+    """
+    summary = summarize_prompts(encoded, settings, vocabulary_size)
+    prompts = []
+    lengths, limit = encoded.lengths, settings.max_prompt_tokens
+    for number, (end, length) in enumerate(zip(encoded.token_ends, lengths, strict=True)):
+        ids = encoded.token_ids[end - length : end]
+        if length > limit:
+            if settings.truncation is None:
+                continue
+            ids = _truncated(ids, settings, int(encoded.bos_id[0]))
+        prompts.append(encoded.prompt(number, ids))
+    return PromptSet(prompts, summary.notes)
+
+
+def summarize_prompts(encoded: EncodedPrompts, settings: PromptSettings, vocabulary_size: int | None) -> PromptSummary:
+    """Return the numbers of the prompts that ``select_prompts`` selects.
+
     Raises DataError if a prompt has ids outside the vocabulary, unless ``vocabulary_size`` is None, or if the fraction of dropped
     prompts exceeds ``settings.max_dropped_fraction``.
     """
@@ -310,20 +329,17 @@ def select_prompts(encoded: EncodedPrompts, settings: PromptSettings, vocabulary
             f"{location(settings.path, row)}: token id {encoded.token_ids[position]}; the policy's vocabulary is "
             f"0..{vocabulary_size - 1}"
         )
-    too_long = encoded.lengths > settings.max_prompt_tokens
-    dropped = int(too_long.sum()) if settings.truncation is None else 0
-    _check_dropped(dropped, len(too_long), settings)
-    prompts = []
-    starts = encoded.token_ends - encoded.lengths
-    for number, (start, end, is_long) in enumerate(zip(starts, encoded.token_ends, too_long, strict=True)):
-        ids = encoded.token_ids[start:end]
-        if is_long:
-            if settings.truncation is None:
-                continue
-            ids = _truncated(ids, settings, int(encoded.bos_id[0]))
-        prompts.append(encoded.prompt(number, ids))
-    num_messages = int(np.count_nonzero(encoded.flags & _CHAT))
-    return PromptSet(prompts, list(_notes(encoded, settings, int(too_long.sum()))), num_messages)
+    lengths, limit = encoded.lengths, settings.max_prompt_tokens
+    too_long = int(np.count_nonzero(lengths > limit))
+    dropped = too_long if settings.truncation is None else 0
+    _check_dropped(dropped, len(lengths), settings)
+    used = lengths[lengths <= limit] if dropped else np.minimum(lengths, limit)
+    return PromptSummary(
+        len(used),
+        int(np.count_nonzero(encoded.flags & _CHAT)),
+        int(used.max(initial=0)),
+        list(_notes(encoded, settings, too_long)),
+    )
 
 
 def _check_dropped(dropped: int, lines: int, settings: PromptSettings) -> None:

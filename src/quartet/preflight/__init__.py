@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable
 
 from quartet.config import Config, ServiceConfig
 from quartet.errors import ConfigError
@@ -26,22 +27,14 @@ __all__ = [
 ]
 
 
-def check_inputs(config: Config) -> list[str]:
+def check_inputs(config: Config, report: Callable[[str], None] = lambda _: None) -> list[str]:
     """Check prompts, local models, modules of functions, and ports. Return one line per check, and those of ``unused_settings``.
 
-    Raises ConfigError for the first problem.
+    ``report`` gets a line of progress every few seconds while prompts are tokenized. Raises ConfigError for the first problem.
     """
-    prompts, note = check_prompts("data.prompts", config.data.prompts, config.actor.model)
-    if prompts < config.rollout.prompts_per_step:
-        raise ConfigError(
-            f"rollout.prompts_per_step {config.rollout.prompts_per_step}: data.prompts {config.data.prompts} has only "
-            f"{prompts} prompts; lower it, or give more prompts"
-        )
     if config.services.orchestrator.address is not None:
         check_separate_orchestrator(config)
-    notes = [note]
-    if config.data.validation is not None:
-        notes.append(check_prompts("data.validation", config.data.validation, config.actor.model)[1])
+    notes = []
     compared = {config.actor.model} if config.services.actor.address is None else set(config.models.values())
     for key, model in config.models.items():
         role = Role(key.partition(".")[0])
@@ -69,7 +62,7 @@ def check_inputs(config: Config) -> list[str]:
             for name, address in addresses.items():
                 if address is not None:
                     check_port(f"services.{role}.{name}", address)
-    return notes + unused_settings(config)
+    return check_prompts(config, report) + notes + unused_settings(config)
 
 
 def check_separate_orchestrator(config: Config) -> None:

@@ -106,14 +106,6 @@ def _num_outputs(description: dict[str, Any]) -> int:
     return len(labels) if isinstance(labels, dict) else int(description.get("num_labels") or 2)
 
 
-def may_have_chat_template(model: str) -> bool:
-    """Return whether the files of a tokenizer contain a chat template. True for hub ids, which are only checked on loading."""
-    description = Path(model) / "tokenizer_config.json"
-    if not description.is_file() or list(Path(model).glob("*chat_template*")):
-        return True
-    return "chat_template" in _read_json("actor.model", description)
-
-
 def _read_json(key: str, path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))

@@ -1,26 +1,149 @@
-"""Checks of prompts files."""
+"""Checks of prompts files. Prompts are tokenized in a separate process, and then in the user's cache for the run."""
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
-from quartet.data import iterate_prompt_lines
-from quartet.errors import DataError
-from quartet.preflight.models import may_have_chat_template
+from quartet.adapter_files import adapter_chain
+from quartet.child_processes import module_command, tied_to_parent
+from quartet.config import Config
+from quartet.data import (
+    PromptSettings,
+    PromptSummary,
+    cached_prompts,
+    hub_snapshot,
+    iterate_prompt_lines,
+    summarize_prompts,
+)
+from quartet.errors import ConfigError, DataError, ModelError
+from quartet.secret_files import SECRET_VARIABLES
+from quartet.tokenizer_check import has_tokenizer, tokenizer_location
+
+Report = Callable[[str], None]
+"""Function that gets a line of progress every few seconds."""
 
 
-def check_prompts(key: str, path: Path, model: str) -> tuple[int, str]:
-    """Return the number of prompts in a file, and a line that reports it. Raises DataError."""
-    prompts = chats = 0
-    for line in iterate_prompt_lines(path):
-        prompts += 1
-        if line.messages is None:
-            continue
-        chats += 1
-        if chats == 1 and not may_have_chat_template(model):
-            raise DataError(
-                f"prompts {path}:{line.line}: messages, but the tokenizer of actor.model {model} has no chat template; "
-                "give prompts as text, or add a chat template to the tokenizer (chat_template.jinja)"
+def check_prompts(config: Config, report: Report) -> list[str]:
+    """Check that every prompt can be tokenized and fits the models. Return lines that report the result.
+
+    Without the tokenizer on this machine, only the files are read. Raises ConfigError for the first problem.
+    """
+    files = {"data.prompts": PromptSettings.for_training(config)}
+    if (validation := PromptSettings.for_validation(config)) is not None:
+        files["data.validation"] = validation
+    vocabulary_size = _number(_description(config.actor.model), "vocab_size")
+    summaries = _summaries(list(files.values()), vocabulary_size, report)
+    notes = []
+    for number, (key, settings) in enumerate(files.items()):
+        if summaries is None:
+            num_prompts, num_messages = _read(settings)
+            extra = ["they are tokenized when the run starts: the tokenizer is not on this machine"]
+        else:
+            summary = summaries[number]
+            num_prompts, num_messages, extra = summary.num_prompts, summary.num_messages, summary.notes
+            _check_positions(key, summary.max_length, config)
+        of_chats = f", {num_messages} of them messages" if num_messages else ""
+        notes.append(f"{key} {settings.path}: {num_prompts} prompts{of_chats}")
+        for note in extra:
+            is_warning = note.startswith("warning: ")
+            notes.append(f"{'warning: ' if is_warning else ''}{key}: {note.removeprefix('warning: ')}")
+        if key == "data.prompts" and num_prompts < config.rollout.prompts_per_step:
+            raise ConfigError(
+                f"rollout.prompts_per_step {config.rollout.prompts_per_step}: data.prompts {settings.path} has only "
+                f"{num_prompts} usable prompts; lower it, or give more prompts"
             )
-    of_chats = f", {chats} of them messages" if chats else ""
-    return prompts, f"{key} {path}: {prompts} prompts{of_chats}"
+    return notes
+
+
+def _read(settings: PromptSettings) -> tuple[int, int]:
+    """Return the numbers of prompts in a file, and of those that are messages. Raises DataError."""
+    num_prompts = num_messages = 0
+    for line in iterate_prompt_lines(settings.path):
+        num_prompts += 1
+        num_messages += line.messages is not None
+    return num_prompts, num_messages
+
+
+def _summaries(files: list[PromptSettings], vocabulary_size: int | None, report: Report) -> list[PromptSummary] | None:
+    """Return what the run will use of each file, or None if the prompts cannot be tokenized here."""
+    cached = [cached_prompts(settings) for settings in files]
+    if all(encoded is not None for encoded in cached):
+        return [
+            summarize_prompts(encoded, settings, vocabulary_size)
+            for encoded, settings in zip(cached, files, strict=True)
+            if encoded is not None
+        ]
+    location = Path(tokenizer_location(files[0].model))
+    if not (location.is_dir() and has_tokenizer(location)) and hub_snapshot(str(location)) is None:
+        return None
+    rows = [{**asdict(settings), "path": str(settings.path)} for settings in files]
+    message = _run_worker({"files": rows, "vocabulary_size": vocabulary_size}, report)
+    if "error" in message:
+        kinds = {"DataError": DataError, "ModelError": ModelError}
+        raise kinds.get(message["kind"], ConfigError)(message["error"])
+    return [PromptSummary(**result) for result in message["results"]] if "results" in message else None
+
+
+def _run_worker(request: dict[str, Any], report: Report) -> dict[str, Any]:
+    """Return the last message of a ``quartet.prompt_worker``, or nothing if it has died."""
+    environment = {name: value for name, value in os.environ.items() if name not in SECRET_VARIABLES}
+    # The tokenizer is on this machine, so the check needs no network.
+    environment["HF_HUB_OFFLINE"] = "1"
+    reader, writer = os.pipe()
+    message: dict[str, Any] = {}
+    with os.fdopen(reader, "r", encoding="utf-8") as pipe:
+        process = subprocess.Popen(
+            tied_to_parent(module_command("quartet.prompt_worker", json.dumps(request), str(writer))),
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            pass_fds=(writer,),
+            start_new_session=True,
+        )
+        os.close(writer)
+        try:
+            for line in pipe:
+                message = json.loads(line)
+                if "progress" in message:
+                    report(message["progress"])
+        finally:
+            process.kill()
+            process.wait()
+    return message
+
+
+def _check_positions(key: str, longest: int, config: Config) -> None:
+    """Check that the longest sequence fits every model whose files are here. Raises ConfigError."""
+    response = config.rollout.max_response_tokens
+    for name, model in config.models.items():
+        description = _description(model)
+        positions = _number(description, "max_position_embeddings") or _number(description, "n_positions")
+        if positions and longest + response > positions:
+            raise ConfigError(
+                f"rollout.max_response_tokens {response}: with the longest prompt of {key}, of {longest} tokens, exceeds the "
+                f"{positions} positions of {name} {model}; lower it, or data.max_prompt_tokens"
+            )
+
+
+def _description(model: str) -> dict[str, Any]:
+    """Return the config.json of a model or of the base model of an adapter. Empty if it is not here or not valid."""
+    try:
+        base, _ = adapter_chain(model)
+        value = json.loads((Path(base) / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError, ModelError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _number(description: dict[str, Any], name: str) -> int | None:
+    """Return a setting of a model or of its text model. None without it."""
+    inner = description.get("text_config")
+    value = description.get(name, inner.get(name) if isinstance(inner, dict) else None)
+    return value if isinstance(value, int) and value > 0 else None

@@ -6,7 +6,7 @@ from contextlib import ExitStack
 
 from quartet.config import Config, RewardPartConfig
 from quartet.errors import MismatchError
-from quartet.models.weights.loading import load_tokenizer, tokenizer_fingerprint
+from quartet.models.weights.tokenizer import load_tokenizer, tokenizer_fingerprint
 from quartet.rewards.ensemble import EnsemblePart, EnsembleReward
 from quartet.rewards.function import FunctionReward
 from quartet.rewards.model import ModelReward

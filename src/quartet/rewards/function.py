@@ -10,7 +10,7 @@ import numpy as np
 
 from quartet.config import RewardSourceConfig
 from quartet.errors import Cancelled, ComputationFailed, ConfigError, InvalidRequest
-from quartet.models.weights.loading import load_tokenizer, tokenizer_fingerprint
+from quartet.models.weights.tokenizer import load_tokenizer, tokenizer_fingerprint
 from quartet.rewards.function_worker import FunctionWorker
 from quartet.rewards.reward_source import never, parse_fields
 from quartet.types import FloatArray, IntArray, Role, Scores, ServiceStatus, TokenBatch

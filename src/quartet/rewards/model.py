@@ -8,7 +8,8 @@ from quartet.config import RewardSourceConfig
 from quartet.errors import ModelError
 from quartet.models.forward.model_capabilities import max_positions, vocabulary_size
 from quartet.models.forward.scoring import sequence_scores
-from quartet.models.weights.loading import count_parameters, load_reward_model, load_tokenizer, tokenizer_fingerprint
+from quartet.models.weights.loading import count_parameters, load_reward_model
+from quartet.models.weights.tokenizer import load_tokenizer, tokenizer_fingerprint
 from quartet.rewards.reward_source import never, parse_fields
 from quartet.types import Role, Scores, ServiceStatus, TokenBatch
 

@@ -21,10 +21,9 @@ from quartet.models.weights.loading import (
     load_causal_lm,
     load_critic,
     load_reward_model,
-    load_tokenizer,
     stop_token_ids,
-    tokenizer_fingerprint,
 )
+from quartet.models.weights.tokenizer import load_tokenizer, tokenizer_fingerprint
 from tests.unit.models import tiny
 from tests.unit.models.saving import save_policy
 

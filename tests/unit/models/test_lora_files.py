@@ -14,8 +14,9 @@ import transformers
 
 from quartet.errors import ModelError
 from quartet.models.training.optimizer import load_optimizer
-from quartet.models.weights.loading import load_causal_lm, load_tokenizer, tokenizer_fingerprint
+from quartet.models.weights.loading import load_causal_lm
 from quartet.models.weights.lora import add_adapter
+from quartet.models.weights.tokenizer import load_tokenizer, tokenizer_fingerprint
 from tests.unit.models import tiny
 from tests.unit.models.adapters import ALPHA, IDS, RANK, adapted, edit, files, learn, optimizer_of, same, snapshot
 from tests.unit.models.saving import save_adapter, save_optimizer, save_policy

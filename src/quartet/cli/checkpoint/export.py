@@ -5,13 +5,15 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+from quartet.adapter_files import is_adapter
 from quartet.cli.checkpoint.list_and_tag import checkpoint_at, console, run_files
 from quartet.config import load_config
 from quartet.errors import ConfigError
 from quartet.models.training.optimizer import OPTIMIZER_FILE
-from quartet.models.weights.loading import load_causal_lm, load_tokenizer, snapshot_model
-from quartet.models.weights.lora import add_adapter, is_adapter
+from quartet.models.weights.loading import load_causal_lm, snapshot_model
+from quartet.models.weights.lora import add_adapter
 from quartet.models.weights.snapshot import Writer, write_model
+from quartet.models.weights.tokenizer import load_tokenizer
 from quartet.run_directory.checkpoints import Checkpoint
 from quartet.run_directory.run_files import RunFiles
 from quartet.types import Role

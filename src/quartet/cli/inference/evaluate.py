@@ -34,7 +34,8 @@ from quartet.evaluation import (
 from quartet.hub_models import looks_local
 from quartet.models.forward.scoring import response_log_probs
 from quartet.models.generation.torch_engine import TorchEngine
-from quartet.models.weights.loading import load_causal_lm, load_tokenizer, stop_token_ids, tokenizer_fingerprint
+from quartet.models.weights.loading import load_causal_lm, stop_token_ids
+from quartet.models.weights.tokenizer import load_tokenizer, tokenizer_fingerprint
 from quartet.rewards.factory import build_reward
 from quartet.rewards.function_worker import FunctionWorker
 from quartet.rewards.reward_source import RewardSource

@@ -15,7 +15,8 @@ from quartet.cli.inference.saved_policy import policy_in
 from quartet.data import PromptEncoder, PromptLine, PromptSettings, encode_prompts, read_prompt_lines
 from quartet.errors import ConfigError, InvalidRequest
 from quartet.models.generation.torch_engine import TorchEngine
-from quartet.models.weights.loading import load_causal_lm, load_tokenizer, stop_token_ids
+from quartet.models.weights.loading import load_causal_lm, stop_token_ids
+from quartet.models.weights.tokenizer import load_tokenizer
 from quartet.types import GenerationRequest, Prompt, SamplingParameters, Trajectory, TrajectoryId
 
 

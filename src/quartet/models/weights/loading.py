@@ -1,4 +1,4 @@
-"""Reading and writing of checkpoints in Hugging Face format: tokenizers, causal LMs, reward models, critics.
+"""Reading and writing of checkpoints in Hugging Face format: causal LMs, reward models, critics.
 
 Only safetensors are read, and no code of a checkpoint runs. An incomplete checkpoint raises a ModelError with the reason and a
 remedy. The directory of a LoRA adapter is a checkpoint, too: its base model is loaded and the adapter is merged into it.
@@ -7,8 +7,6 @@ remedy. The directory of a LoRA adapter is a checkpoint, too: its base model is 
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import json
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,13 +20,14 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
 )
 
+from quartet.adapter_files import adapter_base, adapter_chain, is_adapter
 from quartet.errors import ModelError
-from quartet.hub_models import hub_directory, looks_local
+from quartet.hub_models import model_directory
 from quartet.model_support import not_causal_reason, uncacheable_reason, unreadable_reason
 from quartet.models.hf_logging import suppress_hf_logging
-from quartet.models.weights.lora import Adapter, adapter_base, adapter_chain, is_adapter, merge_adapter
+from quartet.models.weights.lora import Adapter, merge_adapter
 from quartet.models.weights.snapshot import Writer, host_state
-from quartet.tokenizer_check import check_tokenizer, has_tokenizer
+from quartet.models.weights.tokenizer import SAFE, explained, first_line
 
 if TYPE_CHECKING:
     from quartet.models.value_head import ValueModel
@@ -37,36 +36,11 @@ _Module = TypeVar("_Module", bound=nn.Module)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
-# Never run code from a checkpoint.
-_SAFE = {"trust_remote_code": False}
 _CAUSAL_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.02}
 """Maximum difference that a later token makes to the logits of an earlier one, relative to the largest logit."""
 # transformers replaces functions of its classes while it loads. Two concurrent loads may restore each other's functions. Weights
 # then stay untied in this process.
 _loading = threading.Lock()
-
-
-def load_tokenizer(model: str | Path) -> Any:
-    """Load the tokenizer of a checkpoint directory or hub id. An adapter without one uses its base model's. Raises ModelError."""
-    model = _tokenizer_location(model)
-    directory = _directory(model, weights=False)
-    check_tokenizer("model", directory)
-    with _explained(model, "tokenizer"):
-        kind: Any = transformers.AutoTokenizer
-        if _is_generic(directory):
-            kind = transformers.PreTrainedTokenizerFast
-        return kind.from_pretrained(str(directory), **_SAFE)
-
-
-def tokenizer_fingerprint(tokenizer: Any) -> str:
-    """Return the SHA-256 of the vocabulary in hex. It is equal if two tokenizers map the same tokens to the same ids.
-
-    EOS and pad ids are not included, because a reward model may use others than its policy.
-    """
-    digest = hashlib.sha256()
-    for token, index in sorted(tokenizer.get_vocab().items()):
-        digest.update(f"{token!r} {index}\n".encode())
-    return digest.hexdigest()
 
 
 def load_causal_lm(model: str | Path, dtype: str = "float32", device: str = "cpu") -> Any:
@@ -82,7 +56,7 @@ def load_causal_lm(model: str | Path, dtype: str = "float32", device: str = "cpu
         loaded = _load(base, config, transformers.AutoModelForCausalLM, dtype, device)
     for adapter in adapters:
         _merge(loaded, adapter)
-    with _explained(model, "forward pass without an attention mask"), torch.inference_mode():
+    with explained(model, "forward pass without an attention mask"), torch.inference_mode():
         _check_causal(model, loaded)
     return loaded
 
@@ -114,7 +88,7 @@ def load_critic(model: str | Path, dtype: str = "float32", device: str = "cpu") 
     """
     adapter_chain(model)  # Raises ModelError for a cycle of adapters; the code below would not end.
     critic = _frozen_dropout(_critic(model, dtype, device))
-    with _explained(model, "forward pass of the backbone"), torch.inference_mode():
+    with explained(model, "forward pass of the backbone"), torch.inference_mode():
         input_ids = _two_tokens(critic)
         critic(input_ids, torch.ones_like(input_ids, dtype=torch.bool))
     return critic
@@ -132,12 +106,12 @@ def _critic(model: str | Path, dtype: str, device: str) -> ValueModel:
         with _below(model, base):
             backbone = _critic(base, dtype, device).backbone
         _merge(backbone, Path(model))
-        with _explained(model, "value head"):
+        with explained(model, "value head"):
             return ValueModel.with_saved_head(backbone, Path(model)).to(device)
     if has_head:
         config = _load_config(model)
         backbone = _load(model, config, transformers.AutoModel, dtype, device)
-        with _explained(model, "value head"):
+        with explained(model, "value head"):
             return ValueModel.with_saved_head(backbone, Path(model)).to(device)
     config = _load_config(model)
     names = set(config.architectures or ())
@@ -199,17 +173,8 @@ def snapshot_model(model: Any, adapter: Adapter | None = None) -> Writer:
 
 
 def _merge(model: Any, adapter: Path) -> None:
-    with _explained(adapter, "LoRA adapter"), suppress_hf_logging():
+    with explained(adapter, "LoRA adapter"), suppress_hf_logging():
         merge_adapter(model, adapter)
-
-
-def _tokenizer_location(model: str | Path) -> str | Path:
-    """Return the location of a checkpoint's tokenizer. An adapter without a tokenizer uses that of its base model."""
-    base, adapters = adapter_chain(model)
-    for adapter in reversed(adapters):
-        if has_tokenizer(adapter):
-            return adapter
-    return base
 
 
 @contextlib.contextmanager
@@ -223,33 +188,21 @@ def _below(model: str | Path, base: str | Path) -> Iterator[None]:
         raise ModelError(f"adapter {model}: its base model: {error}") from error
 
 
-def _is_generic(directory: Path) -> bool:
-    """Return whether tokenizer_config.json declares that tokenizer.json is complete.
-
-    For some model types (such as qwen2) AutoTokenizer ignores this and builds the default tokenizer of the type around the
-    vocabulary. The same text would then get other ids.
-    """
-    path = directory / "tokenizer_config.json"
-    if not path.is_file() or not (directory / "tokenizer.json").is_file():
-        return False
-    return json.loads(path.read_text()).get("tokenizer_class") in ("TokenizersBackend", "PreTrainedTokenizerFast")
-
-
 def _load_config(model: str | Path) -> Any:
-    directory = _directory(model, weights=False)
-    with _explained(model, "config.json"):
-        content, _ = transformers.PreTrainedConfig.get_config_dict(str(directory), **_SAFE)
+    directory = model_directory(model, weights=False)
+    with explained(model, "config.json"):
+        content, _ = transformers.PreTrainedConfig.get_config_dict(str(directory), **SAFE)
         _refuse(model, unreadable_reason(content))
-        return transformers.AutoConfig.from_pretrained(str(directory), **_SAFE)
+        return transformers.AutoConfig.from_pretrained(str(directory), **SAFE)
 
 
 def _load(model: str | Path, config: Any, kind: Any, dtype: str, device: str) -> Any:
     if dtype not in DTYPES:
         raise ModelError(f"dtype {dtype!r}: expected one of {', '.join(DTYPES)}")
-    directory = _directory(model)
-    with _explained(model, "weights"), _loading, suppress_hf_logging():
+    directory = model_directory(model)
+    with explained(model, "weights"), _loading, suppress_hf_logging():
         loaded, report = kind.from_pretrained(
-            str(directory), config=config, dtype=DTYPES[dtype], use_safetensors=True, output_loading_info=True, **_SAFE
+            str(directory), config=config, dtype=DTYPES[dtype], use_safetensors=True, output_loading_info=True, **SAFE
         )
     absent = sorted(report["missing_keys"]) + sorted(str(key[0]) for key in report["mismatched_keys"])
     if absent:
@@ -260,7 +213,7 @@ def _load(model: str | Path, config: Any, kind: Any, dtype: str, device: str) ->
     try:
         loaded = loaded.to(torch.device(device))
     except (RuntimeError, AssertionError) as error:
-        raise ModelError(f"device {device!r}: {_first_line(error)}; expected cpu or a GPU that is present") from error
+        raise ModelError(f"device {device!r}: {first_line(error)}; expected cpu or a GPU that is present") from error
     return _frozen_dropout(loaded)
 
 
@@ -273,26 +226,6 @@ def _frozen_dropout(model: _Module) -> _Module:
             if ("dropout" in name or "pdrop" in name) and isinstance(value, float):
                 setattr(module, name, 0.0)
     return model.eval()
-
-
-def _directory(model: str | Path, weights: bool = True) -> Path:
-    """Return the directory of a checkpoint's files, which for a hub id is one of the local cache. Raises ModelError."""
-    if not looks_local(model):
-        try:
-            return hub_directory(str(model), weights)
-        except ModelError as error:
-            raise ModelError(f"model {error}") from None
-    directory = Path(model)
-    if not directory.is_dir():
-        raise ModelError(
-            f"model {model}: no such directory (paths start at the current folder); expected a checkpoint directory or a hub id "
-            "(NAME or OWNER/NAME)"
-        )
-    if not any(directory.iterdir()):
-        raise ModelError(
-            f"model {model}: the directory is empty; expected config.json, safetensors and tokenizer files"
-        )
-    return directory
 
 
 def _refuse(model: str | Path, reason: str | None) -> None:
@@ -313,24 +246,3 @@ def _check_architecture(model: str | Path, config: Any, mapping: Any, wanted: st
 def _names(mapping: Any) -> set[str]:
     """Return the class names in one of transformers' tables, whose entries are one name or several."""
     return {name for entry in mapping.values() for name in ([entry] if isinstance(entry, str) else entry)}
-
-
-@contextlib.contextmanager
-def _explained(model: str | Path, part: str) -> Iterator[None]:
-    """Turn any library error about a broken checkpoint into a ModelError of one line."""
-    try:
-        yield
-    except ModelError:
-        raise
-    except (
-        Exception
-    ) as error:  # transformers, tokenizers, safetensors and json raise different types, some only Exception
-        raise ModelError(
-            f"model {model}: the {part} cannot be used: {_first_line(error)} ({type(error).__name__}); "
-            "expected a complete Hugging Face checkpoint with safetensors weights"
-        ) from error
-
-
-def _first_line(error: BaseException) -> str:
-    text = next((line.strip() for line in str(error).splitlines() if line.strip()), "no reason given")
-    return text if len(text) <= 200 else text[:200] + "..."

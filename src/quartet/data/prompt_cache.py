@@ -1,0 +1,260 @@
+"""Cache of tokenized prompts on the disk. A file of the cache is named by the hash of everything that decides its content.
+
+The cache only saves time: a file that is missing, damaged or cannot be written changes no result.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from quartet.data.prompt_encoding import EncodedPrompts, PromptEncoder, encode_lines
+from quartet.data.prompt_lines import iterate_prompt_lines
+from quartet.data.prompt_settings import PromptSettings
+from quartet.errors import DataError
+from quartet.tokenizer_check import tokenizer_location
+
+CACHE_VARIABLE = "QUARTET_CACHE"
+"""Environment variable with the directory of the cache. Empty: no cache."""
+MAX_CACHE_BYTES = 4 * 1024**3
+"""Maximum size of the cache. The files that were not used for the longest time are deleted first."""
+FORMAT = 1
+"""Version of the encoding and of the cache's files. Raise it if either changes."""
+PROGRESS_SECONDS = 2.0
+"""Seconds between two lines of progress."""
+_PACKAGES = ("transformers", "tokenizers", "sentencepiece", "tiktoken", "jinja2")
+"""Packages that decide the ids of a prompt."""
+_MAX_TOKENIZER_BYTES = 256 * 1024**2
+"""Maximum size of a file of a tokenizer. With a larger file in its directory, prompts are not cached."""
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".npz")
+
+
+@dataclass(frozen=True, slots=True)
+class FileDigest:
+    """SHA-256 and size of a prompts file, and the number of its line breaks."""
+
+    sha256: str
+    line_breaks: int
+
+    @classmethod
+    def of(cls, path: Path) -> FileDigest:
+        """Read the file. Raises DataError."""
+        digest, line_breaks = hashlib.sha256(), 0
+        try:
+            with path.open("rb") as file:
+                while chunk := file.read(1024 * 1024):
+                    digest.update(chunk)
+                    line_breaks += chunk.count(b"\n")
+        except OSError as error:
+            raise DataError(
+                f"prompts {path}: cannot be read ({error.strerror}); give a file of prompts (data.prompts, --file)"
+            ) from None
+        return cls(digest.hexdigest(), line_breaks)
+
+    def lines(self, path: Path) -> int | None:
+        """Return the number of lines for progress, or None if the line breaks do not tell it."""
+        return self.line_breaks if path.suffix.lower() in (".jsonl", ".json", ".csv") else None
+
+
+class PromptCache:
+    """Files of tokenized prompts. Several processes may use it at once."""
+
+    def __init__(self, directory: Path | None) -> None:
+        """``directory`` is created when it is needed. None: the cache stays empty."""
+        self._directory = directory
+
+    @classmethod
+    def of_user(cls) -> PromptCache:
+        """Return the cache in $QUARTET_CACHE, $XDG_CACHE_HOME/quartet or ~/.cache/quartet."""
+        chosen = os.environ.get(CACHE_VARIABLE)
+        if chosen is not None:
+            return cls(Path(chosen) / "prompts" if chosen else None)
+        home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+        return cls(Path(home) / "quartet/prompts" if Path(home).is_absolute() else None)
+
+    def load(self, key: str | None) -> EncodedPrompts | None:
+        """Return the prompts with this key, or None. A damaged file is deleted."""
+        if key is None or self._directory is None:
+            return None
+        path = self._directory / f"{key}.npz"
+        try:
+            with np.load(path, allow_pickle=False) as arrays:
+                loaded = EncodedPrompts(**{item.name: arrays[item.name] for item in fields(EncodedPrompts)})
+            os.utime(path)
+        except OSError:
+            return None
+        except Exception:  # For damaged content numpy and zipfile raise exceptions of many types.
+            _delete(path)
+            return None
+        return loaded
+
+    def store(self, key: str | None, encoded: EncodedPrompts) -> None:
+        """Write prompts under this key, and delete old files if the cache is too large. Ignores a disk that refuses it."""
+        if key is None or self._directory is None:
+            return
+        arrays: dict[str, Any] = {item.name: getattr(encoded, item.name) for item in fields(encoded)}
+        if sum(array.nbytes for array in arrays.values()) > MAX_CACHE_BYTES // 2:
+            return
+        partial = None
+        try:
+            self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            # Readers see only complete files, and each writer has its own partial file.
+            with tempfile.NamedTemporaryFile(dir=self._directory, suffix=".partial", delete=False) as file:
+                partial = Path(file.name)
+                np.savez(file, **arrays)
+            partial.replace(self._directory / f"{key}.npz")
+            self._limit_size()
+        except OSError:
+            if partial is not None:
+                _delete(partial)
+
+    def _limit_size(self) -> None:
+        """Delete the oldest files until the cache is small enough, and partial files that a killed process left."""
+        if self._directory is None:
+            return
+        files = []
+        for path in self._directory.iterdir():
+            try:
+                status = path.stat()
+            except FileNotFoundError:  # Another process has deleted it.
+                continue
+            if path.suffix == ".partial" and time.time() - status.st_mtime > 3600:
+                _delete(path)
+            elif path.suffix == ".npz":
+                files.append((status.st_mtime, status.st_size, path))
+        size = sum(item[1] for item in files)
+        for _, bytes_freed, path in sorted(files):
+            if size <= MAX_CACHE_BYTES:
+                return
+            _delete(path)
+            size -= bytes_freed
+
+
+def _delete(path: Path) -> None:
+    try:
+        path.unlink(missing_ok=True)
+    except OSError:
+        return
+
+
+def cache_key(settings: PromptSettings, digest: FileDigest) -> str | None:
+    """Return the key of the prompts of a file, or None if their tokenizer's files are not known."""
+    tokenizer = _tokenizer_files(settings.model)
+    if tokenizer is None:
+        return None
+    content: dict[str, Any] = {
+        "format": FORMAT,
+        "packages": {name: _version(name) for name in _PACKAGES},
+        "prompts": digest.sha256,
+        # The name determines how the file is read.
+        "endings": [suffix.lower() for suffix in settings.path.suffixes[-2:]],
+        "tokenizer": tokenizer,
+        "continue_final_message": settings.continue_final_message,
+    }
+    if settings.limit is not None:
+        content["limit"] = [settings.limit, settings.max_prompt_tokens, settings.truncation is not None]
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
+
+
+def _tokenizer_files(model: str) -> dict[str, str] | None:
+    """Return the hashes of all files that may belong to a model's tokenizer, by name. None if they are not on this machine."""
+    location = tokenizer_location(model)
+    directory = Path(location)
+    hashes: dict[str, str] = {}
+    if not directory.is_dir():
+        snapshot = hub_snapshot(str(location))
+        if snapshot is None:
+            return None
+        # The commit determines the content. More of its files may be downloaded later.
+        directory, hashes = snapshot, {"commit": snapshot.name}
+    try:
+        paths = [path for pattern in ("*", "additional_chat_templates/*") for path in sorted(directory.glob(pattern))]
+        paths = [path for path in paths if path.is_file() and path.suffix not in _WEIGHTS]
+        if any(path.stat().st_size > _MAX_TOKENIZER_BYTES for path in paths):
+            return None
+        contents = {path.relative_to(directory).as_posix(): path.read_bytes() for path in paths}
+    except OSError:
+        return None
+    if any(b"strftime_now" in content for content in contents.values()):
+        hashes["date"] = time.strftime("%Y-%m-%d")  # The chat template writes the date.
+    if "commit" not in hashes:
+        hashes |= {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
+    return hashes
+
+
+def hub_snapshot(model: str) -> Path | None:
+    """Return the directory of a hub model's files in the local cache of Hugging Face, or None."""
+    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", model):
+        return None
+    home = os.environ.get("HF_HOME") or os.path.join(
+        os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "huggingface"
+    )
+    hub = os.environ.get("HF_HUB_CACHE") or os.path.join(home, "hub")
+    folder = Path(hub) / f"models--{model.replace('/', '--')}"
+    try:
+        commit = (folder / "refs/main").read_text(encoding="utf-8").strip()
+    except OSError:
+        return None
+    snapshot = folder / "snapshots" / commit
+    return snapshot if re.fullmatch("[0-9a-f]{40}", commit) and snapshot.is_dir() else None
+
+
+def load_prompts(
+    settings: PromptSettings,
+    make_encoder: Callable[[], tuple[PromptEncoder, frozenset[int]]],
+    report: Callable[[str], None] = lambda _: None,
+) -> EncodedPrompts:
+    """Return the tokenized prompts of a file, from the user's cache or by tokenizing them.
+
+    ``make_encoder`` returns the encoder and the stop token ids. ``report`` gets a line of progress every few seconds. Raises
+    DataError.
+    """
+    cache, digest = PromptCache.of_user(), FileDigest.of(settings.path)
+    encoder, stop_ids = make_encoder()
+    # After the tokenizer was loaded, which may have downloaded another commit of it.
+    key = cache_key(settings, digest)
+    if (cached := cache.load(key)) is not None:
+        return cached
+    progress = _Progress(report, digest.lines(settings.path) if settings.limit is None else None)
+    encoded = encode_lines(settings, iterate_prompt_lines(settings.path), encoder, stop_ids, progress.show)
+    # A file that changed while it was read would be stored under the hash of its earlier content.
+    if key is not None and FileDigest.of(settings.path) == digest:
+        cache.store(key, encoded)
+    return encoded
+
+
+def cached_prompts(settings: PromptSettings) -> EncodedPrompts | None:
+    """Return the tokenized prompts of a file if the user's cache has them. Needs no tokenizer. Raises DataError."""
+    return PromptCache.of_user().load(cache_key(settings, FileDigest.of(settings.path)))
+
+
+class _Progress:
+    """Report of the number of tokenized prompts, at most every PROGRESS_SECONDS."""
+
+    def __init__(self, report: Callable[[str], None], total: int | None) -> None:
+        self._report, self._total = report, total
+        self._next = time.monotonic() + PROGRESS_SECONDS
+
+    def show(self, count: int) -> None:
+        if time.monotonic() >= self._next:
+            self._next = time.monotonic() + PROGRESS_SECONDS
+            of_all = "" if self._total is None else f" of {max(self._total, count):,}"
+            self._report(f"tokenizing prompts: {count:,}{of_all}")
