@@ -10,7 +10,12 @@ from tests.unit.test_architecture import ROOT, modules
 
 # Parts and modules that need the extra `train`.
 TORCH_PARTS = {"quartet.ppo", "quartet.models", "quartet.rewards", "quartet.demo", "quartet.services"}
-TORCH_MODULES = {"quartet.cli.inference.evaluate", "quartet.cli.checkpoint.export", "quartet.cli.inference.generate"}
+TORCH_MODULES = {
+    "quartet.cli.inference.evaluate",
+    "quartet.cli.checkpoint.export",
+    "quartet.cli.inference.generate",
+    "quartet.completions",
+}
 # Modules of these parts that can be imported without the extra.
 BASE_MODULES = {
     "quartet.rewards.function_worker",

@@ -16,6 +16,7 @@ from quartet.errors import ConfigError, ServiceFailed, StorageFailed
 from quartet.preflight import check_resumable
 from quartet.run_directory.identity import Identity
 from quartet.run_directory.run_files import RunFiles
+from quartet.runs import local_run
 from quartet.services.orchestrator.control import run_control
 from quartet.services.orchestrator.control.run_control import RunControl
 from tests.training.conftest import MakeConfig
@@ -98,7 +99,7 @@ def test_a_new_run_replaces_a_run_without_a_step(
     files = RunFiles(config.run_directory)
     assert (files.evaluations / "step-000000.jsonl").exists(), "the run has no evaluation"
     (files.root / "thesis.tex").write_text("mine")
-    monkeypatch.setattr(command, "Launcher", NoLauncher)
+    monkeypatch.setattr(local_run, "Launcher", NoLauncher)
     with pytest.raises(ServiceFailed, match="no launcher"):
         command.run(changed_config(config, run={"seed": 7}), overwrite=False)
     assert {path.name for path in files.root.iterdir()} == {".lock", "config.yaml", "logs", "thesis.tex"}
@@ -111,7 +112,7 @@ def test_a_run_without_a_step_can_be_resumed(
     crash_run(config, "generate", 1, monkeypatch)
     files = RunFiles(config.run_directory)
     before = (files.evaluations / "step-000000.jsonl").read_bytes()
-    monkeypatch.setattr(command, "Launcher", NoLauncher)
+    monkeypatch.setattr(local_run, "Launcher", NoLauncher)
     with pytest.raises(ServiceFailed, match="no launcher"):
         command.run(config, overwrite=False, resume=True)
     assert (files.evaluations / "step-000000.jsonl").read_bytes() == before

@@ -113,7 +113,12 @@ ALLOWED: dict[str, set[str]] = {
     | {"quartet.durable_files", "quartet.run_directory", "quartet.secret_files", "quartet.topology"},
     "quartet.demo": FOUNDATION | {"quartet.atomic_directory", "quartet.models"},
     "quartet.launcher": FOUNDATION | FILES | {"quartet.buffer", "quartet.rpc", "quartet.telemetry"},
-    "quartet.cli": FOUNDATION | FILES | LIBRARY | {"quartet.demo", "quartet.launcher", "quartet.preflight"},
+    "quartet.runs": FOUNDATION | FILES | {"quartet.launcher", "quartet.preflight", "quartet.rpc"},
+    "quartet.completions": FOUNDATION | {"quartet.data", "quartet.models"},
+    "quartet.cli": FOUNDATION
+    | FILES
+    | LIBRARY
+    | {"quartet.completions", "quartet.demo", "quartet.launcher", "quartet.preflight", "quartet.runs"},
     "quartet.services": set(),
     "quartet.services.memory_budget": SERVICE,
     "quartet.services.trainable_model": SERVICE | {"quartet.services.memory_budget"},

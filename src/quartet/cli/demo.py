@@ -85,7 +85,7 @@ class Scored:
 
 
 def _scored_completions(config: Config, policy: str) -> list[Scored]:
-    from quartet.cli.inference.generate import complete
+    from quartet.completions import complete
     from quartet.data import read_prompt_lines
     from quartet.rewards.factory import build_reward
     from quartet.types import SamplingParameters, TokenBatch

@@ -97,8 +97,8 @@ TokenFile = Annotated[
 @app.command()
 def watch(run: RunOrURL, name: RunName = None, token_file: TokenFile = None) -> None:
     """Show the progress of an active run."""
-    from quartet.cli.remote.gateway_client import find_run
     from quartet.cli.remote.watch import watch as show
+    from quartet.runs.gateway_client import find_run
 
     show(find_run(run, name, token_file))
 
@@ -107,7 +107,7 @@ def watch(run: RunOrURL, name: RunName = None, token_file: TokenFile = None) -> 
 def pause(run: RunOrURL, name: RunName = None, token_file: TokenFile = None) -> None:
     """Pause a run after the current step."""
     from quartet.cli.remote.control import pause as send
-    from quartet.cli.remote.gateway_client import find_run
+    from quartet.runs.gateway_client import find_run
 
     send(find_run(run, name, token_file))
 
@@ -116,7 +116,7 @@ def pause(run: RunOrURL, name: RunName = None, token_file: TokenFile = None) -> 
 def resume(run: RunOrURL, name: RunName = None, token_file: TokenFile = None) -> None:
     """Resume a paused run."""
     from quartet.cli.remote.control import resume as send
-    from quartet.cli.remote.gateway_client import find_run
+    from quartet.runs.gateway_client import find_run
 
     send(find_run(run, name, token_file))
 
@@ -125,7 +125,7 @@ def resume(run: RunOrURL, name: RunName = None, token_file: TokenFile = None) ->
 def stop(run: RunOrURL, name: RunName = None, token_file: TokenFile = None) -> None:
     """Stop a run after the current step, and save its policy."""
     from quartet.cli.remote.control import stop as send
-    from quartet.cli.remote.gateway_client import find_run
+    from quartet.runs.gateway_client import find_run
 
     send(find_run(run, name, token_file))
 
@@ -134,7 +134,7 @@ def stop(run: RunOrURL, name: RunName = None, token_file: TokenFile = None) -> N
 def checkpoint(run: RunOrURL, name: RunName = None, token_file: TokenFile = None) -> None:
     """Write a checkpoint of an active run after the current step."""
     from quartet.cli.remote.control import checkpoint as send
-    from quartet.cli.remote.gateway_client import find_run
+    from quartet.runs.gateway_client import find_run
 
     send(find_run(run, name, token_file))
 
@@ -154,7 +154,7 @@ def change(
 ) -> None:
     """Change settings of an active run."""
     from quartet.cli.remote.control import change_settings as send
-    from quartet.cli.remote.gateway_client import find_run
+    from quartet.runs.gateway_client import find_run
 
     send(find_run(run, name, token_file), settings or [])
 

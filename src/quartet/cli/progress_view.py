@@ -16,6 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from quartet.runs.display import Display
 from quartet.types import Progress as RunProgress
 from quartet.types import RunState
 
@@ -24,17 +25,8 @@ CURVE_STEPS = 48
 _SPARK_CHARACTERS = "▁▂▃▄▅▆▇█"
 
 
-class View(Protocol):
-    """Display of the progress of a run."""
-
-    def show(self, progress: RunProgress) -> None:
-        """Display the current progress."""
-
-    def print_line(self, line: str) -> None:
-        """Print a message, such as the restart of a process."""
-
-    def rewind(self, step: int) -> None:
-        """Go back to ``step``, so that later steps are displayed again."""
+class View(Display, Protocol):
+    """Display that is open while the run is shown."""
 
     def __enter__(self) -> View: ...
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 import time
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -48,9 +49,13 @@ class Launcher:
     Use it from one thread that lives as long as it does: the kernel ties a child process to the thread that starts it.
     """
 
-    def __init__(self, config: Config, config_path: Path) -> None:
-        """``config_path`` is the resolved config that the children read. Raises ConfigError for wrong certificates."""
+    def __init__(self, config: Config, config_path: Path, interrupted: threading.Event | None = None) -> None:
+        """``config_path`` is the resolved config that the children read. Raises ConfigError for wrong certificates.
+
+        Another thread can end ``start`` by setting ``interrupted``.
+        """
         self._config, self._config_path = config, config_path
+        self._interrupted = interrupted or threading.Event()
         self.credentials = Credentials(OPERATOR, config.security)
         self._logs = RunFiles(config.run_directory).logs
         self._redis: EmbeddedRedis | None = None
@@ -66,7 +71,7 @@ class Launcher:
         """Start the buffer, the model services and, once they are ready, the orchestrator. Supervise them from then on.
 
         Restarts a process that is killed during the start. Raises the error of the first process that fails: ConfigError if the
-        user can fix it, else ServiceFailed.
+        user can fix it, else ServiceFailed. Raises KeyboardInterrupt if ``interrupted`` is set.
         """
         if self._config.security.certificates is not None:
             check_certificates(self._config.security.certificates, local_processes(self._config))
@@ -141,6 +146,8 @@ class Launcher:
         deadline = time.monotonic() + timeout
         while waiting := [service for service in self._services if service is not self._gateway and not service.ready]:
             wait([service.pipe for service in waiting], timeout=0.2)
+            if self._interrupted.is_set():
+                raise KeyboardInterrupt
             for service in waiting:
                 service.read_messages()
                 if service.ready and service.address is not None:

@@ -13,9 +13,9 @@ from rich.console import Console
 
 from quartet.cli.progress_view import LineView
 from quartet.cli.remote import watch as module
-from quartet.cli.remote.gateway_client import Event, Target
 from quartet.cli.remote.watch import RunDisplay, watch
 from quartet.errors import ConfigError, ServiceFailed
+from quartet.runs.gateway_client import Event, Target
 
 METRICS = {
     "reward_mean": 0.5,

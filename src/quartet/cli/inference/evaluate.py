@@ -14,7 +14,6 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from quartet.cli.inference.saved_policy import policy_in
 from quartet.config import Config, load_config
 from quartet.errors import ConfigError, InvalidRequest, MismatchError, ModelError
 from quartet.evaluation import (
@@ -40,6 +39,7 @@ from quartet.rewards.factory import build_reward
 from quartet.rewards.function_worker import FunctionWorker
 from quartet.rewards.reward_source import RewardSource
 from quartet.run_directory.locking_and_removal import find_run
+from quartet.run_directory.saved_policy import policy_in
 from quartet.types import GenerationRequest, Prompt, SamplingParameters, TokenBatch, Trajectory
 
 SHOWN_PROMPTS = 3

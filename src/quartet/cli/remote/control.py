@@ -8,8 +8,8 @@ from typing import Any
 
 from rich.console import Console
 
-from quartet.cli.remote.gateway_client import Target, connect
 from quartet.errors import ConfigError
+from quartet.runs.gateway_client import Target, connect
 
 console = Console()
 

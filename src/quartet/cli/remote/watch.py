@@ -9,8 +9,8 @@ from typing import Any
 from rich.console import Console
 
 from quartet.cli.progress_view import CURVE_STEPS, View, make_view
-from quartet.cli.remote.gateway_client import Api, Event, Target, connect
 from quartet.errors import ServiceFailed, ServiceUnavailable
+from quartet.runs.gateway_client import Api, Event, Target, connect
 from quartet.types import Progress, RunState
 
 console = Console()

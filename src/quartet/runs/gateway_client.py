@@ -1,4 +1,4 @@
-"""Client of the gateway's REST API, for commands that work on an active run."""
+"""Client of the gateway's REST API, for the command line and the Python API."""
 
 from __future__ import annotations
 
