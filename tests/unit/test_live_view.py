@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from quartet.cli.progress_view import LineView, LiveView, Messages
+from quartet.cli.progress_view import LineView, LiveView
+from quartet.runs.progress_text import Messages
 from quartet.types import Alert, Progress
 
 METRICS = {

@@ -195,13 +195,19 @@ class Api:
         """GET ``path`` of the run, such as ``/settings``."""
         return self._call("GET", f"{self._path}{path}", params=query)
 
-    def post(self, path: str) -> Any:
+    def post(self, path: str, values: Mapping[str, Any] | None = None) -> Any:
         """POST to ``path`` of the run."""
-        return self._call("POST", f"{self._path}{path}")
+        return self._call("POST", f"{self._path}{path}", **({} if values is None else {"json": dict(values)}))
 
     def patch(self, path: str, values: Mapping[str, Any]) -> Any:
         """PATCH ``path`` of the run."""
         return self._call("PATCH", f"{self._path}{path}", json=dict(values))
+
+    def change_settings(self, values: Mapping[str, float]) -> list[dict[str, Any]]:
+        """Change settings of an active run, and return the recorded changes: setting, before, after, step and user."""
+        before = len(self.get("/settings")["changes"])
+        self.patch("/settings", values)
+        return list(self.get("/settings")["changes"][before:])
 
     @property
     def _path(self) -> str:

@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 from quartet.adapter_files import is_adapter
-from quartet.cli.checkpoint.list_and_tag import checkpoint_at, console, run_files
+from quartet.cli.checkpoint.list_and_tag import console
 from quartet.config import load_config
 from quartet.errors import ConfigError
 from quartet.models.training.optimizer import OPTIMIZER_FILE
@@ -16,6 +16,7 @@ from quartet.models.weights.snapshot import Writer, write_model
 from quartet.models.weights.tokenizer import load_tokenizer
 from quartet.run_directory.checkpoints import Checkpoint
 from quartet.run_directory.run_files import RunFiles
+from quartet.run_directory.selection import checkpoint_at, run_files
 from quartet.types import Role
 
 

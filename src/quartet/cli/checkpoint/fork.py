@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from quartet.cli.checkpoint.list_and_tag import checkpoint_at, console, how_to_resume, run_files
+from quartet.cli.checkpoint.list_and_tag import console, how_to_resume
 from quartet.config import Config, load_config
 from quartet.durable_files import write_durably
 from quartet.errors import ConfigError
@@ -16,6 +16,7 @@ from quartet.run_directory.checkpoints import MANIFEST, Checkpoint
 from quartet.run_directory.identity import Identity
 from quartet.run_directory.locking_and_removal import check_unused, lock_run_directory, remove_run
 from quartet.run_directory.run_files import RunFiles
+from quartet.run_directory.selection import checkpoint_at, run_files
 from quartet.types import TRAINED_ROLES, Role
 
 

@@ -11,17 +11,15 @@ from rich.table import Table
 from quartet.config import Config, is_redacted, load_config, redact_url
 from quartet.errors import ConfigError
 from quartet.run_directory.checkpoints import (
-    Checkpoint,
     DamagedCheckpoint,
     checkpoint_folders,
     checkpoint_step,
     read_checkpoint,
     read_verified_checkpoint,
-    roll_back,
     tagged_checkpoints,
 )
-from quartet.run_directory.locking_and_removal import lock_run_directory
 from quartet.run_directory.run_files import RunFiles
+from quartet.run_directory.selection import available_checkpoints, checkpoint_at, roll_back_to, run_files
 
 console = Console()
 
@@ -88,7 +86,7 @@ def untag_checkpoint(run: Path, tag: str) -> None:
     """Remove a tag. The checkpoint is deleted once it is no longer one of the latest. Raises ConfigError."""
     files = run_files(run)
     if tag not in tagged_checkpoints(files):
-        raise ConfigError(f"run {files.root}: no checkpoint has the tag {tag}; {_available(files)}")
+        raise ConfigError(f"run {files.root}: no checkpoint has the tag {tag}; {available_checkpoints(files)}")
     (files.checkpoints / tag).unlink(missing_ok=True)
     console.print(f"{run}: tag {tag} is removed", highlight=False, soft_wrap=True)
 
@@ -96,9 +94,8 @@ def untag_checkpoint(run: Path, tag: str) -> None:
 def rollback(run: Path, which: str) -> None:
     """Remove everything that a run recorded after a checkpoint. Raises ConfigError, also if the run is active."""
     files = run_files(run)
-    with lock_run_directory(files):
-        config, step = load_config(files.config), checkpoint_at(files, which).step
-        roll_back(files, step)
+    config = load_config(files.config)
+    step = roll_back_to(files, which)
     console.print(
         f"{run}: is back at step {step}; metrics, trajectories and checkpoints after it and the saved policy are removed; "
         f"{how_to_resume(files, config)}",
@@ -116,30 +113,3 @@ def how_to_resume(files: RunFiles, config: Config) -> str:
             "which is not stored"
         )
     return f"quartet train {files.config} --resume resumes it"
-
-
-def checkpoint_at(files: RunFiles, which: str) -> Checkpoint:
-    """Return the checkpoint of a step or tag, with every file verified. Raises ConfigError."""
-    tagged = tagged_checkpoints(files).get(which)
-    for path in checkpoint_folders(files):
-        if path.name == tagged or (which.isdecimal() and checkpoint_step(path) == int(which)):
-            try:
-                return read_verified_checkpoint(path)
-            except DamagedCheckpoint as damage:
-                raise ConfigError(f"checkpoint {path}: {damage}; choose another checkpoint") from None
-    what = f"of step {which}" if which.isdecimal() else f"with the tag {which}"
-    raise ConfigError(f"run {files.root}: no checkpoint {what}; {_available(files)}")
-
-
-def _available(files: RunFiles) -> str:
-    steps = ", ".join(str(checkpoint_step(path)) for path in checkpoint_folders(files)) or "none"
-    tags = ", ".join(tagged_checkpoints(files))
-    return f"available steps: {steps}" + (f"; tags: {tags}" if tags else "")
-
-
-def run_files(run: Path) -> RunFiles:
-    """Return the files of the run in this directory. Raises ConfigError if it is not a run."""
-    files = RunFiles(run)
-    if not files.is_run():
-        raise ConfigError(f"run {run}: is not the directory of a run; expected a directory such as runs/NAME")
-    return files

@@ -47,9 +47,7 @@ def change_settings(target: Target, assignments: Sequence[str]) -> None:
         if not values:
             _print_settings(api.get("/settings")["settings"], target)
             return
-        before = len(api.get("/settings")["changes"])
-        api.patch("/settings", values)
-        changes = api.get("/settings")["changes"][before:]
+        changes = api.change_settings(values)
     for item in changes:
         _print(f"{target.given}: {item['setting']} {item['before']:g} -> {item['after']:g} from step {item['step']} on")
 

@@ -17,7 +17,6 @@ import yaml
 from rich.console import Console
 
 from quartet import __version__
-from quartet.cli.checkpoint.list_and_tag import run_files
 from quartet.cli.report.curves import evaluation_charts, further_charts, main_charts
 from quartet.cli.report.page import (
     MARK,
@@ -40,6 +39,7 @@ from quartet.run_directory.checkpoints import (
     tagged_checkpoints,
 )
 from quartet.run_directory.run_files import RunFiles
+from quartet.run_directory.selection import run_files
 from quartet.run_directory.step_lines import read_step_lines
 
 console = Console()

@@ -1,0 +1,57 @@
+"""The run and the checkpoint that a user names, and the rollback to it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from quartet.errors import ConfigError
+from quartet.run_directory.checkpoints import (
+    Checkpoint,
+    DamagedCheckpoint,
+    checkpoint_folders,
+    checkpoint_step,
+    read_verified_checkpoint,
+    roll_back,
+    tagged_checkpoints,
+)
+from quartet.run_directory.locking_and_removal import lock_run_directory
+from quartet.run_directory.run_files import RunFiles
+
+
+def run_files(run: Path) -> RunFiles:
+    """Return the files of the run in this directory. Raises ConfigError if it is not a run."""
+    files = RunFiles(run)
+    if not files.is_run():
+        raise ConfigError(f"run {run}: is not the directory of a run; expected a directory such as runs/NAME")
+    return files
+
+
+def checkpoint_at(files: RunFiles, which: str) -> Checkpoint:
+    """Return the checkpoint of a step or tag, with every file verified. Raises ConfigError."""
+    tagged = tagged_checkpoints(files).get(which)
+    for path in checkpoint_folders(files):
+        if path.name == tagged or (which.isdecimal() and checkpoint_step(path) == int(which)):
+            try:
+                return read_verified_checkpoint(path)
+            except DamagedCheckpoint as damage:
+                raise ConfigError(f"checkpoint {path}: {damage}; choose another checkpoint") from None
+    what = f"of step {which}" if which.isdecimal() else f"with the tag {which}"
+    raise ConfigError(f"run {files.root}: no checkpoint {what}; {available_checkpoints(files)}")
+
+
+def available_checkpoints(files: RunFiles) -> str:
+    """Return the steps and tags of all checkpoints, for messages."""
+    steps = ", ".join(str(checkpoint_step(path)) for path in checkpoint_folders(files)) or "none"
+    tags = ", ".join(tagged_checkpoints(files))
+    return f"available steps: {steps}" + (f"; tags: {tags}" if tags else "")
+
+
+def roll_back_to(files: RunFiles, which: str) -> int:
+    """Remove everything that a run recorded after the checkpoint of a step or tag, and return its step.
+
+    Raises ConfigError, also if the run is active.
+    """
+    with lock_run_directory(files):
+        step = checkpoint_at(files, which).step
+        roll_back(files, step)
+    return step
