@@ -19,7 +19,7 @@ from quartet.config.deployment import (
     TimeoutsConfig,
 )
 from quartet.config.guards import GuardConfig, GuardsConfig
-from quartet.config.loading import invalid_keys, load_config, parse_config
+from quartet.config.loading import config_of, copy_sections, invalid_keys, load_config, parse_config
 from quartet.config.models import (
     MAX_MICRO_BATCH_TOKENS,
     ActorConfig,
@@ -80,6 +80,8 @@ __all__ = [
     "TritonConfig",
     "TruncationConfig",
     "WandbConfig",
+    "config_of",
+    "copy_sections",
     "invalid_keys",
     "is_loopback",
     "is_redacted",

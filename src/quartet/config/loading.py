@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast, get_args
 
@@ -31,6 +32,26 @@ def load_config(path: Path, overrides: list[str] | None = None, layers: Sequence
     for override in overrides or []:
         locations[_apply_override(tree, override)] = "--set "
     return parse_config(tree, source=" + ".join(map(str, (path, *layers))), locations=locations)
+
+
+def config_of(tree: Mapping[str, Any], overrides: Sequence[str] = ()) -> Config:
+    """Return the config in nested mappings, with ``a.b=c`` overrides. Raises ConfigError that names every invalid key."""
+    copy = copy_sections(tree)
+    locations = {_apply_override(copy, override): "--set " for override in overrides}
+    return parse_config(copy, source="of the mapping", locations=locations)
+
+
+def copy_sections(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy of nested mappings in which paths are strings, as in a file."""
+    return {str(key): _as_in_a_file(value) for key, value in tree.items()}
+
+
+def _as_in_a_file(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return copy_sections(value)
+    if isinstance(value, list | tuple):
+        return [_as_in_a_file(item) for item in value]
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
 
 
 def _read(path: Path) -> tuple[dict[str, Any], dict[tuple[str, ...], str]]:

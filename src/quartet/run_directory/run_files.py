@@ -128,6 +128,23 @@ class RunFiles:
             raise ConfigError(f"trajectories {path}: has {len(scores)} lines, expected the step's {count}; {remedy}")
         return scores
 
+    def read_trajectories(self, step: int) -> list[dict[str, Any]]:
+        """Return one object for each response of a step. Raises ConfigError if they are missing or damaged."""
+        path = self._trajectories_of(step)
+        try:
+            return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
+        except FileNotFoundError:
+            steps = self.trajectory_steps()
+            stored = f"{steps[0]} to {steps[-1]}" if steps else "none yet"
+            raise ConfigError(f"run {self.root}: no trajectories of step {step}; stored steps: {stored}") from None
+        except (OSError, ValueError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "not JSON Lines"
+            raise ConfigError(f"trajectories {path}: cannot be read ({reason}); put the file back") from None
+
+    def trajectory_steps(self) -> list[int]:
+        """Return the steps whose trajectories are stored, in order."""
+        return sorted(int(path.stem.removeprefix("step-")) for path in self.trajectories.glob("step-*.jsonl"))
+
     def write_trajectories(self, step: int, trajectories: Iterable[dict[str, Any]]) -> None:
         """Write ``trajectories/step-000001.jsonl``, one object for each response, and flush it to the disk."""
         self._write_lines(self._trajectories_of(step), trajectories)

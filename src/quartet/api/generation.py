@@ -1,0 +1,87 @@
+"""``quartet.generate``."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from quartet.api.run import Run
+from quartet.data import PromptLine
+from quartet.errors import ConfigError
+from quartet.missing_packages import explain_missing_package
+from quartet.run_directory.saved_policy import policy_in
+from quartet.types import FloatArray, IntArray, SamplingParameters
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """A prompt and its completion.
+
+    ``token_ids`` int32 [response tokens], with the EOS if there is one. ``log_probs`` float32 [response tokens]: nats, at the
+    sampling temperature. ``finish_reason`` is "eos" or "length".
+    """
+
+    prompt: str
+    text: str
+    token_ids: IntArray
+    log_probs: FloatArray
+    finish_reason: str
+
+
+def generate(
+    model: Run | str | os.PathLike[str],
+    prompts: str | Sequence[str | Sequence[Mapping[str, Any]]],
+    *,
+    max_tokens: int = 64,
+    temperature: float = 1.0,
+    top_p: float = 1.0,
+    top_k: int = 0,
+    samples: int = 1,
+    seed: int = 0,
+    device: str = "cpu",
+) -> list[Completion]:
+    """Complete prompts with a model in this process, in the order of the prompts, ``samples`` for each.
+
+    ``model`` is a run, or the directory of a run, a checkpoint or a model, or a Hugging Face hub id. A prompt is a text, or a
+    list of chat messages with ``role`` and ``content``. ``temperature`` 0 is greedy; ``top_p`` 1 and ``top_k`` 0 sample from all
+    tokens. The same seed gives the same completions. Needs the extra quartet-rlhf[train].
+
+    Raises ConfigError, ModelError and DataError for invalid input.
+    """
+    if isinstance(prompts, str):
+        prompts = [prompts]
+    if samples < 1 or not prompts:
+        raise ConfigError("generate: expected at least one prompt and samples of at least 1")
+    try:
+        from quartet.completions import complete
+    except ModuleNotFoundError as error:
+        raise explain_missing_package(error) from None
+    lines = [
+        PromptLine(number, text=prompt)
+        if isinstance(prompt, str)
+        else PromptLine(number, messages=tuple(dict(message) for message in prompt))
+        for number, prompt in enumerate(prompts, 1)
+    ]
+    directory = str(model.directory) if isinstance(model, Run) else os.fspath(model)
+    completions = complete(
+        policy_in(directory),
+        Path("<prompts>"),
+        lines,
+        SamplingParameters(max_tokens, temperature, top_p, top_k),
+        samples,
+        seed,
+        device,
+    )
+    return [
+        Completion(
+            item.prompt,
+            item.text,
+            item.trajectory.response_ids,
+            item.trajectory.log_probs,
+            str(item.trajectory.finish_reason),
+        )
+        for item in completions
+    ]

@@ -1,0 +1,162 @@
+"""The Python API: train in a process, look at the run, control it, and generate with it."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import quartet
+from quartet.errors import ConfigError
+from tests.e2e.commands import Command, committed_steps, wait_until
+from tests.e2e.conftest import STEPS
+
+LONG = ["run.steps=100000", "checkpoint.every_steps=100000"]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty working directory."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def script(folder: Path, config: Path, few_processes: list[str]) -> Iterator[Command]:
+    """A script that waits for a long run, and ends when a file named ``end`` appears."""
+    (folder / "script.py").write_text(
+        "import pathlib, sys, quartet\n"
+        f"run = quartet.train({str(config)!r}, {[*few_processes[1::2], *LONG]!r}, wait=False)\n"
+        "while not pathlib.Path('end').exists(): run.wait(0.1)\n"
+    )
+    command = Command(sys.executable, "script.py", cwd=folder)
+    yield command
+    command.clean_up()
+
+
+def test_a_run_is_trained_read_and_used(
+    folder: Path, config: Path, few_processes: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = quartet.train(config, few_processes[1::2])
+    assert (run.name, run.state, run.step, run.total_steps) == ("tiny", "finished", STEPS, STEPS)
+    printed = capsys.readouterr().out.splitlines()
+    assert [line.split()[1] for line in printed if line.startswith("step ")] == ["1/3", "2/3", "3/3"]
+
+    lines = [json.loads(line) for line in (folder / "runs/tiny/metrics.jsonl").read_text().splitlines()]
+    np.testing.assert_array_equal(run.metrics["step"], [1, 2, 3])
+    np.testing.assert_array_equal(run.metrics["reward_mean"], [line["reward_mean"] for line in lines])
+
+    trajectories = run.trajectories(2)
+    assert len(trajectories) == 8
+    assert {item.step for item in trajectories} == {2}
+    for item in trajectories:
+        assert item.tokens is not None
+        assert len(item.tokens.response_ids) == item.response_tokens
+        assert item.kl == pytest.approx(float(item.tokens.kl.sum()), abs=1e-4)
+    with pytest.raises(ConfigError, match=r"no trajectories of step 4; stored steps: 1 to 3"):
+        run.trajectories(4)
+
+    first, second = quartet.generate(run, ["a quick lunch :"], samples=2, max_tokens=5, temperature=0.0)
+    assert first.prompt == "a quick lunch :"
+    assert first.log_probs.shape == first.token_ids.shape
+    assert (first.log_probs <= 0).all()
+    assert first.text == second.text
+    [checkpoint] = quartet.generate(run.checkpoints[STEPS], first.prompt, max_tokens=5, temperature=0.0)
+    np.testing.assert_array_equal(checkpoint.token_ids, first.token_ids)
+
+    run.rollback(2)
+    assert (run.state, run.step) == ("idle", 2)
+    with pytest.raises(ConfigError, match="has no saved policy"):
+        run.policy  # noqa: B018
+    again = quartet.train(config, few_processes[1::2], resume=True)
+    np.testing.assert_array_equal(again.metrics["reward_mean"], [line["reward_mean"] for line in lines])
+
+
+def test_a_run_that_another_thread_started_is_controlled(folder: Path, config: Path) -> None:
+    started: list[quartet.Run] = []
+    thread = threading.Thread(target=lambda: started.append(quartet.train(config, LONG, wait=False)))
+    thread.start()
+    thread.join()
+    [run] = started
+    try:
+        assert wait_until(lambda: run.step >= 1, 60)
+        assert run.dashboard is not None
+        assert run.dashboard.startswith("http://127.0.0.1:")
+        [change] = run.set({"actor.learning_rate": 0.002})
+        assert (change.before, change.after) == (0.001, 0.002)
+        assert run.settings["actor.learning_rate"].value == 0.002
+        with pytest.raises(ConfigError, match="kl_coefficient"):
+            run.set(kl_coefficient=-1)
+        run.pause()
+        assert wait_until(lambda: run.state == "paused", 30)
+        other = quartet.Run(run.directory)
+        assert other.wait(0.1, progress=False) == "paused"
+        run.checkpoint()
+        run.resume()
+        assert wait_until(lambda: bool(run.checkpoints), 30)
+        [step] = run.checkpoints
+        run.rollback(step)
+        assert wait_until(lambda: any("roll" in line for line in lines(run)), 30)
+        run.stop()
+        assert other.wait(60, progress=False) in ("stopped", "idle")
+        assert run.wait(60, progress=False) == "stopped"
+        assert run.policy.is_dir()
+        with pytest.raises(ConfigError, match="not active"):
+            run.pause()
+    finally:
+        if run._active is not None:
+            run._active.interrupt()
+
+
+def lines(run: quartet.Run) -> list[str]:
+    """Return the notes of an active run so far."""
+    progress = run._progress()
+    return progress.notes if progress is not None else []
+
+
+def test_the_end_of_the_script_ends_the_run(script: Command, folder: Path, config: Path) -> None:
+    script.wait_for(lambda: committed_steps(folder / "runs/tiny") > 1)
+    assert len(script.processes()) > 2
+    (folder / "end").touch()
+    result = script.wait()
+    assert (result.code, result.leftovers) == (0, []), result
+    assert quartet.Run(folder / "runs/tiny").state == "idle"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux ties processes to their parent")
+def test_a_killed_script_leaves_no_process(script: Command, folder: Path) -> None:
+    script.wait_for(lambda: committed_steps(folder / "runs/tiny") > 1)
+    script.process.send_signal(signal.SIGKILL)
+    script.process.wait()
+    assert wait_until(lambda: not script.processes(), 10), script.processes()
+
+
+def test_an_interrupt_stops_a_run_that_is_waited_for(folder: Path, config: Path, few_processes: list[str]) -> None:
+    (folder / "script.py").write_text(
+        f"import quartet\nquartet.train({str(config)!r}, {[*few_processes[1::2], *LONG]!r})\n"
+    )
+    command = Command(sys.executable, "script.py", cwd=folder)
+    try:
+        command.wait_for(lambda: committed_steps(folder / "runs/tiny") > 1)
+        command.process.send_signal(signal.SIGINT)
+        result = command.wait()
+    finally:
+        command.clean_up()
+    assert result.code != 0
+    assert result.leftovers == []
+    assert "to continue: quartet train runs/tiny/config.yaml --resume" in result.out
+    assert result.err.rstrip().endswith("KeyboardInterrupt")
+
+
+def test_invalid_input_is_refused_before_anything_starts(folder: Path, config: Path) -> None:
+    with pytest.raises(ConfigError, match="absent"):
+        quartet.train(config, {"actor.model": "absent/model", "data.prompts": "absent.jsonl"}, wait=False)
+    with pytest.raises(ConfigError, match="--overwrite and --resume"):
+        quartet.train(config, overwrite=True, resume=True)
+    assert not (folder / "runs").exists()

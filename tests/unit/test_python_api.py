@@ -1,0 +1,98 @@
+"""The Python API without processes: its names, configs, and runs on the disk."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import quartet
+from quartet.config import Config
+from quartet.errors import ConfigError
+from quartet.run_directory.run_files import RunFiles
+
+TREE = {
+    "run": {"name": "tiny", "steps": 3},
+    "data": {"prompts": Path("prompts.jsonl")},
+    "actor": {"model": Path("models") / "policy"},
+    "reward": {"model": "models/reward"},
+}
+
+
+def test_the_import_loads_no_library() -> None:
+    command = "import quartet, sys; print(*sys.modules)"
+    modules = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True, check=True).stdout.split()
+    assert {"numpy", "torch", "grpc", "pydantic", "yaml", "quartet.api"} & set(modules) == set()
+
+
+def test_the_api_imports_no_torch() -> None:
+    command = "import quartet, sys; quartet.train, quartet.generate, quartet.Run; print(*sys.modules)"
+    modules = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True, check=True).stdout.split()
+    assert "quartet.api" in modules
+    assert {"torch", "transformers", "tokenizers", "typer"} & set(modules) == set()
+
+
+def test_the_stub_declares_every_name_of_the_module() -> None:
+    assert quartet.__file__ is not None
+    stub = ast.parse(Path(quartet.__file__).with_suffix(".pyi").read_text(encoding="utf-8"))
+    declared = {
+        alias.asname or alias.name for node in stub.body if isinstance(node, ast.ImportFrom) for alias in node.names
+    }
+    assert declared | {"__version__"} == set(quartet.__all__)
+    assert all(getattr(quartet, name) for name in quartet.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'trian'"):
+        quartet.trian  # type: ignore[attr-defined]  # noqa: B018
+
+
+def test_a_config_is_loaded_from_a_file_a_mapping_or_a_config(tmp_path: Path) -> None:
+    expected = quartet.load_config(TREE)
+    assert isinstance(expected, Config)
+    assert (expected.actor.model, expected.run.steps) == ("models/policy", 3)
+    path = tmp_path / "my.yaml"
+    path.write_text(expected.to_yaml())
+    assert quartet.load_config(path) == quartet.load_config(str(path)) == quartet.load_config(expected) == expected
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {"run.steps": 5, "actor.learning_rate": 1e-05, "actor.model": Path("a#b")},
+        ["run.steps=5", "actor.learning_rate=1e-05", "actor.model=a#b"],
+    ],
+)
+def test_overrides_are_a_mapping_or_assignments(overrides: dict[str, object] | list[str]) -> None:
+    for source in (TREE, quartet.load_config(TREE)):
+        config = quartet.load_config(source, overrides)
+        assert (config.run.steps, config.actor.learning_rate, config.actor.model) == (5, 1e-05, "a#b")
+    assert TREE["run"] == {"name": "tiny", "steps": 3}, "the mapping is not changed"
+
+
+def test_an_invalid_mapping_is_refused_with_the_key() -> None:
+    with pytest.raises(ConfigError, match=r"config of the mapping: .*actor.learning_rat"):
+        quartet.load_config({**TREE, "actor": {"model": "m", "learning_rat": 1}})
+
+
+def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is not the directory of a run"):
+        quartet.Run(tmp_path)
+
+
+def test_metrics_are_arrays_also_while_the_run_writes_them(tmp_path: Path) -> None:
+    files = RunFiles(tmp_path / "tiny")
+    files.write_config(quartet.load_config(TREE).to_yaml())
+    run = quartet.Run(files.root)
+    assert (run.state, run.step, run.metrics, run.evaluations) == ("idle", 0, {}, {})
+    with pytest.raises(ConfigError, match="no trajectories of step 0; stored steps: none yet"):
+        run.trajectories()
+    files.append_metrics({"step": 1, "reward_mean": 0.5})
+    files.append_metrics({"step": 2, "reward_mean": 0.75, "lag": 1})
+    with files.metrics.open("a") as file:
+        file.write('{"step": 3, "rew')
+    np.testing.assert_array_equal(run.metrics["reward_mean"], [0.5, 0.75])
+    np.testing.assert_array_equal(run.metrics["lag"], [np.nan, 1])
+    assert run.step == 2
+    assert files.metrics.read_text().endswith('{"step": 3, "rew'), "the file is not repaired"
