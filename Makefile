@@ -22,7 +22,7 @@ PYTEST := $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .PHONY: help demo test test-fast test-all test-e2e chaos faults soak durability-cost startup end-to-end generation precision gpu update growth \
-	transport buffer gae orchestration architectures gateway-load gateway-metrics browser screenshots fuzz-api fuzz-rpc helm-golden \
+	transport buffer gae orchestration architectures gateway-load gateway-metrics browser screenshots notebook fuzz-api fuzz-rpc helm-golden \
 	helm-schema e2e-compose check docs docs-reference wheel format proto acceptance parity engines clean
 .DEFAULT_GOAL := help
 
@@ -120,6 +120,9 @@ browser: $(VENV)/.installed-dev ## Test the dashboard in a real Chromium
 
 screenshots: $(VENV)/.installed-dev ## Take screenshots of every dashboard page, light and dark, into docs/screenshots
 	$(BIN)/python -m tests.browser.screenshots
+
+notebook: $(VENV)/.installed-dev ## Execute the notebooks of examples/ and store their outputs
+	$(BIN)/python -m tests.notebooks
 
 fuzz-api: $(VENV)/.installed-dev ## Send 10,000 generated requests to a gateway process
 	$(BIN)/python -m pytest tests/gateway/test_openapi_fuzzing.py -m slow -rP --timeout=1500 $(PYTEST_ARGS)

@@ -68,7 +68,7 @@ class BackgroundRun:
         self.error: Exception | None = None
         """The error that ended the run."""
         self.interrupted = False
-        """Whether ``interrupt`` ended the run before its last step."""
+        """True if ``interrupt`` ended the run before its last step."""
         self._checked, self._interrupt, self._ended = threading.Event(), threading.Event(), threading.Event()
         # A daemon thread: the interpreter would wait for any other before it calls the exit handlers.
         self._thread = threading.Thread(
@@ -86,7 +86,7 @@ class BackgroundRun:
 
     @property
     def ended(self) -> bool:
-        """Whether the run has ended and its processes are stopped."""
+        """Return whether the run has ended and its processes are stopped."""
         return self._ended.is_set()
 
     def interrupt(self) -> None:

@@ -1,0 +1,1 @@
+"""The notebooks of examples/."""
