@@ -18,6 +18,7 @@ TORCH_MODULES = {
 }
 # Modules of these parts that can be imported without the extra.
 BASE_MODULES = {
+    "quartet.rewards.examples",
     "quartet.rewards.function_worker",
     "quartet.rewards.function_worker_main",
     "quartet.services.__main__",

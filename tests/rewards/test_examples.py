@@ -1,4 +1,4 @@
-"""The functions of examples/rewards, called as in the README."""
+"""The example functions of quartet.rewards.examples, called as in the README of examples/rewards."""
 
 from __future__ import annotations
 
@@ -25,13 +25,14 @@ def configs() -> list[Config]:
 
 
 def call(name: str, arguments: list[Any]) -> Any:
-    with closing(FunctionWorker(f"examples.rewards.functions:{name}", "reward.function")) as worker:
+    with closing(FunctionWorker(f"quartet.rewards.examples:{name}", "reward.function")) as worker:
         return worker.call(arguments, 30)
 
 
 @pytest.fixture(autouse=True)
-def _checkout(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
+def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run outside the checkout, as a user of the wheel does."""
+    monkeypatch.chdir(tmp_path)
 
 
 def test_every_function_in_the_readme_can_be_imported() -> None:
@@ -65,3 +66,10 @@ def test_keywords_are_counted_in_a_batch() -> None:
 @pytest.mark.parametrize(("response", "verdict"), [("a", 1.0), ("a b c", 0.0), ("c d", 0.5)])
 def test_the_judge_prefers_the_shorter_response(response: str, verdict: float) -> None:
     assert call("shorter", ["", response, "a b", {}]) == verdict
+
+
+def test_no_message_or_page_names_a_function_that_is_not_installed() -> None:
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+    code = [path for folder in ("src", "services", "gateway") for path in (ROOT / folder).rglob("*.py")]
+    named = re.compile(r"(?<![\w.])(?:examples|tests|benchmarks)(?:\.\w+)+:\w+")
+    assert [path.name for path in pages + code if named.search(path.read_text(encoding="utf-8"))] == []

@@ -27,7 +27,7 @@ IMPORT_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
 def _function_name(value: str) -> str:
     if not IMPORT_PATH.fullmatch(value):
-        raise ValueError("expected package.module:callable, such as examples.rewards.functions:keywords")
+        raise ValueError("expected package.module:callable, such as my_rewards:score")
     return value
 
 

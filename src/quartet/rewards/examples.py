@@ -1,4 +1,4 @@
-"""Example reward functions. README.md in this folder shows the config that calls them.
+"""Example reward functions: ``quartet.rewards.examples:keywords``. examples/rewards/README.md shows the configs.
 
 ``prompt``: the input of the policy, with special tokens. ``response``: its output, without special tokens. ``fields``: the other
 keys of the prompt's line, such as "answer" in {"text": "What is 6 times 7?", "answer": 42}.
