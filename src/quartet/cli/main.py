@@ -60,6 +60,43 @@ def quartet(
     """Train language models with RLHF. Actor, critic, reward and reference model run as separate services."""
 
 
+@app.command("init")
+def init_config(
+    path: Annotated[
+        Path, typer.Argument(metavar="[FILE|DIR]", help="Config file to write, or the folder for it.")
+    ] = Path("my.yaml"),
+    policy: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(
+            "--policy", "--actor", metavar="MODEL", help="Policy to train: directory, or Hugging Face hub id."
+        ),
+    ] = None,
+    prompts: Annotated[Optional[Path], typer.Option(metavar="FILE", help="Prompts file.")] = None,  # noqa: UP045
+    reward: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(metavar="MODEL", help="Reward model: directory, or Hugging Face hub id."),
+    ] = None,
+    reward_function: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(
+            metavar="MODULE:NAME",
+            help="Reward function instead of a model. An example is written if MODULE.py is missing.",
+        ),
+    ] = None,
+    estimator: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(help="Advantage estimator: ppo, reinforce, rloo, grpo or reinforce_plus_plus. Default: ppo."),
+    ] = None,
+    steps: Annotated[Optional[int], typer.Option(min=1, help="Training steps. Default: 200.")] = None,  # noqa: UP045
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing file.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Ask nothing: use the flags and the defaults.")] = False,
+) -> None:
+    """Write a commented config for your models and prompts. In a terminal, ask for what the flags do not say."""
+    from quartet.cli.init_config import Answers, init
+
+    init(path, Answers(policy, prompts, reward, reward_function, estimator, steps), overwrite, yes)
+
+
 @app.command()
 def train(
     config: ConfigPath, overrides: Overrides = None, overwrite: Overwrite = False, resume: Resume = False

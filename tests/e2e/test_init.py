@@ -1,0 +1,112 @@
+"""``quartet init``: the configs it writes, its questions, and what it refuses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from quartet.config import load_config
+from quartet.config.estimators import BUILT_IN_ESTIMATORS
+from quartet.demo.toy_task import ToyTask
+from tests.e2e.conftest import Call, Start
+
+
+@pytest.fixture
+def given(toy_task: ToyTask) -> list[str | Path]:
+    """The flags for policy and prompts."""
+    return ["--policy", toy_task.policy, "--prompts", toy_task.prompts]
+
+
+@pytest.mark.parametrize("estimator", ["ppo", *BUILT_IN_ESTIMATORS])
+def test_the_config_is_valid_and_explains_itself(
+    estimator: str, given: list[str | Path], toy_task: ToyTask, call: Call, tmp_path: Path
+) -> None:
+    result = call("init", *given, "--reward", toy_task.reward, "--estimator", estimator, "--steps", 7)
+    assert result.code == 0, result.err
+    assert result.out.endswith("my.yaml: written and valid; to train: quartet train my.yaml\n")
+    assert call("config", "check", "my.yaml").code == 0
+    config = load_config(tmp_path / "my.yaml")
+    assert (config.run.name, config.run.steps, config.reward.model) == ("my", 7, str(toy_task.reward))
+    assert config.algorithm.estimator == ("gae" if estimator == "ppo" else estimator)
+    assert config.rollout.prompts_per_step * config.rollout.samples_per_prompt == 64
+    text = (tmp_path / "my.yaml").read_text()
+    assert ("critic:" in text) == config.has_critic
+    for key in ("learning_rate", "kl_coefficient", "prompts_per_step", "max_response_tokens", "estimator"):
+        [line] = [number for number, line in enumerate(text.splitlines()) if line.startswith(f"  {key}:")][:1]
+        assert text.splitlines()[line - 1].lstrip().startswith(("#", "model:", "prompts_per_step:")), key
+
+
+def test_an_example_reward_function_is_written_in_another_folder(
+    given: list[str | Path], call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    result = call("init", "runs of mine/second", *given, "--reward-function", "second_rewards:score")
+    assert result.code == 0, result.err
+    folder = tmp_path / "runs of mine" / "second"
+    assert "cd 'runs of mine/second' && quartet train second.yaml" in result.out
+    assert load_config(folder / "second.yaml").reward.function == "second_rewards:score"
+    monkeypatch.chdir(folder)
+    namespace: dict[str, object] = {}
+    exec((folder / "second_rewards.py").read_text(), namespace)  # noqa: S102 - the file that the command has written
+    score = namespace["score"]
+    assert callable(score)
+    assert score("", "word " * 30, {}) == 0 > score("", "short", {})
+
+
+def test_an_existing_reward_function_is_kept(given: list[str | Path], call: Call, tmp_path: Path) -> None:
+    (tmp_path / "kept_rewards.py").write_text("def judge(prompt, response, fields):\n    return 1.0\n")
+    assert call("init", *given, "--reward-function", "kept_rewards:judge").code == 0
+    assert "return 1.0" in (tmp_path / "kept_rewards.py").read_text()
+    result = call("init", "other.yaml", *given, "--reward-function", "kept_rewards:score")
+    assert result.code == 2
+    assert "module kept_rewards has no score" in result.err
+    assert not (tmp_path / "other.yaml").exists()
+
+
+def test_missing_flags_are_named_without_a_terminal(given: list[str | Path], call: Call, tmp_path: Path) -> None:
+    result = call("init", *given[:2])
+    assert result.code == 2
+    assert "--prompts FILE, --reward MODEL or --reward-function MODULE:NAME" in result.err
+    assert "--policy" not in result.err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_existing_file_is_replaced_only_on_request(
+    given: list[str | Path], toy_task: ToyTask, call: Call, tmp_path: Path
+) -> None:
+    (tmp_path / "my.yaml").write_text("mine")
+    result = call("init", *given, "--reward", toy_task.reward)
+    assert (result.code, (tmp_path / "my.yaml").read_text()) == (2, "mine")
+    assert "--overwrite" in result.err
+    result = call("init", *given, "--reward", "models/absent/reward", "--overwrite")
+    assert (result.code, (tmp_path / "my.yaml").read_text()) == (2, "mine")
+    assert call("init", *given, "--reward", toy_task.reward, "--overwrite").code == 0
+
+
+def test_nothing_is_left_of_an_invalid_config(
+    given: list[str | Path], toy_task: ToyTask, call: Call, tmp_path: Path
+) -> None:
+    result = call("init", "a/b/c.yaml", *given, "--reward-function", "r:score", "--estimator", "gea")
+    assert result.code == 2
+    assert "gea" in result.err
+    result = call("init", *given, "--reward", toy_task.reward, "--reward-function", "r:score")
+    assert "give only one" in result.err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_terminal_is_asked_for_what_is_missing(start: Start, toy_task: ToyTask, tmp_path: Path) -> None:
+    command = start("init", "--policy", toy_task.policy, "--steps", "5", terminal=True)
+    for question, answer in (
+        ("Prompts", str(toy_task.prompts)),
+        ("Reward model", ""),
+        ("Reward function", ""),
+        ("Estimator", "rloo"),
+    ):
+        command.wait_for(lambda question=question: question in command.out)
+        command.type(f"{answer}\n")
+    result = command.wait()
+    assert result.code == 0, result
+    config = load_config(tmp_path / "my.yaml")
+    assert (config.run.steps, config.algorithm.estimator, config.reward.function) == (5, "rloo", "my_rewards:score")
+    assert (tmp_path / "my_rewards.py").is_file()
+    assert "Policy to train" not in result.out
