@@ -7,6 +7,8 @@ ENGINES := build/engines-venv
 TRITON := build/triton-venv
 # The Python backend in Triton's wheel works only with the distribution's Python.
 TRITON_PYTHON ?= /usr/bin/python3
+# Build of torch to install: empty for the default one, which includes CUDA on Linux; cpu; or one that `uv pip install --help` lists.
+TORCH ?=
 PYTEST_ARGS ?=
 # Two workers keep two cores busy. More do not help: most tests either compute or start processes that compute.
 TEST_WORKERS ?= 2
@@ -21,7 +23,7 @@ REVIEW_RUNS := $(addprefix runs/reviews-,ppo reinforce rloo grpo dr-grpo reinfor
 PYTEST := $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help demo test test-fast test-all test-e2e chaos faults soak durability-cost startup end-to-end generation precision gpu update growth \
+.PHONY: help install demo test test-fast test-all test-e2e chaos faults soak durability-cost startup end-to-end generation precision gpu update growth \
 	transport buffer gae orchestration architectures gateway-load gateway-metrics browser screenshots notebook fuzz-api fuzz-rpc helm-golden \
 	helm-schema e2e-compose check docs docs-reference wheel format proto acceptance parity engines clean
 .DEFAULT_GOAL := help
@@ -36,12 +38,16 @@ $(BIN)/python:
 
 $(VENV)/.installed: $(BIN)/python pyproject.toml constraints.txt
 	@echo "installing into $(VENV): takes a minute or more, mostly to download torch"
+	$(if $(TORCH),$(BIN)/python -m pip install --quiet --constraint constraints.txt uv)
+	$(if $(TORCH),$(BIN)/uv pip install --quiet --python $(BIN)/python --torch-backend $(TORCH) --constraint constraints.txt torch)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[train]'
 	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[train,dev]'
 	@touch $@
+
+install: $(VENV)/.installed-dev ## Install into .venv, with the development tools; TORCH=cpu avoids CUDA
 
 demo: $(VENV)/.installed ## Train a tiny model from scratch and show what changed
 	$(BIN)/quartet demo

@@ -86,6 +86,15 @@ def test_the_license_is_apache_2(wheel: Path) -> None:
     assert any(line.startswith("Requires-Dist: torch") and 'extra == "train"' in line for line in text.splitlines())
 
 
+def test_the_command_is_also_installed_under_the_name_of_the_package(wheel: Path) -> None:
+    """Then ``uvx`` and ``pipx run`` find it without another option."""
+    with zipfile.ZipFile(wheel) as archive:
+        [name] = [name for name in archive.namelist() if name.endswith("/entry_points.txt")]
+        scripts = archive.read(name).decode().split()
+    main = ["=", "quartet.cli.main:main"]
+    assert scripts == ["[console_scripts]", "quartet", *main, "quartet-rlhf", *main]
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_the_demo_runs_from_the_wheel_in_an_empty_environment(wheel: Path, tmp_path: Path) -> None:
