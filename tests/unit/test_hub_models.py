@@ -25,7 +25,7 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
 class Hub(ThreadingHTTPServer):
-    """Serves directories as models of the hub. ``refused`` is the status and error code of every answer if it is set."""
+    """Server of directories as models of the hub. ``refused`` is the status and error code of every answer if it is set."""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)

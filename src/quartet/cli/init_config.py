@@ -22,8 +22,9 @@ from quartet.config.section import IMPORT_PATH
 from quartet.data import read_prompt_lines
 from quartet.durable_files import write_durably
 from quartet.errors import ConfigError, QuartetError
+from quartet.hub_models import looks_local
 from quartet.launcher.security_checks import check_access
-from quartet.preflight import check_inputs, looks_local
+from quartet.preflight import check_inputs
 
 DEFAULT_STEPS = 200
 DEFAULT_ESTIMATOR = "gae"
