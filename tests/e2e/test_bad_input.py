@@ -85,8 +85,8 @@ def test_a_mistyped_option_is_explained_without_a_traceback(call: Call, config: 
     ("content", "mentioned"),
     [
         (None, ("cannot be read", "No such file", "give a file in JSON Lines")),
-        ('{"text": "a"}\n{"text": \n', (":2: not JSON", 'expected a JSON object with "text"')),
-        ('{"text": "a"}\n\n{"prompt": "b"}\n', (":3: found none of text, messages and token_ids",)),
+        ('{"text": "a"}\n{"text": \n', (":2: not JSON", "expected a JSON object per line")),
+        ('{"text": "a"}\n\n{"question": "b"}\n', (":3: found none of prompt, text, messages and token_ids",)),
         ('{"text": "a"}\n{"text": ""}\n', (":2: text is empty",)),
         ("\n\n", ("empty", "at least one prompt")),
     ],

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from quartet.data.prompt_encoding import EncodedPrompts, PromptEncoder, encode_lines
+from quartet.data.prompt_files import FORMATS
 from quartet.data.prompt_lines import iterate_prompt_lines
 from quartet.data.prompt_settings import PromptSettings
 from quartet.errors import DataError
@@ -57,9 +58,7 @@ class FileDigest:
                     digest.update(chunk)
                     line_breaks += chunk.count(b"\n")
         except OSError as error:
-            raise DataError(
-                f"prompts {path}: cannot be read ({error.strerror}); give a file of prompts (data.prompts, --file)"
-            ) from None
+            raise DataError(f"prompts {path}: cannot be read ({error.strerror}); give a file in {FORMATS}") from None
         return cls(digest.hexdigest(), line_breaks)
 
     def lines(self, path: Path) -> int | None:
