@@ -347,6 +347,13 @@ def test_more_dropped_prompts_than_allowed_are_refused() -> None:
     )
 
 
+def test_a_reached_limit_of_prompts_allows_any_fraction_of_dropped_ones() -> None:
+    lines = [PromptLine(1, "toolong"), PromptLine(2, "too long"), PromptLine(3, "b")]
+    assert len(encode(lines, PLAIN, max_prompt_tokens=5, max_dropped_fraction=0.0, limit=1).prompts) == 1
+    with pytest.raises(DataError, match="2 of 3 are over"):
+        encode(lines, PLAIN, max_prompt_tokens=5, max_dropped_fraction=0.0, limit=2)
+
+
 def test_a_data_set_without_usable_prompts_is_refused() -> None:
     with pytest.raises(
         DataError, match=r"all 2 of 2 are over data\.max_prompt_tokens 5 and would be dropped; raise it"

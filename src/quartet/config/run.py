@@ -38,7 +38,7 @@ class DataConfig(Section):
     messages. Null: drop them."""
     max_dropped_fraction: Fraction = 0.5
     """Maximum fraction of prompts to drop because they are too long. The run does not start if there are more. With 1 it only
-    needs one prompt that is short enough."""
+    needs one prompt that is short enough. Not checked if there are evaluation.max_prompts validation prompts."""
     continue_final_message: bool = False
     """Let the policy continue the last message of prompts that end with the assistant. False: such prompts are refused."""
 

@@ -332,7 +332,9 @@ def summarize_prompts(encoded: EncodedPrompts, settings: PromptSettings, vocabul
     lengths, limit = encoded.lengths, settings.max_prompt_tokens
     too_long = int(np.count_nonzero(lengths > limit))
     dropped = too_long if settings.truncation is None else 0
-    _check_dropped(dropped, len(lengths), settings)
+    # The fraction says little about a part of a file, and a reached limit means that there are enough prompts.
+    if len(lengths) - dropped != settings.limit:
+        _check_dropped(dropped, len(lengths), settings)
     used = lengths[lengths <= limit] if dropped else np.minimum(lengths, limit)
     return PromptSummary(
         len(used),
