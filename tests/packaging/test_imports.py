@@ -63,8 +63,10 @@ def test_the_base_install_can_import_all_parts_without_torch() -> None:
     assert import_without(TRAIN_PACKAGES, sorted(names)) == ""
 
 
-def test_the_config_and_preflight_import_without_grpc_and_redis() -> None:
-    assert import_without(("grpc", "redis", "google.protobuf"), ["quartet.config", "quartet.preflight"]) == ""
+def test_the_modules_of_config_check_import_without_slow_libraries() -> None:
+    slow = ("grpc", "redis", "google.protobuf", "structlog", "cryptography", "huggingface_hub", "tokenizers")
+    names = ["quartet.cli.main", "quartet.config", "quartet.preflight", "quartet.launcher.security_checks"]
+    assert import_without(slow, names) == ""
 
 
 def test_the_orchestrator_imports_without_peft_and_modelling_code() -> None:

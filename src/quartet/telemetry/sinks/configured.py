@@ -1,18 +1,20 @@
-"""Open the sinks that a config enables."""
+"""Check and open the sinks that a config enables. The check imports no libraries besides the config's."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
 from quartet.config import Config
 from quartet.errors import ConfigError
 from quartet.run_directory.run_files import RunFiles
-from quartet.telemetry.sinks.background import Sinks
-from quartet.telemetry.sinks.sink import Sink
+
+if TYPE_CHECKING:
+    from quartet.telemetry.sinks.background import Sinks
+    from quartet.telemetry.sinks.sink import Sink
 
 
 def check_sinks(config: Config) -> None:
@@ -28,6 +30,8 @@ def check_sinks(config: Config) -> None:
 
 def open_sinks(config: Config, files: RunFiles, identity: str, note: Callable[[str], None]) -> Sinks:
     """Connect to the sinks that ``config`` enables. ``identity`` is the run's id; ``note`` gets messages for the user."""
+    from quartet.telemetry.sinks.background import Sinks
+
     telemetry, name = config.telemetry, config.run.name
     openers: dict[str, Callable[[], Sink]] = {}
     # The background thread imports a package, and only if its sink is enabled.
