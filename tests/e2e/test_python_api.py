@@ -14,6 +14,7 @@ import pytest
 
 import quartet
 from quartet.errors import ConfigError
+from quartet.launcher import launcher
 from tests.e2e.commands import Command, committed_steps, wait_until
 from tests.e2e.conftest import STEPS
 
@@ -41,12 +42,18 @@ def script(folder: Path, config: Path, few_processes: list[str]) -> Iterator[Com
 
 
 def test_a_run_is_trained_read_and_used(
-    folder: Path, config: Path, few_processes: list[str], capsys: pytest.CaptureFixture[str]
+    folder: Path,
+    config: Path,
+    few_processes: list[str],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(launcher, "WAITING_REPORT_SECONDS", 0.0)
     run = quartet.train(config, few_processes[1::2])
     assert (run.name, run.state, run.step, run.total_steps) == ("tiny", "finished", STEPS, STEPS)
     printed = capsys.readouterr().out.splitlines()
     assert [line.split()[1] for line in printed if line.startswith("step ")] == ["1/3", "2/3", "3/3"]
+    assert [line.split(": ")[1] for line in printed if line.startswith("loading for ")][0] == "actor, critic"
 
     lines = [json.loads(line) for line in (folder / "runs/tiny/metrics.jsonl").read_text().splitlines()]
     np.testing.assert_array_equal(run.metrics["step"], [1, 2, 3])

@@ -7,6 +7,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from multiprocessing.connection import wait
 from pathlib import Path
 from types import TracebackType
@@ -39,6 +40,8 @@ PRELOADED = (
     "quartet.rpc.server",
 )
 """Modules that the services import at their start. Together they import torch and the modelling code of transformers."""
+WAITING_REPORT_SECONDS = 5.0
+"""Interval of the lines that name the processes which are still loading."""
 GATEWAY_START_SECONDS = 60.0
 """Seconds to wait for the gateway after all services are ready. The run continues without it after that."""
 
@@ -67,9 +70,10 @@ class Launcher:
         self.addresses: dict[Role, str] = {}
         self.url = ""
 
-    def start(self, orchestrator: bool = True) -> None:
+    def start(self, orchestrator: bool = True, report: Callable[[str], None] = lambda _: None) -> None:
         """Start the buffer, the model services and, once they are ready, the orchestrator. Supervise them from then on.
 
+        ``report`` gets a line that names the processes which are still loading, every ``WAITING_REPORT_SECONDS``.
         Restarts a process that is killed during the start. Raises the error of the first process that fails: ConfigError if the
         user can fix it, else ServiceFailed. Raises KeyboardInterrupt if ``interrupted`` is set.
         """
@@ -91,13 +95,13 @@ class Launcher:
                 self.addresses[role] = service.address
             else:
                 self._start_service(role, [])
-        self._wait_until_ready()
+        self._wait_until_ready(report)
         # Before the orchestrator starts, because from then on all processes must be supervised.
         self._wait_for_gateway()
         if orchestrator:
             overrides = [f"services.{role}.address={address}" for role, address in self.addresses.items()]
             self._start_service(Role.ORCHESTRATOR, [argument for item in overrides for argument in ("--set", item)])
-            self._wait_until_ready()
+            self._wait_until_ready(report)
         log = file_log("launcher", self._logs / "launcher.log")
         recovery, load_timeout = self._config.recovery, self._config.timeouts.load_seconds
         self._supervisors = [ProcessSupervisor(process, recovery, load_timeout, log) for process in self._processes()]
@@ -141,9 +145,10 @@ class Launcher:
     def _processes(self) -> list[SupervisedProcess]:
         return [*([self._redis] if self._redis is not None else []), *self._services]
 
-    def _wait_until_ready(self) -> None:
+    def _wait_until_ready(self, report: Callable[[str], None]) -> None:
         timeout = self._config.timeouts.load_seconds
-        deadline = time.monotonic() + timeout
+        start = reported = time.monotonic()
+        deadline = start + timeout
         while waiting := [service for service in self._services if service is not self._gateway and not service.ready]:
             wait([service.pipe for service in waiting], timeout=0.2)
             if self._interrupted.is_set():
@@ -155,8 +160,12 @@ class Launcher:
             for process in self._processes():
                 if process.process.poll() is not None and self._restart_during_start(process):
                     deadline = time.monotonic() + timeout
-            if time.monotonic() > deadline:
-                names = ", ".join(service.name for service in waiting)
+            names = ", ".join(service.name for service in waiting)
+            now = time.monotonic()
+            if now - reported > WAITING_REPORT_SECONDS:
+                reported = now
+                report(f"loading for {now - start:.0f} s: {names}")
+            if now > deadline:
                 raise ConfigError(
                     f"{names}: not ready within timeouts.load_seconds {timeout:g} s; raise it, or see {self._logs}"
                 )

@@ -67,7 +67,7 @@ def started_run(
             files.pending_commands.unlink(missing_ok=True)
             with Launcher(config, files.config, interrupted) as launcher:
                 with activity("starting the services"):
-                    launcher.start()
+                    launcher.start(report=report)
                 for line in launcher.check():
                     report(line)
                 files.write_services(launcher.addresses)
