@@ -75,6 +75,13 @@ class ComputationFailed(QuartetError):
     """A computation produced NaN or infinity instead of a finite number."""
 
 
+class FunctionFailed(ComputationFailed):
+    """A user's function raised, ended its process or returned a wrong value. The message starts with the function.
+
+    It quotes the text of an exception only if the config allows that, so logs and notes may contain the message.
+    """
+
+
 class OutOfMemory(QuartetError):
     """A computation does not fit into GPU memory. The same work fails again: smaller batches or sequences are needed."""
 

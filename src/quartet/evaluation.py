@@ -17,7 +17,7 @@ import numpy as np
 
 from quartet.config import Config, RolloutConfig
 from quartet.data import PromptEncoder, PromptSet, PromptSettings, load_prompts, select_prompts
-from quartet.errors import ComputationFailed, ConfigError
+from quartet.errors import ComputationFailed, ConfigError, FunctionFailed
 from quartet.types import FinishReason, FloatArray, IntArray, Prompt, SamplingParameters, Trajectory, TrajectoryId
 
 STEP = 0
@@ -149,7 +149,7 @@ class Worker(Protocol):
     """Process that calls a user's function, see ``quartet.rewards.function_worker.FunctionWorker``."""
 
     def call(self, arguments: Sequence[Any], timeout: float, about: str = "") -> Any:
-        """Return the result, a JSON value. Raises ComputationFailed if the call takes more than ``timeout`` seconds."""
+        """Return the result, a JSON value. Raises FunctionFailed if the call takes more than ``timeout`` seconds."""
 
 
 class Judge:
@@ -162,7 +162,7 @@ class Judge:
     def preference(self, number: int, prompt: str, response: str, initial_response: str, fields: str) -> float:
         """Return the preference in [0, 1], where 1 means that ``response`` is better. Equal responses are a tie without a call.
 
-        ``number`` is the line of the prompt, for messages. ``fields`` is a JSON object. Raises ComputationFailed if the function
+        ``number`` is the line of the prompt, for messages. ``fields`` is a JSON object. Raises FunctionFailed if the function
         fails or returns anything else.
         """
         if response == initial_response:
@@ -173,7 +173,7 @@ class Judge:
             # Text is not quoted, as it may be from the prompt.
             quotable = isinstance(preference, bool | int | float | None)
             shown = repr(preference) if quotable else f"a {type(preference).__name__}"
-            raise ComputationFailed(
+            raise FunctionFailed(
                 f"evaluation.judge {self._function}, prompt {number}: returned {shown}, "
                 "expected a number from 0 to 1, 1 if the response is better than the initial one"
             )

@@ -7,6 +7,7 @@ import importlib
 import inspect
 import os
 import sys
+import sysconfig
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -55,33 +56,34 @@ def wrong_arguments(function: Callable[..., Any], count: int) -> str:
     try:
         signature.bind(*range(count))
     except TypeError as error:
-        return f"TypeError: {error}, called with {count} arguments"
+        return f"{error}, called with {count} arguments"
     return ""
 
 
-def describe(error: BaseException, with_text: bool = True) -> str:
-    """Return an exception's type, text, and the file and line that raised it, in one line.
-
-    Without ``with_text`` the text is left out: it may repeat prompts and responses.
-    """
-    location = _location(error)
-    if not with_text:
-        return f"{type(error).__name__} ({location or 'no line'}; the message is left out because it may quote a text)"
-    try:
-        text = " ".join(str(error).split())
-    except Exception:
-        text = ""
-    if len(text) > MAX_REASON:
-        text = text[:MAX_REASON] + "..."
+def describe(error: BaseException) -> str:
+    """Return an exception's type, text, and the file and line of the user's code that raised it, in one line."""
+    text, location = text_of(error), location_of(error)
     return f"{type(error).__name__}{': ' if text else ''}{text}{f' ({location})' if location else ''}"
 
 
-def _location(error: BaseException) -> str:
-    """Return the last file and line outside this module, the worker and Python's import system, or an empty string."""
+def text_of(error: BaseException) -> str:
+    """Return an exception's text in one line of limited length. It may repeat prompts and responses."""
+    try:
+        text = " ".join(str(error).split())
+    except Exception:
+        return ""
+    return text if len(text) <= MAX_REASON else text[:MAX_REASON] + "..."
+
+
+def location_of(error: BaseException) -> str:
+    """Return the file and line of the user's code that raised an exception, or called the library that did; "" if unknown."""
     own = (__file__, importlib.__file__, str(Path(__file__).parent / "rewards/function_worker_main.py"))
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename not in own]
     frames = [frame for frame in frames if not frame.filename.startswith("<frozen importlib")]
-    return f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
+    libraries = tuple({f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib", "purelib", "platlib")})
+    # A function of an installed package is itself in a library: then its own frame, the first, counts.
+    users = [frame for frame in frames if not frame.filename.startswith(libraries)] or frames[:1]
+    return f"{Path(users[-1].filename).name}:{users[-1].lineno}" if users else ""
 
 
 def _shadowed_by(module: ModuleType) -> str:

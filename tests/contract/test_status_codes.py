@@ -68,7 +68,9 @@ def test_a_caller_raises_the_class_of_the_service_with_the_service_name() -> Non
         # The caller did not cancel the call, so for the caller the service has not responded.
         expected = errors.NoResponse if issubclass(kind, errors.Cancelled) else kind
         raised = round_trip(kind("the cause"))
-        if type(raised) is not expected or not str(raised).startswith(f"{CALL}: "):
+        # The cause of a failed function comes first: its text starts with the function.
+        start = "the cause" if kind is errors.FunctionFailed else f"{CALL}: "
+        if type(raised) is not expected or not str(raised).startswith(start):
             problems.append(f"{kind.__name__} arrives as {raised!r}")
         if kind is not errors.DeadlinePassed and "the cause" not in str(raised):
             problems.append(f"{kind.__name__} loses its text: {raised}")

@@ -137,9 +137,7 @@ def test_a_sum_beyond_float32_is_an_error(build: Build) -> None:
 def test_the_failure_of_one_part_fails_the_ensemble(build: Build, checkpoints: Path) -> None:
     failing = {"name": "failing", "source": "function", "function": "scorers:fails"}
     source = build(LENGTHS, model(checkpoints, "one", 1.0), failing)
-    with pytest.raises(
-        ComputationFailed, match=r"reward.parts.failing.function scorers:fails, sequence index 0: raised"
-    ):
+    with pytest.raises(ComputationFailed, match=r"reward.parts.failing.function scorers:fails raised ValueError at"):
         source.score(BATCH)
 
 

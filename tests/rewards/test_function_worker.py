@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from quartet.errors import Cancelled, ComputationFailed, ConfigError, FailedPrecondition
+from quartet.errors import Cancelled, ConfigError, FailedPrecondition, FunctionFailed
 from quartet.rewards import function_worker
 from quartet.rewards.function_worker import FunctionWorker
 from tests.rewards.processes import children, runs, wait_for
@@ -104,16 +104,18 @@ def test_a_batch_larger_than_the_pipe_buffer_is_transferred(start: Start) -> Non
 
 def test_an_exception_is_reported_in_one_line(start: Start) -> None:
     worker = start("fails")
-    with pytest.raises(ComputationFailed) as failed:
+    with pytest.raises(FunctionFailed) as failed:
         worker.call(["secret"], 20, "sequence index 3")
-    expected = r"reward.function functions:fails, sequence index 3: raised ValueError (functions.py:"
-    assert str(failed.value).startswith(expected)
-    assert "\n" not in str(failed.value)
+    message = str(failed.value)
+    assert message.startswith("reward.function functions:fails raised ValueError at functions.py:")
+    assert "for sequence index 3; the text of the exception is left out" in message
+    assert message.endswith("set reward.quote_texts: true to see it")
+    assert "\n" not in message
     with pytest.raises(
-        ComputationFailed, match=r"raised TypeError: too many positional arguments, called with 1 arguments$"
+        FunctionFailed, match=r"raised TypeError: too many positional arguments, called with 1 arguments$"
     ):
         start("wrong_signature").call([1], 20)
-    with pytest.raises(ComputationFailed, match=r"functions:leaves: raised SystemExit \(functions.py:\d+; "):
+    with pytest.raises(FunctionFailed, match=r"functions:leaves raised SystemExit at functions.py:\d+; "):
         start("leaves").call([], 20)
 
 
@@ -134,7 +136,7 @@ def error_and_replacement(start: Start, name: str, timeout: float) -> str:
     )
     worker = FunctionWorker("first:first", "reward.function")
     try:
-        with pytest.raises(ComputationFailed) as failed:
+        with pytest.raises(FunctionFailed) as failed:
             worker.call([], timeout)
         fresh = worker.call([], 20)
         assert worker.call([], 20) == fresh
@@ -180,18 +182,18 @@ def test_a_process_that_ends_between_calls_is_replaced(start: Start) -> None:
 def test_each_call_fails_while_the_module_of_the_function_is_missing(start: Start, functions: Path) -> None:
     worker = start("dies")
     (functions / "functions.py").rename(functions / "away.py")
-    with pytest.raises(ComputationFailed, match="status 3"):
+    with pytest.raises(FunctionFailed, match="status 3"):
         worker.call([], 20)
     for _ in range(2):
         with pytest.raises(ConfigError, match=r"reward.function functions:dies: .*No module named 'functions'"):
             worker.call([], 20)
     (functions / "away.py").rename(functions / "functions.py")
-    with pytest.raises(ComputationFailed, match="status 3"):
+    with pytest.raises(FunctionFailed, match="status 3"):
         worker.call([], 20)
 
 
 def test_results_that_are_not_json_are_refused_with_their_type(start: Start) -> None:
-    with pytest.raises(ComputationFailed, match="functions:a_set: returned a value of type set, expected JSON"):
+    with pytest.raises(FunctionFailed, match="functions:a_set: returned a value of type set, expected JSON"):
         start("a_set").call([1], 20)
 
 
@@ -199,7 +201,7 @@ def test_an_oversized_answer_is_refused(start: Start, monkeypatch: pytest.Monkey
     monkeypatch.setattr(function_worker, "MAX_RESPONSE_BYTES", 1_000_000)
     worker = start("huge")
     assert len(worker.call([900_000], 20)) == 900_000
-    with pytest.raises(ComputationFailed, match="sent more than 1000000 bytes"):
+    with pytest.raises(FunctionFailed, match="sent more than 1000000 bytes"):
         worker.call([3_000_000], 20)
     assert worker.call([3], 20) == "xxx"
 
@@ -214,7 +216,7 @@ def with_pipe(start: Start, name: str) -> tuple[FunctionWorker, int, int]:
 
 def test_writing_to_the_pipe_of_the_worker_is_an_error(start: Start) -> None:
     worker, _, descriptor = with_pipe(start, "a_pipe_writer")
-    with pytest.raises(ComputationFailed, match="wrote to its worker's pipe"):
+    with pytest.raises(FunctionFailed, match="wrote to its worker's pipe"):
         worker.call([descriptor], 20)
 
 
@@ -226,7 +228,7 @@ def test_a_line_without_the_number_of_the_call_is_refused(line: str, start: Star
     worker, process, descriptor = with_pipe(start, "writes_and_waits")
     assert worker.call([descriptor, None], 20) == 1
     start_time = time.monotonic()
-    with pytest.raises(ComputationFailed) as failed:
+    with pytest.raises(FunctionFailed) as failed:
         worker.call([descriptor, f"{line}\n"], 40)
     assert time.monotonic() - start_time < 20
     assert str(failed.value).startswith("reward.function functions:writes_and_waits: wrote to its worker's pipe, and")
@@ -239,9 +241,7 @@ def test_a_late_answer_is_not_mistaken_for_that_of_the_next_call(start: Start) -
     assert worker.call(["first"], 20) == "first"
     with open(f"/proc/{process}/fd/{descriptor}", "wb", buffering=0) as pipe:
         pipe.write(b'{"number": 1, "result": "late"}\n')
-    with pytest.raises(
-        ComputationFailed, match=r"^reward\.function functions:echo, step 2: wrote to its worker's pipe"
-    ):
+    with pytest.raises(FunctionFailed, match=r"^reward\.function functions:echo, step 2: wrote to its worker's pipe"):
         worker.call(["second"], 20, "step 2")
     assert worker.call(["third"], 20) == "third"
 

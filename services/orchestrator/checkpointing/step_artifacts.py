@@ -115,13 +115,13 @@ def failed_evaluation_row(run: str, step: int, error: Exception) -> dict[str, An
 
 
 def failed_trajectories_note(step: int, collected: CollectedStep) -> str:
-    """Return the note on a step with failed trajectories. It omits the text of the errors, which may quote responses."""
+    """Return the note on a step with failed trajectories. See ``FailedTrajectory.cause`` for what it omits."""
     first, count = collected.failed_trajectories[0], len(collected.failed_trajectories)
     subject = "1 trajectory" if count == 1 else f"{count} trajectories"
     verb = "was" if count == 1 else "were"
     return (
         f"step {step}: {subject} could not be scored and {verb} replaced by new samples of the same prompts; "
-        f"{first.trajectory.id} after {first.attempts} attempts: {first.fault.__name__}; see failed_trajectories.jsonl"
+        f"{first.trajectory.id} after {first.attempts} attempts: {first.cause}; see failed_trajectories.jsonl"
     )
 
 

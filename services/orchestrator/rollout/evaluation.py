@@ -9,7 +9,7 @@ import structlog
 
 from quartet.buffer.rollout_stream import RolloutStream
 from quartet.config import Config
-from quartet.errors import ComputationFailed, InvalidRequest
+from quartet.errors import ComputationFailed, FunctionFailed, InvalidRequest
 from quartet.evaluation import (
     STEP,
     Judge,
@@ -66,7 +66,9 @@ class Evaluator:
         self._tokenizer, self._files = tokenizer, files
         self._baseline: dict[int, PromptResponses] | None = None
         judge = config.evaluation.judge
-        self._worker = FunctionWorker(judge, "evaluation.judge") if judge else None
+        self._worker = (
+            FunctionWorker(judge, "evaluation.judge", quotes=config.evaluation.quote_texts) if judge else None
+        )
         self._judge = Judge(judge, self._worker, config.evaluation.timeout_seconds) if judge and self._worker else None
 
     @property
@@ -189,11 +191,12 @@ class EvaluationSchedule:
         except (ComputationFailed, InvalidRequest) as error:
             if step == 0:
                 raise
-            # The text of the error may quote a response, which does not belong in a log.
             self._files.append_failed_trajectories(failed_evaluation_row(self._run, step, error))
-            log.warning("evaluation failed", step=step, error=type(error).__name__)
+            # The text of other errors may quote a response, which does not belong in a log.
+            cause = str(error) if isinstance(error, FunctionFailed) else type(error).__name__
+            log.warning("evaluation failed", step=step, error=cause)
             self._board.note(
-                f"evaluation after step {step} failed ({type(error).__name__}), see failed_trajectories.jsonl; the run continues"
+                f"evaluation after step {step} failed: {cause}; see failed_trajectories.jsonl; the run continues"
             )
             return
         log.info("evaluation finished", step=step, **summary)

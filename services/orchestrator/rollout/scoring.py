@@ -17,6 +17,7 @@ import structlog
 from quartet.config import RecoveryConfig
 from quartet.errors import (
     ComputationFailed,
+    FunctionFailed,
     InvalidRequest,
     NoResponse,
     QuartetError,
@@ -57,13 +58,18 @@ class ScoredTrajectory:
 class FailedTrajectory:
     """A trajectory that a service could not score, with the number of attempts and the last error.
 
-    ``error`` may quote the response, as a user's function does. ``fault`` is its class, which reveals nothing of the response.
+    ``error`` may quote the response. ``fault`` is its class, which reveals nothing of the response.
     """
 
     trajectory: Trajectory
     attempts: int
     error: str
     fault: type[QuartetError]
+
+    @property
+    def cause(self) -> str:
+        """The error for logs and notes: its text if that quotes no response or the config allows it, otherwise its class."""
+        return self.error if self.fault is FunctionFailed else self.fault.__name__
 
 
 class ReferencePolicy(Protocol):
@@ -381,18 +387,18 @@ class Scoring:
 
     def _record_failure(self, failed: FailedTrajectory) -> None:
         id = failed.trajectory.id
-        # The text of the error may quote the response, which does not belong in a log.
-        log.warning("trajectory failed", id=str(id), attempts=failed.attempts, error=failed.fault.__name__)
+        log.warning("trajectory failed", id=str(id), attempts=failed.attempts, error=failed.cause)
         first = next(iter(self._failed.values()), failed)
         self._failed.setdefault(id, failed)
         assert self._recovery is not None
         if len(self._failed) > self._recovery.max_failed_trajectories:
             ids = ", ".join(map(str, self._failed))
             text = (
-                f"step {id.step}: {len(self._failed)} of its trajectories could not be scored, "
-                f"recovery.max_failed_trajectories is {self._recovery.max_failed_trajectories}; "
-                f"fix the cause, or raise the limit; the first after {first.attempts} attempts: {first.error}; "
-                f"all failed trajectories (run/step/prompt line from 0/sample): {ids}"
+                f"{first.error}\n"
+                f"step {id.step}: {len(self._failed)} of its trajectories could not be scored, the first after "
+                f"{first.attempts} attempts; recovery.max_failed_trajectories is {self._recovery.max_failed_trajectories}; "
+                "fix the cause, or raise the limit\n"
+                f"failed trajectories, see failed_trajectories.jsonl (run/step/prompt line from 0/sample): {ids}"
             )
             if all(item.fault is ServiceFailed for item in self._failed.values()):
                 raise ServiceFailed(text)

@@ -55,6 +55,9 @@ class EvaluationConfig(Section):
     returns a number from 0 (worse) to 1 (better than the initial response). Null: no judge."""
     timeout_seconds: Positive = 60.0
     """Time limit for one call of the judge, in seconds."""
+    quote_texts: bool = False
+    """Include the text of exceptions of the judge in logs and notes, although it may quote prompts and responses. False: only
+    type, file and line."""
 
 
 class CheckpointConfig(Section):

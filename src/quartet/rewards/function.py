@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from quartet.config import RewardSourceConfig
-from quartet.errors import Cancelled, ComputationFailed, ConfigError, InvalidRequest
+from quartet.errors import Cancelled, ConfigError, FunctionFailed, InvalidRequest
 from quartet.models.weights.tokenizer import load_tokenizer, tokenizer_fingerprint
 from quartet.rewards.function_worker import FunctionWorker
 from quartet.rewards.reward_source import never, parse_fields
@@ -74,7 +74,7 @@ class FunctionReward:
         where = f"{self._name}, a batch of {len(prompts)}"
         values = self._worker.call([prompts, responses, objects], self._timeout, f"a batch of {len(prompts)}")
         if not isinstance(values, list) or len(values) != len(prompts):
-            raise ComputationFailed(f"{where}: returned {_shown(values)}, expected a list of {len(prompts)} numbers")
+            raise FunctionFailed(f"{where}: returned {_shown(values)}, expected a list of {len(prompts)} numbers")
         numbers = [_number(value, f"{where}: at index {index} returned") for index, value in enumerate(values)]
         return np.array(numbers, np.float32)
 
@@ -104,10 +104,10 @@ def _known_ids(tokenizer: Any) -> np.ndarray[Any, np.dtype[np.bool_]]:
 
 
 def _number(value: Any, where: str) -> float:
-    """Return a score as a float. Raises ComputationFailed if it is not a finite number in the range of float32."""
+    """Return a score as a float. Raises FunctionFailed if it is not a finite number in the range of float32."""
     # A bool is an int in Python, but as a reward it is more likely a mistake.
     if isinstance(value, bool) or not isinstance(value, int | float) or not -_LARGEST <= value <= _LARGEST:
-        raise ComputationFailed(f"{where} {_shown(value)}, expected a finite number")
+        raise FunctionFailed(f"{where} {_shown(value)}, expected a finite number")
     return float(value)
 
 

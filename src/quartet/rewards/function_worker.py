@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from quartet.child_processes import module_command, tied_to_parent
-from quartet.errors import Cancelled, ComputationFailed, ConfigError, FailedPrecondition
+from quartet.errors import Cancelled, ConfigError, FailedPrecondition, FunctionFailed
 from quartet.secret_files import SECRET_VARIABLES
 
 START_TIMEOUT = 120.0
@@ -46,6 +46,7 @@ class FunctionWorker:
         function cannot be imported.
         """
         self._function, self._name, self._start_timeout = function, f"{key} {function}", start_timeout
+        self._quotes_key = f"{key.rpartition('.')[0]}.quote_texts"
         self._quotes = quotes
         self._turn = threading.Lock()
         self._closed = threading.Event()
@@ -61,7 +62,7 @@ class FunctionWorker:
     def call(self, arguments: Sequence[Any], timeout: float, about: str = "") -> Any:
         """Call the function with JSON values and return its result, a JSON value (which may contain NaN and infinity).
 
-        ``timeout`` in seconds; ``about`` identifies the call in messages. Raises ComputationFailed if the function raises, takes
+        ``timeout`` in seconds; ``about`` identifies the call in messages. Raises FunctionFailed if the function raises, takes
         longer, ends its process, or returns a value that is not JSON; ConfigError if a new process cannot import the function;
         Cancelled if the worker is closed.
         """
@@ -74,12 +75,24 @@ class FunctionWorker:
                 if self._closed.is_set():
                     raise Cancelled(f"{where}: closed during the call") from None
                 advice = "; raise its timeout if it needs longer" if isinstance(lost, _TooSlow) else ""
-                raise ComputationFailed(f"{where}: {lost}{advice}") from None
+                raise FunctionFailed(f"{where}: {lost}{advice}") from None
         if "raised" in answer:
-            raise ComputationFailed(f"{where}: raised {answer['raised']}")
+            raise FunctionFailed(self._describe_exception(answer, about))
         if "not_json" in answer:
-            raise ComputationFailed(f"{where}: returned a value of type {answer['not_json']}, expected JSON")
+            raise FunctionFailed(f"{where}: returned a value of type {answer['not_json']}, expected JSON")
         return answer["result"]
+
+    def _describe_exception(self, answer: dict[str, Any], about: str) -> str:
+        """Describe an exception of the function: the cause first, and how to see its text if that is left out."""
+        location, text = answer["location"], answer["text"]
+        cause = f"{self._name} raised {answer['raised']}{f' at {location}' if location else ''}"
+        where = f" for {about}" if about else ""
+        if text is None:
+            return (
+                f"{cause}{where}; the text of the exception is left out because it may quote a prompt or response: set "
+                f"{self._quotes_key}: true to see it"
+            )
+        return f"{cause}{where}: {text}" if text else f"{cause}{where}"
 
     def close(self) -> None:
         """End the process. A running call fails. May be called again."""

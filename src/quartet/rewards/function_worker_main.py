@@ -16,7 +16,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any, BinaryIO
 
-from quartet.user_code import NotImportable, describe, import_callable, wrong_arguments
+from quartet.user_code import NotImportable, import_callable, location_of, text_of, wrong_arguments
 
 
 def main(function_name: str, descriptor: str, quotes: str = "") -> None:
@@ -39,18 +39,18 @@ def main(function_name: str, descriptor: str, quotes: str = "") -> None:
 def answer(function: Callable[..., Any], number: int, arguments: list[Any], quotes: bool = False) -> str:
     """Call the function and return the outcome as a JSON object.
 
-    It has the ``number`` of the call, and one of: the function's ``result``; ``raised``, the exception; ``not_json``, the type of
-    the result.
+    It has the ``number`` of the call, and one of: the function's ``result``; ``raised``, the exception's type, with its
+    ``location`` and ``text`` (null if it is left out); ``not_json``, the type of the result.
     """
     try:
         if problem := wrong_arguments(function, len(arguments)):
-            return json.dumps({"number": number, "raised": problem})
+            return json.dumps({"number": number, "raised": "TypeError", "location": "", "text": problem})
         result = function(*arguments)
     except BaseException as error:  # sys.exit() of one call is no reason to end the process
-        reason = describe(error, quotes)
+        kind, text = type(error).__name__, text_of(error) if quotes else None
         traceback.print_tb(error.__traceback__)
-        print(reason, file=sys.stderr)
-        return json.dumps({"number": number, "raised": reason})
+        print(f"{kind}: {text}" if text else kind, file=sys.stderr)
+        return json.dumps({"number": number, "raised": kind, "location": location_of(error), "text": text})
     try:
         return json.dumps({"number": number, "result": result}, default=_plain)
     except Exception:

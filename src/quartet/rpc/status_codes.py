@@ -107,7 +107,8 @@ def error_of(call: grpc.RpcError, where: str, timeout: float) -> errors.QuartetE
     # The caller did not cancel: a service that stopped at its own limit or deadline has not responded.
     if kind is None or issubclass(kind, errors.Cancelled):
         return _error_by_code(code, text, where, timeout)
-    return kind(f"{where}: {text}")
+    # The message already names the config key of the function. Its cause comes first.
+    return kind(text if issubclass(kind, errors.FunctionFailed) else f"{where}: {text}")
 
 
 def _class_on_wire(call: grpc.RpcError) -> type[errors.QuartetError] | None:

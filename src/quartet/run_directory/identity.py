@@ -24,6 +24,9 @@ CHANGEABLE_SETTINGS = (
     "critic.gradient_checkpointing",
     "evaluation.judge",
     "evaluation.timeout_seconds",
+    "evaluation.quote_texts",
+    "reward.timeout_seconds",
+    "reward.quote_texts",
     "rollout.triton.url",
     "rollout.triton.timeout_seconds",
     "rollout.triton.certificate_authority_file",
@@ -113,7 +116,11 @@ class Identity:
 
 def fixed_settings(config: Config) -> dict[str, Any]:
     """Return the settings that decide what a step learns, by key. They stay the same for the whole run."""
-    flat = _flatten(config.model_dump(mode="json"))
+    tree = config.model_dump(mode="json")
+    for part in tree["reward"]["parts"]:
+        for name in ("timeout_seconds", "quote_texts"):
+            del part[name]
+    flat = _flatten(tree)
     # With off-policy steps, the checkpoints decide which policy generates a step.
     also_fixed = {"checkpoint.every_steps"} if config.rollout.max_off_policy_steps else set()
     return {key: value for key, value in flat.items() if key in also_fixed or not _is_changeable(key)}

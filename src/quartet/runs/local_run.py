@@ -77,13 +77,22 @@ def started_run(
                     yield launcher, files
                 except KeyboardInterrupt:
                     if files.metrics.exists() and not launcher.run_ended:
-                        report(f"to continue: quartet train {quote(str(files.config))} --resume")
+                        report(f"to continue: {_resume_command(files)}")
                     raise
+                except QuartetError as error:
+                    if not files.metrics.exists():
+                        raise
+                    message = f"{error}\nto continue once the cause is fixed: {_resume_command(files)}"
+                    raise type(error)(message) from error
                 report("stopping the services")
         finally:
             files.services.unlink(missing_ok=True)
             files.gateway.unlink(missing_ok=True)
             restore_earlier_run(files)
+
+
+def _resume_command(files: RunFiles) -> str:
+    return f"quartet train {quote(str(files.config))} --resume"
 
 
 RECONNECT_SECONDS = 0.2

@@ -165,6 +165,7 @@ def test_every_exception_class_has_a_status_or_is_unexpected() -> None:
     unexpected = {
         errors.QuartetError,
         errors.ComputationFailed,
+        errors.FunctionFailed,
         errors.OutOfMemory,
         errors.TooManyFailedTrajectories,
     }

@@ -157,11 +157,11 @@ def test_token_ids_outside_the_vocabulary_are_refused(start: Callable[..., Any],
 @pytest.mark.parametrize(
     ("mood", "expected"),
     [
-        ('"slow"', "took longer than 1 s, and was ended"),
-        ('"gone"', "its process ended with status 3"),
-        ('"angry"', "raised RuntimeError (scorers.py:"),
-        ('"good"', "returned a string of 4 characters, expected a finite number"),
-        ("true", "returned True, expected a finite number"),
+        ('"slow"', ", sequence index 1: took longer than 1 s, and was ended"),
+        ('"gone"', ", sequence index 1: its process ended with status 3"),
+        ('"angry"', " raised RuntimeError at scorers.py:"),
+        ('"good"', ", sequence index 1: returned a string of 4 characters, expected a finite number"),
+        ("true", ", sequence index 1: returned True, expected a finite number"),
     ],
 )
 def test_the_failure_of_a_function_is_reported_to_the_client_and_the_next_call_succeeds(
@@ -170,7 +170,7 @@ def test_the_failure_of_a_function_is_reported_to_the_client_and_the_next_call_s
     client = start(**function("moody", timeout_seconds=1.0))
     with pytest.raises(ComputationFailed) as failed:
         client.score(BATCH, ["{}", f'{{"mood": {mood}}}', "{}"]).result()
-    assert f"Score: reward.function scorers:moody, sequence index 1: {expected}" in str(failed.value)
+    assert str(failed.value).startswith(f"reward.function scorers:moody{expected}")
     assert "\n" not in str(failed.value)
     assert client.score(BATCH).result().total.tolist() == [1.0, 1.0, 1.0]
 

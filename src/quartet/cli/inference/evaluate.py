@@ -96,7 +96,7 @@ def compare_with_initial(checkpoint: str, config: Config, device: str) -> tuple[
     with ExitStack() as stack:
         judge = None
         if config.evaluation.judge is not None:
-            worker = FunctionWorker(config.evaluation.judge, "evaluation.judge")
+            worker = FunctionWorker(config.evaluation.judge, "evaluation.judge", quotes=config.evaluation.quote_texts)
             stack.callback(worker.close)
             judge = Judge(config.evaluation.judge, worker, config.evaluation.timeout_seconds)
         policy = load_causal_lm(checkpoint, config.actor.dtype, device)

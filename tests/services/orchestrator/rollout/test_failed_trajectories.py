@@ -88,11 +88,10 @@ def test_too_many_failed_trajectories_end_the_step_with_ids_and_error(
             score_batch_size=9,
             recovery=recovery_config(max_failed_trajectories=limit),
         )
-    text = str(raised.value)
-    assert text.startswith(
-        f"step 1: {limit + 1} of its trajectories could not be scored, recovery.max_failed_trajectories is {limit}"
-    )
-    assert "ValueError of 1" in text
+    cause, step, text = str(raised.value).split("\n")
+    assert cause.startswith("ValueError of 1")
+    assert step.startswith(f"step 1: {limit + 1} of its trajectories could not be scored, ")
+    assert f"recovery.max_failed_trajectories is {limit};" in step
     assert text.endswith(", ".join(f"{run}/1/{prompt}/0" for prompt in range(limit + 1)))
     assert len(scorer.requests["score"]) == 2 + limit + 1, "scoring continued after the limit"
     assert actor.requests == []
