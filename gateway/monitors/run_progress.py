@@ -136,7 +136,7 @@ class RunMonitor:
             step = _last_step(files)
         except ConfigError as problem:
             error = str(problem)
-        finished = 0 < total_steps <= step and files.policy.is_dir()
+        finished = 0 < total_steps <= step and files.policy_step() == step
         return ProgressInfo(
             state=State.FINISHED if finished else State.IDLE,
             step=step,

@@ -76,7 +76,7 @@ class RunSummaries:
 
 def _inactive_state(files: RunFiles, step: int, total_steps: int) -> State:
     """Return the state of a run without an orchestrator. The files do not record why a run ended before its last step."""
-    return State.FINISHED if step >= total_steps and files.policy.is_dir() else State.IDLE
+    return State.FINISHED if step >= total_steps and files.policy_step() == step else State.IDLE
 
 
 def _changed(files: RunFiles) -> float:

@@ -155,7 +155,7 @@ class TrainingRun:
             )
             self._board.update(state=RunState.FAILED, phase="done", error=error_text, exit_code=1)
             return
-        finished = step == self._config.run.steps
+        finished = step >= self._config.run.steps
         self._board.update(state=RunState.FINISHED if finished else RunState.STOPPED, phase="done")
 
     def _load(self, statuses: ServiceStatuses) -> LoadedRun:

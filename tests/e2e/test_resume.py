@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import io
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
 import transformers
 import yaml
 
+from quartet.cli.checkpoint import list_and_tag
+from quartet.config import load_config
+from quartet.preflight import is_finished
+from quartet.run_directory.run_files import RunFiles
 from tests.e2e.commands import QUARTET, Command, committed_steps, settings
 from tests.e2e.conftest import LONGER, Call, Run, Start, deterministic_metrics, weights
 
@@ -73,10 +79,77 @@ def test_checkpoints_are_listed_and_verified(call: Call, uninterrupted_run: Run,
     damaged = call("checkpoints", "verify", run)
     assert damaged.code == 1
     assert "damaged" in damaged.out
-    stderr_of_refused = call("rollback", run, "6")
-    assert stderr_of_refused.code == 2
-    assert "critic/config.json does not match the manifest; choose another checkpoint" in stderr_of_refused.err
+    refused = call("rollback", run, "6", "--yes")
+    assert refused.code == 2
+    assert "critic/config.json does not match the manifest; choose another checkpoint" in refused.err
     assert "available steps: 6, 8" in call("rollback", run, "5").err
+
+
+def test_resuming_a_finished_run_says_so_and_starts_nothing(call: Call, run_copy: Path) -> None:
+    config, before = run_copy / "config.yaml", (run_copy / "config.yaml").stat().st_mtime_ns
+    here = settings(f"run.directory={run_copy.parent}")
+    finished = call("train", config, *here, "--resume")
+    assert (finished.code, finished.err) == (0, "")
+    assert f"{run_copy} is finished: 8 of 8 steps; to train further: quartet train " in finished.out
+    assert "starting the services" not in finished.out
+    assert (run_copy / "config.yaml").stat().st_mtime_ns == before
+    shorter = call("train", config, *here, *settings("run.steps=5"), "--resume")
+    assert shorter.code == 2
+    assert "run.steps 5: the run in" in shorter.err
+    assert "has taken 8 steps" in shorter.err
+
+
+def test_a_run_whose_saved_policy_is_of_an_earlier_step_is_not_finished(run_copy: Path) -> None:
+    files, config = RunFiles(run_copy), load_config(run_copy / "config.yaml")
+    assert (files.policy_step(), is_finished(config, files)) == (8, True)
+    files.write_policy_step(5)
+    assert not is_finished(config, files)
+
+
+def test_a_rollback_lists_what_it_removes_and_needs_a_yes(call: Call, run_copy: Path) -> None:
+    refused = stderr_of_refused(call, "rollback", run_copy, "6")
+    for line in ("steps 7 to 8, with metrics", "checkpoint of step 8", "the saved policy, of step 8", "give --yes"):
+        assert line in refused
+    assert (committed_steps(run_copy), RunFiles(run_copy).policy_step()) == (8, 8)
+    rolled = call("rollback", run_copy, "6", "--yes")
+    assert (rolled.code, committed_steps(run_copy), RunFiles(run_copy).policy_step()) == (0, 6, None)
+
+
+@pytest.mark.parametrize("answer", ["y", "n"])
+def test_a_rollback_asks_on_a_terminal(
+    answer: str, call: Call, run_copy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(list_and_tag, "_is_interactive", lambda: True)
+    monkeypatch.setattr(sys, "stdin", io.StringIO(f"{answer}\n"))
+    result = call("rollback", run_copy, "6")
+    assert "remove them? [y/N]" in result.out
+    assert (result.code, committed_steps(run_copy)) == ((0, 6) if answer == "y" else (1, 8))
+
+
+def test_a_rollback_to_the_last_step_keeps_the_policy(call: Call, run_copy: Path) -> None:
+    result = call("rollback", run_copy, "latest")
+    assert result.code == 0
+    assert "is at step 8 already, nothing was removed" in result.out
+    assert RunFiles(run_copy).policy_step() == 8
+
+
+def test_commands_for_an_active_run_say_what_an_ended_run_offers(call: Call, run_copy: Path) -> None:
+    for command in ("watch", "set", "resume"):
+        finished = stderr_of_refused(call, command, run_copy)
+        assert "it is finished, 8 of 8 steps; quartet view " in finished
+        assert "quartet report " in finished
+    assert call("rollback", run_copy, "6", "--yes").code == 0
+    interrupted = stderr_of_refused(call, "resume", run_copy)
+    assert f"it ended after step 6 of 8; quartet train {run_copy}/config.yaml --resume continues it" in interrupted
+
+
+def test_a_fork_names_the_setting_or_argument_to_change(call: Call, run_copy: Path) -> None:
+    last = stderr_of_refused(call, "fork", run_copy, "latest", "--name", "longer")
+    assert "the fork starts after step 8; add --set run.steps=N, with N over 8" in last
+    (run_copy.with_name("used") / "policy").mkdir(parents=True)
+    used = stderr_of_refused(call, "fork", run_copy, "6", "--name", "used")
+    assert "--name used: " in used
+    assert used.endswith("holds an earlier run; choose another name\n")
 
 
 @pytest.mark.slow  # tests/training/test_live_control.py rolls back in one process.
@@ -84,7 +157,7 @@ def test_a_run_resumes_bit_identically_after_a_rollback(
     start: Start, config: Path, uninterrupted_run: Run, tmp_path: Path
 ) -> None:
     run = shutil.copytree(uninterrupted_run.directory, tmp_path / "runs" / "tiny")
-    assert start("rollback", "runs/tiny", "6").wait().code == 0
+    assert start("rollback", "runs/tiny", "6", "--yes").wait().code == 0
     assert committed_steps(run) == 6
     assert not (run / "policy").exists()
     result = start("train", config, *LONGER, "--resume").wait()
@@ -145,16 +218,17 @@ def test_checkpoints_can_be_tagged_and_untagged(call: Call, run_copy: Path) -> N
     assert "tag best: belongs to step-000006; remove it there first" in stderr_of_refused(
         call, "checkpoints", "tag", run_copy, "8", "best"
     )
+    assert "names the newest checkpoint" in stderr_of_refused(call, "checkpoints", "tag", run_copy, "6", "latest")
     for bad in ("7", "step-000007", "../best", "a b", ".best", ""):
         assert "expected up to 64 letters" in stderr_of_refused(call, "checkpoints", "tag", run_copy, "6", bad)
     assert "no checkpoint of step 7; available steps: 6, 8; tags: best, first.of_two, last" in stderr_of_refused(
         call, "checkpoints", "tag", run_copy, "7", "new"
     )
     # Rollback never deletes a tagged checkpoint.
-    assert "step-000008 is tagged last" in stderr_of_refused(call, "rollback", run_copy, "best")
+    assert "step-000008 is tagged last" in stderr_of_refused(call, "rollback", run_copy, "best", "--yes")
     assert committed_steps(run_copy) == 8
     assert call("checkpoints", "untag", run_copy, "last").code == 0
-    assert call("rollback", run_copy, "best").code == 0
+    assert call("rollback", run_copy, "best", "--yes").code == 0
     assert (committed_steps(run_copy), checkpoint_folders(run_copy)) == (6, ["best", "first.of_two", "step-000006"])
     assert call("checkpoints", "untag", run_copy, "best").code == 0
     assert checkpoint_folders(run_copy) == ["first.of_two", "step-000006"]

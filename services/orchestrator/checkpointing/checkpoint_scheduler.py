@@ -110,11 +110,12 @@ class CheckpointScheduler:
                 self._experience.discard(covered)
 
     def save_policy(self, step: int, leader_epoch: int) -> None:
-        """Write the policy after ``step`` in Hugging Face format, and its adapter if it has one."""
+        """Write the policy after ``step`` in Hugging Face format, its adapter if it has one, and then their step."""
         self._board.update(phase="save")
         kinds = {self._files.policy: SaveKind.MODEL}
         if self._config.actor.lora is not None:
             kinds[self._files.adapter] = SaveKind.ADAPTER
+        self._files.remove_policy_step()
         for path, kind in kinds.items():
             call = self._service_clients.actor.save(self._run, leader_epoch, path.name, kind, step)
             try:
@@ -123,3 +124,4 @@ class CheckpointScheduler:
                 raise StorageFailed(f"{error}; continue the run from step {step} with --resume") from None
             check_saved_files(self._files.root, call.result())
             log.info("policy saved", kind=str(kind.value), path=str(path), step=step)
+        self._files.write_policy_step(step)

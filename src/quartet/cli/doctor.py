@@ -25,7 +25,7 @@ from quartet.config import Config, load_config, redact_url
 from quartet.errors import ConfigError, QuartetError
 from quartet.hub_models import looks_local
 from quartet.launcher.security_checks import check_access
-from quartet.preflight import check_inputs
+from quartet.preflight import check_gateway, check_inputs
 from quartet.rpc.security.allow_list import OPERATOR
 from quartet.rpc.service_channel import accepts_connections
 from quartet.topology import (
@@ -127,9 +127,9 @@ def _redis_server() -> Finding:
 def _requirements(config: Config) -> Iterator[Finding]:
     import torch
 
-    for what, check in (("input", check_inputs), ("access", check_access)):
+    for what, check in (("input", check_inputs), ("access", check_access), ("gateway", check_gateway)):
         try:
-            for note in check(config):
+            for note in check(config) or ():
                 yield Finding(what, True, note)
         except QuartetError as error:
             yield Finding(what, False, str(error))
@@ -162,7 +162,8 @@ def _requirements(config: Config) -> Iterator[Finding]:
 def _threads(config: Config, role: Role) -> str:
     usual = num_threads(config, role)
     updating = (num_update_threads(config, role) if role in TRAINED_ROLES else None) or usual
-    return f"{usual} threads" if updating == usual else f"{usual} threads, {updating} in updates"
+    counted = f"{usual} thread{'s' * (usual > 1)}"
+    return counted if updating == usual else f"{counted}, {updating} in updates"
 
 
 def _memory(config: Config, role: Role) -> str:

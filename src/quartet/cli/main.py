@@ -232,7 +232,7 @@ def report(
 checkpoints_app = typer.Typer(help="List, verify, tag and export the checkpoints of a run.", no_args_is_help=True)
 app.add_typer(checkpoints_app, name="checkpoints")
 AnyRun = Annotated[Path, typer.Argument(metavar="RUN", help="Directory of a run: runs/NAME.")]
-Which = Annotated[str, typer.Argument(metavar="STEP|TAG", help="Step or tag of a checkpoint.")]
+Which = Annotated[str, typer.Argument(metavar="STEP|TAG", help="Step or tag of a checkpoint, or latest.")]
 
 
 @checkpoints_app.command("list")
@@ -281,11 +281,15 @@ def checkpoints_export(
 
 
 @app.command()
-def rollback(run: AnyRun, step: Which) -> None:
-    """Remove everything after a checkpoint. `quartet train --resume` continues from there."""
+def rollback(
+    run: AnyRun,
+    step: Which,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Remove without a question.")] = False,
+) -> None:
+    """Remove everything after a checkpoint, after a question. `quartet train --resume` continues from there."""
     from quartet.cli.checkpoint.list_and_tag import rollback as roll
 
-    roll(run, step)
+    roll(run, step, yes)
 
 
 @app.command()

@@ -6,12 +6,14 @@ import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from shlex import quote
 
 from rich.console import Console
 
 from quartet.cli.progress_view import make_view
 from quartet.config import Config, load_config, redact_url
 from quartet.launcher.launcher import Launcher
+from quartet.preflight import check_resumable, is_finished
 from quartet.run_directory.run_files import RunFiles
 from quartet.runs.local_run import follow_run, started_run
 
@@ -21,8 +23,15 @@ console = Console()
 def train(config_path: Path, overrides: list[str], overwrite: bool, resume: bool = False) -> None:
     """Train, then stop all processes that were started."""
     config = load_config(config_path, overrides)
-    run(config, overwrite, resume)
     files = RunFiles(config.run_directory)
+    if resume and not overwrite and _has_finished(config, files):
+        steps = config.run.steps
+        _print_line(
+            f"{files.root} is finished: {steps} of {steps} steps; to train further: "
+            f"quartet train {quote(str(config_path))} --resume --set run.steps=N, with N over {steps}"
+        )
+    else:
+        run(config, overwrite, resume)
     console.print(f"policy: {files.policy}\nmetrics: {files.metrics}", highlight=False, soft_wrap=True)
 
 
@@ -49,6 +58,14 @@ def run(config: Config, overwrite: bool, resume: bool = False) -> None:
     """Execute a run from start to end, and stop its processes. Raises the error that ends it early."""
     with _started(config, overwrite, resume) as (launcher, files):
         _show_progress(launcher, files)
+
+
+def _has_finished(config: Config, files: RunFiles) -> bool:
+    """Return whether there is nothing to resume. Raises ConfigError if the config does not fit the run."""
+    if not is_finished(config, files):
+        return False
+    check_resumable(config, files)
+    return True
 
 
 def _started(config: Config, overwrite: bool, resume: bool) -> AbstractContextManager[tuple[Launcher, RunFiles]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
+from shlex import quote
 
 from quartet.config import Config, ServiceConfig
 from quartet.errors import ConfigError
@@ -23,6 +24,7 @@ __all__ = [
     "check_inputs",
     "check_resumable",
     "check_separate_orchestrator",
+    "is_finished",
     "unused_settings",
 ]
 
@@ -99,3 +101,14 @@ def check_resumable(config: Config, files: RunFiles) -> None:
     identity = Identity.read(files.identity)
     if identity is not None:
         identity.check(config, files.root)
+    steps = files.last_step()
+    if steps > config.run.steps:
+        raise ConfigError(
+            f"run.steps {config.run.steps}: the run in {files.root} has taken {steps} steps; raise run.steps, or remove steps "
+            f"with quartet rollback {quote(str(files.root))} STEP"
+        )
+
+
+def is_finished(config: Config, files: RunFiles) -> bool:
+    """Return whether the run has taken all its steps and has saved the policy of the last one."""
+    return files.last_step() == config.run.steps == files.policy_step() and not files.rolling_back.exists()

@@ -115,15 +115,19 @@ def checkpoints_after(files: RunFiles, step: int) -> list[Path]:
 
 
 def roll_back(files: RunFiles, step: int) -> None:
-    """Delete everything after a checkpoint's step: later checkpoints, changes, metrics, trajectories, the saved policy.
+    """Delete everything after a checkpoint's step: later checkpoints, changes, metrics, trajectories, the saved policy
+    unless it is that of ``step``.
 
     The file ``rolling_back`` is removed last, so that a rollback that a crash interrupted is completed later. Raises ConfigError
     if a later checkpoint is tagged.
     """
     for path in checkpoints_after(files, step):
         delete_checkpoint(path)
-    for result in (files.policy, files.adapter):
-        shutil.rmtree(result, ignore_errors=True)
+    # A policy that was saved at this very step stays.
+    if files.policy_step() != step:
+        files.policy_record.unlink(missing_ok=True)
+        for result in (files.policy, files.adapter):
+            shutil.rmtree(result, ignore_errors=True)
     # Before the steps that they belong to: otherwise a crash in between would apply them to recomputed steps.
     files.truncate_changes_after(step)
     files.truncate_after(step)

@@ -37,9 +37,14 @@ def lock_run_directory(files: RunFiles) -> Iterator[None]:
         yield
 
 
+def is_used(files: RunFiles) -> bool:
+    """Return whether a run has left its files here."""
+    return files.metrics.exists() or files.policy.exists()
+
+
 def check_unused(files: RunFiles) -> None:
     """Raise ConfigError if a run has left its files here."""
-    if files.metrics.exists() or files.policy.exists():
+    if is_used(files):
         raise ConfigError(
             f"run directory {files.root}: holds an earlier run; use --resume to continue it, --overwrite to replace it, "
             "or choose another run.name"

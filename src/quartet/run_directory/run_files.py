@@ -52,6 +52,8 @@ class RunFiles:
         self.evaluations = root / "evaluations"
         self.checkpoints = root / "checkpoints"
         self.policy = root / "policy"
+        self.policy_record = root / "policy.json"
+        """States the step of the saved policy. Missing while a policy is being saved."""
         self.adapter = root / "adapter"
         self.alerts = root / "alerts.jsonl"
         self.failed_trajectories = root / "failed_trajectories.jsonl"
@@ -85,6 +87,32 @@ class RunFiles:
             raise ConfigError(
                 f"run directory {self.root}: cannot be written ({error.strerror}); set run.directory to a folder of yours"
             ) from None
+
+    def write_policy_step(self, step: int) -> None:
+        """Record in ``policy.json`` that the saved policy is the one after ``step``."""
+        with storage_errors(self.policy_record):
+            write_durably(self.policy_record, json.dumps({"step": step}) + "\n")
+
+    def remove_policy_step(self) -> None:
+        """Remove ``policy.json``, before the saved policy changes."""
+        with storage_errors(self.policy_record):
+            self.policy_record.unlink(missing_ok=True)
+
+    def policy_step(self) -> int | None:
+        """Return the step of the saved policy; None if no policy has been saved completely."""
+        try:
+            return (
+                int(json.loads(self.policy_record.read_text(encoding="utf-8"))["step"])
+                if self.policy.is_dir()
+                else None
+            )
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+    def last_step(self) -> int:
+        """Return the last committed step, 0 for none. Raises ConfigError if the metrics are damaged."""
+        steps = read_step_lines(self.metrics)
+        return max((int(line["step"]) for line in steps), default=0)
 
     def append_metrics(self, metrics: dict[str, float]) -> None:
         """Append one step's line to ``metrics.jsonl``. The step is committed once the line is on the disk."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 from quartet.errors import ConfigError
+from quartet.run_directory.checkpoints import checkpoint_folders
 from quartet.run_directory.run_files import RunFiles
 
 
@@ -19,9 +21,14 @@ def policy_in(directory: str) -> str:
     files = RunFiles(path)
     if not files.is_run():
         return directory
+    newest = [str(folder) for folder in checkpoint_folders(files)[-1:]]
     if not files.policy.is_dir():
-        raise ConfigError(
-            f"run {directory}: has no saved policy, because it has not ended; give one of its checkpoints, such as "
-            f"{files.checkpoints}/step-NNNNNN"
+        remedy = f"give its newest checkpoint, {newest[0]}" if newest else "wait for its first checkpoint or its end"
+        raise ConfigError(f"run {directory}: has no saved policy, because it has not ended; {remedy}")
+    saved, last = files.policy_step(), files.last_step()
+    if saved is not None and saved < last:
+        remedy = f"; its newest checkpoint is {newest[0]}" if newest else ""
+        print(
+            f"note: {files.policy} is the policy after step {saved}, the run is at step {last}{remedy}", file=sys.stderr
         )
     return str(files.policy)

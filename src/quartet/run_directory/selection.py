@@ -17,6 +17,9 @@ from quartet.run_directory.checkpoints import (
 from quartet.run_directory.locking_and_removal import lock_run_directory
 from quartet.run_directory.run_files import RunFiles
 
+LATEST = "latest"
+"""Name of the newest checkpoint of a run. No tag may have it."""
+
 
 def run_files(run: Path) -> RunFiles:
     """Return the files of the run in this directory. Raises ConfigError if it is not a run."""
@@ -27,14 +30,18 @@ def run_files(run: Path) -> RunFiles:
 
 
 def checkpoint_at(files: RunFiles, which: str) -> Checkpoint:
-    """Return the checkpoint of a step or tag, with every file verified. Raises ConfigError."""
+    """Return the checkpoint of a step or tag, or the newest one for ``latest``, with every file verified. Raises ConfigError."""
     tagged = tagged_checkpoints(files).get(which)
+    if which == LATEST:
+        tagged = next((path.name for path in reversed(checkpoint_folders(files))), None)
     for path in checkpoint_folders(files):
         if path.name == tagged or (which.isdecimal() and checkpoint_step(path) == int(which)):
             try:
                 return read_verified_checkpoint(path)
             except DamagedCheckpoint as damage:
                 raise ConfigError(f"checkpoint {path}: {damage}; choose another checkpoint") from None
+    if which == LATEST:
+        raise ConfigError(f"run {files.root}: has no checkpoint yet")
     what = f"of step {which}" if which.isdecimal() else f"with the tag {which}"
     raise ConfigError(f"run {files.root}: no checkpoint {what}; {available_checkpoints(files)}")
 

@@ -11,12 +11,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from http import HTTPStatus
 from pathlib import Path
+from shlex import quote as shell_quote
 from typing import Any
 from urllib.parse import quote
 
 import httpx2
 
 from quartet import __version__
+from quartet.config import load_config
 from quartet.errors import ConfigError, QuartetError, ServiceFailed, ServiceUnavailable
 from quartet.run_directory.run_files import RunFiles
 from quartet.topology import is_loopback
@@ -112,12 +114,24 @@ def _in_directory(directory: Path) -> Target:
             raise ConfigError(
                 f"run {directory}: is active but has no gateway; {_how_to_open_another(directory)}"
             ) from None
-        raise ConfigError(
-            f"run {directory}: not active; give the directory of an active run, such as runs/NAME"
-        ) from None
+        raise ConfigError(_describe_inactive(directory, files)) from None
     except (OSError, ValueError, KeyError, TypeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "invalid contents"
         raise ConfigError(f"run {directory}: its {files.gateway.name} cannot be read ({reason})") from None
+
+
+def _describe_inactive(directory: Path, files: RunFiles) -> str:
+    """Return how far a run without processes has come, and the commands for it."""
+    if not files.is_run():
+        return f"run {directory}: is not the directory of a run; expected a directory such as runs/NAME"
+    steps, last, shown = load_config(files.config).run.steps, files.last_step(), shell_quote(str(directory))
+    look = f"quartet view {shown} shows it in the dashboard, quartet report {shown} writes a report"
+    if last >= steps and files.policy_step() == last:
+        return f"run {directory}: is not active: it is finished, {last} of {steps} steps; {look}"
+    return (
+        f"run {directory}: is not active: it ended after step {last} of {steps}; "
+        f"quartet train {shell_quote(str(files.config))} --resume continues it; {look}"
+    )
 
 
 def _how_to_open_another(directory: Path) -> str:
@@ -245,7 +259,7 @@ class Api:
     def _unreachable(self, error: httpx2.HTTPError) -> QuartetError:
         target = self.target
         if target.files is not None and not target.files.gateway.exists():
-            return ServiceUnavailable(f"run {target.given}: has ended")
+            return ServiceUnavailable(_describe_inactive(target.files.root, target.files))
         why = str(error) or type(error).__name__
         if "CERTIFICATE_VERIFY_FAILED" in why:
             return ServiceUnavailable(

@@ -39,6 +39,7 @@ def test_runs_are_listed_by_name_with_pages_and_state_filter(tmp_path: Path) -> 
     for name in names:
         create_run(tmp_path, name, steps=4 if name == "run-3" else 1)
     RunFiles(tmp_path / "run-3").policy.mkdir()
+    RunFiles(tmp_path / "run-3").write_policy_step(4)
     (tmp_path / "no-run").mkdir()
     (tmp_path / "file").write_text("")
     with serving(tmp_path) as gateway:

@@ -76,7 +76,7 @@ def test_the_gateway_of_a_run_directory_is_read_from_its_gateway_file(tmp_path: 
 
 @pytest.mark.parametrize(
     ("services", "message"),
-    [(False, "not active; give the directory"), (True, "is active but has no gateway; start one with quartet view")],
+    [(False, "is not the directory of a run"), (True, "is active but has no gateway; start one with quartet view")],
 )
 def test_a_directory_without_a_gateway_is_refused_with_the_reason(services: bool, message: str, tmp_path: Path) -> None:
     if services:

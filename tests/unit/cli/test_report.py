@@ -85,6 +85,7 @@ def test_a_report_shows_the_progress_of_the_run(files: RunFiles) -> None:
     assert "Active: step 4 of 4" in files.report.read_text()
     files.services.unlink()
     files.policy.mkdir()
+    files.write_policy_step(4)
     report(files.root, None)
     assert "Finished after 4 steps" in files.report.read_text()
 

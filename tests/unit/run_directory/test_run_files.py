@@ -294,6 +294,17 @@ def test_another_number_of_scores_than_trajectories_is_an_error(tmp_path: Path) 
         files.read_scores(3, 3)
 
 
+def test_the_step_of_the_saved_policy_is_known_only_after_a_complete_save(tmp_path: Path) -> None:
+    files = RunFiles(tmp_path)
+    assert files.policy_step() is None
+    files.write_policy_step(12)
+    assert files.policy_step() is None, "a record without a policy"
+    files.policy.mkdir()
+    assert files.policy_step() == 12
+    files.remove_policy_step()
+    assert files.policy_step() is None
+
+
 def test_removing_a_run_leaves_other_files(tmp_path: Path) -> None:
     files = RunFiles(tmp_path / "run")
     files.root.mkdir()

@@ -14,7 +14,7 @@ from quartet.errors import ConfigError
 from quartet.preflight import check_inputs
 from quartet.run_directory.checkpoints import MANIFEST, Checkpoint
 from quartet.run_directory.identity import Identity
-from quartet.run_directory.locking_and_removal import check_unused, lock_run_directory, remove_run
+from quartet.run_directory.locking_and_removal import is_used, lock_run_directory, remove_run
 from quartet.run_directory.run_files import RunFiles
 from quartet.run_directory.selection import checkpoint_at, run_files
 from quartet.types import TRAINED_ROLES, Role
@@ -35,7 +35,8 @@ def fork(run: Path, which: str, name: str, overrides: list[str]) -> None:
         identity = Identity.new(config, _micro_batch_tokens(files))
         new = RunFiles(config.run_directory)
         with lock_run_directory(new):
-            check_unused(new)
+            if is_used(new):
+                raise ConfigError(f"--name {name}: {new.root} holds an earlier run; choose another name")
             remove_run(new)
             new.write_config(config.to_yaml())
             identity.write(new.identity)
@@ -67,7 +68,8 @@ def _check_run(before: Config, config: Config, checkpoint: Checkpoint) -> None:
         raise ConfigError(f"--name {config.run.name}: is the name of the original run; choose another name")
     if config.run.steps <= checkpoint.step:
         raise ConfigError(
-            f"run.steps {config.run.steps}: the fork starts after step {checkpoint.step}; expected more than {checkpoint.step}"
+            f"run.steps {config.run.steps}: the fork starts after step {checkpoint.step}; add --set run.steps=N, with N over "
+            f"{checkpoint.step}"
         )
     check_inputs(config)
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 
+import typer
 from rich.console import Console
 from rich.table import Table
 
@@ -14,12 +16,15 @@ from quartet.run_directory.checkpoints import (
     DamagedCheckpoint,
     checkpoint_folders,
     checkpoint_step,
+    checkpoints_after,
     read_checkpoint,
     read_verified_checkpoint,
+    roll_back,
     tagged_checkpoints,
 )
+from quartet.run_directory.locking_and_removal import lock_run_directory
 from quartet.run_directory.run_files import RunFiles
-from quartet.run_directory.selection import available_checkpoints, checkpoint_at, roll_back_to, run_files
+from quartet.run_directory.selection import LATEST, available_checkpoints, checkpoint_at, run_files
 
 console = Console()
 
@@ -33,17 +38,17 @@ def list_checkpoints(run: Path, verify: bool) -> bool:
     """
     files = run_files(run)
     folders, tagged = checkpoint_folders(files), tagged_checkpoints(files)
-    table = Table("step", "tag", "size", "leader epoch", "state", title=f"checkpoints of {run}")
+    table = Table("step", "tag", "size", "state", title=f"checkpoints of {run}")
     usable = True
     for path in folders:
         tags = ", ".join(tag for tag, folder in tagged.items() if folder == path.name)
         try:
             checkpoint = read_verified_checkpoint(path) if verify else read_checkpoint(path)
-            size, epoch = f"{checkpoint.bytes / 2**20:.1f} MiB", str(checkpoint.leader_epoch)
-            table.add_row(str(checkpoint.step), tags, size, epoch, "verified" if verify else "not verified")
+            size = f"{checkpoint.bytes / 2**20:.1f} MiB"
+            table.add_row(str(checkpoint.step), tags, size, "verified" if verify else "not verified")
         except DamagedCheckpoint as damage:
             usable = False
-            table.add_row(str(checkpoint_step(path)), tags, "", "", f"damaged: {damage}")
+            table.add_row(str(checkpoint_step(path)), tags, "", f"damaged: {damage}")
     if folders:
         console.print(table)
     else:
@@ -54,6 +59,8 @@ def list_checkpoints(run: Path, verify: bool) -> bool:
 def tag_checkpoint(run: Path, which: str, tag: str) -> None:
     """Tag a checkpoint, so that it is kept until it is untagged. The run may be active. Raises ConfigError."""
     files = run_files(run)
+    if tag == LATEST:
+        raise ConfigError(f"tag {tag}: names the newest checkpoint of every run; choose another tag")
     if not _TAG.fullmatch(tag) or tag.startswith("step-") or tag.isdecimal():
         raise ConfigError(
             f"tag {tag!r}: expected up to 64 letters, digits, '.', '_' and '-'; not only digits, and not step-..."
@@ -91,17 +98,55 @@ def untag_checkpoint(run: Path, tag: str) -> None:
     console.print(f"{run}: tag {tag} is removed", highlight=False, soft_wrap=True)
 
 
-def rollback(run: Path, which: str) -> None:
-    """Remove everything that a run recorded after a checkpoint. Raises ConfigError, also if the run is active."""
+def rollback(run: Path, which: str, yes: bool = False) -> None:
+    """Remove everything that a run recorded after a checkpoint, after a question to the user unless ``yes``.
+
+    Raises ConfigError, also if the run is active, or if there is no terminal to ask on. Raises typer.Abort if the user declines.
+    """
     files = run_files(run)
-    config = load_config(files.config)
-    step = roll_back_to(files, which)
-    console.print(
-        f"{run}: is back at step {step}; metrics, trajectories and checkpoints after it and the saved policy are removed; "
-        f"{how_to_resume(files, config)}",
-        highlight=False,
-        soft_wrap=True,
-    )
+    with lock_run_directory(files):
+        config, step = load_config(files.config), checkpoint_at(files, which).step
+        if (removed := _removed_by_rollback(files, step)) and not yes:
+            _ask_before_removal(run, step, removed)
+        roll_back(files, step)
+    outcome = f"is back at step {step}" if removed else f"is at step {step} already, nothing was removed"
+    console.print(f"{run}: {outcome}; {how_to_resume(files, config)}", highlight=False, soft_wrap=True)
+
+
+def _removed_by_rollback(files: RunFiles, step: int) -> list[str]:
+    """Return what a rollback to ``step`` removes, one line each. Raises ConfigError if a later checkpoint is tagged."""
+    last, checkpoints = files.last_step(), [str(checkpoint_step(path)) for path in checkpoints_after(files, step)]
+    changes = sum(change["step"] > step for change in files.read_changes())
+    removed = []
+    if last > step:
+        steps = f"step {last}" if last == step + 1 else f"steps {step + 1} to {last}"
+        removed.append(f"{steps}, with metrics, trajectories and evaluations")
+    if checkpoints:
+        removed.append(
+            f"checkpoints of steps {', '.join(checkpoints)}"
+            if checkpoints[1:]
+            else f"checkpoint of step {checkpoints[0]}"
+        )
+    if changes:
+        removed.append(f"setting changes from later steps on: {changes}")
+    if files.policy.is_dir() and (saved := files.policy_step()) != step:
+        removed.append(f"the saved policy, of step {saved}" if saved else "the saved policy")
+    return removed
+
+
+def _ask_before_removal(run: Path, step: int, removed: list[str]) -> None:
+    """Show what is removed and ask. Raises ConfigError without a terminal, and typer.Abort if the answer is no."""
+    listed = "".join(f"\n  {line}" for line in removed)
+    if not _is_interactive():
+        raise ConfigError(
+            f"rollback of {run} to step {step} removes:{listed}\nthere is no terminal to ask on; give --yes to remove them"
+        )
+    console.print(f"{run}: a rollback to step {step} removes:{listed}", highlight=False, soft_wrap=True, markup=False)
+    typer.confirm("remove them?", abort=True)
+
+
+def _is_interactive() -> bool:
+    return sys.stdin.isatty() and sys.stdout.isatty()
 
 
 def how_to_resume(files: RunFiles, config: Config) -> str:

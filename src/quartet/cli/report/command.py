@@ -119,7 +119,11 @@ def _state(files: RunFiles, config: Mapping[str, Any], steps: Sequence[Mapping[s
     total, last = _setting(config, "run.steps"), int(steps[-1]["step"]) if steps else 0
     if files.services.exists():
         return f"Active: step {last} of {total}"
-    return f"Finished after {last} steps" if last == total and files.policy.exists() else f"At step {last} of {total}"
+    return (
+        f"Finished after {last} steps"
+        if last == total and files.policy_step() == last
+        else f"At step {last} of {total}"
+    )
 
 
 def _summary(
