@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import shutil
+import sys
 from dataclasses import asdict
 from pathlib import Path
 
+import pytest
 import yaml
 
 from quartet import __version__
@@ -40,6 +43,46 @@ def test_generate_gives_the_same_completions_for_prompts_from_arguments_and_from
     assert as_text.out == "".join(f"{record['prompt']}{record['completion']}\n" for record in records)
 
 
+@pytest.fixture
+def chat_model(first_run: Run, tmp_path: Path) -> Path:
+    """The policy of a run, with a chat template. It has positions for 128 tokens."""
+    model = Path(shutil.copytree(first_run.directory / "policy", tmp_path / "chat_model"))
+    (model / "chat_template.jinja").write_text(
+        "{% for message in messages %}{{ message.role }} : {{ message.content }} {% endfor %}assistant :"
+    )
+    return model
+
+
+def test_a_chat_answers_each_line_of_a_pipe_and_remembers_earlier_lines(
+    chat_model: Path, call: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def answers(text: str, *options: str) -> tuple[list[str], str]:
+        monkeypatch.setattr(sys, "stdin", io.StringIO(text))
+        result = call("generate", chat_model, "--chat", "--max-tokens", "8", *options)
+        assert result.code == 0
+        return result.out.splitlines(), result.err
+
+    as_json, _ = answers("hello\n\nand now\n", "--json", "--system", "be brief")
+    assert [json.loads(line)["prompt"] for line in as_json] == ["hello", "and now"]
+    assert all(json.loads(line)["completion"] for line in as_json)
+    assert answers("hello\n", "--json", "--system", "be brief")[0] == as_json[:1]
+
+    # The conversation, not a single message, gets too long for the model.
+    long = "a quick lunch with friends and a late dinner for two\n"
+    _, err = answers(long * 8)
+    assert "the model has positions for 128" in err
+    assert "/reset begins a new conversation" in err
+    assert answers(f"{long}/reset\n" * 8)[1] == ""
+
+
+def test_a_chat_needs_a_chat_template_and_no_prompts(call: Call, first_run: Run) -> None:
+    result = call("generate", first_run.directory, "--chat")
+    assert (result.code, result.out) == (2, "")
+    assert "has no chat template; complete text with quartet generate" in result.err
+    assert "remove PROMPT" in call("generate", first_run.directory, "hello", "--chat").err
+    assert "only used with --chat" in call("generate", first_run.directory, "hello", "--system", "be brief").err
+
+
 def test_the_version_is_printed(call: Call) -> None:
     result = call("--version")
     assert (result.code, result.out, result.err) == (0, f"quartet {__version__}\n", "")
@@ -50,7 +93,7 @@ def test_generate_refuses_a_run_that_has_not_ended(call: Call, first_run: Run, t
     result = call("generate", tmp_path, "a prompt")
     assert (result.code, result.out) == (2, "")
     assert result.err.startswith(
-        f"error: run {tmp_path}: has no saved policy, because it has not ended; give one of its"
+        f"error: run {tmp_path}: has no saved policy, because it has not ended; wait for its first checkpoint"
     )
 
 

@@ -15,6 +15,7 @@ TORCH_MODULES = {
     "quartet.cli.checkpoint.export",
     "quartet.cli.inference.generate",
     "quartet.completions",
+    "quartet.cli.inference.chat",
 }
 # Modules of these parts that can be imported without the extra.
 BASE_MODULES = {

@@ -335,18 +335,31 @@ def generate(
             "--continue-final-message", help="Continue the last message of prompts that end with the assistant."
         ),
     ] = False,
+    as_chat: Annotated[
+        bool, typer.Option("--chat", help="Chat through the model's chat template: answer each line of standard input.")
+    ] = False,
+    system: Annotated[Optional[str], typer.Option(metavar="TEXT", help="System message of --chat.")] = None,  # noqa: UP045
 ) -> None:
-    """Complete prompts with a model."""
+    """Complete prompts with a model, or chat with it."""
+    from quartet.cli.inference.chat import chat
     from quartet.cli.inference.generate import generate as run
     from quartet.types import SamplingParameters
 
     if top_p == 0:
         raise ConfigError("--top-p 0: expected more than 0 and at most 1")
+    sampling = SamplingParameters(max_tokens, temperature, top_p, top_k)
+    if as_chat:
+        if prompts or file or samples > 1:
+            raise ConfigError("--chat: reads messages from standard input; remove PROMPT, --file and --samples")
+        chat(model, system, sampling, seed, device, json_lines)
+        return
+    if system is not None:
+        raise ConfigError("--system: only used with --chat")
     run(
         model,
         prompts or [],
         file,
-        SamplingParameters(max_tokens, temperature, top_p, top_k),
+        sampling,
         samples,
         seed,
         device,

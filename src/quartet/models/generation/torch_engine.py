@@ -84,6 +84,14 @@ class TorchEngine:
         ordered = validate_requests(self._model, requests, sampling)
         return self._generate(ordered, sampling, seed, policy_version, cancelled)
 
+    def stream(self, request: GenerationRequest, sampling: SamplingParameters, seed: int) -> Iterator[int]:
+        """Yield the token ids of one response as they are sampled, the same as ``generate`` does. For errors see ``generate``."""
+        requests = validate_requests(self._model, [request], sampling)
+        slots = _Slots(self._model, self._stop_ids, requests, sampling, seed, 1, None)
+        while slots.active:
+            finished = slots.step()
+            yield int(finished[0][1][-1]) if finished else slots.last_token
+
     def _generate(
         self,
         requests: list[GenerationRequest],
@@ -205,6 +213,11 @@ class _Slots:
     def active(self) -> bool:
         """Return whether any request is unfinished."""
         return bool(self._alive.any() or self._queue)
+
+    @property
+    def last_token(self) -> int:
+        """The token that ``step`` has drawn for the first row."""
+        return int(self._chosen[0])
 
     @torch.inference_mode()
     def step(self) -> list[Finished]:

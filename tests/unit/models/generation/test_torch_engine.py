@@ -48,6 +48,16 @@ def test_tokens_equal_those_of_a_plain_loop_per_prompt(kind: str, temperature: f
     assert len({len(response) for response in expected}) > 1  # some stopped early, so rows were dropped
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_streamed_tokens_are_those_of_the_generated_response(temperature: float) -> None:
+    model, requests = tiny.causal("llama"), tiny.requests(12)
+    engine = TorchEngine(model, STOPS, 32)
+    expected = tiny.generated(engine, requests, seed=4, temperature=temperature)
+    sampling = SamplingParameters(12, temperature)
+    for request, trajectory in zip(requests, expected, strict=True):
+        assert list(engine.stream(request, sampling, seed=4)) == trajectory.response_ids.tolist()
+
+
 @pytest.mark.parametrize("kind", DECODERS)
 def test_log_probs_equal_those_of_the_trainer(kind: str) -> None:
     model = tiny.causal(kind)

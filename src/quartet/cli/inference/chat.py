@@ -1,0 +1,120 @@
+"""`quartet generate --chat`: a conversation with a model through its chat template, in this process."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import typer
+
+from quartet.data import PromptEncoder, PromptLine, PromptSettings, encode_prompts
+from quartet.data.prompt_lines import Message
+from quartet.errors import ConfigError, InvalidRequest
+from quartet.models.generation.torch_engine import TorchEngine
+from quartet.models.weights.loading import load_causal_lm, stop_token_ids
+from quartet.models.weights.tokenizer import load_tokenizer
+from quartet.run_directory.saved_policy import policy_in
+from quartet.types import GenerationRequest, SamplingParameters, TrajectoryId
+
+RESET = "/reset"
+"""Line that begins a new conversation."""
+_INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
+
+
+def chat(
+    model: str, system: str | None, sampling: SamplingParameters, seed: int, device: str, json_lines: bool = False
+) -> None:
+    """Answer each line of standard input, with the conversation so far as context, until it ends.
+
+    In a terminal it asks for messages, and prints tokens as they are sampled. Raises ConfigError for an invalid model or a
+    tokenizer without a chat template, and DataError if the template refuses the messages.
+    """
+    path = policy_in(model)
+    tokenizer = load_tokenizer(path)
+    encoder = PromptEncoder.of(tokenizer, path)
+    if encoder.render is None:
+        raise ConfigError(
+            f"generate --chat: the tokenizer of {path} has no chat template; complete text with quartet generate {model} "
+            "PROMPT, or add a template to the tokenizer (chat_template.jinja)"
+        )
+    conversation = _Conversation(path, encoder, tokenizer, sampling, seed, device)
+    interactive = sys.stdin.isatty() and sys.stdout.isatty()
+    if interactive:
+        typer.echo(f"{RESET} begins a new conversation, Ctrl-D ends", err=True)
+    conversation.reset(system)
+    for line in _lines(interactive):
+        if line == RESET:
+            conversation.reset(system)
+            continue
+        pieces = []
+        try:
+            for piece in conversation.answer(line):
+                pieces.append(piece)
+                if not json_lines:
+                    typer.secho(piece, fg="green", nl=False)
+        except InvalidRequest as error:
+            typer.echo(f"error: {error}; {RESET} begins a new conversation", err=True)
+            continue
+        typer.echo(
+            json.dumps({"prompt": line, "completion": "".join(pieces)}, ensure_ascii=False) if json_lines else ""
+        )
+
+
+def _lines(interactive: bool) -> Iterator[str]:
+    """Yield the messages of the user that are not empty, until the input ends."""
+    while True:
+        try:
+            line = input("> " if interactive else "").strip()
+        except EOFError:
+            if interactive:
+                typer.echo()
+            return
+        if line:
+            yield line
+
+
+class _Conversation:
+    """A model and the messages so far."""
+
+    def __init__(
+        self, model: str, encoder: PromptEncoder, tokenizer: Any, sampling: SamplingParameters, seed: int, device: str
+    ) -> None:
+        self._encoder, self._tokenizer, self._sampling, self._seed = encoder, tokenizer, sampling, seed
+        policy = load_causal_lm(model, "float32", device)
+        self._vocabulary = int(policy.get_input_embeddings().weight.shape[0])
+        self._stops = stop_token_ids(policy, tokenizer)
+        self._engine = TorchEngine(policy, self._stops, max_concurrent_sequences=1)
+        self._messages: list[Message] = []
+        self._turns = 0
+
+    def reset(self, system: str | None) -> None:
+        """Begin a new conversation."""
+        self._messages = [{"role": "system", "content": system}] if system else []
+
+    def answer(self, text: str) -> Iterator[str]:
+        """Yield the response to a message of the user in pieces, as it is sampled, and remember both.
+
+        Raises InvalidRequest, with the message forgotten, if the conversation is too long for the model.
+        """
+        messages = [*self._messages, {"role": "user", "content": text}]
+        self._turns += 1
+        settings = PromptSettings(Path("<chat>"), self._encoder.model, np.iinfo(np.int32).max)
+        line = PromptLine(self._turns, messages=tuple(messages))
+        [prompt] = encode_prompts(settings, [line], self._encoder, self._stops, self._vocabulary).prompts
+        request = GenerationRequest(TrajectoryId("chat", 1, self._turns, 0), prompt.token_ids)
+        ids: list[int] = []
+        shown = ""
+        for token in self._engine.stream(request, self._sampling, self._seed):
+            ids.append(token)
+            decoded = self._tokenizer.decode(ids, skip_special_tokens=True)
+            # A character may take several tokens.
+            if not decoded.endswith(_INCOMPLETE):
+                yield decoded[len(shown) :]
+                shown = decoded
+        response = self._tokenizer.decode(ids, skip_special_tokens=True)
+        yield response[len(shown) :]
+        self._messages = [*messages, {"role": "assistant", "content": response}]
