@@ -90,6 +90,29 @@ def test_a_report_shows_the_progress_of_the_run(files: RunFiles) -> None:
     assert "Finished after 4 steps" in files.report.read_text()
 
 
+def test_an_ensemble_is_summarized_by_its_parts(tmp_path: Path) -> None:
+    parts = [
+        {"name": "quality", "weight": 0.7, "source": "model", "model": "m/quality"},
+        {"name": "short", "weight": 0.3, "source": "function", "function": "mine:short"},
+    ]
+    tree = {
+        "run": {"name": "tiny", "steps": STEPS},
+        "data": {"prompts": "p"},
+        "actor": {"model": "a"},
+        "reward": {"source": "ensemble", "parts": parts},
+    }
+    files = RunFiles(tmp_path / "tiny")
+    files.write_config(parse_config(tree, "here").to_yaml())
+    for step in range(1, STEPS + 1):
+        files.append_metrics({**metrics(step), "reward_quality_mean": 10.0 * step, "reward_short_mean": -1.0})
+    report(files.root, None)
+    text = files.report.read_text()
+    assert "0.7 × quality (m/quality) + 0.3 × short (mine:short)" in text
+    assert "reward part quality, unweighted: first and last 2 steps" in text
+    assert "15 → 35" in text
+    assert "reward part short, unweighted" in text
+
+
 def test_runs_of_an_earlier_version_and_without_steps_have_a_report(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text(
         FIRST_CONFIG_LINE + yaml.safe_dump({"run": {"name": "old", "steps": 9}, "gone": 1})

@@ -134,11 +134,11 @@ def _summary(
         for title, key in (
             ("estimator", "algorithm.estimator"),
             ("policy", "actor.model"),
-            ("reward", "reward.model"),
             ("prompts", "data.prompts"),
             ("seed", "run.seed"),
         )
     ]
+    rows.insert(2, ("reward", _reward(config)))
     rows.append(("responses per step", _product(config, "rollout.prompts_per_step", "rollout.samples_per_prompt")))
     rows.append(("steps", len(steps)))
     if steps:
@@ -147,16 +147,32 @@ def _summary(
         rows.append(("time in steps", str(datetime.timedelta(seconds=round(seconds)))))
         rows.append(("response tokens", int(tokens)))
         rows.append(("response tokens per second", tokens / seconds if seconds else None))
-        rows += _ends(steps)
+        rows += _ends(steps, [str(part["name"]) for part in _setting(config, "reward.parts") or ()])
     rows.append(("failed trajectories", len(_lines_of(files.failed_trajectories))))
     return rows
 
 
-def _ends(steps: Sequence[Mapping[str, float]]) -> list[tuple[str, object]]:
-    """Return the key metrics of the first and last steps."""
+def _reward(config: Mapping[str, Any]) -> str | None:
+    """Return the model or function that scores, or the weighted parts of an ensemble."""
+    reward = _setting(config, "reward") or {}
+    if parts := reward.get("parts"):
+        return " + ".join(
+            f"{part['weight']:g} × {part['name']} ({part['model'] or part['function']})" for part in parts
+        )
+    return reward.get("model") or reward.get("function")
+
+
+def _ends(steps: Sequence[Mapping[str, float]], parts: Sequence[str]) -> list[tuple[str, object]]:
+    """Return the key metrics of the first and last steps. ``parts`` are those of an ensemble of rewards."""
     window = min(WINDOW_STEPS, max(1, len(steps) // 2))
     rows: list[tuple[str, object]] = []
-    for title, name in (("reward", "reward_mean"), ("KL, nats per response", "kl_mean"), ("entropy", "entropy")):
+    names = [
+        ("reward", "reward_mean"),
+        *((f"reward part {part}, unweighted", f"reward_{part}_mean") for part in parts),
+        ("KL, nats per response", "kl_mean"),
+        ("entropy", "entropy"),
+    ]
+    for title, name in names:
         first, last = _mean(steps[:window], name), _mean(steps[-window:], name)
         if first is not None and last is not None:
             rows.append((f"{title}: first and last {window} steps", f"{number(first)} → {number(last)}"))
