@@ -272,12 +272,26 @@ def checkpoints_untag(run: AnyRun, tag: Annotated[str, typer.Argument(metavar="T
 
 @checkpoints_app.command("export")
 def checkpoints_export(
-    run: AnyRun, step: Which, directory: Annotated[Path, typer.Argument(help="New or empty directory to write to.")]
+    run: AnyRun,
+    step: Which,
+    directory: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Argument(help="New or empty directory to write to. Not needed with --push."),
+    ] = None,
+    push: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(
+            metavar="OWNER/NAME", help="Upload to this model of the Hugging Face Hub, with the token of the hub."
+        ),
+    ] = None,
+    private: Annotated[
+        bool, typer.Option("--private/--public", help="Visibility of a model that --push creates.")
+    ] = True,
 ) -> None:
-    """Export the policy of a checkpoint as a Hugging Face model. An adapter is merged into the weights."""
+    """Export the policy of a checkpoint as a Hugging Face model with a model card. An adapter is merged into the weights."""
     from quartet.cli.checkpoint.export import export
 
-    export(run, step, directory)
+    export(run, step, directory, push, private)
 
 
 @app.command()

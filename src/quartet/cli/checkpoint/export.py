@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from quartet.adapter_files import is_adapter
 from quartet.cli.checkpoint.list_and_tag import console
+from quartet.cli.checkpoint.model_card import write_model_card
+from quartet.cli.checkpoint.push import check_push, push
 from quartet.config import load_config
 from quartet.errors import ConfigError
 from quartet.models.training.optimizer import OPTIMIZER_FILE
@@ -20,19 +23,43 @@ from quartet.run_directory.selection import checkpoint_at, run_files
 from quartet.types import Role
 
 
-def export(run: Path, which: str, directory: Path) -> None:
-    """Write the policy of a checkpoint in Hugging Face format. The files are the same as those of the final policy of a run.
+def export(run: Path, which: str, directory: Path | None, hub_id: str | None = None, private: bool = True) -> None:
+    """Write the policy of a checkpoint in Hugging Face format, with a model card. Upload it if ``hub_id`` is given.
 
-    Raises ConfigError, also if the directory is not empty, and StorageFailed if it cannot be written.
+    The model's files are the same as those of the final policy of a run. Without a directory they are only uploaded. Raises
+    ConfigError, also if the directory is not empty or the hub refuses the upload, StorageFailed if it cannot be written, and
+    ServiceUnavailable if the hub cannot be reached.
     """
     files = run_files(run)
+    if hub_id is not None:
+        check_push(hub_id)
+    if directory is not None:
+        step = _write(files, which, directory)
+        console.print(f"{directory}: the policy of {run} after step {step}", highlight=False, soft_wrap=True)
+        if hub_id is not None:
+            _upload(files, directory, hub_id, private, step)
+    elif hub_id is not None:
+        with TemporaryDirectory(prefix="quartet-export-") as folder:
+            step = _write(files, which, Path(folder) / "policy")
+            _upload(files, Path(folder) / "policy", hub_id, private, step)
+    else:
+        raise ConfigError("export: expected a DIRECTORY to write to, or --push OWNER/NAME")
+
+
+def _upload(files: RunFiles, directory: Path, hub_id: str, private: bool, step: int) -> None:
+    message = f"Policy of the run {load_config(files.config).run.name} after step {step}"
+    console.print(f"{push(directory, hub_id, private, message)}: uploaded", highlight=False, soft_wrap=True)
+
+
+def _write(files: RunFiles, which: str, directory: Path) -> int:
+    """Write the policy of a checkpoint and its model card. Returns its step."""
     if directory.exists() and not (directory.is_dir() and not any(directory.iterdir())):
         raise ConfigError(f"export to {directory}: not an empty directory; choose a new or empty one")
     checkpoint = checkpoint_at(files, which)
     policy = checkpoint.path / Role.ACTOR
     writers = _merged(files, checkpoint) if is_adapter(policy) else [_copy_of(policy)]
-    write_model(directory, *writers)
-    console.print(f"{directory}: the policy of {run} after step {checkpoint.step}", highlight=False, soft_wrap=True)
+    write_model(directory, *writers, lambda target: write_model_card(target, files, checkpoint.step))
+    return checkpoint.step
 
 
 def _copy_of(policy: Path) -> Writer:

@@ -1,0 +1,174 @@
+"""The model card of an exported policy: README.md with metadata of the hub, and curves.svg."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Iterator, Mapping, Sequence
+from html import escape
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import yaml
+
+from quartet import __version__
+from quartet.config import Config, load_config
+from quartet.hub_models import looks_local
+from quartet.run_directory.identity import Identity, fixed_settings
+from quartet.run_directory.run_files import RunFiles
+from quartet.run_directory.step_lines import read_step_lines
+
+CARD, CURVES = "README.md", "curves.svg"
+WINDOW_STEPS = 10
+"""Number of first and last steps whose means the card compares."""
+_METRICS = {
+    "reward_mean": "reward",
+    "kl_mean": "KL to the initial policy, nats per response",
+    "entropy": "entropy, nats per token",
+    "response_tokens_mean": "tokens per response",
+}
+_WIDTH, _HEIGHT, _MARGIN = 360, 150, 24
+
+
+def write_model_card(directory: Path, files: RunFiles, step: int) -> None:
+    """Write the card and the curves of the policy after ``step``. Raises ConfigError if the files of the run are damaged."""
+    config = load_config(files.config)
+    steps = [line for line in read_step_lines(files.metrics) if line["step"] <= step]
+    evaluations = [line for line in read_step_lines(files.evaluation_summaries) if line["step"] <= step]
+    (directory / CURVES).write_text(_curves(steps), encoding="utf-8")
+    (directory / CARD).write_text(_card(config, files, step, steps, evaluations), encoding="utf-8")
+
+
+def _card(
+    config: Config, files: RunFiles, step: int, steps: Sequence[Mapping[str, float]], evaluations: Sequence[Any]
+) -> str:
+    base, estimator = _public_name(config.actor.model), config.algorithm.estimator
+    algorithm = "PPO with GAE" if estimator == "gae" else estimator
+    front: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": "text-generation"}
+    # The hub refuses a card whose base model is not the id of a model there.
+    if not looks_local(config.actor.model):
+        front["base_model"] = config.actor.model
+    front["tags"] = ["quartet", "rlhf", "ppo" if estimator == "gae" else estimator]
+    identity = Identity.read(files.identity)
+    digest = f", SHA-256 `{identity.prompts_sha256}`" if identity is not None else ""
+    rollout = config.rollout
+    facts = {
+        "initial policy": f"`{base}`",
+        "algorithm": f"{algorithm}, {rollout.prompts_per_step} x {rollout.samples_per_prompt} responses per step",
+        "reward": _reward(config),
+        "prompts": f"`{_public_name(str(config.data.prompts))}`{digest}",
+        "run": f"`{config.run.name}`, step {step} of {config.run.steps}, seed {config.run.seed}",
+        "trained with": f"Quartet {__version__}",
+        "exported on": datetime.datetime.now(datetime.UTC).date().isoformat(),
+    }
+    table = "\n".join(f"| {name} | {value} |" for name, value in facts.items())
+    settings = yaml.safe_dump(_settings(config), sort_keys=True, allow_unicode=True)
+    return f"""---
+{yaml.safe_dump(front, sort_keys=False, allow_unicode=True)}---
+
+# {config.run.name}
+
+A policy trained with reinforcement learning from `{base}` by [Quartet](https://github.com/quartet-rlhf/quartet).
+
+| | |
+|---|---|
+{table}
+
+## Curves
+
+{_ends(steps)}
+
+![Curves of the run]({CURVES})
+{_evaluation(evaluations)}
+## Settings
+
+The settings that decide what the run learned. Of local paths, only the last part is shown.
+
+```yaml
+{settings}```
+"""
+
+
+def _public_name(model: str) -> str:
+    """Return a hub id as it is, and only the last part of a local path, which may name a user."""
+    return Path(model).name if looks_local(model) else model
+
+
+def _reward(config: Config) -> str:
+    def source(given: Any) -> str:
+        return f"model `{_public_name(given.model)}`" if given.model is not None else f"function `{given.function}`"
+
+    if config.reward.source != "ensemble":
+        return source(config.reward)
+    return " + ".join(f"{part.weight:g} x {part.name} ({source(part)})" for part in config.reward.parts)
+
+
+def _settings(config: Config) -> dict[str, Any]:
+    """Return the settings by key, without local paths."""
+
+    def public(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: public(item) for name, item in value.items()}
+        if isinstance(value, list):
+            return [public(item) for item in value]
+        return Path(value).name if isinstance(value, str) and "/" in value and looks_local(value) else value
+
+    return {key: public(value) for key, value in fixed_settings(config).items() if value is not None}
+
+
+def _ends(steps: Sequence[Mapping[str, float]]) -> str:
+    """Return a table of the means over the first and the last steps."""
+    window = min(WINDOW_STEPS, max(1, len(steps) // 2))
+    rows = [
+        f"| {title} | {fmean(line[name] for line in first):.4g} | {fmean(line[name] for line in last):.4g} |"
+        for name, title in _METRICS.items()
+        if (first := [line for line in steps[:window] if name in line])
+        and (last := [line for line in steps[-window:] if name in line])
+    ]
+    count = f"{window} steps" if window > 1 else "step"
+    return "\n".join([f"| | first {count} | last {count} |", "|---|---|---|", *rows])
+
+
+def _evaluation(evaluations: Sequence[Mapping[str, float]]) -> str:
+    if not evaluations:
+        return ""
+    first, last = evaluations[0], evaluations[-1]
+    rows = [
+        f"| {name.removeprefix('eval_').replace('_', ' ')} | {first[name]:.4g} | {last[name]:.4g} |"
+        for name in last
+        if name != "step" and name in first
+    ]
+    head = f"| | step {int(first['step'])} | step {int(last['step'])} |"
+    return "\n".join(["", "## Evaluation", "", head, "|---|---|---|", *rows, ""])
+
+
+def _curves(steps: Sequence[Mapping[str, float]]) -> str:
+    """Return one chart per metric as SVG, one below the other."""
+    charts = [
+        (title, [(line["step"], line[name]) for line in steps if name in line]) for name, title in _METRICS.items()
+    ]
+    shown = [(title, points) for title, points in charts if points]
+    body = "".join(_chart(title, points, index * _HEIGHT) for index, (title, points) in enumerate(shown))
+    height = _HEIGHT * max(1, len(shown))
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" width="{2 * _WIDTH}" '
+        f'font-family="sans-serif" font-size="10"><rect width="{_WIDTH}" height="{height}" fill="#fff"/>{body}</svg>\n'
+    )
+
+
+def _chart(title: str, points: Sequence[tuple[float, float]], top: int) -> str:
+    low, high = min(y for _, y in points), max(y for _, y in points)
+    (start, _), (end, _) = points[0], points[-1]
+
+    def places() -> Iterator[str]:
+        for x, y in points:
+            across = (x - start) / ((end - start) or 1)
+            up = (y - low) / ((high - low) or 1)
+            left = _MARGIN + across * (_WIDTH - 2 * _MARGIN)
+            yield f"{left:.1f},{top + _HEIGHT - _MARGIN - up * (_HEIGHT - 3 * _MARGIN):.1f}"
+
+    return (
+        f'<text x="{_MARGIN}" y="{top + 14}">{escape(title)}: from {low:.4g} to {high:.4g}, '
+        f"steps {int(start)} to {int(end)}</text>"
+        f'<polyline fill="none" stroke="#1f5fd0" stroke-width="1.5" points="{" ".join(places())}"/>'
+    )
