@@ -53,7 +53,7 @@ def test_a_run_is_trained_read_and_used(
     assert (run.name, run.state, run.step, run.total_steps) == ("tiny", "finished", STEPS, STEPS)
     printed = capsys.readouterr().out.splitlines()
     assert [line.split()[1] for line in printed if line.startswith("step ")] == ["1/3", "2/3", "3/3"]
-    assert [line.split(": ")[1] for line in printed if line.startswith("loading for ")][0] == "actor, critic"
+    assert next(line.split(": ")[1] for line in printed if line.startswith("loading for ")) == "actor, critic"
 
     lines = [json.loads(line) for line in (folder / "runs/tiny/metrics.jsonl").read_text().splitlines()]
     np.testing.assert_array_equal(run.metrics["step"], [1, 2, 3])

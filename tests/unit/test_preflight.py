@@ -414,7 +414,7 @@ assert "QUARTET_BUFFER_URL" not in os.environ
         ("any_number", ""),
         ("instance", ""),
         ("secret", ""),
-        ("short", "too many positional arguments, called with 3 arguments"),
+        ("short", "too many positional arguments, called with 3 arguments: prompt, response, fields"),
         ("judge", "missing a required argument: 'fields', called with 3 arguments"),
         ("goood", "module mine has no goood; did you mean good?"),
         ("value", "is a value of type int, expected a function"),

@@ -19,9 +19,9 @@ from quartet.errors import ConfigError
 from quartet.secret_files import SECRET_VARIABLES
 from quartet.user_code import CHECKED
 
-REWARD_ARGUMENTS = 3
+REWARD_ARGUMENTS = ("prompt", "response", "fields")
 """Arguments of a reward function: prompt, response and the fields of the prompt's line, or lists of them."""
-JUDGE_ARGUMENTS = 4
+JUDGE_ARGUMENTS = ("prompt", "response", "initial_response", "fields")
 """Arguments of a judge: prompt, response, the initial policy's response, and the fields of the prompt's line."""
 IMPORT_SECONDS = 60.0
 """Maximum seconds to import the module of a function."""
@@ -49,13 +49,14 @@ def check_function(key: str, function: str) -> str:
             "correct the name, run the command in the directory of the module, or add that directory to PYTHONPATH"
             f"{_shadowing(module)}"
         )
-    count = JUDGE_ARGUMENTS if key == "evaluation.judge" else REWARD_ARGUMENTS
+    arguments = JUDGE_ARGUMENTS if key == "evaluation.judge" else REWARD_ARGUMENTS
     if key.startswith("algorithm."):
         # It needs torch, whose import takes seconds.
         return f"{key} {function}: module exists, and is imported when its process starts"
-    if problem := _import_problem(function, count):
-        raise ConfigError(f"{key} {function}: {problem}")
-    return f"{key} {function}: can be imported and accepts {count} arguments"
+    if problem := _import_problem(function, len(arguments)):
+        names = f": {', '.join(arguments)}" if problem.endswith(" arguments") else ""
+        raise ConfigError(f"{key} {function}: {problem}{names}")
+    return f"{key} {function}: can be imported and accepts {len(arguments)} arguments"
 
 
 def _import_problem(function: str, count: int) -> str:
