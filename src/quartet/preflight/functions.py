@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
-import os
-import signal
-import subprocess
 import sys
 from importlib.machinery import ModuleSpec, PathFinder
 from multiprocessing.connection import wait
 from pathlib import Path
 
-from quartet.child_processes import module_command, tied_to_parent
 from quartet.config import Config
 from quartet.config.estimators import BUILT_IN_POLICY_LOSSES
 from quartet.errors import ConfigError
-from quartet.secret_files import SECRET_VARIABLES
+from quartet.preflight.checking_process import checking_process
 from quartet.user_code import CHECKED
 
 REWARD_ARGUMENTS = ("prompt", "response", "fields")
@@ -64,27 +59,9 @@ def _import_problem(function: str, count: int) -> str:
 
     Imports it in a separate process, because an import may print, hang or end its process.
     """
-    environment = {name: value for name, value in os.environ.items() if name not in SECRET_VARIABLES}
-    reader, writer = os.pipe()
-    with os.fdopen(reader, "rb") as pipe:
-        process = subprocess.Popen(
-            tied_to_parent(module_command("quartet.user_code", function, str(count), str(writer))),
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            pass_fds=(writer,),
-            start_new_session=True,
-        )
-        os.close(writer)
-        try:
-            answered = bool(wait([reader], IMPORT_SECONDS))
-            result = pipe.read1().decode() if answered else ""
-        finally:
-            # The module may have started threads or processes that still run.
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+    with checking_process("quartet.user_code", function, str(count)) as pipe:
+        answered = bool(wait([pipe.fileno()], IMPORT_SECONDS))
+        result = pipe.read1().decode() if answered else ""  # type: ignore[attr-defined]
     if not answered:
         return f"its module is not imported after {IMPORT_SECONDS:g} s"
     return result.removeprefix(CHECKED) if result.startswith(CHECKED) else "its import ends the process"

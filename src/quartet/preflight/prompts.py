@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from quartet.adapter_files import adapter_chain
-from quartet.child_processes import module_command, tied_to_parent
 from quartet.config import Config
 from quartet.data import (
     PromptSettings,
@@ -22,7 +19,7 @@ from quartet.data import (
     summarize_prompts,
 )
 from quartet.errors import ConfigError, DataError, ModelError
-from quartet.secret_files import SECRET_VARIABLES
+from quartet.preflight.checking_process import checking_process
 from quartet.tokenizer_check import has_tokenizer, tokenizer_location
 
 Report = Callable[[str], None]
@@ -92,30 +89,14 @@ def _summaries(files: list[PromptSettings], vocabulary_size: int | None, report:
 
 def _run_worker(request: dict[str, Any], report: Report) -> dict[str, Any]:
     """Return the last message of a ``quartet.prompt_worker``, or nothing if it has died."""
-    environment = {name: value for name, value in os.environ.items() if name not in SECRET_VARIABLES}
-    # The tokenizer is on this machine, so the check needs no network.
-    environment["HF_HUB_OFFLINE"] = "1"
-    reader, writer = os.pipe()
     message: dict[str, Any] = {}
-    with os.fdopen(reader, "r", encoding="utf-8") as pipe:
-        process = subprocess.Popen(
-            tied_to_parent(module_command("quartet.prompt_worker", json.dumps(request), str(writer))),
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            pass_fds=(writer,),
-            start_new_session=True,
-        )
-        os.close(writer)
-        try:
-            for line in pipe:
-                message = json.loads(line)
-                if "progress" in message:
-                    report(message["progress"])
-        finally:
-            process.kill()
-            process.wait()
+    # The tokenizer is on this machine, so the check needs no network.
+    offline = {"HF_HUB_OFFLINE": "1"}
+    with checking_process("quartet.prompt_worker", json.dumps(request), environment=offline) as pipe:
+        for line in pipe:
+            message = json.loads(line)
+            if "progress" in message:
+                report(message["progress"])
     return message
 
 
