@@ -66,7 +66,12 @@ def test_watch_and_commands_work_through_a_gateway_that_restarts_at_the_same_add
     assert "kl_coefficient = 0.2 (from " in run_command(call, "set", "runs/tiny")
     refused = call("set", "runs/tiny", "kl_coefficient=1e9", "actor.learning_rate=1e-4")
     assert (refused.code, refused.out) == (2, "")
-    assert re.match(r"error: runs/tiny: kl_coefficient", refused.err), refused
+    assert refused.err.startswith("error: runs/tiny: kl_coefficient 1e+09: expected 0 to "), refused
+    unknown = call("set", "runs/tiny", "kl_coeff=0.1")
+    assert unknown.code == 2
+    assert unknown.err.startswith(
+        "error: kl_coeff: not a setting that an active run can change, did you mean kl_coefficient? such settings: "
+    ), unknown
 
     run_command(call, "checkpoint", "runs/tiny")
     watching.wait_for(lambda: "checkpoint of step " in watching.out)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from quartet.cli.doctor import TRAINED_BYTES, _memory, doctor
-from quartet.config import Config
+from quartet.cli.doctor import TRAINED_BYTES, _memory, _requirements, doctor
+from quartet.config import Config, parse_config
 from quartet.models.training.optimizer import create_optimizer
 from quartet.models.training.updates import update_policy
 from quartet.types import Role
@@ -60,3 +61,13 @@ def test_a_machine_without_torch_fails_one_check_and_passes_the_others(
     [failed] = [line for line in lines if "failed" in line]
     assert "torch" in failed
     assert "pip install" in " ".join(" ".join(lines).split())
+
+
+def test_a_port_of_the_gateway_that_is_in_use_is_reported(tmp_path: Path) -> None:
+    settings = config(tmp_path, torch.float32)
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        listen = f"127.0.0.1:{other.getsockname()[1]}"
+        settings = parse_config({**settings.model_dump(mode="json"), "gateway": {"listen": listen}}, "test")
+        [finding] = [finding for finding in _requirements(settings) if finding.subject == "gateway"]
+    assert not finding.ok
+    assert f"gateway.listen {listen}: cannot listen there" in finding.detail

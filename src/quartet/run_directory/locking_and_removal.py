@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from shlex import quote
 
 from quartet.errors import ConfigError
 from quartet.run_directory.run_files import RunFiles
@@ -27,7 +28,8 @@ def lock_run_directory(files: RunFiles) -> Iterator[None]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ConfigError(
-                f"run directory {files.root}: a run is active there; wait until it ends, or choose another run.name"
+                f"run directory {files.root}: a run is active there; wait until it ends, stop it with quartet stop "
+                f"{quote(str(files.root))}, or choose another run.name"
             ) from None
         except OSError as error:
             raise ConfigError(

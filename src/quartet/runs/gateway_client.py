@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import os
 import re
 import ssl
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -219,7 +220,11 @@ class Api:
 
     def change_settings(self, values: Mapping[str, float]) -> list[dict[str, Any]]:
         """Change settings of an active run, and return the recorded changes: setting, before, after, step and user."""
-        before = len(self.get("/settings")["changes"])
+        state = self.get("/settings")
+        before = len(state["changes"])
+        # An ended run has no settings; the gateway says so.
+        if names := [item["name"] for item in state["settings"]]:
+            _check_names(values, names)
         self.patch("/settings", values)
         return list(self.get("/settings")["changes"][before:])
 
@@ -287,7 +292,24 @@ class Api:
             return ConfigError(f"{given}: the gateway refuses this token; give the one that it was started with")
         if status == 404 and f"{self._run!r}" in detail:
             return ConfigError(f"{given}: the gateway at {self.target.url} has no run {self._run}")
-        message = "; ".join(f"{field['field'].removeprefix('body.')}: {field['problem']}" for field in fields) or detail
+        message = "; ".join(map(_describe_field, fields)) or detail
         temporary = status in (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE, HTTPStatus.GATEWAY_TIMEOUT)
         kind = ServiceUnavailable if temporary else ServiceFailed if status >= 500 else ConfigError
         return kind(f"{given}: {message}")
+
+
+def _check_names(given: Iterable[str], names: Sequence[str]) -> None:
+    """Raise ConfigError for a setting that an active run cannot change."""
+    for name in given:
+        if name not in names:
+            close = difflib.get_close_matches(name, names, n=1, cutoff=0.4)
+            hint = f", did you mean {close[0]}?" if close else ";"
+            raise ConfigError(
+                f"{name}: not a setting that an active run can change{hint} such settings: {', '.join(names)}"
+            )
+
+
+def _describe_field(field: Mapping[str, Any]) -> str:
+    """Return a problem of a request's field, with the name of the field once."""
+    name, problem = str(field["field"]).removeprefix("body."), str(field["problem"])
+    return problem if problem.startswith(f"{name} ") else f"{name}: {problem}"

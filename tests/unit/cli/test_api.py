@@ -215,5 +215,5 @@ def test_the_run_name_is_complete_if_the_directory_is_the_current_one(
 
 @pytest.mark.parametrize("wrong", ["kl_coefficient", "=1", "kl_coefficient=much"])
 def test_a_setting_change_needs_a_name_and_a_number(wrong: str) -> None:
-    with pytest.raises(ConfigError, match=f"^{wrong}: expected NAME=NUMBER"):
+    with pytest.raises(ConfigError, match=f"^{wrong}: expected SETTING=NUMBER"):
         change_settings(Target("runs/tiny", "http://127.0.0.1:1", SECRET, "tiny"), [wrong])

@@ -60,7 +60,9 @@ def _assignment(text: str) -> tuple[str, float]:
             raise ValueError
         return name, number
     except ValueError:
-        raise ConfigError(f"{text}: expected NAME=NUMBER, such as kl_coefficient=0.1") from None
+        raise ConfigError(
+            f"{text}: expected SETTING=NUMBER, such as kl_coefficient=0.1; quartet set RUN lists the settings"
+        ) from None
 
 
 def _print_settings(settings: Sequence[dict[str, Any]], target: Target) -> None:
