@@ -107,7 +107,8 @@ def test_generate_refuses_a_missing_model(call: Call, tmp_path: Path) -> None:
 def test_config_check_reports_the_prompts_and_models(call: Call, config: Path, toy_task: ToyTask) -> None:
     result = call("config", "check", config)
     assert (result.code, result.err) == (0, "")
-    assert f"data.prompts {toy_task.prompts}: 288 prompts" in result.out
+    assert f"data.prompts {toy_task.prompts}: 186 prompts" in result.out
+    assert "warning: data.prompts: 102 of 288 prompts" in result.out
     assert f"reward.model {toy_task.reward}: LlamaForSequenceClassification" in result.out
     assert result.out.endswith("valid\n")
 

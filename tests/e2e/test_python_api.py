@@ -82,6 +82,7 @@ def test_a_run_is_trained_read_and_used(
     with pytest.raises(ConfigError, match="has no saved policy"):
         run.policy  # noqa: B018
     again = quartet.train(config, few_processes[1::2], resume=True)
+    assert quartet.train(config, few_processes[1::2], resume=True, wait=False).state == "finished"
     np.testing.assert_array_equal(again.metrics["reward_mean"], [line["reward_mean"] for line in lines])
 
 

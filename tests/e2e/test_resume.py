@@ -13,7 +13,7 @@ import yaml
 
 from quartet.cli.checkpoint import list_and_tag
 from quartet.config import load_config
-from quartet.preflight import is_finished
+from quartet.preflight import nothing_to_resume
 from quartet.run_directory.run_files import RunFiles
 from tests.e2e.commands import QUARTET, Command, committed_steps, settings
 from tests.e2e.conftest import LONGER, Call, Run, Start, deterministic_metrics, weights
@@ -101,9 +101,9 @@ def test_resuming_a_finished_run_says_so_and_starts_nothing(call: Call, run_copy
 
 def test_a_run_whose_saved_policy_is_of_an_earlier_step_is_not_finished(run_copy: Path) -> None:
     files, config = RunFiles(run_copy), load_config(run_copy / "config.yaml")
-    assert (files.policy_step(), is_finished(config, files)) == (8, True)
+    assert (files.policy_step(), nothing_to_resume(config, files)) == (8, True)
     files.write_policy_step(5)
-    assert not is_finished(config, files)
+    assert not nothing_to_resume(config, files)
 
 
 def test_a_rollback_lists_what_it_removes_and_needs_a_yes(call: Call, run_copy: Path) -> None:

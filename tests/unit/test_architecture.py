@@ -115,7 +115,14 @@ ALLOWED: dict[str, set[str]] = {
     "quartet.launcher": FOUNDATION | FILES | {"quartet.buffer", "quartet.rpc", "quartet.telemetry"},
     "quartet.runs": FOUNDATION | FILES | {"quartet.launcher", "quartet.preflight", "quartet.rpc"},
     "quartet.api": FOUNDATION
-    | {"quartet.completions", "quartet.data", "quartet.rpc", "quartet.run_directory", "quartet.runs"},
+    | {
+        "quartet.completions",
+        "quartet.data",
+        "quartet.preflight",
+        "quartet.rpc",
+        "quartet.run_directory",
+        "quartet.runs",
+    },
     "quartet.completions": FOUNDATION | {"quartet.data", "quartet.models"},
     "quartet.cli": FOUNDATION
     | FILES

@@ -6,6 +6,8 @@ import os
 
 from quartet.api.configs import ConfigSource, Overrides, load_config
 from quartet.api.run import Run
+from quartet.preflight import nothing_to_resume
+from quartet.run_directory.run_files import RunFiles
 from quartet.runs.background_run import BackgroundRun
 
 
@@ -21,15 +23,18 @@ def train(
     """Train a policy as `quartet train` does, and return the run.
 
     Starts the services that have no address in the config, and stops them at the end. ``overwrite`` replaces an earlier run of
-    the same name, ``resume`` continues it. With ``wait``, returns when the run has ended, and prints about 20 lines of
-    ``progress``; an interrupt stops the run. Without ``wait``, returns when the input is checked: the run continues in the
-    background, and ``Run.wait`` waits for it. A run ends with this process; ``resume`` continues it later.
+    the same name, ``resume`` continues it, and returns at once if it is finished. With ``wait``, returns when the run has ended,
+    and prints about 20 lines of ``progress``; an interrupt stops the run. Without ``wait``, returns when the input is checked:
+    the run continues in the background, and ``Run.wait`` waits for it. A run ends with this process; ``resume`` continues it
+    later.
 
     Raises ConfigError for invalid input, and the error that ends the run early.
     """
     # gRPC logs every connection that a service closes.
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     loaded = load_config(config, overrides)
+    if resume and not overwrite and nothing_to_resume(loaded, RunFiles(loaded.run_directory)):
+        return Run(loaded.run_directory)
     active = BackgroundRun(loaded, overwrite, resume)
     run = Run(loaded.run_directory, active)
     if wait:

@@ -13,7 +13,7 @@ from rich.console import Console
 from quartet.cli.progress_view import make_view
 from quartet.config import Config, load_config, redact_url
 from quartet.launcher.launcher import Launcher
-from quartet.preflight import check_resumable, is_finished
+from quartet.preflight import nothing_to_resume
 from quartet.run_directory.run_files import RunFiles
 from quartet.runs.local_run import follow_run, started_run
 
@@ -24,7 +24,7 @@ def train(config_path: Path, overrides: list[str], overwrite: bool, resume: bool
     """Train, then stop all processes that were started."""
     config = load_config(config_path, overrides)
     files = RunFiles(config.run_directory)
-    if resume and not overwrite and _has_finished(config, files):
+    if resume and not overwrite and nothing_to_resume(config, files):
         steps = config.run.steps
         _print_line(
             f"{files.root} is finished: {steps} of {steps} steps; to train further: "
@@ -58,14 +58,6 @@ def run(config: Config, overwrite: bool, resume: bool = False) -> None:
     """Execute a run from start to end, and stop its processes. Raises the error that ends it early."""
     with _started(config, overwrite, resume) as (launcher, files):
         _show_progress(launcher, files)
-
-
-def _has_finished(config: Config, files: RunFiles) -> bool:
-    """Return whether there is nothing to resume. Raises ConfigError if the config does not fit the run."""
-    if not is_finished(config, files):
-        return False
-    check_resumable(config, files)
-    return True
 
 
 def _started(config: Config, overwrite: bool, resume: bool) -> AbstractContextManager[tuple[Launcher, RunFiles]]:

@@ -24,7 +24,7 @@ __all__ = [
     "check_inputs",
     "check_resumable",
     "check_separate_orchestrator",
-    "is_finished",
+    "nothing_to_resume",
     "unused_settings",
 ]
 
@@ -109,6 +109,12 @@ def check_resumable(config: Config, files: RunFiles) -> None:
         )
 
 
-def is_finished(config: Config, files: RunFiles) -> bool:
-    """Return whether the run has taken all its steps and has saved the policy of the last one."""
-    return files.last_step() == config.run.steps == files.policy_step() and not files.rolling_back.exists()
+def nothing_to_resume(config: Config, files: RunFiles) -> bool:
+    """Return whether the run has taken all its steps and has saved the policy of the last one.
+
+    Raises ConfigError if it has, but the config does not fit the run.
+    """
+    if files.last_step() != config.run.steps or files.policy_step() != config.run.steps or files.rolling_back.exists():
+        return False
+    check_resumable(config, files)
+    return True

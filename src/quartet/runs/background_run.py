@@ -140,4 +140,4 @@ class _WithState:
 
 def saved_state(files: RunFiles, steps: int, last_step: int) -> str:
     """Return "finished" or "idle" for a run that is not active. The files do not record why a run ended early."""
-    return RunState.FINISHED.value if last_step >= steps and files.policy.is_dir() else "idle"
+    return RunState.FINISHED.value if last_step >= steps and files.policy_step() == last_step else "idle"
