@@ -69,8 +69,8 @@ def acquire_run_directory(config: Config) -> Iterator[Callable[[str], None]]:
     the addresses of the run's processes; call it with the address that this process listens on. Raises ConfigError for invalid
     input, for a directory locked by another process, and if the run there does not match the config.
     """
-    check_inputs(config)
     check_separate_orchestrator(config)
+    check_inputs(config)
     files = RunFiles(config.run_directory)
     with lock_run_directory(files):
         if files.is_run():

@@ -114,7 +114,9 @@ def test_prompts_over_the_limit_are_dropped_and_counted(first_run: Run, toy_task
     texts = [json.loads(line)["text"] for line in toy_task.prompts.read_text().splitlines()]
     too_long = {text for text in texts if len(tokenizer(text).input_ids) > MAX_PROMPT}
     assert 0 < len(too_long) < len(texts)
-    warning = f"warning: {len(too_long)} of {len(texts)} prompts are over data.max_prompt_tokens {MAX_PROMPT} and dropped"
+    warning = (
+        f"warning: {len(too_long)} of {len(texts)} prompts are over data.max_prompt_tokens {MAX_PROMPT} and dropped"
+    )
     assert warning in first_run.result.out
     for path in (first_run.directory / "trajectories").iterdir():
         assert not too_long & {json.loads(line)["prompt"] for line in path.read_text().splitlines()}

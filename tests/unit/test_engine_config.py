@@ -13,6 +13,7 @@ from quartet.errors import ConfigError
 from quartet.preflight import check_inputs
 from quartet.run_directory.identity import fixed_settings
 from quartet.services.actor.engines import engine_factory
+from tests.unit.test_preflight import save_tokenizer
 
 URL = "grpc://127.0.0.1:8001"
 LORA = {"rank": 4}
@@ -111,7 +112,7 @@ def checkpoints(tmp_path: Path) -> dict[str, Any]:
         description = f'{{"architectures": ["{architecture}"], "id2label": {{"0": "score"}}}}'
         (tmp_path / name / "config.json").write_text(description)
         (tmp_path / name / "model.safetensors").write_bytes(b"")
-        (tmp_path / name / "tokenizer.json").write_text("{}")
+        save_tokenizer(tmp_path / name)
     (tmp_path / "prompts.jsonl").write_text('{"text": "a"}\n')
     return {
         "data": {"prompts": tmp_path / "prompts.jsonl"},

@@ -40,10 +40,12 @@ CODES: tuple[tuple[type[errors.QuartetError], grpc.StatusCode], ...] = (
 )
 
 MAX_TEXT = 512
-"""Maximum characters of an error text on the wire.
+"""Maximum characters of an error text on the wire."""
+MAX_TEXT_BYTES = 1024
+"""Maximum bytes of such a text in UTF-8.
 
-gRPC sends the text as a header, up to 12 bytes per character, and once more inside the details. It drops headers over 16 KiB:
-the caller would then get neither text nor status.
+gRPC sends the text as a header, with three bytes for each byte of a character beyond ASCII, and once more inside the details. It
+may drop headers over 8 KiB: the caller would then get neither text nor status.
 """
 INTERNAL_TEXT = "internal error; the service's log has the cause"
 OUT_OF_MEMORY_TEXT = (
@@ -94,6 +96,7 @@ def shorten(text: str) -> str:
     """Return ``text`` as one printable line of at most MAX_TEXT characters. A longer text is cut, and its length is added."""
     shown = text[:MAX_TEXT]
     shown = "".join(each if each.isprintable() else repr(each)[1:-1] for each in shown)[:MAX_TEXT]
+    shown = shown.encode()[:MAX_TEXT_BYTES].decode(errors="ignore")
     return shown if len(text) <= MAX_TEXT else f"{shown}... ({len(text)} characters)"
 
 
