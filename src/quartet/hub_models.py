@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quartet.errors import ModelError
+from quartet.tokenizer_check import has_tokenizer
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
@@ -109,6 +111,19 @@ def _cached(hub: HfApi, model: str, patterns: list[str], weights: bool) -> Path 
         )
     except (errors.LocalEntryNotFoundError, errors.IncompleteSnapshotError, errors.HFValidationError):
         return None
-    # Caches of earlier releases of huggingface_hub do not say which files are missing.
-    has_weights = any(list(directory.glob(pattern)) for pattern in WEIGHT_FILES)
-    return directory if (directory / "config.json").is_file() and (has_weights or not weights) else None
+    # Other programs download single files, and leave no list of what is missing.
+    return directory if _is_complete(directory, weights) else None
+
+
+def _is_complete(directory: Path, weights: bool) -> bool:
+    """Return whether a directory has config.json, a tokenizer and, if wanted, all weight files."""
+    if not (directory / "config.json").is_file() or not has_tokenizer(directory):
+        return False
+    try:
+        index = json.loads((directory / "model.safetensors.index.json").read_text(encoding="utf-8"))
+        names = set(index["weight_map"].values())
+    except FileNotFoundError:
+        names = {"model.safetensors"}
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return False
+    return not weights or all((directory / str(name)).is_file() for name in names)

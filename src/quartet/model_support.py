@@ -58,6 +58,16 @@ _ALTERNATIVES = {
     "deepseek_v4": "deepseek-ai/DeepSeek-V2-Lite (deepseek_v2)",
     "glm_moe_dsa": "zai-org/GLM-4.5-Air (glm4_moe)",
     "xlstm": _DEFAULT,
+    "axk2": _DEFAULT,
+    "dots3_note": _DEFAULT,
+    "dots3_note_text": _DEFAULT,
+    "hy_v4": _DEFAULT,
+    "inkling_text": _DEFAULT,
+    "inkling2_text": _DEFAULT,
+    "lfm3": _DEFAULT,
+    "qwen4_exp": _DEFAULT,
+    "qwen4_exp_text": _DEFAULT,
+    "zaya": _DEFAULT,
 }
 """Model types whose layers keep other state than keys and values per token, each with a transformer of its family or size. A
 config.json with layer_types decides by these instead."""
@@ -138,25 +148,43 @@ def not_causal_reason(config: dict[str, Any]) -> str | None:
             "an encoder-decoder model, whose prompts go to a separate encoder; Quartet trains models that read prompt and "
             f"response as one sequence: give a causal language model, such as {_DEFAULT}"
         )
-    if kind in _ENCODERS and not config.get("is_decoder"):
-        return (
-            f"an encoder ({kind} without is_decoder: true), whose tokens attend to later tokens; give a causal language model, "
-            f"such as {_DEFAULT}"
-        )
+    if (reason := encoder_reason(config)) is not None:
+        return reason
     names = config.get("architectures")
-    known = _names_in("modeling_auto.py", "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES")
+    known = causal_names()
     if not isinstance(names, list) or not names or not known or any(name in known for name in names):
         return None
     extras = sorted({what for key, what in _MODALITIES.items() if config.get(key)})
     text = config.get("text_config")
     if extras:
-        inner = text.get("model_type") if isinstance(text, dict) else None
+        inner = str(text.get("model_type")) if isinstance(text, dict) else None
         remedy = f"the language model that it is built on ({inner}), saved with save_pretrained"
         return (
             f"{', '.join(map(str, names))} reads {' and '.join(extras)}, too; Quartet trains on text: give "
             f"{remedy if inner in known else f'a causal language model, such as {_DEFAULT}'}"
         )
     return None
+
+
+def encoder_reason(config: dict[str, Any]) -> str | None:
+    """Return why a model with this config.json cannot have a value per token and what to do, or None."""
+    kind = str(config.get("model_type", ""))
+    if kind not in _ENCODERS or config.get("is_decoder"):
+        return None
+    return (
+        f"an encoder ({kind} without is_decoder: true), whose tokens attend to later tokens; give a causal language model, "
+        f"such as {_DEFAULT}"
+    )
+
+
+def causal_names() -> frozenset[str]:
+    """Return the architectures and types of causal language models in transformers. Empty without transformers."""
+    return _names_in("modeling_auto.py", "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES")
+
+
+def classifier_names() -> frozenset[str]:
+    """Return the architectures and types of sequence classifiers in transformers. Empty without transformers."""
+    return _names_in("modeling_auto.py", "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES")
 
 
 def uncacheable_reason(config: dict[str, Any]) -> str | None:

@@ -46,27 +46,41 @@ def check_tokenizer(what: str, directory: Path) -> None:
 
 
 def first_difference(expected: Path, actual: Path) -> str:
-    """Return the lowest token id that two tokenizers map to different tokens, as text; "" if tokenizer.json shows none.
+    """Return the lowest token id that two tokenizers map to different tokens, as text; "" if their files show none.
 
-    Ids that only one of them has are not compared: transformers may add tokens while it loads a tokenizer.
+    transformers adds the tokens that tokenizer_config.json and its neighbours name while it loads a tokenizer. So an id that
+    only one tokenizer.json has differs only if those files of the other do not name its token.
     """
     first, second = expected / "tokenizer.json", actual / "tokenizer.json"
     try:
         if filecmp.cmp(first, second, shallow=False):
             return ""
         ours, theirs = (_tokens(json.loads(file.read_text(encoding="utf-8"))) for file in (first, second))
-    except (
-        OSError,
-        ValueError,
-        TypeError,
-        KeyError,
-        AttributeError,
-    ):  # Other formats are compared when the models are loaded.
-        return ""
-    for index in sorted(ours.keys() & theirs.keys()):
-        if ours[index] != theirs[index]:
+    except (OSError, ValueError, TypeError, LookupError, AttributeError):
+        return ""  # Other formats are compared when the models are loaded.
+    for index in sorted(ours.keys() | theirs.keys()):
+        if index not in theirs:
+            if not _names(actual, ours[index]):
+                return f"token id {index} is missing, expected {ours[index]!r}"
+        elif index not in ours:
+            if not _names(expected, theirs[index]):
+                return f"token id {index} is {theirs[index]!r}, expected no such id"
+        elif ours[index] != theirs[index]:
             return f"token id {index} is {theirs[index]!r}, expected {ours[index]!r}"
     return ""
+
+
+def _names(directory: Path, token: str) -> bool:
+    """Return whether the files of a tokenizer besides tokenizer.json contain a token."""
+    quoted = {json.dumps(token), json.dumps(token, ensure_ascii=False)}
+    for name in ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"):
+        try:
+            content = (directory / name).read_text(encoding="utf-8")
+        except (OSError, ValueError):
+            continue
+        if any(text in content for text in quoted):
+            return True
+    return False
 
 
 def _tokens(content: dict[str, Any]) -> dict[int, str]:

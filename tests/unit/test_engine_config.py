@@ -111,7 +111,7 @@ def checkpoints(tmp_path: Path) -> dict[str, Any]:
         (tmp_path / name).mkdir()
         description = f'{{"architectures": ["{architecture}"], "id2label": {{"0": "score"}}}}'
         (tmp_path / name / "config.json").write_text(description)
-        (tmp_path / name / "model.safetensors").write_bytes(b"")
+        (tmp_path / name / "model.safetensors").write_bytes(b"\x02" + 7 * b"\0" + b"{}")
         save_tokenizer(tmp_path / name)
     (tmp_path / "prompts.jsonl").write_text('{"text": "a"}\n')
     return {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import socket
 import threading
 import time
@@ -125,6 +126,18 @@ def test_a_hub_model_is_downloaded_once_and_then_used_without_the_hub(hub: Hub, 
 def test_a_check_downloads_no_weights_and_loading_downloads_those_of_transformers_only(hub: Hub, policy: str) -> None:
     assert not list(hub_directory(policy, weights=False).glob("*.safetensors"))
     assert [file.name for file in hub_directory(policy).glob("*.safetensors")] == ["model.safetensors"]
+
+
+@pytest.mark.parametrize("missing", ["model.safetensors", "tokenizer.json"])
+def test_an_incomplete_model_in_the_cache_is_completed(hub: Hub, policy: str, missing: str, tmp_path: Path) -> None:
+    # As transformers and others leave it: single files, without a list of what is missing.
+    snapshot = tmp_path / "cache/models--owner--policy/snapshots" / COMMIT
+    shutil.copytree(hub.models[policy], snapshot)
+    (snapshot / missing).unlink()
+    (snapshot.parent.parent / "refs").mkdir()
+    (snapshot.parent.parent / "refs/main").write_text(COMMIT)
+    assert load_causal_lm(policy).config.model_type == "llama"
+    assert load_tokenizer(policy)("w5").input_ids == [5]
 
 
 def test_an_unknown_model_is_named(hub: Hub) -> None:

@@ -40,7 +40,7 @@ def models(tmp_path: Path) -> Path:
         (tmp_path / name / "config.json").write_text(
             json.dumps({"architectures": [architecture], "id2label": {"0": "score"}})
         )
-        (tmp_path / name / "model.safetensors").write_bytes(b"")
+        (tmp_path / name / "model.safetensors").write_bytes(b"\x02" + 7 * b"\0" + b"{}")
         save_tokenizer(tmp_path / name)
     (tmp_path / "prompts.jsonl").write_text('{"text": "a"}\n{"text": "b"}\n')
     return tmp_path
@@ -284,7 +284,9 @@ def test_a_hub_id_is_looked_up(models: Path, monkeypatch: pytest.MonkeyPatch) ->
     [
         ({"a": 0, "c": 1}, "token id 1 is 'c', expected 'b'"),
         ([["a", -1.0], ["c", -2.0]], "token id 1 is 'c', expected 'b'"),
-        ({"a": 0, "b": 1, "c": 2}, ""),
+        ({"a": 0, "b": 1, "c": 2}, "token id 2 is 'c', expected no such id"),
+        ({"a": 0}, "token id 1 is missing, expected 'b'"),
+        ({"a": 0, "b": 1, "<pad>": 2}, ""),
     ],
 )
 def test_the_first_token_that_differs_between_two_tokenizers_is_named(
@@ -293,6 +295,8 @@ def test_the_first_token_that_differs_between_two_tokenizers_is_named(
     for name, content in (("policy", {"a": 0, "b": 1}), ("reward", vocabulary)):
         (tmp_path / name).mkdir()
         (tmp_path / name / "tokenizer.json").write_text(json.dumps({"model": {"vocab": content}}))
+        # transformers adds this token while it loads the tokenizer.
+        (tmp_path / name / "tokenizer_config.json").write_text(json.dumps({"pad_token": "<pad>"}))
     assert first_difference(tmp_path / "policy", tmp_path / "reward") == difference
 
 
@@ -306,19 +310,59 @@ def test_added_tokens_count_in_the_comparison_of_tokenizers(models: Path) -> Non
         check_inputs(config(models))
 
 
-def test_an_adapter_directory_is_reported_with_its_base_model(models: Path) -> None:
+def test_the_base_model_of_an_adapter_is_checked(models: Path) -> None:
     adapter = models / "adapter"
     adapter.mkdir()
-    (adapter / "adapter_config.json").write_text(
-        json.dumps({"base_model_name_or_path": "some/base", "peft_type": "LORA"})
-    )
+    description = {"base_model_name_or_path": str(models / "policy"), "peft_type": "LORA"}
+    (adapter / "adapter_config.json").write_text(json.dumps(description))
     tree = config(models).model_dump()
     tree["actor"]["model"] = str(adapter)
     notes = check_inputs(parse_config(tree, "test"))
-    assert notes[2] == f"actor.model {adapter}: LoRA adapter on some/base, which is loaded when the actor starts"
+    assert f"actor.model {adapter}: LoRA adapter on {models / 'policy'}, LlamaForCausalLM" in notes
+    for change, message in (
+        ({"base_model_name_or_path": str(models / "absent")}, "its base model .*absent: no such directory"),
+        ({"peft_type": "IA3"}, "says peft_type 'IA3'; expected LORA"),
+    ):
+        (adapter / "adapter_config.json").write_text(json.dumps(description | change))
+        with pytest.raises(ModelError, match=rf"actor\.model .*{message}"):
+            check_inputs(parse_config(tree, "test"))
     (adapter / "adapter_config.json").write_text("{")
-    with pytest.raises(ModelError, match=r"actor\.model .*adapter_config\.json: not JSON"):
+    with pytest.raises(ModelError, match=r"actor\.model .*adapter_config\.json cannot be read"):
         check_inputs(parse_config(tree, "test"))
+
+
+def test_the_architecture_must_fit_the_role(models: Path) -> None:
+    for names in ([], ["LlamaModel"], ["LlamaForTokenClassification"], "LlamaForCausalLM"):
+        (models / "policy" / "config.json").write_text(json.dumps({"model_type": "llama", "architectures": names}))
+        with pytest.raises(
+            ModelError, match=r"actor\.model .*(expected a causal language model|expected a list of names)"
+        ):
+            check_inputs(config(models))
+
+
+def test_an_encoder_as_the_reward_model_cannot_start_the_critic(models: Path) -> None:
+    description = {
+        "model_type": "roberta",
+        "architectures": ["RobertaForSequenceClassification"],
+        "id2label": {"0": "a"},
+    }
+    (models / "reward" / "config.json").write_text(json.dumps(description))
+    with pytest.raises(ModelError, match=r"critic\.model .*an encoder .*set critic\.model to a causal one"):
+        check_inputs(config(models))
+    tree = config(models).model_dump()
+    tree["critic"]["model"] = str(models / "policy")
+    check_inputs(parse_config(tree, "test"))
+
+
+def test_a_truncated_weight_file_is_refused(models: Path) -> None:
+    header = json.dumps({"w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}).encode()
+    file = models / "policy" / "model.safetensors"
+    file.write_bytes(len(header).to_bytes(8, "little") + header + b"1234")
+    with pytest.raises(ModelError, match=r"actor\.model .*model\.safetensors has \d+ bytes, its header says"):
+        check_inputs(config(models))
+    file.write_bytes(b"")
+    with pytest.raises(ModelError, match="not a safetensors file, or damaged"):
+        check_inputs(config(models))
 
 
 def test_every_model_of_an_ensemble_is_checked(models: Path) -> None:
@@ -333,9 +377,9 @@ def test_an_adapter_is_refused_as_a_reward_model(models: Path) -> None:
     adapter = models / "adapter"
     adapter.mkdir()
     (adapter / "adapter_config.json").write_text(
-        json.dumps({"base_model_name_or_path": "some/base", "peft_type": "LORA"})
+        json.dumps({"base_model_name_or_path": str(models / "policy"), "peft_type": "LORA"})
     )
-    message = r"adapter: a LoRA adapter on some/base; expected a sequence classifier with one output: merge the adapter"
+    message = r"adapter: a LoRA adapter on .*policy; expected a sequence classifier with one output: merge the adapter"
     parts = [{"name": "tone", "model": str(adapter)}]
     rewards = {"model": {"model": str(adapter)}, "parts.tone.model": {"source": "ensemble", "parts": parts}}
     for key, reward in rewards.items():
@@ -344,7 +388,7 @@ def test_an_adapter_is_refused_as_a_reward_model(models: Path) -> None:
         with pytest.raises(ModelError, match=rf"reward\.{key} .*{message}"):
             check_inputs(parse_config(tree, "test"))
     tree["reward"], tree["critic"]["model"] = {"model": str(models / "reward")}, str(adapter)
-    assert f"critic.model {adapter}: LoRA adapter on some/base, which is loaded when the critic starts" in check_inputs(
+    assert f"critic.model {adapter}: LoRA adapter on {models / 'policy'}, LlamaForCausalLM" in check_inputs(
         parse_config(tree, "test")
     )
 

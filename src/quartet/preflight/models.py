@@ -6,65 +6,119 @@ import json
 from pathlib import Path
 from typing import Any
 
+from quartet.adapter_files import adapter_chain, is_adapter
 from quartet.errors import ModelError
 from quartet.hub_models import hub_directory, looks_local
-from quartet.model_support import not_causal_reason, uncacheable_reason, unreadable_reason
-from quartet.tokenizer_check import check_tokenizer, first_difference
+from quartet.model_support import (
+    causal_names,
+    classifier_names,
+    encoder_reason,
+    not_causal_reason,
+    uncacheable_reason,
+    unreadable_reason,
+)
+from quartet.tokenizer_check import check_tokenizer, first_difference, has_tokenizer, tokenizer_location
 from quartet.types import Role
 
-_GENERATOR_ENDINGS = ("ForCausalLM", "LMHeadModel")
-_CLASSIFIER_ENDINGS = ("ForSequenceClassification",)
-_WRONG_ARCHITECTURES = {
-    Role.ACTOR: (_CLASSIFIER_ENDINGS, "a causal language model"),
-    Role.REFERENCE: (_CLASSIFIER_ENDINGS, "a causal language model"),
-    Role.REWARD: (_GENERATOR_ENDINGS, "a sequence classifier with one output"),
+MAX_HEADER_BYTES = 100 * 1024**2
+"""Maximum length of the header of a safetensors file, as in the safetensors library."""
+_WANTED = {
+    Role.ACTOR: "a causal language model",
+    Role.REFERENCE: "a causal language model",
+    Role.REWARD: "a sequence classifier with one output",
+    Role.CRITIC: "a causal language model, or a sequence classifier with one output",
 }
-"""Name endings of unsuitable architectures and the expected kind of model, by role. A critic may start from either kind."""
+"""The expected kind of model, by role."""
 
 
 def check_model(key: str, role: Role, model: str, max_response_tokens: int, engine: str = "torch") -> str:
     """Check the model of a role, and return a line that reports it. ``engine`` is the actor's. Raises ModelError."""
-    is_local = looks_local(model)
-    directory = Path(model) if is_local else _hub_directory(key, model)
-    if not directory.is_dir():
+    directory = _directory(key, model)
+    if not is_adapter(directory):
+        names = _check_checkpoint(f"{key} {model}", role, directory, looks_local(model), max_response_tokens, engine)
+        check_tokenizer(key, directory)
+        return f"{key} {model}: {names}"
+    try:
+        base, adapters = adapter_chain(directory)
+    except ModelError as error:
+        raise ModelError(f"{key} {model}: {error}") from None
+    if role is Role.REWARD:
         raise ModelError(
-            f"{key} {model}: no such directory; expected the directory of a Hugging Face model, or a hub id (NAME or OWNER/NAME)"
+            f"{key} {model}: a LoRA adapter on {base}; expected {_WANTED[role]}: "
+            "merge the adapter into its base model, and save that with save_pretrained"
         )
-    if (directory / "adapter_config.json").is_file():
-        base = _read_json(key, directory / "adapter_config.json").get("base_model_name_or_path")
-        if role is Role.REWARD:
-            raise ModelError(
-                f"{key} {model}: a LoRA adapter on {base}; expected {_WRONG_ARCHITECTURES[role][1]}: "
-                "merge the adapter into its base model, and save that with save_pretrained"
-            )
-        return f"{key} {model}: LoRA adapter on {base}, which is loaded when the {role} starts"
-    description = _read_json(key, directory / "config.json")
+    what = f"{key} {model}: its base model"
+    base_directory = _directory(what, str(base))
+    names = _check_checkpoint(f"{what} {base}", role, base_directory, looks_local(base), max_response_tokens, engine)
+    if not any(has_tokenizer(adapter) for adapter in adapters):
+        check_tokenizer(what, base_directory)
+    return f"{key} {model}: LoRA adapter on {base}, {names}"
+
+
+def _check_checkpoint(
+    what: str, role: Role, directory: Path, is_local: bool, max_response_tokens: int, engine: str
+) -> str:
+    """Check config.json and the weight files, and return the architectures. Messages start with ``what``."""
+    description = _read_json(what, directory / "config.json")
     reason = _unsupported_reason(role, description, engine)
     if reason is not None:
-        raise ModelError(f"{key} {model}: {reason}")
-    if is_local and not list(directory.glob("*.safetensors")):
-        raise ModelError(f"{key} {model}: contains no safetensors files; save the model with save_pretrained")
-    architectures = [str(name) for name in description.get("architectures") or ["unknown architecture"]]
-    endings, wanted = _WRONG_ARCHITECTURES.get(role, ((), ""))
-    if any(name.endswith(endings) for name in architectures):
-        raise ModelError(f"{key} {model}: {', '.join(architectures)}; expected {wanted}")
-    if role is Role.REWARD and (outputs := _num_outputs(description)) != 1:
+        raise ModelError(f"{what}: {reason}")
+    files = sorted(directory.glob("*.safetensors"))
+    if is_local and not files:
+        raise ModelError(f"{what}: contains no safetensors files; save the model with save_pretrained")
+    for file in files:
+        _check_length(what, file)
+    names = description.get("architectures") or []
+    if not isinstance(names, list):
+        raise ModelError(f"{what}: config.json has architectures {names!r}; expected a list of names")
+    is_saved_critic = role is Role.CRITIC and (directory / "value_head.safetensors").is_file()
+    if not is_saved_critic and not _fits(role, names):
         raise ModelError(
-            f"{key} {model}: a classifier with {outputs} outputs; a reward model has exactly one: train it with num_labels=1"
+            f"{what}: {', '.join(map(str, names)) or 'no architectures in config.json'}; expected {_WANTED[role]}"
+        )
+    if role is Role.REWARD and (outputs := _num_outputs(what, description)) != 1:
+        raise ModelError(
+            f"{what}: a classifier with {outputs} outputs; a reward model has exactly one: train it with num_labels=1"
         )
     positions = _positions(description)
     if isinstance(positions, int) and positions <= max_response_tokens:
         raise ModelError(
-            f"{key} {model}: supports {positions} positions, and rollout.max_response_tokens {max_response_tokens} leaves none "
+            f"{what}: supports {positions} positions, and rollout.max_response_tokens {max_response_tokens} leaves none "
             "for a prompt; lower rollout.max_response_tokens"
         )
-    check_tokenizer(key, directory)
-    return f"{key} {model}: {', '.join(architectures)}"
+    return ", ".join(map(str, names))
+
+
+def _fits(role: Role, names: list[Any]) -> bool:
+    """Return whether a model of these architectures can have the role, by the tables of transformers."""
+    known = causal_names() if role is not Role.REWARD else frozenset()
+    known |= classifier_names() if role in (Role.REWARD, Role.CRITIC) else frozenset()
+    return not known or any(name in known for name in names)
+
+
+def _check_length(what: str, file: Path) -> None:
+    """Check that a safetensors file has the length that its header states."""
+    try:
+        with file.open("rb") as opened:
+            length = int.from_bytes(opened.read(8), "little")
+            if length > MAX_HEADER_BYTES:
+                raise ValueError("header too long")
+            header = json.loads(opened.read(length))
+        ends = [tensor["data_offsets"][1] for name, tensor in header.items() if name != "__metadata__"]
+        expected = 8 + length + max(ends, default=0)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        raise ModelError(
+            f"{what}: {file.name} is not a safetensors file, or damaged; copy or download it again"
+        ) from None
+    if file.stat().st_size != expected:
+        raise ModelError(
+            f"{what}: {file.name} has {file.stat().st_size:,} bytes, its header says {expected:,}; copy or download it again"
+        )
 
 
 def check_same_tokenizer(key: str, model: str, actor_model: str) -> None:
     """Check that a model has the actor's tokenizer, if both have a tokenizer.json. Raises ModelError."""
-    directories = [Path(name) if looks_local(name) else _hub_directory(key, name) for name in (actor_model, model)]
+    directories = [Path(tokenizer_location(_directory(key, name))) for name in (actor_model, model)]
     if difference := first_difference(directories[0], directories[1]):
         raise ModelError(
             f"{key} {model}: its tokenizer is not that of actor.model {actor_model}: {difference}; "
@@ -72,12 +126,18 @@ def check_same_tokenizer(key: str, model: str, actor_model: str) -> None:
         )
 
 
-def _hub_directory(key: str, model: str) -> Path:
-    """Return the directory of a hub model's config and tokenizer files in the local cache."""
-    try:
-        return hub_directory(model, weights=False)
-    except ModelError as error:
-        raise ModelError(f"{key} {error}") from None
+def _directory(what: str, model: str) -> Path:
+    """Return the directory of a model, or that of a hub model's config and tokenizer files in the local cache."""
+    if not looks_local(model):
+        try:
+            return hub_directory(model, weights=False)
+        except ModelError as error:
+            raise ModelError(f"{what} {error}") from None
+    if not Path(model).is_dir():
+        raise ModelError(
+            f"{what} {model}: no such directory; expected the directory of a Hugging Face model, or a hub id (NAME or OWNER/NAME)"
+        )
+    return Path(model)
 
 
 def _unsupported_reason(role: Role, description: dict[str, Any], engine: str) -> str | None:
@@ -85,6 +145,8 @@ def _unsupported_reason(role: Role, description: dict[str, Any], engine: str) ->
     reason = unreadable_reason(description)
     if reason is None and role in (Role.ACTOR, Role.REFERENCE):
         reason = not_causal_reason(description)
+    if reason is None and role is Role.CRITIC and (reason := encoder_reason(description)) is not None:
+        reason += "; without critic.model the critic starts from the reward model: set critic.model to a causal one"
     if reason is None and role is Role.ACTOR and engine == "torch":
         reason = uncacheable_reason(description)
     return reason
@@ -100,10 +162,14 @@ def _positions(description: dict[str, Any]) -> Any:
     return None
 
 
-def _num_outputs(description: dict[str, Any]) -> int:
+def _num_outputs(what: str, description: dict[str, Any]) -> int:
     """Return the number of outputs of a classifier from its config.json, by the rule of transformers."""
-    labels = description.get("id2label")
-    return len(labels) if isinstance(labels, dict) else int(description.get("num_labels") or 2)
+    labels, count = description.get("id2label"), description.get("num_labels") or 2
+    if isinstance(labels, dict):
+        return len(labels)
+    if not isinstance(count, int):
+        raise ModelError(f"{what}: config.json has num_labels {count!r}; expected a whole number")
+    return count
 
 
 def _read_json(key: str, path: Path) -> dict[str, Any]:
