@@ -226,6 +226,10 @@ def test_a_wrong_override_is_reported_instead_of_the_line_that_it_replaces(tmp_p
     assert "did you mean 'steps'" in refusal(path, "run.stepz=1")
 
 
+def test_a_section_that_only_an_override_names_is_located_there(minimal: Path) -> None:
+    assert refusal(minimal, "actor.optim.lr=1").startswith("--set actor.optim: unknown key")
+
+
 def test_a_hash_in_an_override_does_not_start_a_comment(tmp_path: Path) -> None:
     path = tmp_path / "c.yaml"
     path.write_text("data: {prompts: p}\nactor: {model: a}\nreward: {model: r}\n")

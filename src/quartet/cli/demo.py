@@ -99,8 +99,12 @@ def _scored_completions(config: Config, policy: str) -> list[Scored]:
 
 
 def _print_completions(config: Config, files: RunFiles) -> None:
-    before = _scored_completions(config, config.actor.model)
-    after = _scored_completions(config, str(files.policy))
+    title = f"completing {SCORED_COMPLETIONS} prompts with the policy before and after training"
+    if not console.is_terminal:
+        console.print(title, highlight=False)
+    with console.status(title):
+        before = _scored_completions(config, config.actor.model)
+        after = _scored_completions(config, str(files.policy))
     table = Table(title="the same prompts, before and after", show_lines=True)
     for title, style in (("prompt", ""), ("before", ""), ("score", "red"), ("after", ""), ("score", "green")):
         table.add_column(title, style=style, overflow="fold", justify="right" if title == "score" else "left")

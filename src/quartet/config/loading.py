@@ -30,7 +30,11 @@ def load_config(path: Path, overrides: list[str] | None = None, layers: Sequence
         tree = _merged(tree, layer_tree)
         locations |= layer_locations
     for override in overrides or []:
-        locations[_apply_override(tree, override)] = "--set "
+        keys = _apply_override(tree, override)
+        locations[keys] = "--set "
+        # A section that only the override names has no line in a file.
+        for end in range(1, len(keys)):
+            locations.setdefault(keys[:end], "--set ")
     return parse_config(tree, source=" + ".join(map(str, (path, *layers))), locations=locations)
 
 

@@ -122,7 +122,8 @@ def check_same_tokenizer(key: str, model: str, actor_model: str) -> None:
     if difference := first_difference(directories[0], directories[1]):
         raise ModelError(
             f"{key} {model}: its tokenizer is not that of actor.model {actor_model}: {difference}; "
-            "give a model that was trained with the actor's tokenizer"
+            "give a model that was trained with the actor's tokenizer. If a token such as [PAD] was added to one of them, save "
+            "that tokenizer with both models"
         )
 
 

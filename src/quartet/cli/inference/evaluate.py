@@ -35,6 +35,7 @@ from quartet.models.forward.scoring import response_log_probs
 from quartet.models.generation.torch_engine import TorchEngine
 from quartet.models.weights.loading import load_causal_lm, stop_token_ids
 from quartet.models.weights.tokenizer import load_tokenizer, tokenizer_fingerprint
+from quartet.preflight.models import check_same_tokenizer
 from quartet.rewards.factory import build_reward
 from quartet.rewards.function_worker import FunctionWorker
 from quartet.rewards.reward_source import RewardSource
@@ -93,6 +94,9 @@ def compare_with_initial(checkpoint: str, config: Config, device: str) -> tuple[
             f"evaluate {checkpoint}: its vocabulary differs from that of actor.model {config.actor.model}; "
             "expected a policy that was trained from it, or --config with the config of its run"
         )
+    for key, model in config.models.items():
+        if key.startswith("reward."):
+            check_same_tokenizer(key, model, config.actor.model)
     with ExitStack() as stack:
         judge = None
         if config.evaluation.judge is not None:
