@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -53,6 +55,26 @@ def model_directory(model: str | Path, weights: bool = True) -> Path:
             f"model {model}: the directory is empty; expected config.json, safetensors and tokenizer files"
         )
     return directory
+
+
+def cached_snapshot(model: str | Path) -> Path | None:
+    """Return the directory of a hub model's files in the local cache, or None. Some of its files may be missing.
+
+    Does not import huggingface_hub, whose rules it follows for the location of the cache.
+    """
+    text = str(model)
+    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", text):
+        return None
+    home = os.getenv("HF_HOME", os.path.join(os.getenv("XDG_CACHE_HOME", "~/.cache"), "huggingface"))
+    earlier_name = os.getenv("HUGGINGFACE_HUB_CACHE", os.path.join(home, "hub"))
+    hub = os.path.expandvars(os.path.expanduser(os.getenv("HF_HUB_CACHE", earlier_name)))
+    folder = Path(hub) / f"models--{text.replace('/', '--')}"
+    try:
+        commit = (folder / "refs/main").read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError):
+        return None
+    snapshot = folder / "snapshots" / commit
+    return snapshot if re.fullmatch("[0-9a-f]{40}", commit) and snapshot.is_dir() else None
 
 
 def hub_directory(model: str, weights: bool = True) -> Path:

@@ -62,6 +62,7 @@ ALLOWED: dict[str, set[str]] = {
     "quartet.random_streams": {"quartet.types"},
     "quartet.data": {
         "quartet.config",
+        "quartet.hub_models",
         "quartet.tokenizer_check",
         "quartet.errors",
         "quartet.types",

@@ -17,7 +17,7 @@ import pytest
 
 from quartet import hub_models
 from quartet.errors import ModelError
-from quartet.hub_models import hub_directory
+from quartet.hub_models import cached_snapshot, hub_directory
 from quartet.models.weights.loading import load_causal_lm
 from quartet.models.weights.tokenizer import load_tokenizer
 from tests.unit.models import tiny
@@ -174,3 +174,31 @@ def test_a_hub_that_does_not_answer_fails_in_time(hub: Hub, monkeypatch: pytest.
         with pytest.raises(ModelError, match=r"the hub cannot be reached"):
             hub_directory("owner/policy")
     assert time.monotonic() - start < 5
+
+
+@pytest.mark.parametrize(
+    ("variables", "folder"),
+    [
+        ({}, ".cache/huggingface/hub"),
+        ({"XDG_CACHE_HOME": "~/xdg"}, "xdg/huggingface/hub"),
+        ({"XDG_CACHE_HOME": "~/xdg", "HF_HOME": "~/home"}, "home/hub"),
+        ({"HF_HOME": "~/home", "HF_HUB_CACHE": "$HOME/hub"}, "hub"),
+    ],
+)
+def test_a_snapshot_is_found_where_huggingface_hub_stores_it(
+    variables: dict[str, str], folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("XDG_CACHE_HOME", "HF_HOME", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in ({"HOME": str(tmp_path)} | variables).items():
+        monkeypatch.setenv(name, value)
+    repository = tmp_path / folder / "models--owner--name"
+    assert cached_snapshot("owner/name") is None
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs/main").write_text("a" * 40)
+    assert cached_snapshot("owner/name") is None
+    (repository / "snapshots" / ("a" * 40)).mkdir(parents=True)
+    assert cached_snapshot("owner/name") == repository / "snapshots" / ("a" * 40)
+    (repository / "refs/main").write_text("../../..")
+    assert cached_snapshot("owner/name") is None
+    assert cached_snapshot("../owner/name") is None

@@ -17,7 +17,6 @@ from quartet.data import (
     PromptEncoder,
     PromptSettings,
     cached_prompts,
-    hub_snapshot,
     load_prompts,
     prompt_cache,
     select_prompts,
@@ -243,18 +242,27 @@ def test_a_missing_file_is_refused_before_the_tokenizer_is_needed(settings: Prom
         cached_prompts(replace(settings, path=settings.path.with_name("absent.jsonl")))
 
 
-def test_the_commit_identifies_the_tokenizer_of_a_hub_model(
-    settings: PromptSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+COMMIT = "a" * 40
+
+
+@pytest.fixture
+def snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Create the directory of owner/name in the local cache of the hub."""
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
-    of_hub = replace(settings, model="owner/name")
-    assert (load(of_hub)[1], load(of_hub)[1]) == (3, 3)
     folder = tmp_path / "hub/models--owner--name"
-    for commit, lines in (("a" * 40, (3, 0)), ("b" * 40, (3, 0))):
-        (folder / "snapshots" / commit).mkdir(parents=True)
-        (folder / "refs").mkdir(exist_ok=True)
-        (folder / "refs/main").write_text(commit)
-        assert hub_snapshot("owner/name") == folder / "snapshots" / commit
-        assert (load(of_hub)[1], load(of_hub)[1]) == lines
-    (folder / "refs/main").write_text("../../..")
-    assert hub_snapshot("owner/name") is None
+    (folder / "refs").mkdir(parents=True)
+    (folder / "refs/main").write_text(COMMIT)
+    directory = folder / "snapshots" / COMMIT
+    directory.mkdir(parents=True)
+    (directory / "tokenizer.json").write_text("{}")
+    return directory
+
+
+def test_the_downloaded_files_identify_the_tokenizer_of_a_hub_model(settings: PromptSettings, snapshot: Path) -> None:
+    of_hub = replace(settings, model="owner/name")
+    assert (load(of_hub)[1], load(of_hub)[1]) == (3, 0)
+    # A later download of the same commit may add files.
+    (snapshot / "chat_template.jinja").write_text("{{ messages }}")
+    assert (load(of_hub)[1], load(of_hub)[1]) == (3, 0)
+    (snapshot.parents[1] / "refs/main").write_text("b" * 40)
+    assert (load(of_hub)[1], load(of_hub)[1]) == (3, 3)

@@ -1,6 +1,6 @@
 """Prompts: read from a file, tokenized once, and assigned to the steps in an order that the seed determines."""
 
-from quartet.data.prompt_cache import cached_prompts, hub_snapshot, load_prompts
+from quartet.data.prompt_cache import cached_prompts, load_prompts
 from quartet.data.prompt_encoding import (
     ENCODE_LINES,
     EncodedPrompts,
@@ -39,7 +39,6 @@ __all__ = [
     "cached_prompts",
     "encode_lines",
     "encode_prompts",
-    "hub_snapshot",
     "iterate_prompt_lines",
     "load_prompts",
     "read_prompt_lines",

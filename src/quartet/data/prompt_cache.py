@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
 import tempfile
 import time
 from collections.abc import Callable
@@ -24,6 +23,7 @@ from quartet.data.prompt_files import FORMATS
 from quartet.data.prompt_lines import iterate_prompt_lines
 from quartet.data.prompt_settings import PromptSettings
 from quartet.errors import DataError
+from quartet.hub_models import cached_snapshot
 from quartet.tokenizer_check import tokenizer_location
 
 CACHE_VARIABLE = "QUARTET_CACHE"
@@ -177,13 +177,12 @@ def _tokenizer_files(model: str) -> dict[str, str] | None:
     """Return the hashes of all files that may belong to a model's tokenizer, by name. None if they are not on this machine."""
     location = tokenizer_location(model)
     directory = Path(location)
-    hashes: dict[str, str] = {}
     if not directory.is_dir():
-        snapshot = hub_snapshot(str(location))
+        snapshot = cached_snapshot(str(location))
         if snapshot is None:
             return None
-        # The commit determines the content. More of its files may be downloaded later.
-        directory, hashes = snapshot, {"commit": snapshot.name}
+        # Its commit does not determine which of its files were downloaded.
+        directory = snapshot
     try:
         paths = [path for pattern in ("*", "additional_chat_templates/*") for path in sorted(directory.glob(pattern))]
         paths = [path for path in paths if path.is_file() and path.suffix not in _WEIGHTS]
@@ -192,28 +191,10 @@ def _tokenizer_files(model: str) -> dict[str, str] | None:
         contents = {path.relative_to(directory).as_posix(): path.read_bytes() for path in paths}
     except OSError:
         return None
+    hashes = {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
     if any(b"strftime_now" in content for content in contents.values()):
         hashes["date"] = time.strftime("%Y-%m-%d")  # The chat template writes the date.
-    if "commit" not in hashes:
-        hashes |= {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
     return hashes
-
-
-def hub_snapshot(model: str) -> Path | None:
-    """Return the directory of a hub model's files in the local cache of Hugging Face, or None."""
-    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", model):
-        return None
-    home = os.environ.get("HF_HOME") or os.path.join(
-        os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "huggingface"
-    )
-    hub = os.environ.get("HF_HUB_CACHE") or os.path.join(home, "hub")
-    folder = Path(hub) / f"models--{model.replace('/', '--')}"
-    try:
-        commit = (folder / "refs/main").read_text(encoding="utf-8").strip()
-    except OSError:
-        return None
-    snapshot = folder / "snapshots" / commit
-    return snapshot if re.fullmatch("[0-9a-f]{40}", commit) and snapshot.is_dir() else None
 
 
 def load_prompts(

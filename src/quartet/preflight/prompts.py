@@ -14,11 +14,11 @@ from quartet.data import (
     PromptSettings,
     PromptSummary,
     cached_prompts,
-    hub_snapshot,
     iterate_prompt_lines,
     summarize_prompts,
 )
 from quartet.errors import ConfigError, DataError, ModelError
+from quartet.hub_models import cached_snapshot
 from quartet.preflight.checking_process import checking_process
 from quartet.tokenizer_check import has_tokenizer, tokenizer_location
 
@@ -77,7 +77,7 @@ def _summaries(files: list[PromptSettings], vocabulary_size: int | None, report:
             if encoded is not None
         ]
     location = Path(tokenizer_location(files[0].model))
-    if not (location.is_dir() and has_tokenizer(location)) and hub_snapshot(str(location)) is None:
+    if not (location.is_dir() and has_tokenizer(location)) and cached_snapshot(str(location)) is None:
         return None
     rows = [{**asdict(settings), "path": str(settings.path)} for settings in files]
     message = _run_worker({"files": rows, "vocabulary_size": vocabulary_size}, report)
