@@ -162,9 +162,7 @@ class TrainingRun:
         """Load prompts, tokenizer and identity. Raises ConfigError."""
         config, files = self._config, self._files
         tokenizer = load_tokenizer(config.actor.model)
-        order = training_prompts(
-            config, tokenizer, statuses, self._board.note, lambda line: self._board.update(phase=line)
-        )
+        order = training_prompts(config, statuses, self._board.note, lambda line: self._board.update(phase=line))
         if config.evaluation.every_steps:
             self._evaluator = self._make_evaluator(tokenizer, statuses)
         started = bool(files.read_committed()) or self._checkpoints.newest(verify=False) is not None
@@ -194,7 +192,7 @@ class TrainingRun:
             self._service_clients.actor,
             RolloutStream(self._redis, self._url, stream_name(self._run)),
             self._service_clients.scoring(with_critic=False),
-            validation_prompts(self._config, tokenizer, statuses, self._board.note),
+            validation_prompts(self._config, statuses, self._board.note),
             tokenizer,
             self._files,
         )

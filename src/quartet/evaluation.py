@@ -26,33 +26,37 @@ training."""
 
 
 def read_training_prompts(
-    config: Config, tokenizer: Any, vocabulary_size: int, report: Callable[[str], None] = lambda _: None
+    config: Config,
+    load_tokenizer: Callable[[], Any],
+    vocabulary_size: int,
+    report: Callable[[str], None] = lambda _: None,
 ) -> PromptSet:
     """Return the usable prompts of ``data.prompts``, tokenized for the actor. ``report`` gets lines of progress.
 
-    Raises ConfigError.
+    ``load_tokenizer`` is called if the prompts are not in the user's cache. Raises ConfigError.
     """
-    return _read_prompts(PromptSettings.for_training(config), tokenizer, vocabulary_size, report)
+    return _read_prompts(PromptSettings.for_training(config), load_tokenizer, vocabulary_size, report)
 
 
-def read_validation_prompts(config: Config, tokenizer: Any, vocabulary_size: int) -> PromptSet:
+def read_validation_prompts(config: Config, load_tokenizer: Callable[[], Any], vocabulary_size: int) -> PromptSet:
     """Return the first ``evaluation.max_prompts`` usable prompts of ``data.validation``, tokenized for the actor.
 
-    Raises ConfigError.
+    ``load_tokenizer`` is called if the prompts are not in the user's cache. Raises ConfigError.
     """
     settings = PromptSettings.for_validation(config)
     if settings is None:
         raise ConfigError("data.validation: null, so there are no prompts to evaluate on; set it to a file of prompts")
-    return _read_prompts(settings, tokenizer, vocabulary_size)
+    return _read_prompts(settings, load_tokenizer, vocabulary_size)
 
 
 def _read_prompts(
     settings: PromptSettings,
-    tokenizer: Any,
+    load_tokenizer: Callable[[], Any],
     vocabulary_size: int,
     report: Callable[[str], None] = lambda _: None,
 ) -> PromptSet:
     def make_encoder() -> tuple[PromptEncoder, frozenset[int]]:
+        tokenizer = load_tokenizer()
         return PromptEncoder.of(tokenizer, settings.model), frozenset({tokenizer.eos_token_id} - {None})
 
     return select_prompts(load_prompts(settings, make_encoder, report), settings, vocabulary_size)

@@ -52,13 +52,14 @@ def _results(request: dict[str, Any], report: Callable[[str], None]) -> list[dic
     from quartet.models.weights.tokenizer import load_tokenizer
 
     results = []
-    tokenizer = None
     for item in request["files"]:
         settings = PromptSettings(**{**item, "path": Path(item["path"])})
-        tokenizer = tokenizer or load_tokenizer(settings.model)
-        encoder = PromptEncoder.of(tokenizer, settings.model)
-        stop_ids = frozenset({tokenizer.eos_token_id} - {None})
-        encoded = load_prompts(settings, lambda pair=(encoder, stop_ids): pair, report)  # type: ignore[misc]
+
+        def make_encoder(model: str = settings.model) -> tuple[PromptEncoder, frozenset[int]]:
+            tokenizer = load_tokenizer(model)
+            return PromptEncoder.of(tokenizer, model), frozenset({tokenizer.eos_token_id} - {None})
+
+        encoded = load_prompts(settings, make_encoder, report)
         results.append(asdict(summarize_prompts(encoded, settings, request["vocabulary_size"])))
     return results
 

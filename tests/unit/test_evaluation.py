@@ -257,18 +257,18 @@ def test_the_first_usable_validation_prompts_are_selected(tmp_path: Path) -> Non
     path = tmp_path / "validation.jsonl"
     lines = [{"text": "w3 w4", "answer": 1}, {"text": "w3 w4 w5 w6"}, {"token_ids": [9]}, {"text": "w8"}]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    result = read_validation_prompts(config(tmp_path, path), tiny.tokenizer(), tiny.VOCABULARY)
+    result = read_validation_prompts(config(tmp_path, path), tiny.tokenizer, tiny.VOCABULARY)
     assert [(prompt.index, prompt.token_ids.tolist()) for prompt in result.prompts] == [(0, [3, 4]), (2, [9])]
     assert result.prompts[0].fields == '{"answer":1,"text":"w3 w4"}'
     assert result.notes == [
         "warning: 1 of 3 prompts are over data.max_prompt_tokens 3 and dropped; raise it, or set data.truncation"
     ]
-    every = read_validation_prompts(config(tmp_path, path, count=9), tiny.tokenizer(), tiny.VOCABULARY)
+    every = read_validation_prompts(config(tmp_path, path, count=9), tiny.tokenizer, tiny.VOCABULARY)
     assert [prompt.index for prompt in every.prompts] == [0, 2, 3]
 
 
 def test_missing_validation_prompts_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"data\.validation: null, so there are no prompts"):
-        read_validation_prompts(config(tmp_path, None), tiny.tokenizer(), tiny.VOCABULARY)
+        read_validation_prompts(config(tmp_path, None), tiny.tokenizer, tiny.VOCABULARY)
     with pytest.raises(DataError, match=r"absent\.jsonl: cannot be read"):
-        read_validation_prompts(config(tmp_path, tmp_path / "absent.jsonl"), tiny.tokenizer(), tiny.VOCABULARY)
+        read_validation_prompts(config(tmp_path, tmp_path / "absent.jsonl"), tiny.tokenizer, tiny.VOCABULARY)

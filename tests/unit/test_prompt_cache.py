@@ -187,6 +187,18 @@ def test_the_cache_can_be_off_or_not_writable(
     assert len(list((tmp_path / "xdg/quartet/prompts").iterdir())) == 1
 
 
+def test_a_cache_that_does_not_accept_a_new_time_is_read(
+    settings: PromptSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load(settings)
+
+    def refuse(*_: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "utime", refuse)
+    assert load(settings)[1] == 0
+
+
 def test_the_files_that_were_not_used_for_the_longest_time_are_deleted(
     settings: PromptSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -205,15 +217,27 @@ def test_the_files_that_were_not_used_for_the_longest_time_are_deleted(
     assert cached_prompts(variants[1]) is None
 
 
-def test_prompts_that_change_while_they_are_read_are_not_cached(settings: PromptSettings) -> None:
-    encoder = Encoder()
-
+@pytest.mark.parametrize("change", [changed_prompts, changed_template, new_tokenizer_file])
+def test_prompts_whose_files_change_while_they_are_tokenized_are_not_cached(
+    change: Callable[[PromptSettings], PromptSettings], settings: PromptSettings, tmp_path: Path
+) -> None:
     def changing() -> tuple[PromptEncoder, frozenset[int]]:
-        settings.path.write_text('{"text": "changed"}\n')
-        return encoder()
+        encoder = Encoder()()  # A tokenizer that was loaded before the change.
+        change(settings)
+        return encoder
 
     load_prompts(settings, changing)
-    assert cached_prompts(settings) is None
+    assert not (tmp_path / "cache").exists()
+    assert load(settings)[1] > 0
+
+
+def test_a_hit_does_not_load_the_tokenizer(settings: PromptSettings) -> None:
+    load(settings)
+
+    def load_tokenizer() -> tuple[PromptEncoder, frozenset[int]]:
+        raise AssertionError
+
+    load_prompts(settings, load_tokenizer)
 
 
 def test_several_writers_leave_one_complete_file(settings: PromptSettings, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import structlog
 from quartet.config import Config
 from quartet.data import PromptOrder
 from quartet.evaluation import read_training_prompts, read_validation_prompts
+from quartet.models.weights.tokenizer import load_tokenizer
 from quartet.services.orchestrator.service_clients import ServiceStatuses, check_lengths
 from quartet.types import Prompt, Role
 
@@ -21,7 +22,6 @@ AddNote = Callable[[str], None]
 
 def training_prompts(
     config: Config,
-    tokenizer: Any,
     statuses: ServiceStatuses,
     add_note: AddNote,
     show_phase: Callable[[str], None] = lambda _: None,
@@ -35,7 +35,7 @@ def training_prompts(
         log.info(line)
         show_phase(line)
 
-    encoded = read_training_prompts(config, tokenizer, statuses[Role.ACTOR].vocabulary_size, report)
+    encoded = read_training_prompts(config, _loader(config), statuses[Role.ACTOR].vocabulary_size, report)
     for line in encoded.notes:
         log.warning(line)
         add_note(line)
@@ -43,15 +43,17 @@ def training_prompts(
     return PromptOrder(encoded.prompts, config.rollout.prompts_per_step, config.run.seed)
 
 
-def validation_prompts(
-    config: Config, tokenizer: Any, statuses: ServiceStatuses, add_note: AddNote
-) -> Sequence[Prompt]:
+def validation_prompts(config: Config, statuses: ServiceStatuses, add_note: AddNote) -> Sequence[Prompt]:
     """Return the prompts of the evaluations. Raises ConfigError."""
-    encoded = read_validation_prompts(config, tokenizer, statuses[Role.ACTOR].vocabulary_size)
+    encoded = read_validation_prompts(config, _loader(config), statuses[Role.ACTOR].vocabulary_size)
     for line in encoded.notes:
         add_note(f"validation: {line}")
     _check(config, encoded.prompts, statuses)
     return encoded.prompts
+
+
+def _loader(config: Config) -> Callable[[], Any]:
+    return lambda: load_tokenizer(config.actor.model)
 
 
 def _check(config: Config, prompts: Sequence[Prompt], statuses: ServiceStatuses) -> None:

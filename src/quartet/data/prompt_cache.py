@@ -5,6 +5,7 @@ The cache only saves time: a file that is missing, damaged or cannot be written 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -90,7 +91,8 @@ class PromptCache:
         try:
             with np.load(path, allow_pickle=False) as arrays:
                 loaded = EncodedPrompts(**{item.name: arrays[item.name] for item in fields(EncodedPrompts)})
-            os.utime(path)
+            with contextlib.suppress(OSError):  # The directory may be read-only.
+                os.utime(path)
         except OSError:
             return None
         except Exception:  # For damaged content numpy and zipfile raise exceptions of many types.
@@ -204,19 +206,18 @@ def load_prompts(
 ) -> EncodedPrompts:
     """Return the tokenized prompts of a file, from the user's cache or by tokenizing them.
 
-    ``make_encoder`` returns the encoder and the stop token ids. ``report`` gets a line of progress every few seconds. Raises
-    DataError.
+    ``make_encoder`` loads the tokenizer and returns the encoder and the stop token ids. It is not called if the cache has the
+    prompts. ``report`` gets a line of progress every few seconds. Raises DataError.
     """
     cache, digest = PromptCache.of_user(), FileDigest.of(settings.path)
-    encoder, stop_ids = make_encoder()
-    # After the tokenizer was loaded, which may have downloaded another commit of it.
     key = cache_key(settings, digest)
     if (cached := cache.load(key)) is not None:
         return cached
+    encoder, stop_ids = make_encoder()
     progress = _Progress(report, digest.lines(settings.path) if settings.limit is None else None)
     encoded = encode_lines(settings, iterate_prompt_lines(settings.path), encoder, stop_ids, progress.show)
-    # A file that changed while it was read would be stored under the hash of its earlier content.
-    if key is not None and FileDigest.of(settings.path) == digest:
+    # Prompts or tokenizer files that changed while they were read would be stored under the key of other contents.
+    if key is not None and cache_key(settings, FileDigest.of(settings.path)) == key:
         cache.store(key, encoded)
     return encoded
 

@@ -105,7 +105,7 @@ def compare_with_initial(checkpoint: str, config: Config, device: str) -> tuple[
             judge = Judge(config.evaluation.judge, worker, config.evaluation.timeout_seconds)
         policy = load_causal_lm(checkpoint, config.actor.dtype, device)
         vocabulary = int(policy.get_input_embeddings().weight.shape[0])
-        prompt_set = read_validation_prompts(config, tokenizer, vocabulary)
+        prompt_set = read_validation_prompts(config, lambda: load_tokenizer(config.actor.model), vocabulary)
         reward = build_reward(config, device)
         stack.callback(reward.close)
         evaluator = _LocalEvaluator(config, tokenizer, prompt_set.prompts, reward, device)

@@ -90,7 +90,7 @@ def build(services: Services, clients: dict[Role, Any], redis_client: Redis, red
     with ExitStack() as stack:
 
         def build_evaluator(config: Config, actor: Any = None, reward: Any = None) -> Evaluator:
-            prompts = read_validation_prompts(config, tiny.tokenizer(), tiny.VOCABULARY).prompts
+            prompts = read_validation_prompts(config, tiny.tokenizer, tiny.VOCABULARY).prompts
             scoring = ScoringServices(
                 reward or clients[Role.REWARD], clients[Role.REFERENCE], None, config.rollout.temperature
             )
@@ -130,7 +130,7 @@ def request_directly(
 ) -> tuple[list[Trajectory], Any, Any]:
     """Request trajectories, scores and reference log-probs of the validation prompts from each service."""
     stream.reset()
-    prompts = read_validation_prompts(config, tiny.tokenizer(), tiny.VOCABULARY).prompts
+    prompts = read_validation_prompts(config, tiny.tokenizer, tiny.VOCABULARY).prompts
     sampling = (greedy_sampling if greedy else run_sampling)(config.rollout)
     run = stream.key.removeprefix("quartet:").removesuffix(":rollouts")
     actor.generate(run, 0, 1, prompts, 1, sampling, config.run.seed, 0).result()
