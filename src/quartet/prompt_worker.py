@@ -1,7 +1,7 @@
 """Process that tokenizes prompts for a check before a run, so that the checking process does not import transformers.
 
 ``python -m quartet.prompt_worker REQUEST DESCRIPTOR`` writes one JSON object per line to the descriptor: ``progress``, then
-``results`` or ``error``. It does not import torch, which takes seconds and which few tokenizers need.
+``results``, ``missing`` or ``error``. It does not import torch, which takes seconds and which few tokenizers need.
 """
 
 from __future__ import annotations
@@ -43,7 +43,9 @@ def _main(request: str, descriptor: str, *options: str) -> None:
     except ConfigError as error:
         answer(error=str(error), kind="ConfigError")
     except ModuleNotFoundError as error:
-        answer(missing=error.name or "")
+        answer(missing=error.name or "", error=str(error))
+    except Exception as error:
+        answer(error=f"the prompts cannot be tokenized: {error} ({type(error).__name__})", kind="ServiceFailed")
     else:
         answer(results=results)
 

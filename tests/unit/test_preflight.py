@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import socket
 import sys
@@ -15,9 +16,11 @@ import pytest
 import tokenizers
 
 from quartet.config import Config, load_config, parse_config
-from quartet.errors import ConfigError, DataError, ModelError
+from quartet.errors import ConfigError, DataError, ModelError, ServiceFailed
 from quartet.hub_models import looks_local
 from quartet.preflight import check_inputs, unused_settings
+from quartet.preflight.checking_process import checking_process
+from quartet.preflight.prompts import check_prompts
 from quartet.tokenizer_check import first_difference
 from tests.every_case import every_case
 from tests.unit.test_child_processes import is_running
@@ -193,6 +196,54 @@ def test_too_many_dropped_prompts_and_unknown_token_ids_are_refused(models: Path
     path.write_text(json.dumps({**json.loads(path.read_text()), "vocab_size": 2}))
     with pytest.raises(DataError, match=r"prompts\.jsonl:1: token id 2; the policy's vocabulary is 0\.\.1"):
         check_inputs(parse_config(tree, "test"))
+
+
+@pytest.mark.parametrize(
+    ("command", "problem"),
+    [
+        ("kill -9 $$", r"was killed by SIGKILL; its memory may not suffice"),
+        ("exit 3", r"ended with status 3$"),
+        ('echo \'{"progress": "1 of 2"}\' > /dev/fd/$0', r"ended with status 0$"),
+    ],
+)
+def test_the_death_of_the_process_that_tokenizes_is_reported(
+    command: str, problem: str, models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def dying(*_: Any, **__: Any) -> Any:
+        return checking_process("quartet.child_processes", str(os.getpid()), "sh", "-c", command)
+
+    monkeypatch.setenv("QUARTET_CACHE", "")
+    monkeypatch.setattr("quartet.preflight.prompts.checking_process", dying)
+    with pytest.raises(ServiceFailed, match=rf"^data\.prompts: the process that tokenizes the prompts {problem}"):
+        check_inputs(config(models))
+
+
+@pytest.mark.parametrize(
+    ("reason", "error", "problem"),
+    [
+        ("ModuleNotFoundError('no', name='transformers')", ConfigError, r"transformers is not installed; .*\[train\]"),
+        ("ModuleNotFoundError('No module named x', name='x')", ConfigError, "cannot be tokenized: No module named x"),
+        ("RuntimeError('no')", ServiceFailed, r"the prompts cannot be tokenized: no \(RuntimeError\)"),
+    ],
+)
+def test_a_package_that_cannot_be_imported_is_reported(
+    reason: str, error: type[Exception], problem: str, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "packages").mkdir()
+    (tmp_path / "packages/transformers.py").write_text(f"raise {reason}\n")
+    monkeypatch.setenv("QUARTET_CACHE", "")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "packages"))
+    with pytest.raises(error, match=problem):
+        check_inputs(config(models))
+
+
+def test_without_the_tokenizer_the_prompts_are_only_read(models: Path) -> None:
+    tree = config(models).model_dump()
+    tree["actor"]["model"] = str(models / "absent")
+    assert check_prompts(parse_config(tree, "test"), print) == [
+        f"data.prompts {models}/prompts.jsonl: 2 prompts",
+        "data.prompts: they are tokenized when the run starts: the tokenizer is not on this machine",
+    ]
 
 
 def test_a_tokenizer_that_cannot_be_loaded_is_refused(models: Path) -> None:

@@ -14,8 +14,12 @@ from quartet.secret_files import SECRET_VARIABLES
 
 
 @contextlib.contextmanager
-def checking_process(module: str, *arguments: str, environment: Mapping[str, str] | None = None) -> Iterator[IO[bytes]]:
-    """Start ``python -m module``, and yield a pipe with its result. It is killed at the end, with the processes that it started.
+def checking_process(
+    module: str, *arguments: str, environment: Mapping[str, str] | None = None
+) -> Iterator[tuple[IO[bytes], subprocess.Popen[bytes]]]:
+    """Start ``python -m module``, and yield a pipe with its result, and the process.
+
+    The process is killed at the end, with the processes that it started.
 
     Its last argument is the descriptor to which it writes the result. It gets the environment of this process without secrets,
     and ``environment``.
@@ -34,7 +38,7 @@ def checking_process(module: str, *arguments: str, environment: Mapping[str, str
         )
         os.close(writer)
         try:
-            yield pipe
+            yield pipe, process
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)

@@ -59,7 +59,7 @@ def _import_problem(function: str, count: int) -> str:
 
     Imports it in a separate process, because an import may print, hang or end its process.
     """
-    with checking_process("quartet.user_code", function, str(count)) as pipe:
+    with checking_process("quartet.user_code", function, str(count)) as (pipe, _):
         answered = bool(wait([pipe.fileno()], IMPORT_SECONDS))
         result = pipe.read1().decode() if answered else ""  # type: ignore[attr-defined]
     if not answered:

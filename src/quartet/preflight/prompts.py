@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -17,8 +18,9 @@ from quartet.data import (
     iterate_prompt_lines,
     summarize_prompts,
 )
-from quartet.errors import ConfigError, DataError, ModelError
+from quartet.errors import ConfigError, DataError, ModelError, ServiceFailed
 from quartet.hub_models import cached_snapshot
+from quartet.missing_packages import explain_missing_package
 from quartet.preflight.checking_process import checking_process
 from quartet.tokenizer_check import has_tokenizer, tokenizer_location
 
@@ -29,7 +31,8 @@ Report = Callable[[str], None]
 def check_prompts(config: Config, report: Report) -> list[str]:
     """Check that every prompt can be tokenized and fits the models. Return lines that report the result.
 
-    Without the tokenizer on this machine, only the files are read. Raises ConfigError for the first problem.
+    Without the tokenizer on this machine, only the files are read. Raises ConfigError for the first problem, and ServiceFailed if
+    the process that tokenizes them dies.
     """
     files = {"data.prompts": PromptSettings.for_training(config)}
     if (validation := PromptSettings.for_validation(config)) is not None:
@@ -81,23 +84,31 @@ def _summaries(files: list[PromptSettings], vocabulary_size: int | None, report:
         return None
     rows = [{**asdict(settings), "path": str(settings.path)} for settings in files]
     message = _run_worker({"files": rows, "vocabulary_size": vocabulary_size}, report)
+    if "missing" in message:
+        error = explain_missing_package(ModuleNotFoundError(message["error"], name=message["missing"]))
+        raise ConfigError(f"data.prompts {files[0].path}: cannot be tokenized: {error}")
     if "error" in message:
-        kinds = {"DataError": DataError, "ModelError": ModelError}
+        kinds = {"DataError": DataError, "ModelError": ModelError, "ServiceFailed": ServiceFailed}
         raise kinds.get(message["kind"], ConfigError)(message["error"])
-    return [PromptSummary(**result) for result in message["results"]] if "results" in message else None
+    return [PromptSummary(**result) for result in message["results"]]
 
 
 def _run_worker(request: dict[str, Any], report: Report) -> dict[str, Any]:
-    """Return the last message of a ``quartet.prompt_worker``, or nothing if it has died."""
+    """Return the last message of a ``quartet.prompt_worker``. Raises ServiceFailed if it has died."""
     message: dict[str, Any] = {}
     # The tokenizer is on this machine, so the check needs no network.
     offline = {"HF_HUB_OFFLINE": "1"}
-    with checking_process("quartet.prompt_worker", json.dumps(request), environment=offline) as pipe:
+    with checking_process("quartet.prompt_worker", json.dumps(request), environment=offline) as (pipe, process):
         for line in pipe:
             message = json.loads(line)
             if "progress" in message:
                 report(message["progress"])
-    return message
+        if "results" in message or "error" in message:
+            return message
+        code = process.wait()
+    end = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
+    hint = "; its memory may not suffice: free memory, and try again" if code == -signal.SIGKILL else ""
+    raise ServiceFailed(f"data.prompts: the process that tokenizes the prompts {end}{hint}")
 
 
 def _check_positions(key: str, longest: int, config: Config) -> None:
