@@ -70,7 +70,7 @@ ALLOWED: dict[str, set[str]] = {
     },
     "quartet.evaluation": FOUNDATION | {"quartet.data"},
     "quartet.durable_files": {"quartet.errors", "quartet.types"},
-    "quartet.run_directory": FOUNDATION | {"quartet.durable_files", "quartet.child_processes"},
+    "quartet.run_directory": FOUNDATION | {"quartet.durable_files", "quartet.child_processes", "quartet.hub_models"},
     "quartet.topology": {"quartet.config", "quartet.errors", "quartet.types"},
     "quartet.secret_files": {"quartet.errors"},
     "quartet.adapter_files": {"quartet.errors"},

@@ -13,6 +13,7 @@ from typing import Any
 from quartet.config import Config
 from quartet.durable_files import sha256, storage_errors, write_durably
 from quartet.errors import ConfigError
+from quartet.hub_models import looks_local
 from quartet.types import Role
 
 CHANGEABLE_SETTINGS = (
@@ -54,13 +55,15 @@ class Identity:
 
     ``id`` distinguishes the run from any other with its name. ``settings`` (by key) and ``prompts_sha256`` must not change when
     the run resumes. ``micro_batch_tokens`` holds the micro-batch size that each role's service determined at the first start,
-    because the split of a mini-batch affects the last bits of an update.
+    because the split of a mini-batch affects the last bits of an update. ``hub_models`` are the models that are hub ids; in
+    another working directory, a relative path looks like one.
     """
 
     id: str
     settings: dict[str, Any]
     prompts_sha256: str
     micro_batch_tokens: dict[str, int] = field(default_factory=dict)
+    hub_models: tuple[str, ...] = ()
 
     @classmethod
     def new(cls, config: Config, micro_batch_tokens: Mapping[Role, int]) -> Identity:
@@ -70,7 +73,8 @@ class Identity:
         """
         configured = {Role.ACTOR: config.actor.micro_batch_tokens, Role.CRITIC: config.critic.micro_batch_tokens}
         sizes = {role.value: configured[role] or measured for role, measured in micro_batch_tokens.items()}
-        return cls(secrets.token_hex(8), fixed_settings(config), sha256(config.data.prompts), sizes)
+        hub_models = tuple(sorted({model for model in config.models.values() if not looks_local(model)}))
+        return cls(secrets.token_hex(8), fixed_settings(config), sha256(config.data.prompts), sizes, hub_models)
 
     def write(self, path: Path) -> None:
         """Write the identity to ``run.json``. Raises StorageFailed if the disk refuses it."""
@@ -78,6 +82,7 @@ class Identity:
             "id": self.id,
             "prompts_sha256": self.prompts_sha256,
             "micro_batch_tokens": self.micro_batch_tokens,
+            "hub_models": self.hub_models,
             "settings": self.settings,
         }
         with storage_errors(path):
@@ -89,7 +94,8 @@ class Identity:
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
             sizes = {str(role): int(tokens) for role, tokens in content["micro_batch_tokens"].items()}
-            return cls(str(content["id"]), dict(content["settings"]), str(content["prompts_sha256"]), sizes)
+            hub_models = tuple(str(model) for model in content.get("hub_models", ()))
+            return cls(str(content["id"]), dict(content["settings"]), str(content["prompts_sha256"]), sizes, hub_models)
         except FileNotFoundError:
             return None
         except (OSError, ValueError, KeyError, TypeError, AttributeError):

@@ -27,12 +27,13 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
 class Hub(ThreadingHTTPServer):
-    """A hub that accepts uploads. ``status`` is that of every answer if it is not 0."""
+    """A hub that accepts uploads to a model with ``files``. ``status`` is that of every answer if it is not 0."""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.requests: list[tuple[str, str, str, bytes]] = []
         self.status = 0
+        self.files: list[str] = []
 
     @property
     def url(self) -> str:
@@ -85,6 +86,8 @@ class _Handler(BaseHTTPRequestHandler):
             return {"files": [{"path": file, "uploadMode": "regular", "shouldIgnore": False} for file in files]}
         if path.endswith("/commit/main"):
             return {"commitUrl": f"{self.server.url}/me/tiny/commit/{COMMIT}", "commitOid": COMMIT, "success": True}
+        if path.startswith("/api/models/me/tiny/tree/"):
+            return [{"type": "file", "path": name, "size": 1, "oid": COMMIT} for name in self.server.files]
         if path.startswith("/api/models/"):
             return {"id": "me/tiny", "sha": COMMIT, "siblings": []}
         return {}
@@ -167,6 +170,49 @@ def test_an_upload_creates_a_private_model_and_commits_every_file(exported: Path
     changes = [request for request in hub.requests if request[1].startswith(("/api/repos/", "/api/models/"))]
     assert {authorization for _, _, authorization, _ in changes} == {f"Bearer {TOKEN}"}
     assert not any(TOKEN.encode() in body for _, _, _, body in hub.requests)
+
+
+def test_local_paths_stay_private_when_the_run_is_exported_from_another_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "work" / "models" / "policy").mkdir(parents=True)
+    (tmp_path / "work" / "private").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    Path("private/prompts.jsonl").write_text('{"text": "hello"}\n')
+    data = {"prompts": "private/prompts.jsonl", "validation": "private/held_out.jsonl"}
+    tree = {"data": data, "actor": {"model": "models/policy"}, "reward": {"model": "someone/judge"}}
+    config = parse_config(tree, "test")
+    files = RunFiles(tmp_path / "run")
+    files.write_config(config.to_yaml())
+    Identity.new(config, {}).write(files.identity)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "someone").mkdir()  # Here, the hub id looks like a path.
+    write_model_card(tmp_path, files, 10)
+    card = ModelCard.load(tmp_path / "README.md")
+    assert "base_model" not in card.data.to_dict()
+    assert "models/" not in card.content
+    assert "private" not in card.content
+    assert "| initial policy | `policy` |" in card.text
+    assert "| reward | model `someone/judge` |" in card.text
+    settings = yaml.safe_load(card.text.partition("```yaml\n")[2].partition("```")[0])
+    assert (settings["actor.model"], settings["reward.model"]) == ("policy", "someone/judge")
+    assert settings["data.validation"] == "held_out.jsonl"
+
+
+def test_an_upload_deletes_the_weights_of_an_earlier_one(exported: Path, hub: Hub) -> None:
+    shards = ["model-00001-of-00002.safetensors", "model.safetensors.index.json"]
+    hub.files = [
+        "model.safetensors",
+        *shards,
+        "adapter_config.json",
+        "config.json",
+        "notes.md",
+        "gguf/model.safetensors",
+    ]
+    push(exported, "me/tiny", private=True, message="step 10")
+    lines = [json.loads(line) for line in hub.body_of("POST", "/api/models/me/tiny/commit/main").splitlines()]
+    deleted = {line["value"]["path"] for line in lines if line["key"] == "deletedFile"}
+    assert deleted == {*shards, "adapter_config.json"}, "model.safetensors is replaced, other files stay"
 
 
 @pytest.mark.parametrize(

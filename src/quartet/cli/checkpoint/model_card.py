@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from html import escape
 from pathlib import Path
 from statistics import fmean
@@ -13,7 +13,6 @@ import yaml
 
 from quartet import __version__
 from quartet.config import Config, load_config
-from quartet.hub_models import looks_local
 from quartet.run_directory.identity import Identity, fixed_settings
 from quartet.run_directory.run_files import RunFiles
 from quartet.run_directory.step_lines import read_step_lines
@@ -42,27 +41,29 @@ def write_model_card(directory: Path, files: RunFiles, step: int) -> None:
 def _card(
     config: Config, files: RunFiles, step: int, steps: Sequence[Mapping[str, float]], evaluations: Sequence[Any]
 ) -> str:
-    base, estimator = _public_name(config.actor.model), config.algorithm.estimator
+    identity = Identity.read(files.identity)
+    # The run has recorded them: in another working directory, a relative path looks like a hub id.
+    hub_models = identity.hub_models if identity is not None else ()
+    base, estimator = _public_name(config.actor.model, hub_models), config.algorithm.estimator
     algorithm = "PPO with GAE" if estimator == "gae" else estimator
     front: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": "text-generation"}
     # The hub refuses a card whose base model is not the id of a model there.
-    if not looks_local(config.actor.model):
+    if config.actor.model in hub_models:
         front["base_model"] = config.actor.model
     front["tags"] = ["quartet", "rlhf", "ppo" if estimator == "gae" else estimator]
-    identity = Identity.read(files.identity)
     digest = f", SHA-256 `{identity.prompts_sha256}`" if identity is not None else ""
     rollout = config.rollout
     facts = {
         "initial policy": f"`{base}`",
         "algorithm": f"{algorithm}, {rollout.prompts_per_step} x {rollout.samples_per_prompt} responses per step",
-        "reward": _reward(config),
-        "prompts": f"`{_public_name(str(config.data.prompts))}`{digest}",
+        "reward": _reward(config, hub_models),
+        "prompts": f"`{config.data.prompts.name}`{digest}",
         "run": f"`{config.run.name}`, step {step} of {config.run.steps}, seed {config.run.seed}",
         "trained with": f"Quartet {__version__}",
         "exported on": datetime.datetime.now(datetime.UTC).date().isoformat(),
     }
     table = "\n".join(f"| {name} | {value} |" for name, value in facts.items())
-    settings = yaml.safe_dump(_settings(config), sort_keys=True, allow_unicode=True)
+    settings = yaml.safe_dump(_settings(config, hub_models), sort_keys=True, allow_unicode=True)
     return f"""---
 {yaml.safe_dump(front, sort_keys=False, allow_unicode=True)}---
 
@@ -89,21 +90,25 @@ The settings that decide what the run learned. Of local paths, only the last par
 """
 
 
-def _public_name(model: str) -> str:
+def _public_name(model: str, hub_models: Collection[str]) -> str:
     """Return a hub id as it is, and only the last part of a local path, which may name a user."""
-    return Path(model).name if looks_local(model) else model
+    return model if model in hub_models else Path(model).name
 
 
-def _reward(config: Config) -> str:
+def _reward(config: Config, hub_models: Collection[str]) -> str:
     def source(given: Any) -> str:
-        return f"model `{_public_name(given.model)}`" if given.model is not None else f"function `{given.function}`"
+        return (
+            f"model `{_public_name(given.model, hub_models)}`"
+            if given.model is not None
+            else f"function `{given.function}`"
+        )
 
     if config.reward.source != "ensemble":
         return source(config.reward)
     return " + ".join(f"{part.weight:g} x {part.name} ({source(part)})" for part in config.reward.parts)
 
 
-def _settings(config: Config) -> dict[str, Any]:
+def _settings(config: Config, hub_models: Collection[str]) -> dict[str, Any]:
     """Return the settings by key, without local paths."""
 
     def public(value: Any) -> Any:
@@ -111,7 +116,7 @@ def _settings(config: Config) -> dict[str, Any]:
             return {name: public(item) for name, item in value.items()}
         if isinstance(value, list):
             return [public(item) for item in value]
-        return Path(value).name if isinstance(value, str) and "/" in value and looks_local(value) else value
+        return _public_name(value, hub_models) if isinstance(value, str) and "/" in value else value
 
     return {key: public(value) for key, value in fixed_settings(config).items() if value is not None}
 

@@ -6,6 +6,9 @@ from pathlib import Path
 
 from quartet.errors import ConfigError, ServiceUnavailable
 
+OLD_WEIGHTS = ("model.safetensors*", "model-*.safetensors", "pytorch_model*.bin*", "adapter_*")
+"""Patterns of weight files that transformers prefers to new ones, or loads with them."""
+
 
 def check_push(hub_id: str) -> None:
     """Check the id and that there is a token, before anything is exported. Raises ConfigError."""
@@ -26,7 +29,8 @@ def check_push(hub_id: str) -> None:
 def push(directory: Path, hub_id: str, private: bool, message: str) -> str:
     """Create the repository if it does not exist, upload the directory in one commit, and return the address.
 
-    The token comes from the environment or the login of ``hf``. An existing repository keeps its visibility and its history.
+    The commit deletes other weights there. The token comes from the environment or the login of ``hf``. An existing
+    repository keeps its visibility and its history.
     Raises ConfigError if the hub refuses the upload, and ServiceUnavailable if it cannot be reached.
     """
     from httpx2 import HTTPError
@@ -36,7 +40,9 @@ def push(directory: Path, hub_id: str, private: bool, message: str) -> str:
     hub = HfApi()
     try:
         url = hub.create_repo(hub_id, private=private, exist_ok=True)
-        hub.upload_folder(repo_id=url.repo_id, folder_path=directory, commit_message=message)
+        hub.upload_folder(
+            repo_id=url.repo_id, folder_path=directory, commit_message=message, delete_patterns=list(OLD_WEIGHTS)
+        )
     except HfHubHTTPError as error:
         status = error.response.status_code
         reason = error.server_message or f"status {status}"
