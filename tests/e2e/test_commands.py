@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
 import shutil
 import sys
@@ -73,6 +74,19 @@ def test_a_chat_answers_each_line_of_a_pipe_and_remembers_earlier_lines(
     assert "the model has positions for 128" in err
     assert "/reset begins a new conversation" in err
     assert answers(f"{long}/reset\n" * 8)[1] == ""
+
+
+def test_text_that_is_not_utf_8_is_refused(
+    call: Call, first_run: Run, chat_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    result = call("generate", first_run.directory, os.fsdecode(b"caf\xe9"))
+    assert result.code == 2
+    assert "generate: prompt 1: is not valid Unicode" in result.err
+    for errors, reason in (("strict", "standard input is not UTF-8"), ("surrogateescape", "is not valid Unicode")):
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9\n"), "utf-8", errors))
+        result = call("generate", chat_model, "--chat")
+        assert result.code == 2
+        assert f"generate --chat: {reason}" in result.err
 
 
 def test_a_chat_needs_a_chat_template_and_no_prompts(call: Call, first_run: Run) -> None:

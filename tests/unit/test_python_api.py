@@ -6,6 +6,7 @@ import ast
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ import quartet
 from quartet.config import Config
 from quartet.errors import ConfigError
 from quartet.run_directory.run_files import RunFiles
+from tests.unit.models import tiny
 
 TREE = {
     "run": {"name": "tiny", "steps": 3},
@@ -21,6 +23,14 @@ TREE = {
     "actor": {"model": Path("models") / "policy"},
     "reward": {"model": "models/reward"},
 }
+
+
+def chat_model(folder: Path) -> Path:
+    """Save a tiny model with a chat template."""
+    path = tiny.saved(tiny.causal("llama"), folder / "model")
+    tiny.tokenizer().save_pretrained(path)
+    (path / "chat_template.jinja").write_text("{% for message in messages %}{{ message.content }} {% endfor %}")
+    return path
 
 
 def test_the_import_loads_no_library() -> None:
@@ -74,6 +84,45 @@ def test_overrides_are_a_mapping_or_assignments(overrides: dict[str, object] | l
 def test_an_invalid_mapping_is_refused_with_the_key() -> None:
     with pytest.raises(ConfigError, match=r"config of the mapping: .*actor.learning_rat"):
         quartet.load_config({**TREE, "actor": {"model": "m", "learning_rat": 1}})
+
+
+def test_a_config_of_another_type_is_refused() -> None:
+    with pytest.raises(ConfigError, match="config of type int; expected the path of a YAML file"):
+        quartet.load_config(3)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("prompts", "message"),
+    [
+        ([[]], "prompt 1: messages is empty"),
+        (["a", [{"content": "hello"}]], "prompt 2: message 1: role is missing"),
+        ([3], "prompt 1: is of type int; expected a text or a list of messages"),
+        (["\ud800"], "prompt 1: is not valid Unicode"),
+        ([[{"role": "user", "content": "\ud800"}]], "prompt 1: is not valid Unicode"),
+        ([{"role": "user", "content": "hello"}], "prompts is a list of messages; for one prompt, give a list with"),
+        ({"role": "user"}, "prompts is of type dict"),
+        ([], "expected at least one prompt"),
+    ],
+)
+def test_invalid_prompts_are_refused_before_the_model_is_loaded(prompts: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=f"generate: {message}"):
+        quartet.generate("missing", prompts)
+
+
+@pytest.mark.parametrize("settings", [{"max_tokens": 0}, {"temperature": -1.0}, {"max_tokens": 10_000}])
+def test_invalid_settings_of_generate_are_a_config_error(tmp_path: Path, settings: dict[str, Any]) -> None:
+    path = chat_model(tmp_path)
+    with pytest.raises(ConfigError, match="generate: "):
+        quartet.generate(path, "hello", **settings)
+
+
+def test_generate_continues_the_message_of_the_assistant(tmp_path: Path) -> None:
+    path = chat_model(tmp_path)
+    messages = [[{"role": "user", "content": "w5"}, {"role": "assistant", "content": "w7"}]]
+    with pytest.raises(ConfigError, match="the last message is the assistant's"):
+        quartet.generate(path, messages, max_tokens=1)
+    [completion] = quartet.generate(path, messages, max_tokens=1, continue_final_message=True)
+    assert completion.prompt == "w5 w7"
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 
 from quartet.config import Config, config_of, copy_sections
 from quartet.config import load_config as load_file
+from quartet.errors import ConfigError
 
 ConfigSource: TypeAlias = "str | os.PathLike[str] | Mapping[str, Any] | Config"
 """The path of a YAML file, nested mappings with the same keys, or a config."""
@@ -31,4 +32,8 @@ def load_config(source: ConfigSource, overrides: Overrides = ()) -> Config:
         return config_of(source.model_dump(mode="json"), assignments) if assignments else source
     if isinstance(source, Mapping):
         return config_of(source, assignments)
+    if not isinstance(source, str | os.PathLike):
+        raise ConfigError(
+            f"config of type {type(source).__name__}; expected the path of a YAML file, a mapping or a config"
+        )
     return load_file(Path(source), assignments)

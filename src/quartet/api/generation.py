@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from quartet.api.run import Run
-from quartet.data import PromptLine
-from quartet.errors import ConfigError
+from quartet.data import prompt_of
+from quartet.errors import ConfigError, InvalidRequest
 from quartet.missing_packages import explain_missing_package
 from quartet.run_directory.saved_policy import policy_in
 from quartet.types import FloatArray, IntArray, SamplingParameters
@@ -42,39 +42,43 @@ def generate(
     samples: int = 1,
     seed: int = 0,
     device: str = "cpu",
+    continue_final_message: bool = False,
 ) -> list[Completion]:
     """Complete prompts with a model in this process, in the order of the prompts, ``samples`` for each.
 
     ``model`` is a run, or the directory of a run, a checkpoint or a model, or a Hugging Face hub id. A prompt is a text, or a
     list of chat messages with ``role`` and ``content``. ``temperature`` 0 is greedy; ``top_p`` 1 and ``top_k`` 0 sample from all
-    tokens. The same seed gives the same completions. Needs the extra quartet-rlhf[train].
+    tokens. The same seed gives the same completions. ``continue_final_message`` continues messages that end with the assistant's.
+    Needs the extra quartet-rlhf[train].
 
     Raises ConfigError, ModelError and DataError for invalid input.
     """
     if isinstance(prompts, str):
         prompts = [prompts]
-    if samples < 1 or not prompts:
+    if isinstance(prompts, Mapping) or not isinstance(prompts, Sequence):
+        raise ConfigError(
+            f"generate: prompts is of type {type(prompts).__name__}; expected a text or a list of prompts"
+        )
+    if isinstance(prompts[0] if prompts else None, Mapping):
+        raise ConfigError("generate: prompts is a list of messages; for one prompt, give a list with that list in it")
+    if not isinstance(model, Run | str | os.PathLike):
+        raise ConfigError(f"generate: model is of type {type(model).__name__}; expected a run, a directory or a hub id")
+    if type(samples) is not int or samples < 1 or not prompts:
         raise ConfigError("generate: expected at least one prompt and samples of at least 1")
     try:
         from quartet.completions import complete
     except ModuleNotFoundError as error:
         raise explain_missing_package(error) from None
-    lines = [
-        PromptLine(number, text=prompt)
-        if isinstance(prompt, str)
-        else PromptLine(number, messages=tuple(dict(message) for message in prompt))
-        for number, prompt in enumerate(prompts, 1)
-    ]
+    lines = [prompt_of(prompt, f"generate: prompt {number}", number) for number, prompt in enumerate(prompts, 1)]
     directory = str(model.directory) if isinstance(model, Run) else os.fspath(model)
-    completions = complete(
-        policy_in(directory),
-        Path("<prompts>"),
-        lines,
-        SamplingParameters(max_tokens, temperature, top_p, top_k),
-        samples,
-        seed,
-        device,
-    )
+    sampling = SamplingParameters(max_tokens, temperature, top_p, top_k)
+    source = Path("<prompts>")
+    try:
+        completions = complete(
+            policy_in(directory), source, lines, sampling, samples, seed, device, continue_final_message
+        )
+    except InvalidRequest as error:
+        raise ConfigError(f"generate: {error}") from None
     return [
         Completion(
             item.prompt,

@@ -18,6 +18,7 @@ from quartet.data.prompt_lines import (
     MAX_MESSAGES,
     PromptLine,
     iterate_prompt_lines,
+    prompt_of,
     read_prompt_lines,
 )
 from quartet.data.prompt_order import PromptOrder
@@ -41,6 +42,7 @@ __all__ = [
     "encode_prompts",
     "iterate_prompt_lines",
     "load_prompts",
+    "prompt_of",
     "read_prompt_lines",
     "select_prompts",
     "summarize_prompts",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,6 +54,28 @@ def iterate_prompt_lines(path: Path) -> Iterator[PromptLine]:
         yield _parse(row, location(path, number), number)
     if not has_prompts:
         raise DataError(f"prompts {path}: empty; expected at least one prompt: {EXPECTED.removeprefix('expected ')}")
+
+
+def prompt_of(content: object, where: str, number: int) -> PromptLine:
+    """Return a prompt that is text or a list of messages, with number ``number``. Raises DataError that begins with ``where``."""
+    if isinstance(content, Mapping) or not isinstance(content, Sequence):
+        raise DataError(f"{where}: is of type {type(content).__name__}; expected a text or a list of messages")
+    if isinstance(content, str):
+        _check_encodable(content, where)
+        return _parse({"text": content}, where, number)
+    messages = [dict(message) if isinstance(message, Mapping) else message for message in content]
+    for message in messages:
+        for text in message.values() if isinstance(message, dict) else ():
+            _check_encodable(text, where)
+    return _parse({"messages": messages}, where, number)
+
+
+def _check_encodable(text: object, where: str) -> None:
+    try:
+        if isinstance(text, str):
+            text.encode("utf-8")
+    except UnicodeEncodeError:
+        raise DataError(f"{where}: is not valid Unicode (it has half of a character); give text in UTF-8") from None
 
 
 def _parse(value: dict[str, Any], where: str, number: int) -> PromptLine:

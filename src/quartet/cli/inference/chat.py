@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import typer
 
-from quartet.data import PromptEncoder, PromptLine, PromptSettings, encode_prompts
+from quartet.data import PromptEncoder, PromptSettings, encode_prompts, prompt_of
 from quartet.data.prompt_lines import Message
-from quartet.errors import ConfigError, InvalidRequest
+from quartet.errors import ConfigError, DataError, InvalidRequest
 from quartet.models.generation.torch_engine import TorchEngine
 from quartet.models.weights.loading import load_causal_lm, stop_token_ids
 from quartet.models.weights.tokenizer import load_tokenizer
@@ -31,7 +31,7 @@ def chat(
     """Answer each line of standard input, with the conversation so far as context, until it ends.
 
     In a terminal it asks for messages, and prints tokens as they are sampled. Raises ConfigError for an invalid model or a
-    tokenizer without a chat template, and DataError if the template refuses the messages.
+    tokenizer without a chat template, and DataError if a message is not valid text or the template refuses the messages.
     """
     path = policy_in(model)
     tokenizer = load_tokenizer(path)
@@ -73,6 +73,8 @@ def _lines(interactive: bool) -> Iterator[str]:
             if interactive:
                 typer.echo()
             return
+        except UnicodeDecodeError:
+            raise DataError("generate --chat: standard input is not UTF-8; give text in UTF-8") from None
         if line:
             yield line
 
@@ -103,7 +105,7 @@ class _Conversation:
         messages = [*self._messages, {"role": "user", "content": text}]
         self._turns += 1
         settings = PromptSettings(Path("<chat>"), self._encoder.model, np.iinfo(np.int32).max)
-        line = PromptLine(self._turns, messages=tuple(messages))
+        line = prompt_of(messages, "generate --chat", self._turns)
         [prompt] = encode_prompts(settings, [line], self._encoder, self._stops, self._vocabulary).prompts
         request = GenerationRequest(TrajectoryId("chat", 1, self._turns, 0), prompt.token_ids)
         ids: list[int] = []

@@ -9,7 +9,7 @@ from typing import Any
 import typer
 
 from quartet.completions import complete
-from quartet.data import PromptLine, read_prompt_lines
+from quartet.data import prompt_of, read_prompt_lines
 from quartet.errors import ConfigError, InvalidRequest
 from quartet.run_directory.saved_policy import policy_in
 from quartet.types import SamplingParameters
@@ -30,7 +30,11 @@ def generate(
     if bool(texts) == (file is not None):
         raise ConfigError("generate: expected either prompts as arguments or a file by --file")
     source = file or Path("<arguments>")
-    lines = read_prompt_lines(file) if file else [PromptLine(i, text) for i, text in enumerate(texts, 1)]
+    lines = (
+        read_prompt_lines(file)
+        if file
+        else [prompt_of(text, f"generate: prompt {number}", number) for number, text in enumerate(texts, 1)]
+    )
     try:
         completions = complete(policy_in(model), source, lines, sampling, samples, seed, device, continue_final_message)
     except InvalidRequest as error:
