@@ -13,7 +13,18 @@ CERTIFICATE, KEY, AUTHORITY = "tls.crt", "tls.key", "ca.crt"
 MIN_TOKEN_LENGTH = 16
 """Minimum number of characters of a token."""
 _MAX_SECRET_LENGTH = 4096
-SECRET_VARIABLES = ("QUARTET_BUFFER_URL", "QUARTET_GATEWAY_TOKEN", "QUARTET_GATEWAY_VIEWER_TOKEN")
+SECRET_VARIABLES = (
+    "QUARTET_BUFFER_URL",
+    "QUARTET_GATEWAY_TOKEN",
+    "QUARTET_GATEWAY_VIEWER_TOKEN",
+    "HF_TOKEN",
+    "HUGGING_FACE_HUB_TOKEN",
+    "WANDB_API_KEY",
+    "MLFLOW_TRACKING_PASSWORD",
+    "MLFLOW_TRACKING_TOKEN",
+    "OTEL_EXPORTER_OTLP_HEADERS",
+    "OTEL_EXPORTER_OTLP_TRACES_HEADERS",
+)
 """Environment variables with passwords or tokens. Processes that run functions of the user do not get them."""
 
 

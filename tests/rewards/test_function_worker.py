@@ -297,12 +297,13 @@ def test_an_unusable_function_is_refused_at_the_start(function: str, expected: s
 
 
 def test_the_process_imports_little_and_gets_no_secrets(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("QUARTET_BUFFER_URL", "redis://:password@host")
-    monkeypatch.setenv("OTHER", "value")
+    secrets = ("QUARTET_BUFFER_URL", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "WANDB_API_KEY", "MLFLOW_TRACKING_PASSWORD")
+    for name in (*secrets, "OTHER"):
+        monkeypatch.setenv(name, "value")
     assert start("loaded").call([], 20) == ["quartet", "quartet.rewards", "quartet.user_code"]
     assert start("inherited").call([], 20) == []
     worker = start("variable")
-    assert (worker.call(["QUARTET_BUFFER_URL"], 20), worker.call(["OTHER"], 20)) == (None, "value")
+    assert [worker.call([name], 20) for name in (*secrets, "OTHER")] == [None] * len(secrets) + ["value"]
 
 
 def test_concurrent_calls_get_their_own_results(start: Start) -> None:
