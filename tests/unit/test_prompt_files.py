@@ -159,6 +159,82 @@ def test_a_large_row_group_is_refused(tmp_path: Path, monkeypatch: pytest.Monkey
         read_prompt_lines(parquet(tmp_path / "p.parquet", [{"prompt": "a"}]))
 
 
+def repeated(values: list[Any], count: int) -> pyarrow.Array:
+    return pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * count, pyarrow.int32()), pyarrow.array(values))
+
+
+@pytest.mark.parametrize("in_lists", [False, True])
+def test_a_small_parquet_file_that_repeats_a_long_text_is_refused(in_lists: bool, tmp_path: Path) -> None:
+    column = repeated(["x" * (16 * 1024 * 1024)], 1024)
+    if in_lists:
+        column = pyarrow.ListArray.from_arrays(pyarrow.array(range(1025), pyarrow.int32()), column)
+    path = tmp_path / "p.parquet"
+    table = pyarrow.table({"prompt": ["a"] * 1024, "long": column})
+    pyarrow.parquet.write_table(table, path, compression="zstd", store_schema=False)
+    assert path.stat().st_size < 10_000
+    before = pyarrow.total_allocated_bytes()
+    with pytest.raises(DataError, match=r"p\.parquet row 1: has \d+ bytes, expected at most 16777216; shorten its"):
+        read_prompt_lines(path)
+    assert pyarrow.total_allocated_bytes() - before < 200 * 1024 * 1024
+
+
+def test_a_small_parquet_file_with_many_values_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quartet.data.prompt_files.MAX_ROW_GROUP_BYTES", 1_000_000)
+    path = tmp_path / "p.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"token_ids": [[1] * 200_000]}), path)
+    assert path.stat().st_size < 5_000
+    with pytest.raises(DataError, match="row group 1 has 1600000 bytes, expected at most 1000000"):
+        read_prompt_lines(path)
+
+
+@pytest.mark.parametrize("encoding", ["PLAIN", "DELTA_BYTE_ARRAY", "DELTA_LENGTH_BYTE_ARRAY", "DICTIONARY"])
+def test_rows_of_parquet_in_every_encoding_are_equal(encoding: str, tmp_path: Path) -> None:
+    rows = [
+        {
+            "prompt": [USER, {"role": "assistant", "content": str(number)}],
+            "tags": ["a", None],
+            "answer": {"b": [number]},
+        }
+        for number in range(3000)
+    ]
+    options = {"use_dictionary": True} if encoding == "DICTIONARY" else {"use_dictionary": False}
+    if encoding.startswith("DELTA"):
+        options["column_encoding"] = {"tags.list.element": encoding}
+    lines = read_prompt_lines(parquet(tmp_path / "p.parquet", rows, row_group_size=1100, **options))
+    assert [json.loads(line.fields) for line in lines] == rows
+    assert [line.line for line in lines] == list(range(1, 3001))
+
+
+def test_rows_of_parquet_that_are_large_together_are_read(tmp_path: Path) -> None:
+    rows = [{"prompt": "x" * 900_000} for _ in range(40)]
+    assert len(read_prompt_lines(parquet(tmp_path / "p.parquet", rows))) == 40
+
+
+def test_a_column_of_parquet_that_appears_twice_is_refused(tmp_path: Path) -> None:
+    pyarrow.parquet.write_table(pyarrow.table([["a"], ["b"]], names=["prompt", "prompt"]), tmp_path / "p.parquet")
+    with pytest.raises(DataError, match=r"p\.parquet: has the column 'prompt' twice; rename one"):
+        read_prompt_lines(tmp_path / "p.parquet")
+
+
+@pytest.mark.parametrize(
+    "column",
+    [
+        pyarrow.Array.from_buffers(pyarrow.string(), 2, pyarrow.array([b"ok", b"\xff"], pyarrow.binary()).buffers()),
+        pyarrow.array([1000, 1], pyarrow.timestamp("ns")),
+        pyarrow.array([0, 2**62], pyarrow.timestamp("us")),
+        pyarrow.array([0, 2**30], pyarrow.date32()),
+    ],
+    ids=["not UTF-8", "nanoseconds", "far time", "far date"],
+)
+def test_a_value_of_parquet_without_an_equivalent_is_refused_with_its_row(
+    column: pyarrow.Array, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": ["a", "b"], "value": column}), tmp_path / "p.parquet")
+    with pytest.raises(DataError, match=r"p\.parquet row 2: a value has no equivalent in Python \(.*dates as text"):
+        read_prompt_lines(tmp_path / "p.parquet")
+
+
 def test_parquet_without_its_package_is_refused_with_the_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

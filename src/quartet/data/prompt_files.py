@@ -21,7 +21,9 @@ MAX_LINE_BYTES = 16 * 1024 * 1024
 MAX_ROW_GROUP_BYTES = 4 * 1024**3
 """Maximum size of a row group of Parquet in memory. Each is decompressed at once."""
 PARQUET_ROWS = 1024
-"""Rows of Parquet to convert at a time."""
+"""Maximum number of rows of Parquet to decode at a time."""
+MIN_VALUE_BYTES = 8
+"""Size of a value of Parquet for the limits, if it has fewer bytes."""
 _COMPRESSIONS = (".gz", ".zst")
 
 
@@ -203,19 +205,114 @@ def _parquet_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         ) from None
     number = 0
     try:
-        with pyarrow.parquet.ParquetFile(path, pre_buffer=False) as file:
+        # Repeated text stays in memory once: a small file can repeat a long text many times.
+        with pyarrow.parquet.ParquetFile(path, pre_buffer=False, read_dictionary=_texts(path)) as file:
+            names = file.schema_arrow.names
+            if repeated := sorted({name for name in names if names.count(name) > 1}):
+                raise DataError(f"prompts {path}: has the column {repeated[0]!r} twice; rename one")
             for group in range(file.num_row_groups):
-                if (size := file.metadata.row_group(group).total_byte_size) > MAX_ROW_GROUP_BYTES:
-                    raise DataError(
-                        f"prompts {path}: row group {group + 1} has {size} bytes, expected at most {MAX_ROW_GROUP_BYTES}; "
-                        "write the file with a smaller row_group_size"
-                    )
-            for batch in file.iter_batches(PARQUET_ROWS):
-                for row in batch.to_pylist():
-                    number += 1
-                    yield number, row
+                num_rows = _batch_rows(path, file, group)
+                for batch in file.iter_batches(num_rows, row_groups=[group]):
+                    for row in _converted(batch, path, number):
+                        number += 1
+                        yield number, row
     except (pyarrow.ArrowException, OSError) as error:
         reason = getattr(error, "strerror", None) or str(error).partition("\n")[0][:200]
         raise DataError(
             f"prompts {path}: cannot be read after row {number} ({reason}); give a file in {FORMATS}"
         ) from None
+
+
+def _texts(path: Path) -> list[str]:
+    """Return the names of the columns of a Parquet file that can be read as a dictionary of texts or bytes."""
+    import pyarrow.parquet
+
+    description = pyarrow.parquet.read_metadata(path)
+    groups = [description.row_group(number) for number in range(description.num_row_groups)]
+    names = []
+    for place in range(description.num_columns):
+        column = description.schema.column(place)
+        is_text = column.physical_type == "BYTE_ARRAY" and column.logical_type.type in (
+            "STRING",
+            "NONE",
+            "JSON",
+            "ENUM",
+        )
+        # pyarrow cannot read these encodings as a dictionary.
+        encodings = {encoding for group in groups for encoding in group.column(place).encodings}
+        if is_text and not encodings & {"DELTA_BYTE_ARRAY", "DELTA_LENGTH_BYTE_ARRAY"}:
+            names.append(column.path)
+    return names
+
+
+def _batch_rows(path: Path, file: Any, group: int) -> int:
+    """Return the number of rows of a row group to read at a time. Raises DataError if the group is too large."""
+    description = file.metadata.row_group(group)
+    columns = [description.column(place) for place in range(description.num_columns)]
+    # A run of equal values takes a few bytes in the file.
+    lengths = [max(MIN_VALUE_BYTES, file.schema.column(place).length or 0) for place in range(len(columns))]
+    decoded = sum(column.num_values * length for column, length in zip(columns, lengths, strict=True))
+    if (size := max(description.total_byte_size, decoded)) > MAX_ROW_GROUP_BYTES:
+        raise DataError(
+            f"prompts {path}: row group {group + 1} has {size} bytes, expected at most {MAX_ROW_GROUP_BYTES}; "
+            "write the file with a smaller row_group_size"
+        )
+    # In this encoding, values share their beginnings. Each may be as long as the column, and all of a batch are decoded at once.
+    shared: list[int] = [column.total_uncompressed_size for column in columns if "DELTA_BYTE_ARRAY" in column.encodings]
+    return max(1, min(PARQUET_ROWS, MAX_ROW_GROUP_BYTES // max([1, *shared])))
+
+
+def _converted(batch: Any, path: Path, before: int) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a batch of Parquet, which follows ``before`` rows. Raises DataError with the row."""
+    where = location(path, before + 1)
+    size = sum(_decoded_bytes(column) for column in batch.columns)
+    if batch.num_rows == 1 and size > MAX_LINE_BYTES:
+        raise DataError(f"{where}: has {size} bytes, expected at most {MAX_LINE_BYTES}; shorten its values")
+    try:
+        rows = batch.to_pylist() if size <= MAX_LINE_BYTES else None
+    except (ValueError, OverflowError) as error:
+        if batch.num_rows == 1:
+            reason = str(error).partition("\n")[0][:200]
+            raise DataError(
+                f"{where}: a value has no equivalent in Python ({reason}); write text as UTF-8, and dates as text"
+            ) from None
+        rows = None
+    if rows is not None:
+        yield from rows
+        return
+    half = batch.num_rows // 2
+    yield from _converted(batch.slice(0, half), path, before)
+    yield from _converted(batch.slice(half), path, before + half)
+
+
+def _decoded_bytes(array: Any) -> int:
+    """Return the size of an array's values if each had its own memory."""
+    import pyarrow
+    from pyarrow import compute
+
+    kind: Any = array.type
+    size = MIN_VALUE_BYTES * len(array)
+    if isinstance(array, pyarrow.ExtensionArray):
+        return size + _decoded_bytes(array.storage)
+    if pyarrow.types.is_dictionary(kind):
+        lengths = compute.binary_length(array.dictionary) if _has_length(array.dictionary.type) else None
+        if lengths is None:
+            return max(size, int(array.dictionary.nbytes // max(1, len(array.dictionary)) * len(array)))
+        return size + (compute.sum(compute.cast(lengths.take(array.indices), pyarrow.int64())).as_py() or 0)
+    if pyarrow.types.is_struct(kind):
+        return size + sum(map(_decoded_bytes, array.flatten()))
+    if pyarrow.types.is_map(kind):
+        first, end = array.offsets[0].as_py(), array.offsets[-1].as_py()
+        return size + sum(_decoded_bytes(part.slice(first, end - first)) for part in (array.keys, array.items))
+    if pyarrow.types.is_nested(kind):
+        return size + _decoded_bytes(array.flatten())
+    num_bytes: int = array.nbytes
+    return max(size, num_bytes)
+
+
+def _has_length(kind: Any) -> bool:
+    from pyarrow import types
+
+    return bool(
+        types.is_string(kind) or types.is_binary(kind) or types.is_large_string(kind) or types.is_large_binary(kind)
+    )
