@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import gzip
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import pyarrow.parquet
 import pytest
 
 from quartet.data import MAX_LINE_BYTES, read_prompt_lines
+from quartet.data.prompt_cache import FileDigest
 from quartet.errors import ConfigError, DataError
 
 if sys.version_info >= (3, 14):
@@ -73,6 +75,18 @@ def test_a_small_file_that_decompresses_to_an_endless_line_is_refused(
     assert path.stat().st_size < MAX_LINE_BYTES / 50
     with pytest.raises(DataError, match=":1: longer than 16777216 bytes"):
         read_prompt_lines(path)
+
+
+def test_a_device_or_a_pipe_is_refused_without_reading_it(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    for path in (Path("/dev/zero"), tmp_path / "pipe.jsonl"):
+        for read in (read_prompt_lines, FileDigest.of):
+            with pytest.raises(
+                DataError, match=rf"^prompts {path}: a device or a pipe, .*; give a regular file in JSON"
+            ):
+                read(path)
+    with pytest.raises(DataError, match=r"cannot be read \(Is a directory\)"):
+        read_prompt_lines(tmp_path)
 
 
 def test_a_file_that_is_one_json_array_is_refused_with_advice(tmp_path: Path) -> None:
@@ -238,6 +252,7 @@ def test_a_value_of_parquet_without_an_equivalent_is_refused_with_its_row(
 def test_parquet_without_its_package_is_refused_with_the_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    path = parquet(tmp_path / "p.parquet", ROWS[:1])
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(ConfigError, match=r"pip install 'quartet-rlhf\[parquet\]'"):
-        read_prompt_lines(tmp_path / "p.parquet")
+        read_prompt_lines(path)

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from quartet.data.prompt_encoding import EncodedPrompts, PromptEncoder, encode_lines
-from quartet.data.prompt_files import FORMATS
+from quartet.data.prompt_files import FORMATS, check_regular_file
 from quartet.data.prompt_lines import iterate_prompt_lines
 from quartet.data.prompt_settings import PromptSettings
 from quartet.errors import DataError
@@ -52,6 +52,7 @@ class FileDigest:
     @classmethod
     def of(cls, path: Path) -> FileDigest:
         """Read the file. Raises DataError."""
+        check_regular_file(path)
         digest, line_breaks = hashlib.sha256(), 0
         try:
             with path.open("rb") as file:

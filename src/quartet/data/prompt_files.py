@@ -6,6 +6,7 @@ import codecs
 import csv
 import gzip
 import json
+import stat
 import sys
 import zlib
 from collections.abc import Iterator
@@ -38,6 +39,7 @@ def iterate_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     The name of the file determines the format. Blank lines are skipped. Raises DataError with file and line, and ConfigError if
     the package for Parquet is not installed.
     """
+    check_regular_file(path)
     readers = {".parquet": _parquet_rows, ".csv": _csv_rows}
     reader = readers.get(_format(path), _json_rows)
     try:
@@ -46,6 +48,20 @@ def iterate_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         # gzip and zstd raise an OSError without an errno for damaged content.
         reason = error.strerror or str(error) or type(error).__name__
         raise DataError(f"prompts {path}: cannot be read ({reason}); give a file in {FORMATS}") from None
+
+
+def check_regular_file(path: Path) -> None:
+    """Check that a prompts file is not a directory, a device or a pipe. Raises DataError."""
+    try:
+        mode = path.stat().st_mode
+    except OSError as error:
+        raise DataError(f"prompts {path}: cannot be read ({error.strerror}); give a file in {FORMATS}") from None
+    if stat.S_ISDIR(mode):
+        raise DataError(f"prompts {path}: cannot be read (Is a directory); give a file in {FORMATS}")
+    if not stat.S_ISREG(mode):
+        raise DataError(
+            f"prompts {path}: a device or a pipe, which cannot be read several times; give a regular file in {FORMATS}"
+        )
 
 
 def _format(path: Path) -> str:
