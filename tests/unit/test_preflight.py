@@ -177,6 +177,26 @@ def test_prompts_that_do_not_fit_the_positions_of_a_model_are_refused(models: Pa
         path.write_text(json.dumps(content))
 
 
+def test_prompts_that_do_not_fit_a_model_of_the_hub_are_refused(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    repository = models / "hub/models--owner--policy"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs/main").write_text("a" * 40)
+    (repository / "snapshots").mkdir()
+    snapshot = (models / "policy").rename(repository / "snapshots" / ("a" * 40))
+    monkeypatch.setenv("HF_HUB_CACHE", str(models / "hub"))
+    tree = config(models).model_dump()
+    tree["actor"]["model"] = "owner/policy"
+    tree["rollout"]["max_response_tokens"] = 6
+    check_prompts(parse_config(tree, "test"), print)
+    description = json.loads((snapshot / "config.json").read_text())
+    (snapshot / "config.json").write_text(json.dumps({**description, "max_position_embeddings": 6}))
+    with pytest.raises(ConfigError, match=r"exceeds the 6 positions of \w+\.model owner/policy"):
+        check_prompts(parse_config(tree, "test"), print)
+    (snapshot / "config.json").write_text(json.dumps({**description, "vocab_size": 1}))
+    with pytest.raises(DataError, match=r"prompts\.jsonl:2: token id 1; the policy's vocabulary is 0\.\.0"):
+        check_prompts(parse_config(tree, "test"), print)
+
+
 def test_too_many_dropped_prompts_and_unknown_token_ids_are_refused(models: Path) -> None:
     (models / "prompts.jsonl").write_text('{"text": "a b c"}\n' * 2 + '{"text": "a"}\n' * 2)
     tree = config(models).model_dump()

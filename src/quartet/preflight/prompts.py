@@ -128,7 +128,10 @@ def _description(model: str) -> dict[str, Any]:
     """Return the config.json of a model or of the base model of an adapter. Empty if it is not here or not valid."""
     try:
         base, _ = adapter_chain(model)
-        value = json.loads((Path(base) / "config.json").read_text(encoding="utf-8"))
+        directory = Path(base) if Path(base).is_dir() else cached_snapshot(base)
+        if directory is None:
+            return {}
+        value = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError, ModelError):
         return {}
     return value if isinstance(value, dict) else {}
