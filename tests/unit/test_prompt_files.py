@@ -80,13 +80,21 @@ def test_a_small_file_that_decompresses_to_an_endless_line_is_refused(
 def test_a_device_or_a_pipe_is_refused_without_reading_it(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.jsonl")
     for path in (Path("/dev/zero"), tmp_path / "pipe.jsonl"):
-        for read in (read_prompt_lines, FileDigest.of):
-            with pytest.raises(
-                DataError, match=rf"^prompts {path}: a device or a pipe, .*; give a regular file in JSON"
-            ):
-                read(path)
-    with pytest.raises(DataError, match=r"cannot be read \(Is a directory\)"):
-        read_prompt_lines(tmp_path)
+        with pytest.raises(DataError, match=rf"^prompts {path}: a device or a pipe, .*; give a regular file in JSON"):
+            FileDigest.of(path)
+    for read in (read_prompt_lines, FileDigest.of):
+        with pytest.raises(DataError, match=r"cannot be read \(Is a directory\)"):
+            read(tmp_path)
+
+
+def test_prompts_that_are_read_once_may_come_from_a_pipe() -> None:
+    reader, writer = os.pipe()
+    os.write(writer, as_json_lines(ROWS))
+    os.close(writer)
+    try:
+        assert len(read_prompt_lines(Path(f"/dev/fd/{reader}"))) == len(ROWS)
+    finally:
+        os.close(reader)
 
 
 def test_a_file_that_is_one_json_array_is_refused_with_advice(tmp_path: Path) -> None:

@@ -39,7 +39,6 @@ def iterate_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     The name of the file determines the format. Blank lines are skipped. Raises DataError with file and line, and ConfigError if
     the package for Parquet is not installed.
     """
-    check_regular_file(path)
     readers = {".parquet": _parquet_rows, ".csv": _csv_rows}
     reader = readers.get(_format(path), _json_rows)
     try:
