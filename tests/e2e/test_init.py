@@ -37,6 +37,16 @@ def test_the_config_is_valid_and_explains_itself(
         assert text.splitlines()[line - 1].lstrip().startswith(("#", "model:", "prompts_per_step:")), key
 
 
+def test_prompts_per_step_is_at_most_the_number_of_usable_prompts(
+    toy_task: ToyTask, call: Call, tmp_path: Path
+) -> None:
+    word = "lunch "
+    (tmp_path / "prompts.csv").write_text("text\n" + f"{word}\n" * 4 + f"{word * 600}\n" * 3)
+    result = call("init", "--policy", toy_task.policy, "--prompts", "prompts.csv", "--reward", toy_task.reward)
+    assert result.code == 0, result.err
+    assert load_config(tmp_path / "my.yaml").rollout.prompts_per_step == 4
+
+
 def test_an_example_reward_function_is_written_in_another_folder(
     given: list[str | Path], call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -97,7 +107,7 @@ def test_nothing_is_left_of_an_invalid_config(
 def test_a_terminal_is_asked_for_what_is_missing(start: Start, toy_task: ToyTask, tmp_path: Path) -> None:
     command = start("init", "--policy", toy_task.policy, "--steps", "5", terminal=True)
     for question, answer in (
-        ("Prompts", str(toy_task.prompts)),
+        ("Prompts: file in JSON Lines, CSV or Parquet", str(toy_task.prompts)),
         ("Reward model", ""),
         ("Reward function", ""),
         ("Estimator", "rloo"),

@@ -16,15 +16,15 @@ from typing import Any
 import typer
 import yaml
 
-from quartet.config import parse_config
+from quartet.config import Config, parse_config
 from quartet.config.estimators import BUILT_IN_ESTIMATORS
 from quartet.config.section import IMPORT_PATH
-from quartet.data import read_prompt_lines
+from quartet.data import FORMATS
 from quartet.durable_files import write_durably
 from quartet.errors import ConfigError, QuartetError
 from quartet.hub_models import looks_local
 from quartet.launcher.security_checks import check_access
-from quartet.preflight import check_inputs
+from quartet.preflight import check_inputs, count_prompts
 
 DEFAULT_STEPS = 200
 DEFAULT_ESTIMATOR = "gae"
@@ -88,7 +88,7 @@ def init(target: Path, answers: Answers, overwrite: bool, yes: bool) -> None:
 def _ask(answers: Answers) -> None:
     """Ask for the answers that are missing."""
     answers.policy = answers.policy or _question("Policy to train: directory of a causal LM, or hub id")
-    answers.prompts = answers.prompts or Path(_question("Prompts: JSON Lines file"))
+    answers.prompts = answers.prompts or Path(_question("Prompts: file in JSON Lines, CSV or Parquet"))
     if not answers.reward and not answers.reward_function:
         answers.reward = _question("Reward model: directory or hub id; empty for a Python function", "") or None
         if answers.reward is None:
@@ -113,11 +113,14 @@ def _write(path: Path, answers: Answers) -> None:
         if function_file is not None and answers.reward_function is not None:
             created.append(function_file)
             write_durably(function_file, _REWARD_FILE.format(name=answers.reward_function.partition(":")[2]))
-        text = _config_text(path, answers)
         # The commands run in the folder of the config, so that its paths and functions are found from there.
         with contextlib.chdir(folder):
-            config = parse_config(yaml.safe_load(text), source=str(path))
-            notes = [*check_inputs(config), *check_access(config)]
+            config = _parse(path, _config_text(path, answers, RESPONSES_PER_STEP))
+            # The check of the prompts tells how many are usable, and so how many a step can have.
+            rollout = config.rollout.model_copy(update={"prompts_per_step": 1})
+            notes = [*check_inputs(config.model_copy(update={"rollout": rollout})), *check_access(config)]
+            text = _config_text(path, answers, count_prompts(config))
+            _parse(path, text)
         write_durably(path, text)
     except (QuartetError, OSError):
         if before is None:
@@ -155,14 +158,18 @@ def _is_installed(module: str) -> bool:
     return spec is not None or module in sys.builtin_module_names
 
 
-def _config_text(path: Path, answers: Answers) -> str:
-    """Return the config with comments. Its paths start at the folder of ``path``."""
+def _parse(path: Path, text: str) -> Config:
+    return parse_config(yaml.safe_load(text), source=str(path))
+
+
+def _config_text(path: Path, answers: Answers, num_prompts: int) -> str:
+    """Return the config with comments, for ``num_prompts`` usable prompts. Its paths start at the folder of ``path``."""
     assert answers.policy is not None
     assert answers.prompts is not None
     estimator = answers.estimator or DEFAULT_ESTIMATOR
     estimator = "gae" if estimator == "ppo" else estimator
     spec = BUILT_IN_ESTIMATORS.get(estimator)
-    prompts = min(RESPONSES_PER_STEP, len(read_prompt_lines(answers.prompts)))
+    prompts = min(RESPONSES_PER_STEP, num_prompts)
     samples = SAMPLES_PER_PROMPT if spec is not None and spec.uses_groups else 1
     if samples > 1:
         prompts = min(prompts, RESPONSES_PER_STEP // samples)
@@ -195,7 +202,8 @@ run:
   steps: {answers.steps or DEFAULT_STEPS}
 
 data:
-  # One JSON object per line: {{"text": "..."}} or {{"messages": [...]}}. A reward function gets its other fields.
+  # {FORMATS}.
+  # Each row has text or messages: {{"text": "..."}} or {{"messages": [...]}}. A reward function gets its other fields.
   prompts: {_scalar(where(str(answers.prompts)))}
   # Longer prompts are skipped.
   max_prompt_tokens: {prompt_tokens}

@@ -12,7 +12,7 @@ from quartet.preflight.addresses import check_gateway, check_port
 from quartet.preflight.functions import check_function, named_functions
 from quartet.preflight.ineffective_settings import unused_settings
 from quartet.preflight.models import check_model, check_same_tokenizer
-from quartet.preflight.prompts import check_prompts
+from quartet.preflight.prompts import check_prompts, count_prompts
 from quartet.run_directory.identity import Identity
 from quartet.run_directory.run_files import RunFiles
 from quartet.telemetry.sinks.configured import check_sinks
@@ -24,6 +24,7 @@ __all__ = [
     "check_inputs",
     "check_resumable",
     "check_separate_orchestrator",
+    "count_prompts",
     "nothing_to_resume",
     "unused_settings",
 ]

@@ -61,6 +61,13 @@ def check_prompts(config: Config, report: Report) -> list[str]:
     return notes
 
 
+def count_prompts(config: Config) -> int:
+    """Return the number of usable prompts of data.prompts; without the tokenizer on this machine, of all. Raises ConfigError."""
+    settings = PromptSettings.for_training(config)
+    summaries = _summaries([settings], _number(_description(config.actor.model), "vocab_size"), lambda _: None)
+    return summaries[0].num_prompts if summaries is not None else _read(settings)[0]
+
+
 def _read(settings: PromptSettings) -> tuple[int, int]:
     """Return the numbers of prompts in a file, and of those that are messages. Raises DataError."""
     num_prompts = num_messages = 0
