@@ -86,7 +86,9 @@ def test_a_run_is_trained_read_and_used(
     np.testing.assert_array_equal(again.metrics["reward_mean"], [line["reward_mean"] for line in lines])
 
 
-def test_a_run_that_another_thread_started_is_controlled(folder: Path, config: Path) -> None:
+def test_a_run_that_another_thread_started_is_controlled(
+    folder: Path, config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     started: list[quartet.Run] = []
     thread = threading.Thread(target=lambda: started.append(quartet.train(config, LONG, wait=False)))
     thread.start()
@@ -95,7 +97,13 @@ def test_a_run_that_another_thread_started_is_controlled(folder: Path, config: P
     try:
         assert wait_until(lambda: run.step >= 1, 60)
         assert run.dashboard is not None
-        assert run.dashboard.startswith("http://127.0.0.1:")
+        address, _, token = run.dashboard.partition("#token=")
+        assert address.startswith("http://127.0.0.1:")
+        run.wait(0.1)
+        printed = capsys.readouterr().out
+        assert f"dashboard: {address} (Run.dashboard is the link with its token)" in printed
+        assert token
+        assert token not in printed
         [change] = run.set({"actor.learning_rate": 0.002})
         assert (change.before, change.after) == (0.001, 0.002)
         assert run.settings["actor.learning_rate"].value == 0.002

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import ast
+import os
+import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +18,9 @@ import pytest
 import quartet
 from quartet.config import Config
 from quartet.errors import ConfigError
+from quartet.run_directory.identity import Identity
 from quartet.run_directory.run_files import RunFiles
+from quartet.runs import background_run
 from tests.unit.models import tiny
 
 TREE = {
@@ -128,6 +134,49 @@ def test_generate_continues_the_message_of_the_assistant(tmp_path: Path) -> None
 def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is not the directory of a run"):
         quartet.Run(tmp_path)
+
+
+def test_an_existing_run_and_missing_secrets_are_reported_before_the_prompts_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=r"security.token_file missing"):
+        quartet.train(TREE, {"security.token_file": "missing"})
+    with pytest.raises(ConfigError, match="runs/tiny does not contain a run"):
+        quartet.train(TREE, resume=True)
+    assert not Path("runs").exists()
+    files = RunFiles(Path("runs/tiny"))
+    files.write_config(quartet.load_config(TREE).to_yaml())
+    files.append_metrics({"step": 1})
+    with pytest.raises(ConfigError, match="runs/tiny: holds an earlier run"):
+        quartet.train(TREE)
+    Path("prompts.jsonl").write_text('{"text": "hello"}\n')
+    Identity.new(quartet.load_config(TREE), {}).write(files.identity)
+    Path("prompts.jsonl").unlink()
+    with pytest.raises(ConfigError, match=r"cannot be read .*; give the file that the run in runs/tiny started with"):
+        quartet.train(TREE, resume=True)
+
+
+def test_a_fork_does_not_wait_for_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    @contextmanager
+    def running(*arguments: Any, **options: Any) -> Iterator[None]:
+        with arguments[4]("running"):
+            arguments[5].wait()
+        raise KeyboardInterrupt
+        yield
+
+    monkeypatch.setattr(background_run, "started_run", running)
+    run = background_run.BackgroundRun(quartet.load_config(TREE), overwrite=False, resume=False)
+    child = os.fork()
+    if child == 0:
+        signal.alarm(10)
+        run.interrupt()
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+    assert not run.ended
+    run.interrupt()
+    assert run.interrupted
 
 
 def test_metrics_are_arrays_also_while_the_run_writes_them(tmp_path: Path) -> None:

@@ -113,7 +113,14 @@ class Identity:
     def check(self, config: Config, root: Path) -> None:
         """Raise ConfigError unless the run in ``root`` can resume with this config."""
         check_settings(self.settings, fixed_settings(config), root)
-        if sha256(config.data.prompts) != self.prompts_sha256:
+        try:
+            prompts_sha256 = sha256(config.data.prompts)
+        except OSError as error:
+            raise ConfigError(
+                f"data.prompts {config.data.prompts}: cannot be read ({error.strerror}); give the file that the run in {root} "
+                "started with"
+            ) from None
+        if prompts_sha256 != self.prompts_sha256:
             raise ConfigError(
                 f"data.prompts {config.data.prompts}: differs from the file that the run in {root} started with; "
                 "give that file, or start a new run"

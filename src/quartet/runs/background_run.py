@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import math
+import os
 import queue
 import threading
 from collections.abc import Iterator
@@ -69,6 +70,7 @@ class BackgroundRun:
         """The error that ended the run."""
         self.interrupted = False
         """True if ``interrupt`` ended the run before its last step."""
+        self._process = os.getpid()
         self._checked, self._interrupt, self._ended = threading.Event(), threading.Event(), threading.Event()
         # A daemon thread: the interpreter would wait for any other before it calls the exit handlers.
         self._thread = threading.Thread(
@@ -90,16 +92,17 @@ class BackgroundRun:
         return self._ended.is_set()
 
     def interrupt(self) -> None:
-        """End the run as Ctrl-C ends `quartet train`, and wait until its processes have stopped."""
+        """End the run as Ctrl-C ends `quartet train`, and wait until its processes have stopped. Does nothing in a fork."""
+        if os.getpid() != self._process:
+            return  # A fork has no thread that could end the run.
         self._interrupt.set()
         self._ended.wait()
 
     def _run(self, config: Config, overwrite: bool, resume: bool) -> None:
         try:
-            with started_run(config, overwrite, resume, self.display.print_line, self._activity, self._interrupt) as (
-                launcher,
-                files,
-            ):
+            with started_run(
+                config, overwrite, resume, self.display.print_line, self._activity, self._interrupt, with_token=False
+            ) as (launcher, files):
                 self.dashboard = launcher.dashboard_link
                 self.state = follow_run(launcher, files, _WithState(self), self._interrupt)
         except KeyboardInterrupt:

@@ -37,28 +37,33 @@ def started_run(
     report: Callable[[str], None],
     activity: Callable[[str], AbstractContextManager[object]],
     interrupted: threading.Event | None = None,
+    with_token: bool = True,
 ) -> Iterator[tuple[Launcher, RunFiles]]:
     """Start the processes of a run. An earlier run that it replaces is restored unless this run completes a step.
 
-    ``report`` prints a line for the user, ``activity`` shows what happens while its context is open. Raises KeyboardInterrupt if
-    ``interrupted`` is set while the services start.
+    ``report`` prints a line for the user, ``activity`` shows what happens while its context is open. ``with_token`` False reports
+    the link to the dashboard without its token. Raises KeyboardInterrupt if ``interrupted`` is set while the services start.
     """
     if overwrite and resume:
         raise ConfigError("--overwrite and --resume: one replaces the earlier run, the other resumes it; give only one")
-    check_inputs(config, report)
+    files = RunFiles(config.run_directory)
+    # The fast checks come first: prompts may take minutes to tokenize.
     check_access(config)
     check_gateway(config)
+    if files.root.is_dir():
+        with lock_run_directory(files):
+            _check_earlier_run(config, files, overwrite, resume)
+    elif resume:
+        check_resumable(config, files)
+    check_inputs(config, report)
     for note in unused_settings(config):
         report(note)
-    files = RunFiles(config.run_directory)
     with lock_run_directory(files):
         if overwrite:
             move_earlier_run_aside(files)
         try:
-            if resume:
-                check_resumable(config, files)
-            else:
-                check_unused(files)
+            _check_earlier_run(config, files, overwrite=False, resume=resume)
+            if not resume:
                 # Files of an earlier run that completed no step, such as its baseline or an embedded Redis, are not part of
                 # this run.
                 remove_run(files)
@@ -71,8 +76,10 @@ def started_run(
                 for line in launcher.check():
                     report(line)
                 files.write_services(launcher.addresses)
-                if launcher.dashboard_link is not None:
-                    report(f"dashboard: {launcher.dashboard_link}")
+                if (link := launcher.dashboard_link) is not None:
+                    # A notebook saves what it prints.
+                    public = f"{link.partition('#')[0]} (Run.dashboard is the link with its token)"
+                    report(f"dashboard: {link if with_token else public}")
                 try:
                     yield launcher, files
                 except KeyboardInterrupt:
@@ -89,6 +96,14 @@ def started_run(
             files.services.unlink(missing_ok=True)
             files.gateway.unlink(missing_ok=True)
             restore_earlier_run(files)
+
+
+def _check_earlier_run(config: Config, files: RunFiles, overwrite: bool, resume: bool) -> None:
+    """Raise ConfigError unless the run can start in its directory."""
+    if resume:
+        check_resumable(config, files)
+    elif not overwrite:
+        check_unused(files)
 
 
 def _resume_command(files: RunFiles) -> str:
