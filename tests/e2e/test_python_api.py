@@ -77,6 +77,7 @@ def test_a_run_is_trained_read_and_used(
     [checkpoint] = quartet.generate(run.checkpoints[STEPS], first.prompt, max_tokens=5, temperature=0.0)
     np.testing.assert_array_equal(checkpoint.token_ids, first.token_ids)
 
+    run.stop()  # Does nothing, because the run has ended.
     run.rollback(2)
     assert (run.state, run.step) == ("idle", 2)
     with pytest.raises(ConfigError, match="has no saved policy"):

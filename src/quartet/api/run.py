@@ -195,9 +195,13 @@ class Run:
             api.post("/resume")
 
     def stop(self) -> None:
-        """Stop the run after the current step, and save its policy. ``wait`` waits for the end."""
-        with self._gateway() as api:
-            api.post("/stop")
+        """Stop the run after the current step, and save its policy. ``wait`` waits for the end. No error if it has ended."""
+        try:
+            with self._gateway() as api:
+                api.post("/stop")
+        except ConfigError:
+            if self.state not in ("finished", "stopped"):
+                raise
 
     def checkpoint(self) -> None:
         """Write a checkpoint after the current step."""

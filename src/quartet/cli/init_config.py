@@ -41,7 +41,7 @@ _REWARD_FILE = '''"""A reward function: rewards.md in Quartet's documentation sa
 def {name}(prompt, response, fields):
     """Return the score of a response, a finite number. Higher is better.
 
-    ``fields`` has the other fields of the prompt's line, such as an answer. This example prefers responses of 30 words.
+    ``fields`` has the fields of the prompt's row, such as an answer. This example prefers responses of 30 words.
     """
     return -abs(len(response.split()) - 30) / 30
 '''
@@ -203,9 +203,9 @@ run:
 
 data:
   # {FORMATS}.
-  # Each row has text or messages: {{"text": "..."}} or {{"messages": [...]}}. A reward function gets its other fields.
+  # Each row has prompt, text or messages. A reward function gets all fields of its row.
   prompts: {_scalar(where(str(answers.prompts)))}
-  # Longer prompts are skipped.
+  # Longer prompts are dropped; truncation: left or right shortens them.
   max_prompt_tokens: {prompt_tokens}
   # Prompts for evaluations, in the same format:
   # validation: validation.jsonl
