@@ -213,6 +213,18 @@ def uncacheable_reason(config: dict[str, Any]) -> str | None:
     return None
 
 
+def positions_in(config: dict[str, Any]) -> int | None:
+    """Return the number of positions that a config.json states, or None. Older model types call it n_positions."""
+    return number_in(config, "max_position_embeddings") or number_in(config, "n_positions")
+
+
+def number_in(config: dict[str, Any], name: str) -> int | None:
+    """Return a positive whole number in a config.json or in its section on the text model, or None."""
+    text = config.get("text_config")
+    value = config.get(name, text.get(name) if isinstance(text, dict) else None)
+    return value if isinstance(value, int) and value > 0 else None
+
+
 @functools.cache
 def _names_in(file: str, table: str) -> frozenset[str]:
     """Return every quoted name in a table of transformers' auto classes, read from its source. Empty if there is none.

@@ -24,6 +24,7 @@ from quartet.durable_files import write_durably
 from quartet.errors import ConfigError, QuartetError
 from quartet.hub_models import looks_local
 from quartet.launcher.security_checks import check_access
+from quartet.model_support import positions_in
 from quartet.preflight import check_inputs, count_prompts
 
 DEFAULT_STEPS = 200
@@ -261,9 +262,10 @@ def _relative_to(folder: Path) -> Callable[[str], str]:
 def _lengths(policy: str) -> tuple[int, int]:
     """Return the maximum lengths of a prompt and a response in tokens that the model has positions for."""
     try:
-        positions = json.loads((Path(policy) / "config.json").read_text(encoding="utf-8"))["max_position_embeddings"]
-        positions = int(positions)
-    except (OSError, ValueError, KeyError, TypeError):
+        positions = positions_in(json.loads((Path(policy) / "config.json").read_text(encoding="utf-8")))
+    except (OSError, ValueError, AttributeError):
+        positions = None
+    if positions is None:
         return MAX_PROMPT_TOKENS, MAX_RESPONSE_TOKENS
     response = max(1, min(MAX_RESPONSE_TOKENS, positions // 2))
     return max(1, min(MAX_PROMPT_TOKENS, positions - response)), response

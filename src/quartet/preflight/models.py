@@ -14,6 +14,7 @@ from quartet.model_support import (
     classifier_names,
     encoder_reason,
     not_causal_reason,
+    positions_in,
     uncacheable_reason,
     unreadable_reason,
 )
@@ -80,8 +81,8 @@ def _check_checkpoint(
         raise ModelError(
             f"{what}: a classifier with {outputs} outputs; a reward model has exactly one: train it with num_labels=1"
         )
-    positions = _positions(description)
-    if isinstance(positions, int) and positions <= max_response_tokens:
+    positions = positions_in(description)
+    if positions is not None and positions <= max_response_tokens:
         raise ModelError(
             f"{what}: supports {positions} positions, and rollout.max_response_tokens {max_response_tokens} leaves none "
             "for a prompt; lower rollout.max_response_tokens"
@@ -151,16 +152,6 @@ def _unsupported_reason(role: Role, description: dict[str, Any], engine: str) ->
     if reason is None and role is Role.ACTOR and engine == "torch":
         reason = uncacheable_reason(description)
     return reason
-
-
-def _positions(description: dict[str, Any]) -> Any:
-    """Return the number of positions in config.json, or None. Older model types call it n_positions."""
-    text = description.get("text_config")
-    for part in (description, text if isinstance(text, dict) else {}):
-        for name in ("max_position_embeddings", "n_positions"):
-            if name in part:
-                return part[name]
-    return None
 
 
 def _num_outputs(what: str, description: dict[str, Any]) -> int:

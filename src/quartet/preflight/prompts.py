@@ -21,6 +21,7 @@ from quartet.data import (
 from quartet.errors import ConfigError, DataError, ModelError, ServiceFailed
 from quartet.hub_models import cached_snapshot
 from quartet.missing_packages import explain_missing_package
+from quartet.model_support import number_in, positions_in
 from quartet.preflight.checking_process import checking_process
 from quartet.tokenizer_check import has_tokenizer, tokenizer_location
 
@@ -37,7 +38,7 @@ def check_prompts(config: Config, report: Report) -> list[str]:
     files = {"data.prompts": PromptSettings.for_training(config)}
     if (validation := PromptSettings.for_validation(config)) is not None:
         files["data.validation"] = validation
-    vocabulary_size = _number(_description(config.actor.model), "vocab_size")
+    vocabulary_size = number_in(_description(config.actor.model), "vocab_size")
     summaries = _summaries(list(files.values()), vocabulary_size, report)
     notes = []
     for number, (key, settings) in enumerate(files.items()):
@@ -64,7 +65,7 @@ def check_prompts(config: Config, report: Report) -> list[str]:
 def count_prompts(config: Config) -> int:
     """Return the number of usable prompts of data.prompts; without the tokenizer on this machine, of all. Raises ConfigError."""
     settings = PromptSettings.for_training(config)
-    summaries = _summaries([settings], _number(_description(config.actor.model), "vocab_size"), lambda _: None)
+    summaries = _summaries([settings], number_in(_description(config.actor.model), "vocab_size"), lambda _: None)
     return summaries[0].num_prompts if summaries is not None else _read(settings)[0]
 
 
@@ -123,7 +124,7 @@ def _check_positions(key: str, longest: int, config: Config) -> None:
     response = config.rollout.max_response_tokens
     for name, model in config.models.items():
         description = _description(model)
-        positions = _number(description, "max_position_embeddings") or _number(description, "n_positions")
+        positions = positions_in(description)
         if positions and longest + response > positions:
             raise ConfigError(
                 f"rollout.max_response_tokens {response}: with the longest prompt of {key}, of {longest} tokens, exceeds the "
@@ -142,10 +143,3 @@ def _description(model: str) -> dict[str, Any]:
     except (OSError, ValueError, ModelError):
         return {}
     return value if isinstance(value, dict) else {}
-
-
-def _number(description: dict[str, Any], name: str) -> int | None:
-    """Return a setting of a model or of its text model. None without it."""
-    inner = description.get("text_config")
-    value = description.get(name, inner.get(name) if isinstance(inner, dict) else None)
-    return value if isinstance(value, int) and value > 0 else None
