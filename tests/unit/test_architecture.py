@@ -35,6 +35,8 @@ FILES = {
     "quartet.user_code",
 }
 LIBRARY = {
+    "quartet.engines",
+    "quartet.weight_transfer",
     "quartet.rpc",
     "quartet.buffer",
     "quartet.models",
@@ -106,6 +108,8 @@ ALLOWED: dict[str, set[str]] = {
         "quartet.adapter_files",
         "quartet.tokenizer_check",
     },
+    "quartet.weight_transfer": {"quartet.errors", "quartet.types"},
+    "quartet.engines": FOUNDATION | {"quartet.random_streams", "quartet.secret_files", "quartet.weight_transfer"},
     "quartet.rewards": FOUNDATION
     | {"quartet.models", "quartet.child_processes", "quartet.secret_files", "quartet.user_code"},
     "quartet.buffer": FOUNDATION | {"quartet.codec", "quartet.child_processes", "quartet.secret_files"},
