@@ -15,13 +15,14 @@ Cancelled = Callable[[], bool]
 
 @dataclass(frozen=True, slots=True)
 class EngineProperties:
-    """What an engine guarantees. The orchestrator relies on these, so an engine declares only what it keeps.
+    """Guarantees of an engine. The orchestrator relies on them, so an engine declares only what it keeps.
 
-    ``seeded``: the seed of a trajectory decides its random numbers. ``batch_invariant``: which requests share a batch changes no
-    bit of a response. ``log_probs``: of the sampled tokens, at the sampling temperature, over the "whole" distribution or over the
-    one that top_k and top_p "truncated"; "none" if the engine reports none or others. ``weights``: way of a new policy version
-    into the engine. ``digest``: "read back" if the engine computes it from the weights that it holds after loading, "reported" if
-    a server names a version, "none" otherwise. ``in_flight_updates``: takes new weights in the middle of a response.
+    ``seeded``: the seed of a trajectory decides its random numbers. ``batch_invariant``: the other requests in a batch change no
+    bit of a response. ``log_probs``: of the sampled tokens, at the sampling temperature, over the "whole" distribution or over
+    the one that top_k and top_p "truncated"; "none" if the engine reports none or others. ``weights``: way of a new policy
+    version into the engine. ``digest``: "read back" if the engine computes it from the weights that it holds after loading,
+    "reported" if a server names a version, "none" otherwise. ``in_flight_updates``: takes new weights in the middle of a
+    response.
     """
 
     name: str
@@ -35,7 +36,7 @@ class EngineProperties:
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """What an engine must know of the policy. ``model``: path or hub id whose config.json describes the architecture.
+    """Description of the policy for an engine. ``model``: path or hub id whose config.json describes the architecture.
 
     ``stop_ids`` end a response. ``vocabulary_size``: number of token ids that the model embeds. ``max_sequence_tokens``: longest
     prompt and response together; 0 is no limit. ``dtype``: "float32", "bfloat16" or "float16".
@@ -52,8 +53,8 @@ class ServedModel:
 class EngineResponse:
     """An engine's response to a request.
 
-    ``token_ids`` include the stop token if there is one. ``log_probs`` are in nats, one for each token; None if the engine reports
-    none of the whole distribution.
+    ``token_ids`` include the stop token if there is one. ``log_probs`` are in nats, one for each token; None if the engine
+    reports none of the whole distribution.
     """
 
     request: GenerationRequest
@@ -66,7 +67,7 @@ class Engine(Protocol):
 
     @property
     def properties(self) -> EngineProperties:
-        """What this engine guarantees with its present settings."""
+        """Guarantees of this engine with its present settings."""
 
     def load_weights(self, weights: WeightSet, changed: Collection[str]) -> Mapping[str, bytes]:
         """Load a policy version, and reset every cache that depends on the previous one.
@@ -86,7 +87,7 @@ class Engine(Protocol):
         """
 
     def sleep(self) -> None:
-        """Free the memory of the device, until ``load_weights`` or ``generate``. Do nothing if the engine has a device of its own."""
+        """Free the memory of the device until the next ``load_weights`` or ``generate``. Do nothing on a separate device."""
 
     def close(self) -> None:
         """Release all resources of the engine."""

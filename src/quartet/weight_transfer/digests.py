@@ -15,7 +15,7 @@ DIGEST_BYTES = 16
 def tensor_digest(tensor: HostTensor) -> bytes:
     """Return the xxh3-128 of a tensor's dtype, shape and bytes: 16 bytes."""
     digest = xxhash.xxh3_128(f"{tensor.dtype}{list(tensor.shape)}".encode())
-    digest.update(tensor.data)
+    digest.update(tensor.data.data)
     return digest.digest()
 
 

@@ -38,8 +38,8 @@ class WeightSet:
     """The weights of one policy version.
 
     ``digest`` identifies the bytes of all ``tensors``: 16 bytes, see ``digests.combined_digest``. ``tensors`` have the names of
-    the model's Hugging Face checkpoint; tied weights appear once. With an ``adapter``, the base weights and the adapter's matrices
-    are both present, and the base weights never change.
+    the model's Hugging Face checkpoint; tied weights appear once. With an ``adapter``, the base weights and the adapter's
+    matrices are both present, and the base weights never change.
     """
 
     version: int
