@@ -31,7 +31,7 @@ SEALED = 40
 """Steps with experience in the buffer. After the last of them, the fuzzer restores the initial models."""
 IMPORT_PATH = (str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH"))
 """Import path of the reward function."""
-STATUS, HEALTH = "quartet.v1.StatusService", "grpc.health.v1.Health"
+STATUS, WEIGHTS, HEALTH = "quartet.v1.StatusService", "quartet.v1.WeightService", "grpc.health.v1.Health"
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,8 @@ class Target:
 
     @property
     def services(self) -> tuple[str, ...]:
-        return (f"quartet.v1.{self.role.capitalize()}Service", STATUS, HEALTH)
+        weights = (WEIGHTS,) if self.role is Role.ACTOR else ()
+        return (f"quartet.v1.{self.role.capitalize()}Service", *weights, STATUS, HEALTH)
 
 
 @dataclass

@@ -22,6 +22,7 @@ from quartet.v1 import (
     tensor_pb2,
     trajectory_pb2,
     update_pb2,
+    weights_pb2,
 )
 from tests.unit.models import tiny
 
@@ -140,6 +141,11 @@ def _score(random: Random, state: ServiceState) -> Message:
     return reward_pb2.ScoreRequest(batch=batch, fields=[random.choice(fields) for _ in range(sequences)])
 
 
+def _weights(random: Random, state: ServiceState) -> Message:
+    have = {} if random.random() < 0.5 else {"have_version": 0, "have_digest": bytes(16)}
+    return weights_pb2.GetWeightsRequest(run=RUN, version=random.choice([0, state.policy_version]), **have)
+
+
 def _change_settings(random: Random, state: ServiceState) -> Message:
     values = {"kl_coefficient": random.random(), "actor.learning_rate": random.random() * 1e-3}
     return orchestrator_pb2.ChangeSettingsRequest(values=values, user="fuzz")
@@ -183,6 +189,7 @@ SEEDS: dict[str, Callable[[Random, ServiceState], Message]] = {
     "/quartet.v1.OrchestratorService/RollBack": _roll_back,
     "/quartet.v1.OrchestratorService/GetSettings": _constant(orchestrator_pb2.GetSettingsRequest()),
     "/quartet.v1.OrchestratorService/ChangeSettings": _change_settings,
+    "/quartet.v1.WeightService/GetWeights": _weights,
     "/quartet.v1.StatusService/GetStatus": _constant(status_pb2.GetStatusRequest()),
     "/grpc.health.v1.Health/Check": _health,
     "/grpc.health.v1.Health/Watch": _health,

@@ -21,7 +21,7 @@ from quartet import __version__, v1
 from quartet.config import SecurityConfig
 from quartet.errors import AccessRefused, ConfigError, ServiceUnavailable
 from quartet.rpc.health import is_serving
-from quartet.rpc.security.allow_list import CALLERS, GATEWAY, OPERATOR, PROCESSES, PROMETHEUS, REDIS
+from quartet.rpc.security.allow_list import CALLERS, GATEWAY, GENERATOR, OPERATOR, PROCESSES, PROMETHEUS, REDIS
 from quartet.rpc.security.certificate_authority import Authority
 from quartet.rpc.security.credentials import Credentials
 from quartet.rpc.server import Server
@@ -112,13 +112,19 @@ def test_a_process_may_call_only_its_permitted_methods(server: Server, folder: P
     assert {results[method] for method in permitted} <= {grpc.StatusCode.OK, grpc.StatusCode.INTERNAL}
 
 
-def test_scorers_call_no_service_and_only_the_orchestrator_updates_models() -> None:
+def test_scorers_call_no_service_and_only_generators_read_weights() -> None:
     assert not any(
         {Role.REWARD, Role.REFERENCE, Role.ACTOR, Role.CRITIC, PROMETHEUS, REDIS} & c for c in CALLERS.values()
     )
     assert {method for method, callers in CALLERS.items() if callers == {Role.ORCHESTRATOR}} == {
-        method for method in METHODS if not method.startswith(("quartet.v1.Status", "quartet.v1.Orchestrator"))
+        method
+        for method in METHODS
+        if not method.startswith(("quartet.v1.Status", "quartet.v1.Orchestrator", "quartet.v1.Weight"))
     }
+    assert {method for method, callers in CALLERS.items() if GENERATOR in callers} == {
+        "quartet.v1.WeightService/GetWeights"
+    }
+    assert CALLERS["quartet.v1.WeightService/GetWeights"] == {GENERATOR}
     assert CALLERS["quartet.v1.OrchestratorService/Stop"] == {GATEWAY, OPERATOR}
 
 

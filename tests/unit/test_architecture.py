@@ -94,7 +94,13 @@ ALLOWED: dict[str, set[str]] = {
         "quartet.user_code",
     },
     "quartet.ppo": {"quartet.errors", "quartet.types", "quartet.user_code"},
-    "quartet.codec": {"quartet.errors", "quartet.types", "quartet.config", "quartet.v1"},
+    "quartet.codec": {
+        "quartet.errors",
+        "quartet.types",
+        "quartet.config",
+        "quartet.v1",
+        "quartet.weight_transfer",
+    },
     "quartet.v1": set(),
     "quartet.models": {
         "quartet.errors",
@@ -108,12 +114,13 @@ ALLOWED: dict[str, set[str]] = {
         "quartet.adapter_files",
         "quartet.tokenizer_check",
     },
-    "quartet.weight_transfer": {"quartet.errors", "quartet.types"},
+    "quartet.weight_transfer": {"quartet.errors", "quartet.types", "quartet.topology"},
     "quartet.engines": FOUNDATION | {"quartet.random_streams", "quartet.secret_files", "quartet.weight_transfer"},
     "quartet.rewards": FOUNDATION
     | {"quartet.models", "quartet.child_processes", "quartet.secret_files", "quartet.user_code"},
     "quartet.buffer": FOUNDATION | {"quartet.codec", "quartet.child_processes", "quartet.secret_files"},
-    "quartet.rpc": FOUNDATION | {"quartet.codec", "quartet.secret_files", "quartet.topology", "quartet.v1"},
+    "quartet.rpc": FOUNDATION
+    | {"quartet.codec", "quartet.secret_files", "quartet.topology", "quartet.v1", "quartet.weight_transfer"},
     "quartet.telemetry": FOUNDATION
     | {"quartet.durable_files", "quartet.run_directory", "quartet.secret_files", "quartet.topology"},
     "quartet.demo": FOUNDATION | {"quartet.atomic_directory", "quartet.models"},

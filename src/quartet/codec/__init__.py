@@ -85,6 +85,12 @@ from quartet.codec.updates import (
     update_result_from_proto,
     update_result_to_proto,
 )
+from quartet.codec.weights import (
+    weights_from_proto,
+    weights_request_from_proto,
+    weights_request_to_proto,
+    weights_to_proto,
+)
 
 __all__ = [
     "EXPERIENCE_CHUNK_BYTES",
@@ -164,4 +170,8 @@ __all__ = [
     "watch_progress_request",
     "watch_progress_response",
     "watched_step_from_proto",
+    "weights_from_proto",
+    "weights_request_from_proto",
+    "weights_request_to_proto",
+    "weights_to_proto",
 ]

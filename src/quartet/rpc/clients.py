@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
 from typing import Any
 
 from quartet import codec
@@ -34,7 +35,15 @@ from quartet.types import (
     UpdateResult,
     ValueLossSettings,
 )
-from quartet.v1 import actor_pb2_grpc, critic_pb2_grpc, orchestrator_pb2_grpc, reference_pb2_grpc, reward_pb2_grpc
+from quartet.v1 import (
+    actor_pb2_grpc,
+    critic_pb2_grpc,
+    orchestrator_pb2_grpc,
+    reference_pb2_grpc,
+    reward_pb2_grpc,
+    weights_pb2_grpc,
+)
+from quartet.weight_transfer.messages import Message, WeightsRequest
 
 
 class ServiceClient:
@@ -296,3 +305,32 @@ class OrchestratorClient:
 
     def _call(self, method: Any, request: Any, title: str) -> Any:
         return self._channel.call(method, request, self._timeout, title)
+
+
+class WeightClient:
+    """Client of a process that serves weights: the actor or a generator. See ``WeightPeer``."""
+
+    def __init__(self, role: Role, address: str, credentials: Credentials = LOCAL) -> None:
+        """``role`` is the role expected at ``address``."""
+        self._channel = ServiceChannel(role, address, credentials)
+        self._stub = weights_pb2_grpc.WeightServiceStub(self._channel.grpc_channel)
+
+    @property
+    def address(self) -> str:
+        """Role and address of the process, for messages."""
+        return f"{self._channel.name} at {self._channel.address}"
+
+    def get_weights(self, request: WeightsRequest, timeout: float) -> Iterator[Message]:
+        """Yield the manifest, then the chunks of a version. ``timeout``: seconds for the whole stream.
+
+        Raises FailedPrecondition if the process does not have the version, InvalidRequest for a malformed message. Closing the
+        iterator cancels the call.
+        """
+        message = codec.weights_request_to_proto(request)
+        with closing(self._channel.stream(self._stub.GetWeights, message, "GetWeights", timeout)) as responses:
+            for response in responses:
+                yield codec.weights_from_proto(response)
+
+    def close(self) -> None:
+        """Close the channel."""
+        self._channel.close()

@@ -14,6 +14,9 @@ WORKERS = MAX_CONCURRENT_CALLS
 MAX_STREAMS = 16
 """Maximum open streams of a server. Each one holds a worker."""
 
+MAX_WEIGHT_STREAMS = 8
+"""Maximum open streams of weights of a process. Fewer than MAX_STREAMS, so that other streams find a free place."""
+
 MAX_PENDING_WORK = 16
 """Maximum calls that wait for a compute thread. Fewer than WORKERS, so that health and status always find a free worker."""
 

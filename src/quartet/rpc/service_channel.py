@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from typing import Any, TypeVar
 
 import grpc
@@ -86,14 +86,22 @@ class ServiceChannel:
             pending.when_done(lambda: span.end(stream.code().name))
         return pending
 
-    def stream(self, method: Any, request: Any, title: str) -> Iterator[Any]:
-        """Yield the messages of a server-streaming method without a deadline. Raises as ``call``."""
+    def stream(self, method: Any, request: Any, title: str, timeout: float | None = None) -> Generator[Any, None, None]:
+        """Yield the messages of a server-streaming method. Raises as ``call``.
+
+        ``timeout``: seconds for the whole stream; None for no deadline. Closing the iterator cancels the call.
+        """
+        responses = None
         try:
-            yield from method(request, metadata=self._credentials.metadata)
+            responses = method(request, timeout=timeout, metadata=self._credentials.metadata)
+            yield from responses
         except grpc.RpcError as error:
-            raise self._error(error, title, 0.0) from None
+            raise self._error(error, title, timeout or 0.0) from None
         except ValueError:
             raise self._closed(title) from None
+        finally:
+            if responses is not None:
+                responses.cancel()
 
     def status(self, timeout: float = STATUS_TIMEOUT) -> ProcessStatus:
         """Return the status of the process. Raises as ``call``."""

@@ -14,13 +14,16 @@ OPERATOR = "operator"
 """The `quartet` command."""
 PROMETHEUS = "prometheus"
 """Prometheus. It scrapes metrics and calls no method."""
+GENERATOR = "generator"
+"""A process that generates with its own copy of the weights. It pulls them from the actor, or from another generator."""
 REDIS = "redis"
 """The rollout buffer; it calls no method."""
 
-PROCESSES = (*(str(role) for role in Role), GATEWAY, OPERATOR, PROMETHEUS, REDIS)
+PROCESSES = (*(str(role) for role in Role), GENERATOR, GATEWAY, OPERATOR, PROMETHEUS, REDIS)
 """Every process that has a certificate."""
 
 _ORCHESTRATOR = frozenset({str(Role.ORCHESTRATOR)})
+_GENERATORS = frozenset({GENERATOR})
 _USERS = frozenset({GATEWAY, OPERATOR})
 _ANY_CALLER = _ORCHESTRATOR | _USERS
 
@@ -45,6 +48,7 @@ CALLERS: dict[str, frozenset[str]] = {
     "quartet.v1.OrchestratorService/RollBack": _USERS,
     "quartet.v1.OrchestratorService/GetSettings": _USERS,
     "quartet.v1.OrchestratorService/ChangeSettings": _USERS,
+    "quartet.v1.WeightService/GetWeights": _GENERATORS,
     "quartet.v1.StatusService/GetStatus": _ANY_CALLER,
     "grpc.health.v1.Health/Check": _ANY_CALLER,
     "grpc.health.v1.Health/Watch": _ANY_CALLER,

@@ -1,0 +1,307 @@
+"""The host copy of the weights that a generator holds."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from quartet.errors import InvalidRequest, NoResponse, QuartetError, ServiceBusy, ServiceFailed
+from quartet.weight_transfer.digests import combined_digest, tensor_digest
+from quartet.weight_transfer.messages import (
+    CHUNK_BYTES,
+    MAX_LINKS,
+    Chunk,
+    Encoding,
+    Manifest,
+    Message,
+    WeightPeer,
+    WeightsRequest,
+)
+from quartet.weight_transfer.store import Link, Position, WeightStore, apply_differences, check_names, version_of
+from quartet.weight_transfer.tensors import HostTensor, WeightSet
+
+FIRST_PAUSE, MAX_PAUSE = 0.05, 1.0
+"""Seconds before busy sources are asked again. The pause doubles each time."""
+
+
+@dataclass(frozen=True, slots=True)
+class PulledWeights:
+    """Result of a pull.
+
+    ``changed`` names the tensors that differ from the version before; all of them after ``kind`` "full". ``bytes_received``: data
+    of the chunks. ``source``: role and address of the process that sent them; empty for "held", when the mirror had the version.
+    """
+
+    weight_set: WeightSet
+    changed: frozenset[str]
+    bytes_received: int
+    seconds: float
+    source: str
+    kind: Literal["delta", "full", "held"]
+
+
+class WeightMirror(WeightStore):
+    """Host copy of the weights of a generator. It serves them to other generators.
+
+    A delta is applied after all of it has arrived. If the result does not have the expected digests, it is undone: the mirror
+    then holds the version before. A full set overwrites the memory as it arrives: if it fails, the mirror is empty, and the next
+    pull takes everything.
+    """
+
+    def __init__(
+        self,
+        name: str = "this generator",
+        capacity: int = 2,
+        num_threads: int | None = None,
+        max_bytes: int | None = None,
+    ) -> None:
+        """``max_bytes``: maximum size of the weights. Defaults to this machine's memory. See ``WeightStore`` for the rest."""
+        super().__init__(name, capacity, num_threads)
+        self._max_bytes = max_bytes or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+    def pull(
+        self,
+        sources: Sequence[WeightPeer],
+        run: str,
+        version: int,
+        digest: bytes,
+        timeout: float,
+        wait_seconds: float = 0.0,
+    ) -> PulledWeights:
+        """Bring the mirror to a version, from the first of the ``sources`` that can send it.
+
+        ``digest``: expected digest, 16 bytes. ``timeout``: seconds for all sources together. ``wait_seconds``: time for which a
+        source waits for the version. A delta with a wrong result is followed by everything from the same source; then from the
+        next one. Busy sources are asked again. Raises the error of the last source, with the text of all; ServiceFailed names a
+        source with malformed or wrong weights; NoResponse after ``timeout``.
+        """
+        start = time.perf_counter()
+        deadline = time.monotonic() + timeout
+        with self._writer:
+            if self._versions and self._run == run and self._find(version, digest) == len(self._versions) - 1:
+                return self._pulled(frozenset(), 0, start, "", "held")
+            errors: list[QuartetError] = []
+            delta, pause, remaining = True, FIRST_PAUSE, list(sources)
+            while remaining:
+                busy = []
+                for source in remaining:
+                    for _ in range(2):
+                        have = self._versions[-1] if self._versions and delta and self._run == run else None
+                        request = WeightsRequest(
+                            run,
+                            version,
+                            digest,
+                            None if have is None else have.number,
+                            b"" if have is None else have.digest,
+                            wait_seconds,
+                        )
+                        try:
+                            return self._pull(source, request, deadline, start)
+                        except ServiceBusy as error:
+                            errors.append(error)
+                            busy.append(source)
+                            break
+                        except WrongWeights as error:
+                            errors.append(ServiceFailed(str(error)))
+                            if have is None:
+                                break
+                            # Either side may be wrong about the version before.
+                            delta = False
+                        except QuartetError as error:
+                            errors.append(error)
+                            break
+                if not busy or time.monotonic() + pause > deadline:
+                    break
+                time.sleep(pause)
+                pause, remaining = min(2 * pause, MAX_PAUSE), busy
+            self._fail()
+            if not errors:
+                raise InvalidRequest("sources: expected at least one")
+            texts = dict.fromkeys(str(error) for error in errors)
+            raise type(errors[-1])("; ".join(texts)) from errors[-1]
+
+    def _fail(self) -> None:
+        """Tell the waiting streams that the version will not arrive."""
+        with self._state:
+            self._failures += 1
+            self._state.notify_all()
+
+    def _pulled(
+        self, changed: frozenset[str], received: int, start: float, source: str, kind: Literal["delta", "full", "held"]
+    ) -> PulledWeights:
+        weights = self.weight_set()
+        assert weights is not None
+        return PulledWeights(weights, changed, received, time.perf_counter() - start, source, kind)
+
+    def _pull(self, source: WeightPeer, request: WeightsRequest, deadline: float, start: float) -> PulledWeights:
+        remaining = deadline - time.monotonic()
+        if remaining <= 0:
+            raise NoResponse(f"{source.address}: GetWeights: no time left")
+        stream = source.get_weights(request, remaining)
+        try:
+            manifest = self._manifest_of(stream, request)
+            if manifest.base_version is None:
+                received = self._receive_everything(manifest, stream, request.run)
+                changed = frozenset(layout.name for layout in manifest.layouts)
+                kind: Literal["delta", "full"] = "full"
+            else:
+                changed, received = self._receive_delta(manifest, stream)
+                kind = "delta"
+        except (WrongWeights, InvalidRequest) as error:
+            raise WrongWeights(f"{source.address}: GetWeights: {error}") from None
+        finally:
+            close = getattr(stream, "close", None)
+            if close is not None:
+                close()
+        return self._pulled(changed, received, start, source.address, kind)
+
+    def _manifest_of(self, stream: Iterator[Message], request: WeightsRequest) -> Manifest:
+        """Return the first message of a stream after all checks that need no data."""
+        manifest = next(stream, None)
+        if not isinstance(manifest, Manifest):
+            raise WrongWeights("expected a manifest first")
+        if manifest.run not in ("", request.run) or (manifest.version, manifest.digest) != (
+            request.version,
+            request.digest,
+        ):
+            raise WrongWeights(
+                f"expected version {request.version} ({request.digest.hex()}) of run {request.run!r}, got version "
+                f"{manifest.version} ({manifest.digest.hex()}) of run {manifest.run!r}"
+            )
+        check_names(layout.name for layout in manifest.layouts)
+        names = (layout.name for layout in manifest.layouts)
+        if combined_digest(dict(zip(names, manifest.digests, strict=True))) != manifest.digest:
+            raise WrongWeights("the digests of the tensors do not give the digest of the version")
+        if manifest.num_bytes > self._max_bytes:
+            raise WrongWeights(f"expected weights of at most {self._max_bytes} bytes, got {manifest.num_bytes}")
+        if manifest.base_version is not None:
+            if manifest.base_version != request.have_version or manifest.layouts != self._layouts:
+                raise WrongWeights(
+                    f"expected a delta against version {request.have_version} with its tensors, "
+                    f"got one against version {manifest.base_version}"
+                )
+            if manifest.data_bytes > manifest.num_bytes or not 1 <= manifest.num_links <= MAX_LINKS:
+                raise WrongWeights(
+                    f"expected a delta of at most {manifest.num_bytes} bytes and {MAX_LINKS} links, "
+                    f"got {manifest.data_bytes} and {manifest.num_links}"
+                )
+        return manifest
+
+    def _receive_everything(self, manifest: Manifest, stream: Iterator[Message], run: str) -> int:
+        """Write all chunks into the buffers. Return the bytes received."""
+        with self._writes():
+            self._allocate(manifest.layouts)
+            digests = []
+            expected = (
+                (tensor, index) for tensor, layout in enumerate(manifest.layouts) for index in range(layout.num_chunks)
+            )
+            received, done = 0, 0
+            for chunk in _chunks(stream):
+                tensor, index = next(expected, (-1, -1))
+                if (chunk.tensor, chunk.index, chunk.encoding) != (tensor, index, Encoding.RAW):
+                    raise WrongWeights(
+                        f"expected raw chunk {index} of tensor {tensor}, got {chunk.encoding} chunk {chunk.index} of "
+                        f"tensor {chunk.tensor}"
+                    )
+                layout = manifest.layouts[tensor]
+                size = layout.chunk_bytes(index)
+                if len(chunk.data) != size:
+                    raise WrongWeights(f"{layout.name}: expected {size} bytes in chunk {index}, got {len(chunk.data)}")
+                begin = index * CHUNK_BYTES
+                self._buffers[tensor].data[begin : begin + size] = np.frombuffer(chunk.data, np.uint8)
+                received += size
+                if index == layout.num_chunks - 1:
+                    # Hashed on other threads while the next tensors arrive.
+                    digests += [self._pool.submit(self._digest, each) for each in range(done, tensor + 1)]
+                    done = tensor + 1
+            missing = next(expected, None)
+            if missing is not None:
+                raise WrongWeights(f"the stream ended before chunk {missing[1]} of tensor {missing[0]}")
+            digests += [self._pool.submit(self._digest, each) for each in range(done, len(manifest.layouts))]
+            self._check(manifest, range(len(manifest.layouts)), [digest.result() for digest in digests])
+            with self._state:
+                self._run = run
+                self._append(version_of(manifest.version, manifest.layouts, manifest.digests, manifest.adapter), None)
+        return received
+
+    def _receive_delta(self, manifest: Manifest, stream: Iterator[Message]) -> tuple[frozenset[str], int]:
+        """Collect all chunks, then apply them. Return the names of the changed tensors and the bytes received."""
+        previous = self._versions[-1].digests
+        changed = [index for index, digest in enumerate(manifest.digests) if digest != previous[index]]
+        chunks, received = self._collect(manifest, stream, frozenset(changed))
+        with self._writes():
+            data = {tensor: self._writable(tensor, keep=True).data for tensor in changed}
+            applied: list[Position] = []
+
+            def apply(position: Position) -> None:
+                tensor, index = position
+                begin, layout = index * CHUNK_BYTES, manifest.layouts[tensor]
+                apply_differences(data[tensor][begin : begin + layout.chunk_bytes(index)], chunks[position], layout)
+                applied.append(position)
+
+            try:
+                self._in_parallel(apply, chunks)
+                self._check(manifest, changed, self._in_parallel(self._digest, changed))
+            except BaseException:
+                # XOR is its own inverse.
+                undo, applied = applied, []
+                self._in_parallel(apply, undo)
+                raise
+            self._append(
+                version_of(manifest.version, manifest.layouts, manifest.digests, manifest.adapter), Link(chunks)
+            )
+        return frozenset(manifest.layouts[index].name for index in changed), received
+
+    @staticmethod
+    def _collect(
+        manifest: Manifest, stream: Iterator[Message], changed: frozenset[int]
+    ) -> tuple[dict[Position, list[Chunk]], int]:
+        """Return the chunks of a delta by position, and their bytes."""
+        chunks: dict[Position, list[Chunk]] = {}
+        received = 0
+        for chunk in _chunks(stream):
+            received += len(chunk.data)
+            if chunk.tensor not in changed or chunk.index >= manifest.layouts[chunk.tensor].num_chunks:
+                raise WrongWeights(f"unexpected chunk {chunk.index} of tensor {chunk.tensor}")
+            group = chunks.setdefault((chunk.tensor, chunk.index), [])
+            group.append(chunk)
+            if len(group) > manifest.num_links or received > manifest.data_bytes:
+                raise WrongWeights(
+                    f"expected at most {manifest.num_links} chunks per range and {manifest.data_bytes} bytes, got more"
+                )
+        if received != manifest.data_bytes:
+            raise WrongWeights(f"the stream ended after {received} of {manifest.data_bytes} bytes")
+        return chunks, received
+
+    def _digest(self, tensor: int) -> bytes:
+        layout = self._layouts[tensor]
+        return tensor_digest(HostTensor(layout.dtype, layout.shape, self._buffers[tensor].data))
+
+    @staticmethod
+    def _check(manifest: Manifest, tensors: Sequence[int], digests: Sequence[bytes]) -> None:
+        wrong = [
+            manifest.layouts[tensor].name
+            for tensor, digest in zip(tensors, digests, strict=True)
+            if digest != manifest.digests[tensor]
+        ]
+        if wrong:
+            raise WrongWeights(
+                f"version {manifest.version}: {len(wrong)} tensors have another digest than in the manifest, the first is "
+                f"{wrong[0]}"
+            )
+
+
+class WrongWeights(Exception):
+    """A source sent other weights than expected."""
+
+
+def _chunks(stream: Iterator[Message]) -> Iterator[Chunk]:
+    for message in stream:
+        if isinstance(message, Manifest):
+            raise WrongWeights("expected only one manifest")
+        yield from message
