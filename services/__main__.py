@@ -105,8 +105,9 @@ def _serve(roles: list[Role], options: argparse.Namespace, notifier: ReadyNotifi
     first, *layers = options.config
     listen_override = [] if options.listen is None else [f"services.{roles[0]}.listen={options.listen}"]
     config = load_config(first, [*options.overrides, *listen_override, *environment_overrides()], layers)
-    if Role.ORCHESTRATOR in roles and len(roles) > 1:
-        raise ConfigError("roles: the orchestrator needs a separate process; start the other roles in another one")
+    separate = [role for role in roles if role in (Role.ORCHESTRATOR, Role.GENERATOR)]
+    if separate and len(roles) > 1:
+        raise ConfigError(f"roles: the {separate[0]} needs a separate process; start the other roles in another one")
     service = getattr(config.services, roles[0])
     listen = listen_address(service)
     threads = num_threads(config, roles[0])
@@ -142,7 +143,8 @@ def _serve(roles: list[Role], options: argparse.Namespace, notifier: ReadyNotifi
             publish = stack.enter_context(acquire_run_directory(config)) if options.ready_fd is None else None
             hosted, background = _orchestrator(config, endings, status, failures, notifier, observability, credentials)
         else:
-            hosted, background, publish = _models(roles, config, threads, credentials), None, None
+            build = _generator if roles == [Role.GENERATOR] else _models
+            hosted, background, publish = build(roles, config, threads, credentials), None, None
             observability.add_services(hosted)
 
         from quartet.rpc.server import Server
@@ -199,6 +201,14 @@ def _models(roles: list[Role], config: Config, threads: int, credentials: Creden
     # Roles of one process share a GPU, so they share a compute thread. OpenMP has a number of threads per calling thread.
     compute = ComputeThread(lambda: set_num_threads(threads))
     return [build_model_role(role, config, compute, threads, credentials.folder) for role in roles]
+
+
+def _generator(roles: list[Role], config: Config, threads: int, credentials: Credentials) -> list[Any]:
+    from quartet.rpc.compute_thread import ComputeThread
+    from quartet.services.generator.factory import build_generator, set_up_engine
+
+    initializer = set_up_engine(config, threads)
+    return [build_generator(config, ComputeThread(initializer), threads, credentials)]
 
 
 def _freeze_loaded_objects() -> None:

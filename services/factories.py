@@ -12,22 +12,26 @@ from quartet.buffer.redis_url import required_buffer_url
 from quartet.buffer.rollout_stream import RolloutStream
 from quartet.config import Config, ServiceConfig
 from quartet.errors import ConfigError
+from quartet.models.generation.detached_torch import DetachedTorchEngine
 from quartet.models.torch_threads import set_num_threads
 from quartet.models.weights.loading import check_cacheable_config
 from quartet.rewards.factory import build_reward
 from quartet.rpc.compute_thread import ComputeThread
 from quartet.rpc.server import HostedRole
 from quartet.services.actor.actor import Actor, BufferAccess
-from quartet.services.actor.engines import detached_torch_engine, engine_factory
+from quartet.services.actor.engines import engine_factory
+from quartet.services.actor.local_generator import LocalGenerator
 from quartet.services.actor.servicer import ActorServicer
 from quartet.services.critic.critic import Critic
 from quartet.services.critic.servicer import CriticServicer
+from quartet.services.generator.generator import Generator
 from quartet.services.memory_budget import UpdateLimits
 from quartet.services.reference.reference import Reference
 from quartet.services.reference.servicer import ReferenceServicer
 from quartet.services.reward.servicer import RewardServicer
-from quartet.topology import check_devices, num_memory_sharers, num_update_threads
-from quartet.types import Role
+from quartet.topology import check_devices, generates_in_actor, num_memory_sharers, num_update_threads
+from quartet.types import Role, ServiceStatus
+from quartet.weight_transfer.source import WeightSource
 
 
 def build_model_role(
@@ -56,15 +60,12 @@ def _build_actor(config: Config, compute: ComputeThread, threads: int, certifica
             RolloutStream(client, url, run, monitor.mark_lost), ExperienceStore(client, url, run, monitor.mark_lost)
         )
 
-    off_policy = config.rollout.max_off_policy_steps > 0
-    device, generation_device = devices_of_actor(config.services.actor, off_policy)
-    engine = (
-        detached_torch_engine(config.rollout.max_concurrent_sequences, generation_device)
-        if off_policy
-        else engine_factory(config, certificates)
-    )
+    detached = generates_in_actor(config)
+    device, generation_device = devices_of_actor(config.services.actor, detached)
     if config.rollout.engine == "torch":
         check_cacheable_config(config.actor.model)
+    # A version is needed until its step is generated, and the one after it may be published before.
+    weights = WeightSource(config.rollout.max_off_policy_steps + 2) if detached or config.has_generators else None
     actor = Actor(
         config.actor,
         device,
@@ -72,13 +73,26 @@ def _build_actor(config: Config, compute: ComputeThread, threads: int, certifica
         run_root(config),
         access,
         config.run.seed,
-        engine,
+        None if weights else engine_factory(config, certificates),
         num_update_threads(config, Role.ACTOR),
         limits_of(config, Role.ACTOR),
         config.algorithm.policy_loss,
+        weights,
     )
-    generation = ComputeThread(lambda: set_num_threads(threads)) if off_policy else None
-    return ActorServicer(actor, compute, threads, monitor.is_lost, generation)
+    if not detached:
+        return ActorServicer(actor, compute, threads, monitor.is_lost, weights=weights)
+    assert weights is not None
+    served, model, adapter = actor.separate_model(generation_device)
+    engine = DetachedTorchEngine(model, adapter, served.stop_ids, config.rollout.max_concurrent_sequences)
+    generator = Generator(engine, served, ServiceStatus(Role.ACTOR), lambda run: access(run).rollouts)
+    return ActorServicer(
+        actor,
+        compute,
+        threads,
+        monitor.is_lost,
+        ComputeThread(lambda: set_num_threads(threads)),
+        LocalGenerator(generator, weights),
+    )
 
 
 def _build_critic(config: Config, compute: ComputeThread, threads: int, url: str) -> HostedRole:

@@ -2,45 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
-from threading import Lock
 from typing import Any
 
 from quartet.buffer.experience_store import ExperienceStore
 from quartet.buffer.rollout_stream import RolloutStream
 from quartet.config import ActorConfig
 from quartet.config.estimators import BUILT_IN_POLICY_LOSSES
+from quartet.engines.engine import ServedModel
 from quartet.errors import ConfigError, FailedPrecondition, InvalidRequest, MismatchError
-from quartet.failpoints import failpoint
 from quartet.models.forward.scoring import response_log_probs
 from quartet.models.generation.engine import EngineFactory, Policy
+from quartet.models.generation.validation import served_model
 from quartet.models.training.activation_checkpointing import activation_checkpointing
 from quartet.models.training.update_memory import UpdateMemory, measure_policy
 from quartet.models.training.updates import update_policy
+from quartet.models.weights.host_tensors import adapter_settings, host_tensors, named_weights
 from quartet.models.weights.loading import load_causal_lm, snapshot_model, stop_token_ids
 from quartet.models.weights.lora import Adapter
 from quartet.models.weights.snapshot import Writer
 from quartet.ppo.losses import PolicyLossFunction, checked_policy_loss
 from quartet.services.actor.engines import torch_engine
+from quartet.services.generator.generator import Progress, TrajectoryWriter
 from quartet.services.memory_budget import UpdateLimits
 from quartet.services.trainable_model import TrainableModel
 from quartet.types import (
     FloatArray,
-    GenerationRequest,
+    GenerationBatch,
     OptimizationSettings,
     PolicyLossSettings,
     Role,
-    SamplingParameters,
     ServiceStatus,
     TokenBatch,
     UpdateResult,
 )
 from quartet.user_code import NotImportable, import_callable
-
-FLUSH = 8
-"""Finished trajectories per write to the rollout stream. More would delay scoring."""
+from quartet.weight_transfer.source import WeightSource
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,18 +69,19 @@ class Actor(TrainableModel):
         update_threads: int | None = None,
         limits: UpdateLimits | None = None,
         policy_loss: str = "clipped",
+        weights: WeightSource | None = None,
     ) -> None:
         """Load the model. ``buffer`` returns the access to the buffer of a run by its name.
 
-        ``create_engine`` creates the generation engine; None is the torch engine. ``policy_loss`` is the name or import path of
-        the only policy loss that updates may request. See TrainableModel for the other arguments. Raises ModelError, ConfigError.
+        ``create_engine`` creates the generation engine that shares the policy model; None is the torch engine. ``policy_loss`` is
+        the name or import path of the only policy loss that updates may request. ``weights`` receives every policy version, for
+        generators. See TrainableModel for the other arguments. Raises ModelError, ConfigError.
         """
-        self._config, self._buffer = config, buffer
+        self._config, self._buffer, self._weights = config, buffer, weights
         self._policy_loss, self._loss_function = policy_loss, _import_policy_loss(policy_loss)
         self._create_engine = create_engine or torch_engine(max_concurrent_sequences)
-        self._generation_lock = Lock()
-        self._generation_version = 0
         super().__init__(config, config.model, device, run_directory, seed, update_threads, limits)
+        self._publish()
 
     def _read(self, source: str | Path) -> Any:
         return load_causal_lm(source, self._config.dtype, self._device)
@@ -101,56 +102,58 @@ class Actor(TrainableModel):
         super()._load(checkpoint)
         stop_ids = stop_token_ids(self._model, self._tokenizer)
         self._engine = self._create_engine(Policy(self._model, self._tokenizer, self._adapter, stop_ids, self._score))
+        self._stop_ids = stop_ids
+
+    def _publish(self) -> None:
+        """Copy the current policy version to the weight source, if there is one."""
+        if self._weights is not None:
+            tensors = host_tensors(named_weights(self._model, self._adapter))
+            version, run = self._updates.policy_version, self._updates.run
+            self._weights.publish(version, tensors, adapter_settings(self._adapter), run)
+
+    def separate_model(self, device: str) -> tuple[ServedModel, Any, Adapter | None]:
+        """Return a copy of the policy on ``device`` for an engine with its own weights: description, model and adapter."""
+        # Copied together, so that the adapter's copy refers to the model's copy.
+        model, adapter = deepcopy((self._model, self._adapter))
+        return served_model(model, self._stop_ids), model.to(device), adapter
 
     def generate(
         self,
-        requests: Sequence[GenerationRequest],
-        sampling: SamplingParameters,
-        seed: int,
-        leader_epoch: int,
-        policy_version: int,
+        batch: GenerationBatch,
         cancelled: Callable[[], bool],
         on_start: Callable[[], None] = lambda: None,
+        on_progress: Progress = lambda trajectories, response_tokens: None,
     ) -> tuple[int, int]:
         """Generate trajectories into the rollout stream, each as it finishes. Return the numbers of trajectories and response
         tokens.
 
-        An engine with separate weights can generate during an update: from the call of ``on_start`` until the return, its weights
-        do not change. Raises FailedPrecondition if the engine's weights are not of ``policy_version``.
+        Raises FailedPrecondition if the policy is not of the requested version, or if the request names a digest: this engine
+        shares the weights of the policy.
         """
-        with self._generation_lock:
-            self._updates.fence(leader_epoch)
-            self._updates.check_not_broken()
-            if policy_version != self._generation_version:
-                raise FailedPrecondition(
-                    f"generate with policy version {policy_version}: this policy is version {self._generation_version}; "
-                    "restart the actor for a new run"
-                )
-            for request in requests:
-                if request.prompt_ids.min() < 0 or request.prompt_ids.max() >= self._vocabulary:
-                    raise InvalidRequest(f"prompt {request.id}: expected token ids in 0..{self._vocabulary - 1}")
-            on_start()
-            stream = self._buffer(requests[0].id.run).rollouts
-            tokens = 0
-            finished = []
-            for trajectory in self._engine.generate(requests, sampling, seed, policy_version, cancelled):
-                if tokens == 0:
-                    failpoint("actor.generating")
-                tokens += len(trajectory.response_ids)
-                self._tokens["generated"] += len(trajectory.response_ids)
-                finished.append(trajectory)
-                if len(finished) == FLUSH:
-                    stream.append(finished, leader_epoch)
-                    finished = []
-            if finished:
-                stream.append(finished, leader_epoch)
-            return len(requests), tokens
+        self._updates.fence(batch.leader_epoch)
+        self._updates.check_not_broken()
+        if batch.policy_version != self._updates.policy_version or batch.weights_digest:
+            raise FailedPrecondition(
+                f"generate with policy version {batch.policy_version}: this policy is version {self._updates.policy_version}; "
+                "restart the actor for a new run"
+            )
+        requests = batch.requests
+        for request in requests:
+            if request.prompt_ids.min() < 0 or request.prompt_ids.max() >= self._vocabulary:
+                raise InvalidRequest(f"prompt {request.id}: expected token ids in 0..{self._vocabulary - 1}")
+        on_start()
+        writer = TrajectoryWriter(self._buffer(batch.run).rollouts, batch.leader_epoch, self._tokens, on_progress)
+        for trajectory in self._engine.generate(requests, batch.sampling, batch.seed, batch.policy_version, cancelled):
+            writer.add(trajectory)
+        return writer.finish()
 
     def restore(self, run: str, step: int, leader_epoch: int, directory: str) -> None:
-        """Restore a checkpoint after the end of a running generation. See ``TrainableModel.restore``."""
-        with self._generation_lock:
-            super().restore(run, step, leader_epoch, directory)
-            self._generation_version = self._updates.policy_version
+        """Restore a checkpoint. See ``TrainableModel.restore``."""
+        super().restore(run, step, leader_epoch, directory)
+        if self._weights is not None:
+            # A version number may now stand for other weights than before.
+            self._weights.reset()
+        self._publish()
 
     def log_probs(self, batch: TokenBatch, temperature: float, reference: bool = False) -> FloatArray:
         """Return log-probs, float32 [response tokens], under the current policy or under the policy without its adapter.
@@ -189,19 +192,27 @@ class Actor(TrainableModel):
                 metrics = update_policy(
                     self._model, self._optimizer, experience, settings, loss, tokens, self._loss_function
                 )
-            # A running generation finishes with the previous weights.
-            with self._generation_lock:
-                self._engine.weights_changed()
-                self._generation_version = step
+            self._engine.weights_changed()
             if settings.num_epochs:
                 self._tokens["trained"] += len(experience.advantages)
             return metrics
 
-        return self._update_once(run, step, leader_epoch, apply)
+        applied = self._updates.policy_version
+        result = self._update_once(run, step, leader_epoch, apply)
+        if self._updates.policy_version != applied:
+            self._publish()
+        return result
 
     def status(self) -> ServiceStatus:
         """Return the status of the actor."""
-        return replace(super().status(), answers_as_reference=self._config.lora is not None)
+        published = self._weights.published() if self._weights is not None else {}
+        engine = getattr(vars(self).get("_engine"), "properties", None)
+        return replace(
+            super().status(),
+            answers_as_reference=self._config.lora is not None,
+            engine=engine,
+            published_weights=published,
+        )
 
 
 def _import_policy_loss(name: str) -> PolicyLossFunction:

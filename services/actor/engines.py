@@ -6,7 +6,6 @@ from pathlib import Path
 
 from quartet.config import Config
 from quartet.errors import ConfigError
-from quartet.models.generation.detached_torch import DetachedTorchEngine
 from quartet.models.generation.engine import Engine, EngineFactory, Policy
 from quartet.models.generation.torch_engine import TorchEngine
 from quartet.secret_files import AUTHORITY, CERTIFICATE, KEY
@@ -27,11 +26,6 @@ def engine_factory(config: Config, certificates: Path | None) -> EngineFactory:
 def torch_engine(max_concurrent_sequences: int) -> EngineFactory:
     """Return the factory of the engine that decodes with the policy model itself."""
     return lambda policy: TorchEngine(policy.model, policy.stop_ids, max_concurrent_sequences)
-
-
-def detached_torch_engine(max_concurrent_sequences: int, device: str) -> EngineFactory:
-    """Return the factory of the engine that decodes with a copy of the model on ``device``."""
-    return lambda policy: DetachedTorchEngine(policy.model, policy.stop_ids, max_concurrent_sequences, device)
 
 
 def _triton(config: Config, certificates: Path | None) -> EngineFactory:

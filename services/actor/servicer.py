@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from operator import itemgetter
@@ -11,15 +10,20 @@ from typing import Any
 import grpc
 
 from quartet import codec
-from quartet.rpc.base_servicers import TrainableServicer
+from quartet.errors import FailedPrecondition
+from quartet.rpc.base_servicers import GenerationCore, TrainableServicer, stream_generation
 from quartet.rpc.compute_thread import ComputeThread
+from quartet.rpc.weight_servicer import WeightServicer
 from quartet.services.actor.actor import Actor
 from quartet.types import PolicyLossSettings, Role, ServiceStatus
-from quartet.v1 import actor_pb2_grpc
+from quartet.v1 import actor_pb2_grpc, generation_pb2_grpc
+from quartet.weight_transfer.store import WeightStore
 
 
-class ActorServicer(TrainableServicer[Actor], actor_pb2_grpc.ActorServiceServicer):
-    """ActorService for an Actor."""
+class ActorServicer(
+    TrainableServicer[Actor], actor_pb2_grpc.ActorServiceServicer, generation_pb2_grpc.GenerationServiceServicer
+):
+    """ActorService and GenerationService for an Actor."""
 
     role = Role.ACTOR
     loss = PolicyLossSettings
@@ -31,10 +35,17 @@ class ActorServicer(TrainableServicer[Actor], actor_pb2_grpc.ActorServiceService
         threads: int,
         buffer_unreachable: Callable[[], bool],
         generation: ComputeThread | None = None,
+        generator: GenerationCore | None = None,
+        weights: WeightStore | None = None,
     ) -> None:
-        """``generation``: a separate compute thread for Generate. Defaults to ``compute``. See TrainableServicer for the rest."""
+        """``generator``: an engine with its own weights in this process, which generates on the compute thread ``generation``.
+
+        By default the actor generates, on ``compute``. ``weights``: the policy versions that generators in other processes may
+        pull. See TrainableServicer for the rest.
+        """
         super().__init__(core, compute, threads, buffer_unreachable)
-        self._generation = generation or compute
+        self._generation, self._generator = generation or compute, generator or core
+        self._weights = weights
 
     def status(self) -> ServiceStatus:
         """Return the status of a trainable servicer, with the measurements of both compute threads."""
@@ -57,26 +68,20 @@ class ActorServicer(TrainableServicer[Actor], actor_pb2_grpc.ActorServiceService
         super().close()
 
     def register(self, server: grpc.Server) -> None:
-        """Add this servicer to a server."""
+        """Add this servicer to a server, and one for the weights."""
+        if self._weights is not None:
+            WeightServicer(self._weights).register(server)
         actor_pb2_grpc.add_ActorServiceServicer_to_server(self, server)
+        generation_pb2_grpc.add_GenerationServiceServicer_to_server(self, server)
 
     def Generate(self, request: Any, context: grpc.ServicerContext) -> Iterator[Any]:
-        """Generate trajectories into the rollout stream. Yield an event at the start and one at the end."""
-        batch, start = codec.generation_batch_from_proto(request), time.perf_counter()
+        """Generate trajectories into the rollout stream. Yield an event at the start, with progress, and at the end."""
+        return stream_generation(self._generator, self._generation, request, context)
 
-        def work(cancelled: Callable[[], bool], emit: Callable[[Any], None]) -> Any:
-            trajectories, tokens = self.core.generate(
-                batch.requests(),
-                batch.sampling,
-                batch.seed,
-                batch.leader_epoch,
-                batch.policy_version,
-                cancelled,
-                lambda: emit(codec.generation_started_to_proto()),
-            )
-            return codec.generation_finished_to_proto(trajectories, tokens, time.perf_counter() - start)
-
-        return self._generation.stream("generate", context, work)
+    def UpdateWeights(self, request: Any, context: grpc.ServicerContext) -> Any:
+        """Raise FailedPrecondition: an engine in this process gets its weights without a transfer."""
+        codec.weight_update_from_proto(request)
+        raise FailedPrecondition("update weights: the engine of the actor gets its weights without a transfer")
 
     def LogProbs(self, request: Any, context: grpc.ServicerContext) -> Any:
         """Compute log-probs under the current policy, or under the reference."""

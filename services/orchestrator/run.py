@@ -95,7 +95,10 @@ class TrainingRun:
             self._service_clients.observe(traces)
         self._profiler = StepProfiler(traces)
         self._telemetry = RunTelemetry(config, self._files, board, self._profiler.timeline)
-        self._preparation = StepPreparation(config, self._service_clients, self._stream, board, self._profiler)
+        self._generation = self._service_clients.generation(board.note, self._profiler.observe)
+        self._preparation = StepPreparation(
+            config, self._service_clients, self._generation, self._stream, board, self._profiler
+        )
         self._checkpoints = CheckpointScheduler(
             config, self._files, self._service_clients, self._experience, board, self._profiler
         )
@@ -103,7 +106,9 @@ class TrainingRun:
         self._alerts = AlertHandler(self._files, board, self._telemetry, control)
         self._off_policy = OffPolicySchedule.of(config)
         self._attempts = RecoveryAttempts(config.recovery)
-        self._handshake = ServiceHandshake(config, url, self._redis, self._service_clients, board, control)
+        self._handshake = ServiceHandshake(
+            config, url, self._redis, self._service_clients, self._generation, board, control
+        )
         self._owner = secrets.token_hex(16)
         self._lease: Lease | None = None
         self._evaluator: Evaluator | None = None
@@ -123,6 +128,7 @@ class TrainingRun:
     def close(self) -> None:
         """Stop the work in progress and release the lease. May be called again, and from another thread."""
         self._preparation.discard()
+        self._generation.close()
         if self._evaluator is not None:
             self._evaluator.close()
         if self._lease is not None:
@@ -189,7 +195,7 @@ class TrainingRun:
     def _make_evaluator(self, tokenizer: Any, statuses: ServiceStatuses) -> Evaluator:
         return Evaluator(
             self._config,
-            self._service_clients.actor,
+            self._generation,
             RolloutStream(self._redis, self._url, stream_name(self._run)),
             self._service_clients.scoring(with_critic=False),
             validation_prompts(self._config, statuses, self._board.note),
@@ -312,7 +318,6 @@ class TrainingLoop:
         """Take steps until the end of the run or a stop. Returns the last step."""
         algorithm_state = self._leadership.algorithm_state
         step = algorithm_state.step
-        self._catch_up(step)
         # An interrupted process may have skipped what was due after the last committed step.
         self._evaluate_if_due(step)
         self._checkpoint_if_due(step, unprotected=not self._leadership.recovery_point.replayable)
@@ -334,13 +339,6 @@ class TrainingLoop:
             self._process_commands(step)
         self._checkpoints.finish(self._leadership.check)
         return step
-
-    def _catch_up(self, step: int) -> None:
-        """Bring the policy to ``step`` if recovery left it behind to generate the next step first."""
-        version = self._steps.policy_version(step + 1)
-        if version < step and self._steps.pending_step != step + 1:
-            self._steps.start_generation(step + 1, self._leadership)
-            self._leadership.recovery.replay(self._service_clients.actor, version, step, self._files.read_committed())
 
     def _continues_directly(self, step: int) -> bool:
         """Return whether the next step can start directly after ``step``, as currently known."""
@@ -364,7 +362,7 @@ class TrainingLoop:
             self._leadership.check()
             self._preparation.discard()
             if self._off_policy:
-                # An older policy may have generated the next step already, but after a checkpoint its own policy does.
+                # Older policies may have generated the next steps already, but after a checkpoint its own policy does.
                 self._stream.reset(self._leadership.epoch)
             self._checkpoints.start(step, self._leadership.epoch, self._leadership.algorithm_state.state())
 

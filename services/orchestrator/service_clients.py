@@ -15,6 +15,7 @@ from quartet.rpc.call_interceptors import CallTracer
 from quartet.rpc.clients import (
     ActorClient,
     CriticClient,
+    GenerationClient,
     ReferenceClient,
     RewardClient,
     ServiceClient,
@@ -25,14 +26,17 @@ from quartet.run_directory.identity import Identity
 from quartet.run_directory.run_files import RunFiles
 from quartet.services.orchestrator.control.progress import ProgressBoard
 from quartet.services.orchestrator.control.run_control import RunControl
+from quartet.services.orchestrator.rollout.generation import ActorGeneration, Generation
+from quartet.services.orchestrator.rollout.generator_pool import GeneratorPool
 from quartet.services.orchestrator.rollout.scoring import (
     ActorAsReference,
     ReferencePolicy,
     ScoringServices,
     max_batches_in_flight,
 )
+from quartet.services.orchestrator.telemetry.step_profiler import CallObserver
 from quartet.tokenizer_check import first_difference
-from quartet.topology import model_roles
+from quartet.topology import generates_in_actor, model_roles
 from quartet.types import TRAINED_ROLES, Role, ServiceStatus
 
 ServiceStatuses = dict[Role, ServiceStatus]
@@ -47,7 +51,7 @@ class ServiceClients:
     def __init__(self, config: Config, credentials: Credentials = LOCAL) -> None:
         """Connect to the services. ``quartet.preflight.check_separate_orchestrator`` checks that each has an address."""
         self._config = config
-        self._roles = model_roles(config)
+        self._roles, self._credentials = model_roles(config), credentials
         self.actor = ActorClient(self._address(Role.ACTOR), config.timeouts, credentials)
         # A reward function is called once per response, so a batch waits for the batches before it.
         function_seconds = max_batches_in_flight(1) * config.reward.function_timeout_seconds(
@@ -79,7 +83,16 @@ class ServiceClients:
     def scoring(self, with_critic: bool = True) -> ScoringServices:
         """Return the services that score a batch. Training needs the critic's values, evaluation does not."""
         critic = self.critic if with_critic else None
-        return ScoringServices(self.reward, self.reference, critic, self._config.rollout.temperature)
+        return ScoringServices(self.reward, self.reference, critic, self._config.rollout.temperature, self.actor)
+
+    def generation(self, note: Callable[[str], None], observe: CallObserver) -> Generation:
+        """Return the run's generators: those in separate processes, or the actor. ``note`` shows a line to the user."""
+        config = self._config
+        if config.has_generators:
+            return GeneratorPool(config, self.actor, note, observe, self._credentials)
+        client = GenerationClient(self._address(Role.ACTOR), config.timeouts, self._credentials, Role.ACTOR)
+        client.channel.tracer = self.actor.channel.tracer
+        return ActorGeneration(client, self.actor, generates_in_actor(config), observe)
 
     def wait_until_ready(self, waiting_for: Callable[[Role], None], alive: Callable[[], None]) -> ServiceStatuses:
         """Wait until every service responds, and return the statuses. Raises ConfigError if one cannot be reached.
@@ -138,16 +151,22 @@ class ServiceHandshake:
         url: str,
         redis: Redis,
         service_clients: ServiceClients,
+        generation: Generation,
         board: ProgressBoard,
         control: RunControl,
     ) -> None:
-        self._config, self._url, self._redis = config, url, redis
+        self._config, self._url, self._redis, self._generation = config, url, redis, generation
         self._service_clients, self._board, self._control = service_clients, board, control
         self._stopped_before = control.stopping
 
     def start(self) -> ServiceStatuses:
         """Wait until all services are ready, and return their statuses. Raises ConfigError if they do not fit together."""
         statuses = self._service_clients.wait_until_ready(self._show_waiting, self._raise_if_stopping)
+        try:
+            self._wait_for_generators(self._raise_if_stopping)
+        except ServiceUnavailable as error:
+            # No step has been taken yet, so a wrong address is more likely than a failed generator.
+            raise ConfigError(str(error)) from None
         self._check_agreement(statuses)
         return statuses
 
@@ -156,6 +175,7 @@ class ServiceHandshake:
         self._board.update(phase="waiting for redis")
         wait_for_server(self._redis, self._url, self._config.timeouts.load_seconds)
         statuses = self._service_clients.wait_until_back(self._show_waiting)
+        self._wait_for_generators(lambda: None)
         check_unchanged(before, statuses)
         restarted = {role: status for role, status in statuses.items() if status.free_bytes != before[role].free_bytes}
         self.note_memory(restarted, identity)
@@ -170,6 +190,11 @@ class ServiceHandshake:
 
     def _check_agreement(self, statuses: ServiceStatuses) -> None:
         check_agreement(statuses, self._config.run.name, needs_reference=not self._config.has_reference)
+
+    def _wait_for_generators(self, alive: Callable[[], None]) -> None:
+        if self._config.has_generators:
+            self._show_waiting(Role.GENERATOR)
+        self._generation.wait_until_ready(self._config.timeouts.load_seconds, alive)
 
     def _show_waiting(self, role: Role) -> None:
         self._board.update(phase=f"waiting for {role}")

@@ -16,9 +16,12 @@ from pathlib import Path
 _PR_SET_PDEATHSIG = 1
 
 
-def module_command(*module: str) -> list[str]:
-    """Return the command line of ``python -m MODULE ARGUMENTS...`` that does not import from the working directory."""
-    return [sys.executable, "-P", "-m", *module]
+def module_command(*module: str, python: Path | None = None) -> list[str]:
+    """Return the command line of ``python -m MODULE ARGUMENTS...`` that does not import from the working directory.
+
+    ``python`` is the interpreter. Defaults to that of this process.
+    """
+    return [str(python or sys.executable), "-P", "-m", *module]
 
 
 def tied_to_parent(command: Sequence[str]) -> list[str]:

@@ -6,13 +6,13 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from quartet.config import Config, OrchestratorServiceConfig, ServiceConfig
+from quartet.config import Config, GeneratorServiceConfig, OrchestratorServiceConfig, ServiceConfig
 from quartet.config import is_loopback as is_loopback
 from quartet.errors import ConfigError
 from quartet.types import MODEL_ROLES, TRAINED_ROLES, Role
 
 
-def listen_address(service: ServiceConfig | OrchestratorServiceConfig) -> str:
+def listen_address(service: ServiceConfig | OrchestratorServiceConfig | GeneratorServiceConfig) -> str:
     """Return the listen address of a local service: configured, or on loopback at its address's port or a free one."""
     if service.listen is not None:
         return service.listen
@@ -33,8 +33,8 @@ def check_devices(service: ServiceConfig, most: int = 1, key: str = "devices") -
     """Check that a service has at most ``most`` devices. ``key`` is the config key, for the message. Raises ConfigError."""
     if len(service.devices) > most:
         raise ConfigError(
-            f"{key} {list(service.devices)}: a model on several GPUs is not supported; give one device. An actor with "
-            "rollout.max_off_policy_steps 1 may have two: one for training and one for generation"
+            f"{key} {list(service.devices)}: a model on several GPUs is not supported; give one device. An actor that generates "
+            "with rollout.max_off_policy_steps may have two: one for training and one for generation"
         )
 
 
@@ -84,16 +84,30 @@ def num_threads(config: Config, role: Role) -> int:
     configured: int | None = getattr(config.services, role).num_threads
     if configured is not None:
         return configured
+    if role is Role.GENERATOR:
+        return max(1, available_cores() // max(1, config.rollout.generators))
     return _share(config, role, model_roles(config))
+
+
+def generates_in_actor(config: Config) -> bool:
+    """Return whether the actor has an engine with separate weights, which generates during updates."""
+    return config.rollout.max_off_policy_steps > 0 and not config.has_generators
+
+
+def devices_of_generator(config: Config, index: int) -> tuple[int, ...]:
+    """Return the CUDA devices of one of the local generators, by its index from 0."""
+    devices = config.services.generator.devices
+    count = len(devices) // max(1, config.rollout.generators)
+    return devices[index * count : (index + 1) * count]
 
 
 def num_update_threads(config: Config, role: Role) -> int | None:
     """Return the CPU threads of an update: configured, or the service's share of the cores among the local trained services.
 
-    The scoring services are idle during an update. Return None with off-policy steps, which leaves the number unchanged: the next
-    step is generated meanwhile, and torch has one number of threads for the whole process.
+    The scoring services are idle during an update. Return None, which leaves the number unchanged, if the actor also generates
+    meanwhile: torch has one number of threads for the whole process.
     """
-    if config.rollout.max_off_policy_steps:
+    if generates_in_actor(config):
         return None
     configured: int | None = getattr(config.services, role).num_threads
     return configured or _share(config, role, [other for other in model_roles(config) if other in TRAINED_ROLES])

@@ -20,13 +20,14 @@ FloatArray = NDArray[np.float32]
 
 
 class Role(enum.StrEnum):
-    """The five kinds of process behind gRPC."""
+    """The kinds of process behind gRPC."""
 
     ACTOR = "actor"
     CRITIC = "critic"
     REWARD = "reward"
     REFERENCE = "reference"
     ORCHESTRATOR = "orchestrator"
+    GENERATOR = "generator"
 
 
 MODEL_ROLES = (Role.ACTOR, Role.CRITIC, Role.REWARD, Role.REFERENCE)
@@ -110,28 +111,39 @@ class GenerationRequest:
 class GenerationBatch:
     """Arguments of one Generate call.
 
-    The samples ``first_sample`` to ``first_sample + samples_per_prompt - 1`` of every prompt are generated. ``policy_version`` is
-    the number of updates that the policy must have taken.
+    ``requests``: the trajectories, all of ``run`` and ``step``. ``policy_version`` is the number of updates that the policy must
+    have taken. ``weights_digest``: the digest that the generator's weights must have, 16 bytes; empty for a generator that shares
+    the weights of the actor.
     """
 
     run: str
     step: int
     leader_epoch: int
-    prompts: Sequence[Prompt]
-    samples_per_prompt: int
+    requests: Sequence[GenerationRequest]
     sampling: SamplingParameters
     seed: int
     policy_version: int
-    first_sample: int = 0
+    weights_digest: bytes = b""
 
-    def requests(self) -> list[GenerationRequest]:
-        """Return one request per trajectory: prompt after prompt, each with its samples."""
-        samples = range(self.first_sample, self.first_sample + self.samples_per_prompt)
-        return [
-            GenerationRequest(TrajectoryId(self.run, self.step, prompt.index, sample), prompt.token_ids)
-            for prompt in self.prompts
-            for sample in samples
-        ]
+
+def requests_of(
+    run: str, step: int, prompts: Sequence[Prompt], samples: int, first_sample: int = 0
+) -> list[GenerationRequest]:
+    """Return one request per trajectory: prompt after prompt, each with its samples from ``first_sample`` on."""
+    return [
+        GenerationRequest(TrajectoryId(run, step, prompt.index, sample), prompt.token_ids)
+        for prompt in prompts
+        for sample in range(first_sample, first_sample + samples)
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class VersionSpan:
+    """Part of a response that one policy version generated: its number of ``tokens``, and the digest of the weights."""
+
+    policy_version: int
+    weights_digest: bytes
+    tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +152,9 @@ class Trajectory:
 
     ``prompt_ids`` int32 [prompt tokens]. ``response_ids`` int32 [response tokens], including the EOS if there is one.
     ``log_probs`` float32 [response tokens]: log-probs of the sampled tokens under the generating policy at the sampling
-    temperature, in nats.
+    temperature, in nats; float32 [0] if the engine reports none. ``weights_digest``: digest of the generating weights, 16 bytes,
+    or empty if the generator shares the weights of the actor. ``generator`` is its name. ``version_spans`` are empty if one
+    policy version generated the whole response.
     """
 
     id: TrajectoryId
@@ -149,6 +163,9 @@ class Trajectory:
     response_ids: IntArray
     log_probs: FloatArray
     finish_reason: FinishReason
+    weights_digest: bytes = b""
+    generator: str = ""
+    version_spans: tuple[VersionSpan, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -362,6 +379,44 @@ class SavedFile:
 
 
 @dataclass(frozen=True, slots=True)
+class EngineProperties:
+    """Guarantees of a generation engine. The orchestrator relies on them, so an engine declares only what it keeps.
+
+    ``seeded``: the seed of a trajectory decides its random numbers. ``batch_invariant``: the other requests in a batch change no
+    bit of a response. ``log_probs``: of the sampled tokens, at the sampling temperature, over the "whole" distribution or over
+    the one that top_k and top_p "truncated"; "none" if the engine reports none or others. ``weights``: way of a new policy
+    version into the engine. ``digest``: "read back" if the engine computes it from the weights that it holds after loading,
+    "reported" if a server names a version, "none" otherwise. ``in_flight_updates``: takes new weights in the middle of a
+    response.
+    """
+
+    name: str
+    seeded: bool
+    batch_invariant: bool
+    log_probs: Literal["whole", "truncated", "none"]
+    weights: Literal["shared", "tensors", "folder", "adapter", "restart", "static"]
+    digest: Literal["read back", "reported", "none"]
+    in_flight_updates: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class WeightTransfer:
+    """Transfer of one policy version into a generator.
+
+    ``weights_digest`` has 16 bytes. ``source`` is HOST:PORT. ``bytes`` were received, compressed. ``delta``: only differences to
+    the previous version were sent. ``load_seconds`` include reading the weights back from the engine.
+    """
+
+    policy_version: int
+    weights_digest: bytes
+    source: str = ""
+    bytes: int = 0
+    delta: bool = False
+    transfer_seconds: float = 0.0
+    load_seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class ServiceStatus:
     """Status of one role of a process. See ``RoleStatus`` in proto/quartet/v1/status.proto for every field."""
 
@@ -389,6 +444,9 @@ class ServiceStatus:
     gradient_checkpointing: bool = False
     token_bytes: int = 0
     free_bytes: int = 0
+    engine: EngineProperties | None = None
+    published_weights: dict[int, bytes] = field(default_factory=dict)
+    last_transfer: WeightTransfer | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,6 +33,7 @@ FILES = {
     "quartet.adapter_files",
     "quartet.sys_path",
     "quartet.user_code",
+    "quartet.leader_fence",
 }
 LIBRARY = {
     "quartet.engines",
@@ -54,6 +55,7 @@ ALLOWED: dict[str, set[str]] = {
     "quartet.atomic_directory": set(),
     "quartet.failpoints": {"quartet.errors"},
     "quartet.sys_path": set(),
+    "quartet.leader_fence": {"quartet.errors"},
     "quartet.user_code": set(),
     "quartet.child_processes": set(),
     "quartet.fork_server": {"quartet.child_processes", "quartet.sys_path"},
@@ -113,9 +115,13 @@ ALLOWED: dict[str, set[str]] = {
         "quartet.model_support",
         "quartet.adapter_files",
         "quartet.tokenizer_check",
+        "quartet.engines",
+        "quartet.leader_fence",
+        "quartet.weight_transfer",
     },
     "quartet.weight_transfer": {"quartet.errors", "quartet.types", "quartet.topology"},
-    "quartet.engines": FOUNDATION | {"quartet.random_streams", "quartet.secret_files", "quartet.weight_transfer"},
+    "quartet.engines": FOUNDATION
+    | {"quartet.hub_models", "quartet.random_streams", "quartet.secret_files", "quartet.weight_transfer"},
     "quartet.rewards": FOUNDATION
     | {"quartet.models", "quartet.child_processes", "quartet.secret_files", "quartet.user_code"},
     "quartet.buffer": FOUNDATION | {"quartet.codec", "quartet.child_processes", "quartet.secret_files"},
@@ -143,7 +149,9 @@ ALLOWED: dict[str, set[str]] = {
     "quartet.services": set(),
     "quartet.services.memory_budget": SERVICE,
     "quartet.services.trainable_model": SERVICE | {"quartet.services.memory_budget"},
-    "quartet.services.actor": SERVICE | {"quartet.services.memory_budget", "quartet.services.trainable_model"},
+    "quartet.services.actor": SERVICE
+    | {"quartet.services.generator", "quartet.services.memory_budget", "quartet.services.trainable_model"},
+    "quartet.services.generator": SERVICE,
     "quartet.services.critic": SERVICE | {"quartet.services.memory_budget", "quartet.services.trainable_model"},
     "quartet.services.reward": SERVICE,
     "quartet.services.reference": SERVICE,
@@ -151,12 +159,17 @@ ALLOWED: dict[str, set[str]] = {
     "quartet.services.factories": SERVICE
     | {
         f"quartet.services.{name}"
-        for name in ("actor", "critic", "reward", "reference", "orchestrator", "memory_budget")
+        for name in ("actor", "critic", "reward", "reference", "generator", "orchestrator", "memory_budget")
     },
     "quartet.services.observability": SERVICE,
     "quartet.gateway": FOUNDATION | FILES | {"quartet.codec", "quartet.rpc", "quartet.buffer", "quartet.telemetry"},
     "quartet.services.__main__": SERVICE
-    | {"quartet.services.factories", "quartet.services.orchestrator", "quartet.services.observability"},
+    | {
+        "quartet.services.factories",
+        "quartet.services.generator",
+        "quartet.services.orchestrator",
+        "quartet.services.observability",
+    },
 }
 
 

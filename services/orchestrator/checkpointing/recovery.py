@@ -95,15 +95,11 @@ class RecoveryPoint:
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """Plan to reach ``step``. ``start_steps``: the step at which each model starts; None restores it from ``checkpoint``.
-
-    ``policy_step``: the step to which the actor is replayed.
-    """
+    """Plan to reach ``step``. ``start_steps``: the step at which each model starts; None restores it from ``checkpoint``."""
 
     checkpoint: Checkpoint | None
     step: int
     start_steps: dict[Role, int | None]
-    policy_step: int
 
     @property
     def checkpoint_step(self) -> int:
@@ -139,10 +135,10 @@ class Recovery:
         """Go to the last committed step, or as far as the buffer still holds the experience that a model needs.
 
         Artifacts of later steps are dropped: the same seeds produce them again. A model that has already applied
-        ``pending_step``, which is sealed but not committed, keeps it. The actor is only brought to the policy version that
-        generates the next step, which may lag behind. ``replay`` later brings it to the step of the other models.
-        ``newest_checkpoint`` returns the newest checkpoint, with verified checksums if its argument is True. ``algorithm_state``
-        is that before the first step. Raises ConfigError if the run's files are damaged.
+        ``pending_step``, which is sealed but not committed, keeps it. Afterwards the actor can send every policy version that
+        generates the next steps: the replay publishes those that it has not kept. ``newest_checkpoint`` returns the newest
+        checkpoint, with verified checksums if its argument is True. ``algorithm_state`` is that before the first step. Raises
+        ConfigError if the run's files are damaged.
         """
         history = self._files.read_committed()
         plan = self._plan(newest_checkpoint(False), statuses, len(history), pending_step)
@@ -168,15 +164,12 @@ class Recovery:
             )
 
         def plan(step: int, applied: int) -> _Plan:
-            policy = self._off_policy.policy_version(applied + 1, base)
-            max_steps = {
-                client.role: policy if client.role is Role.ACTOR else applied
+            oldest = self._off_policy.policy_version(applied + 1, base)
+            start_steps = {
+                client.role: self._start_step(client.role, statuses[client.role], base, applied, oldest)
                 for client in self._service_clients.trained
             }
-            start_steps = {
-                role: self._start_step(role, statuses[role], base, max_step) for role, max_step in max_steps.items()
-            }
-            return _Plan(checkpoint, step, start_steps, min(step, policy))
+            return _Plan(checkpoint, step, start_steps)
 
         full_plan = plan(last, last + 1 if pending_step == last + 1 else last)
         starts = [base if step is None else step for step in full_plan.start_steps.values()]
@@ -187,9 +180,14 @@ class Recovery:
             step += 1
         return plan(step, step)
 
-    def _start_step(self, role: Role, status: ServiceStatus, base: int, max_step: int) -> int | None:
-        """Return the step at which a model may stay, between the checkpoint's and ``max_step``; None if it must be restored."""
+    def _start_step(self, role: Role, status: ServiceStatus, base: int, max_step: int, oldest: int) -> int | None:
+        """Return the step at which a model may stay, between the checkpoint's and ``max_step``; None if it must be restored.
+
+        ``oldest``: the oldest policy version that the actor must be able to send.
+        """
         if status.broken:
+            return None
+        if role is Role.ACTOR and not set(range(oldest, status.step)) <= status.published_weights.keys():
             return None
         if status.policy_version == 0:
             return 0 if base == 0 else None
@@ -213,7 +211,7 @@ class Recovery:
             directory = f"{path.relative_to(self._files.root).as_posix()}/{client.role}" if path else ""
             wait_for_all([client.restore(self._config.run.name, plan.checkpoint_step, self._epoch, directory)])
             step = plan.checkpoint_step
-        self.replay(client, step, plan.policy_step if client.role is Role.ACTOR else plan.step, history)
+        self.replay(client, step, plan.step, history)
 
     def replay(
         self, client: ActorClient | CriticClient, step: int, to: int, history: Sequence[Mapping[str, float]]

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-import threading
+import queue
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
+
+import numpy as np
 
 from quartet.buffer.rollout_stream import Delivery, RolloutStream
 from quartet.config import RecoveryConfig
 from quartet.errors import BufferFailed
-from quartet.rpc.pending_calls import PendingResult
+from quartet.services.orchestrator.rollout.generation import PendingTrajectories
 from quartet.services.orchestrator.rollout.scoring import FailedTrajectory, ScoredTrajectory, Scoring, ScoringServices
 from quartet.services.orchestrator.telemetry.step_profiler import CallObserver, ignore_call
-from quartet.types import Trajectory, TrajectoryId
+from quartet.types import GenerationBatch, TokenBatch, Trajectory, TrajectoryId
 
-READ_BLOCK_SECONDS = 0.2
-"""Longest wait of one read of the stream. Failures of generation and scoring are checked between reads."""
+QUIET_SECONDS = 1.0
+"""Time without a delivery after the end of a generation, after which missing trajectories count as lost."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +39,11 @@ class ReplacementRule:
     """Rule for a trajectory that cannot be scored: the next sample of its prompt replaces it.
 
     ``recovery`` limits the attempts and the failed trajectories. ``generate`` starts the generation of one trajectory for each of
-    the given prompt indices, with the given sample index, by the policy of ``policy_version``.
+    the given prompt indices, with the given sample index, by the policy of the returned batch.
     """
 
     recovery: RecoveryConfig
-    policy_version: int
-    generate: Callable[[set[int], int], PendingResult[int]]
+    generate: Callable[[set[int], int], tuple[GenerationBatch, PendingTrajectories]]
 
 
 class Collector:
@@ -62,150 +63,227 @@ class Collector:
             score_batch_size,
             observe,
         )
+        # Trajectories of later steps, which arrived while an earlier step was collected.
+        self._early: dict[int, list[Delivery]] = {}
+
+    def reset(self) -> None:
+        """Forget the trajectories of later steps. Call it when the stream is reset."""
+        self._early.clear()
 
     def collect(
         self,
-        expected: set[TrajectoryId],
-        policy_version: int,
-        generation: PendingResult[int],
+        batch: GenerationBatch,
+        generation: PendingTrajectories,
         on_progress: Callable[[int], None],
         fields: Mapping[int, str] | None = None,
         replacement: ReplacementRule | None = None,
     ) -> CollectedStep:
-        """Wait for every expected trajectory and its scores. ``on_progress`` receives the number scored so far.
+        """Wait for every trajectory of ``batch`` and its scores. ``on_progress`` receives the number scored so far.
 
-        ``fields`` are the prompts' own fields by prompt index, for reward functions. Without ``replacement``, a trajectory that
-        cannot be scored is an error.
+        ``generation`` generates them. ``fields`` are the prompts' own fields by prompt index, for reward functions. Without
+        ``replacement``, a trajectory that cannot be scored is an error.
 
-        Batches hold ``score_batch_size`` trajectories in the order in which the engine finished them, so their composition does
-        not depend on timing. Raises the error of generation or scoring, BufferFailed if the stream holds an unexpected
-        trajectory, and TooManyFailedTrajectories.
+        A scoring batch holds ``score_batch_size`` trajectories that are neighbours in the order of their ids, so its composition
+        depends neither on timing nor on the number of generators. Raises the error of generation or scoring, BufferFailed if the
+        stream holds an unexpected trajectory, and TooManyFailedTrajectories.
         """
-        start = time.perf_counter()
-        recovery = replacement.recovery if replacement else None
-        response_arrived = threading.Event()
-        scoring = Scoring(
-            self._services, fields or {}, recovery, observe=self._observe, on_response=response_arrived.set
-        )
-        arrivals = _Arrivals(dict.fromkeys(expected, policy_version))
-        samples = 1 + max(id.sample for id in expected)
-        try:
-            self._receive(arrivals, generation, scoring, on_progress)
-            generated = time.perf_counter()
-            _wait(generation, scoring, on_progress, response_arrived)
-            for replaced in count():
-                prompts = {prompt for prompt, failed in _failed_by_prompt(scoring).items() if failed > replaced}
-                if replacement is None or not prompts:
-                    break
-                arrivals.expect(prompts, samples + replaced, replacement.policy_version)
-                generation = replacement.generate(prompts, samples + replaced)
-                self._receive(arrivals, generation, scoring, on_progress)
-                _wait(generation, scoring, on_progress, response_arrived)
-            self._read_late_duplicates(arrivals)
-        except BaseException:
-            generation.cancel()
-            scoring.cancel()
-            raise
-        scored = sorted(scoring.scored, key=lambda item: item.trajectory.id)
-        failed_trajectories = sorted(scoring.failed_trajectories, key=lambda item: item.trajectory.id)
-        return CollectedStep(
-            scored, failed_trajectories, arrivals.entry_ids, generated - start, time.perf_counter() - generated
-        )
+        return _Collection(self, batch, generation, on_progress, fields or {}, replacement).run()
 
-    def _receive(
+
+class _Collection:
+    """Collection of one step. Its thread waits for one event at a time: a delivery, a response, or the end of a call."""
+
+    def __init__(
         self,
-        arrivals: _Arrivals,
-        generation: PendingResult[int],
-        scoring: Scoring,
+        collector: Collector,
+        batch: GenerationBatch,
+        generation: PendingTrajectories,
         on_progress: Callable[[int], None],
+        fields: Mapping[int, str],
+        replacement: ReplacementRule | None,
     ) -> None:
-        """Read the trajectories that are still expected, and start to score them."""
-        waiting: list[Trajectory] = []
-        while not arrivals.complete:
-            ended = generation.done()
-            deliveries = self._stream.read(self._score_batch_size, READ_BLOCK_SECONDS)
-            if not deliveries and ended:
-                generation.result()
-                # A delivery may have been lost on its way to this process; Redis still counts it as delivered.
-                deliveries = [item for item in self._stream.delivered() if item.trajectory.id not in arrivals.seen]
-                if not deliveries:
-                    raise BufferFailed(
-                        f"rollout stream: generation ended with {len(arrivals.seen)} of {len(arrivals.expected)} "
-                        "trajectories in the stream"
-                    )
-            waiting += arrivals.add(deliveries)
-            while len(waiting) >= self._score_batch_size or (waiting and arrivals.complete):
-                scoring.start(waiting[: self._score_batch_size])
-                waiting = waiting[self._score_batch_size :]
-            _advance(scoring, on_progress)
+        self._stream, self._early, self._size = collector._stream, collector._early, collector._score_batch_size
+        self._services = collector._services
+        self._run, self._step = batch.requests[0].id.run, batch.step
+        self._on_progress, self._replacement = on_progress, replacement
+        self._samples = 1 + max(request.id.sample for request in batch.requests)
+        # The events: deliveries, the error of the reader, or None for anything else that may have changed.
+        self._events: queue.SimpleQueue[list[Delivery] | Exception | None] = queue.SimpleQueue()
+        recovery = replacement.recovery if replacement else None
+        self._scoring = Scoring(
+            collector._services, fields, recovery, observe=collector._observe, on_response=self._wake
+        )
+        self._arrivals = _Arrivals()
+        self._entry_ids: list[str] = []
+        self._quiet_since: float | None = None
+        self._expect(batch, generation)
 
-    def _read_late_duplicates(self, arrivals: _Arrivals) -> None:
-        """Read entries that repeat a trajectory, so that this step acknowledges them and the next step does not see them.
+    def run(self) -> CollectedStep:
+        """See ``Collector.collect``."""
+        start = time.perf_counter()
+        generated = 0.0
+        try:
+            self._receive(self._early.pop(self._step, []))
+            with self._stream.listen(self._size, self._events.put):
+                for replaced in count():
+                    self._wait_for(lambda: self._arrivals.complete)
+                    generated = generated or time.perf_counter()
+                    self._wait_for(lambda: self._generation.done() and not self._scoring.batches_in_flight)
+                    prompts = {
+                        prompt for prompt, failed in _failed_by_prompt(self._scoring).items() if failed > replaced
+                    }
+                    if self._replacement is None or not prompts:
+                        break
+                    self._expect(*self._replacement.generate(prompts, self._samples + replaced))
+        except BaseException:
+            self._generation.cancel()
+            self._scoring.cancel()
+            raise
+        return CollectedStep(
+            sorted(self._scoring.scored, key=lambda item: item.trajectory.id),
+            sorted(self._scoring.failed_trajectories, key=lambda item: item.trajectory.id),
+            self._entry_ids,
+            generated - start,
+            time.perf_counter() - generated,
+        )
 
-        Call this after generation has ended, when no further entry can follow.
+    def _wake(self) -> None:
+        self._events.put(None)
+
+    def _expect(self, batch: GenerationBatch, generation: PendingTrajectories) -> None:
+        """Expect the trajectories of another batch of this step."""
+        self._generation = generation
+        self._arrivals.expect(batch, self._size)
+        generation.when_done(self._wake)
+
+    def _wait_for(self, condition: Callable[[], bool]) -> None:
+        """Handle events until the condition holds."""
+        while True:
+            if self._generation.done():
+                self._generation.result()
+            self._scoring.advance()
+            self._on_progress(len(self._scoring.scored))
+            if condition():
+                return
+            self._handle_events()
+
+    def _handle_events(self) -> None:
+        """Wait for at least one event, or for the time of the next attempt to score, and handle all that have occurred."""
+        timeout = self._scoring.seconds_until_retry()
+        if missing := self._generation.done() and not self._arrivals.complete:
+            timeout = QUIET_SECONDS if timeout is None else min(timeout, QUIET_SECONDS)
+        try:
+            event = self._events.get(timeout=timeout)
+        except queue.Empty:
+            if missing:
+                self._find_lost_deliveries()
+            return
+        while True:
+            if isinstance(event, Exception):
+                raise event
+            if event is not None:
+                self._receive(event)
+            try:
+                event = self._events.get_nowait()
+            except queue.Empty:
+                return
+
+    def _find_lost_deliveries(self) -> None:
+        """Read the deliveries that were lost on their way to this process. Redis still counts them as delivered.
+
+        Raises BufferFailed if there are none, although the generation has ended.
         """
-        while deliveries := self._stream.read(self._score_batch_size, 0.0):
-            arrivals.add(deliveries)
+        deliveries = [item for item in self._stream.delivered() if item.trajectory.id in self._arrivals.missing]
+        if not deliveries:
+            total = self._arrivals.total
+            raise BufferFailed(
+                f"rollout stream: generation ended with {total - len(self._arrivals.missing)} of {total} trajectories in the "
+                "stream"
+            )
+        self._receive(deliveries)
+
+    def _receive(self, deliveries: Sequence[Delivery]) -> None:
+        """Sort deliveries in, and start to score the batches that they complete."""
+        for delivery in deliveries:
+            trajectory = delivery.trajectory
+            if trajectory.id.run == self._run and trajectory.id.step > self._step:
+                self._early.setdefault(trajectory.id.step, []).append(delivery)
+                continue
+            self._entry_ids.append(delivery.entry_id)
+            if trajectory.id.step < self._step:
+                continue  # A late duplicate of a step that is committed.
+            if trajectory.id not in self._arrivals.expected:
+                raise BufferFailed(
+                    f"rollout stream: {trajectory.id} of policy version {trajectory.policy_version} was not requested"
+                )
+            if reason := self._arrivals.wrong(trajectory):
+                self._generation.refuse(trajectory, reason)
+                continue
+            self._generation.arrived(trajectory)
+            if batch := self._arrivals.add(trajectory):
+                self._scoring.start(self._with_log_probs(batch))
+
+    def _with_log_probs(self, trajectories: list[Trajectory]) -> list[Trajectory]:
+        """Return the trajectories with the policy's log-probs where the engine reported none."""
+        absent = [index for index, item in enumerate(trajectories) if not len(item.log_probs)]
+        if absent:
+            batch = TokenBatch.of([trajectories[index] for index in absent])
+            log_probs = self._services.policy_log_probs(batch)
+            parts = np.split(log_probs, np.cumsum(batch.response_lengths)[:-1])
+            for index, part in zip(absent, parts, strict=True):
+                trajectories[index] = replace(trajectories[index], log_probs=part)
+        return trajectories
 
 
 @dataclass(slots=True)
 class _Arrivals:
-    """Trajectories that a step expects, those that have arrived, and their stream entries."""
+    """Trajectories that a step expects, and the scoring batches that they form."""
 
-    expected: dict[TrajectoryId, int]
-    """Policy version that generates each trajectory."""
-    seen: set[TrajectoryId] = field(default_factory=set)
-    entry_ids: list[str] = field(default_factory=list)
+    expected: dict[TrajectoryId, tuple[int, bytes]] = field(default_factory=dict)
+    """Policy version and digest of each trajectory."""
+    missing: set[TrajectoryId] = field(default_factory=set)
+    _batches: dict[TrajectoryId, list[TrajectoryId]] = field(default_factory=dict)
+    _waiting: dict[TrajectoryId, Trajectory] = field(default_factory=dict)
 
     @property
     def complete(self) -> bool:
-        return len(self.seen) == len(self.expected)
+        return not self.missing
 
-    def expect(self, prompts: set[int], sample: int, policy_version: int) -> None:
-        """Expect one more trajectory of each of the prompts."""
-        other = next(iter(self.expected))
-        more = {TrajectoryId(other.run, other.step, prompt, sample) for prompt in prompts}
-        self.expected |= dict.fromkeys(more, policy_version)
+    @property
+    def total(self) -> int:
+        return len(self.expected)
 
-    def add(self, deliveries: Sequence[Delivery]) -> list[Trajectory]:
-        """Return the trajectories that had not arrived before. Raises BufferFailed for an unexpected one."""
-        new = []
-        for delivery in deliveries:
-            trajectory = delivery.trajectory
-            self.entry_ids.append(delivery.entry_id)
-            if self.expected.get(trajectory.id) != trajectory.policy_version:
-                raise BufferFailed(
-                    f"rollout stream: {trajectory.id} of policy version {trajectory.policy_version} was not requested"
-                )
-            if trajectory.id not in self.seen:
-                self.seen.add(trajectory.id)
-                new.append(trajectory)
-        return new
+    def expect(self, batch: GenerationBatch, score_batch_size: int) -> None:
+        """Expect the trajectories of a batch."""
+        ids = sorted(request.id for request in batch.requests)
+        self.expected |= dict.fromkeys(ids, (batch.policy_version, batch.weights_digest))
+        self.missing |= set(ids)
+        for start in range(0, len(ids), score_batch_size):
+            group = ids[start : start + score_batch_size]
+            self._batches |= dict.fromkeys(group, group)
+
+    def wrong(self, trajectory: Trajectory) -> str:
+        """Return why an expected trajectory has other weights than requested, or ""."""
+        version, digest = self.expected[trajectory.id]
+        if (trajectory.policy_version, trajectory.weights_digest) == (version, digest):
+            return ""
+        generator = f"generator {trajectory.generator}: " if trajectory.generator else ""
+        return (
+            f"{generator}{trajectory.id} is of policy version {trajectory.policy_version} and digest "
+            f"{trajectory.weights_digest.hex() or 'none'}, requested were version {version} and digest {digest.hex() or 'none'}"
+        )
+
+    def add(self, trajectory: Trajectory) -> list[Trajectory]:
+        """Add a trajectory. Return the batch that it completes, in the order of the ids; or none, also for a duplicate."""
+        if trajectory.id not in self.missing:
+            return []
+        self.missing.remove(trajectory.id)
+        self._waiting[trajectory.id] = trajectory
+        group = self._batches[trajectory.id]
+        if any(id not in self._waiting for id in group):
+            return []
+        return [self._waiting.pop(id) for id in group]
 
 
 def _failed_by_prompt(scoring: Scoring) -> Counter[int]:
     return Counter(item.trajectory.id.prompt for item in scoring.failed_trajectories)
-
-
-def _advance(scoring: Scoring, on_progress: Callable[[int], None]) -> None:
-    scoring.advance()
-    on_progress(len(scoring.scored))
-
-
-def _wait(
-    generation: PendingResult[int],
-    scoring: Scoring,
-    on_progress: Callable[[int], None],
-    response_arrived: threading.Event,
-) -> None:
-    """Wait until generation and scoring have ended. Raises the first failure as soon as it arrives."""
-    generation.when_done(response_arrived.set)
-    while True:
-        # Cleared before the calls are examined: a response that arrives in between sets it again.
-        response_arrived.clear()
-        if generation.done():
-            generation.result()
-        _advance(scoring, on_progress)
-        if generation.done() and not scoring.batches_in_flight:
-            return
-        response_arrived.wait(scoring.seconds_until_retry())

@@ -23,17 +23,16 @@ from quartet.evaluation import (
     stream_name,
     summarize,
     texts_of,
-    trajectory_id,
 )
 from quartet.rewards.function_worker import FunctionWorker
-from quartet.rpc.clients import ActorClient
 from quartet.run_directory.run_files import RunFiles
 from quartet.services.orchestrator.checkpointing.step_artifacts import failed_evaluation_row
 from quartet.services.orchestrator.control.progress import ProgressBoard
 from quartet.services.orchestrator.rollout.collector import Collector
+from quartet.services.orchestrator.rollout.generation import Generation
 from quartet.services.orchestrator.rollout.scoring import ScoringServices
 from quartet.services.orchestrator.telemetry.run_outputs import RunTelemetry
-from quartet.types import Prompt, SamplingParameters
+from quartet.types import GenerationBatch, Prompt, SamplingParameters, requests_of
 
 log = structlog.get_logger()
 
@@ -48,7 +47,7 @@ class Evaluator:
     def __init__(
         self,
         config: Config,
-        actor: ActorClient,
+        generation: Generation,
         stream: RolloutStream,
         scoring: ScoringServices,
         prompts: Sequence[Prompt],
@@ -60,7 +59,7 @@ class Evaluator:
         Starts the judge's process, if a judge is configured; ``close`` ends it. Raises ConfigError if the judge cannot be
         imported.
         """
-        self._config, self._actor, self._stream = config, actor, stream
+        self._config, self._generation, self._stream = config, generation, stream
         self._collector = Collector(stream, scoring, config.rollout.score_batch_size)
         self._prompts = list(prompts)
         self._tokenizer, self._files = tokenizer, files
@@ -124,24 +123,19 @@ class Evaluator:
         run = self._config.run
         # An interrupted evaluation may have left trajectories in the stream.
         self._stream.reset(leader_epoch)
-        generation = self._actor.generate(
-            run=stream_name(run.name),
-            step=STEP,
-            leader_epoch=leader_epoch,
-            prompts=self._prompts,
-            samples_per_prompt=1,
-            sampling=sampling,
-            seed=run.seed,
-            policy_version=policy_version,
+        batch, generation = self._generation.start(
+            GenerationBatch(
+                stream_name(run.name),
+                STEP,
+                leader_epoch,
+                requests_of(stream_name(run.name), STEP, self._prompts, samples=1),
+                sampling,
+                run.seed,
+                policy_version,
+            )
         )
         fields = {prompt.index: prompt.fields for prompt in self._prompts} if self._config.reward.has_functions else {}
-        collected = self._collector.collect(
-            {trajectory_id(run.name, prompt) for prompt in self._prompts},
-            policy_version,
-            generation,
-            on_progress,
-            fields,
-        )
+        collected = self._collector.collect(batch, generation, on_progress, fields)
         self._stream.acknowledge(collected.entry_ids)
         responses = [item.trajectory.response_ids for item in collected.scored]
         texts = texts_of(self._tokenizer, responses, special_tokens=False)

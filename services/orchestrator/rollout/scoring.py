@@ -103,12 +103,21 @@ class ActorAsReference:
 
 @dataclass(frozen=True, slots=True)
 class ScoringServices:
-    """The services that score a batch: reward, reference and, if any, critic. ``temperature`` is that of the rollouts."""
+    """The services that score a batch: reward, reference and, if any, critic. ``temperature`` is that of the rollouts.
+
+    ``actor`` computes the log-probs of responses whose engine reports none.
+    """
 
     reward: RewardClient
     reference: ReferencePolicy
     critic: CriticClient | None
     temperature: float
+    actor: ActorClient | None = None
+
+    def policy_log_probs(self, batch: TokenBatch) -> FloatArray:
+        """Return log-probs under the current policy, float32 [response tokens]. Waits for the actor."""
+        assert self.actor is not None
+        return self.actor.log_probs(batch, self.temperature)
 
 
 StartCall = Callable[[Sequence[Trajectory], TokenBatch], PendingResult[Any]]

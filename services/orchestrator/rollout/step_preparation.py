@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from quartet.buffer.rollout_stream import RolloutStream
 from quartet.config import Config
 from quartet.evaluation import run_sampling
-from quartet.rpc.pending_calls import PendingGeneration
 from quartet.services.orchestrator.algorithm.experience import PreparedStep, prepare_step
 from quartet.services.orchestrator.algorithm.state import AlgorithmState
 from quartet.services.orchestrator.control.progress import ProgressBoard
 from quartet.services.orchestrator.rollout.collector import CollectedStep, Collector, ReplacementRule
+from quartet.services.orchestrator.rollout.generation import Generation, PendingTrajectories
 from quartet.services.orchestrator.service_clients import ServiceClients
 from quartet.services.orchestrator.telemetry.step_profiler import StepProfiler
-from quartet.types import Prompt, Role, TrajectoryId
+from quartet.types import GenerationBatch, GenerationRequest, Prompt, Role, requests_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,31 +34,29 @@ class StepPreparation:
         self,
         config: Config,
         service_clients: ServiceClients,
+        generation: Generation,
         stream: RolloutStream,
         board: ProgressBoard,
         profiler: StepProfiler,
     ) -> None:
-        self._config, self._actor, self._board, self._profiler = config, service_clients.actor, board, profiler
-        self._prefetched: tuple[int, PendingGeneration] | None = None
+        self._config, self._generation, self._board, self._profiler = config, generation, board, profiler
+        self._started: dict[int, tuple[GenerationBatch, PendingTrajectories]] = {}
         self._collector = Collector(
             stream, service_clients.scoring(), config.rollout.score_batch_size, profiler.observe
         )
 
     def start_generation(self, step: int, prompts: Sequence[Prompt], leader_epoch: int, policy_version: int) -> None:
-        """Start the generation of ``step`` before ``prepare``, while the step before it ends. Has no effect if it has started."""
-        if self._prefetched is None:
-            samples = self._config.rollout.samples_per_prompt
-            call = self._generate(step, prompts, leader_epoch, policy_version, 0, samples)
-            self._prefetched = step, call
-            if policy_version < step - 1:
-                # Once generation has begun, the engine keeps these weights while the policy takes its next update.
-                call.wait_until_started()
+        """Start the generation of ``step`` before ``prepare``, while earlier steps end. Has no effect if it has started."""
+        if step not in self._started:
+            requests = requests_of(self._config.run.name, step, prompts, self._config.rollout.samples_per_prompt)
+            self._started[step] = self._generate(step, requests, leader_epoch, policy_version)
 
     def discard(self) -> None:
-        """Cancel a generation that has started early, because the actor is needed first. Its trajectories are generated again."""
-        if self._prefetched is not None:
-            self._prefetched[1].cancel()
-        self._prefetched = None
+        """Cancel the generations that have started early. Their trajectories are generated again."""
+        for _, generation in self._started.values():
+            generation.cancel()
+        self._started.clear()
+        self._collector.reset()
 
     def prepare(
         self,
@@ -85,53 +83,38 @@ class StepPreparation:
             return PendingStep(step, collected, prepared)
 
     def _collect(self, step: int, prompts: Sequence[Prompt], leader_epoch: int, policy_version: int) -> CollectedStep:
-        config, samples = self._config, self._config.rollout.samples_per_prompt
-        expected = {
-            TrajectoryId(config.run.name, step, prompt.index, sample) for prompt in prompts for sample in range(samples)
-        }
-        self._board.update(phase="generate", num_scored=0, num_expected=len(expected))
+        config = self._config
+        self._board.update(
+            phase="generate", num_scored=0, num_expected=len(prompts) * config.rollout.samples_per_prompt
+        )
+        self.start_generation(step, prompts, leader_epoch, policy_version)
+        batch, generation = self._started.pop(step)
 
-        prefetched, self._prefetched = self._prefetched, None
-        if prefetched is None:
-            generation = self._generate(step, prompts, leader_epoch, policy_version, 0, samples)
-        else:
-            started_step, generation = prefetched
-            assert started_step == step, f"generation of step {started_step} has started, expected step {step}"
-
-        def replace(indices: set[int], sample: int) -> PendingGeneration:
+        def replace(indices: set[int], sample: int) -> tuple[GenerationBatch, PendingTrajectories]:
             failed = [prompt for prompt in prompts if prompt.index in indices]
-            return self._generate(step, failed, leader_epoch, step - 1, sample, 1)
+            # By now the policy has taken all updates before this step, whichever version generated the other samples.
+            return self._generate(step, requests_of(config.run.name, step, failed, 1, sample), leader_epoch, step - 1)
 
         return self._collector.collect(
-            expected,
-            policy_version,
+            batch,
             generation,
             self._board.show_scored,
             {prompt.index: prompt.fields for prompt in prompts} if config.reward.has_functions else {},
-            # By then the policy has taken all updates before this step, whichever version generated the other samples.
-            ReplacementRule(config.recovery, step - 1, replace),
+            ReplacementRule(config.recovery, replace),
         )
 
     def _generate(
-        self,
-        step: int,
-        prompts: Sequence[Prompt],
-        leader_epoch: int,
-        policy_version: int,
-        first_sample: int,
-        samples: int,
-    ) -> PendingGeneration:
+        self, step: int, requests: Sequence[GenerationRequest], leader_epoch: int, policy_version: int
+    ) -> tuple[GenerationBatch, PendingTrajectories]:
         config = self._config
-        call = self._actor.generate(
-            run=config.run.name,
-            step=step,
-            leader_epoch=leader_epoch,
-            prompts=prompts,
-            samples_per_prompt=samples,
-            sampling=run_sampling(config.rollout),
-            seed=config.run.seed,
-            policy_version=policy_version,
-            first_sample=first_sample,
+        return self._generation.start(
+            GenerationBatch(
+                config.run.name,
+                step,
+                leader_epoch,
+                requests,
+                run_sampling(config.rollout),
+                config.run.seed,
+                policy_version,
+            )
         )
-        self._profiler.observe(Role.ACTOR, "generate", call)
-        return call

@@ -60,6 +60,11 @@ def _client(url: str, timeout: float, attempts: int) -> Redis:
     )
 
 
+def dedicated_client(url: str) -> Redis:
+    """Return a client for one thread, which does not repeat a command after a lost connection."""
+    return _client(url, COMMAND_TIMEOUT, attempts=1)
+
+
 def _ping(client: Redis, url: str, timeout: float) -> None:
     """Ping the server. Raises ConfigError if only one side uses TLS, and redis-py's errors otherwise."""
     if not urlsplit(url).scheme.startswith("redis"):

@@ -6,17 +6,21 @@ trajectory is recognised. Entries stay until their step is committed, so that th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from quartet import codec
-from quartet.buffer.connection import Redis, translate_errors
+from quartet.buffer.connection import Redis, dedicated_client, translate_errors
 from quartet.errors import BufferFailed, InvalidRequest
 from quartet.failpoints import failpoint
 from quartet.types import Trajectory
 
 GROUP = "orchestrator"
 CONSUMER = "leader"
+BLOCK_SECONDS = 5.0
+"""Longest wait of one command of ``listen``. An entry or the end of the context ends it at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +77,37 @@ class RolloutStream:
         with translate_errors(self._url):
             response = self._client.xreadgroup(GROUP, CONSUMER, {self.key: ">"}, count=count, block=wait)
         return self._deliveries(response)
+
+    @contextmanager
+    def listen(self, count: int, on_event: Callable[[list[Delivery] | Exception], None]) -> Iterator[None]:
+        """Read new entries on a separate thread and connection inside the context. ``on_event`` gets up to ``count`` at a time.
+
+        An error ends the reading; ``on_event`` gets it last. Entries that arrive at the end of the context may count as delivered
+        without a call of ``on_event``: ``delivered`` returns them.
+        """
+        with translate_errors(self._url):
+            reader = RolloutStream(dedicated_client(self._url), self._url, self.key)
+        reader.key, reader._leader_epoch = self.key, self._leader_epoch
+        closing = threading.Event()
+
+        def read() -> None:
+            try:
+                while not closing.is_set():
+                    if deliveries := reader.read(count, BLOCK_SECONDS):
+                        on_event(deliveries)
+            except Exception as error:
+                if not closing.is_set():
+                    on_event(error)
+
+        thread = threading.Thread(target=read, name="rollout stream", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            closing.set()
+            # Closes the socket, which ends a blocked read at once.
+            reader._client.connection_pool.disconnect()
+            thread.join()
 
     def delivered(self) -> list[Delivery]:
         """Return every entry that was delivered and not acknowledged, including one whose delivery was lost on the way."""

@@ -3,11 +3,17 @@
 from quartet.codec.checks import MAX_SETTING, positive
 from quartet.codec.experience import EXPERIENCE_CHUNK_BYTES, EncodedExperience, decode_experience, encode_experience
 from quartet.codec.generation import (
+    WeightUpdate,
     generation_batch_from_proto,
     generation_batch_to_proto,
     generation_finished_to_proto,
+    generation_progress_to_proto,
     generation_started_to_proto,
     trajectories_from_proto,
+    updated_weights_from_proto,
+    weight_update_from_proto,
+    weight_update_response_to_proto,
+    weight_update_to_proto,
 )
 from quartet.codec.orchestrator import (
     Command,
@@ -99,6 +105,7 @@ __all__ = [
     "MAX_SETTING",
     "Command",
     "EncodedExperience",
+    "WeightUpdate",
     "actor_log_probs_from_proto",
     "actor_log_probs_response_to_proto",
     "actor_log_probs_to_proto",
@@ -114,6 +121,7 @@ __all__ = [
     "generation_batch_from_proto",
     "generation_batch_to_proto",
     "generation_finished_to_proto",
+    "generation_progress_to_proto",
     "generation_started_to_proto",
     "get_progress_request",
     "get_progress_response",
@@ -163,6 +171,7 @@ __all__ = [
     "update_request_to_proto",
     "update_result_from_proto",
     "update_result_to_proto",
+    "updated_weights_from_proto",
     "values_from_proto",
     "values_request_from_proto",
     "values_request_to_proto",
@@ -170,6 +179,9 @@ __all__ = [
     "watch_progress_request",
     "watch_progress_response",
     "watched_step_from_proto",
+    "weight_update_from_proto",
+    "weight_update_response_to_proto",
+    "weight_update_to_proto",
     "weights_from_proto",
     "weights_request_from_proto",
     "weights_request_to_proto",

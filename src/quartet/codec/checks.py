@@ -9,6 +9,16 @@ from quartet.errors import InvalidRequest
 MAX_SETTING = 1e30
 """Maximum of a setting in a request. Single precision, in which losses are computed, overflows at 3e38."""
 
+DIGEST_BYTES = 16
+"""Size of a digest of weights."""
+
+
+def checked_digest(digest: bytes, name: str, required: bool = False) -> bytes:
+    """Return a digest of weights, which may be empty unless it is ``required``. Raises InvalidRequest."""
+    if len(digest) != DIGEST_BYTES and (digest or required):
+        raise InvalidRequest(f"{name}: expected {DIGEST_BYTES} bytes, got {len(digest)}")
+    return digest
+
 
 def positive(value: float, name: str) -> float:
     """Return the value if it is more than 0 and at most MAX_SETTING. Raises InvalidRequest."""

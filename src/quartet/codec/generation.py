@@ -1,75 +1,184 @@
-"""Messages of Generate: the request and the events of its response stream."""
+"""Messages of GenerationService: requests, and the events of a generation."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
+from quartet.codec.checks import checked_digest
 from quartet.codec.tensors import ints_from_proto, tensor_to_proto
 from quartet.codec.trajectories import sampling_from_proto, sampling_to_proto
 from quartet.config import MAX_RESPONSES
 from quartet.errors import InvalidRequest, ServiceFailed
-from quartet.types import GenerationBatch, Prompt
-from quartet.v1 import actor_pb2
+from quartet.types import GenerationBatch, GenerationRequest, IntArray, Role, TrajectoryId, WeightTransfer
+from quartet.v1 import generation_pb2
+
+MAX_SOURCES = 64
+"""Maximum number of sources in a request for weights."""
 
 
-def generation_batch_to_proto(batch: GenerationBatch) -> actor_pb2.GenerateRequest:
+@dataclass(frozen=True, slots=True)
+class WeightUpdate:
+    """Arguments of one UpdateWeights call. See ``UpdateWeightsRequest`` in proto/quartet/v1/generation.proto."""
+
+    run: str
+    leader_epoch: int
+    policy_version: int
+    weights_digest: bytes
+    sources: tuple[tuple[Role, str], ...]
+    """Role and HOST:PORT of each source, in order of preference."""
+
+
+def generation_batch_to_proto(batch: GenerationBatch) -> generation_pb2.GenerateRequest:
     """Convert the arguments of a Generate call."""
-    return actor_pb2.GenerateRequest(
+    positions: dict[int, int] = {}
+    prompts: list[IntArray] = []
+    for request in batch.requests:
+        if request.id.prompt not in positions:
+            positions[request.id.prompt] = len(prompts)
+            prompts.append(request.prompt_ids)
+    return generation_pb2.GenerateRequest(
         run=batch.run,
         step=batch.step,
         leader_epoch=batch.leader_epoch,
-        prompt_ids=tensor_to_proto(np.concatenate([prompt.token_ids for prompt in batch.prompts])),
-        prompt_lengths=tensor_to_proto(np.array([len(prompt.token_ids) for prompt in batch.prompts], np.int32)),
-        prompts=[prompt.index for prompt in batch.prompts],
-        samples_per_prompt=batch.samples_per_prompt,
+        prompt_ids=tensor_to_proto(np.concatenate(prompts) if prompts else np.zeros(0, np.int32)),
+        prompt_lengths=tensor_to_proto(np.array([len(prompt) for prompt in prompts], np.int32)),
+        prompts=list(positions),
+        trajectory_prompts=[positions[request.id.prompt] for request in batch.requests],
+        trajectory_samples=[request.id.sample for request in batch.requests],
         sampling=sampling_to_proto(batch.sampling),
         seed=batch.seed,
         policy_version=batch.policy_version,
-        first_sample=batch.first_sample,
+        weights_digest=batch.weights_digest,
     )
 
 
-def generation_batch_from_proto(message: actor_pb2.GenerateRequest) -> GenerationBatch:
-    """Convert and validate the arguments of a Generate call. The prompts have no text and no fields. Raises InvalidRequest."""
+def generation_batch_from_proto(message: generation_pb2.GenerateRequest) -> GenerationBatch:
+    """Convert and validate the arguments of a Generate call. Raises InvalidRequest."""
     lengths = ints_from_proto(message.prompt_lengths, "prompt_lengths", len(message.prompts))
-    if not len(lengths) or lengths.min() < 1 or not message.run or message.samples_per_prompt < 1:
-        raise InvalidRequest(
-            "generate: expected a run, samples_per_prompt of 1 or more, and prompts of 1 token or more"
-        )
+    if not len(lengths) or lengths.min() < 1 or not message.run:
+        raise InvalidRequest("generate: expected a run, and prompts of 1 token or more")
     if len(set(message.prompts)) != len(lengths):
         raise InvalidRequest("prompts: expected distinct indices, because trajectory ids derive from them")
-    if len(lengths) * message.samples_per_prompt > MAX_RESPONSES:
-        raise InvalidRequest(f"generate: expected at most {MAX_RESPONSES} trajectories")
-    if message.first_sample + message.samples_per_prompt > 2**32:
-        raise InvalidRequest(f"first_sample {message.first_sample}: expected the last sample's index to be below 2^32")
+    count = len(message.trajectory_prompts)
+    if not 1 <= count <= MAX_RESPONSES or len(message.trajectory_samples) != count:
+        raise InvalidRequest(
+            f"generate: {count} trajectory_prompts and {len(message.trajectory_samples)} trajectory_samples; expected the same "
+            f"number of both, 1 to {MAX_RESPONSES}"
+        )
+    if max(message.trajectory_prompts) >= len(lengths):
+        raise InvalidRequest(f"trajectory_prompts: expected positions below the number of prompts, {len(lengths)}")
     flat = ints_from_proto(message.prompt_ids, "prompt_ids", int(lengths.sum(dtype=np.int64)))
     prompts = np.split(flat, np.cumsum(lengths)[:-1])
+    requests = [
+        GenerationRequest(TrajectoryId(message.run, message.step, message.prompts[position], sample), prompts[position])
+        for position, sample in zip(message.trajectory_prompts, message.trajectory_samples, strict=True)
+    ]
+    if len({request.id for request in requests}) != count:
+        raise InvalidRequest("generate: a pair of prompt and sample repeats; expected each trajectory once")
     return GenerationBatch(
         run=message.run,
         step=message.step,
         leader_epoch=message.leader_epoch,
-        prompts=[Prompt(index, token_ids) for index, token_ids in zip(message.prompts, prompts, strict=True)],
-        samples_per_prompt=message.samples_per_prompt,
+        requests=requests,
         sampling=sampling_from_proto(message.sampling),
         seed=message.seed,
         policy_version=message.policy_version,
-        first_sample=message.first_sample,
+        weights_digest=checked_digest(message.weights_digest, "weights_digest"),
     )
 
 
-def generation_started_to_proto() -> actor_pb2.GenerateResponse:
+def generation_started_to_proto() -> generation_pb2.GenerateResponse:
     """Return the first event of a generation."""
-    return actor_pb2.GenerateResponse(started=actor_pb2.GenerationStarted())
+    return generation_pb2.GenerateResponse(started=generation_pb2.GenerationStarted())
 
 
-def generation_finished_to_proto(trajectories: int, response_tokens: int, seconds: float) -> actor_pb2.GenerateResponse:
+def generation_progress_to_proto(trajectories: int, response_tokens: int) -> generation_pb2.GenerateResponse:
+    """Return an event in the middle of a generation."""
+    progress = generation_pb2.GenerationProgress(trajectories=trajectories, response_tokens=response_tokens)
+    return generation_pb2.GenerateResponse(progress=progress)
+
+
+def generation_finished_to_proto(
+    trajectories: int, response_tokens: int, seconds: float
+) -> generation_pb2.GenerateResponse:
     """Return the last event of a generation."""
-    finished = actor_pb2.GenerationFinished(trajectories=trajectories, response_tokens=response_tokens, seconds=seconds)
-    return actor_pb2.GenerateResponse(finished=finished)
+    finished = generation_pb2.GenerationFinished(
+        trajectories=trajectories, response_tokens=response_tokens, seconds=seconds
+    )
+    return generation_pb2.GenerateResponse(finished=finished)
 
 
-def trajectories_from_proto(last: actor_pb2.GenerateResponse | None) -> int:
+def trajectories_from_proto(last: generation_pb2.GenerateResponse | None) -> int:
     """Return the number of trajectories from the last event of a generation. Raises ServiceFailed for another event, or none."""
     if last is None or last.WhichOneof("event") != "finished":
         raise ServiceFailed("Generate: the stream ended without the event `finished`")
     return last.finished.trajectories
+
+
+def weight_update_to_proto(update: WeightUpdate) -> generation_pb2.UpdateWeightsRequest:
+    """Convert the arguments of an UpdateWeights call."""
+    return generation_pb2.UpdateWeightsRequest(
+        run=update.run,
+        leader_epoch=update.leader_epoch,
+        policy_version=update.policy_version,
+        weights_digest=update.weights_digest,
+        sources=[
+            generation_pb2.WeightPeer(address=address, generator=role is Role.GENERATOR)
+            for role, address in update.sources
+        ],
+    )
+
+
+def weight_update_from_proto(message: generation_pb2.UpdateWeightsRequest) -> WeightUpdate:
+    """Convert and validate the arguments of an UpdateWeights call. Raises InvalidRequest."""
+    if (
+        not message.run
+        or not 1 <= len(message.sources) <= MAX_SOURCES
+        or not all(source.address for source in message.sources)
+    ):
+        raise InvalidRequest(f"update weights: expected a run, and 1 to {MAX_SOURCES} sources")
+    return WeightUpdate(
+        message.run,
+        message.leader_epoch,
+        message.policy_version,
+        checked_digest(message.weights_digest, "weights_digest", required=True),
+        tuple((Role.GENERATOR if source.generator else Role.ACTOR, source.address) for source in message.sources),
+    )
+
+
+def weight_transfer_to_proto(transfer: WeightTransfer) -> generation_pb2.WeightTransfer:
+    """Convert a transfer of weights."""
+    return generation_pb2.WeightTransfer(
+        policy_version=transfer.policy_version,
+        weights_digest=transfer.weights_digest,
+        source=transfer.source,
+        bytes=transfer.bytes,
+        delta=transfer.delta,
+        transfer_seconds=transfer.transfer_seconds,
+        load_seconds=transfer.load_seconds,
+    )
+
+
+def weight_transfer_from_proto(message: generation_pb2.WeightTransfer) -> WeightTransfer:
+    """Convert a transfer of weights. Raises InvalidRequest."""
+    return WeightTransfer(
+        policy_version=message.policy_version,
+        weights_digest=checked_digest(message.weights_digest, "weights_digest"),
+        source=message.source,
+        bytes=message.bytes,
+        delta=message.delta,
+        transfer_seconds=message.transfer_seconds,
+        load_seconds=message.load_seconds,
+    )
+
+
+def weight_update_response_to_proto(transfer: WeightTransfer) -> generation_pb2.UpdateWeightsResponse:
+    """Return the response to UpdateWeights."""
+    return generation_pb2.UpdateWeightsResponse(transfer=weight_transfer_to_proto(transfer))
+
+
+def updated_weights_from_proto(message: generation_pb2.UpdateWeightsResponse) -> WeightTransfer:
+    """Return the transfer of the response to UpdateWeights. Raises InvalidRequest."""
+    return weight_transfer_from_proto(message.transfer)

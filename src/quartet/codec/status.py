@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any, get_args, get_type_hints
+
+from quartet.codec.generation import weight_transfer_from_proto, weight_transfer_to_proto
 from quartet.errors import InvalidRequest
-from quartet.types import ProcessStatus, Role, ServiceStatus
+from quartet.types import EngineProperties, ProcessStatus, Role, ServiceStatus
 from quartet.v1 import status_pb2
 
 _ROLES = {
@@ -12,7 +15,9 @@ _ROLES = {
     Role.REWARD: status_pb2.ROLE_REWARD,
     Role.REFERENCE: status_pb2.ROLE_REFERENCE,
     Role.ORCHESTRATOR: status_pb2.ROLE_ORCHESTRATOR,
+    Role.GENERATOR: status_pb2.ROLE_GENERATOR,
 }
+_ENGINE_VALUES = {name: get_args(get_type_hints(EngineProperties)[name]) for name in ("log_probs", "weights", "digest")}
 _ROLE_NAMES = {number: role for role, number in _ROLES.items()}
 
 
@@ -43,6 +48,12 @@ def status_to_proto(status: ServiceStatus) -> status_pb2.RoleStatus:
         gradient_checkpointing=status.gradient_checkpointing,
         token_bytes=status.token_bytes,
         free_bytes=status.free_bytes,
+        engine=_engine_to_proto(status.engine) if status.engine else None,
+        published_weights=[
+            status_pb2.PublishedWeights(policy_version=version, weights_digest=digest)
+            for version, digest in sorted(status.published_weights.items())
+        ],
+        last_transfer=weight_transfer_to_proto(status.last_transfer) if status.last_transfer else None,
     )
 
 
@@ -76,6 +87,36 @@ def status_from_proto(message: status_pb2.RoleStatus) -> ServiceStatus:
         gradient_checkpointing=message.gradient_checkpointing,
         token_bytes=message.token_bytes,
         free_bytes=message.free_bytes,
+        engine=_engine_from_proto(message.engine) if message.HasField("engine") else None,
+        published_weights={item.policy_version: item.weights_digest for item in message.published_weights},
+        last_transfer=weight_transfer_from_proto(message.last_transfer) if message.HasField("last_transfer") else None,
+    )
+
+
+def _engine_to_proto(engine: EngineProperties) -> status_pb2.EngineProperties:
+    return status_pb2.EngineProperties(
+        name=engine.name,
+        seeded=engine.seeded,
+        batch_invariant=engine.batch_invariant,
+        log_probs=engine.log_probs,
+        weights=engine.weights,
+        digest=engine.digest,
+        in_flight_updates=engine.in_flight_updates,
+    )
+
+
+def _engine_from_proto(message: status_pb2.EngineProperties) -> EngineProperties:
+    """Convert the properties of an engine. Raises InvalidRequest for an unknown value."""
+    for name, allowed in _ENGINE_VALUES.items():
+        if (value := getattr(message, name)) not in allowed:
+            raise InvalidRequest(f"status.engine.{name} {value!r}: expected one of {', '.join(allowed)}")
+    values: dict[str, Any] = {name: getattr(message, name) for name in _ENGINE_VALUES}
+    return EngineProperties(
+        name=message.name,
+        seeded=message.seeded,
+        batch_invariant=message.batch_invariant,
+        in_flight_updates=message.in_flight_updates,
+        **values,
     )
 
 

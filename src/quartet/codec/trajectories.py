@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from google.protobuf.message import DecodeError
 
-from quartet.codec.checks import MAX_SETTING
+from quartet.codec.checks import DIGEST_BYTES, MAX_SETTING
 from quartet.codec.tensors import floats_from_proto, ints_from_proto, write_tensor
 from quartet.errors import InvalidRequest
-from quartet.types import FinishReason, SamplingParameters, TokenBatch, Trajectory, TrajectoryId
+from quartet.types import FinishReason, SamplingParameters, TokenBatch, Trajectory, TrajectoryId, VersionSpan
 from quartet.v1 import trajectory_pb2
 
 MAX_RESPONSE_TOKENS = 1_048_576
@@ -82,6 +82,14 @@ def trajectory_to_bytes(trajectory: Trajectory) -> bytes:
         ),
         policy_version=trajectory.policy_version,
         finish_reason=_FINISH[trajectory.finish_reason],
+        weights_digest=trajectory.weights_digest,
+        generator=trajectory.generator,
+        version_spans=[
+            trajectory_pb2.VersionSpan(
+                policy_version=span.policy_version, weights_digest=span.weights_digest, tokens=span.tokens
+            )
+            for span in trajectory.version_spans
+        ],
     )
     for name in ("prompt_ids", "response_ids", "log_probs"):
         write_tensor(getattr(message, name), getattr(trajectory, name))
@@ -100,11 +108,25 @@ def trajectory_from_bytes(data: bytes) -> Trajectory:
     reason = _FINISH_REASONS.get(message.finish_reason)
     if reason is None or not message.id.run or not len(response_ids) or not len(prompt_ids):
         raise InvalidRequest("trajectory: id, prompt_ids, response_ids and finish_reason are required")
+    spans = tuple(VersionSpan(item.policy_version, item.weights_digest, item.tokens) for item in message.version_spans)
+    if spans and (sum(span.tokens for span in spans) != len(response_ids) or not all(span.tokens for span in spans)):
+        raise InvalidRequest(
+            f"trajectory.version_spans: expected spans that cover the {len(response_ids)} response tokens"
+        )
+    digests = (message.weights_digest, *(span.weights_digest for span in spans))
+    if any(len(digest) not in (0, DIGEST_BYTES) for digest in digests):
+        raise InvalidRequest(f"trajectory.weights_digest: expected {DIGEST_BYTES} bytes, or none")
+    log_probs = floats_from_proto(message.log_probs, "trajectory.log_probs")
+    if len(log_probs) not in (0, len(response_ids)):
+        raise InvalidRequest(f"trajectory.log_probs: expected {len(response_ids)} elements, or none")
     return Trajectory(
         id=TrajectoryId(message.id.run, message.id.step, message.id.prompt, message.id.sample),
         policy_version=message.policy_version,
         prompt_ids=prompt_ids,
         response_ids=response_ids,
-        log_probs=floats_from_proto(message.log_probs, "trajectory.log_probs", len(response_ids)),
+        log_probs=log_probs,
         finish_reason=reason,
+        weights_digest=message.weights_digest,
+        generator=message.generator,
+        version_spans=spans,
     )

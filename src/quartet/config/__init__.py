@@ -11,6 +11,7 @@ from quartet.config.algorithm import (
 from quartet.config.deployment import (
     BufferConfig,
     GatewayConfig,
+    GeneratorServiceConfig,
     OrchestratorServiceConfig,
     RecoveryConfig,
     SecurityConfig,
@@ -32,7 +33,7 @@ from quartet.config.models import (
     RewardSourceConfig,
     TrainedModelConfig,
 )
-from quartet.config.rollout import MAX_RESPONSES, RolloutConfig, TensorRTLLMConfig, TritonConfig
+from quartet.config.rollout import MAX_RESPONSES, RolloutConfig, TensorRTLLMConfig, TritonConfig, VLLMConfig
 from quartet.config.root import Config
 from quartet.config.run import CheckpointConfig, DataConfig, EvaluationConfig, RunConfig
 from quartet.config.schema import json_schema
@@ -52,6 +53,7 @@ __all__ = [
     "DataConfig",
     "EvaluationConfig",
     "GatewayConfig",
+    "GeneratorServiceConfig",
     "GuardConfig",
     "GuardsConfig",
     "KLControllerConfig",
@@ -79,6 +81,7 @@ __all__ = [
     "TrainedModelConfig",
     "TritonConfig",
     "TruncationConfig",
+    "VLLMConfig",
     "WandbConfig",
     "config_of",
     "copy_sections",

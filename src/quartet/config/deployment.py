@@ -47,6 +47,11 @@ def _host_port(value: str | None) -> str | None:
     return value
 
 
+def _required_host_port(value: str) -> str:
+    _host_port(value)
+    return value
+
+
 HostPort = Annotated[str | None, AfterValidator(_host_port)]
 
 
@@ -81,6 +86,23 @@ class ServiceConfig(Section):
     """HOST:PORT that serves only gRPC health checks, in plaintext, for probes. Null: no such port."""
 
 
+class GeneratorServiceConfig(Section):
+    """Hardware and environment of the generators that are started on this machine, and the listen address of each generator."""
+
+    listen: HostPort = None
+    """HOST:PORT to listen on. Port 0 selects a free port. Null: a free port on 127.0.0.1."""
+    python: Path | None = None
+    """Python interpreter of the environment with the engine of rollout.engine. Null: the interpreter of this command."""
+    devices: tuple[Annotated[int, Field(ge=0, le=1023)], ...] = ()
+    """Indices of the CUDA devices of all local generators, which get equal shares in order. Empty: the CPU."""
+    num_threads: Annotated[int, Field(ge=1, le=1024)] | None = None
+    """Number of CPU threads of each generator. Null: an equal share of the cores among the local generators."""
+    metrics_listen: HostPort = None
+    """HOST:PORT that serves Prometheus metrics. Port 0 selects a free port. Null: a free port on 127.0.0.1."""
+    health_listen: HostPort = None
+    """HOST:PORT that serves only gRPC health checks, in plaintext, for probes. Null: no such port."""
+
+
 class ServicesConfig(Section):
     """Addresses and hardware of the services."""
 
@@ -92,6 +114,11 @@ class ServicesConfig(Section):
     """Service that scores responses."""
     reference: ServiceConfig = ServiceConfig()
     """Service of the frozen initial policy."""
+    generators: tuple[Annotated[str, AfterValidator(_required_host_port)], ...] = ()
+    """HOST:PORT of generators that already run, or will. A host name with several addresses is one generator for each address.
+    Generators may join and leave during a run."""
+    generator: GeneratorServiceConfig = GeneratorServiceConfig()
+    """Processes that generate, if rollout.generators or services.generators asks for them."""
     orchestrator: OrchestratorServiceConfig = OrchestratorServiceConfig()
     """Process that runs the training loop."""
 

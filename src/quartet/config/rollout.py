@@ -11,6 +11,8 @@ from quartet.config.section import Count, Positive, Section, WholeNumber
 
 MAX_RESPONSES = 65_536
 """Maximum number of responses per step."""
+MAX_OFF_POLICY_STEPS = 32
+"""Maximum number of updates by which the generating policy may lag behind."""
 Responses = Annotated[int, Field(ge=1, le=MAX_RESPONSES)]
 
 
@@ -69,6 +71,24 @@ class TensorRTLLMConfig(Section):
     """Shut the engine down during updates and load it again for the next step. Without actor.lora this always happens."""
 
 
+class VLLMConfig(Section):
+    """Generation with vLLM in the processes of the generators. They need a separate environment, see
+    services.generator.python."""
+
+    tensor_parallel_size: Annotated[int, Field(ge=1, le=64)] = 1
+    """Number of devices of each generator. services.generator.devices lists those of all generators."""
+    memory_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.9
+    """Fraction of the memory of a GPU for weights and key-value cache."""
+    cache_bytes: Count | None = None
+    """Memory for the key-value cache in bytes. Null: by memory_fraction."""
+    prefix_caching: bool = True
+    """Compute the common beginning of prompts once. The cache is reset with every policy version."""
+    enforce_eager: bool = False
+    """Decode without CUDA graphs."""
+    engine_arguments: dict[str, bool | int | float | str] = {}
+    """Further arguments of vLLM's engine, by the names of its EngineArgs."""
+
+
 class RolloutConfig(Section):
     """Number of responses, sampling and engine."""
 
@@ -84,16 +104,22 @@ class RolloutConfig(Section):
     """Nucleus sampling: sample from the most likely tokens with this total probability. 1 disables it."""
     top_k: WholeNumber = 0
     """Sample from this many most likely tokens. 0 disables it."""
-    engine: Literal["torch", "triton", "tensorrt-llm"] = "torch"
-    """torch: PyTorch in the actor. triton: the server of rollout.triton. tensorrt-llm: TensorRT-LLM in the actor."""
+    engine: Literal["torch", "vllm", "triton", "tensorrt-llm"] = "torch"
+    """torch: PyTorch, in the actor or in generators. triton: the server of rollout.triton. vllm and tensorrt-llm: these engines,
+    in generators."""
+    generators: Annotated[int, Field(ge=0, le=1024)] = 0
+    """Number of generator processes to start on this machine. 0 without services.generators: the actor generates."""
+    vllm: VLLMConfig | None = None
+    """Settings of engine vllm. Null: their defaults."""
     triton: TritonConfig | None = None
     """Server of engine triton. Null with other engines."""
     tensorrt_llm: TensorRTLLMConfig | None = None
     """Settings of engine tensorrt-llm. Null: their defaults."""
     max_concurrent_sequences: Responses = 256
     """Maximum number of sequences that are decoded at the same time."""
-    max_off_policy_steps: Annotated[int, Field(ge=0, le=1)] = 0
-    """Maximum number of updates by which the generating policy lags behind. 0: generate, then train. 1: generate a step while
-    training on the step before."""
+    max_off_policy_steps: Annotated[int, Field(ge=0, le=MAX_OFF_POLICY_STEPS)] = 0
+    """Maximum number of updates by which the generating policy lags behind. 0: generate, then train. k: generate up to k steps
+    ahead while training. The policy of a step follows from its number, so such a run repeats bit-identically, too."""
     score_batch_size: Count = 16
-    """Number of responses per scoring batch. Responses are scored in the order in which they finish."""
+    """Number of responses per scoring batch. A batch has the responses of neighbouring prompts, and is scored when all of them
+    are finished."""

@@ -139,10 +139,15 @@ class Config(Section):
 
     def _check_engine(self) -> None:
         engine, triton = self.rollout.engine, self.rollout.triton
-        for name, given in (("triton", triton), ("tensorrt-llm", self.rollout.tensorrt_llm)):
+        for name, given in (
+            ("triton", triton),
+            ("tensorrt-llm", self.rollout.tensorrt_llm),
+            ("vllm", self.rollout.vllm),
+        ):
             if given is not None and engine != name:
                 key = name.replace("-", "_")
                 raise ValueError(f"rollout.{key}: not used with engine {engine}; set engine {name}, or remove it")
+        self._check_generators()
         if self.rollout.max_off_policy_steps:
             self._check_off_policy()
         if engine != "triton":
@@ -169,17 +174,33 @@ class Config(Section):
                 "set security.allow_plaintext"
             )
 
+    def _check_generators(self) -> None:
+        engine, devices = self.rollout.engine, self.services.generator.devices
+        if engine == "triton" and self.has_generators:
+            raise ValueError(
+                "rollout.engine triton: the actor calls the Triton server; remove rollout.generators and services.generators"
+            )
+        if engine not in ("torch", "triton") and not self.has_generators:
+            raise ValueError(
+                f"rollout.engine {engine}: runs in generators; set rollout.generators to 1 or more and services.generator.python "
+                "to the Python of the engine's environment, or name running generators in services.generators"
+            )
+        if devices and self.rollout.generators and len(devices) % self.rollout.generators:
+            raise ValueError(
+                f"services.generator.devices {list(devices)}: expected an equal number for each of the "
+                f"{self.rollout.generators} generators of rollout.generators"
+            )
+        if self.services.generators and self.buffer.url is None:
+            raise ValueError(
+                "buffer.url: the generators of services.generators need a Redis server that they share with this run; set "
+                "buffer.url"
+            )
+
     def _check_off_policy(self) -> None:
         setting = f"rollout.max_off_policy_steps {self.rollout.max_off_policy_steps}"
-        if self.rollout.engine != "torch":
+        if self.rollout.engine == "triton":
             raise ValueError(
-                f"{setting}: engine {self.rollout.engine} cannot generate during an update; set engine torch, "
-                "or max_off_policy_steps 0"
-            )
-        if self.timeouts.update_seconds < self.timeouts.generate_seconds:
-            raise ValueError(
-                f"timeouts.update_seconds {self.timeouts.update_seconds:g}: with {setting} an update also waits for the "
-                f"concurrent generation; expected at least timeouts.generate_seconds {self.timeouts.generate_seconds:g}"
+                f"{setting}: engine triton cannot generate during an update; set another engine, or max_off_policy_steps 0"
             )
         if self.algorithm.importance_sampling_cap is None:
             raise ValueError(
@@ -213,6 +234,11 @@ class Config(Section):
         """Return whether the run has a reference service. If not, the actor serves the reference with its adapter
         disabled."""
         return self.actor.lora is None or self.reference.model is not None
+
+    @property
+    def has_generators(self) -> bool:
+        """Return whether generators in separate processes generate, instead of the actor."""
+        return self.rollout.generators > 0 or bool(self.services.generators)
 
     @property
     def critic_model(self) -> str:

@@ -1,37 +1,17 @@
-"""The interface of generation engines, and the properties that each engine declares."""
+"""The interface of generation engines that hold their own copy of the weights."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Protocol
 
-from quartet.types import GenerationRequest, SamplingParameters
+from quartet.types import EngineProperties as EngineProperties
+from quartet.types import FloatArray, GenerationRequest, IntArray, SamplingParameters
 from quartet.weight_transfer.tensors import WeightSet
 
 Cancelled = Callable[[], bool]
 """Function that returns True once the caller no longer waits."""
-
-
-@dataclass(frozen=True, slots=True)
-class EngineProperties:
-    """Guarantees of an engine. The orchestrator relies on them, so an engine declares only what it keeps.
-
-    ``seeded``: the seed of a trajectory decides its random numbers. ``batch_invariant``: the other requests in a batch change no
-    bit of a response. ``log_probs``: of the sampled tokens, at the sampling temperature, over the "whole" distribution or over
-    the one that top_k and top_p "truncated"; "none" if the engine reports none or others. ``weights``: way of a new policy
-    version into the engine. ``digest``: "read back" if the engine computes it from the weights that it holds after loading,
-    "reported" if a server names a version, "none" otherwise. ``in_flight_updates``: takes new weights in the middle of a
-    response.
-    """
-
-    name: str
-    seeded: bool
-    batch_invariant: bool
-    log_probs: Literal["whole", "truncated", "none"]
-    weights: Literal["shared", "tensors", "folder", "adapter", "restart", "static"]
-    digest: Literal["read back", "reported", "none"]
-    in_flight_updates: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +38,8 @@ class EngineResponse:
     """
 
     request: GenerationRequest
-    token_ids: Sequence[int]
-    log_probs: Sequence[float] | None
+    token_ids: Sequence[int] | IntArray
+    log_probs: Sequence[float] | FloatArray | None
 
 
 class Engine(Protocol):

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import wait
 from pathlib import Path
 from types import TracebackType
 
+import quartet
 from quartet.buffer.connection import connect
 from quartet.buffer.embedded_redis import EmbeddedRedis
 from quartet.buffer.redis_url import BUFFER_URL_VARIABLE, buffer_url
@@ -27,7 +29,7 @@ from quartet.rpc.security.certificates import check_certificates
 from quartet.rpc.security.credentials import Credentials
 from quartet.run_directory.run_files import RunFiles
 from quartet.telemetry.logs import file_log
-from quartet.topology import model_roles
+from quartet.topology import devices_of_generator, model_roles
 from quartet.types import Role
 
 FAILURE_DRAIN_SECONDS = 1.0
@@ -68,6 +70,7 @@ class Launcher:
         self._supervisors: list[ProcessSupervisor] = []
         self._messages: list[str] = []
         self.addresses: dict[Role, str] = {}
+        self._generators: list[ServiceProcess] = []
         self.url = ""
 
     def start(self, orchestrator: bool = True, report: Callable[[str], None] = lambda _: None) -> None:
@@ -95,12 +98,16 @@ class Launcher:
                 self.addresses[role] = service.address
             else:
                 self._start_service(role, [])
+        for index in range(self._config.rollout.generators):
+            self._start_generator(index)
         self._wait_until_ready(report)
         # Before the orchestrator starts, because from then on all processes must be supervised.
         self._wait_for_gateway()
         if orchestrator:
             overrides = [f"services.{role}.address={address}" for role, address in self.addresses.items()]
-            self._start_service(Role.ORCHESTRATOR, [argument for item in overrides for argument in ("--set", item)])
+            if self.generators:
+                overrides.append(f"services.generators={json.dumps(self.generators)}")
+            self._start_service(Role.ORCHESTRATOR, _settings(overrides))
             self._wait_until_ready(report)
         log = file_log("launcher", self._logs / "launcher.log")
         recovery, load_timeout = self._config.recovery, self._config.timeouts.load_seconds
@@ -122,6 +129,29 @@ class Launcher:
         except (ServiceUnavailable, BufferFailed) as error:
             # Nothing has started yet, so this is invalid input rather than a failure of the run.
             raise ConfigError(str(error)) from None
+
+    @property
+    def generators(self) -> list[str]:
+        """Addresses of all generators: those of the config, and the local ones that are ready."""
+        local = [process.address for process in self._generators if process.address is not None]
+        return [*self._config.services.generators, *local]
+
+    def _start_generator(self, index: int) -> None:
+        """Start a local generator, in the environment of its engine."""
+        devices = devices_of_generator(self._config, index)
+        settings = _settings([f"services.generator.devices={list(devices)}", "rollout.generators=1"])
+        module = ["quartet.services", Role.GENERATOR.value, "--config", str(self._config_path), *settings]
+        name = f"{Role.GENERATOR}-{index}"
+        python = self._config.services.generator.python
+        environment = self._service_environment
+        if python is not None:
+            # The other environment need not have Quartet installed, only its base dependencies.
+            paths = [str(Path(quartet.__file__).resolve().parents[1]), environment.get("PYTHONPATH", "")]
+            environment |= {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+        log, server = self._logs / f"{name}.log", None if python else self._fork_server
+        process = ServiceProcess(name, module, environment, log, self.credentials, server, python)
+        self._services.append(process)
+        self._generators.append(process)
 
     def _start_service(self, role: Role, arguments: list[str]) -> None:
         module = ["quartet.services", role.value, "--config", str(self._config_path), *arguments]
@@ -155,7 +185,7 @@ class Launcher:
                 raise KeyboardInterrupt
             for service in waiting:
                 service.read_messages()
-                if service.ready and service.address is not None:
+                if service.ready and service.address is not None and service not in self._generators:
                     self.addresses[Role(service.name)] = service.address
             for process in self._processes():
                 if process.process.poll() is not None and self._restart_during_start(process):
@@ -288,6 +318,7 @@ class Launcher:
             for service in group:
                 service.wait_or_kill(deadline)
         self._services.clear()
+        self._generators.clear()
         self._supervisors.clear()
         if self._fork_server is not None:
             self._fork_server.close()
@@ -314,3 +345,8 @@ class Launcher:
             for number, handler in previous.items():
                 signal.signal(number, handler)
             raise
+
+
+def _settings(overrides: Sequence[str]) -> list[str]:
+    """Return the command-line arguments that override settings of the config."""
+    return [argument for item in overrides for argument in ("--set", item)]

@@ -31,13 +31,14 @@ class ServiceProcess:
         log: Path,
         credentials: Credentials = LOCAL,
         fork_server: ForkServer | None = None,
+        python: Path | None = None,
     ) -> None:
         """Start ``python -m MODULE...`` without waiting until it is ready. ``module`` includes the arguments.
 
         ``credentials`` authenticate liveness probes. With ``fork_server``, a server of this module and environment forks the
-        process.
+        process. ``python``: interpreter of another environment. Defaults to that of this process.
         """
-        self.name, self.log, self._credentials = name, log, credentials
+        self.name, self.log, self._credentials, self._python = name, log, credentials, python
         self._module, self._environment, self._fork_server = module, environment, fork_server
         self._pipe: Any = None
         self._channel: ServiceChannel | None = None
@@ -62,7 +63,7 @@ class ServiceProcess:
         with self.log.open("ab") as output:
             forked = self._fork_server and self._fork_server.start(module[1:], output.fileno(), writer)
             self.process: ForkedProcess | subprocess.Popen[bytes] = forked or subprocess.Popen(
-                tied_to_parent(module_command(*module, str(writer))),
+                tied_to_parent(module_command(*module, str(writer), python=self._python)),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,

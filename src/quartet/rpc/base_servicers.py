@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
@@ -13,7 +14,7 @@ from quartet import codec
 from quartet.errors import DeadlinePassed, InvalidRequest, ServiceBusy
 from quartet.rpc.compute_thread import ComputeThread, remaining_time
 from quartet.rpc.limits import MAX_PENDING_SAVES
-from quartet.types import OptimizationSettings, SavedFile, SaveKind, ServiceStatus, UpdateResult
+from quartet.types import GenerationBatch, OptimizationSettings, SavedFile, SaveKind, ServiceStatus, UpdateResult
 
 
 class Core(Protocol):
@@ -70,6 +71,39 @@ class ModelServicer(Generic[AnyCore]):
     def close(self) -> None:
         """Close the compute thread."""
         self.compute.close()
+
+
+class GenerationCore(Protocol):
+    """Logic that generates: an actor with an engine, or a generator."""
+
+    def generate(
+        self,
+        batch: GenerationBatch,
+        cancelled: Callable[[], bool],
+        on_start: Callable[[], None],
+        on_progress: Callable[[int, int], None],
+    ) -> tuple[int, int]:
+        """Generate trajectories into the rollout stream. Return the numbers of trajectories and response tokens."""
+
+
+def stream_generation(
+    core: GenerationCore, compute: ComputeThread, request: Any, context: grpc.ServicerContext
+) -> Iterator[Any]:
+    """Run a Generate call on ``compute``. Yield its events: the start, the progress, the end."""
+    batch, start = codec.generation_batch_from_proto(request), time.perf_counter()
+    done = [0, 0]
+
+    def work(cancelled: Callable[[], bool], emit: Callable[[Any], None]) -> Any:
+        def on_progress(trajectories: int, response_tokens: int) -> None:
+            done[:] = trajectories, response_tokens
+            emit(codec.generation_progress_to_proto(trajectories, response_tokens))
+
+        trajectories, tokens = core.generate(
+            batch, cancelled, lambda: emit(codec.generation_started_to_proto()), on_progress
+        )
+        return codec.generation_finished_to_proto(trajectories, tokens, time.perf_counter() - start)
+
+    return compute.stream("generate", context, work, lambda: codec.generation_progress_to_proto(*done))
 
 
 class TrainableServicer(ModelServicer[AnyTrainableCore]):

@@ -18,11 +18,10 @@ from quartet.types import (
     GenerationBatch,
     OptimizationSettings,
     PolicyLossSettings,
+    ProcessStatus,
     Progress,
-    Prompt,
     RestoreRequest,
     Role,
-    SamplingParameters,
     SavedFile,
     SaveKind,
     SaveRequest,
@@ -34,10 +33,12 @@ from quartet.types import (
     UpdateRequest,
     UpdateResult,
     ValueLossSettings,
+    WeightTransfer,
 )
 from quartet.v1 import (
     actor_pb2_grpc,
     critic_pb2_grpc,
+    generation_pb2_grpc,
     orchestrator_pb2_grpc,
     reference_pb2_grpc,
     reward_pb2_grpc,
@@ -60,7 +61,9 @@ class ServiceClient:
 
         See ``ServiceChannel.wait_until_ready`` for the arguments and the other errors.
         """
-        process = self.channel.wait_until_ready(self.timeouts.load_seconds, check_alive, known)
+        return self._own_status(self.channel.wait_until_ready(self.timeouts.load_seconds, check_alive, known))
+
+    def _own_status(self, process: ProcessStatus) -> ServiceStatus:
         for status in process.roles:
             if status.role == self.role:
                 return status
@@ -69,6 +72,10 @@ class ServiceClient:
             f"services.{self.role}.address {self.channel.address}: expected the {self.role}, got the {others} service; "
             "correct the address"
         )
+
+    def status(self) -> ServiceStatus:
+        """Return the status of the service. Raises the error of the call."""
+        return self._own_status(self.channel.status())
 
     def replicas(self) -> int:
         """Return the number of processes that share this client's calls, as far as the address shows."""
@@ -133,26 +140,6 @@ class ActorClient(TrainableClient):
     def _stub(self) -> actor_pb2_grpc.ActorServiceStub:
         return self._actor
 
-    def generate(
-        self,
-        run: str,
-        step: int,
-        leader_epoch: int,
-        prompts: Sequence[Prompt],
-        samples_per_prompt: int,
-        sampling: SamplingParameters,
-        seed: int,
-        policy_version: int,
-        first_sample: int = 0,
-    ) -> PendingGeneration:
-        """Start the generation of a step. See ``GenerationBatch`` for the arguments."""
-        batch = GenerationBatch(
-            run, step, leader_epoch, prompts, samples_per_prompt, sampling, seed, policy_version, first_sample
-        )
-        request = codec.generation_batch_to_proto(batch)
-        pending = self.channel.start_stream(self._actor.Generate, request, self.timeouts.generate_seconds, "Generate")
-        return PendingGeneration(pending, codec.trajectories_from_proto)
-
     def log_probs(self, batch: TokenBatch, temperature: float) -> FloatArray:
         """Return log-probs under the current policy, float32 [response tokens]."""
         return self._start_log_probs(batch, temperature, False, self.timeouts.score_seconds).result()
@@ -179,6 +166,31 @@ class ActorClient(TrainableClient):
     def _save_seconds(self) -> float:
         # A save may wait for a running generation.
         return self.timeouts.generate_seconds + self.timeouts.save_seconds
+
+
+class GenerationClient(ServiceClient):
+    """Client of a generation engine: a generator, or the actor that hosts one."""
+
+    def __init__(
+        self, address: str, timeouts: TimeoutsConfig, credentials: Credentials = LOCAL, role: Role = Role.GENERATOR
+    ) -> None:
+        """``role`` is that of the process at ``address``: the generator's or the actor's."""
+        self.role = role
+        super().__init__(address, timeouts, credentials)
+        self._stub = generation_pb2_grpc.GenerationServiceStub(self.channel.grpc_channel)
+
+    def generate(self, batch: GenerationBatch, waits_for: int = 0) -> PendingGeneration:
+        """Start a generation. Its trajectories go to the rollout stream. ``waits_for``: earlier calls that must end first."""
+        request = codec.generation_batch_to_proto(batch)
+        timeout = self.timeouts.generate_seconds * (1 + waits_for)
+        pending = self.channel.start_stream(self._stub.Generate, request, timeout, "Generate")
+        return PendingGeneration(pending, codec.trajectories_from_proto)
+
+    def update_weights(self, update: codec.WeightUpdate) -> PendingResult[WeightTransfer]:
+        """Start to load a policy version into the generator."""
+        request = codec.weight_update_to_proto(update)
+        pending = self.channel.start(self._stub.UpdateWeights, request, self.timeouts.load_seconds, "UpdateWeights")
+        return PendingResult(pending, codec.updated_weights_from_proto)
 
 
 class CriticClient(TrainableClient):

@@ -18,6 +18,9 @@ from quartet.rpc.limits import MAX_CALL_SECONDS, MAX_PENDING_WORK
 Result = TypeVar("Result")
 Event = TypeVar("Event")
 
+HEARTBEAT_SECONDS = 5.0
+"""Longest silence of a stream with heartbeats."""
+
 
 class Caller(Protocol):
     """The part of a gRPC context that the compute thread needs."""
@@ -79,17 +82,28 @@ class ComputeThread:
                 raise DeadlinePassed(f"{kind}: the deadline passed") from None
 
     def stream(
-        self, kind: str, caller: Caller, work: Callable[[Callable[[], bool], Callable[[Event], None]], Event]
+        self,
+        kind: str,
+        caller: Caller,
+        work: Callable[[Callable[[], bool], Callable[[Event], None]], Event],
+        heartbeat: Callable[[], Event] | None = None,
     ) -> Iterator[Event]:
-        """Run ``work(cancelled, emit)``. Yield each emitted event at once, and the result last. Raises as ``run``."""
+        """Run ``work(cancelled, emit)``. Yield each emitted event at once, and the result last. Raises as ``run``.
+
+        With ``heartbeat``, also yield its result after every ``HEARTBEAT_SECONDS`` without an event.
+        """
         with self._slot(kind):
             events: queue.SimpleQueue[Event | Future[Event]] = queue.SimpleQueue()
             future, state = self._submit(kind, caller, lambda cancelled: work(cancelled, events.put))
             future.add_done_callback(events.put)
             while True:
+                remaining = remaining_time(caller)
                 try:
-                    event = events.get(timeout=remaining_time(caller))
+                    event = events.get(timeout=min(remaining, HEARTBEAT_SECONDS) if heartbeat else remaining)
                 except queue.Empty:
+                    if heartbeat and remaining > HEARTBEAT_SECONDS:
+                        yield heartbeat()
+                        continue
                     state.mark_gone()
                     raise DeadlinePassed(f"{kind}: the deadline passed") from None
                 if isinstance(event, Future):

@@ -202,6 +202,20 @@ def replicas_at(address: str) -> int:
     return max(Counter(family for family, *_ in resolved).values())
 
 
+def endpoints_at(address: str) -> list[str]:
+    """Return the address of each process behind HOST:PORT, whose host name may resolve to several.
+
+    A name with one address, or one that does not resolve, stays as it is: certificates may name the host.
+    """
+    host, _, port = address.rpartition(":")
+    try:
+        resolved = socket.getaddrinfo(host.strip("[]"), int(port), socket.AF_INET, socket.SOCK_STREAM)
+    except OSError:
+        return [address]
+    hosts = sorted({str(each[4][0]) for each in resolved})
+    return [address] if len(hosts) < 2 else [f"{each}:{port}" for each in hosts]
+
+
 def accepts_connections(address: str) -> bool:
     """Return whether a server listens at HOST:PORT."""
     host, _, port = address.rpartition(":")

@@ -32,6 +32,8 @@ CHANGEABLE_SETTINGS = (
     "rollout.triton.timeout_seconds",
     "rollout.triton.certificate_authority_file",
     "rollout.tensorrt_llm",
+    "rollout.vllm",
+    "rollout.generators",
     "guards",
     "checkpoint",
     "buffer",

@@ -27,25 +27,17 @@ from quartet.v1 import trajectory_pb2 as quartet_dot_v1_dot_trajectory__pb2
 from quartet.v1 import update_pb2 as quartet_dot_v1_dot_update__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16quartet/v1/actor.proto\x12\nquartet.v1\x1a\x17quartet/v1/tensor.proto\x1a\x1bquartet/v1/trajectory.proto\x1a\x17quartet/v1/update.proto\"\xb1\x02\n\x0fGenerateRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\x14\n\x0cleader_epoch\x18\x03 \x01(\x04\x12&\n\nprompt_ids\x18\x04 \x01(\x0b\x32\x12.quartet.v1.Tensor\x12*\n\x0eprompt_lengths\x18\x05 \x01(\x0b\x32\x12.quartet.v1.Tensor\x12\x0f\n\x07prompts\x18\x06 \x03(\x04\x12\x1a\n\x12samples_per_prompt\x18\x07 \x01(\r\x12\x30\n\x08sampling\x18\x08 \x01(\x0b\x32\x1e.quartet.v1.SamplingParameters\x12\x0c\n\x04seed\x18\t \x01(\x04\x12\x16\n\x0epolicy_version\x18\n \x01(\x04\x12\x14\n\x0c\x66irst_sample\x18\x0b \x01(\r\"\x13\n\x11GenerationStarted\"T\n\x12GenerationFinished\x12\x14\n\x0ctrajectories\x18\x01 \x01(\r\x12\x17\n\x0fresponse_tokens\x18\x02 \x01(\x04\x12\x0f\n\x07seconds\x18\x03 \x01(\x01\"\x81\x01\n\x10GenerateResponse\x12\x30\n\x07started\x18\x01 \x01(\x0b\x32\x1d.quartet.v1.GenerationStartedH\x00\x12\x32\n\x08\x66inished\x18\x02 \x01(\x0b\x32\x1e.quartet.v1.GenerationFinishedH\x00\x42\x07\n\x05\x65vent\"l\n\x1b\x41\x63torServiceLogProbsRequest\x12%\n\x05\x62\x61tch\x18\x01 \x01(\x0b\x32\x16.quartet.v1.TokenBatch\x12\x13\n\x0btemperature\x18\x02 \x01(\x01\x12\x11\n\treference\x18\x03 \x01(\x08\"]\n\x1c\x41\x63torServiceLogProbsResponse\x12%\n\tlog_probs\x18\x01 \x01(\x0b\x32\x12.quartet.v1.Tensor\x12\x16\n\x0epolicy_version\x18\x02 \x01(\x04\x32\xf6\x02\n\x0c\x41\x63torService\x12G\n\x08Generate\x12\x1b.quartet.v1.GenerateRequest\x1a\x1c.quartet.v1.GenerateResponse0\x01\x12]\n\x08LogProbs\x12\'.quartet.v1.ActorServiceLogProbsRequest\x1a(.quartet.v1.ActorServiceLogProbsResponse\x12?\n\x06Update\x12\x19.quartet.v1.UpdateRequest\x1a\x1a.quartet.v1.UpdateResponse\x12\x39\n\x04Save\x12\x17.quartet.v1.SaveRequest\x1a\x18.quartet.v1.SaveResponse\x12\x42\n\x07Restore\x12\x1a.quartet.v1.RestoreRequest\x1a\x1b.quartet.v1.RestoreResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16quartet/v1/actor.proto\x12\nquartet.v1\x1a\x17quartet/v1/tensor.proto\x1a\x1bquartet/v1/trajectory.proto\x1a\x17quartet/v1/update.proto\"l\n\x1b\x41\x63torServiceLogProbsRequest\x12%\n\x05\x62\x61tch\x18\x01 \x01(\x0b\x32\x16.quartet.v1.TokenBatch\x12\x13\n\x0btemperature\x18\x02 \x01(\x01\x12\x11\n\treference\x18\x03 \x01(\x08\"]\n\x1c\x41\x63torServiceLogProbsResponse\x12%\n\tlog_probs\x18\x01 \x01(\x0b\x32\x12.quartet.v1.Tensor\x12\x16\n\x0epolicy_version\x18\x02 \x01(\x04\x32\xad\x02\n\x0c\x41\x63torService\x12]\n\x08LogProbs\x12\'.quartet.v1.ActorServiceLogProbsRequest\x1a(.quartet.v1.ActorServiceLogProbsResponse\x12?\n\x06Update\x12\x19.quartet.v1.UpdateRequest\x1a\x1a.quartet.v1.UpdateResponse\x12\x39\n\x04Save\x12\x17.quartet.v1.SaveRequest\x1a\x18.quartet.v1.SaveResponse\x12\x42\n\x07Restore\x12\x1a.quartet.v1.RestoreRequest\x1a\x1b.quartet.v1.RestoreResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'quartet.v1.actor_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_GENERATEREQUEST']._serialized_start=118
-  _globals['_GENERATEREQUEST']._serialized_end=423
-  _globals['_GENERATIONSTARTED']._serialized_start=425
-  _globals['_GENERATIONSTARTED']._serialized_end=444
-  _globals['_GENERATIONFINISHED']._serialized_start=446
-  _globals['_GENERATIONFINISHED']._serialized_end=530
-  _globals['_GENERATERESPONSE']._serialized_start=533
-  _globals['_GENERATERESPONSE']._serialized_end=662
-  _globals['_ACTORSERVICELOGPROBSREQUEST']._serialized_start=664
-  _globals['_ACTORSERVICELOGPROBSREQUEST']._serialized_end=772
-  _globals['_ACTORSERVICELOGPROBSRESPONSE']._serialized_start=774
-  _globals['_ACTORSERVICELOGPROBSRESPONSE']._serialized_end=867
-  _globals['_ACTORSERVICE']._serialized_start=870
-  _globals['_ACTORSERVICE']._serialized_end=1244
+  _globals['_ACTORSERVICELOGPROBSREQUEST']._serialized_start=117
+  _globals['_ACTORSERVICELOGPROBSREQUEST']._serialized_end=225
+  _globals['_ACTORSERVICELOGPROBSRESPONSE']._serialized_start=227
+  _globals['_ACTORSERVICELOGPROBSRESPONSE']._serialized_end=320
+  _globals['_ACTORSERVICE']._serialized_start=323
+  _globals['_ACTORSERVICE']._serialized_end=624
 # @@protoc_insertion_point(module_scope)

@@ -27,7 +27,7 @@ if _version_not_supported:
 
 
 class ActorServiceStub:
-    """The policy.
+    """The policy. Its process also serves GenerationService, and WeightService if generators run in other processes.
     """
 
     def __init__(self, channel):
@@ -36,11 +36,6 @@ class ActorServiceStub:
         Args:
             channel: A grpc.Channel.
         """
-        self.Generate = channel.unary_stream(
-                '/quartet.v1.ActorService/Generate',
-                request_serializer=quartet_dot_v1_dot_actor__pb2.GenerateRequest.SerializeToString,
-                response_deserializer=quartet_dot_v1_dot_actor__pb2.GenerateResponse.FromString,
-                _registered_method=True)
         self.LogProbs = channel.unary_unary(
                 '/quartet.v1.ActorService/LogProbs',
                 request_serializer=quartet_dot_v1_dot_actor__pb2.ActorServiceLogProbsRequest.SerializeToString,
@@ -64,15 +59,8 @@ class ActorServiceStub:
 
 
 class ActorServiceServicer:
-    """The policy.
+    """The policy. Its process also serves GenerationService, and WeightService if generators run in other processes.
     """
-
-    def Generate(self, request, context):
-        """Generates trajectories and appends each one to the rollout stream as it finishes.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
 
     def LogProbs(self, request, context):
         """Computes the log-probs of given responses under the current policy.
@@ -105,11 +93,6 @@ class ActorServiceServicer:
 
 def add_ActorServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
-            'Generate': grpc.unary_stream_rpc_method_handler(
-                    servicer.Generate,
-                    request_deserializer=quartet_dot_v1_dot_actor__pb2.GenerateRequest.FromString,
-                    response_serializer=quartet_dot_v1_dot_actor__pb2.GenerateResponse.SerializeToString,
-            ),
             'LogProbs': grpc.unary_unary_rpc_method_handler(
                     servicer.LogProbs,
                     request_deserializer=quartet_dot_v1_dot_actor__pb2.ActorServiceLogProbsRequest.FromString,
@@ -139,35 +122,8 @@ def add_ActorServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class ActorService:
-    """The policy.
+    """The policy. Its process also serves GenerationService, and WeightService if generators run in other processes.
     """
-
-    @staticmethod
-    def Generate(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_stream(
-            request,
-            target,
-            '/quartet.v1.ActorService/Generate',
-            quartet_dot_v1_dot_actor__pb2.GenerateRequest.SerializeToString,
-            quartet_dot_v1_dot_actor__pb2.GenerateResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
 
     @staticmethod
     def LogProbs(request,

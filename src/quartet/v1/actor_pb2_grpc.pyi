@@ -28,14 +28,12 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class ActorServiceStub:
-    """The policy."""
+    """The policy. Its process also serves GenerationService, and WeightService if generators run in other processes."""
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> ActorServiceAsyncStub: ...
-    Generate: _grpc.UnaryStreamMultiCallable[_actor_pb2.GenerateRequest, _actor_pb2.GenerateResponse]
-    """Generates trajectories and appends each one to the rollout stream as it finishes."""
     LogProbs: _grpc.UnaryUnaryMultiCallable[_actor_pb2.ActorServiceLogProbsRequest, _actor_pb2.ActorServiceLogProbsResponse]
     """Computes the log-probs of given responses under the current policy."""
     Update: _grpc.UnaryUnaryMultiCallable[_update_pb2.UpdateRequest, _update_pb2.UpdateResponse]
@@ -47,11 +45,9 @@ class ActorServiceStub:
 
 @_typing.type_check_only
 class ActorServiceAsyncStub(ActorServiceStub):
-    """The policy."""
+    """The policy. Its process also serves GenerationService, and WeightService if generators run in other processes."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
-    Generate: _aio.UnaryStreamMultiCallable[_actor_pb2.GenerateRequest, _actor_pb2.GenerateResponse]  # type: ignore[assignment]
-    """Generates trajectories and appends each one to the rollout stream as it finishes."""
     LogProbs: _aio.UnaryUnaryMultiCallable[_actor_pb2.ActorServiceLogProbsRequest, _actor_pb2.ActorServiceLogProbsResponse]  # type: ignore[assignment]
     """Computes the log-probs of given responses under the current policy."""
     Update: _aio.UnaryUnaryMultiCallable[_update_pb2.UpdateRequest, _update_pb2.UpdateResponse]  # type: ignore[assignment]
@@ -62,15 +58,7 @@ class ActorServiceAsyncStub(ActorServiceStub):
     """Restores the policy of a checkpoint, or the initial policy."""
 
 class ActorServiceServicer(metaclass=_abc_1.ABCMeta):
-    """The policy."""
-
-    @_abc_1.abstractmethod
-    def Generate(
-        self,
-        request: _actor_pb2.GenerateRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_abc.Iterator[_actor_pb2.GenerateResponse], _abc.AsyncIterator[_actor_pb2.GenerateResponse]]:
-        """Generates trajectories and appends each one to the rollout stream as it finishes."""
+    """The policy. Its process also serves GenerationService, and WeightService if generators run in other processes."""
 
     @_abc_1.abstractmethod
     def LogProbs(

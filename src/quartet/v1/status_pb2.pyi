@@ -8,6 +8,7 @@ from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from quartet.v1 import generation_pb2 as _generation_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -37,6 +38,8 @@ class _RoleEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Role.ValueType],
     """The frozen initial policy."""
     ROLE_ORCHESTRATOR: _Role.ValueType  # 5
     """The training loop."""
+    ROLE_GENERATOR: _Role.ValueType  # 6
+    """A generation engine in a separate process."""
 
 class Role(_Role, metaclass=_RoleEnumTypeWrapper):
     """Role of a process."""
@@ -53,6 +56,8 @@ ROLE_REFERENCE: Role.ValueType  # 4
 """The frozen initial policy."""
 ROLE_ORCHESTRATOR: Role.ValueType  # 5
 """The training loop."""
+ROLE_GENERATOR: Role.ValueType  # 6
+"""A generation engine in a separate process."""
 Global___Role: _TypeAlias = Role  # noqa: Y015
 
 @_typing.final
@@ -125,6 +130,9 @@ class RoleStatus(_message.Message):
     GRADIENT_CHECKPOINTING_FIELD_NUMBER: _builtins.int
     TOKEN_BYTES_FIELD_NUMBER: _builtins.int
     FREE_BYTES_FIELD_NUMBER: _builtins.int
+    ENGINE_FIELD_NUMBER: _builtins.int
+    PUBLISHED_WEIGHTS_FIELD_NUMBER: _builtins.int
+    LAST_TRANSFER_FIELD_NUMBER: _builtins.int
     role: Global___Role.ValueType
     """The role."""
     model: _builtins.str
@@ -177,6 +185,18 @@ class RoleStatus(_message.Message):
     def tokens(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
         """Response tokens since the start, by use: "generated", "trained" (counted once for each step's update)."""
 
+    @_builtins.property
+    def engine(self) -> Global___EngineProperties:
+        """Generation engine of an actor or a generator. Absent for other roles."""
+
+    @_builtins.property
+    def published_weights(self) -> _containers.RepeatedCompositeFieldContainer[Global___PublishedWeights]:
+        """Versions that the actor's weight source can send. Empty without a weight source."""
+
+    @_builtins.property
+    def last_transfer(self) -> _generation_pb2.WeightTransfer:
+        """Last transfer of weights into a generator. Absent before the first."""
+
     def __init__(
         self,
         *,
@@ -204,14 +224,89 @@ class RoleStatus(_message.Message):
         gradient_checkpointing: _builtins.bool = ...,
         token_bytes: _builtins.int = ...,
         free_bytes: _builtins.int = ...,
+        engine: Global___EngineProperties | None = ...,
+        published_weights: _abc.Iterable[Global___PublishedWeights] | None = ...,
+        last_transfer: _generation_pb2.WeightTransfer | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["engine", b"engine", "last_transfer", b"last_transfer"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["answers_as_reference", b"answers_as_reference", "broken", b"broken", "buffer_unreachable", b"buffer_unreachable", "busy_seconds", b"busy_seconds", "device", b"device", "dtype", b"dtype", "free_bytes", b"free_bytes", "gradient_checkpointing", b"gradient_checkpointing", "leader_epoch", b"leader_epoch", "max_sequence_tokens", b"max_sequence_tokens", "micro_batch_tokens", b"micro_batch_tokens", "micro_batch_tokens_held", b"micro_batch_tokens_held", "model", b"model", "parameters", b"parameters", "policy_version", b"policy_version", "role", b"role", "run", b"run", "step", b"step", "threads", b"threads", "token_bytes", b"token_bytes", "tokenizer_fingerprint", b"tokenizer_fingerprint", "tokens", b"tokens", "vocabulary_size", b"vocabulary_size", "work_pending", b"work_pending"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answers_as_reference", b"answers_as_reference", "broken", b"broken", "buffer_unreachable", b"buffer_unreachable", "busy_seconds", b"busy_seconds", "device", b"device", "dtype", b"dtype", "engine", b"engine", "free_bytes", b"free_bytes", "gradient_checkpointing", b"gradient_checkpointing", "last_transfer", b"last_transfer", "leader_epoch", b"leader_epoch", "max_sequence_tokens", b"max_sequence_tokens", "micro_batch_tokens", b"micro_batch_tokens", "micro_batch_tokens_held", b"micro_batch_tokens_held", "model", b"model", "parameters", b"parameters", "policy_version", b"policy_version", "published_weights", b"published_weights", "role", b"role", "run", b"run", "step", b"step", "threads", b"threads", "token_bytes", b"token_bytes", "tokenizer_fingerprint", b"tokenizer_fingerprint", "tokens", b"tokens", "vocabulary_size", b"vocabulary_size", "work_pending", b"work_pending"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RoleStatus: _TypeAlias = RoleStatus  # noqa: Y015
+
+@_typing.final
+class EngineProperties(_message.Message):
+    """Guarantees of a generation engine."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    SEEDED_FIELD_NUMBER: _builtins.int
+    BATCH_INVARIANT_FIELD_NUMBER: _builtins.int
+    LOG_PROBS_FIELD_NUMBER: _builtins.int
+    WEIGHTS_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
+    IN_FLIGHT_UPDATES_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Name, as in rollout.engine."""
+    seeded: _builtins.bool
+    """Whether the seed of a trajectory decides its random numbers."""
+    batch_invariant: _builtins.bool
+    """Whether the other requests in a batch change no bit of a response."""
+    log_probs: _builtins.str
+    """Distribution of the log-probs: "whole", "truncated" by top_k and top_p, or "none"."""
+    weights: _builtins.str
+    """Way of new weights into the engine: "shared", "tensors", "folder", "adapter", "restart" or "static"."""
+    digest: _builtins.str
+    """Origin of the digest: "read back" from the engine's memory, "reported" by a server, or "none"."""
+    in_flight_updates: _builtins.bool
+    """Whether new weights may arrive in the middle of a response."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        seeded: _builtins.bool = ...,
+        batch_invariant: _builtins.bool = ...,
+        log_probs: _builtins.str = ...,
+        weights: _builtins.str = ...,
+        digest: _builtins.str = ...,
+        in_flight_updates: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_invariant", b"batch_invariant", "digest", b"digest", "in_flight_updates", b"in_flight_updates", "log_probs", b"log_probs", "name", b"name", "seeded", b"seeded", "weights", b"weights"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EngineProperties: _TypeAlias = EngineProperties  # noqa: Y015
+
+@_typing.final
+class PublishedWeights(_message.Message):
+    """A policy version that a weight source can send."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POLICY_VERSION_FIELD_NUMBER: _builtins.int
+    WEIGHTS_DIGEST_FIELD_NUMBER: _builtins.int
+    policy_version: _builtins.int
+    """Updates that the policy has taken."""
+    weights_digest: _builtins.bytes
+    """Digest of its weights, 16 bytes."""
+    def __init__(
+        self,
+        *,
+        policy_version: _builtins.int = ...,
+        weights_digest: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["policy_version", b"policy_version", "weights_digest", b"weights_digest"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PublishedWeights: _TypeAlias = PublishedWeights  # noqa: Y015
 
 @_typing.final
 class GetStatusRequest(_message.Message):

@@ -3,8 +3,10 @@
 isort:skip_file
 """
 
+from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
+from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from quartet.v1 import tensor_pb2 as _tensor_pb2
 import builtins as _builtins
@@ -164,10 +166,17 @@ class Trajectory(_message.Message):
     RESPONSE_IDS_FIELD_NUMBER: _builtins.int
     LOG_PROBS_FIELD_NUMBER: _builtins.int
     FINISH_REASON_FIELD_NUMBER: _builtins.int
+    WEIGHTS_DIGEST_FIELD_NUMBER: _builtins.int
+    GENERATOR_FIELD_NUMBER: _builtins.int
+    VERSION_SPANS_FIELD_NUMBER: _builtins.int
     policy_version: _builtins.int
     """Updates that the generating policy had taken."""
     finish_reason: Global___FinishReason.ValueType
     """Reason for the end."""
+    weights_digest: _builtins.bytes
+    """Digest of the generating weights, 16 bytes. Empty if the generator shares the weights of the actor."""
+    generator: _builtins.str
+    """HOST:PORT of the generator."""
     @_builtins.property
     def id(self) -> Global___TrajectoryId:
         """Id of the trajectory."""
@@ -182,7 +191,15 @@ class Trajectory(_message.Message):
 
     @_builtins.property
     def log_probs(self) -> _tensor_pb2.Tensor:
-        """float32 [response tokens]: log-prob of each sampled token at the sampling temperature, in nats."""
+        """float32 [response tokens]: log-prob of each sampled token at the sampling temperature, in nats. float32 [0] if the engine
+        reports none; the actor then computes them.
+        """
+
+    @_builtins.property
+    def version_spans(self) -> _containers.RepeatedCompositeFieldContainer[Global___VersionSpan]:
+        """Policy version of each part of the response, in order, if new weights arrived while it was generated. Empty: the whole
+        response is of `policy_version`, which is otherwise the version of the last part.
+        """
 
     def __init__(
         self,
@@ -193,11 +210,44 @@ class Trajectory(_message.Message):
         response_ids: _tensor_pb2.Tensor | None = ...,
         log_probs: _tensor_pb2.Tensor | None = ...,
         finish_reason: Global___FinishReason.ValueType = ...,
+        weights_digest: _builtins.bytes = ...,
+        generator: _builtins.str = ...,
+        version_spans: _abc.Iterable[Global___VersionSpan] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["id", b"id", "log_probs", b"log_probs", "prompt_ids", b"prompt_ids", "response_ids", b"response_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "id", b"id", "log_probs", b"log_probs", "policy_version", b"policy_version", "prompt_ids", b"prompt_ids", "response_ids", b"response_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "generator", b"generator", "id", b"id", "log_probs", b"log_probs", "policy_version", b"policy_version", "prompt_ids", b"prompt_ids", "response_ids", b"response_ids", "version_spans", b"version_spans", "weights_digest", b"weights_digest"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Trajectory: _TypeAlias = Trajectory  # noqa: Y015
+
+@_typing.final
+class VersionSpan(_message.Message):
+    """Part of a response that one policy version generated."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POLICY_VERSION_FIELD_NUMBER: _builtins.int
+    WEIGHTS_DIGEST_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    policy_version: _builtins.int
+    """Updates that the policy had taken."""
+    weights_digest: _builtins.bytes
+    """Digest of its weights, 16 bytes."""
+    tokens: _builtins.int
+    """Response tokens of this part, at least 1."""
+    def __init__(
+        self,
+        *,
+        policy_version: _builtins.int = ...,
+        weights_digest: _builtins.bytes = ...,
+        tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["policy_version", b"policy_version", "tokens", b"tokens", "weights_digest", b"weights_digest"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___VersionSpan: _TypeAlias = VersionSpan  # noqa: Y015

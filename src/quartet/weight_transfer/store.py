@@ -104,6 +104,16 @@ class WeightStore:
         with self._state:
             return tuple(version.number for version in self._versions)
 
+    def published(self) -> dict[int, bytes]:
+        """Return the digest of every version that can be served."""
+        with self._state:
+            return {version.number: version.digest for version in self._versions}
+
+    @property
+    def run(self) -> str:
+        """Run of the versions; empty before its first update."""
+        return self._run
+
     def digest_of(self, version: int) -> bytes | None:
         """Return the digest of a version, 16 bytes; None for a version that cannot be served."""
         with self._state:

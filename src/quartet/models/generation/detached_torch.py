@@ -1,27 +1,70 @@
-"""Torch engine with its own copy of the weights: it generates during an update of the policy."""
+"""Torch engine with its own copy of the weights, for a generator process or for generation during updates."""
 
 from __future__ import annotations
 
-from copy import deepcopy
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
+from quartet.engines.engine import Cancelled, EngineResponse
+from quartet.errors import MismatchError
 from quartet.models.generation.torch_engine import TorchEngine
+from quartet.models.weights.host_tensors import host_tensor, named_weights, write_tensor
+from quartet.models.weights.lora import Adapter
+from quartet.types import EngineProperties, GenerationRequest, SamplingParameters
+from quartet.weight_transfer.digests import tensor_digest
+from quartet.weight_transfer.tensors import WeightSet
 
 
-class DetachedTorchEngine(TorchEngine):
-    """Engine that decodes with a copy of the policy, made at the last ``weights_changed``."""
+class DetachedTorchEngine:
+    """Engine that decodes with a separate model, whose weights come by ``load_weights``. See ``quartet.engines.engine``."""
 
-    def __init__(self, learner: Any, stop_ids: frozenset[int], max_concurrent_sequences: int, device: str) -> None:
-        """Copy ``learner`` to ``device``. For the other parameters see ``TorchEngine``."""
-        super().__init__(deepcopy(learner).to(device).requires_grad_(False), stop_ids, max_concurrent_sequences)
-        self._learner = learner
+    def __init__(
+        self, model: Any, adapter: Adapter | None, stop_ids: frozenset[int], max_concurrent_sequences: int
+    ) -> None:
+        """Own ``model`` from now on, with its ``adapter`` if it has one. For the other parameters see ``TorchEngine``."""
+        self._engine = TorchEngine(model.requires_grad_(False), stop_ids, max_concurrent_sequences)
+        self._weights = named_weights(model, adapter)
+
+    @property
+    def properties(self) -> EngineProperties:
+        """Guarantees of this engine."""
+        return replace(self._engine.properties, weights="tensors", digest="read back")
 
     @torch.no_grad()
-    def weights_changed(self) -> None:
-        """Copy the policy's weights. Must not be called during a generation."""
-        # By name: a forward pass with an adapter on experts changes the order of their parameters.
-        learned = dict(self._learner.named_parameters())
-        for name, copied in self._model.named_parameters():
-            copied.copy_(learned[name])
+    def load_weights(self, weights: WeightSet, changed: Collection[str]) -> Mapping[str, bytes]:
+        """Copy the changed tensors into the model. Return the digest of each of the model's weights.
+
+        Raises MismatchError if the weights are those of another architecture.
+        """
+        different = weights.tensors.keys() ^ self._weights.keys()
+        if different:
+            raise MismatchError(
+                f"weights: {len(different)} names differ from those of this engine's model, the first {min(different)!r}; "
+                "start actor and generator with the same actor.model and actor.lora"
+            )
+        for name in changed:
+            try:
+                write_tensor(self._weights[name], weights.tensors[name])
+            except ValueError as error:
+                raise MismatchError(
+                    f"weights: {name}: {error}; start actor and generator with the same model"
+                ) from None
+        return {name: tensor_digest(host_tensor(value)) for name, value in self._weights.items()}
+
+    def generate(
+        self, requests: Sequence[GenerationRequest], sampling: SamplingParameters, seed: int, cancelled: Cancelled
+    ) -> Iterator[EngineResponse]:
+        """Yield each response as soon as it is finished. For errors see ``TorchEngine.generate``."""
+        by_id = {request.id: request for request in requests}
+        for trajectory in self._engine.generate(requests, sampling, seed, 0, cancelled):
+            yield EngineResponse(by_id[trajectory.id], trajectory.response_ids, trajectory.log_probs)
+
+    def sleep(self) -> None:
+        """Do nothing: the memory of a generation is freed with it."""
+
+    def close(self) -> None:
+        """Release the cache and the captured graphs."""
+        self._engine.close()

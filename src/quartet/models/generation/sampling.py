@@ -4,20 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from quartet.errors import InvalidRequest
 from quartet.types import SamplingParameters
-
-
-def check_sampling(sampling: SamplingParameters) -> None:
-    """Raise InvalidRequest for parameters outside their ranges."""
-    if sampling.max_response_tokens < 1:
-        raise InvalidRequest(f"max_response_tokens {sampling.max_response_tokens}: expected at least 1")
-    if not 0 <= sampling.temperature < float("inf"):
-        raise InvalidRequest(f"temperature {sampling.temperature}: expected 0 (greedy) or more")
-    if not 0 < sampling.top_p <= 1:
-        raise InvalidRequest(f"top_p {sampling.top_p}: expected more than 0, at most 1 (off)")
-    if sampling.top_k < 0:
-        raise InvalidRequest(f"top_k {sampling.top_k}: expected 0 (off) or more")
 
 
 def sample_tokens(

@@ -15,10 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from quartet.engines.engine import EngineResponse
 from quartet.errors import Cancelled, ConfigError, ServiceFailed
 from quartet.models.forward.model_capabilities import max_positions
 from quartet.models.generation.engine import Policy
-from quartet.models.generation.validation import EngineResponse, trajectories, validate_requests
+from quartet.models.generation.validation import trajectories, validate_requests
 from quartet.models.weights.loading import snapshot_model
 from quartet.random_streams import engine_seed
 from quartet.types import GenerationRequest, SamplingParameters, Trajectory

@@ -25,7 +25,14 @@ from quartet.models.generation.sampling import sample_tokens
 from quartet.models.generation.static_decoding import StaticDecoder, unsupported_reason
 from quartet.models.generation.validation import validate_requests
 from quartet.random_streams import uniforms
-from quartet.types import FinishReason, GenerationRequest, SamplingParameters, Trajectory, TrajectoryId
+from quartet.types import (
+    EngineProperties,
+    FinishReason,
+    GenerationRequest,
+    SamplingParameters,
+    Trajectory,
+    TrajectoryId,
+)
 
 log = structlog.get_logger()
 
@@ -66,6 +73,13 @@ class TorchEngine:
         self._static: StaticDecoder | None = None
         self._generations = 0
         self._check_decoding()
+
+    @property
+    def properties(self) -> EngineProperties:
+        """Guarantees of this engine."""
+        return EngineProperties(
+            "torch", seeded=True, batch_invariant=False, log_probs="whole", weights="shared", digest="none"
+        )
 
     def generate(
         self,

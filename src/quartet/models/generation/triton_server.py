@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from quartet.engines.engine import EngineResponse
 from quartet.errors import (
     AccessRefused,
     Cancelled,
@@ -28,7 +29,7 @@ from quartet.errors import (
 from quartet.models.generation.engine import Policy
 from quartet.models.generation.lora_tensors import LoraTensors, lora_tensors
 from quartet.models.generation.triton_tensors import Dialect, Partial, Served, Tensors, dialect_of
-from quartet.models.generation.validation import EngineResponse, trajectories, validate_requests
+from quartet.models.generation.validation import trajectories, validate_requests
 from quartet.types import GenerationRequest, SamplingParameters, Trajectory
 
 POLL = 0.1

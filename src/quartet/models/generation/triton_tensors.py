@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from quartet.engines.engine import EngineResponse
 from quartet.errors import ComputationFailed, InvalidRequest, MismatchError
 from quartet.models.generation.engine import Policy
-from quartet.models.generation.validation import EngineResponse
 from quartet.random_streams import engine_seed
 from quartet.types import GenerationRequest, SamplingParameters
 

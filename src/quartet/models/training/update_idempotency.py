@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from quartet.errors import BufferFailed, FailedPrecondition, InvalidRequest, ServiceUnavailable
+from quartet.leader_fence import LeaderFence
 from quartet.types import UpdateResult
 
 _BEFORE_ANY_STEP = (InvalidRequest, FailedPrecondition, BufferFailed, ServiceUnavailable)
@@ -17,7 +18,7 @@ class UpdateLog:
     def __init__(self) -> None:
         self.run = ""
         self.step = 0
-        self.leader_epoch = 0
+        self._fence = LeaderFence()
         self._last: UpdateResult | None = None
         self._broken_at: int | None = None
 
@@ -33,11 +34,12 @@ class UpdateLog:
 
     def fence(self, leader_epoch: int) -> None:
         """Record the highest leader epoch. Raises FailedPrecondition for a lower one: another orchestrator is the leader."""
-        if leader_epoch < self.leader_epoch:
-            raise FailedPrecondition(
-                f"leader_epoch {leader_epoch}: an orchestrator of epoch {self.leader_epoch} has taken over"
-            )
-        self.leader_epoch = leader_epoch
+        self._fence.check(leader_epoch)
+
+    @property
+    def leader_epoch(self) -> int:
+        """Highest leader epoch seen."""
+        return self._fence.epoch
 
     def check_run(self, run: str) -> None:
         """Raise FailedPrecondition if updates of another run were applied to the model."""

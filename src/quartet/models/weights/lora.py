@@ -76,7 +76,7 @@ class Adapter:
 
     def snapshot(self) -> Writer:
         """Copy the adapter. The returned writer writes it in peft's format. Equal weights give equal bytes."""
-        tensors = {name: host_copy(value) for name, value in sorted(self._state().items())}
+        tensors = {name: host_copy(value) for name, value in sorted(self.state().items())}
         # peft stores names in sets, whose order differs between processes.
         content = {
             name: sorted(value) if isinstance(value, set) else value
@@ -140,7 +140,7 @@ class Adapter:
         return state
 
     def _check_fit(self, directory: Path, tensors: dict[str, torch.Tensor]) -> None:
-        state = self._state()
+        state = self.state()
         for names, what in ((state.keys() - tensors.keys(), "lacks"), (tensors.keys() - state.keys(), "has too many:")):
             if names:
                 raise ModelError(
@@ -154,7 +154,28 @@ class Adapter:
                     f"{tuple(state[name].shape)}; give the model that the adapter was trained on, and its rank"
                 )
 
-    def _state(self) -> dict[str, torch.Tensor]:
+    @property
+    def rank(self) -> int:
+        """Rank of A and B."""
+        return int(self._peft.peft_config[_NAME].r)
+
+    @property
+    def alpha(self) -> float:
+        """Scale of the adapter, times the rank."""
+        return float(self._peft.peft_config[_NAME].lora_alpha)
+
+    @property
+    def target_modules(self) -> tuple[str, ...]:
+        """Names of the adapted linear layers, as peft stores them."""
+        return tuple(sorted(self._peft.peft_config[_NAME].target_modules or ()))
+
+    def base_state(self) -> dict[str, torch.Tensor]:
+        """Return the state of the base model under its own names, as views."""
+        state = self.model.state_dict()
+        return {_without_wrappers(name): value for name, value in state.items() if ".lora_" not in name}
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """Return the weights of the adapter by peft's names, as views."""
         import peft
 
         # The embeddings are never trained. To find out whether they were, peft would contact the hub.

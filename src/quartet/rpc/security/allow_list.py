@@ -14,21 +14,20 @@ OPERATOR = "operator"
 """The `quartet` command."""
 PROMETHEUS = "prometheus"
 """Prometheus. It scrapes metrics and calls no method."""
-GENERATOR = "generator"
-"""A process that generates with its own copy of the weights. It pulls them from the actor, or from another generator."""
 REDIS = "redis"
 """The rollout buffer; it calls no method."""
 
-PROCESSES = (*(str(role) for role in Role), GENERATOR, GATEWAY, OPERATOR, PROMETHEUS, REDIS)
+PROCESSES = (*(str(role) for role in Role), GATEWAY, OPERATOR, PROMETHEUS, REDIS)
 """Every process that has a certificate."""
 
 _ORCHESTRATOR = frozenset({str(Role.ORCHESTRATOR)})
-_GENERATORS = frozenset({GENERATOR})
+_GENERATORS = frozenset({str(Role.GENERATOR)})
 _USERS = frozenset({GATEWAY, OPERATOR})
 _ANY_CALLER = _ORCHESTRATOR | _USERS
 
 CALLERS: dict[str, frozenset[str]] = {
-    "quartet.v1.ActorService/Generate": _ORCHESTRATOR,
+    "quartet.v1.GenerationService/Generate": _ORCHESTRATOR,
+    "quartet.v1.GenerationService/UpdateWeights": _ORCHESTRATOR,
     "quartet.v1.ActorService/LogProbs": _ORCHESTRATOR,
     "quartet.v1.ActorService/Update": _ORCHESTRATOR,
     "quartet.v1.ActorService/Save": _ORCHESTRATOR,

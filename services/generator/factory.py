@@ -1,0 +1,86 @@
+"""Construction of a generator from the config. Imports no torch, except for engine torch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+
+from quartet.buffer.connection import ConnectionMonitor, connect
+from quartet.buffer.redis_url import required_buffer_url
+from quartet.buffer.rollout_stream import RolloutStream
+from quartet.config import Config
+from quartet.engines.engine import Engine, ServedModel
+from quartet.engines.served_model import read_served_model
+from quartet.errors import ConfigError
+from quartet.rpc.clients import WeightClient
+from quartet.rpc.compute_thread import ComputeThread
+from quartet.rpc.security.credentials import Credentials
+from quartet.services.generator.generator import Generator
+from quartet.services.generator.servicer import GeneratorServicer
+from quartet.types import Role, ServiceStatus
+from quartet.weight_transfer.messages import WeightPeer
+from quartet.weight_transfer.receiver import WeightMirror
+
+
+def build_generator(
+    config: Config, compute: ComputeThread, threads: int, credentials: Credentials
+) -> GeneratorServicer:
+    """Create the engine of ``rollout.engine`` and return the servicer around it.
+
+    Raises ModelError, ConfigError or ServiceUnavailable.
+    """
+    url = required_buffer_url(config, credentials.folder)
+    client = connect(url)
+    monitor = ConnectionMonitor(client, url)
+    engine, model, status = create_engine(config)
+    generator = Generator(engine, model, status, lambda run: RolloutStream(client, url, run, monitor.mark_lost))
+
+    clients: dict[tuple[Role, str], WeightClient] = {}
+
+    def peers(sources: Sequence[tuple[Role, str]]) -> list[WeightPeer]:
+        for role, address in sources:
+            if (role, address) not in clients:
+                clients[role, address] = WeightClient(role, address, credentials)
+        return [clients[source] for source in sources]
+
+    mirror = WeightMirror(capacity=config.rollout.max_off_policy_steps + 2)
+    return GeneratorServicer(generator, compute, threads, monitor.is_lost, mirror, peers)
+
+
+def set_up_engine(config: Config, threads: int) -> Callable[[], object]:
+    """Prepare this process for its engine. Return a function that prepares the thread which computes."""
+    if config.rollout.engine == "torch":
+        from quartet.models.torch_threads import set_num_threads, set_up_torch
+
+        set_up_torch(threads)
+        return lambda: set_num_threads(threads)
+    if devices := config.services.generator.devices:
+        # Read by CUDA when the engine's processes start.
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, devices))
+    return lambda: None
+
+
+def create_engine(config: Config) -> tuple[Engine, ServedModel, ServiceStatus]:
+    """Create the engine of ``rollout.engine``. Return it with the model that it serves, and its constant status."""
+    devices = config.services.generator.devices
+    if config.rollout.engine == "torch":
+        from quartet.services.generator.torch_factory import create_torch_engine
+
+        if len(devices) > 1:
+            raise ConfigError(f"services.generator.devices {list(devices)}: engine torch uses one device per generator")
+        return create_torch_engine(config, f"cuda:{devices[0]}" if devices else "cpu")
+    model = read_served_model(config.actor.model, config.actor.dtype)
+    device = f"cuda:{','.join(map(str, devices))}" if devices else "default"
+    status = ServiceStatus(
+        Role.GENERATOR,
+        model=config.actor.model,
+        device=device,
+        dtype=model.dtype,
+        vocabulary_size=model.vocabulary_size,
+        max_sequence_tokens=model.max_sequence_tokens,
+    )
+    return _external_engine(config, model), model, status
+
+
+def _external_engine(config: Config, model: ServedModel) -> Engine:
+    raise ConfigError(f"rollout.engine {config.rollout.engine}: does not run in a generator; set engine torch")

@@ -1,0 +1,180 @@
+"""Logic of the generator, without gRPC: an engine with its own weights, which writes to the rollout stream."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Protocol
+
+import structlog
+
+from quartet.buffer.rollout_stream import RolloutStream
+from quartet.engines.engine import Engine, ServedModel
+from quartet.engines.validation import check_requests, check_response
+from quartet.errors import FailedPrecondition, MismatchError
+from quartet.failpoints import failpoint
+from quartet.leader_fence import LeaderFence
+from quartet.types import GenerationBatch, Role, ServiceStatus, Trajectory, WeightTransfer
+from quartet.weight_transfer.digests import combined_digest
+from quartet.weight_transfer.receiver import PulledWeights
+from quartet.weight_transfer.tensors import WeightSet
+
+log = structlog.get_logger()
+
+FLUSH = 8
+"""Finished trajectories per write to the rollout stream. More would delay scoring."""
+
+
+Pull = Callable[[], PulledWeights]
+"""Function that brings the requested weights into host memory. Raises ServiceFailed if they are not those of the digest."""
+
+
+class Progress(Protocol):
+    """Observer of a generation."""
+
+    def __call__(self, trajectories: int, response_tokens: int) -> None:
+        """Receive the numbers of trajectories and of their response tokens so far."""
+
+
+class Generator:
+    """An engine, the weights that it holds, and the rollout streams that it writes to. Not thread-safe, except ``status``."""
+
+    role = Role.GENERATOR
+
+    def __init__(
+        self, engine: Engine, model: ServedModel, status: ServiceStatus, stream: Callable[[str], RolloutStream]
+    ) -> None:
+        """``status`` has the fields that never change. ``stream`` returns the rollout stream of a run by its name."""
+        self._engine, self._model, self._status, self._stream = engine, model, status, stream
+        self.name = ""
+        """HOST:PORT of this process, which its trajectories carry. Set when the server listens."""
+        self._fence = LeaderFence()
+        self._held: WeightTransfer | None = None
+        self._loaded = False
+        self._tokens: Counter[str] = Counter()
+
+    def load(self, run: str, leader_epoch: int, policy_version: int, digest: bytes, pull: Pull) -> WeightTransfer:
+        """Bring a policy version into the engine, and verify what the engine holds afterwards. Idempotent by digest.
+
+        Raises FailedPrecondition for a lower leader epoch, MismatchError if the engine holds other weights afterwards, and the
+        error of ``pull`` or of the engine.
+        """
+        self._fence.check(leader_epoch)
+        if self._held is not None and self._held.weights_digest == digest:
+            # The same bytes can be two versions, such as after an update without epochs.
+            self._held = replace(self._held, policy_version=policy_version)
+            return self._held
+        pulled = pull()
+        self._held = None
+        start = time.perf_counter()
+        # What the engine holds is unknown after a failed load, and then it needs every tensor again.
+        changed = pulled.changed if self._loaded else frozenset(pulled.weight_set.tensors)
+        self._loaded = False
+        held = self._engine.load_weights(pulled.weight_set, changed)
+        if self._engine.properties.digest == "read back":
+            self._check_held(pulled.weight_set, held)
+        self._loaded = True
+        self._held = WeightTransfer(
+            policy_version,
+            digest,
+            pulled.source,
+            pulled.bytes_received,
+            pulled.kind == "delta",
+            pulled.seconds,
+            time.perf_counter() - start,
+        )
+        log.info("weights loaded", run=run, version=policy_version, bytes=pulled.bytes_received, kind=pulled.kind)
+        failpoint("generator.loaded")
+        return self._held
+
+    def _check_held(self, weights: WeightSet, held: Mapping[str, bytes]) -> None:
+        digest = combined_digest(held)
+        if digest != weights.digest:
+            raise MismatchError(
+                f"engine {self._engine.properties.name}: holds weights of digest {digest.hex()} after it loaded version "
+                f"{weights.version} of digest {weights.digest.hex()}; it has dropped or damaged part of the update; restart this "
+                "generator, and report the engine's version if it happens again"
+            )
+
+    def generate(
+        self,
+        batch: GenerationBatch,
+        cancelled: Callable[[], bool],
+        on_start: Callable[[], None] = lambda: None,
+        on_progress: Progress = lambda trajectories, response_tokens: None,
+    ) -> tuple[int, int]:
+        """Generate trajectories into the rollout stream, each as it finishes. Return the numbers of trajectories and response
+        tokens.
+
+        Raises FailedPrecondition for a lower leader epoch, or if the engine does not hold the requested weights.
+        """
+        self._fence.check(batch.leader_epoch)
+        held = self._held
+        if held is None or (held.policy_version, held.weights_digest) != (batch.policy_version, batch.weights_digest):
+            has = f"version {held.policy_version} of digest {held.weights_digest.hex()}" if held else "none"
+            raise FailedPrecondition(
+                f"generate with version {batch.policy_version} of digest {batch.weights_digest.hex() or 'none'}: this generator "
+                f"holds {has}; update its weights first"
+            )
+        requests = check_requests(self._model, batch.requests, batch.sampling)
+        on_start()
+        writer = TrajectoryWriter(self._stream(batch.run), batch.leader_epoch, self._tokens, on_progress)
+        for response in self._engine.generate(requests, batch.sampling, batch.seed, cancelled):
+            checked = check_response(
+                response, self._model, batch.sampling, batch.policy_version, self._engine.properties.name
+            )
+            writer.add(replace(checked, weights_digest=held.weights_digest, generator=self.name))
+        return writer.finish()
+
+    def sleep(self) -> None:
+        """Free the engine's memory until the next generation."""
+        self._engine.sleep()
+
+    def close(self) -> None:
+        """Release the engine."""
+        self._engine.close()
+
+    def status(self) -> ServiceStatus:
+        """Return the status of the generator."""
+        return replace(
+            self._status,
+            policy_version=self._held.policy_version if self._held else 0,
+            leader_epoch=self._fence.epoch,
+            tokens=dict(self._tokens),
+            engine=self._engine.properties,
+            last_transfer=self._held,
+        )
+
+
+class TrajectoryWriter:
+    """Writer of the trajectories of one generation to the rollout stream, a few at a time."""
+
+    def __init__(self, stream: RolloutStream, leader_epoch: int, tokens: Counter[str], on_progress: Progress) -> None:
+        """``tokens`` counts the response tokens under "generated"."""
+        self._stream, self._epoch, self._counter, self._on_progress = stream, leader_epoch, tokens, on_progress
+        self._waiting: list[Trajectory] = []
+        self._written = self._tokens = 0
+
+    def add(self, trajectory: Trajectory) -> None:
+        """Add a finished trajectory."""
+        if not self._tokens:
+            failpoint("actor.generating")
+        self._tokens += len(trajectory.response_ids)
+        self._counter["generated"] += len(trajectory.response_ids)
+        self._waiting.append(trajectory)
+        if len(self._waiting) == FLUSH:
+            self._flush()
+
+    def finish(self) -> tuple[int, int]:
+        """Write the rest. Return the numbers of trajectories and response tokens."""
+        if self._waiting:
+            self._flush()
+        return self._written, self._tokens
+
+    def _flush(self) -> None:
+        self._stream.append(self._waiting, self._epoch)
+        self._written += len(self._waiting)
+        self._waiting = []
+        self._on_progress(self._written, self._tokens)

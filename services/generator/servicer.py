@@ -1,0 +1,77 @@
+"""GenerationService of a generator process: converts requests and responses, and runs the engine on its compute thread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import grpc
+
+from quartet import codec
+from quartet.rpc.base_servicers import ModelServicer, stream_generation
+from quartet.rpc.compute_thread import ComputeThread, remaining_time
+from quartet.rpc.weight_servicer import WeightServicer
+from quartet.services.generator.generator import Generator
+from quartet.types import Role, ServiceStatus, WeightTransfer
+from quartet.v1 import generation_pb2_grpc
+from quartet.weight_transfer.messages import WeightPeer
+from quartet.weight_transfer.receiver import WeightMirror
+
+
+class GeneratorServicer(ModelServicer[Generator], generation_pb2_grpc.GenerationServiceServicer):
+    """GenerationService for a Generator. Its weights come from other processes, and it passes them on."""
+
+    role = Role.GENERATOR
+
+    def __init__(
+        self,
+        core: Generator,
+        compute: ComputeThread,
+        threads: int,
+        buffer_unreachable: Callable[[], bool],
+        mirror: WeightMirror,
+        peers: Callable[[Sequence[tuple[Role, str]]], list[WeightPeer]],
+    ) -> None:
+        """``peers`` returns clients of the processes at these addresses. See ModelServicer for the rest."""
+        super().__init__(core, compute, threads)
+        self._buffer_unreachable, self._mirror, self._peers = buffer_unreachable, mirror, peers
+
+    def status(self) -> ServiceStatus:
+        """Return the status of a model servicer, and whether the buffer is unreachable."""
+        return replace(super().status(), buffer_unreachable=self._buffer_unreachable())
+
+    def register(self, server: grpc.Server) -> None:
+        """Add this servicer and that of its weights to a server."""
+        WeightServicer(self._mirror).register(server)
+        generation_pb2_grpc.add_GenerationServiceServicer_to_server(self, server)
+
+    def close(self) -> None:
+        """Close the compute thread and the engine."""
+        super().close()
+        self.core.close()
+
+    def Generate(self, request: Any, context: grpc.ServicerContext) -> Iterator[Any]:
+        """Generate trajectories into the rollout stream. Yield an event at the start, with progress, and at the end."""
+        return stream_generation(self.core, self.compute, request, context)
+
+    def UpdateWeights(self, request: Any, context: grpc.ServicerContext) -> Any:
+        """Load a policy version into the engine, and read back its digest."""
+        update = codec.weight_update_from_proto(request)
+
+        def work(_: Callable[[], bool]) -> WeightTransfer:
+            return self.core.load(
+                update.run,
+                update.leader_epoch,
+                update.policy_version,
+                update.weights_digest,
+                lambda: self._mirror.pull(
+                    self._peers(update.sources),
+                    update.run,
+                    update.policy_version,
+                    update.weights_digest,
+                    remaining_time(context),
+                ),
+            )
+
+        return codec.weight_update_response_to_proto(self.compute.run("update_weights", context, work))

@@ -1,0 +1,100 @@
+"""Generation of trajectories as the orchestrator sees it: by the actor, or by a pool of generators."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Protocol
+
+from quartet.errors import BufferFailed
+from quartet.rpc.clients import ActorClient, GenerationClient
+from quartet.rpc.pending_calls import PendingGeneration
+from quartet.services.orchestrator.telemetry.step_profiler import CallObserver
+from quartet.types import GenerationBatch, Role, Trajectory
+
+
+class PendingTrajectories(Protocol):
+    """Trajectories that are being generated into the rollout stream."""
+
+    def done(self) -> bool:
+        """Return whether the generation has ended, with all trajectories in the stream or with a failure."""
+
+    def when_done(self, callback: Callable[[], None]) -> None:
+        """Call ``callback`` on another thread when the generation ends, or now if it has ended."""
+
+    def result(self) -> object:
+        """Wait for the end. Raises the error of the generation."""
+
+    def cancel(self) -> None:
+        """Cancel the generation."""
+
+    def arrived(self, trajectory: Trajectory) -> None:
+        """Record that a requested trajectory has arrived, so that it is not generated again."""
+
+    def refuse(self, trajectory: Trajectory, reason: str) -> None:
+        """Reject a trajectory that was generated with other weights. Another generator generates it, or the run fails."""
+
+
+class Generation(Protocol):
+    """Generators of a run."""
+
+    def start(self, batch: GenerationBatch) -> tuple[GenerationBatch, PendingTrajectories]:
+        """Start to generate. Return the batch with the digest that its trajectories must carry, and the pending result."""
+
+    def wait_until_ready(self, timeout: float, check_alive: Callable[[], None]) -> None:
+        """Wait until there is a generator. ``check_alive`` may raise to end the wait. Raises ServiceUnavailable."""
+
+    def close(self) -> None:
+        """End all work."""
+
+
+class ActorGeneration:
+    """Generation by the engine in the actor's process."""
+
+    def __init__(
+        self, client: GenerationClient, actor: ActorClient, separate_weights: bool, observe: CallObserver
+    ) -> None:
+        """``separate_weights``: the engine has its own weights, which are named by their digest."""
+        self._client, self._actor, self._separate, self._observe = client, actor, separate_weights, observe
+        self._calls: list[PendingGeneration] = []
+
+    def start(self, batch: GenerationBatch) -> tuple[GenerationBatch, PendingTrajectories]:
+        """See ``Generation.start``."""
+        if self._separate:
+            batch = replace(batch, weights_digest=published_digest(self._actor, batch.policy_version))
+        # The actor generates one step after the other.
+        self._calls = [call for call in self._calls if not call.done()]
+        call = self._client.generate(batch, waits_for=len(self._calls))
+        self._calls.append(call)
+        self._observe(Role.ACTOR, "generate", call)
+        return batch, _ActorTrajectories(call)
+
+    def wait_until_ready(self, timeout: float, check_alive: Callable[[], None]) -> None:
+        """Return at once: the actor is ready before."""
+
+    def close(self) -> None:
+        """Do nothing: the caller cancels its calls."""
+
+
+class _ActorTrajectories:
+    """A pending Generate call of the actor."""
+
+    def __init__(self, call: PendingGeneration) -> None:
+        self._call = call
+        self.done, self.when_done, self.result, self.cancel = call.done, call.when_done, call.result, call.cancel
+
+    def arrived(self, trajectory: Trajectory) -> None:
+        """Do nothing: no other generator could generate it."""
+
+    def refuse(self, trajectory: Trajectory, reason: str) -> None:
+        """Raise BufferFailed."""
+        raise BufferFailed(f"rollout stream: {reason}")
+
+
+def published_digest(actor: ActorClient, policy_version: int) -> bytes:
+    """Return the digest of a policy version, from the actor's weight source. Raises BufferFailed if it has it no longer."""
+    published = actor.status().published_weights
+    if policy_version not in published:
+        versions = ", ".join(map(str, sorted(published))) or "none"
+        raise BufferFailed(f"weights of policy version {policy_version}: the actor has versions {versions}")
+    return published[policy_version]

@@ -1,0 +1,426 @@
+"""The generators of a run: which respond, which weights they hold, and which part of a step each of them generates.
+
+Everything happens in callbacks of calls that end, under one lock. Generators may join, leave and be killed at any time: the work of
+a lost one is issued again to the others.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import structlog
+
+from quartet import codec
+from quartet.config import Config
+from quartet.errors import (
+    BufferFailed,
+    Cancelled,
+    ComputationFailed,
+    FailedPrecondition,
+    InvalidRequest,
+    MismatchError,
+    QuartetError,
+    ServiceUnavailable,
+)
+from quartet.rpc.clients import ActorClient, GenerationClient
+from quartet.rpc.pending_calls import PendingResult
+from quartet.rpc.security.credentials import LOCAL, Credentials
+from quartet.rpc.service_channel import endpoints_at
+from quartet.services.orchestrator.rollout.generation import PendingTrajectories, published_digest
+from quartet.services.orchestrator.rollout.work_split import by_expected_length, split_by_rule, take_by_load
+from quartet.services.orchestrator.telemetry.step_profiler import CallObserver, ignore_call
+from quartet.types import GenerationBatch, GenerationRequest, Role, ServiceStatus, Trajectory, TrajectoryId
+
+log = structlog.get_logger()
+
+MAX_FAILURES = 3
+"""Failed calls in a row after which a generator gets no more work until it has been restarted."""
+CHECK_SECONDS = 0.5
+"""Interval at which generators that do not respond are asked again."""
+RESOLVE_SECONDS = 10.0
+"""Interval at which host names are resolved again, for generators that have joined."""
+_FATAL = (ComputationFailed, InvalidRequest)
+"""Errors that another generator would raise, too."""
+
+
+@dataclass(eq=False, slots=True)
+class _Member:
+    """One generator. ``status`` is None while it does not respond. ``digest`` names the weights that it is known to hold."""
+
+    client: GenerationClient
+    status: ServiceStatus | None = None
+    digest: bytes = b""
+    refused: str = ""
+    """Reason why it gets no work, until it has been restarted."""
+    failures: int = 0
+    call: PendingResult[Any] | None = None
+    work: _Work | None = None
+    requests: list[GenerationRequest] = field(default_factory=list)
+
+    @property
+    def address(self) -> str:
+        return self.client.channel.address
+
+    @property
+    def ready(self) -> bool:
+        return self.status is not None and not self.refused
+
+
+class _Work:
+    """The trajectories of one batch: those that wait for a generator, and those that have arrived."""
+
+    def __init__(self, pool: GeneratorPool, batch: GenerationBatch, by_rule: bool) -> None:
+        self.pool, self.batch, self.by_rule = pool, batch, by_rule
+        self.waiting = list(batch.requests) if by_rule else by_expected_length(batch.requests)
+        self.shares: dict[_Member, list[GenerationRequest]] | None = None
+        self.seen: set[TrajectoryId] = set()
+        self._ended = threading.Event()
+        self._error: QuartetError | None = None
+        self._callbacks: list[Callable[[], None]] = []
+
+    def done(self) -> bool:
+        """See ``PendingTrajectories``."""
+        return self._ended.is_set()
+
+    def when_done(self, callback: Callable[[], None]) -> None:
+        """See ``PendingTrajectories``. A refused trajectory continues the work, which then ends again."""
+        self._callbacks.append(callback)
+        if self.done():
+            callback()
+
+    def result(self) -> int:
+        """See ``PendingTrajectories``."""
+        self._ended.wait()
+        if self._error is not None:
+            raise self._error
+        return len(self.batch.requests)
+
+    def cancel(self) -> None:
+        """See ``PendingTrajectories``."""
+        self.pool.cancel(self)
+
+    def arrived(self, trajectory: Trajectory) -> None:
+        """See ``PendingTrajectories``."""
+        self.seen.add(trajectory.id)
+
+    def refuse(self, trajectory: Trajectory, reason: str) -> None:
+        """See ``PendingTrajectories``."""
+        self.pool.refuse(self, trajectory, reason)
+
+    def end(self, error: QuartetError | None) -> None:
+        """End the work. ``error`` is its failure."""
+        self._error = error
+        self._ended.set()
+        for callback in [*self._callbacks]:
+            callback()
+
+    def reopen(self) -> None:
+        """Continue after the end."""
+        self._ended.clear()
+
+
+class GeneratorPool:
+    """Generators in separate processes."""
+
+    def __init__(
+        self,
+        config: Config,
+        actor: ActorClient,
+        note: Callable[[str], None],
+        observe: CallObserver = ignore_call,
+        credentials: Credentials = LOCAL,
+    ) -> None:
+        """``note`` shows a line to the user. ``observe`` receives every call."""
+        self._config, self._actor, self._note, self._observe = config, actor, note, observe
+        self._credentials = credentials
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
+        self._members: dict[str, _Member] = {}
+        self._works: list[_Work] = []
+        self._closed = threading.Event()
+        self._monitor: threading.Thread | None = None
+
+    # Membership
+
+    def wait_until_ready(self, timeout: float, check_alive: Callable[[], None] = lambda: None) -> None:
+        """Wait until a generator is ready. ``check_alive`` may raise to end the wait. Raises ServiceUnavailable."""
+        with self._lock:
+            if self._monitor is None:
+                self._monitor = threading.Thread(target=self._watch, name="generators", daemon=True)
+                self._monitor.start()
+        waited = 0.0
+        with self._changed:
+            while not any(member.ready for member in self._members.values()):
+                refusals = [
+                    f"{member.address}: {member.refused}" for member in self._members.values() if member.refused
+                ]
+                if waited >= timeout or (refusals and len(refusals) == len(self._members)):
+                    raise ServiceUnavailable(
+                        f"generators {', '.join(self._config.services.generators)}: none is ready"
+                        f"{' within %g s' % timeout if not refusals else ': ' + '; '.join(refusals)}; start one, or correct "
+                        "services.generators"
+                    )
+                self._changed.wait(0.1)
+                waited += 0.1
+                check_alive()
+
+    def _watch(self) -> None:
+        """Ask the generators that do not respond for their status, until the pool is closed."""
+        resolve_in = 0.0
+        while not self._closed.is_set():
+            if resolve_in <= 0:
+                self._resolve()
+                resolve_in = RESOLVE_SECONDS
+            with self._lock:
+                absent = [member for member in self._members.values() if member.status is None or member.refused]
+            for member in absent:
+                self._ask(member)
+            if self._closed.wait(CHECK_SECONDS):
+                return
+            resolve_in -= CHECK_SECONDS
+
+    def _resolve(self) -> None:
+        addresses = [each for address in self._config.services.generators for each in endpoints_at(address)]
+        with self._lock:
+            for address in addresses:
+                if address not in self._members and not self._closed.is_set():
+                    client = GenerationClient(address, self._config.timeouts, self._credentials)
+                    self._members[address] = _Member(client)
+
+    def _ask(self, member: _Member) -> None:
+        try:
+            status = member.client.status()
+        except MismatchError as error:
+            member.refused = str(error)
+            return
+        except QuartetError:
+            with self._lock:
+                if member.refused:
+                    # It ended, so what was wrong with it may be repaired when it comes back.
+                    member.refused, member.status = "", None
+            return
+        with self._changed:
+            if member.refused:
+                return
+            member.status, member.failures = status, 0
+            transfer = status.last_transfer
+            member.digest = transfer.weights_digest if transfer else b""
+            member.refused = self._unfit(status)
+            log.info("generator joined", address=member.address, refused=member.refused)
+            if member.refused:
+                self._note(f"generator {member.address} gets no work: {member.refused}")
+            self._changed.notify_all()
+        self._dispatch()
+
+    def _unfit(self, status: ServiceStatus) -> str:
+        """Return why a generator does not fit this run, or ""."""
+        engine = self._config.rollout.engine
+        if status.engine is not None and status.engine.name != engine:
+            return f"runs engine {status.engine.name}, rollout.engine is {engine}; start it with this run's config"
+        return ""
+
+    def statuses(self) -> dict[str, ServiceStatus]:
+        """Return the last known status of each generator that responds, by address."""
+        with self._lock:
+            return {address: member.status for address, member in self._members.items() if member.status is not None}
+
+    # Work
+
+    def start(self, batch: GenerationBatch) -> tuple[GenerationBatch, PendingTrajectories]:
+        """Start to generate a batch, after the batches before it. See ``Generation.start``."""
+        batch = replace(batch, weights_digest=published_digest(self._actor, batch.policy_version))
+        with self._lock:
+            engines = [member.status.engine for member in self._members.values() if member.status is not None]
+            by_rule = all(engine is not None and engine.seeded and engine.batch_invariant for engine in engines)
+            work = _Work(self, batch, by_rule)
+            self._works.append(work)
+        self._dispatch()
+        return batch, work
+
+    def cancel(self, work: _Work) -> None:
+        """Cancel the calls of a work."""
+        with self._lock:
+            calls = [member.call for member in self._members.values() if member.work is work and member.call]
+            self._end(work, Cancelled("generation was cancelled"))
+        for call in calls:
+            call.cancel()
+
+    def refuse(self, work: _Work, trajectory: Trajectory, reason: str) -> None:
+        """Give the work of a generator with wrong weights to the others. It gets no more until it has been restarted."""
+        with self._lock:
+            member = self._members.get(trajectory.generator)
+            request = next(item for item in work.batch.requests if item.id == trajectory.id)
+            if member is None:
+                self._end(work, BufferFailed(f"rollout stream: {reason}"))
+                return
+            if work.done():
+                work.reopen()
+                self._works.insert(0, work)
+            call = self._refuse_member(member, reason)
+            if trajectory.id not in work.seen and request not in work.waiting:
+                work.waiting.append(request)
+        if call is not None:
+            call.cancel()
+        self._dispatch()
+
+    def _refuse_member(self, member: _Member, reason: str) -> PendingResult[Any] | None:
+        """Take a generator's work away. Returns its call, to be cancelled."""
+        if not member.refused:
+            log.warning("generator refused", address=member.address, reason=reason)
+            self._note(f"generator {member.address} gets no more work: {reason}")
+        member.refused, member.digest = reason, b""
+        call = member.call
+        self._take_back(member)
+        return call
+
+    def close(self) -> None:
+        """End all work and the connections."""
+        self._closed.set()
+        for work in [*self._works]:
+            self.cancel(work)
+        with self._lock:
+            for member in self._members.values():
+                member.client.close()
+            self._members.clear()
+
+    # Dispatch
+
+    def _dispatch(self) -> None:
+        """Start the next call of every generator that is free. Fail the work that no generator can do."""
+        with self._lock:
+            if self._closed.is_set():
+                return
+            ready = [member for member in self._members.values() if member.ready]
+            if not ready and self._works:
+                reasons = [f"{member.address}: {member.refused}" for member in self._members.values() if member.refused]
+                error: QuartetError = (
+                    MismatchError("; ".join(reasons))
+                    if reasons and len(reasons) == len(self._members)
+                    else ServiceUnavailable("generators: none responds")
+                )
+                for work in [*self._works]:
+                    self._end(work, error)
+                return
+            for member in ready:
+                if member.call is None:
+                    self._start_next(member, ready)
+
+    def _start_next(self, member: _Member, ready: Sequence[_Member]) -> None:
+        for work in self._works:
+            if requests := self._share(work, member, ready):
+                member.work, member.requests = work, requests
+                try:
+                    self._start_call(member, work)
+                except QuartetError as error:
+                    self._failed(member, error)
+                return
+
+    def _share(self, work: _Work, member: _Member, ready: Sequence[_Member]) -> list[GenerationRequest]:
+        """Remove and return the requests that the generator gets next."""
+        if not work.by_rule:
+            return take_by_load(work.waiting, len(ready)) if work.waiting else []
+        if work.shares is None:
+            parts = split_by_rule(work.waiting, len(ready))
+            work.shares, work.waiting = dict(zip(ready, parts, strict=True)), []
+        for lost in [other for other in work.shares if not other.ready]:
+            work.waiting += work.shares.pop(lost)
+        if share := work.shares.pop(member, []):
+            return share
+        if work.waiting:
+            first, *rest = split_by_rule(work.waiting, sum(other.call is None for other in ready))
+            work.waiting = [request for part in rest for request in part]
+            return first
+        # The others are busy with an earlier step.
+        if longest := max(work.shares.values(), key=len, default=[]):
+            first, longest[:] = split_by_rule(longest, 2)
+            return first
+        return []
+
+    def _start_call(self, member: _Member, work: _Work) -> None:
+        batch = work.batch
+        if member.digest == batch.weights_digest:
+            call: PendingResult[Any] = member.client.generate(replace(batch, requests=member.requests))
+            self._observe(Role.GENERATOR, "generate", call)
+        else:
+            holders = [other.address for other in self._members.values() if other.digest == batch.weights_digest]
+            # Spread the load: each takes from a generator that has the version already, and from the actor otherwise.
+            index = list(self._members.values()).index(member)
+            sources = [(Role.GENERATOR, holders[index % len(holders)])] if holders else []
+            actor = (Role.ACTOR, self._actor.channel.address)
+            update = codec.WeightUpdate(
+                self._config.run.name,
+                batch.leader_epoch,
+                batch.policy_version,
+                batch.weights_digest,
+                (*sources, actor),
+            )
+            call = member.client.update_weights(update)
+            self._observe(Role.GENERATOR, "update_weights", call)
+        member.call = call
+        call.when_done(lambda: self._ended(member, call))
+
+    def _ended(self, member: _Member, call: PendingResult[Any]) -> None:
+        """Handle the end of a call."""
+        with self._lock:
+            if member.call is not call or self._closed.is_set():
+                return
+            member.call = None
+            work = member.work
+            assert work is not None
+            try:
+                result = call.result()
+            except QuartetError as error:
+                self._failed(member, error)
+            else:
+                member.failures = 0
+                if isinstance(result, int):
+                    member.work, member.requests = None, []
+                    self._end_if_complete(work)
+                else:
+                    member.digest = result.weights_digest
+                    if not work.done():
+                        try:
+                            self._start_call(member, work)
+                        except QuartetError as error:
+                            self._failed(member, error)
+        self._dispatch()
+
+    def _failed(self, member: _Member, error: QuartetError) -> None:
+        """Take the work of a generator back after a failed call."""
+        work, member.digest = member.work, b""
+        self._take_back(member)
+        if isinstance(error, Cancelled) or work is None:
+            return
+        member.failures += 1
+        if isinstance(error, _FATAL):
+            self._end(work, error)
+        elif isinstance(error, MismatchError):
+            self._refuse_member(member, str(error))
+        elif not isinstance(error, FailedPrecondition) or member.failures > MAX_FAILURES:
+            log.warning("generator lost", address=member.address, error=str(error))
+            # The monitor asks it again. Until then the others do its work.
+            member.status = None
+            if member.failures > MAX_FAILURES:
+                self._refuse_member(member, f"{member.failures} failures in a row, the last: {error}")
+
+    def _take_back(self, member: _Member) -> None:
+        work = member.work
+        if work is not None:
+            work.waiting += [request for request in member.requests if request.id not in work.seen]
+        member.call, member.work, member.requests = None, None, []
+        if work is not None:
+            self._end_if_complete(work)
+
+    def _end_if_complete(self, work: _Work) -> None:
+        busy = any(member.work is work for member in self._members.values())
+        if not busy and not work.waiting and not any((work.shares or {}).values()):
+            self._end(work, None)
+
+    def _end(self, work: _Work, error: QuartetError | None) -> None:
+        if work in self._works:
+            self._works.remove(work)
+        if not work.done():
+            work.end(error)

@@ -1,0 +1,81 @@
+"""Checks of generation requests and engine responses, shared by all engines. An empty response is an error."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from quartet.engines.engine import EngineResponse, ServedModel
+from quartet.errors import ComputationFailed, InvalidRequest
+from quartet.types import FinishReason, GenerationRequest, SamplingParameters, Trajectory
+
+MIN_LOG_PROB = -1e4
+"""A log-prob below this is invalid: no sampled token has so low a probability."""
+
+
+def check_sampling(sampling: SamplingParameters) -> None:
+    """Raise InvalidRequest for parameters outside their ranges."""
+    if sampling.max_response_tokens < 1:
+        raise InvalidRequest(f"max_response_tokens {sampling.max_response_tokens}: expected at least 1")
+    if not 0 <= sampling.temperature < float("inf"):
+        raise InvalidRequest(f"temperature {sampling.temperature}: expected 0 (greedy) or more")
+    if not 0 < sampling.top_p <= 1:
+        raise InvalidRequest(f"top_p {sampling.top_p}: expected more than 0, at most 1 (off)")
+    if sampling.top_k < 0:
+        raise InvalidRequest(f"top_k {sampling.top_k}: expected 0 (off) or more")
+
+
+def check_requests(
+    model: ServedModel, requests: Sequence[GenerationRequest], sampling: SamplingParameters
+) -> list[GenerationRequest]:
+    """Return the requests ordered by id. Raises InvalidRequest if the model cannot serve them."""
+    check_sampling(sampling)
+    size = model.vocabulary_size
+    for request in requests:
+        prompt = request.prompt_ids
+        if prompt.ndim != 1 or len(prompt) == 0:
+            raise InvalidRequest(f"prompt of {request.id}: expected at least one token id in one dimension")
+        if int(prompt.min()) < 0 or int(prompt.max()) >= size:
+            raise InvalidRequest(f"prompt of {request.id}: a token id is outside the vocabulary 0..{size - 1}")
+        if 0 < model.max_sequence_tokens < (tokens := len(prompt) + sampling.max_response_tokens):
+            raise InvalidRequest(
+                f"a sequence of {tokens} tokens: the model has positions for {model.max_sequence_tokens}; "
+                "shorten the prompt or the response (data.max_prompt_tokens, rollout.max_response_tokens, --max-tokens)"
+            )
+    return sorted(requests, key=lambda request: request.id)
+
+
+def check_response(
+    response: EngineResponse, model: ServedModel, sampling: SamplingParameters, policy_version: int, engine: str
+) -> Trajectory:
+    """Return a response as a trajectory, with log-probs float32 [0] if the engine reports none.
+
+    ``engine`` names the engine in error messages. Raises ComputationFailed if the response is empty, ends neither with a stop
+    token nor at the limit, or has invalid tokens or log-probs.
+    """
+    ids, limit = np.asarray(response.token_ids, np.int64), sampling.max_response_tokens
+    where = f"{engine}: response to {response.request.id}"
+    if not 1 <= len(ids) <= limit:
+        raise ComputationFailed(f"{where}: {len(ids)} tokens; expected 1 to {limit}")
+    size = model.vocabulary_size
+    if ids.min() < 0 or ids.max() >= size:
+        raise ComputationFailed(
+            f"{where}: a token id is outside the vocabulary 0..{size - 1}; the engine must serve the model of actor.model"
+        )
+    stops = [] if sampling.ignore_eos else np.flatnonzero(np.isin(ids, list(model.stop_ids))).tolist()
+    if stops and stops[0] != len(ids) - 1:
+        raise ComputationFailed(f"{where}: continues after the stop token {ids[stops[0]]}")
+    if not stops and len(ids) < limit:
+        raise ComputationFailed(
+            f"{where}: ends after {len(ids)} of {limit} tokens without a stop token; check the engine's own token limit"
+        )
+    log_probs = np.asarray([] if response.log_probs is None else response.log_probs, np.float32)
+    if response.log_probs is not None and len(log_probs) != len(ids):
+        raise ComputationFailed(f"{where}: {len(log_probs)} log-probs for {len(ids)} tokens")
+    # Engines that compute in half precision may round log-probs up to slightly above 0.
+    if not ((log_probs > MIN_LOG_PROB) & (log_probs < 0.1)).all():
+        raise ComputationFailed(f"{where}: log-probs that are not finite, too low, or positive")
+    reason = FinishReason.EOS if stops else FinishReason.LENGTH
+    prompt = np.asarray(response.request.prompt_ids, np.int32)
+    return Trajectory(response.request.id, policy_version, prompt, ids.astype(np.int32), log_probs, reason)

@@ -1,0 +1,57 @@
+"""Weights of a torch model as bytes, by the names of its Hugging Face checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from torch import nn
+
+from quartet.models.weights.lora import Adapter
+from quartet.weight_transfer.tensors import AdapterSettings, HostTensor, TensorType
+
+_NAMES: dict[torch.dtype, TensorType] = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+_DTYPES = {name: dtype for dtype, name in _NAMES.items()}
+
+
+def named_weights(model: nn.Module, adapter: Adapter | None = None) -> dict[str, torch.Tensor]:
+    """Return the model's weights by the names of its checkpoint, as views: a write to them changes the model.
+
+    Tied weights appear once, by their first name. With an ``adapter``: the weights of the base model, and those of the adapter by
+    peft's names.
+    """
+    weights: dict[str, torch.Tensor] = {}
+    seen = set[int]()
+    for name, value in (adapter.base_state() if adapter else model.state_dict()).items():
+        if value.dtype in _NAMES and value.data_ptr() not in seen:
+            weights[name] = value.detach()
+            seen.add(value.data_ptr())
+    return weights | ({name: value.detach() for name, value in adapter.state().items()} if adapter else {})
+
+
+def host_tensor(value: torch.Tensor) -> HostTensor:
+    """Return the bytes of a tensor, without a copy if it is contiguous and in host memory."""
+    data = value.detach().to("cpu").contiguous().flatten().view(torch.uint8).numpy()
+    return HostTensor(_NAMES[value.dtype], tuple(value.shape), data)
+
+
+def host_tensors(weights: Mapping[str, torch.Tensor]) -> dict[str, HostTensor]:
+    """Return the bytes of every weight. Those in host memory are views: the caller copies what it keeps."""
+    return {name: host_tensor(value) for name, value in weights.items()}
+
+
+def write_tensor(target: torch.Tensor, source: HostTensor) -> None:
+    """Copy the bytes of ``source`` into ``target``. Raises ValueError if dtype or shape differ."""
+    if _NAMES.get(target.dtype) != source.dtype or tuple(target.shape) != source.shape:
+        raise ValueError(
+            f"{source.dtype} {list(source.shape)} does not fit {_NAMES.get(target.dtype)} {list(target.shape)}"
+        )
+    # torch does not accept read-only arrays without a warning, and NumPy has no bfloat16.
+    values = torch.from_numpy(np.require(source.data, requirements="W")).view(_DTYPES[source.dtype])
+    target.copy_(values.view(source.shape))
+
+
+def adapter_settings(adapter: Adapter | None) -> AdapterSettings | None:
+    """Return the settings of a model's adapter, None without one."""
+    return None if adapter is None else AdapterSettings(adapter.rank, adapter.alpha, adapter.target_modules)
