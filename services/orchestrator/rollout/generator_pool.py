@@ -1,7 +1,7 @@
 """The generators of a run: which respond, which weights they hold, and which part of a step each of them generates.
 
-Everything happens in callbacks of calls that end, under one lock. Generators may join, leave and be killed at any time: the work of
-a lost one is issued again to the others.
+Everything happens in callbacks of calls that end, under one lock. Generators may join, leave and be killed at any time: the work
+of a lost one is issued again to the others.
 """
 
 from __future__ import annotations
@@ -158,10 +158,10 @@ class GeneratorPool:
                     f"{member.address}: {member.refused}" for member in self._members.values() if member.refused
                 ]
                 if waited >= timeout or (refusals and len(refusals) == len(self._members)):
+                    reason = f": {'; '.join(refusals)}" if refusals else f" within {timeout:g} s"
                     raise ServiceUnavailable(
-                        f"generators {', '.join(self._config.services.generators)}: none is ready"
-                        f"{' within %g s' % timeout if not refusals else ': ' + '; '.join(refusals)}; start one, or correct "
-                        "services.generators"
+                        f"generators {', '.join(self._config.services.generators)}: none is ready{reason}; start one, or "
+                        "correct services.generators"
                     )
                 self._changed.wait(0.1)
                 waited += 0.1
