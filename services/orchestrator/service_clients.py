@@ -83,7 +83,8 @@ class ServiceClients:
     def scoring(self, with_critic: bool = True) -> ScoringServices:
         """Return the services that score a batch. Training needs the critic's values, evaluation does not."""
         critic = self.critic if with_critic else None
-        return ScoringServices(self.reward, self.reference, critic, self._config.rollout.temperature, self.actor)
+        temperature, dtype = self._config.rollout.temperature, self._config.actor.dtype
+        return ScoringServices(self.reward, self.reference, critic, temperature, self.actor, dtype)
 
     def generation(self, note: Callable[[str], None], observe: CallObserver) -> Generation:
         """Return the run's generators: those in separate processes, or the actor. ``note`` shows a line to the user."""

@@ -113,6 +113,7 @@ class _Collection:
         self._scoring = Scoring(
             collector._services, fields, recovery, observe=collector._observe, on_response=self._wake
         )
+        self._first = collector._services.first_trajectories(batch.sampling, self._wake)
         self._arrivals = _Arrivals()
         self._entry_ids: list[str] = []
         self._quiet_since: float | None = None
@@ -138,6 +139,7 @@ class _Collection:
         except BaseException:
             self._generation.cancel()
             self._scoring.cancel()
+            self._first.cancel()
             raise
         return CollectedStep(
             sorted(self._scoring.scored, key=lambda item: item.trajectory.id),
@@ -161,6 +163,8 @@ class _Collection:
         while True:
             if self._generation.done():
                 self._generation.result()
+            for trajectory, reason in self._first.decided():
+                self._refuse(trajectory, reason) if reason else self._accept(trajectory)
             self._scoring.advance()
             self._on_progress(len(self._scoring.scored))
             if condition():
@@ -217,11 +221,20 @@ class _Collection:
                     f"rollout stream: {trajectory.id} of policy version {trajectory.policy_version} was not requested"
                 )
             if reason := self._arrivals.wrong(trajectory):
-                self._generation.refuse(trajectory, reason)
-                continue
-            self._generation.arrived(trajectory)
-            if batch := self._arrivals.add(trajectory):
-                self._scoring.start(self._with_log_probs(batch))
+                self._refuse(trajectory, reason)
+            elif self._first.admit(trajectory):
+                self._accept(trajectory)
+
+    def _refuse(self, trajectory: Trajectory, reason: str) -> None:
+        """Reject a trajectory, unless another generator has generated it meanwhile."""
+        if trajectory.id in self._arrivals.missing:
+            self._generation.refuse(trajectory, reason)
+
+    def _accept(self, trajectory: Trajectory) -> None:
+        """Use a trajectory, and start to score the batch if it completes one."""
+        self._generation.arrived(trajectory)
+        if batch := self._arrivals.add(trajectory):
+            self._scoring.start(self._with_log_probs(batch))
 
     def _with_log_probs(self, trajectories: list[Trajectory]) -> list[Trajectory]:
         """Return the trajectories with the policy's log-probs where the engine reported none."""

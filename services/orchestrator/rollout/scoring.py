@@ -26,8 +26,9 @@ from quartet.errors import (
 )
 from quartet.rpc.clients import ActorClient, CriticClient, RewardClient
 from quartet.rpc.pending_calls import PendingResult
+from quartet.services.orchestrator.rollout.verification import FirstTrajectories
 from quartet.services.orchestrator.telemetry.step_profiler import CallObserver, ignore_call
-from quartet.types import FloatArray, Role, Scores, TokenBatch, Trajectory, TrajectoryId
+from quartet.types import FloatArray, Role, SamplingParameters, Scores, TokenBatch, Trajectory, TrajectoryId
 
 log = structlog.get_logger()
 
@@ -105,7 +106,8 @@ class ActorAsReference:
 class ScoringServices:
     """The services that score a batch: reward, reference and, if any, critic. ``temperature`` is that of the rollouts.
 
-    ``actor`` computes the log-probs of responses whose engine reports none.
+    ``actor``, whose parameters are of ``dtype``, computes the log-probs of responses whose engine reports none, and verifies
+    those that generators report.
     """
 
     reward: RewardClient
@@ -113,6 +115,11 @@ class ScoringServices:
     critic: CriticClient | None
     temperature: float
     actor: ActorClient | None = None
+    dtype: str = "float32"
+
+    def first_trajectories(self, sampling: SamplingParameters, on_response: Callable[[], None]) -> FirstTrajectories:
+        """Return the check of the generators of one step."""
+        return FirstTrajectories(self.actor, sampling.temperature or 1.0, self.dtype, on_response)
 
     def policy_log_probs(self, batch: TokenBatch) -> FloatArray:
         """Return log-probs under the current policy, float32 [response tokens]. Waits for the actor."""

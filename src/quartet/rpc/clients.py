@@ -144,6 +144,15 @@ class ActorClient(TrainableClient):
         """Return log-probs under the current policy, float32 [response tokens]."""
         return self._start_log_probs(batch, temperature, False, self.timeouts.score_seconds).result()
 
+    def versioned_log_probs(self, batch: TokenBatch, temperature: float) -> PendingResult[tuple[FloatArray, int]]:
+        """Start log-probs under the current policy, float32 [response tokens]. The result has the policy's version, too."""
+        request = codec.actor_log_probs_to_proto(batch, temperature, False)
+        tokens = int(batch.response_lengths.sum())
+        pending = self.channel.start(self._actor.LogProbs, request, self.timeouts.score_seconds, "LogProbs")
+        return PendingResult(
+            pending, lambda response: (codec.log_probs_from_proto(response, tokens), int(response.policy_version))
+        )
+
     def reference_log_probs(self, batch: TokenBatch, temperature: float) -> PendingResult[FloatArray]:
         """Start log-probs with the adapter disabled, float32 [response tokens]. They wait for a running generation."""
         seconds = self.timeouts.generate_seconds + self.timeouts.score_seconds

@@ -1,0 +1,79 @@
+"""Check of the first trajectory of each generator against the trainer's own log-probs.
+
+The digest of a generator's weights does not cover what its engine derives from them, such as a prefix cache that was computed
+with former weights. The log-probs do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from quartet.rpc.clients import ActorClient
+from quartet.rpc.pending_calls import PendingResult
+from quartet.types import FloatArray, TokenBatch, Trajectory
+
+TOLERANCE = {"float32": 0.01, "bfloat16": 0.25, "float16": 0.1}
+"""Maximum mean difference between the log-probs of engine and trainer, in nats per token, by parameter type."""
+
+
+class FirstTrajectories:
+    """Trajectories of one step whose generator is not verified yet.
+
+    A generator is verified by its first trajectory. Until then its trajectories are held. If the policy has taken another update
+    since, there is nothing to compare with, and the generator counts as verified.
+    """
+
+    def __init__(
+        self, actor: ActorClient | None, temperature: float, dtype: str, on_response: Callable[[], None]
+    ) -> None:
+        """``on_response`` is called on another thread when a response of the ``actor`` arrives. ``dtype`` is the actor's.
+
+        Without an actor every generator counts as verified.
+        """
+        self._actor, self._temperature, self._on_response = actor, temperature, on_response
+        self._tolerance = TOLERANCE[dtype]
+        self._verified: set[str] = set()
+        self._refused: dict[str, str] = {}
+        self._held: dict[str, list[Trajectory]] = {}
+        self._calls: dict[str, PendingResult[tuple[FloatArray, int]]] = {}
+
+    def admit(self, trajectory: Trajectory) -> bool:
+        """Return whether a trajectory can be used now. Otherwise hold it."""
+        generator = trajectory.generator
+        if self._actor is None or not generator or generator in self._verified or not len(trajectory.log_probs):
+            return True
+        self._held.setdefault(generator, []).append(trajectory)
+        if generator not in self._calls and generator not in self._refused:
+            call = self._actor.versioned_log_probs(TokenBatch.of([trajectory]), self._temperature)
+            self._calls[generator] = call
+            call.when_done(self._on_response)
+        return False
+
+    def decided(self) -> Iterator[tuple[Trajectory, str]]:
+        """Yield each held trajectory whose generator is now known, with the reason to refuse it, or "".
+
+        Raises the error of a call.
+        """
+        for generator in [name for name, call in self._calls.items() if call.done()]:
+            log_probs, version = self._calls.pop(generator).result()
+            first = self._held[generator][0]
+            difference = float(np.abs(first.log_probs - log_probs).mean())
+            # A difference of NaN is refused, too.
+            if version != first.policy_version or difference <= self._tolerance:
+                self._verified.add(generator)
+            else:
+                self._refused[generator] = (
+                    f"generator {generator}: the log-probs of {first.id} differ from those of policy version {version} by "
+                    f"{difference:.2g} nats per token, {self._tolerance:g} allowed; its engine uses other weights or caches than "
+                    "it was given"
+                )
+        for generator in [name for name in self._held if name in self._verified or name in self._refused]:
+            for trajectory in self._held.pop(generator):
+                yield trajectory, self._refused.get(generator, "")
+
+    def cancel(self) -> None:
+        """Cancel the calls."""
+        for call in self._calls.values():
+            call.cancel()
