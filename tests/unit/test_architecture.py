@@ -308,6 +308,7 @@ def test_only_a_few_parts_import_torch_transformers_or_pickle() -> None:
     direct = {
         "quartet.ppo",
         "quartet.models",
+        "quartet.engines",  # Only in the process of an engine.
         "quartet.cli",
         "quartet.services.orchestrator",
         "quartet.services.factories",

@@ -1,0 +1,54 @@
+"""Generation without cache and batching, with the transformers of this environment."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from quartet.types import GenerationRequest
+
+Arrays = dict[str, np.ndarray[Any, np.dtype[np.float32]]]
+
+
+class Reference:
+    """A model of transformers with given weights, in float32."""
+
+    def __init__(self, folder: Path, values: Arrays) -> None:
+        import torch
+        import transformers
+
+        self._torch = torch
+        self._model = transformers.AutoModelForCausalLM.from_config(_config(folder)).eval()
+        missing = self._model.load_state_dict({n: torch.from_numpy(v.copy()) for n, v in values.items()}, strict=False)
+        assert not missing.unexpected_keys
+        assert set(missing.missing_keys) <= {"lm_head.weight"}
+        self._model.tie_weights()
+
+    def greedy(self, request: GenerationRequest, limit: int, stop: int) -> list[int]:
+        """Return the greedy response, with the stop token."""
+        ids = request.prompt_ids.tolist()
+        for _ in range(limit):
+            with self._torch.no_grad():
+                ids.append(int(self._model(input_ids=self._torch.tensor([ids])).logits[0, -1].argmax()))
+            if ids[-1] == stop:
+                break
+        return ids[len(request.prompt_ids) :]
+
+    def log_probs(self, request: GenerationRequest, response: list[int], temperature: float) -> list[float]:
+        """Return the log-probs of a response over the whole distribution at a temperature."""
+        prompt = request.prompt_ids.tolist()
+        ids = self._torch.tensor([prompt + response])
+        with self._torch.no_grad():
+            logits = self._model(input_ids=ids).logits[0, len(prompt) - 1 : -1] / temperature
+        rows = logits.log_softmax(-1).gather(1, ids[0, len(prompt) :, None])
+        return [float(value) for value in rows.squeeze(1)]
+
+
+@lru_cache
+def _config(folder: Path) -> Any:
+    import transformers
+
+    return transformers.AutoConfig.from_pretrained(folder)
