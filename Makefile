@@ -173,7 +173,7 @@ check: $(VENV)/.installed-dev ## Run linters, type checks and the repository's o
 	$(BIN)/python -m tests.helm.golden
 	PATH="$(abspath $(BIN)):$$PATH" .ci/forbidden $$(git ls-files | grep -vxE "src/quartet/(services|gateway)")
 	$(BIN)/python .ci/vocabulary
-	$(BIN)/hadolint docker/Dockerfile docker/Dockerfile.tensorrt-llm docker/redis/Dockerfile
+	$(BIN)/hadolint docker/Dockerfile docker/Dockerfile.generator docker/redis/Dockerfile
 	@echo "check: passed"
 
 wheel: $(BIN)/python ## Build the wheel into dist/

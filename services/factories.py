@@ -154,14 +154,9 @@ def device_of(service: ServiceConfig) -> str:
 
 def limits_of(config: Config, role: Role) -> UpdateLimits:
     """Return the limits of a role's updates in this run."""
-    rollout, engine = config.rollout, config.rollout.tensorrt_llm
-    keeps_memory = (
-        role is Role.ACTOR and rollout.engine == "tensorrt-llm" and engine is not None and not engine.release_memory
-    )
     return UpdateLimits(
-        max_sequence_tokens=config.data.max_prompt_tokens + rollout.max_response_tokens,
+        max_sequence_tokens=config.data.max_prompt_tokens + config.rollout.max_response_tokens,
         trains_entropy=config.algorithm.entropy_coefficient != 0,
-        memory_fraction=1 - engine.memory_fraction if engine is not None and keeps_memory else 1.0,
         num_sharers=num_memory_sharers(config, role),
     )
 

@@ -21,13 +21,12 @@ log = structlog.get_logger()
 class UpdateLimits:
     """The largest update of a run, and the share of the free memory that it may use.
 
-    ``max_sequence_tokens``: prompt and response of the longest sequence. ``memory_fraction``: share of the free memory if a
-    generation engine keeps the rest. ``num_sharers``: model services on the same device, including this one.
+    ``max_sequence_tokens``: prompt and response of the longest sequence. ``num_sharers``: model services on the same device,
+    including this one.
     """
 
     max_sequence_tokens: int
     trains_entropy: bool = False
-    memory_fraction: float = 1.0
     num_sharers: int = 1
 
 
@@ -119,7 +118,7 @@ def free_bytes(model: Any, limits: UpdateLimits) -> int:
     """Return this service's share of the free memory on the model's device, in bytes."""
     device = device_of(model)
     free = free_gpu_bytes(device) if device.type == "cuda" else free_memory_bytes()
-    return int(limits.memory_fraction * free) // limits.num_sharers
+    return free // limits.num_sharers
 
 
 def _max_tokens_within(memory: UpdateMemory, free: int, recomputes: bool) -> int:

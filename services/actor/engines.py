@@ -6,7 +6,7 @@ from pathlib import Path
 
 from quartet.config import Config
 from quartet.errors import ConfigError
-from quartet.models.generation.engine import Engine, EngineFactory, Policy
+from quartet.models.generation.engine import EngineFactory
 from quartet.models.generation.torch_engine import TorchEngine
 from quartet.secret_files import AUTHORITY, CERTIFICATE, KEY
 
@@ -18,8 +18,11 @@ def engine_factory(config: Config, certificates: Path | None) -> EngineFactory:
     """Return the factory for ``rollout.engine``. ``certificates`` is the actor's folder of certificates. Raises ConfigError."""
     if config.rollout.engine == "triton":
         return _triton(config, certificates)
-    if config.rollout.engine == "tensorrt-llm":
-        return _tensorrt_llm(config)
+    if config.rollout.engine != "torch":
+        raise ConfigError(
+            f"rollout.engine {config.rollout.engine}: needs a generator process, because it cannot share a Python environment "
+            "with the actor; start one with this engine, or set rollout.engine torch"
+        )
     return torch_engine(config.rollout.max_concurrent_sequences)
 
 
@@ -53,26 +56,6 @@ def _triton(config: Config, certificates: Path | None) -> EngineFactory:
         key,
     )
     return lambda policy: TritonEngine(server, policy)
-
-
-def _tensorrt_llm(config: Config) -> EngineFactory:
-    from quartet.config import TensorRTLLMConfig
-    from quartet.models.generation.tensorrt_llm import TensorRTLLM, TensorRTLLMEngine
-
-    chosen = config.rollout.tensorrt_llm or TensorRTLLMConfig()
-    settings = TensorRTLLM(
-        config.actor.model,
-        (config.run_directory / FOLDER).absolute(),
-        config.rollout.max_concurrent_sequences,
-        chosen.memory_fraction,
-        chosen.release_memory,
-        config.actor.lora.rank if config.actor.lora else 0,
-    )
-
-    def create(policy: Policy) -> Engine:
-        return TensorRTLLMEngine(settings, policy)
-
-    return create
 
 
 def _read(key: str, path: Path) -> bytes:

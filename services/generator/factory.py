@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from quartet.buffer.connection import ConnectionMonitor, connect
 from quartet.buffer.redis_url import required_buffer_url
 from quartet.buffer.rollout_stream import RolloutStream
-from quartet.config import Config
+from quartet.config import Config, VLLMConfig
 from quartet.engines.engine import Engine, ServedModel
 from quartet.engines.served_model import read_served_model
 from quartet.errors import ConfigError
@@ -83,4 +83,23 @@ def create_engine(config: Config) -> tuple[Engine, ServedModel, ServiceStatus]:
 
 
 def _external_engine(config: Config, model: ServedModel) -> Engine:
-    raise ConfigError(f"rollout.engine {config.rollout.engine}: does not run in a generator; set engine torch")
+    rollout = config.rollout
+    if rollout.engine == "vllm":
+        from quartet.engines.vllm import VLLMEngine, VLLMSettings
+
+        vllm = rollout.vllm or VLLMConfig()
+        settings = VLLMSettings(
+            vllm.tensor_parallel_size,
+            vllm.memory_fraction,
+            rollout.max_concurrent_sequences,
+            vllm.enforce_eager,
+            vllm.prefix_caching,
+            vllm.release_memory,
+            vllm.engine_arguments,
+        )
+        return VLLMEngine(settings, model)
+    if rollout.engine == "tensorrt-llm":
+        from quartet.engines.tensorrt_llm import create_tensorrt_llm
+
+        return create_tensorrt_llm(rollout, model)
+    raise ConfigError(f"rollout.engine {rollout.engine}: does not run in a generator; set engine torch")

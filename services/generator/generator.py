@@ -126,11 +126,9 @@ class Generator:
                 response, self._model, batch.sampling, batch.policy_version, self._engine.properties.name
             )
             writer.add(replace(checked, weights_digest=held.weights_digest, generator=self.name))
-        return writer.finish()
-
-    def sleep(self) -> None:
-        """Free the engine's memory until the next generation."""
+        # Without effect unless the engine shares its device with training.
         self._engine.sleep()
+        return writer.finish()
 
     def close(self) -> None:
         """Release the engine."""

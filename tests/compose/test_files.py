@@ -94,7 +94,7 @@ def test_images_are_pinned() -> None:
     images = [service["image"] for service in (*SERVICES.values(), *CPU["services"].values())]
     images += [
         name
-        for path in ("docker/Dockerfile", "docker/Dockerfile.tensorrt-llm", "docker/redis/Dockerfile")
+        for path in ("docker/Dockerfile", "docker/Dockerfile.generator", "docker/redis/Dockerfile")
         for name in re.findall(r"^ARG \w+_IMAGE=(\S+)$", (ROOT / path).read_text(), re.M)
     ]
     assert len(images) > 15
@@ -296,7 +296,7 @@ def test_the_build_context_has_only_the_files_that_images_copy() -> None:
     included = {line[1:] for line in ignored if line.startswith("!")}
     copied = {
         source
-        for path in ("docker/Dockerfile", "docker/Dockerfile.tensorrt-llm", "docker/redis/Dockerfile")
+        for path in ("docker/Dockerfile", "docker/Dockerfile.generator", "docker/redis/Dockerfile")
         for line in re.findall(r"^COPY (?!--from)(.*) \S+$", (ROOT / path).read_text(), re.M)
         for source in line.split()
     }

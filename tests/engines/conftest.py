@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,7 +15,6 @@ from quartet.models.generation.detached_torch import DetachedTorchEngine
 from quartet.models.generation.engine import Engine, Policy
 from quartet.models.generation.torch_engine import TorchEngine
 from quartet.models.weights.lora import add_adapter
-from tests.engines import fake_tensorrt_llm
 from tests.engines.triton_server import Model, TritonServer, is_available
 from tests.unit.models import tiny
 
@@ -43,7 +41,6 @@ ENGINES = (
     "triton-silent",
     "triton-text",
 )
-ENGINES = (*ENGINES, "tensorrt-llm", "tensorrt-llm-fake")
 
 
 def policy(seed: int = 3) -> Policy:
@@ -100,7 +97,7 @@ def subject() -> Policy:
 
 
 @pytest.fixture(params=ENGINES)
-def engine(request: pytest.FixtureRequest, subject: Policy, tmp_path: Path, checkpoint: Path) -> Iterator[Engine]:
+def engine(request: pytest.FixtureRequest, subject: Policy, tmp_path: Path) -> Iterator[Engine]:
     """Return each engine in turn with the policy of the test."""
     name: str = request.param
     result: Engine
@@ -108,18 +105,9 @@ def engine(request: pytest.FixtureRequest, subject: Policy, tmp_path: Path, chec
         result = DetachedTorchEngine(subject.model, subject.stop_ids, 32, "cpu")
     elif name.startswith("torch"):
         result = TorchEngine(subject.model, subject.stop_ids, 32, static=name == "torch-static")
-    elif name.startswith("triton-"):
+    else:
         from tests.engines.triton_engines import engine_of
 
         result = engine_of(request.getfixturevalue("server"), name.removeprefix("triton-"), subject, tmp_path)
-    else:
-        if name.endswith("fake"):
-            fake_tensorrt_llm.install(request.getfixturevalue("monkeypatch"))
-        elif importlib.util.find_spec("tensorrt_llm") is None:
-            pytest.skip("needs tensorrt_llm, and so a GPU")
-        from quartet.models.generation.tensorrt_llm import TensorRTLLM, TensorRTLLMEngine
-
-        settings = TensorRTLLM(str(checkpoint), tmp_path / "engine", 32, 0.2, True, lora_rank=2)
-        result = TensorRTLLMEngine(settings, subject)
     yield result
     result.close()

@@ -180,15 +180,12 @@ def test_an_update_above_the_measured_limit_uses_gradient_checkpointing(
     assert updates == [(256, False), (512, True)]
 
 
-@pytest.mark.parametrize(("fraction", "sharers", "expected"), [(1.0, 1, 1200), (1.0, 4, 300), (0.5, 2, 300)])
-def test_free_memory_is_divided_by_fraction_and_sharers(
-    fraction: float, sharers: int, expected: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("sharers", "expected"), [(1, 1200), (4, 300)])
+def test_free_memory_is_divided_by_the_number_of_sharers(
+    sharers: int, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(budget, "free_memory_bytes", lambda: 1200)
-    assert (
-        budget.free_bytes(tiny.causal("llama"), UpdateLimits(40, memory_fraction=fraction, num_sharers=sharers))
-        == expected
-    )
+    assert budget.free_bytes(tiny.causal("llama"), UpdateLimits(40, num_sharers=sharers)) == expected
 
 
 def test_frozen_roles_report_no_memory_limits(config: Any, services: Services) -> None:

@@ -218,7 +218,8 @@ class GeneratorPool:
     def _unfit(self, status: ServiceStatus) -> str:
         """Return why a generator does not fit this run, or ""."""
         engine = self._config.rollout.engine
-        if status.engine is not None and status.engine.name != engine:
+        # The name may be followed by settings in parentheses.
+        if status.engine is not None and status.engine.name.split(" ")[0] != engine:
             return f"runs engine {status.engine.name}, rollout.engine is {engine}; start it with this run's config"
         return ""
 

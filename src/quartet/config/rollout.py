@@ -63,12 +63,22 @@ class TritonConfig(Section):
 
 
 class TensorRTLLMConfig(Section):
-    """Generation with TensorRT-LLM in the process of the actor."""
+    """Generation with TensorRT-LLM, in a generator process."""
 
-    memory_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.4
+    memory_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.8
     """Fraction of the free GPU memory to use for the key-value cache."""
-    release_memory: bool = True
-    """Shut the engine down during updates and load it again for the next step. Without actor.lora this always happens."""
+    release_memory: bool = False
+    """Shut the engine down while it does not generate, and load it again for the next step. For a generator that shares its GPU
+    with training."""
+    sampler: Literal["TorchSampler", "TRTLLMSampler"] = "TorchSampler"
+    """TorchSampler: requests have no seeds. TRTLLMSampler: each trajectory has its seed, but log-probs only at temperature 1;
+    TensorRT-LLM 1.3.0rc26 and later refuse it."""
+    tensor_parallel_size: Count = 1
+    """Number of GPUs of one generator that share the model."""
+    chunked_prefill: bool = False
+    """Compute long prompts in several forward passes."""
+    cuda_graphs: bool = True
+    """Replay decode steps as CUDA graphs. Their capture takes time at every start of the engine."""
 
 
 class VLLMConfig(Section):
@@ -77,10 +87,10 @@ class VLLMConfig(Section):
 
     tensor_parallel_size: Annotated[int, Field(ge=1, le=64)] = 1
     """Number of devices of each generator. services.generator.devices lists those of all generators."""
-    memory_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.9
-    """Fraction of the memory of a GPU for weights and key-value cache."""
-    cache_bytes: Count | None = None
-    """Memory for the key-value cache in bytes. Null: by memory_fraction."""
+    memory_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.85
+    """Fraction of the memory of a GPU for weights and key-value cache. On a CPU: of the machine's memory."""
+    release_memory: bool = False
+    """Free the memory of the GPU while nothing is generated. For a generator that shares its GPU with training."""
     prefix_caching: bool = True
     """Compute the common beginning of prompts once. The cache is reset with every policy version."""
     enforce_eager: bool = False

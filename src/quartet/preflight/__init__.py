@@ -79,20 +79,12 @@ def check_separate_orchestrator(config: Config) -> None:
 
 
 def _check_engine(config: Config) -> None:
-    """Check that the package of the engine is installed, and that it has a GPU. Raises ConfigError."""
-    engine = config.rollout.engine
-    if engine == "triton" and importlib.util.find_spec("tritonclient") is None:
+    """Check that the package of an engine in the actor's process is installed. Raises ConfigError."""
+    if config.rollout.engine == "triton" and importlib.util.find_spec("tritonclient") is None:
         raise ConfigError(
             "rollout.engine triton: the package tritonclient is not installed; run pip install 'quartet-rlhf[triton]', or "
             "set rollout.engine torch"
         )
-    if engine == "tensorrt-llm" and importlib.util.find_spec("tensorrt_llm") is None:
-        raise ConfigError(
-            "rollout.engine tensorrt-llm: the package tensorrt_llm is not installed; run the actor in an image built from "
-            "docker/Dockerfile.tensorrt-llm, or set rollout.engine torch"
-        )
-    if engine == "tensorrt-llm" and not config.services.actor.devices:
-        raise ConfigError("rollout.engine tensorrt-llm: needs a GPU; set services.actor.devices, such as [0]")
 
 
 def check_resumable(config: Config, files: RunFiles) -> None:

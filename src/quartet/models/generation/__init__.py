@@ -1,1 +1,1 @@
-"""Generation engines: torch, TensorRT-LLM and Triton behind one interface."""
+"""Generation engines: torch and Triton behind one interface."""

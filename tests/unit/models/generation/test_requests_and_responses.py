@@ -15,7 +15,6 @@ from quartet.errors import ComputationFailed, ConfigError, InvalidRequest, Misma
 from quartet.models.forward.scoring import response_log_probs
 from quartet.models.generation.engine import Policy
 from quartet.models.generation.lora_tensors import lora_tensors
-from quartet.models.generation.tensorrt_llm import TensorRTLLM, TensorRTLLMEngine
 from quartet.models.generation.triton_server import TritonEngine, TritonServer
 from quartet.models.generation.triton_tensors import Dialect, Partial, Served, dialect_of
 from quartet.models.generation.validation import EngineResponse, trajectories
@@ -256,9 +255,3 @@ def test_a_missing_tritonclient_is_reported_with_installation_advice(tmp_path: P
     server = TritonServer("127.0.0.1:1", "m", 1.0, "static", 1, tmp_path)
     with pytest.raises(ConfigError, match=r"pip install 'quartet-rlhf\[triton\]'"):
         TritonEngine(server, policy())
-
-
-@pytest.mark.skipif(importlib.util.find_spec("tensorrt_llm") is not None, reason="the package is here")
-def test_a_missing_tensorrt_llm_is_reported_with_the_image_that_has_it(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"image of docker/Dockerfile\.tensorrt-llm"):
-        TensorRTLLMEngine(TensorRTLLM("m", tmp_path, 1, 0.4, True), policy())
