@@ -48,8 +48,6 @@ class Generator:
     ) -> None:
         """``status`` has the fields that never change. ``stream`` returns the rollout stream of a run by its name."""
         self._engine, self._model, self._status, self._stream = engine, model, status, stream
-        self.name = ""
-        """HOST:PORT of this process, which its trajectories carry. Set when the server listens."""
         self._fence = LeaderFence()
         self._held: WeightTransfer | None = None
         self._loaded = False
@@ -125,7 +123,7 @@ class Generator:
             checked = check_response(
                 response, self._model, batch.sampling, batch.policy_version, self._engine.properties.name
             )
-            writer.add(replace(checked, weights_digest=held.weights_digest, generator=self.name))
+            writer.add(replace(checked, weights_digest=held.weights_digest, generator=batch.generator))
         # Without effect unless the engine shares its device with training.
         self._engine.sleep()
         return writer.finish()

@@ -113,7 +113,7 @@ class GenerationBatch:
 
     ``requests``: the trajectories, all of ``run`` and ``step``. ``policy_version`` is the number of updates that the policy must
     have taken. ``weights_digest``: the digest that the generator's weights must have, 16 bytes; empty for a generator that shares
-    the weights of the actor.
+    the weights of the actor. ``generator``: name that its trajectories carry, HOST:PORT; empty for the actor.
     """
 
     run: str
@@ -124,6 +124,7 @@ class GenerationBatch:
     seed: int
     policy_version: int
     weights_digest: bytes = b""
+    generator: str = ""
 
 
 def requests_of(

@@ -108,9 +108,9 @@ def test_company_changes_no_bit_if_the_engine_says_so(engine: Engine) -> None:
         pytest.skip("not batch-invariant")
     batch = requests(10)
     together = run(engine, batch)
-    alone = [response for request in batch for response in run(engine, [request])]
-    assert tokens(alone) == tokens(together)
-    assert [list(r.log_probs or ()) for r in alone] == [list(r.log_probs or ()) for r in together]
+    single = [response for request in batch for response in run(engine, [request])]
+    assert tokens(single) == tokens(together)
+    assert [list(r.log_probs or ()) for r in single] == [list(r.log_probs or ()) for r in together]
 
 
 def test_a_response_ends_with_its_stop_token_or_at_the_limit(engine: Engine) -> None:

@@ -343,7 +343,8 @@ class GeneratorPool:
     def _start_call(self, member: _Member, work: _Work) -> None:
         batch = work.batch
         if member.digest == batch.weights_digest:
-            call: PendingResult[Any] = member.client.generate(replace(batch, requests=member.requests))
+            share = replace(batch, requests=member.requests, generator=member.address)
+            call: PendingResult[Any] = member.client.generate(share)
             self._observe(Role.GENERATOR, "generate", call)
         else:
             holders = [other.address for other in self._members.values() if other.digest == batch.weights_digest]

@@ -51,6 +51,7 @@ def generation_batch_to_proto(batch: GenerationBatch) -> generation_pb2.Generate
         seed=batch.seed,
         policy_version=batch.policy_version,
         weights_digest=batch.weights_digest,
+        generator=batch.generator,
     )
 
 
@@ -86,6 +87,7 @@ def generation_batch_from_proto(message: generation_pb2.GenerateRequest) -> Gene
         seed=message.seed,
         policy_version=message.policy_version,
         weights_digest=checked_digest(message.weights_digest, "weights_digest"),
+        generator=message.generator,
     )
 
 

@@ -423,9 +423,9 @@ def _check_visible_devices(tensor_parallel_size: int) -> None:
 
 def _lora_config_class() -> Any:
     for module in _LORA_CONFIG_MODULES:
-        found = _optional_attribute(module, "LoraConfig")
-        if found is not None:
-            return found
+        optional = _optional_attribute(module, "LoraConfig")
+        if optional is not None:
+            return optional
     raise ConfigError(
         f"rollout.engine {NAME}: this version has LoraConfig neither in {' nor in '.join(_LORA_CONFIG_MODULES)}; use 1.1 to 1.3"
     )

@@ -1,6 +1,6 @@
 """vLLM in the generator's process: its AsyncLLM, from prompt token ids, with the policy's weights and log-probs.
 
-vLLM runs in processes of its own, one for each GPU. New weights reach them as a file in memory that vLLM's own loaders read
+vLLM runs in separate processes, one for each GPU. New weights reach them as a file in memory that vLLM's own loaders read
 (``reload_weights``), and an adapter as one LoRA request per policy version. Nothing is pickled by Quartet, and vLLM's insecure
 serialization stays off. ``quartet.engines.vllm_worker`` has the part that runs in vLLM's processes.
 """
