@@ -28,7 +28,7 @@ PYTEST := $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .PHONY: help install demo test test-fast test-all test-e2e chaos faults soak durability-cost startup end-to-end generation precision gpu update growth \
-	transport buffer gae orchestration architectures gateway-load gateway-metrics browser screenshots notebook fuzz-api fuzz-rpc helm-golden \
+	transport weights buffer gae orchestration architectures gateway-load gateway-metrics browser screenshots notebook fuzz-api fuzz-rpc helm-golden \
 	helm-schema e2e-compose check docs docs-reference wheel format proto acceptance parity engines clean
 .DEFAULT_GOAL := help
 
@@ -109,6 +109,9 @@ growth: $(VENV)/.installed ## Measure step time as batch, responses and model gr
 
 transport: $(VENV)/.installed ## Measure codec and RPC in GB/s; write docs/performance.md
 	$(BIN)/python -m benchmarks.transport $(BENCHMARK_ARGS)
+
+weights: $(VENV)/.installed ## Measure weights to generators: GB/s, bytes of deltas, distribution tree; write docs/performance.md
+	$(BIN)/python -m benchmarks.weights $(BENCHMARK_ARGS)
 
 buffer: $(VENV)/.installed ## Measure trajectories per second and experience in GB/s through Redis; write docs/performance.md
 	$(BIN)/python -m benchmarks.buffer $(BENCHMARK_ARGS)

@@ -31,6 +31,7 @@ from benchmarks import (
     transport,
     trl_training,
     update,
+    weights,
 )
 from benchmarks.durability import cost_of, logged_seconds
 from benchmarks.options import PERFORMANCE, add_shared, page_of, parser_of
@@ -191,6 +192,28 @@ def test_the_codec_rate_is_that_of_the_slower_direction_and_excludes_large_messa
 def test_batches_and_experience_have_the_requested_tokens() -> None:
     assert len(transport.batch_of(10_500).token_ids) == 10_500
     assert len(transport.experience_of(9_000).advantages) == pytest.approx(9_000, abs=10)
+
+
+def test_the_weights_have_the_shapes_and_the_rounding_of_the_model() -> None:
+    assert sum(np.prod(shape) for shape in weights.shapes().values()) == 494_032_768
+    values = np.random.default_rng(0).standard_normal(1000, np.float32)
+    expected = torch.from_numpy(values.copy()).to(torch.bfloat16).view(torch.uint16).numpy()
+    assert weights.bfloat16(values).tolist() == expected.tolist()
+    trainer = weights.Trainer("F32", {"w": (10, 3)})
+    before = trainer.weights()["w"].data.view(np.float32).copy()
+    trainer.step(1e-3)
+    moved = trainer.weights()["w"].data.view(np.float32) - before
+    assert np.abs(moved) == pytest.approx(1e-3, rel=1e-3)
+    assert set(np.sign(moved)) == {-1.0, 1.0}
+
+
+def test_the_weights_table_counts_all_weights_and_shows_every_tree() -> None:
+    transfer = weights.Transfer("BF16", 1e-6, 0.031, 2_000_000_000, 40_000_000, 2.0, 4.0)
+    seconds = [weights.Distribution(64, "full", fan_out, 20e6, 8.0 / (1 + fan_out)) for fan_out in (0, 1, 3)]
+    text = weights.table([transfer], seconds, "a machine")
+    assert "| BF16, delta | 1e-06 | 3.1% | 2.00 | 0.040 | 2.0% | 2.00 | 4.00 | **0.50** |" in text
+    assert "| generators | kind | actor only | fan-out 1 | fan-out 3 |" in text
+    assert "| at most 20 MB/s | 64 | full | 8.00 | 4.00 | 2.00 |" in text
 
 
 def test_the_buffer_rate_is_measured_from_the_first_append_to_the_last_read() -> None:

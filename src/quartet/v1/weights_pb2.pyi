@@ -66,7 +66,7 @@ class _ChunkEncodingEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ChunkEn
     """
 
 class ChunkEncoding(_ChunkEncoding, metaclass=_ChunkEncodingEnumTypeWrapper):
-    """Encoding of a chunk. zstd is one Zstandard frame with a window of at most 1 MiB."""
+    """Encoding of a chunk. zstd is one Zstandard frame with a window of at most 512 KiB."""
 
 CHUNK_ENCODING_UNSPECIFIED: ChunkEncoding.ValueType  # 0
 """Never valid in a message."""
@@ -251,7 +251,7 @@ Global___WeightManifest: _TypeAlias = WeightManifest  # noqa: Y015
 
 @_typing.final
 class WeightChunk(_message.Message):
-    """A range of one tensor. Every tensor is cut at multiples of 1 MiB. In a full set, chunks have the order of the tensors and ranges,
+    """A range of one tensor. Every tensor is cut at multiples of 512 KiB. In a full set, chunks have the order of the tensors and ranges,
     and every range has one. In a delta, the result of all chunks of a range is combined with the held bytes by XOR, in any order; a
     range without a chunk is unchanged.
     """
@@ -265,11 +265,11 @@ class WeightChunk(_message.Message):
     tensor: _builtins.int
     """Index of the tensor in the manifest."""
     index: _builtins.int
-    """Index of the range: it starts at byte index * 1 MiB of the tensor."""
+    """Index of the range: it starts at byte index * 512 KiB of the tensor."""
     encoding: Global___ChunkEncoding.ValueType
     """Encoding of the data."""
     data: _builtins.bytes
-    """The encoded bytes, at most 1 MiB and 64 KiB."""
+    """The encoded bytes, at most 576 KiB."""
     def __init__(
         self,
         *,

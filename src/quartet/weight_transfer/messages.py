@@ -10,12 +10,15 @@ from typing import Protocol
 
 from quartet.weight_transfer.tensors import ITEM_BYTES, AdapterSettings, HostTensor, TensorType
 
-CHUNK_BYTES = 2**20
+CHUNK_BYTES = 2**19
 """Tensors are cut into chunks at multiples of this number of bytes."""
 MAX_ENCODED_BYTES = CHUNK_BYTES + 2**16
 """Maximum size of an encoded chunk."""
 MAX_MESSAGE_DATA = 4 * 2**20
 """Maximum bytes of the chunks of one message."""
+MESSAGE_DATA = 2**19
+"""Bytes of the chunks of a message that a source sends. Messages of 4 MiB are two to three times slower: gRPC and protobuf copy
+each one several times, into new memory."""
 MAX_TENSORS = 2**18
 """Maximum number of tensors. The largest models have about 100,000, most of them experts."""
 MAX_NAME_BYTES = 512
@@ -127,7 +130,7 @@ class WeightPeer(Protocol):
         """Yield the messages of a stream. ``timeout`` is in seconds for the whole stream. Raises QuartetError."""
 
 
-def grouped(chunks: Iterable[Chunk], max_bytes: int = MAX_MESSAGE_DATA) -> Iterator[tuple[Chunk, ...]]:
+def grouped(chunks: Iterable[Chunk], max_bytes: int = MESSAGE_DATA) -> Iterator[tuple[Chunk, ...]]:
     """Yield the chunks in groups of at most ``max_bytes`` of data."""
     group: list[Chunk] = []
     size = 0

@@ -120,6 +120,12 @@ class WeightStore:
             index = self._find(version)
             return None if index is None else self._versions[index].digest
 
+    def tensor_digests(self) -> dict[str, bytes]:
+        """Return the digest of each tensor of the newest version by name, 16 bytes each; empty without weights."""
+        with self._state:
+            digests = self._versions[-1].digests if self._versions else ()
+            return {layout.name: digest for layout, digest in zip(self._layouts, digests, strict=False)}
+
     def weight_set(self) -> WeightSet | None:
         """Return the newest weights without a copy; None without weights. They are valid until the next version arrives."""
         with self._state:
