@@ -18,6 +18,9 @@ from quartet.v1 import generation_pb2_grpc
 from quartet.weight_transfer.messages import WeightPeer
 from quartet.weight_transfer.receiver import WeightMirror
 
+WAIT_SECONDS = 30.0
+"""Time for which another generator may wait for a version before it sends it."""
+
 
 class GeneratorServicer(ModelServicer[Generator], generation_pb2_grpc.GenerationServiceServicer):
     """GenerationService for a Generator. Its weights come from other processes, and it passes them on."""
@@ -71,6 +74,8 @@ class GeneratorServicer(ModelServicer[Generator], generation_pb2_grpc.Generation
                     update.policy_version,
                     update.weights_digest,
                     remaining_time(context),
+                    # The first sources may receive the version at this moment, too.
+                    WAIT_SECONDS if len(update.sources) > 1 else 0.0,
                 ),
             )
 

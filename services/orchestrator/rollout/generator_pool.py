@@ -33,6 +33,7 @@ from quartet.services.orchestrator.rollout.generation import PendingTrajectories
 from quartet.services.orchestrator.rollout.work_split import by_expected_length, split_by_rule, take_by_load
 from quartet.services.orchestrator.telemetry.step_profiler import CallObserver, ignore_call
 from quartet.types import GenerationBatch, GenerationRequest, Role, ServiceStatus, Trajectory, TrajectoryId
+from quartet.weight_transfer.tree import distribution_tree
 
 log = structlog.get_logger()
 
@@ -77,6 +78,8 @@ class _Work:
         self.waiting = list(batch.requests) if by_rule else by_expected_length(batch.requests)
         self.shares: dict[_Member, list[GenerationRequest]] | None = None
         self.seen: set[TrajectoryId] = set()
+        self.pulling: list[str] = []
+        """Generators that pull the weights of this work, in the order in which they began."""
         self._ended = threading.Event()
         self._error: QuartetError | None = None
         self._callbacks: list[Callable[[], None]] = []
@@ -347,22 +350,28 @@ class GeneratorPool:
             call: PendingResult[Any] = member.client.generate(share)
             self._observe(Role.GENERATOR, "generate", call)
         else:
-            holders = [other.address for other in self._members.values() if other.digest == batch.weights_digest]
-            # Spread the load: each takes from a generator that has the version already, and from the actor otherwise.
-            index = list(self._members.values()).index(member)
-            sources = [(Role.GENERATOR, holders[index % len(holders)])] if holders else []
-            actor = (Role.ACTOR, self._actor.channel.address)
             update = codec.WeightUpdate(
                 self._config.run.name,
                 batch.leader_epoch,
                 batch.policy_version,
                 batch.weights_digest,
-                (*sources, actor),
+                self._sources(member, work),
             )
             call = member.client.update_weights(update)
             self._observe(Role.GENERATOR, "update_weights", call)
         member.call = call
         call.when_done(lambda: self._ended(member, call))
+
+    def _sources(self, member: _Member, work: _Work) -> tuple[tuple[Role, str], ...]:
+        """Return the processes from which a generator pulls the weights of a work: a tree below the actor."""
+        root = self._actor.channel.address
+        if member.address not in work.pulling:
+            work.pulling.append(member.address)
+        holders = {other.address for other in self._members.values() if other.digest == work.batch.weights_digest}
+        pulling = [address for address in work.pulling if address in self._members and address not in holders]
+        # Those that have the version come first, with further children.
+        tree = distribution_tree(root, [*sorted(holders), *pulling], holders)
+        return tuple((Role.ACTOR if each == root else Role.GENERATOR, each) for each in tree[member.address])
 
     def _ended(self, member: _Member, call: PendingResult[Any]) -> None:
         """Handle the end of a call."""
