@@ -28,7 +28,7 @@ from quartet.buffer.embedded_redis import EmbeddedRedis
 from quartet.buffer.experience_store import ExperienceStore
 from quartet.buffer.rollout_stream import RolloutStream
 from quartet.child_processes import tied_to_parent
-from quartet.services.actor.actor import FLUSH
+from quartet.services.generator.generator import FLUSH
 from quartet.types import FinishReason, Trajectory, TrajectoryId
 
 LIMIT = 5_000

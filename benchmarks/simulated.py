@@ -29,18 +29,17 @@ from quartet.errors import Cancelled
 from quartet.models.training.update_idempotency import UpdateLog
 from quartet.rpc.compute_thread import ComputeThread
 from quartet.rpc.server import HostedRole, Server
-from quartet.services.actor.actor import FLUSH
 from quartet.services.actor.servicer import ActorServicer
 from quartet.services.critic.servicer import CriticServicer
+from quartet.services.generator.generator import FLUSH, Progress
 from quartet.services.reference.servicer import ReferenceServicer
 from quartet.services.reward.servicer import RewardServicer
 from quartet.telemetry.logs import configure_logs
 from quartet.types import (
     FinishReason,
     FloatArray,
-    GenerationRequest,
+    GenerationBatch,
     Role,
-    SamplingParameters,
     SavedFile,
     Scores,
     ServiceStatus,
@@ -133,20 +132,18 @@ class SimulatedActor(TrainedModel):
 
     def generate(
         self,
-        requests: Sequence[GenerationRequest],
-        sampling: SamplingParameters,
-        seed: int,
-        leader_epoch: int,
-        policy_version: int,
+        batch: GenerationBatch,
         cancelled: Callable[[], bool],
-        begun: Callable[[], None],
+        on_start: Callable[[], None],
+        on_progress: Progress,
     ) -> tuple[int, int]:
         """Write the responses to the stream in order, each after the time for its tokens and all earlier ones."""
-        begun()
+        on_start()
         start = time.perf_counter()
-        stream = RolloutStream(self._client, self._url, requests[0].id.run)
-        lengths = response_lengths([request.id.prompt for request in requests], sampling.max_response_tokens)
-        ids = np.random.default_rng(seed).integers(0, VOCABULARY, max(lengths)).astype(np.int32)
+        requests, limit = batch.requests, batch.sampling.max_response_tokens
+        stream = RolloutStream(self._client, self._url, batch.run)
+        lengths = response_lengths([request.id.prompt for request in requests], limit)
+        ids = np.random.default_rng(batch.seed).integers(0, VOCABULARY, max(lengths)).astype(np.int32)
         log_probs = np.full(max(lengths), -1.0, np.float32)
         tokens = 0
         for first in range(0, len(requests), FLUSH):
@@ -154,7 +151,7 @@ class SimulatedActor(TrainedModel):
             finished = [
                 Trajectory(
                     requests[index].id,
-                    policy_version,
+                    batch.policy_version,
                     requests[index].prompt_ids,
                     ids[: lengths[index]],
                     log_probs[: lengths[index]],
@@ -166,7 +163,8 @@ class SimulatedActor(TrainedModel):
             time.sleep(max(0.0, start + tokens * self.times.generate - time.perf_counter()))
             if cancelled():
                 raise Cancelled("generate: the caller disconnected")
-            stream.append(finished, leader_epoch)
+            stream.append(finished, batch.leader_epoch)
+            on_progress(indices.stop, tokens)
         return len(requests), tokens
 
 

@@ -9,15 +9,16 @@ from hypothesis import settings
 from quartet import codec
 from quartet.types import (
     Alert,
+    EngineProperties,
     Experience,
     FinishReason,
     FloatArray,
     GenerationBatch,
+    GenerationRequest,
     IntArray,
     OptimizationSettings,
     PolicyLossSettings,
     Progress,
-    Prompt,
     Role,
     RunState,
     SamplingParameters,
@@ -28,6 +29,8 @@ from quartet.types import (
     TrajectoryId,
     UpdateRequest,
     ValueLossSettings,
+    VersionSpan,
+    WeightTransfer,
 )
 
 check = settings(max_examples=60, deadline=None, derandomize=True)
@@ -58,6 +61,19 @@ def batches(draw: st.DrawFn) -> TokenBatch:
 
 
 ids = st.builds(TrajectoryId, names, uint64, uint64, uint32)
+digest = st.binary(min_size=16, max_size=16)
+digests = st.just(b"") | digest
+
+
+@st.composite
+def version_spans(draw: st.DrawFn, tokens: int) -> tuple[VersionSpan, ...]:
+    ends = sorted(draw(st.sets(st.integers(1, tokens - 1), max_size=2))) if tokens > 1 else []
+    if draw(st.booleans()):
+        return ()
+    return tuple(
+        VersionSpan(draw(uint64), draw(digests), end - start)
+        for start, end in zip([0, *ends], [*ends, tokens], strict=True)
+    )
 
 
 @st.composite
@@ -68,8 +84,11 @@ def trajectories(draw: st.DrawFn) -> Trajectory:
         draw(uint64),
         draw(ints(draw(st.integers(1, 12)))),
         draw(ints(response)),
-        draw(floats(response)),
+        draw(floats(draw(st.sampled_from([0, response])))),
         draw(st.sampled_from(FinishReason)),
+        draw(digests),
+        draw(st.just("") | names),
+        draw(version_spans(response)),
     )
 
 
@@ -88,6 +107,26 @@ def experiences(draw: st.DrawFn) -> Experience:
     )
 
 
+engines = st.builds(
+    EngineProperties,
+    name=names,
+    seeded=st.booleans(),
+    batch_invariant=st.booleans(),
+    log_probs=st.sampled_from(["whole", "truncated", "none"]),
+    weights=st.sampled_from(["shared", "tensors", "folder", "adapter", "restart", "static"]),
+    digest=st.sampled_from(["read back", "reported", "none"]),
+    in_flight_updates=st.booleans(),
+)
+weight_transfers = st.builds(
+    WeightTransfer,
+    policy_version=uint64,
+    weights_digest=digests,
+    source=names,
+    bytes=uint64,
+    delta=st.booleans(),
+    transfer_seconds=doubles,
+    load_seconds=doubles,
+)
 statuses = st.builds(
     ServiceStatus,
     role=st.sampled_from(Role),
@@ -114,6 +153,9 @@ statuses = st.builds(
     gradient_checkpointing=st.booleans(),
     token_bytes=uint64,
     free_bytes=uint64,
+    engine=st.none() | engines,
+    published_weights=st.dictionaries(uint64, digest, max_size=3),
+    last_transfer=st.none() | weight_transfers,
 )
 samplings = st.builds(
     SamplingParameters,
@@ -171,17 +213,22 @@ update_requests = st.builds(
 
 @st.composite
 def generation_batches(draw: st.DrawFn) -> GenerationBatch:
-    indices = draw(st.lists(uint64, min_size=1, max_size=4, unique=True))
+    run, step = draw(names), draw(uint64)
+    requests = [
+        GenerationRequest(TrajectoryId(run, step, prompt, sample), ids)
+        for prompt in draw(st.lists(uint64, min_size=1, max_size=4, unique=True))
+        for ids in [draw(ints(draw(st.integers(1, 5))))]
+        for sample in draw(st.lists(uint32, min_size=1, max_size=4, unique=True))
+    ]
     return GenerationBatch(
-        run=draw(names),
-        step=draw(uint64),
+        run=run,
+        step=step,
         leader_epoch=draw(uint64),
-        prompts=[Prompt(index, draw(ints(draw(st.integers(1, 5))))) for index in indices],
-        samples_per_prompt=draw(st.integers(1, 9)),
+        requests=draw(st.permutations(requests)),
         sampling=draw(samplings),
         seed=draw(uint64),
         policy_version=draw(uint64),
-        first_sample=draw(st.integers(0, 2**32 - 9)),
+        weights_digest=draw(digests),
     )
 
 

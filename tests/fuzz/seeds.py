@@ -15,6 +15,7 @@ from quartet.types import TokenBatch
 from quartet.v1 import (
     actor_pb2,
     critic_pb2,
+    generation_pb2,
     orchestrator_pb2,
     reference_pb2,
     reward_pb2,
@@ -58,19 +59,31 @@ def _batch(random: Random) -> trajectory_pb2.TokenBatch:
 
 def _generate(random: Random, state: ServiceState) -> Message:
     lengths = [random.randint(1, 6) for _ in range(random.randint(1, 3))]
-    return actor_pb2.GenerateRequest(
+    samples = random.randint(1, 2)
+    return generation_pb2.GenerateRequest(
         run=RUN,
         step=state.step + 1,
         leader_epoch=state.leader_epoch,
         prompt_ids=ints([random.randrange(tiny.VOCABULARY) for _ in range(sum(lengths))]),
         prompt_lengths=ints(lengths),
         prompts=random.sample(range(1000), len(lengths)),
-        samples_per_prompt=random.randint(1, 2),
+        trajectory_prompts=[index for index in range(len(lengths)) for _ in range(samples)],
+        trajectory_samples=[*range(samples)] * len(lengths),
         sampling=trajectory_pb2.SamplingParameters(
             max_response_tokens=random.randint(1, 6), temperature=1.0, top_p=0.9, top_k=random.choice([0, 5])
         ),
         seed=1,
         policy_version=state.policy_version,
+    )
+
+
+def _update_weights(random: Random, state: ServiceState) -> Message:
+    return generation_pb2.UpdateWeightsRequest(
+        run=RUN,
+        leader_epoch=state.leader_epoch,
+        policy_version=state.policy_version,
+        weights_digest=random.randbytes(16),
+        sources=[generation_pb2.WeightPeer(address="127.0.0.1:1", generator=random.random() < 0.5)],
     )
 
 
@@ -167,7 +180,8 @@ def _health(random: Random, state: ServiceState) -> Message:
 
 
 SEEDS: dict[str, Callable[[Random, ServiceState], Message]] = {
-    "/quartet.v1.ActorService/Generate": _generate,
+    "/quartet.v1.GenerationService/Generate": _generate,
+    "/quartet.v1.GenerationService/UpdateWeights": _update_weights,
     "/quartet.v1.ActorService/LogProbs": _log_probs(actor_pb2.ActorServiceLogProbsRequest),
     "/quartet.v1.ActorService/Update": _actor_update,
     "/quartet.v1.ActorService/Save": _save,

@@ -30,7 +30,7 @@ REQUESTS = 1000
 
 def test_every_method_has_a_valid_request() -> None:
     assert SEEDS.keys() == all_methods().keys()
-    assert "/quartet.v1.ActorService/Generate" in SEEDS
+    assert "/quartet.v1.GenerationService/Generate" in SEEDS
     assert "/grpc.health.v1.Health/Check" in SEEDS
 
 

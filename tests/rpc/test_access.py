@@ -21,7 +21,7 @@ from quartet import __version__, v1
 from quartet.config import SecurityConfig
 from quartet.errors import AccessRefused, ConfigError, ServiceUnavailable
 from quartet.rpc.health import is_serving
-from quartet.rpc.security.allow_list import CALLERS, GATEWAY, GENERATOR, OPERATOR, PROCESSES, PROMETHEUS, REDIS
+from quartet.rpc.security.allow_list import CALLERS, GATEWAY, OPERATOR, PROCESSES, PROMETHEUS, REDIS
 from quartet.rpc.security.certificate_authority import Authority
 from quartet.rpc.security.credentials import Credentials
 from quartet.rpc.server import Server
@@ -121,10 +121,10 @@ def test_scorers_call_no_service_and_only_generators_read_weights() -> None:
         for method in METHODS
         if not method.startswith(("quartet.v1.Status", "quartet.v1.Orchestrator", "quartet.v1.Weight"))
     }
-    assert {method for method, callers in CALLERS.items() if GENERATOR in callers} == {
+    assert {method for method, callers in CALLERS.items() if Role.GENERATOR in callers} == {
         "quartet.v1.WeightService/GetWeights"
     }
-    assert CALLERS["quartet.v1.WeightService/GetWeights"] == {GENERATOR}
+    assert CALLERS["quartet.v1.WeightService/GetWeights"] == {Role.GENERATOR}
     assert CALLERS["quartet.v1.OrchestratorService/Stop"] == {GATEWAY, OPERATOR}
 
 

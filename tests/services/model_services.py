@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -11,11 +11,19 @@ import pytest
 import torch
 
 from quartet.config import Config, TimeoutsConfig, parse_config
-from quartet.rpc.clients import ActorClient, CriticClient, ReferenceClient, RewardClient, ServiceClient
+from quartet.rpc.clients import (
+    ActorClient,
+    CriticClient,
+    GenerationClient,
+    ReferenceClient,
+    RewardClient,
+    ServiceClient,
+)
 from quartet.rpc.compute_thread import ComputeThread
+from quartet.rpc.pending_calls import PendingGeneration
 from quartet.rpc.server import HostedRole, Server
 from quartet.services.factories import build_model_role
-from quartet.types import MODEL_ROLES, Role
+from quartet.types import MODEL_ROLES, GenerationBatch, Prompt, Role, SamplingParameters, requests_of
 from tests.unit.models import tiny
 
 TIMEOUTS = TimeoutsConfig(load_seconds=30, generate_seconds=60, score_seconds=60, update_seconds=60, save_seconds=60)
@@ -46,6 +54,23 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     results = {kind: save_checkpoint(tiny.causal(kind, seed=3), folder / kind) for kind in tiny.KINDS}
     results["reward"] = save_checkpoint(tiny.classifier("llama", seed=4), folder / "reward")
     return results
+
+
+def start_generation(
+    actor: Any,
+    run: str,
+    prompts: Sequence[Prompt],
+    sampling: SamplingParameters,
+    samples: int = 1,
+    first_sample: int = 0,
+    step: int = 1,
+    **batch: Any,
+) -> PendingGeneration:
+    """Start a Generate call at the process of an actor's client. ``batch``: further fields of ``GenerationBatch``."""
+    client = GenerationClient(actor.channel.address, actor.timeouts, role=Role.ACTOR)
+    requests = requests_of(run, step, prompts, samples, first_sample)
+    fields = {"leader_epoch": 1, "seed": 0, "policy_version": 0, **batch}
+    return client.generate(GenerationBatch(run, step, requests=requests, sampling=sampling, **fields))
 
 
 class Services:

@@ -20,6 +20,8 @@ from quartet.v1 import (
     actor_pb2_grpc,
     critic_pb2,
     critic_pb2_grpc,
+    generation_pb2,
+    generation_pb2_grpc,
     reference_pb2,
     reference_pb2_grpc,
     reward_pb2,
@@ -64,14 +66,15 @@ def valid_requests() -> dict[str, Any]:
     update = {"run": RUN, "step": 1, "leader_epoch": 1, "optimization": optimization}
     save = {"run": RUN, "leader_epoch": 1, "directory": "saved", "kind": update_pb2.SAVE_KIND_MODEL}
     return {
-        "actor.Generate": actor_pb2.GenerateRequest(
+        "generation.Generate": generation_pb2.GenerateRequest(
             run=RUN,
             step=1,
             leader_epoch=1,
             prompt_ids=ints(5, 6, 7),
             prompt_lengths=ints(1, 2),
             prompts=[3, 9],
-            samples_per_prompt=2,
+            trajectory_prompts=[0, 0, 1, 1],
+            trajectory_samples=[0, 1, 0, 1],
             sampling=trajectory_pb2.SamplingParameters(max_response_tokens=3, temperature=1.0, top_p=1.0),
             seed=1,
         ),
@@ -145,7 +148,14 @@ TEMPERATURE: dict[str, tuple[Change, str]] = {
 }
 GENERATE: dict[str, tuple[Change, str]] = {
     "no run": (drop("run"), "expected a run"),
-    "no samples": (drop("samples_per_prompt"), "samples_per_prompt"),
+    "no trajectories": (all_of(drop("trajectory_prompts"), drop("trajectory_samples")), "0 trajectory_prompts and 0"),
+    "fewer samples than trajectories": (
+        put("trajectory_samples", [0]),
+        "4 trajectory_prompts and 1 trajectory_samples",
+    ),
+    "a trajectory twice": (put("trajectory_samples", [0, 0, 0, 1]), "a pair of prompt and sample repeats"),
+    "a trajectory of no prompt": (put("trajectory_prompts", [0, 0, 1, 2]), "below the number of prompts, 2"),
+    "a digest of another size": (put("weights_digest", b"123"), "weights_digest: expected 16 bytes, got 3"),
     "no prompts": (all_of(drop("prompts"), put("prompt_lengths", ints())), "expected a run"),
     "a prompt twice": (put("prompts", [3, 3]), "expected distinct indices"),
     "fewer indices than prompts": (put("prompts", [3]), "prompt_lengths: expected 1 elements, got 2"),
@@ -155,8 +165,10 @@ GENERATE: dict[str, tuple[Change, str]] = {
     "ids as floats": (put("prompt_ids", floats(5, 6, 7)), "prompt_ids: expected dtype int32"),
     "an id outside the vocabulary": (put("prompt_ids", ints(5, 6, tiny.VOCABULARY)), "0..60"),
     "a negative id": (put("prompt_ids", ints(5, 6, -1)), "0..60"),
-    "a sample index beyond its range": (put("first_sample", 2**32 - 1), "first_sample 4294967295"),
-    "too many trajectories": (put("samples_per_prompt", 2**31), "at most 65536 trajectories"),
+    "too many trajectories": (
+        all_of(put("trajectory_prompts", [0] * 65_537), put("trajectory_samples", list(range(65_537)))),
+        "expected the same number of both, 1 to 65536",
+    ),
     "no sampling": (drop("sampling"), "max_response_tokens"),
     "no room for a response": (put("sampling.max_response_tokens", 0), "max_response_tokens"),
     "a response beyond the model's positions": (put("sampling.max_response_tokens", 63), "positions for 64"),
@@ -204,7 +216,7 @@ SAVE: dict[str, tuple[Change, str]] = {
     "an unknown kind": (put("kind", 9), "kind 9"),
 }
 CASES: dict[str, dict[str, tuple[Change, str]]] = {
-    "actor.Generate": GENERATE,
+    "generation.Generate": GENERATE,
     "actor.LogProbs": BATCH | TEMPERATURE,
     "actor.Update": UPDATE | POLICY_LOSS,
     "actor.Save": SAVE,
@@ -224,6 +236,7 @@ CASES: dict[str, dict[str, tuple[Change, str]]] = {
 }
 STUBS: dict[str, Callable[[grpc.Channel], Any]] = {
     "actor": actor_pb2_grpc.ActorServiceStub,
+    "generation": generation_pb2_grpc.GenerationServiceStub,
     "critic": critic_pb2_grpc.CriticServiceStub,
     "reward": reward_pb2_grpc.RewardServiceStub,
     "reference": reference_pb2_grpc.ReferenceServiceStub,
@@ -243,13 +256,13 @@ def channels(
     client.close()
     config = make_config()
     results = {str(role): session_services.start(role, config).channel.grpc_channel for role in MODEL_ROLES}
-    return {**results, "actor.Generate": clients[Role.ACTOR].channel.grpc_channel}
+    return {**results, "generation.Generate": clients[Role.ACTOR].channel.grpc_channel}
 
 
 def call(channels: dict[str, grpc.Channel], method: str, request: Any) -> Any:
     service, name = method.split(".")
     response = getattr(STUBS[service](channels.get(method, channels[service])), name)(request, timeout=30)
-    return list(response)[-1] if method == "actor.Generate" else response
+    return list(response)[-1] if method == "generation.Generate" else response
 
 
 @every_case(("method", "case"), [(method, case) for method, cases in CASES.items() for case in cases])
@@ -292,11 +305,11 @@ def test_every_rpc_refuses_an_empty_request(channels: dict[str, grpc.Channel]) -
 
 
 def test_the_largest_integers_are_accepted(channels: dict[str, grpc.Channel], redis_client: Redis) -> None:
-    request = valid_requests()["actor.Generate"]
+    request = valid_requests()["generation.Generate"]
     request.run, request.step, request.seed = "large", 2**64 - 1, 2**64 - 1
     request.prompts[:] = [0, 2**64 - 1]
     request.sampling.top_k = 2**32 - 1
-    assert call(channels, "actor.Generate", request).finished.trajectories == 4
+    assert call(channels, "generation.Generate", request).finished.trajectories == 4
     redis_client.delete("quartet:large:rollouts")
 
 

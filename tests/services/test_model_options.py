@@ -30,7 +30,7 @@ from quartet.types import (
     SaveKind,
     ValueLossSettings,
 )
-from tests.services.model_services import Services
+from tests.services.model_services import Services, start_generation
 from tests.unit.models import tiny
 
 RUN = "options"
@@ -182,7 +182,7 @@ def test_at_most_max_concurrent_sequences_are_decoded_at_once(
     client = services.start(Role.ACTOR, changed_config(rollout={"max_concurrent_sequences": 3}))
     prompts = [Prompt(index, np.array([index + 2, 5], np.int32)) for index in range(7)]
     passes.clear()
-    client.generate(RUN, 1, 1, prompts, 1, SamplingParameters(4, ignore_eos=True), 0, 0).result()
+    start_generation(client, RUN, prompts, SamplingParameters(4, ignore_eos=True)).result()
     assert max(rows for (rows, _), _ in passes) == 3
 
 

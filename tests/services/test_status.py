@@ -22,7 +22,7 @@ from quartet.errors import ConfigError, MismatchError, ServiceFailed, ServiceUna
 from quartet.rpc import service_channel
 from quartet.types import MODEL_ROLES, Prompt, Role, SamplingParameters, ServiceStatus
 from quartet.v1 import status_pb2, status_pb2_grpc
-from tests.services.model_services import TIMEOUTS, Services
+from tests.services.model_services import TIMEOUTS, Services, start_generation
 from tests.unit.models import tiny
 
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
@@ -128,7 +128,7 @@ def start_long_generation(actor: Any, stream: RolloutStream, timeout: float) -> 
     actor.timeouts = TIMEOUTS.model_copy(update={"generate_seconds": timeout})
     prompts = [Prompt(index, np.array([5, 6, 7], np.int32)) for index in range(8)]
     sampling = SamplingParameters(max_response_tokens=40, ignore_eos=True)
-    generation = actor.generate("long", 1, 1, prompts, 500, sampling, seed=0, policy_version=0)
+    generation = start_generation(actor, "long", prompts, sampling, samples=500)
     while stream.depth() == 0:
         assert not generation.done()
     return generation

@@ -35,7 +35,7 @@ from quartet.types import (
     ValueLossSettings,
 )
 from tests.buffer.samples import experience
-from tests.services.model_services import Services
+from tests.services.model_services import Services, start_generation
 from tests.unit.models import tiny
 
 SETTINGS = OptimizationSettings(num_epochs=2, num_mini_batches=1, learning_rate=1e-2, max_grad_norm=1.0, seed=0)
@@ -229,8 +229,9 @@ def generate(client: Any, run: str, step: int, policy_version: int) -> int:
     """Generate; return the number of trajectories."""
     prompts = [Prompt(0, np.array([3, 4], np.int32), "")]
     sampling = SamplingParameters(4, 1.0, 1.0, 0)
-    result: int = client.generate(run, step, 1, prompts, 2, sampling, 0, policy_version).result()
-    return result
+    return start_generation(
+        client, run, prompts, sampling, samples=2, step=step, policy_version=policy_version
+    ).result()
 
 
 @pytest.mark.parametrize("lora", [None, {"rank": 2}], ids=["full", "lora"])

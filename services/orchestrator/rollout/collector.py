@@ -136,6 +136,7 @@ class _Collection:
                     if self._replacement is None or not prompts:
                         break
                     self._expect(*self._replacement.generate(prompts, self._samples + replaced))
+            self._receive_rest()
         except BaseException:
             self._generation.cancel()
             self._scoring.cancel()
@@ -173,13 +174,15 @@ class _Collection:
 
     def _handle_events(self) -> None:
         """Wait for at least one event, or for the time of the next attempt to score, and handle all that have occurred."""
-        timeout = self._scoring.seconds_until_retry()
-        if missing := self._generation.done() and not self._arrivals.complete:
-            timeout = QUIET_SECONDS if timeout is None else min(timeout, QUIET_SECONDS)
+        now, quiet = time.monotonic(), None
+        if self._generation.done() and not self._arrivals.complete:
+            self._quiet_since = self._quiet_since or now
+            quiet = max(0.0, self._quiet_since + QUIET_SECONDS - now)
+        times = [seconds for seconds in (self._scoring.seconds_until_retry(), quiet) if seconds is not None]
         try:
-            event = self._events.get(timeout=timeout)
+            event = self._events.get(timeout=min(times, default=None))
         except queue.Empty:
-            if missing:
+            if quiet == min(times):
                 self._find_lost_deliveries()
             return
         while True:
@@ -191,6 +194,13 @@ class _Collection:
                 event = self._events.get_nowait()
             except queue.Empty:
                 return
+
+    def _receive_rest(self) -> None:
+        """Sort in what was delivered at the end: duplicates, and trajectories of later steps."""
+        while not self._events.empty():
+            event = self._events.get()
+            if isinstance(event, list):
+                self._receive(event)
 
     def _find_lost_deliveries(self) -> None:
         """Read the deliveries that were lost on their way to this process. Redis still counts them as delivered.
@@ -208,13 +218,15 @@ class _Collection:
 
     def _receive(self, deliveries: Sequence[Delivery]) -> None:
         """Sort deliveries in, and start to score the batches that they complete."""
+        self._quiet_since = None
         for delivery in deliveries:
             trajectory = delivery.trajectory
-            if trajectory.id.run == self._run and trajectory.id.step > self._step:
+            own = trajectory.id.run == self._run
+            if own and trajectory.id.step > self._step:
                 self._early.setdefault(trajectory.id.step, []).append(delivery)
                 continue
             self._entry_ids.append(delivery.entry_id)
-            if trajectory.id.step < self._step:
+            if own and trajectory.id.step < self._step:
                 continue  # A late duplicate of a step that is committed.
             if trajectory.id not in self._arrivals.expected:
                 raise BufferFailed(

@@ -105,9 +105,10 @@ class RolloutStream:
             yield
         finally:
             closing.set()
-            # Closes the socket, which ends a blocked read at once.
-            reader._client.connection_pool.disconnect()
-            thread.join()
+            while thread.is_alive():
+                # Closes the socket, which ends a blocked read at once. A read that is about to start opens another.
+                reader._client.connection_pool.disconnect()
+                thread.join(0.01)
 
     def delivered(self) -> list[Delivery]:
         """Return every entry that was delivered and not acknowledged, including one whose delivery was lost on the way."""

@@ -95,7 +95,7 @@ class VLLMConfig(Section):
     """Compute the common beginning of prompts once. The cache is reset with every policy version."""
     enforce_eager: bool = False
     """Decode without CUDA graphs."""
-    engine_arguments: dict[str, bool | int | float | str] = Field(default_factory=dict)
+    engine_arguments: dict[str, bool | int | float | str] = Field(default={})
     """Further arguments of vLLM's engine, by the names of its EngineArgs."""
 
 

@@ -14,7 +14,7 @@ from quartet.buffer.rollout_stream import RolloutStream
 from quartet.config import Config
 from quartet.errors import FailedPrecondition
 from quartet.types import FinishReason, Prompt, Role, SamplingParameters, TokenBatch, Trajectory, TrajectoryId
-from tests.services.model_services import Services
+from tests.services.model_services import Services, start_generation
 from tests.unit.models import tiny
 
 PROMPTS = [Prompt(index, np.arange(2, 3 + index % 4, dtype=np.int32)) for index in (12, 3, 40, 7, 8)]
@@ -31,9 +31,7 @@ def stream(redis_client: Redis, redis_url: str, request: pytest.FixtureRequest) 
 def generate(actor: Any, stream: RolloutStream, prompts: list[Prompt], **changes: Any) -> list[Trajectory]:
     """Call Generate once; return its trajectories in the order of the stream."""
     run = stream.key.split(":")[1]
-    arguments = {"step": 1, "leader_epoch": 1, "samples_per_prompt": 2, "sampling": SAMPLING, "seed": 5}
-    pending = actor.generate(run=run, prompts=prompts, policy_version=0, **{**arguments, **changes})
-    count = pending.result()
+    count = start_generation(actor, run, prompts, **{"samples": 2, "sampling": SAMPLING, "seed": 5, **changes}).result()
     results = [delivery.trajectory for delivery in stream.read(1000, 0.01)]
     assert len(results) == count
     return results
@@ -84,15 +82,15 @@ def test_the_same_request_gives_the_same_trajectories_in_any_order_of_prompts(
 
 def test_fewer_prompts_and_samples_give_the_same_tokens(clients: dict[Role, Any], stream: RolloutStream) -> None:
     expected = {t.id: t for t in generate(clients[Role.ACTOR], stream, PROMPTS)}
-    for trajectory in generate(clients[Role.ACTOR], stream, PROMPTS[1:3], samples_per_prompt=1):
+    for trajectory in generate(clients[Role.ACTOR], stream, PROMPTS[1:3], samples=1):
         assert trajectory.response_ids.tolist() == expected[trajectory.id].response_ids.tolist()
 
 
 def test_samples_from_a_first_index_match_those_of_a_larger_request(
     clients: dict[Role, Any], stream: RolloutStream
 ) -> None:
-    expected = {t.id: t for t in generate(clients[Role.ACTOR], stream, PROMPTS[:3], samples_per_prompt=5)}
-    result = generate(clients[Role.ACTOR], stream, PROMPTS[:2], samples_per_prompt=2, first_sample=3)
+    expected = {t.id: t for t in generate(clients[Role.ACTOR], stream, PROMPTS[:3], samples=5)}
+    result = generate(clients[Role.ACTOR], stream, PROMPTS[:2], samples=2, first_sample=3)
     run = stream.key.split(":")[1]
     assert {t.id for t in result} == {TrajectoryId(run, 1, p.index, sample) for p in PROMPTS[:2] for sample in (3, 4)}
     for trajectory in result:
@@ -113,7 +111,7 @@ def test_another_seed_or_step_gives_other_trajectories(
 def test_samples_of_a_prompt_differ_unless_greedy(clients: dict[Role, Any], stream: RolloutStream) -> None:
     def samples(temperature: float) -> set[tuple[int, ...]]:
         sampling = SamplingParameters(9, temperature=temperature)
-        result = generate(clients[Role.ACTOR], stream, PROMPTS[:1], samples_per_prompt=6, sampling=sampling)
+        result = generate(clients[Role.ACTOR], stream, PROMPTS[:1], samples=6, sampling=sampling)
         return {tuple(trajectory.response_ids.tolist()) for trajectory in result}
 
     assert len(samples(1.0)) > 1
@@ -127,8 +125,10 @@ def test_another_policy_version_and_a_lower_leader_epoch_are_refused(
     generate(actor, stream, PROMPTS, leader_epoch=3)
     run = stream.key.split(":")[1]
     with pytest.raises(FailedPrecondition, match="leader_epoch 2: an orchestrator of epoch 3 has taken over"):
-        actor.generate(run, 1, 2, PROMPTS, 1, SAMPLING, 5, policy_version=0).result()
+        start_generation(actor, run, PROMPTS, SAMPLING, leader_epoch=2).result()
     with pytest.raises(FailedPrecondition, match="policy version 4: this policy is version 0"):
-        actor.generate(run, 1, 3, PROMPTS, 1, SAMPLING, 5, policy_version=4).result()
+        start_generation(actor, run, PROMPTS, SAMPLING, leader_epoch=3, policy_version=4).result()
+    with pytest.raises(FailedPrecondition, match="policy version 0"):
+        start_generation(actor, run, PROMPTS, SAMPLING, leader_epoch=3, weights_digest=bytes(16)).result()
     assert stream.read(10, 0.01) == []
     generate(actor, stream, PROMPTS, leader_epoch=4)

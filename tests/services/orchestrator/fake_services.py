@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from quartet.errors import Cancelled
-from quartet.types import FloatArray, Role, Scores, TokenBatch
+from quartet.errors import BufferFailed, Cancelled
+from quartet.types import FloatArray, Role, Scores, TokenBatch, Trajectory
 
 
 class FakeCall:
@@ -48,6 +48,20 @@ class FakeCall:
     def cancel(self) -> None:
         self.cancelled = True
         self._done.set()
+
+
+class FakeGeneration(FakeCall):
+    """A generation that the test completes, and which records the trajectories that have arrived."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.arrivals: list[Trajectory] = []
+
+    def arrived(self, trajectory: Trajectory) -> None:
+        self.arrivals.append(trajectory)
+
+    def refuse(self, trajectory: Trajectory, reason: str) -> None:
+        raise BufferFailed(reason)
 
 
 class Scorer:

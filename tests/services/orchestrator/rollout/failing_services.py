@@ -12,9 +12,17 @@ from quartet.config import RecoveryConfig
 from quartet.errors import QuartetError
 from quartet.services.orchestrator.rollout.collector import CollectedStep, Collector, ReplacementRule
 from quartet.services.orchestrator.rollout.scoring import ScoringServices
-from quartet.types import Role, Scores, TokenBatch, Trajectory
+from quartet.types import (
+    GenerationBatch,
+    GenerationRequest,
+    Role,
+    SamplingParameters,
+    Scores,
+    TokenBatch,
+    Trajectory,
+)
 from tests.buffer.samples import trajectory
-from tests.services.orchestrator.fake_services import FakeCall, responses
+from tests.services.orchestrator.fake_services import FakeCall, FakeGeneration, responses
 
 BACKOFF = 1e-6
 Name = tuple[int, int]
@@ -37,6 +45,19 @@ def sampled(run: str, prompt: int, sample: int = 0) -> Trajectory:
 def names(batch: TokenBatch) -> list[Name]:
     first = [int(sequence[0]) - 1 for sequence in batch.sequences()]
     return list(zip(first, (batch.response_lengths - 3).tolist(), strict=True))
+
+
+def ended_generation() -> FakeGeneration:
+    generation = FakeGeneration()
+    generation.complete()
+    return generation
+
+
+def batch_of(trajectories: list[Trajectory]) -> GenerationBatch:
+    """Return the request for these trajectories, by policy version 0."""
+    id = trajectories[0].id
+    requests = [GenerationRequest(item.id, item.prompt_ids) for item in trajectories]
+    return GenerationBatch(id.run, id.step, 1, requests, SamplingParameters(9), 0, 0)
 
 
 class FailingScorer:
@@ -93,14 +114,18 @@ class Actor:
         self._stream, self._run, self._failure = stream, run, failure
         self.requests: list[tuple[set[int], int]] = []
 
-    def generate(self, prompts: set[int], sample: int) -> Any:
+    def generate(self, prompts: set[int], sample: int) -> tuple[GenerationBatch, FakeGeneration]:
         self.requests.append((prompts, sample))
         assert len(self.requests) < 20, self.requests
-        generation = FakeCall(lambda: len(prompts))
+        requested = [sampled(self._run, prompt, sample) for prompt in sorted(prompts)]
+        generation = FakeGeneration()
         if self._failure is None:
-            self._stream.append(sampled(self._run, prompt, sample) for prompt in sorted(prompts))
+            self.write(requested)
         generation.complete(self._failure)
-        return generation
+        return batch_of(requested), generation
+
+    def write(self, requested: list[Trajectory]) -> None:
+        self._stream.append(requested)
 
 
 def collect(
@@ -114,16 +139,13 @@ def collect(
     fields: dict[int, str] | None = None,
 ) -> CollectedStep:
     stream.append(written)
-    generation = FakeCall()
-    generation.complete()
     services = ScoringServices(scorer, scorer, scorer, 0.7)  # type: ignore[arg-type]
     return Collector(stream, services, score_batch_size).collect(
-        {item.id for item in written},
-        0,
-        generation,  # type: ignore[arg-type]
+        batch_of(written),
+        ended_generation(),
         (progress if progress is not None else []).append,
         fields,
-        ReplacementRule(recovery or recovery_config(), 0, actor.generate),
+        ReplacementRule(recovery or recovery_config(), actor.generate),
     )
 
 

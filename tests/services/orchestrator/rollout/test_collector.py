@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,26 +14,17 @@ from quartet.errors import BufferFailed, ServiceFailed
 from quartet.services.orchestrator.rollout.collector import CollectedStep, Collector
 from quartet.services.orchestrator.rollout.scoring import Scoring, ScoringServices, max_batches_in_flight
 from quartet.services.orchestrator.service_clients import wait_for_all, wait_until_ended
-from quartet.types import Trajectory, TrajectoryId
+from quartet.types import Trajectory
 from tests.buffer.samples import trajectory
-from tests.services.orchestrator.fake_services import FakeCall, Scorer
-
-
-def ended_generation() -> FakeCall:
-    generation = FakeCall()
-    generation.complete()
-    return generation
-
-
-def ids(trajectories: list[Trajectory]) -> set[TrajectoryId]:
-    return {item.id for item in trajectories}
+from tests.services.orchestrator.fake_services import FakeCall, FakeGeneration, Scorer
+from tests.services.orchestrator.rollout.failing_services import batch_of, ended_generation
 
 
 def collect(
     stream: RolloutStream,
     scorer: Scorer,
-    expected: set[TrajectoryId],
-    generation: FakeCall | None = None,
+    expected: list[Trajectory],
+    generation: FakeGeneration | None = None,
     score_batch_size: int = 3,
     progress: list[int] | None = None,
     critic: bool = True,
@@ -40,7 +33,7 @@ def collect(
     services = ScoringServices(scorer, scorer, scorer if critic else None, 0.7)  # type: ignore[arg-type]
     collector = Collector(stream, services, score_batch_size)
     counts = progress if progress is not None else []
-    return collector.collect(expected, 0, generation or ended_generation(), counts.append, fields)  # type: ignore[arg-type]
+    return collector.collect(batch_of(expected), generation or ended_generation(), counts.append, fields)
 
 
 def first_tokens(scorer: Scorer) -> list[list[int]]:
@@ -51,7 +44,7 @@ def test_each_trajectory_has_its_results_and_trajectories_are_sorted_by_id(strea
     written = [trajectory(run, prompt, response=1 + prompt % 4) for prompt in (10, 2, 7, 1, 30, 4, 5)]
     stream.append(written)
     scorer, counts = Scorer(), []
-    step = collect(stream, scorer, ids(written), progress=counts)
+    step = collect(stream, scorer, written, progress=counts)
     assert [item.trajectory.id.prompt for item in step.scored] == [1, 2, 4, 5, 7, 10, 30]
     for item in step.scored:
         response = item.trajectory.response_ids.astype(np.float32)
@@ -64,27 +57,28 @@ def test_each_trajectory_has_its_results_and_trajectories_are_sorted_by_id(strea
     assert stream.depth() == 0
 
 
-def test_batches_do_not_depend_on_how_entries_are_read(stream: RolloutStream, run: str) -> None:
+def test_batches_are_neighbours_in_the_order_of_the_ids_however_entries_arrive(stream: RolloutStream, run: str) -> None:
     order = [8, 3, 5, 1, 9, 2, 7]
     for portions in ([7], [1] * 7, [2, 4, 1], [3, 3, 1], [5, 2]):
         stream.reset()
         written = [trajectory(run, prompt) for prompt in order]
-        scorer, generation, remaining = Scorer(), FakeCall(), list(written)
+        scorer, generation, remaining = Scorer(), FakeGeneration(), list(written)
         with ThreadPoolExecutor(1) as executor:
-            step = executor.submit(collect, stream, scorer, ids(written), generation)
+            step = executor.submit(collect, stream, scorer, written, generation)
             for portion in portions:
                 stream.append(remaining[:portion])
                 remaining = remaining[portion:]
             generation.complete()
             assert len(step.result(timeout=20).scored) == 7
-        assert first_tokens(scorer) == [[8, 3, 5], [1, 9, 2], [7]]
+        # A batch starts when its last trajectory arrives.
+        assert first_tokens(scorer) == [[9], [1, 2, 3], [5, 7, 8]]
 
 
 def test_scoring_starts_before_generation_ends(stream: RolloutStream, run: str) -> None:
     written = [trajectory(run, prompt) for prompt in range(4)]
-    scorer, generation, counts = Scorer(), FakeCall(), []
+    scorer, generation, counts = Scorer(), FakeGeneration(), []
     with ThreadPoolExecutor(1) as executor:
-        step = executor.submit(collect, stream, scorer, ids(written), generation, 3, counts)
+        step = executor.submit(collect, stream, scorer, written, generation, 3, counts)
         stream.append(written[:3])
         while not scorer.batches or not counts or counts[-1] < 3:
             assert not step.done()
@@ -100,7 +94,7 @@ def test_a_duplicate_is_scored_once_and_all_its_entries_are_acknowledged(stream:
     repeated = [*written[:4], *written[:2], written[4]]
     stream.append(repeated)
     scorer = Scorer()
-    step = collect(stream, scorer, ids(written))
+    step = collect(stream, scorer, written)
     assert first_tokens(scorer) == [[0, 1, 2], [3, 4]]
     assert len(step.scored) == 5
     stream.acknowledge(step.entry_ids)
@@ -110,12 +104,13 @@ def test_a_duplicate_is_scored_once_and_all_its_entries_are_acknowledged(stream:
 def test_late_duplicates_do_not_reach_the_next_step(stream: RolloutStream, run: str) -> None:
     first = [trajectory(run, prompt) for prompt in range(3)]
     stream.append([*first, *first])
-    step = collect(stream, Scorer(), ids(first))
-    stream.acknowledge(step.entry_ids)
-    assert stream.depth() == 0
+    stream.acknowledge(collect(stream, Scorer(), first).entry_ids)
     second = [trajectory(run, prompt, step=2) for prompt in range(3)]
     stream.append(second)
-    assert len(collect(stream, Scorer(), ids(second)).scored) == 3
+    step = collect(stream, Scorer(), second)
+    assert [item.trajectory.id.step for item in step.scored] == [2, 2, 2]
+    stream.acknowledge(step.entry_ids)
+    assert stream.depth() == 0
 
 
 def test_missing_trajectories_at_the_end_of_generation_are_an_error(stream: RolloutStream, run: str) -> None:
@@ -123,28 +118,56 @@ def test_missing_trajectories_at_the_end_of_generation_are_an_error(stream: Roll
     stream.append(written[:4])
     scorer = Scorer(blocked=True)
     with pytest.raises(BufferFailed, match="generation ended with 4 of 5 trajectories in the stream"):
-        collect(stream, scorer, ids(written))
+        collect(stream, scorer, written)
     assert [call.cancelled for call in scorer.calls] == [True] * 3
 
 
 def test_an_unrequested_trajectory_is_an_error(stream: RolloutStream, run: str) -> None:
     requested = [trajectory(run, prompt) for prompt in range(2)]
-    for unrequested in (trajectory(run, 99), trajectory(run, 1, step=2), trajectory(run, 1, version=7)):
+    for unrequested in (trajectory(run, 99), trajectory(run, 1, sample=1), trajectory("other", 1, step=0)):
         stream.reset()
         stream.append([requested[0], unrequested])
-        generation = FakeCall()
+        generation = FakeGeneration()
         with pytest.raises(BufferFailed, match=f"{unrequested.id} of policy version .* was not requested"):
-            collect(stream, Scorer(), ids(requested), generation)
+            collect(stream, Scorer(), requested, generation)
         assert generation.cancelled
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (
+            {"policy_version": 7},
+            "1/1/0 is of policy version 7 and digest none, requested were version 0 and digest none",
+        ),
+        (
+            {"weights_digest": b"0123456789abcdef", "generator": "here:1"},
+            "generator here:1: .*/1/1/0 is of policy version 0 and",
+        ),
+    ],
+)
+def test_a_trajectory_of_other_weights_is_refused_by_name(
+    change: dict[str, Any], reason: str, stream: RolloutStream, run: str
+) -> None:
+    requested = [trajectory(run, prompt) for prompt in range(2)]
+    stream.append([requested[0], replace(requested[1], **change)])
+    generation = FakeGeneration()
+    with pytest.raises(BufferFailed, match=reason):
+        collect(stream, Scorer(), requested, generation)
+    assert generation.cancelled
 
 
 def test_a_failed_generation_is_raised_and_cancels_scoring(stream: RolloutStream, run: str) -> None:
     written = [trajectory(run, prompt) for prompt in range(5)]
     stream.append(written[:3])
-    scorer, generation = Scorer(blocked=True), FakeCall()
-    generation.complete(ServiceFailed("actor: gone"))
-    with pytest.raises(ServiceFailed, match="actor: gone"):
-        collect(stream, scorer, ids(written), generation)
+    scorer, generation = Scorer(blocked=True), FakeGeneration()
+    with ThreadPoolExecutor(1) as executor:
+        step = executor.submit(collect, stream, scorer, written, generation)
+        while len(scorer.calls) < 3:
+            assert not step.done()
+        generation.complete(ServiceFailed("actor: gone"))
+        with pytest.raises(ServiceFailed, match="actor: gone"):
+            step.result(timeout=20)
     assert [call.cancelled for call in scorer.calls] == [True] * 3
 
 
@@ -156,9 +179,9 @@ def test_a_failed_scoring_call_is_raised_and_cancels_the_rest(
     written = [trajectory(run, prompt) for prompt in range(3 if complete else 6)]
     stream.append(written[:3])
     scorer = Scorer(blocked=True, failure=ServiceFailed("scorer: no"), fails_at=service)
-    generation = FakeCall()
+    generation = FakeGeneration()
     with pytest.raises(ServiceFailed, match="scorer: no"):
-        collect(stream, scorer, ids(written), generation)
+        collect(stream, scorer, written, generation)
     assert generation.cancelled
     assert [call.cancelled for call in scorer.calls] == [True] * 3
 
@@ -198,7 +221,7 @@ def test_the_number_of_batches_in_flight_is_limited(stream: RolloutStream, run: 
     stream.append(written)
     scorer = Scorer(blocked=True)
     with ThreadPoolExecutor(1) as executor:
-        collecting = executor.submit(collect, stream, scorer, ids(written), score_batch_size=1)
+        collecting = executor.submit(collect, stream, scorer, written, score_batch_size=1)
         completed = 0
         while not collecting.done():
             active_calls = [call for call in scorer.calls if not call.done()]
@@ -229,7 +252,7 @@ def test_without_a_critic_values_are_zero_and_not_requested(stream: RolloutStrea
     written = [trajectory(run, prompt, response=3) for prompt in range(4)]
     stream.append(written)
     scorer = Scorer()
-    step = collect(stream, scorer, ids(written), critic=False)
+    step = collect(stream, scorer, written, critic=False)
     for item in step.scored:
         np.testing.assert_array_equal(item.values, np.zeros(3, np.float32))
         np.testing.assert_array_equal(item.reference_log_probs, -item.trajectory.response_ids.astype(np.float32))
@@ -239,7 +262,7 @@ def test_without_a_critic_values_are_zero_and_not_requested(stream: RolloutStrea
 def test_the_part_scores_of_an_ensemble_stay_with_their_trajectory(stream: RolloutStream, run: str) -> None:
     written = [trajectory(run, prompt) for prompt in (3, 1, 2)]
     stream.append(written)
-    step = collect(stream, Scorer(), ids(written), score_batch_size=2)
+    step = collect(stream, Scorer(), written, score_batch_size=2)
     assert [item.parts for item in step.scored] == [{"half": (prompt + 1) / 2} for prompt in (1, 2, 3)]
 
 
@@ -247,5 +270,5 @@ def test_the_fields_of_a_prompt_are_sent_with_its_trajectories(stream: RolloutSt
     written = [trajectory(run, prompt) for prompt in (3, 1, 2)]
     stream.append(written)
     scorer = Scorer()
-    collect(stream, scorer, ids(written), score_batch_size=2, fields={1: '{"a":1}', 2: '{"a":2}', 3: '{"a":3}'})
-    assert scorer.fields == [['{"a":3}', '{"a":1}'], ['{"a":2}']]
+    collect(stream, scorer, written, score_batch_size=2, fields={1: '{"a":1}', 2: '{"a":2}', 3: '{"a":3}'})
+    assert scorer.fields == [['{"a":3}'], ['{"a":1}', '{"a":2}']]

@@ -17,16 +17,19 @@ from quartet.cli.inference.evaluate import compare_with_initial
 from quartet.config import Config
 from quartet.errors import ComputationFailed, ConfigError, FailedPrecondition
 from quartet.evaluation import greedy_sampling, read_validation_prompts, row, run_sampling, stream_name, summarize
+from quartet.rpc.clients import GenerationClient
 from quartet.run_directory.run_files import RunFiles
 from quartet.run_directory.step_lines import read_step_lines
 from quartet.services.orchestrator.control.progress import ProgressBoard
 from quartet.services.orchestrator.rollout.evaluation import EvaluationSchedule, Evaluator
+from quartet.services.orchestrator.rollout.generation import ActorGeneration
 from quartet.services.orchestrator.rollout.scoring import ScoringServices
 from quartet.services.orchestrator.telemetry.run_outputs import RunTelemetry
+from quartet.services.orchestrator.telemetry.step_profiler import ignore_call
 from quartet.services.orchestrator.telemetry.timeline import Timeline
 from quartet.types import FinishReason, Role, TokenBatch, Trajectory
 from tests.buffer.samples import trajectory
-from tests.services.model_services import Services, save_checkpoint
+from tests.services.model_services import Services, save_checkpoint, start_generation
 from tests.unit.models import tiny
 
 PROMPTS = [{"text": f"w{30 + index} w{5 + index % 4} w7", "answer": index / 8} for index in range(9)]
@@ -96,9 +99,11 @@ def build(services: Services, clients: dict[Role, Any], redis_client: Redis, red
             )
             files = RunFiles(config.run_directory)
             files.root.mkdir(parents=True, exist_ok=True)
+            actor = actor or clients[Role.ACTOR]
+            client = GenerationClient(actor.channel.address, actor.timeouts, role=Role.ACTOR)
             evaluator = Evaluator(
                 config,
-                actor or clients[Role.ACTOR],
+                ActorGeneration(client, actor, False, ignore_call),
                 stream_of(config, redis_client, redis_url),
                 scoring,
                 prompts,
@@ -133,7 +138,7 @@ def request_directly(
     prompts = read_validation_prompts(config, tiny.tokenizer, tiny.VOCABULARY).prompts
     sampling = (greedy_sampling if greedy else run_sampling)(config.rollout)
     run = stream.key.removeprefix("quartet:").removesuffix(":rollouts")
-    actor.generate(run, 0, 1, prompts, 1, sampling, config.run.seed, 0).result()
+    start_generation(actor, run, prompts, sampling, step=0, seed=config.run.seed).result()
     result = sorted((item.trajectory for item in stream.read(100, 0.1)), key=lambda item: item.id)
     batch = TokenBatch.of(result)
     scores = clients[Role.REWARD].score(batch).result().total

@@ -19,7 +19,7 @@ from quartet.errors import (
     ServiceUnavailable,
     TooManyFailedTrajectories,
 )
-from quartet.types import TrajectoryId
+from quartet.types import Trajectory, TrajectoryId
 from tests.services.orchestrator.rollout.failing_services import (
     ALWAYS,
     SERVICES,
@@ -50,8 +50,8 @@ def test_a_failed_trajectory_is_replaced_by_the_next_sample(
         "the error must come from the attempt with a single trajectory"
     )
     assert actor.requests == [({4}, 1)]
-    batch, rest, replacement = [(8, 0), (4, 0), (1, 0)], [(3, 0), (2, 0)], [(4, 1)]
-    singles = [[(8, 0)], [(4, 0)], [(1, 0)]]
+    batch, rest, replacement = [(4, 0), (8, 0)], [(1, 0), (2, 0), (3, 0)], [(4, 1)]
+    singles = [[(4, 0)], [(8, 0)]]
     assert sorted(scorer.requests[service]) == sorted([batch, rest, batch, *singles, replacement])
     for other in set(SERVICES) - {service}:
         assert scorer.requests[other] == [batch, rest, replacement], "a service that succeeded received the batch again"
@@ -124,8 +124,8 @@ def test_a_replacement_that_cannot_be_generated_ends_the_step(stream: RolloutStr
 
 def test_an_unrequested_replacement_is_an_error(stream: RolloutStream, run: str) -> None:
     class WrongPromptActor(Actor):
-        def generate(self, prompts: set[int], sample: int) -> Any:
-            return super().generate({prompt + 1 for prompt in prompts}, sample)
+        def write(self, requested: list[Trajectory]) -> None:
+            super().write([sampled(run, item.id.prompt + 1, item.id.sample) for item in requested])
 
     scorer = FailingScorer(ComputationFailed("no"), score={(1, 0): ALWAYS})
     with pytest.raises(BufferFailed, match="/1/2/1 of policy version 0 was not requested"):
@@ -134,9 +134,8 @@ def test_an_unrequested_replacement_is_an_error(stream: RolloutStream, run: str)
 
 def test_a_duplicate_of_a_failed_trajectory_is_acknowledged_and_not_scored(stream: RolloutStream, run: str) -> None:
     class RepeatingActor(Actor):
-        def generate(self, prompts: set[int], sample: int) -> Any:
-            self._stream.append([sampled(run, 1), sampled(run, 0)])
-            return super().generate(prompts, sample)
+        def write(self, requested: list[Trajectory]) -> None:
+            super().write([sampled(run, 1), sampled(run, 0), *requested])
 
     scorer = FailingScorer(ComputationFailed("no"), score={(1, 0): ALWAYS})
     step = collect(stream, scorer, [sampled(run, prompt) for prompt in range(3)], RepeatingActor(stream, run))

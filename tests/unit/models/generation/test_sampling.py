@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 
+from quartet.engines.validation import check_sampling
 from quartet.errors import InvalidRequest
-from quartet.models.generation.sampling import check_sampling, sample_tokens
+from quartet.models.generation.sampling import sample_tokens
 from quartet.random_streams import uniforms
 from quartet.types import SamplingParameters, TrajectoryId
 
