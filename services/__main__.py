@@ -113,6 +113,8 @@ def _serve(roles: list[Role], options: argparse.Namespace, notifier: ReadyNotifi
     threads = num_threads(config, roles[0])
     # Set before the import of torch, which sizes its thread pools once.
     os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(threads)
+    # Threads that wait for work sleep. By default they spin, which takes the cores from the other services.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
     # The first entry ends the process. A SimpleQueue is reentrant: a signal handler may use it at any time.
     endings: queue.SimpleQueue[str] = queue.SimpleQueue()

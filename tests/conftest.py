@@ -23,6 +23,7 @@ os.environ["QUARTET_CACHE"] = _CACHE.name
 # The models of the tests are too small for several threads, and waiting threads keep all cores busy. Set this before the import
 # of torch.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 # The imports of the tests create millions of objects that stay. Searches for garbage among them would take a part of all tests.
 gc.disable()

@@ -66,12 +66,12 @@ def _in_order(sizes: NDArray[np.int64], prompts: Sequence[int] | None) -> list[i
     return sorted(range(len(sizes)), key=lambda index: (-most[prompts[index]], prompts[index], -sizes[index]))
 
 
-def right_pad(sequences: Sequence[IntArray], device: torch.device | str) -> torch.Tensor:
-    """Return token ids int64 [rows, longest], padded on the right with 0.
+def right_pad(sequences: Sequence[IntArray], device: torch.device | str, columns: int | None = None) -> torch.Tensor:
+    """Return token ids int64 [rows, columns], padded on the right with 0. ``columns`` defaults to the longest sequence.
 
     Id 0 is an ordinary token. The end of a sequence follows from its length; the pad value is never compared.
     """
-    padded = np.zeros((len(sequences), max(len(sequence) for sequence in sequences)), np.int64)
+    padded = np.zeros((len(sequences), columns or max(len(sequence) for sequence in sequences)), np.int64)
     for row, sequence in enumerate(sequences):
         padded[row, : len(sequence)] = sequence
     return torch.from_numpy(padded).to(device)

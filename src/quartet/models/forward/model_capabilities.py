@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -20,6 +22,20 @@ def attends_to_all(model: Any) -> bool:
     config = model.config.get_text_config()
     kinds = getattr(config, "layer_types", None)
     return set(kinds) == {"full_attention"} if kinds else getattr(config, "sliding_window", None) is None
+
+
+@contextmanager
+def attention_implementation(model: Any, name: str | None) -> Iterator[None]:
+    """Make the model use the attention of this name in transformers' registry inside the context. None changes nothing."""
+    if name is None:
+        yield
+        return
+    before = model.config._attn_implementation
+    model.config._attn_implementation = name
+    try:
+        yield
+    finally:
+        model.config._attn_implementation = before
 
 
 def backbone(model: Any) -> Any:

@@ -23,6 +23,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from quartet.models.forward.model_capabilities import (
     accepts_argument,
     attends_to_all,
+    attention_implementation,
     backbone,
     device_of,
     vocabulary_size,
@@ -101,12 +102,8 @@ def packed_attention(model: Any, packing: Packing | None) -> Iterator[dict[str, 
     if packing is None:
         yield {}
         return
-    before = model.config._attn_implementation
-    model.config._attn_implementation = ATTENTION_NAME
-    try:
+    with attention_implementation(model, ATTENTION_NAME):
         yield {"position_ids": packing.position_ids, "packing": packing}
-    finally:
-        model.config._attn_implementation = before
 
 
 def logits_at_positions(

@@ -1,8 +1,11 @@
-"""Decoding with static buffers: every step does the same work at the same addresses, so CUDA graphs can replay it.
+"""Decoding with static buffers: every step of one size does the same work at the same addresses, so that it can be replayed.
 
-A decode step of a small model is hundreds of kernels that take longer to launch than to run. A captured graph launches them all
-at once. The tokens of each row start at column 0, and the size of a step is rounded up to one of a few sizes. The engine tries
-each model once; a model that does not support it uses ordinary decoding.
+A decode step of a small model is hundreds of operations that take longer to launch than to run. On a GPU, a captured CUDA graph
+launches them all at once. On a CPU, a recording repeats them without the Python code of the model. The tokens of each row start
+at column 0, and the size of a step is rounded up to one of a few sizes. The engine tries each model once; a model that does not
+support it uses ordinary decoding.
+
+On a CPU the sizes are chosen so that they change no bit of a row, see docs/adr/0031-batch-invariance.md.
 """
 
 from __future__ import annotations
@@ -11,15 +14,36 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import structlog
 import torch
+from torch import nn
+from transformers import AttentionInterface
 from transformers.cache_utils import Cache
 
-from quartet.models.forward.model_capabilities import accepts_argument, attends_to_all, device_of, vocabulary_size
+from quartet.models.forward.model_capabilities import (
+    accepts_argument,
+    attends_to_all,
+    attention_implementation,
+    device_of,
+    vocabulary_size,
+)
 from quartet.models.forward.packing import TOLERANCE
 from quartet.models.generation.kv_cache import BufferLayer, prefill_cache
+from quartet.models.generation.recording import NotRecordable, record
+
+log = structlog.get_logger()
 
 COLUMNS = 64
-"""A step reads a multiple of this number of cache columns. Short sequences read less, and few graphs are needed."""
+"""A step on a GPU reads a multiple of this number of cache columns. Short sequences read less, and few graphs are needed."""
+COLUMNS_CPU = 32
+"""The same on a CPU, whose steps are recorded faster."""
+MIN_PRODUCT = 400
+"""Columns x head size of a matmul that torch computes with its matmul library. It computes smaller ones in plain loops,
+which round in another way."""
+ATTENTION_NAME = "quartet_decode"
+"""Name of this module's attention in transformers' registry."""
+KEEP_BYTES = 2**26
+"""Size of buffers that are kept during an update of the policy."""
 TRIAL = ((5, 3), 3)
 """Prompt lengths of the trial, and the number of tokens that it decodes."""
 
@@ -50,24 +74,30 @@ class _Layer(BufferLayer):
 
 
 class StaticDecoder:
-    """Decoder with buffers that later generations reuse, and on a GPU with CUDA graphs over these buffers.
+    """Decoder with buffers that later generations reuse, and with replays of the steps over these buffers.
 
     The buffers fit the largest generation so far: slots x (longest prompt + longest response), rounded up to COLUMNS.
-    ``capture``: replay CUDA graphs. Otherwise the same step is computed op by op.
+    ``graphs``: replay CUDA graphs, with few sizes. Otherwise a row's bits do not depend on the other rows. ``recorded``: then
+    replay recordings. Without both, each step is computed op by op.
     """
 
-    def __init__(self, model: Any, capture: bool) -> None:
-        self._model, self._capture, self._device = model, capture, device_of(model)
+    def __init__(self, model: Any, graphs: bool, recorded: bool = False) -> None:
+        self._model, self._graphs, self._recorded, self._device = model, graphs, recorded, device_of(model)
         self._held = (0, 0)
         self._slots = 0
         self._keys_values: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._steps: dict[tuple[int, int], Callable[[], None]] = {}
+        self._steps: dict[tuple[int, int], Callable[[], object]] = {}
         self._addresses: list[int] = []
+
+    @property
+    def graphs(self) -> bool:
+        """Return whether steps are replayed as CUDA graphs."""
+        return self._graphs
 
     def prepare(self, slots: int, columns: int) -> None:
         """Start a generation of up to ``slots`` rows with at most ``columns`` tokens each. Clears the previous generation."""
         columns = -(-columns // COLUMNS) * COLUMNS
-        self._slots = slots
+        self._slots = slots = slots if self._graphs else padded_rows(slots)
         rows_held, columns_held = self._held
         if slots > rows_held or columns > columns_held:
             self._held = max(slots, rows_held), max(columns, columns_held)
@@ -98,7 +128,15 @@ class StaticDecoder:
     def _forget_steps(self) -> None:
         self._steps.clear()
         # Graphs share one memory pool. The pool is freed with the last graph, and its handle cannot be reused.
-        self._pool = torch.cuda.graph_pool_handle() if self._capture else None
+        self._pool = torch.cuda.graph_pool_handle() if self._graphs else None
+
+    def release(self) -> None:
+        """Free the buffers before an update of the policy, unless graphs replay over them or they are small."""
+        held = sum(buffer.numel() * buffer.element_size() for pair in self._keys_values for buffer in pair)
+        if held > KEEP_BYTES and not self._graphs:
+            self._held = (0, 0)
+            self._keys_values = []
+            self._forget_steps()
 
     def fill(self, rows: list[int], sources: list[int], lengths: list[int], prefilled: Any) -> None:
         """Copy the ``lengths[i]`` tokens of row ``sources[i]`` of ``prefilled`` (right-padded) to row ``rows[i]``."""
@@ -127,16 +165,29 @@ class StaticDecoder:
     def logits(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Decode one more token of each row, int64 [rows]. Return logits [rows, vocabulary], valid until the next call."""
         rows = len(token_ids)
-        size = self._slots
-        while size > 1 and (size + 1) // 2 >= rows:
-            size = (size + 1) // 2
-        columns = -(-(int(self._lengths[:rows].max()) + 1) // COLUMNS) * COLUMNS
         self._token_ids[:rows, 0] = token_ids
-        self._step(size, columns)()
+        self._step(self._step_rows(rows), self._step_columns(int(self._lengths[:rows].max()) + 1))()
         self._lengths[:rows] += 1
         self._positions[:rows] += 1
         assert self._logits is not None
         return self._logits[:rows]
+
+    def _step_rows(self, rows: int) -> int:
+        """Return the rows to compute for the first ``rows`` rows."""
+        if not self._graphs:
+            return padded_rows(rows)
+        size = self._slots
+        while size > 1 and (size + 1) // 2 >= rows:
+            size = (size + 1) // 2
+        return size
+
+    def _step_columns(self, columns: int) -> int:
+        """Return the columns to read if ``columns`` are in use."""
+        if self._graphs:
+            return -(-columns // COLUMNS) * COLUMNS
+        keys, values = self._keys_values[0]
+        columns = max(columns, -(-MIN_PRODUCT // min(keys.shape[3], values.shape[3])))
+        return min(-(-columns // COLUMNS_CPU) * COLUMNS_CPU, self._held[1])
 
     def rest(self, rows: np.ndarray[Any, np.dtype[np.int64]]) -> None:
         """Reset finished ``rows`` int64 [finished] to their first column. Their results are ignored until they are removed."""
@@ -155,7 +206,7 @@ class StaticDecoder:
         # A step may compute the other rows, too, so their positions must be inside the buffer.
         self._positions[rows:] = 0
 
-    def _step(self, rows: int, columns: int) -> Callable[[], None]:
+    def _step(self, rows: int, columns: int) -> Callable[[], object]:
         """Return the function that computes a step of this size."""
         key = rows, columns
         if key not in self._steps:
@@ -163,8 +214,18 @@ class StaticDecoder:
             def compute() -> None:
                 self._compute(rows, columns)
 
-            self._steps[key] = _captured(compute, self._device, self._pool) if self._capture else compute
+            self._steps[key] = self._replayed(compute)
         return self._steps[key]
+
+    def _replayed(self, compute: Callable[[], None]) -> Callable[[], object]:
+        """Return a function that repeats ``compute``."""
+        if self._graphs:
+            return _captured(compute, self._device, self._pool)
+        if not self._recorded:
+            return compute
+        if self._logits is None:
+            compute()  # Allocates the logits, which must exist before the recording.
+        return record(compute)
 
     def _compute(self, rows: int, columns: int) -> None:
         """Compute a step for the first ``rows`` rows, used or not. Rows are independent. Repeating the step changes nothing."""
@@ -175,17 +236,53 @@ class StaticDecoder:
             _Layer(keys[:rows, :, :columns], values[:rows, :, :columns], token_indices)
             for keys, values in self._keys_values
         ]
-        logits = self._model(
-            input_ids=self._token_ids[:rows],
-            position_ids=positions,
-            attention_mask=mask,
-            past_key_values=Cache(layers=layers),
-            use_cache=True,
-        ).logits[:, -1]
+        with attention_implementation(self._model, None if self._graphs else ATTENTION_NAME):
+            logits = self._model(
+                input_ids=self._token_ids[:rows],
+                position_ids=positions,
+                attention_mask=mask,
+                past_key_values=Cache(layers=layers),
+                use_cache=True,
+            ).logits[:, -1]
         if self._logits is None:
             self._logits = logits.new_zeros(self._held[0], logits.shape[1])
         # One buffer for all graphs; otherwise each graph would keep separate logits.
         self._logits[:rows] = logits
+
+
+def padded_rows(rows: int) -> int:
+    """Return the number of rows to compute on a CPU, so that a row's bits do not depend on it: a multiple of 4.
+
+    A matmul of fewer than 4 rows rounds in another way, and with several threads any other number does.
+    """
+    multiple = 4 if rows <= 16 else 8
+    return -(-rows // multiple) * multiple
+
+
+def _attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor,
+    scaling: float | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attend from one token of each row: query [rows, heads, 1, head size] -> [rows, 1, heads, head size].
+
+    Plain matmuls of one row and head at a time, which round in the same way for every number of rows, columns and threads. The
+    fused attention of torch does not, and is no faster for one token. The signature is that of attention functions in
+    transformers.
+    """
+    rows, heads, _tokens, size = query.shape
+    groups = key.shape[1]
+    scores = torch.matmul(query.reshape(rows, groups, heads // groups, size), key.transpose(2, 3))
+    scores = scores * (size**-0.5 if scaling is None else scaling) + attention_mask
+    weights = scores.softmax(-1, dtype=torch.float32).to(query.dtype)
+    return torch.matmul(weights, value).reshape(rows, 1, heads, value.shape[3]), None
+
+
+AttentionInterface.register(ATTENTION_NAME, _attention)
 
 
 def _captured(compute: Callable[[], None], device: torch.device, pool: Any) -> Callable[[], None]:
@@ -205,15 +302,31 @@ def _captured(compute: Callable[[], None], device: torch.device, pool: Any) -> C
 
 
 @torch.inference_mode()
-def unsupported_reason(model: Any, capture: bool) -> str | None:
+def is_recordable(model: Any) -> bool:
+    """Return whether replays of a recorded step give the same bits as the step. Logs the reason if they do not."""
+    plain, recorded = (StaticDecoder(model, graphs=False, recorded=recorded) for recorded in (False, True))
+    try:
+        same = torch.equal(_trial_logits(model, plain), _trial_logits(model, recorded))
+        reason = "the logits differ"
+    except torch.OutOfMemoryError:
+        raise
+    except (NotRecordable, AttributeError, KeyError, TypeError, ValueError, RuntimeError, NotImplementedError) as error:
+        same, reason = False, f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+    if not same:
+        log.info("decodes without recorded steps", model=type(model).__name__, reason=reason)
+    return same
+
+
+@torch.inference_mode()
+def unsupported_reason(model: Any, graphs: bool) -> str | None:
     """Return why the model does not support static decoding, or None if a trial of a few tokens succeeded.
 
     Raises OutOfMemoryError if the trial does: the results of a run must not depend on the free memory.
     """
-    if not (attends_to_all(model) and accepts_argument(model, "position_ids") and _attention(model) == "sdpa"):
+    if not (attends_to_all(model) and accepts_argument(model, "position_ids") and _implementation(model) == "sdpa"):
         return "attention with a window, positions from the padding mask, or an attention other than sdpa"
     try:
-        difference = _difference(model, capture)
+        difference = _difference(model, StaticDecoder(model, graphs))
     except torch.OutOfMemoryError:
         raise
     except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
@@ -225,28 +338,36 @@ def unsupported_reason(model: Any, capture: bool) -> str | None:
     )
 
 
-def _attention(model: Any) -> str | None:
+def _implementation(model: Any) -> str | None:
     result: str | None = getattr(model.config.get_text_config(), "_attn_implementation", None)
     return result
 
 
-def _difference(model: Any, capture: bool) -> float:
-    """Return the largest difference from the logits of whole sequences without a cache, relative to the largest logit."""
+def _trial_ids(model: Any) -> torch.Tensor:
     lengths, tokens = TRIAL
-    longest, device = max(lengths), device_of(model)
-    ids = torch.arange(len(lengths) * (longest + tokens), device=device).view(len(lengths), -1) % vocabulary_size(model)
-    decoder = StaticDecoder(model, capture)
-    decoder.prepare(len(lengths), longest + tokens)
+    columns = max(lengths) + tokens
+    return torch.arange(len(lengths) * columns, device=device_of(model)).view(-1, columns) % vocabulary_size(model)
+
+
+def _trial_logits(model: Any, decoder: StaticDecoder) -> torch.Tensor:
+    """Decode the tokens of the trial. Return the logits [tokens x rows, vocabulary]."""
+    lengths, tokens = TRIAL
+    ids, rows = _trial_ids(model), list(range(len(lengths)))
+    decoder.prepare(len(rows), ids.shape[1])
     prefilled = prefill_cache()
-    model(input_ids=ids[:, :longest], past_key_values=prefilled, use_cache=True)
-    rows = list(range(len(lengths)))
+    model(input_ids=ids[:, : max(lengths)], past_key_values=prefilled, use_cache=True)
     decoder.fill(rows, rows, list(lengths), prefilled)
     decoder.begin(slice(0, len(rows)), list(lengths))
-    expected, results = [], []
-    for offset in range(tokens):
-        inputs = torch.stack([ids[row, length + offset] for row, length in enumerate(lengths)])
-        results.append(decoder.logits(inputs).clone())
-        ends = [length + offset + 1 for length in lengths]
-        expected += [model(input_ids=ids[row : row + 1, :end]).logits[:, -1] for row, end in enumerate(ends)]
-    uncached = torch.cat(expected).float()
-    return float((torch.cat(results).float() - uncached).abs().max() / uncached.abs().max())
+    inputs = [
+        torch.stack([ids[row, length + offset] for row, length in enumerate(lengths)]) for offset in range(tokens)
+    ]
+    return torch.cat([decoder.logits(token_ids).clone() for token_ids in inputs])
+
+
+def _difference(model: Any, decoder: StaticDecoder) -> float:
+    """Return the largest difference from the logits of whole sequences without a cache, relative to the largest logit."""
+    lengths, tokens = TRIAL
+    ids = _trial_ids(model)
+    ends = [(row, length + offset + 1) for offset in range(tokens) for row, length in enumerate(lengths)]
+    expected = torch.cat([model(input_ids=ids[row : row + 1, :end]).logits[:, -1] for row, end in ends]).float()
+    return float((_trial_logits(model, decoder).float() - expected).abs().max() / expected.abs().max())

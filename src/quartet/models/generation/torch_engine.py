@@ -1,8 +1,8 @@
 """Generation in torch with continuous batching: waiting requests replace finished rows in the batch.
 
 Equal prompts are computed once. Each row draws from its own random stream, so the composition of a batch does not affect the
-draws. It does affect the last bits of the logits, because the rounding of a matmul depends on its shape. The same requests give
-the same bits.
+draws. The rounding of a matmul depends on its shape, so it may affect the last bits of the logits. On a CPU, the sizes of static
+decoding avoid that for most models (docs/adr/0031-batch-invariance.md); ``TorchEngine.properties`` has the result of a trial.
 """
 
 from __future__ import annotations
@@ -18,11 +18,17 @@ from numpy.typing import NDArray
 
 from quartet.errors import Cancelled, ComputationFailed, InvalidRequest, ModelError
 from quartet.models.forward.batching import micro_batches, right_pad
-from quartet.models.forward.model_capabilities import accepts_argument, attends_to_all, device_of, vocabulary_size
+from quartet.models.forward.model_capabilities import (
+    accepts_argument,
+    attends_to_all,
+    device_of,
+    max_positions,
+    vocabulary_size,
+)
 from quartet.models.forward.packing import logits_at_positions
 from quartet.models.generation.kv_cache import DecodeCache, check_cacheable, prefill_cache
 from quartet.models.generation.sampling import sample_tokens
-from quartet.models.generation.static_decoding import StaticDecoder, unsupported_reason
+from quartet.models.generation.static_decoding import StaticDecoder, is_recordable, padded_rows, unsupported_reason
 from quartet.models.generation.validation import validate_requests
 from quartet.random_streams import uniforms
 from quartet.types import (
@@ -41,6 +47,10 @@ PREFILL_TOKENS = 8192
 
 TRIAL_LENGTHS, TRIAL_TOKENS = (1, 4, 2), 3
 """Prompt lengths and response tokens of the trial of a new engine."""
+INVARIANCE_LENGTHS = (1, 5, 18)
+"""Prompt lengths of the trial of batch invariance."""
+INVARIANCE_ROWS, INVARIANCE_FLOPS = 40, 5e10
+"""Largest batch of this trial, and the operations that it may cost for a large model."""
 TRIAL_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.5, torch.float16: 0.2}
 """Maximum difference of log-probs between the trial and whole sequences, in nats."""
 
@@ -52,12 +62,12 @@ class TorchEngine:
     """Engine that generates with a transformers causal LM in this process.
 
     ``stop_ids`` end a response. ``max_concurrent_sequences`` limits the rows decoded at once, and so the memory of the cache.
-    ``static``: decode in buffers that are allocated once, if the model supports it. Defaults to true on a GPU, with CUDA graphs.
-    Not thread-safe. Raises ModelError for a model whose state is more than keys and values.
+    ``static``: decode in buffers that are allocated once, if the model supports it, with CUDA graphs on a GPU. Not thread-safe.
+    Raises ModelError for a model whose state is more than keys and values.
     """
 
     def __init__(
-        self, model: Any, stop_ids: frozenset[int], max_concurrent_sequences: int, static: bool | None = None
+        self, model: Any, stop_ids: frozenset[int], max_concurrent_sequences: int, static: bool = True
     ) -> None:
         if max_concurrent_sequences < 1:
             raise InvalidRequest(f"max_concurrent_sequences {max_concurrent_sequences}: expected at least 1")
@@ -67,18 +77,31 @@ class TorchEngine:
         self._model = model
         self._stop_ids = stop_ids
         self._max_concurrent = max_concurrent_sequences
-        # Static decoding reads unused columns, too. On a GPU, CUDA graphs save more time than that costs.
-        self._capture = device_of(model).type == "cuda"
-        self._static_untried = self._capture if static is None else static
+        self._graphs = device_of(model).type == "cuda"
         self._static: StaticDecoder | None = None
+        # The capture of CUDA graphs needs memory that the engine may never use, so it is tried at the first generation.
+        self._static_untried = static
+        if not self._graphs:
+            self._try_static()
         self._generations = 0
         self._check_decoding()
+        self._batch_invariant = self._is_batch_invariant()
+
+    @property
+    def batch_invariant(self) -> bool:
+        """Return whether the other requests in a batch change no bit of a response. A trial at the engine's creation decides."""
+        return self._batch_invariant
 
     @property
     def properties(self) -> EngineProperties:
         """Guarantees of this engine."""
         return EngineProperties(
-            "torch", seeded=True, batch_invariant=False, log_probs="whole", weights="shared", digest="none"
+            "torch",
+            seeded=True,
+            batch_invariant=self._batch_invariant,
+            log_probs="whole",
+            weights="shared",
+            digest="none",
         )
 
     def generate(
@@ -101,8 +124,12 @@ class TorchEngine:
     def stream(self, request: GenerationRequest, sampling: SamplingParameters, seed: int) -> Iterator[int]:
         """Yield the token ids of one response as they are sampled, the same as ``generate`` does. For errors see ``generate``."""
         requests = validate_requests(self._model, [request], sampling)
-        slots = _Slots(self._model, self._stop_ids, requests, sampling, seed, 1, None)
+        static = None if self._graphs else self._static
+        slots = _Slots(self._model, self._stop_ids, requests, sampling, seed, 1, static)
+        self._generations += 1
+        number = self._generations
         while slots.active:
+            self._check_current(static, number)
             finished = slots.step()
             yield int(finished[0][1][-1]) if finished else slots.last_token
 
@@ -115,19 +142,21 @@ class TorchEngine:
         cancelled: Callable[[], bool],
     ) -> Iterator[Trajectory]:
         stop_ids = frozenset[int]() if sampling.ignore_eos else self._stop_ids
-        if self._static_untried:
-            self._try_static()
+        self._try_static()
         slots = _Slots(self._model, stop_ids, requests, sampling, seed, self._max_concurrent, self._static)
         self._generations += 1
         number = self._generations
         while slots.active:
             if cancelled():
                 raise Cancelled("generation was cancelled by its caller")
-            if self._static and number != self._generations:
-                raise Cancelled("generation was cancelled: a later generation uses its cache")
+            self._check_current(self._static, number)
             for request, response_ids, log_probs, reason in slots.step():
                 prompt_ids = np.asarray(request.prompt_ids, np.int32)
                 yield Trajectory(request.id, policy_version, prompt_ids, response_ids, log_probs, reason)
+
+    def _check_current(self, static: StaticDecoder | None, number: int) -> None:
+        if static and number != self._generations:
+            raise Cancelled("generation was cancelled: a later generation uses its cache")
 
     @torch.inference_mode()
     def _check_decoding(self) -> None:
@@ -135,15 +164,10 @@ class TorchEngine:
 
         A model that ignores padding or positions would generate from another distribution than the one that is trained.
         """
-        generator = np.random.default_rng(0)
-        size = vocabulary_size(self._model)
-        requests = [
-            GenerationRequest(TrajectoryId("trial", 0, index, 0), generator.integers(0, size, length).astype(np.int32))
-            for index, length in enumerate(TRIAL_LENGTHS)
-        ]
+        requests = _trial_requests(self._model, TRIAL_LENGTHS)
         sampling = SamplingParameters(TRIAL_TOKENS, temperature=0.0)
         tolerance = TRIAL_TOLERANCE[self._model.get_input_embeddings().weight.dtype]
-        slots = _Slots(self._model, frozenset(), requests, sampling, 0, len(requests), None)
+        slots = _Slots(self._model, frozenset(), requests, sampling, 0, len(requests), self._static)
         while slots.active:
             for request, response_ids, log_probs, _ in slots.step():
                 sequence = np.concatenate([request.prompt_ids, response_ids]).astype(np.int64)
@@ -158,17 +182,46 @@ class TorchEngine:
                         f"differs from a forward pass over the whole sequence by {difference:.2g} nats; give another model"
                     )
 
+    def _is_batch_invariant(self) -> bool:
+        """Return whether requests get the same bits by themselves, in batches, and after waiting for a slot."""
+        if self._static is None:
+            return False
+        size = sum(parameter.numel() for parameter in self._model.parameters())
+        rows = max(
+            len(INVARIANCE_LENGTHS), min(INVARIANCE_ROWS, self._max_concurrent, int(INVARIANCE_FLOPS / (2 * size)))
+        )
+        requests = _trial_requests(self._model, (INVARIANCE_LENGTHS * rows)[:rows])
+        first = requests[: len(INVARIANCE_LENGTHS)]
+        expected = self._trial_bits(requests, rows)
+        single = {key: bits for request in first for key, bits in self._trial_bits([request], 1).items()}
+        return all(
+            expected[key] == bits for bits_of in (single, self._trial_bits(first, 2)) for key, bits in bits_of.items()
+        )
+
+    def _trial_bits(self, requests: list[GenerationRequest], slots: int) -> dict[TrajectoryId, tuple[bytes, bytes]]:
+        """Return the bytes of the tokens and log-probs of short responses."""
+        state = _Slots(self._model, frozenset(), requests, SamplingParameters(2), 0, slots, self._static)
+        result = {}
+        while state.active:
+            for request, ids, log_probs, _ in state.step():
+                result[request.id] = ids.tobytes(), log_probs.tobytes()
+        return result
+
     def _try_static(self) -> None:
         """Use static decoding if the model supports it; otherwise log the reason."""
+        if not self._static_untried:
+            return
         self._static_untried = False
-        reason = unsupported_reason(self._model, self._capture)
+        reason = unsupported_reason(self._model, self._graphs)
         if reason is None:
-            self._static = StaticDecoder(self._model, self._capture)
+            self._static = StaticDecoder(self._model, self._graphs, not self._graphs and is_recordable(self._model))
         else:
-            log.warning("decodes without CUDA graphs", model=type(self._model).__name__, reason=reason)
+            log.info("decodes without static buffers", model=type(self._model).__name__, reason=reason)
 
     def release(self) -> None:
-        """Do nothing. An ordinary cache is freed with its generation; a static one is kept, because capturing graphs is slow."""
+        """Free a large cache. One of captured CUDA graphs is kept, because capturing them again is slow."""
+        if self._static is not None:
+            self._static.release()
 
     def weights_changed(self) -> None:
         """Do nothing. The engine decodes with the policy itself, whose weights are updated in place."""
@@ -176,6 +229,15 @@ class TorchEngine:
     def close(self) -> None:
         """Release the cache and the captured graphs."""
         self._static = None
+
+
+def _trial_requests(model: Any, lengths: Sequence[int]) -> list[GenerationRequest]:
+    generator = np.random.default_rng(0)
+    size = vocabulary_size(model)
+    return [
+        GenerationRequest(TrajectoryId("trial", 0, index, 0), generator.integers(0, size, length).astype(np.int32))
+        for index, length in enumerate(lengths)
+    ]
 
 
 Finished = tuple[GenerationRequest, NDArray[np.int32], NDArray[np.float32], FinishReason]
@@ -211,6 +273,7 @@ class _Slots:
         self._token_ids = np.zeros((slots, limit), np.int32)
         self._log_probs = np.zeros((slots, limit), np.float32)
 
+        self._fixed_shapes = static is not None and not static.graphs
         longest = max((len(request.prompt_ids) for request in requests), default=1)
         with torch.inference_mode():
             self._decoder: _WindowDecoder | StaticDecoder
@@ -296,23 +359,52 @@ class _Slots:
         distinct: dict[bytes, int] = {}
         owner = [distinct.setdefault(prompt.tobytes(), len(distinct)) for prompt in prompts]
         unique = [np.frombuffer(key, np.int32) for key in distinct]
-        lengths = [len(prompt) for prompt in unique]
-        logits: torch.Tensor | None = None
-        for group in micro_batches(lengths, PREFILL_TOKENS):
-            input_ids = right_pad([unique[index] for index in group], self._device)
-            keep = torch.zeros_like(input_ids, dtype=torch.bool)
-            keep[torch.arange(len(group)), torch.tensor([lengths[index] - 1 for index in group])] = True
+        result: torch.Tensor | None = None
+        for group, columns in self._prefill_groups([len(prompt) for prompt in unique]):
+            input_ids = right_pad([unique[index] for index in group], self._device, columns)
             cache = prefill_cache()
-            last = logits_at_positions(self._model, input_ids, keep, past_key_values=cache, use_cache=True)
+            last = self._last_logits(input_ids, [len(unique[index]) for index in group], cache)
             group_rows = {index: row for row, index in enumerate(group)}
             rows = [row for row, index in enumerate(owner) if index in group_rows]
             sources = [group_rows[owner[row]] for row in rows]
             self._decoder.fill([first + row for row in rows], sources, [len(prompts[row]) for row in rows], cache)
-            if logits is None:
-                logits = last.new_empty(len(owner), last.shape[1])
-            logits[rows] = last[sources]
-        assert logits is not None
-        return logits
+            if result is None:
+                result = last.new_empty(len(owner), last.shape[1])
+            result[rows] = last[sources]
+        assert result is not None
+        return result
+
+    def _prefill_groups(self, lengths: list[int]) -> Iterator[tuple[list[int], int]]:
+        """Yield the indices of prompts that are computed together, and the columns that they are padded to.
+
+        For static decoding on a CPU the columns depend on the prompt only, because attention rounds in another way for other
+        numbers of columns.
+        """
+        if not self._fixed_shapes:
+            for group in micro_batches(lengths, PREFILL_TOKENS):
+                yield group, max(lengths[index] for index in group)
+            return
+        limit = max_positions(self._model)
+        padded = [
+            _padded_columns(length) if limit is None else min(_padded_columns(length), limit) for length in lengths
+        ]
+        for columns in sorted(set(padded), reverse=True):
+            equal = [index for index, size in enumerate(padded) if size == columns]
+            for group in micro_batches([columns] * len(equal), PREFILL_TOKENS):
+                yield [equal[index] for index in group], columns
+
+    def _last_logits(self, input_ids: torch.Tensor, lengths: list[int], cache: Any) -> torch.Tensor:
+        """Compute prompts int64 [rows, columns] into the cache. Return the logits after each one's last token."""
+        rows, columns = input_ids.shape
+        last = np.arange(rows) * columns + np.asarray(lengths) - 1
+        keep = np.zeros(rows * columns, np.bool_)
+        keep[last] = True
+        if self._fixed_shapes:
+            # Further positions, so that the vocabulary projection rounds in the same way for every number of prompts.
+            keep[np.flatnonzero(~keep)[: padded_rows(rows) - rows]] = True
+        index = torch.from_numpy(keep.cumsum()[last] - 1).to(self._device)
+        marked = torch.from_numpy(keep.reshape(rows, columns)).to(self._device)
+        return logits_at_positions(self._model, input_ids, marked, past_key_values=cache, use_cache=True)[index]
 
     def _drop(self) -> None:
         """Remove the finished rows from the batch if they are at least ``DROP_FRACTION`` of it."""
@@ -335,6 +427,12 @@ class _Slots:
         for tensor in (self._chosen, self._streams, self._draw_indices):
             tensor[to] = tensor[source]
         self._decoder.keep(alive, to, source)
+
+
+def _padded_columns(length: int) -> int:
+    """Return the columns that a prompt of this length is padded to."""
+    multiple = 16 if length <= 64 else 32 if length <= 256 else 64
+    return -(-length // multiple) * multiple
 
 
 class _WindowDecoder:

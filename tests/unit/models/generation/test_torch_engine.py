@@ -39,10 +39,11 @@ def plain(model: Any, request: GenerationRequest, limit: int, temperature: float
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("static", [True, False])
 @pytest.mark.parametrize("kind", DECODERS)
-def test_tokens_equal_those_of_a_plain_loop_per_prompt(kind: str, temperature: float) -> None:
+def test_tokens_equal_those_of_a_plain_loop_per_prompt(kind: str, static: bool, temperature: float) -> None:
     model, requests = tiny.causal(kind), tiny.requests(12)
-    result = tiny.generated(TorchEngine(model, STOPS, 32), requests, seed=4, temperature=temperature)
+    result = tiny.generated(TorchEngine(model, STOPS, 32, static), requests, seed=4, temperature=temperature)
     expected = [plain(model, request, 12, temperature, seed=4) for request in requests]
     assert [trajectory.response_ids.tolist() for trajectory in result] == expected
     assert len({len(response) for response in expected}) > 1  # some stopped early, so rows were dropped
@@ -66,14 +67,15 @@ def test_log_probs_equal_those_of_the_trainer(kind: str) -> None:
     assert np.allclose(np.concatenate([t.log_probs for t in result]), expected, atol=1e-4)
 
 
+@pytest.mark.parametrize("static", [True, False])
 @pytest.mark.parametrize("fraction", [0.0, 0.5, 2.0])
 def test_the_moment_of_dropping_rows_does_not_change_the_tokens(
-    monkeypatch: pytest.MonkeyPatch, fraction: float
+    monkeypatch: pytest.MonkeyPatch, fraction: float, static: bool
 ) -> None:
     model, requests = tiny.causal("llama"), tiny.requests(24)
     expected = tiny.generated(TorchEngine(model, STOPS, 32), requests)
     monkeypatch.setattr(engine_module, "DROP_FRACTION", fraction)
-    result = tiny.generated(TorchEngine(model, STOPS, 32), requests)
+    result = tiny.generated(TorchEngine(model, STOPS, 32, static), requests)
     assert [t.response_ids.tolist() for t in result] == [t.response_ids.tolist() for t in expected]
 
 
@@ -90,7 +92,7 @@ def test_other_rows_in_the_batch_do_not_change_the_tokens(kind: str) -> None:
 def test_requests_that_wait_for_a_slot_get_the_same_tokens(kind: str, slots: int) -> None:
     model, requests = tiny.causal(kind), tiny.requests(40)
     expected = tiny.generated(TorchEngine(model, STOPS, 64), requests)
-    result = tiny.generated(TorchEngine(model, STOPS, slots), requests[::-1])
+    result = tiny.generated(TorchEngine(model, STOPS, slots, static=False), requests[::-1])
     assert [t.response_ids.tolist() for t in result] == [t.response_ids.tolist() for t in expected]
     assert np.allclose(*(np.concatenate([t.log_probs for t in some]) for some in (result, expected)), atol=1e-5)
 
@@ -115,7 +117,7 @@ def test_decoding_never_exceeds_the_positions_of_the_model(monkeypatch: pytest.M
     monkeypatch.setattr(engine_module, "DROP_FRACTION", 0.5)
     model = tiny.causal("gpt2", n_positions=24)
     requests = tiny.requests(40)
-    result = tiny.generated(TorchEngine(model, STOPS, 6), requests)
+    result = tiny.generated(TorchEngine(model, STOPS, 6, static=False), requests)
     expected = tiny.generated(TorchEngine(model, STOPS, 64), requests)
     assert [t.response_ids.tolist() for t in result] == [t.response_ids.tolist() for t in expected]
 
