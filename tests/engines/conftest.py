@@ -27,6 +27,7 @@ SERVED = (
     Model("text", names="text", decoupled=False),
     Model("garbled", names="text", decoupled=False, log_probs="garbled"),
     Model("seedless", without=("seed",)),
+    Model("vllm", names="vllm"),
 )
 EOS = 32
 """A token with a high probability, so that some responses end early, including greedy ones."""
@@ -81,10 +82,10 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def server(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
-    """Start a real tritonserver with every model."""
+    """Start a real tritonserver that loads each model for its first test."""
     if not is_available():
         pytest.skip("needs nvidia-pytriton and tritonclient: make engines")
-    server = TritonServer(tmp_path_factory.mktemp("triton"), checkpoint, SERVED)
+    server = TritonServer(tmp_path_factory.mktemp("triton"), checkpoint, SERVED, lazy=True)
     server.start()
     yield server
     server.stop()

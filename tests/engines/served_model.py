@@ -1,7 +1,7 @@
-"""A model for Triton's Python backend with the tensors of the TensorRT-LLM backend. It generates with transformers.
+"""A model for Triton's Python backend with the tensors of the TensorRT-LLM backend or vLLM's. It generates with transformers.
 
 Runs inside a real tritonserver, as model.py. Parameters in config.pbtxt select the tensor names. A prompt whose first token is in
-FAULTS causes that fault.
+FAULTS, or VLLM_FAULTS, causes that fault.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import transformers
 import triton_python_backend_utils as pb_utils
 
 FAULTS = {60: "crash", 59: "error", 58: "nothing", 57: "hang", 56: "cut", 55: "nan", 0: "endless"}
+VLLM_FAULTS = {60: "several", 59: "error", 58: "nothing", 57: "hang", 56: "cut", 55: "nan", 0: "miscount"}
 MODULES = {
     1: "self_attn.q_proj",
     2: "self_attn.k_proj",
@@ -52,8 +53,9 @@ class TritonPythonModel:
 
     def _stream(self, request: Any) -> None:
         sender = request.get_response_sender()
+        generate = self._generate_as_vllm if self.parameters["names"] == "vllm" else self._generate
         try:
-            for tensors in self._generate(request, sender.is_cancelled):
+            for tensors in generate(request, sender.is_cancelled):
                 sender.send(pb_utils.InferenceResponse(tensors))
         except pb_utils.TritonModelException as error:
             sender.send(pb_utils.InferenceResponse([], pb_utils.TritonError(str(error))))
@@ -101,6 +103,59 @@ class TritonPythonModel:
         elif not parsed["streaming"]:
             shown = ids if _value(request, "exclude_input_in_output") else [*parsed["prompt"], *ids]
             yield self._tokens(shown, log_probs)
+
+    def _generate_as_vllm(self, request: Any, cancelled: Any) -> Any:
+        """Yield the tensors of each token, as vLLM's backend does: ids only as keys of the log-probs before the temperature."""
+        sampling = json.loads(_value(request, "sampling_parameters"))
+        if not _value(request, "stream") or not _value(request, "exclude_input_in_output"):
+            raise pb_utils.TritonModelException("the test's model streams without the prompt only")
+        prompt = self.tokenizer(_value(request, "text_input").decode())["input_ids"]
+        parsed = {
+            "prompt": prompt,
+            "temperature": sampling["temperature"],
+            "greedy": sampling["temperature"] == 0,
+        }
+        stops = [*sampling["stop_token_ids"], *([] if sampling["ignore_eos"] else [self.tokenizer.eos_token_id])]
+        fault = VLLM_FAULTS.get(prompt[0])
+        if fault == "error":
+            raise pb_utils.TritonModelException("out of memory")
+        if fault == "nothing":
+            yield []
+            return
+        while fault == "hang" and not cancelled():
+            time.sleep(0.01)
+        generator = torch.Generator().manual_seed(sampling["seed"])
+        ids: list[int] = []
+        while not cancelled():
+            token, _ = _next(self.model, parsed, ids, generator)
+            raw = _next(self.model, {**parsed, "temperature": 1.0, "greedy": False}, ids, generator, token)[1]
+            ids.append(token)
+            self._count("tokens")
+            reason = "stop" if token in stops else "length" if len(ids) == sampling["max_tokens"] else None
+            if fault == "cut":
+                reason = "abort"
+            value = float("nan") if fault == "nan" else raw
+            entry = {token: {"logprob": value, "rank": 1, "decoded_token": None}}
+            if fault == "several":
+                entry[(token + 1) % 61] = {"logprob": -9.0, "rank": 2, "decoded_token": None}
+            yield self._vllm_tensors(request, sampling, str(reason), entry, len(prompt) + (fault == "miscount"))
+            if reason is not None:
+                return
+
+    def _vllm_tensors(self, request: Any, sampling: dict[str, Any], reason: str, entry: Any, prompt: int) -> list[Any]:
+        def strings(value: str) -> np.ndarray:
+            return np.array([value.encode()], np.object_)
+
+        text = "" if not sampling.get("detokenize", True) else self.tokenizer.decode(list(entry))
+        result = [pb_utils.Tensor("text_output", strings(text))]
+        if _value(request, "return_finish_reason"):
+            result.append(pb_utils.Tensor("finish_reason", strings(reason)))
+        if _value(request, "return_logprobs"):
+            shown = "null" if sampling.get("logprobs") is None else json.dumps([entry])
+            result.append(pb_utils.Tensor("logprobs", strings(shown)))
+        if _value(request, "return_num_input_tokens"):
+            result.append(pb_utils.Tensor("num_input_tokens", np.array([prompt], np.uint32)))
+        return result
 
     def _count(self, name: str) -> None:
         """Count an event: append a byte to a file that a test can read."""
@@ -191,10 +246,15 @@ class TritonPythonModel:
         return self.adapted[task]
 
 
-def _next(model: Any, parsed: dict[str, Any], ids: list[int], generator: torch.Generator) -> tuple[int, float]:
+def _next(
+    model: Any, parsed: dict[str, Any], ids: list[int], generator: torch.Generator, given: int | None = None
+) -> tuple[int, float]:
+    """Return the next token, or the given one, and its log-prob."""
     with torch.no_grad():
         logits = model(input_ids=torch.tensor([[*parsed["prompt"], *ids]])).logits[0, -1].double()
     log_probs = torch.log_softmax(logits if parsed["greedy"] else logits / parsed["temperature"], 0)
+    if given is not None:
+        return given, float(log_probs[given])
     token = log_probs.argmax() if parsed["greedy"] else torch.multinomial(log_probs.exp(), 1, generator=generator)
     return int(token), float(log_probs[token])
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from quartet.errors import (
     ComputationFailed,
@@ -24,6 +27,8 @@ from quartet.models.training.updates import update_policy
 from quartet.rpc.security.certificate_authority import Authority
 from quartet.types import (
     Experience,
+    FinishReason,
+    FloatArray,
     GenerationRequest,
     OptimizationSettings,
     PolicyLossSettings,
@@ -180,9 +185,124 @@ def update_metrics(subject: Policy, result: list[Trajectory]) -> dict[str, float
     )
 
 
-def test_static_weights_need_log_probs(server: TritonServer, subject: Policy, tmp_path: Path) -> None:
-    with pytest.raises(MismatchError, match="no return_log_probs and output_log_probs"):
-        run(engine_of(server, "silent", subject, tmp_path, weights="static"), requests(1))
+@pytest.mark.parametrize(
+    ("model", "sampling", "message"),
+    [
+        ("silent", {}, r"reports no log-probs \(dialect tokens\); set rollout\.triton\.weights lora"),
+        ("text", {}, r"reports no log-probs \(dialect llmapi\)"),
+        ("vllm", {"temperature": 0.7}, r"at temperature 1 only, not at 0\.7; set rollout\.temperature 1"),
+        ("current", {"top_k": 5}, r"that top_k and top_p truncate"),
+        ("vllm", {"temperature": 1.0, "top_p": 0.5}, r"that top_k and top_p truncate"),
+    ],
+)
+def test_static_weights_need_log_probs_of_the_sampled_distribution(
+    server: TritonServer, subject: Policy, tmp_path: Path, model: str, sampling: dict[str, float], message: str
+) -> None:
+    engine = engine_of(server, model, subject, tmp_path, weights="static")
+    with pytest.raises(MismatchError, match=message):
+        run(engine, requests(1), **sampling)
+    # Greedy responses are for evaluations, which need none.
+    assert len(run(engine, requests(2), temperature=0.0)) == 2
+
+
+def test_log_probs_of_a_truncated_distribution_come_from_the_trainer(
+    server: TritonServer, subject: Policy, tmp_path: Path
+) -> None:
+    scored = []
+
+    def score(batch: TokenBatch, temperature: float) -> FloatArray:
+        scored.append(batch)
+        return subject.score(batch, temperature)
+
+    watched = replace(subject, score=score)
+    run(engine_of(server, "current", watched, tmp_path), requests(2))
+    assert not scored
+    run(engine_of(server, "current", watched, tmp_path), requests(2), top_k=5)
+    assert scored
+
+
+@pytest.mark.parametrize(
+    ("model", "weights", "expected"),
+    [
+        ("current", "lora", ("triton (tokens, lora)", True, "whole", "adapter")),
+        ("silent", "lora", ("triton (tokens, lora)", True, "none", "adapter")),
+        ("text", "lora", ("triton (llmapi, lora)", False, "none", "adapter")),
+        ("vllm", "static", ("triton (vllm, static)", True, "none", "static")),
+    ],
+)
+def test_the_engine_declares_what_the_served_model_guarantees(
+    server: TritonServer, subject: Policy, tmp_path: Path, model: str, weights: str, expected: tuple[Any, ...]
+) -> None:
+    engine = engine_of(server, model, subject, tmp_path, weights=weights)
+    before = engine.properties  # Without a call, so that a status does not depend on the server.
+    assert (before.name, before.seeded, before.log_probs, before.weights) == ("triton", False, "none", expected[3])
+    run(engine, requests(1), temperature=0.0)
+    declared = engine.properties
+    assert (declared.name, declared.seeded, declared.log_probs, declared.weights) == expected
+    assert (declared.batch_invariant, declared.digest) == (False, "none")
+
+
+@pytest.fixture
+def served_policy(subject: Policy) -> Policy:
+    """Return the policy with the weights of the server: its adapter changes nothing."""
+    with torch.no_grad():
+        for name, parameter in subject.model.named_parameters():
+            if "lora_B" in name:
+                parameter.zero_()
+    return subject
+
+
+def test_vllms_backend_returns_the_exact_tokens_and_log_probs(
+    server: TritonServer, served_policy: Policy, tmp_path: Path
+) -> None:
+    engine, batch = engine_of(server, "vllm", served_policy, tmp_path, weights="static"), requests(12)
+    result = run(engine, batch, temperature=0.0)
+    assert tokens(result) == [greedy(served_policy, request) for request in batch]
+    first = run(engine, batch, temperature=1.0)
+    expected = served_policy.score(TokenBatch.of(first), 1.0)
+    assert np.allclose(np.concatenate([t.log_probs for t in first]), expected, atol=1e-3)
+    assert tokens(run(engine, batch[3:6], temperature=1.0)) == tokens(first)[3:6]
+    assert tokens(run(engine, batch, temperature=1.0, seed=1)) != tokens(first)
+    assert {t.finish_reason for t in run(engine, requests(30), temperature=1.0)} == set(FinishReason)
+    assert {len(t.response_ids) for t in run(engine, batch, temperature=1.0, ignore_eos=True)} == {10}
+
+
+def test_vllms_backend_stops_cancelled_requests(server: TritonServer, subject: Policy, tmp_path: Path) -> None:
+    engine = engine_of(server, "vllm", subject, tmp_path, weights="static")
+    before = server.count("tokens")
+    running = engine.generate(
+        requests(32), SamplingParameters(50, temperature=1.0, ignore_eos=True), 0, 0, lambda: False
+    )
+    next(running)
+    getattr(running, "close")()  # noqa: B009
+    run(engine, requests(1), temperature=1.0, max_response_tokens=1)
+    assert server.count("tokens") - before < 32 * 50 / 4
+
+
+@pytest.mark.parametrize(
+    ("token", "error", "message"),
+    [
+        (59, ServiceFailed, "the model failed: out of memory"),
+        (58, ComputationFailed, "response to run/0/99/0: 0 tokens"),
+        (56, ComputationFailed, "finish_reason 'abort'; expected stop or length"),
+        (55, ComputationFailed, "log-probs that are not finite, too low"),
+        (60, ComputationFailed, "one token id each; expected those of logprobs 0"),
+        (0, ComputationFailed, "tokenized the prompt to 4 tokens instead of 3"),
+    ],
+    ids=["error", "nothing", "cut", "nan", "several", "miscount"],
+)
+def test_an_invalid_response_of_vllms_backend_is_an_error(
+    server: TritonServer, subject: Policy, tmp_path: Path, token: int, error: type[QuartetError], message: str
+) -> None:
+    engine = engine_of(server, "vllm", subject, tmp_path, weights="static")
+    with pytest.raises(error, match=message):
+        run(engine, with_fault(token), temperature=1.0)
+    assert len(run(engine, requests(4), temperature=1.0)) == 4
+
+
+def test_vllms_backend_takes_no_adapters(server: TritonServer, subject: Policy, tmp_path: Path) -> None:
+    with pytest.raises(MismatchError, match=r"from a file when it starts.*set rollout\.engine vllm"):
+        run(engine_of(server, "vllm", subject, tmp_path), requests(1))
 
 
 def test_an_adapter_is_sent_once_per_generation(server: TritonServer, subject: Policy, tmp_path: Path) -> None:

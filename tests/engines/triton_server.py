@@ -15,7 +15,7 @@ from pathlib import Path
 MODEL = Path(__file__).with_name("served_model.py")
 PYTHON = "QUARTET_TRITON_PYTHON"
 """Variable with the path of a Python that has the wheel, the dependencies of the model, and NumPy below 2 for the wheel."""
-START_TIMEOUT = 60.0
+START_TIMEOUT = 120.0
 """Seconds until the server and its models must be ready."""
 
 TOKEN_INPUTS = {
@@ -51,11 +51,31 @@ TEXT_INPUTS = {
     "lora_path": ("STRING", "1", True),
 }
 TEXT_OUTPUTS = dict.fromkeys(("text_output", "finish_reason", "stop_reason"), ("STRING", "-1"))
+VLLM_FLAGS = (
+    "stream",
+    "exclude_input_in_output",
+    "return_finish_reason",
+    "return_cumulative_logprob",
+    "return_logprobs",
+    "return_num_input_tokens",
+    "return_num_output_tokens",
+)
+VLLM_INPUTS = {
+    "text_input": ("STRING", "1", False),
+    "sampling_parameters": ("STRING", "1", True),
+    **dict.fromkeys(VLLM_FLAGS, ("BOOL", "1", True)),
+}
+VLLM_OUTPUTS = {
+    **dict.fromkeys(("text_output", "finish_reason", "logprobs"), ("STRING", "-1")),
+    "cumulative_logprob": ("FP32", "-1"),
+    "num_input_tokens": ("UINT32", "1"),
+    "num_output_tokens": ("UINT32", "-1"),
+}
 
 
 @dataclass(frozen=True)
 class Model:
-    """A served model and its tensors. ``names``: the set of tensor names: current, older or text."""
+    """A served model and its tensors. ``names``: the set of tensor names: current, older, text or vllm."""
 
     name: str
     names: str = "current"
@@ -71,13 +91,18 @@ def is_available() -> bool:
 
 @dataclass
 class TritonServer:
-    """Server of ``models`` with a ``checkpoint``. ``folder``: its files. ``tls``: a folder with tls.crt, tls.key and ca.crt."""
+    """Server of ``models`` with a ``checkpoint``. ``folder``: its files. ``tls``: a folder with tls.crt, tls.key and ca.crt.
+
+    ``lazy``: load a model when ``load`` is called. Each model is a process that imports torch, which takes seconds.
+    """
 
     folder: Path
     checkpoint: Path
     models: tuple[Model, ...]
     tls: Path | None = None
+    lazy: bool = False
     port: int = field(default=0, init=False)
+    loaded: set[str] = field(default_factory=set, init=False)
 
     def start(self, port: int | None = None) -> None:
         """Start the server, and wait until all models are ready."""
@@ -102,6 +127,8 @@ class TritonServer:
             "--disable-auto-complete-config",
             "--allow-http=false",
             "--allow-metrics=false",
+            "--model-control-mode=explicit",
+            *([] if self.lazy else [f"--load-model={model.name}" for model in self.models]),
         ]
         if self.tls is not None:
             arguments += [
@@ -124,6 +151,16 @@ class TritonServer:
             arguments, env=environment, stdout=self.log, stderr=subprocess.STDOUT, start_new_session=True
         )
         self._wait()
+
+    def load(self, name: str) -> None:
+        """Load a model of a lazy server, if it is not loaded yet."""
+        if not self.lazy or name in self.loaded or name not in {model.name for model in self.models}:
+            return
+        import tritonclient.grpc
+
+        with tritonclient.grpc.InferenceServerClient(f"127.0.0.1:{self.port}") as client:
+            client.load_model(name, client_timeout=START_TIMEOUT)
+        self.loaded.add(name)
 
     def count(self, name: str) -> int:
         """Return the number of ``tokens`` that the models computed, or of ``adapters`` that they received."""
@@ -154,6 +191,8 @@ class TritonServer:
     def _config(self, model: Model) -> str:
         if model.names == "text":
             inputs, outputs = dict(TEXT_INPUTS), dict(TEXT_OUTPUTS)
+        elif model.names == "vllm":
+            inputs, outputs = dict(VLLM_INPUTS), dict(VLLM_OUTPUTS)
         else:
             inputs, outputs = dict(TOKEN_INPUTS), dict(TOKEN_OUTPUTS)
             outputs |= LOG_PROBS if model.log_probs == "yes" else {}
@@ -166,7 +205,8 @@ class TritonServer:
             "checkpoint": str(self.checkpoint),
             "counts": str(self.folder),
         }
-        lines = [f'name: "{model.name}"', 'backend: "python"', "max_batch_size: 8"]
+        batch = 0 if model.names == "vllm" else 8
+        lines = [f'name: "{model.name}"', 'backend: "python"', f"max_batch_size: {batch}"]
         lines.append(f"model_transaction_policy {{ decoupled: {str(model.decoupled).lower()} }}")
         lines += [
             f'input {{ name: "{name}" data_type: TYPE_{kind} dims: [ {dims} ] optional: {str(optional).lower()} }}'

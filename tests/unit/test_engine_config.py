@@ -77,6 +77,10 @@ def test_a_malformed_server_address_is_refused(url: str) -> None:
             r"weights static: .*set algorithm\.importance_sampling_cap",
         ),
         (
+            {"rollout": {"triton": {"url": URL, "weights": "static"}, "top_p": 0.9}},
+            r"weights static: .*log-probs of the sampled distribution.*set rollout\.top_k 0 and rollout\.top_p 1",
+        ),
+        (
             {"engine": "torch", "rollout": {"triton": {"url": URL}}},
             r"rollout\.triton: not used with engine torch; set engine triton",
         ),

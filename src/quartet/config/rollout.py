@@ -35,7 +35,7 @@ def _triton_url(value: str) -> str:
 
 
 class TritonConfig(Section):
-    """Generation on a Triton Inference Server that runs the TensorRT-LLM backend. Needs the extra quartet-rlhf[triton]."""
+    """Generation on a Triton Inference Server with the TensorRT-LLM or vLLM backend. Needs the extra quartet-rlhf[triton]."""
 
     url: Annotated[str, AfterValidator(_triton_url)]
     """Address of the server: grpcs://HOST:PORT with TLS, or grpc://HOST:PORT without. Without TLS only loopback addresses are
@@ -44,7 +44,7 @@ class TritonConfig(Section):
     """Name of the model on the server."""
     weights: Literal["lora", "static"] = "lora"
     """lora: send the adapter of each policy version with the requests. static: the weights of the server never change, and
-    importance sampling corrects for the difference."""
+    importance sampling corrects for the difference. It needs a server that reports log-probs, and neither top_k nor top_p."""
     timeout_seconds: Positive = 60.0
     """Time without any output, in seconds, after which a pending request fails."""
     certificate_authority_file: Path | None = None

@@ -164,6 +164,11 @@ class Config(Section):
                 "rollout.triton.weights static: the server samples from another policy than the trained one, which needs "
                 "importance sampling; set algorithm.importance_sampling_cap, such as 2"
             )
+        if triton.weights == "static" and (self.rollout.top_k or self.rollout.top_p < 1):
+            raise ValueError(
+                "rollout.triton.weights static: importance sampling needs log-probs of the sampled distribution, and servers "
+                "report none if it is truncated; set rollout.top_k 0 and rollout.top_p 1, or weights lora"
+            )
         if (
             not triton.encrypted
             and not is_loopback(triton.address.rpartition(":")[0])

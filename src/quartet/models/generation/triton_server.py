@@ -1,4 +1,4 @@
-"""Generation by a Triton Inference Server over gRPC, with the tensors of the TensorRT-LLM backend, streamed token by token."""
+"""Generation by a Triton Inference Server over gRPC, with the tensors of the TensorRT-LLM backend or of vLLM's."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ import shutil
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
-from quartet.engines.engine import EngineResponse
+from quartet.engines.engine import EngineProperties, EngineResponse
+from quartet.engines.triton_properties import triton_properties
 from quartet.errors import (
     AccessRefused,
     Cancelled,
@@ -28,7 +29,7 @@ from quartet.errors import (
 )
 from quartet.models.generation.engine import Policy
 from quartet.models.generation.lora_tensors import LoraTensors, lora_tensors
-from quartet.models.generation.triton_tensors import Dialect, Partial, Served, Tensors, dialect_of
+from quartet.models.generation.triton_tensors import Dialect, Partial, Served, Tensors, dialect_of, is_truncated
 from quartet.models.generation.validation import trajectories, validate_requests
 from quartet.types import GenerationRequest, SamplingParameters, Trajectory
 
@@ -78,8 +79,14 @@ class TritonEngine:
         self._grpc: Any = tritonclient.grpc
         self._server, self._policy = server, policy
         self._lora: LoraTensors | None = None
+        self._properties = triton_properties(None, server.weights, reports_log_probs=False)
         if server.weights == "lora":
             self._adapter()
+
+    @property
+    def properties(self) -> EngineProperties:
+        """Guarantees of the served model; before the first generation, those that every model has."""
+        return self._properties
 
     def generate(
         self,
@@ -120,8 +127,8 @@ class TritonEngine:
         if not waiting:
             return
         with self._client() as client:
-            served = self._served(client)
-            dialect = dialect_of(served, self._policy)
+            served, dialect = self._dialect(client)
+            self._check_static(dialect, sampling)
             adapter = self._adapter_tensors(served)
             stream = _ResponseStream(client, self._server)
             try:
@@ -139,7 +146,7 @@ class TritonEngine:
                             raise ServiceFailed(f"{self._server}: a response to an unknown request {response.id!r}")
                         self._receive(dialect, partial, response.tensors, sampling.max_response_tokens)
                         if response.final:
-                            finished.append(self._finished(dialect, running.pop(response.id)))
+                            finished.append(self._finished(dialect, running.pop(response.id), sampling))
                         # After its first response the server knows the adapter by its number.
                         limit = self._server.max_in_flight
                         adapter = {name: value for name, value in adapter.items() if name not in _WEIGHTS}
@@ -153,9 +160,11 @@ class TritonEngine:
         if len(partial.token_ids) > limit:
             raise ComputationFailed(f"{self._server}: response to {partial.request.id}: more than {limit} tokens")
 
-    def _finished(self, dialect: Dialect, partial: Partial) -> EngineResponse:
+    def _finished(self, dialect: Dialect, partial: Partial, sampling: SamplingParameters) -> EngineResponse:
         answer = dialect.finish(partial)
-        if answer.log_probs is None and self._server.weights == "static":
+        if not dialect.reports_log_probs(sampling):
+            return replace(answer, log_probs=None)
+        if answer.log_probs is None and answer.token_ids and self._server.weights == "static":
             raise ComputationFailed(
                 f"{self._server}: response to {answer.request.id}: no log-probs; {_NEEDS_LOG_PROBS}"
             )
@@ -180,7 +189,7 @@ class TritonEngine:
         finally:
             client.close()
 
-    def _served(self, client: Any) -> Served:
+    def _dialect(self, client: Any) -> tuple[Served, Dialect]:
         """Return the server's description of the model. Not cached: a restarted server may have another model."""
         server = self._server
         metadata = client.get_model_metadata(server.model, client_timeout=server.timeout)
@@ -192,12 +201,33 @@ class TritonEngine:
             config.model_transaction_policy.decoupled,
             config.max_batch_size > 0,
         )
-        if (
-            server.weights == "static"
-            and not {"return_log_probs", "output_log_probs"} <= served.inputs.keys() | served.outputs
-        ):
-            raise MismatchError(f"{server}: the model has no return_log_probs and output_log_probs; {_NEEDS_LOG_PROBS}")
-        return served
+        dialect = dialect_of(served, self._policy)
+        if dialect.name == "vllm" and server.weights == "lora":
+            raise MismatchError(
+                f"{server}: vLLM's backend for Triton reads adapters from a file when it starts, so it cannot get those of new "
+                "policy versions; set rollout.engine vllm, or rollout.triton.weights static"
+            )
+        self._properties = triton_properties(
+            dialect.name, server.weights, dialect.reports_log_probs(SamplingParameters(1, temperature=0.5))
+        )
+        return served, dialect
+
+    def _check_static(self, dialect: Dialect, sampling: SamplingParameters) -> None:
+        """Raise MismatchError if importance sampling cannot correct for weights that never change.
+
+        Greedy responses are for evaluation only, so the trainer may compute their log-probs.
+        """
+        if self._server.weights != "static" or sampling.temperature == 0 or dialect.reports_log_probs(sampling):
+            return
+        if is_truncated(sampling):
+            reason = (
+                "log-probs of a distribution that top_k and top_p truncate; set rollout.top_k 0 and rollout.top_p 1"
+            )
+        elif dialect.name == "vllm":
+            reason = f"log-probs at temperature 1 only, not at {sampling.temperature:g}; set rollout.temperature 1"
+        else:
+            reason = f"no log-probs (dialect {dialect.name}); set rollout.triton.weights lora, or serve a model that reports them"
+        raise MismatchError(f"{self._server}: reports {reason}: {_NEEDS_LOG_PROBS}")
 
     def _adapter(self) -> LoraTensors:
         if self._lora is None:

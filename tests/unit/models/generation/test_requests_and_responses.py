@@ -205,10 +205,14 @@ def test_an_echoed_prompt_is_removed_and_must_match_the_request() -> None:
         (TOKENS, "no random_seed"),
         (("input_ids", "seed"), "no input_lengths and no request_output_len"),
         (TEXT[:-1], "no sampling_param_seed"),
+        (("text_input", "max_tokens", "temperature"), "no sampling_param_max_tokens"),
+        (("text_input", "sampling_parameters"), "no stream and no exclude_input_in_output"),
     ],
 )
 def test_a_model_with_other_tensors_is_a_mismatch_error(inputs: tuple[str, ...], message: str) -> None:
-    with pytest.raises(MismatchError, match=f"{message}.*expected the tensors of the TensorRT-LLM backend"):
+    with pytest.raises(
+        MismatchError, match=f"{message}.*expected the tensors of the TensorRT-LLM backend or of vLLM's"
+    ):
         make_dialect(*inputs)
 
 
