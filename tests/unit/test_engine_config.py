@@ -108,6 +108,78 @@ def test_a_run_may_resume_with_another_server_address_but_not_another_engine() -
     assert here != static
 
 
+SERVERS = pytest.mark.parametrize("engine", ["vllm-server", "sglang-server"])
+
+
+def server_config(engine: str, url: str = "http://127.0.0.1:8000", **changes: Any) -> Config:
+    """Return a config whose engine is an HTTP server."""
+    server = {"url": url, "weights_directory": "/dev/shm/w", **changes.pop("server", {})}
+    return config(engine, rollout={"generators": 1, engine.replace("-", "_"): server}, **changes)
+
+
+@SERVERS
+@pytest.mark.parametrize(
+    "url", ["http://localhost:8000", "http://[::1]:8000/", "https://vllm.example", "https://h:1/p"]
+)
+def test_an_engine_server_is_on_loopback_or_uses_tls(engine: str, url: str) -> None:
+    section = getattr(server_config(engine, url).rollout, engine.replace("-", "_"))
+    assert section.encrypted == url.startswith("https")
+    with pytest.raises(ConfigError, match=r"_server\.url .*not a loopback address.*https://"):
+        server_config(engine, "http://far.example:8000")
+    server_config(engine, "http://far.example:8000", security={"allow_plaintext": True})
+
+
+@SERVERS
+@pytest.mark.parametrize(
+    "url", ["grpc://h:1", "h:1", "http://", "http://h:x", "http://h:99999", f"http://u:{PASSWORD}@h"]
+)
+def test_a_malformed_engine_server_address_is_refused(engine: str, url: str) -> None:
+    with pytest.raises(ConfigError, match=r"_server\.url: expected http://HOST:PORT, or https://") as refused:
+        server_config(engine, url)
+    assert PASSWORD not in str(refused.value)
+
+
+@SERVERS
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"server": {"weights": "lora"}}, r"weights lora: .*actor\.lora is null"),
+        ({"lora": LORA}, r"weights folder: .*actor\.lora trains an adapter"),
+        (
+            {
+                "server": {"weights": "static", "weights_directory": None},
+                "algorithm": {"importance_sampling_cap": None},
+            },
+            r"weights static: .*set algorithm\.importance_sampling_cap",
+        ),
+        ({"server": {"weights": "static"}}, r"weights_directory: not used with weights static"),
+        ({"server": {"weights_directory": None}}, r"weights_directory: missing; weights folder needs a directory"),
+    ],
+)
+def test_inconsistent_settings_of_an_engine_server_are_refused(
+    engine: str, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        server_config(engine, **changes)
+
+
+@SERVERS
+def test_an_engine_server_needs_its_section_and_only_its_engine_has_one(engine: str) -> None:
+    section = engine.replace("-", "_")
+    with pytest.raises(ConfigError, match=rf"rollout\.{section}: missing; engine {engine} needs it"):
+        config(engine, rollout={"generators": 1})
+    with pytest.raises(ConfigError, match="a server holds the weights of one generator"):
+        config(engine, rollout={"generators": 2, section: {"url": "http://127.0.0.1:1", "weights_directory": "w"}})
+    with pytest.raises(ConfigError, match=rf"rollout\.{section}: not used with engine torch"):
+        config("torch", rollout={section: {"url": "http://127.0.0.1:1", "weights_directory": "w"}})
+
+
+@SERVERS
+def test_a_run_may_resume_with_an_engine_server_elsewhere(engine: str) -> None:
+    here, there = (fixed_settings(server_config(engine, url)) for url in ("http://127.0.0.1:1", "https://far"))
+    assert here == there
+
+
 @pytest.fixture
 def checkpoints(tmp_path: Path) -> dict[str, Any]:
     """Return the settings of a config whose files exist."""

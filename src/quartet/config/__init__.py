@@ -33,7 +33,16 @@ from quartet.config.models import (
     RewardSourceConfig,
     TrainedModelConfig,
 )
-from quartet.config.rollout import MAX_RESPONSES, RolloutConfig, TensorRTLLMConfig, TritonConfig, VLLMConfig
+from quartet.config.rollout import (
+    MAX_RESPONSES,
+    EngineServerConfig,
+    RolloutConfig,
+    SGLangServerConfig,
+    TensorRTLLMConfig,
+    TritonConfig,
+    VLLMConfig,
+    VLLMServerConfig,
+)
 from quartet.config.root import Config
 from quartet.config.run import CheckpointConfig, DataConfig, EvaluationConfig, RunConfig
 from quartet.config.schema import json_schema
@@ -51,6 +60,7 @@ __all__ = [
     "Config",
     "CriticConfig",
     "DataConfig",
+    "EngineServerConfig",
     "EvaluationConfig",
     "GatewayConfig",
     "GeneratorServiceConfig",
@@ -70,6 +80,7 @@ __all__ = [
     "RewardSourceConfig",
     "RolloutConfig",
     "RunConfig",
+    "SGLangServerConfig",
     "ScoreConfig",
     "Section",
     "SecurityConfig",
@@ -82,6 +93,7 @@ __all__ = [
     "TritonConfig",
     "TruncationConfig",
     "VLLMConfig",
+    "VLLMServerConfig",
     "WandbConfig",
     "config_of",
     "copy_sections",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Annotated, Literal
+from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field
 
@@ -62,6 +63,72 @@ class TritonConfig(Section):
         return self.url.partition("://")[2]
 
 
+def _server_url(value: str) -> str:
+    parts = urlsplit(value)
+    try:
+        port_is_valid = parts.port is None or parts.port > 0
+    except ValueError:
+        port_is_valid = False
+    if (
+        parts.scheme not in ("http", "https")
+        or not parts.hostname
+        or not port_is_valid
+        or "@" in parts.netloc
+        or parts.query
+        or parts.fragment
+    ):
+        raise ValueError(
+            "expected http://HOST:PORT, or https://HOST:PORT for TLS, without a password; api_key_file names the file with a key"
+        )
+    return value
+
+
+class EngineServerConfig(Section):
+    """Generation on an HTTP server that already runs, with its own GPUs."""
+
+    url: Annotated[str, AfterValidator(_server_url)]
+    """Address of the server: https://HOST:PORT with TLS, or http://HOST:PORT without. Without TLS only loopback addresses are
+    allowed, unless security.allow_plaintext is set."""
+    weights: Literal["folder", "lora", "static"] = "folder"
+    """folder: load each policy version from a checkpoint in weights_directory. lora: load the adapter of each policy version from
+    weights_directory. static: the weights of the server never change, and importance sampling corrects for the difference."""
+    weights_directory: Path | None = None
+    """Directory that the generator and the server see under the same path, on a shared volume. /dev/shm if both run on one
+    machine. Null with weights static."""
+    api_key_file: Path | None = None
+    """File with the server's API key. Null: the server asks for none."""
+    timeout_seconds: Positive = 60.0
+    """Time without any output, in seconds, after which pending requests fail."""
+    load_timeout_seconds: Positive = 600.0
+    """Time in seconds after which a step of a weight update fails."""
+    certificate_authority_file: Path | None = None
+    """PEM file of the authority that signed the certificate of the server. Null: those of the system."""
+
+    @property
+    def encrypted(self) -> bool:
+        """Return whether the connection uses TLS."""
+        return self.url.startswith("https://")
+
+    @property
+    def host(self) -> str:
+        """Host name or address of the server."""
+        return urlsplit(self.url).hostname or ""
+
+
+class VLLMServerConfig(EngineServerConfig):
+    """Generation on a vLLM server that already runs. It needs --enable-scale-out and --logprobs-mode processed_logprobs."""
+
+    model: str | None = None
+    """Name of the model on the server. Null: the only one."""
+    verify_weights: bool = True
+    """Compare the server's checksums with the weights after each update. False for servers that store weights in another layout,
+    such as quantized ones."""
+
+
+class SGLangServerConfig(EngineServerConfig):
+    """Generation on an SGLang server that already runs."""
+
+
 class TensorRTLLMConfig(Section):
     """Generation with TensorRT-LLM, in a generator process."""
 
@@ -114,15 +181,19 @@ class RolloutConfig(Section):
     """Nucleus sampling: sample from the most likely tokens with this total probability. 1 disables it."""
     top_k: WholeNumber = 0
     """Sample from this many most likely tokens. 0 disables it."""
-    engine: Literal["torch", "vllm", "triton", "tensorrt-llm"] = "torch"
+    engine: Literal["torch", "vllm", "triton", "vllm-server", "sglang-server", "tensorrt-llm"] = "torch"
     """torch: PyTorch, in the actor or in generators. triton: the server of rollout.triton. vllm and tensorrt-llm: these engines,
-    in generators."""
+    in generators. vllm-server and sglang-server: the servers of rollout.vllm_server and rollout.sglang_server, by a generator."""
     generators: Annotated[int, Field(ge=0, le=1024)] = 0
     """Number of generator processes to start on this machine. 0 without services.generators: the actor generates."""
     vllm: VLLMConfig | None = None
     """Settings of engine vllm. Null: their defaults."""
     triton: TritonConfig | None = None
     """Server of engine triton. Null with other engines."""
+    vllm_server: VLLMServerConfig | None = None
+    """Server of engine vllm-server. Null with other engines."""
+    sglang_server: SGLangServerConfig | None = None
+    """Server of engine sglang-server. Null with other engines."""
     tensorrt_llm: TensorRTLLMConfig | None = None
     """Settings of engine tensorrt-llm. Null: their defaults."""
     max_concurrent_sequences: Responses = 256

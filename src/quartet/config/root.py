@@ -18,7 +18,7 @@ from quartet.config.deployment import (
 )
 from quartet.config.guards import GuardsConfig
 from quartet.config.models import ActorConfig, CriticConfig, ReferenceConfig, RewardConfig
-from quartet.config.rollout import MAX_RESPONSES, RolloutConfig
+from quartet.config.rollout import MAX_RESPONSES, EngineServerConfig, RolloutConfig
 from quartet.config.run import CheckpointConfig, DataConfig, EvaluationConfig, RunConfig
 from quartet.config.section import Section, is_loopback
 from quartet.config.telemetry import TelemetryConfig
@@ -139,10 +139,12 @@ class Config(Section):
 
     def _check_engine(self) -> None:
         engine, triton = self.rollout.engine, self.rollout.triton
+        servers = {"vllm-server": self.rollout.vllm_server, "sglang-server": self.rollout.sglang_server}
         for name, given in (
             ("triton", triton),
             ("tensorrt-llm", self.rollout.tensorrt_llm),
             ("vllm", self.rollout.vllm),
+            *servers.items(),
         ):
             if given is not None and engine != name:
                 key = name.replace("-", "_")
@@ -150,6 +152,8 @@ class Config(Section):
         self._check_generators()
         if self.rollout.max_off_policy_steps:
             self._check_off_policy()
+        if engine in servers:
+            self._check_engine_server(engine, servers[engine])
         if engine != "triton":
             return
         if triton is None:
@@ -199,6 +203,43 @@ class Config(Section):
             raise ValueError(
                 "buffer.url: the generators of services.generators need a Redis server that they share with this run; set "
                 "buffer.url"
+            )
+
+    def _check_engine_server(self, engine: str, server: EngineServerConfig | None) -> None:
+        section = f"rollout.{engine.replace('-', '_')}"
+        if server is None:
+            raise ValueError(f"{section}: missing; engine {engine} needs it, set {section}.url")
+        if server.weights == "lora" and self.actor.lora is None:
+            raise ValueError(
+                f"{section}.weights lora: the server loads an adapter for each policy version, and actor.lora is null; set "
+                "actor.lora, or weights folder"
+            )
+        if server.weights == "folder" and self.actor.lora is not None:
+            raise ValueError(
+                f"{section}.weights folder: the server loads a whole checkpoint, and actor.lora trains an adapter; set weights "
+                "lora, or actor.lora null"
+            )
+        if server.weights == "static" and self.algorithm.importance_sampling_cap is None:
+            raise ValueError(
+                f"{section}.weights static: the server samples from another policy than the trained one, which needs "
+                "importance sampling; set algorithm.importance_sampling_cap, such as 2"
+            )
+        if server.weights != "static" and self.rollout.generators > 1:
+            raise ValueError(
+                f"rollout.generators {self.rollout.generators}: a server holds the weights of one generator; set 1, or name the "
+                "generators of further servers in services.generators"
+            )
+        if (server.weights == "static") != (server.weights_directory is None):
+            raise ValueError(
+                f"{section}.weights_directory: not used with weights static; remove it"
+                if server.weights_directory
+                else f"{section}.weights_directory: missing; weights {server.weights} needs a directory that the generator and "
+                "the server share"
+            )
+        if not server.encrypted and not is_loopback(server.host) and not self.security.allow_plaintext:
+            raise ValueError(
+                f"{section}.url {server.url}: not a loopback address, and calls are not encrypted; use https://, or set "
+                "security.allow_plaintext"
             )
 
     def _check_off_policy(self) -> None:

@@ -1,0 +1,233 @@
+"""Base of the engines that generate on an HTTP server which already runs, with its own GPUs."""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import uuid
+from collections import deque
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from quartet.engines.checkpoint_files import adapter_tensors, write_adapter, write_checkpoint
+from quartet.engines.engine import Cancelled, EngineProperties, EngineResponse, ServedModel
+from quartet.engines.http_client import EngineServer, ServerClient
+from quartet.engines.validation import check_requests
+from quartet.engines.weight_folders import WeightFolders
+from quartet.errors import ConfigError, QuartetError, ServiceFailed
+from quartet.types import GenerationRequest, SamplingParameters
+from quartet.weight_transfer.digests import tensor_digest
+from quartet.weight_transfer.tensors import WeightSet
+
+ABORT_SECONDS = 5.0
+"""Time limit for aborting requests."""
+
+
+@dataclass(slots=True)
+class Partial:
+    """Response that is not finished."""
+
+    request: GenerationRequest
+    token_ids: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    finished: bool = False
+
+
+class ServerEngine(abc.ABC):
+    """Engine that generates on a server. New weights reach it through a folder that both see.
+
+    The version of the weights on the server is the hexadecimal digest of the policy version. Every response must name it.
+    """
+
+    generate_path: str
+
+    def __init__(self, server: EngineServer, model: ServedModel) -> None:
+        self.server, self.model = server, model
+        self.client = ServerClient(server, self.explain)
+        self._folders: WeightFolders | None = None
+        if server.weights != "static":
+            assert server.weights_directory is not None
+            self._folders = WeightFolders(server.weights_directory, f"quartet-{uuid.uuid4().hex[:12]}")
+        self.salt = ""
+        """Key of the prefix cache: the digest of the weights."""
+        self.adapter: str | None = None
+        """Name of the policy's adapter on the server."""
+        self._version: str | None = None
+        try:
+            static_version = self.inspect()
+        except QuartetError:
+            self.client.close()
+            raise
+        if server.weights == "static":
+            self._version = static_version
+
+    @property
+    @abc.abstractmethod
+    def properties(self) -> EngineProperties:
+        """Guarantees of this server."""
+
+    @abc.abstractmethod
+    def inspect(self) -> str:
+        """Check the settings of the server and return the version of its weights. Raises ConfigError."""
+
+    @property
+    @abc.abstractmethod
+    def max_tokens(self) -> int:
+        """Longest sequence of the server, prompt and response together; 0 if unknown."""
+
+    @abc.abstractmethod
+    def body(self, key: str, request: GenerationRequest, sampling: SamplingParameters, seed: int) -> dict[str, Any]:
+        """Return the body of a request for a stream of events. ``key`` is its id on the server."""
+
+    @abc.abstractmethod
+    def receive(self, partial: Partial, data: Mapping[str, Any], sampling: SamplingParameters, version: str) -> None:
+        """Add one event to a response. Raises ServiceFailed if it is not of ``version``; KeyError and the like if malformed."""
+
+    @abc.abstractmethod
+    def reports_log_probs(self, sampling: SamplingParameters) -> bool:
+        """Return whether the server reports log-probs of the whole distribution."""
+
+    @abc.abstractmethod
+    def load_checkpoint(self, weights: WeightSet, folder: str) -> str:
+        """Load the checkpoint in the folder and reset the prefix cache. Return the version that responses must name."""
+
+    @abc.abstractmethod
+    def load_adapter(self, weights: WeightSet, name: str, folder: str) -> None:
+        """Load the adapter in the folder under this name."""
+
+    @abc.abstractmethod
+    def unload_adapter(self, name: str) -> None:
+        """Remove an adapter."""
+
+    @abc.abstractmethod
+    def check_base(self, weights: WeightSet) -> str:
+        """Check the base model of an adapter. Return the version that responses must name."""
+
+    @abc.abstractmethod
+    def abort(self, keys: Sequence[str]) -> None:
+        """Abort requests on the server. Closing their connections does the same, but the server may notice it later."""
+
+    @abc.abstractmethod
+    def explain(self, status: int, path: str, text: str) -> QuartetError | None:
+        """Explain the errors that a setting of the server or its restart causes."""
+
+    def load_weights(self, weights: WeightSet, changed: Collection[str]) -> Mapping[str, bytes]:
+        """Load a policy version through the folder, and reset the prefix cache. Returns the digest of each tensor.
+
+        Raises ServiceFailed if the server holds other weights afterwards, or if it fails. After a failure the server stays
+        paused, so that no other client gets responses of half an update.
+        """
+        section = self.server.section
+        if self._folders is None:
+            raise ConfigError(f"{self.server}: {section}.weights is static: its weights never change")
+        if (weights.adapter is not None) != (self.server.weights == "lora"):
+            raise ConfigError(
+                f"{self.server}: {section}.weights is {self.server.weights}, and the policy has "
+                f"{'no' if weights.adapter is None else 'an'} adapter; set lora with actor.lora, folder without"
+            )
+        self._version = None
+        if weights.adapter is None:
+            folder = self._folders.replaced(weights.digest.hex())
+            write_checkpoint(folder, self.model, weights.tensors)
+            version = self.load_checkpoint(weights, str(folder))
+            self._folders.keep(folder)
+        else:
+            self._change_adapter(weights, self._folders)
+            version = self.check_base(weights)
+        self._version, self.salt = version, weights.digest.hex()
+        return {name: tensor_digest(tensor) for name, tensor in weights.tensors.items()}
+
+    def generate(
+        self, requests: Sequence[GenerationRequest], sampling: SamplingParameters, seed: int, cancelled: Cancelled
+    ) -> Iterator[EngineResponse]:
+        """Yield each response as soon as it is finished.
+
+        Raises InvalidRequest at the call. While iterating, raises Cancelled, ServiceFailed, also for a response of other weights,
+        ServiceUnavailable or a ConfigError.
+        """
+        limits = [tokens for tokens in (self.model.max_sequence_tokens, self.max_tokens) if tokens]
+        model = replace(self.model, max_sequence_tokens=min(limits, default=0))
+        return self._generate(check_requests(model, requests, sampling), sampling, seed, cancelled)
+
+    def sleep(self) -> None:  # noqa: B027 - the same for every server
+        """Do nothing. The server has its own device."""
+
+    def close(self) -> None:
+        """Close the connections and delete the folders with weights."""
+        self.client.close()
+        if self._folders is not None:
+            self._folders.close()
+
+    def _change_adapter(self, weights: WeightSet, folders: WeightFolders) -> None:
+        """Load the adapter under a name that contains its digest: a server without exactly this adapter refuses the requests."""
+        assert weights.adapter is not None
+        name, previous = f"quartet-{weights.digest.hex()}", self.adapter
+        if name == previous:
+            return
+        folder = folders.replaced(weights.digest.hex())
+        write_adapter(folder, self.model.model, weights.adapter, adapter_tensors(weights))
+        self.load_adapter(weights, name, str(folder))
+        self.adapter = name
+        if previous is not None:
+            with contextlib.suppress(QuartetError):
+                self.unload_adapter(previous)
+        folders.keep(folder)
+
+    def _generate(
+        self, requests: list[GenerationRequest], sampling: SamplingParameters, seed: int, cancelled: Cancelled
+    ) -> Iterator[EngineResponse]:
+        if not requests:
+            return
+        version = self._version
+        if version is None:
+            raise ServiceFailed(f"{self.server}: holds no policy version; load weights first")
+        # The same trajectory may be generated again while the server still ends the former request.
+        call = uuid.uuid4().hex[:8]
+        waiting, running = deque(requests), dict[str, Partial]()
+        streams = self.client.streams(self.generate_path)
+        try:
+            while waiting or running:
+                while waiting and len(running) < self.server.max_in_flight:
+                    request = waiting.popleft()
+                    key = f"{request.id}/{call}"
+                    running[key] = Partial(request)
+                    streams.start(key, self.body(key, request, sampling, seed))
+                for event in streams.wait(cancelled):
+                    if event.data is not None:
+                        self._receive(running[event.key], event.data, sampling, version)
+                    else:
+                        yield self._finish(running.pop(event.key), sampling)
+        finally:
+            streams.close()
+            if running:
+                with contextlib.suppress(QuartetError):
+                    self.abort(list(running))
+
+    def _receive(self, partial: Partial, data: Mapping[str, Any], sampling: SamplingParameters, version: str) -> None:
+        where = f"{self.server}: response to {partial.request.id}"
+        try:
+            self.receive(partial, data, sampling, version)
+        except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+            raise ServiceFailed(f"{where}: a malformed event ({type(error).__name__}: {error})") from None
+        if len(partial.token_ids) > sampling.max_response_tokens:
+            raise ServiceFailed(f"{where}: more than {sampling.max_response_tokens} tokens")
+
+    def _finish(self, partial: Partial, sampling: SamplingParameters) -> EngineResponse:
+        if not partial.finished:
+            raise ServiceFailed(f"{self.server}: response to {partial.request.id}: ends without a reason")
+        log_probs = partial.log_probs if self.reports_log_probs(sampling) else None
+        return EngineResponse(partial.request, partial.token_ids, log_probs)
+
+    def check_versions(self, partial: Partial, spans: Any, version: str) -> None:
+        """Raise ServiceFailed unless a whole response was generated with the weights of ``version``.
+
+        ``spans``: list of dictionaries with version, start and end.
+        """
+        versions = {str(span["version"]) for span in spans or ()}
+        if versions != {version}:
+            raise ServiceFailed(
+                f"{self.server}: response to {partial.request.id}: generated with weights "
+                f"{sorted(versions) or 'of no version'}, and not with {version!r}; another client changed the weights, "
+                "the server was restarted, or it is too old to report versions"
+            )
