@@ -1,0 +1,373 @@
+"""The client of an SGLang server, against a server with the published interface of SGLang 0.5.23."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import numpy as np
+import pytest
+
+from quartet.config import SGLangServerConfig
+from quartet.engines.sglang_server import SGLangServerEngine, create_sglang_server
+from quartet.errors import (
+    AccessRefused,
+    Cancelled,
+    ConfigError,
+    InvalidRequest,
+    MismatchError,
+    ServiceFailed,
+    ServiceUnavailable,
+)
+from quartet.types import GenerationRequest, SamplingParameters, TrajectoryId
+from tests.engines.faulty_proxy import Fault, proxy
+from tests.engines.remote_policy import (
+    EOS,
+    VOCABULARY,
+    adapted,
+    change_adapter,
+    greedy,
+    log_probs,
+    requests,
+    run,
+    served,
+    tokens,
+    weight_set,
+)
+from tests.engines.remote_policy import policy as any_policy
+from tests.engines.sglang_server import Launch, SGLangServer
+
+KEY = "a-key-of-the-tests"  # pragma: allowlist secret - only for the tests' server
+
+
+def policy(seed: int) -> Any:
+    """Return a policy whose checkpoint has its stop token as EOS. SGLang would stop at any other, too."""
+    model = any_policy(seed)
+    model.config.eos_token_id = model.generation_config.eos_token_id = EOS
+    return model
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write the model that the servers start with."""
+    folder = tmp_path_factory.mktemp("sglang") / "model"
+    policy(0).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def server(request: pytest.FixtureRequest, checkpoint: Path) -> Iterator[SGLangServer]:
+    """Start a server, by default with seeds. A test's parameters change its arguments."""
+    arguments = {"enable_deterministic_inference": True, "enable_lora": True, **getattr(request, "param", {})}
+    result = SGLangServer(Launch(checkpoint, api_key=KEY, **arguments))
+    result.start()
+    yield result
+    result.stop()
+
+
+def connect(server: SGLangServer, tmp_path: Path, url: str | None = None, **changes: Any) -> SGLangServerEngine:
+    """Return an engine for the server."""
+    key = tmp_path / "key"
+    key.write_text(KEY)
+    settings = {"weights_directory": tmp_path / "weights", "api_key_file": key, "timeout_seconds": 20.0, **changes}
+    if settings.get("weights") == "static":
+        del settings["weights_directory"]
+    config = SGLangServerConfig(url=url or server.url, **settings)
+    return create_sglang_server(config, served(server.launch.model_path), 64)
+
+
+@pytest.fixture
+def engine(server: SGLangServer, tmp_path: Path) -> Iterator[SGLangServerEngine]:
+    """Return an engine that holds policy(1)."""
+    result = connect(server, tmp_path)
+    weights = weight_set(policy(1))
+    result.load_weights(weights, weights.tensors)
+    yield result
+    result.close()
+
+
+@pytest.mark.parametrize("server", [{}, {"incremental_streaming_output": True}], indirect=True)
+def test_greedy_responses_are_those_of_the_loaded_weights(engine: SGLangServerEngine) -> None:
+    batch = requests(10)
+    expected = greedy(policy(1), batch, 40)  # longer than one event
+    assert tokens(run(engine, batch, temperature=0.0, max_response_tokens=40)) == expected
+    assert len({len(response) for response in expected}) > 1  # some end early
+    assert expected != greedy(policy(0), batch, 40)
+
+
+def test_log_probs_are_those_of_the_whole_distribution_at_the_temperature(engine: SGLangServerEngine) -> None:
+    for sampling in ({"temperature": 0.0}, {"temperature": 0.7}, {"top_k": 5}, {"top_p": 0.6}):
+        for response in run(engine, requests(4), **sampling):
+            assert response.log_probs is not None
+            expected = log_probs(policy(1), response, sampling.get("temperature", 0.8) or 1.0)
+            assert np.allclose(response.log_probs, expected, atol=1e-3)
+
+
+def test_responses_depend_on_the_seed_and_not_on_the_batch(engine: SGLangServerEngine) -> None:
+    assert engine.properties.seeded
+    assert engine.properties.batch_invariant
+    batch = requests(6)
+    first = tokens(run(engine, batch))
+    assert tokens(run(engine, batch)) == first
+    assert tokens(run(engine, batch[3:5])) == first[3:5]
+    assert tokens(run(engine, batch, seed=1)) != first
+
+
+@pytest.mark.parametrize("server", [{"enable_deterministic_inference": False}], indirect=True)
+def test_without_deterministic_inference_the_engine_declares_no_seeds(engine: SGLangServerEngine) -> None:
+    assert not engine.properties.seeded
+    assert not engine.properties.batch_invariant
+    batch = requests(6)
+    assert tokens(run(engine, batch)) != tokens(run(engine, batch))  # the server ignores seeds
+
+
+def test_a_response_ends_with_its_stop_token_or_at_the_limit(engine: SGLangServerEngine) -> None:
+    for response in run(engine, requests(16), max_response_tokens=8, temperature=0.0):
+        stops = [index for index, token in enumerate(response.token_ids) if token == EOS]
+        assert stops == ([len(response.token_ids) - 1] if stops else [])
+        assert stops or len(response.token_ids) == 8
+    assert {len(ids) for ids in tokens(run(engine, requests(12), ignore_eos=True))} == {12}
+
+
+def test_a_stop_token_of_the_checkpoint_only_is_reported(server: SGLangServer, engine: SGLangServerEngine) -> None:
+    first = greedy(policy(1), requests(1))[0][0]
+    server.state.model.config.eos_token_id = first
+    with pytest.raises(
+        ServiceFailed, match=f"stopped at token {first}, which is a stop token of the served checkpoint"
+    ):
+        run(engine, requests(1), temperature=0.0)
+
+
+def test_new_weights_flush_the_prefix_cache(server: SGLangServer, engine: SGLangServerEngine, tmp_path: Path) -> None:
+    batch = requests(6, length=60)
+
+    def without_salt() -> list[list[int]]:
+        return [
+            post(
+                server,
+                "/generate",
+                input_ids=request.prompt_ids.tolist(),
+                sampling_params={"temperature": 0, "max_new_tokens": 12, "stop_token_ids": [EOS]},
+            )["output_ids"]
+            for request in batch
+        ]
+
+    assert without_salt() == greedy(policy(1), batch)
+    policy(2).save_pretrained(tmp_path / "other")
+    post(server, "/update_weights_from_disk", model_path=str(tmp_path / "other"), flush_cache=False)
+    expected = greedy(policy(2), batch)
+    assert without_salt() != expected  # the flush was forgotten
+    weights = weight_set(policy(2))
+    engine.load_weights(weights, weights.tensors)
+    assert without_salt() == expected
+    assert tokens(run(engine, batch, temperature=0.0)) == expected
+
+
+def post(server: SGLangServer, path: str, **body: Any) -> Any:
+    """Call the server as another client does."""
+    headers = {"Authorization": f"Bearer {KEY}"}
+    response = httpx2.post(server.url + path, json=body, headers=headers, timeout=20, trust_env=False)
+    assert response.is_success, response.text
+    return response.json() if response.content else None
+
+
+def test_adapters_are_loaded_by_their_digest(server: SGLangServer, tmp_path: Path) -> None:
+    engine, model = connect(server, tmp_path, weights="lora"), adapted(policy(0), seed=5)
+    assert engine.properties.weights == "adapter"
+    batch = requests(6)
+    for seed in (5, 6):
+        change_adapter(model, seed)
+        weights = weight_set(model)
+        engine.load_weights(weights, weights.tensors)
+        expected = greedy(model, batch)
+        assert tokens(run(engine, batch, temperature=0.0)) == expected
+        assert expected != greedy(policy(0), batch)
+    assert list(server.state.adapters) == [f"quartet-{weights.digest.hex()}"]
+    server.state.adapters.clear()  # as after a restart
+    with pytest.raises(ServiceFailed, match="never been loaded"):
+        run(engine, batch)
+    engine.close()
+
+
+def test_the_engine_works_after_a_cancelled_generation(server: SGLangServer, engine: SGLangServerEngine) -> None:
+    before = server.state.tokens
+    with pytest.raises(Cancelled):
+        list(
+            engine.generate(
+                requests(8), SamplingParameters(1900, ignore_eos=True), 0, lambda: server.state.tokens > before
+            )
+        )
+    deadline = time.monotonic() + 10
+    while server.state.running:
+        assert time.monotonic() < deadline, "the server still runs cancelled requests"
+        time.sleep(0.01)
+    assert server.state.tokens < before + 8 * 1900
+    assert len(run(engine, requests(4))) == 4
+
+
+def test_the_engine_works_after_a_caller_stops_reading(engine: SGLangServerEngine) -> None:
+    running = engine.generate(requests(8), SamplingParameters(20), 0, lambda: False)
+    next(running)
+    getattr(running, "close")()  # noqa: B009
+    assert len(run(engine, requests(4))) == 4
+
+
+def test_an_update_ends_the_requests_of_other_clients(server: SGLangServer, engine: SGLangServerEngine) -> None:
+    def update() -> bool:
+        if server.state.running and server.state.resumed.is_set():
+            weights = weight_set(policy(2))
+            engine.load_weights(weights, weights.tensors)
+        return False
+
+    other = engine.generate(requests(2), SamplingParameters(1900, ignore_eos=True), 0, update)
+    with pytest.raises(ServiceFailed, match="ended by the server with reason 'abort'"):
+        list(other)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "limit", "message"),
+    [
+        ([], 5, "at least one token"),
+        ([3, VOCABULARY], 5, "vocabulary"),
+        ([3], 0, "max_response_tokens"),
+        ([3] * 2040, 20, "positions for 2048"),
+    ],
+)
+def test_an_invalid_request_is_refused_at_the_call(
+    engine: SGLangServerEngine, prompt: list[int], limit: int, message: str
+) -> None:
+    batch = [GenerationRequest(TrajectoryId("r", 0, 0, 0), np.array(prompt, np.int32))]
+    with pytest.raises(InvalidRequest, match=message):
+        engine.generate(batch, SamplingParameters(limit), 0, lambda: False)
+
+
+def test_static_weights_keep_their_version(server: SGLangServer, tmp_path: Path) -> None:
+    static = connect(server, tmp_path, weights="static")
+    batch = requests(4)
+    assert tokens(run(static, batch, temperature=0.0)) == greedy(policy(0), batch)
+    weights = weight_set(policy(2))
+    with pytest.raises(ConfigError, match="its weights never change"):
+        static.load_weights(weights, weights.tensors)
+    post(server, "/update_weight_version", new_version="another")
+    with pytest.raises(ServiceFailed, match="another client changed the weights"):
+        run(static, batch)
+    static.close()
+
+
+@pytest.mark.parametrize(
+    ("fault", "when", "message"),
+    [
+        (
+            lambda path, _: (200, b'{"success": true}') if path == "/update_weights_from_disk" else None,
+            "generate",
+            "generated with weights .'quartet-loading'",
+        ),
+        (
+            lambda path, _: (200, b'{"success": false}') if path == "/update_weights_from_disk" else None,
+            "load",
+            "cannot load the weights",
+        ),
+        (
+            lambda path, _: (
+                (400, b'{"success": false, "message": "the cache was not flushed"}')
+                if path == "/update_weights_from_disk"
+                else None
+            ),
+            "load",
+            "cannot load the weights: the cache was not flushed",
+        ),
+        (
+            lambda path, _: (200, b"data: {}\n\n") if path == "/generate" else None,
+            "generate",
+            "malformed event",
+        ),
+        (lambda path, _: (500, b"no memory") if path == "/generate" else None, "generate", "no memory"),
+    ],
+    ids=["dropped", "failed", "cache", "malformed", "error"],
+)
+def test_a_faulty_server_is_refused_by_name(
+    server: SGLangServer, tmp_path: Path, fault: Fault, when: str, message: str
+) -> None:
+    active = False
+    with proxy(server.url, lambda path, body: fault(path, body) if active else None) as url:
+        engine, weights = connect(server, tmp_path, url), weight_set(policy(3))
+        active = True
+        if when == "load":
+            with pytest.raises(ServiceFailed, match=f"SGLang server at {url}.*{message}"):
+                engine.load_weights(weights, weights.tensors)
+            message = "holds no policy version"
+        else:
+            engine.load_weights(weights, weights.tensors)
+        with pytest.raises(ServiceFailed, match=f"SGLang server at {url}.*{message}"):
+            run(engine, requests(1))
+        active = False
+        engine.load_weights(weights, weights.tensors)  # and it works again
+        assert tokens(run(engine, requests(4), temperature=0.0)) == greedy(policy(3), requests(4))
+        engine.close()
+
+
+def test_a_server_that_cannot_see_the_directory_is_reported(server: SGLangServer, tmp_path: Path) -> None:
+    def elsewhere(path: str, body: bytes) -> tuple[int, bytes] | None:
+        if path != "/update_weights_from_disk":
+            return None
+        changed = json.loads(body) | {"model_path": "/nowhere"}
+        headers = {"Authorization": f"Bearer {KEY}"}
+        answer = httpx2.post(server.url + path, json=changed, headers=headers, trust_env=False)
+        return answer.status_code, answer.content
+
+    with proxy(server.url, elsewhere) as url:
+        engine, weights = connect(server, tmp_path, url), weight_set(policy(3))
+        with pytest.raises(ServiceFailed, match=r"it must see rollout\.sglang_server\.weights_directory"):
+            engine.load_weights(weights, weights.tensors)
+        engine.close()
+
+
+@pytest.mark.parametrize(
+    ("server", "weights", "message"),
+    [
+        ({"original_log_probs": True}, "folder", "without SGLANG_RETURN_ORIGINAL_LOGPROB"),
+        ({"dtype": "half"}, "folder", "computes in float16, .*--dtype float32"),
+        ({"enable_lora": False}, "lora", "--enable-lora"),
+    ],
+    indirect=["server"],
+)
+def test_settings_of_the_server_that_do_not_fit_are_refused(
+    server: SGLangServer, tmp_path: Path, weights: str, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        connect(server, tmp_path, weights=weights)
+
+
+@pytest.mark.parametrize("server", [{"context_length": 64}], indirect=True)
+def test_the_context_length_of_the_server_limits_requests(engine: SGLangServerEngine) -> None:
+    with pytest.raises(InvalidRequest, match="positions for 64"):
+        run(engine, requests(1, length=60))
+
+
+def test_a_wrong_key_server_or_address_is_reported(server: SGLangServer, tmp_path: Path) -> None:
+    wrong = tmp_path / "wrong"
+    wrong.write_text("another-key-of-the-tests")
+    with pytest.raises(AccessRefused, match=r"rollout\.sglang_server\.api_key_file"):
+        connect(server, tmp_path, api_key_file=wrong)
+    with pytest.raises(ServiceUnavailable, match=r"correct rollout\.sglang_server\.url"):
+        connect(server, tmp_path, "http://127.0.0.1:1")
+    absent = (404, b'{"detail": "Not Found"}')
+    with proxy(server.url, lambda *_: absent) as url, pytest.raises(MismatchError, match="must be SGLang"):
+        connect(server, tmp_path, url)
+
+
+def test_a_server_that_ends_fails_the_generation(server: SGLangServer, engine: SGLangServerEngine) -> None:
+    before = server.state.tokens
+
+    def stop_after_the_first_tokens() -> bool:
+        if server.state.tokens > before and not server._server.should_exit:
+            server.stop()
+        return False
+
+    sampling = SamplingParameters(1900, ignore_eos=True)
+    with pytest.raises(ServiceFailed, match=f"SGLang server at {server.url}"):
+        list(engine.generate(requests(4), sampling, 0, stop_after_the_first_tokens))
