@@ -35,7 +35,7 @@ from quartet.engines.checkpoint_files import (
 )
 from quartet.engines.engine import Cancelled as IsCancelled
 from quartet.engines.engine import EngineProperties, EngineResponse, ServedModel
-from quartet.engines.requests import check_requests
+from quartet.engines.validation import check_requests
 from quartet.errors import Cancelled, ConfigError, InvalidRequest, QuartetError, ServiceFailed
 from quartet.random_streams import engine_seed
 from quartet.types import GenerationRequest, SamplingParameters
@@ -167,7 +167,7 @@ class TensorRTLLMEngine:
         Raises InvalidRequest at the call. While iterating, raises Cancelled, InvalidRequest for a request that TensorRT-LLM
         refuses, or ServiceFailed. After a failure the engine restarts at the next call.
         """
-        check_requests(requests, sampling, self._served_model)
+        check_requests(self._served_model, requests, sampling)
         if self._weights is None:
             raise ServiceFailed(f"{NAME}: no weights are loaded")
         return self._generate(requests, sampling, seed, cancelled)

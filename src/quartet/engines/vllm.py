@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from quartet.engines.engine import Cancelled as IsCancelled
 from quartet.engines.engine import EngineProperties, EngineResponse, ServedModel
-from quartet.engines.requests import check_requests
+from quartet.engines.validation import check_requests
 from quartet.errors import Cancelled, ConfigError, ServiceFailed
 from quartet.random_streams import engine_seed
 from quartet.types import GenerationRequest, SamplingParameters
@@ -162,7 +162,7 @@ class VLLMEngine:
         The log-probs are those of the whole distribution at the temperature. With top_k or top_p vLLM only has those of the
         truncated distribution, so the responses have none.
         """
-        check_requests(requests, sampling, self._served)
+        check_requests(self._served, requests, sampling)
         if not self._salt:
             raise ServiceFailed(f"{NAME}: no weights are loaded; load a policy version first")
         return self._generate(requests, sampling, seed, cancelled)
