@@ -117,7 +117,7 @@ def test_nothing_is_generated_before_weights_are_loaded(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"trust_remote_code": True}, "trust_remote_code: Quartet sets it or excludes it"),
+        ({"quantization": "fp8"}, "quantization: Quartet sets it or excludes it"),
         ({"load_format": "auto"}, "load_format"),
         ({"blocksize": 32}, "blocksize: not an argument"),
     ],

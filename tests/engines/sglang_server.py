@@ -109,7 +109,7 @@ class Launch:
 
 @dataclass
 class State:
-    """What the server holds."""
+    """State of the server."""
 
     model: Any
     version: str = "default"
