@@ -211,8 +211,10 @@ def test_a_missing_package_is_reported_with_installation_advice(checkpoints: dic
 
 
 def test_the_actor_does_not_host_an_engine_of_a_generator_process() -> None:
+    with pytest.raises(ConfigError, match=r"rollout\.engine tensorrt-llm: runs in generators; set rollout\.generators"):
+        config("tensorrt-llm")
     with pytest.raises(ConfigError, match=r"rollout\.engine tensorrt-llm: needs a generator process"):
-        engine_factory(config("tensorrt-llm"), None)
+        engine_factory(config("tensorrt-llm", rollout={"generators": 1}), None)
 
 
 def test_an_unreadable_certificate_authority_is_reported(tmp_path: Path) -> None:
