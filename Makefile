@@ -240,7 +240,7 @@ architectures: $(VENV)/.installed-dev ## Compare tiny models of many architectur
 
 engines: $(ENGINES)/.installed $(VLLM)/.installed ## Test every generation engine against one contract, Triton's and vLLM's for real
 	QUARTET_TRITON_PYTHON=$(TRITON)/bin/python $(ENGINES)/bin/python -m pytest tests/engines $(PYTEST_ARGS)
-	VLLM_LOGGING_LEVEL=WARNING $(VLLM)/bin/python -m pytest tests/detached_engines $(PYTEST_ARGS)
+	VLLM_LOGGING_LEVEL=WARNING $(VLLM)/bin/python -m pytest tests/detached_engines --timeout=900 $(PYTEST_ARGS)
 
 clean: ## Remove the environment, builds and caches, but not runs/
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info

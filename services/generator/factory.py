@@ -54,8 +54,9 @@ def set_up_engine(config: Config, threads: int) -> Callable[[], object]:
 
         set_up_torch(threads)
         return lambda: set_num_threads(threads)
+    # The engine's processes read both when they start.
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads))
     if devices := config.services.generator.devices:
-        # Read by CUDA when the engine's processes start.
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, devices))
     return lambda: None
 
@@ -89,13 +90,13 @@ def _external_engine(config: Config, model: ServedModel) -> Engine:
 
         vllm = rollout.vllm or VLLMConfig()
         settings = VLLMSettings(
-            vllm.tensor_parallel_size,
-            vllm.memory_fraction,
-            rollout.max_concurrent_sequences,
-            vllm.enforce_eager,
-            vllm.prefix_caching,
-            vllm.release_memory,
-            vllm.engine_arguments,
+            max_concurrent_sequences=rollout.max_concurrent_sequences,
+            tensor_parallel_size=vllm.tensor_parallel_size,
+            memory_fraction=vllm.memory_fraction,
+            release_memory=vllm.release_memory,
+            prefix_caching=vllm.prefix_caching,
+            enforce_eager=vllm.enforce_eager,
+            engine_arguments=vllm.engine_arguments,
         )
         return VLLMEngine(settings, model)
     if rollout.engine == "tensorrt-llm":

@@ -108,7 +108,7 @@ def test_a_request_that_vllm_refuses_is_an_error_with_its_message(engine: Breaka
 
 
 def test_nothing_is_generated_before_weights_are_loaded(folder: Path) -> None:
-    engine = VLLMEngine(VLLMSettings(), served_model(folder))
+    engine = VLLMEngine(VLLMSettings(16), served_model(folder))
     with pytest.raises(ServiceFailed, match="no weights"):
         engine.generate(requests(1), SamplingParameters(4), 0, lambda: False)
     engine.close()
@@ -117,20 +117,34 @@ def test_nothing_is_generated_before_weights_are_loaded(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"quantization": "fp8"}, "quantization: Quartet sets it or excludes it"),
+        ({"worker_cls": "somewhere.Worker"}, "worker_cls: Quartet sets it or excludes it"),
         ({"load_format": "auto"}, "load_format"),
         ({"blocksize": 32}, "blocksize: not an argument"),
     ],
 )
 def test_wrong_arguments_are_refused(folder: Path, arguments: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        VLLMEngine(VLLMSettings(arguments=arguments), served_model(folder))
+        VLLMEngine(VLLMSettings(16, engine_arguments=arguments), served_model(folder))
 
 
 def test_weights_of_another_type_are_refused(folder: Path) -> None:
-    engine = VLLMEngine(VLLMSettings(), served_model(folder, dtype="bfloat16"))
+    engine = VLLMEngine(VLLMSettings(16), served_model(folder, dtype="bfloat16"))
     weights = weight_set(VALUES)
     with pytest.raises(ConfigError, match="type F32, the engine BF16"):
+        engine.load_weights(weights, weights.tensors.keys())
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [({"head_dim": 8}, "heads of size 8"), ({"architectures": ["MadeUpForCausalLM"]}, "MadeUpForCausalLM")],
+)
+def test_a_model_that_vllm_refuses_is_an_error_at_the_start(
+    tmp_path: Path, changes: dict[str, object], message: str
+) -> None:
+    engine = VLLMEngine(VLLMSettings(16), served_model(write_config(tmp_path, **changes)))
+    weights = weight_set(VALUES)
+    with pytest.raises(ConfigError, match=message):
         engine.load_weights(weights, weights.tensors.keys())
     engine.close()
 
@@ -171,8 +185,7 @@ def test_an_adapter_travels_alone_and_ends_with_the_engine(folder: Path) -> None
     assert not core.is_alive()
 
 
-def test_two_ranks_and_tied_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
+def test_two_ranks_and_tied_weights(tmp_path: Path) -> None:
     folder = write_config(tmp_path, tie_word_embeddings=True)
     engine = vllm_engine(folder, tensor_parallel_size=2)
     try:

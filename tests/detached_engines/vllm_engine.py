@@ -55,8 +55,10 @@ class BreakableVLLM(VLLMEngine):
 
 def vllm_engine(folder: Path, tensor_parallel_size: int = 1, **served: Any) -> BreakableVLLM:
     """Start an engine for the model in ``folder``, with a small cache on the CPU."""
-    arguments = {"kv_cache_memory_bytes": 64 << 20, "block_size": 32}
     settings = VLLMSettings(
-        tensor_parallel_size, 0.3, max_concurrent_sequences=16, enforce_eager=True, arguments=arguments
+        max_concurrent_sequences=16,
+        tensor_parallel_size=tensor_parallel_size,
+        enforce_eager=True,
+        engine_arguments={"block_size": 32, "kv_cache_memory_bytes": 64 << 20},
     )
     return BreakableVLLM(settings, served_model(folder, **served))

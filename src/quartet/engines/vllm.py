@@ -44,6 +44,8 @@ ENDED = ("stop", "length")
 """Finish reasons of complete responses."""
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """Adapter ranks that vLLM allocates memory for."""
+CPU_CACHE_BYTES = 4 << 30
+"""Default size of the key-value cache on a CPU. A fraction of the memory of a machine that also trains would be too much."""
 TYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
 _OWN_ARGUMENTS = frozenset(
@@ -65,18 +67,18 @@ _OWN_ARGUMENTS = frozenset(
 class VLLMSettings:
     """Settings of the engine.
 
-    ``tensor_parallel_size`` GPUs share the model. ``gpu_memory_fraction`` of each GPU's memory is for weights and cache. On a CPU
-    it is a fraction of the machine's memory. ``sleep`` frees the GPU's memory between generations. ``arguments`` are further
-    arguments of vLLM's ``EngineArgs``, by name.
+    ``tensor_parallel_size`` GPUs share the model. ``memory_fraction`` of each GPU's memory is for weights and cache. On a CPU the
+    cache has CPU_CACHE_BYTES, or the engine argument kv_cache_memory_bytes. ``release_memory`` frees the GPU's memory between
+    generations. ``engine_arguments`` are further arguments of vLLM's ``EngineArgs``, by name.
     """
 
+    max_concurrent_sequences: int
     tensor_parallel_size: int = 1
-    gpu_memory_fraction: float = 0.85
-    max_concurrent_sequences: int = 256
-    enforce_eager: bool = False
+    memory_fraction: float = 0.85
+    release_memory: bool = False
     prefix_caching: bool = True
-    sleep: bool = False
-    arguments: Mapping[str, Any] = field(default_factory=dict)
+    enforce_eager: bool = False
+    engine_arguments: Mapping[str, Any] = field(default_factory=dict)
 
 
 class VLLMEngine:
@@ -92,7 +94,7 @@ class VLLMEngine:
     def __init__(self, settings: VLLMSettings, served_model: ServedModel) -> None:
         self._settings, self._served = settings, served_model
         self._vllm = _import_vllm()
-        _check_arguments(settings.arguments, self._vllm.AsyncEngineArgs)
+        _check_arguments(settings.engine_arguments, self._vllm.AsyncEngineArgs)
         self._folder = Path(tempfile.mkdtemp(prefix="quartet-vllm-", dir=_memory_folder()))
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="vllm", daemon=True)
@@ -114,9 +116,7 @@ class VLLMEngine:
         Responses depend on their company in general: kernels for batches of other sizes may sum in another order. vLLM's setting
         VLLM_BATCH_INVARIANT changes that on some GPUs.
         """
-        from vllm.platforms import current_platform
-
-        invariant = os.environ.get("VLLM_BATCH_INVARIANT", "0") not in ("", "0") and current_platform.is_cuda()
+        invariant = os.environ.get("VLLM_BATCH_INVARIANT", "0") not in ("", "0") and not _on_cpu()
         return EngineProperties(
             name="vllm",
             seeded=True,
@@ -168,8 +168,8 @@ class VLLMEngine:
         return self._generate(requests, sampling, seed, cancelled)
 
     def sleep(self) -> None:
-        """Free the GPU's memory if ``sleep`` is set: weights move to host memory, the cache is discarded."""
-        if self._settings.sleep and self._llm is not None and not self._asleep:
+        """Free the GPU's memory if ``release_memory`` is set: weights move to host memory, the cache is discarded."""
+        if self._settings.release_memory and self._llm is not None and not self._asleep:
             self._call(self._llm.sleep(level=1), "sleep")
             self._asleep = True
 
@@ -196,32 +196,35 @@ class VLLMEngine:
         """Start vLLM with random weights. Raises ConfigError."""
         settings, served = self._settings, self._served
         arguments: dict[str, Any] = {
-            **settings.arguments,
+            **settings.engine_arguments,
             "model": served.model,
             "skip_tokenizer_init": True,
             "load_format": "dummy",
             "dtype": served.dtype,
             "tensor_parallel_size": settings.tensor_parallel_size,
-            "gpu_memory_utilization": settings.gpu_memory_fraction,
+            "gpu_memory_utilization": settings.memory_fraction,
             "max_num_seqs": settings.max_concurrent_sequences,
             "enforce_eager": settings.enforce_eager,
             "enable_prefix_caching": settings.prefix_caching,
-            "enable_sleep_mode": settings.sleep,
+            "enable_sleep_mode": settings.release_memory,
             "logprobs_mode": "processed_logprobs",
             "generation_config": "vllm",
             "worker_extension_cls": self.worker_extension,
         }
+        if _on_cpu():
+            arguments.setdefault("kv_cache_memory_bytes", CPU_CACHE_BYTES)
         if served.max_sequence_tokens:
             arguments["max_model_len"] = served.max_sequence_tokens
         if adapter is not None:
             arguments |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": _lora_rank(adapter.rank)}
 
-        async def start() -> Any:
-            return self._vllm.AsyncLLM.from_engine_args(self._vllm.AsyncEngineArgs(**arguments))
-
         before = set(multiprocessing.active_children())
         try:
-            self._llm = asyncio.run_coroutine_threadsafe(start(), self._loop).result()
+            config = self._vllm.AsyncEngineArgs(**arguments).create_engine_config()
+            _check_head_size(config.model_config.get_head_size(), served.model)
+            self._llm = asyncio.run_coroutine_threadsafe(_start_async(self._vllm.AsyncLLM, config), self._loop).result()
+        except ConfigError:
+            raise
         except Exception as error:
             raise ConfigError(
                 f"{NAME} does not start with the model {served.model}: {_text(error)}; the log above has the cause if it is in "
@@ -431,6 +434,8 @@ def _import_vllm() -> Any:
     # vLLM's processes must not be forked from a process with threads of gRPC. No reports of usage leave the machine.
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    # By default each engine on a CPU binds its threads to all cores but one, and training uses the same cores.
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     try:
         import vllm
         from vllm.v1.engine.async_llm import AsyncLLM
@@ -447,6 +452,30 @@ def _import_vllm() -> Any:
         SamplingParams: Any
 
     return Library(AsyncLLM, vllm.AsyncEngineArgs, vllm.SamplingParams)
+
+
+def _on_cpu() -> bool:
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.is_cpu())
+
+
+async def _start_async(engine: Any, config: Any) -> Any:
+    """Create vLLM's engine in the event loop that its tasks run in."""
+    return engine.from_vllm_config(config)
+
+
+def _check_head_size(size: int, model: str) -> None:
+    """Raise ConfigError for a head size that CPU attention refuses. vLLM only finds out in the middle of a generation."""
+    if not _on_cpu():
+        return
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    if not CPUAttentionBackend.supports_head_size(size):
+        raise ConfigError(
+            f"{NAME}: the model {model} has heads of size {size}; on a CPU vLLM takes "
+            f"{', '.join(map(str, CPUAttentionBackend.get_supported_head_sizes()))}; use a GPU or engine torch"
+        )
 
 
 def _check_arguments(arguments: Mapping[str, Any], engine_args: Any) -> None:
