@@ -15,7 +15,7 @@ set -- "$@" --config config.yaml
 for layer in deployment/*.yaml; do
     if [ -d "$layer" ]; then
         echo "error: $layer: is a folder, which Docker creates if the file to mount does not exist; for *-roles-*.yaml correct" \
-            "QUARTET_ROLES in .env, remove the folder from docker/deployment, and start the stack again" >&2
+            "QUARTET_ROLES in .env, for *-generation-*.yaml QUARTET_GENERATION, remove the folder from docker/deployment, and start the stack again" >&2
         exit 2
     fi
     [ -e "$layer" ] && set -- "$@" --config "$layer"

@@ -119,11 +119,18 @@ def _share(config: Config, role: Role, roles: Sequence[Role]) -> int:
 
 
 def num_memory_sharers(config: Config, role: Role) -> int:
-    """Return how many model services, including ``role``, share the memory of the device that ``role`` trains on."""
+    """Return how many services, including ``role``, share the memory of the device that ``role`` trains on.
+
+    Generators count on a GPU only: in the memory of the machine, their number must not change the run.
+    """
     own: ServiceConfig = getattr(config.services, role)
     others = [getattr(config.services, other) for other in model_roles(config) if other is not role]
     neighbours = [other for other in others if other.address is None or _machine(other) == _machine(own)]
-    return 1 + sum(bool(own.devices[0] in other.devices if own.devices else not other.devices) for other in neighbours)
+    sharers = sum(bool(own.devices[0] in other.devices if own.devices else not other.devices) for other in neighbours)
+    if own.devices and not _machine(own):
+        devices = [devices_of_generator(config, index) for index in range(config.rollout.generators)]
+        sharers += sum(own.devices[0] in each for each in devices)
+    return 1 + sharers
 
 
 def _machine(service: ServiceConfig) -> str:

@@ -25,6 +25,7 @@ SECRETS: dict[str, set[str]] = {
     "critic": {"redis", "rpc"},
     "reward": {"rpc"},
     "reference": {"rpc"},
+    "generator": {"redis", "rpc"},
     "orchestrator": {"redis", "rpc"},
     "gateway": {"redis", "rpc", "gateway", "viewer"},
     "prometheus": {"viewer"},

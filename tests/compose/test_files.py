@@ -11,7 +11,9 @@ import pytest
 import yaml
 
 from quartet.config import Config, load_config
+from quartet.errors import ConfigError
 from quartet.gateway.__main__ import PUBLISHED_ADDRESS_VARIABLE
+from quartet.preflight import check_separate_orchestrator
 from quartet.rpc.security.allow_list import PROCESSES
 from quartet.rpc.security.credentials import DOMAIN
 from quartet.topology import model_roles
@@ -45,6 +47,11 @@ SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
 
 PATH = r"(?:\$\{[^}]*\}|[^:$])*"
 """Pattern of a path, which may contain variables."""
+
+
+def default(value: str, variable: str) -> str:
+    """Return the value of a setting whose variable is not set."""
+    return re.sub(rf"\$\{{{variable}:-([^}}]*)\}}", r"\1", value)
 
 
 def mounts(service: dict[str, Any]) -> dict[str, str]:
@@ -91,7 +98,10 @@ def test_every_service_is_hardened(name: str) -> None:
 
 
 def test_images_are_pinned() -> None:
-    images = [service["image"] for service in (*SERVICES.values(), *CPU["services"].values())]
+    images = [
+        default(service["image"], "QUARTET_GENERATOR_IMAGE")
+        for service in (*SERVICES.values(), *CPU["services"].values())
+    ]
     images += [
         name
         for path in ("docker/Dockerfile", "docker/Dockerfile.generator", "docker/redis/Dockerfile")
@@ -103,8 +113,9 @@ def test_images_are_pinned() -> None:
     chart = yaml.safe_load((ROOT / "helm/quartet/values.yaml").read_text())
     assert f"redis:{chart['redis']['image']['tag']}" in images
     version = yaml.safe_load((ROOT / "helm/quartet/Chart.yaml").read_text())["appVersion"]
-    assert {SERVICES[name]["image"] for name in QUARTET_SERVICES} == {f"quartet:{version}-cuda"}
-    assert {CPU["services"][name]["image"] for name in QUARTET_SERVICES} == {f"quartet:{version}-cpu"}
+    for services, variant in ((SERVICES, "cuda"), (CPU["services"], "cpu")):
+        used = {default(services[name]["image"], "QUARTET_GENERATOR_IMAGE") for name in QUARTET_SERVICES}
+        assert used == {f"quartet:{version}-{variant}"}
 
 
 def test_ports_are_published_on_loopback_only() -> None:
@@ -132,6 +143,7 @@ def test_a_service_may_write_only_the_runs_or_its_volume() -> None:
         **{name: {"/quartet/runs"} for name in ("actor", "critic", "orchestrator", "gateway")},
         "reward": set(),
         "reference": set(),
+        "generator": set(),
         "redis": {"/data"},
         "prometheus": {"/prometheus"},
         "grafana": {"/var/lib/grafana"},
@@ -185,6 +197,31 @@ def test_deployments_fit_every_kind_of_run(tmp_path: Path, run: str, devices: st
     assert run in (ROOT / ".env.example").read_text()
 
 
+@pytest.mark.parametrize("devices", ["gpu", "cpu"])
+def test_generators_replace_the_actor_if_env_selects_them(tmp_path: Path, devices: str) -> None:
+    assert deployment(tmp_path, "ppo", "generation-actor", devices, "plaintext").has_generators is False
+    config = deployment(tmp_path, "ppo", "generation-generators", devices, "plaintext")
+    assert (config.services.generators, config.rollout.generators) == (("generator:50051",), 0)
+    service = config.services.generator
+    assert (service.listen, service.metrics_listen, service.health_listen) == (
+        "0.0.0.0:50051", "0.0.0.0:9100", "0.0.0.0:9101",
+    )  # fmt: skip
+    assert service.devices == ((0,) if devices == "gpu" else ())
+    check_separate_orchestrator(config)
+    header = (DEPLOYMENT / "generation-generators.yaml").read_text().splitlines()[0]
+    assert header.endswith(f"COMPOSE_PROFILES={','.join(SERVICES['generator']['profiles'])}")
+    selected = "/quartet/deployment/2-generation-${QUARTET_GENERATION:-actor}.yaml"
+    assert {name for name, service in SERVICES.items() if selected in mounts(service)} == {*Role, "gateway"}
+
+
+def test_local_generators_of_the_config_are_refused_unless_containers_replace_them(tmp_path: Path) -> None:
+    layers = [DEPLOYMENT / f"{layer}.yaml" for layer in ("services", "ppo", "generation-actor", "plaintext")]
+    (tmp_path / "config.yaml").write_text(CONFIGS["ppo"])
+    config = load_config(tmp_path / "config.yaml", ["rollout.generators=2"], layers)
+    with pytest.raises(ConfigError, match=r"^rollout\.generators 2: .*QUARTET_GENERATION in \.env"):
+        check_separate_orchestrator(config)
+
+
 def test_a_deployment_for_other_roles_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text(CONFIGS["critic-free"])
     with pytest.raises(Exception, match=r"ppo.yaml.*services.critic.address"):
@@ -228,7 +265,7 @@ def test_renewing_certificates_without_tls_is_an_error(tmp_path: Path) -> None:
 
 def test_model_services_on_the_cpu_have_a_core_limit() -> None:
     limited = {name for name, service in CPU["services"].items() if "cpus" in service}
-    assert limited == {role.value for role in MODEL_ROLES}
+    assert limited == {*(role.value for role in MODEL_ROLES), "generator"}
 
 
 def test_ports_and_paths_agree(tmp_path: Path) -> None:
@@ -264,14 +301,23 @@ def test_prometheus_scrapes_every_container() -> None:
         return {
             (group["labels"]["role"], target)
             for job in jobs
-            for group in job["static_configs"]
+            for group in job.get("static_configs", ())
             for target in group["targets"]
         }
 
-    expected = {*((role.value, f"{role}:9100") for role in Role), ("gateway", "gateway:8080")}
+    single = {role.value for role in Role} - {"generator"}
+    expected = {*((role, f"{role}:9100") for role in single), ("gateway", "gateway:8080")}
     assert targets(plain) == targets(tls) == expected
+    for jobs in (plain, tls):
+        # The name of a scaled service resolves to an address for each container.
+        (generators,) = (job for job in jobs if "dns_sd_configs" in job)
+        assert [(job["names"], job["type"], job["port"]) for job in generators["dns_sd_configs"]] == [
+            (["generator"], "A", 9100)
+        ]
+        assert {"target_label": "role", "replacement": "generator"} in generators["relabel_configs"]
     for job in tls:
-        (role,) = (group["labels"]["role"] for group in job["static_configs"])
+        groups = job.get("static_configs", [{"labels": {"role": "generator"}}])
+        (role,) = (group["labels"]["role"] for group in groups)
         assert (job["scheme"], job["tls_config"]["server_name"]) == ("https", f"{role}.{DOMAIN}")
         if role != "gateway":
             assert {"target_label": "job", "replacement": "quartet"} in job["relabel_configs"]
@@ -282,7 +328,8 @@ def test_prometheus_scrapes_every_container() -> None:
 
 
 def test_the_example_has_exactly_the_variables_of_the_compose_files() -> None:
-    names = ("docker-compose.yml", "docker/compose.cpu.yaml", "docker/compose.tls.yaml")
+    # The example shows the default of the base if an overlay has another.
+    names = ("docker/compose.tls.yaml", "docker/compose.cpu.yaml", "docker-compose.yml")
     text = "".join((ROOT / name).read_text() for name in names)
     used = dict(re.findall(r"\$\{(\w+):-([^}]*)\}", text))
     shown = dict(re.findall(r"^(?:# )?(QUARTET_\w+)=(.*)$", (ROOT / ".env.example").read_text(), re.M))

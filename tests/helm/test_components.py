@@ -9,7 +9,7 @@ import helm_python
 import pytest
 import yaml
 
-from quartet.config import load_config
+from quartet.config import Config, load_config
 from quartet.topology import model_roles
 from tests.helm.rendering import EXAMPLES, Manifest, Values, changed, example, manifests, of_kind, pod_templates
 
@@ -69,9 +69,11 @@ def roles_of(container: Manifest) -> list[str]:
 def test_the_pods_run_the_roles_of_the_config(name: str, tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     path.write_text(files(RUNS[name])["config.yaml"], encoding="utf-8")
-    config = load_config(path)
+    # Engines other than torch need generators, which the overlay names.
+    config = load_config(path, ["rollout.generators=1"])
     result = sorted(role for container in containers(RUNS[name]).values() for role in roles_of(container))
-    assert result == sorted([*(role.value for role in model_roles(config)), "orchestrator"])
+    generators = ["generator"] if name == "vllm-generators" else []
+    assert result == sorted([*(role.value for role in model_roles(config)), *generators, "orchestrator"])
 
 
 def test_roles_of_one_pod_share_its_certificate() -> None:
@@ -182,6 +184,50 @@ def test_scoring_services_are_headless() -> None:
     result = of_kind(manifests(example("single-node-4-gpus")), "Service")
     headless = {name for name, item in result.items() if item["spec"].get("clusterIP") == "None"}
     assert headless == {"quartet-reward", "quartet-reference"}
+
+
+def test_generators_are_replicas_with_their_own_image_behind_a_headless_service() -> None:
+    values = example("vllm-generators")
+    result = manifests(values)
+    deployment = of_kind(result, "Deployment")["quartet-generator"]["spec"]
+    (container,) = deployment["template"]["spec"]["containers"]
+    assert deployment["replicas"] == 4
+    assert deployment["strategy"] == {"type": "RollingUpdate", "rollingUpdate": {"maxUnavailable": 1, "maxSurge": 0}}
+    assert container["image"] == "quartet:0.1.0-vllm"
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == 1
+    assert of_kind(result, "Service")["quartet-generator"]["spec"]["clusterIP"] == "None"
+    assert of_kind(result, "PodDisruptionBudget")["quartet-generator"]["spec"]["maxUnavailable"] == 1
+    # It writes only to Redis.
+    mounted = _volumes(deployment["template"])
+    assert {name for name in mounted if "quartet-runs" in name} == set()
+    assert "secret quartet-redis" in mounted
+    assert "secret quartet-certificate-generator" in mounted
+    # Another generator does the work of one that leaves, so it does not hold its GPU for the rest of a step.
+    assert container["args"][-2:] == ["--set", "timeouts.drain_seconds=10"]
+    seconds = container["startupProbe"]["failureThreshold"] * container["startupProbe"]["periodSeconds"]
+    assert seconds == Config.model_fields["timeouts"].default.load_seconds
+
+
+def test_the_config_names_the_generators_and_starts_none(tmp_path: Path) -> None:
+    for name, text in files(changed("vllm-generators", config__rollout__generators=3)).items():
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    config = load_config(tmp_path / "config.yaml", [], [tmp_path / "deployment.yaml"])
+    assert config.services.generators == ("quartet-generator:50051",)
+    assert config.rollout.generators == 0
+    assert config.services.generator.listen == "0.0.0.0:50051"
+    assert config.services.generator.devices == (0,)
+
+
+@pytest.mark.parametrize(
+    ("rollout", "text"),
+    [
+        ({"generators": 2}, r"config\.rollout\.generators: .*components\.generator\.enabled"),
+        ({"engine": "vllm"}, r"config\.rollout\.engine vllm: .*components\.generator\.enabled"),
+    ],
+)
+def test_generators_without_their_component_are_refused(rollout: dict[str, Any], text: str) -> None:
+    with pytest.raises(helm_python.HelmError, match=text):
+        manifests(changed("single-node-4-gpus", config__rollout=rollout))
 
 
 def test_autoscaled_deployments_have_no_replicas() -> None:

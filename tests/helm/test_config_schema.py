@@ -96,7 +96,9 @@ def keys_of(node: dict[str, Any], path: str = "config") -> set[str]:
 FULL_CONFIG: dict[str, Any] = Config.model_validate(changed("cpu-kind")["config"]).model_dump(mode="json")
 SECTIONS = ("buffer", "security", "gateway", "services")
 ALLOWED = {"config__gateway__max_requests_per_second"}
-ALLOWED |= {f"config__services__{role}__num_threads" for role in ("actor", "critic", "reward", "reference")}
+ALLOWED |= {
+    f"config__services__{role}__num_threads" for role in ("actor", "critic", "reward", "reference", "generator")
+}
 CHART_KEYS = keys_of({section: FULL_CONFIG[section] for section in SECTIONS}) - ALLOWED
 CHART_KEYS |= {"config__run__directory", "config__timeouts__drain_seconds"}
 # Valid values by the last part of the key. Other keys have a path as their value.
@@ -106,6 +108,7 @@ VALUES: dict[str, Any] = {
     "health_listen": "h:1",
     "address": "h:1",
     "devices": [0],
+    "generators": ["h:1"],
 }
 VALUES |= {"enabled": True, "start_runs": False, "allow_plaintext": False, "allowed_hosts": ["h"], "drain_seconds": 10}
 # With these values, the chart sets the fewest keys.

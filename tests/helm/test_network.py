@@ -13,10 +13,17 @@ from tests.helm.rendering import EXAMPLES, Manifest, Values, changed, example, m
 
 ROLES = tuple(str(role) for role in Role)
 SHARED_SERVICES = ("quartet.v1.StatusService", "grpc.health.v1.Health")
-BUFFER_USERS = ("actor", "critic", "orchestrator", "gateway")
+WEIGHTS = "quartet.v1.WeightService"
+BUFFER_USERS = ("actor", "critic", "generator", "orchestrator", "gateway")
 GRPC, METRICS, HEALTH, GATEWAY, ANY = 50051, 9100, 9101, 8080, 0
 
 Edge = tuple[str, str, int]
+
+
+def served_by(role: str) -> set[str]:
+    """Return the gRPC services of a role."""
+    generation = {"quartet.v1.GenerationService", WEIGHTS} if role in ("actor", "generator") else set()
+    return {f"quartet.v1.{role.capitalize()}Service", *generation, *SHARED_SERVICES}
 
 
 def expected_edges(values: Values, components: dict[str, str]) -> set[Edge]:
@@ -26,10 +33,10 @@ def expected_edges(values: Values, components: dict[str, str]) -> set[Edge]:
         for role in ROLES
         if role in components
         for method, callers in CALLERS.items()
-        if method.partition("/")[0] in (f"quartet.v1.{role.capitalize()}Service", *SHARED_SERVICES)
+        if method.partition("/")[0] in served_by(role)
         for caller in callers
-        # The operator connects through kubectl, and no component calls itself.
-        if caller in components and caller != role
+        # The operator connects through kubectl, and only generators call each other.
+        if caller in components and (caller != role or method.startswith(WEIGHTS))
     }
     port = 6379 if values.get("redis", {}).get("enabled", True) else 6380
     edges |= {(components[role], "redis", port) for role in BUFFER_USERS if role in components}
@@ -157,6 +164,19 @@ def test_every_permitted_port_is_a_port_of_its_container(name: str) -> None:
     for _, component, port in cluster.edges("ingress"):
         container_ports = {item["containerPort"] for item in cluster.pods[component]["spec"]["containers"][0]["ports"]}
         assert port in container_ports | {ANY}
+
+
+def test_generators_pull_weights_from_the_actor_and_from_each_other() -> None:
+    cluster = Cluster(manifests(example("vllm-generators")), example("vllm-generators"))
+    outgoing = {edge for edge in cluster.edges("egress") if edge[0] == "generator"}
+    assert outgoing == {
+        ("generator", "actor", GRPC),
+        ("generator", "generator", GRPC),
+        ("generator", "redis", 6379),
+        ("generator", "dns", 53),
+    }
+    incoming = {edge for edge in cluster.edges("ingress") if edge[1] == "generator"}
+    assert {edge[0] for edge in incoming} == {"orchestrator", "gateway", "generator", "prometheus", "test"}
 
 
 def test_scoring_services_cannot_connect_to_redis_or_outside() -> None:

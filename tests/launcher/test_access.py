@@ -15,6 +15,7 @@ from quartet.launcher.security_checks import check_access
 from quartet.rpc.security.certificate_authority import Authority
 
 LOCAL_PROCESSES = ("operator", "actor", "critic", "reward", "reference", "orchestrator", "gateway")
+GENERATORS = {"rollout": {"generators": 2}}
 SECRET = "this-is-secret-enough"  # pragma: allowlist secret - the test's own
 
 
@@ -92,6 +93,17 @@ def test_a_process_on_another_machine_needs_no_certificate_here(folder: Path) ->
     assert len(check_access(config(folder, services=services, gateway={"enabled": False}))) == 1
 
 
+def test_local_generators_share_a_certificate(folder: Path) -> None:
+    assert "certificates/generator/tls.crt cannot be read (No such file" in refusal(folder, **GENERATORS)
+    check_access(config(folder, services={"generators": ["far:1"]}, buffer={"url": "redis://far"}))
+    for process in (*LOCAL_PROCESSES, "generator"):
+        shutil.rmtree(folder / "certificates" / process, ignore_errors=True)
+    authority = Authority(timedelta(days=1))
+    for process in (*LOCAL_PROCESSES, "generator"):
+        authority.issue(folder / "certificates" / process, [f"{process}.quartet"])
+    assert "reference, generator, orchestrator" in check_access(config(folder, **GENERATORS))[0]
+
+
 @pytest.mark.parametrize(
     ("other", "files", "text"),
     [
@@ -156,6 +168,10 @@ def test_files_of_processes_on_other_machines_are_only_reported(folder: Path) ->
         (
             {"services": {"reward": {"metrics_listen": "[::]:9100"}}},
             "services.reward.metrics_listen: listen [::]:9100: not a loopback",
+        ),
+        (
+            {**GENERATORS, "services": {"generator": {"listen": "0.0.0.0:0"}}},
+            "services.generator: listen 0.0.0.0:0: not a loopback",
         ),
         ({"gateway": {"listen": "0.0.0.0:80"}}, "gateway: listen 0.0.0.0:80: not a loopback"),
     ],

@@ -99,8 +99,10 @@ def test_run_states_in_rules_exist() -> None:
 
 def test_prometheus_scrapes_every_process() -> None:
     assert PROMETHEUS["rule_files"] == ["rules.yml"]
-    services, gateway = PROMETHEUS["scrape_configs"]
-    assert {target["labels"]["role"] for target in services["static_configs"]} == {role.value for role in Role}
+    services, generators, gateway = PROMETHEUS["scrape_configs"]
+    roles = {target["labels"]["role"] for target in services["static_configs"]}
+    assert roles == {role.value for role in Role} - {"generator"}
+    assert [(job["names"], job["port"]) for job in generators["dns_sd_configs"]] == [(["generator"], 9100)]
     assert all(target["targets"] == [f"{target['labels']['role']}:9100"] for target in services["static_configs"])
     assert gateway["authorization"]["credentials_file"], "the config must not contain a token"
 

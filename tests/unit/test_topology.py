@@ -105,6 +105,25 @@ def test_memory_is_shared_with_the_services_of_the_same_machine_and_device(
     assert [num_memory_sharers(config(**services), role) for role in MODEL_ROLES] == expected
 
 
+@pytest.mark.parametrize(
+    ("actor", "generators", "devices", "expected"),
+    [
+        ([0], 2, [0, 1], 2),
+        ([0], 2, [1, 2], 1),
+        ([0], 2, [0, 0], 3),
+        # In the memory of the machine, the number of generators does not change the run.
+        ([], 4, [], 1),
+    ],
+)
+def test_generators_share_the_memory_of_a_gpu(
+    actor: list[int], generators: int, devices: list[int], expected: int
+) -> None:
+    others: dict[str, dict[str, Any]] = {role: {"devices": [7]} for role in ("critic", "reward", "reference")}
+    tree = config(actor={"devices": actor}, generator={"devices": devices}, **others).model_dump()
+    tree["rollout"]["generators"] = generators
+    assert num_memory_sharers(parse_config(tree, "test"), Role.ACTOR) == expected
+
+
 def system(root: Path, available: int, limit: str = "max", used: int = 0, inactive_file: int = 0) -> Path:
     (root / "proc").mkdir()
     (root / "proc/meminfo").write_text(f"MemTotal: 999 kB\nMemAvailable: {available} kB\n")

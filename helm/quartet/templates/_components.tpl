@@ -7,7 +7,7 @@ All other templates loop over this map.
 {{- $absent := include "quartet.absentRoles" . | fromJsonArray -}}
 {{- $componentsByName := dict -}}
 {{- $componentOfRole := dict -}}
-{{- range $name := list "actor" "critic" "reward" "reference" "orchestrator" "gateway" -}}
+{{- range $name := list "actor" "critic" "reward" "reference" "generator" "orchestrator" "gateway" -}}
 {{- /* Null removes the default, and so disables the component. */ -}}
 {{- $values := default (dict "enabled" false) (get $root.Values.components $name) -}}
 {{- $component := mergeOverwrite (deepCopy $root.Values.defaults) (deepCopy $values) -}}
@@ -36,6 +36,15 @@ All other templates loop over this map.
 {{- fail (printf "components: no enabled component has the role %s, which this run needs; enable components.%s, or add the role to the roles of another component" . .) -}}
 {{- end -}}
 {{- end -}}
+{{- if not (hasKey $componentsByName "generator") -}}
+{{- if gt (int (dig "rollout" "generators" 0 .Values.config)) 0 -}}
+{{- fail "config.rollout.generators: a pod starts no further processes; set it to 0, and set components.generator.enabled true and its replicas" -}}
+{{- end -}}
+{{- $engine := dig "rollout" "engine" "torch" .Values.config -}}
+{{- if not (has $engine (list "torch" "triton")) -}}
+{{- fail (printf "config.rollout.engine %s: runs in generators; set components.generator.enabled true, and its image" $engine) -}}
+{{- end -}}
+{{- end -}}
 {{- $componentsByName | toJson -}}
 {{- end -}}
 
@@ -55,10 +64,11 @@ All other templates loop over this map.
 {{- $root := .root -}}{{- $name := .name -}}{{- $roles := .roles -}}{{- $component := .component -}}
 {{- $trained := or (has "actor" $roles) (has "critic" $roles) -}}
 {{- $scoring := and (not $trained) (or (has "reward" $roles) (has "reference" $roles)) -}}
+{{- $generating := has "generator" $roles -}}
 {{- $nodes := 1 -}}
 {{- if dig "multiNode" "enabled" false $component }}{{ $nodes = int $component.multiNode.nodes }}{{ end -}}
-{{- if and (gt (int $component.replicas) 1) (not $scoring) (ne $name "gateway") -}}
-{{- fail (printf "components.%s.replicas: %d; expected 1: only reward, reference and gateway may have several replicas, without actor and critic in the same pod" $name (int $component.replicas)) -}}
+{{- if and (gt (int $component.replicas) 1) (not $scoring) (not $generating) (ne $name "gateway") -}}
+{{- fail (printf "components.%s.replicas: %d; expected 1: only reward, reference, generator and gateway may have several replicas, without actor and critic in the same pod" $name (int $component.replicas)) -}}
 {{- end -}}
 {{- $scaling := dig "autoscaling" "kind" "none" $component -}}
 {{- if and (ne $scaling "none") (not $scoring) -}}
@@ -82,7 +92,7 @@ All other templates loop over this map.
 {{- $grace := kindIs "invalid" $component.terminationGracePeriodSeconds | ternary (add $drain 30) $component.terminationGracePeriodSeconds -}}
 {{- $period := int $component.probes.startup.periodSeconds -}}
 {{- $patience := $component.probes.startup.failureThreshold -}}
-{{- $load := or $trained $scoring | ternary (dig "load_seconds" 600 $times) 300 -}}
+{{- $load := or $trained $scoring $generating | ternary (dig "load_seconds" 600 $times) 300 -}}
 {{- if kindIs "invalid" $patience }}{{ $patience = max 3 (ceil (divf $load $period)) }}{{ end -}}
 {{- dict
   "name" $name
@@ -90,13 +100,15 @@ All other templates loop over this map.
   "process" (first $roles)
   "trained" $trained
   "scoring" $scoring
-  "model" (or $trained $scoring)
+  "generating" $generating
+  "replicated" (or $scoring $generating)
+  "model" (or $trained $scoring $generating)
   "nodes" $nodes
   "workload" $workload
   "drainSeconds" (int $drain)
   "terminationGracePeriodSeconds" (int $grace)
   "probes" (dict "startup" (dict "failureThreshold" (int $patience)))
-  "usesBuffer" (or (has "actor" $roles) (has "critic" $roles) (has $name (list "orchestrator" "gateway")))
+  "usesBuffer" (or (has "actor" $roles) (has "critic" $roles) $generating (has $name (list "orchestrator" "gateway")))
   "image" (mergeOverwrite (deepCopy $root.Values.image) (deepCopy (default dict $component.image)))
   | toJson -}}
 {{- end -}}

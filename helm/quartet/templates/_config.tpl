@@ -11,7 +11,9 @@
 {{- range $role := $component.roles -}}
 {{- if ne $role "gateway" -}}
 {{- $service := dict "listen" "0.0.0.0:50051" "metrics_listen" "0.0.0.0:9100" "health_listen" "0.0.0.0:9101" -}}
-{{- $_ := set $service "address" (printf "%s:50051" $component.fullname) -}}
+{{- $address := printf "%s:50051" $component.fullname -}}
+{{- /* The name resolves to every generator. */ -}}
+{{- if $component.generating }}{{ $_ := set $services "generators" (list $address) }}{{ else }}{{ $_ := set $service "address" $address }}{{ end -}}
 {{- if $component.model }}{{ $_ := set $service "devices" (until (int $component.gpus)) }}{{ end -}}
 {{- $_ := set $services $role $service -}}
 {{- end -}}
@@ -28,6 +30,7 @@
 {{- if .Values.security.rpcToken.enabled }}{{ $_ := set $security "token_file" "/run/secrets/quartet/rpc_token" }}{{ end -}}
 {{- $found := dict "run" (dict "directory" "runs") "services" $services "buffer" $buffer "security" $security -}}
 {{- if $components.gateway }}{{ $_ := set $found "gateway" $gateway }}{{ end -}}
+{{- if $components.generator }}{{ $_ := set $found "rollout" (dict "generators" 0) }}{{ end -}}
 {{- include "quartet.refuseOwned" . -}}
 {{- include "quartet.refuseSecrets" . -}}
 {{- toYaml $found -}}
@@ -44,7 +47,8 @@
 {{- $_ := set $owned "timeouts" (pick (default dict $config.timeouts) "drain_seconds") -}}
 {{- $free := empty .Values.gateway.maxRequestsPerSecond | ternary "max_requests_per_second" "" -}}
 {{- $_ := set $owned "gateway" (omit (default dict $config.gateway) $free) -}}
-{{- range $role, $service := $config.services -}}
+{{- $_ := set $owned "services" (pick (default dict $config.services) "generators") -}}
+{{- range $role, $service := omit (default dict $config.services) "generators" -}}
 {{- $_ := set $owned (printf "services.%s" $role) (omit (default dict $service) "num_threads") -}}
 {{- end -}}
 {{- range $section, $keys := $owned -}}

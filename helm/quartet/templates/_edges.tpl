@@ -15,6 +15,12 @@ Port 0 means all ports.
 {{- if $.Values.monitoring.serviceMonitor.enabled }}{{ $edges = append $edges (dict "from" "prometheus" "to" $name "port" 9100) }}{{ end -}}
 {{- if $.Values.tests.enabled }}{{ $edges = append $edges (dict "from" "test" "to" $name "port" 9101) }}{{ end -}}
 {{- end -}}
+{{- /* Generators pull the weights from the actor, or from another generator. */ -}}
+{{- if $component.generating -}}
+{{- range $source, $other := $components -}}
+{{- if or (has "actor" $other.roles) $other.generating }}{{ $edges = append $edges (dict "from" $name "to" $source "port" 50051) }}{{ end -}}
+{{- end -}}
+{{- end -}}
 {{- if gt (int $component.nodes) 1 }}{{ $edges = append $edges (dict "from" $name "to" $name "port" 0) }}{{ end -}}
 {{- if $component.usesBuffer }}{{ $edges = append $edges (dict "from" $name "to" "redis" "port" (include "quartet.redisPort" $ | int)) }}{{ end -}}
 {{- end -}}

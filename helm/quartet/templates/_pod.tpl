@@ -156,7 +156,7 @@ spec:
 {{- $claims := list -}}
 {{- if or .model (eq .name "orchestrator") }}{{ $claims = append $claims "models" }}{{ end -}}
 {{- if eq .name "orchestrator" }}{{ $claims = append $claims "data" }}{{ end -}}
-{{- if .usesBuffer }}{{ $claims = append $claims "runs" }}{{ end -}}
+{{- if and .usesBuffer (not .generating) }}{{ $claims = append $claims "runs" }}{{ end -}}
 {{- toJson $claims -}}
 {{- end -}}
 

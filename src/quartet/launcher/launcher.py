@@ -149,7 +149,7 @@ class Launcher:
             paths = [str(Path(quartet.__file__).resolve().parents[1]), environment.get("PYTHONPATH", "")]
             environment |= {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
         log, server = self._logs / f"{name}.log", None if python else self._fork_server
-        process = ServiceProcess(name, module, environment, log, self.credentials, server, python)
+        process = ServiceProcess(name, module, environment, log, self.credentials, server, python, Role.GENERATOR)
         self._services.append(process)
         self._generators.append(process)
 

@@ -20,6 +20,7 @@ from quartet.types import Role
 def local_processes(config: Config) -> tuple[str, ...]:
     """Return the processes that `quartet train` starts on this machine, and itself."""
     roles = [role for role in model_roles(config) if getattr(config.services, role).address is None]
+    roles += [Role.GENERATOR] if config.rollout.generators else []
     return (OPERATOR, *roles, Role.ORCHESTRATOR, *([GATEWAY] if config.gateway.enabled else []))
 
 
@@ -41,9 +42,11 @@ def check_access(config: Config) -> list[str]:
 
 def _check_addresses(config: Config) -> None:
     encrypted, allowed = config.security.certificates is not None, config.security.allow_plaintext
-    for role in (*model_roles(config), Role.ORCHESTRATOR):
+    generators = (Role.GENERATOR,) if config.has_generators else ()
+    for role in (*model_roles(config), *generators, Role.ORCHESTRATOR):
         service = getattr(config.services, role)
-        if _is_distributed(config) or getattr(service, "address", None) is None:
+        local = config.rollout.generators > 0 if role is Role.GENERATOR else getattr(service, "address", None) is None
+        if _is_distributed(config) or local:
             _check_address(f"services.{role}", listen_address(service), encrypted or allowed)
             _check_address(f"services.{role}.metrics_listen", service.metrics_listen, encrypted or allowed)
     if config.gateway.enabled or _is_distributed(config):

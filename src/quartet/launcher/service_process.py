@@ -32,12 +32,15 @@ class ServiceProcess:
         credentials: Credentials = LOCAL,
         fork_server: ForkServer | None = None,
         python: Path | None = None,
+        role: str | None = None,
     ) -> None:
         """Start ``python -m MODULE...`` without waiting until it is ready. ``module`` includes the arguments.
 
         ``credentials`` authenticate liveness probes. With ``fork_server``, a server of this module and environment forks the
-        process. ``python``: interpreter of another environment. Defaults to that of this process.
+        process. ``python``: interpreter of another environment. Defaults to that of this process. ``role``: role that its
+        certificate names. Defaults to ``name``.
         """
+        self._role = role or name
         self.name, self.log, self._credentials, self._python = name, log, credentials, python
         self._module, self._environment, self._fork_server = module, environment, fork_server
         self._pipe: Any = None
@@ -98,7 +101,7 @@ class ServiceProcess:
         if self.address is None:
             return False
         if self._channel is None:
-            self._channel = ServiceChannel(self.name, self.address, self._credentials)
+            self._channel = ServiceChannel(self._role, self.address, self._credentials)
         return self._channel.responds(timeout)
 
     def close_channel(self) -> None:

@@ -10,6 +10,7 @@ from quartet.config import Config, ServiceConfig
 from quartet.errors import ConfigError
 from quartet.preflight.addresses import check_gateway, check_port
 from quartet.preflight.functions import check_function, named_functions
+from quartet.preflight.generators import check_generators
 from quartet.preflight.ineffective_settings import unused_settings
 from quartet.preflight.models import check_model, check_same_tokenizer
 from quartet.preflight.prompts import check_prompts, count_prompts
@@ -65,6 +66,7 @@ def check_inputs(config: Config, report: Callable[[str], None] = lambda _: None)
             for name, address in addresses.items():
                 if address is not None:
                     check_port(f"services.{role}.{name}", address)
+    notes += check_generators(config)
     return check_prompts(config, report) + notes + unused_settings(config)
 
 
@@ -76,6 +78,11 @@ def check_separate_orchestrator(config: Config) -> None:
                 f"services.{role}.address: null, but a separately started orchestrator needs it; set it "
                 "(in Docker Compose: QUARTET_ROLES in .env)"
             )
+    if config.rollout.generators:
+        raise ConfigError(
+            f"rollout.generators {config.rollout.generators}: a separately started orchestrator starts no generators; set it to "
+            "0, and name the generators that you start in services.generators (in Docker Compose: QUARTET_GENERATION in .env)"
+        )
 
 
 def _check_engine(config: Config) -> None:

@@ -35,6 +35,11 @@ def _ineffective(config: Config) -> Iterator[tuple[str, tuple[str, ...], str]]:
         reason = "the actor serves the reference, with its adapter disabled"
         yield "reference", (), reason
         yield "services.reference", (), reason
+    if not config.has_generators:
+        reason = "the actor generates; set rollout.generators or services.generators for generators"
+        yield "services.generator", (), reason
+    elif not config.rollout.generators:
+        yield "services.generator", ("python",), "rollout.generators is 0, so no generator is started on this machine"
     if algorithm.kl_controller.kind == "fixed":
         yield "algorithm.kl_controller", ("target", "horizon"), "algorithm.kl_controller.kind is fixed"
     treatment = algorithm.truncation.treatment

@@ -1,0 +1,145 @@
+"""Checks of the generators of a run: their environment, devices and addresses."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import quartet
+from quartet.config import Config
+from quartet.errors import ConfigError
+from quartet.preflight.addresses import check_port
+from quartet.topology import is_loopback, listen_address
+
+ENGINE_PACKAGES = {"torch": "torch", "vllm": "vllm", "tensorrt-llm": "tensorrt_llm"}
+"""Package of each engine that runs in a generator."""
+IMPORT_SECONDS = 60.0
+"""Time limit for looking up packages in another environment."""
+_FIND = """
+import importlib.util, sys
+def found(name):
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ImportError:
+        return False
+zstd = ["backports.zstd"] if sys.version_info < (3, 14) else []
+print(*[name for name in [*sys.argv[1:], *zstd] if not found(name)])
+"""
+"""Program that prints which of its arguments cannot be imported. It imports none of them: an engine takes a minute."""
+_BASE_PACKAGES = (
+    "cryptography", "google.protobuf", "grpc", "grpc_health", "grpc_status", "numpy", "opentelemetry.sdk", "prometheus_client",
+    "pydantic", "redis", "safetensors", "structlog", "xxhash", "yaml",
+)  # fmt: skip
+"""Packages that every generator needs besides its engine."""
+_WILDCARDS = ("0.0.0.0", "::", "")  # noqa: S104 - compared, not bound
+
+
+def check_generators(config: Config) -> list[str]:
+    """Check the generators that this machine starts, and that remote ones reach the actor. Return one line per check.
+
+    Raises ConfigError.
+    """
+    if config.services.actor.address is None and config.services.orchestrator.address is None:
+        _check_reaches_actor(config)
+    if not config.rollout.generators:
+        return []
+    _check_devices(config)
+    _check_addresses(config)
+    return [_check_environment(config)]
+
+
+def _check_reaches_actor(config: Config) -> None:
+    """Generators of other machines pull the weights from the actor."""
+    remote = [address for address in config.services.generators if not is_loopback(address.rpartition(":")[0])]
+    host = listen_address(config.services.actor).rpartition(":")[0].strip("[]")
+    if remote and (is_loopback(host) or host in _WILDCARDS):
+        raise ConfigError(
+            f"services.actor.listen {config.services.actor.listen or 'null'}: the generator {remote[0]} pulls the weights from "
+            "the actor; set it to HOST:PORT with a name or address of this machine that the generator can reach"
+        )
+
+
+def _check_devices(config: Config) -> None:
+    rollout, devices = config.rollout, config.services.generator.devices
+    each = len(devices) // rollout.generators
+    if rollout.engine == "torch" and each > 1:
+        raise ConfigError(
+            f"services.generator.devices {list(devices)}: engine torch uses one device per generator; expected "
+            f"{rollout.generators} for rollout.generators {rollout.generators}"
+        )
+    section = rollout.engine.replace("-", "_")
+    size: int = getattr(getattr(rollout, section, None), "tensor_parallel_size", 1)
+    if rollout.engine != "torch" and devices and each != size:
+        raise ConfigError(
+            f"services.generator.devices {list(devices)}: {each} for each of {rollout.generators} generators; expected "
+            f"{size} for each, as rollout.{section}.tensor_parallel_size"
+        )
+    if rollout.engine == "tensorrt-llm" and not devices:
+        raise ConfigError("rollout.engine tensorrt-llm: needs a GPU; set services.generator.devices, such as [0]")
+
+
+def _check_addresses(config: Config) -> None:
+    service, count = config.services.generator, config.rollout.generators
+    for name in ("listen", "metrics_listen", "health_listen"):
+        address: str | None = getattr(service, name)
+        if address is None:
+            continue
+        if count > 1 and address.rpartition(":")[2] != "0":
+            raise ConfigError(
+                f"services.generator.{name} {address}: {count} generators of rollout.generators cannot listen at one address; "
+                "set port 0, or null"
+            )
+        check_port(f"services.generator.{name}", address)
+
+
+def _check_environment(config: Config) -> str:
+    """Check that the interpreter of the generators runs, and that it finds the engine. Return a line about it."""
+    engine, python = config.rollout.engine, config.services.generator.python
+    package = ENGINE_PACKAGES.get(engine)
+    if python is not None and not (python.is_file() and os.access(python, os.X_OK)):
+        raise ConfigError(
+            f"services.generator.python {python}: not an executable file; expected the Python of the engine's environment, such "
+            "as ENVIRONMENT/bin/python"
+        )
+    used = python or Path(sys.executable)
+    missing = _missing(used, [*_BASE_PACKAGES, *([package] if package else [])])
+    if package in missing:
+        advice = (
+            "set services.generator.python to the Python of an environment with it, because it cannot share one with Quartet's "
+            "torch"
+            if python is None and engine != "torch"
+            else "install it there, or give the Python of another environment in services.generator.python"
+        )
+        raise ConfigError(f"rollout.engine {engine}: {used} does not find the package {package}; {advice}")
+    if missing:
+        raise ConfigError(
+            f"services.generator.python {used}: the environment lacks {', '.join(missing)}, which every generator needs; "
+            f"install them there: {used} -m pip install --requirement docker/generator-requirements.txt"
+        )
+    return f"rollout.generators {config.rollout.generators}: engine {engine} of {used}"
+
+
+def _missing(python: Path, packages: list[str]) -> list[str]:
+    """Return the packages that an interpreter does not find. Raises ConfigError if it does not run."""
+    paths = [str(Path(quartet.__file__).resolve().parents[1]), os.environ.get("PYTHONPATH", "")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    try:
+        result = subprocess.run(
+            [str(python), "-P", "-c", _FIND, *packages],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=IMPORT_SECONDS,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise ConfigError(f"services.generator.python {python}: does not run ({error})") from None
+    if result.returncode:
+        lines = result.stderr.strip().splitlines() or [f"status {result.returncode}"]
+        raise ConfigError(
+            f"services.generator.python {python}: does not run ({lines[-1]}); expected Python 3.11 or newer"
+        )
+    return result.stdout.split()

@@ -1,0 +1,154 @@
+"""Checks of the generators that this machine starts, before any process is started."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quartet.config import Config, parse_config
+from quartet.errors import ConfigError
+from quartet.preflight import check_separate_orchestrator, unused_settings
+from quartet.preflight.generators import check_generators
+
+
+def config(generators: int = 1, rollout: dict[str, Any] | None = None, /, **services: Any) -> Config:
+    tree = {
+        "data": {"prompts": "p"},
+        "actor": {"model": "a"},
+        "reward": {"model": "r"},
+        "buffer": {"url": "redis://far"},
+        "rollout": {"generators": generators, **(rollout or {})},
+        "services": services,
+    }
+    return parse_config(tree, "test")
+
+
+def refusal(*arguments: Any, **services: Any) -> str:
+    with pytest.raises(ConfigError) as refused:
+        check_generators(config(*arguments, **services))
+    return str(refused.value)
+
+
+def environment(folder: Path, *packages: str) -> Path:
+    """Return an interpreter that finds only these packages, besides the standard library and Quartet."""
+    for package in packages:
+        *parents, name = package.split(".")
+        path = folder.joinpath("packages", *parents, name)
+        path.mkdir(parents=True, exist_ok=True)
+        for above in [path, *path.parents]:
+            if above.name == "packages":
+                break
+            (above / "__init__.py").touch()
+    python = folder / "python"
+    python.write_text(f'#!/bin/sh\nPYTHONPATH="$PYTHONPATH:{folder}/packages" exec {sys.executable} -S "$@"\n')
+    python.chmod(0o700)
+    return python
+
+
+BASE = (
+    "cryptography", "google.protobuf", "grpc", "grpc_health", "grpc_status", "numpy", "opentelemetry.sdk", "prometheus_client",
+    "pydantic", "redis", "safetensors", "structlog", "xxhash", "yaml", "backports.zstd",
+)  # fmt: skip
+
+
+def test_a_run_without_local_generators_needs_no_environment() -> None:
+    assert check_generators(config(0)) == []
+    assert check_generators(config(0, generators=["127.0.0.1:7100"], generator={"python": "/absent"})) == []
+
+
+def test_generators_of_the_torch_engine_use_the_environment_of_this_command() -> None:
+    assert check_generators(config(2)) == [f"rollout.generators 2: engine torch of {sys.executable}"]
+
+
+def test_the_environment_of_an_engine_is_checked_without_importing_it(tmp_path: Path) -> None:
+    python = environment(tmp_path, *BASE, "vllm")
+    (tmp_path / "packages/vllm/__init__.py").write_text("raise SystemError('a minute has passed')")
+    notes = check_generators(config(1, {"engine": "vllm"}, generator={"python": str(python)}))
+    assert notes == [f"rollout.generators 1: engine vllm of {python}"]
+
+
+@pytest.mark.parametrize(("engine", "package"), [("vllm", "vllm"), ("tensorrt-llm", "tensorrt_llm")])
+def test_an_engine_that_its_environment_lacks_is_refused(engine: str, package: str, tmp_path: Path) -> None:
+    python = environment(tmp_path, *BASE)
+    message = refusal(1, {"engine": engine}, generator={"python": str(python), "devices": [0]})
+    assert message.startswith(
+        f"rollout.engine {engine}: {python} does not find the package {package}; install it there"
+    )
+
+
+def test_an_engine_without_an_environment_of_its_own_is_refused() -> None:
+    message = refusal(1, {"engine": "vllm"})
+    assert message.startswith(f"rollout.engine vllm: {sys.executable} does not find the package vllm; ")
+    assert "set services.generator.python to the Python of an environment with it" in message
+
+
+def test_packages_that_every_generator_needs_are_named(tmp_path: Path) -> None:
+    present = [name for name in BASE if name not in ("redis", "google.protobuf")]
+    message = refusal(1, {"engine": "vllm"}, generator={"python": str(environment(tmp_path, *present, "vllm"))})
+    assert "the environment lacks google.protobuf, redis, which every generator needs; install them there" in message
+
+
+@pytest.mark.parametrize("contents", [None, "text", "#!/bin/sh\necho 'Unknown option: -P' >&2; exit 2\n"])
+def test_an_interpreter_that_does_not_run_is_refused(contents: str | None, tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    if contents is not None:
+        python.write_text(contents)
+        python.chmod(0o700 if contents.startswith("#!") else 0o600)
+    message = refusal(1, {"engine": "vllm"}, generator={"python": str(python)})
+    assert message.startswith(f"services.generator.python {python}: ")
+    assert ("does not run (Unknown option: -P)" if contents and contents.startswith("#!") else "not an exec") in message
+
+
+@pytest.mark.parametrize("name", ["listen", "metrics_listen", "health_listen"])
+def test_several_generators_cannot_share_a_port(name: str) -> None:
+    message = refusal(2, generator={name: "127.0.0.1:7100"})
+    assert message.startswith(f"services.generator.{name} 127.0.0.1:7100: 2 generators of rollout.generators cannot")
+    check_generators(config(2, generator={name: "127.0.0.1:0"}))
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        assert refusal(1, generator={name: address}).startswith(f"services.generator.{name} {address}: cannot listen")
+
+
+def test_devices_must_fit_the_engine(tmp_path: Path) -> None:
+    assert "engine torch uses one device per generator; expected 2" in refusal(2, generator={"devices": [0, 1, 2, 3]})
+    python = str(environment(tmp_path, *BASE, "vllm", "tensorrt_llm"))
+    parallel = {"engine": "vllm", "vllm": {"tensor_parallel_size": 2}}
+    message = refusal(2, parallel, generator={"python": python, "devices": [0, 1]})
+    assert "1 for each of 2 generators; expected 2 for each, as rollout.vllm.tensor_parallel_size" in message
+    assert check_generators(config(2, parallel, generator={"python": python, "devices": [0, 1, 2, 3]}))
+    assert "needs a GPU" in refusal(1, {"engine": "tensorrt-llm"}, generator={"python": python})
+
+
+@pytest.mark.parametrize("listen", [None, "127.0.0.1:7001", "0.0.0.0:7001", "[::]:7001"])
+def test_the_actor_must_listen_where_generators_of_other_machines_reach_it(listen: str | None) -> None:
+    message = refusal(0, generators=["node1:7100"], actor={"listen": listen})
+    assert message.startswith(
+        f"services.actor.listen {listen or 'null'}: the generator node1:7100 pulls the weights from"
+    )
+    check_generators(config(0, generators=["node1:7100"], actor={"listen": "node0:7001"}))
+    check_generators(config(0, generators=["node1:7100"], actor={"address": "node0:7001"}))
+    check_generators(config(0, generators=["localhost:7100"], actor={"listen": listen}))
+
+
+def test_a_separately_started_orchestrator_starts_no_generators() -> None:
+    services: dict[str, Any] = {role: {"address": f"{role}:1"} for role in ("actor", "critic", "reward", "reference")}
+    with pytest.raises(ConfigError, match=r"^rollout\.generators 2: .*services\.generators"):
+        check_separate_orchestrator(config(2, **services))
+    check_separate_orchestrator(config(0, generators=["generator:1"], **services))
+
+
+def test_settings_of_generators_without_an_effect_are_reported() -> None:
+    generator = {"python": os.devnull, "num_threads": 2}
+    assert unused_settings(config(0, generator=generator)) == [
+        "not used: services.generator.python, services.generator.num_threads: the actor generates; set rollout.generators or "
+        "services.generators for generators"
+    ]
+    assert unused_settings(config(0, generator=generator, generators=["far:1"])) == [
+        "not used: services.generator.python: rollout.generators is 0, so no generator is started on this machine"
+    ]
+    assert unused_settings(config(1, generator=generator)) == []
