@@ -10,7 +10,8 @@ import ctypes
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
@@ -27,6 +28,20 @@ def module_command(*module: str, python: Path | None = None) -> list[str]:
 def tied_to_parent(command: Sequence[str]) -> list[str]:
     """Return the command line that runs ``command`` and ends it with the calling process."""
     return module_command("quartet.child_processes", str(os.getpid()), *command)
+
+
+@contextmanager
+def package_path() -> Iterator[str]:
+    """Yield a folder for the PYTHONPATH of another environment. It contains only Quartet.
+
+    The folder in which Quartet is installed may contain torch and other packages, which would hide those of the environment.
+    """
+    from tempfile import TemporaryDirectory  # Every child process imports this module, and few need this.
+
+    with TemporaryDirectory(prefix="quartet-") as folder:
+        package = Path(__file__).resolve().parent
+        (Path(folder) / package.name).symlink_to(package, target_is_directory=True)
+        yield folder
 
 
 def this_process() -> str:

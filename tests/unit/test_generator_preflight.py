@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from quartet.child_processes import package_path
 from quartet.config import Config, parse_config
 from quartet.errors import ConfigError
 from quartet.preflight import check_separate_orchestrator, unused_settings
@@ -79,6 +81,22 @@ def test_an_engine_that_its_environment_lacks_is_refused(engine: str, package: s
     assert message.startswith(
         f"rollout.engine {engine}: {python} does not find the package {package}; install it there"
     )
+
+
+def test_packages_beside_quartet_do_not_reach_the_environment_of_the_engine() -> None:
+    with package_path() as folder:
+        assert [path.name for path in Path(folder).iterdir()] == ["quartet"]
+        program = "import sys; sys.path[:] = [path for path in sys.path if 'site-packages' not in path]; "
+        program += "import quartet; print(quartet.__file__)"
+        found = subprocess.run(
+            [sys.executable, "-S", "-P", "-c", program],
+            env={"PYTHONPATH": folder},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+    assert found.stdout.startswith(folder)
+    assert not Path(folder).exists()
 
 
 def test_an_engine_without_an_environment_of_its_own_is_refused() -> None:

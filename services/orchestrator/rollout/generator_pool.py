@@ -56,6 +56,8 @@ class _Member:
     digest: bytes = b""
     refused: str = ""
     """Reason why it gets no work, until it has been restarted."""
+    left: bool = False
+    """Whether its address no longer belongs to a generator. It gets no work, and is forgotten when its call has ended."""
     failures: int = 0
     call: PendingResult[Any] | None = None
     work: _Work | None = None
@@ -67,7 +69,7 @@ class _Member:
 
     @property
     def ready(self) -> bool:
-        return self.status is not None and not self.refused
+        return self.status is not None and not self.refused and not self.left
 
 
 class _Work:
@@ -178,7 +180,11 @@ class GeneratorPool:
                 self._resolve()
                 resolve_in = RESOLVE_SECONDS
             with self._lock:
-                absent = [member for member in self._members.values() if member.status is None or member.refused]
+                absent = [
+                    member
+                    for member in self._members.values()
+                    if not member.left and (member.status is None or member.refused)
+                ]
             for member in absent:
                 self._ask(member)
             if self._closed.wait(CHECK_SECONDS):
@@ -186,9 +192,17 @@ class GeneratorPool:
             resolve_in -= CHECK_SECONDS
 
     def _resolve(self) -> None:
-        addresses = [each for address in self._config.services.generators for each in endpoints_at(address)]
+        resolved = [endpoints_at(address) for address in self._config.services.generators]
+        addresses = {address for each in resolved for address in each}
         with self._lock:
-            for address in addresses:
+            if all(resolved):
+                for member in [*self._members.values()]:
+                    # A replica that has ended, or a name that now has several addresses.
+                    member.left = member.address not in addresses
+                    if member.left and member.call is None:
+                        del self._members[member.address]
+                        member.client.close()
+            for address in sorted(addresses):
                 if address not in self._members and not self._closed.is_set():
                     client = GenerationClient(address, self._config.timeouts, self._credentials)
                     self._members[address] = _Member(client)

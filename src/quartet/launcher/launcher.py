@@ -9,14 +9,15 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from multiprocessing.connection import wait
 from pathlib import Path
 from types import TracebackType
 
-import quartet
 from quartet.buffer.connection import connect
 from quartet.buffer.embedded_redis import EmbeddedRedis
 from quartet.buffer.redis_url import BUFFER_URL_VARIABLE, buffer_url
+from quartet.child_processes import package_path
 from quartet.config import Config, ServiceConfig
 from quartet.errors import BufferFailed, ConfigError, QuartetError, ServiceFailed, ServiceUnavailable
 from quartet.fork_server import ForkServer
@@ -71,6 +72,7 @@ class Launcher:
         self._messages: list[str] = []
         self.addresses: dict[Role, str] = {}
         self._generators: list[ServiceProcess] = []
+        self._folders = ExitStack()
         self.url = ""
 
     def start(self, orchestrator: bool = True, report: Callable[[str], None] = lambda _: None) -> None:
@@ -146,7 +148,7 @@ class Launcher:
         environment = self._service_environment
         if python is not None:
             # The other environment need not have Quartet installed, only its base dependencies.
-            paths = [str(Path(quartet.__file__).resolve().parents[1]), environment.get("PYTHONPATH", "")]
+            paths = [self._folders.enter_context(package_path()), environment.get("PYTHONPATH", "")]
             environment |= {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
         log, server = self._logs / f"{name}.log", None if python else self._fork_server
         process = ServiceProcess(name, module, environment, log, self.credentials, server, python, Role.GENERATOR)
@@ -319,6 +321,7 @@ class Launcher:
                 service.wait_or_kill(deadline)
         self._services.clear()
         self._generators.clear()
+        self._folders.close()
         self._supervisors.clear()
         if self._fork_server is not None:
             self._fork_server.close()

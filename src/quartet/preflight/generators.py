@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import quartet
+from quartet.child_processes import package_path
 from quartet.config import Config
 from quartet.errors import ConfigError
 from quartet.preflight.addresses import check_port
@@ -123,18 +123,17 @@ def _check_environment(config: Config) -> str:
 
 def _missing(python: Path, packages: list[str]) -> list[str]:
     """Return the packages that an interpreter does not find. Raises ConfigError if it does not run."""
-    paths = [str(Path(quartet.__file__).resolve().parents[1]), os.environ.get("PYTHONPATH", "")]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     try:
-        result = subprocess.run(
-            [str(python), "-P", "-c", _FIND, *packages],
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=IMPORT_SECONDS,
-            check=False,
-        )
+        with package_path() as folder:
+            result = subprocess.run(
+                [str(python), "-P", "-c", _FIND, "quartet", *packages],
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [folder, os.environ.get("PYTHONPATH")]))},
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                timeout=IMPORT_SECONDS,
+                check=False,
+            )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise ConfigError(f"services.generator.python {python}: does not run ({error})") from None
     if result.returncode:

@@ -205,15 +205,21 @@ def replicas_at(address: str) -> int:
 def endpoints_at(address: str) -> list[str]:
     """Return the address of each process behind HOST:PORT, whose host name may resolve to several.
 
-    A name with one address, or one that does not resolve, stays as it is: certificates may name the host.
+    A name with one address stays as it is. Empty if the name does not resolve.
     """
     host, _, port = address.rpartition(":")
     try:
-        resolved = socket.getaddrinfo(host.strip("[]"), int(port), socket.AF_INET, socket.SOCK_STREAM)
+        resolved = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
     except OSError:
-        return [address]
-    hosts = sorted({str(each[4][0]) for each in resolved})
-    return [address] if len(hosts) < 2 else [f"{each}:{port}" for each in hosts]
+        return []
+    # One process may have an address in each family.
+    hosts: dict[int, set[str]] = {}
+    for family, *_, location in resolved:
+        hosts.setdefault(family, set()).add(str(location[0]))
+    most = max(hosts.values(), key=len)
+    return (
+        [address] if len(most) < 2 else sorted(f"[{each}]:{port}" if ":" in each else f"{each}:{port}" for each in most)
+    )
 
 
 def accepts_connections(address: str) -> bool:
