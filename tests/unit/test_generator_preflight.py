@@ -88,14 +88,14 @@ def test_packages_beside_quartet_do_not_reach_the_environment_of_the_engine() ->
         assert [path.name for path in Path(folder).iterdir()] == ["quartet"]
         program = "import sys; sys.path[:] = [path for path in sys.path if 'site-packages' not in path]; "
         program += "import quartet; print(quartet.__file__)"
-        found = subprocess.run(
+        output = subprocess.run(
             [sys.executable, "-S", "-P", "-c", program],
             env={"PYTHONPATH": folder},
             capture_output=True,
             text=True,
             check=True,
         )
-    assert found.stdout.startswith(folder)
+    assert output.stdout.startswith(folder)
     assert not Path(folder).exists()
 
 
