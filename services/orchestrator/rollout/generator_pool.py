@@ -57,7 +57,7 @@ class _Member:
     refused: str = ""
     """Reason why it gets no work, until it has been restarted."""
     left: bool = False
-    """Whether its address no longer belongs to a generator. It gets no work, and is forgotten when its call has ended."""
+    """Set if its address no longer belongs to a generator. It gets no work, and is forgotten when its call has ended."""
     failures: int = 0
     call: PendingResult[Any] | None = None
     work: _Work | None = None
