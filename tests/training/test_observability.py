@@ -94,8 +94,9 @@ def test_services_export_their_work(observed: Observed) -> None:
 
 
 def test_services_count_their_calls(observed: Observed) -> None:
-    result, service = observed.samples["actor"], "quartet.v1.ActorService"
-    for method in ("Generate", "Update"):
+    result = observed.samples["actor"]
+    for name, method in (("Generation", "Generate"), ("Actor", "Update")):
+        service = f"quartet.v1.{name}Service"
         assert value(result, "quartet_rpc_requests_total", service=service, method=method, code="OK") == STEPS
         assert value(result, "quartet_rpc_seconds_count", service=service, method=method) == STEPS
     assert value(result, "quartet_rpc_in_flight") == 0

@@ -1,4 +1,4 @@
-"""One step off-policy: each step is generated during the update before it, reproducibly after failures."""
+"""Off-policy: steps are generated during the updates before them, reproducibly after failures."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from collections import defaultdict
 from typing import Any
 
 import pytest
-import torch
 
 from quartet import codec
 from quartet.demo.toy_task import ToyTask
@@ -21,7 +20,6 @@ from tests.training.runs import Run, active_run, assert_same, json_lines, orches
 from tests.training.test_live_control import checkpoint_names, run_with_commands
 from tests.training.test_recovery import MOMENTS, run_with_lost_service
 from tests.training.test_resume import crash_run
-from tests.unit.models import tiny
 
 STEPS, CHECKPOINT_INTERVAL = 7, 5
 OFF_POLICY: dict[str, Any] = {
@@ -66,23 +64,21 @@ def test_the_next_generation_starts_before_the_update(uninterrupted: Run) -> Non
 def test_the_next_step_is_generated_during_the_update(
     make: MakeConfig, uninterrupted: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    generate, update = DetachedTorchEngine._generate, Critic.update
+    generate, update = DetachedTorchEngine.generate, Critic.update
     updates_started, overlapped = defaultdict[int, threading.Event](threading.Event), list[bool]()
 
-    def delayed_generate(
-        engine: Any, requests: Any, sampling: Any, seed: int, policy_version: int, cancelled: Any
-    ) -> Any:
-        step, trajectories = requests[0].id.step, generate(engine, requests, sampling, seed, policy_version, cancelled)
-        yield next(trajectories)
-        if policy_version < step - 1:
+    def delayed_generate(engine: Any, requests: Any, *arguments: Any) -> Any:
+        step, responses = requests[0].id.step, generate(engine, requests, *arguments)
+        yield next(responses)
+        if VERSIONS[step - 1] < step - 1:
             overlapped.append(updates_started[step - 1].wait(60))
-        yield from trajectories
+        yield from responses
 
     def recorded_update(critic: Critic, run: str, step: int, *arguments: Any) -> Any:
         updates_started[step].set()
         return update(critic, run, step, *arguments)
 
-    monkeypatch.setattr(DetachedTorchEngine, "_generate", delayed_generate)
+    monkeypatch.setattr(DetachedTorchEngine, "generate", delayed_generate)
     monkeypatch.setattr(Critic, "update", recorded_update)
     assert_same(run_to_completion(off_policy_config(make)), uninterrupted)
     assert overlapped == [True] * 5
@@ -173,13 +169,17 @@ def test_the_schedule_depends_only_on_step_and_checkpoint() -> None:
     assert [on_policy.policy_version(step, 0) for step in range(1, 5)] == [0, 1, 2, 3]
 
 
-def test_a_detached_engine_copies_the_weights_only_when_notified() -> None:
-    model = tiny.causal("llama")
-    engine = DetachedTorchEngine(model, frozenset(), 4, "cpu")
-    before = [parameter.clone() for parameter in model.parameters()]
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(1.0)
-    assert all(map(torch.equal, engine._model.parameters(), before))
-    engine.weights_changed()
-    assert all(map(torch.equal, engine._model.parameters(), model.parameters()))
+@pytest.mark.parametrize(
+    ("behind", "versions"),
+    [(2, [0, 0, 0, 1, 2, 5, 5]), (4, [0, 0, 0, 0, 0, 5, 5])],
+)
+def test_the_schedule_of_more_steps_starts_as_many_generations(behind: int, versions: list[int]) -> None:
+    schedule = OffPolicySchedule(behind, CHECKPOINT_INTERVAL, STEPS)
+    assert [schedule.policy_version(step, 0) for step in range(1, STEPS + 1)] == versions
+    # Before the first update, every step of version 0 can start.
+    assert schedule.startable(1, 0, 0) == range(1, 1 + versions.count(0))
+    for newest in range(STEPS):
+        started = schedule.startable(newest + 1, 0, newest)
+        assert [*started] == [step for step in range(newest + 1, STEPS + 1) if versions[step - 1] <= newest]
+        assert len(started) <= behind + 1
+    assert schedule.startable(STEPS + 1, 0, STEPS) == range(STEPS + 1, STEPS + 1), "starts a step after the last"

@@ -226,7 +226,6 @@ def test_an_unreadable_certificate_authority_is_reported(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("changes", "word"),
     [
-        ({"engine": "tensorrt-llm"}, "engine tensorrt-llm"),
         ({"engine": "triton", "rollout": {"triton": {"url": URL}}, "lora": LORA}, "engine triton"),
         ({"engine": "torch", "algorithm": {"importance_sampling_cap": None}}, "importance_sampling_cap"),
         ({"engine": "torch", "rollout": {"max_off_policy_steps": 33}}, "rollout.max_off_policy_steps"),

@@ -11,8 +11,11 @@ import torch
 
 from quartet.models.training.optimizer import create_optimizer
 from quartet.models.training.updates import update_policy
+from quartet.models.weights.host_tensors import adapter_settings, host_tensors, named_weights
 from quartet.models.weights.lora import Adapter, add_adapter
 from quartet.types import Experience, OptimizationSettings, PolicyLossSettings
+from quartet.weight_transfer.digests import combined_digest, tensor_digest
+from quartet.weight_transfer.tensors import WeightSet
 from tests.unit.models import tiny
 
 IDS = torch.tensor([[3, 4, 5, 6], [9, 8, 2, 7]])
@@ -84,3 +87,10 @@ def files(directory: Path) -> dict[str, bytes]:
 def edit(directory: Path, **changes: Any) -> None:
     path = directory / "adapter_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def weight_set(model: torch.nn.Module, adapter: Adapter | None = None, version: int = 1) -> WeightSet:
+    """Return the weights as the actor publishes them."""
+    tensors = host_tensors(named_weights(model, adapter))
+    digest = combined_digest({name: tensor_digest(tensor) for name, tensor in tensors.items()})
+    return WeightSet(version, digest, tensors, adapter_settings(adapter))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 import threading
+from copy import deepcopy
 from pathlib import Path
 
 import peft
@@ -22,8 +23,10 @@ from quartet.models.training.optimizer import load_optimizer
 from quartet.models.weights import lora
 from quartet.models.weights.loading import load_causal_lm
 from quartet.models.weights.lora import add_adapter, matrices_without_adapter
+from quartet.types import SamplingParameters
+from quartet.weight_transfer.digests import combined_digest
 from tests.unit.models import tiny
-from tests.unit.models.adapters import ALPHA, IDS, RANK, adapted, files, learn, optimizer_of, same, snapshot
+from tests.unit.models.adapters import ALPHA, IDS, RANK, adapted, files, learn, optimizer_of, same, snapshot, weight_set
 from tests.unit.models.saving import save_adapter, save_optimizer, save_policy
 
 EVERY_KIND = pytest.mark.parametrize("kind", tiny.MIXTURES)
@@ -159,14 +162,16 @@ def test_activation_checkpointing_does_not_change_the_bits(kind: str) -> None:
 
 @EVERY_KIND
 def test_an_engine_with_separate_weights_follows_the_adapter(kind: str) -> None:
-    model, _ = adapted(kind)
-    engine = DetachedTorchEngine(model, frozenset(), 4, "cpu")
+    model, adapter = adapted(kind)
+    engine = DetachedTorchEngine(*deepcopy((model, adapter)), frozenset(), 4)
     learn(model, steps=2)
-    engine.weights_changed()
-    for trajectory in tiny.generated(engine, tiny.requests(3)):
-        batch = tiny.batch([len(trajectory.prompt_ids)], [len(trajectory.response_ids)])
-        batch.token_ids[:] = [*trajectory.prompt_ids, *trajectory.response_ids]
-        assert abs(response_log_probs(model, batch, 1.0, 64) - trajectory.log_probs).max() < 1e-5
+    weights = weight_set(model, adapter)
+    assert combined_digest(engine.load_weights(weights, weights.tensors)) == weights.digest
+    for response in engine.generate(tiny.requests(3), SamplingParameters(6), 0, lambda: False):
+        prompt, ids = response.request.prompt_ids, response.token_ids
+        batch = tiny.batch([len(prompt)], [len(ids)])
+        batch.token_ids[:] = [*prompt, *ids]
+        assert abs(response_log_probs(model, batch, 1.0, 64) - response.log_probs).max() < 1e-5
 
 
 def is_free() -> bool:
