@@ -45,6 +45,11 @@ def backbone(model: Any) -> Any:
     return getattr(model, "model", base) if base is model else base
 
 
+def has_experts(model: nn.Module) -> bool:
+    """Return whether the model is a mixture of experts, whose experts compute as many rows as a batch routes to them."""
+    return any("expert" in name or parameter.ndim == 3 for name, parameter in model.named_parameters())
+
+
 def accepts_argument(model: nn.Module, argument: str) -> bool:
     """Return whether the model's forward method has a parameter of this name."""
     kind: Any = type(model)

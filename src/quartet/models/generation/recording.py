@@ -11,6 +11,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import fx
 from torch.overrides import TorchFunctionMode
@@ -21,6 +22,13 @@ _METADATA = frozenset(
 """Methods whose result depends on the shape and type of a tensor, not on its values."""
 _ATTRIBUTES = frozenset({"shape", "dtype", "device", "ndim", "requires_grad", "is_cuda", "layout", "is_meta", "is_cpu"})
 """Attributes of this kind."""
+
+
+_PLAIN = (
+    *(bool, int, float, complex, str, type(None), type(...)),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format),
+)
+"""Types of arguments that a graph can contain."""
 
 
 class NotRecordable(Exception):
@@ -100,6 +108,12 @@ class _Recorder(TorchFunctionMode):
             return [*map(self._convert, value)] if isinstance(value, list) else tuple(map(self._convert, value))
         if isinstance(value, dict):
             return {key: self._convert(item) for key, item in value.items()}
+        if isinstance(value, slice):
+            return slice(self._convert(value.start), self._convert(value.stop), self._convert(value.step))
+        if isinstance(value, np.generic):
+            return value.item()
+        if not isinstance(value, _PLAIN):
+            raise NotRecordable(f"an argument of the type {type(value).__name__}")
         return value
 
     def _node(self, tensor: torch.Tensor) -> Any:

@@ -22,6 +22,7 @@ from quartet.models.forward.model_capabilities import (
     accepts_argument,
     attends_to_all,
     device_of,
+    has_experts,
     max_positions,
     vocabulary_size,
 )
@@ -184,7 +185,8 @@ class TorchEngine:
 
     def _is_batch_invariant(self) -> bool:
         """Return whether requests get the same bits by themselves, in batches, and after waiting for a slot."""
-        if self._static is None:
+        # Few tokens may not show that the rows of experts depend on the batch.
+        if self._static is None or has_experts(self._model):
             return False
         size = sum(parameter.numel() for parameter in self._model.parameters())
         rows = max(

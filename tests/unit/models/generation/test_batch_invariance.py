@@ -90,7 +90,7 @@ def test_an_adapter_keeps_the_bits_independent_of_the_batch() -> None:
     assert {key: value for request in requests for key, value in bits(engine, [request]).items()} == expected
 
 
-@pytest.mark.parametrize("kind", ["mistral", "bloom", "qwen3_moe"])
+@pytest.mark.parametrize("kind", ["mistral", "bloom", *tiny.MIXTURES])
 def test_models_without_static_decoding_and_mixtures_of_experts_are_not_batch_invariant(kind: str) -> None:
     assert not TorchEngine(tiny.causal(kind), STOPS, 8).batch_invariant
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -66,6 +67,16 @@ def test_operations_in_place_several_results_and_attributes_are_repeated() -> No
 def test_a_computation_that_reads_values_is_refused(read: Callable[[torch.Tensor], object]) -> None:
     with pytest.raises(NotRecordable, match="reads"):
         record(lambda: read(torch.ones(3)))
+
+
+def test_numbers_of_numpy_are_repeated_and_other_objects_refused() -> None:
+    values, result = torch.ones(3), torch.zeros(3)
+    replay = record(lambda: result.copy_(values * np.float64(1.5)))
+    values.fill_(2.0)
+    replay()
+    assert result.tolist() == [3.0] * 3
+    with pytest.raises(NotRecordable, match="type Generator"):
+        record(lambda: torch.rand(3, generator=torch.Generator()))
 
 
 def test_shapes_and_types_may_be_read() -> None:
