@@ -6,6 +6,7 @@ import queue
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from itertools import count
 
@@ -65,10 +66,39 @@ class Collector:
         )
         # Trajectories of later steps, which arrived while an earlier step was collected.
         self._early: dict[int, list[Delivery]] = {}
+        # Deliveries, the error that ended the reading, or None for anything else that may have changed.
+        self._events: queue.SimpleQueue[list[Delivery] | Exception | None] = queue.SimpleQueue()
+        self._reading: ExitStack | None = None
 
     def reset(self) -> None:
-        """Forget the trajectories of later steps. Call it when the stream is reset."""
+        """Stop reading, and forget the trajectories of later steps. Call it before the stream is reset, and at the end."""
+        self._stop_reading()
         self._early.clear()
+        self._events = queue.SimpleQueue()
+
+    def _stop_reading(self) -> None:
+        reading, self._reading = self._reading, None
+        if reading is not None:
+            reading.close()
+
+    def _start_reading(self) -> list[Delivery]:
+        """Read the stream on another thread until ``reset``. Return what has been delivered since the last step.
+
+        Reading continues between steps: what is delivered while a reader ends would be lost for this process.
+        """
+        deliveries, failed = list[Delivery](), False
+        while not self._events.empty():
+            event = self._events.get()
+            failed |= isinstance(event, Exception)
+            deliveries += event if isinstance(event, list) else []
+        if failed:
+            # The connection was lost while nothing was expected.
+            self._stop_reading()
+            deliveries += self._stream.delivered()
+        if self._reading is None:
+            self._reading = ExitStack()
+            self._reading.enter_context(self._stream.listen(self._score_batch_size, self._events.put))
+        return deliveries
 
     def collect(
         self,
@@ -102,13 +132,12 @@ class _Collection:
         fields: Mapping[int, str],
         replacement: ReplacementRule | None,
     ) -> None:
+        self._collector, self._services = collector, collector._services
         self._stream, self._early, self._size = collector._stream, collector._early, collector._score_batch_size
-        self._services = collector._services
         self._run, self._step = batch.requests[0].id.run, batch.step
         self._on_progress, self._replacement = on_progress, replacement
         self._samples = 1 + max(request.id.sample for request in batch.requests)
-        # The events: deliveries, the error of the reader, or None for anything else that may have changed.
-        self._events: queue.SimpleQueue[list[Delivery] | Exception | None] = queue.SimpleQueue()
+        self._events = collector._events
         recovery = replacement.recovery if replacement else None
         self._scoring = Scoring(
             collector._services, fields, recovery, observe=collector._observe, on_response=self._wake
@@ -124,20 +153,17 @@ class _Collection:
         start = time.perf_counter()
         generated = 0.0
         try:
-            self._receive(self._early.pop(self._step, []))
-            with self._stream.listen(self._size, self._events.put):
-                for replaced in count():
-                    self._wait_for(lambda: self._arrivals.complete)
-                    generated = generated or time.perf_counter()
-                    self._wait_for(lambda: self._generation.done() and not self._scoring.batches_in_flight)
-                    prompts = {
-                        prompt for prompt, failed in _failed_by_prompt(self._scoring).items() if failed > replaced
-                    }
-                    if self._replacement is None or not prompts:
-                        break
-                    self._expect(*self._replacement.generate(prompts, self._samples + replaced))
-            self._receive_rest()
+            self._receive([*self._early.pop(self._step, []), *self._collector._start_reading()])
+            for replaced in count():
+                self._wait_for(lambda: self._arrivals.complete)
+                generated = generated or time.perf_counter()
+                self._wait_for(lambda: self._generation.done() and not self._scoring.batches_in_flight)
+                prompts = {prompt for prompt, failed in _failed_by_prompt(self._scoring).items() if failed > replaced}
+                if self._replacement is None or not prompts:
+                    break
+                self._expect(*self._replacement.generate(prompts, self._samples + replaced))
         except BaseException:
+            self._collector.reset()
             self._generation.cancel()
             self._scoring.cancel()
             self._first.cancel()
@@ -194,13 +220,6 @@ class _Collection:
                 event = self._events.get_nowait()
             except queue.Empty:
                 return
-
-    def _receive_rest(self) -> None:
-        """Sort in what was delivered at the end: duplicates, and trajectories of later steps."""
-        while not self._events.empty():
-            event = self._events.get()
-            if isinstance(event, list):
-                self._receive(event)
 
     def _find_lost_deliveries(self) -> None:
         """Read the deliveries that were lost on their way to this process. Redis still counts them as delivered.

@@ -122,6 +122,7 @@ class Evaluator:
         """Return one response to each prompt, in the order of the prompts."""
         run = self._config.run
         # An interrupted evaluation may have left trajectories in the stream.
+        self._collector.reset()
         self._stream.reset(leader_epoch)
         batch, generation = self._generation.start(
             GenerationBatch(
@@ -136,6 +137,7 @@ class Evaluator:
         )
         fields = {prompt.index: prompt.fields for prompt in self._prompts} if self._config.reward.has_functions else {}
         collected = self._collector.collect(batch, generation, on_progress, fields)
+        self._collector.reset()
         self._stream.acknowledge(collected.entry_ids)
         responses = [item.trajectory.response_ids for item in collected.scored]
         texts = texts_of(self._tokenizer, responses, special_tokens=False)

@@ -140,13 +140,17 @@ def collect(
 ) -> CollectedStep:
     stream.append(written)
     services = ScoringServices(scorer, scorer, scorer, 0.7)  # type: ignore[arg-type]
-    return Collector(stream, services, score_batch_size).collect(
-        batch_of(written),
-        ended_generation(),
-        (progress if progress is not None else []).append,
-        fields,
-        ReplacementRule(recovery or recovery_config(), actor.generate),
-    )
+    collector = Collector(stream, services, score_batch_size)
+    try:
+        return collector.collect(
+            batch_of(written),
+            ended_generation(),
+            (progress if progress is not None else []).append,
+            fields,
+            ReplacementRule(recovery or recovery_config(), actor.generate),
+        )
+    finally:
+        collector.reset()
 
 
 def scored(step: CollectedStep) -> list[Name]:

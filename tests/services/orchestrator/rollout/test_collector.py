@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +22,22 @@ from tests.services.orchestrator.fake_services import FakeCall, FakeGeneration, 
 from tests.services.orchestrator.rollout.failing_services import batch_of, ended_generation
 
 
+@contextmanager
+def collector_of(
+    stream: RolloutStream, scorer: Scorer, score_batch_size: int = 3, critic: bool = True
+) -> Iterator[Collector]:
+    services = ScoringServices(scorer, scorer, scorer if critic else None, 0.7)  # type: ignore[arg-type]
+    collector = Collector(stream, services, score_batch_size)
+    try:
+        yield collector
+    finally:
+        collector.reset()
+
+
+def ignore(num_scored: int) -> None:
+    """Observe no progress."""
+
+
 def collect(
     stream: RolloutStream,
     scorer: Scorer,
@@ -30,10 +48,9 @@ def collect(
     critic: bool = True,
     fields: dict[int, str] | None = None,
 ) -> CollectedStep:
-    services = ScoringServices(scorer, scorer, scorer if critic else None, 0.7)  # type: ignore[arg-type]
-    collector = Collector(stream, services, score_batch_size)
     counts = progress if progress is not None else []
-    return collector.collect(batch_of(expected), generation or ended_generation(), counts.append, fields)
+    with collector_of(stream, scorer, score_batch_size, critic) as collector:
+        return collector.collect(batch_of(expected), generation or ended_generation(), counts.append, fields)
 
 
 def first_tokens(scorer: Scorer) -> list[list[int]]:
@@ -103,14 +120,43 @@ def test_a_duplicate_is_scored_once_and_all_its_entries_are_acknowledged(stream:
 
 def test_late_duplicates_do_not_reach_the_next_step(stream: RolloutStream, run: str) -> None:
     first = [trajectory(run, prompt) for prompt in range(3)]
-    stream.append([*first, *first])
-    stream.acknowledge(collect(stream, Scorer(), first).entry_ids)
     second = [trajectory(run, prompt, step=2) for prompt in range(3)]
-    stream.append(second)
-    step = collect(stream, Scorer(), second)
+    with collector_of(stream, Scorer()) as collector:
+        stream.append([*first, *first])
+        stream.acknowledge(collector.collect(batch_of(first), ended_generation(), ignore).entry_ids)
+        stream.append(second)
+        step = collector.collect(batch_of(second), ended_generation(), ignore)
     assert [item.trajectory.id.step for item in step.scored] == [2, 2, 2]
     stream.acknowledge(step.entry_ids)
     assert stream.depth() == 0
+
+
+def test_trajectories_of_later_steps_wait_for_their_collection(stream: RolloutStream, run: str) -> None:
+    steps = [[trajectory(run, prompt, step=step) for prompt in range(5)] for step in (1, 2, 3)]
+    scorer, entry_ids = Scorer(), list[str]()
+    with collector_of(stream, scorer) as collector:
+        # Step 3 comes first, and step 2 partly before step 1.
+        stream.append([*steps[2], *steps[1][:2], *steps[0]])
+        for written, later in zip(steps, (steps[1][2:], [], []), strict=True):
+            step = collector.collect(batch_of(written), ended_generation(), ignore)
+            assert [item.trajectory.id for item in step.scored] == [item.id for item in written]
+            assert len(step.entry_ids) == 5
+            entry_ids += step.entry_ids
+            stream.append(later)
+        # Nothing was lost between the steps: a search for lost deliveries would have waited.
+        assert first_tokens(scorer) == [[0, 1, 2], [3, 4]] * 3
+    stream.acknowledge(entry_ids)
+    assert stream.depth() == 0
+
+
+def test_a_lost_connection_between_two_steps_loses_no_trajectory(stream: RolloutStream, run: str) -> None:
+    first, second = ([trajectory(run, prompt, step=step) for prompt in range(3)] for step in (1, 2))
+    with collector_of(stream, Scorer()) as collector:
+        stream.append(first)
+        collector.collect(batch_of(first), ended_generation(), ignore)
+        collector._events.put(BufferFailed("the connection was lost"))
+        stream.append(second)
+        assert len(collector.collect(batch_of(second), ended_generation(), ignore).scored) == 3
 
 
 def test_missing_trajectories_at_the_end_of_generation_are_an_error(stream: RolloutStream, run: str) -> None:

@@ -129,6 +129,7 @@ def test_an_engine_with_wrong_weights_is_refused_by_name_at_its_first_trajectory
             collect(pool, collector, stream, config, 2, 1, case)
         assert any(note.startswith(f"generator {address} gets no more work: ") for note in notes)
     finally:
+        collector.reset()
         pool.close()
 
 
@@ -153,6 +154,7 @@ def collect(
     pool: GeneratorPool, collector: Collector, stream: RolloutStream, config: Config, step: int, version: int, seed: int
 ) -> None:
     """Generate and collect one step with a policy version."""
+    collector.reset()
     stream.reset(1)
     requests = requests_of(config.run.name, step, PROMPTS, 2)
     batch, generation = pool.start(GenerationBatch(config.run.name, step, 1, requests, SAMPLING, seed, version))
@@ -186,4 +188,5 @@ def test_a_right_engine_is_not_refused(config: Config, services: Services, redis
         collect(pool, collector, stream, config, 2, 1, 0)
         assert actor.timeouts == TIMEOUTS
     finally:
+        collector.reset()
         pool.close()
