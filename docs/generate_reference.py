@@ -213,6 +213,47 @@ def _default(item: Any) -> str:
     return f"`{str(item.default).lower() if isinstance(item.default, bool) else item.default}`"
 
 
+def engines() -> str:
+    """Return the page of the engines' guarantees."""
+    from quartet.engines.catalog import CATALOG, COLUMNS
+
+    rows = (
+        (f"`{entry.properties.name}`", entry.runs_in, *entry.cells()[1:], entry.depends_on, entry.tested)
+        for entry in CATALOG
+    )
+    lines = [
+        "# Engines",
+        "",
+        "What does each generation engine guarantee? `quartet doctor` prints the same table, and the services page of the",
+        "dashboard shows what the engines of a run declare. [Generation engines](../engines.md) explains how to choose and set",
+        "up one. This page is generated from the code by `make docs-reference`.",
+        "",
+        *table([COLUMNS[0], "runs in", *COLUMNS[1:], "depends on", "contract suite has run on"], rows),
+        "The table holds for default settings.",
+        "",
+    ]
+    meanings = (
+        ("seeded", "The seed of a trajectory decides its random numbers."),
+        ("batch-invariant", "The other requests in a batch change no bit of a response."),
+        (
+            "log-probs",
+            "Distribution of the reported log-probs: whole, truncated by top_k and top_p, or none. Unless they are whole, the "
+            "trainer computes them.",
+        ),
+        (
+            "weights",
+            "Way of new weights into the engine. shared: it uses the trained model itself. tensors: through memory. folder, "
+            "adapter: through files or requests, while it runs. restart: it starts again with each version. static: never.",
+        ),
+        (
+            "digest",
+            "Origin of the digest of the weights. read back: computed from what the engine holds. reported: a server names its "
+            "version. none: only the log-probs of the first trajectory show which weights it has.",
+        ),
+    )
+    return "\n".join([*lines, *table(["column", "meaning"], meanings)]).rstrip() + "\n"
+
+
 def rest() -> str:
     """Return the page of the REST API, from its OpenAPI document."""
     from quartet.gateway.app import create_app
@@ -423,6 +464,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "configuration.md": configuration,
     "command-line.md": command_line,
     "metrics.md": metrics,
+    "engines.md": engines,
     "rest-api.md": rest,
     "protobuf.md": protobuf,
 }

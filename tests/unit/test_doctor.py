@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import socket
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 
-from quartet.cli.doctor import TRAINED_BYTES, _memory, _requirements, doctor
+from quartet import __version__
+from quartet.cli import doctor as module
+from quartet.cli.doctor import TRAINED_BYTES, Finding, _memory, _requirements, doctor
 from quartet.config import Config, parse_config
+from quartet.engines.catalog import CATALOG
 from quartet.models.training.optimizer import create_optimizer
 from quartet.models.training.updates import update_policy
-from quartet.types import Role
+from quartet.rpc.server import Server
+from quartet.types import EngineProperties, Role, ServiceStatus, WeightTransfer
 from tests.unit.models import tiny, updates
 
 
@@ -71,3 +77,113 @@ def test_a_port_of_the_gateway_that_is_in_use_is_reported(tmp_path: Path) -> Non
         [finding] = [finding for finding in _requirements(settings) if finding.subject == "gateway"]
     assert not finding.ok
     assert f"gateway.listen {listen}: cannot listen there" in finding.detail
+
+
+class StatusOnly:
+    """A servicer with nothing but a status."""
+
+    def __init__(self, status: ServiceStatus) -> None:
+        self.role, self._status = status.role, status
+
+    def status(self) -> ServiceStatus:
+        return self._status
+
+    def register(self, server: Any) -> None:
+        pass
+
+    def abandoned(self) -> tuple[str, float]:
+        return "", 0.0
+
+    def close(self) -> None:
+        pass
+
+
+ENGINE = EngineProperties("torch", True, True, "whole", "tensors", "read back")
+HELD = WeightTransfer(7, bytes.fromhex("ab" * 16), "host:1", 100, True, 0.5, 0.25)
+GENERATOR = ServiceStatus(Role.GENERATOR, device="cpu", dtype="float32", engine=ENGINE, last_transfer=HELD)
+
+
+def generator_findings(settings: Config, addresses: list[str], **rollout: Any) -> list[Finding]:
+    tree = {**settings.model_dump(mode="json"), "buffer": {"url": "redis://127.0.0.1:1"}}
+    tree["services"]["generators"] = addresses
+    tree["rollout"] |= rollout
+    return [each for each in _requirements(parse_config(tree, "test")) if each.subject.startswith("generator")]
+
+
+def test_a_fitting_generator_shows_engine_version_weights_and_guarantees(tmp_path: Path) -> None:
+    server = Server([StatusOnly(GENERATOR)], "127.0.0.1:0")
+    try:
+        [finding] = generator_findings(config(tmp_path, torch.float32), [server.address])
+    finally:
+        server.stop(0.0)
+    assert (finding.subject, finding.ok) == (f"generator {server.address}", True)
+    assert finding.detail == (
+        f"torch, Quartet {__version__}, cpu, float32, weights of version 7, digest abababab, seeded yes, batch-invariant yes, "
+        "log-probs whole, weights tensors, digest read back"
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"engine": replace(ENGINE, name="vllm")}, "runs engine vllm, rollout.engine is torch"),
+        ({"dtype": "bfloat16"}, "has weights in bfloat16, actor.dtype is float32"),
+        ({"buffer_unreachable": True}, "cannot reach the rollout buffer"),
+        ({"role": Role.ACTOR}, "expected a generator, got the actor service"),
+    ],
+)
+def test_a_generator_that_does_not_fit_fails_with_the_reason(
+    tmp_path: Path, change: dict[str, Any], problem: str
+) -> None:
+    server = Server([StatusOnly(replace(GENERATOR, **change))], "127.0.0.1:0")
+    try:
+        [finding] = generator_findings(config(tmp_path, torch.float32), [server.address])
+    finally:
+        server.stop(0.0)
+    assert not finding.ok
+    assert finding.detail.startswith(problem)
+
+
+def test_a_generator_of_another_version_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "__version__", "99.0")
+    server = Server([StatusOnly(GENERATOR)], "127.0.0.1:0")
+    try:
+        [finding] = generator_findings(config(tmp_path, torch.float32), [server.address])
+    finally:
+        server.stop(0.0)
+    assert finding.detail.startswith(f"runs Quartet {__version__}, this is 99.0")
+
+
+def test_an_address_without_a_generator_fails(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        address = f"127.0.0.1:{other.getsockname()[1]}"
+    [finding] = generator_findings(config(tmp_path, torch.float32), [address])
+    assert (finding.subject, finding.ok) == (f"generator {address}", False)
+    assert "start it, or correct services.generators" in finding.detail
+
+
+def test_the_interpreter_of_local_generators_must_import_their_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = config(tmp_path, torch.float32)
+    found = {finding.subject: finding for finding in generator_findings(settings, [], generators=2)}
+    assert found["generator.python"].ok
+    assert found["generator.python"].detail.endswith(f"torch {torch.__version__}")
+    assert found["generators"].detail.startswith("2 of engine torch, CPU, ")
+    assert module._environment(tmp_path / "python", "torch") == (
+        False,
+        f"{tmp_path / 'python'}: not an executable file; correct services.generator.python",
+    )
+    ok, detail = module._environment(Path(sys.executable), "not_installed_engine")
+    assert not ok
+    assert "No module named 'not_installed_engine'" in detail
+
+
+def test_the_guarantees_of_every_engine_are_printed(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "console", Console(width=250))
+    doctor(None, [], [])
+    output = capsys.readouterr().out
+    for entry in CATALOG:
+        assert entry.properties.name in output

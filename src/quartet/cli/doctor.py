@@ -3,33 +3,41 @@
 from __future__ import annotations
 
 import importlib
+import json
 import math
 import os
 import platform
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import safetensors
 from rich.console import Console
 from rich.table import Table
 
+import quartet
 from quartet import __version__
 from quartet.buffer.connection import connect
 from quartet.buffer.embedded_redis import find_server
 from quartet.buffer.redis_url import buffer_url
 from quartet.config import Config, load_config, redact_url
+from quartet.engines.catalog import CATALOG, COLUMNS, described, package_of
 from quartet.errors import ConfigError, QuartetError
 from quartet.hub_models import looks_local
 from quartet.launcher.security_checks import check_access
 from quartet.preflight import check_gateway, check_inputs
 from quartet.rpc.security.allow_list import OPERATOR
-from quartet.rpc.service_channel import accepts_connections
+from quartet.rpc.security.credentials import Credentials
+from quartet.rpc.service_channel import ServiceChannel, accepts_connections, endpoints_at
 from quartet.topology import (
     available_cores,
+    devices_of_generator,
     free_memory_bytes,
     listen_address,
     model_roles,
@@ -37,13 +45,30 @@ from quartet.topology import (
     num_threads,
     num_update_threads,
 )
-from quartet.types import TRAINED_ROLES, Role
+from quartet.types import TRAINED_ROLES, ProcessStatus, Role, ServiceStatus
 
 console = Console()
 
 TRAINED_BYTES = 16
 """Memory per trained parameter. float32: weight, gradient and the two moments of AdamW, 4 bytes each. Half precision: weight and
 gradient, 2 bytes each, and a float32 master weight and the moments, 4 bytes each."""
+
+
+STATUS_SECONDS = 5.0
+"""Time that a generator has to respond."""
+MAX_PARALLEL_CHECKS = 16
+"""Maximum number of generators that are asked at the same time."""
+IMPORT_SECONDS = 180.0
+"""Time to import an engine. vLLM takes half a minute on a slow machine."""
+IMPORTS = """
+import importlib, json, platform, sys
+importlib.import_module("quartet.services.generator.factory")
+found = {"Python": platform.python_version()}
+for name in sys.argv[1:]:
+    found[name] = getattr(importlib.import_module(name), "__version__", "of unknown version")
+print("\\n" + json.dumps(found))
+"""
+"""Program that imports the generator and the packages in its arguments, and prints versions in its last line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +97,18 @@ def doctor(config_path: Path | None, overrides: list[str], overlays: list[Path])
         mark = "[green]ok[/]" if finding.ok else "[red]failed[/]"
         table.add_row(mark, finding.subject, finding.detail)
     console.print(table)
+    console.print(_engines())
     return all(finding.ok for finding in findings)
+
+
+def _engines() -> Table:
+    """Return the guarantees of all engines."""
+    table = Table(title="Guarantees of the engines", title_justify="left", box=None, padding=(0, 2))
+    for column in (*COLUMNS, "runs in"):
+        table.add_column(column)
+    for entry in CATALOG:
+        table.add_row(*entry.cells(), entry.runs_in)
+    return table
 
 
 def _machine(torch: Any) -> Iterator[Finding]:
@@ -149,6 +185,13 @@ def _requirements(config: Config) -> Iterator[Finding]:
         port = listen if ":" in listen else f"a free port of {listen}"
         detail = f"{place}, listens on {port}{_memory(config, role)}{_update_memory(config, role)}"
         yield Finding(role, not missing, f"{detail}; CUDA devices {missing} do not exist" if missing else detail)
+    yield from _running_generators(config)
+    if config.rollout.generators:
+        yield from _local_generators(config)
+        threads += (
+            0 if config.services.generator.devices else config.rollout.generators * num_threads(config, Role.GENERATOR)
+        )
+    yield from _engine_server(config)
     if threads > max(available_cores(), len(roles)):
         yield Finding(
             "threads",
@@ -157,6 +200,120 @@ def _requirements(config: Config) -> Iterator[Finding]:
         )
     if config.buffer.url is not None:
         yield _buffer(config)
+
+
+def _running_generators(config: Config) -> Iterator[Finding]:
+    """Check every endpoint of services.generators."""
+    if not config.services.generators:
+        return
+    try:
+        credentials = Credentials(OPERATOR, config.security)
+    except QuartetError as error:
+        yield Finding("generators", False, f"not checked: {error}")
+        return
+    endpoints = [each for address in config.services.generators for each in endpoints_at(address)]
+    with ThreadPoolExecutor(MAX_PARALLEL_CHECKS) as workers:
+        yield from workers.map(lambda address: _running_generator(config, credentials, address), endpoints)
+
+
+def _running_generator(config: Config, credentials: Credentials, address: str) -> Finding:
+    subject, channel = f"generator {address}", ServiceChannel(Role.GENERATOR, address, credentials)
+    try:
+        process = channel.status(STATUS_SECONDS)
+    except QuartetError as error:
+        return Finding(subject, False, f"{error}; start it, or correct services.generators")
+    finally:
+        channel.close()
+    status = next((each for each in process.roles if each.role is Role.GENERATOR), None)
+    if status is None:
+        roles = ", ".join(each.role for each in process.roles)
+        return Finding(subject, False, f"expected a generator, got the {roles} service; correct services.generators")
+    problem = _mismatch(config, process, status)
+    return Finding(subject, not problem, "; ".join(filter(None, (problem, _described_generator(process, status)))))
+
+
+def _mismatch(config: Config, process: ProcessStatus, status: ServiceStatus) -> str:
+    """Return why a generator does not fit the config, or an empty string."""
+    name = status.engine.name.split(" ")[0] if status.engine is not None else "none"
+    if name != config.rollout.engine:
+        return f"runs engine {name}, rollout.engine is {config.rollout.engine}; start it with this config"
+    if process.version != __version__:
+        return f"runs Quartet {process.version}, this is {__version__}; install the same version"
+    if status.dtype != config.actor.dtype:
+        return f"has weights in {status.dtype}, actor.dtype is {config.actor.dtype}; start it with this config"
+    if status.buffer_unreachable:
+        return "cannot reach the rollout buffer; check buffer.url from its machine"
+    return ""
+
+
+def _described_generator(process: ProcessStatus, status: ServiceStatus) -> str:
+    held = status.last_transfer
+    weights = (
+        f"weights of version {held.policy_version}, digest {held.weights_digest.hex()[:8]}"
+        if held
+        else "no weights yet"
+    )
+    engine = status.engine
+    guarantees = (
+        [f"{name} {value}" for name, value in zip(COLUMNS[1:], described(engine), strict=True)] if engine else []
+    )
+    parts = (engine.name if engine else "no engine", f"Quartet {process.version}", status.device, status.dtype, weights)
+    return ", ".join([*parts, *guarantees])
+
+
+def _local_generators(config: Config) -> Iterator[Finding]:
+    """Check the environment and the devices of the generators that a run starts on this machine."""
+    import torch
+
+    engine, service = config.rollout.engine, config.services.generator
+    python = service.python or Path(sys.executable)
+    yield Finding("generator.python", *_environment(python, package_of(engine)))
+    available = torch.cuda.device_count()
+    shares = [devices_of_generator(config, index) for index in range(config.rollout.generators)]
+    missing = sorted({device for share in shares for device in share if device >= available})
+    place = (
+        f"CUDA {[list(share) for share in shares]}"
+        if service.devices
+        else f"CPU, {_threads(config, Role.GENERATOR)} each"
+    )
+    detail = f"{config.rollout.generators} of engine {engine}, {place}"
+    yield Finding("generators", not missing, f"{detail}; CUDA devices {missing} do not exist" if missing else detail)
+
+
+def _engine_server(config: Config) -> Iterator[Finding]:
+    """Check that the server of the engine accepts connections."""
+    rollout = config.rollout
+    servers = {"triton": rollout.triton, "vllm-server": rollout.vllm_server, "sglang-server": rollout.sglang_server}
+    if (server := servers.get(rollout.engine)) is not None:
+        parts = urlsplit(server.url)
+        port = parts.port or (443 if parts.scheme == "https" else 80)
+        responds = accepts_connections(f"{parts.hostname}:{port}")
+        detail = f"{server.url} accepts connections" if responds else f"no server listens at {server.url}; start it"
+        yield Finding(rollout.engine, responds, detail)
+
+
+def _environment(python: Path, package: str) -> tuple[bool, str]:
+    """Import the generator and its engine in another interpreter. Return whether that works, and the versions or the error."""
+    if not python.is_file() or not os.access(python, os.X_OK):
+        return False, f"{python}: not an executable file; correct services.generator.python"
+    # As the launcher does: the other environment need not have Quartet installed, only its base dependencies.
+    paths = [str(Path(quartet.__file__).resolve().parents[1]), os.environ.get("PYTHONPATH", "")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    try:
+        process = subprocess.run(
+            [str(python), "-c", IMPORTS, *filter(None, [package])],
+            capture_output=True,
+            text=True,
+            timeout=IMPORT_SECONDS,
+            env=environment,
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        return False, f"{python}: {error}"
+    if process.returncode:
+        reason = (process.stderr.strip() or "no output").splitlines()[-1]
+        return False, f"{python}: cannot start a generator: {reason}; install what is missing there"
+    found = json.loads(process.stdout.splitlines()[-1])
+    return True, ", ".join([str(python), *(f"{name} {version}" for name, version in found.items())])
 
 
 def _threads(config: Config, role: Role) -> str:
