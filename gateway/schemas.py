@@ -314,8 +314,58 @@ class CheckpointInfo(Model):
     """Reason that the checkpoint cannot be used, or null. Only the manifest and file sizes are checked."""
 
 
+class EngineInfo(Model):
+    """Guarantees that a generation engine declares."""
+
+    name: str
+    seeded: bool
+    """True if the seed of a trajectory decides its random numbers."""
+    batch_invariant: bool
+    """True if the other requests in a batch change no bit of a response."""
+    log_probs: Literal["whole", "truncated", "none"]
+    """Distribution of the log-probs: the whole one, the one truncated by top_k and top_p, or none."""
+    weights: Literal["shared", "tensors", "folder", "adapter", "restart", "static"]
+    """Way of a new policy version into the engine."""
+    digest: Literal["read back", "reported", "none"]
+    """Origin of the digest: read back from the engine's memory, reported by a server, or none."""
+    in_flight_updates: bool
+    """True if new weights may arrive in the middle of a response."""
+
+
+class WeightTransferInfo(Model):
+    """Transfer of one policy version into a generator."""
+
+    policy_version: int
+    digest: str
+    """Digest of the weights, in hexadecimal."""
+    source: str
+    """HOST:PORT of the process that sent them."""
+    bytes: int
+    """Compressed bytes."""
+    delta: bool
+    """True if only differences to the version before were sent."""
+    transfer_seconds: float
+    """Seconds to receive and verify the weights."""
+    load_seconds: float
+    """Seconds to load them into the engine and read them back."""
+
+
+class WeightPublicationInfo(Model):
+    """Publication of one policy version by the actor."""
+
+    policy_version: int
+    digest: str
+    """Digest of the weights, in hexadecimal."""
+    changed_tensors: int
+    """Tensors that differ from the version before."""
+    total_bytes: int
+    delta_bytes: int
+    """Compressed bytes of the difference to the version before; 0 without one."""
+    seconds: float
+
+
 class ServiceInfo(Model):
-    """One process of an active run."""
+    """One process of an active run. A run may have several generators, each with its own address."""
 
     role: str
     address: str
@@ -336,6 +386,21 @@ class ServiceInfo(Model):
     """Busy time since the process started, in seconds by kind of work."""
     load: float | None = None
     """Fraction of the time since the last poll that the process was busy, 0 to 1; null at the first poll."""
+    work_pending: int | None = None
+    """Calls that wait for the process, including the one that it works on."""
+    trajectories: int | None = None
+    """Trajectories that the orchestrator has assigned to a generator and that are not finished."""
+    tokens_generated: int | None = None
+    """Response tokens generated since the process started."""
+    tokens_per_second: float | None = None
+    """Mean of tokens_generated per second of generation."""
+    engine: EngineInfo | None = None
+    last_transfer: WeightTransferInfo | None = None
+    """Last transfer of weights into a generator."""
+    published_versions: list[int] = []
+    """Policy versions that generators can take from the actor."""
+    last_publication: WeightPublicationInfo | None = None
+    """Last policy version that the actor has published."""
 
 
 class Buffer(Model):

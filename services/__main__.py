@@ -246,7 +246,7 @@ def _orchestrator(
     control = RunControl(RunFiles(config.run_directory))
     url = required_buffer_url(config, credentials.folder)
     training = TrainingRun(config, url, board, control, _freeze_loaded_objects, observability.traces, credentials)
-    observability.registry.register(RunMetrics(config, board, BufferDepth(url, config.run.name)))
+    observability.registry.register(RunMetrics(config, board, BufferDepth(url, config.run.name), training.generators))
 
     def finished(code: int) -> None:
         status[0] = code
@@ -259,7 +259,8 @@ def _orchestrator(
         endings.put(END_OF_RUN)
 
     thread = threading.Thread(target=run_training, args=(training, board, finished), name="training", daemon=True)
-    return [OrchestratorServicer(board, control, training.live_settings, training.close)], thread
+    servicer = OrchestratorServicer(board, control, training.live_settings, training.close, training.generators)
+    return [servicer], thread
 
 
 if __name__ == "__main__":

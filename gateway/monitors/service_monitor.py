@@ -6,17 +6,27 @@ import json
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from quartet.config import redact_url
-from quartet.errors import MismatchError, NoResponse, QuartetError, ServiceUnavailable
+from quartet.errors import ConfigError, MismatchError, NoResponse, QuartetError, ServiceUnavailable
 from quartet.gateway.monitors.buffer_monitor import BufferMonitor
 from quartet.gateway.readers.run_catalog import RunCatalog
-from quartet.gateway.schemas import ServiceInfo
+from quartet.gateway.schemas import EngineInfo, ServiceInfo, WeightPublicationInfo, WeightTransferInfo
+from quartet.rpc.clients import OrchestratorClient
 from quartet.rpc.security.credentials import LOCAL, Credentials
 from quartet.rpc.service_channel import ServiceChannel
 from quartet.run_directory.run_files import RunFiles
-from quartet.types import TRAINED_ROLES, ServiceStatus
+from quartet.types import (
+    TRAINED_ROLES,
+    GeneratorInfo,
+    GeneratorState,
+    Role,
+    ServiceStatus,
+    WeightPublication,
+    WeightTransfer,
+)
 
 TIMEOUT_SECONDS = 1.0
 """Time that a process has to respond."""
@@ -44,6 +54,9 @@ class _PolledRun:
     addresses: dict[str, str] = field(default_factory=dict)
     infos: list[ServiceInfo] = field(default_factory=list)
     services: dict[tuple[str, str], _MonitoredService] = field(default_factory=dict)
+    orchestrator: OrchestratorClient | None = None
+    generators: list[GeneratorInfo] = field(default_factory=list)
+    """The generators, as the orchestrator listed them last."""
 
 
 class ServiceMonitor:
@@ -74,20 +87,45 @@ class ServiceMonitor:
             for run in self._runs.values():
                 for service in run.services.values():
                     service.channel.close()
+                if run.orchestrator is not None:
+                    run.orchestrator.close()
             self._runs.clear()
 
     def _poll(self, name: str, run: _PolledRun, addresses: dict[str, str]) -> list[ServiceInfo]:
-        for key in set(run.services) - set(addresses.items()):
+        run.generators = self._generators(name, run, addresses.get(Role.ORCHESTRATOR))
+        generators = {item.address: item for item in run.generators}
+        keys = [*addresses.items(), *((str(Role.GENERATOR), address) for address in generators)]
+        for key in set(run.services) - set(keys):
             run.services.pop(key).channel.close()
-        for role, address in addresses.items():
+        for role, address in keys:
             if (role, address) not in run.services:
                 run.services[role, address] = _MonitoredService(ServiceChannel(role, address, self._credentials))
         pending = [
-            self._workers.submit(_poll_service, role, run.services[role, address])
-            for role, address in addresses.items()
+            self._workers.submit(_poll_service, role, run.services[role, address], generators.get(address))
+            for role, address in keys
         ]
         redis = self._workers.submit(self._poll_redis, name) if addresses else None
         return [result.result() for result in pending] + (redis.result() if redis else [])
+
+    def _generators(self, name: str, run: _PolledRun, address: str | None) -> list[GeneratorInfo]:
+        """Return the generators in separate processes. While the orchestrator does not respond: those of its last response."""
+        if run.orchestrator is not None and run.orchestrator.address != address:
+            run.orchestrator.close()
+            run.orchestrator, run.generators = None, []
+        try:
+            if address is None or not self._catalog.config(name).has_generators:
+                return []
+            if run.orchestrator is None:
+                run.orchestrator = OrchestratorClient(address, TIMEOUT_SECONDS, self._credentials)
+            return run.orchestrator.generators()
+        except ConfigError:
+            return []
+        except QuartetError:
+            if run.orchestrator is not None:
+                # gRPC's reconnect delay grows with the time a connection has been lost.
+                run.orchestrator.close()
+                run.orchestrator = None
+            return run.generators
 
     def _poll_redis(self, name: str) -> list[ServiceInfo]:
         url = self._buffers.url(name)
@@ -112,9 +150,15 @@ def _addresses(files: RunFiles) -> dict[str, str]:
     return {str(role): str(address) for role, address in content.items()} if isinstance(content, dict) else {}
 
 
-def _poll_service(role: str, service: _MonitoredService) -> ServiceInfo:
-    """Return the status and health of one process."""
+def _poll_service(role: str, service: _MonitoredService, generator: GeneratorInfo | None = None) -> ServiceInfo:
+    """Return the status and health of one process. ``generator`` is what the orchestrator knows about a generator."""
     address = service.channel.address
+    if generator is not None and generator.state is GeneratorState.LOST:
+        # Asking hundreds of lost ones again would delay the others.
+        service.busy_seconds = None
+        return ServiceInfo(
+            role=role, address=address, health="unreachable", detail="does not respond to the orchestrator"
+        )
     try:
         status = _status(role, service.channel)
         serving = service.channel.is_serving(TIMEOUT_SECONDS)
@@ -133,6 +177,9 @@ def _poll_service(role: str, service: _MonitoredService) -> ServiceInfo:
             detail="no process listens at this address" if isinstance(error, ServiceUnavailable) else detail,
         )
     problem = _problem(status, serving)
+    if generator is not None and generator.reason:
+        problem = f"gets no work until it is restarted: {generator.reason}"
+    generated, generating = status.tokens.get("generated"), status.busy_seconds.get("generate", 0.0)
     return ServiceInfo(
         role=role,
         address=address,
@@ -142,13 +189,34 @@ def _poll_service(role: str, service: _MonitoredService) -> ServiceInfo:
         device=status.device or None,
         dtype=status.dtype or None,
         parameters=status.parameters or None,
-        policy_version=status.policy_version if role in TRAINED_ROLES else None,
-        step=status.step,
+        policy_version=status.policy_version if role in (*TRAINED_ROLES, Role.GENERATOR) else None,
+        step=status.step if role != Role.GENERATOR else None,
         micro_batch_tokens=status.micro_batch_tokens or None,
         gradient_checkpointing=status.gradient_checkpointing if status.micro_batch_tokens else None,
         busy_seconds=status.busy_seconds,
         load=_load(service, sum(status.busy_seconds.values())) if status.busy_seconds else None,
+        work_pending=status.work_pending if role != Role.ORCHESTRATOR else None,
+        trajectories=generator.trajectories if generator is not None else None,
+        tokens_generated=generated,
+        tokens_per_second=generated / generating if generated and generating else None,
+        **_weights(status),
     )
+
+
+def _weights(status: ServiceStatus) -> dict[str, Any]:
+    """Return the fields of an engine and of its weights."""
+    engine, transfer, publication = status.engine, status.last_transfer, status.last_publication
+    return {
+        "engine": EngineInfo(**asdict(engine)) if engine else None,
+        "published_versions": sorted(status.published_weights),
+        "last_transfer": WeightTransferInfo(**_with_hex_digest(transfer)) if transfer else None,
+        "last_publication": WeightPublicationInfo(**_with_hex_digest(publication)) if publication else None,
+    }
+
+
+def _with_hex_digest(measured: WeightTransfer | WeightPublication) -> dict[str, Any]:
+    fields = asdict(measured)
+    return {"digest": fields.pop("weights_digest").hex(), **fields}
 
 
 def _status(role: str, channel: ServiceChannel) -> ServiceStatus:

@@ -1,13 +1,14 @@
 // Analysis of a step's spans: busy and idle time of each service, and the critical path.
 
-const ORDER = ["orchestrator", "actor", "reward", "reference", "critic", "redis"];
+const ORDER = ["orchestrator", "actor", "generator", "reward", "reference", "critic", "redis"];
 /** Spans closer than this many seconds count as adjacent. */
 const TOLERANCE = 1e-4;
 
 /** Return the services that have spans, in the order in which a step uses them. */
 export function servicesOf(spans) {
   const services = [...new Set(spans.map((span) => span.service))];
-  const rank = (name) => (ORDER.includes(name) ? ORDER.indexOf(name) : ORDER.length);
+  // A generator's lane is "generator HOST:PORT".
+  const rank = (name) => (ORDER.includes(name.split(" ")[0]) ? ORDER.indexOf(name.split(" ")[0]) : ORDER.length);
   return services.sort((a, b) => rank(a) - rank(b) || a.localeCompare(b));
 }
 

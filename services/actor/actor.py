@@ -212,6 +212,7 @@ class Actor(TrainableModel):
             answers_as_reference=self._config.lora is not None,
             engine=engine,
             published_weights=published,
+            last_publication=self._weights.last if self._weights is not None else None,
         )
 
 

@@ -48,7 +48,7 @@ from quartet.services.orchestrator.step import StepTransaction
 from quartet.services.orchestrator.telemetry.run_outputs import RunTelemetry
 from quartet.services.orchestrator.telemetry.step_profiler import StepProfiler
 from quartet.telemetry.traces import Traces
-from quartet.types import RunState
+from quartet.types import GeneratorInfo, RunState
 
 log = structlog.get_logger()
 
@@ -124,6 +124,10 @@ class TrainingRun:
     def exit_code(self) -> int:
         """Exit code of a run that has ended without an error: 1 if a guard stopped it, else 0."""
         return 0 if self._alerts.stopped_by is None else 1
+
+    def generators(self) -> list[GeneratorInfo]:
+        """Return the generators in separate processes. May be called from another thread."""
+        return self._generation.generators()
 
     def close(self) -> None:
         """Stop the work in progress and release the lease. May be called again, and from another thread."""

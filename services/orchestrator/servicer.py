@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import grpc
@@ -11,7 +11,7 @@ from quartet import codec
 from quartet.services.orchestrator.control.live_settings import LiveSettings
 from quartet.services.orchestrator.control.progress import ProgressBoard
 from quartet.services.orchestrator.control.run_control import RunControl
-from quartet.types import Role, ServiceStatus
+from quartet.types import GeneratorInfo, Role, ServiceStatus
 from quartet.v1 import orchestrator_pb2_grpc
 
 
@@ -26,9 +26,14 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
         control: RunControl,
         live_settings: LiveSettings,
         close: Callable[[], None] = lambda: None,
+        generators: Callable[[], Sequence[GeneratorInfo]] = tuple,
     ) -> None:
-        """``close`` is called at the end of the process, when training may be in the middle of a step."""
+        """``close`` is called at the end of the process, when training may be in the middle of a step.
+
+        ``generators`` returns those in separate processes, at once.
+        """
         self._board, self._control, self._live_settings, self._close = board, control, live_settings, close
+        self._generators = generators
 
     def register(self, server: grpc.Server) -> None:
         """Add this servicer to ``server``."""
@@ -92,3 +97,7 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
         """Change settings from the next step on."""
         values, user = codec.changed_settings_from_proto(request)
         return codec.setting_changes_to_proto(self._live_settings.change(values, user))
+
+    def GetGenerators(self, request: Any, context: grpc.ServicerContext) -> Any:
+        """Return the generators in separate processes."""
+        return codec.generators_to_proto(self._generators())

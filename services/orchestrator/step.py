@@ -142,4 +142,5 @@ class StepTransaction:
             **({"off_policy_steps": lag} if self._off_policy.max_off_policy_steps else {}),
             **update_metrics(updates),
             **rates,
+            **self._preparation.take_metrics(prepared.experience.policy_version),
         }

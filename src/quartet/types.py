@@ -418,6 +418,22 @@ class WeightTransfer:
 
 
 @dataclass(frozen=True, slots=True)
+class WeightPublication:
+    """Publication of one policy version by a weight source.
+
+    ``weights_digest`` has 16 bytes. ``changed_tensors`` differ from the version before. ``delta_bytes``: encoded size of the
+    difference to it; 0 without one. ``seconds`` include the copy of the weights.
+    """
+
+    policy_version: int
+    weights_digest: bytes
+    changed_tensors: int
+    total_bytes: int
+    delta_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class ServiceStatus:
     """Status of one role of a process. See ``RoleStatus`` in proto/quartet/v1/status.proto for every field."""
 
@@ -448,6 +464,31 @@ class ServiceStatus:
     engine: EngineProperties | None = None
     published_weights: dict[int, bytes] = field(default_factory=dict)
     last_transfer: WeightTransfer | None = None
+    last_publication: WeightPublication | None = None
+
+
+class GeneratorState(enum.StrEnum):
+    """State of a generator in a separate process, as the orchestrator sees it.
+
+    ready: gets work. lost: does not respond. refused: gets no work until it is restarted.
+    """
+
+    READY = "ready"
+    LOST = "lost"
+    REFUSED = "refused"
+
+
+@dataclass(frozen=True, slots=True)
+class GeneratorInfo:
+    """One generator of a run.
+
+    ``address`` is HOST:PORT. ``reason`` says why it is refused. ``trajectories`` were assigned to it and are not finished.
+    """
+
+    address: str
+    state: GeneratorState
+    reason: str = ""
+    trajectories: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ import yaml
 
 from quartet.demo.toy_task import ToyTask, make_toy_task
 from quartet.failpoints import FOLDER_VARIABLE, VARIABLE
+from quartet.telemetry.step_metrics import is_measured
 from tests.chaos.cases import (
     CHECKPOINT_EVERY,
     EVERYTHING,
@@ -269,7 +270,7 @@ def digests(run: Path) -> dict[str, str]:
 def step_metrics(run: Path) -> list[dict[str, float]]:
     """Return the metrics of every step, except durations."""
     steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [{name: step[name] for name in step if not name.endswith("seconds")} for step in steps]
+    return [{name: step[name] for name in step if not is_measured(name)} for step in steps]
 
 
 def trajectories(run: Path) -> dict[int, list[dict[str, Any]]]:

@@ -18,6 +18,7 @@ from quartet.buffer.embedded_redis import EmbeddedRedis
 from quartet.cli.main import main
 from quartet.demo.toy_task import Recipe, ToyTask, make_toy_task
 from quartet.models.pretraining import Schedule, Shape
+from quartet.telemetry.step_metrics import is_measured
 from tests.e2e.commands import QUARTET, Command, CommandResult, settings
 
 Start = Callable[..., Command]
@@ -138,7 +139,7 @@ def uninterrupted_run(config: Path, few_processes: list[str], tmp_path_factory: 
 
 def deterministic_metrics(run: Run) -> list[dict[str, float]]:
     """Return the run's metrics without measured times."""
-    return [{name: step[name] for name in step if not name.endswith("seconds")} for step in run.metrics]
+    return [{name: step[name] for name in step if not is_measured(name)} for step in run.metrics]
 
 
 def weights(run: Path) -> bytes:

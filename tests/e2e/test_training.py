@@ -15,6 +15,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from quartet.demo.toy_task import ToyTask
+from quartet.telemetry.step_metrics import is_measured
 from tests.e2e.commands import committed_steps, settings
 from tests.e2e.conftest import MAX_PROMPT, STEPS, Run, Service, Start
 
@@ -31,7 +32,7 @@ def weights(run: Path) -> bytes:
 
 
 def without_seconds(run: Run) -> list[dict[str, float]]:
-    return [{name: step[name] for name in step if not name.endswith("seconds")} for step in run.metrics]
+    return [{name: step[name] for name in step if not is_measured(name)} for step in run.metrics]
 
 
 def test_a_run_succeeds_and_leaves_no_process(first_run: Run) -> None:

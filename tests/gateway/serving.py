@@ -164,7 +164,10 @@ def commit(files: RunFiles, *steps: int, **metrics: float) -> None:
 @contextmanager
 def serve_orchestrator(running: ActiveRun, addresses: dict[Role, str] | None = None) -> Iterator[Server]:
     """Serve the orchestrator of an active run, and write the run's ``services.json``."""
-    server = Server([OrchestratorServicer(running.board, running.control, running.live_settings)], "127.0.0.1:0")
+    servicer = OrchestratorServicer(
+        running.board, running.control, running.live_settings, generators=running.generators
+    )
+    server = Server([servicer], "127.0.0.1:0")
     files = RunFiles(running.config.run_directory)
     files.write_services({**(addresses or {}), Role.ORCHESTRATOR: server.address})
     try:

@@ -86,6 +86,14 @@ def test_run_returns_the_result_and_raises_the_error_of_the_work(compute: Comput
     assert min(busy.values()) > 0
 
 
+def test_running_work_counts_as_busy_until_now(compute: ComputeThread) -> None:
+    def work(_: Callable[[], bool]) -> tuple[float, float]:
+        return compute.busy_seconds()["a"], compute.busy_seconds()["a"]
+
+    first, second = compute.run("a", Call(), work)
+    assert 0 < first < second <= compute.busy_seconds()["a"]
+
+
 def test_work_runs_one_task_at_a_time_in_arrival_order_on_one_thread(compute: ComputeThread) -> None:
     started, release, running, max_running, order, threads = threading.Event(), threading.Event(), 0, 0, [], set()
 

@@ -135,9 +135,9 @@ def start_long_generation(actor: Any, stream: RolloutStream, timeout: float) -> 
 
 
 def wait_until_generation_ends(actor: Any) -> float:
-    """Return the seconds until the compute thread ends the generation. Only finished work counts as busy."""
+    """Return the seconds until the compute thread ends the generation. From then on the busy time stands still."""
     start = time.monotonic()
-    while "generate" not in actor.wait_until_ready().busy_seconds:
+    while actor.wait_until_ready().busy_seconds != actor.wait_until_ready().busy_seconds:
         assert time.monotonic() - start < 20, "the generation continues although its call was cancelled"
     return time.monotonic() - start
 

@@ -20,8 +20,9 @@ from quartet.services.orchestrator.control.live_settings import LiveSettings
 from quartet.services.orchestrator.control.progress import ProgressBoard
 from quartet.services.orchestrator.control.run_control import RunControl
 from quartet.services.orchestrator.run import TrainingRun, run_training
+from quartet.telemetry.step_metrics import is_measured
 from quartet.topology import model_roles
-from quartet.types import Progress, Role
+from quartet.types import GeneratorInfo, Progress, Role
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ def json_lines(path: Path) -> list[Any]:
 
 def step_metrics(run: Run) -> list[dict[str, float]]:
     """Return the metrics of each step without measured times."""
-    return [{name: step[name] for name in step if not name.endswith("seconds")} for step in run.metrics]
+    return [{name: step[name] for name in step if not is_measured(name)} for step in run.metrics]
 
 
 def weights(run: Run) -> bytes:
@@ -81,6 +82,7 @@ class ActiveRun:
     thread: threading.Thread
     exit_codes: list[int]
     live_settings: LiveSettings
+    generators: Callable[[], list[GeneratorInfo]] = list
 
     def finish(self, seconds: float = 250) -> Run:
         """Wait until the run ends and return it."""
@@ -153,7 +155,7 @@ def orchestrator(config: Config, control: RunControl | None = None) -> Iterator[
     training = TrainingRun(config, config.buffer.url, board, control)
     thread = threading.Thread(target=run_training, args=(training, board, exit_codes.append), daemon=True)
     thread.start()
-    yield ActiveRun(config, board, control, thread, exit_codes, training.live_settings)
+    yield ActiveRun(config, board, control, thread, exit_codes, training.live_settings, training.generators)
     control.stop()
     thread.join(60)
 

@@ -187,3 +187,10 @@ def test_the_guarantees_of_every_engine_are_printed(
     output = capsys.readouterr().out
     for entry in CATALOG:
         assert entry.properties.name in output
+
+
+def test_a_name_of_generators_that_does_not_resolve_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "endpoints_at", lambda address: [])
+    [finding] = generator_findings(config(tmp_path, torch.float32), ["generators.example:50070"])
+    assert (finding.subject, finding.ok) == ("generator generators.example:50070", False)
+    assert "does not resolve" in finding.detail

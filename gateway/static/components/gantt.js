@@ -6,6 +6,7 @@ import { criticalPath, gaps, isWork, lengthOf, servicesOf, union } from "../time
 
 const COLOURS = {
   generate: "blue",
+  update_weights: "yellow",
   score: "green",
   log_probs: "yellow",
   values: "pink",
@@ -15,6 +16,8 @@ const COLOURS = {
 const ROW = 34;
 const BAR = 20;
 const TOP = 6;
+/** Mean width of a character of the labels, in pixels. */
+const CHARACTER = 6.6;
 
 /** Return the CSS variable with the colour of a phase. */
 export const colourOf = (phase) => `var(--${COLOURS[phase] ?? "grey"})`;
@@ -23,7 +26,7 @@ export const colourOf = (phase) => `var(--${COLOURS[phase] ?? "grey"})`;
 export function gantt(spans, width) {
   const names = servicesOf(spans);
   const length = lengthOf(spans);
-  const left = width < 500 ? 78 : 96;
+  const left = labelWidth(names, width);
   const height = TOP + names.length * ROW + 24;
   const x = (time) => left + (time / length) * (width - left - 12);
   const linked = new Set(criticalPath(spans).map((link) => link.span).filter(Boolean));
@@ -40,7 +43,7 @@ export function gantt(spans, width) {
   names.forEach((name, row) => {
     const y = TOP + row * ROW;
     const own = spans.filter((span) => span.service === name);
-    drawing.append(s("text", { x: 0, y: y + ROW / 2 + 4 }, name));
+    drawing.append(s("text", { x: 0, y: y + ROW / 2 + 4 }, shortened(name, left), s("title", {}, name)));
     for (const [start, end] of gaps(union(own.filter(isWork)), length)) {
       drawing.append(s("rect", { class: "idle", x: x(start), y: y + 7, width: Math.max(0.5, x(end) - x(start)), height: BAR }));
     }
@@ -49,6 +52,18 @@ export function gantt(spans, width) {
   drawing.append(...bars);
   enableArrowKeys(bars);
   return h("div", {}, h("div", { class: "scroll" }, drawing), readout);
+}
+
+/** Return the width of the service names in pixels: as wide as the longest, up to a quarter of the drawing. */
+function labelWidth(names, width) {
+  const longest = Math.max(0, ...names.map((name) => name.length)) * CHARACTER + 10;
+  return Math.max(width < 500 ? 78 : 96, Math.min(longest, width / 4));
+}
+
+/** Return a name that fits `width`. The end of an address tells generators apart. */
+function shortened(name, width) {
+  const room = Math.floor((width - 10) / CHARACTER);
+  return name.length > room ? `…${name.slice(1 - room)}` : name;
 }
 
 function bar(span, linked, x, y, length, readout, rest) {

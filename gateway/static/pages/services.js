@@ -3,13 +3,13 @@
 import * as api from "../api.js";
 import { healthPill, toneOf } from "../components/state_pill.js";
 import { empty, fillWith } from "../components/placeholders.js";
-import { facts } from "../components/table.js";
+import { facts, table } from "../components/table.js";
 import { h, replace } from "../dom.js";
-import { bytes, duration, percent, plural, whole, words } from "../format.js";
+import { bytes, duration, number, percent, plural, seconds, whole, words } from "../format.js";
 import { icon } from "../icons.js";
 
 const POLL_INTERVAL_MS = 2500;
-const ORDER = ["orchestrator", "actor", "critic", "reward", "reference", "redis"];
+const ORDER = ["orchestrator", "actor", "generator", "critic", "reward", "reference", "redis"];
 const BUSY = ["blue", "orange", "green", "pink", "yellow", "grey"];
 
 /** Draw the page; `signal` ends it. */
@@ -66,16 +66,30 @@ class ServicesPage {
   }
 
   redraw() {
-    if (!this.signal.aborted) replace(this.body, this.drawn());
+    if (this.signal.aborted) return;
+    const before = this.body.querySelector(".scroll");
+    const [left, focused] = [before?.scrollLeft ?? 0, document.activeElement === before];
+    replace(this.body, this.drawn());
+    const after = this.body.querySelector(".scroll");
+    if (!after) return;
+    after.scrollLeft = left;
+    if (focused) after.focus();
   }
 
   drawn() {
     const { services } = this;
     if (!services.length) return h("div", { class: "panel" }, empty("The run is not active", "During training, its processes appear here with their health and load."));
     const unhealthy = services.filter((service) => service.health !== "serving");
-    const summary = unhealthy.length ? `not healthy: ${unhealthy.map((service) => service.role).join(", ")}` : `all ${plural(services.length, "process", "processes")} serving`;
+    const summary = unhealthy.length ? `not healthy: ${unhealthy.map((service) => nameOf(service)).join(", ")}` : `all ${plural(services.length, "process", "processes")} serving`;
     if (this.summary.textContent !== summary) this.summary.textContent = summary;
-    return h("div", { class: "cards" }, [...services].sort((a, b) => ORDER.indexOf(a.role) - ORDER.indexOf(b.role)).map(card), this.buffer ? bufferCard(this.buffer) : null);
+    const generators = services.filter((service) => service.role === "generator");
+    const others = services.filter((service) => service.role !== "generator").sort((a, b) => ORDER.indexOf(a.role) - ORDER.indexOf(b.role));
+    return h(
+      "div",
+      { class: "stack" },
+      h("div", { class: "cards" }, others.map(card), this.buffer ? bufferCard(this.buffer) : null),
+      generators.length ? generatorsPanel(generators) : null,
+    );
   }
 }
 
@@ -94,8 +108,66 @@ function card(service) {
       ["Policy version", service.policy_version === null ? null : whole(service.policy_version)],
       ["Step", service.step === null ? null : whole(service.step)],
       ["Micro-batch", microBatch(service)],
+      ["Published", publication(service)],
     ]),
     busy(service.busy_seconds),
+  );
+}
+
+/** Return the name of a process for people: a run may have several generators. */
+const nameOf = ({ role, address }) => (role === "generator" ? `generator ${address}` : role);
+
+const shortDigest = (digest) => h("code", { title: digest }, digest.slice(0, 8));
+
+/** Return the newest version that the actor has published for generators; null if there is none. */
+function publication({ last_publication: last }) {
+  if (!last) return null;
+  return [`version ${whole(last.policy_version)}, digest `, shortDigest(last.digest), `, ${bytes(last.total_bytes)}, difference ${bytes(last.delta_bytes)}, ${seconds(last.seconds)}`];
+}
+
+/** Return one row per generator, and what their engines guarantee. */
+function generatorsPanel(generators) {
+  const columns = [
+    { label: "Generator", head: true, cell: ({ address }) => h("code", {}, address) },
+    { label: "State", cell: (service) => [healthPill(service.health), service.detail ? h("p", { class: "small" }, service.detail) : null] },
+    { label: "Engine", cell: ({ engine, device }) => [engine?.name, device].filter(Boolean).join(", ") || "–" },
+    { label: "Load", number: true, cell: ({ load: share }) => percent(share) },
+    { label: "Tokens/s", number: true, cell: ({ tokens_per_second: rate }) => number(rate) },
+    { label: "Tokens", number: true, cell: ({ tokens_generated: tokens }) => whole(tokens) },
+    { label: "Assigned", number: true, cell: ({ trajectories }) => whole(trajectories) },
+    { label: "Queue", number: true, cell: ({ work_pending: pending }) => whole(pending) },
+    { label: "Version", number: true, cell: ({ policy_version: version }) => whole(version) },
+    { label: "Digest", cell: ({ last_transfer: last }) => (last ? shortDigest(last.digest) : "–") },
+    { label: "Last update", cell: ({ last_transfer: last }) => (last ? `${bytes(last.bytes)} ${last.delta ? "difference" : "complete"}` : "–") },
+    { label: "From", cell: ({ last_transfer: last }) => (last?.source ? h("code", {}, last.source) : "–") },
+    { label: "Transfer", number: true, cell: ({ last_transfer: last }) => seconds(last?.transfer_seconds) },
+    { label: "Load weights", number: true, cell: ({ last_transfer: last }) => seconds(last?.load_seconds) },
+  ];
+  const engines = new Map(generators.filter(({ engine }) => engine).map(({ engine }) => [JSON.stringify(engine), engine]));
+  return h(
+    "section",
+    { class: "panel padded stack", "data-section": "generators" },
+    h("h3", {}, "Generators"),
+    h("p", { class: "muted small" }, "Tokens/s is the mean while generating, since the start of the process. Assigned trajectories are not finished; the queue holds calls."),
+    table({ caption: "Generators", columns, rows: generators }),
+    [...engines.values()].map(guarantees),
+  );
+}
+
+function guarantees(engine) {
+  const yes = (value) => (value ? "yes" : "no");
+  return h(
+    "div",
+    {},
+    h("p", { class: "muted small" }, `Guarantees of ${engine.name}`),
+    facts([
+      ["Seeded", yes(engine.seeded)],
+      ["Batch-invariant", yes(engine.batch_invariant)],
+      ["Log-probs", engine.log_probs],
+      ["Weights", engine.weights],
+      ["Digest", engine.digest],
+      ["In-flight updates", yes(engine.in_flight_updates)],
+    ]),
   );
 }
 

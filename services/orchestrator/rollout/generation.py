@@ -10,7 +10,7 @@ from quartet.errors import BufferFailed
 from quartet.rpc.clients import ActorClient, GenerationClient
 from quartet.rpc.pending_calls import PendingGeneration
 from quartet.services.orchestrator.telemetry.step_profiler import CallObserver
-from quartet.types import GenerationBatch, Role, Trajectory
+from quartet.types import GenerationBatch, GeneratorInfo, Role, Trajectory
 
 
 class PendingTrajectories(Protocol):
@@ -44,6 +44,15 @@ class Generation(Protocol):
     def wait_until_ready(self, timeout: float, check_alive: Callable[[], None]) -> None:
         """Wait until there is a generator. ``check_alive`` may raise to end the wait. Raises ServiceUnavailable."""
 
+    def generators(self) -> list[GeneratorInfo]:
+        """Return the generators in separate processes that have been found. Thread-safe."""
+
+    def take_metrics(self, policy_version: int) -> dict[str, float]:
+        """Return metrics of the generators in separate processes, named as in metrics.jsonl.
+
+        They cover the transfers of weights up to ``policy_version`` that no earlier call has covered.
+        """
+
     def close(self) -> None:
         """End all work."""
 
@@ -71,6 +80,14 @@ class ActorGeneration:
 
     def wait_until_ready(self, timeout: float, check_alive: Callable[[], None]) -> None:
         """Return at once: the actor is ready before."""
+
+    def generators(self) -> list[GeneratorInfo]:
+        """Return none."""
+        return []
+
+    def take_metrics(self, policy_version: int) -> dict[str, float]:
+        """Return none."""
+        return {}
 
     def close(self) -> None:
         """Do nothing: the caller cancels its calls."""

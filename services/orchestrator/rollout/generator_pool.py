@@ -32,7 +32,17 @@ from quartet.rpc.service_channel import endpoints_at
 from quartet.services.orchestrator.rollout.generation import PendingTrajectories, published_digest
 from quartet.services.orchestrator.rollout.work_split import by_expected_length, split_by_rule, take_by_load
 from quartet.services.orchestrator.telemetry.step_profiler import CallObserver, ignore_call
-from quartet.types import GenerationBatch, GenerationRequest, Role, ServiceStatus, Trajectory, TrajectoryId
+from quartet.types import (
+    GenerationBatch,
+    GenerationRequest,
+    GeneratorInfo,
+    GeneratorState,
+    Role,
+    ServiceStatus,
+    Trajectory,
+    TrajectoryId,
+    WeightTransfer,
+)
 from quartet.weight_transfer.tree import distribution_tree
 
 log = structlog.get_logger()
@@ -54,6 +64,8 @@ class _Member:
     client: GenerationClient
     status: ServiceStatus | None = None
     digest: bytes = b""
+    transfer: WeightTransfer | None = None
+    """Its last transfer of weights."""
     refused: str = ""
     """Reason why it gets no work, until it has been restarted."""
     left: bool = False
@@ -70,6 +82,11 @@ class _Member:
     @property
     def ready(self) -> bool:
         return self.status is not None and not self.refused and not self.left
+
+    def info(self) -> GeneratorInfo:
+        state = GeneratorState.READY if self.ready else GeneratorState.REFUSED if self.refused else GeneratorState.LOST
+        seen = self.work.seen if self.work is not None else set()
+        return GeneratorInfo(self.address, state, self.refused, sum(each.id not in seen for each in self.requests))
 
 
 class _Work:
@@ -145,6 +162,7 @@ class GeneratorPool:
         self._changed = threading.Condition(self._lock)
         self._members: dict[str, _Member] = {}
         self._works: list[_Work] = []
+        self._transfers: list[WeightTransfer] = []
         self._closed = threading.Event()
         self._monitor: threading.Thread | None = None
 
@@ -224,7 +242,7 @@ class GeneratorPool:
                 return
             member.status, member.failures = status, 0
             transfer = status.last_transfer
-            member.digest = transfer.weights_digest if transfer else b""
+            member.digest, member.transfer = transfer.weights_digest if transfer else b"", transfer
             member.refused = self._unfit(status)
             log.info("generator joined", address=member.address, refused=member.refused)
             if member.refused:
@@ -244,6 +262,25 @@ class GeneratorPool:
         """Return the last known status of each generator that responds, by address."""
         with self._lock:
             return {address: member.status for address, member in self._members.items() if member.status is not None}
+
+    def generators(self) -> list[GeneratorInfo]:
+        """See ``Generation.generators``."""
+        with self._lock:
+            return [member.info() for member in self._members.values() if not member.left]
+
+    def take_metrics(self, policy_version: int) -> dict[str, float]:
+        """See ``Generation.take_metrics``: the generators that are ready, and the weights that they have taken over."""
+        with self._lock:
+            transfers = [each for each in self._transfers if each.policy_version <= policy_version]
+            self._transfers = [each for each in self._transfers if each.policy_version > policy_version]
+            ready = sum(member.ready for member in self._members.values())
+        return {
+            "generators": ready,
+            "weight_update_bytes": sum(each.bytes for each in transfers),
+            "weight_update_seconds": max(
+                (each.transfer_seconds + each.load_seconds for each in transfers), default=0.0
+            ),
+        }
 
     # Work
 
@@ -362,7 +399,7 @@ class GeneratorPool:
         if member.digest == batch.weights_digest:
             share = replace(batch, requests=member.requests, generator=member.address)
             call: PendingResult[Any] = member.client.generate(share)
-            self._observe(Role.GENERATOR, "generate", call)
+            self._observe(f"{Role.GENERATOR} {member.address}", "generate", call)
         else:
             update = codec.WeightUpdate(
                 self._config.run.name,
@@ -372,7 +409,7 @@ class GeneratorPool:
                 self._sources(member, work),
             )
             call = member.client.update_weights(update)
-            self._observe(Role.GENERATOR, "update_weights", call)
+            self._observe(f"{Role.GENERATOR} {member.address}", "update_weights", call)
         member.call = call
         call.when_done(lambda: self._ended(member, call))
 
@@ -406,6 +443,10 @@ class GeneratorPool:
                     self._end_if_complete(work)
                 else:
                     member.digest = result.weights_digest
+                    # A generator that had the weights already returns its last transfer.
+                    if result != member.transfer:
+                        self._transfers.append(result)
+                    member.transfer = result
                     if not work.done():
                         try:
                             self._start_call(member, work)

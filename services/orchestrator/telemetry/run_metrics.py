@@ -6,7 +6,7 @@ import math
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -16,7 +16,7 @@ from quartet.buffer.rollout_stream import RolloutStream
 from quartet.config import Config, GuardConfig, GuardsConfig
 from quartet.errors import QuartetError
 from quartet.services.orchestrator.control.progress import ProgressBoard
-from quartet.types import Alert, RunState
+from quartet.types import Alert, GeneratorInfo, GeneratorState, RunState
 
 PREFIX = "quartet_"
 BUFFER_TIMEOUT_SECONDS = 1.0
@@ -47,9 +47,18 @@ class BufferDepth:
 class RunMetrics(Collector):
     """Collector of a run's metrics: the board reports steps and alerts, and a scrape reads the rest."""
 
-    def __init__(self, config: Config, board: ProgressBoard, depth: Callable[[], int]) -> None:
-        """``depth`` returns the trajectories in the buffer. It may raise a QuartetError."""
-        self._board, self._depth = board, depth
+    def __init__(
+        self,
+        config: Config,
+        board: ProgressBoard,
+        depth: Callable[[], int],
+        generators: Callable[[], Sequence[GeneratorInfo]] = tuple,
+    ) -> None:
+        """``depth`` returns the trajectories in the buffer. It may raise a QuartetError.
+
+        ``generators`` returns those in separate processes.
+        """
+        self._board, self._depth, self._generators = board, depth, generators
         self._run = config.run.name
         self._per_step = config.rollout.prompts_per_step * config.rollout.samples_per_prompt
         controller = config.algorithm.kl_controller
@@ -94,10 +103,22 @@ class RunMetrics(Collector):
         )
         yield self._gauge("trajectories_expected", "Trajectories that the current step needs.", progress.num_expected)
         yield self._counter("recoveries", "Failures that the run recovered from.", progress.recoveries)
+        yield self._generator_states()
         with self._lock:
             totals = list(self._totals())
         yield from totals
         yield from self._buffer()
+
+    def _generator_states(self) -> Metric:
+        # Not quartet_generators, which is the step metric.
+        family = GaugeMetricFamily(
+            "quartet_generator_state", "Generators in separate processes, by state.", labels=("run", "state")
+        )
+        if generators := self._generators():
+            counts = Counter(each.state for each in generators)
+            for state in GeneratorState:
+                family.add_metric((self._run, state), counts[state])
+        return family
 
     def _totals(self) -> Iterator[Metric]:
         yield self._gauge(

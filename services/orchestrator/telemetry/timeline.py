@@ -7,20 +7,28 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from quartet.rpc.pending_calls import PendingResult
+from quartet.types import Role
 
 MAX_SPANS = 200
 """Largest number of spans kept per step. Beyond it, neighbouring spans of one kind are merged."""
+MAX_GENERATORS = 32
+"""Largest number of generators with their own spans in a step. Those that end last keep them, because the step waits for them."""
+OTHER_GENERATORS = f"{Role.GENERATOR} (others)"
+"""Service of the spans of all other generators."""
 DIGITS = 6
 """Decimal places of seconds in the file."""
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """``count`` calls of one phase at one service. ``start`` and ``end`` are seconds after the start of the step."""
+    """``count`` calls of one phase at one service. ``start`` and ``end`` are seconds after the start of the step.
+
+    The service of a generator in a separate process is "generator HOST:PORT".
+    """
 
     service: str
     phase: str
@@ -86,7 +94,7 @@ class Timeline:
                 for item in activities
                 if (item.end or now) > started
             ]
-        return merge_neighbours(spans, MAX_SPANS)
+        return merge_neighbours(join_generators(spans, MAX_GENERATORS), MAX_SPANS)
 
     def _start(self, service: str, phase: str, call: PendingResult[Any] | None) -> _Activity:
         with self._lock:
@@ -98,6 +106,18 @@ class Timeline:
         with self._lock:
             if activity.end is None:
                 activity.end = self._clock()
+
+
+def join_generators(spans: Sequence[Span], max_generators: int) -> list[Span]:
+    """Give the spans of all generators but ``max_generators`` to OTHER_GENERATORS. Those that end last keep their spans."""
+    ends: defaultdict[str, float] = defaultdict(float)
+    for span in spans:
+        if span.service.startswith(f"{Role.GENERATOR} "):
+            ends[span.service] = max(ends[span.service], span.end)
+    if len(ends) <= max_generators:
+        return [*spans]
+    others = set(sorted(ends, key=lambda service: (-ends[service], service))[max_generators:])
+    return [replace(span, service=OTHER_GENERATORS) if span.service in others else span for span in spans]
 
 
 def merge_neighbours(spans: Sequence[Span], max_spans: int) -> list[Span]:

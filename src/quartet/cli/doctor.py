@@ -21,17 +21,18 @@ import safetensors
 from rich.console import Console
 from rich.table import Table
 
-import quartet
 from quartet import __version__
 from quartet.buffer.connection import connect
 from quartet.buffer.embedded_redis import find_server
 from quartet.buffer.redis_url import buffer_url
+from quartet.child_processes import package_path
 from quartet.config import Config, load_config, redact_url
-from quartet.engines.catalog import CATALOG, COLUMNS, described, package_of
+from quartet.engines.catalog import CATALOG, COLUMNS, described
 from quartet.errors import ConfigError, QuartetError
 from quartet.hub_models import looks_local
 from quartet.launcher.security_checks import check_access
 from quartet.preflight import check_gateway, check_inputs
+from quartet.preflight.generators import ENGINE_PACKAGES
 from quartet.rpc.security.allow_list import OPERATOR
 from quartet.rpc.security.credentials import Credentials
 from quartet.rpc.service_channel import ServiceChannel, accepts_connections, endpoints_at
@@ -211,7 +212,10 @@ def _running_generators(config: Config) -> Iterator[Finding]:
     except QuartetError as error:
         yield Finding("generators", False, f"not checked: {error}")
         return
-    endpoints = [each for address in config.services.generators for each in endpoints_at(address)]
+    resolved = {address: endpoints_at(address) for address in config.services.generators}
+    for address in (address for address, endpoints in resolved.items() if not endpoints):
+        yield Finding(f"generator {address}", False, "the host name does not resolve; correct services.generators")
+    endpoints = sorted({each for endpoints in resolved.values() for each in endpoints})
     with ThreadPoolExecutor(MAX_PARALLEL_CHECKS) as workers:
         yield from workers.map(lambda address: _running_generator(config, credentials, address), endpoints)
 
@@ -267,7 +271,7 @@ def _local_generators(config: Config) -> Iterator[Finding]:
 
     engine, service = config.rollout.engine, config.services.generator
     python = service.python or Path(sys.executable)
-    yield Finding("generator.python", *_environment(python, package_of(engine)))
+    yield Finding("generator.python", *_environment(python, ENGINE_PACKAGES.get(engine, "")))
     available = torch.cuda.device_count()
     shares = [devices_of_generator(config, index) for index in range(config.rollout.generators)]
     missing = sorted({device for share in shares for device in share if device >= available})
@@ -296,17 +300,17 @@ def _environment(python: Path, package: str) -> tuple[bool, str]:
     """Import the generator and its engine in another interpreter. Return whether that works, and the versions or the error."""
     if not python.is_file() or not os.access(python, os.X_OK):
         return False, f"{python}: not an executable file; correct services.generator.python"
-    # As the launcher does: the other environment need not have Quartet installed, only its base dependencies.
-    paths = [str(Path(quartet.__file__).resolve().parents[1]), os.environ.get("PYTHONPATH", "")]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     try:
-        process = subprocess.run(
-            [str(python), "-c", IMPORTS, *filter(None, [package])],
-            capture_output=True,
-            text=True,
-            timeout=IMPORT_SECONDS,
-            env=environment,
-        )
+        # As the launcher does: the other environment need not have Quartet installed, only its base dependencies.
+        with package_path() as folder:
+            process = subprocess.run(
+                [str(python), "-P", "-c", IMPORTS, *filter(None, [package])],
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [folder, os.environ.get("PYTHONPATH")]))},
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                timeout=IMPORT_SECONDS,
+            )
     except (OSError, subprocess.SubprocessError) as error:
         return False, f"{python}: {error}"
     if process.returncode:

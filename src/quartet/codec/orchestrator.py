@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any, Literal
 
 from quartet.errors import InvalidRequest
-from quartet.types import Alert, Progress, RunState, Setting, SettingChange
+from quartet.types import Alert, GeneratorInfo, GeneratorState, Progress, RunState, Setting, SettingChange
 from quartet.v1 import orchestrator_pb2
 
 _STATES = {
@@ -20,6 +20,13 @@ _STATES = {
     RunState.RECOVERING: orchestrator_pb2.RUN_STATE_RECOVERING,
 }
 _STATE_NAMES = {number: state for state, number in _STATES.items()}
+
+_GENERATOR_STATES = {
+    GeneratorState.READY: orchestrator_pb2.GENERATOR_STATE_READY,
+    GeneratorState.LOST: orchestrator_pb2.GENERATOR_STATE_LOST,
+    GeneratorState.REFUSED: orchestrator_pb2.GENERATOR_STATE_REFUSED,
+}
+_GENERATOR_STATE_NAMES = {number: state for state, number in _GENERATOR_STATES.items()}
 
 Command = Literal["Stop", "Pause", "Resume", "Checkpoint"]
 """A command without arguments, by the name of its RPC."""
@@ -165,4 +172,35 @@ def setting_changes_from_proto(message: orchestrator_pb2.ChangeSettingsResponse)
     """Return the changes of settings."""
     return [
         SettingChange(each.setting, each.before, each.after, each.step, each.user, each.at) for each in message.changes
+    ]
+
+
+def get_generators_request() -> orchestrator_pb2.GetGeneratorsRequest:
+    """Return the request for the generators."""
+    return orchestrator_pb2.GetGeneratorsRequest()
+
+
+def generators_to_proto(generators: Sequence[GeneratorInfo]) -> orchestrator_pb2.GetGeneratorsResponse:
+    """Convert the generators of a run."""
+    return orchestrator_pb2.GetGeneratorsResponse(
+        generators=[
+            orchestrator_pb2.Generator(
+                address=each.address,
+                state=_GENERATOR_STATES[each.state],
+                reason=each.reason,
+                trajectories=each.trajectories,
+            )
+            for each in generators
+        ]
+    )
+
+
+def generators_from_proto(message: orchestrator_pb2.GetGeneratorsResponse) -> list[GeneratorInfo]:
+    """Return the generators of a run. Raises InvalidRequest for an unknown state."""
+    for each in message.generators:
+        if each.state not in _GENERATOR_STATE_NAMES:
+            raise InvalidRequest(f"generators.state {each.state}: unknown")
+    return [
+        GeneratorInfo(each.address, _GENERATOR_STATE_NAMES[each.state], each.reason, each.trajectories)
+        for each in message.generators
     ]

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any, get_args, get_type_hints
 
+from quartet.codec.checks import checked_digest
 from quartet.codec.generation import weight_transfer_from_proto, weight_transfer_to_proto
 from quartet.errors import InvalidRequest
-from quartet.types import EngineProperties, ProcessStatus, Role, ServiceStatus
+from quartet.types import EngineProperties, ProcessStatus, Role, ServiceStatus, WeightPublication
 from quartet.v1 import status_pb2
 
 _ROLES = {
@@ -54,6 +55,7 @@ def status_to_proto(status: ServiceStatus) -> status_pb2.RoleStatus:
             for version, digest in sorted(status.published_weights.items())
         ],
         last_transfer=weight_transfer_to_proto(status.last_transfer) if status.last_transfer else None,
+        last_publication=_publication_to_proto(status.last_publication) if status.last_publication else None,
     )
 
 
@@ -90,6 +92,9 @@ def status_from_proto(message: status_pb2.RoleStatus) -> ServiceStatus:
         engine=_engine_from_proto(message.engine) if message.HasField("engine") else None,
         published_weights={item.policy_version: item.weights_digest for item in message.published_weights},
         last_transfer=weight_transfer_from_proto(message.last_transfer) if message.HasField("last_transfer") else None,
+        last_publication=(
+            _publication_from_proto(message.last_publication) if message.HasField("last_publication") else None
+        ),
     )
 
 
@@ -117,6 +122,28 @@ def _engine_from_proto(message: status_pb2.EngineProperties) -> EngineProperties
         batch_invariant=message.batch_invariant,
         in_flight_updates=message.in_flight_updates,
         **values,
+    )
+
+
+def _publication_to_proto(publication: WeightPublication) -> status_pb2.WeightPublication:
+    return status_pb2.WeightPublication(
+        policy_version=publication.policy_version,
+        weights_digest=publication.weights_digest,
+        changed_tensors=publication.changed_tensors,
+        total_bytes=publication.total_bytes,
+        delta_bytes=publication.delta_bytes,
+        seconds=publication.seconds,
+    )
+
+
+def _publication_from_proto(message: status_pb2.WeightPublication) -> WeightPublication:
+    return WeightPublication(
+        policy_version=message.policy_version,
+        weights_digest=checked_digest(message.weights_digest, "last_publication.weights_digest"),
+        changed_tensors=message.changed_tensors,
+        total_bytes=message.total_bytes,
+        delta_bytes=message.delta_bytes,
+        seconds=message.seconds,
     )
 
 

@@ -17,8 +17,7 @@ class EngineEntry:
     """One engine of the catalog.
 
     ``engine`` is the value of rollout.engine. ``runs_in`` names its process and environment. ``depends_on`` says which settings
-    change the guarantees. ``tested``: where `make engines` has run the contract suite. ``package`` must be importable in the
-    environment; empty for the client of a server.
+    change the guarantees. ``tested``: where `make engines` has run the contract suite.
     """
 
     engine: str
@@ -26,7 +25,6 @@ class EngineEntry:
     runs_in: str
     depends_on: str
     tested: str
-    package: str
 
     def cells(self) -> tuple[str, ...]:
         """Return the guarantees as the cells of ``COLUMNS``."""
@@ -51,7 +49,6 @@ CATALOG = (
         "the actor's process",
         "A trial at its creation decides whether it is batch-invariant; on a GPU it is not.",
         "CPU",
-        "torch",
     ),
     EngineEntry(
         "torch",
@@ -61,7 +58,6 @@ CATALOG = (
         "a generator in Quartet's environment, or the actor's process with rollout.max_off_policy_steps",
         "A trial at its creation decides whether it is batch-invariant; on a GPU it is not.",
         "CPU",
-        "torch",
     ),
     EngineEntry(
         "vllm",
@@ -71,7 +67,6 @@ CATALOG = (
         "a generator in vLLM's environment",
         "Batch-invariant on GPUs with VLLM_BATCH_INVARIANT=1.",
         "CPU",
-        "vllm",
     ),
     EngineEntry(
         "vllm-server",
@@ -86,7 +81,6 @@ CATALOG = (
         "a vLLM server, called by a generator",
         "Batch-invariant if the server is. The digest is read back once the server's checksums have proven all tensors.",
         "CPU",
-        "",
     ),
     EngineEntry(
         "sglang-server",
@@ -96,7 +90,6 @@ CATALOG = (
         "an SGLang server, called by a generator",
         "Seeded and batch-invariant with --enable-deterministic-inference.",
         "not run: a server generated from its published interface stands in",
-        "",
     ),
     *(
         EngineEntry(
@@ -105,7 +98,6 @@ CATALOG = (
             "a Triton server, called by the actor",
             f"{depends_on}rollout.triton.weights static: static weights.",
             "real server on a CPU, with a model in its Python backend",
-            "",
         )
         for dialect, reports_log_probs, depends_on in _DIALECTS
     ),
@@ -116,14 +108,8 @@ CATALOG = (
         "Seeded with sampler TRTLLMSampler. With actor.lora: adapter. No log-probs where the version cannot report them after "
         "the temperature.",
         "not run: it needs an NVIDIA GPU; a fake with the behaviour of its sources stands in",
-        "tensorrt_llm",
     ),
 )
-
-
-def package_of(engine: str) -> str:
-    """Return the package that an engine of generators needs; empty for the client of a server."""
-    return {entry.engine: entry.package for entry in CATALOG}[engine]
 
 
 def described(properties: EngineProperties) -> tuple[str, ...]:

@@ -16,6 +16,7 @@ from quartet.rpc.service_channel import ServiceChannel, replicas_at
 from quartet.types import (
     FloatArray,
     GenerationBatch,
+    GeneratorInfo,
     OptimizationSettings,
     PolicyLossSettings,
     ProcessStatus,
@@ -319,6 +320,11 @@ class OrchestratorClient:
         """Change settings from the next step on: all of them, or none if one is refused. ``user`` is the requester's name."""
         request = codec.change_settings_request(values, user)
         return codec.setting_changes_from_proto(self._call(self._stub.ChangeSettings, request, "ChangeSettings"))
+
+    def generators(self) -> list[GeneratorInfo]:
+        """Return the generators in separate processes that the run has found; none if the actor generates."""
+        response = self._call(self._stub.GetGenerators, codec.get_generators_request(), "GetGenerators")
+        return codec.generators_from_proto(response)
 
     def close(self) -> None:
         """Close the channel. A call in progress ends with NoResponse, a later one with Cancelled."""

@@ -64,6 +64,7 @@ class ComputeThread:
         self._busy: defaultdict[str, float] = defaultdict(float)
         self._lock = threading.Lock()
         self._running: tuple[str, CallerState] | None = None
+        self._started = 0.0
         self._slots = threading.BoundedSemaphore(MAX_PENDING_WORK)
         self._pending = 0
 
@@ -137,20 +138,23 @@ class ComputeThread:
             if state.is_gone():
                 raise Cancelled(f"{kind}: the caller was gone before the work started")
             start = time.perf_counter()
-            self._running = (kind, state)
+            self._running, self._started = (kind, state), start
             try:
                 return work(state.is_gone)
             finally:
-                self._running = None
                 with self._lock:
+                    self._running = None
                     self._busy[kind] += time.perf_counter() - start
 
         return self._executor.submit(timed), state
 
     def busy_seconds(self) -> dict[str, float]:
-        """Return the seconds of finished work, by kind."""
+        """Return the seconds of work until now, by kind."""
         with self._lock:
-            return dict(self._busy)
+            seconds = dict(self._busy)
+            if (running := self._running) is not None:
+                seconds[running[0]] = seconds.get(running[0], 0.0) + time.perf_counter() - self._started
+            return seconds
 
     def pending(self) -> int:
         """Return the number of pending calls, including the running one."""

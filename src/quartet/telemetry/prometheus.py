@@ -103,14 +103,46 @@ class ServiceMetrics(Collector):
             statuses,
             lambda status: status.buffer_unreachable,
         )
+        yield _by_role(
+            "quartet_weight_transfer_bytes",
+            "Compressed bytes of the last transfer of weights into a generator.",
+            statuses,
+            lambda status: status.last_transfer.bytes if status.last_transfer else None,
+        )
+        yield _by_role(
+            "quartet_weight_transfer_seconds",
+            "Seconds of the last transfer of weights into a generator: to receive and verify them.",
+            statuses,
+            lambda status: status.last_transfer.transfer_seconds if status.last_transfer else None,
+        )
+        yield _by_role(
+            "quartet_weight_load_seconds",
+            "Seconds to load the last weights into a generator's engine and to read them back.",
+            statuses,
+            lambda status: status.last_transfer.load_seconds if status.last_transfer else None,
+        )
+        yield _by_role(
+            "quartet_weight_publication_bytes",
+            "Compressed bytes of the difference between the actor's last two policy versions.",
+            statuses,
+            lambda status: status.last_publication.delta_bytes if status.last_publication else None,
+        )
+        yield _by_role(
+            "quartet_weight_publication_seconds",
+            "Seconds in which the actor published its last policy version for generators.",
+            statuses,
+            lambda status: status.last_publication.seconds if status.last_publication else None,
+        )
 
 
 def _by_role(
-    name: str, text: str, statuses: Sequence[ServiceStatus], value: Callable[[ServiceStatus], float]
+    name: str, text: str, statuses: Sequence[ServiceStatus], value: Callable[[ServiceStatus], float | None]
 ) -> GaugeMetricFamily:
+    """Return a gauge with the value of each role, except those for which it is None."""
     family = GaugeMetricFamily(name, text, labels=("role",))
     for status in statuses:
-        family.add_metric((status.role,), float(value(status)))
+        if (number := value(status)) is not None:
+            family.add_metric((status.role,), float(number))
     return family
 
 

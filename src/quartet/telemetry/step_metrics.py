@@ -229,8 +229,37 @@ STEP_METRICS = (
     _metric("generate_seconds", "seconds", "Duration of generation.", "steady", "grows"),
     _metric("score_seconds", "seconds", "Duration of scoring after generation.", "steady", "grows"),
     _metric("update_seconds", "seconds", "Duration of the updates.", "steady", "grows"),
+    _metric(
+        "generators",
+        "generators",
+        "Generators that are ready at the end of the step.",
+        "all of them",
+        "falls: generators are lost or refused, the services page says why",
+    ),
+    _metric(
+        "weight_update_bytes",
+        "bytes",
+        "Compressed bytes of the policy's weights that generators received for this step, in total.",
+        "steady: differences to the version before",
+        "jumps to the size of all weights: generators were restarted or have missed versions",
+    ),
+    _metric(
+        "weight_update_seconds",
+        "seconds",
+        "Longest duration of an update of a generator's weights: transfer, load and check.",
+        "steady, small beside generate_seconds",
+        "grows: the network or the disk of the generators is slow",
+    ),
 )
-"""Metrics of metrics.jsonl. Those of the critic are absent without one."""
+"""Metrics of metrics.jsonl. Those of the critic and of generators in separate processes are absent without them."""
+
+_MEASURED = ("generators", "weight_update_bytes")
+
+
+def is_measured(name: str) -> bool:
+    """Return whether a step metric is a measurement, which a repetition of the run does not repeat."""
+    return name in _MEASURED or name.endswith("seconds")
+
 
 EVALUATION_METRICS = (
     _metric(

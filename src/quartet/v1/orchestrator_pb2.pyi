@@ -63,6 +63,34 @@ RUN_STATE_RECOVERING: RunState.ValueType  # 7
 """A service or the buffer failed; the run returns to its last committed step."""
 Global___RunState: _TypeAlias = RunState  # noqa: Y015
 
+class _GeneratorState:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _GeneratorStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_GeneratorState.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    GENERATOR_STATE_UNSPECIFIED: _GeneratorState.ValueType  # 0
+    """Never valid in a message."""
+    GENERATOR_STATE_READY: _GeneratorState.ValueType  # 1
+    """Responds, and gets work."""
+    GENERATOR_STATE_LOST: _GeneratorState.ValueType  # 2
+    """Does not respond. The others do its work, and it is asked again twice a second."""
+    GENERATOR_STATE_REFUSED: _GeneratorState.ValueType  # 3
+    """Gets no work until it is restarted."""
+
+class GeneratorState(_GeneratorState, metaclass=_GeneratorStateEnumTypeWrapper):
+    """State of a generator in a separate process."""
+
+GENERATOR_STATE_UNSPECIFIED: GeneratorState.ValueType  # 0
+"""Never valid in a message."""
+GENERATOR_STATE_READY: GeneratorState.ValueType  # 1
+"""Responds, and gets work."""
+GENERATOR_STATE_LOST: GeneratorState.ValueType  # 2
+"""Does not respond. The others do its work, and it is asked again twice a second."""
+GENERATOR_STATE_REFUSED: GeneratorState.ValueType  # 3
+"""Gets no work until it is restarted."""
+Global___GeneratorState: _TypeAlias = GeneratorState  # noqa: Y015
+
 @_typing.final
 class Alert(_message.Message):
     """Finding of a guard."""
@@ -655,3 +683,78 @@ class ChangeSettingsResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ChangeSettingsResponse: _TypeAlias = ChangeSettingsResponse  # noqa: Y015
+
+@_typing.final
+class Generator(_message.Message):
+    """One generator of a run."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    TRAJECTORIES_FIELD_NUMBER: _builtins.int
+    address: _builtins.str
+    """HOST:PORT at which the orchestrator reaches it."""
+    state: Global___GeneratorState.ValueType
+    """State."""
+    reason: _builtins.str
+    """Why it gets no work; one line. Empty in other states than refused."""
+    trajectories: _builtins.int
+    """Trajectories that were assigned to it and that it has not finished."""
+    def __init__(
+        self,
+        *,
+        address: _builtins.str = ...,
+        state: Global___GeneratorState.ValueType = ...,
+        reason: _builtins.str = ...,
+        trajectories: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "reason", b"reason", "state", b"state", "trajectories", b"trajectories"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Generator: _TypeAlias = Generator  # noqa: Y015
+
+@_typing.final
+class GetGeneratorsRequest(_message.Message):
+    """Requests the generators."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetGeneratorsRequest: _TypeAlias = GetGeneratorsRequest  # noqa: Y015
+
+@_typing.final
+class GetGeneratorsResponse(_message.Message):
+    """The generators."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GENERATORS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def generators(self) -> _containers.RepeatedCompositeFieldContainer[Global___Generator]:
+        """Every generator that the run has found, in the order in which it found them. Empty if the actor generates."""
+
+    def __init__(
+        self,
+        *,
+        generators: _abc.Iterable[Global___Generator] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["generators", b"generators"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetGeneratorsResponse: _TypeAlias = GetGeneratorsResponse  # noqa: Y015

@@ -80,6 +80,11 @@ class OrchestratorServiceStub:
                 request_serializer=quartet_dot_v1_dot_orchestrator__pb2.ChangeSettingsRequest.SerializeToString,
                 response_deserializer=quartet_dot_v1_dot_orchestrator__pb2.ChangeSettingsResponse.FromString,
                 _registered_method=True)
+        self.GetGenerators = channel.unary_unary(
+                '/quartet.v1.OrchestratorService/GetGenerators',
+                request_serializer=quartet_dot_v1_dot_orchestrator__pb2.GetGeneratorsRequest.SerializeToString,
+                response_deserializer=quartet_dot_v1_dot_orchestrator__pb2.GetGeneratorsResponse.FromString,
+                _registered_method=True)
 
 
 class OrchestratorServiceServicer:
@@ -149,6 +154,13 @@ class OrchestratorServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetGenerators(self, request, context):
+        """Returns the generators in separate processes.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_OrchestratorServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -196,6 +208,11 @@ def add_OrchestratorServiceServicer_to_server(servicer, server):
                     servicer.ChangeSettings,
                     request_deserializer=quartet_dot_v1_dot_orchestrator__pb2.ChangeSettingsRequest.FromString,
                     response_serializer=quartet_dot_v1_dot_orchestrator__pb2.ChangeSettingsResponse.SerializeToString,
+            ),
+            'GetGenerators': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetGenerators,
+                    request_deserializer=quartet_dot_v1_dot_orchestrator__pb2.GetGeneratorsRequest.FromString,
+                    response_serializer=quartet_dot_v1_dot_orchestrator__pb2.GetGeneratorsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -442,6 +459,33 @@ class OrchestratorService:
             '/quartet.v1.OrchestratorService/ChangeSettings',
             quartet_dot_v1_dot_orchestrator__pb2.ChangeSettingsRequest.SerializeToString,
             quartet_dot_v1_dot_orchestrator__pb2.ChangeSettingsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetGenerators(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/quartet.v1.OrchestratorService/GetGenerators',
+            quartet_dot_v1_dot_orchestrator__pb2.GetGeneratorsRequest.SerializeToString,
+            quartet_dot_v1_dot_orchestrator__pb2.GetGeneratorsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -51,6 +51,8 @@ class OrchestratorServiceStub:
     """Returns the settings that can change during the run."""
     ChangeSettings: _grpc.UnaryUnaryMultiCallable[_orchestrator_pb2.ChangeSettingsRequest, _orchestrator_pb2.ChangeSettingsResponse]
     """Changes settings from the next step on."""
+    GetGenerators: _grpc.UnaryUnaryMultiCallable[_orchestrator_pb2.GetGeneratorsRequest, _orchestrator_pb2.GetGeneratorsResponse]
+    """Returns the generators in separate processes."""
 
 @_typing.type_check_only
 class OrchestratorServiceAsyncStub(OrchestratorServiceStub):
@@ -75,6 +77,8 @@ class OrchestratorServiceAsyncStub(OrchestratorServiceStub):
     """Returns the settings that can change during the run."""
     ChangeSettings: _aio.UnaryUnaryMultiCallable[_orchestrator_pb2.ChangeSettingsRequest, _orchestrator_pb2.ChangeSettingsResponse]  # type: ignore[assignment]
     """Changes settings from the next step on."""
+    GetGenerators: _aio.UnaryUnaryMultiCallable[_orchestrator_pb2.GetGeneratorsRequest, _orchestrator_pb2.GetGeneratorsResponse]  # type: ignore[assignment]
+    """Returns the generators in separate processes."""
 
 class OrchestratorServiceServicer(metaclass=_abc_1.ABCMeta):
     """The training loop of a run."""
@@ -150,5 +154,13 @@ class OrchestratorServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_orchestrator_pb2.ChangeSettingsResponse, _abc.Awaitable[_orchestrator_pb2.ChangeSettingsResponse]]:
         """Changes settings from the next step on."""
+
+    @_abc_1.abstractmethod
+    def GetGenerators(
+        self,
+        request: _orchestrator_pb2.GetGeneratorsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_orchestrator_pb2.GetGeneratorsResponse, _abc.Awaitable[_orchestrator_pb2.GetGeneratorsResponse]]:
+        """Returns the generators in separate processes."""
 
 def add_OrchestratorServiceServicer_to_server(servicer: OrchestratorServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

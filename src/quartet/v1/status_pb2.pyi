@@ -133,6 +133,7 @@ class RoleStatus(_message.Message):
     ENGINE_FIELD_NUMBER: _builtins.int
     PUBLISHED_WEIGHTS_FIELD_NUMBER: _builtins.int
     LAST_TRANSFER_FIELD_NUMBER: _builtins.int
+    LAST_PUBLICATION_FIELD_NUMBER: _builtins.int
     role: Global___Role.ValueType
     """The role."""
     model: _builtins.str
@@ -197,6 +198,10 @@ class RoleStatus(_message.Message):
     def last_transfer(self) -> _generation_pb2.WeightTransfer:
         """Last transfer of weights into a generator. Absent before the first."""
 
+    @_builtins.property
+    def last_publication(self) -> Global___WeightPublication:
+        """Last publication of the actor's weight source. Absent before the first, and without a weight source."""
+
     def __init__(
         self,
         *,
@@ -227,10 +232,11 @@ class RoleStatus(_message.Message):
         engine: Global___EngineProperties | None = ...,
         published_weights: _abc.Iterable[Global___PublishedWeights] | None = ...,
         last_transfer: _generation_pb2.WeightTransfer | None = ...,
+        last_publication: Global___WeightPublication | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["engine", b"engine", "last_transfer", b"last_transfer"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["engine", b"engine", "last_publication", b"last_publication", "last_transfer", b"last_transfer"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["answers_as_reference", b"answers_as_reference", "broken", b"broken", "buffer_unreachable", b"buffer_unreachable", "busy_seconds", b"busy_seconds", "device", b"device", "dtype", b"dtype", "engine", b"engine", "free_bytes", b"free_bytes", "gradient_checkpointing", b"gradient_checkpointing", "last_transfer", b"last_transfer", "leader_epoch", b"leader_epoch", "max_sequence_tokens", b"max_sequence_tokens", "micro_batch_tokens", b"micro_batch_tokens", "micro_batch_tokens_held", b"micro_batch_tokens_held", "model", b"model", "parameters", b"parameters", "policy_version", b"policy_version", "published_weights", b"published_weights", "role", b"role", "run", b"run", "step", b"step", "threads", b"threads", "token_bytes", b"token_bytes", "tokenizer_fingerprint", b"tokenizer_fingerprint", "tokens", b"tokens", "vocabulary_size", b"vocabulary_size", "work_pending", b"work_pending"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answers_as_reference", b"answers_as_reference", "broken", b"broken", "buffer_unreachable", b"buffer_unreachable", "busy_seconds", b"busy_seconds", "device", b"device", "dtype", b"dtype", "engine", b"engine", "free_bytes", b"free_bytes", "gradient_checkpointing", b"gradient_checkpointing", "last_publication", b"last_publication", "last_transfer", b"last_transfer", "leader_epoch", b"leader_epoch", "max_sequence_tokens", b"max_sequence_tokens", "micro_batch_tokens", b"micro_batch_tokens", "micro_batch_tokens_held", b"micro_batch_tokens_held", "model", b"model", "parameters", b"parameters", "policy_version", b"policy_version", "published_weights", b"published_weights", "role", b"role", "run", b"run", "step", b"step", "threads", b"threads", "token_bytes", b"token_bytes", "tokenizer_fingerprint", b"tokenizer_fingerprint", "tokens", b"tokens", "vocabulary_size", b"vocabulary_size", "work_pending", b"work_pending"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -307,6 +313,48 @@ class PublishedWeights(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PublishedWeights: _TypeAlias = PublishedWeights  # noqa: Y015
+
+@_typing.final
+class WeightPublication(_message.Message):
+    """Publication of one policy version by a weight source."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POLICY_VERSION_FIELD_NUMBER: _builtins.int
+    WEIGHTS_DIGEST_FIELD_NUMBER: _builtins.int
+    CHANGED_TENSORS_FIELD_NUMBER: _builtins.int
+    TOTAL_BYTES_FIELD_NUMBER: _builtins.int
+    DELTA_BYTES_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
+    policy_version: _builtins.int
+    """Updates that the policy has taken."""
+    weights_digest: _builtins.bytes
+    """Digest of its weights, 16 bytes."""
+    changed_tensors: _builtins.int
+    """Tensors that differ from the version before."""
+    total_bytes: _builtins.int
+    """Bytes of all tensors."""
+    delta_bytes: _builtins.int
+    """Bytes of the encoded difference to the version before. 0 without one."""
+    seconds: _builtins.float
+    """Seconds to copy the weights and to compute digests and difference."""
+    def __init__(
+        self,
+        *,
+        policy_version: _builtins.int = ...,
+        weights_digest: _builtins.bytes = ...,
+        changed_tensors: _builtins.int = ...,
+        total_bytes: _builtins.int = ...,
+        delta_bytes: _builtins.int = ...,
+        seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["changed_tensors", b"changed_tensors", "delta_bytes", b"delta_bytes", "policy_version", b"policy_version", "seconds", b"seconds", "total_bytes", b"total_bytes", "weights_digest", b"weights_digest"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WeightPublication: _TypeAlias = WeightPublication  # noqa: Y015
 
 @_typing.final
 class GetStatusRequest(_message.Message):

@@ -4,28 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import numpy as np
 
 from quartet.errors import InvalidRequest
+from quartet.types import WeightPublication
 from quartet.weight_transfer.delta import encode
 from quartet.weight_transfer.digests import tensor_digest
 from quartet.weight_transfer.messages import CHUNK_BYTES, Chunk, TensorLayout
 from quartet.weight_transfer.store import Link, Position, WeightStore, version_of
 from quartet.weight_transfer.tensors import ITEM_BYTES, AdapterSettings, HostTensor
-
-
-@dataclass(frozen=True, slots=True)
-class Publication:
-    """Measurements of one publication. ``delta_bytes``: encoded size of the difference to the version before; 0 without one."""
-
-    version: int
-    digest: bytes
-    changed_tensors: int
-    total_bytes: int
-    delta_bytes: int
-    seconds: float
 
 
 class WeightSource(WeightStore):
@@ -34,7 +22,7 @@ class WeightSource(WeightStore):
     def __init__(self, capacity: int = 4, num_threads: int | None = None) -> None:
         """See ``WeightStore``."""
         super().__init__("this weight source", capacity, num_threads)
-        self.last: Publication | None = None
+        self.last: WeightPublication | None = None
         """The last publication; None before the first."""
 
     def publish(
@@ -80,7 +68,7 @@ class WeightSource(WeightStore):
             with self._state:
                 self._run = run
                 self._append(published, link)
-            self.last = Publication(
+            self.last = WeightPublication(
                 version,
                 published.digest,
                 len(changed),

@@ -47,6 +47,7 @@ CALLERS: dict[str, frozenset[str]] = {
     "quartet.v1.OrchestratorService/RollBack": _USERS,
     "quartet.v1.OrchestratorService/GetSettings": _USERS,
     "quartet.v1.OrchestratorService/ChangeSettings": _USERS,
+    "quartet.v1.OrchestratorService/GetGenerators": _USERS,
     "quartet.v1.WeightService/GetWeights": _GENERATORS,
     "quartet.v1.StatusService/GetStatus": _ANY_CALLER,
     "grpc.health.v1.Health/Check": _ANY_CALLER,

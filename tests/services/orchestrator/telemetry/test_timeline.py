@@ -7,7 +7,15 @@ import time
 
 import pytest
 
-from quartet.services.orchestrator.telemetry.timeline import MAX_SPANS, Span, Timeline, merge_neighbours
+from quartet.services.orchestrator.telemetry.timeline import (
+    MAX_GENERATORS,
+    MAX_SPANS,
+    OTHER_GENERATORS,
+    Span,
+    Timeline,
+    join_generators,
+    merge_neighbours,
+)
 from tests.services.orchestrator.fake_services import FakeCall
 
 
@@ -131,3 +139,32 @@ def test_a_step_with_many_calls_has_few_spans_and_counts_every_call() -> None:
     assert len(spans) == MAX_SPANS
     assert sum(span.count for span in spans) == 2000
     assert {span.service for span in spans} == {"reward", "reference"}
+
+
+def test_generators_that_finish_last_keep_their_lanes() -> None:
+    spans = [Span(f"generator host:{port}", "generate", 0.0, float(port)) for port in range(4)] + [
+        Span("actor", "update", 4.0, 5.0)
+    ]
+    joined = join_generators(spans, 2)
+    assert [span.service for span in joined] == [
+        OTHER_GENERATORS,
+        OTHER_GENERATORS,
+        "generator host:2",
+        "generator host:3",
+        "actor",
+    ]
+    assert join_generators(spans, 4) == spans
+
+
+def test_the_spans_of_many_generators_are_bounded() -> None:
+    clock = Clock()
+    timeline = Timeline(clock)
+    for port in range(256):
+        for phase in ("update_weights", "generate", "generate"):
+            call = watch(timeline, f"generator host:{port}", phase)
+            clock.now += 0.001
+            call.end()
+    spans = timeline.end_step(100.0)
+    assert len(spans) <= MAX_SPANS
+    assert len({span.service for span in spans}) == MAX_GENERATORS + 1
+    assert sum(span.count for span in spans) == 3 * 256
