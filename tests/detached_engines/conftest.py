@@ -15,7 +15,7 @@ from tests.detached_engines.tiny_checkpoint import write_config
 if TYPE_CHECKING:
     from tests.detached_engines.vllm_engine import BreakableVLLM
 
-ENGINES = ("vllm",)
+ENGINES = ("torch", "vllm")
 
 
 @pytest.fixture(scope="session")
@@ -32,6 +32,17 @@ def vllm(folder: Path) -> Iterator[BreakableVLLM]:
     from tests.detached_engines.vllm_engine import vllm_engine
 
     engine = vllm_engine(folder)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture(scope="session")
+def torch(folder: Path) -> Iterator[Engine]:
+    """Create Quartet's own engine with its own weights."""
+    pytest.importorskip("peft", reason="needs quartet-rlhf[train]: make test")
+    from tests.detached_engines.torch_engine import torch_engine
+
+    engine = torch_engine(folder)
     yield engine
     engine.close()
 

@@ -55,6 +55,11 @@ def _weights(engine: Engine) -> None:
     load(engine, VALUES)
 
 
+def log_probs(response: EngineResponse) -> list[float]:
+    """Return the log-probs of a response; none if the engine reports none."""
+    return [] if response.log_probs is None else [float(value) for value in response.log_probs]
+
+
 def test_greedy_tokens_are_those_without_cache_and_batching(engine: Engine, folder: Path) -> None:
     batch = requests(12)
     responses = run(engine, batch, temperature=0.0)
@@ -110,7 +115,7 @@ def test_company_changes_no_bit_if_the_engine_says_so(engine: Engine) -> None:
     together = run(engine, batch)
     single = [response for request in batch for response in run(engine, [request])]
     assert tokens(single) == tokens(together)
-    assert [list(r.log_probs or ()) for r in single] == [list(r.log_probs or ()) for r in together]
+    assert [log_probs(r) for r in single] == [log_probs(r) for r in together]
 
 
 def test_a_response_ends_with_its_stop_token_or_at_the_limit(engine: Engine) -> None:

@@ -11,7 +11,6 @@ import torch
 import transformers
 
 from quartet.models.forward.scoring import response_log_probs
-from quartet.models.generation.detached_torch import DetachedTorchEngine
 from quartet.models.generation.engine import Engine, Policy
 from quartet.models.generation.torch_engine import TorchEngine
 from quartet.models.weights.lora import add_adapter
@@ -34,7 +33,6 @@ EOS = 32
 ENGINES = (
     "torch",
     "torch-static",
-    "torch-detached",
     "triton-current",
     "triton-older",
     "triton-whole",
@@ -102,9 +100,7 @@ def engine(request: pytest.FixtureRequest, subject: Policy, tmp_path: Path) -> I
     """Return each engine in turn with the policy of the test."""
     name: str = request.param
     result: Engine
-    if name == "torch-detached":
-        result = DetachedTorchEngine(subject.model, subject.stop_ids, 32, "cpu")
-    elif name.startswith("torch"):
+    if name.startswith("torch"):
         result = TorchEngine(subject.model, subject.stop_ids, 32, static=name == "torch-static")
     else:
         from tests.engines.triton_engines import engine_of

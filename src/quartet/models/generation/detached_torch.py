@@ -59,8 +59,8 @@ class DetachedTorchEngine:
     ) -> Iterator[EngineResponse]:
         """Yield each response as soon as it is finished. For errors see ``TorchEngine.generate``."""
         by_id = {request.id: request for request in requests}
-        for trajectory in self._engine.generate(requests, sampling, seed, 0, cancelled):
-            yield EngineResponse(by_id[trajectory.id], trajectory.response_ids, trajectory.log_probs)
+        trajectories = self._engine.generate(requests, sampling, seed, 0, cancelled)
+        return (EngineResponse(by_id[item.id], item.response_ids, item.log_probs) for item in trajectories)
 
     def sleep(self) -> None:
         """Do nothing: the memory of a generation is freed with it."""
