@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+import os
+import random
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
-from tests.e2e.commands import QUARTET, settings
+import pytest
+
+from tests.e2e.commands import QUARTET, Command, CommandResult, settings
 from tests.e2e.conftest import Run, deterministic_metrics, train, weights
+
+KILLS = 100
 
 
 def test_two_generators_with_certificates_train_the_same_policy_as_the_actor(
@@ -29,3 +39,53 @@ def test_two_generators_with_certificates_train_the_same_policy_as_the_actor(
     assert all("event='ready'" in log for log in logs)
     launcher = (run.directory / "logs" / "launcher.log").read_text()
     assert "restarted" not in launcher
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+@pytest.mark.skipif(sys.platform != "linux", reason="finds the processes in /proc")
+def test_a_hundred_kills_of_generators_change_no_bit_and_no_trajectory(
+    config: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    options = settings("run.steps=250", "checkpoint.every_steps=50", "gateway.enabled=false")
+    undisturbed = train(tmp_path_factory.mktemp("undisturbed"), config, *options)
+    assert undisturbed.result.code == 0, undisturbed.result
+    folder = tmp_path_factory.mktemp("killed")
+    recovery = settings(
+        "rollout.generators=4",
+        "recovery.max_restarts=1000",
+        "recovery.max_recoveries=1000",
+        "recovery.backoff_seconds=0.01",
+        "recovery.restart_reset_seconds=0.01",
+    )
+    command = Command(QUARTET, "train", config, *options, *recovery, cwd=folder)
+    run = Run(CommandResult(0, "", "", 0.0, []), folder / "runs" / "tiny")
+    try:
+        kills = kill_generators(run.directory, command, random.Random(0))
+        result = command.wait(1200)
+    finally:
+        command.clean_up()
+    assert result.code == 0, result
+    assert kills == KILLS, "the run ended before all kills"
+    assert weights(run.directory) == weights(undisturbed.directory)
+    assert deterministic_metrics(run) == deterministic_metrics(undisturbed)
+    for path in sorted((undisturbed.directory / "trajectories").iterdir()):
+        ids = [json.loads(line)["id"] for line in (run.directory / "trajectories" / path.name).read_text().splitlines()]
+        assert len(ids) == len(set(ids)) == 8
+
+
+def kill_generators(run: Path, command: Command, chance: random.Random) -> int:
+    """Kill random generators of a run, once it has taken a step, until ``KILLS`` or the end. Return the number of kills."""
+    metrics, kills = run / "metrics.jsonl", 0
+    while kills < KILLS and command.process.poll() is None:
+        if metrics.exists() and metrics.stat().st_size and (generators := generators_of(command)):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(chance.choice(generators), signal.SIGKILL)
+                kills += 1
+        time.sleep(chance.uniform(0.05, 0.6))
+    return kills
+
+
+def generators_of(command: Command) -> list[int]:
+    """Return the process ids of a run's generators."""
+    return [pid for pid, line in command.processes().items() if "quartet.services generator " in line]
