@@ -404,7 +404,7 @@ class EngineProperties:
 class WeightTransfer:
     """Transfer of one policy version into a generator.
 
-    ``weights_digest`` has 16 bytes. ``source`` is HOST:PORT. ``bytes`` were received, compressed. ``delta``: only differences to
+    ``weights_digest`` has 16 bytes. ``source``: its role and address. ``bytes`` were received, compressed. ``delta``: only differences to
     the previous version were sent. ``load_seconds`` include reading the weights back from the engine.
     """
 

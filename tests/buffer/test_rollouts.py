@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from queue import SimpleQueue
 
 import pytest
 
 from quartet import codec
 from quartet.buffer.connection import Redis, connect
-from quartet.buffer.rollout_stream import RolloutStream
+from quartet.buffer.rollout_stream import BLOCK_SECONDS, Delivery, RolloutStream
 from quartet.errors import BufferFailed
 from tests.buffer.samples import trajectory
 
@@ -151,3 +153,60 @@ def test_unacknowledged_deliveries_can_be_read_again(stream: RolloutStream, run:
     assert [item.entry_id for item in redelivered] == [item.entry_id for item in lost]
     stream.acknowledge([lost[0].entry_id])
     assert [item.entry_id for item in stream.delivered()] == [lost[1].entry_id]
+
+
+def test_a_listener_delivers_entries_as_they_arrive_up_to_its_count(stream: RolloutStream, run: str) -> None:
+    events: SimpleQueue[list[Delivery] | Exception] = SimpleQueue()
+    with stream.listen(2, events.put):
+        stream.append([trajectory(run, prompt) for prompt in range(3)])
+        received = list[int]()
+        while len(received) < 3:
+            event = events.get(timeout=20)
+            assert isinstance(event, list)
+            assert len(event) <= 2
+            received += [delivery.trajectory.id.prompt for delivery in event]
+        stream.append([trajectory(run, 3)])
+        event = events.get(timeout=20)
+        assert isinstance(event, list)
+        assert [delivery.trajectory.id.prompt for delivery in event] == [3]
+    assert received == [0, 1, 2]
+    assert len(stream.delivered()) == 4
+
+
+def test_a_listener_ends_at_once_and_can_start_again(stream: RolloutStream, run: str) -> None:
+    events: SimpleQueue[list[Delivery] | Exception] = SimpleQueue()
+    start = time.monotonic()
+    # Some end before their first command, and some while it waits.
+    for pause in (0.0, 0.001, 0.002, 0.005, 0.01, 0.05) * 3:
+        with stream.listen(2, events.put):
+            time.sleep(pause)
+    assert time.monotonic() - start < BLOCK_SECONDS
+    assert events.empty()
+    assert threading.active_count() < 50
+    with stream.listen(2, events.put):
+        stream.append([trajectory(run, 1)])
+        assert isinstance(events.get(timeout=20), list)
+
+
+def test_a_listener_reports_its_error_last(stream: RolloutStream, run: str, redis_client: Redis) -> None:
+    events: SimpleQueue[list[Delivery] | Exception] = SimpleQueue()
+    with stream.listen(1, events.put):
+        stream.append([trajectory(run, 1)])
+        assert isinstance(events.get(timeout=20), list)
+        redis_client.xadd(stream.key, {"trajectory": b"no trajectory"})
+        error = events.get(timeout=20)
+        assert isinstance(error, BufferFailed)
+        assert "not a trajectory" in str(error)
+        stream.append([trajectory(run, 2)])
+    assert events.empty()
+
+
+def test_a_listener_skips_entries_of_a_former_leader(stream: RolloutStream, run: str) -> None:
+    stream.reset(3)
+    events: SimpleQueue[list[Delivery] | Exception] = SimpleQueue()
+    with stream.listen(5, events.put):
+        stream.append([trajectory(run, 1)], leader_epoch=2)
+        stream.append([trajectory(run, 2)], leader_epoch=3)
+        event = events.get(timeout=20)
+    assert isinstance(event, list)
+    assert [delivery.trajectory.id.prompt for delivery in event] == [2]

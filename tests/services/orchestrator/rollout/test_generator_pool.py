@@ -1,0 +1,358 @@
+"""A pool of generators with real servers: split of the work, lost and late generators, sources of the weights."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+
+from quartet.buffer.rollout_stream import RolloutStream
+from quartet.config import Config
+from quartet.errors import BufferFailed, Cancelled, ComputationFailed, QuartetError, ServiceUnavailable
+from quartet.models.generation.detached_torch import DetachedTorchEngine
+from quartet.rpc.compute_thread import ComputeThread
+from quartet.rpc.security.credentials import LOCAL
+from quartet.rpc.server import Server
+from quartet.services.generator.factory import build_generator
+from quartet.services.orchestrator.rollout.generation import PendingTrajectories
+from quartet.services.orchestrator.rollout.generator_pool import GeneratorPool
+from quartet.types import (
+    EngineProperties,
+    GenerationBatch,
+    Prompt,
+    Role,
+    SamplingParameters,
+    Trajectory,
+    TrajectoryId,
+    requests_of,
+)
+from tests.services.model_services import Services, start_generation
+
+PROMPTS = [Prompt(index, np.arange(3, 5 + index, dtype=np.int32)) for index in range(5)]
+SAMPLES = 2
+SAMPLING = SamplingParameters(8, ignore_eos=True)
+SECONDS = 30.0
+
+
+class Generators:
+    """Generators at fixed addresses, an actor with the weights, and a pool."""
+
+    def __init__(self, config: Config, services: Services, stream: RolloutStream) -> None:
+        self.config, self.stream = config, stream
+        self.actor = services.start(Role.ACTOR, config)
+        self.servers: dict[str, Server] = {}
+        self.notes: list[str] = []
+        self._run = stream.key.split(":")[1]
+
+    def start(self, address: str = "127.0.0.1:0") -> str:
+        """Start a generator. Return its address."""
+        server = Server([build_generator(self.config, ComputeThread(), 1, LOCAL)], address)
+        self.servers[server.address] = server
+        return server.address
+
+    def lose(self, address: str) -> None:
+        """Stop a generator without waiting for its calls."""
+        self.servers.pop(address).stop(0.0)
+
+    @contextmanager
+    def pool(self, *addresses: str) -> Iterator[GeneratorPool]:
+        """Return a pool of the generators at these addresses, which need not run yet."""
+        services = self.config.services.model_copy(update={"generators": addresses})
+        result = GeneratorPool(self.config.model_copy(update={"services": services}), self.actor, self.notes.append)
+        try:
+            result.wait_until_ready(SECONDS)
+            yield result
+        finally:
+            result.close()
+
+    def begin(self, pool: GeneratorPool, step: int = 1) -> tuple[GenerationBatch, PendingTrajectories]:
+        """Start a step with policy version 0."""
+        requests = requests_of(self._run, step, PROMPTS, SAMPLES)
+        return pool.start(GenerationBatch(self._run, step, 1, requests, SAMPLING, 5, 0))
+
+    def step(self, pool: GeneratorPool, step: int = 1) -> list[Trajectory]:
+        """Generate a step, and return its trajectories by id."""
+        _, work = self.begin(pool, step)
+        wait(work)
+        work.result()
+        return self.read()
+
+    def read(self) -> list[Trajectory]:
+        """Return what is in the stream, by id."""
+        return sorted((item.trajectory for item in self.stream.read(1000, 0.01)), key=lambda item: item.id)
+
+    def by_the_actor(self) -> list[Trajectory]:
+        """Return the trajectories of step 1 as the actor's own engine generates them."""
+        start_generation(self.actor, self._run, PROMPTS, SAMPLING, SAMPLES, seed=5).result()
+        return self.read()
+
+    def stop(self) -> None:
+        """Stop all generators."""
+        for server in self.servers.values():
+            server.stop(0.0)
+
+
+def wait(work: PendingTrajectories) -> None:
+    """Wait until a work ends, and no longer than a test may take."""
+    ended = threading.Event()
+    work.when_done(ended.set)
+    assert ended.wait(SECONDS)
+
+
+def until(condition: Callable[[], object]) -> None:
+    """Wait for a condition that another thread makes true."""
+    pause, deadline = threading.Event(), 600
+    while not condition():
+        deadline -= 1
+        assert deadline, "the condition stays false"
+        pause.wait(0.05)
+
+
+def contents(trajectories: list[Trajectory]) -> list[tuple[TrajectoryId, list[int], bytes]]:
+    """Return what does not depend on the generator."""
+    return [(item.id, item.response_ids.tolist(), item.log_probs.tobytes()) for item in trajectories]
+
+
+def prompts_by_generator(trajectories: list[Trajectory]) -> dict[str, list[int]]:
+    result: dict[str, set[int]] = {}
+    for item in trajectories:
+        result.setdefault(item.generator, set()).add(item.id.prompt)
+    return {address: sorted(prompts) for address, prompts in result.items()}
+
+
+@pytest.fixture
+def generators(make_config: Callable[..., Config], services: Services, stream: RolloutStream) -> Iterator[Generators]:
+    result = Generators(make_config(rollout={"max_concurrent_sequences": 4, "generators": 1}), services, stream)
+    yield result
+    result.stop()
+
+
+class Gate:
+    """A pause of engines after their first response, for the first ``count`` generations."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, count: int = 1) -> None:
+        self.reached, self.opened = threading.Event(), threading.Event()
+        self._remaining, self._lock = count, threading.Lock()
+        generate = DetachedTorchEngine.generate
+
+        def gated(engine: Any, requests: Any, sampling: Any, seed: int, cancelled: Any) -> Any:
+            with self._lock:
+                waits = self._remaining > 0
+                self._remaining -= 1
+            for response in generate(engine, requests, sampling, seed, cancelled):
+                yield response
+                if waits:
+                    self.reached.set()
+                    while not self.opened.wait(0.01):
+                        if cancelled():
+                            raise Cancelled("generate: cancelled")
+
+        monkeypatch.setattr(DetachedTorchEngine, "generate", gated)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_the_number_of_generators_changes_only_who_generates(generators: Generators, count: int) -> None:
+    addresses = [generators.start() for _ in range(count)]
+    with generators.pool(*addresses) as pool:
+        until(lambda: len(pool.statuses()) == count)
+        result = generators.step(pool)
+    assert contents(result) == contents(generators.by_the_actor())
+    assert Counter(map(tuple, prompts_by_generator(result).values())) == Counter(
+        tuple(range(part, len(PROMPTS), count)) for part in range(count)
+    )
+    assert {item.weights_digest for item in result} == set(generators.actor.status().published_weights.values())
+
+
+def test_the_work_of_a_lost_generator_is_generated_by_the_others(
+    generators: Generators, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    addresses, gate = [generators.start() for _ in range(2)], Gate(monkeypatch)
+    with generators.pool(*addresses) as pool:
+        until(lambda: len(pool.statuses()) == 2)
+        _, work = generators.begin(pool)
+        assert gate.reached.wait(SECONDS)
+        [lost] = [
+            member.address for member in pool._members.values() if member.work is not None and not finishes(member)
+        ]
+        generators.lose(lost)
+        wait(work)
+        assert work.result() == len(PROMPTS) * SAMPLES
+        result = generators.read()
+        assert {item.generator for item in result} == {*addresses} - {lost}
+        assert contents(result) == contents(generators.by_the_actor())
+        # It comes back at its address, and gets its part of the next step.
+        generators.start(lost)
+        until(lambda: len(pool.statuses()) == 2)
+        assert prompts_by_generator(generators.step(pool, 2)).keys() == {*addresses}
+
+
+def finishes(member: Any) -> bool:
+    """Wait until a member's call ends, or has been silent for a second. Return whether it ended."""
+    ended = threading.Event()
+    call = member.call
+    if call is None:
+        return True
+    call.when_done(ended.set)
+    return ended.wait(1.0)
+
+
+def test_a_trajectory_that_has_arrived_is_not_generated_again(
+    generators: Generators, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = generators.start(), generators.start()
+    gate = Gate(monkeypatch)
+    with generators.pool(first) as pool:
+        _, work = generators.begin(pool)
+        assert gate.reached.wait(SECONDS)
+        arrived = [TrajectoryId(generators._run, 1, 0, 0), TrajectoryId(generators._run, 1, 1, 1)]
+        for id in arrived:
+            work.arrived(Trajectory(id, 0, *[np.zeros(1, np.int32)] * 2, np.zeros(1, np.float32), None))  # type: ignore[arg-type]
+        pool._members[second] = type(pool._members[first])(
+            type(pool._members[first].client)(second, generators.actor.timeouts)
+        )
+        pool._ask(pool._members[second])
+        generators.lose(first)
+        wait(work)
+        result = [item.id for item in generators.read()]
+    assert result == [
+        request.id for request in requests_of(generators._run, 1, PROMPTS, SAMPLES) if request.id not in arrived
+    ]
+
+
+def test_late_generators_take_the_weights_from_the_actor_and_from_generators_that_have_them(
+    generators: Generators,
+) -> None:
+    first, *late = [generators.start() for _ in range(4)]
+    for address in late:
+        generators.lose(address)
+    with generators.pool(first, *late) as pool:
+        assert prompts_by_generator(generators.step(pool)).keys() == {first}
+        for address in late:
+            generators.start(address)
+        until(lambda: len(pool.statuses()) == 4)
+        assert prompts_by_generator(generators.step(pool, 2)).keys() == {first, *late}
+        transfers = {address: member.client.status().last_transfer for address, member in pool._members.items()}
+    actor = f"actor at {generators.actor.channel.address}"
+    assert transfers[first].source == actor
+    # The actor sends a version to two generators at a time.
+    assert sorted(transfers[address].source for address in late) == sorted([actor, actor, f"generator at {first}"])
+
+
+def test_without_any_generator_the_work_fails(generators: Generators, monkeypatch: pytest.MonkeyPatch) -> None:
+    addresses, gate = [generators.start() for _ in range(2)], Gate(monkeypatch, count=2)
+    with generators.pool(*addresses) as pool:
+        until(lambda: len(pool.statuses()) == 2)
+        _, work = generators.begin(pool)
+        assert gate.reached.wait(SECONDS)
+        for address in addresses:
+            generators.lose(address)
+        wait(work)
+        with pytest.raises(ServiceUnavailable, match="none responds"):
+            work.result()
+
+
+def test_a_failure_that_every_generator_would_have_ends_the_work(
+    generators: Generators, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def generate(*_: Any) -> Iterator[Any]:
+        raise ComputationFailed("the logits are not finite")
+        yield
+
+    monkeypatch.setattr(DetachedTorchEngine, "generate", generate)
+    with generators.pool(generators.start()) as pool:
+        _, work = generators.begin(pool)
+        wait(work)
+        with pytest.raises(ComputationFailed, match="not finite"):
+            work.result()
+
+
+def test_a_cancelled_work_stops_its_generators_which_then_do_the_next(
+    generators: Generators, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = Gate(monkeypatch)
+    with generators.pool(generators.start()) as pool:
+        _, work = generators.begin(pool)
+        assert gate.reached.wait(SECONDS)
+        work.cancel()
+        wait(work)
+        with pytest.raises(Cancelled):
+            work.result()
+        generators.stream.reset()
+        assert len(generators.step(pool, 2)) == len(PROMPTS) * SAMPLES
+
+
+def test_the_work_of_a_refused_generator_continues_on_another(generators: Generators) -> None:
+    first, second = generators.start(), generators.start()
+    with generators.pool(first, second) as pool:
+        until(lambda: len(pool.statuses()) == 2)
+        _, work = generators.begin(pool)
+        wait(work)
+        result = generators.read()
+        for item in result:
+            (work.refuse(item, "wrong weights") if item.generator == first else work.arrived(item))
+        wait(work)
+        assert work.result() == len(result)
+        again = generators.read()
+        assert {item.generator for item in again} == {second}
+        assert [item.id for item in again] == [item.id for item in result if item.generator == first]
+        assert generators.notes == [f"generator {first} gets no more work: wrong weights"]
+        assert prompts_by_generator(generators.step(pool, 2)).keys() == {second}
+
+
+def test_wrong_weights_of_every_generator_end_the_work(generators: Generators) -> None:
+    address = generators.start()
+    with generators.pool(address) as pool:
+        _, work = generators.begin(pool)
+        wait(work)
+        work.refuse(generators.read()[0], "wrong weights")
+        wait(work)
+        with pytest.raises(QuartetError, match=f"{address}: wrong weights"):
+            work.result()
+
+
+def test_a_version_that_the_actor_no_longer_has_is_an_error(generators: Generators) -> None:
+    with generators.pool(generators.start()) as pool:
+        request = requests_of("run", 1, PROMPTS, 1)
+        with pytest.raises(BufferFailed, match="policy version 3: the actor has versions 0"):
+            pool.start(GenerationBatch("run", 1, 1, request, SAMPLING, 0, 3))
+
+
+def test_an_engine_that_is_not_seeded_gets_its_work_by_load(
+    generators: Generators, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    properties = EngineProperties("torch", False, False, "whole", "tensors", "read back")
+    monkeypatch.setattr(DetachedTorchEngine, "properties", property(lambda engine: properties))
+    shares: list[int] = []
+    generate = DetachedTorchEngine.generate
+
+    def recorded(engine: Any, requests: Any, *arguments: Any) -> Any:
+        shares.append(len(requests))
+        return generate(engine, requests, *arguments)
+
+    monkeypatch.setattr(DetachedTorchEngine, "generate", recorded)
+    addresses = [generators.start() for _ in range(2)]
+    with generators.pool(*addresses) as pool:
+        until(lambda: len(pool.statuses()) == 2)
+        result = generators.step(pool)
+    assert [item.id for item in result] == [request.id for request in requests_of(generators._run, 1, PROMPTS, SAMPLES)]
+    assert len(shares) > 2
+    assert max(shares) < len(result) / 2
+
+
+def test_a_generator_of_another_engine_gets_no_work(generators: Generators, monkeypatch: pytest.MonkeyPatch) -> None:
+    properties = EngineProperties("vllm", True, False, "whole", "tensors", "read back")
+    monkeypatch.setattr(DetachedTorchEngine, "properties", property(lambda engine: properties))
+    address = generators.start()
+    with (
+        pytest.raises(ServiceUnavailable, match=f"{address}: runs engine vllm, rollout.engine is torch"),
+        generators.pool(address),
+    ):
+        pass
+    assert generators.notes == [
+        f"generator {address} gets no work: runs engine vllm, rollout.engine is torch; start it with this run's config"
+    ]
