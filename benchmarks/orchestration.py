@@ -16,6 +16,7 @@ import resource
 import shutil
 import sys
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -46,6 +47,8 @@ LIMIT = 1.05
 LIMITED = (1, 64)
 """Numbers of replicas to which the limit applies."""
 REPLICAS = (1, 8, 64, 256)
+GENERATORS = (256,)
+"""Numbers of generators, with the largest step of TOKENS."""
 TOKENS = (100_000, 1_000_000, 10_000_000)
 """Approximate response tokens per step, with 64 replicas."""
 USUAL = 1_000_000
@@ -62,15 +65,17 @@ STATED = Times(generate=10e-6, score=8e-6, values=8e-6, update=5e-6)
 
 @dataclass(frozen=True)
 class Case:
-    """Number of replicas, and size of a step."""
+    """Number of replicas of reward and reference, size of a step, and number of generators; 0 if the actor generates."""
 
     replicas: int
     trajectories: int
+    generators: int = 0
 
     @property
     def times(self) -> Times:
-        """Return the seconds per token of each service."""
-        return Times(STATED.generate, STATED.score * self.replicas, STATED.values, STATED.update)
+        """Return the seconds per token of each service. All generators together are as fast as the actor."""
+        generate = STATED.generate * max(1, self.generators)
+        return Times(generate, STATED.score * self.replicas, STATED.values, STATED.update)
 
 
 @dataclass(frozen=True)
@@ -108,6 +113,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--tokens", type=positive, nargs="*", default=TOKENS, help="response tokens per step, with 64 replicas"
     )
+    parser.add_argument(
+        "--generators", type=positive, nargs="*", default=GENERATORS, help="numbers of generators, with 64 replicas"
+    )
     parser.add_argument("--steps", type=positive, default=STEPS)
     add_shared(parser, "build/orchestration")
     options = parser.parse_args(arguments)
@@ -115,6 +123,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     host = machine.describe()
     cases = [Case(count, USUAL // 1_000) for count in options.replicas]
     cases += [Case(64, tokens // 1_000) for tokens in options.tokens if tokens != USUAL or 64 not in options.replicas]
+    cases += [Case(64, max(options.tokens, default=USUAL) // 1_000, count) for count in options.generators]
     results = []
     options.folder.mkdir(parents=True, exist_ok=True)
     configure_logs("orchestrator")
@@ -131,24 +140,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
     text = table(results, host)
     print(text)
     page.write(page_of(parser, options), "orchestration", text)
-    limited = [result for result in results if result.case.replicas in LIMITED]
+    limited = [result for result in results if result.case.replicas in LIMITED or result.case.generators]
     return 0 if all(result.best.ratio <= LIMIT for result in limited) else 1
 
 
-def critical_path(lengths: Sequence[int], prompt: int, batch: int, count: int, times: Times) -> float:
+def critical_path(
+    lengths: Sequence[int], prompt: int, batch: int, count: int, times: Times, owners: Sequence[int] = ()
+) -> float:
     """Return the seconds of a step in which only the services take time.
 
-    ``lengths``: lengths of the responses in the order in which they finish. Batches are scored in this order, each by the replica
-    that is free first. Reward and reference have ``count`` replicas each, the critic has one. The updates follow the last score.
+    ``lengths``: lengths of the responses in the order of their ids. ``owners``: the generator of each one; by default there is
+    one. Each generator finishes its responses in this order. A batch has neighbours, and is scored when all of them are finished,
+    by the replica that is free first. Reward and reference have ``count`` replicas each, the critic has one. The updates follow
+    the last score.
     """
-    finished, total = [], 0
-    for length in lengths:
-        total += length
-        finished.append(total * times.generate)
+    tokens: Counter[int] = Counter()
+    finished = []
+    for index, length in enumerate(lengths):
+        owner = owners[index] if owners else 0
+        tokens[owner] += length
+        finished.append(tokens[owner] * times.generate)
     batches = [range(first, min(first + batch, len(lengths))) for first in range(0, len(lengths), batch)]
-    arrivals = [(finished[indices[-1]], sum(prompt + lengths[index] for index in indices)) for indices in batches]
+    arrivals = sorted(
+        (max(finished[index] for index in indices), sum(prompt + lengths[index] for index in indices))
+        for indices in batches
+    )
     scored = max(_last_end(arrivals, times.score, count), _last_end(arrivals, times.values, 1))
-    return scored + total * times.update
+    return scored + tokens.total() * times.update
 
 
 def _last_end(arrivals: Sequence[tuple[float, int]], seconds: float, count: int) -> float:
@@ -185,10 +203,15 @@ def measure(case: Case, steps: int, folder: Path) -> Result:
     with ExitStack() as stack:
         server = stack.enter_context(EmbeddedRedis(root / "redis", root / "redis.log"))
         counts = {Role.ACTOR: 1, Role.CRITIC: 1, Role.REWARD: case.replicas, Role.REFERENCE: case.replicas}
+        generators: list[str] = []
+        if case.generators:
+            generators = stack.enter_context(replicas(Role.GENERATOR, case.generators, case.times, server.url))
         addresses = {
             role: stack.enter_context(replicas(role, count, case.times, server.url)) for role, count in counts.items()
         }
         config = addressed(_config(case, steps, root, server.url), addresses)
+        named = config.services.model_copy(update={"generators": tuple(generators)})
+        config = config.model_copy(update={"services": named})
         files = RunFiles(config.run_directory)
         files.write_config(config.to_yaml())
         board, clock = ProgressBoard(config.run.name, steps), Clock()
@@ -202,8 +225,12 @@ def measure(case: Case, steps: int, folder: Path) -> Result:
 
 
 def _step(case: Case, number: int, before: tuple[float, float], after: tuple[float, float]) -> Step:
-    lengths = response_lengths(prompt_order(SEED, number - 1, case.trajectories), MAX_RESPONSE)
-    critical = critical_path(lengths, PROMPT, SCORE_BATCH, case.replicas, case.times)
+    order = prompt_order(SEED, number - 1, case.trajectories).tolist()
+    lengths = response_lengths(sorted(order), MAX_RESPONSE)
+    # The prompts of a step go to the generators in turn, see ``split_by_rule``.
+    turn = {prompt: index % max(1, case.generators) for index, prompt in enumerate(order)}
+    owners = [turn[prompt] for prompt in sorted(order)]
+    critical = critical_path(lengths, PROMPT, SCORE_BATCH, case.replicas, case.times, owners)
     return Step(after[0] - before[0], critical, after[1] - before[1], sum(lengths))
 
 
@@ -261,18 +288,19 @@ def table(results: Sequence[Result], host: str) -> str:
         f"{stated['update']} per response token. Responses have {MAX_RESPONSE // 4} to {MAX_RESPONSE:,} tokens and are scored in "
         f"batches of {SCORE_BATCH}. Each row shows the best step of a run after its first, and the ratio of the worst one in "
         f"brackets. Runs with more than {USUAL:,} tokens per step have one step, whose commit does not overlap with the next "
-        f"generation. At 1 and 64 replicas, at most {LIMIT:g} times the critical path is allowed.",
+        f"generation. At 1 and 64 replicas, and with generators, at most {LIMIT:g} times the critical path is allowed.",
         "",
-        "| replicas | response tokens | trajectories | critical path, s | wall, s | wall / critical path | overhead, s "
-        "| orchestrator CPU s per 1,000 trajectories | memory, MiB |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| replicas | generators | response tokens | trajectories | critical path, s | wall, s | wall / critical path "
+        "| overhead, s | orchestrator CPU s per 1,000 trajectories | memory, MiB |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for result in results:
         case, step = result.case, result.best
         worst = max(each.ratio for each in result.steps)
         cpu = 1000 * step.cpu / case.trajectories
         lines.append(
-            f"| {case.replicas} | {step.tokens:,} | {case.trajectories:,} | {step.critical:.2f} | {step.wall:.2f} "
+            f"| {case.replicas} | {case.generators or 'actor'} | {step.tokens:,} | {case.trajectories:,} "
+            f"| {step.critical:.2f} | {step.wall:.2f} "
             f"| **{step.ratio:.3f}** ({worst:.3f}) | {step.wall - step.critical:.2f} | {cpu:.2f} | {result.memory / 2**20:,.0f} |"
         )
     return "\n".join(lines)

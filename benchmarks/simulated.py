@@ -32,10 +32,12 @@ from quartet.rpc.server import HostedRole, Server
 from quartet.services.actor.servicer import ActorServicer
 from quartet.services.critic.servicer import CriticServicer
 from quartet.services.generator.generator import FLUSH, Progress
+from quartet.services.generator.servicer import GeneratorServicer
 from quartet.services.reference.servicer import ReferenceServicer
 from quartet.services.reward.servicer import RewardServicer
 from quartet.telemetry.logs import configure_logs
 from quartet.types import (
+    EngineProperties,
     FinishReason,
     FloatArray,
     GenerationBatch,
@@ -46,7 +48,9 @@ from quartet.types import (
     TokenBatch,
     Trajectory,
     UpdateResult,
+    WeightTransfer,
 )
+from quartet.weight_transfer.receiver import WeightMirror
 
 VOCABULARY = 32_000
 """Number of token ids."""
@@ -127,8 +131,8 @@ class TrainedModel(SimulatedModel):
         self._updates.restore(run, step, leader_epoch, lambda: None)
 
 
-class SimulatedActor(TrainedModel):
-    role = Role.ACTOR
+class GeneratingModel(SimulatedModel):
+    """Actor or generator."""
 
     def generate(
         self,
@@ -137,10 +141,10 @@ class SimulatedActor(TrainedModel):
         on_start: Callable[[], None],
         on_progress: Progress,
     ) -> tuple[int, int]:
-        """Write the responses to the stream in order, each after the time for its tokens and all earlier ones."""
+        """Write the responses in the order of their ids, each after the time for its tokens and all earlier ones."""
         on_start()
         start = time.perf_counter()
-        requests, limit = batch.requests, batch.sampling.max_response_tokens
+        requests, limit = sorted(batch.requests, key=lambda item: item.id), batch.sampling.max_response_tokens
         stream = RolloutStream(self._client, self._url, batch.run)
         lengths = response_lengths([request.id.prompt for request in requests], limit)
         ids = np.random.default_rng(batch.seed).integers(0, VOCABULARY, max(lengths)).astype(np.int32)
@@ -156,6 +160,8 @@ class SimulatedActor(TrainedModel):
                     ids[: lengths[index]],
                     log_probs[: lengths[index]],
                     FinishReason.LENGTH,
+                    batch.weights_digest,
+                    batch.generator,
                 )
                 for index in indices
             ]
@@ -166,6 +172,33 @@ class SimulatedActor(TrainedModel):
             stream.append(finished, batch.leader_epoch)
             on_progress(indices.stop, tokens)
         return len(requests), tokens
+
+
+class SimulatedActor(TrainedModel, GeneratingModel):
+    role = Role.ACTOR
+
+    def status(self) -> ServiceStatus:
+        return replace(super().status(), published_weights={self.policy_version: digest_of(self.policy_version)})
+
+    def log_probs(self, batch: TokenBatch, temperature: float, reference: bool) -> FloatArray:
+        return np.full(int(batch.response_lengths.sum()), -1.0, np.float32)
+
+
+class SimulatedGenerator(GeneratingModel):
+    """A generator whose weights arrive at once."""
+
+    role = Role.GENERATOR
+
+    def status(self) -> ServiceStatus:
+        return replace(super().status(), engine=EngineProperties("torch", True, True, "whole", "tensors", "read back"))
+
+    def load(self, run: str, leader_epoch: int, policy_version: int, digest: bytes, pull: Any) -> WeightTransfer:
+        return WeightTransfer(policy_version, digest)
+
+
+def digest_of(version: int) -> bytes:
+    """Return the digest of a policy version."""
+    return version.to_bytes(16, "little")
 
 
 class SimulatedCritic(TrainedModel):
@@ -197,6 +230,9 @@ def hosted(role: Role, times: Times, url: str) -> HostedRole:
     compute = ComputeThread()
     if role is Role.ACTOR:
         return ActorServicer(SimulatedActor(times, url), compute, 1, lambda: False)  # type: ignore[arg-type]
+    if role is Role.GENERATOR:
+        core: Any = SimulatedGenerator(times, url)
+        return GeneratorServicer(core, compute, 1, lambda: False, WeightMirror(num_threads=1), lambda sources: [])
     if role is Role.CRITIC:
         return CriticServicer(SimulatedCritic(times, url), compute, 1, lambda: False)  # type: ignore[arg-type]
     if role is Role.REFERENCE:

@@ -37,6 +37,7 @@ FAILPOINTS = {
     "actor.generating": "the first trajectory is finished; the stream has no trajectory of this Generate call",
     "actor.appending": "finished trajectories are about to be written to the stream",
     "actor.appended": "finished trajectories are in the stream",
+    "generator.loaded": "the engine holds new weights; the caller does not know it yet",
     "reward.scoring": "a batch is about to be scored",
     "reference.scoring": "reference log-probs of a batch are about to be computed",
     "critic.scoring": "values of a batch are about to be computed",

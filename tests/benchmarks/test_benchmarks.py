@@ -252,7 +252,7 @@ def test_the_orchestrator_table_shows_the_step_with_the_least_overhead() -> None
     assert case.times.score == pytest.approx(8 * orchestration.STATED.score)
     steps = [orchestration.Step(5.0, 4.0, 0.5, 500_000), orchestration.Step(4.2, 4.0, 0.25, 500_000)]
     text = orchestration.table([orchestration.Result(case, steps, 2**30)], "a machine")
-    assert "| 8 | 500,000 | 500 | 4.00 | 4.20 | **1.050** (1.250) | 0.20 | 0.50 | 1,024 |" in text
+    assert "| 8 | actor | 500,000 | 500 | 4.00 | 4.20 | **1.050** (1.250) | 0.20 | 0.50 | 1,024 |" in text
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
