@@ -70,7 +70,9 @@ def test_a_hundred_kills_of_generators_change_no_bit_and_no_trajectory(
     assert weights(run.directory) == weights(undisturbed.directory)
     assert deterministic_metrics(run) == deterministic_metrics(undisturbed)
     for path in sorted((undisturbed.directory / "trajectories").iterdir()):
-        ids = [json.loads(line)["id"] for line in (run.directory / "trajectories" / path.name).read_text().splitlines()]
+        ids = [
+            json.loads(line)["id"] for line in (run.directory / "trajectories" / path.name).read_bytes().splitlines()
+        ]
         assert len(ids) == len(set(ids)) == 8
 
 
