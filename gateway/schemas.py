@@ -339,7 +339,7 @@ class WeightTransferInfo(Model):
     digest: str
     """Digest of the weights, in hexadecimal."""
     source: str
-    """HOST:PORT of the process that sent them."""
+    """Role and HOST:PORT of the process that sent them; empty if the generator held them already."""
     bytes: int
     """Compressed bytes."""
     delta: bool

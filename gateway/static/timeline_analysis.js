@@ -7,7 +7,7 @@ const TOLERANCE = 1e-4;
 /** Return the services that have spans, in the order in which a step uses them. */
 export function servicesOf(spans) {
   const services = [...new Set(spans.map((span) => span.service))];
-  // A generator's lane is "generator HOST:PORT".
+  // A generator is the service "generator HOST:PORT".
   const rank = (name) => (ORDER.includes(name.split(" ")[0]) ? ORDER.indexOf(name.split(" ")[0]) : ORDER.length);
   return services.sort((a, b) => rank(a) - rank(b) || a.localeCompare(b));
 }

@@ -404,8 +404,9 @@ class EngineProperties:
 class WeightTransfer:
     """Transfer of one policy version into a generator.
 
-    ``weights_digest`` has 16 bytes. ``source``: its role and address. ``bytes`` were received, compressed. ``delta``: only
-    differences to the previous version were sent. ``load_seconds`` include reading the weights back from the engine.
+    ``weights_digest`` has 16 bytes. ``source``: role and HOST:PORT; empty if nothing was transferred. ``bytes`` were received,
+    compressed. ``delta``: only differences to the previous version were sent. ``load_seconds`` include reading the weights back
+    from the engine.
     """
 
     policy_version: int

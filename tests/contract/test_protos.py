@@ -99,7 +99,8 @@ def test_enums_start_with_unspecified_and_values_have_the_prefix(protos: list[Fi
 def test_messages_are_named_after_their_methods(protos: list[FileDescriptorProto]) -> None:
     services = [service for file in protos for service in file.service]
     assert {service.name for service in services} == {
-        f"{name}Service" for name in ("Actor", "Critic", "Reward", "Reference", "Orchestrator", "Status", "Weight")
+        f"{name}Service"
+        for name in ("Actor", "Critic", "Reward", "Reference", "Orchestrator", "Status", "Generation", "Weight")
     }
     used: list[str] = []
     for service in services:

@@ -1,4 +1,4 @@
-"""Training runs with generators that have servers of their own."""
+"""Training runs with generators, each behind a separate server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run with generators in separate processes shows: its metrics, timeline, Prometheus metrics and services."""
+"""Observation of a run with generators behind separate servers: metrics, timeline, Prometheus metrics and services."""
 
 from __future__ import annotations
 
@@ -60,13 +60,13 @@ def test_services_show_each_generator_and_the_publications_of_the_actor(run: tup
         return [info for info in monitor.services(name) if info.role == role]
 
     with serve_orchestrator(running, addresses), closing(monitor):
-        found = infos(Role.GENERATOR)
-        assert [info.address for info in found] == [item.address for item in servers]
+        shown = infos(Role.GENERATOR)
+        assert {info.address for info in shown} == {item.address for item in servers}
         [actor] = infos(Role.ACTOR)
         assert actor.last_publication is not None
         assert actor.published_versions[-1] == actor.last_publication.policy_version
         assert actor.last_publication.total_bytes > actor.last_publication.delta_bytes > 0
-        for info in found:
+        for info in shown:
             assert (info.health, info.detail, info.device, info.work_pending) == ("serving", "", "cpu", 0)
             assert info.engine is not None
             assert (info.engine.name, info.engine.weights, info.engine.digest) == ("torch", "tensors", "read back")

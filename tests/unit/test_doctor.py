@@ -166,10 +166,10 @@ def test_the_interpreter_of_local_generators_must_import_their_engine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = config(tmp_path, torch.float32)
-    found = {finding.subject: finding for finding in generator_findings(settings, [], generators=2)}
-    assert found["generator.python"].ok
-    assert found["generator.python"].detail.endswith(f"torch {torch.__version__}")
-    assert found["generators"].detail.startswith("2 of engine torch, CPU, ")
+    findings = {finding.subject: finding for finding in generator_findings(settings, [], generators=2)}
+    assert findings["generator.python"].ok
+    assert findings["generator.python"].detail.endswith(f"torch {torch.__version__}")
+    assert findings["generators"].detail.startswith("2 of engine torch, CPU, ")
     assert module._environment(tmp_path / "python", "torch") == (
         False,
         f"{tmp_path / 'python'}: not an executable file; correct services.generator.python",

@@ -6,7 +6,7 @@ import { criticalPath, gaps, isWork, lengthOf, servicesOf, union } from "../time
 
 const COLOURS = {
   generate: "blue",
-  update_weights: "yellow",
+  update_weights: "pink",
   score: "green",
   log_probs: "yellow",
   values: "pink",
@@ -60,9 +60,10 @@ function labelWidth(names, width) {
   return Math.max(width < 500 ? 78 : 96, Math.min(longest, width / 4));
 }
 
-/** Return a name that fits `width`. The end of an address tells generators apart. */
-function shortened(name, width) {
+/** Return a name that fits `width`: of a generator, the address, whose end tells it from the others. */
+function shortened(full, width) {
   const room = Math.floor((width - 10) / CHARACTER);
+  const name = full.length > room ? full.split(" ").at(-1) : full;
   return name.length > room ? `…${name.slice(1 - room)}` : name;
 }
 

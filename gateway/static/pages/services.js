@@ -125,6 +125,12 @@ function publication({ last_publication: last }) {
   return [`version ${whole(last.policy_version)}, digest `, shortDigest(last.digest), `, ${bytes(last.total_bytes)}, difference ${bytes(last.delta_bytes)}, ${seconds(last.seconds)}`];
 }
 
+/** Return the size of an update, and whether it was a difference to the version before. */
+function updateSize(last) {
+  if (!last) return "–";
+  return last.source ? `${bytes(last.bytes)} ${last.delta ? "difference" : "complete"}` : "present before";
+}
+
 /** Return one row per generator, and what their engines guarantee. */
 function generatorsPanel(generators) {
   const columns = [
@@ -138,7 +144,7 @@ function generatorsPanel(generators) {
     { label: "Queue", number: true, cell: ({ work_pending: pending }) => whole(pending) },
     { label: "Version", number: true, cell: ({ policy_version: version }) => whole(version) },
     { label: "Digest", cell: ({ last_transfer: last }) => (last ? shortDigest(last.digest) : "–") },
-    { label: "Last update", cell: ({ last_transfer: last }) => (last ? `${bytes(last.bytes)} ${last.delta ? "difference" : "complete"}` : "–") },
+    { label: "Last update", cell: ({ last_transfer: last }) => updateSize(last) },
     { label: "From", cell: ({ last_transfer: last }) => (last?.source ? h("code", {}, last.source) : "–") },
     { label: "Transfer", number: true, cell: ({ last_transfer: last }) => seconds(last?.transfer_seconds) },
     { label: "Load weights", number: true, cell: ({ last_transfer: last }) => seconds(last?.load_seconds) },

@@ -64,10 +64,10 @@ IMPORT_SECONDS = 180.0
 IMPORTS = """
 import importlib, json, platform, sys
 importlib.import_module("quartet.services.generator.factory")
-found = {"Python": platform.python_version()}
+versions = {"Python": platform.python_version()}
 for name in sys.argv[1:]:
-    found[name] = getattr(importlib.import_module(name), "__version__", "of unknown version")
-print("\\n" + json.dumps(found))
+    versions[name] = getattr(importlib.import_module(name), "__version__", "of unknown version")
+print("\\n" + json.dumps(versions))
 """
 """Program that imports the generator and the packages in its arguments, and prints versions in its last line."""
 
@@ -316,8 +316,8 @@ def _environment(python: Path, package: str) -> tuple[bool, str]:
     if process.returncode:
         reason = (process.stderr.strip() or "no output").splitlines()[-1]
         return False, f"{python}: cannot start a generator: {reason}; install what is missing there"
-    found = json.loads(process.stdout.splitlines()[-1])
-    return True, ", ".join([str(python), *(f"{name} {version}" for name, version in found.items())])
+    versions = json.loads(process.stdout.splitlines()[-1])
+    return True, ", ".join([str(python), *(f"{name} {version}" for name, version in versions.items())])
 
 
 def _threads(config: Config, role: Role) -> str:

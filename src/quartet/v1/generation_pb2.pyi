@@ -321,7 +321,7 @@ class WeightTransfer(_message.Message):
     weights_digest: _builtins.bytes
     """Digest of the weights, 16 bytes."""
     source: _builtins.str
-    """Role and address of the source."""
+    """Role and HOST:PORT of the source: "actor at HOST:PORT". Empty if the generator held the weights already."""
     bytes: _builtins.int
     """Bytes received, compressed."""
     delta: _builtins.bool

@@ -141,7 +141,7 @@ def test_a_step_with_many_calls_has_few_spans_and_counts_every_call() -> None:
     assert {span.service for span in spans} == {"reward", "reference"}
 
 
-def test_generators_that_finish_last_keep_their_lanes() -> None:
+def test_generators_that_finish_last_keep_their_spans() -> None:
     spans = [Span(f"generator host:{port}", "generate", 0.0, float(port)) for port in range(4)] + [
         Span("actor", "update", 4.0, 5.0)
     ]
