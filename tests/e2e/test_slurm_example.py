@@ -57,7 +57,7 @@ class Job:
     job_id = 1234
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.calls = folder, folder / "calls"
+        self.folder, self.calls, self.script = folder, folder / "calls", SCRIPT
         self.calls.mkdir()
         bins = folder / "bin"
         bins.mkdir()
@@ -78,7 +78,7 @@ class Job:
 
     def start(self, config: Path | str, **environment: str) -> subprocess.Popen[str]:
         self.process = subprocess.Popen(
-            [BASH, SCRIPT, str(config)],
+            [BASH, self.script, str(config)],
             cwd=self.folder,
             env=self.environment | environment,
             stdout=subprocess.PIPE,
@@ -144,6 +144,23 @@ ROLE_NODES = {
 }
 
 
+def test_generators_get_a_group_each_and_the_run_their_addresses(job: Job) -> None:
+    job.script = job.folder / "quartet.sbatch"
+    text = SCRIPT.read_text().replace("critic+reward reference)", "critic+reward reference generator generator)")
+    job.script.write_text(text)
+    job.environment |= {f"SLURM_JOB_NODELIST_HET_GROUP_{group}": f"node{group}" for group in (4, 5)}
+    path = CONFIGS / "ppo.yaml"
+    status, stderr = job.run(path, SLURM_HET_SIZE="6", ORCHESTRATOR="exit 7", QUARTET_GENERATOR_PYTHON="vllm-python")
+    assert status == 7, stderr
+    generators = job.deployment(path).services.generators
+    assert [address.partition(":")[0] for address in generators] == ["node4.cluster", "node5.cluster"]
+    calls = [line for line in job.calls_of("srun") if " generator " in line]
+    assert len(calls) == 2
+    for group, address, line in zip((4, 5), generators, sorted(calls), strict=True):
+        assert f"--het-group={group} " in line
+        assert f"vllm-python -m quartet.services generator --listen 0.0.0.0:{address.partition(':')[2]} " in line
+
+
 @pytest.mark.parametrize("name", ROLE_NODES)
 def test_the_overlay_has_the_address_of_each_role(job: Job, name: str) -> None:
     path = CONFIGS / f"{name}.yaml"
@@ -190,7 +207,17 @@ def _listen_addresses(config: Config) -> list[str]:
 
 
 SECRETS = {"token", "gateway-token", "redis-password"}
-CERTIFICATE_OWNERS = {"actor", "critic", "reference", "orchestrator", "gateway", "redis", "prometheus", "operator"}
+CERTIFICATE_OWNERS = {
+    "actor",
+    "critic",
+    "reference",
+    "generator",
+    "orchestrator",
+    "gateway",
+    "redis",
+    "prometheus",
+    "operator",
+}
 """The reward service uses the certificate of the critic, because both run in one process."""
 
 
