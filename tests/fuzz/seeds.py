@@ -193,6 +193,7 @@ SEEDS: dict[str, Callable[[Random, ServiceState], Message]] = {
     "/quartet.v1.RewardService/Score": _score,
     "/quartet.v1.ReferenceService/LogProbs": _log_probs(reference_pb2.ReferenceServiceLogProbsRequest),
     "/quartet.v1.OrchestratorService/GetProgress": _constant(orchestrator_pb2.GetProgressRequest()),
+    "/quartet.v1.OrchestratorService/GetGenerators": _constant(orchestrator_pb2.GetGeneratorsRequest()),
     "/quartet.v1.OrchestratorService/WatchProgress": lambda random, state: orchestrator_pb2.WatchProgressRequest(
         after_step=max(0, state.step - random.randrange(3))
     ),

@@ -11,6 +11,7 @@ On a CPU the sizes are chosen so that they change no bit of a row, see docs/adr/
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -209,11 +210,11 @@ class StaticDecoder:
     def _step(self, rows: int, columns: int) -> Callable[[], object]:
         """Return the function that computes a step of this size."""
         key = rows, columns
+        compute = partial(self._compute, rows, columns)
+        if not (self._graphs or self._recorded):
+            # Not kept: it refers to this decoder, and the cycle would keep the model in memory after its replacement.
+            return compute
         if key not in self._steps:
-
-            def compute() -> None:
-                self._compute(rows, columns)
-
             self._steps[key] = self._replayed(compute)
         return self._steps[key]
 
@@ -221,8 +222,6 @@ class StaticDecoder:
         """Return a function that repeats ``compute``."""
         if self._graphs:
             return _captured(compute, self._device, self._pool)
-        if not self._recorded:
-            return compute
         if self._logits is None:
             compute()  # Allocates the logits, which must exist before the recording.
         return record(compute)
