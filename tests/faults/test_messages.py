@@ -91,7 +91,7 @@ def append_partial_entry(stream: RolloutStream, written: list[Trajectory], epoch
 @pytest.mark.parametrize(
     ("append_unexpected", "message"),
     [
-        (append_stale, "was not requested"),
+        (append_stale, "is of policy version 1 and digest none, requested were version 2"),
         (append_invalid_bytes, "not a trajectory"),
         (append_partial_entry, "not a trajectory"),
     ],

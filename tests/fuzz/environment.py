@@ -31,7 +31,8 @@ SEALED = 40
 """Steps with experience in the buffer. After the last of them, the fuzzer restores the initial models."""
 IMPORT_PATH = (str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH"))
 """Import path of the reward function."""
-STATUS, WEIGHTS, HEALTH = "quartet.v1.StatusService", "quartet.v1.WeightService", "grpc.health.v1.Health"
+STATUS, HEALTH = "quartet.v1.StatusService", "grpc.health.v1.Health"
+WEIGHTS, GENERATION = "quartet.v1.WeightService", "quartet.v1.GenerationService"
 
 
 @dataclass(frozen=True)
@@ -45,8 +46,8 @@ class Target:
 
     @property
     def services(self) -> tuple[str, ...]:
-        weights = (WEIGHTS,) if self.role is Role.ACTOR else ()
-        return (f"quartet.v1.{self.role.capitalize()}Service", *weights, STATUS, HEALTH)
+        others = (GENERATION, WEIGHTS) if self.role is Role.ACTOR else ()
+        return (f"quartet.v1.{self.role.capitalize()}Service", *others, STATUS, HEALTH)
 
 
 @dataclass

@@ -16,6 +16,8 @@ TORCH_MODULES = {
     "quartet.cli.inference.generate",
     "quartet.completions",
     "quartet.cli.inference.chat",
+    # Only vLLM imports it.
+    "quartet.engines.vllm_worker",
 }
 # Modules of these parts that can be imported without the extra.
 BASE_MODULES = {

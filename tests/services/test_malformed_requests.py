@@ -256,7 +256,7 @@ def channels(
     client.close()
     config = make_config()
     results = {str(role): session_services.start(role, config).channel.grpc_channel for role in MODEL_ROLES}
-    return {**results, "generation.Generate": clients[Role.ACTOR].channel.grpc_channel}
+    return {**results, "generation": clients[Role.ACTOR].channel.grpc_channel}
 
 
 def call(channels: dict[str, grpc.Channel], method: str, request: Any) -> Any:

@@ -93,7 +93,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
 def test_requests_of_a_step_follow_the_config(make: MakeConfig, requests: Requests) -> None:
     run_to_completion(make(**OPTIONS))
     sampling = SamplingParameters(max_response_tokens=6, temperature=0.5, top_p=0.9, top_k=7)
-    assert arguments_of(requests["Actor.generate"], "sampling", "seed", "policy_version") == [
+    batches = arguments_of(requests["Actor.generate"], "batch")
+    assert [(batch.sampling, batch.seed, batch.policy_version) for batch in batches] == [
         (sampling, 11, version) for version in range(4)
     ]
     assert len(requests["Reference.log_probs"]) >= 4

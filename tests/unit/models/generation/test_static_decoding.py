@@ -168,7 +168,7 @@ def test_other_rows_in_the_batch_do_not_change_the_bits_of_a_row() -> None:
 @torch.inference_mode()
 def test_finished_rows_never_exceed_the_buffer(removed: bool) -> None:
     model, prefilled = tiny.causal("llama", max_position_embeddings=256), static_decoding.prefill_cache()
-    decoder = StaticDecoder(model, False)
+    decoder = StaticDecoder(model, False, recorded=True)
     decoder.prepare(4, COLUMNS + 4)
     model(input_ids=torch.full((4, COLUMNS + 2), 5), past_key_values=prefilled, use_cache=True)
     decoder.fill([0, 1, 2, 3], [0, 1, 2, 3], [3, 3, 3, COLUMNS + 2], prefilled)
