@@ -111,12 +111,4 @@ def _external_engine(config: Config, model: ServedModel) -> Engine:
         from quartet.engines.sglang_server import create_sglang_server
 
         return create_sglang_server(rollout.sglang_server, model, rollout.max_concurrent_sequences)
-    if rollout.engine == "vllm-server" and rollout.vllm_server is not None:
-        from quartet.engines.vllm_server import create_vllm_server
-
-        return create_vllm_server(rollout.vllm_server, model, rollout.max_concurrent_sequences)
-    if rollout.engine == "sglang-server" and rollout.sglang_server is not None:
-        from quartet.engines.sglang_server import create_sglang_server
-
-        return create_sglang_server(rollout.sglang_server, model, rollout.max_concurrent_sequences)
     raise ConfigError(f"rollout.engine {rollout.engine}: does not run in a generator; set engine torch")
