@@ -250,6 +250,10 @@ def engines() -> str:
             "Origin of the digest of the weights. read back: computed from what the engine holds. reported: a server names its "
             "version. none: only the log-probs of the first trajectory show which weights it has.",
         ),
+        (
+            "in-flight updates",
+            "Takes new weights in the middle of a response, and names the weights of each token (rollout.in_flight_updates).",
+        ),
     )
     return "\n".join([*lines, *table(["column", "meaning"], meanings)]).rstrip() + "\n"
 

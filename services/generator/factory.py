@@ -44,7 +44,8 @@ def build_generator(
         return [clients[source] for source in sources]
 
     mirror = WeightMirror(capacity=config.rollout.max_off_policy_steps + 2)
-    return GeneratorServicer(generator, compute, threads, monitor.is_lost, mirror, peers)
+    updates = ComputeThread() if config.rollout.in_flight_updates else None
+    return GeneratorServicer(generator, compute, threads, monitor.is_lost, mirror, peers, updates)
 
 
 def set_up_engine(config: Config, threads: int) -> Callable[[], object]:

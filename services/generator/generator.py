@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -11,12 +12,19 @@ from typing import Protocol
 import structlog
 
 from quartet.buffer.rollout_stream import RolloutStream
-from quartet.engines.engine import Engine, ServedModel
+from quartet.engines.engine import Engine, EngineResponse, ServedModel
 from quartet.engines.validation import check_requests, check_response
 from quartet.errors import FailedPrecondition, MismatchError
 from quartet.failpoints import failpoint
 from quartet.leader_fence import LeaderFence
-from quartet.types import GenerationBatch, Role, ServiceStatus, Trajectory, WeightTransfer
+from quartet.types import (
+    GenerationBatch,
+    Role,
+    ServiceStatus,
+    Trajectory,
+    VersionSpan,
+    WeightTransfer,
+)
 from quartet.weight_transfer.digests import combined_digest
 from quartet.weight_transfer.receiver import PulledWeights
 from quartet.weight_transfer.tensors import WeightSet
@@ -39,7 +47,10 @@ class Progress(Protocol):
 
 
 class Generator:
-    """An engine, the weights that it holds, and the rollout streams that it writes to. Not thread-safe, except ``status``."""
+    """An engine, the weights that it holds, and the rollout streams that it writes to.
+
+    Not thread-safe, except ``status``; and ``load`` beside ``generate``, if the engine takes in-flight updates.
+    """
 
     role = Role.GENERATOR
 
@@ -49,7 +60,10 @@ class Generator:
         """``status`` has the fields that never change. ``stream`` returns the rollout stream of a run by its name."""
         self._engine, self._model, self._status, self._stream = engine, model, status, stream
         self._fence = LeaderFence()
+        # Held while the engine loads weights and they are verified.
+        self._loading = threading.Lock()
         self._held: WeightTransfer | None = None
+        self._verified: dict[bytes, int] = {}
         self._loaded = False
         self._tokens: Counter[str] = Counter()
 
@@ -59,7 +73,11 @@ class Generator:
         Raises FailedPrecondition for a lower leader epoch, MismatchError if the engine holds other weights afterwards, and the
         error of ``pull`` or of the engine.
         """
-        self._fence.check(leader_epoch)
+        with self._loading:
+            self._fence.check(leader_epoch)
+            return self._load(run, policy_version, digest, pull)
+
+    def _load(self, run: str, policy_version: int, digest: bytes, pull: Pull) -> WeightTransfer:
         if self._held is not None and self._held.weights_digest == digest:
             # The same bytes can be two versions, such as after an update without epochs.
             self._held = replace(self._held, policy_version=policy_version)
@@ -74,6 +92,7 @@ class Generator:
         if self._engine.properties.digest == "read back":
             self._check_held(pulled.weight_set, held)
         self._loaded = True
+        self._verified[digest] = policy_version
         self._held = WeightTransfer(
             policy_version,
             digest,
@@ -106,9 +125,23 @@ class Generator:
         """Generate trajectories into the rollout stream, each as it finishes. Return the numbers of trajectories and response
         tokens.
 
-        Raises FailedPrecondition for a lower leader epoch, or if the engine does not hold the requested weights.
+        Raises FailedPrecondition for a lower leader epoch, or if the engine does not hold the requested weights. Raises
+        MismatchError for a response by weights that were loaded meanwhile and are not those of their digest.
         """
-        self._fence.check(batch.leader_epoch)
+        with self._loading:
+            self._fence.check(batch.leader_epoch)
+            self._check_requested(batch)
+            self._verified = {batch.weights_digest: batch.policy_version}
+        requests = check_requests(self._model, batch.requests, batch.sampling)
+        on_start()
+        writer = TrajectoryWriter(self._stream(batch.run), batch.leader_epoch, self._tokens, on_progress)
+        for response in self._engine.generate(requests, batch.sampling, batch.seed, cancelled):
+            writer.add(self._trajectory(response, batch))
+        # Without effect unless the engine shares its device with training.
+        self._engine.sleep()
+        return writer.finish()
+
+    def _check_requested(self, batch: GenerationBatch) -> None:
         held = self._held
         if held is None or (held.policy_version, held.weights_digest) != (batch.policy_version, batch.weights_digest):
             has = f"version {held.policy_version} of digest {held.weights_digest.hex()}" if held else "none"
@@ -116,17 +149,36 @@ class Generator:
                 f"generate with version {batch.policy_version} of digest {batch.weights_digest.hex() or 'none'}: this generator "
                 f"holds {has}; update its weights first"
             )
-        requests = check_requests(self._model, batch.requests, batch.sampling)
-        on_start()
-        writer = TrajectoryWriter(self._stream(batch.run), batch.leader_epoch, self._tokens, on_progress)
-        for response in self._engine.generate(requests, batch.sampling, batch.seed, cancelled):
-            checked = check_response(
-                response, self._model, batch.sampling, batch.policy_version, self._engine.properties.name
+
+    def _trajectory(self, response: EngineResponse, batch: GenerationBatch) -> Trajectory:
+        """Return a response as a trajectory with the versions that generated it."""
+        checked = check_response(
+            response, self._model, batch.sampling, batch.policy_version, self._engine.properties.name
+        )
+        checked = replace(checked, weights_digest=batch.weights_digest, generator=batch.generator)
+        if not response.spans:
+            return checked
+        spans = tuple(self._verified_span(response, span) for span in response.spans)
+        last = spans[-1]
+        return replace(
+            checked,
+            policy_version=last.policy_version,
+            weights_digest=last.weights_digest,
+            version_spans=spans if len(spans) > 1 else (),
+        )
+
+    def _verified_span(self, response: EngineResponse, span: VersionSpan) -> VersionSpan:
+        if span.weights_digest not in self._verified:
+            with self._loading:
+                pass  # The engine may generate with an update that is not verified yet.
+        if span.weights_digest not in self._verified:
+            raise MismatchError(
+                f"engine {self._engine.properties.name}: {span.tokens} tokens of {response.request.id} are of version "
+                f"{span.policy_version} and digest {span.weights_digest.hex()}, which this generator could not verify; they are "
+                "discarded"
             )
-            writer.add(replace(checked, weights_digest=held.weights_digest, generator=batch.generator))
-        # Without effect unless the engine shares its device with training.
-        self._engine.sleep()
-        return writer.finish()
+        # The same bytes can be two versions. The orchestrator's number counts.
+        return replace(span, policy_version=self._verified[span.weights_digest])
 
     def close(self) -> None:
         """Release the engine."""

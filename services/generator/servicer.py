@@ -35,14 +35,30 @@ class GeneratorServicer(ModelServicer[Generator], generation_pb2_grpc.Generation
         buffer_unreachable: Callable[[], bool],
         mirror: WeightMirror,
         peers: Callable[[Sequence[tuple[Role, str]]], list[WeightPeer]],
+        updates: ComputeThread | None = None,
     ) -> None:
-        """``peers`` returns clients of the processes at these addresses. See ModelServicer for the rest."""
+        """``peers`` returns clients of the processes at these addresses. See ModelServicer for the rest.
+
+        ``updates`` loads weights while ``compute`` generates. By default ``compute`` does both.
+        """
         super().__init__(core, compute, threads)
+        self._updates = updates or compute
         self._buffer_unreachable, self._mirror, self._peers = buffer_unreachable, mirror, peers
 
     def status(self) -> ServiceStatus:
         """Return the status of a model servicer, and whether the buffer is unreachable."""
-        return replace(super().status(), buffer_unreachable=self._buffer_unreachable())
+        status = replace(super().status(), buffer_unreachable=self._buffer_unreachable())
+        if self._updates is self.compute:
+            return status
+        return replace(
+            status,
+            busy_seconds={**status.busy_seconds, **self._updates.busy_seconds()},
+            work_pending=status.work_pending + self._updates.pending(),
+        )
+
+    def abandoned(self) -> tuple[str, float]:
+        """See ``ComputeThread.abandoned``."""
+        return max(self.compute.abandoned(), self._updates.abandoned(), key=lambda work: work[1])
 
     def register(self, server: grpc.Server) -> None:
         """Add this servicer and that of its weights to a server."""
@@ -50,8 +66,9 @@ class GeneratorServicer(ModelServicer[Generator], generation_pb2_grpc.Generation
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(self, server)
 
     def close(self) -> None:
-        """Close the compute thread and the engine."""
+        """Close the compute threads and the engine."""
         super().close()
+        self._updates.close()
         self.core.close()
 
     def Generate(self, request: Any, context: grpc.ServicerContext) -> Iterator[Any]:
@@ -79,4 +96,4 @@ class GeneratorServicer(ModelServicer[Generator], generation_pb2_grpc.Generation
                 ),
             )
 
-        return codec.weight_update_response_to_proto(self.compute.run("update_weights", context, work))
+        return codec.weight_update_response_to_proto(self._updates.run("update_weights", context, work))

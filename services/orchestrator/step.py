@@ -11,7 +11,7 @@ from quartet.failpoints import failpoint
 from quartet.services.orchestrator.algorithm.update_request import ModelUpdater
 from quartet.services.orchestrator.checkpointing.checkpoint_scheduler import CheckpointScheduler
 from quartet.services.orchestrator.checkpointing.recovery import RecoveryAttempts
-from quartet.services.orchestrator.checkpointing.step_artifacts import StepRecord, update_metrics
+from quartet.services.orchestrator.checkpointing.step_artifacts import StepRecord, in_flight_metrics, update_metrics
 from quartet.services.orchestrator.checkpointing.step_committer import StepCommitter
 from quartet.services.orchestrator.control.progress import ProgressBoard
 from quartet.services.orchestrator.leadership import Leadership
@@ -32,6 +32,7 @@ class StepTransaction:
         self,
         order: PromptOrder,
         off_policy: OffPolicySchedule,
+        in_flight_updates: bool,
         preparation: StepPreparation,
         updater: ModelUpdater,
         committer: StepCommitter,
@@ -42,6 +43,7 @@ class StepTransaction:
     ) -> None:
         """``checkpoints`` finishes the checkpoint in progress before the models change. ``attempts`` records every commit."""
         self._order, self._off_policy, self._preparation = order, off_policy, preparation
+        self._in_flight = in_flight_updates
         self._updater, self._committer, self._checkpoints = updater, committer, checkpoints
         self._attempts, self._board, self._profiler = attempts, board, profiler
         self._pending: PendingStep | None = None
@@ -111,9 +113,14 @@ class StepTransaction:
         self._board.update(phase="update")
         calls = self._updater.start(step, leadership.epoch)
         record = self._committer.record(pending)
+        published = False
 
         def start_next_generation() -> None:
+            nonlocal published
             # The actor is ready for the next step, even if the critic still trains.
+            if calls[Role.ACTOR].done() and not published:
+                published = True
+                self._preparation.policy_updated()
             if calls[Role.ACTOR].done() and continues_directly(step):
                 self.start_generations(step + 1, step, leadership)
 
@@ -132,6 +139,7 @@ class StepTransaction:
         self, step: int, pending: PendingStep, record: StepRecord, updates: Mapping[Role, UpdateResult]
     ) -> dict[str, float]:
         prepared = pending.prepared
+        trajectories = [item.trajectory for item in pending.collected.scored]
         lag = step - 1 - prepared.experience.policy_version
         rates = {f"learning_rate_{role}": rate for role, rate in self._updater.learning_rates(step).items()}
         return {
@@ -140,6 +148,7 @@ class StepTransaction:
             **record.metrics,
             "failed_trajectories": len(pending.collected.failed_trajectories),
             **({"off_policy_steps": lag} if self._off_policy.max_off_policy_steps else {}),
+            **(in_flight_metrics(step, prepared.experience.policy_version, trajectories) if self._in_flight else {}),
             **update_metrics(updates),
             **rates,
             **self._preparation.take_metrics(prepared.experience.policy_version),

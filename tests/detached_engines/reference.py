@@ -46,6 +46,20 @@ class Reference:
         rows = logits.log_softmax(-1).gather(1, ids[0, len(prompt) :, None])
         return [float(value) for value in rows.squeeze(1)]
 
+    def continued(
+        self, former: Reference, request: GenerationRequest, response: list[int], old: int
+    ) -> np.ndarray[Any, np.dtype[np.float32]]:
+        """Return this model's log-probs, float32 [tokens after ``old``, vocabulary], on the key-value cache of a former model.
+
+        The former model has computed all tokens before the last one of its part.
+        """
+        ids = self._torch.tensor([request.prompt_ids.tolist() + response])
+        begin = len(request.prompt_ids) + old - 1
+        with self._torch.no_grad():
+            cache = former._model(input_ids=ids[:, :begin], use_cache=True).past_key_values
+            logits = self._model(input_ids=ids[:, begin:-1], past_key_values=cache).logits[0]
+        return logits.log_softmax(-1).numpy()
+
 
 @lru_cache
 def _config(folder: Path) -> Any:

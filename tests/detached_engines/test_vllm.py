@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from quartet.engines.engine import EngineResponse
 from quartet.engines.vllm import VLLMEngine, VLLMSettings
 from quartet.errors import ConfigError, ServiceFailed
 from quartet.types import SamplingParameters
 from quartet.weight_transfer.digests import combined_digest
-from quartet.weight_transfer.tensors import AdapterSettings
-from tests.detached_engines.reference import Arrays
+from quartet.weight_transfer.tensors import AdapterSettings, WeightSet
+from tests.detached_engines.reference import Arrays, Reference
 from tests.detached_engines.test_contract import greedy, load, requests, run, tokens
 from tests.detached_engines.tiny_checkpoint import (
     LAYERS,
@@ -35,6 +37,7 @@ from tests.detached_engines.vllm_engine import BreakableVLLM, vllm_engine
 VALUES = arrays(seed=1)
 ADAPTER = AdapterSettings(4, 6.0, ("q_proj", "v_proj", "down_proj"))
 QUERY = "model.layers.0.self_attn.q_proj.weight"
+SECONDS = 120.0
 
 
 @pytest.fixture
@@ -43,7 +46,7 @@ def engine(vllm: BreakableVLLM) -> Iterator[BreakableVLLM]:
     load(vllm, VALUES)
     yield vllm
     vllm.keep_prefix_cache = vllm.without_salt = False
-    vllm.load_fraction = 1.0
+    vllm.load_fraction, vllm.load_error = 1.0, ""
 
 
 @pytest.mark.parametrize(
@@ -207,3 +210,86 @@ def test_two_ranks_and_tied_weights(tmp_path: Path) -> None:
         engine.close()
     assert not core.is_alive()
     assert not engine._folder.exists()
+
+
+LONG = requests(3, tokens=12)
+"""Requests of long responses: no stop token ends them."""
+
+
+class Update:
+    """An update that begins on another thread as soon as a generation has made some tokens."""
+
+    def __init__(self, engine: BreakableVLLM, weights: WeightSet, after: int = 12) -> None:
+        self._engine, self._weights, self._after = engine, weights, after
+        self.digests: Future[Mapping[str, bytes]] = Future()
+
+    def run(self) -> list[EngineResponse]:
+        """Return the greedy responses of a generation with this update in its middle."""
+        states = self._engine._llm.output_processor.request_states
+        sampling = SamplingParameters(100, temperature=0.0, ignore_eos=True)
+        with ThreadPoolExecutor(1) as thread:
+            responses = self._engine.generate(LONG, sampling, 0, lambda: False)
+            generation = thread.submit(lambda: list(responses))
+            while not generation.done() and not any(
+                state.detokenizer.num_output_tokens() >= self._after for state in list(states.values())
+            ):
+                pass
+            try:
+                self.digests.set_result(self._engine.load_weights(self._weights, self._weights.tensors.keys()))
+            except ServiceFailed as error:
+                self.digests.set_exception(error)
+            return generation.result(SECONDS)
+
+
+def test_in_flight_updates_change_the_weights_in_the_middle_of_a_response(engine: BreakableVLLM, folder: Path) -> None:
+    former, newer = Reference(folder, VALUES), Reference(folder, arrays(seed=4))
+    weights = weight_set(arrays(seed=4), version=2)
+    update = Update(engine, weights)
+    responses = update.run()
+    assert update.digests.result() == expected_digests(weights)
+    for response in responses:
+        first, second = response.spans
+        assert [(span.policy_version, span.weights_digest) for span in response.spans] == [
+            (1, weight_set(VALUES).digest),
+            (2, weights.digest),
+        ]
+        assert first.tokens + second.tokens == len(response.token_ids) == 100
+        assert response.log_probs is not None
+        ids, old = list(response.token_ids), first.tokens
+        # Token by token, the weights change where the spans say.
+        assert ids[:old] == former.greedy(response.request, old, stop=-1)
+        np.testing.assert_allclose(
+            response.log_probs[:old], former.log_probs(response.request, ids, 1.0)[:old], atol=1e-3
+        )
+        continued = newer.continued(former, response.request, ids, old)
+        assert ids[old:] == [row.argmax() for row in continued]
+        assert not np.allclose(newer.log_probs(response.request, ids, 1.0)[old:], response.log_probs[old:], atol=1e-2)
+    # The prompts of the next generation are computed by the new weights.
+    assert tokens(run(engine, LONG, temperature=0.0)) == greedy(folder, arrays(seed=4), LONG)
+
+
+def test_an_update_in_flight_that_arrives_in_part_ends_the_generation(engine: BreakableVLLM, folder: Path) -> None:
+    weights = weight_set(arrays(seed=4), version=2)
+    engine.load_fraction = 0.5
+    update = Update(engine, weights)
+    with pytest.raises(ServiceFailed, match="version 2 did not arrive whole in the middle of a generation"):
+        update.run()
+    assert combined_digest(update.digests.result()) != weights.digest
+    with pytest.raises(ServiceFailed, match="no weights"):
+        engine.generate(LONG, SamplingParameters(4), 0, lambda: False)
+    engine.load_fraction = 1.0
+    load(engine, arrays(seed=4), version=2)
+    assert tokens(run(engine, LONG, temperature=0.0)) == greedy(folder, arrays(seed=4), LONG)
+
+
+def test_an_update_in_flight_that_fails_ends_the_generation(engine: BreakableVLLM, folder: Path) -> None:
+    values = arrays(seed=4)
+    engine.load_error = "no memory"
+    update = Update(engine, weight_set(values, version=2))
+    with pytest.raises(ServiceFailed, match="version 2 failed in the middle of a generation: no memory"):
+        update.run()
+    with pytest.raises(ServiceFailed, match="no memory"):
+        update.digests.result()
+    engine.load_error = ""
+    load(engine, values, version=2)
+    assert tokens(run(engine, LONG, temperature=0.0)) == greedy(folder, values, LONG)

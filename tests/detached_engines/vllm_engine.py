@@ -8,6 +8,7 @@ from typing import Any
 
 from quartet.engines.engine import ServedModel
 from quartet.engines.vllm import VLLMEngine, VLLMSettings
+from quartet.errors import ServiceFailed
 from quartet.weight_transfer.tensors import HostTensor
 from tests.detached_engines.tiny_checkpoint import served_model
 
@@ -22,6 +23,7 @@ class BreakableVLLM(VLLMEngine):
         self.keep_prefix_cache = False
         self.without_salt = False
         self.load_fraction = 1.0
+        self.load_error = ""
 
     def flip(self, module: str, name: str) -> None:
         """Flip a bit of a parameter in every worker."""
@@ -51,6 +53,8 @@ class BreakableVLLM(VLLMEngine):
         kept = dict(list(tensors.items())[: round(len(tensors) * self.load_fraction)])
         if kept:
             super()._load(kept)
+        if self.load_error:
+            raise ServiceFailed(self.load_error)
 
 
 def vllm_engine(folder: Path, tensor_parallel_size: int = 1, **served: Any) -> BreakableVLLM:

@@ -237,3 +237,31 @@ def test_off_policy_steps_need_an_engine_with_separate_weights_and_a_correction(
     rollout = {"max_off_policy_steps": 1, **changes.pop("rollout", {})}
     with pytest.raises(ConfigError, match=word):
         config(**changes, rollout=rollout)
+
+
+@pytest.mark.parametrize(
+    ("engine", "rollout", "lora", "word"),
+    [
+        (
+            "torch",
+            {},
+            None,
+            "in_flight_updates: engine torch takes new weights between generations only; set engine vllm",
+        ),
+        (
+            "vllm",
+            {"max_off_policy_steps": 0},
+            None,
+            "nothing is generated during an update; set max_off_policy_steps to 1",
+        ),
+        ("vllm", {}, LORA, r"actor\.lora trains an adapter; set in_flight_updates false"),
+        ("vllm", {"vllm": {"release_memory": True}}, None, r"rollout\.vllm\.release_memory cannot free the GPU"),
+    ],
+)
+def test_in_flight_updates_need_an_engine_that_takes_them_and_off_policy_steps(
+    engine: str, rollout: dict[str, Any], lora: Any, word: str
+) -> None:
+    needed = {"in_flight_updates": True, "max_off_policy_steps": 1, "generators": 1}
+    assert config("vllm", rollout=needed).rollout.in_flight_updates
+    with pytest.raises(ConfigError, match=word):
+        config(engine, lora=lora, rollout={**needed, **rollout})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +14,7 @@ from quartet.evaluation import stream_name
 from quartet.services.orchestrator.algorithm.experience import PreparedStep, response_metrics
 from quartet.services.orchestrator.rollout.collector import CollectedStep
 from quartet.services.orchestrator.rollout.scoring import FailedTrajectory
-from quartet.types import Experience, FinishReason, Role, Trajectory, UpdateResult
+from quartet.types import Experience, FinishReason, Role, Trajectory, UpdateResult, VersionSpan
 
 _METRICS = {
     Role.ACTOR: ("policy_loss", "clip_fraction", "approx_kl", "entropy", "rollout_mismatch_kl", "importance_weight"),
@@ -88,6 +89,24 @@ def token_arrays(experience: Experience, has_critic: bool) -> dict[str, NDArray[
         "returns": experience.returns,
     }
     return arrays | ({"values": experience.values} if has_critic else {})
+
+
+def in_flight_metrics(step: int, requested: int, trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """Return metrics of the policy versions that generated the response tokens of ``step``.
+
+    ``requested``: the policy version of the request. ``step`` - 1 is the newest.
+    """
+    tokens: Counter[int] = Counter()
+    for trajectory in trajectories:
+        length = len(trajectory.response_ids)
+        whole = VersionSpan(trajectory.policy_version, trajectory.weights_digest, length)
+        for span in trajectory.version_spans or (whole,):
+            tokens[span.policy_version] += span.tokens
+    total = tokens.total()
+    return {
+        "off_policy_steps": sum((step - 1 - version) * count for version, count in tokens.items()) / total,
+        "in_flight_tokens": sum(count for version, count in tokens.items() if version > requested) / total,
+    }
 
 
 def failed_trajectory_rows(tokenizer: Any, failed_trajectories: Sequence[FailedTrajectory]) -> list[dict[str, Any]]:

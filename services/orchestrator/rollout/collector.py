@@ -18,7 +18,7 @@ from quartet.errors import BufferFailed
 from quartet.services.orchestrator.rollout.generation import PendingTrajectories
 from quartet.services.orchestrator.rollout.scoring import FailedTrajectory, ScoredTrajectory, Scoring, ScoringServices
 from quartet.services.orchestrator.telemetry.step_profiler import CallObserver, ignore_call
-from quartet.types import GenerationBatch, TokenBatch, Trajectory, TrajectoryId
+from quartet.types import GenerationBatch, TokenBatch, Trajectory, TrajectoryId, VersionSpan
 
 QUIET_SECONDS = 1.0
 """Time without a delivery after the end of a generation, after which missing trajectories count as lost."""
@@ -251,9 +251,10 @@ class _Collection:
                 raise BufferFailed(
                     f"rollout stream: {trajectory.id} of policy version {trajectory.policy_version} was not requested"
                 )
-            if reason := self._arrivals.wrong(trajectory):
+            if reason := self._arrivals.wrong(trajectory, self._generation.newer_weights()):
                 self._refuse(trajectory, reason)
-            elif self._first.admit(trajectory):
+            # Tokens of newer weights may build on a key-value cache of former ones, so only the requested are compared.
+            elif not self._arrivals.is_as_requested(trajectory) or self._first.admit(trajectory):
                 self._accept(trajectory)
 
     def _refuse(self, trajectory: Trajectory, reason: str) -> None:
@@ -306,16 +307,31 @@ class _Arrivals:
             group = ids[start : start + score_batch_size]
             self._batches |= dict.fromkeys(group, group)
 
-    def wrong(self, trajectory: Trajectory) -> str:
-        """Return why an expected trajectory has other weights than requested, or ""."""
+    def is_as_requested(self, trajectory: Trajectory) -> bool:
+        """Return whether the requested weights generated all tokens of an expected trajectory."""
+        made_by = (trajectory.policy_version, trajectory.weights_digest)
+        return made_by == self.expected[trajectory.id] and not trajectory.version_spans
+
+    def wrong(self, trajectory: Trajectory, newer: Mapping[int, bytes]) -> str:
+        """Return why an expected trajectory has other weights than requested, or "".
+
+        ``newer`` are the digests of the policy versions that may generate a trajectory after the requested one.
+        """
         version, digest = self.expected[trajectory.id]
-        if (trajectory.policy_version, trajectory.weights_digest) == (version, digest):
-            return ""
-        generator = f"generator {trajectory.generator}: " if trajectory.generator else ""
-        return (
-            f"{generator}{trajectory.id} is of policy version {trajectory.policy_version} and digest "
-            f"{trajectory.weights_digest.hex() or 'none'}, requested were version {version} and digest {digest.hex() or 'none'}"
-        )
+        allowed, generator = {**newer, version: digest}, f"generator {trajectory.generator}: "
+        where = f"{generator if trajectory.generator else ''}{trajectory.id}"
+        last = VersionSpan(trajectory.policy_version, trajectory.weights_digest, len(trajectory.response_ids))
+        for span in (*trajectory.version_spans, last):
+            if allowed.get(span.policy_version) != span.weights_digest:
+                text = f"{where} is of policy version {span.policy_version} and digest {span.weights_digest.hex() or 'none'}"
+                since = f" or one of its updates up to version {max(newer)}" if newer else ""
+                return f"{text}, requested were version {version} and digest {digest.hex() or 'none'}{since}"
+        versions = [span.policy_version for span in trajectory.version_spans]
+        if versions and (versions != sorted(set(versions)) or versions[-1] != trajectory.policy_version):
+            return (
+                f"{where} is of policy versions {versions} in this order; expected a rising order up to its own version"
+            )
+        return ""
 
     def add(self, trajectory: Trajectory) -> list[Trajectory]:
         """Add a trajectory. Return the batch that it completes, in the order of the ids; or none, also for a duplicate."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Protocol
 
@@ -31,6 +31,9 @@ class PendingTrajectories(Protocol):
     def arrived(self, trajectory: Trajectory) -> None:
         """Record that a requested trajectory has arrived, so that it is not generated again."""
 
+    def newer_weights(self) -> Mapping[int, bytes]:
+        """Return the digests of the newer policy versions that trajectories may have, too. Empty without in-flight updates."""
+
     def refuse(self, trajectory: Trajectory, reason: str) -> None:
         """Reject a trajectory that was generated with other weights. Another generator generates it, or the run fails."""
 
@@ -40,6 +43,9 @@ class Generation(Protocol):
 
     def start(self, batch: GenerationBatch) -> tuple[GenerationBatch, PendingTrajectories]:
         """Start to generate. Return the batch with the digest that its trajectories must carry, and the pending result."""
+
+    def policy_updated(self) -> None:
+        """Take note that the actor has published a policy version. With in-flight updates, generators get it at once."""
 
     def wait_until_ready(self, timeout: float, check_alive: Callable[[], None]) -> None:
         """Wait until there is a generator. ``check_alive`` may raise to end the wait. Raises ServiceUnavailable."""
@@ -78,6 +84,9 @@ class ActorGeneration:
         self._observe(Role.ACTOR, "generate", call)
         return batch, _ActorTrajectories(call)
 
+    def policy_updated(self) -> None:
+        """Do nothing: the engine takes the version of a request when it begins with it."""
+
     def wait_until_ready(self, timeout: float, check_alive: Callable[[], None]) -> None:
         """Return at once: the actor is ready before."""
 
@@ -102,6 +111,10 @@ class _ActorTrajectories:
 
     def arrived(self, trajectory: Trajectory) -> None:
         """Do nothing: no other generator could generate it."""
+
+    def newer_weights(self) -> Mapping[int, bytes]:
+        """Return none."""
+        return {}
 
     def refuse(self, trajectory: Trajectory, reason: str) -> None:
         """Raise BufferFailed."""

@@ -7,7 +7,7 @@ of a lost one is issued again to the others.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -26,7 +26,7 @@ from quartet.errors import (
     ServiceUnavailable,
 )
 from quartet.rpc.clients import ActorClient, GenerationClient
-from quartet.rpc.pending_calls import PendingResult
+from quartet.rpc.pending_calls import PendingGeneration, PendingResult
 from quartet.rpc.security.credentials import LOCAL, Credentials
 from quartet.rpc.service_channel import endpoints_at
 from quartet.services.orchestrator.rollout.generation import PendingTrajectories, published_digest
@@ -51,6 +51,8 @@ MAX_FAILURES = 3
 """Failed calls in a row after which a generator gets no more work until it has been restarted."""
 CHECK_SECONDS = 0.5
 """Interval at which generators that do not respond are asked again."""
+EVALUATION = 0
+"""The step of an evaluation, which is always by one policy version."""
 RESOLVE_SECONDS = 10.0
 """Interval at which host names are resolved again, for generators that have joined."""
 _FATAL = (ComputationFailed, InvalidRequest)
@@ -72,6 +74,8 @@ class _Member:
     """Set if its address no longer belongs to a generator. It gets no work, and is forgotten when its call has ended."""
     failures: int = 0
     call: PendingResult[Any] | None = None
+    update: PendingResult[WeightTransfer] | None = None
+    """An in-flight update. No other call begins until it has ended."""
     work: _Work | None = None
     requests: list[GenerationRequest] = field(default_factory=list)
 
@@ -97,8 +101,6 @@ class _Work:
         self.waiting = list(batch.requests) if by_rule else by_expected_length(batch.requests)
         self.shares: dict[_Member, list[GenerationRequest]] | None = None
         self.seen: set[TrajectoryId] = set()
-        self.pulling: list[str] = []
-        """Generators that pull the weights of this work, in the order in which they began."""
         self._ended = threading.Event()
         self._error: QuartetError | None = None
         self._callbacks: list[Callable[[], None]] = []
@@ -127,6 +129,10 @@ class _Work:
     def arrived(self, trajectory: Trajectory) -> None:
         """See ``PendingTrajectories``."""
         self.seen.add(trajectory.id)
+
+    def newer_weights(self) -> Mapping[int, bytes]:
+        """See ``PendingTrajectories``."""
+        return self.pool.newer_weights(self)
 
     def refuse(self, trajectory: Trajectory, reason: str) -> None:
         """See ``PendingTrajectories``."""
@@ -163,6 +169,10 @@ class GeneratorPool:
         self._members: dict[str, _Member] = {}
         self._works: list[_Work] = []
         self._transfers: list[WeightTransfer] = []
+        # With in-flight updates: the digest of each version that the actor has.
+        self._published: dict[int, bytes] = {}
+        # Generators that pull the weights of a digest, in the order in which they began.
+        self._pulling: dict[bytes, list[str]] = {}
         self._closed = threading.Event()
         self._monitor: threading.Thread | None = None
 
@@ -287,13 +297,43 @@ class GeneratorPool:
     def start(self, batch: GenerationBatch) -> tuple[GenerationBatch, PendingTrajectories]:
         """Start to generate a batch, after the batches before it. See ``Generation.start``."""
         batch = replace(batch, weights_digest=published_digest(self._actor, batch.policy_version))
+        self._read_published()
         with self._lock:
+            wanted = {
+                *self._published.values(),
+                batch.weights_digest,
+                *(item.batch.weights_digest for item in self._works),
+            }
+            self._pulling = {digest: pulling for digest, pulling in self._pulling.items() if digest in wanted}
             engines = [member.status.engine for member in self._members.values() if member.status is not None]
             by_rule = all(engine is not None and engine.seeded and engine.batch_invariant for engine in engines)
             work = _Work(self, batch, by_rule)
             self._works.append(work)
         self._dispatch()
         return batch, work
+
+    def policy_updated(self) -> None:
+        """See ``Generation.policy_updated``. Generators that do not generate get the version with their next work."""
+        self._read_published()
+        with self._lock:
+            for member in [*self._members.values()]:
+                self._update_in_flight(member)
+        self._dispatch()
+
+    def newer_weights(self, work: _Work) -> Mapping[int, bytes]:
+        """See ``PendingTrajectories.newer_weights``."""
+        if work.batch.step == EVALUATION:
+            return {}
+        with self._lock:
+            return {
+                version: digest for version, digest in self._published.items() if version > work.batch.policy_version
+            }
+
+    def _read_published(self) -> None:
+        if self._config.rollout.in_flight_updates:
+            published = self._actor.status().published_weights
+            with self._lock:
+                self._published = published
 
     def cancel(self, work: _Work) -> None:
         """Cancel the calls of a work."""
@@ -360,7 +400,7 @@ class GeneratorPool:
                     self._end(work, error)
                 return
             for member in ready:
-                if member.call is None:
+                if member.call is None and member.update is None:
                     self._start_next(member, ready)
 
     def _start_next(self, member: _Member, ready: Sequence[_Member]) -> None:
@@ -396,30 +436,87 @@ class GeneratorPool:
 
     def _start_call(self, member: _Member, work: _Work) -> None:
         batch = work.batch
-        if member.digest == batch.weights_digest:
-            share = replace(batch, requests=member.requests, generator=member.address)
+        version, digest = self._wanted(work)
+        if member.digest == digest:
+            share = replace(
+                batch,
+                requests=member.requests,
+                generator=member.address,
+                policy_version=version,
+                weights_digest=digest,
+            )
             call: PendingResult[Any] = member.client.generate(share)
             self._observe(f"{Role.GENERATOR} {member.address}", "generate", call)
         else:
-            update = codec.WeightUpdate(
-                self._config.run.name,
-                batch.leader_epoch,
-                batch.policy_version,
-                batch.weights_digest,
-                self._sources(member, work),
-            )
-            call = member.client.update_weights(update)
-            self._observe(f"{Role.GENERATOR} {member.address}", "update_weights", call)
+            call = self._start_update(member, batch.leader_epoch, version, digest)
         member.call = call
         call.when_done(lambda: self._ended(member, call))
 
-    def _sources(self, member: _Member, work: _Work) -> tuple[tuple[Role, str], ...]:
-        """Return the processes from which a generator pulls the weights of a work: a tree below the actor."""
-        root = self._actor.channel.address
-        if member.address not in work.pulling:
-            work.pulling.append(member.address)
-        holders = {other.address for other in self._members.values() if other.digest == work.batch.weights_digest}
-        pulling = [address for address in work.pulling if address in self._members and address not in holders]
+    def _wanted(self, work: _Work) -> tuple[int, bytes]:
+        """Return the policy version and the digest with which generators begin a share of a work."""
+        newer = self.newer_weights(work)
+        version = max(newer, default=work.batch.policy_version)
+        return version, newer.get(version, work.batch.weights_digest)
+
+    def _start_update(
+        self, member: _Member, leader_epoch: int, version: int, digest: bytes
+    ) -> PendingResult[WeightTransfer]:
+        sources = self._sources(member, digest)
+        update = codec.WeightUpdate(self._config.run.name, leader_epoch, version, digest, sources)
+        call = member.client.update_weights(update)
+        self._observe(f"{Role.GENERATOR} {member.address}", "update_weights", call)
+        return call
+
+    def _update_in_flight(self, member: _Member) -> None:
+        """Give a generator that generates the newest weights, if its engine can take them now."""
+        work, engine = member.work, member.status.engine if member.status is not None else None
+        if work is None or engine is None or not engine.in_flight_updates or not member.ready:
+            return
+        version, digest = self._wanted(work)
+        if not isinstance(member.call, PendingGeneration) or member.update is not None or member.digest == digest:
+            return
+        try:
+            update = self._start_update(member, work.batch.leader_epoch, version, digest)
+        except QuartetError as error:
+            self._failed(member, error)
+            return
+        member.update = update
+        update.when_done(lambda: self._updated(member, update))
+
+    def _updated(self, member: _Member, update: PendingResult[WeightTransfer]) -> None:
+        """Handle the end of an in-flight update. After a failure, the generator's work is taken back."""
+        generation = None
+        with self._lock:
+            if member.update is not update or self._closed.is_set():
+                return
+            member.update = None
+            try:
+                result = update.result()
+            except QuartetError as error:
+                generation = member.call
+                self._failed(member, error)
+            else:
+                self._transferred(member, result)
+                # Another version may have been published meanwhile.
+                self._update_in_flight(member)
+        if generation is not None:
+            generation.cancel()
+        self._dispatch()
+
+    def _transferred(self, member: _Member, result: WeightTransfer) -> None:
+        member.digest = result.weights_digest
+        # A generator that had the weights already returns its last transfer.
+        if result != member.transfer:
+            self._transfers.append(result)
+        member.transfer = result
+
+    def _sources(self, member: _Member, digest: bytes) -> tuple[tuple[Role, str], ...]:
+        """Return the processes from which a generator pulls weights: a tree below the actor."""
+        root, all_pulling = self._actor.channel.address, self._pulling.setdefault(digest, [])
+        if member.address not in all_pulling:
+            all_pulling.append(member.address)
+        holders = {other.address for other in self._members.values() if other.digest == digest}
+        pulling = [address for address in all_pulling if address in self._members and address not in holders]
         # Those that have the version come first, with further children.
         tree = distribution_tree(root, [*sorted(holders), *pulling], holders)
         return tuple((Role.ACTOR if each == root else Role.GENERATOR, each) for each in tree[member.address])
@@ -442,11 +539,7 @@ class GeneratorPool:
                     member.work, member.requests = None, []
                     self._end_if_complete(work)
                 else:
-                    member.digest = result.weights_digest
-                    # A generator that had the weights already returns its last transfer.
-                    if result != member.transfer:
-                        self._transfers.append(result)
-                    member.transfer = result
+                    self._transferred(member, result)
                     if not work.done():
                         try:
                             self._start_call(member, work)
@@ -458,10 +551,10 @@ class GeneratorPool:
         """Take the work of a generator back after a failed call."""
         work, member.digest = member.work, b""
         self._take_back(member)
-        if isinstance(error, Cancelled) or work is None:
+        if isinstance(error, Cancelled):
             return
         member.failures += 1
-        if isinstance(error, _FATAL):
+        if isinstance(error, _FATAL) and work is not None:
             self._end(work, error)
         elif isinstance(error, MismatchError):
             self._refuse_member(member, str(error))

@@ -58,6 +58,10 @@ class StepPreparation:
         self._started.clear()
         self._collector.reset()
 
+    def policy_updated(self) -> None:
+        """See ``Generation.policy_updated``."""
+        self._generation.policy_updated()
+
     def take_metrics(self, policy_version: int) -> dict[str, float]:
         """Return metrics of the generators, see ``Generation.take_metrics``."""
         return self._generation.take_metrics(policy_version)

@@ -201,6 +201,9 @@ class RolloutConfig(Section):
     max_off_policy_steps: Annotated[int, Field(ge=0, le=MAX_OFF_POLICY_STEPS)] = 0
     """Maximum number of updates by which the generating policy lags behind. 0: generate, then train. k: generate up to k steps
     ahead while training. The policy of a step follows from its number, so such a run repeats bit-identically, too."""
+    in_flight_updates: bool = False
+    """Give generators each new policy in the middle of their responses, instead of at the next step. Needs engine vllm and
+    max_off_policy_steps. Timing decides which policy generates a token, so such a run does not repeat bit-identically."""
     score_batch_size: Count = 16
     """Number of responses per scoring batch. A batch has the responses of neighbouring prompts, and is scored when all of them
     are finished."""

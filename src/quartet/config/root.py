@@ -152,6 +152,8 @@ class Config(Section):
         self._check_generators()
         if self.rollout.max_off_policy_steps:
             self._check_off_policy()
+        if self.rollout.in_flight_updates:
+            self._check_in_flight_updates()
         if engine in servers:
             self._check_engine_server(engine, servers[engine])
         if engine != "triton":
@@ -252,6 +254,29 @@ class Config(Section):
             raise ValueError(
                 f"{setting}: responses come from an older policy than the trained one, which needs importance sampling; "
                 "set algorithm.importance_sampling_cap, such as 2"
+            )
+
+    def _check_in_flight_updates(self) -> None:
+        setting, vllm = "rollout.in_flight_updates", self.rollout.vllm
+        if self.rollout.engine != "vllm":
+            raise ValueError(
+                f"{setting}: engine {self.rollout.engine} takes new weights between generations only; set engine vllm, or "
+                "in_flight_updates false"
+            )
+        if not self.rollout.max_off_policy_steps:
+            raise ValueError(
+                f"{setting}: with max_off_policy_steps 0 nothing is generated during an update; set max_off_policy_steps to 1 or "
+                "more, or in_flight_updates false"
+            )
+        if self.actor.lora is not None:
+            raise ValueError(
+                f"{setting}: vLLM keeps the adapter of a response until its end, and actor.lora trains an adapter; set "
+                "in_flight_updates false, or actor.lora null"
+            )
+        if vllm is not None and vllm.release_memory:
+            raise ValueError(
+                f"{setting}: generation and training overlap, so rollout.vllm.release_memory cannot free the GPU in between; set "
+                "one of the two to false"
             )
 
     def _check_services(self) -> None:

@@ -31,7 +31,7 @@ class EngineEntry:
         return (self.properties.name, *described(self.properties))
 
 
-COLUMNS = ("engine", "seeded", "batch-invariant", "log-probs", "weights", "digest")
+COLUMNS = ("engine", "seeded", "batch-invariant", "log-probs", "weights", "digest", "in-flight updates")
 """Columns of the table of guarantees."""
 
 _DIALECTS: tuple[tuple[TritonDialect, bool, str], ...] = (
@@ -62,7 +62,13 @@ CATALOG = (
     EngineEntry(
         "vllm",
         EngineProperties(
-            "vllm", seeded=True, batch_invariant=False, log_probs="whole", weights="tensors", digest="read back"
+            "vllm",
+            seeded=True,
+            batch_invariant=False,
+            log_probs="whole",
+            weights="tensors",
+            digest="read back",
+            in_flight_updates=True,
         ),
         "a generator in vLLM's environment",
         "Batch-invariant on GPUs with VLLM_BATCH_INVARIANT=1.",
@@ -120,6 +126,7 @@ def described(properties: EngineProperties) -> tuple[str, ...]:
         properties.log_probs,
         properties.weights,
         properties.digest,
+        _yes(properties.in_flight_updates),
     )
 
 

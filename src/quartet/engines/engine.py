@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from quartet.types import EngineProperties as EngineProperties
-from quartet.types import FloatArray, GenerationRequest, IntArray, SamplingParameters
+from quartet.types import FloatArray, GenerationRequest, IntArray, SamplingParameters, VersionSpan
 from quartet.weight_transfer.tensors import WeightSet
 
 Cancelled = Callable[[], bool]
@@ -34,16 +34,22 @@ class EngineResponse:
     """An engine's response to a request.
 
     ``token_ids`` include the stop token if there is one. ``log_probs`` are in nats, one for each token; None if the engine
-    reports none of the whole distribution.
+    reports none of the whole distribution. An engine with ``properties.in_flight_updates`` names in ``spans`` the weights of each
+    part of every response, in order. Others leave them empty: the loaded weights made all tokens.
     """
 
     request: GenerationRequest
     token_ids: Sequence[int] | IntArray
     log_probs: Sequence[float] | FloatArray | None
+    spans: tuple[VersionSpan, ...] = ()
 
 
 class Engine(Protocol):
-    """Generation engine with its own copy of the weights. Not thread-safe."""
+    """Generation engine with its own copy of the weights.
+
+    Not thread-safe, except that an engine with ``properties.in_flight_updates`` takes ``load_weights`` on another thread while
+    ``generate`` runs.
+    """
 
     @property
     def properties(self) -> EngineProperties:
@@ -55,6 +61,8 @@ class Engine(Protocol):
         ``changed`` names the tensors that differ from the version that the engine holds; at the first call, all of them. Return
         the digest of each tensor of ``weights``, see ``digests.tensor_digest``, computed from what the engine holds afterwards.
         Raises ServiceFailed or ConfigError.
+
+        During a generation no token is made by a mixture of both versions. After a failure the generation ends with an error.
         """
 
     def generate(

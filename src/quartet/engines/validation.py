@@ -52,7 +52,7 @@ def check_response(
     """Return a response as a trajectory, with log-probs float32 [0] if the engine reports none.
 
     ``engine`` names the engine in error messages. Raises ComputationFailed if the response is empty, ends neither with a stop
-    token nor at the limit, or has invalid tokens or log-probs.
+    token nor at the limit, or has invalid tokens, log-probs or spans.
     """
     ids, limit = np.asarray(response.token_ids, np.int64), sampling.max_response_tokens
     where = f"{engine}: response to {response.request.id}"
@@ -76,6 +76,9 @@ def check_response(
     # Engines that compute in half precision may round log-probs up to slightly above 0.
     if not ((log_probs > MIN_LOG_PROB) & (log_probs < 0.1)).all():
         raise ComputationFailed(f"{where}: log-probs that are not finite, too low, or positive")
+    spans = [span.tokens for span in response.spans]
+    if spans and (min(spans) < 1 or sum(spans) != len(ids)):
+        raise ComputationFailed(f"{where}: versions of the weights for {sum(spans)} of {len(ids)} tokens")
     reason = FinishReason.EOS if stops else FinishReason.LENGTH
     prompt = np.asarray(response.request.prompt_ids, np.int32)
     return Trajectory(response.request.id, policy_version, prompt, ids.astype(np.int32), log_probs, reason)

@@ -31,8 +31,8 @@ from quartet.engines.engine import EngineProperties, EngineResponse, ServedModel
 from quartet.engines.validation import check_requests
 from quartet.errors import Cancelled, ConfigError, ServiceFailed
 from quartet.random_streams import engine_seed
-from quartet.types import GenerationRequest, SamplingParameters
-from quartet.weight_transfer.digests import tensor_digest
+from quartet.types import GenerationRequest, SamplingParameters, VersionSpan
+from quartet.weight_transfer.digests import combined_digest, tensor_digest
 from quartet.weight_transfer.tensors import ITEM_BYTES, AdapterSettings, HostTensor, WeightSet
 
 NAME = "vLLM"
@@ -104,7 +104,14 @@ class VLLMEngine:
         self._lora: Any = None
         self._lora_count = 0
         self._modules: dict[str, list[str]] = {}
+        # Held during an update, and while a generation begins.
+        self._updating = threading.Lock()
         self._salt = ""
+        self._versions: dict[str, tuple[int, bytes]] = {}
+        self._loads = 0
+        self._generations = 0
+        self._paused = False
+        self._failed_update = ""
         self._asleep = False
         self._count = 0
         self._processes: set[Any] = set()
@@ -124,6 +131,7 @@ class VLLMEngine:
             log_probs="whole",
             weights="tensors",
             digest="read back",
+            in_flight_updates=True,
         )
 
     def load_weights(self, weights: WeightSet, changed: Collection[str]) -> Mapping[str, bytes]:
@@ -133,8 +141,55 @@ class VLLMEngine:
         weight only inside a packed CPU kernel, they are of the product of the kernel with the identity matrix, so the sign of a
         weight of zero is not seen. With an adapter, they are those of the matrices in the slot of the adapter, see
         ``WeightsExtension.quartet_adapter_digests``. With tensor parallelism every rank reads its own part.
+
+        During a generation vLLM is paused between two tokens. Running requests keep their key-value cache; no later request finds
+        it. If the update fails, or the digest differs, vLLM stays paused and the generation raises ServiceFailed.
         """
-        self._salt = ""  # A failure below must not leave a mixture that generates.
+        with self._updating:
+            self._salt = ""  # A failure below must not leave a mixture that generates.
+            in_flight = self._generations > 0
+            if in_flight:
+                self._pause(weights)
+            try:
+                digests = self._load_version(weights, changed)
+                if in_flight and combined_digest(digests) != weights.digest:
+                    self._failed_update = (
+                        f"version {weights.version} did not arrive whole in the middle of a generation"
+                    )
+                    return digests
+                if not in_flight:
+                    self._reset_prefix_cache()
+                self._name_version(weights)
+                if self._paused:
+                    self._call(self._llm.resume_generation(), "resume_generation")
+                    self._paused = False
+            except BaseException as error:
+                self._failed_update = f"version {weights.version} failed in the middle of a generation: {_text(error)}"
+                self._salt = ""
+                raise
+            return digests
+
+    def _pause(self, weights: WeightSet) -> None:
+        """Stop vLLM between two tokens. Raises ConfigError with an adapter."""
+        if weights.adapter is not None:
+            raise ConfigError(f"{NAME}: an adapter cannot change in the middle of a response")
+        # It returns when the output of the last step has left vLLM's engine core.
+        self._call(self._llm.pause_generation(mode="keep", clear_cache=False), "pause_generation")
+        self._paused = True
+
+    def _name_version(self, weights: WeightSet) -> None:
+        """Name the loaded weights for the prefix cache, and for the tokens that vLLM makes from now on.
+
+        The name is new at each load, even for equal weights: running requests leave blocks of several versions under theirs.
+        """
+        self._loads += 1
+        name = f"{weights.digest.hex()}-{self._loads}"
+        self._call(self._llm.update_weight_version(name), "update_weight_version")
+        self._versions[name] = (weights.version, weights.digest)
+        self._salt = name
+
+    def _load_version(self, weights: WeightSet, changed: Collection[str]) -> dict[str, bytes]:
+        """Load a policy version, and return the digests of what vLLM holds afterwards."""
         adapter_names = {name for name in weights.tensors if _is_adapter(name)} if weights.adapter else set()
         base = {name: tensor for name, tensor in weights.tensors.items() if name not in adapter_names}
         self._check_types(base)
@@ -150,8 +205,6 @@ class VLLMEngine:
         digests = self._read_back(base)
         if weights.adapter is not None:
             digests |= self._load_adapter(weights, adapter_names, weights.adapter)
-        self._reset_prefix_cache()
-        self._salt = weights.digest.hex()
         return digests
 
     def generate(
@@ -315,33 +368,55 @@ class VLLMEngine:
     def _generate(
         self, requests: Sequence[GenerationRequest], sampling: SamplingParameters, seed: int, cancelled: IsCancelled
     ) -> Iterator[EngineResponse]:
-        self._wake()
         results: queue.SimpleQueue[tuple[GenerationRequest, Any]] = queue.SimpleQueue()
-        work = _Task(self._run_requests(requests, sampling, seed, results), self._loop)
+        with self._updating:
+            if not self._salt:
+                raise ServiceFailed(f"{NAME}: no weights are loaded; load a policy version first")
+            self._wake()
+            self._failed_update = ""
+            self._versions = {self._salt: self._versions[self._salt]}
+            work = _Task(self._run_requests(requests, sampling, seed, self._cache_salt(), results), self._loop)
+            self._generations += 1
         truncated = sampling.temperature != 0 and (sampling.top_k > 0 or sampling.top_p < 1)
         try:
             for _ in requests:
                 while True:
                     if cancelled():
                         raise Cancelled("generation was cancelled by its caller")
+                    if self._failed_update:
+                        raise ServiceFailed(f"{NAME}: {self._failed_update}; its responses are discarded")
                     try:
                         request, result = results.get(timeout=POLL_SECONDS)
                         break
                     except queue.Empty:
                         continue
-                yield _response(request, result, truncated)
+                yield self._response(request, result, truncated)
         finally:
-            # vLLM aborts the rest: no request of this call runs during the next update.
+            # vLLM aborts the rest: no request of this call runs after it.
             work.cancel()
+            with self._updating:
+                self._generations -= 1
+
+    def _response(self, request: GenerationRequest, result: Any, truncated: bool) -> EngineResponse:
+        """Return a checked response with the versions of its parts."""
+        response = _response(request, result, truncated)
+        parts = result.outputs[0].weight_versions
+        if not parts or parts[-1].end != len(response.token_ids):
+            raise ServiceFailed(f"{NAME}: response to {request.id}: names no version of the weights for each token")
+        if unknown := [part.version for part in parts if part.version not in self._versions]:
+            raise ServiceFailed(f"{NAME}: response to {request.id}: of the weights {unknown[0]}, which were not loaded")
+        spans = (VersionSpan(*self._versions[part.version], part.end - part.start) for part in parts)
+        return dataclasses.replace(response, spans=tuple(span for span in spans if span.tokens))
 
     async def _run_requests(
         self,
         requests: Sequence[GenerationRequest],
         sampling: SamplingParameters,
         seed: int,
+        salt: str | None,
         results: queue.SimpleQueue[tuple[GenerationRequest, Any]],
     ) -> None:
-        tasks = [asyncio.create_task(self._run_request(request, sampling, seed, results)) for request in requests]
+        tasks = [asyncio.create_task(self._run_request(request, sampling, seed, salt, results)) for request in requests]
         try:
             await asyncio.gather(*tasks)
         finally:
@@ -354,12 +429,12 @@ class VLLMEngine:
         request: GenerationRequest,
         sampling: SamplingParameters,
         seed: int,
+        salt: str | None,
         results: queue.SimpleQueue[tuple[GenerationRequest, Any]],
     ) -> None:
         """Put the result of a request, or its error, into ``results``."""
         self._count += 1
         prompt: dict[str, Any] = {"prompt_token_ids": request.prompt_ids.tolist()}
-        salt = self._cache_salt()
         if salt:
             prompt["cache_salt"] = salt
         result: Any = None

@@ -155,8 +155,16 @@ STEP_METRICS = (
     _metric(
         "off_policy_steps",
         "updates",
-        "Updates between the policy that generated the step and the newest one. Only if rollout.max_off_policy_steps is 1.",
-        "1; 0 after a checkpoint",
+        "Updates between the policy that generated the step and the newest one; the mean over tokens with "
+        "rollout.in_flight_updates. Only with rollout.max_off_policy_steps.",
+        "at most rollout.max_off_policy_steps; 0 after a checkpoint",
+    ),
+    _metric(
+        "in_flight_tokens",
+        "share of tokens",
+        "Share of response tokens by a newer policy than the requested one. Only with rollout.in_flight_updates.",
+        "steady; larger with long responses",
+        "0: updates arrive after the responses have ended, so in-flight updates have no effect",
     ),
     _metric(
         "value_loss",

@@ -56,9 +56,13 @@ class FakeGeneration(FakeCall):
     def __init__(self) -> None:
         super().__init__()
         self.arrivals: list[Trajectory] = []
+        self.newer: dict[int, bytes] = {}
 
     def arrived(self, trajectory: Trajectory) -> None:
         self.arrivals.append(trajectory)
+
+    def newer_weights(self) -> dict[int, bytes]:
+        return self.newer
 
     def refuse(self, trajectory: Trajectory, reason: str) -> None:
         raise BufferFailed(reason)
