@@ -219,6 +219,7 @@ class TrainingRun:
         """Acquire the lease, and bring the models and the algorithm's state to the last committed step."""
         newest = self._checkpoints.newest(verify=False)
         epochs_seen = [status.leader_epoch for status in statuses.values()] + ([newest.leader_epoch] if newest else [])
+        epochs_seen += self._generation.leader_epochs()
         led_epoch = self._lease.epoch if self._lease is not None else 0
         lease = self._lease = acquire_lease(self._redis, self._url, self._run, self._owner, self._lease, epochs_seen)
         self._preparation.discard()

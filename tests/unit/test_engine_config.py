@@ -146,13 +146,9 @@ def test_a_malformed_engine_server_address_is_refused(engine: str, url: str) -> 
         ({"server": {"weights": "lora"}}, r"weights lora: .*actor\.lora is null"),
         ({"lora": LORA}, r"weights folder: .*actor\.lora trains an adapter"),
         (
-            {
-                "server": {"weights": "static", "weights_directory": None},
-                "algorithm": {"importance_sampling_cap": None},
-            },
-            r"weights static: .*set algorithm\.importance_sampling_cap",
+            {"server": {"weights": "static"}},
+            r"weights static: a generator must hold the weights of each policy version",
         ),
-        ({"server": {"weights": "static"}}, r"weights_directory: not used with weights static"),
         ({"server": {"weights_directory": None}}, r"weights_directory: missing; weights folder needs a directory"),
     ],
 )

@@ -59,6 +59,9 @@ class Generation(Protocol):
         They cover the transfers of weights up to ``policy_version`` that no earlier call has covered.
         """
 
+    def leader_epochs(self) -> list[int]:
+        """Return the highest leader epoch that each generator has seen, as far as known."""
+
     def close(self) -> None:
         """End all work."""
 
@@ -97,6 +100,10 @@ class ActorGeneration:
     def take_metrics(self, policy_version: int) -> dict[str, float]:
         """Return none."""
         return {}
+
+    def leader_epochs(self) -> list[int]:
+        """Return none: the actor's status has it."""
+        return []
 
     def close(self) -> None:
         """Do nothing: the caller cancels its calls."""

@@ -73,6 +73,7 @@ class _Member:
     left: bool = False
     """Set if its address no longer belongs to a generator. It gets no work, and is forgotten when its call has ended."""
     failures: int = 0
+    last_error: str = ""
     call: PendingResult[Any] | None = None
     update: PendingResult[WeightTransfer] | None = None
     """An in-flight update. No other call begins until it has ended."""
@@ -239,19 +240,22 @@ class GeneratorPool:
         try:
             status = member.client.status()
         except MismatchError as error:
-            member.refused = str(error)
+            with self._changed:
+                member.refused = str(error)
+                self._changed.notify_all()
             return
-        except QuartetError:
+        except QuartetError as error:
             with self._lock:
-                if member.refused:
-                    # It ended, so what was wrong with it may be repaired when it comes back.
-                    member.refused, member.status = "", None
+                member.last_error = str(error)
             return
         with self._changed:
-            if member.refused:
-                return
-            member.status, member.failures = status, 0
             transfer = status.last_transfer
+            # Only a process that has just started has loaded nothing.
+            if member.refused and transfer is not None:
+                return
+            if member.refused:
+                member.refused, member.failures = "", 0
+            member.status = status
             member.digest, member.transfer = transfer.weights_digest if transfer else b"", transfer
             member.refused = self._unfit(status)
             log.info("generator joined", address=member.address, refused=member.refused)
@@ -291,6 +295,11 @@ class GeneratorPool:
                 (each.transfer_seconds + each.load_seconds for each in transfers), default=0.0
             ),
         }
+
+    def leader_epochs(self) -> list[int]:
+        """See ``Generation.leader_epochs``."""
+        with self._lock:
+            return [member.status.leader_epoch for member in self._members.values() if member.status is not None]
 
     # Work
 
@@ -391,10 +400,11 @@ class GeneratorPool:
             ready = [member for member in self._members.values() if member.ready]
             if not ready and self._works:
                 reasons = [f"{member.address}: {member.refused}" for member in self._members.values() if member.refused]
+                causes = "; ".join(dict.fromkeys(each.last_error for each in self._members.values() if each.last_error))
                 error: QuartetError = (
                     MismatchError("; ".join(reasons))
                     if reasons and len(reasons) == len(self._members)
-                    else ServiceUnavailable("generators: none responds")
+                    else ServiceUnavailable(f"generators: none is ready: {causes or 'none has responded'}")
                 )
                 for work in [*self._works]:
                     self._end(work, error)
@@ -554,6 +564,7 @@ class GeneratorPool:
         if isinstance(error, Cancelled):
             return
         member.failures += 1
+        member.last_error = str(error)
         if isinstance(error, _FATAL) and work is not None:
             self._end(work, error)
         elif isinstance(error, MismatchError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,6 +15,8 @@ from quartet.errors import InvalidRequest, ServiceFailed
 from quartet.types import GenerationBatch, GenerationRequest, IntArray, Role, TrajectoryId, WeightTransfer
 from quartet.v1 import generation_pb2
 
+_HOST_PORT = re.compile(r"([A-Za-z0-9._-]{1,253}|\[[0-9A-Fa-f:.]{2,45}\]):[0-9]{1,5}")
+"""No other kind of address, such as a Unix socket: a caller must not choose what this process connects to."""
 MAX_SOURCES = 64
 """Maximum number of sources in a request for weights."""
 
@@ -138,9 +141,9 @@ def weight_update_from_proto(message: generation_pb2.UpdateWeightsRequest) -> We
     if (
         not message.run
         or not 1 <= len(message.sources) <= MAX_SOURCES
-        or not all(source.address for source in message.sources)
+        or not all(_HOST_PORT.fullmatch(source.address) for source in message.sources)
     ):
-        raise InvalidRequest(f"update weights: expected a run, and 1 to {MAX_SOURCES} sources")
+        raise InvalidRequest(f"update weights: expected a run, and 1 to {MAX_SOURCES} sources HOST:PORT")
     return WeightUpdate(
         message.run,
         message.leader_epoch,

@@ -221,22 +221,19 @@ class Config(Section):
                 f"{section}.weights folder: the server loads a whole checkpoint, and actor.lora trains an adapter; set weights "
                 "lora, or actor.lora null"
             )
-        if server.weights == "static" and self.algorithm.importance_sampling_cap is None:
+        if server.weights == "static":
             raise ValueError(
-                f"{section}.weights static: the server samples from another policy than the trained one, which needs "
-                "importance sampling; set algorithm.importance_sampling_cap, such as 2"
+                f"{section}.weights static: a generator must hold the weights of each policy version; set folder or lora"
             )
-        if server.weights != "static" and self.rollout.generators > 1:
+        if server.weights_directory is None:
+            raise ValueError(
+                f"{section}.weights_directory: missing; weights {server.weights} needs a directory that the generator and the "
+                "server share"
+            )
+        if self.rollout.generators > 1:
             raise ValueError(
                 f"rollout.generators {self.rollout.generators}: a server holds the weights of one generator; set 1, or name the "
                 "generators of further servers in services.generators"
-            )
-        if (server.weights == "static") != (server.weights_directory is None):
-            raise ValueError(
-                f"{section}.weights_directory: not used with weights static; remove it"
-                if server.weights_directory
-                else f"{section}.weights_directory: missing; weights {server.weights} needs a directory that the generator and "
-                "the server share"
             )
         if not server.encrypted and not is_loopback(server.host) and not self.security.allow_plaintext:
             raise ValueError(

@@ -517,7 +517,7 @@ def _import_vllm() -> Any:
     except (ImportError, RuntimeError) as error:
         raise ConfigError(
             f"the engine vllm: {error}; run the generator in an environment with vLLM 0.32 or newer, for example the image of "
-            "docker/Dockerfile.vllm"
+            "docker/Dockerfile.generator"
         ) from error
 
     @dataclass(frozen=True, slots=True)

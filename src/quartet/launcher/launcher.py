@@ -30,7 +30,7 @@ from quartet.rpc.security.certificates import check_certificates
 from quartet.rpc.security.credentials import Credentials
 from quartet.run_directory.run_files import RunFiles
 from quartet.telemetry.logs import file_log
-from quartet.topology import devices_of_generator, model_roles
+from quartet.topology import devices_of_generator, model_roles, num_threads
 from quartet.types import Role
 
 FAILURE_DRAIN_SECONDS = 1.0
@@ -141,7 +141,15 @@ class Launcher:
     def _start_generator(self, index: int) -> None:
         """Start a local generator, in the environment of its engine."""
         devices = devices_of_generator(self._config, index)
-        settings = _settings([f"services.generator.devices={list(devices)}", "rollout.generators=1"])
+        # The process sees a config with one generator, so it cannot compute its share of the cores.
+        threads = num_threads(self._config, Role.GENERATOR)
+        settings = _settings(
+            [
+                f"services.generator.devices={list(devices)}",
+                f"services.generator.num_threads={threads}",
+                "rollout.generators=1",
+            ]
+        )
         module = ["quartet.services", Role.GENERATOR.value, "--config", str(self._config_path), *settings]
         name = f"{Role.GENERATOR}-{index}"
         python = self._config.services.generator.python
@@ -245,6 +253,18 @@ class Launcher:
         self._services.remove(gateway)
         gateway.wait_or_kill(time.monotonic())
 
+    def _remove_generator(self, process: SupervisedProcess, error: QuartetError) -> None:
+        """Continue without a generator that is given up: the others do its work."""
+        assert isinstance(process, ServiceProcess)
+        self._messages.append(f"{first_line(error)}; the other generators do its work, see {process.log}")
+        for supervisor in self._supervisors:
+            if supervisor.supervised is process:
+                supervisor.stop()
+        self._supervisors = [each for each in self._supervisors if each.supervised is not process]
+        self._services.remove(process)
+        self._generators.remove(process)
+        process.wait_or_kill(time.monotonic())
+
     @property
     def _gateway(self) -> GatewayProcess | None:
         return next((service for service in self._services if isinstance(service, GatewayProcess)), None)
@@ -266,9 +286,13 @@ class Launcher:
             try:
                 self._messages += supervisor.poll()
             except QuartetError as error:
-                if not isinstance(supervisor.supervised, GatewayProcess):
+                process = supervisor.supervised
+                if isinstance(process, GatewayProcess):
+                    self._remove_gateway(process, error)
+                elif process in self._generators and len(self.generators) > 1:
+                    self._remove_generator(process, error)
+                else:
                     raise
-                self._remove_gateway(supervisor.supervised, error)
         messages, self._messages = self._messages, []
         return messages
 

@@ -13,7 +13,13 @@ from quartet.errors import ConfigError
 from quartet.preflight.addresses import check_port
 from quartet.topology import is_loopback, listen_address
 
-ENGINE_PACKAGES = {"torch": "torch", "vllm": "vllm", "tensorrt-llm": "tensorrt_llm"}
+ENGINE_PACKAGES = {
+    "torch": "torch",
+    "vllm": "vllm",
+    "tensorrt-llm": "tensorrt_llm",
+    "vllm-server": "httpx2",
+    "sglang-server": "httpx2",
+}
 """Package of each engine that runs in a generator."""
 IMPORT_SECONDS = 60.0
 """Time limit for looking up packages in another environment."""

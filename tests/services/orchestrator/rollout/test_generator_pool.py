@@ -252,7 +252,7 @@ def test_without_any_generator_the_work_fails(generators: Generators, monkeypatc
         for address in addresses:
             generators.lose(address)
         wait(work)
-        with pytest.raises(ServiceUnavailable, match="none responds"):
+        with pytest.raises(ServiceUnavailable, match="none is ready"):
             work.result()
 
 
