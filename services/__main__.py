@@ -29,6 +29,7 @@ from quartet.durable_files import describe_os_error
 from quartet.errors import ConfigError, QuartetError, ServiceFailed
 from quartet.failpoints import arm
 from quartet.missing_packages import explain_missing_package
+from quartet.openmp import set_wait_policy
 from quartet.telemetry.logs import configure_logs
 from quartet.topology import listen_address, num_threads
 from quartet.types import Role
@@ -113,8 +114,7 @@ def _serve(roles: list[Role], options: argparse.Namespace, notifier: ReadyNotifi
     threads = num_threads(config, roles[0])
     # Set before the import of torch, which sizes its thread pools once.
     os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(threads)
-    # Threads that wait for work sleep. By default they spin, which takes the cores from the other services.
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    set_wait_policy(os.environ)
 
     # The first entry ends the process. A SimpleQueue is reentrant: a signal handler may use it at any time.
     endings: queue.SimpleQueue[str] = queue.SimpleQueue()
