@@ -223,7 +223,7 @@ def test_an_update_in_flight_that_fails_ends_the_work_of_its_generator(cluster: 
     engine.failure = ServiceFailed("no memory")
     cluster.publish()
     wait(work)
-    with pytest.raises(ServiceUnavailable, match="none responds"):
+    with pytest.raises(ServiceUnavailable, match="none is ready"):
         work.result()
 
 
