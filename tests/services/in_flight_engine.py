@@ -33,6 +33,9 @@ class InFlightEngine:
         self.loads: list[tuple[int, bool]] = []
         """The version of each update, and whether it was in flight."""
         self.paused = threading.Event()
+        self.may_load = threading.Event()
+        """Cleared by a test, it delays the next update."""
+        self.may_load.set()
         self._pause_at, self._resumed = pause_at, threading.Event()
         self._lock = threading.Lock()
         self._generating = False
@@ -45,6 +48,7 @@ class InFlightEngine:
         self._resumed.set()
 
     def load_weights(self, weights: WeightSet, changed: Collection[str]) -> Mapping[str, bytes]:
+        assert self.may_load.wait(SECONDS)
         with self._lock:
             self.loads.append((weights.version, self._generating))
             if self.failure is not None:

@@ -119,7 +119,7 @@ def test_a_fitting_generator_shows_engine_version_weights_and_guarantees(tmp_pat
     assert (finding.subject, finding.ok) == (f"generator {server.address}", True)
     assert finding.detail == (
         f"torch, Quartet {__version__}, cpu, float32, weights of version 7, digest abababab, seeded yes, batch-invariant yes, "
-        "log-probs whole, weights tensors, digest read back"
+        "log-probs whole, weights tensors, digest read back, in-flight updates no"
     )
 
 

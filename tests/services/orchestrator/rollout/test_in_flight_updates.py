@@ -145,6 +145,23 @@ def test_a_generator_takes_a_new_policy_in_the_middle_of_its_responses(cluster: 
     assert cluster.notes == []
 
 
+def test_a_generator_begins_nothing_during_an_update_in_flight(cluster: Cluster) -> None:
+    address, engine = one_engine(cluster)
+    batch, work = cluster.begin()
+    assert engine.paused.wait(SECONDS)
+    engine.may_load.clear()
+    cluster.publish()
+    engine.resume()
+    member = cluster.pool._members[address]
+    until(lambda: member.call is None and member.work is None)
+    assert member.update is not None
+    engine.may_load.set()
+    step = cluster.collect(batch, work)
+    # The first share ended before the update, and the others waited for it.
+    assert {item.trajectory.policy_version for item in step.scored} == {0, 1}
+    assert engine.loads == [(0, False), (1, False)]
+
+
 def test_what_begins_after_an_update_begins_with_the_newest_policy(cluster: Cluster) -> None:
     _, engine = one_engine(cluster)
     engine.resume()
