@@ -67,7 +67,9 @@ def test_services_show_each_generator_and_the_publications_of_the_actor(run: tup
         assert actor.published_versions[-1] == actor.last_publication.policy_version
         assert actor.last_publication.total_bytes > actor.last_publication.delta_bytes > 0
         for info in shown:
-            assert (info.health, info.detail, info.device, info.work_pending) == ("serving", "", "cpu", 0)
+            assert (info.health, info.detail, info.device) == ("serving", "", "cpu")
+            # The generation of the next step may be in progress.
+            assert info.work_pending in (0, 1)
             assert info.engine is not None
             assert (info.engine.name, info.engine.weights, info.engine.digest) == ("torch", "tensors", "read back")
             assert info.last_transfer is not None
