@@ -50,12 +50,7 @@ class PendingStream(PendingCall):
     def __init__(self, stream: Any, error_of: ErrorOf, title: str) -> None:
         super().__init__(Future(), error_of, title)
         self._stream = stream
-        self._started = threading.Event()
         threading.Thread(target=self._read, name="stream", daemon=True).start()
-
-    def wait_until_started(self) -> None:
-        """Wait for the first message, or for the end of the call."""
-        self._started.wait()
 
     def cancel(self) -> None:
         """Cancel the call. The service learns of it and may stop its work."""
@@ -66,13 +61,10 @@ class PendingStream(PendingCall):
         try:
             for message in self._stream:
                 last = message
-                self._started.set()
         except Exception as error:
             self._future.set_exception(grpc.FutureCancelledError() if self._stream.cancelled() else error)
         else:
             self._future.set_result(last)
-        finally:
-            self._started.set()
 
 
 class PendingResult(Generic[T]):
@@ -103,11 +95,3 @@ class PendingResult(Generic[T]):
 
 class PendingGeneration(PendingResult[int]):
     """A pending Generate call. Its result is the number of trajectories in the rollout stream."""
-
-    def __init__(self, pending: PendingStream, convert: Callable[[Any], int]) -> None:
-        super().__init__(pending, convert)
-        self._stream = pending
-
-    def wait_until_started(self) -> None:
-        """Wait until the actor has started to generate, or the call has ended."""
-        self._stream.wait_until_started()
