@@ -298,8 +298,7 @@ class GeneratorPool:
 
     def leader_epochs(self) -> list[int]:
         """See ``Generation.leader_epochs``."""
-        with self._lock:
-            return [member.status.leader_epoch for member in self._members.values() if member.status is not None]
+        return [status.leader_epoch for status in self.statuses().values()]
 
     # Work
 

@@ -176,9 +176,9 @@ def test_the_work_of_a_lost_generator_is_generated_by_the_others(
         until(lambda: len(pool.statuses()) == 2)
         _, work = generators.begin(pool)
         assert gate.reached.wait(SECONDS)
-        [lost] = [
-            member.address for member in pool._members.values() if member.work is not None and not finishes(member)
-        ]
+        with pool._lock:
+            calls = {member.address: member.call for member in pool._members.values() if member.work is not None}
+        [lost] = [address for address, call in calls.items() if not finishes(call)]
         generators.lose(lost)
         wait(work)
         assert work.result() == len(PROMPTS) * SAMPLES
@@ -191,12 +191,9 @@ def test_the_work_of_a_lost_generator_is_generated_by_the_others(
         assert prompts_by_generator(generators.step(pool, 2)).keys() == {*addresses}
 
 
-def finishes(member: Any) -> bool:
-    """Wait until a member's call ends, or has been silent for a second. Return whether it ended."""
+def finishes(call: Any) -> bool:
+    """Wait until a call ends, or has been silent for a second. Return whether it ended."""
     ended = threading.Event()
-    call = member.call
-    if call is None:
-        return True
     call.when_done(ended.set)
     return ended.wait(1.0)
 
