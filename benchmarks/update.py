@@ -28,6 +28,7 @@ from quartet.config import Config, load_config
 from quartet.errors import QuartetError
 from quartet.models.forward import batching
 from quartet.models.forward.model_capabilities import vocabulary_size
+from quartet.models.forward.onednn_linear import onednn_linear
 from quartet.models.forward.scoring import response_log_probs
 from quartet.models.training.optimizer import MasterWeightAdamW, create_optimizer
 from quartet.models.training.updates import update_policy, update_value
@@ -75,7 +76,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         torch.set_num_threads(options.threads)
         device = machine.device_of(config, options.config)
         host = machine.describe(device)
-        peak = matmul_peak(device, config.actor.dtype)
+        with onednn_linear():
+            peak = matmul_peak(device, config.actor.dtype)
         updates = {"policy": policy_update_of, "critic": critic_update_of}
         results = [
             update_of(config, device, options.full).timed(name, device, options.rounds)

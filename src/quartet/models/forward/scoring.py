@@ -13,6 +13,7 @@ from quartet.errors import ComputationFailed
 from quartet.models.forward.batching import MicroBatch, iter_micro_batches, micro_batches, right_pad
 from quartet.models.forward.log_probs import forward_log_probs
 from quartet.models.forward.model_capabilities import check_batch, device_of
+from quartet.models.forward.onednn_linear import onednn_linear
 from quartet.models.forward.packing import hidden_states
 from quartet.models.value_head import ValueModel
 from quartet.types import FloatArray, TokenBatch
@@ -24,6 +25,7 @@ def forward_values(value_model: ValueModel, micro_batch: MicroBatch) -> torch.Te
     return values
 
 
+@onednn_linear()
 def response_log_probs(model: Any, batch: TokenBatch, temperature: float, max_tokens: int) -> FloatArray:
     """Return the log-probs in nats of every response token at ``temperature``: float32 [response tokens], in the batch's order.
 
@@ -38,6 +40,7 @@ def response_log_probs(model: Any, batch: TokenBatch, temperature: float, max_to
     return _finite(result, "log-probs", model)
 
 
+@onednn_linear()
 def response_values(value_model: ValueModel, batch: TokenBatch, max_tokens: int) -> FloatArray:
     """Return the value before every response token: float32 [response tokens], in the batch's order.
 
@@ -52,6 +55,7 @@ def response_values(value_model: ValueModel, batch: TokenBatch, max_tokens: int)
     return _finite(result, "values", value_model)
 
 
+@onednn_linear()
 def sequence_scores(reward_model: Any, batch: TokenBatch, max_tokens: int) -> FloatArray:
     """Return the reward model's score of every prompt + response: float32 [sequences].
 

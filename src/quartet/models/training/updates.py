@@ -13,6 +13,7 @@ import torch
 
 from quartet.errors import ComputationFailed
 from quartet.models.forward.log_probs import EntropyUse, forward_log_probs
+from quartet.models.forward.onednn_linear import onednn_linear
 from quartet.models.forward.scoring import forward_values
 from quartet.models.training.mini_batches import MetricSums, MiniBatch, MiniBatchIterator, UpdateStats
 from quartet.models.training.optimizer import set_learning_rate
@@ -37,6 +38,7 @@ from quartet.types import (
 _POLICY_TOKEN_MEANS = {"clip_fraction": "clipped", "approx_kl": "approx_kl"}
 
 
+@onednn_linear()
 def update_policy(
     model: Any,
     optimizer: torch.optim.Optimizer,
@@ -80,6 +82,7 @@ def update_policy(
     }
 
 
+@onednn_linear()
 def update_value(
     value_model: ValueModel,
     optimizer: torch.optim.Optimizer,

@@ -1,0 +1,128 @@
+"""Linear layers that compute with oneDNN, on AMD processors with AVX-512. For updates and scoring on a CPU.
+
+torch gives a float32 matmul to MKL, which does not use AVX-512 on AMD processors. oneDNN does, and takes about half of the time
+there. See docs/adr/0025-onednn-on-amd.md.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+MIN_MULTIPLICATIONS = 2**20
+"""Minimum number of multiplications for oneDNN. For smaller matmuls the call would take longer than the computation."""
+CPU_INFO = Path("/proc/cpuinfo")
+
+
+@contextmanager
+def onednn_linear() -> Iterator[None]:
+    """Compute linear layers inside the context with oneDNN, if this processor is faster with it. Also a decorator.
+
+    Applies to the calling thread, forward and backward, and not to generation, whose batches must not change a bit of a response.
+    """
+    if is_faster():
+        with _LinearMode():
+            yield
+    else:
+        yield
+
+
+@functools.cache
+def is_faster() -> bool:
+    """Return whether oneDNN is faster than MKL here: an AMD processor with AVX-512, and a torch with the operator."""
+    if not hasattr(torch.ops.mkldnn, "_linear_pointwise") or not CPU_INFO.exists():
+        return False
+    return "AuthenticAMD" in CPU_INFO.read_text() and torch.backends.cpu.get_cpu_capability() == "AVX512"
+
+
+class _LinearMode(TorchFunctionMode):
+    """Replaces ``functional.linear``, which ``nn.Linear`` calls. Inside a call of this method the mode is off."""
+
+    def __torch_function__(
+        self,
+        function: Callable[..., Any],
+        types: Sequence[type],
+        arguments: Sequence[Any] = (),
+        named: Mapping[str, Any] | None = None,
+    ) -> Any:
+        return (linear if function is functional.linear else function)(*arguments, **named or {})
+
+
+def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return ``input`` [..., in] times ``weight`` [out, in] transposed, plus ``bias`` [out]: [..., out]. Differentiable.
+
+    Uses oneDNN if the tensors are float32 on a CPU and the matmul is large enough, and torch otherwise.
+    """
+    rows = input.numel() // input.shape[-1] if input.shape[-1] else 0
+    is_float32_on_cpu = input.device.type == "cpu" and input.dtype == weight.dtype == torch.float32
+    if not is_float32_on_cpu or rows * weight.numel() < MIN_MULTIPLICATIONS:
+        return functional.linear(input, weight, bias)
+    flat = input.reshape(rows, input.shape[-1]).contiguous()
+    outputs: Tensor = _OneDnnLinear.apply(flat, weight, bias)  # type: ignore[no-untyped-call]
+    return outputs.view(*input.shape[:-1], weight.shape[0])
+
+
+class _OneDnnLinear(torch.autograd.Function):
+    """A linear layer with its three matmuls: outputs, and in the backward pass the gradients of inputs and weight."""
+
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(inputs, weight)
+        return _matmul(inputs, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        inputs, weight = ctx.saved_tensors
+        needs_inputs, needs_weight, needs_bias = ctx.needs_input_grad
+        # oneDNN is very slow with an expanded tensor.
+        gradient = gradient.contiguous()
+        return (
+            _matmul(gradient, weight.t()) if needs_inputs else None,
+            _weight_gradient(gradient, inputs) if needs_weight else None,
+            gradient.sum(0) if needs_bias else None,
+        )
+
+
+def _matmul(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return ``left`` [n, k] times ``right`` [m, k] transposed: [n, m].
+
+    oneDNN generates code for each number of rows and keeps it, so it gets round numbers of rows. The remaining rows are either
+    padded with zeros or computed by torch, whichever copies less.
+    """
+    rows, remainder = len(left), len(left) % _row_step(len(left))
+    if remainder == 0:
+        return _onednn(left, right, bias)
+    if left.shape[1] <= right.shape[0]:
+        return _onednn(functional.pad(left, (0, 0, 0, _row_step(rows) - remainder)), right, bias)[:rows]
+    round_rows = rows - remainder
+    return torch.cat([_onednn(left[:round_rows], right, bias), functional.linear(left[round_rows:], right, bias)])
+
+
+def _weight_gradient(gradient: Tensor, inputs: Tensor) -> Tensor:
+    """Return ``gradient`` [n, out] transposed times ``inputs`` [n, in]: [out, in]. oneDNN copies the narrower of the two."""
+    rows = len(gradient)
+    round_rows = rows - rows % _row_step(rows)
+    if gradient.shape[1] <= inputs.shape[1]:
+        product = _onednn(gradient[:round_rows].t(), inputs[:round_rows].t())
+    else:
+        product = _onednn(inputs[:round_rows].t(), gradient[:round_rows].t()).t().contiguous()
+    return product if round_rows == rows else product.addmm_(gradient[round_rows:].t(), inputs[round_rows:])
+
+
+def _row_step(rows: int) -> int:
+    """Return the step between round numbers of rows. There are sixteen round numbers from each power of 2 to the next."""
+    return 1 << max(0, rows.bit_length() - 5)
+
+
+def _onednn(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return ``left`` [n, k] times ``right`` [m, k] transposed: [n, m]. Copies ``left`` unless its rows are contiguous."""
+    result: Tensor = torch.ops.mkldnn._linear_pointwise(left, right, bias, "none", [], "")
+    return result
