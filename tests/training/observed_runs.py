@@ -15,9 +15,11 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from quartet.config import Config, load_config
 from quartet.rpc.compute_thread import ComputeThread
-from quartet.rpc.server import Server
+from quartet.rpc.security.credentials import LOCAL
+from quartet.rpc.server import HostedRole, Server
 from quartet.run_directory.run_files import RunFiles
 from quartet.services.factories import build_model_role
+from quartet.services.generator.factory import build_generator
 from quartet.services.observability import Observability
 from quartet.services.orchestrator.control.progress import ProgressBoard
 from quartet.services.orchestrator.control.run_control import RunControl
@@ -99,29 +101,38 @@ def value(samples: Samples, name: str, **labels: str) -> float:
 
 
 def run_observed(config: Config) -> Observed:
-    """Train from start to end, and read the metrics before the services stop."""
+    """Train from start to end, and read the metrics before the services stop. ``rollout.generators`` are started, too."""
     with ExitStack() as stack:
         RunFiles(config.run_directory).write_config(config.to_yaml())
         observations: dict[str, Observability] = {}
 
-        def observe(role: Role) -> Observability:
-            observations[role] = Observability([role], config)
-            return observations[role]
+        def observe(name: str, role: Role) -> Observability:
+            observations[name] = Observability([role], config)
+            return observations[name]
 
-        overrides = []
-        for role in model_roles(config):
-            observation, servicer = observe(role), build_model_role(role, config, ComputeThread(), threads=1)
+        def serve(name: str, role: Role, servicer: HostedRole) -> str:
+            observation = observe(name, role)
             observation.add_services([servicer])
             observation.start()
             server = Server(
                 [servicer], "127.0.0.1:0", interceptors=observation.interceptors, metrics_address=observation.address
             )
             stack.callback(server.stop, 5.0)
-            overrides.append(f"services.{role}.address={server.address}")
+            return server.address
+
+        overrides = []
+        for role in model_roles(config):
+            address = serve(role, role, build_model_role(role, config, ComputeThread(), threads=1))
+            overrides.append(f"services.{role}.address={address}")
+        generators = [
+            serve(f"generator {number}", Role.GENERATOR, build_generator(config, ComputeThread(), 1, LOCAL))
+            for number in range(config.rollout.generators)
+        ]
+        overrides.append(f"services.generators={generators}")
         addressed = load_config(RunFiles(config.run_directory).config, overrides)
         board, exit_codes = ProgressBoard(config.run.name, config.run.steps), list[int]()
         assert config.buffer.url is not None
-        observation = observe(Role.ORCHESTRATOR)
+        observation = observe(Role.ORCHESTRATOR, Role.ORCHESTRATOR)
         training = TrainingRun(
             addressed,
             config.buffer.url,

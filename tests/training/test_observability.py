@@ -144,6 +144,48 @@ def test_each_step_is_one_trace_across_all_services(observed: Observed, collecto
                 assert by_id[parent.parent_span_id][1].name in ("collect", "update")
 
 
+def attributes(span: Any) -> dict[str, str | int]:
+    return {item.key: item.value.string_value or item.value.int_value for item in span.attributes}
+
+
+def test_calls_to_generators_belong_to_the_trace_of_the_step_that_started_them(
+    make: MakeConfig, collector: Collector
+) -> None:
+    collector.spans.clear()
+    config = make(run={"steps": STEPS}, rollout={"generators": 2}, telemetry={"otlp_endpoint": collector.url})
+    result = run_observed(config)
+    assert result.run.code == 0, result.run.progress.error
+    steps = {
+        attributes(span)["quartet.step"]: trace
+        for trace, spans in traces(collector.spans).items()
+        for _, span in spans
+        if not span.parent_span_id
+    }
+    assert sorted(map(int, steps)) == list(range(1, STEPS + 1))
+    calls = {"Generate": Counter[Any](), "UpdateWeights": Counter[Any]()}
+    by_id = {span.span_id: span for _, span in collector.spans}
+    handled = {span.parent_span_id: span for service, span in collector.spans if service == "generator"}
+    for _, span in collector.spans:
+        kind = span.name.removeprefix("generator ")
+        if kind not in calls:
+            continue
+        shown = attributes(span)
+        version = int(shown["quartet.policy_version"])
+        # A step that starts after the commit before it starts its own generation. The others start during the step before.
+        assert span.trace_id in (steps[version + 1], steps[max(version, 1)])
+        assert by_id[span.parent_span_id].name in ("collect", "update")
+        assert handled[span.span_id].trace_id == span.trace_id
+        amount = shown["quartet.trajectories" if kind == "Generate" else "quartet.weight_bytes"]
+        calls[kind][version, shown["server.address"]] += int(amount)
+        if kind == "Generate":
+            assert shown["quartet.step"] == version + 1
+    addresses = {address for _, address in calls["Generate"]}
+    assert len(addresses) == 2
+    assert calls["Generate"] == {(version, address): 2 for version in range(STEPS) for address in addresses}
+    assert calls["UpdateWeights"].keys() == calls["Generate"].keys()
+    assert calls["UpdateWeights"].total() == sum(step["weight_update_bytes"] for step in result.run.metrics) > 0
+
+
 def test_a_failed_step_marks_its_trace_as_failed(make: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     update, remaining = StepTransaction._update, ["a secret text"]
 

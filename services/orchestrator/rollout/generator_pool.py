@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextvars import copy_context
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -102,6 +103,8 @@ class _Work:
         self.waiting = list(batch.requests) if by_rule else by_expected_length(batch.requests)
         self.shares: dict[_Member, list[GenerationRequest]] | None = None
         self.seen: set[TrajectoryId] = set()
+        self.context = copy_context()
+        """Context of the thread that started the work. Its calls belong to the trace of the step that was current there."""
         self._ended = threading.Event()
         self._error: QuartetError | None = None
         self._callbacks: list[Callable[[], None]] = []
@@ -234,6 +237,7 @@ class GeneratorPool:
             for address in sorted(addresses):
                 if address not in self._members and not self._closed.is_set():
                     client = GenerationClient(address, self._config.timeouts, self._credentials)
+                    client.channel.tracer = self._actor.channel.tracer
                     self._members[address] = _Member(client)
 
     def _ask(self, member: _Member) -> None:
@@ -454,10 +458,10 @@ class GeneratorPool:
                 policy_version=version,
                 weights_digest=digest,
             )
-            call: PendingResult[Any] = member.client.generate(share)
+            call: PendingResult[Any] = work.context.run(member.client.generate, share)
             self._observe(f"{Role.GENERATOR} {member.address}", "generate", call)
         else:
-            call = self._start_update(member, batch.leader_epoch, version, digest)
+            call = self._start_update(member, work, version, digest)
         member.call = call
         call.when_done(lambda: self._ended(member, call))
 
@@ -467,12 +471,10 @@ class GeneratorPool:
         version = max(newer, default=work.batch.policy_version)
         return version, newer.get(version, work.batch.weights_digest)
 
-    def _start_update(
-        self, member: _Member, leader_epoch: int, version: int, digest: bytes
-    ) -> PendingResult[WeightTransfer]:
+    def _start_update(self, member: _Member, work: _Work, version: int, digest: bytes) -> PendingResult[WeightTransfer]:
         sources = self._sources(member, digest)
-        update = codec.WeightUpdate(self._config.run.name, leader_epoch, version, digest, sources)
-        call = member.client.update_weights(update)
+        update = codec.WeightUpdate(self._config.run.name, work.batch.leader_epoch, version, digest, sources)
+        call = work.context.run(member.client.update_weights, update)
         self._observe(f"{Role.GENERATOR} {member.address}", "update_weights", call)
         return call
 
@@ -485,7 +487,7 @@ class GeneratorPool:
         if not isinstance(member.call, PendingGeneration) or member.update is not None or member.digest == digest:
             return
         try:
-            update = self._start_update(member, work.batch.leader_epoch, version, digest)
+            update = self._start_update(member, work, version, digest)
         except QuartetError as error:
             self._failed(member, error)
             return

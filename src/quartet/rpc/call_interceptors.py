@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -19,6 +19,8 @@ SUBSCRIPTIONS = frozenset({"Watch", "WatchProgress"})
 """Methods that last as long as the caller wants. Their duration says nothing about the service."""
 
 Metadata = Sequence[tuple[str, str | bytes]]
+Attributes = Mapping[str, str | int]
+"""Attributes of a trace span, by name."""
 CallContext = Callable[[grpc.ServicerContext], AbstractContextManager[None]]
 """Function that returns the context manager around one call."""
 
@@ -29,15 +31,15 @@ class OutgoingSpan(Protocol):
     metadata: Metadata
     """Metadata of the call: it carries the trace context to the service."""
 
-    def end(self, code: str) -> None:
-        """Record the status code of the finished call. Thread-safe."""
+    def end(self, code: str, attributes: Attributes) -> None:
+        """Record the status code of the finished call, and ``attributes`` of its response. Thread-safe."""
 
 
 class CallTracer(Protocol):
     """Recorder of calls as trace spans. Its methods neither raise nor block."""
 
-    def outgoing(self, service: str, method: str) -> OutgoingSpan | None:
-        """Start the span of a call that this process makes; None if there is no current trace."""
+    def outgoing(self, service: str, method: str, attributes: Attributes) -> OutgoingSpan | None:
+        """Start the span of a call that this process makes; None if the caller's context has no trace."""
 
     def incoming(
         self, service: str, method: str, metadata: Metadata, code: Callable[[], str]

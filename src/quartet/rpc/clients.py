@@ -193,13 +193,25 @@ class GenerationClient(ServiceClient):
         """Start a generation. Its trajectories go to the rollout stream. ``waits_for``: earlier calls that must end first."""
         request = codec.generation_batch_to_proto(batch)
         timeout = self.timeouts.generate_seconds * (1 + waits_for)
-        pending = self.channel.start_stream(self._stub.Generate, request, timeout, "Generate")
+        attributes = {
+            "quartet.policy_version": batch.policy_version,
+            "quartet.step": batch.step,
+            "quartet.trajectories": len(batch.requests),
+        }
+        pending = self.channel.start_stream(self._stub.Generate, request, timeout, "Generate", attributes)
         return PendingGeneration(pending, codec.trajectories_from_proto)
 
     def update_weights(self, update: codec.WeightUpdate) -> PendingResult[WeightTransfer]:
         """Start to load a policy version into the generator."""
         request = codec.weight_update_to_proto(update)
-        pending = self.channel.start(self._stub.UpdateWeights, request, self.timeouts.load_seconds, "UpdateWeights")
+        pending = self.channel.start(
+            self._stub.UpdateWeights,
+            request,
+            self.timeouts.load_seconds,
+            "UpdateWeights",
+            {"quartet.policy_version": update.policy_version},
+            lambda response: {"quartet.weight_bytes": int(response.transfer.bytes)},
+        )
         return PendingResult(pending, codec.updated_weights_from_proto)
 
 

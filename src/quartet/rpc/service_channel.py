@@ -14,7 +14,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from quartet import codec
 from quartet.errors import AccessRefused, Cancelled, ConfigError, MismatchError, QuartetError, ServiceUnavailable
-from quartet.rpc.call_interceptors import CallTracer, OutgoingSpan
+from quartet.rpc.call_interceptors import OK, Attributes, CallTracer, OutgoingSpan
 from quartet.rpc.pending_calls import PendingCall, PendingStream
 from quartet.rpc.security.credentials import LOCAL, Credentials
 from quartet.rpc.status_codes import error_of
@@ -63,27 +63,43 @@ class ServiceChannel:
         except ValueError:
             raise self._closed(title) from None
 
-    def start(self, method: Any, request: Any, timeout: float, title: str) -> PendingCall:
-        """Start a call of a unary method without waiting for its response. Raises Cancelled if the channel is closed."""
-        metadata, span = self._traced(title)
+    def start(
+        self,
+        method: Any,
+        request: Any,
+        timeout: float,
+        title: str,
+        attributes: Attributes | None = None,
+        response_attributes: Callable[[Any], Attributes] = lambda response: {},
+    ) -> PendingCall:
+        """Start a call of a unary method without waiting for its response. Raises Cancelled if the channel is closed.
+
+        ``attributes`` and ``response_attributes`` are added to the span of the call.
+        """
+        metadata, span = self._traced(title, attributes)
         try:
             future = method.future(request, timeout=timeout, metadata=metadata)
         except ValueError:
             raise self._closed(title) from None
         if span is not None:
-            future.add_done_callback(lambda ended: span.end(ended.code().name))
+            future.add_done_callback(lambda ended: _end_span(span, ended, response_attributes))
         return PendingCall(future, lambda error: self._error(error, title, timeout), f"{self.name}: {title}")
 
-    def start_stream(self, method: Any, request: Any, timeout: float, title: str) -> PendingStream:
-        """Start a call of a server-streaming method and read its messages on a separate thread. Raises as ``start``."""
-        metadata, span = self._traced(title)
+    def start_stream(
+        self, method: Any, request: Any, timeout: float, title: str, attributes: Attributes | None = None
+    ) -> PendingStream:
+        """Start a call of a server-streaming method and read its messages on a separate thread.
+
+        Raises as ``start``. ``attributes`` are added to the span of the call.
+        """
+        metadata, span = self._traced(title, attributes)
         try:
             stream = method(request, timeout=timeout, metadata=metadata)
         except ValueError:
             raise self._closed(title) from None
         pending = PendingStream(stream, lambda error: self._error(error, title, timeout), f"{self.name}: {title}")
         if span is not None:
-            pending.when_done(lambda: span.end(stream.code().name))
+            pending.when_done(lambda: span.end(stream.code().name, {}))
         return pending
 
     def stream(self, method: Any, request: Any, title: str, timeout: float | None = None) -> Generator[Any, None, None]:
@@ -175,8 +191,12 @@ class ServiceChannel:
         """Close the connection."""
         self.grpc_channel.close()
 
-    def _traced(self, title: str) -> tuple[tuple[tuple[str, str | bytes], ...], OutgoingSpan | None]:
-        span = self.tracer.outgoing(self.name, title) if self.tracer is not None else None
+    def _traced(
+        self, title: str, attributes: Attributes | None
+    ) -> tuple[tuple[tuple[str, str | bytes], ...], OutgoingSpan | None]:
+        span = None
+        if self.tracer is not None:
+            span = self.tracer.outgoing(self.name, title, {"server.address": self.address, **(attributes or {})})
         return (*self._credentials.metadata, *(span.metadata if span is not None else ())), span
 
     def _error(self, error: grpc.RpcError, title: str, timeout: float) -> QuartetError:
@@ -184,6 +204,12 @@ class ServiceChannel:
 
     def _closed(self, title: str) -> QuartetError:
         return Cancelled(f"{self.name} at {self.address}: {title}: the channel is closed")
+
+
+def _end_span(span: OutgoingSpan, ended: Any, response_attributes: Callable[[Any], Attributes]) -> None:
+    """End the span of a unary call that has ended."""
+    code = ended.code().name
+    span.end(code, response_attributes(ended.result()) if code == OK else {})
 
 
 def replicas_at(address: str) -> int:

@@ -1,14 +1,15 @@
 """OpenTelemetry traces: one for each training step, across all services. Without an endpoint, OpenTelemetry is not imported.
 
-OpenTelemetry keeps the current span in the context of the thread: one thread takes a step and starts all of its calls. A
-background thread sends the spans in batches. Spans that cannot be sent are dropped, which is logged once.
+OpenTelemetry keeps the current span in the context of the thread. One thread takes a step and starts its calls, except those to
+generators in separate processes: other threads start them in a copy of its context. A background thread sends the spans in
+batches. Spans that cannot be sent are dropped, which is logged once.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -33,6 +34,7 @@ CLOSING_SECONDS = 1.0
 """Seconds for the remaining spans at the end of the process."""
 
 Metadata = Sequence[tuple[str, str | bytes]]
+Attributes = Mapping[str, str | int]
 
 
 class StepTraces(Protocol):
@@ -107,14 +109,14 @@ class Traces:
         with self._span(phase, self._api.SpanKind.INTERNAL, {"peer.service": str(service)}, None):
             yield
 
-    def outgoing(self, peer: str, method: str) -> _Outgoing | None:
-        """Start the span of an outgoing call of this thread's step. Return None outside a step."""
+    def outgoing(self, peer: str, method: str, attributes: Attributes) -> _Outgoing | None:
+        """Start the span of an outgoing call of the current context's step. Return None outside a step."""
         if not self._api.get_current_span().get_span_context().is_valid:
             return None
         span = self._tracer.start_span(
             f"{peer} {method}",
             kind=self._api.SpanKind.CLIENT,
-            attributes={"rpc.system": "grpc", "rpc.method": method, "peer.service": str(peer)},
+            attributes={"rpc.system": "grpc", "rpc.method": method, "peer.service": str(peer), **attributes},
         )
         carrier: dict[str, str] = {}
         self._propagator.inject(carrier, self._api.set_span_in_context(span))
@@ -167,8 +169,9 @@ class _Outgoing:
     def __init__(self, span: Span, metadata: Metadata, finish: Callable[[Span, str], None]) -> None:
         self._span, self.metadata, self._finish = span, metadata, finish
 
-    def end(self, code: str) -> None:
-        """End the span with the status code of the call."""
+    def end(self, code: str, attributes: Attributes) -> None:
+        """End the span with the status code of the call, and ``attributes`` of its response."""
+        self._span.set_attributes(attributes)
         self._finish(self._span, code)
 
 

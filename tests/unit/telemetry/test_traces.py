@@ -42,16 +42,16 @@ def test_without_an_endpoint_there_are_no_spans() -> None:
 def test_calls_of_a_step_have_a_trace_context_and_other_calls_have_none(path: str) -> None:
     with Collector().listening() as collector:
         client, server = Traces(collector.url + path, "orchestrator", "run"), Traces(collector.url, "actor", "run")
-        assert client.outgoing("actor", "GetStatus") is None
+        assert client.outgoing("actor", "GetStatus", {}) is None
         with client.span("actor", "checkpoint"):
             pass
         with client.step(7):
-            call = client.outgoing("actor", "Update")
+            call = client.outgoing("actor", "Update", {})
             assert call is not None
             assert [key for key, _ in call.metadata] == ["traceparent"]
             with server.incoming("quartet.v1.ActorService", "Update", call.metadata, lambda: "UNAVAILABLE"):
                 pass
-            call.end("OK")
+            call.end("OK", {})
         for traces in (client, server):
             traces.close()
         spans = {span.name: (service, span) for service, span in collector.spans}
