@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from quartet.config import GuardsConfig
-from quartet.types import Role, RunState
+from quartet.types import GeneratorState, Role, RunState
 from tests.every_case import every_case
 
 ROOT = Path(__file__).parents[2]
@@ -86,15 +86,16 @@ def test_rules_have_a_severity_a_summary_and_a_description() -> None:
         assert all(problem_of(text) == "" for text in rule["annotations"].values())
 
 
-def test_run_states_in_rules_exist() -> None:
+@pytest.mark.parametrize(("subject", "possible"), [("run", RunState), ("generator", GeneratorState)])
+def test_queried_states_exist(subject: str, possible: type[RunState | GeneratorState]) -> None:
     states = [
         state
         for _, expression in expressions()
-        for matched in re.findall(r'state=~?"([^"]*)"', expression)
+        for matched in re.findall(rf'quartet_{subject}_state{{[^}}]*\bstate[!=]=?~?"([^"]*)"', expression)
         for state in matched.split("|")
     ]
     assert states
-    assert set(states) <= {state.value for state in RunState}
+    assert set(states) <= {state.value for state in possible}
 
 
 def test_prometheus_scrapes_every_process() -> None:
