@@ -231,6 +231,15 @@ class StepDetail(Model):
     """True if the tokens of the step's trajectories were kept."""
 
 
+class VersionSpan(Model):
+    """Part of a response that one policy version generated."""
+
+    policy_version: int
+    weights_digest: str
+    """Digest of the weights, in hexadecimal."""
+    tokens: int
+
+
 class TrajectorySummary(Model):
     """One response to a prompt."""
 
@@ -276,6 +285,12 @@ class Token(Model):
 class TrajectoryDetail(TrajectorySummary):
     """One response, token by token."""
 
+    generator: str
+    """Address of the generator, HOST:PORT; empty if the actor generated the response."""
+    weights_digest: str
+    """Digest of the weights, in hexadecimal; empty if the generator shares the weights of the actor."""
+    version_spans: list[VersionSpan]
+    """Parts of the response by policy version, in order; empty if `policy_version` generated all of it."""
     kl_coefficient: float | None
     """KL coefficient β of the step."""
     prompt_tokens: list[Token]

@@ -14,7 +14,7 @@ from quartet.gateway.readers.jsonl_records import Record
 from quartet.gateway.readers.token_texts import token_texts
 from quartet.gateway.readers.trajectory_index import SortKey, TrajectoryFilter, step_window
 from quartet.gateway.routes.dependencies import Cursor, Limit, Step, TheReaders, TheRunFiles
-from quartet.gateway.schemas import Page, Token, TrajectoryDetail, TrajectorySummary
+from quartet.gateway.schemas import Page, Token, TrajectoryDetail, TrajectorySummary, VersionSpan
 from quartet.run_directory.token_files import TrajectoryTokens, read_tokens
 
 router = api_router("trajectories")
@@ -112,6 +112,9 @@ def get_trajectory(
     tokenizer = None if tokens is None else readers.tokenizers.of(files.tokenizer)
     return TrajectoryDetail(
         **_summary(step, record).model_dump(),
+        generator=record.get("generator", ""),
+        weights_digest=record.get("weights_digest", ""),
+        version_spans=[VersionSpan(**span) for span in record.get("version_spans", [])],
         kl_coefficient=columns.row(step).get("kl_coefficient"),
         prompt_tokens=[] if tokens is None else _prompt_tokens(tokenizer, tokens),
         tokens=[] if tokens is None else _response_tokens(tokenizer, tokens),

@@ -21,6 +21,7 @@ from quartet.errors import ConfigError
 from quartet.run_directory.identity import Identity
 from quartet.run_directory.run_files import RunFiles
 from quartet.runs import background_run
+from quartet.types import VersionSpan
 from tests.unit.models import tiny
 
 TREE = {
@@ -194,3 +195,21 @@ def test_metrics_are_arrays_also_while_the_run_writes_them(tmp_path: Path) -> No
     np.testing.assert_array_equal(run.metrics["lag"], [np.nan, 1])
     assert run.step == 2
     assert files.metrics.read_text().endswith('{"step": 3, "rew'), "the file is not repaired"
+
+
+def test_trajectories_name_their_generator_and_the_versions_of_its_weights(tmp_path: Path) -> None:
+    files = RunFiles(tmp_path / "tiny")
+    files.write_config(quartet.load_config(TREE).to_yaml())
+    plain = {"id": "tiny/1/0/0", "policy_version": 0, "prompt": "p", "response": "r", "score": 1.0, "kl": 0.0}
+    plain |= {"response_tokens": 3, "finished": True}
+    digest = bytes(range(16))
+    span = {"policy_version": 0, "weights_digest": digest.hex(), "tokens": 3}
+    origin = {"generator": "a:1", "weights_digest": digest.hex(), "version_spans": [span]}
+    files.write_trajectories(1, [plain, plain | origin])
+    by_actor, by_generator = quartet.Run(files.root).trajectories(1)
+    assert (by_actor.generator, by_actor.weights_digest, by_actor.version_spans) == ("", b"", ())
+    assert (by_generator.generator, by_generator.weights_digest) == ("a:1", digest)
+    assert by_generator.version_spans == (VersionSpan(0, digest, 3),)
+    files.write_trajectories(1, [plain | origin | {"weights_digest": "none"}])
+    with pytest.raises(ConfigError, match="the trajectories of step 1 are damaged"):
+        quartet.Run(files.root).trajectories(1)

@@ -30,6 +30,12 @@ export async function trajectoryPage({ frame, run, element, parts, query, signal
   await read();
 }
 
+/** The policy version of a response, or each one with its number of tokens. */
+function policyVersions({ policy_version: version, version_spans: spans }) {
+  if (!spans.length) return whole(version);
+  return spans.map((span) => `${whole(span.policy_version)} (${whole(span.tokens)} tokens)`).join(", then ");
+}
+
 class TrajectoryPage {
   constructor({ frame, run, signal, trajectory, colour }) {
     Object.assign(this, { frame, run, signal, trajectory });
@@ -121,8 +127,10 @@ class TrajectoryPage {
       ["KL coefficient", exact(trajectory.kl_coefficient)],
       ["Tokens", whole(trajectory.response_tokens)],
       ["Finish reason", trajectory.finished ? "end token" : "token limit"],
-      ["Policy version", whole(trajectory.policy_version)],
-    ];
+      ["Policy version", policyVersions(trajectory)],
+      ["Generator", trajectory.generator],
+      ["Weights", trajectory.weights_digest && h("code", { title: trajectory.weights_digest }, trajectory.weights_digest.slice(0, 8))],
+    ].filter(([, value]) => value);
     return h("section", { class: "panel padded" }, h("dl", { class: "facts-row" }, pairs.map(([label, value]) => h("div", {}, h("dt", {}, label), h("dd", {}, value)))));
   }
 

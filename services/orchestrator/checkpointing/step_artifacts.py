@@ -54,6 +54,7 @@ def trajectory_rows(tokenizer: Any, collected: CollectedStep, prepared: Prepared
         {
             "id": str(item.trajectory.id),
             "policy_version": item.trajectory.policy_version,
+            **_origin(item.trajectory),
             "prompt": prompt,
             "response": response,
             "score": item.score,
@@ -66,6 +67,19 @@ def trajectory_rows(tokenizer: Any, collected: CollectedStep, prepared: Prepared
             collected.scored, prompts, responses, prepared.response_kl, strict=True
         )
     ]
+
+
+def _origin(trajectory: Trajectory) -> dict[str, Any]:
+    """Return the generator, its weights and their versions, as far as a trajectory has them."""
+    spans = [
+        {"policy_version": span.policy_version, "weights_digest": span.weights_digest.hex(), "tokens": span.tokens}
+        for span in trajectory.version_spans
+    ]
+    return {
+        **({"generator": trajectory.generator} if trajectory.generator else {}),
+        **({"weights_digest": trajectory.weights_digest.hex()} if trajectory.weights_digest else {}),
+        **({"version_spans": spans} if spans else {}),
+    }
 
 
 def token_arrays(experience: Experience, has_critic: bool) -> dict[str, NDArray[Any]]:
@@ -117,6 +131,7 @@ def failed_trajectory_rows(tokenizer: Any, failed_trajectories: Sequence[FailedT
             "step": item.trajectory.id.step,
             "id": str(item.trajectory.id),
             "policy_version": item.trajectory.policy_version,
+            **_origin(item.trajectory),
             "prompt": prompt,
             "response": response,
             "prompt_ids": item.trajectory.prompt_ids.tolist(),

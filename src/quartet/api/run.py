@@ -26,7 +26,7 @@ from quartet.run_directory.step_lines import read_step_lines
 from quartet.run_directory.token_files import TrajectoryTokens
 from quartet.runs.background_run import BackgroundRun, ProgressLines, saved_state
 from quartet.runs.gateway_client import Api, connect, find_run
-from quartet.types import Progress, RunState, Setting, SettingChange
+from quartet.types import Progress, RunState, Setting, SettingChange, VersionSpan
 
 IDLE = "idle"
 """State of a run that is not active and did not reach its last step."""
@@ -43,7 +43,9 @@ class RunTrajectory:
     """A prompt, the response to it, and the scores of a training step.
 
     ``score`` is the reward before shaping, ``parts`` its parts for an ensemble. ``kl`` is log π - log π_ref summed over the
-    response, in nats. ``finished`` is false if the response reached its token limit.
+    response, in nats. ``finished`` is false if the response reached its token limit. ``generator`` is the address of the
+    generator, and ``weights_digest`` the digest of its weights; both are empty if the actor generated with its own weights.
+    ``version_spans`` are the parts of the response by policy version, empty if ``policy_version`` generated all of it.
     """
 
     id: str
@@ -56,6 +58,9 @@ class RunTrajectory:
     response_tokens: int
     finished: bool
     policy_version: int
+    generator: str
+    weights_digest: bytes
+    version_spans: tuple[VersionSpan, ...]
     _files: RunFiles = field(repr=False, compare=False)
     _index: int = field(repr=False, compare=False)
 
@@ -148,12 +153,18 @@ class Run:
                     response_tokens=row["response_tokens"],
                     finished=row["finished"],
                     policy_version=row["policy_version"],
+                    generator=row.get("generator", ""),
+                    weights_digest=bytes.fromhex(row.get("weights_digest", "")),
+                    version_spans=tuple(
+                        VersionSpan(span["policy_version"], bytes.fromhex(span["weights_digest"]), span["tokens"])
+                        for span in row.get("version_spans", [])
+                    ),
                     _files=self._files,
                     _index=index,
                 )
                 for index, row in enumerate(rows)
             ]
-        except (KeyError, TypeError):
+        except (KeyError, TypeError, ValueError):
             raise ConfigError(
                 f"run {self.directory}: the trajectories of step {chosen} are damaged; put the file back"
             ) from None

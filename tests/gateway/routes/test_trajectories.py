@@ -178,6 +178,20 @@ def test_a_damaged_line_is_reported_with_its_number(tmp_path: Path, line: str) -
         assert f"step-000001.jsonl:{PROMPTS * SAMPLES + 1}" in response.json()["detail"]
 
 
+def test_a_trajectory_shows_its_generator_and_the_versions_of_its_weights(tmp_path: Path) -> None:
+    files, rows = with_trajectories(tmp_path, 1)
+    spans = [{"policy_version": 0, "weights_digest": "0b", "tokens": 2}]
+    origin = {"generator": "10.0.0.1:9000", "weights_digest": "0a", "version_spans": spans}
+    lines = [rows[0], rows[1] | origin]
+    (files.trajectories / "step-000001.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with serving(tmp_path) as gateway:
+        by_actor, by_generator = (
+            gateway.client.get(f"/runs/some/trajectories/1/0/{sample}").json() for sample in (0, 1)
+        )
+    assert [by_actor[name] for name in origin] == ["", "", []]
+    assert {name: by_generator[name] for name in origin} == origin
+
+
 def test_tokens_match_the_token_files(run_gateway: Gateway, finished_run: Run) -> None:
     tokenizer = Tokenizer.from_file(str(finished_run.files.tokenizer / "tokenizer.json"))
     for step in range(1, STEPS + 1):
