@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 import pytest
 
-from quartet.rpc.server import Server
 from quartet.types import MODEL_ROLES
 from tests.browser.conftest import Open
 from tests.browser.test_pages import violations
@@ -16,28 +15,28 @@ from tests.training.generator_runs import generator_run
 
 
 @pytest.fixture(scope="module")
-def run(make: MakeConfig, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Gateway, list[Server]]]:
+def run(make: MakeConfig, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Gateway, tuple[str, ...]]]:
     folder = tmp_path_factory.mktemp("browser")
     config = make(
         run={"name": "split", "steps": 500, "directory": str(folder)}, rollout={"generators": 2, "prompts_per_step": 8}
     )
-    with generator_run(config, 2, 3) as (running, servers):
+    with generator_run(config, 2, 3) as (running, generators):
         addresses = {role: getattr(running.config.services, role).address for role in MODEL_ROLES}
         with serve_orchestrator(running, addresses), serving(folder) as gateway:
-            yield gateway, servers
+            yield gateway, generators.addresses
 
 
 def test_the_services_page_has_a_row_for_each_generator(
-    run: tuple[Gateway, list[Server]], open_dashboard: Open
+    run: tuple[Gateway, tuple[str, ...]], open_dashboard: Open
 ) -> None:
-    gateway, servers = run
+    gateway, addresses = run
     with open_dashboard(gateway) as window:
         window.show("runs/split/services")
         rows = window.page.get_by_role("region", name="Generators", exact=True).get_by_role("row")
         rows.nth(2).wait_for()
         heads = rows.nth(0).get_by_role("columnheader").all_inner_texts()
-        for server in servers:
-            row = rows.filter(has_text=server.address)
+        for address in addresses:
+            row = rows.filter(has_text=address)
             cells = dict(
                 zip(
                     heads,
@@ -45,7 +44,7 @@ def test_the_services_page_has_a_row_for_each_generator(
                     strict=True,
                 )
             )
-            assert (cells["Generator"], cells["State"], cells["Engine"]) == (server.address, "serving", "torch, cpu")
+            assert (cells["Generator"], cells["State"], cells["Engine"]) == (address, "serving", "torch, cpu")
             assert cells["Last update"].endswith("difference")
             assert float(cells["Tokens/s"].replace(",", "")) > 0
             assert int(cells["Version"]) >= 2
@@ -55,7 +54,7 @@ def test_the_services_page_has_a_row_for_each_generator(
 
 @pytest.mark.parametrize("theme", ["dark", "light"])
 def test_the_services_page_of_generators_is_accessible(
-    run: tuple[Gateway, list[Server]], open_dashboard: Open, theme: str
+    run: tuple[Gateway, tuple[str, ...]], open_dashboard: Open, theme: str
 ) -> None:
     with open_dashboard(run[0], theme=theme) as window:
         window.show("runs/split/services")
@@ -63,19 +62,33 @@ def test_the_services_page_of_generators_is_accessible(
         assert violations(window, {}) == []
 
 
-def test_the_timeline_has_a_lane_for_each_generator(run: tuple[Gateway, list[Server]], open_dashboard: Open) -> None:
-    gateway, servers = run
+def test_the_timeline_has_a_lane_for_each_generator(run: tuple[Gateway, tuple[str, ...]], open_dashboard: Open) -> None:
+    gateway, addresses = run
     with open_dashboard(gateway) as window:
         window.show("runs/split/steps?step=2")
-        for server in servers:
-            span = window.page.locator(f'svg.gantt [aria-label^="generator {server.address}: update_weights"]')
+        for address in addresses:
+            span = window.page.locator(f'svg.gantt [aria-label^="generator {address}: update_weights"]')
             span.first.wait_for(state="attached")
         titles = window.page.locator("svg.gantt text title").all_text_contents()
-        assert titles.index("actor") < titles.index(f"generator {servers[0].address}") < titles.index("reward")
+        assert titles.index("actor") < titles.index(f"generator {addresses[0]}") < titles.index("reward")
 
 
-def test_generators_fit_a_phone(run: tuple[Gateway, list[Server]], open_dashboard: Open) -> None:
+def test_generators_fit_a_phone(run: tuple[Gateway, tuple[str, ...]], open_dashboard: Open) -> None:
     with open_dashboard(run[0], phone=True) as window:
         for page in ("runs/split/services", "runs/split/steps?step=2"):
             window.show(page)
             assert window.page.evaluate("() => document.documentElement.scrollWidth - innerWidth") <= 0
+
+
+def test_a_trajectory_shows_its_generator_and_its_weights(
+    run: tuple[Gateway, tuple[str, ...]], open_dashboard: Open
+) -> None:
+    gateway, addresses = run
+    with open_dashboard(gateway) as window:
+        window.show("runs/split/trajectories?step=2")
+        window.page.locator("tbody tr").first.get_by_role("link").click()
+        window.heading("Response")
+        facts = window.page.locator("dl.facts-row").first
+        shown = dict(zip(facts.locator("dt").all_inner_texts(), facts.locator("dd").all_inner_texts(), strict=True))
+        assert shown["Generator"] in addresses
+        assert len(shown["Weights"]) == 8

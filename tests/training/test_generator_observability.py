@@ -11,14 +11,13 @@ from quartet.gateway.monitors.buffer_monitor import BufferMonitor
 from quartet.gateway.monitors.service_monitor import ServiceMonitor
 from quartet.gateway.readers.run_catalog import RunCatalog
 from quartet.gateway.schemas import ServiceInfo
-from quartet.rpc.server import Server
 from quartet.run_directory.run_files import RunFiles
 from quartet.services.orchestrator.telemetry.run_metrics import RunMetrics
 from quartet.telemetry.prometheus import ServiceMetrics
 from quartet.types import MODEL_ROLES, GeneratorState, Role, ServiceStatus, WeightTransfer
 from tests.gateway.serving import serve_orchestrator
 from tests.training.conftest import MakeConfig
-from tests.training.generator_runs import generator_run
+from tests.training.generator_runs import Generators, generator_run
 from tests.training.runs import ActiveRun, json_lines, run_to_completion, wait_for
 
 STEPS = 3
@@ -26,13 +25,13 @@ NAMES = ("generators", "weight_update_bytes", "weight_update_seconds")
 
 
 @pytest.fixture(scope="module")
-def run(make: MakeConfig) -> Iterator[tuple[ActiveRun, list[Server]]]:
+def run(make: MakeConfig) -> Iterator[tuple[ActiveRun, Generators]]:
     config = make(run={"steps": 500}, rollout={"generators": 2, "prompts_per_step": 8})
     with generator_run(config, 2, STEPS) as result:
         yield result
 
 
-def test_steps_report_the_weights_that_generators_took_over(run: tuple[ActiveRun, list[Server]]) -> None:
+def test_steps_report_the_weights_that_generators_took_over(run: tuple[ActiveRun, Generators]) -> None:
     steps = json_lines(RunFiles(run[0].config.run_directory).metrics)
     assert [step["generators"] for step in steps] == [2] * len(steps)
     assert all(step["weight_update_seconds"] > 0 for step in steps)
@@ -40,17 +39,17 @@ def test_steps_report_the_weights_that_generators_took_over(run: tuple[ActiveRun
     assert steps[0]["weight_update_bytes"] > max(step["weight_update_bytes"] for step in steps[1:]) > 0
 
 
-def test_the_timeline_has_a_lane_for_each_generator(run: tuple[ActiveRun, list[Server]]) -> None:
-    running, servers = run
+def test_the_timeline_has_a_lane_for_each_generator(run: tuple[ActiveRun, Generators]) -> None:
+    running, generators = run
     lines = json_lines(RunFiles(running.config.run_directory).root / "timeline.jsonl")
     phases = {(span["service"], span["phase"]) for span in lines[1]["spans"]}
-    for server in servers:
-        assert (f"generator {server.address}", "update_weights") in phases
-        assert (f"generator {server.address}", "generate") in phases
+    for address in generators.addresses:
+        assert (f"generator {address}", "update_weights") in phases
+        assert (f"generator {address}", "generate") in phases
 
 
-def test_services_show_each_generator_and_the_publications_of_the_actor(run: tuple[ActiveRun, list[Server]]) -> None:
-    running, servers = run
+def test_services_show_each_generator_and_the_publications_of_the_actor(run: tuple[ActiveRun, Generators]) -> None:
+    running, generators = run
     addresses = {role: getattr(running.config.services, role).address for role in MODEL_ROLES}
     catalog = RunCatalog(running.config.run.directory)
     monitor = ServiceMonitor(catalog, BufferMonitor(catalog, None))
@@ -61,7 +60,7 @@ def test_services_show_each_generator_and_the_publications_of_the_actor(run: tup
 
     with serve_orchestrator(running, addresses), closing(monitor):
         shown = infos(Role.GENERATOR)
-        assert {info.address for info in shown} == {item.address for item in servers}
+        assert {info.address for info in shown} == set(generators.addresses)
         [actor] = infos(Role.ACTOR)
         assert actor.last_publication is not None
         assert actor.published_versions[-1] == actor.last_publication.policy_version
@@ -82,7 +81,7 @@ def test_services_show_each_generator_and_the_publications_of_the_actor(run: tup
             assert info.busy_seconds.keys() == {"generate", "update_weights"}
 
 
-def test_prometheus_shows_generators_by_state_and_their_transfers(run: tuple[ActiveRun, list[Server]]) -> None:
+def test_prometheus_shows_generators_by_state_and_their_transfers(run: tuple[ActiveRun, Generators]) -> None:
     running, _ = run
     metrics = RunMetrics(running.config, running.board, lambda: 0, running.generators)
     [states] = [family for family in metrics.collect() if family.name == "quartet_generator_state"]
@@ -101,14 +100,15 @@ def test_prometheus_shows_the_last_transfer_of_a_generator() -> None:
     assert "quartet_weight_publication_bytes" not in samples
 
 
-def test_a_lost_generator_is_listed_as_lost(run: tuple[ActiveRun, list[Server]]) -> None:
-    running, servers = run
-    servers[1].stop(0.0)
+def test_a_lost_generator_is_listed_as_lost(run: tuple[ActiveRun, Generators]) -> None:
+    running, generators = run
+    kept, lost = generators.addresses
+    generators.lose(lost)
     running.control.resume()
     step = running.board.current().step
     wait_for(running, lambda: running.board.current().step >= step + 2)
     states = {item.address: item.state for item in running.generators()}
-    assert states == {servers[0].address: GeneratorState.READY, servers[1].address: GeneratorState.LOST}
+    assert states == {kept: GeneratorState.READY, lost: GeneratorState.LOST}
 
 
 def test_a_run_without_generators_has_none_of_their_metrics(make: MakeConfig) -> None:
