@@ -25,7 +25,7 @@ PYTEST := $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .PHONY: help install demo test test-fast test-all test-e2e chaos faults soak durability-cost startup end-to-end generation precision gpu update growth \
-	transport weights buffer gae orchestration architectures gateway-load gateway-metrics browser screenshots notebook fuzz-api fuzz-rpc helm-golden \
+	transport weights buffer gae orchestration overlap architectures gateway-load gateway-metrics browser screenshots notebook fuzz-api fuzz-rpc helm-golden \
 	helm-schema e2e-compose check docs docs-reference wheel format proto acceptance parity engines clean
 .DEFAULT_GOAL := help
 
@@ -118,6 +118,9 @@ gae: $(VENV)/.installed ## Measure advantages of a million tokens; write docs/pe
 
 orchestration: $(VENV)/.installed ## Measure the orchestrator's overhead with 1 to 256 simulated replicas; 15 minutes
 	$(BIN)/python -m benchmarks.orchestration $(BENCHMARK_ARGS)
+
+overlap: $(VENV)/.installed ## Draw generation and updates on two simulated devices, by max_off_policy_steps; write docs/performance.md
+	$(BIN)/python -m benchmarks.overlap $(BENCHMARK_ARGS)
 
 gateway-load: $(VENV)/.installed ## Load the gateway with 100 event streams and 50 requests/s during a run; write docs/gateway.md
 	$(BIN)/python -m benchmarks.gateway $(GATEWAY_ARGS)

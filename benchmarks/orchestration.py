@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
-from itertools import chain, islice
+from itertools import chain, islice, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -197,19 +197,44 @@ class Clock:
 
 def measure(case: Case, steps: int, folder: Path) -> Result:
     """Run ``steps`` steps of a case. Raises the error of the run if it fails."""
+    rollout = {"prompts_per_step": case.trajectories}
+    times = train(rollout, steps, case.trajectories, case.replicas, case.generators, case.times, folder)
+    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    measured = [_step(case, number, *pair) for number, pair in enumerate(pairwise(times), 1)]
+    return Result(case, measured[1:] or measured, memory)
+
+
+def train(
+    rollout: Mapping[str, Any],
+    steps: int,
+    prompts: int,
+    num_replicas: int,
+    num_generators: int,
+    times: Times,
+    folder: Path,
+    activity: Path | None = None,
+) -> list[tuple[float, float]]:
+    """Run ``steps`` steps with simulated services. Return wall and CPU time before the first step and at every commit.
+
+    ``rollout``: settings of the section besides the shared ones. ``prompts``: number of prompts in the prompts file.
+    ``num_replicas``: replicas of reward and of reference. ``activity``: see ``SimulatedModel``. Raises the error of the run if it
+    fails.
+    """
     root = folder / "run"
     shutil.rmtree(root, ignore_errors=True)
     root.mkdir(parents=True)
     with ExitStack() as stack:
         server = stack.enter_context(EmbeddedRedis(root / "redis", root / "redis.log"))
-        counts = {Role.ACTOR: 1, Role.CRITIC: 1, Role.REWARD: case.replicas, Role.REFERENCE: case.replicas}
+        counts = {Role.ACTOR: 1, Role.CRITIC: 1, Role.REWARD: num_replicas, Role.REFERENCE: num_replicas}
         generators: list[str] = []
-        if case.generators:
-            generators = stack.enter_context(replicas(Role.GENERATOR, case.generators, case.times, server.url))
+        if num_generators:
+            running = replicas(Role.GENERATOR, num_generators, times, server.url, activity)
+            generators = stack.enter_context(running)
         addresses = {
-            role: stack.enter_context(replicas(role, count, case.times, server.url)) for role, count in counts.items()
+            role: stack.enter_context(replicas(role, count, times, server.url, activity))
+            for role, count in counts.items()
         }
-        config = addressed(_config(case, steps, root, server.url), addresses)
+        config = addressed(_config(rollout, steps, prompts, root, server.url), addresses)
         named = config.services.model_copy(update={"generators": tuple(generators)})
         config = config.model_copy(update={"services": named})
         files = RunFiles(config.run_directory)
@@ -218,10 +243,7 @@ def measure(case: Case, steps: int, folder: Path) -> Result:
         board.observer = clock
         TrainingRun(config, server.url, board, RunControl(files, persist=False), clock.record).run()
     shutil.rmtree(root)
-    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    pairs = zip(clock.times, clock.times[1:], strict=False)
-    measured = [_step(case, number, *pair) for number, pair in enumerate(pairs, 1)]
-    return Result(case, measured[1:] or measured, memory)
+    return clock.times
 
 
 def _step(case: Case, number: int, before: tuple[float, float], after: tuple[float, float]) -> Step:
@@ -234,21 +256,17 @@ def _step(case: Case, number: int, before: tuple[float, float], after: tuple[flo
     return Step(after[0] - before[0], critical, after[1] - before[1], sum(lengths))
 
 
-def _config(case: Case, steps: int, root: Path, url: str) -> Config:
-    prompts = root / "prompts.jsonl"
+def _config(rollout: Mapping[str, Any], steps: int, prompts: int, root: Path, url: str) -> Config:
+    path = root / "prompts.jsonl"
     line = json.dumps({"token_ids": list(range(PROMPT))}) + "\n"
-    prompts.write_text(line * case.trajectories)
+    path.write_text(line * prompts)
     _tokenizer().save_pretrained(root / "policy")
     hour = 3600.0
     return parse_config(
         {
             "run": {"name": "orchestration", "steps": steps, "directory": str(root), "seed": SEED},
-            "data": {"prompts": str(prompts), "max_prompt_tokens": PROMPT},
-            "rollout": {
-                "prompts_per_step": case.trajectories,
-                "max_response_tokens": MAX_RESPONSE,
-                "score_batch_size": SCORE_BATCH,
-            },
+            "data": {"prompts": str(path), "max_prompt_tokens": PROMPT},
+            "rollout": {"max_response_tokens": MAX_RESPONSE, "score_batch_size": SCORE_BATCH, **rollout},
             "actor": {"model": str(root / "policy")},
             "reward": {"model": "simulated"},
             "checkpoint": {"every_steps": 0},

@@ -2,7 +2,8 @@
 
 python -m benchmarks.simulated ROLE --replicas N ... listens on free ports of 127.0.0.1, prints the addresses on one line, and
 serves until its parent ends. The actor writes real trajectories to the real buffer. Actor and critic read the experience of an
-update, and sleep instead of training. The content of a trajectory depends only on its id.
+update, and sleep instead of training. The content of a trajectory depends only on its id. With --activity FILE, generators and
+trained models append a line for each call with its start and end.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -82,8 +84,9 @@ class SimulatedModel:
 
     role: Role
 
-    def __init__(self, times: Times, url: str) -> None:
-        self.times = times
+    def __init__(self, times: Times, url: str, activity: Path | None = None) -> None:
+        """``activity``: file for the start and end of each generation and update."""
+        self.times, self._activity = times, activity
         self._updates = UpdateLog()
         self._url = url
         self._client = connect(url) if url else None
@@ -111,14 +114,25 @@ class SimulatedModel:
     def close(self) -> None:
         """Do nothing."""
 
+    @contextmanager
+    def working(self, step: int) -> Iterator[None]:
+        """Record the block inside as work for ``step``, in seconds of the monotonic clock, which all processes share."""
+        start = time.monotonic()
+        yield
+        if self._activity is not None:
+            line = {"role": self.role, "step": step, "start": start, "end": time.monotonic()}
+            with self._activity.open("a") as file:
+                file.write(json.dumps(line) + "\n")
+
 
 class TrainedModel(SimulatedModel):
     """Actor or critic, which also updates, saves and restores."""
 
     def update(self, run: str, step: int, leader_epoch: int, settings: Any, loss: Any) -> UpdateResult:
         def apply() -> dict[str, float]:
-            experience = ExperienceStore(self._client, self._url, run).load(step)
-            time.sleep(self.times.update * len(experience.advantages))
+            with self.working(step):
+                experience = ExperienceStore(self._client, self._url, run).load(step)
+                time.sleep(self.times.update * len(experience.advantages))
             return {"optimizer_steps": 1.0, "skipped_steps": 0.0}
 
         return self._updates.once(run, step, leader_epoch, apply)
@@ -143,6 +157,12 @@ class GeneratingModel(SimulatedModel):
     ) -> tuple[int, int]:
         """Write the responses in the order of their ids, each after the time for its tokens and all earlier ones."""
         on_start()
+        with self.working(batch.step):
+            return self._generate(batch, cancelled, on_progress)
+
+    def _generate(
+        self, batch: GenerationBatch, cancelled: Callable[[], bool], on_progress: Progress
+    ) -> tuple[int, int]:
         start = time.perf_counter()
         requests, limit = sorted(batch.requests, key=lambda item: item.id), batch.sampling.max_response_tokens
         stream = RolloutStream(self._client, self._url, batch.run)
@@ -225,25 +245,28 @@ class SimulatedReward(SimulatedModel):
         return Scores((batch.response_lengths % 7).astype(np.float32))
 
 
-def hosted(role: Role, times: Times, url: str) -> HostedRole:
-    """Return one replica of a role."""
+def hosted(role: Role, times: Times, url: str, activity: Path | None = None) -> HostedRole:
+    """Return one replica of a role. ``activity``: see ``SimulatedModel``."""
     compute = ComputeThread()
     if role is Role.ACTOR:
-        return ActorServicer(SimulatedActor(times, url), compute, 1, lambda: False)  # type: ignore[arg-type]
+        return ActorServicer(SimulatedActor(times, url, activity), compute, 1, lambda: False)  # type: ignore[arg-type]
     if role is Role.GENERATOR:
-        core: Any = SimulatedGenerator(times, url)
+        core: Any = SimulatedGenerator(times, url, activity)
         return GeneratorServicer(core, compute, 1, lambda: False, WeightMirror(num_threads=1), lambda sources: [])
     if role is Role.CRITIC:
-        return CriticServicer(SimulatedCritic(times, url), compute, 1, lambda: False)  # type: ignore[arg-type]
+        return CriticServicer(SimulatedCritic(times, url, activity), compute, 1, lambda: False)  # type: ignore[arg-type]
     if role is Role.REFERENCE:
         return ReferenceServicer(SimulatedReference(times, url), compute, 1)  # type: ignore[arg-type]
     return RewardServicer(SimulatedReward(times, url), compute, 1)
 
 
 @contextmanager
-def replicas(role: Role, count: int = 1, times: Times | None = None, url: str = "") -> Iterator[list[str]]:
-    """Run ``count`` replicas in a separate process. Yield their addresses."""
+def replicas(
+    role: Role, count: int = 1, times: Times | None = None, url: str = "", activity: Path | None = None
+) -> Iterator[list[str]]:
+    """Run ``count`` replicas in a separate process. Yield their addresses. ``activity``: see ``SimulatedModel``."""
     command = [sys.executable, "-m", "benchmarks.simulated", role, "--replicas", str(count), "--url", url]
+    command += ["--activity", str(activity)] if activity is not None else []
     for name, seconds in asdict(times or Times()).items():
         command += [f"--{name}", str(seconds)]
     with subprocess.Popen(tied_to_parent(command), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE) as process:
@@ -262,13 +285,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("role", type=Role)
     parser.add_argument("--replicas", type=positive, default=1)
     parser.add_argument("--url", default="", help="URL of the buffer")
+    parser.add_argument("--activity", type=Path, help="file for the start and end of each generation and update")
     for name in asdict(Times()):
         parser.add_argument(f"--{name}", type=float, default=0.0)
     options = parser.parse_args(arguments)
     # Standard output is for the addresses.
     configure_logs(options.role)
     times = replace(Times(), **{name: getattr(options, name) for name in asdict(Times())})
-    servers = [Server([hosted(options.role, times, options.url)], "127.0.0.1:0") for _ in range(options.replicas)]
+    replica = (options.role, times, options.url, options.activity)
+    servers = [Server([hosted(*replica)], "127.0.0.1:0") for _ in range(options.replicas)]
     print(json.dumps([server.address for server in servers]), flush=True)
     threading.Event().wait()
     return 0
