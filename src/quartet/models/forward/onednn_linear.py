@@ -1,4 +1,4 @@
-"""Linear layers that compute with oneDNN, on AMD processors with AVX-512. For updates and scoring on a CPU.
+"""Linear layers that compute with oneDNN, on AMD processors with AVX-512.
 
 torch gives a float32 matmul to MKL, which does not use AVX-512 on AMD processors. oneDNN does, and takes about half of the time
 there. See docs/adr/0025-onednn-on-amd.md.
@@ -17,8 +17,9 @@ from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-MIN_MULTIPLICATIONS = 2**20
-"""Minimum number of multiplications for oneDNN. For smaller matmuls the call would take longer than the computation."""
+MIN_WEIGHTS = 2**14
+"""Minimum size of a weight for oneDNN. For smaller matmuls the call would take longer than the computation. The number of rows
+does not matter: otherwise the other rows of a batch would change the bits of a row."""
 CPU_INFO = Path("/proc/cpuinfo")
 
 
@@ -26,7 +27,7 @@ CPU_INFO = Path("/proc/cpuinfo")
 def onednn_linear() -> Iterator[None]:
     """Compute linear layers inside the context with oneDNN, if this processor is faster with it. Also a decorator.
 
-    Applies to the calling thread, forward and backward, and not to generation, whose batches must not change a bit of a response.
+    Applies to the calling thread, forward and backward.
     """
     if is_faster():
         with _LinearMode():
@@ -59,14 +60,16 @@ class _LinearMode(TorchFunctionMode):
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return ``input`` [..., in] times ``weight`` [out, in] transposed, plus ``bias`` [out]: [..., out]. Differentiable.
 
-    Uses oneDNN if the tensors are float32 on a CPU and the matmul is large enough, and torch otherwise.
+    Uses oneDNN if the tensors are float32 on a CPU and the weight is large enough, and torch otherwise.
     """
-    rows = input.numel() // input.shape[-1] if input.shape[-1] else 0
     is_float32_on_cpu = input.device.type == "cpu" and input.dtype == weight.dtype == torch.float32
-    if not is_float32_on_cpu or rows * weight.numel() < MIN_MULTIPLICATIONS:
+    if not is_float32_on_cpu or weight.numel() < MIN_WEIGHTS or not input.numel():
         return functional.linear(input, weight, bias)
-    flat = input.reshape(rows, input.shape[-1]).contiguous()
-    outputs: Tensor = _OneDnnLinear.apply(flat, weight, bias)  # type: ignore[no-untyped-call]
+    flat = input.reshape(-1, weight.shape[1]).contiguous()
+    if torch.is_grad_enabled():
+        outputs: Tensor = _OneDnnLinear.apply(flat, weight, bias)  # type: ignore[no-untyped-call]
+    else:
+        outputs = _matmul(flat, weight, bias)
     return outputs.view(*input.shape[:-1], weight.shape[0])
 
 
@@ -94,16 +97,15 @@ class _OneDnnLinear(torch.autograd.Function):
 def _matmul(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return ``left`` [n, k] times ``right`` [m, k] transposed: [n, m].
 
-    oneDNN generates code for each number of rows and keeps it, so it gets round numbers of rows. The remaining rows are either
-    padded with zeros or computed by torch, whichever copies less.
+    oneDNN generates code for each number of rows and keeps it, so it gets round numbers of rows: zeros are added.
+    It gets at least two, because it rounds a single row in another way.
     """
-    rows, remainder = len(left), len(left) % _row_step(len(left))
-    if remainder == 0:
-        return _onednn(left, right, bias)
-    if left.shape[1] <= right.shape[0]:
-        return _onednn(functional.pad(left, (0, 0, 0, _row_step(rows) - remainder)), right, bias)[:rows]
-    round_rows = rows - remainder
-    return torch.cat([_onednn(left[:round_rows], right, bias), functional.linear(left[round_rows:], right, bias)])
+    added = -len(left) % _row_step(len(left)) if len(left) > 1 else 1
+    return (
+        _onednn(functional.pad(left, (0, 0, 0, added)), right, bias)[: len(left)]
+        if added
+        else _onednn(left, right, bias)
+    )
 
 
 def _weight_gradient(gradient: Tensor, inputs: Tensor) -> Tensor:

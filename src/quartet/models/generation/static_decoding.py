@@ -28,6 +28,7 @@ from quartet.models.forward.model_capabilities import (
     device_of,
     vocabulary_size,
 )
+from quartet.models.forward.onednn_linear import onednn_linear
 from quartet.models.forward.packing import TOLERANCE
 from quartet.models.generation.kv_cache import BufferLayer, prefill_cache
 from quartet.models.generation.recording import NotRecordable, record
@@ -226,6 +227,7 @@ class StaticDecoder:
             compute()  # Allocates the logits, which must exist before the recording.
         return record(compute)
 
+    @onednn_linear()
     def _compute(self, rows: int, columns: int) -> None:
         """Compute a step for the first ``rows`` rows, used or not. Rows are independent. Repeating the step changes nothing."""
         positions = self._positions[:rows]

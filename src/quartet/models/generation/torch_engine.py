@@ -26,6 +26,7 @@ from quartet.models.forward.model_capabilities import (
     max_positions,
     vocabulary_size,
 )
+from quartet.models.forward.onednn_linear import onednn_linear
 from quartet.models.forward.packing import logits_at_positions
 from quartet.models.generation.kv_cache import DecodeCache, check_cacheable, prefill_cache
 from quartet.models.generation.sampling import sample_tokens
@@ -395,6 +396,7 @@ class _Slots:
             for group in micro_batches([columns] * len(equal), PREFILL_TOKENS):
                 yield [equal[index] for index in group], columns
 
+    @onednn_linear()
     def _last_logits(self, input_ids: torch.Tensor, lengths: list[int], cache: Any) -> torch.Tensor:
         """Compute prompts int64 [rows, columns] into the cache. Return the logits after each one's last token."""
         rows, columns = input_ids.shape
@@ -467,6 +469,7 @@ class _WindowDecoder:
         self._cache.rows = slots.stop
         self._padding.begin(slots, self._cache.end - counts)
 
+    @onednn_linear()
     def logits(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Decode one more token of each row, int64 [rows]. Return the next logits [rows, vocabulary]."""
         rows = len(token_ids)

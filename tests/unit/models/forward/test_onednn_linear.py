@@ -15,6 +15,7 @@ from quartet.models.forward import onednn_linear as module
 from quartet.models.forward.onednn_linear import is_faster, linear, onednn_linear
 from quartet.models.forward.scoring import response_log_probs, response_values, sequence_scores
 from quartet.models.generation.torch_engine import TorchEngine
+from quartet.models.torch_threads import torch_threads
 from quartet.models.training.updates import update_policy, update_value
 from quartet.models.value_head import ValueModel
 from quartet.types import ValueLossSettings
@@ -37,7 +38,7 @@ def matmuls(monkeypatch: pytest.MonkeyPatch) -> Matmuls:
         shapes.append((*left.shape, right.shape[0]))
         return original(left, right, bias)
 
-    monkeypatch.setattr(module, "MIN_MULTIPLICATIONS", 0)
+    monkeypatch.setattr(module, "MIN_WEIGHTS", 0)
     monkeypatch.setattr(module, "is_faster", lambda: True)
     monkeypatch.setattr(module, "_onednn", record_shape)
     return shapes
@@ -73,7 +74,7 @@ def test_outputs_and_gradients_equal_those_of_a_torch_linear_layer(
         return [result.detach(), *(argument.grad for argument in arguments if argument.grad is not None)]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "MIN_MULTIPLICATIONS", 0)
+        patch.setattr(module, "MIN_WEIGHTS", 0)
         result = outputs_and_gradients(linear, torch.float32)
     expected = outputs_and_gradients(functional.linear, torch.float64)
     assert len(result) == len(expected) == 1 + len(tensors)
@@ -103,11 +104,11 @@ def test_a_model_computes_the_same_inside_and_outside_the_context(kind: str, mat
         assert torch.allclose(one, other, rtol=1e-4, atol=1e-5 * float(other.abs().max()))
 
 
-def test_updates_and_scoring_use_onednn_and_generation_does_not(matmuls: Matmuls) -> None:
+def test_updates_scoring_and_generation_use_onednn(matmuls: Matmuls) -> None:
     model, reward_model = tiny.causal("llama"), tiny.classifier("llama")
-    value_model = ValueModel.of_causal_lm(tiny.causal("llama"))
+    value_model, engine = ValueModel.of_causal_lm(tiny.causal("llama")), TorchEngine(model, frozenset({tiny.EOS}), 8)
     data, settings = updates.experience(None), updates.settings()
-    uses = {
+    uses: dict[str, Callable[[], object]] = {
         "policy": lambda: update_policy(model, updates.sgd(model), data, settings, updates.LOSS, 1000),
         "critic": lambda: update_value(
             value_model, updates.sgd(value_model), data, settings, ValueLossSettings(value_clip=0.2), 1000
@@ -115,14 +116,42 @@ def test_updates_and_scoring_use_onednn_and_generation_does_not(matmuls: Matmuls
         "log-probs": lambda: response_log_probs(model, data.batch, 1.0, 1000),
         "values": lambda: response_values(value_model, data.batch, 1000),
         "scores": lambda: sequence_scores(reward_model, data.batch, 1000),
+        "generation": lambda: tiny.generated(engine, tiny.requests(4), max_response_tokens=4),
     }
     for name, use in uses.items():
         matmuls.clear()
         use()
         assert matmuls, name
-    matmuls.clear()
-    tiny.generated(TorchEngine(model, frozenset({tiny.EOS}), 8), tiny.requests(4), max_response_tokens=4)
-    assert not matmuls, "batches of generation must not change a bit of a response"
+
+
+@pytest.mark.skipif(not is_faster(), reason="another processor")
+@pytest.mark.parametrize("threads", [1, 2])
+def test_the_other_rows_of_a_batch_do_not_change_the_bits_of_a_row(threads: int, matmuls: Matmuls) -> None:
+    for inputs, outputs in [(128, 352), (352, 128), (100, 77)]:
+        rows, weight = torch.randn(256, inputs), torch.randn(outputs, inputs)
+        with torch_threads(threads), torch.no_grad():
+            expected = linear(rows, weight)
+            for count in (1, 2, 3, 4, 7, 8, 24, 33, 64, 100, 200):
+                assert torch.equal(linear(rows[:count], weight), expected[:count]), (inputs, outputs, count)
+
+
+@pytest.mark.skipif(not is_faster(), reason="another processor")
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_the_torch_engine_is_batch_invariant_with_onednn(kind: str, matmuls: Matmuls) -> None:
+    engine = TorchEngine(tiny.causal(kind), frozenset({tiny.EOS}), 64)
+    assert engine.batch_invariant
+    assert engine._static is not None
+    assert engine._static._recorded
+    requests = tiny.requests(40)
+    together, single = (
+        [
+            (item.id, item.response_ids.tobytes(), item.log_probs.tobytes())
+            for part in parts
+            for item in tiny.generated(engine, part, max_response_tokens=8)
+        ]
+        for parts in ([requests], [[request] for request in requests])
+    )
+    assert sorted(together) == sorted(single)
 
 
 def test_the_backward_pass_skips_matmuls_for_tensors_without_gradients(matmuls: Matmuls) -> None:
@@ -166,16 +195,16 @@ def test_an_expanded_gradient_is_copied_before_the_matmul(matmuls: Matmuls) -> N
     assert torch.allclose(weight.grad, inputs.sum(0).expand(5, 4), atol=1e-5)
 
 
-def test_torch_computes_small_matmuls_and_other_dtypes(matmuls: Matmuls, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_computes_small_weights_and_other_dtypes(matmuls: Matmuls, monkeypatch: pytest.MonkeyPatch) -> None:
     weight = torch.randn(3, 2)
     linear(torch.randn(4, 2, dtype=torch.bfloat16), weight.bfloat16())
-    assert matmuls == []
-    monkeypatch.setattr(module, "MIN_MULTIPLICATIONS", 4 * 2 * 3 + 1)
     assert linear(torch.randn(0, 2), weight).shape == (0, 3)
+    monkeypatch.setattr(module, "MIN_WEIGHTS", 7)
     linear(torch.randn(4, 2), weight)
     assert matmuls == []
-    linear(torch.randn(5, 2), weight)
-    assert matmuls == [(5, 2, 3)]
+    monkeypatch.setattr(module, "MIN_WEIGHTS", 6)
+    linear(torch.randn(4, 2), weight)
+    assert matmuls == [(4, 2, 3)]
 
 
 @pytest.mark.parametrize(
