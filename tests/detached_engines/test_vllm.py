@@ -46,7 +46,7 @@ def engine(vllm: BreakableVLLM) -> Iterator[BreakableVLLM]:
     load(vllm, VALUES)
     yield vllm
     vllm.keep_prefix_cache = vllm.without_salt = False
-    vllm.load_fraction, vllm.load_error = 1.0, ""
+    vllm.weights.load_fraction, vllm.weights.load_error = 1.0, ""
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,7 @@ def test_a_bit_that_changes_in_its_memory_changes_the_digest(
 @pytest.mark.parametrize("fraction", [0.0, 0.5, 0.9])
 def test_an_update_that_is_dropped_or_half_applied_changes_the_digest(engine: BreakableVLLM, fraction: float) -> None:
     weights = weight_set(arrays(seed=2), version=2)
-    engine.load_fraction = fraction
+    engine.weights.load_fraction = fraction
     assert combined_digest(engine.load_weights(weights, weights.tensors.keys())) != weights.digest
 
 
@@ -225,7 +225,7 @@ class Update:
 
     def run(self) -> list[EngineResponse]:
         """Return the greedy responses of a generation with this update in its middle."""
-        states = self._engine._llm.output_processor.request_states
+        states = self._engine._process.llm.output_processor.request_states
         sampling = SamplingParameters(100, temperature=0.0, ignore_eos=True)
         with ThreadPoolExecutor(1) as thread:
             responses = self._engine.generate(LONG, sampling, 0, lambda: False)
@@ -270,26 +270,26 @@ def test_in_flight_updates_change_the_weights_in_the_middle_of_a_response(engine
 
 def test_an_update_in_flight_that_arrives_in_part_ends_the_generation(engine: BreakableVLLM, folder: Path) -> None:
     weights = weight_set(arrays(seed=4), version=2)
-    engine.load_fraction = 0.5
+    engine.weights.load_fraction = 0.5
     update = Update(engine, weights)
     with pytest.raises(ServiceFailed, match="version 2 did not arrive whole in the middle of a generation"):
         update.run()
     assert combined_digest(update.digests.result()) != weights.digest
     with pytest.raises(ServiceFailed, match="no weights"):
         engine.generate(LONG, SamplingParameters(4), 0, lambda: False)
-    engine.load_fraction = 1.0
+    engine.weights.load_fraction = 1.0
     load(engine, arrays(seed=4), version=2)
     assert tokens(run(engine, LONG, temperature=0.0)) == greedy(folder, arrays(seed=4), LONG)
 
 
 def test_an_update_in_flight_that_fails_ends_the_generation(engine: BreakableVLLM, folder: Path) -> None:
     values = arrays(seed=4)
-    engine.load_error = "no memory"
+    engine.weights.load_error = "no memory"
     update = Update(engine, weight_set(values, version=2))
     with pytest.raises(ServiceFailed, match="version 2 failed in the middle of a generation: no memory"):
         update.run()
     with pytest.raises(ServiceFailed, match="no memory"):
         update.digests.result()
-    engine.load_error = ""
+    engine.weights.load_error = ""
     load(engine, values, version=2)
     assert tokens(run(engine, LONG, temperature=0.0)) == greedy(folder, values, LONG)

@@ -8,9 +8,24 @@ from typing import Any
 
 from quartet.engines.engine import ServedModel
 from quartet.engines.vllm import VLLMEngine, VLLMSettings
+from quartet.engines.vllm_weights import VLLMWeights
 from quartet.errors import ServiceFailed
 from quartet.weight_transfer.tensors import HostTensor
 from tests.detached_engines.tiny_checkpoint import served_model
+
+
+class PartialWeights(VLLMWeights):
+    """Weights that arrive in part, or whose loading fails afterwards, when a test switches that on."""
+
+    load_fraction = 1.0
+    load_error = ""
+
+    def _load(self, tensors: Mapping[str, HostTensor]) -> None:
+        kept = dict(list(tensors.items())[: round(len(tensors) * self.load_fraction)])
+        if kept:
+            super()._load(kept)
+        if self.load_error:
+            raise ServiceFailed(self.load_error)
 
 
 class BreakableVLLM(VLLMEngine):
@@ -22,25 +37,24 @@ class BreakableVLLM(VLLMEngine):
         super().__init__(settings, served)
         self.keep_prefix_cache = False
         self.without_salt = False
-        self.load_fraction = 1.0
-        self.load_error = ""
+        self.weights = self._weights = PartialWeights(self._process, served.model, self._folder)
 
     def flip(self, module: str, name: str) -> None:
         """Flip a bit of a parameter in every worker."""
-        self._rpc("quartet_flip", module, name)
+        self._process.rpc("quartet_flip", module, name)
 
     def flip_adapter(self, module: str) -> None:
         """Change an element of the active adapter in every worker."""
-        self._rpc("quartet_flip_adapter", module)
+        self._process.rpc("quartet_flip_adapter", module)
 
     def adapter_digests(self) -> dict[str, bytes]:
         """Read the active adapter back."""
         assert self._adapter is not None
-        return self._read_back_adapter(self._folder / "adapter" / "adapter_model.safetensors", self._adapter)
+        return self._weights.read_back_adapter(self._adapter)
 
     def core_process(self) -> Any:
         """Return the process of vLLM's engine core."""
-        return self._llm.engine_core.resources.engine_manager.processes[0]
+        return self._process.llm.engine_core.resources.engine_manager.processes[0]
 
     def _reset_prefix_cache(self) -> None:
         if not self.keep_prefix_cache:
@@ -48,13 +62,6 @@ class BreakableVLLM(VLLMEngine):
 
     def _cache_salt(self) -> str | None:
         return None if self.without_salt else super()._cache_salt()
-
-    def _load(self, tensors: Mapping[str, HostTensor]) -> None:
-        kept = dict(list(tensors.items())[: round(len(tensors) * self.load_fraction)])
-        if kept:
-            super()._load(kept)
-        if self.load_error:
-            raise ServiceFailed(self.load_error)
 
 
 def vllm_engine(folder: Path, tensor_parallel_size: int = 1, **served: Any) -> BreakableVLLM:
