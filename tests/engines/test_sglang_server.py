@@ -74,8 +74,6 @@ def connect(server: SGLangServer, tmp_path: Path, url: str | None = None, **chan
     key = tmp_path / "key"
     key.write_text(KEY)
     settings = {"weights_directory": tmp_path / "weights", "api_key_file": key, "timeout_seconds": 20.0, **changes}
-    if settings.get("weights") == "static":
-        del settings["weights_directory"]
     config = SGLangServerConfig(url=url or server.url, **settings)
     return create_sglang_server(config, served(server.launch.model_path), 64)
 
@@ -245,17 +243,10 @@ def test_an_invalid_request_is_refused_at_the_call(
         engine.generate(batch, SamplingParameters(limit), 0, lambda: False)
 
 
-def test_static_weights_keep_their_version(server: SGLangServer, tmp_path: Path) -> None:
-    static = connect(server, tmp_path, weights="static")
-    batch = requests(4)
-    assert tokens(run(static, batch, temperature=0.0)) == greedy(policy(0), batch)
-    weights = weight_set(policy(2))
-    with pytest.raises(ConfigError, match="its weights never change"):
-        static.load_weights(weights, weights.tensors)
+def test_weights_that_another_client_changed_are_refused(server: SGLangServer, engine: SGLangServerEngine) -> None:
     post(server, "/update_weight_version", new_version="another")
     with pytest.raises(ServiceFailed, match="another client changed the weights"):
-        run(static, batch)
-    static.close()
+        run(engine, requests(4))
 
 
 @pytest.mark.parametrize(

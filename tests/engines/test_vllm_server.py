@@ -138,14 +138,12 @@ def _is_healthy(url: str) -> bool:
         return False
 
 
-def connect(server: Server, url: str | None = None, **changes: Any) -> VLLMServerEngine:
+def connect(server: Server, url: str | None = None, max_in_flight: int = 64, **changes: Any) -> VLLMServerEngine:
     """Return an engine for the server."""
     key = server.folder / "key"
     key.write_text(KEY)
     settings = {"weights_directory": server.folder / "weights", "api_key_file": key, "timeout_seconds": 30.0, **changes}
-    if settings.get("weights") == "static":
-        del settings["weights_directory"]
-    return create_vllm_server(VLLMServerConfig(url=url or server.url, **settings), served(server.model), 64)
+    return create_vllm_server(VLLMServerConfig(url=url or server.url, **settings), served(server.model), max_in_flight)
 
 
 @pytest.fixture
@@ -281,9 +279,8 @@ def test_the_engine_works_after_a_caller_stops_reading(engine: VLLMServerEngine)
 
 
 def test_a_request_waits_for_its_turn(server: Server) -> None:
-    narrow = create_vllm_server(
-        VLLMServerConfig(url=server.url, weights="static", api_key_file=server.folder / "key"), served(server.model), 2
-    )
+    narrow, weights = connect(server, max_in_flight=2), weight_set(policy(1))
+    narrow.load_weights(weights, weights.tensors)
     assert len(run(narrow, requests(7))) == 7
     narrow.close()
 
@@ -310,18 +307,12 @@ def test_no_requests_give_no_responses(engine: VLLMServerEngine) -> None:
     assert run(engine, []) == []
 
 
-def test_static_weights_keep_their_version(server: Server, engine: VLLMServerEngine) -> None:
-    static = connect(server, weights="static")
-    assert static.properties.weights == "static"
-    batch = requests(4)
-    assert tokens(run(static, batch, temperature=0.0)) == greedy(policy(1), batch)
-    weights = weight_set(policy(2))
-    with pytest.raises(ConfigError, match="its weights never change"):
-        static.load_weights(weights, weights.tensors)
-    engine.load_weights(weights, weights.tensors)
+def test_weights_that_another_client_changed_are_refused(server: Server, engine: VLLMServerEngine) -> None:
+    other, weights = connect(server), weight_set(policy(2))
+    other.load_weights(weights, weights.tensors)
     with pytest.raises(ServiceFailed, match="another client changed the weights"):
-        run(static, batch)
-    static.close()
+        run(engine, requests(4))
+    other.close()
 
 
 def test_generation_needs_weights(server: Server) -> None:
@@ -414,7 +405,7 @@ def test_settings_of_the_server_that_do_not_fit_are_refused(server: Server) -> N
     refused(lambda path, _: (403, text) if "inference" in path else None, "start it with --enable-scale-out")
 
 
-def test_a_server_without_development_routes_serves_static_weights(server: Server, engine: VLLMServerEngine) -> None:
+def test_a_server_without_development_routes_takes_adapters(server: Server, engine: VLLMServerEngine) -> None:
     def no_routes(path: str, _: bytes) -> tuple[int, bytes] | None:
         return None if path.startswith(("/v1", "/inference")) else (404, b'{"detail":"Not Found"}')
 
@@ -426,11 +417,13 @@ def test_a_server_without_development_routes_serves_static_weights(server: Serve
         return no_routes(path, body)
 
     with proxy(server.url, no_routes) as url:
-        static = connect(server, url, weights="static")
-        assert tokens(run(static, requests(4), temperature=0.0)) == greedy(policy(1), requests(4))
-        static.close()
+        lora, model = connect(server, url, weights="lora"), adapted(policy(1), seed=5)
+        weights = weight_set(model)
+        lora.load_weights(weights, weights.tensors)
+        assert tokens(run(lora, requests(4), temperature=0.0)) == greedy(model, requests(4))
+        lora.close()
     with proxy(server.url, raw_log_probs) as url, pytest.raises(ConfigError, match="log-probs before temperature"):
-        connect(server, url, weights="static")
+        connect(server, url, weights="lora")
 
 
 def test_a_wrong_key_model_or_address_is_reported(server: Server, tmp_path: Path) -> None:

@@ -89,12 +89,12 @@ class EngineServerConfig(Section):
     url: Annotated[str, AfterValidator(_server_url)]
     """Address of the server: https://HOST:PORT with TLS, or http://HOST:PORT without. Without TLS only loopback addresses are
     allowed, unless security.allow_plaintext is set."""
-    weights: Literal["folder", "lora", "static"] = "folder"
+    weights: Literal["folder", "lora"] = "folder"
     """folder: load each policy version from a checkpoint in weights_directory. lora: load the adapter of each policy version from
-    weights_directory. static: the weights of the server never change, and importance sampling corrects for the difference."""
-    weights_directory: Path | None = None
+    weights_directory."""
+    weights_directory: Path
     """Directory that the generator and the server see under the same path, on a shared volume. /dev/shm if both run on one
-    machine. Null with weights static."""
+    machine."""
     api_key_file: Path | None = None
     """File with the server's API key. Null: the server asks for none."""
     timeout_seconds: Positive = 60.0

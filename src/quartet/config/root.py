@@ -221,15 +221,6 @@ class Config(Section):
                 f"{section}.weights folder: the server loads a whole checkpoint, and actor.lora trains an adapter; set weights "
                 "lora, or actor.lora null"
             )
-        if server.weights == "static":
-            raise ValueError(
-                f"{section}.weights static: a generator must hold the weights of each policy version; set folder or lora"
-            )
-        if server.weights_directory is None:
-            raise ValueError(
-                f"{section}.weights_directory: missing; weights {server.weights} needs a directory that the generator and the "
-                "server share"
-            )
         if self.rollout.generators > 1:
             raise ValueError(
                 f"rollout.generators {self.rollout.generators}: a server holds the weights of one generator; set 1, or name the "

@@ -44,7 +44,7 @@ class EngineServer:
     """Address and settings of a server that generates.
 
     ``software`` and ``section``, the config section, appear in messages. ``model``: name of the model on the server; None selects
-    the only one. ``weights_directory``: a folder that the server reads under the same path, for weights "folder" and "lora".
+    the only one. ``weights_directory``: a folder that the server reads under the same path.
     ``timeout``: seconds without any output after which pending requests fail; ``load_timeout``: seconds for one step of a weight
     update. ``verify_weights``: compare checksums from the server with the weights after each update, if it offers them.
     """
@@ -52,8 +52,8 @@ class EngineServer:
     software: str
     section: str
     url: str
-    weights: Literal["folder", "lora", "static"]
-    weights_directory: Path | None = None
+    weights: Literal["folder", "lora"]
+    weights_directory: Path
     model: str | None = None
     api_key: str | None = field(default=None, repr=False)
     timeout: float = 60.0

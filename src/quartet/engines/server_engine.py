@@ -45,22 +45,17 @@ class ServerEngine(abc.ABC):
     def __init__(self, server: EngineServer, model: ServedModel) -> None:
         self.server, self.model = server, model
         self.client = ServerClient(server, self.explain)
-        self._folders: WeightFolders | None = None
-        if server.weights != "static":
-            assert server.weights_directory is not None
-            self._folders = WeightFolders(server.weights_directory, f"quartet-{uuid.uuid4().hex[:12]}")
+        self._folders = WeightFolders(server.weights_directory, f"quartet-{uuid.uuid4().hex[:12]}")
         self.salt = ""
         """Key of the prefix cache: the digest of the weights."""
         self.adapter: str | None = None
         """Name of the policy's adapter on the server."""
         self._version: str | None = None
         try:
-            static_version = self.inspect()
+            self.inspect()
         except QuartetError:
             self.client.close()
             raise
-        if server.weights == "static":
-            self._version = static_version
 
     @property
     @abc.abstractmethod
@@ -68,8 +63,8 @@ class ServerEngine(abc.ABC):
         """Guarantees of this server."""
 
     @abc.abstractmethod
-    def inspect(self) -> str:
-        """Check the settings of the server and return the version of its weights. Raises ConfigError."""
+    def inspect(self) -> None:
+        """Check the settings of the server. Raises ConfigError."""
 
     @property
     @abc.abstractmethod
@@ -119,8 +114,6 @@ class ServerEngine(abc.ABC):
         paused, so that no other client gets responses of half an update.
         """
         section = self.server.section
-        if self._folders is None:
-            raise ConfigError(f"{self.server}: {section}.weights is static: its weights never change")
         if (weights.adapter is not None) != (self.server.weights == "lora"):
             raise ConfigError(
                 f"{self.server}: {section}.weights is {self.server.weights}, and the policy has "
@@ -133,7 +126,7 @@ class ServerEngine(abc.ABC):
             version = self.load_checkpoint(weights, str(folder))
             self._folders.keep(folder)
         else:
-            self._change_adapter(weights, self._folders)
+            self._change_adapter(weights)
             version = self.check_base(weights)
         self._version, self.salt = version, weights.digest.hex()
         return {name: tensor_digest(tensor) for name, tensor in weights.tensors.items()}
@@ -156,23 +149,22 @@ class ServerEngine(abc.ABC):
     def close(self) -> None:
         """Close the connections and delete the folders with weights."""
         self.client.close()
-        if self._folders is not None:
-            self._folders.close()
+        self._folders.close()
 
-    def _change_adapter(self, weights: WeightSet, folders: WeightFolders) -> None:
+    def _change_adapter(self, weights: WeightSet) -> None:
         """Load the adapter under a name that contains its digest: a server without exactly this adapter refuses the requests."""
         assert weights.adapter is not None
         name, previous = f"quartet-{weights.digest.hex()}", self.adapter
         if name == previous:
             return
-        folder = folders.replaced(weights.digest.hex())
+        folder = self._folders.replaced(weights.digest.hex())
         write_adapter(folder, self.model.model, weights.adapter, adapter_tensors(weights))
         self.load_adapter(weights, name, str(folder))
         self.adapter = name
         if previous is not None:
             with contextlib.suppress(QuartetError):
                 self.unload_adapter(previous)
-        folders.keep(folder)
+        self._folders.keep(folder)
 
     def _generate(
         self, requests: list[GenerationRequest], sampling: SamplingParameters, seed: int, cancelled: Cancelled

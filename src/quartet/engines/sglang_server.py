@@ -44,8 +44,8 @@ class SGLangServerEngine(ServerEngine):
             seeded=self._deterministic,
             batch_invariant=self._deterministic,
             log_probs="whole",
-            weights="adapter" if self.server.weights == "lora" else self.server.weights,
-            digest="none" if self.server.weights == "static" else "reported",
+            weights="adapter" if self.server.weights == "lora" else "folder",
+            digest="reported",
         )
 
     @property
@@ -57,8 +57,8 @@ class SGLangServerEngine(ServerEngine):
         """Return True: log-probs are those before top_k and top_p."""
         return True
 
-    def inspect(self) -> str:
-        """Check the settings of the server and return the version of its weights."""
+    def inspect(self) -> None:
+        """Check the settings of the server. Raises ConfigError."""
         info = self.client.get("/server_info")
         version = self.client.get("/model_info").get("weight_version")
         if not isinstance(info, dict) or "enable_deterministic_inference" not in info or not isinstance(version, str):
@@ -71,7 +71,7 @@ class SGLangServerEngine(ServerEngine):
         self._max_tokens = int(info.get("context_length") or 0)
         dtype = str(info.get("dtype"))
         dtype = _DTYPES.get(dtype, dtype)
-        if self.server.weights != "static" and dtype not in ("auto", self.model.dtype):
+        if dtype not in ("auto", self.model.dtype):
             raise ConfigError(
                 f"{self.server}: computes in {dtype}, and the policy is sent in {self.model.dtype}; start it with "
                 f"--dtype {self.model.dtype}"
@@ -85,7 +85,6 @@ class SGLangServerEngine(ServerEngine):
             raise ConfigError(
                 f"{self.server}: reports log-probs before temperature; start it without SGLANG_RETURN_ORIGINAL_LOGPROB"
             )
-        return version
 
     def body(self, key: str, request: GenerationRequest, sampling: SamplingParameters, seed: int) -> dict[str, Any]:
         """Return the body of a request for a stream of events."""
@@ -108,9 +107,8 @@ class SGLangServerEngine(ServerEngine):
             "sampling_params": parameters,
             "return_logprob": True,
             "stream": True,
+            "cache_salt": self.salt,
         }
-        if self.salt:
-            body["cache_salt"] = self.salt
         if self.adapter is not None:
             body["lora_path"] = self.adapter
         return body

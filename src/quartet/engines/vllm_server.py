@@ -54,8 +54,8 @@ class VLLMServerEngine(ServerEngine):
             seeded=True,
             batch_invariant=self._batch_invariant,
             log_probs="truncated",
-            weights="adapter" if self.server.weights == "lora" else self.server.weights,
-            digest="none" if self.server.weights == "static" else "read back" if self._proven else "reported",
+            weights="adapter" if self.server.weights == "lora" else "folder",
+            digest="read back" if self._proven else "reported",
         )
 
     @property
@@ -83,14 +83,14 @@ class VLLMServerEngine(ServerEngine):
             parameters["stop_token_ids"] = sorted(self.model.stop_ids)
         if self.reports_log_probs(sampling):
             parameters["logprobs"] = 0
-        body = {
+        return {
             "request_id": key,
             "model": self.adapter or self._name,
             "token_ids": request.prompt_ids.tolist(),
             "sampling_params": parameters,
             "stream": True,
+            "cache_salt": self.salt,
         }
-        return body | {"cache_salt": self.salt} if self.salt else body
 
     def receive(self, partial: Partial, data: Mapping[str, Any], sampling: SamplingParameters, version: str) -> None:
         """Add one event with the next tokens."""
@@ -176,8 +176,8 @@ class VLLMServerEngine(ServerEngine):
             )
         self._proven = not result.unknown and weights.adapter is None
 
-    def inspect(self) -> str:
-        """Check the settings of the server and return the version of its weights."""
+    def inspect(self) -> None:
+        """Check the settings of the server. Raises ConfigError."""
         self._name, self._max_tokens = self._served_model()
         config = self._config()
         if config is None and self.server.weights == "folder":
@@ -187,14 +187,13 @@ class VLLMServerEngine(ServerEngine):
             )
         if config is not None:
             self._check_config(config)
-        version, log_prob = self._probe()
+        log_prob = self._probe()[1]
         if config is None and abs(log_prob - self._probe(2.0)[1]) < 1e-7:
             raise ConfigError(
                 f"{self.server}: reports log-probs before temperature; start it with --logprobs-mode processed_logprobs"
             )
         self._has_control = config is not None
         self._batch_invariant = config is not None and bool(config["vllm_env"].get("VLLM_BATCH_INVARIANT"))
-        return version
 
     def _served_model(self) -> tuple[str, int]:
         """Return the name of the model and its longest sequence in tokens."""
@@ -238,7 +237,7 @@ class VLLMServerEngine(ServerEngine):
                 "--logprobs-mode processed_logprobs"
             )
         dtype = str(model.get("dtype")).removeprefix("torch.")
-        if server.weights != "static" and dtype != self.model.dtype:
+        if dtype != self.model.dtype:
             raise ConfigError(
                 f"{server}: computes in {dtype}, and the policy is sent in {self.model.dtype}; start it with "
                 f"--dtype {self.model.dtype}"
