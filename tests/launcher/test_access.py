@@ -136,6 +136,44 @@ def test_a_password_file_is_read_and_needs_a_url(folder: Path) -> None:
     assert "is for a Redis at buffer.url" in refusal(folder, buffer={"password_file": existing})
 
 
+ENGINE_SERVERS = pytest.mark.parametrize("engine", ["vllm-server", "sglang-server"])
+
+
+def engine_server(engine: str, key: Path, generators: int = 1) -> dict[str, Any]:
+    """Return the sections of a config whose generators call an HTTP server with an API key."""
+    server = {"url": "http://127.0.0.1:8000", "weights_directory": "/dev/shm/w", "api_key_file": str(key)}
+    sections: dict[str, Any] = {
+        "security": {},
+        "rollout": {"engine": engine, "generators": generators, engine.replace("-", "_"): server},
+    }
+    if not generators:
+        sections |= {"services": {"generators": ["far:1"]}, "buffer": {"url": "redis://far"}}
+    return sections
+
+
+@ENGINE_SERVERS
+def test_the_key_of_an_engine_server_is_checked(folder: Path, engine: str) -> None:
+    key = f"rollout.{engine.replace('-', '_')}.api_key_file"
+    assert check_access(config(folder, **engine_server(engine, folder / "token"))) == [f"{key} {folder}/token: usable"]
+    (folder / "empty").touch()
+    for file, text in (
+        ("absent", "No such file"),
+        ("empty", "one line with the secret"),
+        ("short", "has 7 characters"),
+    ):
+        message = refusal(folder, **engine_server(engine, folder / file))
+        assert message.startswith(f"{key} {folder / file}: ")
+        assert text in message
+
+
+@ENGINE_SERVERS
+def test_the_key_of_generators_elsewhere_is_only_reported(folder: Path, engine: str) -> None:
+    notes = check_access(config(folder, **engine_server(engine, folder / "absent", generators=0)))
+    assert len(notes) == 1
+    assert "api_key_file" in notes[0]
+    assert "not on this machine" in notes[0]
+
+
 def test_the_gateways_certificate_must_be_valid_and_match_its_key(folder: Path) -> None:
     def certificate_and_key(certificate: str, key: str) -> dict[str, str]:
         return {"certificate_file": str(folder / certificate / "tls.crt"), "key_file": str(folder / key / "tls.key")}
@@ -180,7 +218,7 @@ def test_a_plaintext_address_beyond_loopback_is_refused(folder: Path, sections: 
     assert refusal(folder, **{"security": {}, **sections}).startswith(text)
     check_access(config(folder, **{**sections, "security": {"allow_plaintext": True}}))
     actor = {"address": "far:1", "listen": "0.0.0.0:5551"}
-    remote = {"services": {"actor": actor}, "buffer": {"url": "redis://far"}}
+    remote = {"services": {"actor": actor, "generators": ["far:2"]}, "buffer": {"url": "redis://far"}}
     check_access(config(folder, **{"security": {}, **remote}))
 
 

@@ -74,6 +74,27 @@ def test_the_environment_of_an_engine_is_checked_without_importing_it(tmp_path: 
     assert notes == [f"rollout.generators 1: engine vllm of {python}"]
 
 
+@pytest.mark.parametrize("section", ["vllm_server", "sglang_server"])
+def test_the_directory_that_a_server_shares_must_exist_and_be_writable(
+    section: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "weights"
+    server = {"url": "http://127.0.0.1:8000", "weights_directory": str(folder)}
+    rollout = {"engine": section.replace("_", "-"), section: server}
+    key = f"rollout.{section}.weights_directory {folder}: "
+    assert refusal(1, rollout).startswith(f"{key}not a directory on this machine; create it")
+    folder.touch()
+    assert refusal(1, rollout).startswith(f"{key}not a directory on this machine; create it")
+    folder.unlink()
+    folder.mkdir()
+    check_generators(config(1, rollout))
+    # The tests may run as root, who can write everywhere.
+    monkeypatch.setattr(os, "access", lambda path, mode: path != folder)
+    assert refusal(1, rollout).startswith(f"{key}the generator cannot write there; give this user the permission")
+    elsewhere = config(0, rollout, generators=["127.0.0.1:7100"])
+    assert check_generators(elsewhere) == []
+
+
 @pytest.mark.parametrize(("engine", "package"), [("vllm", "vllm"), ("tensorrt-llm", "tensorrt_llm")])
 def test_an_engine_that_its_environment_lacks_is_refused(engine: str, package: str, tmp_path: Path) -> None:
     python = environment(tmp_path, *BASE)

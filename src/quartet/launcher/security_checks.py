@@ -32,7 +32,7 @@ def check_access(config: Config) -> list[str]:
     _check_addresses(config)
     notes = _check_certificates(config)
     for key, path in _files(config).items():
-        if _is_distributed(config) and not _exists(path):
+        if _is_elsewhere(key, config) and not _exists(path):
             notes.append(_not_here(key, path))
             continue
         _check(key, path, config)
@@ -81,6 +81,11 @@ def _is_distributed(config: Config) -> bool:
     return config.services.orchestrator.address is not None
 
 
+def _is_elsewhere(key: str, config: Config) -> bool:
+    """Return whether a process that another command starts reads the file, possibly on another machine."""
+    return _is_distributed(config) or (key.startswith("rollout.") and not config.rollout.generators)
+
+
 def _exists(path: Path) -> bool:
     try:
         return path.exists()
@@ -102,6 +107,10 @@ def _files(config: Config) -> dict[str, Path]:
             "gateway.viewer_token_file": gateway.viewer_token_file,
             "gateway.certificate_file": gateway.certificate_file,
         }
+    for section in ("vllm_server", "sglang_server"):
+        server = getattr(config.rollout, section)
+        if server is not None:
+            results[f"rollout.{section}.api_key_file"] = server.api_key_file
     return {key: path for key, path in results.items() if path is not None}
 
 

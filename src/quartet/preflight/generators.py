@@ -53,6 +53,7 @@ def check_generators(config: Config) -> list[str]:
         return []
     _check_devices(config)
     _check_addresses(config)
+    _check_weights_directory(config)
     return [_check_environment(config)]
 
 
@@ -98,6 +99,23 @@ def _check_addresses(config: Config) -> None:
                 "set port 0, or null"
             )
         check_port(f"services.generator.{name}", address)
+
+
+def _check_weights_directory(config: Config) -> None:
+    """Check the directory through which an HTTP server gets the weights."""
+    for section in ("vllm_server", "sglang_server"):
+        server = getattr(config.rollout, section)
+        if server is None:
+            continue
+        key = f"rollout.{section}.weights_directory {server.weights_directory}"
+        if not server.weights_directory.is_dir():
+            raise ConfigError(
+                f"{key}: not a directory on this machine; create it, or mount the volume that the server shares with it"
+            )
+        if not os.access(server.weights_directory, os.R_OK | os.W_OK | os.X_OK):
+            raise ConfigError(
+                f"{key}: the generator cannot write there; give this user the permission, or choose another directory"
+            )
 
 
 def _check_environment(config: Config) -> str:
