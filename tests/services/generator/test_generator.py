@@ -229,6 +229,7 @@ def client(session_services: Services, make_config: Callable[..., Config]) -> Ge
         ({"weights_digest": bytes(17)}, "weights_digest: expected 16 bytes, got 17"),
         ({"sources": []}, "expected a run, and 1 to 64 sources"),
         ({"sources": [generation_pb2.WeightPeer()]}, "expected a run, and 1 to 64 sources"),
+        ({"sources": [generation_pb2.WeightPeer(address="unix:/tmp/s")]}, "1 to 64 sources HOST:PORT"),
         ({"sources": [generation_pb2.WeightPeer(address="h:1")] * 65}, "expected a run, and 1 to 64 sources"),
     ],
 )
