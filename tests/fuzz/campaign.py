@@ -41,6 +41,8 @@ ALLOWED_CODES = frozenset(
     }
 )
 """Allowed status codes. Every other code is a defect."""
+UNREACHABLE_SOURCE = ("UpdateWeights", grpc.StatusCode.UNAVAILABLE)
+"""Method and status of a generator that cannot connect to a source. A mutated request may name any address."""
 MAX_TEXT = 2048
 """Maximum characters of an error text."""
 FORBIDDEN_TEXT = ("\n", "Traceback", "metadata")
@@ -144,7 +146,8 @@ class Campaign:
     def _note(self, target: Target, method: Method, data: bytes, code: grpc.StatusCode, text: str) -> None:
         with self._lock:
             self.responses[method.path, code.name] += 1
-            if code in ALLOWED_CODES and len(text) <= MAX_TEXT and not any(part in text for part in FORBIDDEN_TEXT):
+            allowed = code in ALLOWED_CODES or (method.name, code) == UNREACHABLE_SOURCE
+            if allowed and len(text) <= MAX_TEXT and not any(part in text for part in FORBIDDEN_TEXT):
                 return
             failure = Failure(target.role, method.path, data, code.name, text)
             self.failures.append(failure)
@@ -217,7 +220,15 @@ class _Sender:
             role = self._status.GetStatus(status_pb2.GetStatusRequest(), timeout=DEADLINE).roles[0]
         except grpc.RpcError:  # The monitor reports it.
             return
-        self.state = ServiceState(role.run, role.step, role.policy_version, max(1, role.leader_epoch), role.broken)
+        self.state = ServiceState(
+            role.run,
+            role.step,
+            role.policy_version,
+            max(1, role.leader_epoch),
+            role.broken,
+            role.last_transfer.weights_digest,
+            self._target.policies,
+        )
         if self._target.role not in (Role.ACTOR, Role.CRITIC):
             return
         lost = not (self._target.root / CHECKPOINT / "model.safetensors").exists()  # type: ignore[operator]

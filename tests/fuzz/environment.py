@@ -1,4 +1,7 @@
-"""Targets of the fuzzer: every service as a separate process with a tiny model, and the orchestrator of an active run."""
+"""Targets of the fuzzer: every service as a separate process with a tiny model, and the orchestrator of an active run.
+
+The generator pulls its weights from a source in this process.
+"""
 
 from __future__ import annotations
 
@@ -12,18 +15,24 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import yaml
 
 from quartet.buffer.connection import connect
 from quartet.buffer.embedded_redis import EmbeddedRedis
 from quartet.buffer.experience_store import ExperienceStore
 from quartet.child_processes import tied_to_parent
+from quartet.engines.checkpoint_files import read_safetensors
+from quartet.rpc.server import Server
+from quartet.rpc.weight_servicer import WeightServicer
 from quartet.run_directory.run_files import RunFiles
-from quartet.types import MODEL_ROLES, Role
+from quartet.types import MODEL_ROLES, Role, ServiceStatus
+from quartet.weight_transfer.source import WeightSource
+from quartet.weight_transfer.tensors import HostTensor
 from tests.buffer.samples import experience
 from tests.e2e.commands import QUARTET, Command
 from tests.fuzz.mutations import ESCAPE
-from tests.fuzz.seeds import CHECKPOINT_EVERY, RUN
+from tests.fuzz.seeds import CHECKPOINT_EVERY, NO_POLICIES, RUN, PublishedPolicies
 from tests.unit.models import tiny
 
 LIVE = "live"
@@ -37,16 +46,22 @@ WEIGHTS, GENERATION = "quartet.v1.WeightService", "quartet.v1.GenerationService"
 
 @dataclass(frozen=True)
 class Target:
-    """A fuzzed process, or server in this process. ``root``: the directory that it may write to, or None."""
+    """A fuzzed process, or server in this process.
+
+    ``root``: the directory that it may write to, or None. ``policies``: the weights that a generator may load.
+    """
 
     role: Role
     address: str
     root: Path | None = None
     pid: int | None = None
+    policies: PublishedPolicies = NO_POLICIES
 
     @property
     def services(self) -> tuple[str, ...]:
-        others = (GENERATION, WEIGHTS) if self.role is Role.ACTOR else ()
+        if self.role is Role.GENERATOR:
+            return (GENERATION, WEIGHTS, STATUS, HEALTH)
+        others = (GENERATION,) if self.role is Role.ACTOR else ()
         return (f"quartet.v1.{self.role.capitalize()}Service", *others, STATUS, HEALTH)
 
 
@@ -112,6 +127,47 @@ def config_tree(folder: Path, redis_url: str, **changes: Any) -> dict[str, Any]:
     }
 
 
+def generator_config_tree(folder: Path, redis_url: str) -> dict[str, Any]:
+    """Return the config of a generator with the torch engine."""
+    config = config_tree(folder, redis_url)
+    config["rollout"]["generators"] = 1
+    config["services"]["generator"] = {"num_threads": 1}
+    return config
+
+
+class WeightSourceRole(WeightServicer):
+    """A server role with nothing but a weight source, in the place of an actor."""
+
+    role = Role.ACTOR
+
+    def status(self) -> ServiceStatus:
+        return ServiceStatus(self.role)
+
+    def abandoned(self) -> tuple[str, float]:
+        return "", 0.0
+
+    def close(self) -> None:
+        pass
+
+
+@contextmanager
+def published_policies(folder: Path) -> Iterator[PublishedPolicies]:
+    """Serve two versions of the tiny policy in ``folder``, as an actor does."""
+    source = WeightSource(num_threads=1)
+    server = Server([WeightSourceRole(source)], "127.0.0.1:0")
+    try:
+        tensors = read_safetensors(folder / "models" / "policy" / "model.safetensors")
+        halved = {
+            name: HostTensor(tensor.dtype, tensor.shape, (tensor.data.view(np.float32) / 2).view(np.uint8))
+            for name, tensor in tensors.items()
+        }
+        digests = [source.publish(version, each, run=RUN) for version, each in enumerate((tensors, halved))]
+        yield PublishedPolicies(server.address, tuple(digests))
+    finally:
+        server.stop(0.0)
+        source.close()
+
+
 REWARD = {
     "source": "ensemble",
     "parts": [
@@ -137,7 +193,7 @@ def create_run_directory(config: dict[str, Any], folder: Path) -> Path:
 
 @contextmanager
 def processes(folder: Path) -> Iterator[FuzzEnvironment]:
-    """Start the five fuzzed processes: four model services, and an orchestrator whose run has its own model services."""
+    """Start the six fuzzed processes: four model services, a generator, and an orchestrator with its own model services."""
     folder = folder.absolute()
     folder.mkdir(parents=True)
     with ExitStack() as stack:
@@ -148,6 +204,8 @@ def processes(folder: Path) -> Iterator[FuzzEnvironment]:
             config = config_tree(folder, redis.url)
             config["run"]["directory"] = str(folder / f"runs-{role}")
             started[role] = config, stack.enter_context(_service(folder, with_combined_reward(config), [role]))
+        generator = stack.enter_context(_service(folder, generator_config_tree(folder, redis.url), [Role.GENERATOR]))
+        policies = stack.enter_context(published_policies(folder))
         live = config_tree(folder, redis.url)
         live["run"] = {**live["run"], "name": LIVE}
         _, ready = stack.enter_context(_service(folder, live, list(MODEL_ROLES)))
@@ -155,6 +213,8 @@ def processes(folder: Path) -> Iterator[FuzzEnvironment]:
             environment.targets.append(
                 Target(role, wait_until_ready()["address"], create_run_directory(config, folder), pid)
             )
+        pid, wait_until_ready = generator
+        environment.targets.append(Target(Role.GENERATOR, wait_until_ready()["address"], None, pid, policies))
         model_services = ready()["address"]
         live["services"] = {role: {"num_threads": 1, "address": model_services} for role in MODEL_ROLES}
         environment.targets.append(stack.enter_context(_orchestrator(folder, live)))

@@ -35,14 +35,31 @@ CHECKPOINT_EVERY = 4
 
 
 @dataclass(frozen=True)
+class PublishedPolicies:
+    """Address of a weight source, and the digests of the policy versions that it has, from version 0."""
+
+    address: str = "127.0.0.1:1"
+    digests: tuple[bytes, ...] = ()
+
+
+NO_POLICIES = PublishedPolicies()
+"""An address at which no process listens."""
+
+
+@dataclass(frozen=True)
 class ServiceState:
-    """State of a process that valid requests must match."""
+    """State of a process that valid requests must match.
+
+    ``weights_digest``: digest of the weights that a generator holds. ``policies``: those that it may load.
+    """
 
     run: str = ""
     step: int = 0
     policy_version: int = 0
     leader_epoch: int = 1
     broken: bool = False
+    weights_digest: bytes = b""
+    policies: PublishedPolicies = NO_POLICIES
 
 
 def ints(values: list[int]) -> tensor_pb2.Tensor:
@@ -74,16 +91,18 @@ def _generate(random: Random, state: ServiceState) -> Message:
         ),
         seed=1,
         policy_version=state.policy_version,
+        weights_digest=state.weights_digest,
     )
 
 
 def _update_weights(random: Random, state: ServiceState) -> Message:
+    version = random.randrange(len(state.policies.digests) or 1)
     return generation_pb2.UpdateWeightsRequest(
         run=RUN,
         leader_epoch=state.leader_epoch,
-        policy_version=state.policy_version,
-        weights_digest=random.randbytes(16),
-        sources=[generation_pb2.WeightPeer(address="127.0.0.1:1", generator=random.random() < 0.5)],
+        policy_version=version,
+        weights_digest=state.policies.digests[version] if state.policies.digests else random.randbytes(16),
+        sources=[generation_pb2.WeightPeer(address=state.policies.address, generator=random.random() < 0.5)],
     )
 
 
