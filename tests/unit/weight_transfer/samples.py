@@ -7,13 +7,17 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from quartet.errors import QuartetError
+from quartet.errors import QuartetError, ServiceUnavailable
 from quartet.weight_transfer.digests import combined_digest, tensor_digest
 from quartet.weight_transfer.messages import CHUNK_BYTES, Message, WeightsRequest
+from quartet.weight_transfer.receiver import PulledWeights, WeightMirror
+from quartet.weight_transfer.source import WeightSource
 from quartet.weight_transfer.store import WeightStore
 from quartet.weight_transfer.tensors import ITEM_BYTES, HostTensor, TensorType, WeightSet
 
 Tensors = dict[str, HostTensor]
+RUN = "run"
+GONE = ServiceUnavailable("actor at local: unavailable")
 
 
 def tensor(shape: tuple[int, ...], seed: int = 0, dtype: TensorType = "BF16") -> HostTensor:
@@ -87,3 +91,26 @@ def cut_after(count: int, error: QuartetError) -> Callable[[Iterator[Message]], 
         raise error
 
     return fault
+
+
+def history(count: int) -> list[Tensors]:
+    """Return the weights of versions 0 to ``count`` - 1."""
+    versions = [weights()]
+    for number in range(1, count):
+        versions.append(changed(versions[-1], number, 0.02 * number))
+    return versions
+
+
+def pull(
+    mirror: WeightMirror, source: WeightSource | WeightMirror | LocalPeer, version: int, tensors: Tensors
+) -> PulledWeights:
+    peer = source if isinstance(source, LocalPeer) else LocalPeer(source)
+    return mirror.pull([peer], RUN, version, digest(tensors), timeout=20)
+
+
+def published(source: WeightSource) -> tuple[Tensors, Tensors]:
+    """Publish versions 0 and 1, whose difference has several messages' worth of chunks."""
+    before, after = weights(), changed(weights(), 1, 0.3)
+    source.publish(0, before, run=RUN)
+    source.publish(1, after, run=RUN)
+    return before, after

@@ -1,0 +1,158 @@
+"""Reward functions are checked before any process starts."""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quartet.config import Config, parse_config
+from quartet.errors import ConfigError
+from quartet.preflight import check_inputs
+from tests.every_case import every_case
+from tests.unit.preflight.files import config
+from tests.unit.test_child_processes import is_running
+
+IMPORTED = "raise SystemExit('imported by the check')\n"
+
+
+OWN = ("single", "package", "open")
+
+
+@pytest.fixture
+def modules(models: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Create modules in the working directory that raise SystemExit when they are imported."""
+    files = ("single.py", "package/__init__.py", "package/inner.py", "package/deeper/__init__.py", "open/wide/door.py")
+    for name in files:
+        (models / name).parent.mkdir(parents=True, exist_ok=True)
+        (models / name).write_text(IMPORTED)
+    monkeypatch.chdir(models)
+    return models
+
+
+def with_function(models: Path, function: str, **services: dict[str, Any]) -> Config:
+    tree = config(models, **services).model_dump()
+    tree["reward"] = {"source": "function", "function": function}
+    return parse_config(tree, "test")
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        "single", "package", "package.inner", "package.deeper", "open.wide.door", "single.made_when_imported",
+        "math", "os.path", "numpy.linalg", "quartet.errors",
+    ],
+)  # fmt: skip
+def test_the_module_of_a_function_is_located_and_imported_only_in_another_process(module: str, modules: Path) -> None:
+    before = set(sys.modules)
+    with pytest.raises(ConfigError) as refused:
+        check_inputs(with_function(modules, f"{module}:f"))
+    reason = "imported by the check" if module.split(".")[0] in OWN else f"module {module} has no f"
+    assert str(refused.value).startswith(f"reward.function {module}:f: ")
+    assert reason in str(refused.value)
+    assert not {name for name in set(sys.modules) - before if name.split(".")[0] in OWN}
+
+
+FUNCTIONS = """
+import os, subprocess, sys
+sys.stdout = sys.stderr
+print("a line of the module")
+os.environ["QUARTET_OF_THE_USER"]
+child = subprocess.Popen(["sleep", "60"])
+open("child", "w").write(str(child.pid))
+def good(prompt, response, fields): return 1.0
+def any_number(*arguments): return 1.0
+def judge(prompt, response, initial, fields): return 1.0
+def short(prompt): return 1.0
+value = 3
+class Reward:
+    def __call__(self, prompt, response, fields): return 1.0
+instance = Reward()
+secret = lambda prompt, response, fields=os.environ.get("QUARTET_BUFFER_URL"): 1.0
+assert "QUARTET_BUFFER_URL" not in os.environ
+"""
+
+
+@every_case(
+    ("function", "message"),
+    [
+        ("good", ""),
+        ("any_number", ""),
+        ("instance", ""),
+        ("secret", ""),
+        ("short", "too many positional arguments, called with 3 arguments: prompt, response, fields"),
+        ("judge", "missing a required argument: 'fields', called with 3 arguments"),
+        ("goood", "module mine has no goood; did you mean good?"),
+        ("value", "is a value of type int, expected a function"),
+    ],
+)
+def test_a_function_that_cannot_be_called_is_refused(
+    function: str, message: str, models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (models / "mine.py").write_text(FUNCTIONS)
+    monkeypatch.chdir(models)
+    monkeypatch.setenv("QUARTET_OF_THE_USER", "1")
+    monkeypatch.setenv("QUARTET_BUFFER_URL", "redis://:secret@h/0")  # pragma: allowlist secret - an example
+    if not message:
+        note = f"reward.function mine:{function}: can be imported and accepts 3 arguments"
+        assert note in check_inputs(with_function(models, f"mine:{function}"))
+        deadline = time.monotonic() + 10
+        while is_running(int((models / "child").read_text())):
+            assert time.monotonic() < deadline, "a process that the module started still runs"
+        return
+    with pytest.raises(ConfigError, match=re.escape(f"reward.function mine:{function}: ") + ".*" + re.escape(message)):
+        check_inputs(with_function(models, f"mine:{function}"))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("import os\nos._exit(3)\n", "its import ends the process"),
+        ("import absent_module\n", "cannot be imported from .*: ModuleNotFoundError: No module named 'absent_module'"),
+    ],
+)
+def test_a_module_that_fails_to_import_is_refused(
+    text: str, message: str, models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (models / "mine.py").write_text(text)
+    monkeypatch.chdir(models)
+    with pytest.raises(ConfigError, match=f"^reward.function mine:f: {message}"):
+        check_inputs(with_function(models, "mine:f"))
+
+
+def test_a_package_that_hides_a_module_of_the_user_is_reported(modules: Path) -> None:
+    (modules / "json").mkdir()
+    (modules / "json" / "__init__.py").touch()
+    (modules / "json" / "mine.py").touch()
+    with pytest.raises(
+        ConfigError, match=r"json/__init__\.py hides the module json in this directory: rename that module$"
+    ):
+        check_inputs(with_function(modules, "json.mine:f"))
+
+
+@pytest.mark.parametrize(
+    "module", ["absent", "package.absent", "package.deeper.absent", "open.absent", "open.wide.shut"]
+)
+def test_a_function_in_a_missing_module_is_refused(module: str, modules: Path) -> None:
+    with pytest.raises(ConfigError) as refused:
+        check_inputs(with_function(modules, f"{module}:f"))
+    message = str(refused.value)
+    assert message.startswith(f"reward.function {module}:f: no module {module} in {modules} or among the installed")
+    assert "PYTHONPATH" in message
+
+
+def test_functions_of_ensembles_and_judges_are_checked(modules: Path) -> None:
+    tree = config(modules).model_dump()
+    parts = [{"name": "absent", "source": "function", "function": "absent:f"}]
+    with pytest.raises(ConfigError, match=r"^reward\.parts\.absent\.function absent:f: no module absent"):
+        check_inputs(parse_config({**tree, "reward": {"source": "ensemble", "parts": parts}}, "test"))
+    with pytest.raises(ConfigError, match=r"^evaluation\.judge absent\.judges:f: no module absent\.judges"):
+        check_inputs(parse_config({**tree, "evaluation": {"judge": "absent.judges:f"}}, "test"))
+
+
+def test_the_function_of_a_remote_reward_is_not_checked(modules: Path) -> None:
+    check_inputs(with_function(modules, "absent:f", reward={"address": "far:7001"}))

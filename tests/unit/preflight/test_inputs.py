@@ -1,0 +1,56 @@
+"""The lines of the check, devices, outputs and addresses."""
+
+from __future__ import annotations
+
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+
+from quartet.config import parse_config
+from quartet.errors import ConfigError
+from quartet.preflight import check_inputs
+from tests.unit.preflight.files import config
+
+
+def test_each_check_is_reported_in_one_line(models: Path) -> None:
+    notes = check_inputs(config(models))
+    assert notes[0] == f"data.prompts {models}/prompts.jsonl: 2 prompts"
+    assert [note.split()[0] for note in notes[1:]] == ["actor.model", "reward.model", "critic.model", "reference.model"]
+    assert notes[1].endswith("LlamaForCausalLM")
+    assert notes[3].endswith("LlamaForSequenceClassification")
+
+
+def test_more_devices_than_a_service_can_use_are_refused(models: Path) -> None:
+    for role, devices in (("reward", [0, 1]), ("actor", [0, 1]), ("critic", [0, 1, 2, 3])):
+        with pytest.raises(
+            ConfigError, match=rf"^services\.{role}\.devices .*a model on several GPUs is not supported"
+        ):
+            check_inputs(config(models, **{role: {"devices": devices}}))
+    tree = config(models, actor={"devices": [0, 1]}).model_dump()
+    tree["rollout"]["max_off_policy_steps"] = 1
+    check_inputs(parse_config(tree, "test"))
+
+
+def test_an_output_without_its_package_is_refused(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    tree = config(models).model_dump()
+    tree["telemetry"]["wandb"] = {"project": "p"}
+    with pytest.raises(ConfigError, match=r"^telemetry\.wandb: the package wandb is not installed"):
+        check_inputs(parse_config(tree, "test"))
+
+
+@pytest.mark.parametrize("key", ["listen", "metrics_listen", "health_listen"])
+def test_a_port_in_use_is_reported_with_its_key(models: Path, key: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(ConfigError, match=rf"services\.reward\.{key} {address}: cannot listen there"):
+            check_inputs(config(models, reward={key: address}))
+        check_inputs(config(models, reward={key: address, "address": "far:7001"}))
+    check_inputs(config(models, reward={key: address}))
+
+
+def test_an_address_of_another_machine_is_refused(models: Path) -> None:
+    with pytest.raises(ConfigError, match=r"services\.actor\.listen 192\.0\.2\.1:7000: cannot listen there"):
+        check_inputs(config(models, actor={"listen": "192.0.2.1:7000"}))

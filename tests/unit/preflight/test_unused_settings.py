@@ -1,0 +1,107 @@
+"""Settings without effect are reported."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quartet.config import Config, load_config, parse_config
+from quartet.preflight import check_inputs, unused_settings
+
+
+def minimal(models: Path, **sections: Any) -> dict[str, Any]:
+    return {
+        "data": {"prompts": str(models / "prompts.jsonl")},
+        "actor": {"model": str(models / "policy")},
+        "reward": {"model": str(models / "reward")},
+        "rollout": {"prompts_per_step": 2, "samples_per_prompt": 2},
+        **sections,
+    }
+
+
+NO_CRITIC = "algorithm.estimator rloo has no critic"
+
+
+RLOO = {"estimator": "rloo"}
+
+
+@pytest.mark.parametrize(
+    ("sections", "keys", "reason"),
+    [
+        ({"critic": {"learning_rate": 1e-4, "optimizer": {"eps": 1e-6}}}, "critic.learning_rate, critic.optimizer.eps",
+         NO_CRITIC),
+        ({"critic": {"model": "a/b", "schedule": "constant", "final_learning_rate": 0.0}},
+         "critic.schedule, critic.final_learning_rate, critic.model", NO_CRITIC),
+        ({"algorithm": {**RLOO, "value_clip": 0.3, "gae_lambda": 0.95}}, "algorithm.gae_lambda, algorithm.value_clip",
+         NO_CRITIC),
+        ({"algorithm": {**RLOO, "critic_warmup_steps": 0}}, "algorithm.critic_warmup_steps", NO_CRITIC),
+        ({"services": {"critic": {"num_threads": 2}}}, "services.critic.num_threads", NO_CRITIC),
+        ({"guards": {"critic_lost": {"action": "stop"}}}, "guards.critic_lost.action", NO_CRITIC),
+        ({"algorithm": {**RLOO, "grpo_normalize_std": False}}, "algorithm.grpo_normalize_std", "algorithm.estimator is rloo"),
+        ({"actor": {"model": "a/b", "lora": {}}, "reference": {"dtype": "float32", "micro_batch_tokens": 9}},
+         "reference.dtype, reference.micro_batch_tokens", "the actor serves the reference, with its adapter disabled"),
+        ({"actor": {"model": "a/b", "lora": {}}, "services": {"reference": {"devices": [1]}}},
+         "services.reference.devices", "the actor serves the reference, with its adapter disabled"),
+        ({"algorithm": {**RLOO, "kl_controller": {"target": 3.0, "horizon": 10_000.0}}},
+         "algorithm.kl_controller.target, algorithm.kl_controller.horizon", "algorithm.kl_controller.kind is fixed"),
+        ({"algorithm": {**RLOO, "truncation": {"treatment": "scale", "penalty": 2.0, "scale": 0.1}}},
+         "algorithm.truncation.penalty", "algorithm.truncation.treatment is scale"),
+        ({"algorithm": {**RLOO, "truncation": {"scale": 0.1}}}, "algorithm.truncation.scale",
+         "algorithm.truncation.treatment is keep"),
+        ({"actor": {"model": "a/b", "final_learning_rate": 1e-6}}, "actor.final_learning_rate",
+         "actor.schedule is constant"),
+    ],
+)  # fmt: skip
+def test_settings_without_effect_are_reported_with_the_reason(
+    sections: dict[str, Any], keys: str, reason: str, models: Path
+) -> None:
+    parsed = parse_config(minimal(models, **{"algorithm": RLOO, **sections}), "test")
+    assert unused_settings(parsed) == [f"not used: {keys}: {reason}"]
+
+
+def test_settings_with_an_effect_are_not_reported(models: Path) -> None:
+    sections: dict[str, Any] = {
+        "algorithm": {
+            "gae_lambda": 0.9, "value_clip": 0.1, "critic_warmup_steps": 1, "kl_controller": {"kind": "simple", "target": 3.0},
+            "truncation": {"treatment": "penalty", "penalty": 2.0},
+        },
+        "actor": {"model": "a/b", "schedule": "linear", "final_learning_rate": 1e-6, "lora": {"rank": 2}},
+        "critic": {"learning_rate": 1e-4, "schedule": "cosine", "final_learning_rate": 1e-6},
+        "reference": {"model": "a/b", "dtype": "bfloat16"},
+        "services": {"critic": {"num_threads": 1}, "reference": {"num_threads": 1}},
+        "guards": {"critic_lost": {"action": "stop"}},
+    }  # fmt: skip
+    assert unused_settings(parse_config(minimal(models, **sections), "test")) == []
+    grpo = {
+        "algorithm": {
+            "estimator": "grpo",
+            "grpo_normalize_std": False,
+            "truncation": {"treatment": "scale", "scale": 0.1},
+        }
+    }
+    assert unused_settings(parse_config(minimal(models, **grpo), "test")) == []
+    critic = {"critic": {"final_learning_rate": 1e-6}}
+    assert unused_settings(parse_config(minimal(models, **critic), "test")) == [
+        "not used: critic.final_learning_rate: critic.schedule is constant"
+    ]
+
+
+def test_in_a_complete_config_only_values_other_than_the_default_are_reported(models: Path) -> None:
+    def resolved(**sections: Any) -> Config:
+        (models / "config.yaml").write_text(parse_config(minimal(models, **sections), "test").to_yaml())
+        return load_config(models / "config.yaml")
+
+    actor = {"model": str(models / "policy"), "lora": {"rank": 2}}
+    assert unused_settings(resolved(algorithm=RLOO, actor=actor)) == []
+    parsed = resolved(algorithm={**RLOO, "gae_lambda": 0.9}, critic={"optimizer": {"eps": 1e-6}}, actor=actor)
+    assert unused_settings(parsed) == [
+        f"not used: critic.optimizer.eps: {NO_CRITIC}",
+        f"not used: algorithm.gae_lambda: {NO_CRITIC}",
+    ]
+
+
+def test_the_check_reports_unused_settings_last(models: Path) -> None:
+    parsed = parse_config(minimal(models, algorithm=RLOO, critic={"warmup_steps": 3}), "test")
+    assert check_inputs(parsed)[-1] == f"not used: critic.warmup_steps: {NO_CRITIC}"
