@@ -14,6 +14,8 @@ from quartet.models.forward.scoring import response_log_probs
 from quartet.models.generation.engine import Engine, Policy
 from quartet.models.generation.torch_engine import TorchEngine
 from quartet.models.weights.lora import add_adapter
+from tests.engines import http_servers
+from tests.engines.http_servers import VLLMServer
 from tests.engines.triton_server import Model, TritonServer, is_available
 from tests.unit.models import tiny
 
@@ -87,6 +89,23 @@ def server(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     server.start()
     yield server
     server.stop()
+
+
+@pytest.fixture(scope="session")
+def vllm_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VLLMServer]:
+    """Start one vLLM server for all tests: it takes half a minute."""
+    if not http_servers.PYTHON.exists():
+        pytest.skip(f"needs vLLM: {http_servers.PYTHON} does not exist; QUARTET_VLLM_PYTHON names the Python with it")
+    with http_servers.vllm_server(tmp_path_factory.mktemp("vllm")) as result:
+        yield result
+
+
+@pytest.fixture(scope="session")
+def sglang_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write the model that the SGLang servers start with."""
+    folder = tmp_path_factory.mktemp("sglang") / "model"
+    http_servers.sglang_policy(0).save_pretrained(folder)
+    return folder
 
 
 @pytest.fixture

@@ -12,8 +12,7 @@ import httpx2
 import numpy as np
 import pytest
 
-from quartet.config import SGLangServerConfig
-from quartet.engines.sglang_server import SGLangServerEngine, create_sglang_server
+from quartet.engines.sglang_server import SGLangServerEngine
 from quartet.errors import (
     AccessRefused,
     Cancelled,
@@ -23,78 +22,42 @@ from quartet.errors import (
     ServiceFailed,
     ServiceUnavailable,
 )
-from quartet.types import GenerationRequest, SamplingParameters, TrajectoryId
+from quartet.types import SamplingParameters
 from tests.engines.faulty_proxy import Fault, proxy
+from tests.engines.http_servers import KEY, connect_sglang
 from tests.engines.remote_policy import (
     EOS,
-    VOCABULARY,
     adapted,
     change_adapter,
     greedy,
     log_probs,
+    policy,
     requests,
     run,
-    served,
     tokens,
     weight_set,
 )
-from tests.engines.remote_policy import policy as any_policy
 from tests.engines.sglang_server import Launch, SGLangServer
-
-KEY = "a-key-of-the-tests"  # pragma: allowlist secret - only for the tests' server
-
-
-def policy(seed: int) -> Any:
-    """Return a policy whose checkpoint has its stop token as EOS. SGLang would stop at any other, too."""
-    model = any_policy(seed)
-    model.config.eos_token_id = model.generation_config.eos_token_id = EOS
-    return model
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write the model that the servers start with."""
-    folder = tmp_path_factory.mktemp("sglang") / "model"
-    policy(0).save_pretrained(folder)
-    return folder
 
 
 @pytest.fixture
-def server(request: pytest.FixtureRequest, checkpoint: Path) -> Iterator[SGLangServer]:
+def server(request: pytest.FixtureRequest, sglang_checkpoint: Path) -> Iterator[SGLangServer]:
     """Start a server, by default with seeds. A test's parameters change its arguments."""
     arguments = {"enable_deterministic_inference": True, "enable_lora": True, **getattr(request, "param", {})}
-    result = SGLangServer(Launch(checkpoint, api_key=KEY, **arguments))
+    result = SGLangServer(Launch(sglang_checkpoint, api_key=KEY, **arguments))
     result.start()
     yield result
     result.stop()
 
 
-def connect(server: SGLangServer, tmp_path: Path, url: str | None = None, **changes: Any) -> SGLangServerEngine:
-    """Return an engine for the server."""
-    key = tmp_path / "key"
-    key.write_text(KEY)
-    settings = {"weights_directory": tmp_path / "weights", "api_key_file": key, "timeout_seconds": 20.0, **changes}
-    config = SGLangServerConfig(url=url or server.url, **settings)
-    return create_sglang_server(config, served(server.launch.model_path), 64)
-
-
 @pytest.fixture
 def engine(server: SGLangServer, tmp_path: Path) -> Iterator[SGLangServerEngine]:
     """Return an engine that holds policy(1)."""
-    result = connect(server, tmp_path)
+    result = connect_sglang(server, tmp_path)
     weights = weight_set(policy(1))
     result.load_weights(weights, weights.tensors)
     yield result
     result.close()
-
-
-@pytest.mark.parametrize("server", [{}, {"incremental_streaming_output": True}], indirect=True)
-def test_greedy_responses_are_those_of_the_loaded_weights(engine: SGLangServerEngine) -> None:
-    batch = requests(10)
-    expected = greedy(policy(1), batch, 40)  # longer than one event
-    assert tokens(run(engine, batch, temperature=0.0, max_response_tokens=40)) == expected
-    assert len({len(response) for response in expected}) > 1  # some end early
-    assert expected != greedy(policy(0), batch, 40)
 
 
 def test_log_probs_are_those_of_the_whole_distribution_at_the_temperature(engine: SGLangServerEngine) -> None:
@@ -105,30 +68,12 @@ def test_log_probs_are_those_of_the_whole_distribution_at_the_temperature(engine
             assert np.allclose(response.log_probs, expected, atol=1e-3)
 
 
-def test_responses_depend_on_the_seed_and_not_on_the_batch(engine: SGLangServerEngine) -> None:
-    assert engine.properties.seeded
-    assert engine.properties.batch_invariant
-    batch = requests(6)
-    first = tokens(run(engine, batch))
-    assert tokens(run(engine, batch)) == first
-    assert tokens(run(engine, batch[3:5])) == first[3:5]
-    assert tokens(run(engine, batch, seed=1)) != first
-
-
 @pytest.mark.parametrize("server", [{"enable_deterministic_inference": False}], indirect=True)
 def test_without_deterministic_inference_the_engine_declares_no_seeds(engine: SGLangServerEngine) -> None:
     assert not engine.properties.seeded
     assert not engine.properties.batch_invariant
     batch = requests(6)
     assert tokens(run(engine, batch)) != tokens(run(engine, batch))  # the server ignores seeds
-
-
-def test_a_response_ends_with_its_stop_token_or_at_the_limit(engine: SGLangServerEngine) -> None:
-    for response in run(engine, requests(16), max_response_tokens=8, temperature=0.0):
-        stops = [index for index, token in enumerate(response.token_ids) if token == EOS]
-        assert stops == ([len(response.token_ids) - 1] if stops else [])
-        assert stops or len(response.token_ids) == 8
-    assert {len(ids) for ids in tokens(run(engine, requests(12), ignore_eos=True))} == {12}
 
 
 def test_a_stop_token_of_the_checkpoint_only_is_reported(server: SGLangServer, engine: SGLangServerEngine) -> None:
@@ -174,7 +119,7 @@ def post(server: SGLangServer, path: str, **body: Any) -> Any:
 
 
 def test_adapters_are_loaded_by_their_digest(server: SGLangServer, tmp_path: Path) -> None:
-    engine, model = connect(server, tmp_path, weights="lora"), adapted(policy(0), seed=5)
+    engine, model = connect_sglang(server, tmp_path, weights="lora"), adapted(policy(0), seed=5)
     assert engine.properties.weights == "adapter"
     batch = requests(6)
     for seed in (5, 6):
@@ -207,13 +152,6 @@ def test_the_engine_works_after_a_cancelled_generation(server: SGLangServer, eng
     assert len(run(engine, requests(4))) == 4
 
 
-def test_the_engine_works_after_a_caller_stops_reading(engine: SGLangServerEngine) -> None:
-    running = engine.generate(requests(8), SamplingParameters(20), 0, lambda: False)
-    next(running)
-    getattr(running, "close")()  # noqa: B009
-    assert len(run(engine, requests(4))) == 4
-
-
 def test_an_update_ends_the_requests_of_other_clients(server: SGLangServer, engine: SGLangServerEngine) -> None:
     def update() -> bool:
         if server.state.running and server.state.resumed.is_set():
@@ -224,23 +162,6 @@ def test_an_update_ends_the_requests_of_other_clients(server: SGLangServer, engi
     other = engine.generate(requests(2), SamplingParameters(1900, ignore_eos=True), 0, update)
     with pytest.raises(ServiceFailed, match="ended by the server with reason 'abort'"):
         list(other)
-
-
-@pytest.mark.parametrize(
-    ("prompt", "limit", "message"),
-    [
-        ([], 5, "at least one token"),
-        ([3, VOCABULARY], 5, "vocabulary"),
-        ([3], 0, "max_response_tokens"),
-        ([3] * 2040, 20, "positions for 2048"),
-    ],
-)
-def test_an_invalid_request_is_refused_at_the_call(
-    engine: SGLangServerEngine, prompt: list[int], limit: int, message: str
-) -> None:
-    batch = [GenerationRequest(TrajectoryId("r", 0, 0, 0), np.array(prompt, np.int32))]
-    with pytest.raises(InvalidRequest, match=message):
-        engine.generate(batch, SamplingParameters(limit), 0, lambda: False)
 
 
 def test_weights_that_another_client_changed_are_refused(server: SGLangServer, engine: SGLangServerEngine) -> None:
@@ -285,7 +206,7 @@ def test_a_faulty_server_is_refused_by_name(
 ) -> None:
     active = False
     with proxy(server.url, lambda path, body: fault(path, body) if active else None) as url:
-        engine, weights = connect(server, tmp_path, url), weight_set(policy(3))
+        engine, weights = connect_sglang(server, tmp_path, url), weight_set(policy(3))
         active = True
         if when == "load":
             with pytest.raises(ServiceFailed, match=f"SGLang server at {url}.*{message}"):
@@ -311,7 +232,7 @@ def test_a_server_that_cannot_see_the_directory_is_reported(server: SGLangServer
         return answer.status_code, answer.content
 
     with proxy(server.url, elsewhere) as url:
-        engine, weights = connect(server, tmp_path, url), weight_set(policy(3))
+        engine, weights = connect_sglang(server, tmp_path, url), weight_set(policy(3))
         with pytest.raises(ServiceFailed, match=r"it must see rollout\.sglang_server\.weights_directory"):
             engine.load_weights(weights, weights.tensors)
         engine.close()
@@ -330,7 +251,7 @@ def test_settings_of_the_server_that_do_not_fit_are_refused(
     server: SGLangServer, tmp_path: Path, weights: str, message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        connect(server, tmp_path, weights=weights)
+        connect_sglang(server, tmp_path, weights=weights)
 
 
 @pytest.mark.parametrize("server", [{"context_length": 64}], indirect=True)
@@ -343,12 +264,12 @@ def test_a_wrong_key_server_or_address_is_reported(server: SGLangServer, tmp_pat
     wrong = tmp_path / "wrong"
     wrong.write_text("another-key-of-the-tests")
     with pytest.raises(AccessRefused, match=r"rollout\.sglang_server\.api_key_file"):
-        connect(server, tmp_path, api_key_file=wrong)
+        connect_sglang(server, tmp_path, api_key_file=wrong)
     with pytest.raises(ServiceUnavailable, match=r"correct rollout\.sglang_server\.url"):
-        connect(server, tmp_path, "http://127.0.0.1:1")
+        connect_sglang(server, tmp_path, "http://127.0.0.1:1")
     absent = (404, b'{"detail": "Not Found"}')
     with proxy(server.url, lambda *_: absent) as url, pytest.raises(MismatchError, match="must be SGLang"):
-        connect(server, tmp_path, url)
+        connect_sglang(server, tmp_path, url)
 
 
 def test_a_server_that_ends_fails_the_generation(server: SGLangServer, engine: SGLangServerEngine) -> None:

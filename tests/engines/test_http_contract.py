@@ -1,0 +1,101 @@
+"""Properties that the clients of all HTTP servers share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from quartet.engines.server_engine import ServerEngine
+from quartet.errors import InvalidRequest
+from quartet.types import GenerationRequest, SamplingParameters, TrajectoryId
+from tests.engines.http_servers import KEY, connect_sglang, connect_vllm
+from tests.engines.remote_policy import EOS, POSITIONS, VOCABULARY, greedy, policy, requests, run, tokens, weight_set
+from tests.engines.sglang_server import Launch, SGLangServer
+
+ENGINES = ("vllm", "sglang", "sglang-incremental")
+
+
+@pytest.fixture(params=ENGINES)
+def engine(request: pytest.FixtureRequest, tmp_path: Path, sglang_checkpoint: Path) -> Iterator[ServerEngine]:
+    """Return a client of each server in turn. It holds policy(1)."""
+    server = None
+    result: ServerEngine
+    if request.param == "vllm":
+        result = connect_vllm(request.getfixturevalue("vllm_server"))
+    else:
+        launch = Launch(
+            sglang_checkpoint,
+            api_key=KEY,
+            enable_deterministic_inference=True,
+            incremental_streaming_output=request.param == "sglang-incremental",
+        )
+        server = SGLangServer(launch)
+        server.start()
+        result = connect_sglang(server, tmp_path)
+    weights = weight_set(policy(1))
+    result.load_weights(weights, weights.tensors)
+    yield result
+    result.close()
+    if server is not None:
+        server.stop()
+
+
+def test_greedy_responses_are_those_of_the_loaded_weights(engine: ServerEngine) -> None:
+    batch = requests(10)
+    expected = greedy(policy(1), batch, 40)  # longer than one event
+    assert tokens(run(engine, batch, temperature=0.0, max_response_tokens=40)) == expected
+    assert len({len(response) for response in expected}) > 1  # some end early
+    assert expected != greedy(policy(0), batch, 40)
+
+
+def test_responses_depend_on_the_seed_and_not_on_the_batch(engine: ServerEngine) -> None:
+    assert engine.properties.seeded
+    # A vLLM server promises it with VLLM_BATCH_INVARIANT only.
+    assert engine.properties.batch_invariant == (engine.properties.name == "sglang-server")
+    batch = requests(6)
+    first = tokens(run(engine, batch))
+    assert tokens(run(engine, batch)) == first
+    assert tokens(run(engine, batch[3:5])) == first[3:5]
+    assert tokens(run(engine, batch, seed=1)) != first
+    other = [GenerationRequest(TrajectoryId("run", 0, each.id.prompt, 1), each.prompt_ids) for each in batch]
+    assert tokens(run(engine, other)) != first
+
+
+def test_a_response_ends_with_its_stop_token_or_at_the_limit(engine: ServerEngine) -> None:
+    for response in run(engine, requests(20), max_response_tokens=8, temperature=1.0):
+        stops = [index for index, token in enumerate(response.token_ids) if token == EOS]
+        assert stops == ([len(response.token_ids) - 1] if stops else [])
+        assert stops or len(response.token_ids) == 8
+    assert {len(ids) for ids in tokens(run(engine, requests(12), ignore_eos=True))} == {12}
+
+
+def test_the_engine_works_after_a_caller_stops_reading(engine: ServerEngine) -> None:
+    running = engine.generate(requests(8), SamplingParameters(20), 0, lambda: False)
+    next(running)
+    getattr(running, "close")()  # noqa: B009
+    assert len(run(engine, requests(4))) == 4
+
+
+@pytest.mark.parametrize(
+    ("prompt", "limit", "message"),
+    [
+        ([3] * (POSITIONS - 5), 10, f"positions for {POSITIONS}"),
+        ([], 5, "at least one token"),
+        ([3, VOCABULARY], 5, "vocabulary"),
+        ([-1], 5, "vocabulary"),
+        ([3], 0, "max_response_tokens"),
+    ],
+)
+def test_an_invalid_request_is_refused_at_the_call(
+    engine: ServerEngine, prompt: list[int], limit: int, message: str
+) -> None:
+    batch = [GenerationRequest(TrajectoryId("r", 0, 0, 0), np.array(prompt, np.int32))]
+    with pytest.raises(InvalidRequest, match=message):
+        engine.generate(batch, SamplingParameters(limit), 0, lambda: False)
+
+
+def test_no_requests_give_no_responses(engine: ServerEngine) -> None:
+    assert run(engine, []) == []
