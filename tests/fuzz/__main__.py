@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import shutil
 import sys
 import time
@@ -14,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import grpc
+import structlog
 
 from tests.fuzz.campaign import DEADLINE, Campaign
 from tests.fuzz.environment import processes
@@ -28,6 +30,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.replay:
         return _replay(*options.replay)
+    # The weight source in this process logs every request that it refuses.
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
     shutil.rmtree(options.folder, ignore_errors=True)
     with processes(options.folder) as environment:
         campaign = Campaign(environment, options.requests, options.seed)
