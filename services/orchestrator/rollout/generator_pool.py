@@ -1,4 +1,4 @@
-"""The generators of a run: which respond, which weights they hold, and which part of a step each of them generates.
+"""Dispatch of work to the generators of a run: which weights they hold, and which part of a step each of them generates.
 
 Everything happens in callbacks of calls that end, under one lock. Generators may join, leave and be killed at any time: the work
 of a lost one is issued again to the others.
@@ -6,10 +6,8 @@ of a lost one is issued again to the others.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping, Sequence
-from contextvars import copy_context
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import structlog
@@ -29,19 +27,18 @@ from quartet.errors import (
 from quartet.rpc.clients import ActorClient, GenerationClient
 from quartet.rpc.pending_calls import PendingGeneration, PendingResult
 from quartet.rpc.security.credentials import LOCAL, Credentials
-from quartet.rpc.service_channel import endpoints_at
 from quartet.services.orchestrator.rollout.generation import PendingTrajectories, published_digest
-from quartet.services.orchestrator.rollout.work_split import by_expected_length, split_by_rule, take_by_load
+from quartet.services.orchestrator.rollout.generator_members import Member, Members
+from quartet.services.orchestrator.rollout.generator_work import Work
+from quartet.services.orchestrator.rollout.work_split import split_by_rule, take_by_load
 from quartet.services.orchestrator.telemetry.step_profiler import CallObserver, ignore_call
 from quartet.types import (
     GenerationBatch,
     GenerationRequest,
     GeneratorInfo,
-    GeneratorState,
     Role,
     ServiceStatus,
     Trajectory,
-    TrajectoryId,
     WeightTransfer,
 )
 from quartet.weight_transfer.tree import distribution_tree
@@ -50,108 +47,10 @@ log = structlog.get_logger()
 
 MAX_FAILURES = 3
 """Failed calls in a row after which a generator gets no more work until it has been restarted."""
-CHECK_SECONDS = 0.5
-"""Interval at which generators that do not respond are asked again."""
 EVALUATION = 0
 """The step of an evaluation, which is always by one policy version."""
-RESOLVE_SECONDS = 10.0
-"""Interval at which host names are resolved again, for generators that have joined."""
 _FATAL = (ComputationFailed, InvalidRequest)
 """Errors that another generator would raise, too."""
-
-
-@dataclass(eq=False, slots=True)
-class _Member:
-    """One generator. ``status`` is None while it does not respond. ``digest`` names the weights that it is known to hold."""
-
-    client: GenerationClient
-    status: ServiceStatus | None = None
-    digest: bytes = b""
-    transfer: WeightTransfer | None = None
-    """Its last transfer of weights."""
-    refused: str = ""
-    """Reason why it gets no work, until it has been restarted."""
-    left: bool = False
-    """Set if its address no longer belongs to a generator. It gets no work, and is forgotten when its call has ended."""
-    failures: int = 0
-    last_error: str = ""
-    call: PendingResult[Any] | None = None
-    update: PendingResult[WeightTransfer] | None = None
-    """An in-flight update. No other call begins until it has ended."""
-    work: _Work | None = None
-    requests: list[GenerationRequest] = field(default_factory=list)
-
-    @property
-    def address(self) -> str:
-        return self.client.channel.address
-
-    @property
-    def ready(self) -> bool:
-        return self.status is not None and not self.refused and not self.left
-
-    def info(self) -> GeneratorInfo:
-        state = GeneratorState.READY if self.ready else GeneratorState.REFUSED if self.refused else GeneratorState.LOST
-        seen = self.work.seen if self.work is not None else set()
-        return GeneratorInfo(self.address, state, self.refused, sum(each.id not in seen for each in self.requests))
-
-
-class _Work:
-    """The trajectories of one batch: those that wait for a generator, and those that have arrived."""
-
-    def __init__(self, pool: GeneratorPool, batch: GenerationBatch, by_rule: bool) -> None:
-        self.pool, self.batch, self.by_rule = pool, batch, by_rule
-        self.waiting = list(batch.requests) if by_rule else by_expected_length(batch.requests)
-        self.shares: dict[_Member, list[GenerationRequest]] | None = None
-        self.seen: set[TrajectoryId] = set()
-        self.context = copy_context()
-        """Context of the thread that started the work. Its calls belong to the trace of the step that was current there."""
-        self._ended = threading.Event()
-        self._error: QuartetError | None = None
-        self._callbacks: list[Callable[[], None]] = []
-
-    def done(self) -> bool:
-        """See ``PendingTrajectories``."""
-        return self._ended.is_set()
-
-    def when_done(self, callback: Callable[[], None]) -> None:
-        """See ``PendingTrajectories``. A refused trajectory continues the work, which then ends again."""
-        self._callbacks.append(callback)
-        if self.done():
-            callback()
-
-    def result(self) -> int:
-        """See ``PendingTrajectories``."""
-        self._ended.wait()
-        if self._error is not None:
-            raise self._error
-        return len(self.batch.requests)
-
-    def cancel(self) -> None:
-        """See ``PendingTrajectories``."""
-        self.pool.cancel(self)
-
-    def arrived(self, trajectory: Trajectory) -> None:
-        """See ``PendingTrajectories``."""
-        self.seen.add(trajectory.id)
-
-    def newer_weights(self) -> Mapping[int, bytes]:
-        """See ``PendingTrajectories``."""
-        return self.pool.newer_weights(self)
-
-    def refuse(self, trajectory: Trajectory, reason: str) -> None:
-        """See ``PendingTrajectories``."""
-        self.pool.refuse(self, trajectory, reason)
-
-    def end(self, error: QuartetError | None) -> None:
-        """End the work. ``error`` is its failure."""
-        self._error = error
-        self._ended.set()
-        for callback in [*self._callbacks]:
-            callback()
-
-    def reopen(self) -> None:
-        """Continue after the end."""
-        self._ended.clear()
 
 
 class GeneratorPool:
@@ -166,132 +65,41 @@ class GeneratorPool:
         credentials: Credentials = LOCAL,
     ) -> None:
         """``note`` shows a line to the user. ``observe`` receives every call."""
-        self._config, self._actor, self._note, self._observe = config, actor, note, observe
-        self._credentials = credentials
-        self._lock = threading.RLock()
-        self._changed = threading.Condition(self._lock)
-        self._members: dict[str, _Member] = {}
-        self._works: list[_Work] = []
+        self._config, self._actor, self._observe, self._credentials = config, actor, observe, credentials
+        self._members = Members(config, note, self._dispatch, self._connect)
+        self._lock = self._members.lock
+        self._works: list[Work] = []
         self._transfers: list[WeightTransfer] = []
         # With in-flight updates: the digest of each version that the actor has.
         self._published: dict[int, bytes] = {}
         # Generators that pull the weights of a digest, in the order in which they began.
         self._pulling: dict[bytes, list[str]] = {}
-        self._closed = threading.Event()
-        self._monitor: threading.Thread | None = None
+        self._closed = False
 
-    # Membership
+    def _connect(self, address: str) -> GenerationClient:
+        client = GenerationClient(address, self._config.timeouts, self._credentials)
+        client.channel.tracer = self._actor.channel.tracer
+        return client
 
     def wait_until_ready(self, timeout: float, check_alive: Callable[[], None] = lambda: None) -> None:
-        """Wait until a generator is ready. ``check_alive`` may raise to end the wait. Raises ServiceUnavailable."""
-        with self._lock:
-            if self._monitor is None:
-                self._monitor = threading.Thread(target=self._watch, name="generators", daemon=True)
-                self._monitor.start()
-        waited = 0.0
-        with self._changed:
-            while not any(member.ready for member in self._members.values()):
-                refusals = [
-                    f"{member.address}: {member.refused}" for member in self._members.values() if member.refused
-                ]
-                if waited >= timeout or (refusals and len(refusals) == len(self._members)):
-                    reason = f": {'; '.join(refusals)}" if refusals else f" within {timeout:g} s"
-                    raise ServiceUnavailable(
-                        f"generators {', '.join(self._config.services.generators)}: none is ready{reason}; start one, or "
-                        "correct services.generators"
-                    )
-                self._changed.wait(0.1)
-                waited += 0.1
-                check_alive()
-
-    def _watch(self) -> None:
-        """Ask the generators that do not respond for their status, until the pool is closed."""
-        resolve_in = 0.0
-        while not self._closed.is_set():
-            if resolve_in <= 0:
-                self._resolve()
-                resolve_in = RESOLVE_SECONDS
-            with self._lock:
-                absent = [
-                    member
-                    for member in self._members.values()
-                    if not member.left and (member.status is None or member.refused)
-                ]
-            for member in absent:
-                self._ask(member)
-            if self._closed.wait(CHECK_SECONDS):
-                return
-            resolve_in -= CHECK_SECONDS
-
-    def _resolve(self) -> None:
-        resolved = [endpoints_at(address) for address in self._config.services.generators]
-        addresses = {address for each in resolved for address in each}
-        with self._lock:
-            if all(resolved):
-                for member in [*self._members.values()]:
-                    # A replica that has ended, or a name that now has several addresses.
-                    member.left = member.address not in addresses
-                    if member.left and member.call is None:
-                        del self._members[member.address]
-                        member.client.close()
-            for address in sorted(addresses):
-                if address not in self._members and not self._closed.is_set():
-                    client = GenerationClient(address, self._config.timeouts, self._credentials)
-                    client.channel.tracer = self._actor.channel.tracer
-                    self._members[address] = _Member(client)
-
-    def _ask(self, member: _Member) -> None:
-        try:
-            status = member.client.status()
-        except MismatchError as error:
-            with self._changed:
-                member.refused = str(error)
-                self._changed.notify_all()
-            return
-        except QuartetError as error:
-            with self._lock:
-                member.last_error = str(error)
-            return
-        with self._changed:
-            transfer = status.last_transfer
-            # Only a process that has just started has loaded nothing.
-            if member.refused and transfer is not None:
-                return
-            if member.refused:
-                member.refused, member.failures = "", 0
-            member.status = status
-            member.digest, member.transfer = transfer.weights_digest if transfer else b"", transfer
-            member.refused = self._unfit(status)
-            log.info("generator joined", address=member.address, refused=member.refused)
-            if member.refused:
-                self._note(f"generator {member.address} gets no work: {member.refused}")
-            self._changed.notify_all()
-        self._dispatch()
-
-    def _unfit(self, status: ServiceStatus) -> str:
-        """Return why a generator does not fit this run, or ""."""
-        engine = self._config.rollout.engine
-        # The name may be followed by settings in parentheses.
-        if status.engine is not None and status.engine.name.split(" ")[0] != engine:
-            return f"runs engine {status.engine.name}, rollout.engine is {engine}; start it with this run's config"
-        return ""
+        """See ``Members.wait_until_ready``."""
+        self._members.wait_until_ready(timeout, check_alive)
 
     def statuses(self) -> dict[str, ServiceStatus]:
-        """Return the last known status of each generator that responds, by address."""
-        with self._lock:
-            return {address: member.status for address, member in self._members.items() if member.status is not None}
+        """See ``Members.statuses``."""
+        return self._members.statuses()
 
     def generators(self) -> list[GeneratorInfo]:
         """See ``Generation.generators``."""
         with self._lock:
-            return [member.info() for member in self._members.values() if not member.left]
+            return [member.info() for member in self._members.all() if not member.left]
 
     def take_metrics(self, policy_version: int) -> dict[str, float]:
         """See ``Generation.take_metrics``: the generators that are ready, and the weights that they have taken over."""
         with self._lock:
             transfers = [each for each in self._transfers if each.policy_version <= policy_version]
             self._transfers = [each for each in self._transfers if each.policy_version > policy_version]
-            ready = sum(member.ready for member in self._members.values())
+            ready = len(self._members.ready())
         return {
             "generators": ready,
             "weight_update_bytes": sum(each.bytes for each in transfers),
@@ -317,9 +125,9 @@ class GeneratorPool:
                 *(item.batch.weights_digest for item in self._works),
             }
             self._pulling = {digest: pulling for digest, pulling in self._pulling.items() if digest in wanted}
-            engines = [member.status.engine for member in self._members.values() if member.status is not None]
+            engines = [member.status.engine for member in self._members.all() if member.status is not None]
             by_rule = all(engine is not None and engine.seeded and engine.batch_invariant for engine in engines)
-            work = _Work(self, batch, by_rule)
+            work = Work(self, batch, by_rule)
             self._works.append(work)
         self._dispatch()
         return batch, work
@@ -328,11 +136,11 @@ class GeneratorPool:
         """See ``Generation.policy_updated``. Generators that do not generate get the version with their next work."""
         self._read_published()
         with self._lock:
-            for member in [*self._members.values()]:
+            for member in self._members.all():
                 self._update_in_flight(member)
         self._dispatch()
 
-    def newer_weights(self, work: _Work) -> Mapping[int, bytes]:
+    def newer_weights(self, work: Work) -> Mapping[int, bytes]:
         """See ``PendingTrajectories.newer_weights``."""
         if work.batch.step == EVALUATION:
             return {}
@@ -347,18 +155,18 @@ class GeneratorPool:
             with self._lock:
                 self._published = published
 
-    def cancel(self, work: _Work) -> None:
+    def cancel(self, work: Work) -> None:
         """Cancel the calls of a work."""
         with self._lock:
-            calls = [member.call for member in self._members.values() if member.work is work and member.call]
+            calls = [member.call for member in self._members.all() if member.work is work and member.call]
             self._end(work, Cancelled("generation was cancelled"))
         for call in calls:
             call.cancel()
 
-    def refuse(self, work: _Work, trajectory: Trajectory, reason: str) -> None:
+    def refuse(self, work: Work, trajectory: Trajectory, reason: str) -> None:
         """Give the work of a generator with wrong weights to the others. It gets no more until it has been restarted."""
         with self._lock:
-            member = self._members.get(trajectory.generator)
+            member = self._members.by_address.get(trajectory.generator)
             request = next(item for item in work.batch.requests if item.id == trajectory.id)
             if member is None:
                 self._end(work, BufferFailed(f"rollout stream: {reason}"))
@@ -373,40 +181,34 @@ class GeneratorPool:
             call.cancel()
         self._dispatch()
 
-    def _refuse_member(self, member: _Member, reason: str) -> PendingResult[Any] | None:
+    def _refuse_member(self, member: Member, reason: str) -> PendingResult[Any] | None:
         """Take a generator's work away. Returns its call, to be cancelled."""
-        if not member.refused:
-            log.warning("generator refused", address=member.address, reason=reason)
-            self._note(f"generator {member.address} gets no more work: {reason}")
-        member.refused, member.digest = reason, b""
+        self._members.refuse(member, reason)
         call = member.call
         self._take_back(member)
         return call
 
     def close(self) -> None:
         """End all work and the connections."""
-        self._closed.set()
+        self._closed = True
         for work in [*self._works]:
             self.cancel(work)
-        with self._lock:
-            for member in self._members.values():
-                member.client.close()
-            self._members.clear()
+        self._members.close()
 
     # Dispatch
 
     def _dispatch(self) -> None:
         """Start the next call of every generator that is free. Fail the work that no generator can do."""
         with self._lock:
-            if self._closed.is_set():
+            if self._closed:
                 return
-            ready = [member for member in self._members.values() if member.ready]
+            ready = self._members.ready()
             if not ready and self._works:
-                reasons = [f"{member.address}: {member.refused}" for member in self._members.values() if member.refused]
-                causes = "; ".join(dict.fromkeys(each.last_error for each in self._members.values() if each.last_error))
+                reasons = [f"{member.address}: {member.refused}" for member in self._members.all() if member.refused]
+                causes = "; ".join(dict.fromkeys(each.last_error for each in self._members.all() if each.last_error))
                 error: QuartetError = (
                     MismatchError("; ".join(reasons))
-                    if reasons and len(reasons) == len(self._members)
+                    if reasons and len(reasons) == len(self._members.by_address)
                     else ServiceUnavailable(f"generators: none is ready: {causes or 'none has responded'}")
                 )
                 for work in [*self._works]:
@@ -416,7 +218,7 @@ class GeneratorPool:
                 if member.call is None and member.update is None:
                     self._start_next(member, ready)
 
-    def _start_next(self, member: _Member, ready: Sequence[_Member]) -> None:
+    def _start_next(self, member: Member, ready: Sequence[Member]) -> None:
         for work in self._works:
             if requests := self._share(work, member, ready):
                 member.work, member.requests = work, requests
@@ -426,7 +228,7 @@ class GeneratorPool:
                     self._failed(member, error)
                 return
 
-    def _share(self, work: _Work, member: _Member, ready: Sequence[_Member]) -> list[GenerationRequest]:
+    def _share(self, work: Work, member: Member, ready: Sequence[Member]) -> list[GenerationRequest]:
         """Remove and return the requests that the generator gets next."""
         if not work.by_rule:
             return take_by_load(work.waiting, len(ready)) if work.waiting else []
@@ -447,7 +249,7 @@ class GeneratorPool:
             return first
         return []
 
-    def _start_call(self, member: _Member, work: _Work) -> None:
+    def _start_call(self, member: Member, work: Work) -> None:
         batch = work.batch
         version, digest = self._wanted(work)
         if member.digest == digest:
@@ -465,20 +267,20 @@ class GeneratorPool:
         member.call = call
         call.when_done(lambda: self._ended(member, call))
 
-    def _wanted(self, work: _Work) -> tuple[int, bytes]:
+    def _wanted(self, work: Work) -> tuple[int, bytes]:
         """Return the policy version and the digest with which generators begin a share of a work."""
         newer = self.newer_weights(work)
         version = max(newer, default=work.batch.policy_version)
         return version, newer.get(version, work.batch.weights_digest)
 
-    def _start_update(self, member: _Member, work: _Work, version: int, digest: bytes) -> PendingResult[WeightTransfer]:
+    def _start_update(self, member: Member, work: Work, version: int, digest: bytes) -> PendingResult[WeightTransfer]:
         sources = self._sources(member, digest)
         update = codec.WeightUpdate(self._config.run.name, work.batch.leader_epoch, version, digest, sources)
         call = work.context.run(member.client.update_weights, update)
         self._observe(f"{Role.GENERATOR} {member.address}", "update_weights", call)
         return call
 
-    def _update_in_flight(self, member: _Member) -> None:
+    def _update_in_flight(self, member: Member) -> None:
         """Give a generator that generates the newest weights, if its engine can take them now."""
         work, engine = member.work, member.status.engine if member.status is not None else None
         if work is None or engine is None or not engine.in_flight_updates or not member.ready:
@@ -494,11 +296,11 @@ class GeneratorPool:
         member.update = update
         update.when_done(lambda: self._updated(member, update))
 
-    def _updated(self, member: _Member, update: PendingResult[WeightTransfer]) -> None:
+    def _updated(self, member: Member, update: PendingResult[WeightTransfer]) -> None:
         """Handle the end of an in-flight update. After a failure, the generator's work is taken back."""
         generation = None
         with self._lock:
-            if member.update is not update or self._closed.is_set():
+            if member.update is not update or self._closed:
                 return
             member.update = None
             try:
@@ -514,28 +316,28 @@ class GeneratorPool:
             generation.cancel()
         self._dispatch()
 
-    def _transferred(self, member: _Member, result: WeightTransfer) -> None:
+    def _transferred(self, member: Member, result: WeightTransfer) -> None:
         member.digest = result.weights_digest
         # A generator that had the weights already returns its last transfer.
         if result != member.transfer:
             self._transfers.append(result)
         member.transfer = result
 
-    def _sources(self, member: _Member, digest: bytes) -> tuple[tuple[Role, str], ...]:
+    def _sources(self, member: Member, digest: bytes) -> tuple[tuple[Role, str], ...]:
         """Return the processes from which a generator pulls weights: a tree below the actor."""
         root, all_pulling = self._actor.channel.address, self._pulling.setdefault(digest, [])
         if member.address not in all_pulling:
             all_pulling.append(member.address)
-        holders = {other.address for other in self._members.values() if other.digest == digest}
-        pulling = [address for address in all_pulling if address in self._members and address not in holders]
+        holders = {other.address for other in self._members.all() if other.digest == digest}
+        pulling = [address for address in all_pulling if address in self._members.by_address and address not in holders]
         # Those that have the version come first, with further children.
         tree = distribution_tree(root, [*sorted(holders), *pulling], holders)
         return tuple((Role.ACTOR if each == root else Role.GENERATOR, each) for each in tree[member.address])
 
-    def _ended(self, member: _Member, call: PendingResult[Any]) -> None:
+    def _ended(self, member: Member, call: PendingResult[Any]) -> None:
         """Handle the end of a call."""
         with self._lock:
-            if member.call is not call or self._closed.is_set():
+            if member.call is not call or self._closed:
                 return
             member.call = None
             work = member.work
@@ -558,7 +360,7 @@ class GeneratorPool:
                             self._failed(member, error)
         self._dispatch()
 
-    def _failed(self, member: _Member, error: QuartetError) -> None:
+    def _failed(self, member: Member, error: QuartetError) -> None:
         """Take the work of a generator back after a failed call."""
         work, member.digest = member.work, b""
         self._take_back(member)
@@ -577,7 +379,7 @@ class GeneratorPool:
             if member.failures > MAX_FAILURES:
                 self._refuse_member(member, f"{member.failures} failures in a row, the last: {error}")
 
-    def _take_back(self, member: _Member) -> None:
+    def _take_back(self, member: Member) -> None:
         work = member.work
         if work is not None:
             work.waiting += [request for request in member.requests if request.id not in work.seen]
@@ -585,12 +387,12 @@ class GeneratorPool:
         if work is not None:
             self._end_if_complete(work)
 
-    def _end_if_complete(self, work: _Work) -> None:
-        busy = any(member.work is work for member in self._members.values())
+    def _end_if_complete(self, work: Work) -> None:
+        busy = any(member.work is work for member in self._members.all())
         if not busy and not work.waiting and not any((work.shares or {}).values()):
             self._end(work, None)
 
-    def _end(self, work: _Work, error: QuartetError | None) -> None:
+    def _end(self, work: Work, error: QuartetError | None) -> None:
         if work in self._works:
             self._works.remove(work)
         if not work.done():

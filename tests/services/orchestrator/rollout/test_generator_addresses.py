@@ -10,7 +10,7 @@ import pytest
 
 from quartet.config import parse_config
 from quartet.rpc.server import Server
-from quartet.services.orchestrator.rollout import generator_pool
+from quartet.services.orchestrator.rollout import generator_members
 from quartet.services.orchestrator.rollout.generator_pool import GeneratorPool
 from quartet.types import Role, ServiceStatus
 from tests.e2e.commands import wait_until
@@ -45,10 +45,10 @@ def servers() -> Iterator[list[str]]:
 def test_replicas_join_and_leave_with_the_addresses_of_their_name(
     servers: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(generator_pool, "RESOLVE_SECONDS", 0.02)
-    monkeypatch.setattr(generator_pool, "CHECK_SECONDS", 0.02)
+    monkeypatch.setattr(generator_members, "RESOLVE_SECONDS", 0.02)
+    monkeypatch.setattr(generator_members, "CHECK_SECONDS", 0.02)
     resolved = servers[:1]
-    monkeypatch.setattr(generator_pool, "endpoints_at", lambda _: list(resolved))
+    monkeypatch.setattr(generator_members, "endpoints_at", lambda _: list(resolved))
     tree = {
         "data": {"prompts": "p"},
         "actor": {"model": "a"},
@@ -72,7 +72,7 @@ def test_replicas_join_and_leave_with_the_addresses_of_their_name(
             asked.append(name)
             return []
 
-        monkeypatch.setattr(generator_pool, "endpoints_at", no_answer)
+        monkeypatch.setattr(generator_members, "endpoints_at", no_answer)
         wait_until(lambda: len(asked) > 2, 20)
         assert set(pool.statuses()) == set(servers)
     finally:

@@ -15,11 +15,13 @@ from quartet.buffer.rollout_stream import RolloutStream
 from quartet.config import Config
 from quartet.errors import BufferFailed, Cancelled, ComputationFailed, QuartetError, ServiceUnavailable
 from quartet.models.generation.detached_torch import DetachedTorchEngine
+from quartet.rpc.clients import GenerationClient
 from quartet.rpc.compute_thread import ComputeThread
 from quartet.rpc.security.credentials import LOCAL
 from quartet.rpc.server import Server
 from quartet.services.generator.factory import build_generator
 from quartet.services.orchestrator.rollout.generation import PendingTrajectories
+from quartet.services.orchestrator.rollout.generator_members import Member
 from quartet.services.orchestrator.rollout.generator_pool import GeneratorPool
 from quartet.types import (
     EngineProperties,
@@ -177,7 +179,7 @@ def test_the_work_of_a_lost_generator_is_generated_by_the_others(
         _, work = generators.begin(pool)
         assert gate.reached.wait(SECONDS)
         with pool._lock:
-            calls = {member.address: member.call for member in pool._members.values() if member.work is not None}
+            calls = {member.address: member.call for member in pool._members.all() if member.work is not None}
         [lost] = [address for address, call in calls.items() if not finishes(call)]
         generators.lose(lost)
         wait(work)
@@ -209,10 +211,8 @@ def test_a_trajectory_that_has_arrived_is_not_generated_again(
         arrived = [TrajectoryId(generators._run, 1, 0, 0), TrajectoryId(generators._run, 1, 1, 1)]
         for id in arrived:
             work.arrived(Trajectory(id, 0, *[np.zeros(1, np.int32)] * 2, np.zeros(1, np.float32), None))  # type: ignore[arg-type]
-        pool._members[second] = type(pool._members[first])(
-            type(pool._members[first].client)(second, generators.actor.timeouts)
-        )
-        pool._ask(pool._members[second])
+        pool._members.by_address[second] = Member(GenerationClient(second, generators.actor.timeouts))
+        pool._members._ask(pool._members.by_address[second])
         generators.lose(first)
         wait(work)
         result = [item.id for item in generators.read()]
@@ -233,7 +233,9 @@ def test_late_generators_take_the_weights_from_the_actor_and_from_generators_tha
             generators.start(address)
         until(lambda: len(pool.statuses()) == 4)
         assert prompts_by_generator(generators.step(pool, 2)).keys() == {first, *late}
-        transfers = {address: member.client.status().last_transfer for address, member in pool._members.items()}
+        transfers = {
+            address: member.client.status().last_transfer for address, member in pool._members.by_address.items()
+        }
     actor = f"actor at {generators.actor.channel.address}"
     assert transfers[first].source == actor
     # The actor sends a version to two generators at a time.

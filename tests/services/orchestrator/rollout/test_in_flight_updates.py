@@ -152,7 +152,7 @@ def test_a_generator_begins_nothing_during_an_update_in_flight(cluster: Cluster)
     engine.may_load.clear()
     cluster.publish()
     engine.resume()
-    member = cluster.pool._members[address]
+    member = cluster.pool._members.by_address[address]
     until(lambda: member.call is None and member.work is None)
     assert member.update is not None
     engine.may_load.set()

@@ -1,0 +1,201 @@
+"""The generators that a pool knows: which respond, which fit the run, which join and leave."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import structlog
+
+from quartet.config import Config
+from quartet.errors import MismatchError, QuartetError, ServiceUnavailable
+from quartet.rpc.clients import GenerationClient
+from quartet.rpc.pending_calls import PendingResult
+from quartet.rpc.service_channel import endpoints_at
+from quartet.services.orchestrator.rollout.generator_work import Work
+from quartet.types import GenerationRequest, GeneratorInfo, GeneratorState, ServiceStatus, WeightTransfer
+
+log = structlog.get_logger()
+
+CHECK_SECONDS = 0.5
+"""Interval at which generators that do not respond are asked again."""
+RESOLVE_SECONDS = 10.0
+"""Interval at which host names are resolved again, for generators that have joined."""
+
+
+@dataclass(eq=False, slots=True)
+class Member:
+    """One generator. ``status`` is None while it does not respond. ``digest`` names the weights that it is known to hold."""
+
+    client: GenerationClient
+    status: ServiceStatus | None = None
+    digest: bytes = b""
+    transfer: WeightTransfer | None = None
+    """Its last transfer of weights."""
+    refused: str = ""
+    """Reason why it gets no work, until it has been restarted."""
+    left: bool = False
+    """Set if its address no longer belongs to a generator. It gets no work, and is forgotten when its call has ended."""
+    failures: int = 0
+    last_error: str = ""
+    call: PendingResult[Any] | None = None
+    update: PendingResult[WeightTransfer] | None = None
+    """An in-flight update. No other call begins until it has ended."""
+    work: Work | None = None
+    requests: list[GenerationRequest] = field(default_factory=list)
+
+    @property
+    def address(self) -> str:
+        return self.client.channel.address
+
+    @property
+    def ready(self) -> bool:
+        return self.status is not None and not self.refused and not self.left
+
+    def info(self) -> GeneratorInfo:
+        state = GeneratorState.READY if self.ready else GeneratorState.REFUSED if self.refused else GeneratorState.LOST
+        seen = self.work.seen if self.work is not None else set()
+        return GeneratorInfo(self.address, state, self.refused, sum(each.id not in seen for each in self.requests))
+
+
+class Members:
+    """The generators of ``services.generators`` by address, and the thread that asks for those that do not respond.
+
+    ``lock`` guards all members. Its holder may change them.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        note: Callable[[str], None],
+        on_joined: Callable[[], None],
+        connect: Callable[[str], GenerationClient],
+    ) -> None:
+        """``note`` shows a line to the user. ``on_joined`` is called without the lock when a generator has joined.
+
+        ``connect`` returns a client for an address.
+        """
+        self._config, self._note, self._on_joined, self._connect = config, note, on_joined, connect
+        self.lock = threading.RLock()
+        self.by_address: dict[str, Member] = {}
+        self._changed = threading.Condition(self.lock)
+        self._closed = threading.Event()
+        self._monitor: threading.Thread | None = None
+
+    def all(self) -> list[Member]:
+        """Return all members. The caller holds the lock."""
+        return [*self.by_address.values()]
+
+    def ready(self) -> list[Member]:
+        """Return the members that may get work. The caller holds the lock."""
+        return [member for member in self.by_address.values() if member.ready]
+
+    def wait_until_ready(self, timeout: float, check_alive: Callable[[], None] = lambda: None) -> None:
+        """Wait until a generator is ready. ``check_alive`` may raise to end the wait. Raises ServiceUnavailable."""
+        with self.lock:
+            if self._monitor is None:
+                self._monitor = threading.Thread(target=self._watch, name="generators", daemon=True)
+                self._monitor.start()
+        waited = 0.0
+        with self._changed:
+            while not self.ready():
+                refusals = [f"{member.address}: {member.refused}" for member in self.all() if member.refused]
+                if waited >= timeout or (refusals and len(refusals) == len(self.by_address)):
+                    reason = f": {'; '.join(refusals)}" if refusals else f" within {timeout:g} s"
+                    raise ServiceUnavailable(
+                        f"generators {', '.join(self._config.services.generators)}: none is ready{reason}; start one, or "
+                        "correct services.generators"
+                    )
+                self._changed.wait(0.1)
+                waited += 0.1
+                check_alive()
+
+    def refuse(self, member: Member, reason: str) -> None:
+        """Give a generator no more work until it has been restarted. The caller holds the lock."""
+        if not member.refused:
+            log.warning("generator refused", address=member.address, reason=reason)
+            self._note(f"generator {member.address} gets no more work: {reason}")
+        member.refused, member.digest = reason, b""
+
+    def statuses(self) -> dict[str, ServiceStatus]:
+        """Return the last known status of each generator that responds, by address."""
+        with self.lock:
+            return {address: member.status for address, member in self.by_address.items() if member.status is not None}
+
+    def close(self) -> None:
+        """End the monitor and the connections."""
+        self._closed.set()
+        with self.lock:
+            for member in self.by_address.values():
+                member.client.close()
+            self.by_address.clear()
+
+    def _watch(self) -> None:
+        """Ask the generators that do not respond for their status, until the pool is closed."""
+        resolve_in = 0.0
+        while not self._closed.is_set():
+            if resolve_in <= 0:
+                self._resolve()
+                resolve_in = RESOLVE_SECONDS
+            with self.lock:
+                absent = [
+                    member for member in self.all() if not member.left and (member.status is None or member.refused)
+                ]
+            for member in absent:
+                self._ask(member)
+            if self._closed.wait(CHECK_SECONDS):
+                return
+            resolve_in -= CHECK_SECONDS
+
+    def _resolve(self) -> None:
+        resolved = [endpoints_at(address) for address in self._config.services.generators]
+        addresses = {address for each in resolved for address in each}
+        with self.lock:
+            if all(resolved):
+                for member in self.all():
+                    # A replica that has ended, or a name that now has several addresses.
+                    member.left = member.address not in addresses
+                    if member.left and member.call is None:
+                        del self.by_address[member.address]
+                        member.client.close()
+            for address in sorted(addresses):
+                if address not in self.by_address and not self._closed.is_set():
+                    self.by_address[address] = Member(self._connect(address))
+
+    def _ask(self, member: Member) -> None:
+        try:
+            status = member.client.status()
+        except MismatchError as error:
+            with self._changed:
+                member.refused = str(error)
+                self._changed.notify_all()
+            return
+        except QuartetError as error:
+            with self.lock:
+                member.last_error = str(error)
+            return
+        with self._changed:
+            transfer = status.last_transfer
+            # Only a process that has just started has loaded nothing.
+            if member.refused and transfer is not None:
+                return
+            if member.refused:
+                member.refused, member.failures = "", 0
+            member.status = status
+            member.digest, member.transfer = transfer.weights_digest if transfer else b"", transfer
+            member.refused = self._unfit(status)
+            log.info("generator joined", address=member.address, refused=member.refused)
+            if member.refused:
+                self._note(f"generator {member.address} gets no work: {member.refused}")
+            self._changed.notify_all()
+        self._on_joined()
+
+    def _unfit(self, status: ServiceStatus) -> str:
+        """Return why a generator does not fit this run, or ""."""
+        engine = self._config.rollout.engine
+        # The name may be followed by settings in parentheses.
+        if status.engine is not None and status.engine.name.split(" ")[0] != engine:
+            return f"runs engine {status.engine.name}, rollout.engine is {engine}; start it with this run's config"
+        return ""
