@@ -182,6 +182,7 @@ class GeneratingModel(SimulatedModel):
                     FinishReason.LENGTH,
                     batch.weights_digest,
                     batch.generator,
+                    attempt=batch.attempt,
                 )
                 for index in indices
             ]

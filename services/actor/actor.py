@@ -142,7 +142,7 @@ class Actor(TrainableModel):
             if request.prompt_ids.min() < 0 or request.prompt_ids.max() >= self._vocabulary:
                 raise InvalidRequest(f"prompt {request.id}: expected token ids in 0..{self._vocabulary - 1}")
         on_start()
-        writer = TrajectoryWriter(self._buffer(batch.run).rollouts, batch.leader_epoch, self._tokens, on_progress)
+        writer = TrajectoryWriter(self._buffer(batch.run).rollouts, batch, self._tokens, on_progress)
         for trajectory in self._engine.generate(requests, batch.sampling, batch.seed, batch.policy_version, cancelled):
             writer.add(trajectory)
         return writer.finish()

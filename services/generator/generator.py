@@ -134,7 +134,7 @@ class Generator:
             self._verified = {batch.weights_digest: batch.policy_version}
         requests = check_requests(self._model, batch.requests, batch.sampling)
         on_start()
-        writer = TrajectoryWriter(self._stream(batch.run), batch.leader_epoch, self._tokens, on_progress)
+        writer = TrajectoryWriter(self._stream(batch.run), batch, self._tokens, on_progress)
         for response in self._engine.generate(requests, batch.sampling, batch.seed, cancelled):
             writer.add(self._trajectory(response, batch))
         # Without effect unless the engine shares its device with training.
@@ -199,9 +199,11 @@ class Generator:
 class TrajectoryWriter:
     """Writer of the trajectories of one generation to the rollout stream, a few at a time."""
 
-    def __init__(self, stream: RolloutStream, leader_epoch: int, tokens: Counter[str], on_progress: Progress) -> None:
-        """``tokens`` counts the response tokens under "generated"."""
-        self._stream, self._epoch, self._counter, self._on_progress = stream, leader_epoch, tokens, on_progress
+    def __init__(
+        self, stream: RolloutStream, batch: GenerationBatch, tokens: Counter[str], on_progress: Progress
+    ) -> None:
+        """``batch`` has the leader epoch and the attempt. ``tokens`` counts the response tokens under "generated"."""
+        self._stream, self._batch, self._counter, self._on_progress = stream, batch, tokens, on_progress
         self._waiting: list[Trajectory] = []
         self._written = self._tokens = 0
 
@@ -211,7 +213,7 @@ class TrajectoryWriter:
             failpoint("actor.generating")
         self._tokens += len(trajectory.response_ids)
         self._counter["generated"] += len(trajectory.response_ids)
-        self._waiting.append(trajectory)
+        self._waiting.append(replace(trajectory, attempt=self._batch.attempt))
         if len(self._waiting) == FLUSH:
             self._flush()
 
@@ -222,7 +224,7 @@ class TrajectoryWriter:
         return self._written, self._tokens
 
     def _flush(self) -> None:
-        self._stream.append(self._waiting, self._epoch)
+        self._stream.append(self._waiting, self._batch.leader_epoch)
         self._written += len(self._waiting)
         self._waiting = []
         self._on_progress(self._written, self._tokens)

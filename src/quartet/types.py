@@ -113,7 +113,8 @@ class GenerationBatch:
 
     ``requests``: the trajectories, all of ``run`` and ``step``. ``policy_version`` is the number of updates that the policy must
     have taken. ``weights_digest``: the digest that the generator's weights must have, 16 bytes; empty for a generator that shares
-    the weights of the actor. ``generator``: name that its trajectories carry, HOST:PORT; empty for the actor.
+    the weights of the actor. ``generator``: name that its trajectories carry, HOST:PORT; empty for the actor. ``attempt``: number
+    of this call, which its trajectories carry, too.
     """
 
     run: str
@@ -125,6 +126,7 @@ class GenerationBatch:
     policy_version: int
     weights_digest: bytes = b""
     generator: str = ""
+    attempt: int = 0
 
 
 def requests_of(
@@ -155,7 +157,7 @@ class Trajectory:
     ``log_probs`` float32 [response tokens]: log-probs of the sampled tokens under the generating policy at the sampling
     temperature, in nats; float32 [0] if the engine reports none. ``weights_digest``: digest of the generating weights, 16 bytes,
     or empty if the generator shares the weights of the actor. ``generator`` is its name. ``version_spans`` are empty if one
-    policy version generated the whole response.
+    policy version generated the whole response. ``attempt`` is the number of the Generate call.
     """
 
     id: TrajectoryId
@@ -167,6 +169,7 @@ class Trajectory:
     weights_digest: bytes = b""
     generator: str = ""
     version_spans: tuple[VersionSpan, ...] = ()
+    attempt: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from itertools import count
 
 import numpy as np
+import structlog
 
 from quartet.buffer.rollout_stream import Delivery, RolloutStream
 from quartet.config import RecoveryConfig
@@ -19,6 +20,8 @@ from quartet.services.orchestrator.rollout.generation import PendingTrajectories
 from quartet.services.orchestrator.rollout.scoring import FailedTrajectory, ScoredTrajectory, Scoring, ScoringServices
 from quartet.services.orchestrator.telemetry.step_profiler import CallObserver, ignore_call
 from quartet.types import GenerationBatch, TokenBatch, Trajectory, TrajectoryId, VersionSpan
+
+log = structlog.get_logger()
 
 QUIET_SECONDS = 1.0
 """Time without a delivery after the end of a generation, after which missing trajectories count as lost."""
@@ -226,7 +229,11 @@ class _Collection:
 
         Raises BufferFailed if there are none, although the generation has ended.
         """
-        deliveries = [item for item in self._stream.delivered() if item.trajectory.id in self._arrivals.missing]
+        deliveries = [
+            item
+            for item in self._stream.delivered()
+            if item.trajectory.id in self._arrivals.missing and not self._generation.abandoned(item.trajectory)
+        ]
         if not deliveries:
             total = self._arrivals.total
             raise BufferFailed(
@@ -247,11 +254,17 @@ class _Collection:
             self._entry_ids.append(delivery.entry_id)
             if own and trajectory.id.step < self._step:
                 continue  # A late duplicate of a step that is committed.
+            if self._generation.abandoned(trajectory):
+                log.debug("trajectory of an abandoned call dropped", id=str(trajectory.id), attempt=trajectory.attempt)
+                continue
             if trajectory.id not in self._arrivals.expected:
                 raise BufferFailed(
                     f"rollout stream: {trajectory.id} of policy version {trajectory.policy_version} was not requested"
                 )
-            if reason := self._arrivals.wrong(trajectory, self._generation.newer_weights()):
+            reason = self._generation.wrong_origin(trajectory) or self._arrivals.wrong(
+                trajectory, self._generation.newer_weights()
+            )
+            if reason:
                 self._refuse(trajectory, reason)
             # Tokens of newer weights may build on a key-value cache of former ones, so only the requested are compared.
             elif not self._arrivals.is_as_requested(trajectory) or self._first.admit(trajectory):

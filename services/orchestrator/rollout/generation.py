@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from itertools import count
 from typing import Protocol
 
 from quartet.errors import BufferFailed
@@ -27,6 +28,12 @@ class PendingTrajectories(Protocol):
 
     def cancel(self) -> None:
         """Cancel the generation."""
+
+    def abandoned(self, trajectory: Trajectory) -> bool:
+        """Return whether a trajectory is of an earlier Generate call whose work was cancelled or issued again."""
+
+    def wrong_origin(self, trajectory: Trajectory) -> str:
+        """Return why no call of this generation can have written a trajectory that is not ``abandoned``, or ""."""
 
     def arrived(self, trajectory: Trajectory) -> None:
         """Record that a requested trajectory has arrived, so that it is not generated again."""
@@ -75,17 +82,19 @@ class ActorGeneration:
         """``separate_weights``: the engine has its own weights, which are named by their digest."""
         self._client, self._actor, self._separate, self._observe = client, actor, separate_weights, observe
         self._calls: list[PendingGeneration] = []
+        self._attempts = count(1)
 
     def start(self, batch: GenerationBatch) -> tuple[GenerationBatch, PendingTrajectories]:
         """See ``Generation.start``."""
         if self._separate:
             batch = replace(batch, weights_digest=published_digest(self._actor, batch.policy_version))
+        batch = replace(batch, attempt=next(self._attempts))
         # The actor generates one step after the other.
         self._calls = [call for call in self._calls if not call.done()]
         call = self._client.generate(batch, waits_for=len(self._calls))
         self._calls.append(call)
         self._observe(Role.ACTOR, "generate", call)
-        return batch, _ActorTrajectories(call)
+        return batch, _ActorTrajectories(call, batch.attempt)
 
     def policy_updated(self) -> None:
         """Do nothing: the engine takes the version of a request when it begins with it."""
@@ -112,9 +121,22 @@ class ActorGeneration:
 class _ActorTrajectories:
     """A pending Generate call of the actor."""
 
-    def __init__(self, call: PendingGeneration) -> None:
-        self._call = call
+    def __init__(self, call: PendingGeneration, attempt: int) -> None:
+        self._attempt = attempt
         self.done, self.when_done, self.result, self.cancel = call.done, call.when_done, call.result, call.cancel
+
+    def abandoned(self, trajectory: Trajectory) -> bool:
+        """Return whether an earlier call generated a trajectory. The earlier calls for its step were cancelled, or have ended."""
+        return 0 < trajectory.attempt < self._attempt
+
+    def wrong_origin(self, trajectory: Trajectory) -> str:
+        """Return a reason unless this call generated a trajectory."""
+        if trajectory.attempt == self._attempt and not trajectory.generator:
+            return ""
+        return (
+            f"{trajectory.id} is of generator {trajectory.generator or 'none'} and attempt {trajectory.attempt}; expected no "
+            f"generator and attempt {self._attempt}; start the actor with the same version of Quartet"
+        )
 
     def arrived(self, trajectory: Trajectory) -> None:
         """Do nothing: no other generator could generate it."""

@@ -45,6 +45,8 @@ class Member:
     """An in-flight update. No other call begins until it has ended."""
     work: Work | None = None
     requests: list[GenerationRequest] = field(default_factory=list)
+    attempt: int = 0
+    """Number of its Generate call, 0 without one."""
 
     @property
     def address(self) -> str:

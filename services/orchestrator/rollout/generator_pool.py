@@ -29,7 +29,7 @@ from quartet.rpc.pending_calls import PendingGeneration, PendingResult
 from quartet.rpc.security.credentials import LOCAL, Credentials
 from quartet.services.orchestrator.rollout.generation import PendingTrajectories, published_digest
 from quartet.services.orchestrator.rollout.generator_members import Member, Members
-from quartet.services.orchestrator.rollout.generator_work import Work
+from quartet.services.orchestrator.rollout.generator_work import Attempt, Work
 from quartet.services.orchestrator.rollout.work_split import split_by_rule, take_by_load
 from quartet.services.orchestrator.telemetry.step_profiler import CallObserver, ignore_call
 from quartet.types import (
@@ -70,6 +70,7 @@ class GeneratorPool:
         self._lock = self._members.lock
         self._works: list[Work] = []
         self._transfers: list[WeightTransfer] = []
+        self._last_attempt = 0
         # With in-flight updates: the digest of each version that the actor has.
         self._published: dict[int, bytes] = {}
         # Generators that pull the weights of a digest, in the order in which they began.
@@ -149,6 +150,10 @@ class GeneratorPool:
                 version: digest for version, digest in self._published.items() if version > work.batch.policy_version
             }
 
+    def was_started(self, attempt: int) -> bool:
+        """Return whether a Generate call with this number was started."""
+        return 0 < attempt <= self._last_attempt
+
     def _read_published(self) -> None:
         if self._config.rollout.in_flight_updates:
             published = self._actor.status().published_weights
@@ -164,19 +169,26 @@ class GeneratorPool:
             call.cancel()
 
     def refuse(self, work: Work, trajectory: Trajectory, reason: str) -> None:
-        """Give the work of a generator with wrong weights to the others. It gets no more until it has been restarted."""
+        """Give the work of a generator with wrong weights to the others. It gets no more until it has been restarted.
+
+        Without effect if the call that generated the trajectory has been abandoned meanwhile.
+        """
+        call = None
         with self._lock:
-            member = self._members.by_address.get(trajectory.generator)
-            request = next(item for item in work.batch.requests if item.id == trajectory.id)
-            if member is None:
-                self._end(work, BufferFailed(f"rollout stream: {reason}"))
+            if work.abandoned(trajectory):
                 return
             if work.done():
                 work.reopen()
                 self._works.insert(0, work)
-            call = self._refuse_member(member, reason)
-            if trajectory.id not in work.seen and request not in work.waiting:
-                work.waiting.append(request)
+            if trajectory.attempt not in work.attempts:
+                self._end(work, BufferFailed(f"rollout stream: {reason}"))
+                return
+            address = work.attempts[trajectory.attempt].address
+            for number in [number for number, attempt in work.attempts.items() if attempt.address == address]:
+                work.abandon(number)
+            # It may have left since.
+            if (member := self._members.by_address.get(address)) is not None:
+                call = self._refuse_member(member, reason)
         if call is not None:
             call.cancel()
         self._dispatch()
@@ -253,9 +265,13 @@ class GeneratorPool:
         batch = work.batch
         version, digest = self._wanted(work)
         if member.digest == digest:
+            self._last_attempt += 1
+            member.attempt = self._last_attempt
+            work.attempts[member.attempt] = Attempt(member.address, member.requests)
             share = replace(
                 batch,
                 requests=member.requests,
+                attempt=member.attempt,
                 generator=member.address,
                 policy_version=version,
                 weights_digest=digest,
@@ -349,7 +365,7 @@ class GeneratorPool:
             else:
                 member.failures = 0
                 if isinstance(result, int):
-                    member.work, member.requests = None, []
+                    member.work, member.requests, member.attempt = None, [], 0
                     self._end_if_complete(work)
                 else:
                     self._transferred(member, result)
@@ -382,8 +398,8 @@ class GeneratorPool:
     def _take_back(self, member: Member) -> None:
         work = member.work
         if work is not None:
-            work.waiting += [request for request in member.requests if request.id not in work.seen]
-        member.call, member.work, member.requests = None, None, []
+            work.abandon(member.attempt) if member.attempt else work.wait_again_for(member.requests)
+        member.call, member.work, member.requests, member.attempt = None, None, [], 0
         if work is not None:
             self._end_if_complete(work)
 

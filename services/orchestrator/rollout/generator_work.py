@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import copy_context
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from quartet.errors import QuartetError
@@ -14,6 +15,14 @@ from quartet.types import GenerationBatch, GenerationRequest, Trajectory, Trajec
 if TYPE_CHECKING:
     from quartet.services.orchestrator.rollout.generator_members import Member
     from quartet.services.orchestrator.rollout.generator_pool import GeneratorPool
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """A Generate call: the address of its generator, and its trajectories."""
+
+    address: str
+    requests: list[GenerationRequest]
 
 
 class Work:
@@ -26,6 +35,8 @@ class Work:
         self.seen: set[TrajectoryId] = set()
         self.context = copy_context()
         """Context of the thread that started the work. Its calls belong to the trace of the step that was current there."""
+        self.attempts: dict[int, Attempt] = {}
+        """Generate calls that are in flight or have ended well. Trajectories of all others are abandoned."""
         self._ended = threading.Event()
         self._error: QuartetError | None = None
         self._callbacks: list[Callable[[], None]] = []
@@ -50,6 +61,34 @@ class Work:
     def cancel(self) -> None:
         """See ``PendingTrajectories``."""
         self.pool.cancel(self)
+
+    def abandoned(self, trajectory: Trajectory) -> bool:
+        """See ``PendingTrajectories``."""
+        return self.pool.was_started(trajectory.attempt) and trajectory.attempt not in self.attempts
+
+    def wrong_origin(self, trajectory: Trajectory) -> str:
+        """See ``PendingTrajectories``."""
+        attempt = self.attempts.get(trajectory.attempt)
+        if attempt is None:
+            return (
+                f"generator {trajectory.generator or 'none'}: {trajectory.id} names attempt {trajectory.attempt}, which this run "
+                "has not started; start the generators with the same version of Quartet"
+            )
+        if trajectory.generator != attempt.address:
+            return (
+                f"generator {attempt.address}: {trajectory.id} names the generator {trajectory.generator or 'none'}; expected "
+                "the address at which it was called"
+            )
+        return ""
+
+    def abandon(self, attempt: int) -> None:
+        """Wait for the trajectories of a Generate call again, unless they have arrived. Does nothing for an unknown attempt."""
+        if attempt in self.attempts:
+            self.wait_again_for(self.attempts.pop(attempt).requests)
+
+    def wait_again_for(self, requests: Sequence[GenerationRequest]) -> None:
+        """Put requests back, unless their trajectories have arrived."""
+        self.waiting += [request for request in requests if request.id not in self.seen]
 
     def arrived(self, trajectory: Trajectory) -> None:
         """See ``PendingTrajectories``."""

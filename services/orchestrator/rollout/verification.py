@@ -35,7 +35,6 @@ class FirstTrajectories:
         self._actor, self._temperature, self._on_response = actor, temperature, on_response
         self._tolerance = TOLERANCE[dtype]
         self._verified: set[str] = set()
-        self._refused: dict[str, str] = {}
         self._held: dict[str, list[Trajectory]] = {}
         self._calls: dict[str, PendingResult[tuple[FloatArray, int]]] = {}
 
@@ -44,8 +43,11 @@ class FirstTrajectories:
         generator = trajectory.generator
         if self._actor is None or not generator or generator in self._verified or not len(trajectory.log_probs):
             return True
-        self._held.setdefault(generator, []).append(trajectory)
-        if generator not in self._calls and generator not in self._refused:
+        held = self._held.setdefault(generator, [])
+        # A delivery may be read twice.
+        if all((item.id, item.attempt) != (trajectory.id, trajectory.attempt) for item in held):
+            held.append(trajectory)
+        if generator not in self._calls:
             call = self._actor.versioned_log_probs(TokenBatch.of([trajectory]), self._temperature)
             self._calls[generator] = call
             call.when_done(self._on_response)
@@ -58,20 +60,19 @@ class FirstTrajectories:
         """
         for generator in [name for name, call in self._calls.items() if call.done()]:
             log_probs, version = self._calls.pop(generator).result()
-            first = self._held[generator][0]
-            difference = float(np.abs(first.log_probs - log_probs).mean())
+            held = self._held.pop(generator)
+            difference, reason = float(np.abs(held[0].log_probs - log_probs).mean()), ""
             # A difference of NaN is refused, too.
-            if version != first.policy_version or difference <= self._tolerance:
+            if version != held[0].policy_version or difference <= self._tolerance:
                 self._verified.add(generator)
             else:
-                self._refused[generator] = (
-                    f"generator {generator}: the log-probs of {first.id} differ from those of policy version {version} by "
+                reason = (
+                    f"generator {generator}: the log-probs of {held[0].id} differ from those of policy version {version} by "
                     f"{difference:.2g} nats per token, {self._tolerance:g} allowed; its engine uses other weights or caches than "
                     "it was given"
                 )
-        for generator in [name for name in self._held if name in self._verified or name in self._refused]:
-            for trajectory in self._held.pop(generator):
-                yield trajectory, self._refused.get(generator, "")
+            for trajectory in held:
+                yield trajectory, reason
 
     def cancel(self) -> None:
         """Cancel the calls."""

@@ -55,6 +55,7 @@ def generation_batch_to_proto(batch: GenerationBatch) -> generation_pb2.Generate
         policy_version=batch.policy_version,
         weights_digest=batch.weights_digest,
         generator=batch.generator,
+        attempt=batch.attempt,
     )
 
 
@@ -91,6 +92,7 @@ def generation_batch_from_proto(message: generation_pb2.GenerateRequest) -> Gene
         policy_version=message.policy_version,
         weights_digest=checked_digest(message.weights_digest, "weights_digest"),
         generator=message.generator,
+        attempt=message.attempt,
     )
 
 

@@ -84,6 +84,7 @@ def trajectory_to_bytes(trajectory: Trajectory) -> bytes:
         finish_reason=_FINISH[trajectory.finish_reason],
         weights_digest=trajectory.weights_digest,
         generator=trajectory.generator,
+        attempt=trajectory.attempt,
         version_spans=[
             trajectory_pb2.VersionSpan(
                 policy_version=span.policy_version, weights_digest=span.weights_digest, tokens=span.tokens
@@ -129,4 +130,5 @@ def trajectory_from_bytes(data: bytes) -> Trajectory:
         weights_digest=message.weights_digest,
         generator=message.generator,
         version_spans=spans,
+        attempt=message.attempt,
     )

@@ -39,6 +39,7 @@ class GenerateRequest(_message.Message):
     POLICY_VERSION_FIELD_NUMBER: _builtins.int
     WEIGHTS_DIGEST_FIELD_NUMBER: _builtins.int
     GENERATOR_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
     run: _builtins.str
     """Name of the run."""
     step: _builtins.int
@@ -53,6 +54,10 @@ class GenerateRequest(_message.Message):
     """Digest that the generator's weights must have, 16 bytes. Empty for a generator that shares the weights of the actor."""
     generator: _builtins.str
     """HOST:PORT at which the caller reaches this generator. The trajectories carry it. Empty for the actor."""
+    attempt: _builtins.int
+    """Number of the caller's Generate call, from 1. The trajectories carry it, so that the caller recognises those of a call that it
+    has abandoned. It has no influence on their content.
+    """
     @_builtins.property
     def prompt_ids(self) -> _tensor_pb2.Tensor:
         """int32 [all prompt tokens]: the prompts, concatenated."""
@@ -93,10 +98,11 @@ class GenerateRequest(_message.Message):
         policy_version: _builtins.int = ...,
         weights_digest: _builtins.bytes = ...,
         generator: _builtins.str = ...,
+        attempt: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["prompt_ids", b"prompt_ids", "prompt_lengths", b"prompt_lengths", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["generator", b"generator", "leader_epoch", b"leader_epoch", "policy_version", b"policy_version", "prompt_ids", b"prompt_ids", "prompt_lengths", b"prompt_lengths", "prompts", b"prompts", "run", b"run", "sampling", b"sampling", "seed", b"seed", "step", b"step", "trajectory_prompts", b"trajectory_prompts", "trajectory_samples", b"trajectory_samples", "weights_digest", b"weights_digest"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "generator", b"generator", "leader_epoch", b"leader_epoch", "policy_version", b"policy_version", "prompt_ids", b"prompt_ids", "prompt_lengths", b"prompt_lengths", "prompts", b"prompts", "run", b"run", "sampling", b"sampling", "seed", b"seed", "step", b"step", "trajectory_prompts", b"trajectory_prompts", "trajectory_samples", b"trajectory_samples", "weights_digest", b"weights_digest"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

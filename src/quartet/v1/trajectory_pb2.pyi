@@ -169,6 +169,7 @@ class Trajectory(_message.Message):
     WEIGHTS_DIGEST_FIELD_NUMBER: _builtins.int
     GENERATOR_FIELD_NUMBER: _builtins.int
     VERSION_SPANS_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
     policy_version: _builtins.int
     """Updates that the generating policy had taken."""
     finish_reason: Global___FinishReason.ValueType
@@ -177,6 +178,8 @@ class Trajectory(_message.Message):
     """Digest of the generating weights, 16 bytes. Empty if the generator shares the weights of the actor."""
     generator: _builtins.str
     """HOST:PORT of the generator."""
+    attempt: _builtins.int
+    """`attempt` of the request."""
     @_builtins.property
     def id(self) -> Global___TrajectoryId:
         """Id of the trajectory."""
@@ -213,10 +216,11 @@ class Trajectory(_message.Message):
         weights_digest: _builtins.bytes = ...,
         generator: _builtins.str = ...,
         version_spans: _abc.Iterable[Global___VersionSpan] | None = ...,
+        attempt: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["id", b"id", "log_probs", b"log_probs", "prompt_ids", b"prompt_ids", "response_ids", b"response_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "generator", b"generator", "id", b"id", "log_probs", b"log_probs", "policy_version", b"policy_version", "prompt_ids", b"prompt_ids", "response_ids", b"response_ids", "version_spans", b"version_spans", "weights_digest", b"weights_digest"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "finish_reason", b"finish_reason", "generator", b"generator", "id", b"id", "log_probs", b"log_probs", "policy_version", b"policy_version", "prompt_ids", b"prompt_ids", "response_ids", b"response_ids", "version_spans", b"version_spans", "weights_digest", b"weights_digest"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -57,6 +57,13 @@ class FakeGeneration(FakeCall):
         super().__init__()
         self.arrivals: list[Trajectory] = []
         self.newer: dict[int, bytes] = {}
+        self.abandoned_attempts: set[int] = set()
+
+    def abandoned(self, trajectory: Trajectory) -> bool:
+        return trajectory.attempt in self.abandoned_attempts
+
+    def wrong_origin(self, trajectory: Trajectory) -> str:
+        return ""
 
     def arrived(self, trajectory: Trajectory) -> None:
         self.arrivals.append(trajectory)

@@ -118,6 +118,31 @@ def test_a_duplicate_is_scored_once_and_all_its_entries_are_acknowledged(stream:
     assert stream.depth() == 0
 
 
+def test_a_trajectory_of_an_abandoned_call_is_dropped_whatever_it_contains(stream: RolloutStream, run: str) -> None:
+    written = [trajectory(run, prompt) for prompt in range(3)]
+    late = [
+        replace(written[0], policy_version=9, attempt=7, response_ids=written[2].response_ids + 1),
+        replace(trajectory(run, 8), attempt=7),
+    ]
+    stream.append([*late, *written])
+    generation = ended_generation()
+    generation.abandoned_attempts = {7}
+    scorer = Scorer()
+    step = collect(stream, scorer, written, generation)
+    assert [item.trajectory.attempt for item in step.scored] == [0, 0, 0]
+    stream.acknowledge(step.entry_ids)
+    assert stream.depth() == 0
+
+
+def test_trajectories_of_abandoned_calls_do_not_replace_lost_ones(stream: RolloutStream, run: str) -> None:
+    written = [trajectory(run, prompt) for prompt in range(2)]
+    stream.append([written[0], replace(written[1], attempt=7)])
+    generation = ended_generation()
+    generation.abandoned_attempts = {7}
+    with pytest.raises(BufferFailed, match="1 of 2 trajectories"):
+        collect(stream, Scorer(), written, generation)
+
+
 def test_late_duplicates_do_not_reach_the_next_step(stream: RolloutStream, run: str) -> None:
     first = [trajectory(run, prompt) for prompt in range(3)]
     second = [trajectory(run, prompt, step=2) for prompt in range(3)]

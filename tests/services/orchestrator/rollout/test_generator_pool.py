@@ -6,6 +6,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -20,9 +21,11 @@ from quartet.rpc.compute_thread import ComputeThread
 from quartet.rpc.security.credentials import LOCAL
 from quartet.rpc.server import Server
 from quartet.services.generator.factory import build_generator
+from quartet.services.orchestrator.rollout.collector import Collector
 from quartet.services.orchestrator.rollout.generation import PendingTrajectories
 from quartet.services.orchestrator.rollout.generator_members import Member
 from quartet.services.orchestrator.rollout.generator_pool import GeneratorPool
+from quartet.services.orchestrator.rollout.scoring import ScoringServices
 from quartet.types import (
     EngineProperties,
     GenerationBatch,
@@ -34,6 +37,7 @@ from quartet.types import (
     requests_of,
 )
 from tests.services.model_services import Services, start_generation
+from tests.services.orchestrator.fake_services import Scorer
 
 PROMPTS = [Prompt(index, np.arange(3, 5 + index, dtype=np.int32)) for index in range(5)]
 SAMPLES = 2
@@ -301,6 +305,87 @@ def test_the_work_of_a_refused_generator_continues_on_another(generators: Genera
         assert [item.id for item in again] == [item.id for item in result if item.generator == first]
         assert generators.notes == [f"generator {first} gets no more work: wrong weights"]
         assert prompts_by_generator(generators.step(pool, 2)).keys() == {second}
+
+
+def test_a_late_trajectory_of_an_abandoned_call_refuses_no_generator(
+    generators: Generators, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = Gate(monkeypatch)
+    address = generators.start()
+    with generators.pool(address) as pool:
+        batch, cancelled = generators.begin(pool)
+        assert gate.reached.wait(SECONDS)
+        member = pool._members.by_address[address]
+        with pool._lock:
+            attempt = member.attempt
+        cancelled.cancel()
+        wait(cancelled)
+        _, work = generators.begin(pool)
+        wait(work)
+        result = generators.read()
+        late = replace(result[0], attempt=attempt, weights_digest=bytes(16))
+        assert attempt
+        assert work.abandoned(late)
+        assert not any(work.abandoned(item) or work.wrong_origin(item) for item in result)
+        # One that was abandoned after the check.
+        work.refuse(late, "wrong weights")
+        assert member.ready
+        assert work.result() == len(batch.requests)
+        assert contents(result) == contents(generators.by_the_actor())
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"generator": ""}, "names the generator none; expected the address at which it was called"),
+        ({"generator": "elsewhere:1"}, "names the generator elsewhere:1"),
+        ({"attempt": 0}, "names attempt 0, which this run has not started"),
+        ({"attempt": 1000}, "names attempt 1000, which this run has not started"),
+    ],
+    ids=["no-generator", "another-generator", "no-attempt", "a-later-attempt"],
+)
+def test_a_trajectory_that_names_another_origin_than_its_call_is_refused(
+    changes: dict[str, Any], reason: str, generators: Generators
+) -> None:
+    address = generators.start()
+    with generators.pool(address) as pool:
+        batch, work = generators.begin(pool)
+        wait(work)
+        written = [replace(item, **changes) for item in generators.read()]
+        generators.stream.reset()
+        generators.stream.append(written)
+        scorer: Any = Scorer()
+        collector = Collector(generators.stream, ScoringServices(scorer, scorer, scorer, 1.0, generators.actor), 2)
+        try:
+            with pytest.raises(QuartetError, match=reason) as raised:
+                collector.collect(batch, work, lambda scored: None)
+        finally:
+            collector.reset()
+        # The call shows which generator it was.
+        assert address in str(raised.value)
+
+
+def test_a_refused_generator_does_all_its_work_of_the_step_again_elsewhere(
+    generators: Generators, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    properties = EngineProperties("torch", False, False, "whole", "tensors", "read back")
+    monkeypatch.setattr(DetachedTorchEngine, "properties", property(lambda engine: properties))
+    first, second = generators.start(), generators.start()
+    with generators.pool(first, second) as pool:
+        until(lambda: len(pool.statuses()) == 2)
+        _, work = generators.begin(pool)
+        wait(work)
+        result = generators.read()
+        wrong = [item for item in result if item.generator == first]
+        assert len({item.attempt for item in wrong}) > 1
+        work.refuse(wrong[0], "wrong weights")
+        assert all(work.abandoned(item) for item in wrong)
+        wait(work)
+        assert work.result() == len(result)
+        assert [item.id for item in generators.read()][-len(wrong) :]
+        assert {item.id for item in wrong} <= {
+            request.id for attempt in work.attempts.values() for request in attempt.requests
+        }
 
 
 def test_wrong_weights_of_every_generator_end_the_work(generators: Generators) -> None:
