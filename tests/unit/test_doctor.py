@@ -12,7 +12,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from quartet import __version__
+from quartet import __version__, generator_check
 from quartet.cli import doctor as module
 from quartet.cli.doctor import TRAINED_BYTES, Finding, _memory, _requirements, doctor
 from quartet.config import Config, parse_config
@@ -145,7 +145,7 @@ def test_a_generator_that_does_not_fit_fails_with_the_reason(
 
 
 def test_a_generator_of_another_version_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "__version__", "99.0")
+    monkeypatch.setattr(generator_check, "__version__", "99.0")
     server = Server([StatusOnly(GENERATOR)], "127.0.0.1:0")
     try:
         [finding] = generator_findings(config(tmp_path, torch.float32), [server.address])

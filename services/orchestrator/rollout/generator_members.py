@@ -11,11 +11,13 @@ import structlog
 
 from quartet.config import Config
 from quartet.errors import MismatchError, QuartetError, ServiceUnavailable
-from quartet.rpc.clients import GenerationClient
+from quartet.generator_check import generator_mismatch
+from quartet.rpc.clients import ActorClient, GenerationClient
 from quartet.rpc.pending_calls import PendingResult
+from quartet.rpc.security.credentials import LOCAL, Credentials
 from quartet.rpc.service_channel import endpoints_at
 from quartet.services.orchestrator.rollout.generator_work import Work
-from quartet.types import GenerationRequest, GeneratorInfo, GeneratorState, ServiceStatus, WeightTransfer
+from quartet.types import GenerationRequest, GeneratorInfo, GeneratorState, ProcessStatus, ServiceStatus, WeightTransfer
 
 log = structlog.get_logger()
 
@@ -39,7 +41,12 @@ class Member:
     left: bool = False
     """Set if its address no longer belongs to a generator. It gets no work, and is forgotten when its call has ended."""
     failures: int = 0
+    """Failed calls since its last generation."""
+    exhausted: bool = False
+    """True if it is refused because of its failures, which may have another cause."""
     last_error: str = ""
+    question: PendingResult[tuple[ProcessStatus, ServiceStatus]] | None = None
+    """The last request for its status."""
     call: PendingResult[Any] | None = None
     update: PendingResult[WeightTransfer] | None = None
     """An in-flight update. No other call begins until it has ended."""
@@ -63,28 +70,29 @@ class Member:
 
 
 class Members:
-    """The generators of ``services.generators`` by address, and the thread that asks for those that do not respond.
+    """The generators of ``services.generators`` by address.
 
-    ``lock`` guards all members. Its holder may change them.
+    ``lock`` guards all members. Its holder may change them. One thread resolves host names, and another asks the generators that
+    do not respond, all at once. Their answers arrive in callbacks.
     """
 
     def __init__(
         self,
         config: Config,
+        actor: ActorClient,
         note: Callable[[str], None],
         on_joined: Callable[[], None],
-        connect: Callable[[str], GenerationClient],
+        credentials: Credentials = LOCAL,
     ) -> None:
-        """``note`` shows a line to the user. ``on_joined`` is called without the lock when a generator has joined.
-
-        ``connect`` returns a client for an address.
-        """
-        self._config, self._note, self._on_joined, self._connect = config, note, on_joined, connect
+        """``note`` shows a line to the user. ``on_joined`` is called without the lock when a generator has joined."""
+        self._config, self._actor, self._credentials = config, actor, credentials
+        self._note, self._on_joined = note, on_joined
         self.lock = threading.RLock()
         self.by_address: dict[str, Member] = {}
         self._changed = threading.Condition(self.lock)
         self._closed = threading.Event()
-        self._monitor: threading.Thread | None = None
+        self._vocabulary_size: int | None = None
+        self._monitored = False
 
     def all(self) -> list[Member]:
         """Return all members. The caller holds the lock."""
@@ -95,11 +103,22 @@ class Members:
         return [member for member in self.by_address.values() if member.ready]
 
     def wait_until_ready(self, timeout: float, check_alive: Callable[[], None] = lambda: None) -> None:
-        """Wait until a generator is ready. ``check_alive`` may raise to end the wait. Raises ServiceUnavailable."""
+        """Wait until a generator is ready. ``check_alive`` may raise to end the wait. Raises ServiceUnavailable.
+
+        Failures until now no longer count: they may be due to a service that has been restarted.
+        """
+        self._vocabulary_size = self._actor.status().vocabulary_size
         with self.lock:
-            if self._monitor is None:
-                self._monitor = threading.Thread(target=self._watch, name="generators", daemon=True)
-                self._monitor.start()
+            for member in self.all():
+                member.failures = 0
+                if member.exhausted:
+                    member.refused, member.exhausted = "", False
+            if not self._monitored:
+                self._monitored = True
+                for work, seconds in ((self._resolve, RESOLVE_SECONDS), (self._ask_absent, CHECK_SECONDS)):
+                    threading.Thread(
+                        target=self._repeat, args=(work, seconds), name=work.__name__.strip("_"), daemon=True
+                    ).start()
         waited = 0.0
         with self._changed:
             while not self.ready():
@@ -114,12 +133,15 @@ class Members:
                 waited += 0.1
                 check_alive()
 
-    def refuse(self, member: Member, reason: str) -> None:
-        """Give a generator no more work until it has been restarted. The caller holds the lock."""
+    def refuse(self, member: Member, reason: str, exhausted: bool = False) -> None:
+        """Give a generator no more work until it has been restarted. The caller holds the lock.
+
+        ``exhausted``: because of its failures, which count until the next ``wait_until_ready``.
+        """
         if not member.refused:
             log.warning("generator refused", address=member.address, reason=reason)
             self._note(f"generator {member.address} gets no more work: {reason}")
-        member.refused, member.digest = reason, b""
+        member.refused, member.exhausted, member.digest = reason, exhausted, b""
 
     def statuses(self) -> dict[str, ServiceStatus]:
         """Return the last known status of each generator that responds, by address."""
@@ -134,22 +156,21 @@ class Members:
                 member.client.close()
             self.by_address.clear()
 
-    def _watch(self) -> None:
-        """Ask the generators that do not respond for their status, until the pool is closed."""
-        resolve_in = 0.0
+    def _repeat(self, work: Callable[[], None], seconds: float) -> None:
+        """Call ``work`` at an interval until the members are closed, even if it fails."""
         while not self._closed.is_set():
-            if resolve_in <= 0:
-                self._resolve()
-                resolve_in = RESOLVE_SECONDS
-            with self.lock:
-                absent = [
-                    member for member in self.all() if not member.left and (member.status is None or member.refused)
-                ]
-            for member in absent:
-                self._ask(member)
-            if self._closed.wait(CHECK_SECONDS):
-                return
-            resolve_in -= CHECK_SECONDS
+            try:
+                work()
+            except Exception:
+                log.exception("monitor of the generators failed; it continues", work=work.__name__)
+            self._closed.wait(seconds)
+
+    def _ask_absent(self) -> None:
+        """Ask all generators that do not respond for their status."""
+        with self.lock:
+            absent = [member for member in self.all() if not member.left and (member.status is None or member.refused)]
+        for member in absent:
+            self._ask(member)
 
     def _resolve(self) -> None:
         resolved = [endpoints_at(address) for address in self._config.services.generators]
@@ -164,40 +185,53 @@ class Members:
                         member.client.close()
             for address in sorted(addresses):
                 if address not in self.by_address and not self._closed.is_set():
-                    self.by_address[address] = Member(self._connect(address))
+                    client = GenerationClient(address, self._config.timeouts, self._credentials)
+                    client.channel.tracer = self._actor.channel.tracer
+                    self.by_address[address] = Member(client)
+                    self._ask(self.by_address[address])
 
     def _ask(self, member: Member) -> None:
+        """Ask a generator for its status, unless an earlier question is not answered yet."""
+        with self.lock:
+            if self._closed.is_set() or (member.question is not None and not member.question.done()):
+                return
+            question = member.question = member.client.start_status()
+        question.when_done(lambda: self._answered(member, question))
+
+    def _answered(self, member: Member, question: PendingResult[tuple[ProcessStatus, ServiceStatus]]) -> None:
         try:
-            status = member.client.status()
+            process, status = question.result()
         except MismatchError as error:
             with self._changed:
                 member.refused = str(error)
                 self._changed.notify_all()
-            return
         except QuartetError as error:
             with self.lock:
                 member.last_error = str(error)
-            return
+        except Exception:
+            log.exception("status of a generator cannot be read", address=member.address)
+        else:
+            if self._joined(member, process, status):
+                self._on_joined()
+
+    def _joined(self, member: Member, process: ProcessStatus, status: ServiceStatus) -> bool:
+        """Take note of the status of a generator. Return whether it has joined."""
         with self._changed:
             transfer = status.last_transfer
             # Only a process that has just started has loaded nothing.
-            if member.refused and transfer is not None:
-                return
+            if (
+                member.left
+                or (member.status is not None and not member.refused)
+                or (member.refused and transfer is not None)
+            ):
+                return False
             if member.refused:
-                member.refused, member.failures = "", 0
+                member.refused, member.exhausted, member.failures = "", False, 0
             member.status = status
             member.digest, member.transfer = transfer.weights_digest if transfer else b"", transfer
-            member.refused = self._unfit(status)
+            member.refused = generator_mismatch(self._config, process, status, self._vocabulary_size)
             log.info("generator joined", address=member.address, refused=member.refused)
             if member.refused:
                 self._note(f"generator {member.address} gets no work: {member.refused}")
             self._changed.notify_all()
-        self._on_joined()
-
-    def _unfit(self, status: ServiceStatus) -> str:
-        """Return why a generator does not fit this run, or ""."""
-        engine = self._config.rollout.engine
-        # The name may be followed by settings in parentheses.
-        if status.engine is not None and status.engine.name.split(" ")[0] != engine:
-            return f"runs engine {status.engine.name}, rollout.engine is {engine}; start it with this run's config"
-        return ""
+            return True

@@ -24,7 +24,7 @@ from quartet.errors import (
     QuartetError,
     ServiceUnavailable,
 )
-from quartet.rpc.clients import ActorClient, GenerationClient
+from quartet.rpc.clients import ActorClient
 from quartet.rpc.pending_calls import PendingGeneration, PendingResult
 from quartet.rpc.security.credentials import LOCAL, Credentials
 from quartet.services.orchestrator.rollout.generation import PendingTrajectories, published_digest
@@ -46,11 +46,11 @@ from quartet.weight_transfer.tree import distribution_tree
 log = structlog.get_logger()
 
 MAX_FAILURES = 3
-"""Failed calls in a row after which a generator gets no more work until it has been restarted."""
+"""Failed calls without a generation in between, after which a generator gets no more work until it has been restarted."""
 EVALUATION = 0
 """The step of an evaluation, which is always by one policy version."""
-_FATAL = (ComputationFailed, InvalidRequest)
-"""Errors that another generator would raise, too."""
+_OF_THE_WORK = (ComputationFailed, InvalidRequest)
+"""Errors that a second generator raises, too, unless the first one has a defect."""
 
 
 class GeneratorPool:
@@ -65,8 +65,8 @@ class GeneratorPool:
         credentials: Credentials = LOCAL,
     ) -> None:
         """``note`` shows a line to the user. ``observe`` receives every call."""
-        self._config, self._actor, self._observe, self._credentials = config, actor, observe, credentials
-        self._members = Members(config, note, self._dispatch, self._connect)
+        self._config, self._actor, self._observe = config, actor, observe
+        self._members = Members(config, actor, note, self._dispatch, credentials)
         self._lock = self._members.lock
         self._works: list[Work] = []
         self._transfers: list[WeightTransfer] = []
@@ -76,11 +76,6 @@ class GeneratorPool:
         # Generators that pull the weights of a digest, in the order in which they began.
         self._pulling: dict[bytes, list[str]] = {}
         self._closed = False
-
-    def _connect(self, address: str) -> GenerationClient:
-        client = GenerationClient(address, self._config.timeouts, self._credentials)
-        client.channel.tracer = self._actor.channel.tracer
-        return client
 
     def wait_until_ready(self, timeout: float, check_alive: Callable[[], None] = lambda: None) -> None:
         """See ``Members.wait_until_ready``."""
@@ -193,9 +188,9 @@ class GeneratorPool:
             call.cancel()
         self._dispatch()
 
-    def _refuse_member(self, member: Member, reason: str) -> PendingResult[Any] | None:
+    def _refuse_member(self, member: Member, reason: str, exhausted: bool = False) -> PendingResult[Any] | None:
         """Take a generator's work away. Returns its call, to be cancelled."""
-        self._members.refuse(member, reason)
+        self._members.refuse(member, reason, exhausted)
         call = member.call
         self._take_back(member)
         return call
@@ -220,19 +215,22 @@ class GeneratorPool:
                 causes = "; ".join(dict.fromkeys(each.last_error for each in self._members.all() if each.last_error))
                 error: QuartetError = (
                     MismatchError("; ".join(reasons))
-                    if reasons and len(reasons) == len(self._members.by_address)
+                    if reasons and all(each.refused and not each.exhausted for each in self._members.all())
                     else ServiceUnavailable(f"generators: none is ready: {causes or 'none has responded'}")
                 )
                 for work in [*self._works]:
                     self._end(work, error)
                 return
+            for work in [*self._works]:
+                if work.failed and all(member in work.failed for member in ready):
+                    self._end(work, work.error_of_all())
             for member in ready:
                 if member.call is None and member.update is None:
                     self._start_next(member, ready)
 
     def _start_next(self, member: Member, ready: Sequence[Member]) -> None:
         for work in self._works:
-            if requests := self._share(work, member, ready):
+            if member not in work.failed and (requests := self._share(work, member, ready)):
                 member.work, member.requests = work, requests
                 try:
                     self._start_call(member, work)
@@ -247,7 +245,7 @@ class GeneratorPool:
         if work.shares is None:
             parts = split_by_rule(work.waiting, len(ready))
             work.shares, work.waiting = dict(zip(ready, parts, strict=True)), []
-        for lost in [other for other in work.shares if not other.ready]:
+        for lost in [other for other in work.shares if not other.ready or other in work.failed]:
             work.waiting += work.shares.pop(lost)
         if share := work.shares.pop(member, []):
             return share
@@ -363,8 +361,8 @@ class GeneratorPool:
             except QuartetError as error:
                 self._failed(member, error)
             else:
-                member.failures = 0
                 if isinstance(result, int):
+                    member.failures = 0
                     member.work, member.requests, member.attempt = None, [], 0
                     self._end_if_complete(work)
                 else:
@@ -384,16 +382,20 @@ class GeneratorPool:
             return
         member.failures += 1
         member.last_error = str(error)
-        if isinstance(error, _FATAL) and work is not None:
-            self._end(work, error)
-        elif isinstance(error, MismatchError):
+        if isinstance(error, MismatchError):
             self._refuse_member(member, str(error))
-        elif not isinstance(error, FailedPrecondition) or member.failures > MAX_FAILURES:
+            return
+        if isinstance(error, _OF_THE_WORK) and work is not None:
+            log.warning("generator failed at its work", address=member.address, error=str(error))
+            work.failed[member] = error
+            if sum(type(each) is type(error) for each in work.failed.values()) > 1:
+                self._end(work, work.error_of_all())
+        elif not isinstance(error, FailedPrecondition):
             log.warning("generator lost", address=member.address, error=str(error))
             # The monitor asks it again. Until then the others do its work.
             member.status = None
-            if member.failures > MAX_FAILURES:
-                self._refuse_member(member, f"{member.failures} failures in a row, the last: {error}")
+        if member.failures > MAX_FAILURES:
+            self._refuse_member(member, f"{member.failures} failures in a row, the last: {error}", exhausted=True)
 
     def _take_back(self, member: Member) -> None:
         work = member.work

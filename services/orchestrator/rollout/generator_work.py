@@ -37,6 +37,8 @@ class Work:
         """Context of the thread that started the work. Its calls belong to the trace of the step that was current there."""
         self.attempts: dict[int, Attempt] = {}
         """Generate calls that are in flight or have ended well. Trajectories of all others are abandoned."""
+        self.failed: dict[Member, QuartetError] = {}
+        """Generators that have failed at this work, although they respond. They get no more of it."""
         self._ended = threading.Event()
         self._error: QuartetError | None = None
         self._callbacks: list[Callable[[], None]] = []
@@ -101,6 +103,11 @@ class Work:
     def refuse(self, trajectory: Trajectory, reason: str) -> None:
         """See ``PendingTrajectories``."""
         self.pool.refuse(self, trajectory, reason)
+
+    def error_of_all(self) -> QuartetError:
+        """Return one error for those of all generators that have failed at this work."""
+        first, *others = self.failed.values()
+        return type(first)("; ".join(map(str, (first, *others)))) if others else first
 
     def end(self, error: QuartetError | None) -> None:
         """End the work. ``error`` is its failure."""

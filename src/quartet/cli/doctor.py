@@ -29,6 +29,7 @@ from quartet.child_processes import package_path
 from quartet.config import Config, load_config, redact_url
 from quartet.engines.catalog import CATALOG, COLUMNS, described
 from quartet.errors import ConfigError, QuartetError
+from quartet.generator_check import generator_mismatch
 from quartet.hub_models import looks_local
 from quartet.launcher.security_checks import check_access
 from quartet.preflight import check_gateway, check_inputs
@@ -232,22 +233,10 @@ def _running_generator(config: Config, credentials: Credentials, address: str) -
     if status is None:
         roles = ", ".join(each.role for each in process.roles)
         return Finding(subject, False, f"expected a generator, got the {roles} service; correct services.generators")
-    problem = _mismatch(config, process, status)
+    problem = generator_mismatch(config, process, status)
+    if not problem and status.buffer_unreachable:
+        problem = "cannot reach the rollout buffer; check buffer.url from its machine"
     return Finding(subject, not problem, "; ".join(filter(None, (problem, _described_generator(process, status)))))
-
-
-def _mismatch(config: Config, process: ProcessStatus, status: ServiceStatus) -> str:
-    """Return why a generator does not fit the config, or an empty string."""
-    name = status.engine.name.split(" ")[0] if status.engine is not None else "none"
-    if name != config.rollout.engine:
-        return f"runs engine {name}, rollout.engine is {config.rollout.engine}; start it with this config"
-    if process.version != __version__:
-        return f"runs Quartet {process.version}, this is {__version__}; install the same version"
-    if status.dtype != config.actor.dtype:
-        return f"has weights in {status.dtype}, actor.dtype is {config.actor.dtype}; start it with this config"
-    if status.buffer_unreachable:
-        return "cannot reach the rollout buffer; check buffer.url from its machine"
-    return ""
 
 
 def _described_generator(process: ProcessStatus, status: ServiceStatus) -> str:

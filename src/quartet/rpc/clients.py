@@ -78,6 +78,14 @@ class ServiceClient:
         """Return the status of the service. Raises the error of the call."""
         return self._own_status(self.channel.status())
 
+    def start_status(self) -> PendingResult[tuple[ProcessStatus, ServiceStatus]]:
+        """Start to ask for the status of the process and of the service. The result raises as ``status``."""
+
+        def convert(process: ProcessStatus) -> tuple[ProcessStatus, ServiceStatus]:
+            return process, self._own_status(process)
+
+        return PendingResult(self.channel.start_status(), convert)
+
     def replicas(self) -> int:
         """Return the number of processes that share this client's calls, as far as the address shows."""
         return replicas_at(self.channel.address)

@@ -70,7 +70,7 @@ class PendingStream(PendingCall):
 class PendingResult(Generic[T]):
     """A pending call together with the conversion of its response."""
 
-    def __init__(self, pending: PendingCall, convert: Callable[[Any], T]) -> None:
+    def __init__(self, pending: PendingCall | PendingResult[Any], convert: Callable[[Any], T]) -> None:
         self._pending, self._convert = pending, convert
         self._result: T | None = None
 

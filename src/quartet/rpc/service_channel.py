@@ -15,7 +15,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from quartet import codec
 from quartet.errors import AccessRefused, Cancelled, ConfigError, MismatchError, QuartetError, ServiceUnavailable
 from quartet.rpc.call_interceptors import OK, Attributes, CallTracer, OutgoingSpan
-from quartet.rpc.pending_calls import PendingCall, PendingStream
+from quartet.rpc.pending_calls import PendingCall, PendingResult, PendingStream
 from quartet.rpc.security.credentials import LOCAL, Credentials
 from quartet.rpc.status_codes import error_of
 from quartet.types import ProcessStatus
@@ -123,6 +123,11 @@ class ServiceChannel:
         """Return the status of the process. Raises as ``call``."""
         response = self.call(self._status.GetStatus, codec.get_status_request(), timeout, "GetStatus")
         return codec.process_status_from_proto(response)
+
+    def start_status(self, timeout: float = STATUS_TIMEOUT) -> PendingResult[ProcessStatus]:
+        """Start to ask for the status of the process. Raises Cancelled if the channel is closed."""
+        pending = self.start(self._status.GetStatus, codec.get_status_request(), timeout, "GetStatus")
+        return PendingResult(pending, codec.process_status_from_proto)
 
     def is_serving(self, timeout: float = STATUS_TIMEOUT) -> bool:
         """Return whether the process reports itself as serving. Raises as ``call``."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import grpc
@@ -12,7 +14,7 @@ from quartet.config import parse_config
 from quartet.rpc.server import Server
 from quartet.services.orchestrator.rollout import generator_members
 from quartet.services.orchestrator.rollout.generator_pool import GeneratorPool
-from quartet.types import Role, ServiceStatus
+from quartet.types import EngineProperties, Role, ServiceStatus
 from tests.e2e.commands import wait_until
 
 
@@ -25,7 +27,8 @@ class IdleGenerator:
         pass
 
     def status(self) -> ServiceStatus:
-        return ServiceStatus(Role.GENERATOR)
+        engine = EngineProperties("torch", True, True, "whole", "tensors", "read back")
+        return ServiceStatus(Role.GENERATOR, dtype="float32", vocabulary_size=64, engine=engine)
 
     def abandoned(self) -> tuple[str, float]:
         return "", 0.0
@@ -42,6 +45,58 @@ def servers() -> Iterator[list[str]]:
         server.stop(0)
 
 
+class IdleActor:
+    """The actor of a run in which nothing is generated."""
+
+    def status(self) -> ServiceStatus:
+        return ServiceStatus(Role.ACTOR, vocabulary_size=64)
+
+
+def pool_of(tree: dict[str, Any]) -> GeneratorPool:
+    actor: Any = IdleActor()
+    return GeneratorPool(parse_config(tree, "test"), actor, lambda note: None)
+
+
+def far_generators(*addresses: str) -> dict[str, Any]:
+    return {
+        "data": {"prompts": "p"},
+        "actor": {"model": "a"},
+        "reward": {"model": "r"},
+        "buffer": {"url": "redis://far"},
+        "services": {"generators": list(addresses)},
+    }
+
+
+def test_a_generator_that_hangs_does_not_delay_the_others(servers: list[str]) -> None:
+    with ExitStack() as stack:
+        # They accept connections, and never respond.
+        hanging = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(20)]
+        addresses = [f"127.0.0.1:{each.getsockname()[1]}" for each in hanging]
+        pool = pool_of(far_generators(*addresses, *servers))
+        stack.callback(pool.close)
+        # One after the other, they would take 2 seconds each.
+        pool.wait_until_ready(20)
+        wait_until(lambda: set(pool.statuses()) == set(servers), 20)
+
+
+def test_the_monitor_survives_an_unexpected_error(servers: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generator_members, "RESOLVE_SECONDS", 0.02)
+    errors = [OSError("no name server"), ValueError("no port")]
+
+    def endpoints_at(address: str) -> list[str]:
+        if errors:
+            raise errors.pop()
+        return [address]
+
+    monkeypatch.setattr(generator_members, "endpoints_at", endpoints_at)
+    pool = pool_of(far_generators(servers[0]))
+    try:
+        pool.wait_until_ready(20)
+        assert not errors
+    finally:
+        pool.close()
+
+
 def test_replicas_join_and_leave_with_the_addresses_of_their_name(
     servers: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -49,15 +104,7 @@ def test_replicas_join_and_leave_with_the_addresses_of_their_name(
     monkeypatch.setattr(generator_members, "CHECK_SECONDS", 0.02)
     resolved = servers[:1]
     monkeypatch.setattr(generator_members, "endpoints_at", lambda _: list(resolved))
-    tree = {
-        "data": {"prompts": "p"},
-        "actor": {"model": "a"},
-        "reward": {"model": "r"},
-        "buffer": {"url": "redis://far"},
-        "services": {"generators": ["generator:50051"]},
-    }
-    actor: Any = None
-    pool = GeneratorPool(parse_config(tree, "test"), actor, lambda note: None)
+    pool = pool_of(far_generators("generator:50051"))
     try:
         pool.wait_until_ready(20)
         assert set(pool.statuses()) == {servers[0]}

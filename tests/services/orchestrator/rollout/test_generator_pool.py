@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -12,23 +13,26 @@ from typing import Any
 import numpy as np
 import pytest
 
+from quartet import generator_check
 from quartet.buffer.rollout_stream import RolloutStream
 from quartet.config import Config
-from quartet.errors import BufferFailed, Cancelled, ComputationFailed, QuartetError, ServiceUnavailable
+from quartet.errors import BufferFailed, Cancelled, ComputationFailed, InvalidRequest, QuartetError, ServiceUnavailable
 from quartet.models.generation.detached_torch import DetachedTorchEngine
 from quartet.rpc.clients import GenerationClient
 from quartet.rpc.compute_thread import ComputeThread
 from quartet.rpc.security.credentials import LOCAL
 from quartet.rpc.server import Server
 from quartet.services.generator.factory import build_generator
+from quartet.services.generator.generator import Generator
 from quartet.services.orchestrator.rollout.collector import Collector
 from quartet.services.orchestrator.rollout.generation import PendingTrajectories
 from quartet.services.orchestrator.rollout.generator_members import Member
-from quartet.services.orchestrator.rollout.generator_pool import GeneratorPool
+from quartet.services.orchestrator.rollout.generator_pool import MAX_FAILURES, GeneratorPool
 from quartet.services.orchestrator.rollout.scoring import ScoringServices
 from quartet.types import (
     EngineProperties,
     GenerationBatch,
+    GeneratorState,
     Prompt,
     Role,
     SamplingParameters,
@@ -217,6 +221,7 @@ def test_a_trajectory_that_has_arrived_is_not_generated_again(
             work.arrived(Trajectory(id, 0, *[np.zeros(1, np.int32)] * 2, np.zeros(1, np.float32), None))  # type: ignore[arg-type]
         pool._members.by_address[second] = Member(GenerationClient(second, generators.actor.timeouts))
         pool._members._ask(pool._members.by_address[second])
+        until(lambda: len(pool.statuses()) == 2)
         generators.lose(first)
         wait(work)
         result = [item.id for item in generators.read()]
@@ -259,19 +264,108 @@ def test_without_any_generator_the_work_fails(generators: Generators, monkeypatc
             work.result()
 
 
-def test_a_failure_that_every_generator_would_have_ends_the_work(
-    generators: Generators, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def generate(*_: Any) -> Iterator[Any]:
-        raise ComputationFailed("the logits are not finite")
-        yield
+def fail_generations(monkeypatch: pytest.MonkeyPatch, error: type[QuartetError], count: int) -> None:
+    """Let the first ``count`` generations fail."""
+    numbers, generate = itertools.count(1), DetachedTorchEngine.generate
 
-    monkeypatch.setattr(DetachedTorchEngine, "generate", generate)
-    with generators.pool(generators.start()) as pool:
+    def failing(*arguments: Any) -> Iterator[Any]:
+        if next(numbers) <= count:
+            raise error("this engine cannot")
+        return generate(*arguments)
+
+    monkeypatch.setattr(DetachedTorchEngine, "generate", failing)
+
+
+@pytest.mark.parametrize("error", [ComputationFailed, InvalidRequest])
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_failure_of_every_generator_ends_the_work_and_names_them(
+    error: type[QuartetError], count: int, generators: Generators, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fail_generations(monkeypatch, error, 100)
+    addresses = [generators.start() for _ in range(count)]
+    with generators.pool(*addresses) as pool:
+        until(lambda: len(pool.statuses()) == count)
         _, work = generators.begin(pool)
         wait(work)
-        with pytest.raises(ComputationFailed, match="not finite"):
+        with pytest.raises(error, match="this engine cannot") as raised:
             work.result()
+        assert all(address in str(raised.value) for address in addresses)
+        assert not generators.notes
+
+
+@pytest.mark.parametrize("error", [ComputationFailed, InvalidRequest])
+@pytest.mark.parametrize("seeded", [True, False])
+def test_the_work_of_a_generator_with_a_defect_continues_on_another(
+    error: type[QuartetError], seeded: bool, generators: Generators, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    properties = EngineProperties("torch", seeded, seeded, "whole", "tensors", "read back")
+    monkeypatch.setattr(DetachedTorchEngine, "properties", property(lambda engine: properties))
+    fail_generations(monkeypatch, error, 1)
+    addresses = [generators.start() for _ in range(2)]
+    with generators.pool(*addresses) as pool:
+        until(lambda: len(pool.statuses()) == 2)
+        result = generators.step(pool)
+        assert len({item.generator for item in result}) == 1
+        assert contents(result) == contents(generators.by_the_actor())
+        # It may do the next step: the cause may have been the work.
+        assert prompts_by_generator(generators.step(pool, 2)).keys() == {*addresses}
+
+
+def test_failures_before_a_reconnect_do_not_refuse_a_generator(
+    generators: Generators, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    address = generators.start()
+    with generators.pool(address) as pool:
+        fail_generations(monkeypatch, ComputationFailed, MAX_FAILURES + 1)
+        for step in range(1, MAX_FAILURES + 2):
+            _, work = generators.begin(pool, step)
+            wait(work)
+        until(lambda: pool.generators()[0].reason)
+        [info] = pool.generators()
+        assert info.state is GeneratorState.REFUSED
+        assert f"{MAX_FAILURES + 1} failures in a row" in info.reason
+        # No other run would help, so it is no error of the config.
+        _, work = generators.begin(pool)
+        wait(work)
+        with pytest.raises(ServiceUnavailable, match="none is ready"):
+            work.result()
+        pool.wait_until_ready(SECONDS)
+        assert len(generators.step(pool)) == len(PROMPTS) * SAMPLES
+
+
+def test_wrong_weights_refuse_a_generator_also_after_a_reconnect(generators: Generators) -> None:
+    address = generators.start()
+    with generators.pool(address) as pool:
+        _, work = generators.begin(pool)
+        wait(work)
+        work.refuse(generators.read()[0], "wrong weights")
+        with pytest.raises(ServiceUnavailable, match=f"{address}: wrong weights"):
+            pool.wait_until_ready(SECONDS)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"dtype": "bfloat16"}, "has weights in bfloat16, actor.dtype is float32"),
+        ({"vocabulary_size": 7}, "has a vocabulary of 7 ids, the actor "),
+    ],
+    ids=["dtype", "vocabulary"],
+)
+def test_a_generator_of_another_model_gets_no_work(
+    changes: dict[str, Any], reason: str, generators: Generators, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    status = Generator.status
+    monkeypatch.setattr(Generator, "status", lambda generator: replace(status(generator), **changes))
+    address = generators.start()
+    with pytest.raises(ServiceUnavailable, match=f"{address}: {reason}"), generators.pool(address):
+        pass
+
+
+def test_a_generator_of_another_version_gets_no_work(generators: Generators, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generator_check, "__version__", "99")
+    address = generators.start()
+    with pytest.raises(ServiceUnavailable, match="this is 99; install the same version"), generators.pool(address):
+        pass
 
 
 def test_a_cancelled_work_stops_its_generators_which_then_do_the_next(

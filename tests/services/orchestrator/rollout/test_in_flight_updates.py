@@ -64,7 +64,7 @@ class Cluster:
         generator = Generator(
             engine,
             served,
-            ServiceStatus(Role.GENERATOR),
+            ServiceStatus(Role.GENERATOR, dtype="float32", vocabulary_size=self.actor.status().vocabulary_size),
             lambda run: RolloutStream(self._client, self._url, run),
         )
 

@@ -140,7 +140,7 @@ def start_generator(
     served, model, adapter = actor.core.separate_model("cpu")
     kind = MislabelingGenerator if fault == "another version" else Generator
     engine = FaultyEngine(fault, case, model, adapter, served.stop_ids, 4)
-    status = ServiceStatus(Role.GENERATOR, vocabulary_size=served.vocabulary_size)
+    status = ServiceStatus(Role.GENERATOR, dtype="float32", vocabulary_size=served.vocabulary_size)
     generator = kind(engine, served, status, lambda run: RolloutStream(client, url, run))
 
     def peers(sources: Sequence[tuple[Role, str]]) -> list[Any]:
