@@ -35,17 +35,27 @@ def build_generator(
     engine, model, status = create_engine(config)
     generator = Generator(engine, model, status, lambda run: RolloutStream(client, url, run, monitor.mark_lost))
 
-    clients: dict[tuple[Role, str], WeightClient] = {}
-
-    def peers(sources: Sequence[tuple[Role, str]]) -> list[WeightPeer]:
-        for role, address in sources:
-            if (role, address) not in clients:
-                clients[role, address] = WeightClient(role, address, credentials)
-        return [clients[source] for source in sources]
-
     mirror = WeightMirror(capacity=config.rollout.max_off_policy_steps + 2)
     updates = ComputeThread() if config.rollout.in_flight_updates else None
-    return GeneratorServicer(generator, compute, threads, monitor.is_lost, mirror, peers, updates)
+    return GeneratorServicer(generator, compute, threads, monitor.is_lost, mirror, WeightClients(credentials), updates)
+
+
+class WeightClients:
+    """Clients of the sources of the latest update. Clients of other sources are closed. Not thread-safe."""
+
+    def __init__(self, credentials: Credentials) -> None:
+        self._credentials = credentials
+        self._clients: dict[tuple[Role, str], WeightClient] = {}
+
+    def __call__(self, sources: Sequence[tuple[Role, str]]) -> list[WeightPeer]:
+        """Return a client of each source, with the present connection if there is one."""
+        wanted = dict.fromkeys(sources)
+        for source in [source for source in self._clients if source not in wanted]:
+            self._clients.pop(source).close()
+        for source in wanted:
+            if source not in self._clients:
+                self._clients[source] = WeightClient(*source, self._credentials)
+        return [self._clients[source] for source in sources]
 
 
 def set_up_engine(config: Config, threads: int) -> Callable[[], object]:
