@@ -179,13 +179,16 @@ def _serve(roles: list[Role], options: argparse.Namespace, notifier: ReadyNotifi
 def _wait_for_end(endings: queue.SimpleQueue[str], hosted: list[Any], hang_timeout: float) -> str:
     """Wait until the process is to end and return the cause.
 
-    Raises ServiceFailed if work is still running ``hang_timeout`` seconds after its deadline: only a restart frees the role.
+    Raises ServiceFailed if only a restart frees the role: its engine has failed, or work is still running ``hang_timeout``
+    seconds after its deadline.
     """
     while True:
         try:
             return endings.get(timeout=CHECK_INTERVAL)
         except queue.Empty:
             for role in hosted:
+                if failure := role.failure():
+                    raise ServiceFailed(f"{role.role}: {failure}; this process ends, so that it is restarted") from None
                 work, seconds = role.abandoned()
                 if seconds > hang_timeout:
                     raise ServiceFailed(
@@ -201,7 +204,7 @@ def _models(roles: list[Role], config: Config, threads: int, credentials: Creden
 
     set_up_torch(threads)
     # Roles of one process share a GPU, so they share a compute thread. OpenMP has a number of threads per calling thread.
-    compute = ComputeThread(lambda: set_num_threads(threads))
+    compute = ComputeThread(lambda: set_num_threads(threads), config.timeouts.score_seconds)
     return [build_model_role(role, config, compute, threads, credentials.folder) for role in roles]
 
 
@@ -210,7 +213,7 @@ def _generator(roles: list[Role], config: Config, threads: int, credentials: Cre
     from quartet.services.generator.factory import build_generator, set_up_engine
 
     initializer = set_up_engine(config, threads)
-    return [build_generator(config, ComputeThread(initializer), threads, credentials)]
+    return [build_generator(config, ComputeThread(initializer, config.timeouts.score_seconds), threads, credentials)]
 
 
 def _freeze_loaded_objects() -> None:

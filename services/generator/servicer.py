@@ -60,6 +60,10 @@ class GeneratorServicer(ModelServicer[Generator], generation_pb2_grpc.Generation
         """See ``ComputeThread.abandoned``."""
         return max(self.compute.abandoned(), self._updates.abandoned(), key=lambda work: work[1])
 
+    def failure(self) -> str:
+        """See ``ComputeThread.failure``."""
+        return self.compute.failure or self._updates.failure
+
     def register(self, server: grpc.Server) -> None:
         """Add this servicer and that of its weights to a server."""
         WeightServicer(self._mirror).register(server)

@@ -44,6 +44,10 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
         progress = self._board.current()
         return ServiceStatus(role=Role.ORCHESTRATOR, run=progress.run, step=progress.step)
 
+    def failure(self) -> str:
+        """Return "": the run handles its errors."""
+        return ""
+
     def abandoned(self) -> tuple[str, float]:
         """Return no work: calls to the orchestrator never wait for a model."""
         return "", 0.0

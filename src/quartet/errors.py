@@ -67,6 +67,10 @@ class ServiceFailed(QuartetError):
     """A service responded with an error, or its process died."""
 
 
+class EngineFailed(ServiceFailed):
+    """A generation engine has died or hangs. Only a restart of its process helps."""
+
+
 class NoResponse(ServiceFailed):
     """A service abandoned a call or did not respond in time. This says nothing about the request itself."""
 

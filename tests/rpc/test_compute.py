@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 import quartet.services.__main__ as services_main
-from quartet.errors import Cancelled, DeadlinePassed, InvalidRequest, ServiceBusy, ServiceFailed
+from quartet.errors import Cancelled, DeadlinePassed, EngineFailed, InvalidRequest, ServiceBusy, ServiceFailed
+from quartet.rpc import compute_thread
 from quartet.rpc.base_servicers import ModelServicer
 from quartet.rpc.compute_thread import ComputeThread
 from quartet.rpc.limits import MAX_PENDING_WORK
@@ -286,3 +287,73 @@ def test_a_process_exits_if_work_runs_too_long_after_its_deadline(
         end.set()
         with pytest.raises(DeadlinePassed):
             waiting.result(10)
+
+
+class Servicer(ModelServicer[Any]):
+    """A servicer with a compute thread only."""
+
+    role = Role.GENERATOR
+
+
+def test_a_stuck_engine_gets_no_heartbeats_and_ends_its_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compute_thread, "HEARTBEAT_SECONDS", 0.01)
+    monkeypatch.setattr(services_main, "CHECK_INTERVAL", 0.01)
+    compute, end = ComputeThread(stall_seconds=0.05), threading.Event()
+
+    def stuck(cancelled: Callable[[], bool], emit: Callable[[str], None]) -> str:
+        assert end.wait(10)
+        return "late"
+
+    with pytest.raises(EngineFailed, match=r"generate: the engine has made no progress for 0\.05 s"):
+        list(compute.stream("generate", Call(), stuck, lambda: "alive"))
+    with pytest.raises(ServiceFailed, match="generator: generate: the engine has made no progress"):
+        services_main._wait_for_end(queue.SimpleQueue(), [Servicer(None, compute, 1)], 60)
+    end.set()
+    compute.close()
+
+
+def test_an_engine_that_asks_whether_it_is_cancelled_is_slow_but_not_stuck(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compute_thread, "HEARTBEAT_SECONDS", 0.005)
+    compute, beats = ComputeThread(stall_seconds=0.2), list[str]()
+
+    def slow(cancelled: Callable[[], bool], emit: Callable[[str], None]) -> str:
+        # Longer than the limit in total.
+        deadline = time.monotonic() + 0.6
+        while time.monotonic() < deadline:
+            assert not cancelled()
+        return "done"
+
+    beats = list(compute.stream("generate", Call(), slow, lambda: "alive"))
+    assert beats[-1] == "done"
+    assert len(beats) > 1
+    assert compute.failure == ""
+    compute.close()
+
+
+def test_a_generation_that_waits_for_its_turn_is_not_stuck(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compute_thread, "HEARTBEAT_SECONDS", 0.01)
+    compute, end = ComputeThread(stall_seconds=0.05), threading.Event()
+    with ThreadPoolExecutor(1) as pool:
+        before = pool.submit(compute.run, "update", Call(), lambda _: end.wait(10))
+        wait_until(lambda: compute.pending() == 1)
+        events = compute.stream("generate", Call(), lambda cancelled, emit: "done", lambda: "alive")
+        assert [next(events) for _ in range(20)] == ["alive"] * 20
+        end.set()
+        assert list(events)[-1] == "done"
+        assert before.result(10)
+    compute.close()
+
+
+@pytest.mark.parametrize("streamed", [True, False])
+def test_a_dead_engine_ends_its_process(
+    compute: ComputeThread, streamed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(services_main, "CHECK_INTERVAL", 0.01)
+
+    def die(*_: Any) -> Any:
+        raise EngineFailed("engine vllm: its process died")
+
+    with pytest.raises(EngineFailed):
+        list(compute.stream("generate", Call(), die)) if streamed else compute.run("update_weights", Call(), die)
+    with pytest.raises(ServiceFailed, match="generator: engine vllm: its process died; this process ends"):
+        services_main._wait_for_end(queue.SimpleQueue(), [Servicer(None, compute, 1)], 60)

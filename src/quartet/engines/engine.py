@@ -71,7 +71,10 @@ class Engine(Protocol):
         """Yield each response as soon as it is finished.
 
         The seed of a trajectory is ``random_streams.engine_seed(seed, id)``. Raises InvalidRequest at the call. While iterating,
-        raises Cancelled, or ServiceFailed with the engine's error. A failed generation is an error, never an empty response.
+        raises Cancelled, ServiceFailed with the engine's error, or EngineFailed if only a restart of this process helps. A failed
+        generation is an error, never an empty response.
+
+        Asks ``cancelled`` between two steps. An engine that does not ask for ``timeouts.score_seconds`` counts as stuck.
         """
 
     def sleep(self) -> None:

@@ -276,7 +276,10 @@ class VLLMEngine:
 
     def _response(self, request: GenerationRequest, result: Any, truncated: bool) -> EngineResponse:
         """Return a checked response with the versions of its parts."""
-        response = _response(request, result, truncated)
+        try:
+            response = _response(request, result, truncated)
+        except ServiceFailed as error:
+            raise self._process.failure(str(error)) from error
         parts = result.outputs[0].weight_versions
         if not parts or parts[-1].end != len(response.token_ids):
             raise ServiceFailed(f"{NAME}: response to {request.id}: names no version of the weights for each token")

@@ -9,7 +9,7 @@ from collections.abc import Coroutine, Mapping
 from typing import Any
 
 from quartet.engines.vllm_library import NAME, Library, check_head_size
-from quartet.errors import ConfigError, ServiceFailed
+from quartet.errors import ConfigError, EngineFailed, ServiceFailed
 
 EXIT_SECONDS = 20.0
 """Time that vLLM's processes get to end."""
@@ -67,7 +67,11 @@ class VLLMProcess:
         try:
             return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
         except Exception as error:
-            raise ServiceFailed(f"{NAME}: {name} failed: {error_text(error)}") from error
+            raise self.failure(f"{NAME}: {name} failed: {error_text(error)}") from error
+
+    def failure(self, text: str) -> ServiceFailed:
+        """Return the error to raise: EngineFailed if one of vLLM's processes has died, because it never recovers."""
+        return EngineFailed(text) if self.llm is not None and self.llm.errored else ServiceFailed(text)
 
     def rpc(self, method: str, *arguments: Any) -> list[str]:
         """Call a method in every worker and return the result of each rank. Raises ServiceFailed."""

@@ -68,6 +68,10 @@ class ModelServicer(Generic[AnyCore]):
         """See ``ComputeThread.abandoned``."""
         return self.compute.abandoned()
 
+    def failure(self) -> str:
+        """See ``ComputeThread.failure``."""
+        return self.compute.failure
+
     def close(self) -> None:
         """Close the compute thread."""
         self.compute.close()

@@ -12,7 +12,7 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import contextmanager
 from typing import Protocol, TypeVar
 
-from quartet.errors import Cancelled, DeadlinePassed, ServiceBusy
+from quartet.errors import Cancelled, DeadlinePassed, EngineFailed, ServiceBusy
 from quartet.rpc.limits import MAX_CALL_SECONDS, MAX_PENDING_WORK
 
 Result = TypeVar("Result")
@@ -39,6 +39,16 @@ class CallerState:
         """``remaining``: seconds until the caller's deadline."""
         self._deadline = time.monotonic() + remaining
         self._gone_since: float | None = None
+        self._last_sign: float | None = None
+
+    def poll(self) -> bool:
+        """Return whether the caller no longer waits, and take the question as a sign that the work makes progress."""
+        self._last_sign = time.monotonic()
+        return self.is_gone()
+
+    def silent_seconds(self) -> float:
+        """Return the time since the last sign of progress; 0 before the work starts."""
+        return 0.0 if self._last_sign is None else time.monotonic() - self._last_sign
 
     def mark_gone(self) -> None:
         """Record that the caller has cancelled, disconnected or reached its deadline."""
@@ -58,9 +68,17 @@ class CallerState:
 class ComputeThread:
     """Thread that runs work in order, so that a model never computes two calls at once."""
 
-    def __init__(self, initializer: Callable[[], object] | None = None) -> None:
-        """``initializer`` is called in the thread before its first work."""
+    def __init__(
+        self, initializer: Callable[[], object] | None = None, stall_seconds: float = MAX_CALL_SECONDS
+    ) -> None:
+        """``initializer`` is called in the thread before its first work.
+
+        Work of ``stream`` that does not ask whether it is cancelled for ``stall_seconds`` counts as stuck.
+        """
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="compute", initializer=initializer)
+        self._stall_seconds = stall_seconds
+        self.failure = ""
+        """Error that only a restart of this process can repair: the engine of a generation has died, or is stuck."""
         self._busy: defaultdict[str, float] = defaultdict(float)
         self._lock = threading.Lock()
         self._running: tuple[str, CallerState] | None = None
@@ -91,7 +109,8 @@ class ComputeThread:
     ) -> Iterator[Event]:
         """Run ``work(cancelled, emit)``. Yield each emitted event at once, and the result last. Raises as ``run``.
 
-        With ``heartbeat``, also yield its result after every ``HEARTBEAT_SECONDS`` without an event.
+        With ``heartbeat``, also yield its result after every ``HEARTBEAT_SECONDS`` without an event. Raises EngineFailed
+        instead if the work is stuck.
         """
         with self._slot(kind):
             events: queue.SimpleQueue[Event | Future[Event]] = queue.SimpleQueue()
@@ -103,6 +122,10 @@ class ComputeThread:
                     event = events.get(timeout=min(remaining, HEARTBEAT_SECONDS) if heartbeat else remaining)
                 except queue.Empty:
                     if heartbeat and remaining > HEARTBEAT_SECONDS:
+                        if state.silent_seconds() > self._stall_seconds:
+                            state.mark_gone()
+                            self.failure = f"{kind}: the engine has made no progress for {self._stall_seconds:g} s"
+                            raise EngineFailed(self.failure) from None
                         yield heartbeat()
                         continue
                     state.mark_gone()
@@ -140,7 +163,11 @@ class ComputeThread:
             start = time.perf_counter()
             self._running, self._started = (kind, state), start
             try:
-                return work(state.is_gone)
+                state.poll()
+                return work(state.poll)
+            except EngineFailed as error:
+                self.failure = str(error)
+                raise
             finally:
                 with self._lock:
                     self._running = None
