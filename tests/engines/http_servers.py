@@ -8,7 +8,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -97,7 +97,9 @@ def vllm_server(folder: Path) -> Iterator[VLLMServer]:
             time.sleep(0.5)
         yield VLLMServer(url, process, folder / "model", folder)
     finally:
-        os.killpg(process.pid, signal.SIGKILL)
+        # A test may have killed it.
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
         process.wait()
 
 

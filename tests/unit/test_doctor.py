@@ -12,13 +12,14 @@ import pytest
 import torch
 from rich.console import Console
 
-from quartet import __version__, generator_check
+from quartet import __version__
 from quartet.cli import doctor as module
 from quartet.cli.doctor import TRAINED_BYTES, Finding, _memory, _requirements, doctor
 from quartet.config import Config, parse_config
 from quartet.engines.catalog import CATALOG
 from quartet.models.training.optimizer import create_optimizer
 from quartet.models.training.updates import update_policy
+from quartet.preflight import generator_check
 from quartet.rpc.server import Server
 from quartet.types import EngineProperties, Role, ServiceStatus, WeightTransfer
 from tests.unit.models import tiny, updates

@@ -11,7 +11,7 @@ import structlog
 
 from quartet.config import Config
 from quartet.errors import MismatchError, QuartetError, ServiceUnavailable
-from quartet.generator_check import generator_mismatch
+from quartet.preflight.generator_check import generator_mismatch
 from quartet.rpc.clients import ActorClient, GenerationClient
 from quartet.rpc.pending_calls import PendingResult
 from quartet.rpc.security.credentials import LOCAL, Credentials

@@ -29,10 +29,10 @@ from quartet.child_processes import package_path
 from quartet.config import Config, load_config, redact_url
 from quartet.engines.catalog import CATALOG, COLUMNS, described
 from quartet.errors import ConfigError, QuartetError
-from quartet.generator_check import generator_mismatch
 from quartet.hub_models import looks_local
 from quartet.launcher.security_checks import check_access
 from quartet.preflight import check_gateway, check_inputs
+from quartet.preflight.generator_check import generator_mismatch
 from quartet.preflight.generators import ENGINE_PACKAGES
 from quartet.rpc.security.allow_list import OPERATOR
 from quartet.rpc.security.credentials import Credentials

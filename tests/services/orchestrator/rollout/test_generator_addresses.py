@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Iterator
 from contextlib import ExitStack
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -47,6 +48,8 @@ def servers() -> Iterator[list[str]]:
 
 class IdleActor:
     """The actor of a run in which nothing is generated."""
+
+    channel = SimpleNamespace(tracer=None)
 
     def status(self) -> ServiceStatus:
         return ServiceStatus(Role.ACTOR, vocabulary_size=64)
