@@ -7,6 +7,7 @@ batches are computed in chunks of tokens. The backward pass recomputes the logit
 from __future__ import annotations
 
 import weakref
+from contextlib import nullcontext
 from typing import Any, Literal
 
 import torch
@@ -15,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from quartet.models.forward.batching import MicroBatch
 from quartet.models.forward.model_capabilities import backbone, device_of, vocabulary_size
+from quartet.models.forward.onednn_linear import same_linear
 from quartet.models.forward.packing import hidden_states, logits_at_positions, select_positions
 from quartet.ppo.distributions import entropy, token_log_probs
 
@@ -51,7 +53,14 @@ def forward_log_probs(
         return _token_outputs(head(states), targets, temperature, entropy_use)
 
     results = [
-        checkpoint(compute_chunk, states, targets, use_reentrant=False, preserve_rng_state=False)
+        checkpoint(
+            compute_chunk,
+            states,
+            targets,
+            use_reentrant=False,
+            preserve_rng_state=False,
+            context_fn=lambda: (nullcontext(), same_linear()),
+        )
         for states, targets in zip(
             torch.split(select_positions(hidden, micro_batch.predicts), rows),
             torch.split(micro_batch.targets, rows),

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 MIN_WEIGHTS = 2**14
 """Minimum size of a weight for oneDNN. For smaller matmuls the call would take longer than the computation. The number of rows
 does not matter: otherwise the other rows of a batch would change the bits of a row."""
+_is_on: ContextVar[bool] = ContextVar("onednn_linear", default=False)
 CPU_INFO = Path("/proc/cpuinfo")
 
 
@@ -30,10 +32,22 @@ def onednn_linear() -> Iterator[None]:
     Applies to the calling thread, forward and backward.
     """
     if is_faster():
-        with _LinearMode():
-            yield
+        token = _is_on.set(True)
+        try:
+            with _LinearMode():
+                yield
+        finally:
+            _is_on.reset(token)
     else:
         yield
+
+
+def same_linear() -> AbstractContextManager[None]:
+    """Return a context that computes linear layers as here. A backward pass needs it to compute a checkpointed layer again.
+
+    Inside ``Tensor.backward`` the mode is off, and a layer that is computed differently saves other tensors.
+    """
+    return onednn_linear() if _is_on.get() else nullcontext()
 
 
 @functools.cache

@@ -8,6 +8,8 @@ from typing import Any
 
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from quartet.models.forward.onednn_linear import same_linear
+
 
 def count_checkpointed_layers(model: Any) -> int:
     """Return the number of layers of a model or value model that can be recomputed: 0 if the architecture does not support it."""
@@ -57,18 +59,19 @@ def _without_dropout(config: Any) -> Iterator[None]:
 
 
 def _current_attention(config: Any) -> AbstractContextManager[None]:
-    """Return a context that restores the current attention.
+    """Return a context that restores the current attention and linear layers.
 
     Packed attention ends with the forward pass, but a recomputed layer must use the same attention as before.
     """
-    current = config._attn_implementation
+    current, linear = config._attn_implementation, same_linear()
 
     @contextmanager
     def attending() -> Iterator[None]:
         before = config._attn_implementation
         config._attn_implementation = current
         try:
-            yield
+            with linear:
+                yield
         finally:
             config._attn_implementation = before
 

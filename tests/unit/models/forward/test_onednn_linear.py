@@ -11,11 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional
 
+from quartet.models.forward import log_probs
 from quartet.models.forward import onednn_linear as module
 from quartet.models.forward.onednn_linear import is_faster, linear, onednn_linear
 from quartet.models.forward.scoring import response_log_probs, response_values, sequence_scores
 from quartet.models.generation.torch_engine import TorchEngine
 from quartet.models.torch_threads import torch_threads
+from quartet.models.training.activation_checkpointing import activation_checkpointing
+from quartet.models.training.optimizer import create_optimizer
 from quartet.models.training.updates import update_policy, update_value
 from quartet.models.value_head import ValueModel
 from quartet.types import ValueLossSettings
@@ -227,3 +230,21 @@ def test_the_context_changes_nothing_on_other_processors(matmuls: Matmuls, monke
     with onednn_linear():
         functional.linear(torch.randn(4, 2), torch.randn(3, 2))
     assert matmuls == []
+
+
+@pytest.mark.parametrize("chunk_tokens", [None, 3])
+def test_checkpointed_layers_and_logits_are_computed_again_with_onednn(
+    chunk_tokens: int | None, matmuls: Matmuls, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if chunk_tokens:
+        monkeypatch.setattr(log_probs, "MAX_LOGITS", chunk_tokens * tiny.VOCABULARY)
+    results = []
+    for recomputes in (False, True):
+        model = tiny.causal("llama")
+        experience = updates.experience(model)
+        matmuls.clear()
+        with activation_checkpointing(model, recomputes):
+            update_policy(model, create_optimizer(model, 1e-3), experience, updates.settings(), updates.LOSS, 1000)
+        results.append((len(matmuls), model.state_dict()))
+    assert results[1][0] > results[0][0]
+    assert all(torch.equal(value, results[1][1][name]) for name, value in results[0][1].items())
