@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from quartet import generator_check
 from quartet.buffer.rollout_stream import RolloutStream
 from quartet.config import Config
 from quartet.errors import BufferFailed, Cancelled, ComputationFailed, InvalidRequest, QuartetError, ServiceUnavailable
 from quartet.models.generation.detached_torch import DetachedTorchEngine
+from quartet.preflight import generator_check
 from quartet.rpc.clients import GenerationClient
 from quartet.rpc.compute_thread import ComputeThread
 from quartet.rpc.security.credentials import LOCAL
