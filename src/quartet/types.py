@@ -499,12 +499,14 @@ class GeneratorInfo:
 class ProcessStatus:
     """Status of all roles of a process.
 
-    ``metrics_address`` is HOST:PORT of its Prometheus metrics, empty if they are not served.
+    ``metrics_address`` is HOST:PORT of its Prometheus metrics, empty if they are not served. ``instance_id`` is a random id, which
+    changes when the process is restarted.
     """
 
     roles: tuple[ServiceStatus, ...]
     version: str
     metrics_address: str = ""
+    instance_id: str = ""
 
 
 class RunState(enum.StrEnum):

@@ -152,7 +152,7 @@ def test_settings_and_their_changes_round_trip() -> None:
 
 
 def test_a_process_status_round_trips() -> None:
-    status = ProcessStatus((ServiceStatus(Role.ACTOR), ServiceStatus(Role.REWARD)), "1.2", "127.0.0.1:9")
+    status = ProcessStatus((ServiceStatus(Role.ACTOR), ServiceStatus(Role.REWARD)), "1.2", "127.0.0.1:9", "a1")
     assert codec.process_status_from_proto(codec.process_status_to_proto(status)) == status
 
 

@@ -36,8 +36,10 @@ class Member:
     digest: bytes = b""
     transfer: WeightTransfer | None = None
     """Its last transfer of weights."""
+    instance_id: str = ""
+    """Id of the process that gave the status."""
     refused: str = ""
-    """Reason why it gets no work, until it has been restarted."""
+    """Reason why this process gets no work."""
     left: bool = False
     """Set if its address no longer belongs to a generator. It gets no work, and is forgotten when its call has ended."""
     failures: int = 0
@@ -203,7 +205,8 @@ class Members:
             process, status = question.result()
         except MismatchError as error:
             with self._changed:
-                member.refused = str(error)
+                if not member.refused:
+                    member.refused, member.instance_id = str(error), ""
                 self._changed.notify_all()
         except QuartetError as error:
             with self.lock:
@@ -215,19 +218,19 @@ class Members:
                 self._on_joined()
 
     def _joined(self, member: Member, process: ProcessStatus, status: ServiceStatus) -> bool:
-        """Take note of the status of a generator. Return whether it has joined."""
+        """Take note of the status of a generator. Return whether it has joined.
+
+        A refused process stays refused. Another process at its address may join.
+        """
         with self._changed:
-            transfer = status.last_transfer
-            # Only a process that has just started has loaded nothing.
-            if (
-                member.left
-                or (member.status is not None and not member.refused)
-                or (member.refused and transfer is not None)
-            ):
+            if member.left or (member.status is not None and not member.refused):
                 return False
             if member.refused:
+                if process.instance_id == member.instance_id:
+                    return False
                 member.refused, member.exhausted, member.failures = "", False, 0
-            member.status = status
+            transfer = status.last_transfer
+            member.status, member.instance_id = status, process.instance_id
             member.digest, member.transfer = transfer.weights_digest if transfer else b"", transfer
             member.refused = generator_mismatch(self._config, process, status, self._vocabulary_size)
             log.info("generator joined", address=member.address, refused=member.refused)

@@ -158,6 +158,7 @@ def process_status_to_proto(status: ProcessStatus) -> status_pb2.GetStatusRespon
         roles=[status_to_proto(role) for role in status.roles],
         version=status.version,
         metrics_address=status.metrics_address,
+        instance_id=status.instance_id,
     )
 
 
@@ -167,4 +168,5 @@ def process_status_from_proto(message: status_pb2.GetStatusResponse) -> ProcessS
         roles=tuple(status_from_proto(role) for role in message.roles),
         version=message.version,
         metrics_address=message.metrics_address,
+        instance_id=message.instance_id,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -50,11 +51,14 @@ class StatusServicer(status_pb2_grpc.StatusServiceServicer):
 
     def __init__(self, roles: Sequence[HostedRole], metrics_address: str = "") -> None:
         self._roles, self._metrics_address = roles, metrics_address
+        self._instance_id = secrets.token_hex(8)
 
     def GetStatus(self, request: Any, context: grpc.ServicerContext) -> Any:
         """Return the status of the process."""
         roles = tuple(role.status() for role in self._roles)
-        return codec.process_status_to_proto(ProcessStatus(roles, __version__, self._metrics_address))
+        return codec.process_status_to_proto(
+            ProcessStatus(roles, __version__, self._metrics_address, self._instance_id)
+        )
 
 
 class ErrorInterceptor(grpc.ServerInterceptor):  # type: ignore[type-arg]

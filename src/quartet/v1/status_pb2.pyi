@@ -382,10 +382,13 @@ class GetStatusResponse(_message.Message):
     ROLES_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
     METRICS_ADDRESS_FIELD_NUMBER: _builtins.int
+    INSTANCE_ID_FIELD_NUMBER: _builtins.int
     version: _builtins.str
     """Version of Quartet."""
     metrics_address: _builtins.str
     """HOST:PORT of the process's Prometheus metrics, served over HTTP at /metrics. Empty if they are not served."""
+    instance_id: _builtins.str
+    """Random id of the process. It changes when the process is restarted."""
     @_builtins.property
     def roles(self) -> _containers.RepeatedCompositeFieldContainer[Global___RoleStatus]:
         """At least one."""
@@ -396,10 +399,11 @@ class GetStatusResponse(_message.Message):
         roles: _abc.Iterable[Global___RoleStatus] | None = ...,
         version: _builtins.str = ...,
         metrics_address: _builtins.str = ...,
+        instance_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["metrics_address", b"metrics_address", "roles", b"roles", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["instance_id", b"instance_id", "metrics_address", b"metrics_address", "roles", b"roles", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
