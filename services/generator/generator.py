@@ -14,7 +14,7 @@ import structlog
 from quartet.buffer.rollout_stream import RolloutStream
 from quartet.engines.engine import Engine, EngineResponse, ServedModel
 from quartet.engines.validation import check_requests, check_response
-from quartet.errors import FailedPrecondition, MismatchError
+from quartet.errors import Cancelled, FailedPrecondition, InvalidRequest, MismatchError
 from quartet.failpoints import failpoint
 from quartet.leader_fence import LeaderFence
 from quartet.types import (
@@ -64,7 +64,8 @@ class Generator:
         self._loading = threading.Lock()
         self._held: WeightTransfer | None = None
         self._verified: dict[bytes, int] = {}
-        self._loaded = False
+        # Digest of the last load. Empty after a failure: what the engine holds is then unknown.
+        self._loaded = b""
         self._tokens: Counter[str] = Counter()
 
     def load(self, run: str, leader_epoch: int, policy_version: int, digest: bytes, pull: Pull) -> WeightTransfer:
@@ -85,13 +86,12 @@ class Generator:
         pulled = pull()
         self._held = None
         start = time.perf_counter()
-        # What the engine holds is unknown after a failed load, and then it needs every tensor again.
-        changed = pulled.changed if self._loaded else frozenset(pulled.weight_set.tensors)
-        self._loaded = False
+        changed = pulled.changed if pulled.base_digest == self._loaded else frozenset(pulled.weight_set.tensors)
+        self._loaded = b""
         held = self._engine.load_weights(pulled.weight_set, changed)
         if self._engine.properties.digest == "read back":
             self._check_held(pulled.weight_set, held)
-        self._loaded = True
+        self._loaded = digest
         self._verified[digest] = policy_version
         self._held = WeightTransfer(
             policy_version,
@@ -125,8 +125,9 @@ class Generator:
         """Generate trajectories into the rollout stream, each as it finishes. Return the numbers of trajectories and response
         tokens.
 
-        Raises FailedPrecondition for a lower leader epoch, or if the engine does not hold the requested weights. Raises
-        MismatchError for a response by weights that were loaded meanwhile and are not those of their digest.
+        Raises FailedPrecondition for a lower leader epoch, FailedPrecondition if the engine does not hold the requested weights, and
+        MismatchError for a response by weights that were loaded meanwhile and are not those of their digest. After any other
+        failure, the next update loads every tensor: the engine may have lost its weights, such as in a server that was restarted.
         """
         with self._loading:
             self._fence.check(batch.leader_epoch)
@@ -135,11 +136,18 @@ class Generator:
         requests = check_requests(self._model, batch.requests, batch.sampling)
         on_start()
         writer = TrajectoryWriter(self._stream(batch.run), batch, self._tokens, on_progress)
-        for response in self._engine.generate(requests, batch.sampling, batch.seed, cancelled):
-            writer.add(self._trajectory(response, batch))
-        # Without effect unless the engine shares its device with training.
-        self._engine.sleep()
-        return writer.finish()
+        try:
+            for response in self._engine.generate(requests, batch.sampling, batch.seed, cancelled):
+                writer.add(self._trajectory(response, batch))
+            # Without effect unless the engine shares its device with training.
+            self._engine.sleep()
+            return writer.finish()
+        except (Cancelled, InvalidRequest, FailedPrecondition):
+            raise
+        except Exception:
+            with self._loading:
+                self._held, self._loaded = None, b""
+            raise
 
     def _check_requested(self, batch: GenerationBatch) -> None:
         held = self._held

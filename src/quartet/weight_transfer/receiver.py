@@ -33,11 +33,13 @@ FIRST_PAUSE, MAX_PAUSE = 0.05, 1.0
 class PulledWeights:
     """Result of a pull.
 
-    ``changed`` names the tensors that differ from the version before; all of them after ``kind`` "full". ``bytes_received``: data
-    of the chunks. ``source``: role and address of the process that sent them; empty for "held", when the mirror had the version.
+    ``changed`` names the tensors that differ from those of ``base_digest``, which the mirror held before; all of them if it is
+    empty, after ``kind`` "full". ``bytes_received``: data of the chunks. ``source``: role and address of the process that sent
+    them; empty for "held", when the mirror had the version.
     """
 
     weight_set: WeightSet
+    base_digest: bytes
     changed: frozenset[str]
     bytes_received: int
     seconds: float
@@ -84,7 +86,7 @@ class WeightMirror(WeightStore):
         deadline = time.monotonic() + timeout
         with self._writer:
             if self._versions and self._run == run and self._find(version, digest) == len(self._versions) - 1:
-                return self._pulled(frozenset(), 0, start, "", "held")
+                return self._pulled(digest, frozenset(), 0, start, "", "held")
             errors: list[QuartetError] = []
             delta, pause, remaining = True, FIRST_PAUSE, list(sources)
             while remaining:
@@ -132,11 +134,17 @@ class WeightMirror(WeightStore):
             self._state.notify_all()
 
     def _pulled(
-        self, changed: frozenset[str], received: int, start: float, source: str, kind: Literal["delta", "full", "held"]
+        self,
+        base_digest: bytes,
+        changed: frozenset[str],
+        received: int,
+        start: float,
+        source: str,
+        kind: Literal["delta", "full", "held"],
     ) -> PulledWeights:
         weights = self.weight_set()
         assert weights is not None
-        return PulledWeights(weights, changed, received, time.perf_counter() - start, source, kind)
+        return PulledWeights(weights, base_digest, changed, received, time.perf_counter() - start, source, kind)
 
     def _pull(self, source: WeightPeer, request: WeightsRequest, deadline: float, start: float) -> PulledWeights:
         remaining = deadline - time.monotonic()
@@ -145,6 +153,7 @@ class WeightMirror(WeightStore):
         stream = source.get_weights(request, remaining)
         try:
             manifest = self._manifest_of(stream, request)
+            base_digest = b"" if manifest.base_version is None else self._versions[-1].digest
             if manifest.base_version is None:
                 received = self._receive_everything(manifest, stream, request.run)
                 changed = frozenset(layout.name for layout in manifest.layouts)
@@ -158,7 +167,7 @@ class WeightMirror(WeightStore):
             close = getattr(stream, "close", None)
             if close is not None:
                 close()
-        return self._pulled(changed, received, start, source.address, kind)
+        return self._pulled(base_digest, changed, received, start, source.address, kind)
 
     def _manifest_of(self, stream: Iterator[Message], request: WeightsRequest) -> Manifest:
         """Return the first message of a stream after all checks that need no data."""

@@ -12,7 +12,14 @@ import pytest
 from quartet.buffer.rollout_stream import RolloutStream
 from quartet.config import Config
 from quartet.engines.engine import EngineResponse, ServedModel
-from quartet.errors import ComputationFailed, FailedPrecondition, MismatchError, ServiceFailed
+from quartet.errors import (
+    Cancelled,
+    ComputationFailed,
+    FailedPrecondition,
+    InvalidRequest,
+    MismatchError,
+    ServiceFailed,
+)
 from quartet.rpc.clients import GenerationClient
 from quartet.rpc.compute_thread import ComputeThread
 from quartet.rpc.security.credentials import LOCAL
@@ -102,10 +109,12 @@ def generator_of(engine: CopyingEngine, stream: RolloutStream) -> Generator:
     return Generator(engine, served, ServiceStatus(Role.GENERATOR), lambda run: stream)
 
 
-def load(generator: Generator, version: int, epoch: int = 1, changed: Collection[str] = ("a", "b")) -> bytes:
-    """Load a version; return its digest."""
-    weights = weight_set(version)
-    pulled = PulledWeights(weights, frozenset(changed), 8, 0.5, "actor at here:1", "full")
+def load(
+    generator: Generator, version: int, epoch: int = 1, changed: Collection[str] = ("a", "b"), base: int | None = None
+) -> bytes:
+    """Load a version of which these tensors differ from version ``base``, by default the one before. Return its digest."""
+    weights, before = weight_set(version), weight_set(version - 1 if base is None else base)
+    pulled = PulledWeights(weights, before.digest, frozenset(changed), 8, 0.5, "actor at here:1", "delta")
     generator.load(RUN, epoch, version, weights.digest, lambda: pulled)
     return weights.digest
 
@@ -163,6 +172,51 @@ def test_an_engine_that_fails_to_load_gets_everything_next(generator: Generator,
     engine.failure = None
     load(generator, 2, changed=["a"])
     assert engine.loads == [{"a", "b"}, {"a"}, {"a", "b"}]
+
+
+def test_an_engine_gets_everything_if_it_holds_another_version_than_the_one_before(
+    generator: Generator, engine: CopyingEngine
+) -> None:
+    load(generator, 1)
+    load(generator, 3, changed=["a"])
+    # The mirror has the version already, and the engine has not.
+    load(generator, 4, changed=[], base=4)
+    load(generator, 5, changed=["a"])
+    assert engine.loads == [{"a", "b"}, {"a", "b"}, {"a", "b"}, {"a"}]
+
+
+@pytest.mark.parametrize(
+    ("error", "loads_again"),
+    [
+        (ServiceFailed, True),
+        (ComputationFailed, True),
+        (OSError, True),
+        (Cancelled, False),
+        (InvalidRequest, False),
+        (FailedPrecondition, False),
+    ],
+)
+def test_an_engine_gets_everything_again_after_it_has_failed(
+    error: type[Exception],
+    loads_again: bool,
+    generator: Generator,
+    engine: CopyingEngine,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    digest = load(generator, 1)
+
+    def failing(*_: Any) -> Iterator[EngineResponse]:
+        raise error("the server was restarted")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(engine, "generate", failing)
+        with pytest.raises(error, match="the server was restarted"):
+            generate(generator, 1, digest)
+    assert (generator.status().last_transfer is None) is loads_again
+    # The mirror still has the version.
+    load(generator, 1, changed=[], base=1)
+    assert engine.loads == [{"a", "b"}] * (2 if loads_again else 1)
+    assert generate(generator, 1, digest) == (3, 6)
 
 
 def test_an_engine_that_reports_no_digest_is_not_compared(stream: RolloutStream) -> None:

@@ -62,9 +62,10 @@ def test_only_changed_tensors_are_sent(source: WeightSource, mirror: WeightMirro
     before = weights()
     after = changed(before, 1, 0.5, "model.proj.weight")
     source.publish(0, before, run=RUN)
-    pull(mirror, source, 0, before)
+    assert pull(mirror, source, 0, before).base_digest == b""
     source.publish(1, after, run=RUN)
-    assert pull(mirror, source, 1, after).changed == {"model.proj.weight"}
+    result = pull(mirror, source, 1, after)
+    assert (result.base_digest, result.changed) == (digest(before), {"model.proj.weight"})
     assert_equal(mirror.weight_set(), after)
 
 
@@ -75,6 +76,7 @@ def test_the_held_version_is_not_sent_again(source: WeightSource, mirror: Weight
     pull(mirror, peer, 0, tensors)
     again = pull(mirror, peer, 0, tensors)
     assert (again.kind, again.changed, again.bytes_received, len(peer.requests)) == ("held", frozenset(), 0, 1)
+    assert again.base_digest == digest(tensors)
 
 
 def test_every_version_in_the_window_is_sent_as_everything_and_against_any_other(source: WeightSource) -> None:

@@ -1,20 +1,27 @@
-"""Generators that get no more work: until when, and how often the user is told."""
+"""Generators that fail or are refused: until when they get no work, and how often the user is told."""
 
 from __future__ import annotations
 
-import threading
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from quartet.errors import ServiceFailed
+from quartet.errors import ServiceFailed, ServiceUnavailable
+from quartet.models.generation.detached_torch import DetachedTorchEngine
 from quartet.services.generator.generator import Generator
 from quartet.services.orchestrator.rollout import generator_members
 from quartet.services.orchestrator.rollout.generator_members import Member
 from quartet.services.orchestrator.rollout.generator_pool import MAX_FAILURES, GeneratorPool
 from quartet.types import GeneratorState
-from tests.services.orchestrator.rollout.test_generator_pool import SECONDS, Generators, prompts_by_generator, until
+from tests.services.orchestrator.rollout.test_generator_pool import (
+    SECONDS,
+    Generators,
+    contents,
+    prompts_by_generator,
+    until,
+    wait,
+)
 from tests.services.orchestrator.rollout.test_generator_pool import generators as generators
 
 
@@ -24,31 +31,16 @@ def _frequent_checks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def asked_again(pool: GeneratorPool, member: Member) -> None:
-    """Wait until a generator has given its status twice more."""
-    for _ in range(2):
-        before = member.question
-        until(lambda before=before: member.question is not before)
-        question, answered = member.question, threading.Event()
-        assert question is not None
-        question.when_done(answered.set)
-        assert answered.wait(SECONDS)
+    """Wait until the pool has handled another status of a generator."""
+    questions = {member.question}
+
+    def asked() -> int:
+        questions.add(member.question)
+        return len(questions) - 1
+
+    until(lambda: asked() > 2)
     with pool._lock:
         pass  # The answer is handled.
-
-
-def fail_loads(monkeypatch: pytest.MonkeyPatch, count: int = 10**6) -> list[int]:
-    """Let the first ``count`` loads of weights fail, as with too little memory. Return a list that gets one entry per load."""
-    load, loads = Generator._load, list[int]()
-
-    def failing(generator: Generator, *arguments: Any) -> Any:
-        loads.append(len(loads))
-        if len(loads) <= count:
-            generator._held = None
-            raise ServiceFailed("no memory")
-        return load(generator, *arguments)
-
-    monkeypatch.setattr(Generator, "_load", failing)
-    return loads
 
 
 def test_a_refused_generator_without_weights_gets_no_work_until_it_is_restarted(generators: Generators) -> None:
@@ -74,13 +66,20 @@ def test_a_generator_whose_loads_fail_is_refused_after_a_limited_number(
 ) -> None:
     address = generators.start()
     with generators.pool(address) as pool:
-        loads, member = fail_loads(monkeypatch), pool._members.by_address[address]
+        loads, member = list[int](), pool._members.by_address[address]
+
+        def failing(*_: Any) -> Any:
+            loads.append(1)
+            raise ServiceFailed("no memory")
+
+        monkeypatch.setattr(DetachedTorchEngine, "load_weights", failing)
         for step in range(1, MAX_FAILURES + 2):
             until(lambda: member.ready)
-            generators.begin(pool, step)
-            until(lambda step=step: member.failures == step)
+            _, work = generators.begin(pool, step)
+            wait(work)
         asked_again(pool, member)
-        generators.begin(pool, 9)
+        _, work = generators.begin(pool, 9)
+        wait(work)
         assert len(loads) == MAX_FAILURES + 1
         assert pool.generators()[0].state is GeneratorState.REFUSED
         assert len(generators.notes) == 1
@@ -101,3 +100,33 @@ def test_a_generator_that_does_not_fit_is_noted_once(generators: Generators, mon
         generators.start(second)
         until(lambda: member.ready)
         assert len(generators.notes) == 1
+
+
+def test_a_generator_whose_engine_has_lost_its_weights_gets_them_again(
+    generators: Generators, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    address, lost = generators.start(), False
+    load, generate = DetachedTorchEngine.load_weights, DetachedTorchEngine.generate
+
+    def loading(*arguments: Any) -> Any:
+        nonlocal lost
+        lost = False
+        return load(*arguments)
+
+    def generating(*arguments: Any) -> Any:
+        if lost:
+            raise ServiceFailed("the server was restarted")
+        return generate(*arguments)
+
+    monkeypatch.setattr(DetachedTorchEngine, "load_weights", loading)
+    monkeypatch.setattr(DetachedTorchEngine, "generate", generating)
+    with generators.pool(address) as pool:
+        before = generators.step(pool)
+        generators.stream.reset()
+        lost = True
+        _, work = generators.begin(pool)
+        wait(work)
+        with pytest.raises(ServiceUnavailable, match="the server was restarted"):
+            work.result()
+        pool.wait_until_ready(SECONDS)
+        assert contents(generators.step(pool)) == contents(before)
