@@ -71,7 +71,7 @@ class Generator:
     def load(self, run: str, leader_epoch: int, policy_version: int, digest: bytes, pull: Pull) -> WeightTransfer:
         """Bring a policy version into the engine, and verify what the engine holds afterwards. Idempotent by digest.
 
-        Raises FailedPrecondition for a lower leader epoch, MismatchError if the engine holds other weights afterwards, and the
+        Raises StaleLeaderEpoch for a lower leader epoch, MismatchError if the engine holds other weights afterwards, and the
         error of ``pull`` or of the engine.
         """
         with self._loading:
@@ -125,7 +125,7 @@ class Generator:
         """Generate trajectories into the rollout stream, each as it finishes. Return the numbers of trajectories and response
         tokens.
 
-        Raises FailedPrecondition for a lower leader epoch, FailedPrecondition if the engine does not hold the requested weights, and
+        Raises StaleLeaderEpoch for a lower leader epoch, FailedPrecondition if the engine does not hold the requested weights, and
         MismatchError for a response by weights that were loaded meanwhile and are not those of their digest. After any other
         failure, the next update loads every tensor: the engine may have lost its weights, such as in a server that was restarted.
         """

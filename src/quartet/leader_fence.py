@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quartet.errors import FailedPrecondition
+from quartet.errors import StaleLeaderEpoch
 
 
 class LeaderFence:
@@ -12,9 +12,7 @@ class LeaderFence:
         self.epoch = 0
 
     def check(self, leader_epoch: int) -> None:
-        """Record the highest leader epoch. Raises FailedPrecondition for a lower one: another orchestrator is the leader."""
+        """Record the highest leader epoch. Raises StaleLeaderEpoch for a lower one: another orchestrator is the leader."""
         if leader_epoch < self.epoch:
-            raise FailedPrecondition(
-                f"leader_epoch {leader_epoch}: an orchestrator of epoch {self.epoch} has taken over"
-            )
+            raise StaleLeaderEpoch(f"leader_epoch {leader_epoch}: an orchestrator of epoch {self.epoch} has taken over")
         self.epoch = leader_epoch

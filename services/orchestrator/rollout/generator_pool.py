@@ -23,6 +23,7 @@ from quartet.errors import (
     MismatchError,
     QuartetError,
     ServiceUnavailable,
+    StaleLeaderEpoch,
 )
 from quartet.rpc.clients import ActorClient
 from quartet.rpc.pending_calls import PendingGeneration, PendingResult
@@ -380,8 +381,15 @@ class GeneratorPool:
         self._take_back(member)
         if isinstance(error, Cancelled):
             return
-        member.failures += 1
         member.last_error = str(error)
+        if isinstance(error, StaleLeaderEpoch):
+            # The next term of this orchestrator needs the epoch that the generator has seen, so it is asked again.
+            member.status = None
+            for each in [*self._works]:
+                if work is not None and each.batch.leader_epoch <= work.batch.leader_epoch:
+                    self._end(each, error)
+            return
+        member.failures += 1
         if isinstance(error, MismatchError):
             self._refuse_member(member, str(error))
             return

@@ -33,7 +33,7 @@ class UpdateLog:
         return self._broken_at is not None
 
     def fence(self, leader_epoch: int) -> None:
-        """Record the highest leader epoch. Raises FailedPrecondition for a lower one: another orchestrator is the leader."""
+        """Record the highest leader epoch. Raises StaleLeaderEpoch for a lower one: another orchestrator is the leader."""
         self._fence.check(leader_epoch)
 
     @property

@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 
-from quartet.errors import ServiceFailed, ServiceUnavailable
+from quartet.codec import WeightUpdate
+from quartet.errors import ServiceFailed, ServiceUnavailable, StaleLeaderEpoch
 from quartet.models.generation.detached_torch import DetachedTorchEngine
 from quartet.services.generator.generator import Generator
 from quartet.services.orchestrator.rollout import generator_members
 from quartet.services.orchestrator.rollout.generator_members import Member
 from quartet.services.orchestrator.rollout.generator_pool import MAX_FAILURES, GeneratorPool
-from quartet.types import GeneratorState
+from quartet.types import GeneratorState, Role
 from tests.services.orchestrator.rollout.test_generator_pool import (
     SECONDS,
     Generators,
@@ -130,3 +131,21 @@ def test_a_generator_whose_engine_has_lost_its_weights_gets_them_again(
             work.result()
         pool.wait_until_ready(SECONDS)
         assert contents(generators.step(pool)) == contents(before)
+
+
+def test_a_superseded_orchestrator_ends_its_work_at_once_with_the_epoch_of_the_other(generators: Generators) -> None:
+    addresses = [generators.start() for _ in range(2)]
+    with generators.pool(*addresses) as pool:
+        until(lambda: len(pool.statuses()) == 2)
+        generators.step(pool)
+        for member in pool._members.all():
+            actor = ((Role.ACTOR, generators.actor.channel.address),)
+            member.client.update_weights(WeightUpdate(generators._run, 5, 0, member.digest, actor)).result()
+        _, work = generators.begin(pool, 2)
+        wait(work)
+        with pytest.raises(StaleLeaderEpoch, match="leader_epoch 1: an orchestrator of epoch 5 has taken over"):
+            work.result()
+        # Its next term needs a higher epoch.
+        until(lambda: max(pool.leader_epochs(), default=0) == 5)
+        assert not any(info.reason for info in pool.generators())
+        assert not generators.notes
