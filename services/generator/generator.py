@@ -125,9 +125,9 @@ class Generator:
         """Generate trajectories into the rollout stream, each as it finishes. Return the numbers of trajectories and response
         tokens.
 
-        Raises StaleLeaderEpoch for a lower leader epoch, FailedPrecondition if the engine does not hold the requested weights, and
-        MismatchError for a response by weights that were loaded meanwhile and are not those of their digest. After any other
-        failure, the next update loads every tensor: the engine may have lost its weights, such as in a server that was restarted.
+        Raises StaleLeaderEpoch for a lower leader epoch, FailedPrecondition if the engine does not hold the requested weights,
+        and MismatchError for a response by weights that were loaded meanwhile and are not those of their digest. After a failure
+        of the engine, the next update loads every tensor: its server may have been restarted, for example.
         """
         with self._loading:
             self._fence.check(batch.leader_epoch)

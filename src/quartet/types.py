@@ -499,7 +499,7 @@ class GeneratorInfo:
 class ProcessStatus:
     """Status of all roles of a process.
 
-    ``metrics_address`` is HOST:PORT of its Prometheus metrics, empty if they are not served. ``instance_id`` is a random id, which
+    ``metrics_address`` is HOST:PORT of its Prometheus metrics, empty if they are not served. ``instance_id`` is a random id that
     changes when the process is restarted.
     """
 

@@ -69,6 +69,7 @@ class GeneratorPool:
         self._config, self._actor, self._observe = config, actor, observe
         self._members = Members(config, actor, note, self._dispatch, credentials)
         self._lock = self._members.lock
+        # In the order of their start, until all their trajectories have arrived, or until they fail.
         self._works: list[Work] = []
         self._transfers: list[WeightTransfer] = []
         self._last_attempt = 0
@@ -116,6 +117,7 @@ class GeneratorPool:
         batch = replace(batch, weights_digest=published_digest(self._actor, batch.policy_version))
         self._read_published()
         with self._lock:
+            self._works = [work for work in self._works if not (work.done() and work.collected)]
             wanted = {
                 *self._published.values(),
                 batch.weights_digest,
@@ -165,23 +167,22 @@ class GeneratorPool:
             call.cancel()
 
     def refuse(self, work: Work, trajectory: Trajectory, reason: str) -> None:
-        """Give the work of a generator with wrong weights to the others. It gets no more until it has been restarted.
+        """Give all work of a generator with wrong weights to the others, also what it has done for later steps.
 
-        Without effect if the call that generated the trajectory has been abandoned meanwhile.
+        It gets no more until it has been restarted. Without effect if the work has failed, or if the call that generated the
+        trajectory has been abandoned meanwhile.
         """
         call = None
         with self._lock:
-            if work.abandoned(trajectory):
+            if work not in self._works or work.abandoned(trajectory):
                 return
-            if work.done():
-                work.reopen()
-                self._works.insert(0, work)
             if trajectory.attempt not in work.attempts:
+                work.reopen()
                 self._end(work, BufferFailed(f"rollout stream: {reason}"))
                 return
             address = work.attempts[trajectory.attempt].address
-            for number in [number for number, attempt in work.attempts.items() if attempt.address == address]:
-                work.abandon(number)
+            for each in self._works:
+                each.abandon_all_of(address)
             # It may have left since.
             if (member := self._members.by_address.get(address)) is not None:
                 call = self._refuse_member(member, reason)
@@ -211,7 +212,8 @@ class GeneratorPool:
             if self._closed:
                 return
             ready = self._members.ready()
-            if not ready and self._works:
+            active = [work for work in self._works if not work.done()]
+            if not ready and active:
                 reasons = [f"{member.address}: {member.refused}" for member in self._members.all() if member.refused]
                 causes = "; ".join(dict.fromkeys(each.last_error for each in self._members.all() if each.last_error))
                 error: QuartetError = (
@@ -219,10 +221,10 @@ class GeneratorPool:
                     if reasons and all(each.refused and not each.exhausted for each in self._members.all())
                     else ServiceUnavailable(f"generators: none is ready: {causes or 'none has responded'}")
                 )
-                for work in [*self._works]:
+                for work in active:
                     self._end(work, error)
                 return
-            for work in [*self._works]:
+            for work in active:
                 if work.failed and all(member in work.failed for member in ready):
                     self._end(work, work.error_of_all())
             for member in ready:
@@ -231,7 +233,7 @@ class GeneratorPool:
 
     def _start_next(self, member: Member, ready: Sequence[Member]) -> None:
         for work in self._works:
-            if member not in work.failed and (requests := self._share(work, member, ready)):
+            if not work.done() and member not in work.failed and (requests := self._share(work, member, ready)):
                 member.work, member.requests = work, requests
                 try:
                     self._start_call(member, work)
@@ -386,7 +388,7 @@ class GeneratorPool:
             # The next term of this orchestrator needs the epoch that the generator has seen, so it is asked again.
             member.status = None
             for each in [*self._works]:
-                if work is not None and each.batch.leader_epoch <= work.batch.leader_epoch:
+                if work is not None and not each.done() and each.batch.leader_epoch <= work.batch.leader_epoch:
                     self._end(each, error)
             return
         member.failures += 1
@@ -419,7 +421,7 @@ class GeneratorPool:
             self._end(work, None)
 
     def _end(self, work: Work, error: QuartetError | None) -> None:
-        if work in self._works:
+        if error is not None and work in self._works:
             self._works.remove(work)
         if not work.done():
             work.end(error)

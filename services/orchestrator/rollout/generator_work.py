@@ -83,6 +83,18 @@ class Work:
             )
         return ""
 
+    @property
+    def collected(self) -> bool:
+        """Whether all trajectories have arrived."""
+        return all(request.id in self.seen for request in self.batch.requests)
+
+    def abandon_all_of(self, address: str) -> None:
+        """Abandon all Generate calls of a generator. Reopen the work if it has ended and trajectories are missing now."""
+        for number in [number for number, attempt in self.attempts.items() if attempt.address == address]:
+            self.abandon(number)
+        if self.waiting and self.done():
+            self.reopen()
+
     def abandon(self, attempt: int) -> None:
         """Wait for the trajectories of a Generate call again, unless they have arrived. Does nothing for an unknown attempt."""
         if attempt in self.attempts:

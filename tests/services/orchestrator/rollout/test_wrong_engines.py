@@ -40,6 +40,7 @@ from quartet.weight_transfer.receiver import WeightMirror
 from quartet.weight_transfer.tensors import WeightSet
 from tests.services.model_services import TIMEOUTS, Services
 from tests.services.orchestrator.fake_services import Scorer
+from tests.services.orchestrator.rollout.test_generator_pool import until
 
 CASES = 25
 PROMPTS = [Prompt(index, np.array([5, 6, 7 + index], np.int32)) for index in range(4)]
@@ -133,6 +134,53 @@ def test_an_engine_with_wrong_weights_is_refused_by_name_at_its_first_trajectory
         pool.close()
 
 
+def test_what_a_refused_generator_has_done_for_a_later_step_is_generated_again(
+    config: Config, services: Services, redis_client: Redis, redis_url: str
+) -> None:
+    hosted: Any = services.build(Role.ACTOR, config)
+    actor = services.client(Role.ACTOR, services.serve(hosted))
+    right, wrong = (
+        start_generator(fault, 0, hosted, config, services, redis_client, redis_url)
+        for fault in ("", "stale prefix cache")
+    )
+    named = config.model_copy(update={"services": config.services.model_copy(update={"generators": (right, wrong)})})
+    notes: list[str] = []
+    pool = GeneratorPool(named, actor, notes.append)
+    stream = RolloutStream(redis_client, redis_url, config.run.name)
+    scorer: Any = Scorer()
+    collector = Collector(stream, ScoringServices(scorer, scorer, scorer, 1.0, actor), 2)
+    try:
+        pool.wait_until_ready(20)
+        until(lambda: len(pool.statuses()) == 2)
+        collect(pool, collector, stream, config, 1, 0, 0)
+        train(hosted, config.run.name, 0)
+        collector.reset()
+        stream.reset(1)
+        # With max_off_policy_steps: two steps by one version.
+        started = [
+            pool.start(
+                GenerationBatch(
+                    config.run.name, step, 1, requests_of(config.run.name, step, PROMPTS, 2), SAMPLING, 0, 1
+                )
+            )
+            for step in (2, 3)
+        ]
+        for _, generation in started:
+            generation.result()
+        collected = collector.collect(*started[0], lambda scored: None)
+        # The trainer has no more log-probs of this version, so only the former refusal can tell.
+        train(hosted, config.run.name, 1, step=2)
+        later = collector.collect(*started[1], lambda scored: None)
+        for step in (collected, later):
+            assert {item.trajectory.generator for item in step.scored} == {right}
+            assert len(step.scored) == 2 * len(PROMPTS)
+        assert len(notes) == 1
+        assert notes[0].startswith(f"generator {wrong} gets no more work: ")
+    finally:
+        collector.reset()
+        pool.close()
+
+
 def start_generator(
     fault: str, case: int, actor: ActorServicer, config: Config, services: Services, client: Redis, url: str
 ) -> str:
@@ -161,14 +209,14 @@ def collect(
     assert len(collector.collect(batch, generation, lambda scored: None).scored) == len(requests)
 
 
-def train(actor: ActorServicer, run: str, seed: int) -> None:
-    """Change the policy as an update of step 1 does."""
+def train(actor: ActorServicer, run: str, seed: int, step: int = 1) -> None:
+    """Change the policy as the update of a step does."""
     generator = torch.Generator().manual_seed(seed)
     core = actor.core
     with torch.no_grad():
         for parameter in core._model.parameters():
             parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
-    core._updates.record(run, 1, {})
+    core._updates.record(run, step, {})
     core._publish()
 
 
