@@ -101,7 +101,9 @@ def test_only_the_present_policy_version_is_kept_on_disk(server: VLLMServer, eng
     for seed in (2, 3):
         weights = weight_set(policy(seed))
         engine.load_weights(weights, weights.tensors)
-    folders = [folder for owner in (server.folder / "weights").iterdir() for folder in owner.iterdir()]
+    folders = [
+        folder for owner in (server.folder / "weights").iterdir() for folder in owner.iterdir() if folder.is_dir()
+    ]
     assert [folder.name for folder in folders] == [weights.digest.hex()]
     assert {file.name for file in folders[0].iterdir()} >= {"config.json", "model.safetensors"}
     engine.close()

@@ -45,7 +45,7 @@ class ServerEngine(abc.ABC):
     def __init__(self, server: EngineServer, model: ServedModel) -> None:
         self.server, self.model = server, model
         self.client = ServerClient(server, self.explain)
-        self._folders = WeightFolders(server.weights_directory, f"quartet-{uuid.uuid4().hex[:12]}")
+        self._folders = WeightFolders(server.weights_directory)
         self.salt = ""
         """Key of the prefix cache: the digest of the weights."""
         self.adapter: str | None = None

@@ -36,6 +36,7 @@ from quartet.engines.checkpoint_files import (
 from quartet.engines.engine import Cancelled as IsCancelled
 from quartet.engines.engine import EngineProperties, EngineResponse, ServedModel
 from quartet.engines.validation import check_requests
+from quartet.engines.weight_folders import OwnedFolder
 from quartet.errors import Cancelled, ConfigError, InvalidRequest, QuartetError, ServiceFailed
 from quartet.random_streams import engine_seed
 from quartet.types import GenerationRequest, SamplingParameters
@@ -121,7 +122,8 @@ class TensorRTLLMEngine:
             ) from None
         self._settings, self._served_model = settings, served_model
         self._log_prob_modes: Any = _optional_attribute("tensorrt_llm.sampling_params", "LogprobMode")
-        self._folder = Path(tempfile.mkdtemp(prefix="quartet-tensorrt-llm-", dir=settings.folder))
+        self._owned_folder = OwnedFolder(settings.folder or Path(tempfile.gettempdir()), "quartet-tensorrt-llm-", 0o700)
+        self._folder = self._owned_folder.path
         self._llm: Any = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._weights: WeightSet | None = None
@@ -180,7 +182,7 @@ class TensorRTLLMEngine:
     def close(self) -> None:
         """Shut the engine down and delete the weights that were written for it."""
         self._shut_down()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._owned_folder.close()
 
     def _generate(
         self, requests: Sequence[GenerationRequest], sampling: SamplingParameters, seed: int, cancelled: IsCancelled

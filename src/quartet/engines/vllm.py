@@ -12,7 +12,6 @@ import asyncio
 import dataclasses
 import os
 import queue
-import shutil
 import tempfile
 import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -27,6 +26,7 @@ from quartet.engines.validation import check_requests
 from quartet.engines.vllm_library import NAME, check_arguments, import_vllm, lora_rank, on_cpu
 from quartet.engines.vllm_process import VLLMProcess, error_text
 from quartet.engines.vllm_weights import VLLMWeights
+from quartet.engines.weight_folders import OwnedFolder
 from quartet.errors import Cancelled, ConfigError, ServiceFailed
 from quartet.random_streams import engine_seed
 from quartet.types import GenerationRequest, SamplingParameters, VersionSpan
@@ -74,7 +74,8 @@ class VLLMEngine:
         self._settings, self._served = settings, served_model
         self._vllm = import_vllm()
         check_arguments(settings.engine_arguments, self._vllm.AsyncEngineArgs)
-        self._folder = Path(tempfile.mkdtemp(prefix="quartet-vllm-", dir=_memory_folder()))
+        self._owned_folder = OwnedFolder(_memory_folder(), "quartet-vllm-", 0o700)
+        self._folder = self._owned_folder.path
         self._process = VLLMProcess(self._vllm)
         self._weights = VLLMWeights(self._process, served_model.model, self._folder)
         self._adapter: AdapterSettings | None = None
@@ -195,7 +196,7 @@ class VLLMEngine:
         """End vLLM's processes and delete its files."""
         self._salt = ""
         self._process.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._owned_folder.close()
 
     def _start(self, adapter: AdapterSettings | None) -> None:
         """Start vLLM with random weights. Raises ConfigError."""
@@ -363,7 +364,7 @@ def _response(request: GenerationRequest, result: Any, truncated: bool) -> Engin
     return EngineResponse(request, ids, [entry[token].logprob for token, entry in zip(ids, entries, strict=True)])
 
 
-def _memory_folder() -> str | None:
-    """Return the folder of a file system in memory, or None for the default folder of temporary files."""
-    folder = Path("/dev/shm")  # noqa: S108 - mkdtemp creates a private folder in it.
-    return str(folder) if folder.is_dir() and os.access(folder, os.W_OK) else None
+def _memory_folder() -> Path:
+    """Return the folder of a file system in memory, or else the default folder of temporary files."""
+    folder = Path("/dev/shm")  # noqa: S108 - OwnedFolder creates a private folder in it.
+    return folder if folder.is_dir() and os.access(folder, os.W_OK) else Path(tempfile.gettempdir())
