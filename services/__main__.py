@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 import structlog
 
 from quartet.buffer.redis_url import environment_overrides, required_buffer_url
+from quartet.child_processes import kill_descendants
 from quartet.config import Config, load_config
 from quartet.durable_files import describe_os_error
 from quartet.errors import ConfigError, QuartetError, ServiceFailed
@@ -41,6 +42,8 @@ if TYPE_CHECKING:
 log = structlog.get_logger()
 
 END_OF_RUN = "end of the run"
+CLOSE_SECONDS = 10.0
+"""Time to close the roles of a process that has failed, such as one with a stuck engine."""
 CHECK_INTERVAL = 1.0
 """Seconds between two checks for abandoned work."""
 
@@ -163,7 +166,11 @@ def _serve(roles: list[Role], options: argparse.Namespace, notifier: ReadyNotifi
             publish(server.address)
         if background is not None:
             background.start()
-        cause = _wait_for_end(endings, hosted, config.recovery.hang_timeout_seconds)
+        try:
+            cause = _wait_for_end(endings, hosted, config.recovery.hang_timeout_seconds)
+        except ServiceFailed:
+            _close_within(hosted, CLOSE_SECONDS)
+            raise
         log.info("stopping", cause=cause)
         if publish is not None and cause != END_OF_RUN:
             # The run has not ended: a non-zero status makes a supervisor restart this process.
@@ -195,6 +202,24 @@ def _wait_for_end(endings: queue.SimpleQueue[str], hosted: list[Any], hang_timeo
                         f"{role.role}: {work} is still running {seconds:.0f} s after its deadline and its caller is gone; "
                         "if the work takes that long, raise its limit in the timeouts section"
                     ) from None
+
+
+def _close_within(hosted: list[Any], seconds: float) -> None:
+    """Close the roles of a process that has failed, then kill the processes that they leave. ``seconds``: time to close."""
+
+    def close() -> None:
+        for role in hosted:
+            try:
+                role.close()
+            except Exception as error:
+                log.warning("a role does not close cleanly", role=role.role, error=str(error))
+
+    thread = threading.Thread(target=close, name="close", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if thread.is_alive():
+        log.warning("roles do not close; their processes are killed", seconds=seconds)
+    kill_descendants()
 
 
 def _models(roles: list[Role], config: Config, threads: int, credentials: Credentials) -> list[Any]:

@@ -1,7 +1,8 @@
 """Child processes that never outlive their parent.
 
 `python -m quartet.child_processes PARENT COMMAND...` executes COMMAND. On Linux the kernel kills it when its parent dies, even by
-SIGKILL. Quartet starts every process through it, except the services that a fork server starts.
+SIGKILL. Quartet starts every process through it, except the services that a fork server starts. ``tied_spawns`` does the same
+for the processes of a library.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
@@ -28,6 +29,59 @@ def module_command(*module: str, python: Path | None = None) -> list[str]:
 def tied_to_parent(command: Sequence[str]) -> list[str]:
     """Return the command line that runs ``command`` and ends it with the calling process."""
     return module_command("quartet.child_processes", str(os.getpid()), *command)
+
+
+@contextmanager
+def tied_spawns() -> Iterator[None]:
+    """Let the processes that ``multiprocessing`` spawns inside this block end with this process, and theirs with them.
+
+    For a library that starts its processes itself. The thread that spawns must live as long as they do: the kernel takes its end
+    for that of the parent. Processes that are forked are not tied.
+    """
+    from multiprocessing import spawn  # Every child process imports this module, and few need this.
+
+    original = spawn.get_command_line
+    _tie_spawns()
+    try:
+        yield
+    finally:
+        spawn.get_command_line = original
+
+
+def _tie_spawns() -> None:
+    from multiprocessing import spawn
+
+    original = spawn.get_command_line
+
+    def tied_command_line(**arguments: object) -> list[str]:
+        command = original(**arguments)
+        program = command.index("-c") + 1
+        command[program] = f"from {__name__} import begin_spawned; begin_spawned({os.getpid()}); {command[program]}"
+        return command
+
+    spawn.get_command_line = tied_command_line
+
+
+def begin_spawned(parent: int) -> None:
+    """Tie this process to ``parent``, and the processes that it spawns to itself. See ``tied_spawns``."""
+    die_with(parent)
+    _tie_spawns()
+
+
+def kill_descendants() -> None:
+    """Kill the child processes of this process, and theirs. Only on Linux."""
+    children: dict[int, list[int]] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            # The command is in parentheses and may contain any character. The parent is the 2nd field after it.
+            parent = int(stat.read_text().rpartition(")")[2].split()[1])
+            children.setdefault(parent, []).append(int(stat.parent.name))
+    remaining = children.get(os.getpid(), [])
+    while remaining:
+        process = remaining.pop()
+        remaining += children.get(process, [])
+        with suppress(OSError):
+            os.kill(process, signal.SIGKILL)
 
 
 @contextmanager

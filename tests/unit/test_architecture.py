@@ -123,7 +123,13 @@ ALLOWED: dict[str, set[str]] = {
     },
     "quartet.weight_transfer": {"quartet.errors", "quartet.types", "quartet.topology"},
     "quartet.engines": FOUNDATION
-    | {"quartet.hub_models", "quartet.random_streams", "quartet.secret_files", "quartet.weight_transfer"},
+    | {
+        "quartet.child_processes",
+        "quartet.hub_models",
+        "quartet.random_streams",
+        "quartet.secret_files",
+        "quartet.weight_transfer",
+    },
     "quartet.rewards": FOUNDATION
     | {"quartet.models", "quartet.child_processes", "quartet.secret_files", "quartet.user_code"},
     "quartet.buffer": FOUNDATION | {"quartet.codec", "quartet.child_processes", "quartet.secret_files"},

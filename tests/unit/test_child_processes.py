@@ -8,12 +8,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from multiprocessing import spawn
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from quartet.child_processes import has_ended, this_process, tied_to_parent
+from quartet.child_processes import has_ended, this_process, tied_spawns, tied_to_parent
 
 # Starts a child, which prints its process id when its command runs, and waits. Both hold the pipe, so it closes when both have
 # ended.
@@ -39,6 +40,66 @@ def test_a_child_ends_with_its_parent(number: signal.Signals) -> None:
     # The pipe closes shortly before the process ends.
     while is_running(child):
         assert time.monotonic() - start < 30
+
+
+# Spawns a process that spawns another. Both print their process ids and wait.
+SPAWNING = """
+import multiprocessing, os, time
+from quartet.child_processes import tied_spawns
+
+def wait(depth):
+    print(os.getpid(), flush=True)
+    if depth:
+        multiprocessing.get_context("spawn").Process(target=wait, args=(depth - 1,)).start()
+    time.sleep(60)
+
+if __name__ == "__main__":
+    with tied_spawns():
+        multiprocessing.get_context("spawn").Process(target=wait, args=(1,)).start()
+    time.sleep(60)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="as above")
+def test_processes_that_a_library_spawns_end_with_their_parent(tmp_path: Path) -> None:
+    script = tmp_path / "spawning.py"
+    script.write_text(SPAWNING)
+    with subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        spawned = [int(parent.stdout.readline()) for _ in range(2)]
+        parent.kill()
+        start = time.monotonic()
+        while any(map(is_running, spawned)):
+            assert time.monotonic() - start < 30
+
+
+def test_spawns_are_tied_only_inside_the_block() -> None:
+    before = spawn.get_command_line()
+    with tied_spawns():
+        assert f"begin_spawned({os.getpid()})" in str(spawn.get_command_line())
+    assert spawn.get_command_line() == before
+
+
+# Kills a process that it has started, and its child.
+KILLING = """
+import os, subprocess, sys
+from quartet.child_processes import kill_descendants
+child = subprocess.Popen(["sh", "-c", "sleep 60 & echo $!; wait"], stdout=subprocess.PIPE, text=True, start_new_session=True)
+print(child.pid, child.stdout.readline(), flush=True)
+kill_descendants()
+child.wait()
+print("alive", flush=True)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="as above")
+def test_descendants_are_killed_in_every_session() -> None:
+    result = subprocess.run([sys.executable, "-c", KILLING], capture_output=True, text=True, check=True)
+    child, grandchild, alive = result.stdout.split()
+    start = time.monotonic()
+    while is_running(int(child)) or is_running(int(grandchild)):
+        assert time.monotonic() - start < 30
+    assert alive == "alive"
 
 
 def is_running(process: int) -> bool:

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Coroutine, Mapping
 from typing import Any
 
+from quartet.child_processes import tied_spawns
 from quartet.engines.vllm_library import NAME, Library, check_head_size
 from quartet.errors import ConfigError, EngineFailed, ServiceFailed
 
@@ -52,7 +53,9 @@ class VLLMProcess:
         try:
             config = self._library.AsyncEngineArgs(**arguments).create_engine_config()
             check_head_size(config.model_config.get_head_size(), arguments["model"])
-            self.llm = asyncio.run_coroutine_threadsafe(_start(self._library.AsyncLLM, config), self._loop).result()
+            with tied_spawns():  # The thread of the loop spawns vLLM's processes.
+                start = _start(self._library.AsyncLLM, config)
+                self.llm = asyncio.run_coroutine_threadsafe(start, self._loop).result()
         except ConfigError:
             raise
         except Exception as error:
