@@ -107,6 +107,7 @@ def _external_engine(config: Config, model: ServedModel) -> Engine:
             release_memory=vllm.release_memory,
             prefix_caching=vllm.prefix_caching,
             enforce_eager=vllm.enforce_eager,
+            stall_seconds=config.timeouts.score_seconds,
             engine_arguments=vllm.engine_arguments,
         )
         return VLLMEngine(settings, model)

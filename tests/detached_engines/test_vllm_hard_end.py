@@ -1,8 +1,11 @@
-"""vLLM: a process that is killed leaves neither vLLM's processes nor its weights."""
+"""vLLM: a process that is killed leaves neither vLLM's processes nor its weights, and a stuck vLLM is an error."""
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -10,12 +13,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.detached_engines.tiny_checkpoint import served_model
+from quartet.errors import EngineFailed
+from quartet.types import SamplingParameters
+from tests.detached_engines.test_contract import load, requests, run
+from tests.detached_engines.tiny_checkpoint import arrays, served_model
 
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("needs vLLM: make engines", allow_module_level=True)
 
 from quartet.engines.vllm import VLLMEngine, VLLMSettings
+from tests.detached_engines.vllm_engine import BreakableVLLM
 
 SECONDS = 30.0
 
@@ -80,3 +87,19 @@ def test_a_killed_process_leaves_no_processes_and_the_next_one_deletes_its_weigh
     assert weights.exists()
     VLLMEngine(VLLMSettings(16), served_model(folder)).close()
     assert not weights.exists()
+
+
+def test_a_stuck_engine_core_is_an_error_after_the_time_of_a_step(
+    vllm: BreakableVLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load(vllm, arrays(seed=1))
+    monkeypatch.setattr(vllm, "_settings", dataclasses.replace(vllm._settings, stall_seconds=1.0))
+    core = vllm.core_process().pid
+    os.kill(core, signal.SIGSTOP)
+    try:
+        with pytest.raises(EngineFailed, match=r"vLLM: is stuck: it has made no step for 1 s"):
+            list(vllm.generate(requests(1), SamplingParameters(8), 0, lambda: False))
+    finally:
+        os.kill(core, signal.SIGCONT)
+    monkeypatch.undo()
+    assert len(run(vllm, requests(2))) == 2

@@ -131,8 +131,8 @@ class TimeoutsConfig(Section):
     generate_seconds: Positive = 1800.0
     """Time limit for generating the responses of one step."""
     score_seconds: Positive = 600.0
-    """Time limit for one batch at the reward, reference or critic service, and for one step of a generation engine. After that,
-    the engine counts as stuck, and its process ends and is restarted."""
+    """Time limit for one batch at the reward, reference or critic service, and for one step of a generation engine (torch and
+    vllm). After that, the engine counts as stuck, and its process ends and is restarted."""
     update_seconds: Positive = 1800.0
     """Time limit for one update of a model."""
     save_seconds: Positive = 600.0

@@ -74,7 +74,8 @@ class Engine(Protocol):
         raises Cancelled, ServiceFailed with the engine's error, or EngineFailed if only a restart of this process helps. A failed
         generation is an error, never an empty response.
 
-        Asks ``cancelled`` between two steps. An engine that does not ask for ``timeouts.score_seconds`` counts as stuck.
+        Asks ``cancelled`` between two steps. An engine that does not ask for ``timeouts.score_seconds`` counts as stuck. An
+        engine that also asks while it waits for other processes raises EngineFailed if they report no progress for that time.
         """
 
     def sleep(self) -> None:

@@ -27,7 +27,7 @@ from quartet.engines.vllm_library import NAME, check_arguments, import_vllm, lor
 from quartet.engines.vllm_process import VLLMProcess, error_text
 from quartet.engines.vllm_weights import VLLMWeights
 from quartet.engines.weight_folders import OwnedFolder
-from quartet.errors import Cancelled, ConfigError, ServiceFailed
+from quartet.errors import Cancelled, ConfigError, EngineFailed, ServiceFailed
 from quartet.random_streams import engine_seed
 from quartet.types import GenerationRequest, SamplingParameters, VersionSpan
 from quartet.weight_transfer.digests import combined_digest
@@ -48,7 +48,8 @@ class VLLMSettings:
 
     ``tensor_parallel_size`` GPUs share the model. ``memory_fraction`` of each GPU's memory is for weights and cache. On a CPU the
     cache has CPU_CACHE_BYTES, or the engine argument kv_cache_memory_bytes. ``release_memory`` frees the GPU's memory between
-    generations. ``engine_arguments`` are further arguments of vLLM's ``EngineArgs``, by name.
+    generations. vLLM counts as stuck if a generation makes no step for ``stall_seconds``. ``engine_arguments`` are further
+    arguments of vLLM's ``EngineArgs``, by name.
     """
 
     max_concurrent_sequences: int
@@ -57,6 +58,7 @@ class VLLMSettings:
     release_memory: bool = False
     prefix_caching: bool = True
     enforce_eager: bool = False
+    stall_seconds: float = 600.0
     engine_arguments: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -253,6 +255,7 @@ class VLLMEngine:
             self._process.wake()
             self._failed_update = ""
             self._versions = {self._salt: self._versions[self._salt]}
+            self._process.mark_active()
             work = self._process.run(self._run_requests(requests, sampling, seed, self._cache_salt(), results))
             self._generations += 1
         truncated = sampling.temperature != 0 and (sampling.top_k > 0 or sampling.top_p < 1)
@@ -267,13 +270,20 @@ class VLLMEngine:
                         request, result = results.get(timeout=POLL_SECONDS)
                         break
                     except queue.Empty:
-                        continue
+                        self._check_progress()
                 yield self._response(request, result, truncated)
         finally:
             # vLLM aborts the rest: no request of this call runs after it.
             work.cancel()
             with self._updating:
                 self._generations -= 1
+
+    def _check_progress(self) -> None:
+        """Raise EngineFailed if vLLM makes no steps any more. During an update it makes none."""
+        if self._updating.locked():
+            self._process.mark_active()
+        elif self._process.idle_seconds() > self._settings.stall_seconds:
+            raise EngineFailed(f"{NAME}: is stuck: it has made no step for {self._settings.stall_seconds:g} s")
 
     def _response(self, request: GenerationRequest, result: Any, truncated: bool) -> EngineResponse:
         """Return a checked response with the versions of its parts."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import multiprocessing
 import threading
+import time
 from collections.abc import Coroutine, Mapping
 from typing import Any
 
@@ -34,6 +35,39 @@ class LoopTask:
         self._task.add_done_callback(lambda _: self._ended.set())
 
 
+class StepClock:
+    """Time since the last step of vLLM. vLLM reports each step to its logger of statistics."""
+
+    def __init__(self) -> None:
+        self.mark()
+
+    def mark(self) -> None:
+        """Record a step."""
+        self._last = time.monotonic()
+
+    def seconds(self) -> float:
+        """Return the time since the last step."""
+        return time.monotonic() - self._last
+
+    def logger(self, *_: Any) -> Any:
+        """Return a logger of vLLM's statistics that records steps and writes nothing."""
+        from vllm.v1.metrics.loggers import StatLoggerBase
+
+        clock = self
+
+        class StepLogger(StatLoggerBase):  # type: ignore[misc]
+            def __init__(self) -> None:
+                pass
+
+            def record(self, *_: Any, **__: Any) -> None:
+                clock.mark()
+
+            def log_engine_initialized(self) -> None:
+                pass
+
+        return StepLogger()
+
+
 class VLLMProcess:
     """vLLM in its processes. Every call may come from any thread."""
 
@@ -43,6 +77,7 @@ class VLLMProcess:
         self._thread = threading.Thread(target=self._loop.run_forever, name="vllm", daemon=True)
         self._thread.start()
         self._processes: set[Any] = set()
+        self._steps = StepClock()
         self._asleep = False
         self.llm: Any = None
         """The AsyncLLM; None before the start."""
@@ -54,7 +89,7 @@ class VLLMProcess:
             config = self._library.AsyncEngineArgs(**arguments).create_engine_config()
             check_head_size(config.model_config.get_head_size(), arguments["model"])
             with tied_spawns():  # The thread of the loop spawns vLLM's processes.
-                start = _start(self._library.AsyncLLM, config)
+                start = _start(self._library.AsyncLLM, config, self._steps.logger)
                 self.llm = asyncio.run_coroutine_threadsafe(start, self._loop).result()
         except ConfigError:
             raise
@@ -84,6 +119,14 @@ class VLLMProcess:
     def run(self, coroutine: Coroutine[Any, Any, None]) -> LoopTask:
         """Start a coroutine as a task."""
         return LoopTask(coroutine, self._loop)
+
+    def idle_seconds(self) -> float:
+        """Return the time since vLLM's last step, or the last call of ``mark_active``."""
+        return self._steps.seconds()
+
+    def mark_active(self) -> None:
+        """Count the present as a step: vLLM had nothing to compute until now."""
+        self._steps.mark()
 
     def sleep(self) -> None:
         """Move the weights to host memory and discard the cache."""
@@ -128,9 +171,9 @@ def error_text(error: BaseException) -> str:
     return ": ".join(parts)
 
 
-async def _start(engine: Any, config: Any) -> Any:
+async def _start(engine: Any, config: Any, step_logger: Any) -> Any:
     """Create vLLM's engine in the event loop that its tasks run in."""
-    return engine.from_vllm_config(config)
+    return engine.from_vllm_config(config, stat_loggers=[step_logger])
 
 
 async def _end_tasks() -> None:
