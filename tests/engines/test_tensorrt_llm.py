@@ -6,6 +6,7 @@ import importlib.util
 import json
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -330,6 +331,25 @@ def test_sleep_shuts_down_only_if_the_memory_is_needed(create: Create, subject: 
         batch = requests(4)
         assert tokens(run(engine, batch, temperature=0.0)) == [greedy(subject, request) for request in batch]
         assert len(LLM.started) == 1 + releases
+
+
+def test_a_start_in_a_generation_counts_as_progress(
+    create: Create, subject: Policy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tensorrt_llm, "POLL_SECONDS", 0.001)
+    engine = create(release_memory=True)
+    load(engine, weight_set(subject, 0, tmp_path / "w"))
+    engine.sleep()
+    polled = threading.Event()
+    start = engine._start
+
+    def slow_start() -> None:
+        polled.clear()
+        assert polled.wait(10)
+        start()
+
+    monkeypatch.setattr(engine, "_start", slow_start)
+    assert len(list(engine.generate(requests(2), SamplingParameters(4), 0, lambda: polled.set() or False))) == 2
 
 
 def test_close_shuts_down_and_deletes_the_weights(engine: TensorRTLLMEngine, tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ import importlib
 import os
 import shutil
 import tempfile
+import threading
 from collections.abc import Collection, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -189,7 +190,8 @@ class TensorRTLLMEngine:
     ) -> Iterator[EngineResponse]:
         if not requests:
             return
-        self._start()
+        with _polling(cancelled):
+            self._start()
         running: dict[asyncio.Task[Any], tuple[GenerationRequest, Any]] = {}
         try:
             self._run(self._submit(requests, sampling, seed, running))
@@ -398,6 +400,27 @@ class TensorRTLLMEngine:
                     with contextlib.suppress(asyncio.CancelledError, Exception):
                         loop.run_until_complete(task)
                 loop.close()
+
+
+@contextlib.contextmanager
+def _polling(cancelled: IsCancelled) -> Iterator[None]:
+    """Poll ``cancelled`` on another thread inside this block, because a start takes minutes and is no stuck generation.
+
+    A start that never ends is bounded by the deadline of the call.
+    """
+    ended = threading.Event()
+
+    def poll() -> None:
+        while not ended.wait(POLL_SECONDS):
+            cancelled()
+
+    thread = threading.Thread(target=poll, name="start", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 async def _first_finished(tasks: Collection[asyncio.Task[Any]]) -> set[asyncio.Task[Any]]:
