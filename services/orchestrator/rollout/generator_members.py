@@ -26,6 +26,9 @@ CHECK_SECONDS = 0.5
 RESOLVE_SECONDS = 10.0
 """Interval at which host names are resolved again, for generators that have joined."""
 
+SETTLE_SECONDS = 3.0
+"""Time that all generators get to respond once one is ready, so that the first step is split over all of them."""
+
 
 @dataclass(eq=False, slots=True)
 class Member:
@@ -64,6 +67,11 @@ class Member:
     @property
     def ready(self) -> bool:
         return self.status is not None and not self.refused and not self.left
+
+    @property
+    def awaited(self) -> bool:
+        """Return whether its first status, or an error, is still to come."""
+        return self.status is None and not self.last_error and not self.refused and not self.left
 
     def info(self) -> GeneratorInfo:
         state = GeneratorState.READY if self.ready else GeneratorState.REFUSED if self.refused else GeneratorState.LOST
@@ -105,7 +113,9 @@ class Members:
         return [member for member in self.by_address.values() if member.ready]
 
     def wait_until_ready(self, timeout: float, check_alive: Callable[[], None] = lambda: None) -> None:
-        """Wait until a generator is ready. ``check_alive`` may raise to end the wait. Raises ServiceUnavailable.
+        """Wait until a generator is ready, and until the others have responded or SETTLE_SECONDS are over.
+
+        ``check_alive`` may raise to end the wait. Raises ServiceUnavailable.
 
         Failures until now no longer count: they may be due to a service that has been restarted.
         """
@@ -123,7 +133,7 @@ class Members:
                     ).start()
         waited = 0.0
         with self._changed:
-            while not self.ready():
+            while not self.ready() or (waited < SETTLE_SECONDS and any(member.awaited for member in self.all())):
                 refusals = [f"{member.address}: {member.refused}" for member in self.all() if member.refused]
                 if waited >= timeout or (refusals and len(refusals) == len(self.by_address)):
                     reason = f": {'; '.join(refusals)}" if refusals else f" within {timeout:g} s"

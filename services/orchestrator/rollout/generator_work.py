@@ -85,7 +85,7 @@ class Work:
 
     @property
     def collected(self) -> bool:
-        """Whether all trajectories have arrived."""
+        """True if all trajectories have arrived."""
         return all(request.id in self.seen for request in self.batch.requests)
 
     def abandon_all_of(self, address: str) -> None:

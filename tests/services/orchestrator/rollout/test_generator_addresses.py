@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Iterator
 from contextlib import ExitStack
+from threading import Event
 from types import SimpleNamespace
 from typing import Any
 
@@ -80,6 +81,19 @@ def test_a_generator_that_hangs_does_not_delay_the_others(servers: list[str]) ->
         # One after the other, they would take 2 seconds each.
         pool.wait_until_ready(20)
         wait_until(lambda: set(pool.statuses()) == set(servers), 20)
+
+
+def test_a_run_begins_with_all_generators_that_respond(servers: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generator_members, "SETTLE_SECONDS", 20.0)
+    with ExitStack() as stack:
+        slow = IdleGenerator()
+        slow.status = lambda: (Event().wait(0.5), IdleGenerator().status())[1]  # type: ignore[method-assign]
+        server = Server([slow], "127.0.0.1:0")
+        stack.callback(server.stop, 0)
+        pool = pool_of(far_generators(*servers, server.address))
+        stack.callback(pool.close)
+        pool.wait_until_ready(20)
+        assert set(pool.statuses()) == {*servers, server.address}
 
 
 def test_the_monitor_survives_an_unexpected_error(servers: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
