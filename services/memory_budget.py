@@ -10,7 +10,8 @@ import structlog
 from quartet.config import MAX_MICRO_BATCH_TOKENS, TrainedModelConfig
 from quartet.errors import ConfigError
 from quartet.models.forward.model_capabilities import device_of
-from quartet.models.training.update_memory import MEMORY_FRACTION, UpdateMemory, free_gpu_bytes
+from quartet.models.training.update_memory import UpdateMemory, free_gpu_bytes
+from quartet.planner.memory import MEMORY_FRACTION
 from quartet.topology import free_memory_bytes
 from quartet.types import Role, ServiceStatus
 

@@ -12,8 +12,9 @@ from quartet.buffer.connection import Redis
 from quartet.buffer.experience_store import ExperienceStore
 from quartet.config import Config
 from quartet.errors import ConfigError
-from quartet.models.training.update_memory import MEMORY_FRACTION, measure_policy
+from quartet.models.training.update_memory import measure_policy
 from quartet.models.training.updates import update_policy, update_value
+from quartet.planner.memory import MEMORY_FRACTION
 from quartet.services import memory_budget as budget
 from quartet.services import trainable_model as trained
 from quartet.services.actor import actor

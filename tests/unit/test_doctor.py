@@ -14,7 +14,7 @@ from rich.console import Console
 
 from quartet import __version__
 from quartet.cli import doctor as module
-from quartet.cli.doctor import TRAINED_BYTES, Finding, _memory, _requirements, doctor
+from quartet.cli.doctor import Finding, _memory, _requirements, doctor
 from quartet.config import Config, parse_config
 from quartet.engines.catalog import CATALOG
 from quartet.models.training.optimizer import create_optimizer
@@ -25,8 +25,8 @@ from quartet.types import EngineProperties, Role, ServiceStatus, WeightTransfer
 from tests.unit.models import tiny, updates
 
 
-def config(folder: Path, dtype: torch.dtype, **actor: Any) -> Config:
-    model = str(tiny.saved(tiny.causal("llama", vocab_size=4096).to(dtype), folder / "m"))
+def config(folder: Path, weights: torch.dtype, **actor: Any) -> Config:
+    model = str(tiny.saved(tiny.causal("llama", vocab_size=4096).to(weights), folder / "m"))
     tree = {"data": {"prompts": "p.jsonl"}, "actor": {"model": model, **actor}, "reward": {"model": model}}
     return Config.model_validate({"run": {"name": "r", "steps": 1}, "critic": {"model": model}, **tree})
 
@@ -40,21 +40,38 @@ def test_trained_models_are_estimated_with_gradients_and_optimizer_state(dtype: 
     # A gradient has the dtype of its parameter.
     tensors = [*model.parameters(), *model.parameters(), *optimizer.parameter_of_master_weight, *moments]
     total, count = sum(t.nbytes for t in tensors), sum(p.numel() for p in model.parameters())
-    assert total == TRAINED_BYTES * count
+    assert total == 16 * count
+    name = str(dtype).removeprefix("torch.")
     for role in (Role.ACTOR, Role.CRITIC):
-        text = _memory(config(tmp_path, dtype), role)
-        assert text == f", about {total / 2**20:.1f} MiB for weights, gradients and optimizer"
+        # The critic has a value head instead of the vocabulary projection.
+        own = total if role is Role.ACTOR else total - 16 * (4096 - 1) * 32
+        text = _memory(config(tmp_path, dtype, dtype=name), role)
+        assert text.startswith(f", about {own / 2**20:.1f} MiB for weights, gradients and optimizer, at least ")
+        assert ("key-value cache of 64 sequences" in text) == (role is Role.ACTOR)
 
 
 def test_models_without_full_training_are_estimated_by_their_weights(tmp_path: Path) -> None:
-    settings = config(tmp_path, torch.bfloat16, lora={"rank": 2})
+    settings = config(tmp_path, torch.bfloat16, lora={"rank": 2}, dtype="bfloat16")
+    weights = sum(p.numel() for p in tiny.causal("llama", vocab_size=4096).parameters())
+    # float32 adapters with gradients and moments, of 16 bytes per parameter, on seven matrices in each of two layers.
+    adapters = 16 * 2 * 2 * (4 * 32 + 2 * (32 + 16) + 3 * (32 + 48))
+    assert _memory(settings, Role.ACTOR).startswith(f", about {(2 * weights + adapters) / 2**20:.1f} MiB for weights")
+    scorer = 4 * (weights - 4095 * 32)
+    assert _memory(settings, Role.REWARD).startswith(f", about {scorer / 2**20:.1f} MiB for weights and ")
+
+
+def test_models_that_the_planner_cannot_count_are_estimated_by_their_files(tmp_path: Path) -> None:
+    settings = config(tmp_path, torch.bfloat16)
+    tiny.saved(tiny.causal("bloom"), tmp_path / "m")
+    count = sum(p.numel() for p in tiny.causal("bloom").parameters())
+    assert _memory(settings, Role.ACTOR) == f", about {16 * count / 2**20:.1f} MiB for weights, gradients and optimizer"
     size = (tmp_path / "m" / "model.safetensors").stat().st_size
-    for role in (Role.ACTOR, Role.REWARD):
-        assert _memory(settings, role) == f", about {size / 2**20:.1f} MiB for weights"
+    assert _memory(settings, Role.REWARD) == f", about {size / 2**20:.1f} MiB for weights"
 
 
 def test_unreadable_weights_are_not_counted(tmp_path: Path) -> None:
     settings = config(tmp_path, torch.bfloat16)
+    (tmp_path / "m" / "config.json").write_text("{}")
     (tmp_path / "m" / "model.safetensors").write_bytes(b"\x10")
     assert not _memory(settings, Role.ACTOR)
 

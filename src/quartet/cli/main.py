@@ -420,6 +420,43 @@ def doctor(
 
 
 @app.command()
+def plan(
+    config: ConfigPath,
+    gpus: Annotated[
+        str, typer.Option(metavar="COUNTxGPU", help="Devices of each node, such as 8xH100-80GB. cpu: this machine's.")
+    ],
+    nodes: Annotated[int, typer.Option(help="Number of nodes.")] = 1,
+    overrides: Overrides = None,
+    overlays: Overlays = None,
+    mean_prompt_tokens: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option(metavar="N", help="Mean length of prompts, for the times. Default: data.max_prompt_tokens."),
+    ] = None,
+    mean_response_tokens: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option(
+            metavar="N", help="Mean length of responses, for the times. Default: rollout.max_response_tokens."
+        ),
+    ] = None,
+    one_device_per_role: Annotated[
+        bool, typer.Option("--one-device-per-role", help="Only plans that this version can run.")
+    ] = False,
+    output: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(metavar="FILE", help="New file for the proposed config."),
+    ] = None,
+) -> None:
+    """Plan a run on given GPUs: placement of the roles, memory of each GPU, expected seconds of a step, and the bottleneck.
+
+    Reads the models' config.json only, from their directories or the local hub cache.
+    """
+    from quartet.cli.plan import plan as show
+
+    lengths = (mean_prompt_tokens, mean_response_tokens)
+    show(config, gpus, nodes, overrides or [], overlays or [], *lengths, one_device_per_role, output)
+
+
+@app.command()
 def certificates(
     folder: Annotated[Path, typer.Argument(help="New or empty folder to write to.")],
     days: Annotated[int, typer.Option(min=1, max=3650, help="Validity in days.")] = 365,

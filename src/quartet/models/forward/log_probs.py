@@ -18,11 +18,10 @@ from quartet.models.forward.batching import MicroBatch
 from quartet.models.forward.model_capabilities import backbone, device_of, vocabulary_size
 from quartet.models.forward.onednn_linear import same_linear
 from quartet.models.forward.packing import hidden_states, logits_at_positions, select_positions
+from quartet.planner.memory import logit_rows
 from quartet.ppo.distributions import entropy, token_log_probs
 
 EntropyUse = Literal["none", "report", "train"]
-MAX_LOGITS = 2**26
-"""Number of logits in a chunk: 256 MiB in float32."""
 _head_checks: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
 
 TokenOutputs = tuple[torch.Tensor, torch.Tensor | None]
@@ -73,7 +72,7 @@ def forward_log_probs(
 
 def logit_chunk_tokens(model: Any) -> int:
     """Return the maximum number of tokens in a chunk of logits."""
-    return max(1, MAX_LOGITS // vocabulary_size(model))
+    return logit_rows(vocabulary_size(model))
 
 
 def _token_outputs(

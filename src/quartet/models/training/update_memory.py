@@ -20,12 +20,9 @@ from quartet.models.forward.model_capabilities import device_of, vocabulary_size
 from quartet.models.forward.packing import supports_packing
 from quartet.models.forward.scoring import forward_values
 from quartet.models.training.activation_checkpointing import activation_checkpointing, count_checkpointed_layers
+from quartet.planner.memory import LOGIT_COPIES, MEMORY_FRACTION, training_state
 from quartet.types import TokenBatch
 
-MEMORY_FRACTION = 0.8
-"""Fraction of the free memory for the memory counted here. The rest is for gradients of activations and for fragmentation."""
-LOGIT_COPIES = 5
-"""Temporary float32 copies of a chunk of logits besides the saved ones: scaled, as probabilities, as gradients."""
 LONG_TRIAL_TOKENS, SHORT_TRIAL_TOKENS, SHORT_TRIAL_SEQUENCES = 40, 24, 3
 """Tokens of the trial sequences, one long and some short. Packed, they nearly reach the maximum padding in attention."""
 
@@ -218,9 +215,13 @@ def _with_one_layer(with_checkpointing: SavedActivations, plain: SavedActivation
 
 def _state_bytes(model: Any) -> int:
     """Return the bytes of gradients and AdamW's two moments, which the first update allocates. Master weights exist already."""
-    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    states = [
+        training_state(parameter.numel(), parameter.numel(), parameter.itemsize)
+        for parameter in model.parameters()
+        if parameter.requires_grad
+    ]
     # For half precision the step's float32 gradients add a fifth, at a time without activations: 1 - MEMORY_FRACTION covers it.
-    return sum(int(parameter.nbytes) + 2 * 4 * parameter.numel() for parameter in trainable)
+    return int(sum(state.gradients + state.moments for state in states))
 
 
 def free_gpu_bytes(device: torch.device) -> int:

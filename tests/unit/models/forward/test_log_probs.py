@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from quartet.models.forward import log_probs as log_probs_module
 from quartet.models.forward.batching import build_micro_batch
 from quartet.models.forward.log_probs import EntropyUse, forward_log_probs
+from quartet.planner import memory
 from tests.unit.models import tiny
 
 PROMPTS, RESPONSES = [3, 9, 1, 5], [7, 2, 11, 1]
@@ -41,7 +41,7 @@ def test_chunked_log_probs_and_gradients_equal_those_of_one_chunk(
     expected = outputs_and_gradients(model, entropy_use)
     chunk_sizes: list[int] = []
     model.get_output_embeddings().register_forward_hook(lambda _, states, __: chunk_sizes.append(states[0].shape[0]))
-    monkeypatch.setattr(log_probs_module, "MAX_LOGITS", CHUNK_TOKENS * tiny.VOCABULARY)
+    monkeypatch.setattr(memory, "MAX_LOGITS", CHUNK_TOKENS * tiny.VOCABULARY)
     result = outputs_and_gradients(model, entropy_use)
     assert max(chunk_sizes[2:]) == CHUNK_TOKENS, "the first two calls are the trial"
     assert sum(chunk_sizes[2:]) == 2 * sum(RESPONSES), "once in the forward pass and once in the backward pass"
@@ -65,5 +65,5 @@ def test_a_model_that_changes_the_logits_after_its_head_is_not_chunked(monkeypat
 
     monkeypatch.setattr(type(model), "forward", scaled)
     expected = outputs_and_gradients(model, "none")
-    monkeypatch.setattr(log_probs_module, "MAX_LOGITS", CHUNK_TOKENS * tiny.VOCABULARY)
+    monkeypatch.setattr(memory, "MAX_LOGITS", CHUNK_TOKENS * tiny.VOCABULARY)
     assert torch.equal(outputs_and_gradients(model, "none")[0], expected[0])

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from quartet.cli.doctor import TRAINED_BYTES
 from quartet.errors import ModelError
 from quartet.models.forward.batching import build_micro_batch
 from quartet.models.forward.log_probs import forward_log_probs
@@ -28,6 +27,7 @@ from quartet.models.training.update_memory import (
 )
 from quartet.models.value_head import ValueModel
 from quartet.models.weights.lora import add_adapter
+from quartet.planner.memory import training_state
 from quartet.types import TokenBatch
 from tests.unit.models import tiny
 
@@ -98,10 +98,11 @@ def test_gradients_and_moments_count_only_trained_parameters() -> None:
     assert measure_policy(model, 60, "report").state == 3 * learned
 
 
-def test_the_state_of_half_precision_models_agrees_with_the_doctor() -> None:
+def test_the_state_of_half_precision_models_agrees_with_the_planner() -> None:
     model = tiny.causal("llama").bfloat16()
     weights = sum(parameter.numel() for parameter in model.parameters())
-    assert measure_policy(model, 60, "report").state == TRAINED_BYTES * weights - 2 * weights - 4 * weights
+    state = training_state(weights, weights, 2)
+    assert measure_policy(model, 60, "report").state == state.kept - state.parameters - state.master_weights
 
 
 def test_chunked_logits_are_not_saved() -> None:

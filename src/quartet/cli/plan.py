@@ -1,0 +1,164 @@
+"""`quartet plan`: print the placement of the roles of a run on given GPUs, their memory, and the expected seconds of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from shlex import join
+
+import yaml
+from rich.console import Console
+from rich.table import Table
+
+from quartet.config import load_config
+from quartet.durable_files import write_durably
+from quartet.errors import ConfigError
+from quartet.planner.device_memory import PARTS
+from quartet.planner.gpus import parse_gpus
+from quartet.planner.plan import Phase, Plan, make_plan
+from quartet.planner.proposal import proposed_config, proposed_settings
+from quartet.types import TRAINED_ROLES, Role
+
+GIB = 2**30
+WIDTH = 132
+"""Columns of the tables if the output is not a terminal."""
+
+
+def plan(
+    config_path: Path,
+    gpus: str,
+    nodes: int,
+    overrides: list[str],
+    overlays: list[Path],
+    mean_prompt: int | None,
+    mean_response: int | None,
+    one_device_per_role: bool,
+    output: Path | None,
+) -> None:
+    """Print the plan with the shortest step, and write the proposed config to ``output``. Raises ConfigError if nothing fits."""
+    config = load_config(config_path, overrides, overlays)
+    cluster = parse_gpus(gpus, nodes)
+    if output is not None and (output.exists() or not output.parent.is_dir()):
+        problem = "exists already" if output.exists() else f"the folder {output.parent} does not exist"
+        raise ConfigError(
+            f"--output {output}: {problem}; expected a new file in an existing folder; choose another path"
+        )
+    result = make_plan(config, cluster, mean_prompt, mean_response, one_device_per_role)
+    console = Console(highlight=False)
+    console = console if console.is_terminal else Console(highlight=False, width=WIDTH)
+    for item in describe(result):
+        console.print(item, soft_wrap=isinstance(item, str), markup=False)
+    settings = proposed_settings(config, result)
+    console.print("\nProposed settings:", soft_wrap=True)
+    console.print(
+        yaml.safe_dump(settings, sort_keys=False, default_flow_style=None), soft_wrap=True, markup=False, end=""
+    )
+    if output is not None:
+        command = ["quartet", "plan", str(config_path), "--gpus", gpus]
+        command += ["--nodes", str(nodes)] if nodes > 1 else []
+        write_durably(output, proposed_config(config, result, join(command)))
+        console.print(f"\nconfig: {output}", soft_wrap=True)
+
+
+def describe(result: Plan) -> list[str | Table]:
+    """Return the lines and tables of a plan."""
+    load = result.load
+    items: list[str | Table] = [
+        f"{result.cluster}: {result.seconds:.1f} s per step, {result.tokens_per_second:,.0f} response tokens/s. "
+        f"{load.responses} responses of {load.mean_response} tokens after prompts of {load.mean_prompt}.",
+        f"Bottleneck: {_bottleneck(result)}",
+        "",
+        _placements(result),
+        "",
+        _memory(result),
+        "",
+        _phases(result),
+    ]
+    if load.remote:
+        items += ["", f"Not in the plan, because they have an address: {', '.join(load.remote)}."]
+    if not load.generates:
+        items += ["", f"Not in the plan: generation, on the server of rollout.engine {load.engine}."]
+    if result.unsupported:
+        items += ["", "This version runs a role on one device only, so it cannot run this plan. The plan needs:"]
+        items += [f"  {line}" for line in result.unsupported]
+        items += ["`--one-device-per-role` looks for a plan that runs today."]
+    return items
+
+
+def _bottleneck(result: Plan) -> str:
+    phase = result.bottleneck
+    share = phase.duration.seconds / result.seconds
+    took = f"{phase.duration.seconds:.1f} s ({share:.0%} of a step)"
+    return f"{phase.name} of {phase.role}, {took}, limited by {phase.duration.limit}."
+
+
+def _placements(result: Plan) -> Table:
+    table = _table(
+        "Placement",
+        "role",
+        "devices",
+        "replicate",
+        "shard",
+        "tensor",
+        "parameters",
+        "micro-batch tokens",
+        "checkpointing",
+    )
+    for each in result.placed.placements:
+        parallel, is_generator = each.parallel, each.role is Role.GENERATOR
+        tokens = f"{result.placed.concurrent} sequences" if is_generator else f"{each.tokens}"
+        cells = [
+            each.name,
+            _range(each.group.devices),
+            *(str(n) for n in (parallel.replicate, parallel.shard, parallel.tensor)),
+        ]
+        recomputes = ("yes" if each.checkpointing else "no") if each.role in TRAINED_ROLES else ""
+        table.add_row(*cells, f"{each.work.parameters / 1e9:.2f}B", tokens, recomputes)
+    return table
+
+
+def _memory(result: Plan) -> Table:
+    """Return the memory of each kind of device in GiB, by role and part, and the most that it needs at a time."""
+    placed, peak = result.placed, "most at a time" if result.placed.shared else "sum"
+    parts = [part for part in PARTS if any(each.memory.get(part) for each in placed.placements)]
+    table = _table(
+        f"Memory of each device in GiB, of {result.cluster.device.memory / GIB:.1f}", "devices", "role", *parts, "total"
+    )
+    kinds: dict[tuple[str, ...], list[int]] = {}
+    for device in range(result.cluster.total):
+        kinds.setdefault(tuple(each.name for each in placed.on(device)), []).append(device)
+    for names, devices in kinds.items():
+        rows = [(each.name, each.memory) for each in placed.on(devices[0])]
+        for name, memory in [*rows, (peak, placed.memory(devices[0]))] if names else []:
+            cells = [f"{memory.get(part, 0.0) / GIB:.2f}" for part in parts]
+            table.add_row(_range(devices), name, *cells, f"{sum(memory.values()) / GIB:.2f}")
+    return table
+
+
+def _phases(result: Plan) -> Table:
+    table = _table("Expected seconds of a step", "phase", "role", "seconds", "limited by")
+    for phase in result.phases:
+        table.add_row(*_cells(phase))
+    return table
+
+
+def _cells(phase: Phase) -> tuple[str, str, str, str]:
+    return phase.name, phase.role, f"{phase.duration.seconds:.2f}", phase.duration.limit
+
+
+def _range(devices: Sequence[int]) -> str:
+    """Return device indices as ranges, such as 0-3,8."""
+    parts: list[list[int]] = []
+    for device in devices:
+        if parts and device == parts[-1][1] + 1:
+            parts[-1][1] = device
+        else:
+            parts.append([device, device])
+    return ",".join(f"{first}-{last}" if last > first else str(first) for first, last in parts)
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left", box=None, padding=(0, 1))
+    for column in columns:
+        table.add_column(column, justify="left" if column in ("role", "phase", "devices", "limited by") else "right")
+    return table

@@ -1,0 +1,167 @@
+"""Memory of a role on one of its devices, by part. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from quartet.planner.gpus import Device
+from quartet.planner.memory import (
+    CPU_LOGIT_COPIES,
+    LOGIT_COPIES,
+    activation_bytes,
+    backward_bytes,
+    logit_bytes,
+    logit_rows,
+    training_state,
+)
+from quartet.planner.model_shape import FLOAT32_BYTES, ModelShape
+from quartet.planner.roofline import Parallel
+from quartet.planner.workload import RoleWork, Workload
+
+PARTS = (
+    "parameters",
+    "master weights",
+    "gradients",
+    "optimizer",
+    "activations",
+    "logits",
+    "KV cache",
+    "gathered layers",
+    "transfer",
+    "context",
+)
+"""Parts of the memory of a device, in the order of the tables."""
+KEPT_PARTS = ("parameters", "master weights", "optimizer", "KV cache", "context")
+"""Parts that a role keeps while another role computes on the same device."""
+CONTEXT_BYTES = 600 * 2**20
+"""CUDA context of a process with the kernels and workspaces of cuBLAS. One process for each role."""
+COLLECTIVE_BYTES = 2**30
+"""Buffers of NCCL in a process with several ranks."""
+CPU_CONTEXT_BYTES = 350 * 2**20
+"""Memory of a process that has imported torch."""
+PREFILL_TOKENS = 8192
+"""Tokens of a generator's forward pass over prompts."""
+
+Parts = Mapping[str, float]
+
+
+def trained_memory(
+    work: RoleWork, load: Workload, device: Device, parallel: Parallel, tokens: int, checkpointing: bool, offload: bool
+) -> Parts:
+    """Return the peak memory of an update with micro-batches of ``tokens`` tokens.
+
+    One device keeps the parameters in the model's precision and, for half precision, float32 master weights. Several devices
+    shard float32 parameters, gradients and moments (FSDP2), and gather two layers at a time in the computation's precision.
+    ``offload``: the moments are in host memory.
+    """
+    if parallel.devices == 1:
+        state = training_state(work.parameters, work.trained, work.dtype_bytes, FLOAT32_BYTES if work.is_lora else None)
+        parts = {
+            "parameters": state.parameters,
+            "master weights": state.master_weights,
+            "gradients": state.gradients,
+            "optimizer": 0.0 if offload else state.moments,
+        }
+        step_gradients = state.step_gradients
+    else:
+        parts, step_gradients = _sharded_state(work, parallel, offload), 0.0
+    tokens = max(tokens, load.longest)
+    activations = activation_bytes(work.shape, work.dtype_bytes, tokens, load.longest, checkpointing, parallel.tensor)
+    response_tokens = tokens * load.max_response // load.longest
+    logits = 0.0
+    if work.has_logits:
+        logits = logit_bytes(work.shape, work.dtype_bytes, response_tokens, _copies(device, load))
+    # The backward pass releases the logits before it computes gradients of activations in the layers.
+    activations += max(0.0, backward_bytes(work.shape, work.dtype_bytes, tokens) / parallel.tensor - logits)
+    # At the optimizer step there are no activations, but float32 gradients.
+    parts["gradients"] += max(0.0, step_gradients - activations - logits)
+    return {**parts, "activations": activations, "logits": logits, "context": context_bytes(device, parallel)}
+
+
+def _copies(device: Device, load: Workload) -> int:
+    return CPU_LOGIT_COPIES + (load.temperature != 1) if device.is_cpu else LOGIT_COPIES
+
+
+def _sharded_state(work: RoleWork, parallel: Parallel, offload: bool) -> dict[str, float]:
+    size, ranks = work.dtype_bytes, parallel.shard * parallel.tensor
+    trained = FLOAT32_BYTES * work.trained / ranks
+    is_half = size < FLOAT32_BYTES
+    return {
+        "parameters": size * (work.parameters - work.trained) / ranks + (0 if is_half else trained),
+        "master weights": trained if is_half else 0,
+        "gradients": trained,
+        "optimizer": 0 if offload else 2 * trained,
+        "gathered layers": gathered_bytes(work.shape, size, parallel)
+        + FLOAT32_BYTES * _layer(work.shape) * (not work.is_lora) / parallel.tensor,
+    }
+
+
+def gathered_bytes(shape: ModelShape, dtype_bytes: int, parallel: Parallel) -> float:
+    """Return the bytes of gathered parameters: two layers, embedding and vocabulary projection."""
+    if parallel.devices == 1:
+        return 0
+    ends = shape.embedding_parameters + (0 if shape.tied else shape.head_parameters)
+    return dtype_bytes * (2 * _layer(shape) + ends) / parallel.tensor
+
+
+def _layer(shape: ModelShape) -> float:
+    return shape.layer_parameters / shape.layers
+
+
+def frozen_memory(work: RoleWork, load: Workload, device: Device, parallel: Parallel) -> Parts:
+    """Return the memory of a model that scores: parameters, states of one layer, and logits of a chunk."""
+    shape, size, tokens = work.shape, work.dtype_bytes, max(work.micro_batch_tokens or 0, load.longest)
+    logits = 0.0
+    if work.has_logits:
+        rows = min(tokens, logit_rows(shape.vocabulary))
+        logits = rows * shape.vocabulary * (2 * FLOAT32_BYTES + (size if size < FLOAT32_BYTES else 0))
+    gathered = gathered_bytes(shape, size, parallel) if parallel.shard > 1 else 0.0
+    return {
+        "parameters": size * work.parameters / (parallel.shard * parallel.tensor),
+        "activations": forward_bytes(shape, size, tokens) / parallel.tensor,
+        "logits": logits,
+        "gathered layers": gathered,
+        "context": context_bytes(device, parallel),
+    }
+
+
+def forward_bytes(shape: ModelShape, dtype_bytes: int, tokens: int) -> float:
+    """Return the bytes of the states that a forward pass without gradients holds at a time."""
+    return dtype_bytes * tokens * (3 * shape.intermediate + 4 * shape.hidden)
+
+
+def cache_bytes(work: RoleWork, load: Workload, sequences: int, tensor: int) -> float:
+    """Return the bytes of the key-value cache of ``sequences`` sequences of the maximum length on one device."""
+    heads = max(1, min(tensor, work.shape.key_value_heads))
+    return sequences * load.longest * work.shape.key_value_bytes(work.dtype_bytes) / heads
+
+
+def generator_memory(work: RoleWork, load: Workload, device: Device, tensor: int, sequences: int) -> Parts:
+    """Return the memory of a generator. Its transfer buffers hold the largest tensor twice: received, and as a delta."""
+    shape, size = work.shape, work.dtype_bytes
+    return {
+        "parameters": size * work.parameters / tensor,
+        "activations": forward_bytes(shape, size, PREFILL_TOKENS) / tensor,
+        "logits": 2 * FLOAT32_BYTES * sequences * shape.vocabulary,
+        "KV cache": cache_bytes(work, load, sequences, tensor),
+        "transfer": 2 * size * shape.head_parameters,
+        "context": context_bytes(device, Parallel(tensor=tensor)),
+    }
+
+
+def actor_generation_memory(work: RoleWork, load: Workload, parallel: Parallel, sequences: int) -> Parts:
+    """Return the memory that generation adds to the actor's: the cache, and of a sharded actor a copy in compute precision."""
+    copy = work.dtype_bytes * work.parameters / parallel.tensor if parallel.devices > 1 else 0.0
+    return {"KV cache": cache_bytes(work, load, sequences, parallel.tensor), "transfer": copy}
+
+
+def context_bytes(device: Device, parallel: Parallel) -> float:
+    """Return the bytes that a process needs besides its tensors."""
+    if device.is_cpu:
+        return CPU_CONTEXT_BYTES
+    return CONTEXT_BYTES + (COLLECTIVE_BYTES if parallel.devices > 1 else 0)
+
+
+def add_parts(*parts: Parts) -> dict[str, float]:
+    """Return the sums by part, in the order of ``PARTS``."""
+    return {name: sum(each.get(name, 0.0) for each in parts) for name in PARTS}

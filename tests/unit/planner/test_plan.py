@@ -1,0 +1,275 @@
+"""Plans of small and large runs: what fits, what is refused, and what is proposed."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from quartet.config import Config, config_of, load_config
+from quartet.errors import ConfigError
+from quartet.planner.gpus import Cluster, parse_gpus
+from quartet.planner.placement import USABLE_FRACTION
+from quartet.planner.plan import Plan, make_plan
+from quartet.planner.proposal import proposed_config, proposed_settings
+from quartet.types import Role
+
+EXAMPLES = Path("examples/plan")
+MODEL = {
+    "model_type": "qwen2",
+    "vocab_size": 32_000,
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+}
+"""A model of about a billion parameters."""
+
+
+@pytest.fixture
+def make_config(tmp_path: Path) -> Any:
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m/config.json").write_text(json.dumps(MODEL))
+    model = str(tmp_path / "m")
+
+    def make(*overrides: str) -> Config:
+        tree = {
+            "data": {"prompts": "p.jsonl", "max_prompt_tokens": 128},
+            "actor": {"model": model, "dtype": "bfloat16"},
+            "critic": {"dtype": "bfloat16"},
+            "reward": {"model": model, "dtype": "bfloat16"},
+            "rollout": {"max_response_tokens": 256},
+        }
+        return config_of(tree, overrides)
+
+    return make
+
+
+def example(name: str, gpus: str, nodes: int = 1, **options: Any) -> tuple[Config, Plan]:
+    config = load_config(EXAMPLES / f"{name}.yaml")
+    return config, make_plan(config, parse_gpus(gpus, nodes), **options)
+
+
+def check_fits(plan: Plan) -> None:
+    for device in range(plan.cluster.total):
+        assert sum(plan.placed.memory(device).values()) <= USABLE_FRACTION * plan.cluster.device.memory
+
+
+@pytest.mark.parametrize(
+    ("name", "gpus", "nodes"),
+    [
+        ("qwen2.5-0.5b", "RTX4090-24GB", 1),
+        ("qwen2.5-7b", "8xH100-80GB", 1),
+        ("llama-3.1-70b", "8xH100-80GB", 2),
+    ],
+)
+def test_the_examples_fit_and_give_a_valid_config(name: str, gpus: str, nodes: int) -> None:
+    config, plan = example(name, gpus, nodes)
+    check_fits(plan)
+    assert plan.seconds > 0
+    assert plan.bottleneck in plan.phases
+    assert {each.role for each in plan.placed.placements} >= {Role.ACTOR, Role.REFERENCE}
+    assert bool(plan.unsupported) == (name != "qwen2.5-0.5b")
+    text = proposed_config(config, plan, "quartet plan")
+    proposed = config_of(yaml.safe_load(text))
+    assert proposed.actor.micro_batch_tokens is not None
+    assert proposed.actor.gradient_checkpointing is not None
+    assert all(f"#   {line}" in text.splitlines() for line in plan.unsupported)
+
+
+def test_seventy_billion_parameters_do_not_fit_on_one_node() -> None:
+    with pytest.raises(ConfigError, match=r"--gpus 8xH100-80GB: the run does not fit: .* of actor take 1051 GiB"):
+        example("llama-3.1-70b", "8xH100-80GB")
+
+
+def test_one_device_per_role_gives_devices_that_this_version_accepts(make_config: Any) -> None:
+    plan = make_plan(make_config(), parse_gpus("4xH100-80GB"), one_device_per_role=True)
+    assert plan.unsupported == []
+    services = proposed_settings(make_config(), plan)["services"]
+    assert all(len(services[str(role)]["devices"]) == 1 for role in ("actor", "critic", "reward", "reference"))
+    check_fits(plan)
+
+
+def test_several_devices_of_a_role_are_text_and_not_settings(make_config: Any) -> None:
+    config = make_config("rollout.prompts_per_step=4096", "algorithm.estimator=reinforce")
+    plan = make_plan(config, parse_gpus("8xA100-40GB"))
+    assert plan.wide_roles
+    assert any("parallel: {replicate: 1, shard: " in line for line in plan.unsupported)
+    services = proposed_settings(config, plan).get("services", {})
+    assert all(str(each.role) not in services for each in plan.wide_roles)
+
+
+def test_less_memory_gives_smaller_micro_batches_or_checkpointing(make_config: Any) -> None:
+    lengths = ("data.max_prompt_tokens=1024", "rollout.max_response_tokens=3072")
+    config = make_config("algorithm.estimator=reinforce", "actor.lora={rank: 8}", *lengths)
+    ample, scarce = (make_plan(config, parse_gpus(name)).placed.placements[0] for name in ("H100-80GB", "L4-24GB"))
+    assert (ample.tokens, ample.checkpointing) == (4096, False)
+    assert scarce.tokens < ample.tokens or scarce.checkpointing
+
+
+def test_configured_micro_batches_are_kept(make_config: Any) -> None:
+    config = make_config("actor.micro_batch_tokens=777", "actor.gradient_checkpointing=true")
+    actor = make_plan(config, parse_gpus("2xH100-80GB")).placed.placements[0]
+    assert (actor.role, actor.tokens, actor.checkpointing) == (Role.ACTOR, 777, True)
+
+
+def test_more_devices_shorten_a_step(make_config: Any) -> None:
+    config = make_config("rollout.prompts_per_step=1024")
+    seconds = [make_plan(config, parse_gpus(f"{count}xH100-80GB")).seconds for count in (1, 2, 4, 8)]
+    assert seconds == sorted(seconds, reverse=True)
+    assert seconds[-1] < seconds[0] / 3
+
+
+def test_state_is_sharded_over_the_devices_of_a_role(make_config: Any) -> None:
+    config = make_config("algorithm.estimator=reinforce", "rollout.prompts_per_step=2048")
+    plan = make_plan(config, parse_gpus("8xA100-80GB"))
+    actor = plan.placed.placements[0]
+    ranks = actor.parallel.shard * actor.parallel.tensor
+    assert ranks > 1
+    assert actor.memory["optimizer"] == 8 * actor.work.trained / ranks
+    assert actor.memory["master weights"] == actor.memory["gradients"] == 4 * actor.work.trained / ranks
+
+
+def test_an_adapter_scores_as_the_reference_and_trains_less(make_config: Any) -> None:
+    config = make_config("algorithm.estimator=reinforce", "actor.lora={rank: 8}")
+    plan = make_plan(config, parse_gpus("H100-80GB"))
+    assert [phase.role for phase in plan.phases if phase.name == "scoring"] == ["actor", "reward"]
+    actor = plan.placed.placements[0]
+    assert actor.memory["master weights"] == 0
+    assert actor.memory["optimizer"] == 8 * actor.work.trained < 0.1 * actor.memory["parameters"]
+
+
+def test_shared_prompts_are_computed_once(make_config: Any) -> None:
+    estimator = ("algorithm.estimator=rloo", "rollout.prompts_per_step=16")
+    separate = make_plan(
+        make_config("algorithm.estimator=reinforce", "rollout.prompts_per_step=64"), parse_gpus("H100-80GB")
+    )
+    shared = make_plan(make_config(*estimator, "rollout.samples_per_prompt=4"), parse_gpus("H100-80GB"))
+    assert separate.load.responses == shared.load.responses
+    assert shared.seconds < separate.seconds
+
+
+def test_a_generator_that_shares_its_device_releases_its_memory(make_config: Any) -> None:
+    config = make_config("rollout.engine=vllm", "rollout.generators=1", "algorithm.estimator=reinforce")
+    plan = make_plan(config, parse_gpus("H100-80GB"))
+    assert plan.placed.shared
+    vllm = proposed_settings(config, plan)["rollout"]["vllm"]
+    assert vllm["release_memory"]
+    assert 0 < vllm["memory_fraction"] < 1
+    check_fits(plan)
+
+
+def test_shorter_responses_change_the_times_and_not_the_memory(make_config: Any) -> None:
+    config, cluster = make_config("algorithm.estimator=reinforce"), parse_gpus("H100-80GB")
+    longest, shorter = make_plan(config, cluster), make_plan(config, cluster, mean_response=64)
+    assert shorter.seconds < longest.seconds
+    assert shorter.placed.memory(0) == longest.placed.memory(0)
+
+
+def test_external_engines_and_services_are_left_out(make_config: Any) -> None:
+    overrides = ("services.reward.address=host:1", "rollout.engine=triton", "rollout.triton.url=grpcs://h:8001")
+    config = make_config(*overrides, "rollout.triton.weights=static", "algorithm.estimator=reinforce")
+    plan = make_plan(config, parse_gpus("H100-80GB"))
+    assert plan.load.remote == ("reward",)
+    assert {phase.name for phase in plan.phases} == {"scoring", "update"}
+    assert "KV cache" not in {name for name, size in plan.placed.memory(0).items() if size}
+
+
+def test_nothing_to_place_is_an_error(make_config: Any) -> None:
+    roles = ("actor", "critic", "reward", "reference")
+    addresses = [f"services.{role}.address=h:{index + 1}" for index, role in enumerate(roles)]
+    with pytest.raises(ConfigError, match=r"every model has an address in services"):
+        make_plan(make_config(*addresses, "buffer.url=redis://h:1"), parse_gpus("H100-80GB"))
+
+
+@pytest.mark.parametrize("key", ["mean_prompt", "mean_response"])
+@pytest.mark.parametrize("tokens", [0, 300])
+def test_mean_lengths_are_between_one_and_the_limit(key: str, tokens: int, make_config: Any) -> None:
+    lengths: dict[str, int] = {key: tokens}
+    with pytest.raises(ConfigError, match=rf"--{key.replace('_', '-')}-tokens {tokens}: expected 1 to (128|256)"):
+        make_plan(make_config(), parse_gpus("H100-80GB"), **lengths)  # type: ignore[arg-type]
+
+
+def test_a_missing_config_json_is_an_error(make_config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    for model, message in (
+        ("org/model", "actor.model: org/model has no config.json in the local hub cache; the plan needs no weights"),
+        (str(tmp_path / "none"), "actor.model: .*none/config.json does not exist; expected the directory"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            make_plan(make_config(f"actor.model={model}"), parse_gpus("H100-80GB"))
+
+
+def test_a_model_in_the_hub_cache_is_read(make_config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    folder = tmp_path / "hub/models--org--model"
+    (folder / "snapshots" / ("a" * 40)).mkdir(parents=True)
+    (folder / "refs").mkdir()
+    (folder / "refs/main").write_text("a" * 40)
+    (folder / "snapshots" / ("a" * 40) / "config.json").write_text(json.dumps(MODEL))
+    plan = make_plan(make_config("actor.model=org/model"), parse_gpus("2xH100-80GB"))
+    assert plan.placed.placements[0].work.parameters > 10**9
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "quartet.cli.main", "plan", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def test_the_command_prints_tables_and_writes_a_config_without_torch(tmp_path: Path) -> None:
+    output = tmp_path / "planned.yaml"
+    program = (
+        "import sys; from quartet.cli import main; sys.argv[0] = 'quartet'\n"
+        "try: main.main()\n"
+        "finally: assert 'torch' not in sys.modules"
+    )
+    arguments = [str(EXAMPLES / "qwen2.5-7b.yaml"), "--gpus", "8xH100-80GB", "--output", str(output)]
+    process = subprocess.run(
+        [sys.executable, "-c", program, "plan", *arguments], capture_output=True, text=True, check=False
+    )
+    assert process.returncode == 0, process.stderr
+    for text in (
+        "Bottleneck: ",
+        "Placement",
+        "Memory of each device",
+        "Expected seconds of a step",
+        "cannot run this plan",
+    ):
+        assert text in process.stdout
+    assert load_config(output).rollout.engine == "vllm"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--gpus", "8xH100"), "error: --gpus '8xH100': unknown device; expected cpu, or COUNTxNAME"),
+        (("--gpus", "L4-24GB", "--set", "actor.dtype=float32"), "error: --gpus 1xL4-24GB: the run does not fit: "),
+        (
+            ("--gpus", "L4-24GB", "--output", "/none/x.yaml"),
+            "error: --output /none/x.yaml: the folder /none does not exist",
+        ),
+        (("--gpus", "L4-24GB", "--set", "actor.model=/none"), "error: actor.model: /none/config.json does not exist"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_status_2(arguments: tuple[str, ...], message: str) -> None:
+    settings = ("--set", "rollout.engine=torch", "--set", "rollout.generators=0")
+    process = run(str(EXAMPLES / "qwen2.5-7b.yaml"), *settings, *arguments)
+    assert process.returncode == 2
+    assert process.stdout == ""
+    [line] = process.stderr.splitlines()
+    assert line.startswith(message)
+
+
+def test_a_cpu_is_one_device_for_all_roles(make_config: Any) -> None:
+    device = parse_gpus("cpu").device
+    roomy = Cluster(type(device)(**{**{name: getattr(device, name) for name in device.__slots__}, "memory": 2**40}), 1)
+    config = make_config()
+    plan = make_plan(config, roomy)
+    assert "devices" not in str(proposed_settings(config, plan))
+    assert plan.unsupported == []
