@@ -6,8 +6,6 @@ from collections.abc import Mapping
 
 from quartet.planner.gpus import Device
 from quartet.planner.memory import (
-    CPU_LOGIT_COPIES,
-    LOGIT_COPIES,
     activation_bytes,
     backward_bytes,
     logit_bytes,
@@ -70,16 +68,12 @@ def trained_memory(
     response_tokens = tokens * load.max_response // load.longest
     logits = 0.0
     if work.has_logits:
-        logits = logit_bytes(work.shape, work.dtype_bytes, response_tokens, _copies(device, load))
+        logits = logit_bytes(work.shape, work.dtype_bytes, response_tokens)
     # The backward pass releases the logits before it computes gradients of activations in the layers.
     activations += max(0.0, backward_bytes(work.shape, work.dtype_bytes, tokens) / parallel.tensor - logits)
     # At the optimizer step there are no activations, but float32 gradients.
     parts["gradients"] += max(0.0, step_gradients - activations - logits)
     return {**parts, "activations": activations, "logits": logits, "context": context_bytes(device, parallel)}
-
-
-def _copies(device: Device, load: Workload) -> int:
-    return CPU_LOGIT_COPIES + (load.temperature != 1) if device.is_cpu else LOGIT_COPIES
 
 
 def _sharded_state(work: RoleWork, parallel: Parallel, offload: bool) -> dict[str, float]:

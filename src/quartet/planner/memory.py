@@ -13,8 +13,6 @@ MEMORY_FRACTION = 0.8
 """Fraction of the free memory for the memory counted here. The rest is for gradients of activations and for fragmentation."""
 LOGIT_COPIES = 5
 """Temporary float32 copies of a chunk of logits besides the saved ones: scaled, as probabilities, as gradients."""
-CPU_LOGIT_COPIES = 1
-"""The same on a CPU, which computes the entropy in small parts: the logits themselves, until the log-probs exist."""
 MAX_LOGITS = 2**26
 """Number of logits in a chunk: 256 MiB in float32."""
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -81,14 +79,14 @@ def activation_bytes(
     return tokens * per_token
 
 
-def logit_bytes(shape: ModelShape, dtype_bytes: int, response_tokens: int, copies: int = LOGIT_COPIES) -> float:
+def logit_bytes(shape: ModelShape, dtype_bytes: int, response_tokens: int) -> float:
     """Return the peak bytes of the logits of a micro-batch with ``response_tokens``: saved, temporary, and in other precision.
 
     The weight gradient of the vocabulary projection is a temporary of its size, which the backward pass adds to the gradient.
     """
     rows = min(response_tokens, logit_rows(shape.vocabulary))
     in_half = dtype_bytes if dtype_bytes < FLOAT32_BYTES else 0
-    forward = rows * shape.vocabulary * (FLOAT32_BYTES * (1 + copies) + in_half)
+    forward = rows * shape.vocabulary * (FLOAT32_BYTES * (1 + LOGIT_COPIES) + in_half)
     backward = rows * shape.vocabulary * FLOAT32_BYTES + shape.head_parameters * dtype_bytes
     return max(forward, backward)
 

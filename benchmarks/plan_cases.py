@@ -1,0 +1,182 @@
+"""Random models on this CPU, and measured memory and seconds of their work, to hold `quartet plan` to.
+
+python -m benchmarks.plan_cases CASE prints the peak memory of an update in a new process, as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from quartet.config import Config, config_of
+from quartet.planner.device_memory import trained_memory
+from quartet.planner.gpus import CPU
+from quartet.planner.model_shape import model_shape
+from quartet.planner.roofline import Parallel
+from quartet.planner.workload import Workload, role_work
+from quartet.types import Role
+
+STEP = 1
+# glibc returns every larger block to the kernel at once, so the peak is that of live tensors.
+RETURN_MEMORY = {"MALLOC_MMAP_THRESHOLD_": "262144", "MALLOC_TRIM_THRESHOLD_": "262144", "MALLOC_ARENA_MAX": "1"}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A random model and an update or a step of it. ``role``: actor or critic. ``rank``: of an adapter, 0 for all weights."""
+
+    kind: str
+    hidden: int
+    layers: int
+    vocabulary: int
+    role: str = "actor"
+    dtype: str = "float32"
+    tokens: int = 2048
+    checkpointing: bool = False
+    rank: int = 0
+    responses: int = 32
+    prompt: int = 64
+    response: int = 192
+
+    @property
+    def name(self) -> str:
+        """Short description for a table."""
+        parts = [f"{self.kind} {self.hidden}x{self.layers}, vocabulary {self.vocabulary}", self.dtype]
+        parts += ["checkpointing"] * self.checkpointing + [f"LoRA rank {self.rank}"] * bool(self.rank)
+        return ", ".join(parts)
+
+    def description(self) -> dict[str, Any]:
+        """Return the model's config.json."""
+        return {
+            "model_type": self.kind,
+            "vocab_size": self.vocabulary,
+            "hidden_size": self.hidden,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.hidden // 64,
+            "max_position_embeddings": 1024,
+            "pad_token_id": 0,
+            **({} if self.kind in ("gpt2", "gpt_neox") else {"num_key_value_heads": max(1, self.hidden // 128)}),
+            **({} if self.kind == "gpt2" else {"intermediate_size": 3 * self.hidden}),
+        }
+
+    def config(self) -> Config:
+        """Return the config of a run with this model."""
+        trained = {
+            "dtype": self.dtype,
+            "micro_batch_tokens": self.tokens,
+            "gradient_checkpointing": self.checkpointing,
+            "lora": {"rank": self.rank} if self.rank else None,
+        }
+        return config_of(
+            {
+                "data": {"prompts": "none", "max_prompt_tokens": self.prompt},
+                "rollout": {"prompts_per_step": self.responses, "max_response_tokens": self.response},
+                "algorithm": {"num_epochs": 1, "num_mini_batches": 2},
+                "actor": {"model": "none", **trained},
+                "critic": {"model": "none", **trained},
+                "reward": {"model": "none"},
+            }
+        )
+
+    def load(self) -> Workload:
+        """Return the work of a step with this model only."""
+        config = self.config()
+        shape = model_shape(self.description(), self.name)
+        roles = tuple(role_work(config, f"{role}.model", role, shape) for role in (Role.ACTOR, Role.CRITIC))
+        rollout, lengths = config.rollout, (self.prompt, self.response)
+        return Workload(
+            *(roles, rollout.prompts_per_step, 1, *lengths, *lengths, self.responses, 1, 2, 1.0, "torch", False)
+        )
+
+    def predicted_bytes(self) -> float:
+        """Return the planned peak memory of an update, without the memory of the process itself."""
+        load = self.load()
+        work = load.role(Role(self.role))
+        assert work is not None
+        parts = trained_memory(work, load, CPU, Parallel(), self.tokens, self.checkpointing, offload=False)
+        return sum(size for name, size in parts.items() if name != "context")
+
+    def measured_bytes(self) -> float:
+        """Return the peak memory of an update in a new process, above the memory before the model was made."""
+        command = [sys.executable, "-m", "benchmarks.plan_cases", json.dumps(asdict(self))]
+        environment = {**os.environ, **RETURN_MEMORY}
+        process = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+        return float(json.loads(process.stdout.splitlines()[-1]))
+
+
+def make_update(case: Case) -> tuple[Any, Callable[[], None], Any]:
+    """Return a random model, a function that updates it, and the experience of a step."""
+    import transformers
+
+    from benchmarks.update import make_experience
+    from quartet.models.training.activation_checkpointing import activation_checkpointing
+    from quartet.models.training.optimizer import create_optimizer
+    from quartet.models.training.updates import update_policy, update_value
+    from quartet.models.value_head import ValueModel
+    from quartet.models.weights.loading import DTYPES
+    from quartet.models.weights.lora import add_adapter
+    from quartet.services.orchestrator.algorithm.update_request import optimization_at, policy_loss_of, value_loss_of
+
+    config, description = case.config(), case.description()
+    settings = transformers.AutoConfig.for_model(description.pop("model_type"), **description)
+    model: Any = transformers.AutoModelForCausalLM.from_config(settings, dtype=DTYPES[case.dtype]).eval()
+    if case.role == "critic":
+        model = ValueModel.of_causal_lm(model)
+    if case.rank:
+        add_adapter(model.backbone if case.role == "critic" else model, "base", case.rank, 16.0)
+    optimizer = create_optimizer(model, 1e-4)
+    experience = make_experience(config, model, full=True)
+    trained = config.actor if case.role == "actor" else config.critic
+    optimization = optimization_at(config, trained, STEP)
+
+    def update() -> None:
+        with activation_checkpointing(model, case.checkpointing):
+            if case.role == "actor":
+                loss = policy_loss_of(config.algorithm, 1.0)
+                update_policy(model, optimizer, experience, optimization, loss, case.tokens)
+            else:
+                update_value(model, optimizer, experience, optimization, value_loss_of(config.algorithm), case.tokens)
+
+    return model, update, experience
+
+
+def peak_bytes(case: Case) -> float:
+    """Measure the peak memory of the second update, above the memory before the model was made.
+
+    A small model first makes what the libraries keep for the process.
+    """
+    small = Case(case.kind, 64, 1, 64, case.role, case.dtype, 64, responses=2, prompt=4, response=8)
+    make_update(small)[1]()
+    before = _status("VmRSS")
+    _, update, _ = make_update(case)
+    update()
+    Path("/proc/self/clear_refs").write_text("5")
+    update()
+    return _status("VmHWM") - before
+
+
+def _status(name: str) -> float:
+    lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return 1024 * float(lines[name].split()[0])
+
+
+def seconds_of(function: Callable[[], Any], rounds: int) -> float:
+    """Return the shortest of several durations, because other work on the machine only adds to them."""
+    function()
+    best = float("inf")
+    for _ in range(rounds):
+        start = time.perf_counter()
+        function()
+        best = min(best, time.perf_counter() - start)
+    return best
+
+
+if __name__ == "__main__":
+    print(json.dumps(peak_bytes(Case(**json.loads(sys.argv[1])))))
