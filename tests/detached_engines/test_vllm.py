@@ -120,7 +120,10 @@ def test_nothing_is_generated_before_weights_are_loaded(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"worker_cls": "somewhere.Worker"}, "worker_cls: Quartet sets it or excludes it"),
+        (
+            {"worker_cls": "somewhere.Worker"},
+            r"rollout\.vllm\.engine_arguments\.worker_cls: Quartet sets it",
+        ),
         ({"load_format": "auto"}, "load_format"),
         ({"blocksize": 32}, "blocksize: not an argument"),
     ],

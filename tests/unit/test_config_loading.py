@@ -114,6 +114,14 @@ WRONG = {
         "services:\n  actor:\n    listen: 127.0.0.1:70000\n",
         ":9: services.actor.listen: '127.0.0.1:70000': expected HOST:PORT",
     ),
+    "a generator without a port": (
+        "services:\n  generators: ['127.0.0.1:0']\n",
+        ":8: services.generators: '127.0.0.1:0': expected HOST:PORT with the port at which a generator listens",
+    ),
+    "a generator twice": (
+        "services:\n  generators: ['h:1', 'g:1', 'h:1']\n",
+        ":8: services.generators: h:1: given more than once; name each address once",
+    ),
     "a url of another kind": ("buffer:\n  url: http://h\n", ":8: buffer.url: expected redis://HOST:PORT/DB"),
     "more mini-batches than responses": (
         "rollout: {prompts_per_step: 4}\nalgorithm: {num_mini_batches: 5}\n",

@@ -188,6 +188,11 @@ def test_the_interpreter_of_local_generators_must_import_their_engine(
     assert findings["generator.python"].ok
     assert findings["generator.python"].detail.endswith(f"torch {torch.__version__}")
     assert findings["generators"].detail.startswith("2 of engine torch, CPU, ")
+    assert findings["generators"].ok
+    assert "threads" not in findings, "each generator needs a thread"
+    [many] = [each for each in generator_findings(settings, [], generators=300) if each.subject == "generators"]
+    assert not many.ok
+    assert many.detail.endswith("cores, lower rollout.generators")
     assert module._environment(tmp_path / "python", "torch") == (
         False,
         f"{tmp_path / 'python'}: not an executable file; correct services.generator.python",

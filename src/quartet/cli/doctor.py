@@ -194,7 +194,8 @@ def _requirements(config: Config) -> Iterator[Finding]:
             0 if config.services.generator.devices else config.rollout.generators * num_threads(config, Role.GENERATOR)
         )
     yield from _engine_server(config)
-    if threads > max(available_cores(), len(roles)):
+    # Every process needs a thread.
+    if threads > max(available_cores(), len(roles) + config.rollout.generators):
         yield Finding(
             "threads",
             False,
@@ -269,8 +270,13 @@ def _local_generators(config: Config) -> Iterator[Finding]:
         if service.devices
         else f"CPU, {_threads(config, Role.GENERATOR)} each"
     )
-    detail = f"{config.rollout.generators} of engine {engine}, {place}"
-    yield Finding("generators", not missing, f"{detail}; CUDA devices {missing} do not exist" if missing else detail)
+    count, cores = config.rollout.generators, available_cores()
+    detail, problem = f"{count} of engine {engine}, {place}", ""
+    if missing:
+        problem = f"; CUDA devices {missing} do not exist"
+    elif not service.devices and count > cores:
+        problem = f"; they share {cores} cores, lower rollout.generators"
+    yield Finding("generators", not problem, detail + problem)
 
 
 def _engine_server(config: Config) -> Iterator[Finding]:

@@ -47,9 +47,14 @@ def _host_port(value: str | None) -> str | None:
     return value
 
 
-def _required_host_port(value: str) -> str:
-    _host_port(value)
-    return value
+def _generator_addresses(values: tuple[str, ...]) -> tuple[str, ...]:
+    for value in values:
+        _host_port(value)
+        if value.endswith(":0"):
+            raise ValueError(f"{value!r}: expected HOST:PORT with the port at which a generator listens")
+    if repeated := sorted({value for value in values if values.count(value) > 1}):
+        raise ValueError(f"{', '.join(repeated)}: given more than once; name each address once")
+    return values
 
 
 HostPort = Annotated[str | None, AfterValidator(_host_port)]
@@ -76,7 +81,7 @@ class ServiceConfig(Section):
     listen: HostPort = None
     """HOST:PORT to listen on. Port 0 selects a free port. Null: 127.0.0.1 with the port of `address`, or with a free port."""
     devices: tuple[Annotated[int, Field(ge=0, le=1023)], ...] = ()
-    """Index of the CUDA device to use. Empty: the CPU. With rollout.max_off_policy_steps 1 the actor may have a second device,
+    """Index of the CUDA device to use. Empty: the CPU. With rollout.max_off_policy_steps the actor may have a second device,
     which generates."""
     num_threads: Annotated[int, Field(ge=1, le=1024)] | None = None
     """Number of CPU threads. Null: an equal share of the cores; during updates, an equal share among the services that train."""
@@ -114,9 +119,9 @@ class ServicesConfig(Section):
     """Service that scores responses."""
     reference: ServiceConfig = ServiceConfig()
     """Service of the frozen initial policy."""
-    generators: tuple[Annotated[str, AfterValidator(_required_host_port)], ...] = ()
+    generators: Annotated[tuple[str, ...], AfterValidator(_generator_addresses)] = ()
     """HOST:PORT of generators that already run, or will. A host name with several addresses is one generator for each address.
-    Generators may join and leave during a run."""
+    Generators may join and leave during a run. They are used beside those of rollout.generators."""
     generator: GeneratorServiceConfig = GeneratorServiceConfig()
     """Processes that generate, if rollout.generators or services.generators asks for them."""
     orchestrator: OrchestratorServiceConfig = OrchestratorServiceConfig()

@@ -149,8 +149,7 @@ class TensorRTLLMConfig(Section):
 
 
 class VLLMConfig(Section):
-    """Generation with vLLM in the processes of the generators. They need a separate environment, see
-    services.generator.python."""
+    """Generation with vLLM in the processes of the generators, in a separate environment: see services.generator.python."""
 
     tensor_parallel_size: Annotated[int, Field(ge=1, le=64)] = 1
     """Number of devices of each generator. services.generator.devices lists those of all generators."""

@@ -81,9 +81,13 @@ def check_arguments(arguments: Mapping[str, Any], engine_args: Any) -> None:
     known = {item.name for item in dataclasses.fields(engine_args)}
     for name in arguments:
         if name in _OWN_ARGUMENTS:
-            raise ConfigError(f"{NAME} argument {name}: Quartet sets it or excludes it; remove it from the arguments")
+            raise ConfigError(
+                f"rollout.vllm.engine_arguments.{name}: Quartet sets it, or it loads other code or weights; remove it"
+            )
         if name not in known:
-            raise ConfigError(f"{NAME} argument {name}: not an argument of this version's EngineArgs; check its name")
+            raise ConfigError(
+                f"rollout.vllm.engine_arguments.{name}: not an argument of the EngineArgs of this {NAME}; check its name"
+            )
 
 
 def lora_rank(rank: int) -> int:
