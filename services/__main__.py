@@ -29,11 +29,12 @@ from quartet.config import Config, load_config
 from quartet.durable_files import describe_os_error
 from quartet.errors import ConfigError, QuartetError, ServiceFailed
 from quartet.failpoints import arm
+from quartet.gpu_environment import set_gpu_environment
 from quartet.missing_packages import explain_missing_package
 from quartet.openmp import set_wait_policy
 from quartet.telemetry.logs import configure_logs
 from quartet.topology import listen_address, num_threads
-from quartet.types import Role
+from quartet.types import MODEL_ROLES, Role
 
 if TYPE_CHECKING:
     from quartet.rpc.security.credentials import Credentials
@@ -118,6 +119,8 @@ def _serve(roles: list[Role], options: argparse.Namespace, notifier: ReadyNotifi
     # Set before the import of torch, which sizes its thread pools once.
     os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(threads)
     set_wait_policy(os.environ)
+    if _torch_devices(roles, config):
+        set_gpu_environment(os.environ)
 
     # The first entry ends the process. A SimpleQueue is reentrant: a signal handler may use it at any time.
     endings: queue.SimpleQueue[str] = queue.SimpleQueue()
@@ -222,12 +225,23 @@ def _close_within(hosted: list[Any], seconds: float) -> None:
     kill_descendants()
 
 
+def _torch_devices(roles: list[Role], config: Config) -> list[int]:
+    """Return the CUDA devices on which this process computes with its own torch, and not with another engine's."""
+    uses_torch = [
+        role for role in roles if role in MODEL_ROLES or (role is Role.GENERATOR and config.rollout.engine == "torch")
+    ]
+    return [index for role in uses_torch for index in getattr(config.services, role).devices]
+
+
 def _models(roles: list[Role], config: Config, threads: int, credentials: Credentials) -> list[Any]:
+    from quartet.models.gpu_settings import set_up_gpu
     from quartet.models.torch_threads import set_num_threads, set_up_torch
     from quartet.rpc.compute_thread import ComputeThread
     from quartet.services.factories import build_model_role
 
     set_up_torch(threads)
+    if _torch_devices(roles, config):
+        set_up_gpu()
     # Roles of one process share a GPU, so they share a compute thread. OpenMP has a number of threads per calling thread.
     compute = ComputeThread(lambda: set_num_threads(threads), config.timeouts.score_seconds)
     return [build_model_role(role, config, compute, threads, credentials.folder) for role in roles]

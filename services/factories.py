@@ -61,13 +61,15 @@ def _build_actor(config: Config, compute: ComputeThread, threads: int, certifica
         )
 
     detached = generates_in_actor(config)
+    # torch has one deterministic mode for all threads, and sampling has no deterministic kernel on a GPU.
+    concurrent = {"deterministic_updates": False} if detached else {}
     device, generation_device = devices_of_actor(config.services.actor, detached)
     if config.rollout.engine == "torch":
         check_cacheable_config(config.actor.model)
     # A version is needed until its step is generated, and the one after it may be published before.
     weights = WeightSource(config.rollout.max_off_policy_steps + 2) if detached or config.has_generators else None
     actor = Actor(
-        config.actor,
+        config.actor.model_copy(update=concurrent),
         device,
         config.rollout.max_concurrent_sequences,
         run_root(config),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -15,6 +16,7 @@ from quartet.durable_files import checkpoint_path, confine_path, describe_files
 from quartet.errors import FailedPrecondition
 from quartet.failpoints import failpoint
 from quartet.models.forward.model_capabilities import max_positions
+from quartet.models.gpu_settings import deterministic_update
 from quartet.models.torch_threads import torch_threads
 from quartet.models.training.optimizer import (
     OPTIMIZER_FILE,
@@ -161,6 +163,9 @@ class TrainableModel(ABC):
     ) -> UpdateResult:
         with torch_threads(self._update_threads):
             return self._updates.once(run, step, leader_epoch, apply)
+
+    def _deterministic_update(self) -> AbstractContextManager[None]:
+        return deterministic_update(self._device, self.role, self._model_config.deterministic_updates)
 
     def status(self) -> ServiceStatus:
         """Return the status of the model. It is also available after a failed restore, when there is no model."""

@@ -188,7 +188,7 @@ class Actor(TrainableModel):
             experience = self._buffer(run).experience.load(step)
             self._engine.release()
             tokens, checkpointing = self._budget.resolve(settings.micro_batch_tokens)
-            with activation_checkpointing(self._model, checkpointing):
+            with activation_checkpointing(self._model, checkpointing), self._deterministic_update():
                 metrics = update_policy(
                     self._model, self._optimizer, experience, settings, loss, tokens, self._loss_function
                 )

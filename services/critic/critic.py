@@ -88,7 +88,7 @@ class Critic(TrainableModel):
         def apply() -> dict[str, float]:
             experience = self._experience(run).load(step)
             tokens, checkpointing = self._budget.resolve(settings.micro_batch_tokens)
-            with activation_checkpointing(self._model, checkpointing):
+            with activation_checkpointing(self._model, checkpointing), self._deterministic_update():
                 metrics = update_value(self._model, self._optimizer, experience, settings, loss, tokens)
             if settings.num_epochs:
                 self._tokens["trained"] += len(experience.advantages)

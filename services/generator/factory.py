@@ -61,9 +61,12 @@ class WeightClients:
 def set_up_engine(config: Config, threads: int) -> Callable[[], object]:
     """Prepare this process for its engine. Return a function that prepares the thread which computes."""
     if config.rollout.engine == "torch":
+        from quartet.models.gpu_settings import set_up_gpu
         from quartet.models.torch_threads import set_num_threads, set_up_torch
 
         set_up_torch(threads)
+        if config.services.generator.devices:
+            set_up_gpu()
         return lambda: set_num_threads(threads)
     # The engine's processes read both when they start.
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))

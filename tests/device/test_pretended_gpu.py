@@ -2,39 +2,25 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from quartet.models.forward import onednn_linear
 from quartet.models.forward.scoring import response_log_probs, response_values, sequence_scores
 from quartet.models.generation.torch_engine import TorchEngine
 from quartet.models.training.optimizer import create_optimizer
 from quartet.models.training.updates import update_policy, update_value
 from quartet.models.value_head import ValueModel
 from quartet.types import Trajectory, ValueLossSettings
-from tests.device.pretended_gpu import DeviceError, Graph, PretendedGpu, pretended_gpu, to_host
+from tests.device.conftest import on_gpu
+from tests.device.pretended_gpu import DeviceError, Graph, PretendedGpu, to_host
 from tests.unit.models import tiny
 from tests.unit.models.updates import LOSS, experience, settings
 
 STOPS = frozenset({tiny.EOS, 7, 9})
 DTYPES = [torch.float32, torch.bfloat16]
-
-
-@pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[PretendedGpu]:
-    # oneDNN rounds in another way, and a GPU does not use it.
-    monkeypatch.setattr(onednn_linear, "is_faster", lambda: False)
-    with pretended_gpu() as device:
-        yield device
-
-
-def on_gpu(model: Any) -> Any:
-    return copy.deepcopy(model).to("cuda:0")
 
 
 def tokens(result: list[Trajectory]) -> list[list[int]]:

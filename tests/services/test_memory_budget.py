@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -179,6 +180,24 @@ def test_an_update_above_the_measured_limit_uses_gradient_checkpointing(
         settings = OptimizationSettings(1, 1, 1e-3, 1.0, 0, micro_batch_tokens=requested)
         client.update(RUN, step, 1, settings, LOSSES[Role.ACTOR]).result()
     assert updates == [(256, False), (512, True)]
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+@pytest.mark.parametrize("role", TRAINED)
+def test_an_update_is_deterministic_as_configured(
+    role: Role, deterministic: bool, config: Any, services: Services, seal: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    contexts: list[tuple[str, str, bool]] = []
+
+    def recorded(*arguments: Any) -> Any:
+        contexts.append(arguments)
+        return nullcontext()
+
+    monkeypatch.setattr(trained, "deterministic_update", recorded)
+    client = services.start(role, config(deterministic_updates=deterministic))
+    seal(1)
+    client.update(RUN, 1, 1, OptimizationSettings(1, 1, 1e-3, 1.0, 0), LOSSES[role]).result()
+    assert contexts == [("cpu", role, deterministic)]
 
 
 @pytest.mark.parametrize(("sharers", "expected"), [(1, 1200), (4, 300)])

@@ -75,6 +75,10 @@ class TrainedModelConfig(Section):
     """Recompute activations in the backward pass instead of storing them: less memory, about a third more work, bit-identical
     results. Null: only if the free memory is too small otherwise."""
 
+    deterministic_updates: bool = True
+    """On a GPU: use only kernels whose results are bit-identical if repeated, which may be slower. An actor that generates
+    during its updates uses any kernel, see rollout.max_off_policy_steps."""
+
     @property
     def max_forward_tokens(self) -> int:
         """Maximum number of tokens per forward pass without gradients, which needs no further reduction for memory."""

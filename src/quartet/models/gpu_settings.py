@@ -1,0 +1,46 @@
+"""Settings of torch for processes that compute on a GPU: attention kernels, and determinism during updates."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from quartet.errors import ModelError
+
+
+def set_up_gpu() -> None:
+    """Prepare this process for models on a GPU. Outside updates, torch then chooses its fastest kernels.
+
+    In deterministic mode, each write to the key-value cache would sort its indices and copy the cache. The attention of cuDNN
+    builds a plan for each shape of a batch, and nearly every batch has another shape.
+    """
+    torch.set_deterministic_debug_mode("default")
+    torch.backends.cuda.enable_cudnn_sdp(False)
+
+
+@contextmanager
+def deterministic_update(device: str | torch.device, role: str, on: bool = True) -> Iterator[None]:
+    """Allow only operations with bit-identical results inside the context, if ``device`` is a GPU. Changes nothing on a CPU.
+
+    Only the strict mode makes the backward pass of attention deterministic; the mode that warns does not. The mode belongs to the
+    process, not to a thread. ``role`` is the config section of the model. Raises ModelError if the model needs an operation that
+    has no deterministic kernel.
+    """
+    if not on or torch.device(device).type != "cuda":
+        yield
+        return
+    before = torch.get_deterministic_debug_mode()
+    torch.set_deterministic_debug_mode("error")
+    try:
+        yield
+    except RuntimeError as error:
+        if "deterministic" not in str(error):
+            raise
+        raise ModelError(
+            f"{role}: updates of this model are not bit-identical if repeated on a GPU ({str(error).splitlines()[0]}); set "
+            f"{role}.deterministic_updates false, or choose another model"
+        ) from error
+    finally:
+        torch.set_deterministic_debug_mode(before)
