@@ -169,6 +169,8 @@ class PretendedGpu:
     """The state of the device: what it counts, and what it now refuses."""
 
     captures: list[Graph] = field(default_factory=list)
+    attempts: int = 0
+    """Captures that began, failed ones included."""
     sorting_kernels: int = 0
     """Index writes that ran in deterministic mode."""
     modes: set[int] = field(default_factory=set)
@@ -257,6 +259,7 @@ class PretendedGpu:
         """
         before, self._stream = self._stream, stream or Stream()
         self._graph = graph
+        self.attempts += 1
         try:
             yield
         finally:
@@ -307,6 +310,11 @@ class PretendedGpu:
             "memory_reserved": lambda device=None: 0,
             "memory_allocated": lambda device=None: 0,
         }
+
+    @property
+    def capturing(self) -> bool:
+        """Whether a graph is being captured."""
+        return self._graph is not None
 
     @property
     def stream(self) -> Stream:

@@ -10,7 +10,8 @@ On a CPU the sizes are chosen so that they change no bit of a row, see docs/adr/
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -36,7 +37,7 @@ from quartet.models.generation.recording import NotRecordable, record
 log = structlog.get_logger()
 
 COLUMNS = 64
-"""A step on a GPU reads a multiple of this number of cache columns. Short sequences read less, and few graphs are needed."""
+"""A step on a GPU reads a multiple of this number of cache columns, see ``graph_columns``."""
 COLUMNS_CPU = 32
 """The same on a CPU, whose steps are recorded faster."""
 MIN_PRODUCT = 400
@@ -80,11 +81,13 @@ class StaticDecoder:
 
     The buffers fit the largest generation so far: slots x (longest prompt + longest response), rounded up to COLUMNS.
     ``graphs``: replay CUDA graphs, with few sizes. Otherwise a row's bits do not depend on the other rows. ``recorded``: then
-    replay recordings. Without both, each step is computed op by op.
+    replay recordings. Without both, each step is computed op by op. ``checked``: before the capture of a graph, check that the
+    step never waits for the device.
     """
 
-    def __init__(self, model: Any, graphs: bool, recorded: bool = False) -> None:
+    def __init__(self, model: Any, graphs: bool, recorded: bool = False, checked: bool = False) -> None:
         self._model, self._graphs, self._recorded, self._device = model, graphs, recorded, device_of(model)
+        self._checked = checked
         self._held = (0, 0)
         self._slots = 0
         self._keys_values: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -186,7 +189,7 @@ class StaticDecoder:
     def _step_columns(self, columns: int) -> int:
         """Return the columns to read if ``columns`` are in use."""
         if self._graphs:
-            return -(-columns // COLUMNS) * COLUMNS
+            return min(graph_columns(columns), self._held[1])
         keys, values = self._keys_values[0]
         columns = max(columns, -(-MIN_PRODUCT // min(keys.shape[3], values.shape[3])))
         return min(-(-columns // COLUMNS_CPU) * COLUMNS_CPU, self._held[1])
@@ -222,7 +225,7 @@ class StaticDecoder:
     def _replayed(self, compute: Callable[[], None]) -> Callable[[], object]:
         """Return a function that repeats ``compute``."""
         if self._graphs:
-            return _captured(compute, self._device, self._pool)
+            return _captured(compute, self._device, self._pool, self._checked)
         if self._logits is None:
             compute()  # Allocates the logits, which must exist before the recording.
         return record(compute)
@@ -249,6 +252,15 @@ class StaticDecoder:
             self._logits = logits.new_zeros(self._held[0], logits.shape[1])
         # One buffer for all graphs; otherwise each graph would keep separate logits.
         self._logits[:rows] = logits
+
+
+def graph_columns(columns: int) -> int:
+    """Return the columns that a graph reads if ``columns`` are in use: a multiple of COLUMNS, at most an eighth more.
+
+    There are eight sizes from each power of 2 to the next, so 40 sizes up to 8,192 columns instead of 128.
+    """
+    step = max(COLUMNS, 1 << max(0, (columns - 1).bit_length() - 4))
+    return -(-columns // step) * step
 
 
 def padded_rows(rows: int) -> int:
@@ -286,20 +298,43 @@ def _attention(
 AttentionInterface.register(ATTENTION_NAME, _attention)
 
 
-def _captured(compute: Callable[[], None], device: torch.device, pool: Any) -> Callable[[], None]:
-    """Return a replay of ``compute`` as a CUDA graph, captured after a first call that initializes libraries."""
+def _captured(compute: Callable[[], None], device: torch.device, pool: Any, checked: bool) -> Callable[[], None]:
+    """Return a replay of ``compute`` as a CUDA graph, captured after a first call that initializes libraries.
+
+    ``checked``: first call it once more, and raise RuntimeError if it waits for the device. A capture that fails for that reason
+    leaves the device in a worse state.
+    """
     with torch.cuda.device(device):
+        before = torch.cuda.current_stream()
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            compute()
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        # Other threads of this process may use the GPU during the capture, such as another service or a status request.
-        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
-            compute()
+        stream.wait_stream(before)
+        try:
+            with torch.cuda.stream(stream):
+                compute()
+                if checked:
+                    with _synchronization_refused():
+                        compute()
+            before.wait_stream(stream)
+            graph = torch.cuda.CUDAGraph()
+            # Other threads of this process may use the GPU during the capture, such as another service or a status request.
+            with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+                compute()
+        finally:
+            # If the end of a capture fails, torch leaves the thread on the stream of the capture.
+            torch.cuda.set_stream(before)
     replay: Callable[[], None] = graph.replay
     return replay
+
+
+@contextmanager
+def _synchronization_refused() -> Iterator[None]:
+    """Raise RuntimeError at an operation inside the context that waits for a GPU. It applies to all threads of the process."""
+    mode = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(mode)
 
 
 @torch.inference_mode()
@@ -327,7 +362,7 @@ def unsupported_reason(model: Any, graphs: bool) -> str | None:
     if not (attends_to_all(model) and accepts_argument(model, "position_ids") and _implementation(model) == "sdpa"):
         return "attention with a window, positions from the padding mask, or an attention other than sdpa"
     try:
-        difference = _difference(model, StaticDecoder(model, graphs))
+        difference = _difference(model, StaticDecoder(model, graphs, checked=True))
     except torch.OutOfMemoryError:
         raise
     except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:

@@ -214,8 +214,9 @@ class TorchEngine:
         """Use static decoding if the model supports it; otherwise log the reason."""
         if not self._static_untried:
             return
-        self._static_untried = False
         reason = unsupported_reason(self._model, self._graphs)
+        # After an error there is no result, so the next generation tries again.
+        self._static_untried = False
         if reason is None:
             self._static = StaticDecoder(self._model, self._graphs, not self._graphs and is_recordable(self._model))
         else:
