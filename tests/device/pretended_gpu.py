@@ -63,6 +63,12 @@ class GpuTensor(torch.Tensor):
         result.inner = values
         return result
 
+    def data_ptr(self) -> int:
+        return self.inner.data_ptr()
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        return self.inner.untyped_storage()
+
     def __tensor_flatten__(self) -> tuple[list[str], None]:
         return ["inner"], None
 
@@ -79,8 +85,6 @@ class GpuTensor(torch.Tensor):
             return True
         if function == torch.Tensor.is_cpu.__get__:
             return False
-        if function in (torch.Tensor.data_ptr, torch.Tensor.untyped_storage):
-            return function(arguments[0].inner)
         if function is torch.Tensor.numpy:
             raise DeviceError("can't convert cuda:0 device type tensor to numpy")
         if function is torch.Tensor.cpu or (function is torch.Tensor.to and _names_host(*arguments, **more)):

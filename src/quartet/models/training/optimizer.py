@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import weakref
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,10 @@ class MasterWeightAdamW(torch.optim.AdamW):
 
     A parameter of lower precision than float32 has a master weight, a float32 copy that the steps update. After each step the
     parameter is set in place to the rounded master weight. Other parameters are updated directly and have no copy.
+
+    On a GPU, gradients move to the master weights during the backward pass, and those of several micro-batches add up in
+    float32. A sum of 16 in bfloat16 is off by 0.4 %, and gradients in both precisions would not be needed at once. On a CPU they
+    move before the step.
     """
 
     def __init__(self, groups: Iterable[dict[str, Any]], **settings: Any) -> None:
@@ -47,8 +52,8 @@ class MasterWeightAdamW(torch.optim.AdamW):
     def move_gradients(self) -> None:
         """Move the gradients of parameters to their master weights."""
         for master, parameter in self.parameter_of_master_weight.items():
-            master.grad = None if parameter.grad is None else parameter.grad.float()
-            parameter.grad = None
+            if parameter.grad is not None:
+                _move_gradient(parameter, master)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -69,7 +74,24 @@ class MasterWeightAdamW(torch.optim.AdamW):
             return parameter
         master = nn.Parameter(parameter.detach().float())
         self.parameter_of_master_weight[master] = parameter
+        if master.is_cuda:
+            # Weak, so that the gradients of a later optimizer do not go to this one.
+            reference = weakref.ref(master)
+
+            def move(parameter: torch.Tensor) -> None:
+                if (target := reference()) is not None:
+                    _move_gradient(parameter, target)
+
+            parameter.register_post_accumulate_grad_hook(move)
         return master
+
+
+def _move_gradient(parameter: torch.Tensor, master: torch.Tensor) -> None:
+    """Add the gradient of ``parameter`` to that of its master weight, and clear it."""
+    assert parameter.grad is not None
+    gradient = parameter.grad.float()
+    master.grad = gradient if master.grad is None else master.grad.add_(gradient)
+    parameter.grad = None
 
 
 def create_optimizer(

@@ -214,14 +214,21 @@ def _with_one_layer(with_checkpointing: SavedActivations, plain: SavedActivation
 
 
 def _state_bytes(model: Any) -> int:
-    """Return the bytes of gradients and AdamW's two moments, which the first update allocates. Master weights exist already."""
+    """Return the bytes of gradients and AdamW's two moments, which the first update allocates. Master weights exist already.
+
+    On a GPU all gradients are float32, see MasterWeightAdamW, and the step needs no temporary memory.
+    """
     states = [
         training_state(parameter.numel(), parameter.numel(), parameter.itemsize)
         for parameter in model.parameters()
         if parameter.requires_grad
     ]
-    # For half precision the step's float32 gradients add a fifth, at a time without activations: 1 - MEMORY_FRACTION covers it.
-    return int(sum(state.gradients + state.moments for state in states))
+    needed = sum(state.gradients + state.moments for state in states)
+    if device_of(model).type == "cuda":
+        needed += sum(state.step_gradients for state in states)
+    # On a CPU, the float32 gradients of a step in half precision add a fifth, at a time without activations: 1 - MEMORY_FRACTION
+    # covers it.
+    return int(needed)
 
 
 def free_gpu_bytes(device: torch.device) -> int:
