@@ -10,8 +10,9 @@ from quartet.buffer.connection import ConnectionMonitor, connect
 from quartet.buffer.experience_store import ExperienceStore
 from quartet.buffer.redis_url import required_buffer_url
 from quartet.buffer.rollout_stream import RolloutStream
-from quartet.config import Config, ServiceConfig
+from quartet.config import MAX_MICRO_BATCH_TOKENS, MAX_MICRO_BATCH_TOKENS_GPU, Config, ServiceConfig
 from quartet.errors import ConfigError
+from quartet.memory_shares import cache_shape, engine_cache_bytes, generates_on_its_device, gpu_share
 from quartet.models.generation.detached_torch import DetachedTorchEngine
 from quartet.models.torch_threads import set_num_threads
 from quartet.models.weights.loading import check_cacheable_config
@@ -156,10 +157,16 @@ def device_of(service: ServiceConfig) -> str:
 
 def limits_of(config: Config, role: Role) -> UpdateLimits:
     """Return the limits of a role's updates in this run."""
+    on_gpu = bool(getattr(config.services, role).devices)
+    generates = on_gpu and role is Role.ACTOR and generates_on_its_device(config)
     return UpdateLimits(
         max_sequence_tokens=config.data.max_prompt_tokens + config.rollout.max_response_tokens,
         trains_entropy=config.algorithm.entropy_coefficient != 0,
         num_sharers=num_memory_sharers(config, role),
+        share=gpu_share(config, role) if on_gpu else None,
+        max_micro_batch_tokens=MAX_MICRO_BATCH_TOKENS_GPU if on_gpu else MAX_MICRO_BATCH_TOKENS,
+        cache=engine_cache_bytes(config) if generates else 0,
+        cache_shape=cache_shape(config),
     )
 
 

@@ -6,11 +6,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import structlog
+from torch import nn
 
 from quartet.config import MAX_MICRO_BATCH_TOKENS, TrainedModelConfig
 from quartet.errors import ConfigError
+from quartet.memory_shares import GpuShare
 from quartet.models.forward.model_capabilities import device_of
-from quartet.models.training.update_memory import UpdateMemory, free_gpu_bytes
+from quartet.models.training.update_memory import UpdateMemory, free_gpu_bytes, total_gpu_bytes
 from quartet.planner.memory import MEMORY_FRACTION
 from quartet.topology import free_memory_bytes
 from quartet.types import Role, ServiceStatus
@@ -23,19 +25,27 @@ class UpdateLimits:
     """The largest update of a run, and the share of the free memory that it may use.
 
     ``max_sequence_tokens``: prompt and response of the longest sequence. ``num_sharers``: model services on the same device,
-    including this one.
+    including this one. ``share``: share of this service in its GPU, if the sizes of all models on it are known.
+    ``max_micro_batch_tokens``: upper limit of the default micro-batch size. ``cache``: bytes that the generation engine keeps on
+    the same GPU, for the rows and columns of ``cache_shape``.
     """
 
     max_sequence_tokens: int
     trains_entropy: bool = False
     num_sharers: int = 1
+    share: GpuShare | None = None
+    max_micro_batch_tokens: int = MAX_MICRO_BATCH_TOKENS
+    cache: int = 0
+    cache_shape: tuple[int, int] = (0, 0)
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryBudget:
     """Default micro-batch size of updates, and the measurement that it is based on.
 
-    ``free`` is the free memory in bytes. ``memory`` is None and ``free`` 0 if nothing was measured.
+    ``free`` is the free memory in bytes, without that of the generation engine's cache. ``memory`` is None and ``free`` 0 if
+    nothing was measured. ``most`` is the upper limit of the default. ``frees_cache``: an update fits only if the cache of the
+    engine is freed before it.
     """
 
     role: Role
@@ -43,6 +53,8 @@ class MemoryBudget:
     gradient_checkpointing: bool | None = None
     memory: UpdateMemory | None = None
     free: int = 0
+    most: int = MAX_MICRO_BATCH_TOKENS
+    frees_cache: bool = False
 
     @property
     def max_tokens(self) -> int:
@@ -50,7 +62,8 @@ class MemoryBudget:
         if self.memory is None:
             return 0
         return max(
-            _max_tokens_within(self.memory, self.free, recomputes) for recomputes in self._checkpointing_options()
+            self.memory.max_tokens_within(self.most, self.free, recomputes)
+            for recomputes in self._checkpointing_options()
         )
 
     def needs_checkpointing(self, tokens: int) -> bool:
@@ -89,21 +102,30 @@ class MemoryBudget:
         return [each for each in options if not each or self.memory.with_checkpointing is not None] or [False]
 
 
-def find_budget(role: Role, config: TrainedModelConfig, memory: UpdateMemory, free: int) -> MemoryBudget:
+def find_budget(
+    role: Role, config: TrainedModelConfig, memory: UpdateMemory, free: int, limits: UpdateLimits
+) -> MemoryBudget:
     """Return the budget for ``free`` bytes.
 
-    Raises ConfigError if the longest sequence does not fit and the config gives no micro-batch size.
+    The engine's cache stays during updates if the longest sequence fits beside it; otherwise each update frees it, and the next
+    generation allocates it and captures its graphs again. Raises ConfigError if the cache does not fit, or if the longest
+    sequence does not fit and the config gives no micro-batch size.
     """
     configured, checkpointing = config.micro_batch_tokens, config.gradient_checkpointing
     if checkpointing and memory.with_checkpointing is None:
         raise ConfigError(
             f"{role}.gradient_checkpointing: this model's architecture does not support it; set it to false"
         )
-    without_checkpointing = 0 if checkpointing else _max_tokens_within(memory, free, False)
-    tokens = configured or without_checkpointing or MemoryBudget(role, 0, checkpointing, memory, free).max_tokens
+    _check_cache(memory, free, limits)
+    most = limits.max_micro_batch_tokens
+    beside_cache = MemoryBudget(role, 0, checkpointing, memory, free - limits.cache, most)
+    frees_cache = limits.cache > 0 and not beside_cache.max_tokens
+    free -= 0 if frees_cache else limits.cache
+    without_checkpointing = 0 if checkpointing else memory.max_tokens_within(most, free, False)
+    tokens = configured or without_checkpointing or MemoryBudget(role, 0, checkpointing, memory, free, most).max_tokens
     if not tokens:
         raise ConfigError(_too_small(role, config, memory, free))
-    budget = MemoryBudget(role, tokens, checkpointing, memory, free)
+    budget = MemoryBudget(role, tokens, checkpointing, memory, free, most, frees_cache)
     log.info(
         "memory of updates",
         role=role,
@@ -111,19 +133,38 @@ def find_budget(role: Role, config: TrainedModelConfig, memory: UpdateMemory, fr
         max_tokens=budget.max_tokens,
         gradient_checkpointing=budget.needs_checkpointing(tokens),
         free_bytes=free,
+        cache_bytes=limits.cache,
+        frees_cache=frees_cache,
     )
     return budget
+
+
+def _check_cache(memory: UpdateMemory, free: int, limits: UpdateLimits) -> None:
+    """Raise ConfigError if the engine's cache does not fit beside the optimizer's moments, two thirds of the state."""
+    moments = 2 * memory.state // 3
+    if limits.cache and limits.cache + moments > MEMORY_FRACTION * free:
+        rows, columns = limits.cache_shape
+        raise ConfigError(
+            f"rollout.max_concurrent_sequences: a key-value cache for {rows} sequences of up to {columns} tokens needs "
+            f"{_gib(limits.cache)} beside {_gib(moments)} of optimizer state; the limit is {_gib(MEMORY_FRACTION * free)}; lower "
+            "rollout.max_concurrent_sequences, rollout.max_response_tokens or data.max_prompt_tokens, or generate on other GPUs "
+            "(rollout.generators)"
+        )
 
 
 def free_bytes(model: Any, limits: UpdateLimits) -> int:
     """Return this service's share of the free memory on the model's device, in bytes."""
     device = device_of(model)
     free = free_gpu_bytes(device) if device.type == "cuda" else free_memory_bytes()
-    return free // limits.num_sharers
+    if limits.share is None or device.type != "cuda":
+        return free // limits.num_sharers
+    loaded = sum(int(parameter.nbytes) + _master_bytes(parameter) for parameter in model.parameters())
+    return max(0, min(free, limits.share.bytes(total_gpu_bytes(device)) - loaded))
 
 
-def _max_tokens_within(memory: UpdateMemory, free: int, recomputes: bool) -> int:
-    return memory.max_tokens_within(MAX_MICRO_BATCH_TOKENS, free, recomputes)
+def _master_bytes(parameter: nn.Parameter) -> int:
+    """Return the bytes of a parameter's float32 master weight."""
+    return 4 * parameter.numel() if parameter.requires_grad and parameter.element_size() < 4 else 0
 
 
 def _too_small(role: Role, config: TrainedModelConfig, memory: UpdateMemory, free: int) -> str:

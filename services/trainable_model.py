@@ -92,7 +92,7 @@ class TrainableModel(ABC):
         if limits is None or None not in (config.micro_batch_tokens, config.gradient_checkpointing):
             return MemoryBudget(self.role, config.max_forward_tokens, config.gradient_checkpointing)
         longest = min(limits.max_sequence_tokens, self._positions) if self._positions else limits.max_sequence_tokens
-        return find_budget(self.role, config, self._measure(longest, limits), free_bytes(self._model, limits))
+        return find_budget(self.role, config, self._measure(longest, limits), free_bytes(self._model, limits), limits)
 
     def _read_adapter(self, adapter: Adapter, checkpoint: Path) -> None:
         """Load an adapter that ``_snapshot`` has saved. Raises ModelError."""

@@ -186,7 +186,7 @@ class Actor(TrainableModel):
 
         def apply() -> dict[str, float]:
             experience = self._buffer(run).experience.load(step)
-            self._engine.release()
+            self._engine.release(self._budget.frees_cache)
             tokens, checkpointing = self._budget.resolve(settings.micro_batch_tokens)
             with activation_checkpointing(self._model, checkpointing), self._deterministic_update():
                 metrics = update_policy(

@@ -119,18 +119,27 @@ def _share(config: Config, role: Role, roles: Sequence[Role]) -> int:
 
 
 def num_memory_sharers(config: Config, role: Role) -> int:
-    """Return how many services, including ``role``, share the memory of the device that ``role`` trains on.
+    """Return how many services, including ``role``, share the memory of the device that ``role`` trains on."""
+    return len(memory_sharers(config, role))
+
+
+def memory_sharers(config: Config, role: Role) -> list[Role]:
+    """Return the services, ``role`` first, that share the memory of the device that ``role`` trains on.
 
     Generators count on a GPU only: in the memory of the machine, their number must not change the run.
     """
     own: ServiceConfig = getattr(config.services, role)
-    others = [getattr(config.services, other) for other in model_roles(config) if other is not role]
-    neighbours = [other for other in others if other.address is None or _machine(other) == _machine(own)]
-    sharers = sum(bool(own.devices[0] in other.devices if own.devices else not other.devices) for other in neighbours)
+    services = {other: getattr(config.services, other) for other in model_roles(config) if other is not role}
+    sharers = [
+        other
+        for other, service in services.items()
+        if (service.address is None or _machine(service) == _machine(own))
+        and (own.devices[0] in service.devices if own.devices else not service.devices)
+    ]
     if own.devices and not _machine(own):
         devices = [devices_of_generator(config, index) for index in range(config.rollout.generators)]
-        sharers += sum(own.devices[0] in each for each in devices)
-    return 1 + sharers
+        sharers += [Role.GENERATOR for each in devices if own.devices[0] in each]
+    return [role, *sharers]
 
 
 def _machine(service: ServiceConfig) -> str:

@@ -317,7 +317,7 @@ class PretendedGpu:
 
     @property
     def capturing(self) -> bool:
-        """Whether a graph is being captured."""
+        """Return whether a graph is being captured."""
         return self._graph is not None
 
     @property

@@ -57,6 +57,18 @@ def test_a_failed_capture_leaves_the_thread_on_its_stream(gpu: PretendedGpu, mon
     assert gpu.stream is stream
 
 
+def test_an_engine_that_frees_everything_captures_again_and_draws_the_same_tokens(gpu: PretendedGpu) -> None:
+    engine = TorchEngine(on_gpu(tiny.causal("llama")), frozenset(), 4)
+    before, captures = decode(engine), len(gpu.captures)
+    engine.release()
+    assert (decode(engine), len(gpu.captures)) == (before, captures)
+    engine.release(everything=True)
+    assert engine._static is not None
+    assert not engine._static._keys_values
+    assert decode(engine) == before
+    assert len(gpu.captures) > captures
+
+
 def test_a_lack_of_memory_in_the_trial_is_raised_and_the_next_generation_tries_again(
     gpu: PretendedGpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:

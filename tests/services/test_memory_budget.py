@@ -8,12 +8,14 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from quartet.buffer.connection import Redis
 from quartet.buffer.experience_store import ExperienceStore
-from quartet.config import Config
+from quartet.config import Config, TrainedModelConfig
 from quartet.errors import ConfigError
-from quartet.models.training.update_memory import measure_policy
+from quartet.memory_shares import GpuShare
+from quartet.models.training.update_memory import Activations, SavedActivations, UpdateMemory, measure_policy
 from quartet.models.training.updates import update_policy, update_value
 from quartet.planner.memory import MEMORY_FRACTION
 from quartet.services import memory_budget as budget
@@ -206,6 +208,47 @@ def test_free_memory_is_divided_by_the_number_of_sharers(
 ) -> None:
     monkeypatch.setattr(budget, "free_memory_bytes", lambda: 1200)
     assert budget.free_bytes(tiny.causal("llama"), UpdateLimits(40, num_sharers=sharers)) == expected
+
+
+def budget_with_cache(free: float, cache: int) -> budget.MemoryBudget:
+    """Return the budget of an update that needs 300 bytes of state and 10 per token of a sequence of 40."""
+    activations = Activations(SavedActivations(0, 10, 0), SavedActivations(0, 10, 0), 0, 0)
+    memory = UpdateMemory(300, activations, None, MAX_SEQUENCE)
+    limits = UpdateLimits(MAX_SEQUENCE, cache=cache, cache_shape=(8, 64), max_micro_batch_tokens=128)
+    config = TrainedModelConfig()
+    return budget.find_budget(Role.ACTOR, config, memory, int(free / MEMORY_FRACTION) + 1, limits)
+
+
+def test_the_cache_of_the_engine_is_not_available_to_updates() -> None:
+    without, beside = budget_with_cache(300 + 1280, 0), budget_with_cache(300 + 1280, 500)
+    assert (without.micro_batch_tokens, without.frees_cache) == (128, False)
+    assert (beside.micro_batch_tokens, beside.frees_cache) == (64, False)
+
+
+def test_the_cache_is_freed_before_updates_that_do_not_fit_beside_it() -> None:
+    result = budget_with_cache(300 + 800, 750)
+    assert (result.micro_batch_tokens, result.frees_cache) == (64, True)
+
+
+def test_a_cache_that_does_not_fit_is_an_error_that_names_what_to_lower() -> None:
+    with pytest.raises(
+        ConfigError, match=r"^rollout.max_concurrent_sequences: .* 8 sequences of up to 64 tokens"
+    ) as raised:
+        budget_with_cache(300 + 800, 2000)
+    assert "rollout.max_response_tokens" in str(raised.value)
+
+
+def test_a_share_by_need_does_not_depend_on_what_other_roles_have_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny.causal("llama").bfloat16()
+    loaded = (2 + 4) * sum(parameter.numel() for parameter in model.parameters())
+    limits = UpdateLimits(40, num_sharers=4, share=GpuShare(own=10**6, all_roles=4 * 10**6, weight=0.5))
+    monkeypatch.setattr(budget, "device_of", lambda model: torch.device("cuda", 0))
+    monkeypatch.setattr(budget, "total_gpu_bytes", lambda device: 6 * 10**6)
+    for free in (5 * 10**6, 2 * 10**6):
+        monkeypatch.setattr(budget, "free_gpu_bytes", lambda device, free=free: free)
+        assert budget.free_bytes(model, limits) == 2 * 10**6 - loaded
+    monkeypatch.setattr(budget, "free_gpu_bytes", lambda device: 10**6)
+    assert budget.free_bytes(model, limits) == 10**6
 
 
 def test_frozen_roles_report_no_memory_limits(config: Any, services: Services) -> None:

@@ -23,7 +23,7 @@ def test_an_engine_is_notified_before_and_after_each_update(make: MakeConfig, mo
             notifications.append("generate")
             return super().generate(*arguments, **options)
 
-        def release(self) -> None:
+        def release(self, everything: bool = False) -> None:
             notifications.append("release")
 
         def weights_changed(self) -> None:

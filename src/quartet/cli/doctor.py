@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import math
 import os
 import platform
 import subprocess
@@ -17,7 +16,6 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-import safetensors
 from rich.console import Console
 from rich.table import Table
 
@@ -31,6 +29,7 @@ from quartet.engines.catalog import CATALOG, COLUMNS, described
 from quartet.errors import ConfigError, QuartetError
 from quartet.hub_models import looks_local
 from quartet.launcher.security_checks import check_access
+from quartet.memory_shares import count_file_parameters, gpu_share
 from quartet.planner.device_memory import add_parts, cache_bytes, frozen_memory, trained_memory
 from quartet.planner.gpus import CPU, GPUS
 from quartet.planner.memory import DTYPE_BYTES, training_state
@@ -354,21 +353,12 @@ def _memory_of_files(config: Config, role: Role) -> str:
     models = [model for key, model in config.models.items() if key.partition(".")[0] == role and looks_local(model)]
     files = [path for model in models for path in Path(model).glob("*.safetensors")]
     if role in TRAINED_ROLES and not getattr(config, role).lora:
-        count = sum(map(_parameters, files))
+        count = sum(map(count_file_parameters, files))
         state = training_state(count, count, DTYPE_BYTES[getattr(config, role).dtype])
         needed, what = state.kept, "weights, gradients and optimizer"
     else:
         needed, what = sum(path.stat().st_size for path in files), "weights"
     return f", about {_mib(needed)} for {what}" if needed else ""
-
-
-def _parameters(path: Path) -> int:
-    """Return the number of parameters in a file, by its header. 0 for a damaged file, which loading reports."""
-    try:
-        with safetensors.safe_open(path, framework="np") as file:
-            return sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
-    except (OSError, safetensors.SafetensorError):
-        return 0
 
 
 def _update_memory(config: Config, role: Role) -> str:
@@ -377,14 +367,18 @@ def _update_memory(config: Config, role: Role) -> str:
         return ""
     import torch
 
-    from quartet.models.training.update_memory import free_gpu_bytes
+    from quartet.models.training.update_memory import free_gpu_bytes, total_gpu_bytes
 
     devices = getattr(config.services, role).devices
     if any(index >= torch.cuda.device_count() for index in devices):
         return ""
-    free = (free_gpu_bytes(torch.device("cuda", devices[0])) if devices else free_memory_bytes()) // num_memory_sharers(
-        config, role
-    )
+    share = gpu_share(config, role) if devices else None
+    if share is not None:
+        device = torch.device("cuda", devices[0])
+        free = min(free_gpu_bytes(device), share.bytes(total_gpu_bytes(device)))
+    else:
+        free = free_gpu_bytes(torch.device("cuda", devices[0])) if devices else free_memory_bytes()
+        free //= num_memory_sharers(config, role)
     return f", micro_batch_tokens is chosen at its start; {free / 2**30:.1f} GiB are free for it now, including its weights"
 
 

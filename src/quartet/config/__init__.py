@@ -23,6 +23,7 @@ from quartet.config.guards import GuardConfig, GuardsConfig
 from quartet.config.loading import config_of, copy_sections, invalid_keys, load_config, parse_config
 from quartet.config.models import (
     MAX_MICRO_BATCH_TOKENS,
+    MAX_MICRO_BATCH_TOKENS_GPU,
     ActorConfig,
     CriticConfig,
     LoraConfig,
@@ -52,6 +53,7 @@ from quartet.config.url_redaction import is_redacted, redact_url
 
 __all__ = [
     "MAX_MICRO_BATCH_TOKENS",
+    "MAX_MICRO_BATCH_TOKENS_GPU",
     "MAX_RESPONSES",
     "ActorConfig",
     "AlgorithmConfig",

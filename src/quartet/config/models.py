@@ -20,7 +20,9 @@ from quartet.config.section import (
 )
 
 MAX_MICRO_BATCH_TOKENS = 4096
-"""Upper limit of the micro-batch size that a service chooses by its free memory. Larger ones are no faster."""
+"""Upper limit of the micro-batch size that a service chooses by its free memory. Larger ones are no faster on a CPU."""
+MAX_MICRO_BATCH_TOKENS_GPU = 16384
+"""The same on a GPU, which needs larger matmuls to be busy."""
 
 
 class OptimizerConfig(Section):
@@ -69,8 +71,8 @@ class TrainedModelConfig(Section):
     """Train low-rank adapters instead of the weights. Null disables it."""
     micro_batch_tokens: Count | None = None
     """Maximum number of tokens per forward pass, including padding if the model needs it. It affects speed and memory, and only
-    the last bits of the result. Null: 4096, or less if the free memory at the start of the service is too small; the run keeps
-    the chosen value."""
+    the last bits of the result. Null: 4096, or 16384 on a GPU, or less if the free memory at the start of the service is too
+    small; the run keeps the chosen value."""
     gradient_checkpointing: bool | None = None
     """Recompute activations in the backward pass instead of storing them: less memory, about a third more work, bit-identical
     results. Null: only if the free memory is too small otherwise."""

@@ -34,8 +34,11 @@ class Engine(Protocol):
         error of the engine. A failed generation is an error, never an empty response.
         """
 
-    def release(self) -> None:
-        """Free memory for an update of the policy, until the next generation."""
+    def release(self, everything: bool = False) -> None:
+        """Free memory for an update of the policy, until the next generation.
+
+        ``everything``: also what takes long to allocate again.
+        """
 
     def weights_changed(self) -> None:
         """Notify the engine that the policy's weights changed. It must not use the previous weights again."""

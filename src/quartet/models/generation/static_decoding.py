@@ -135,12 +135,15 @@ class StaticDecoder:
         # Graphs share one memory pool. The pool is freed with the last graph, and its handle cannot be reused.
         self._pool = torch.cuda.graph_pool_handle() if self._graphs else None
 
-    def release(self) -> None:
-        """Free the buffers before an update of the policy, unless graphs replay over them or they are small."""
+    def release(self, everything: bool = False) -> None:
+        """Free the buffers before an update of the policy, unless they are small, or graphs replay over them and not
+        ``everything`` is to be freed.
+        """
         held = sum(buffer.numel() * buffer.element_size() for pair in self._keys_values for buffer in pair)
-        if held > KEEP_BYTES and not self._graphs:
+        if everything or (held > KEEP_BYTES and not self._graphs):
             self._held = (0, 0)
             self._keys_values = []
+            self._logits = None
             self._forget_steps()
 
     def fill(self, rows: list[int], sources: list[int], lengths: list[int], prefilled: Any) -> None:

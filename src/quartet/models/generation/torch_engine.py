@@ -222,10 +222,10 @@ class TorchEngine:
         else:
             log.info("decodes without static buffers", model=type(self._model).__name__, reason=reason)
 
-    def release(self) -> None:
-        """Free a large cache. One of captured CUDA graphs is kept, because capturing them again is slow."""
+    def release(self, everything: bool = False) -> None:
+        """Free a large cache. One of captured CUDA graphs is kept unless ``everything``: capturing them again is slow."""
         if self._static is not None:
-            self._static.release()
+            self._static.release(everything)
 
     def weights_changed(self) -> None:
         """Do nothing. The engine decodes with the policy itself, whose weights are updated in place."""

@@ -104,7 +104,7 @@ class TritonEngine:
         ordered = validate_requests(self._policy.model, requests, sampling)
         return self._generate(ordered, sampling, seed, policy_version, cancelled)
 
-    def release(self) -> None:
+    def release(self, everything: bool = False) -> None:
         """Do nothing. The memory belongs to the server."""
 
     def weights_changed(self) -> None:

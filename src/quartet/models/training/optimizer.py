@@ -82,7 +82,7 @@ class MasterWeightAdamW(torch.optim.AdamW):
                 if (target := reference()) is not None:
                     _move_gradient(parameter, target)
 
-            parameter.register_post_accumulate_grad_hook(move)
+            parameter.register_post_accumulate_grad_hook(move)  # type: ignore[no-untyped-call]
         return master
 
 

@@ -235,3 +235,8 @@ def free_gpu_bytes(device: torch.device) -> int:
     """Return the free memory of a GPU, including unused memory that this process's allocator holds."""
     free, _ = torch.cuda.mem_get_info(device)
     return int(free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
+
+
+def total_gpu_bytes(device: torch.device) -> int:
+    """Return the memory of a GPU, used or not."""
+    return int(torch.cuda.mem_get_info(device)[1])
