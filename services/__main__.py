@@ -33,7 +33,7 @@ from quartet.gpu_environment import set_gpu_environment
 from quartet.missing_packages import explain_missing_package
 from quartet.openmp import set_wait_policy
 from quartet.telemetry.logs import configure_logs
-from quartet.topology import listen_address, num_threads
+from quartet.topology import listen_address, num_memory_sharers, num_threads
 from quartet.types import MODEL_ROLES, Role
 
 if TYPE_CHECKING:
@@ -234,7 +234,7 @@ def _torch_devices(roles: list[Role], config: Config) -> list[int]:
 
 
 def _models(roles: list[Role], config: Config, threads: int, credentials: Credentials) -> list[Any]:
-    from quartet.models.gpu_settings import set_up_gpu
+    from quartet.models.gpu_settings import release_gpu_memory, set_up_gpu
     from quartet.models.torch_threads import set_num_threads, set_up_torch
     from quartet.rpc.compute_thread import ComputeThread
     from quartet.services.factories import build_model_role
@@ -243,7 +243,9 @@ def _models(roles: list[Role], config: Config, threads: int, credentials: Creden
     if _torch_devices(roles, config):
         set_up_gpu()
     # Roles of one process share a GPU, so they share a compute thread. OpenMP has a number of threads per calling thread.
-    compute = ComputeThread(lambda: set_num_threads(threads), config.timeouts.score_seconds)
+    shared = _torch_devices(roles, config) and any(num_memory_sharers(config, role) > 1 for role in roles)
+    on_idle = release_gpu_memory if shared else lambda: None
+    compute = ComputeThread(lambda: set_num_threads(threads), config.timeouts.score_seconds, on_idle)
     return [build_model_role(role, config, compute, threads, credentials.folder) for role in roles]
 
 

@@ -14,6 +14,7 @@ from quartet.config import MAX_MICRO_BATCH_TOKENS, MAX_MICRO_BATCH_TOKENS_GPU, C
 from quartet.errors import ConfigError
 from quartet.memory_shares import cache_shape, engine_cache_bytes, generates_on_its_device, gpu_share
 from quartet.models.generation.detached_torch import DetachedTorchEngine
+from quartet.models.gpu_settings import check_gpu
 from quartet.models.torch_threads import set_num_threads
 from quartet.models.weights.loading import check_cacheable_config
 from quartet.rewards.factory import build_reward
@@ -152,6 +153,7 @@ def device_of(service: ServiceConfig) -> str:
         raise ConfigError(
             f"devices {list(service.devices)}: this machine has {available} CUDA devices; give [] for the CPU"
         )
+    check_gpu(service.devices[0])
     return f"cuda:{service.devices[0]}"
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from quartet.models.generation.validation import served_model
 from quartet.models.training.activation_checkpointing import activation_checkpointing
 from quartet.models.training.update_memory import UpdateMemory, measure_policy
 from quartet.models.training.updates import update_policy
+from quartet.models.weights.device_copy import copy_to_device
 from quartet.models.weights.host_tensors import adapter_settings, host_tensors, named_weights
 from quartet.models.weights.loading import load_causal_lm, snapshot_model, stop_token_ids
 from quartet.models.weights.lora import Adapter
@@ -114,7 +114,7 @@ class Actor(TrainableModel):
     def separate_model(self, device: str) -> tuple[ServedModel, Any, Adapter | None]:
         """Return a copy of the policy on ``device`` for an engine with its own weights: description, model and adapter."""
         # Copied together, so that the adapter's copy refers to the model's copy.
-        model, adapter = deepcopy((self._model, self._adapter))
+        model, adapter = copy_to_device((self._model, self._adapter), self._model, device)
         return served_model(model, self._stop_ids), model.to(device), adapter
 
     def generate(

@@ -43,6 +43,36 @@ class Call:
             callback()
 
 
+def test_idle_work_runs_after_a_call_and_its_failure_but_not_between_pending_calls() -> None:
+    idle: list[str] = []
+    compute = ComputeThread(on_idle=lambda: idle.append("idle"))
+    compute.run("work", Call(), lambda _: idle.append("work"))
+    assert idle == ["work", "idle"]
+    with pytest.raises(InvalidRequest):
+        compute.run("work", Call(), lambda _: failing())
+    assert idle == ["work", "idle", "idle"]
+    started, proceed = threading.Event(), threading.Event()
+
+    def waiting(_: Callable[[], bool]) -> None:
+        started.set()
+        proceed.wait(10)
+
+    with ThreadPoolExecutor(2) as callers:
+        first = callers.submit(compute.run, "work", Call(), waiting)
+        started.wait(10)
+        second = callers.submit(compute.run, "work", Call(), lambda _: len(idle))
+        while compute.pending() < 2:
+            pass
+        proceed.set()
+        first.result()
+        assert second.result() == 3
+    assert len(idle) == 4
+
+
+def failing() -> None:
+    raise InvalidRequest("wrong")
+
+
 def test_the_initializer_runs_once_in_the_compute_thread() -> None:
     threads: list[int] = []
     compute = ComputeThread(lambda: threads.append(threading.get_ident()))

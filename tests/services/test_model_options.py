@@ -215,6 +215,7 @@ def test_a_model_computes_in_its_configured_dtype_and_the_reference_defaults_to_
 
 def test_devices_have_torch_names_and_invalid_ones_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(roles, "check_gpu", lambda index: None)
     assert roles.device_of(ServiceConfig()) == "cpu"
     assert [roles.device_of(ServiceConfig(devices=(index,))) for index in range(2)] == ["cuda:0", "cuda:1"]
     with pytest.raises(ConfigError, match=r"devices \[2\]: this machine has 2 CUDA devices"):
@@ -234,6 +235,7 @@ def target_devices(monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
         return real(module, "cpu")
 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(roles, "check_gpu", lambda index: None)
     monkeypatch.setattr(nn.Module, "to", to)
     return results
 

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
-from quartet.errors import ModelError
+from quartet.errors import ConfigError, ModelError
 
 
 def set_up_gpu() -> None:
@@ -18,6 +18,24 @@ def set_up_gpu() -> None:
     """
     torch.set_deterministic_debug_mode("default")
     torch.backends.cuda.enable_cudnn_sdp(False)
+
+
+def release_gpu_memory() -> None:
+    """Give the memory that torch holds but does not use back to the GPU, for other processes."""
+    torch.cuda.empty_cache()
+
+
+def check_gpu(index: int) -> None:
+    """Start CUDA on a GPU. Raises ConfigError if another process holds the GPU exclusively."""
+    try:
+        torch.zeros(1, device=f"cuda:{index}")
+    except RuntimeError as error:
+        if "busy or unavailable" not in str(error):
+            raise
+        raise ConfigError(
+            f"devices [{index}]: another process holds this GPU exclusively; allow several processes with nvidia-smi -i {index} "
+            "-c DEFAULT or start NVIDIA's MPS, give each service a separate GPU, or host the services in one process"
+        ) from error
 
 
 @contextmanager

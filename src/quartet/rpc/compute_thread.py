@@ -69,14 +69,17 @@ class ComputeThread:
     """Thread that runs work in order, so that a model never computes two calls at once."""
 
     def __init__(
-        self, initializer: Callable[[], object] | None = None, stall_seconds: float = MAX_CALL_SECONDS
+        self,
+        initializer: Callable[[], object] | None = None,
+        stall_seconds: float = MAX_CALL_SECONDS,
+        on_idle: Callable[[], object] = lambda: None,
     ) -> None:
-        """``initializer`` is called in the thread before its first work.
+        """``initializer`` is called in the thread before its first work, ``on_idle`` after work if no other call is pending.
 
         Work of ``stream`` that does not ask whether it is cancelled for ``stall_seconds`` counts as stuck.
         """
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="compute", initializer=initializer)
-        self._stall_seconds = stall_seconds
+        self._stall_seconds, self._on_idle = stall_seconds, on_idle
         self.failure = ""
         """Error that only a restart of this process can repair: the engine of a generation has died, or is stuck."""
         self._busy: defaultdict[str, float] = defaultdict(float)
@@ -169,6 +172,9 @@ class ComputeThread:
                 self.failure = str(error)
                 raise
             finally:
+                # Before the caller has the result, so that the next phase finds the memory free.
+                if self.pending() <= 1:
+                    self._on_idle()
                 with self._lock:
                     self._running = None
                     self._busy[kind] += time.perf_counter() - start
