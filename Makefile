@@ -87,13 +87,16 @@ precision: $(VENV)/.installed ## Compare bfloat16 with float32 on this CPU; writ
 	$(BIN)/python -m benchmarks.random_models build/half --layers 4 --dtype float32
 	$(BIN)/python -m benchmarks.precision $(BENCHMARK_ARGS)
 
-gpu: $(VENV)/.installed ## Measure a 0.5B policy on one GPU: decode rate, MFU, PPO against TRL; results in build/gpu
+gpu: $(VENV)/.installed ## Measure a 0.5B policy on one GPU, beside TRL and vLLM; one table at the end; results in build/gpu
 	$(BIN)/python -m benchmarks.random_models build/gpu --for configs/gpu/ppo.yaml
 	$(BIN)/python -m benchmarks.generation --config configs/gpu/ppo.yaml --prompts 128 --tokens 512 --folder build/gpu/generation
 	$(BIN)/python -m benchmarks.update --config configs/gpu/ppo.yaml --full --folder build/gpu/update
 	$(MAKE) $(PARITY)/.installed
 	$(BIN)/python -m benchmarks.end_to_end --config configs/gpu/ppo.yaml --config configs/gpu/rloo.yaml --steps 6 --pairs 2 \
 		--folder build/gpu/end-to-end
+	if [ -x $(VLLM)/bin/python ]; then \
+		$(VLLM)/bin/python -m benchmarks.vllm_decoding build/gpu/policy 128 128 512 build/gpu/vllm; fi
+	$(BIN)/python -m benchmarks.gpu_table build/gpu
 
 startup: $(VENV)/.installed-dev ## Measure the start of a run: seconds to the first step, memory; write docs/performance.md
 	$(BIN)/python -m benchmarks.startup $(BENCHMARK_ARGS)

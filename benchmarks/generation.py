@@ -62,11 +62,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--tokens", type=positive, default=48, help="maximum length of a response")
     add_shared(parser, "build/generation", rounds=5, threads=True)
     options = parser.parse_args(arguments)
-    torch.set_num_threads(options.threads)
     counts = options.prompts or COUNTS
     try:
         config = load_config(options.config, [])
         device = machine.device_of(config, options.config)
+        machine.set_up(device, options.threads)
         host = machine.describe(device)
         model = load_causal_lm(config.actor.model, config.actor.dtype, device)
         tokenizer = load_tokenizer(config.actor.model)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from quartet.config import Config
 from quartet.errors import ConfigError
+from quartet.gpu_environment import set_gpu_environment
 from quartet.topology import available_cores
 
 
@@ -40,6 +41,21 @@ def device_of(config: Config, path: Path) -> str:
             f"{config.data.max_prompt_tokens} tokens"
         )
     return f"cuda:{devices[0]}"
+
+
+def set_up(device: str, threads: int) -> None:
+    """Set the CPU threads of torch, and on a GPU also the flags of a service."""
+    import torch
+
+    if device == "cpu":
+        torch.set_num_threads(threads)
+        return
+    from quartet.models.gpu_settings import set_up_gpu
+    from quartet.models.torch_threads import set_up_torch
+
+    set_gpu_environment(os.environ)
+    set_up_torch(threads)
+    set_up_gpu()
 
 
 def synchronize(device: str) -> None:

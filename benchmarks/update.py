@@ -30,6 +30,7 @@ from quartet.models.forward import batching
 from quartet.models.forward.model_capabilities import vocabulary_size
 from quartet.models.forward.onednn_linear import onednn_linear
 from quartet.models.forward.scoring import response_log_probs
+from quartet.models.gpu_settings import deterministic_update
 from quartet.models.training.optimizer import MasterWeightAdamW, create_optimizer
 from quartet.models.training.updates import update_policy, update_value
 from quartet.models.weights.loading import DTYPES, load_causal_lm, load_critic
@@ -73,8 +74,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         config = load_config(options.config, options.set)
-        torch.set_num_threads(options.threads)
         device = machine.device_of(config, options.config)
+        machine.set_up(device, options.threads)
         host = machine.describe(device)
         with onednn_linear():
             peak = matmul_peak(device, config.actor.dtype)
@@ -178,7 +179,8 @@ def policy_update_of(config: Config, device: str, full: bool) -> RepeatableUpdat
     body = _weights(model.base_model)
 
     def update() -> None:
-        update_policy(model, optimizer, experience, settings, loss, config.actor.max_forward_tokens)
+        with deterministic_update(device, "actor", config.actor.deterministic_updates):
+            update_policy(model, optimizer, experience, settings, loss, config.actor.max_forward_tokens)
 
     multiplications = body * distinct_tokens(experience.batch, config) + head * len(experience.advantages)
     return RepeatableUpdate(optimizer, update, experience, 6.0 * settings.num_epochs * multiplications)
@@ -192,7 +194,8 @@ def critic_update_of(config: Config, device: str, full: bool) -> RepeatableUpdat
     settings, loss = optimization_at(config, config.critic, STEP), value_loss_of(config.algorithm)
 
     def update() -> None:
-        update_value(model, optimizer, experience, settings, loss, config.critic.max_forward_tokens)
+        with deterministic_update(device, "critic", config.critic.deterministic_updates):
+            update_value(model, optimizer, experience, settings, loss, config.critic.max_forward_tokens)
 
     multiplications = _weights(model.backbone) * distinct_tokens(experience.batch, config)
     return RepeatableUpdate(optimizer, update, experience, 6.0 * settings.num_epochs * multiplications)

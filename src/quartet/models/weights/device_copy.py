@@ -1,4 +1,4 @@
-"""Copies of models on another device."""
+"""Deep copies of models on another device."""
 
 from __future__ import annotations
 
