@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import structlog
-from torch import nn
 
 from quartet.config import MAX_MICRO_BATCH_TOKENS, TrainedModelConfig
 from quartet.errors import ConfigError
@@ -158,13 +157,13 @@ def free_bytes(model: Any, limits: UpdateLimits) -> int:
     free = free_gpu_bytes(device) if device.type == "cuda" else free_memory_bytes()
     if limits.share is None or device.type != "cuda":
         return free // limits.num_sharers
-    loaded = sum(int(parameter.nbytes) + _master_bytes(parameter) for parameter in model.parameters())
+    # A trained parameter in half precision also has a float32 master weight.
+    loaded = sum(
+        int(parameter.nbytes)
+        + (4 * parameter.numel() if parameter.requires_grad and parameter.element_size() < 4 else 0)
+        for parameter in model.parameters()
+    )
     return max(0, min(free, limits.share.bytes(total_gpu_bytes(device)) - loaded))
-
-
-def _master_bytes(parameter: nn.Parameter) -> int:
-    """Return the bytes of a parameter's float32 master weight."""
-    return 4 * parameter.numel() if parameter.requires_grad and parameter.element_size() < 4 else 0
 
 
 def _too_small(role: Role, config: TrainedModelConfig, memory: UpdateMemory, free: int) -> str:
