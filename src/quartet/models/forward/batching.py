@@ -113,11 +113,23 @@ def iter_micro_batches(
 
     The last token of a sequence predicts no token, so it is left out unless ``include_last_token``.
     """
-    chosen = np.arange(len(batch)) if rows is None else rows
     packed = supports_packing(model)
+    for group in plan_micro_batches(batch, max_tokens, packed, rows, include_last_token):
+        yield build_micro_batch(batch, group, device_of(model), packed, include_last_token)
+
+
+def plan_micro_batches(
+    batch: TokenBatch,
+    max_tokens: int,
+    packed: bool,
+    rows: IntArray | NDArray[np.int64] | None = None,
+    include_last_token: bool = False,
+) -> list[list[int]]:
+    """Return the sequences of each micro-batch, by index in ``batch``. See ``iter_micro_batches``."""
+    chosen = np.arange(len(batch)) if rows is None else rows
     prompts = _prompts(batch, chosen) if packed else None
-    for group in micro_batches(batch.lengths[chosen] - (not include_last_token), max_tokens, packed, prompts):
-        yield build_micro_batch(batch, chosen[group].tolist(), device_of(model), packed, include_last_token)
+    groups = micro_batches(batch.lengths[chosen] - (not include_last_token), max_tokens, packed, prompts)
+    return [chosen[group].tolist() for group in groups]
 
 
 def build_micro_batch(
@@ -159,6 +171,12 @@ def build_micro_batch(
         lengths=torch.tensor([len(target) for target in targets]).to(device),
         last=torch.tensor([int(at[-1]) for at in where]).to(device),
     )
+
+
+def response_token_indices(batch: TokenBatch, rows: IntArray | NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the indices of the response tokens of the sequences ``rows`` into flat [response tokens] arrays, int64 [n]."""
+    starts = _starts(batch.response_lengths)
+    return np.concatenate([starts[row] + np.arange(batch.response_lengths[row]) for row in rows.tolist()])
 
 
 def _in_one_row(

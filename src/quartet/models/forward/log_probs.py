@@ -40,7 +40,7 @@ def forward_log_probs(
     pass. ``chunk_tokens``: tokens per chunk of logits. Defaults to ``logit_chunk_tokens``.
     """
     rows = chunk_tokens or logit_chunk_tokens(model)
-    if len(micro_batch) <= rows or not _head_is_separate(model):
+    if len(micro_batch) <= rows or not head_is_separate(model):
         logits = logits_at_positions(
             model, micro_batch.input_ids, micro_batch.predicts, micro_batch.packing, use_cache=False
         )
@@ -84,7 +84,7 @@ def _token_outputs(
     return log_probs, entropy(logits if entropy_use == "train" else logits.detach(), temperature)
 
 
-def _head_is_separate(model: Any) -> bool:
+def head_is_separate(model: Any) -> bool:
     """Return whether the logits are exactly the head's output for the last hidden states. Each model is tried once."""
     if model not in _head_checks:
         _head_checks[model] = _compare_head(model)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,8 @@ from quartet.models.forward.model_capabilities import check_batch, device_of
 from quartet.models.forward.onednn_linear import onednn_linear
 from quartet.models.forward.packing import hidden_states
 from quartet.models.value_head import ValueModel
+from quartet.models.workers.shares import share_of
+from quartet.models.workers.workers import SINGLE, Workers
 from quartet.types import FloatArray, TokenBatch
 
 
@@ -26,33 +29,55 @@ def forward_values(value_model: ValueModel, micro_batch: MicroBatch) -> torch.Te
 
 
 @onednn_linear()
-def response_log_probs(model: Any, batch: TokenBatch, temperature: float, max_tokens: int) -> FloatArray:
+def response_log_probs(
+    model: Any, batch: TokenBatch, temperature: float, max_tokens: int, workers: Workers = SINGLE
+) -> FloatArray:
     """Return the log-probs in nats of every response token at ``temperature``: float32 [response tokens], in the batch's order.
 
-    ``max_tokens`` limits a micro-batch, pads included. Raises InvalidRequest; ComputationFailed if one is not finite.
+    ``max_tokens`` limits a micro-batch, pads included. The ``workers`` share the sequences, and all of them return all log-probs.
+    Raises InvalidRequest; ComputationFailed if one is not finite.
     """
-    check_batch(model, batch)
-    result = np.empty(int(batch.response_lengths.sum()), np.float32)
-    with torch.inference_mode():
-        for micro_batch in iter_micro_batches(model, batch, max_tokens):
-            log_probs, _ = forward_log_probs(model, micro_batch, temperature)
-            result[micro_batch.token_indices.cpu().numpy()] = log_probs.float().cpu().numpy()
+    result = _by_token(
+        model,
+        batch,
+        max_tokens,
+        workers,
+        lambda micro_batch: forward_log_probs(model, micro_batch, temperature)[0].float(),
+    )
     return _finite(result, "log-probs", model)
 
 
 @onednn_linear()
-def response_values(value_model: ValueModel, batch: TokenBatch, max_tokens: int) -> FloatArray:
+def response_values(
+    value_model: ValueModel, batch: TokenBatch, max_tokens: int, workers: Workers = SINGLE
+) -> FloatArray:
     """Return the value before every response token: float32 [response tokens], in the batch's order.
 
-    The value of a response token is read at the position that predicts it, as its log-prob is. Raises InvalidRequest;
-    ComputationFailed if one is not finite.
+    The value of a response token is read at the position that predicts it, as its log-prob is. ``workers``: see
+    ``response_log_probs``. Raises InvalidRequest; ComputationFailed if one is not finite.
     """
-    check_batch(value_model, batch)
-    result = np.empty(int(batch.response_lengths.sum()), np.float32)
-    with torch.inference_mode():
-        for micro_batch in iter_micro_batches(value_model, batch, max_tokens):
-            result[micro_batch.token_indices.cpu().numpy()] = forward_values(value_model, micro_batch).cpu().numpy()
+    result = _by_token(
+        value_model, batch, max_tokens, workers, lambda micro_batch: forward_values(value_model, micro_batch)
+    )
     return _finite(result, "values", value_model)
+
+
+def _by_token(
+    model: Any,
+    batch: TokenBatch,
+    max_tokens: int,
+    workers: Workers,
+    compute: Callable[[MicroBatch], torch.Tensor],
+) -> FloatArray:
+    """Return what ``compute`` returns for the response tokens of micro-batches, float32 [response tokens]."""
+    check_batch(model, batch)
+    result = np.zeros(int(batch.response_lengths.sum()), np.float32)
+    with torch.inference_mode():
+        for micro_batch, counts in share_of(workers, model, batch, max_tokens):
+            values = workers.forward(partial(compute, micro_batch))
+            if counts:
+                result[micro_batch.token_indices.cpu().numpy()] = values.cpu().numpy()
+        return workers.sum(torch.from_numpy(result)).float().numpy()
 
 
 @onednn_linear()

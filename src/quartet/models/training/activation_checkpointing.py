@@ -13,7 +13,7 @@ from quartet.models.forward.onednn_linear import same_linear
 
 def count_checkpointed_layers(model: Any) -> int:
     """Return the number of layers of a model or value model that can be recomputed: 0 if the architecture does not support it."""
-    return len(_layers(model)) if model.base_model.supports_gradient_checkpointing else 0
+    return len(transformer_layers(model)) if model.base_model.supports_gradient_checkpointing else 0
 
 
 @contextmanager
@@ -25,7 +25,7 @@ def activation_checkpointing(model: Any, on: bool = True) -> Iterator[None]:
     if not on:
         yield
         return
-    base, layers = model.base_model, _layers(model)
+    base, layers = model.base_model, transformer_layers(model)
     base.activation_checkpointing_enable(
         {
             "use_reentrant": False,
@@ -78,5 +78,6 @@ def _current_attention(config: Any) -> AbstractContextManager[None]:
     return attending()
 
 
-def _layers(model: Any) -> list[Any]:
+def transformer_layers(model: Any) -> list[Any]:
+    """Return the layers of a model or value model."""
     return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]

@@ -10,13 +10,31 @@ import numpy as np
 import torch
 
 from quartet.errors import ComputationFailed, InvalidRequest
-from quartet.models.forward.batching import MicroBatch, iter_micro_batches
+from quartet.models.forward.batching import response_token_indices
 from quartet.models.forward.model_capabilities import check_batch, device_of
 from quartet.models.training.optimizer import apply_gradients
+from quartet.models.workers.shares import Share, share_of
+from quartet.models.workers.workers import SINGLE, Workers
 from quartet.random_streams import permutation
 from quartet.types import Experience, FloatArray, OptimizationSettings, TokenBatch
 
-MiniBatch = list[MicroBatch]
+
+@dataclass(frozen=True, slots=True)
+class MiniBatch:
+    """The sequences of one optimizer step, and this rank's share of them.
+
+    ``token_indices`` int64 [n]: indices of the response tokens of all sequences into flat [response tokens] arrays. ``lengths``
+    int64 [rows]: response tokens per sequence. Both are in host memory.
+    """
+
+    token_indices: np.ndarray[Any, np.dtype[np.int64]]
+    lengths: np.ndarray[Any, np.dtype[np.int64]]
+    share: Share
+
+    @property
+    def tokens(self) -> int:
+        """The number of response tokens in all shares."""
+        return len(self.token_indices)
 
 
 class MiniBatchIterator:
@@ -25,7 +43,15 @@ class MiniBatchIterator:
     The constructor checks the experience, before anything is computed. Raises InvalidRequest.
     """
 
-    def __init__(self, model: Any, experience: Experience, settings: OptimizationSettings, max_tokens: int) -> None:
+    def __init__(
+        self,
+        model: Any,
+        experience: Experience,
+        settings: OptimizationSettings,
+        max_tokens: int,
+        workers: Workers = SINGLE,
+    ) -> None:
+        """``max_tokens`` limits a micro-batch. Each of the ``workers`` gets the same mini-batches with its own share of each."""
         sequences = len(experience.batch)
         if settings.num_epochs < 0:
             raise InvalidRequest(f"num_epochs {settings.num_epochs}: expected at least 0")
@@ -36,7 +62,7 @@ class MiniBatchIterator:
         check_batch(model, experience.batch)
         _check_flat(experience)
         self._batch: TokenBatch = experience.batch
-        self._step, self._settings = experience.step, settings
+        self._step, self._settings, self._workers = experience.step, settings, workers
         self._model, self._max_tokens, self._device = model, max_tokens, device_of(model)
         # With one mini-batch the order has no effect: every epoch is the same and is built once.
         self._only = [self._mini_batch(np.arange(sequences))] if settings.num_mini_batches == 1 else None
@@ -53,7 +79,9 @@ class MiniBatchIterator:
         return torch.from_numpy(np.array(values, np.float32)).to(self._device)
 
     def _mini_batch(self, rows: np.ndarray[Any, np.dtype[np.int64]]) -> MiniBatch:
-        return list(iter_micro_batches(self._model, self._batch, self._max_tokens, rows))
+        share = share_of(self._workers, self._model, self._batch, self._max_tokens, rows)
+        lengths = self._batch.response_lengths[rows].astype(np.int64)
+        return MiniBatch(response_token_indices(self._batch, rows), lengths, share)
 
 
 class MetricSums:
@@ -67,6 +95,16 @@ class MetricSums:
         for name, value in values.items():
             value = value.detach().double()
             self._sums[name] = self._sums[name] + value if name in self._sums else value
+
+    def over(self, workers: Workers, *names: str) -> MetricSums:
+        """Return the sums of ``names`` over all ranks. A group of one returns the same object."""
+        if workers.size == 1 or not names:
+            return self
+        zero = torch.zeros((), dtype=torch.float64)
+        values = workers.sum(torch.stack([self._sums.get(name, zero).cpu() for name in names]))
+        result = MetricSums()
+        result.add(**dict(zip(names, values, strict=True)))
+        return result
 
     def merge(self, other: MetricSums) -> None:
         """Add the sums of ``other``."""
@@ -94,14 +132,17 @@ class UpdateStats:
         model_name: str,
         tokens: int,
         metrics: MetricSums,
+        workers: Workers = SINGLE,
     ) -> None:
         """Take the optimizer step of a mini-batch of ``tokens`` from its gradients, and add the ``metrics`` observed in it.
+
+        ``losses`` are this rank's, one for each micro-batch; ``metrics`` are those of all ranks.
 
         If a loss [] or gradient is not finite, weights and optimizer stay unchanged. With ``settings.skip_non_finite`` the step
         is then counted as skipped and its metrics are dropped. Otherwise raises ComputationFailed.
         """
         try:
-            norm = apply_gradients(optimizer, losses, settings.max_grad_norm, model_name)
+            norm = apply_gradients(optimizer, losses, settings.max_grad_norm, model_name, workers)
         except ComputationFailed:
             if not settings.skip_non_finite:
                 raise

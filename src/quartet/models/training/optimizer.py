@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch import nn
 from quartet.errors import ComputationFailed, ModelError
 from quartet.failpoints import failpoint
 from quartet.models.weights.snapshot import Writer, host_copy
+from quartet.models.workers.workers import SINGLE, Workers
 
 OPTIMIZER_FILE = "optimizer.safetensors"
 """Name of the optimizer state in a checkpoint."""
@@ -54,6 +55,10 @@ class MasterWeightAdamW(torch.optim.AdamW):
         for master, parameter in self.parameter_of_master_weight.items():
             if parameter.grad is not None:
                 _move_gradient(parameter, master)
+
+    def clip_gradients(self, max_norm: float) -> torch.Tensor:
+        """Clip the moved gradients to ``max_norm`` and return their norm before, []."""
+        return torch.nn.utils.clip_grad_norm_(self.stepped_parameters(), max_norm)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -100,9 +105,11 @@ def create_optimizer(
     betas: tuple[float, float] = (0.9, 0.999),
     eps: float = 1e-8,
     weight_decay: float = 0.0,
+    kind: Callable[..., MasterWeightAdamW] = MasterWeightAdamW,
 ) -> MasterWeightAdamW:
     """Create AdamW over the parameters that require gradients, without weight decay on biases and norms (one dimension).
 
+    ``kind``: class of the optimizer, with the parameters of ``MasterWeightAdamW``.
     Uses the fused kernel: one pass over each parameter, bit-identical for the same number of threads.
     """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -110,9 +117,7 @@ def create_optimizer(
         {"params": [p for p in parameters if p.ndim > 1], "weight_decay": weight_decay},
         {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
     ]
-    return MasterWeightAdamW(
-        [group for group in groups if group["params"]], lr=learning_rate, betas=betas, eps=eps, fused=True
-    )
+    return kind([group for group in groups if group["params"]], lr=learning_rate, betas=betas, eps=eps, fused=True)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
@@ -122,19 +127,27 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) ->
 
 
 def apply_gradients(
-    optimizer: torch.optim.Optimizer, losses: Sequence[torch.Tensor], max_grad_norm: float, model_name: str
+    optimizer: torch.optim.Optimizer,
+    losses: Sequence[torch.Tensor],
+    max_grad_norm: float,
+    model_name: str,
+    workers: Workers = SINGLE,
 ) -> float:
     """Clip the gradients to ``max_grad_norm`` (0: no clipping), take one step, and clear them. Return the norm before clipping.
 
-    ``losses`` are the losses [] of these gradients. Raises ComputationFailed, before any weight changes, if a loss or the norm is
-    not finite.
+    ``losses`` are the losses [] of these gradients, as many on each of the ``workers``. Raises ComputationFailed, before any
+    weight changes, if a loss or the norm is not finite.
     """
+    max_norm = max_grad_norm if max_grad_norm > 0 else math.inf
     if isinstance(optimizer, MasterWeightAdamW):
         optimizer.move_gradients()
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    norm = torch.nn.utils.clip_grad_norm_(parameters, max_grad_norm if max_grad_norm > 0 else math.inf)
+        norm = optimizer.clip_gradients(max_norm)
+    else:
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm)
+    all_losses = workers.sum(torch.stack([loss.detach().float() for loss in losses]))
     # One transfer for all values, because each transfer waits for the device.
-    *loss_values, norm_value = torch.stack([*(loss.detach().float() for loss in losses), norm.float()]).tolist()
+    *loss_values, norm_value = torch.cat([all_losses, norm.to(all_losses).reshape(1)]).tolist()
     if not all(map(math.isfinite, (*loss_values, norm_value))):
         optimizer.zero_grad(set_to_none=True)
         raise ComputationFailed(

@@ -6,18 +6,21 @@ not change the result.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
 from quartet.errors import ComputationFailed
+from quartet.models.forward.batching import MicroBatch
 from quartet.models.forward.log_probs import EntropyUse, forward_log_probs
 from quartet.models.forward.onednn_linear import onednn_linear
 from quartet.models.forward.scoring import forward_values
 from quartet.models.training.mini_batches import MetricSums, MiniBatch, MiniBatchIterator, UpdateStats
 from quartet.models.training.optimizer import set_learning_rate
 from quartet.models.value_head import ValueModel
+from quartet.models.workers.workers import SINGLE, Workers
 from quartet.ppo.losses import (
     PolicyLossFunction,
     importance_weights,
@@ -47,6 +50,7 @@ def update_policy(
     loss: PolicyLossSettings,
     max_tokens: int,
     loss_function: PolicyLossFunction = policy_loss,
+    workers: Workers = SINGLE,
 ) -> dict[str, float]:
     """Take the policy's optimizer steps on one step's experience and return their metrics.
 
@@ -54,7 +58,8 @@ def update_policy(
     of the first epoch, before the first optimizer step, so the ratio starts at exactly 1. A mini-batch without a token under
     ``actor_mask`` takes no step. The result does not depend on ``max_tokens``, which limits a micro-batch, pads included. Except
     at the first step, the update ends at a mini-batch whose mean KL(old || new) over its masked tokens exceeds
-    ``loss.target_kl`` (Spinning Up's target_kl, without its factor of 1.5). With 0 epochs it only runs one forward pass.
+    ``loss.target_kl`` (Spinning Up's target_kl, without its factor of 1.5). With 0 epochs it only runs one forward pass. The
+    ``workers`` share each mini-batch. All of them return the same metrics, those of the whole step.
 
     Metrics, omitted if nothing was observed: ``policy_loss`` and ``grad_norm`` (before clipping), means over optimizer
     steps; ``clip_fraction`` and ``approx_kl`` (old to new, nats), means over masked tokens of all epochs; ``entropy`` (nats), of
@@ -66,15 +71,15 @@ def update_policy(
     before the step of that mini-batch. Earlier steps are not undone, so the caller must restore a checkpoint. With
     ``settings.skip_non_finite`` that step is skipped instead.
     """
-    batches = MiniBatchIterator(model, experience, settings, max_tokens)
-    policy = _PolicyExperience(model, batches, experience, loss, loss_function)
+    batches = MiniBatchIterator(model, experience, settings, max_tokens, workers)
+    policy = _PolicyExperience(model, batches, experience, loss, loss_function, workers)
     stats = UpdateStats()
     if settings.num_epochs == 0:
         policy.recompute(batches.mini_batches(0), settings.skip_non_finite)
     else:
         set_learning_rate(optimizer, settings.learning_rate)
         optimizer.zero_grad(set_to_none=True)
-        _take_policy_steps(batches, policy, optimizer, settings, loss, stats)
+        _take_policy_steps(batches, policy, optimizer, settings, loss, stats, workers)
     return {
         **stats.means(per_step={"policy_loss": "policy_loss"}, per_token=_POLICY_TOKEN_MEANS),
         **policy.observations(),
@@ -90,6 +95,7 @@ def update_value(
     settings: OptimizationSettings,
     loss: ValueLossSettings,
     max_tokens: int,
+    workers: Workers = SINGLE,
 ) -> dict[str, float]:
     """Take the value model's optimizer steps on one step's experience and return their metrics.
 
@@ -98,7 +104,7 @@ def update_value(
     ``grad_norm`` (before clipping), means over optimizer steps; ``value_clip_fraction``, mean over tokens of all epochs;
     ``learning_rate``; and always ``optimizer_steps`` and ``skipped_steps``. For errors and skipped steps see ``update_policy``.
     """
-    batches = MiniBatchIterator(value_model, experience, settings, max_tokens)
+    batches = MiniBatchIterator(value_model, experience, settings, max_tokens, workers)
     old_values, returns = batches.tensor(experience.values), batches.tensor(experience.returns)
     stats = UpdateStats()
     if settings.num_epochs:
@@ -107,16 +113,19 @@ def update_value(
 
     for epoch in range(settings.num_epochs):
         for mini_batch in batches.mini_batches(epoch):
-            count = sum(map(len, mini_batch))
+            count = mini_batch.tokens
             losses, seen = [], MetricSums()
-            for micro_batch in mini_batch:
-                values = forward_values(value_model, micro_batch)
+            for micro_batch, counts in mini_batch.share:
+                values = workers.forward(partial(forward_values, value_model, micro_batch))
                 token_indices = micro_batch.token_indices
                 result = value_loss(values, old_values[token_indices], returns[token_indices], loss.value_clip, count)
-                result.loss.backward()  # type: ignore[no-untyped-call]
-                losses.append(result.loss)
-                seen.add(value_loss=result.loss, clipped=result.clipped_tokens)
-            stats.take_step(optimizer, losses, settings, "value", count, seen)
+                total = result.loss if counts else 0 * result.loss
+                total.backward()  # type: ignore[no-untyped-call]
+                losses.append(total)
+                if counts:
+                    seen.add(value_loss=result.loss, clipped=result.clipped_tokens)
+            seen = seen.over(workers, "value_loss", "clipped")
+            stats.take_step(optimizer, losses, settings, "value", count, seen, workers)
 
     return {
         **stats.means(per_step={"value_loss": "value_loss"}, per_token={"value_clip_fraction": "clipped"}),
@@ -131,6 +140,7 @@ def _take_policy_steps(
     settings: OptimizationSettings,
     loss: PolicyLossSettings,
     stats: UpdateStats,
+    workers: Workers,
 ) -> None:
     for epoch in range(settings.num_epochs):
         mini_batches = batches.mini_batches(epoch)
@@ -147,7 +157,9 @@ def _take_policy_steps(
             if loss.target_kl and stats.steps and seen["approx_kl"] / count > loss.target_kl:
                 optimizer.zero_grad(set_to_none=True)
                 return
-            stats.take_step(optimizer, losses, settings, "policy", count, seen)
+            stats.take_step(optimizer, losses, settings, "policy", count, seen, workers)
+        if epoch == 0:
+            policy.exchange_old()
 
 
 class _PolicyExperience:
@@ -160,7 +172,9 @@ class _PolicyExperience:
         experience: Experience,
         loss: PolicyLossSettings,
         loss_function: PolicyLossFunction,
+        workers: Workers,
     ) -> None:
+        self._workers = workers
         self._model, self._loss, self._actor_mask = model, loss, experience.actor_mask
         self._loss_function = loss_function
         self._mask, self._advantages = batches.tensor(experience.actor_mask), batches.tensor(experience.advantages)
@@ -172,10 +186,12 @@ class _PolicyExperience:
         self._rollout_log_probs = experience.log_probs
         self._entropy = MetricSums()
         self.old = torch.full_like(self._mask, torch.nan)
+        # The tokens whose old log-prob this rank has computed.
+        self._own = torch.zeros_like(self._mask, dtype=torch.bool)
 
     def masked_tokens(self, mini_batch: MiniBatch) -> int:
         """Return the number of tokens of the mini-batch in the policy loss."""
-        return int(sum(np.count_nonzero(self._actor_mask[part.token_indices.cpu().numpy()]) for part in mini_batch))
+        return int(np.count_nonzero(self._actor_mask[mini_batch.token_indices]))
 
     def recompute(self, mini_batches: list[MiniBatch], skip_non_finite: bool) -> None:
         """Compute the old log-probs and the entropy at the current weights, in the same micro-batches as in training.
@@ -185,12 +201,14 @@ class _PolicyExperience:
         """
         seen = MetricSums()
         with torch.no_grad():
-            for micro_batch in (part for mini_batch in mini_batches for part in mini_batch):
-                log_probs, entropies = forward_log_probs(self._model, micro_batch, self._loss.temperature, "report")
+            for micro_batch, counts in (part for mini_batch in mini_batches for part in mini_batch.share):
+                log_probs, entropies = self._forward(micro_batch, "report")
+                if not counts:
+                    continue
                 finite = log_probs.isfinite()
                 seen.add(not_finite=(~finite).sum())
-                self.old[micro_batch.token_indices] = torch.where(finite, log_probs, torch.nan)
-                self._observe(entropies)
+                self._remember(micro_batch, torch.where(finite, log_probs, torch.nan), entropies)
+        seen = seen.over(self._workers, "not_finite")
         if seen["not_finite"] and not skip_non_finite:
             raise ComputationFailed(
                 f"policy update: {seen['not_finite']:g} old log-probs are not finite: the weights diverged before this step, "
@@ -198,18 +216,23 @@ class _PolicyExperience:
             )
 
     def backward(self, mini_batch: MiniBatch, is_first: bool) -> tuple[list[torch.Tensor], MetricSums]:
-        """Add the mini-batch's gradients to the model's. Return the loss [] of each micro-batch, and metrics.
+        """Add the mini-batch's gradients to the model's. Return the loss [] of each micro-batch of this rank, and metrics of all
+        ranks.
 
         ``is_first``: the weights are the old ones, so this forward pass provides the old log-probs and the entropy.
         """
         loss, losses, seen = self._loss, [], MetricSums()
         self._weigh(mini_batch)
-        for micro_batch in mini_batch:
+        for micro_batch, counts in mini_batch.share:
             token_indices = micro_batch.token_indices
             entropy_use: EntropyUse = "train" if loss.entropy_coefficient else "report" if is_first else "none"
-            log_probs, entropies = forward_log_probs(self._model, micro_batch, loss.temperature, entropy_use)
+            log_probs, entropies = self._forward(micro_batch, entropy_use)
+            if not counts:
+                losses.append(0 * log_probs.sum())
+                losses[-1].backward()  # type: ignore[no-untyped-call]
+                continue
             if is_first:
-                self.old[token_indices] = log_probs.detach()
+                self._remember(micro_batch, log_probs.detach(), entropies)
             weights = self._weights[token_indices]
             result = self._loss_function(
                 log_probs,
@@ -231,15 +254,22 @@ class _PolicyExperience:
             total.backward()  # type: ignore[no-untyped-call]
             losses.append(total)
             seen.add(policy_loss=result.loss, clipped=result.clipped_tokens, approx_kl=result.approx_kl_sum)
-            if is_first:
-                self._observe(entropies)
-        return losses, seen
+        return losses, seen.over(self._workers, "policy_loss", "clipped", "approx_kl")
+
+    def exchange_old(self) -> None:
+        """Get the old log-probs that other ranks have computed. A later epoch splits its mini-batches in another way."""
+        if self._workers.size > 1:
+            computed = self._workers.sum(self._own)
+            values = self._workers.sum(torch.where(self._own, self.old, 0.0)).to(self.old)
+            self.old = torch.where(computed > 0, values, torch.nan)
 
     def observations(self) -> dict[str, float]:
         """Return ``entropy``, ``rollout_mismatch_kl`` and ``importance_weight`` over the tokens with known old log-probs."""
+        self.exchange_old()
         results = {}
-        if self._entropy["tokens"]:
-            results["entropy"] = self._entropy["entropy"] / self._entropy["tokens"]
+        entropy = self._entropy.over(self._workers, "entropy", "tokens")
+        if entropy["tokens"]:
+            results["entropy"] = entropy["entropy"] / entropy["tokens"]
         old = self.old.cpu().numpy()
         if np.isfinite(old).any():
             results["rollout_mismatch_kl"] = _mismatch(self._rollout_log_probs, old)
@@ -251,14 +281,21 @@ class _PolicyExperience:
             results["importance_weight"] = float(weights.double().mean())
         return results
 
-    def _observe(self, entropies: torch.Tensor | None) -> None:
+    def _forward(self, micro_batch: MicroBatch, entropy_use: EntropyUse) -> tuple[torch.Tensor, torch.Tensor | None]:
+        temperature = self._loss.temperature
+        return self._workers.forward(lambda: forward_log_probs(self._model, micro_batch, temperature, entropy_use))
+
+    def _remember(self, micro_batch: MicroBatch, old: torch.Tensor, entropies: torch.Tensor | None) -> None:
         assert entropies is not None
+        self.old[micro_batch.token_indices] = old
+        self._own[micro_batch.token_indices] = True
         finite = entropies.isfinite()
         self._entropy.add(entropy=entropies[finite].sum(), tokens=finite.sum())
 
     def _weigh(self, mini_batch: MiniBatch) -> None:
-        token_indices = torch.cat([micro_batch.token_indices for micro_batch in mini_batch])
-        lengths = torch.cat([micro_batch.lengths for micro_batch in mini_batch])
+        token_indices, lengths = (
+            torch.from_numpy(values).to(self._mask.device) for values in (mini_batch.token_indices, mini_batch.lengths)
+        )
         self._weights[token_indices] = loss_weights(self._mask[token_indices], lengths, self._loss.aggregation)
 
     def _importance_weighted(self, weights: torch.Tensor, token_indices: torch.Tensor) -> torch.Tensor:

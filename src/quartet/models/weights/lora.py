@@ -169,6 +169,10 @@ class Adapter:
         """Names of the adapted linear layers, as peft stores them."""
         return tuple(sorted(self._peft.peft_config[_NAME].target_modules or ()))
 
+    def parameters(self) -> list[nn.Parameter]:
+        """Return the trained parameters of the adapter."""
+        return [parameter for name, parameter in self.model.named_parameters() if ".lora_" in name]
+
     def base_state(self) -> dict[str, torch.Tensor]:
         """Return the state of the base model under its own names, as views."""
         state = self.model.state_dict()

@@ -1,0 +1,1 @@
+"""Worker groups: several processes, the ranks, that train one model together."""

@@ -1,0 +1,64 @@
+"""The ranks that compute one model together, as updates and scoring see them. This module covers the group of one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+Result = TypeVar("Result")
+
+
+class Workers:
+    """A group of one rank, which computes everything itself, without torch.distributed. The base class of larger groups.
+
+    In a larger group, every rank must make the same calls in the same order.
+    """
+
+    rank = 0
+    """Number of this process, from 0."""
+    size = 1
+    """Number of processes."""
+
+    def forward(self, compute: Callable[[], Result]) -> Result:
+        """Return the result of ``compute``, which runs one forward pass of the model."""
+        return compute()
+
+    def sum(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the sum of ``values`` over all ranks, in float64. A group of one returns ``values``."""
+        return values
+
+    def smallest(self, value: int) -> int:
+        """Return the smallest ``value`` of all ranks."""
+        return value
+
+    def check(self, error: Exception | None) -> None:
+        """Raise ``error``. If there is none here but another rank has one, raises ServiceFailed.
+
+        For errors that only some of the ranks may have, such as a lost connection: afterwards, all ranks are at the same place.
+        """
+        if error is not None:
+            raise error
+
+
+SINGLE = Workers()
+"""The group of one rank."""
+
+
+def split_by_tokens(lengths: Sequence[int] | NDArray[np.signedinteger], size: int) -> list[list[int]]:
+    """Partition sequences of ``lengths`` tokens into ``size`` shares of nearly equal numbers of tokens, by index.
+
+    The longest sequence goes first, each to the share with the fewest tokens so far. The indices of a share are ascending. A
+    share is empty if there are fewer sequences than shares. The result depends on the arguments only.
+    """
+    sizes = np.asarray(lengths, np.int64)
+    shares: list[list[int]] = [[] for _ in range(size)]
+    tokens = [0] * size
+    for index in np.argsort(-sizes, kind="stable").tolist():
+        lightest = tokens.index(min(tokens))
+        shares[lightest].append(index)
+        tokens[lightest] += int(sizes[index])
+    return [sorted(share) for share in shares]

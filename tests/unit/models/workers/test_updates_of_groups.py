@@ -1,0 +1,138 @@
+"""Updates by groups of processes over gloo, compared with those of one process."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+
+from quartet.models.workers.workers import SINGLE, split_by_tokens
+from tests.unit.models import tiny
+from tests.unit.models.workers import rank
+
+WEIGHTS, OUTPUTS = 1e-5, 1e-4
+"""Largest differences of float32 weights and log-probs to those of one process.
+
+Ranks add the same gradients in another order, which changes their last bits. AdamW moves a weight by at most the rate, 1e-3, per
+step, and takes the difference relative to the size of the gradient. ``rank.EPS`` limits it where a gradient is near 0. In 10 to
+20 steps the difference of a weight reaches about 1e-6."""
+
+Results = dict[str, list[tuple[dict[str, torch.Tensor], dict[str, Any]]]]
+
+
+def run_group(folder: Path, size: int) -> Results:
+    """Run all cases with ``size`` processes. Return the weights and metrics of each rank, by case."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-m", rank.__name__, str(folder), str(number), str(size)],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for number in range(size)
+    ]
+    for process in processes:
+        output, _ = process.communicate(timeout=200)
+        assert process.returncode == 0, output
+    return {
+        case: [
+            (
+                safetensors.torch.load_file(folder / f"{case}-{number}.safetensors"),
+                json.loads((folder / f"{case}-{number}.json").read_text()),
+            )
+            for number in range(size)
+        ]
+        for case in [*rank.CASES, *map(rank.again, rank.REPEATED)]
+    }
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Results]:
+    """A function that returns the results of a group of a size. Each group runs once."""
+    known: dict[int, Results] = {}
+
+    def of_size(size: int) -> Results:
+        if size not in known:
+            known[size] = run_group(tmp_path_factory.mktemp("ranks"), size)
+        return known[size]
+
+    return of_size
+
+
+SIZES = [2, pytest.param(4, marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("case", rank.CASES)
+def test_a_group_computes_what_one_process_computes(results: Callable[[int], Results], case: str, size: int) -> None:
+    torch.set_num_threads(1)
+    expected, expected_metrics = rank.run(case, SINGLE)
+    weights, metrics = results(size)[case][0]
+    assert metrics.keys() == expected_metrics.keys()
+    for name, value in expected_metrics.items():
+        if case != "bfloat16":
+            assert metrics[name] == pytest.approx(value, rel=1e-3, abs=1e-6), name
+    assert expected_metrics["0/optimizer_steps"] > 0
+    if case == "not-finite":
+        assert metrics["0/skipped_steps"] == 2
+    for name, value in weights.items():
+        difference = (value.float() - expected[name].float()).abs().max().item()
+        if case != "bfloat16":
+            assert difference < (OUTPUTS if name == "scores" else WEIGHTS), name
+        elif name != "scores":
+            # One process sums bfloat16 gradients and keeps rounded weights, a group sums float32 and keeps master weights.
+            assert difference < 2**-8 * value.abs().max() + 4 * rank.RATE, name
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_all_ranks_get_the_same_weights_and_metrics(results: Callable[[int], Results], size: int) -> None:
+    for case, (first, *others) in results(size).items():
+        for weights, metrics in others:
+            assert metrics == first[1], case
+            assert all(torch.equal(value, first[0][name]) for name, value in weights.items()), case
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("case", rank.REPEATED)
+def test_the_same_group_repeats_to_the_bit(results: Callable[[int], Results], case: str, size: int) -> None:
+    first, second = (results(size)[name][0] for name in (case, rank.again(case)))
+    assert first[1] == second[1]
+    assert all(torch.equal(value, second[0][name]) for name, value in first[0].items())
+
+
+def test_shares_have_nearly_equal_numbers_of_tokens() -> None:
+    lengths = np.array([7, 1, 9, 3, 3, 5, 8])
+    shares = split_by_tokens(lengths, 3)
+    assert sorted(index for share in shares for index in share) == list(range(7))
+    assert all(share == sorted(share) for share in shares)
+    assert [int(lengths[share].sum()) for share in shares] == [12, 12, 12]
+
+
+def test_a_rank_without_a_sequence_gets_an_empty_share() -> None:
+    assert split_by_tokens([4, 9], 3) == [[1], [0], []]
+
+
+def test_ranks_compute_equal_numbers_of_micro_batches() -> None:
+    from quartet.models.workers.shares import share_of
+    from quartet.models.workers.workers import Workers
+
+    model, batch = tiny.causal("llama"), tiny.batch([2, 3, 1], [4, 9, 2])
+    shares = []
+    for number in range(4):
+        workers = Workers()
+        workers.rank, workers.size = number, 4
+        shares.append(share_of(workers, model, batch, 5))
+    assert {len(share.micro_batches) for share in shares} == {1}
+    assert [share.padding for share in shares] == [0, 0, 0, 1]
+    assert sorted(row for share in shares for part in share.counted() for row in part.rows) == [0, 1, 2]
