@@ -32,9 +32,10 @@ from quartet.failpoints import arm
 from quartet.gpu_environment import set_gpu_environment
 from quartet.missing_packages import explain_missing_package
 from quartet.openmp import set_wait_policy
+from quartet.services.workers.processes import RankProcess, start_ranks
 from quartet.telemetry.logs import configure_logs
 from quartet.topology import listen_address, num_memory_sharers, num_threads
-from quartet.types import MODEL_ROLES, Role
+from quartet.types import MODEL_ROLES, TRAINED_ROLES, Role
 
 if TYPE_CHECKING:
     from quartet.rpc.security.credentials import Credentials
@@ -54,6 +55,12 @@ class ReadyNotifier:
 
     def __init__(self, descriptor: int | None) -> None:
         self._pipe = None if descriptor is None else os.fdopen(descriptor, "w", buffering=1)
+
+    def close(self) -> None:
+        """Send no more messages: another process sends them."""
+        if self._pipe is not None:
+            self._pipe.close()
+            self._pipe = None
 
     def notify(self, **message: Any) -> None:
         """Write one line of JSON. Ignores a pipe that the parent has closed."""
@@ -113,6 +120,12 @@ def _serve(roles: list[Role], options: argparse.Namespace, notifier: ReadyNotifi
     separate = [role for role in roles if role in (Role.ORCHESTRATOR, Role.GENERATOR)]
     if separate and len(roles) > 1:
         raise ConfigError(f"roles: the {separate[0]} needs a separate process; start the other roles in another one")
+    groups = [role for role in roles if role in TRAINED_ROLES and getattr(config.services, role).processes > 1]
+    if groups and len(roles) > 1:
+        raise ConfigError(
+            f"services.{groups[0]}.processes: a role of several processes needs a separate service; start the other roles "
+            "in another one, or set processes to 1"
+        )
     service = getattr(config.services, roles[0])
     listen = listen_address(service)
     threads = num_threads(config, roles[0])
@@ -124,6 +137,13 @@ def _serve(roles: list[Role], options: argparse.Namespace, notifier: ReadyNotifi
 
     # The first entry ends the process. A SimpleQueue is reentrant: a signal handler may use it at any time.
     endings: queue.SimpleQueue[str] = queue.SimpleQueue()
+    ranks = RankProcess()
+    if roles[0] in TRAINED_ROLES:
+        # Before the process has threads.
+        ranks = start_ranks(roles[0], service.processes, os.environ)
+    if ranks.rank:
+        configure_logs(f"{roles[0]}-{ranks.rank}")
+        notifier.close()
     status = [0]
     failures: list[str] = []
 
@@ -131,7 +151,8 @@ def _serve(roles: list[Role], options: argparse.Namespace, notifier: ReadyNotifi
         endings.put(signal.Signals(signum).name)
 
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, on_signal)
+        if not ranks.rank:
+            signal.signal(number, on_signal)
     from quartet.rpc.security.certificates import check_certificates
     from quartet.rpc.security.credentials import Credentials
     from quartet.services.observability import Observability
@@ -139,6 +160,9 @@ def _serve(roles: list[Role], options: argparse.Namespace, notifier: ReadyNotifi
     credentials = Credentials(roles[0], config.security)
     if config.security.certificates is not None:
         check_certificates(config.security.certificates, roles[:1])
+    if ranks.rank:
+        _follow(ranks, roles[0], config, threads, credentials)
+        return 0
     observability = Observability(roles, config, credentials)
     with ExitStack() as stack:
         # The imports below create only objects that stay. A search for garbage among them takes a sixth of the start.
@@ -151,8 +175,11 @@ def _serve(roles: list[Role], options: argparse.Namespace, notifier: ReadyNotifi
             publish = stack.enter_context(acquire_run_directory(config)) if options.ready_fd is None else None
             hosted, background = _orchestrator(config, endings, status, failures, notifier, observability, credentials)
         else:
-            build = _generator if roles == [Role.GENERATOR] else _models
-            hosted, background, publish = build(roles, config, threads, credentials), None, None
+            if roles == [Role.GENERATOR]:
+                hosted = _generator(config, threads, credentials)
+            else:
+                hosted = _models(roles, config, threads, credentials, ranks)
+            background, publish = None, None
             observability.add_services(hosted)
 
         from quartet.rpc.server import Server
@@ -170,7 +197,7 @@ def _serve(roles: list[Role], options: argparse.Namespace, notifier: ReadyNotifi
         if background is not None:
             background.start()
         try:
-            cause = _wait_for_end(endings, hosted, config.recovery.hang_timeout_seconds)
+            cause = _wait_for_end(endings, hosted, config.recovery.hang_timeout_seconds, ranks)
         except ServiceFailed:
             _close_within(hosted, CLOSE_SECONDS)
             raise
@@ -186,16 +213,18 @@ def _serve(roles: list[Role], options: argparse.Namespace, notifier: ReadyNotifi
         return status[0]
 
 
-def _wait_for_end(endings: queue.SimpleQueue[str], hosted: list[Any], hang_timeout: float) -> str:
+def _wait_for_end(endings: queue.SimpleQueue[str], hosted: list[Any], hang_timeout: float, ranks: RankProcess) -> str:
     """Wait until the process is to end and return the cause.
 
-    Raises ServiceFailed if only a restart frees the role: its engine has failed, or work is still running ``hang_timeout``
-    seconds after its deadline.
+    Raises ServiceFailed if only a restart frees the role: its engine has failed, another rank has ended, or work is still running
+    ``hang_timeout`` seconds after its deadline.
     """
     while True:
         try:
             return endings.get(timeout=CHECK_INTERVAL)
         except queue.Empty:
+            if failure := ranks.failure():
+                raise ServiceFailed(f"{failure}; this process ends, so that the group is restarted") from None
             for role in hosted:
                 if failure := role.failure():
                     raise ServiceFailed(f"{role.role}: {failure}; this process ends, so that it is restarted") from None
@@ -233,23 +262,40 @@ def _torch_devices(roles: list[Role], config: Config) -> list[int]:
     return [index for role in uses_torch for index in getattr(config.services, role).devices]
 
 
-def _models(roles: list[Role], config: Config, threads: int, credentials: Credentials) -> list[Any]:
+def _models(roles: list[Role], config: Config, threads: int, credentials: Credentials, ranks: RankProcess) -> list[Any]:
     from quartet.models.gpu_settings import release_gpu_memory, set_up_gpu
     from quartet.models.torch_threads import set_num_threads, set_up_torch
     from quartet.rpc.compute_thread import ComputeThread
     from quartet.services.factories import build_model_role
+    from quartet.services.workers.commands import join
 
     set_up_torch(threads)
     if _torch_devices(roles, config):
         set_up_gpu()
+    workers, commands = join(ranks)
     # Roles of one process share a GPU, so they share a compute thread. OpenMP has a number of threads per calling thread.
     shared = _torch_devices(roles, config) and any(num_memory_sharers(config, role) > 1 for role in roles)
     on_idle = release_gpu_memory if shared else lambda: None
     compute = ComputeThread(lambda: set_num_threads(threads), config.timeouts.score_seconds, on_idle)
-    return [build_model_role(role, config, compute, threads, credentials.folder) for role in roles]
+    return [build_model_role(role, config, compute, threads, credentials.folder, workers, commands) for role in roles]
 
 
-def _generator(roles: list[Role], config: Config, threads: int, credentials: Credentials) -> list[Any]:
+def _follow(ranks: RankProcess, role: Role, config: Config, threads: int, credentials: Credentials) -> None:
+    """Compute the commands of rank 0 until it ends this process. The servicer of this rank serves no calls."""
+    from quartet.models.torch_threads import set_up_torch
+    from quartet.rpc.compute_thread import ComputeThread
+    from quartet.services.factories import build_trained_role
+    from quartet.services.workers.commands import GroupCommands, join
+
+    set_up_torch(threads)
+    workers, commands = join(ranks)
+    assert isinstance(commands, GroupCommands)
+    servicer = build_trained_role(role, config, ComputeThread(), threads, credentials.folder, workers, commands)
+    log.info("ready", rank=ranks.rank, ranks=ranks.size, threads=threads)
+    commands.follow(servicer.handlers())
+
+
+def _generator(config: Config, threads: int, credentials: Credentials) -> list[Any]:
     from quartet.rpc.compute_thread import ComputeThread
     from quartet.services.generator.factory import build_generator, set_up_engine
 

@@ -11,48 +11,80 @@ from quartet.buffer.experience_store import ExperienceStore
 from quartet.buffer.redis_url import required_buffer_url
 from quartet.buffer.rollout_stream import RolloutStream
 from quartet.config import MAX_MICRO_BATCH_TOKENS, MAX_MICRO_BATCH_TOKENS_GPU, Config, ServiceConfig
+from quartet.engines.engine import Engine
 from quartet.errors import ConfigError
 from quartet.memory_shares import cache_shape, engine_cache_bytes, generates_on_its_device, gpu_share
 from quartet.models.generation.detached_torch import DetachedTorchEngine
 from quartet.models.gpu_settings import check_gpu
 from quartet.models.torch_threads import set_num_threads
 from quartet.models.weights.loading import check_cacheable_config
+from quartet.models.workers.workers import SINGLE, Workers
 from quartet.rewards.factory import build_reward
+from quartet.rpc.commands import Commands
 from quartet.rpc.compute_thread import ComputeThread
 from quartet.rpc.server import HostedRole
 from quartet.services.actor.actor import Actor, BufferAccess
-from quartet.services.actor.engines import engine_factory
+from quartet.services.actor.engines import NoEngine, engine_factory
 from quartet.services.actor.local_generator import LocalGenerator
 from quartet.services.actor.servicer import ActorServicer
 from quartet.services.critic.critic import Critic
 from quartet.services.critic.servicer import CriticServicer
 from quartet.services.generator.generator import Generator
+from quartet.services.generator.torch_factory import create_torch_engine
 from quartet.services.memory_budget import UpdateLimits
 from quartet.services.reference.reference import Reference
 from quartet.services.reference.servicer import ReferenceServicer
 from quartet.services.reward.servicer import RewardServicer
 from quartet.topology import check_devices, generates_in_actor, num_memory_sharers, num_update_threads
-from quartet.types import Role, ServiceStatus
+from quartet.types import TRAINED_ROLES, Role, ServiceStatus
 from quartet.weight_transfer.source import WeightSource
 
 
 def build_model_role(
-    role: Role, config: Config, compute: ComputeThread, threads: int, certificates: Path | None = None
+    role: Role,
+    config: Config,
+    compute: ComputeThread,
+    threads: int,
+    certificates: Path | None = None,
+    workers: Workers = SINGLE,
+    commands: Commands | None = None,
 ) -> HostedRole:
     """Load the model of one role and return its servicer.
 
-    ``certificates`` is the folder of the process's certificates. Raises ModelError, ConfigError or ServiceUnavailable.
+    ``certificates`` is the folder of the process's certificates. ``workers`` and ``commands``: the group of a trained role.
+    Raises ModelError, ConfigError or ServiceUnavailable.
     """
-    if role is Role.ACTOR:
-        return _build_actor(config, compute, threads, certificates)
-    if role is Role.CRITIC:
-        return _build_critic(config, compute, threads, required_buffer_url(config, certificates))
+    if role in TRAINED_ROLES:
+        return build_trained_role(role, config, compute, threads, certificates, workers, commands)
     if role is Role.REWARD:
         return _build_reward(config, compute, threads)
     return _build_reference(config, compute, threads)
 
 
-def _build_actor(config: Config, compute: ComputeThread, threads: int, certificates: Path | None) -> HostedRole:
+def build_trained_role(
+    role: Role,
+    config: Config,
+    compute: ComputeThread,
+    threads: int,
+    certificates: Path | None,
+    workers: Workers,
+    commands: Commands | None,
+) -> ActorServicer | CriticServicer:
+    """Load the model of a trained role and return its servicer. For parameters and errors see ``build_model_role``."""
+    if role is Role.ACTOR:
+        return _build_actor(config, compute, threads, certificates, workers, commands)
+    url = required_buffer_url(config, certificates)
+    return _build_critic(config, compute, threads, url, workers, commands)
+
+
+def _build_actor(
+    config: Config,
+    compute: ComputeThread,
+    threads: int,
+    certificates: Path | None,
+    workers: Workers,
+    commands: Commands | None,
+) -> ActorServicer:
     url = required_buffer_url(config, certificates)
     client = connect(url)
     monitor = ConnectionMonitor(client, url)
@@ -77,17 +109,22 @@ def _build_actor(config: Config, compute: ComputeThread, threads: int, certifica
         run_root(config),
         access,
         config.run.seed,
-        None if weights else engine_factory(config, certificates),
+        (lambda _: NoEngine()) if workers.size > 1 else None if weights else engine_factory(config, certificates),
         num_update_threads(config, Role.ACTOR),
         limits_of(config, Role.ACTOR),
         config.algorithm.policy_loss,
         weights,
+        workers,
     )
-    if not detached:
-        return ActorServicer(actor, compute, threads, monitor.is_lost, weights=weights)
+    if not detached or workers.rank:
+        return ActorServicer(actor, compute, threads, monitor.is_lost, weights=weights, commands=commands)
     assert weights is not None
-    served, model, adapter = actor.separate_model(generation_device)
-    engine = DetachedTorchEngine(model, adapter, served.stop_ids, config.rollout.max_concurrent_sequences)
+    engine: Engine
+    if workers.size > 1:
+        engine, served, _ = create_torch_engine(config, generation_device)
+    else:
+        served, model, adapter = actor.separate_model(generation_device)
+        engine = DetachedTorchEngine(model, adapter, served.stop_ids, config.rollout.max_concurrent_sequences)
     generator = Generator(engine, served, ServiceStatus(Role.ACTOR), lambda run: access(run).rollouts)
     return ActorServicer(
         actor,
@@ -96,10 +133,13 @@ def _build_actor(config: Config, compute: ComputeThread, threads: int, certifica
         monitor.is_lost,
         ComputeThread(lambda: set_num_threads(threads)),
         LocalGenerator(generator, weights),
+        commands=commands,
     )
 
 
-def _build_critic(config: Config, compute: ComputeThread, threads: int, url: str) -> HostedRole:
+def _build_critic(
+    config: Config, compute: ComputeThread, threads: int, url: str, workers: Workers, commands: Commands | None
+) -> CriticServicer:
     client = connect(url)
     monitor = ConnectionMonitor(client, url)
     critic = Critic(
@@ -111,8 +151,9 @@ def _build_critic(config: Config, compute: ComputeThread, threads: int, url: str
         config.run.seed,
         num_update_threads(config, Role.CRITIC),
         limits_of(config, Role.CRITIC),
+        workers,
     )
-    return CriticServicer(critic, compute, threads, monitor.is_lost)
+    return CriticServicer(critic, compute, threads, monitor.is_lost, commands)
 
 
 def _build_reward(config: Config, compute: ComputeThread, threads: int) -> HostedRole:

@@ -6,10 +6,13 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
 import structlog
+from torch import nn
 
 from quartet.config import TrainedModelConfig
 from quartet.durable_files import checkpoint_path, confine_path, describe_files
@@ -20,6 +23,7 @@ from quartet.models.gpu_settings import deterministic_update
 from quartet.models.torch_threads import torch_threads
 from quartet.models.training.optimizer import (
     OPTIMIZER_FILE,
+    MasterWeightAdamW,
     create_optimizer,
     load_optimizer,
     snapshot_optimizer,
@@ -31,6 +35,7 @@ from quartet.models.weights.loading import count_parameters
 from quartet.models.weights.lora import Adapter, add_adapter, matrices_without_adapter
 from quartet.models.weights.snapshot import Writer, write_model
 from quartet.models.weights.tokenizer import load_tokenizer, tokenizer_fingerprint
+from quartet.models.workers.workers import SINGLE, Workers
 from quartet.services.memory_budget import MemoryBudget, UpdateLimits, find_budget, free_bytes
 from quartet.types import Role, SavedFile, SaveKind, ServiceStatus, UpdateResult
 
@@ -53,12 +58,15 @@ class TrainableModel(ABC):
         seed: int,
         update_threads: int | None,
         limits: UpdateLimits | None = None,
+        workers: Workers = SINGLE,
     ) -> None:
         """Load ``model``. Saves go below ``run_directory``; ``seed`` initialises an adapter.
 
         ``update_threads``: CPU threads of an update; None uses the process's number. ``limits``: limits of the updates for the
-        memory measurement; None skips it. Raises ModelError, ConfigError.
+        memory measurement; None skips it. ``workers``: the ranks that share the model. Raises ModelError, ConfigError.
         """
+        self._workers, self._limits = workers, limits
+        self._memory: UpdateMemory | None = None
         self._model_config, self._name, self._device = config, model, device
         self._root, self._seed, self._update_threads = run_directory, seed, update_threads
         self._tokenizer = load_tokenizer(model)
@@ -69,7 +77,7 @@ class TrainableModel(ABC):
         self._vocabulary = int(self._model.get_input_embeddings().weight.shape[0])
         self._parameters = count_parameters(self._model)
         self._positions = max_positions(self._model) or 0
-        self._budget = self._find_budget(limits)
+        self._budget = self._find_budget()
 
     @abstractmethod
     def _read(self, source: str | Path) -> Any:
@@ -87,12 +95,30 @@ class TrainableModel(ABC):
     def _measure(self, longest: int, limits: UpdateLimits) -> UpdateMemory:
         """Measure the memory of an update with sequences of at most ``longest`` tokens."""
 
-    def _find_budget(self, limits: UpdateLimits | None) -> MemoryBudget:
+    @abstractmethod
+    def _whole_parameters(self) -> list[nn.Parameter]:
+        """Return the trained parameters that every rank keeps whole."""
+
+    def _measure_memory(self) -> None:
+        """Measure the memory of an update once, unless the config makes it unnecessary."""
+        config, limits = self._model_config, self._limits
+        if (
+            self._memory is None
+            and limits is not None
+            and None in (config.micro_batch_tokens, config.gradient_checkpointing)
+        ):
+            positions, longest = max_positions(self._model), limits.max_sequence_tokens
+            self._memory = self._measure(min(longest, positions) if positions else longest, limits)
+
+    def _find_budget(self) -> MemoryBudget:
         config = self._model_config
-        if limits is None or None not in (config.micro_batch_tokens, config.gradient_checkpointing):
+        self._measure_memory()
+        if self._memory is None or self._limits is None:
             return MemoryBudget(self.role, config.max_forward_tokens, config.gradient_checkpointing)
-        longest = min(limits.max_sequence_tokens, self._positions) if self._positions else limits.max_sequence_tokens
-        return find_budget(self.role, config, self._measure(longest, limits), free_bytes(self._model, limits), limits)
+        memory = replace(self._memory, state=self._memory.state // self._workers.size)
+        # All ranks compute the same micro-batches.
+        free = self._workers.smallest(free_bytes(self._model, self._limits))
+        return find_budget(self.role, config, memory, free, self._limits)
 
     def _read_adapter(self, adapter: Adapter, checkpoint: Path) -> None:
         """Load an adapter that ``_snapshot`` has saved. Raises ModelError."""
@@ -106,7 +132,8 @@ class TrainableModel(ABC):
         for part in ("_model", "_adapter", "_optimizer"):
             vars(self).pop(part, None)
         config, lora, optimizer = self._model_config, self._model_config.lora, self._model_config.optimizer
-        self._model = self._read(self._name if checkpoint is None or lora else checkpoint)
+        source = self._name if checkpoint is None or lora else checkpoint
+        self._model = self._workers.agreed(lambda: self._read(source))
         self._adapter = (
             add_adapter(self._adapted(), self._name, lora.rank, lora.alpha, lora.target_modules, self._seed)
             if lora
@@ -115,13 +142,32 @@ class TrainableModel(ABC):
         if self._adapter is not None and (left_out := matrices_without_adapter(self._adapted())):
             log.info("LoRA: matrices without an adapter", role=str(self.role), matrices=left_out)
         freeze_parameters(self._model, config.freeze)
+        kind: Callable[..., MasterWeightAdamW] = MasterWeightAdamW
+        if self._workers.size > 1:
+            # The trials of the measurement need the complete model.
+            self._measure_memory()
+            kind = self._shard()
         self._optimizer = create_optimizer(
-            self._model, config.learning_rate, optimizer.betas, optimizer.eps, optimizer.weight_decay
+            self._model, config.learning_rate, optimizer.betas, optimizer.eps, optimizer.weight_decay, kind
         )
         if checkpoint is not None:
-            if self._adapter is not None:
-                self._read_adapter(self._adapter, checkpoint)
-            load_optimizer(self._optimizer, checkpoint / OPTIMIZER_FILE)
+            self._workers.agreed(lambda: self._load_state(checkpoint))
+
+    def _load_state(self, checkpoint: Path) -> None:
+        """Load the adapter, if there is one, and the optimizer's state. Raises ModelError."""
+        if self._adapter is not None:
+            self._read_adapter(self._adapter, checkpoint)
+        load_optimizer(self._optimizer, checkpoint / OPTIMIZER_FILE)
+
+    def _shard(self) -> Callable[..., MasterWeightAdamW]:
+        """Shard the model over the ranks, and return the class of its optimizer."""
+        # Imported here because a single process does not need torch.distributed.
+        from quartet.models.workers.group import WorkerGroup
+        from quartet.models.workers.sharding import ShardedAdamW, shard_model
+
+        assert isinstance(self._workers, WorkerGroup)
+        shard_model(self._model, self._workers, self._whole_parameters())
+        return partial(ShardedAdamW, workers=self._workers)
 
     def snapshot(
         self, run: str, leader_epoch: int, directory: str, kind: SaveKind, step: int | None = None
@@ -131,7 +177,8 @@ class TrainableModel(ABC):
         A checkpoint includes the optimizer state. The function may run on any thread while the model continues. With an adapter,
         a checkpoint has only the adapter (and a critic's head), and a model has the merged weights. Raises InvalidRequest for a
         directory outside the run's, and FailedPrecondition if the model is not at ``step``, belongs to another run, has a newer
-        leader, has a failed update, or has no adapter to save. The function raises StorageFailed.
+        leader, has a failed update, or has no adapter to save. The function raises StorageFailed. Only rank 0 of a group may
+        call it.
         """
         self._updates.check_save(run, leader_epoch, step)
         target = confine_path(self._root, directory)
@@ -142,7 +189,7 @@ class TrainableModel(ABC):
         # A saved model is complete only with its tokenizer.
         writers = [self._tokenizer.save_pretrained, self._snapshot(self._adapter, merged=kind is SaveKind.MODEL)]
         if kind is SaveKind.CHECKPOINT:
-            writers += [lambda _: failpoint(self.saving), snapshot_optimizer(self._optimizer)]
+            writers += [lambda _: failpoint(self.saving), snapshot_optimizer(self._optimizer, self._workers)]
 
         def write() -> list[SavedFile]:
             write_model(target, *writers)

@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from quartet.buffer.experience_store import ExperienceStore
 from quartet.buffer.rollout_stream import RolloutStream
 from quartet.config import ActorConfig
@@ -24,6 +26,7 @@ from quartet.models.weights.host_tensors import adapter_settings, host_tensors, 
 from quartet.models.weights.loading import load_causal_lm, snapshot_model, stop_token_ids
 from quartet.models.weights.lora import Adapter
 from quartet.models.weights.snapshot import Writer
+from quartet.models.workers.workers import SINGLE, Workers
 from quartet.ppo.losses import PolicyLossFunction, checked_policy_loss
 from quartet.services.actor.engines import torch_engine
 from quartet.services.generator.generator import Progress, TrajectoryWriter
@@ -70,17 +73,18 @@ class Actor(TrainableModel):
         limits: UpdateLimits | None = None,
         policy_loss: str = "clipped",
         weights: WeightSource | None = None,
+        workers: Workers = SINGLE,
     ) -> None:
         """Load the model. ``buffer`` returns the access to the buffer of a run by its name.
 
         ``create_engine`` creates the generation engine that shares the policy model; None is the torch engine. ``policy_loss`` is
         the name or import path of the only policy loss that updates may request. ``weights`` receives every policy version, for
-        generators. See TrainableModel for the other arguments. Raises ModelError, ConfigError.
+        generators, on rank 0 of a group. See TrainableModel for the other arguments. Raises ModelError, ConfigError.
         """
         self._config, self._buffer, self._weights = config, buffer, weights
         self._policy_loss, self._loss_function = policy_loss, _import_policy_loss(policy_loss)
         self._create_engine = create_engine or torch_engine(max_concurrent_sequences)
-        super().__init__(config, config.model, device, run_directory, seed, update_threads, limits)
+        super().__init__(config, config.model, device, run_directory, seed, update_threads, limits, workers)
         self._publish()
 
     def _read(self, source: str | Path) -> Any:
@@ -93,7 +97,12 @@ class Actor(TrainableModel):
         return self._model
 
     def _snapshot(self, adapter: Adapter | None, merged: bool) -> Writer:
-        return snapshot_model(self._model, adapter) if adapter is None or merged else adapter.snapshot()
+        if adapter is not None and not merged:
+            return adapter.snapshot()
+        return snapshot_model(self._model, adapter, self._workers)
+
+    def _whole_parameters(self) -> list[nn.Parameter]:
+        return [] if self._adapter is None else self._adapter.parameters()
 
     def _load(self, checkpoint: Path | None) -> None:
         # The engine references the previous model, which must be released first.
@@ -107,7 +116,9 @@ class Actor(TrainableModel):
     def _publish(self) -> None:
         """Copy the current policy version to the weight source, if there is one."""
         if self._weights is not None:
-            tensors = host_tensors(named_weights(self._model, self._adapter))
+            tensors = host_tensors(named_weights(self._model, self._adapter), self._workers)
+            if self._workers.rank:
+                return
             version, run = self._updates.policy_version, self._updates.run
             self._weights.publish(version, tensors, adapter_settings(self._adapter), run)
 
@@ -171,7 +182,7 @@ class Actor(TrainableModel):
             return self._score(batch, temperature)
 
     def _score(self, batch: TokenBatch, temperature: float) -> FloatArray:
-        return response_log_probs(self._model, batch, temperature, self._config.max_forward_tokens)
+        return response_log_probs(self._model, batch, temperature, self._config.max_forward_tokens, self._workers)
 
     def update(
         self, run: str, step: int, leader_epoch: int, settings: OptimizationSettings, loss: PolicyLossSettings
@@ -185,12 +196,19 @@ class Actor(TrainableModel):
             )
 
         def apply() -> dict[str, float]:
-            experience = self._buffer(run).experience.load(step)
+            experience = self._workers.agreed(lambda: self._buffer(run).experience.load(step))
             self._engine.release(self._budget.frees_cache)
             tokens, checkpointing = self._budget.resolve(settings.micro_batch_tokens)
             with activation_checkpointing(self._model, checkpointing), self._deterministic_update():
                 metrics = update_policy(
-                    self._model, self._optimizer, experience, settings, loss, tokens, self._loss_function
+                    self._model,
+                    self._optimizer,
+                    experience,
+                    settings,
+                    loss,
+                    tokens,
+                    self._loss_function,
+                    self._workers,
                 )
             self._engine.weights_changed()
             if settings.num_epochs:

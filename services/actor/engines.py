@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from quartet.config import Config
-from quartet.errors import ConfigError
+from quartet.errors import ConfigError, FailedPrecondition
 from quartet.models.generation.engine import EngineFactory
 from quartet.models.generation.torch_engine import TorchEngine
 from quartet.secret_files import AUTHORITY, CERTIFICATE, KEY
+from quartet.types import Trajectory
 
 FOLDER = "engine"
 """Folder below the run's directory for weights of engines that read them from disk."""
@@ -24,6 +27,23 @@ def engine_factory(config: Config, certificates: Path | None) -> EngineFactory:
             "with the actor; start one with this engine, or set rollout.engine torch"
         )
     return torch_engine(config.rollout.max_concurrent_sequences)
+
+
+class NoEngine:
+    """Stands for the engine of an actor that does not generate with its own weights, because they are sharded."""
+
+    def generate(self, *_: Any) -> Iterator[Trajectory]:
+        """Raise FailedPrecondition."""
+        raise FailedPrecondition("generate: the weights of this actor are sharded; a generator needs its own copy")
+
+    def release(self) -> None:
+        """Do nothing."""
+
+    def weights_changed(self) -> None:
+        """Do nothing."""
+
+    def close(self) -> None:
+        """Do nothing."""
 
 
 def torch_engine(max_concurrent_sequences: int) -> EngineFactory:

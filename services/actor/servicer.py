@@ -12,11 +12,12 @@ import grpc
 from quartet import codec
 from quartet.errors import FailedPrecondition
 from quartet.rpc.base_servicers import GenerationCore, TrainableServicer, stream_generation
+from quartet.rpc.commands import CommandHandler, Commands
 from quartet.rpc.compute_thread import ComputeThread
 from quartet.rpc.weight_servicer import WeightServicer
 from quartet.services.actor.actor import Actor
-from quartet.types import PolicyLossSettings, Role, ServiceStatus
-from quartet.v1 import actor_pb2_grpc, generation_pb2_grpc
+from quartet.types import FloatArray, PolicyLossSettings, Role, ServiceStatus
+from quartet.v1 import actor_pb2, actor_pb2_grpc, generation_pb2_grpc
 from quartet.weight_transfer.store import WeightStore
 
 
@@ -37,13 +38,14 @@ class ActorServicer(
         generation: ComputeThread | None = None,
         generator: GenerationCore | None = None,
         weights: WeightStore | None = None,
+        commands: Commands | None = None,
     ) -> None:
         """``generator``: an engine with its own weights in this process, which generates on the compute thread ``generation``.
 
         By default the actor generates, on ``compute``. ``weights``: the policy versions that generators in other processes may
         pull. See TrainableServicer for the rest.
         """
-        super().__init__(core, compute, threads, buffer_unreachable)
+        super().__init__(core, compute, threads, buffer_unreachable, commands)
         self._generation, self._generator = generation or compute, generator or core
         self._weights = weights
 
@@ -85,10 +87,16 @@ class ActorServicer(
 
     def LogProbs(self, request: Any, context: grpc.ServicerContext) -> Any:
         """Compute log-probs under the current policy, or under the reference."""
+        result = self.run_command("log_probs", request, context, self._log_probs(request))
+        return codec.actor_log_probs_response_to_proto(*result)
+
+    def handlers(self) -> dict[str, CommandHandler]:
+        """See ``TrainableServicer.handlers``."""
+        return {
+            **super().handlers(),
+            "log_probs": lambda data: self._log_probs(actor_pb2.ActorServiceLogProbsRequest.FromString(data))(),
+        }
+
+    def _log_probs(self, request: Any) -> Callable[[], tuple[FloatArray, int]]:
         batch, temperature, reference = codec.actor_log_probs_from_proto(request)
-        log_probs, version = self.compute.run(
-            "log_probs",
-            context,
-            lambda _: (self.core.log_probs(batch, temperature, reference), self.core.policy_version),
-        )
-        return codec.actor_log_probs_response_to_proto(log_probs, version)
+        return lambda: (self.core.log_probs(batch, temperature, reference), self.core.policy_version)

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from quartet.buffer.experience_store import ExperienceStore
 from quartet.config import CriticConfig
 from quartet.failpoints import failpoint
@@ -16,6 +18,7 @@ from quartet.models.training.updates import update_value
 from quartet.models.weights.loading import load_critic
 from quartet.models.weights.lora import Adapter
 from quartet.models.weights.snapshot import Writer
+from quartet.models.workers.workers import SINGLE, Workers
 from quartet.services.memory_budget import UpdateLimits
 from quartet.services.trainable_model import TrainableModel
 from quartet.types import (
@@ -44,13 +47,14 @@ class Critic(TrainableModel):
         seed: int = 0,
         update_threads: int | None = None,
         limits: UpdateLimits | None = None,
+        workers: Workers = SINGLE,
     ) -> None:
         """Load ``model``. ``experience`` returns the experience store of a run by its name.
 
         See TrainableModel for the other arguments. Raises ModelError, ConfigError.
         """
         self._config, self._experience = config, experience
-        super().__init__(config, model, device, run_directory, seed, update_threads, limits)
+        super().__init__(config, model, device, run_directory, seed, update_threads, limits, workers)
 
     def _read(self, source: str | Path) -> Any:
         return load_critic(source, self._config.dtype, self._device)
@@ -64,8 +68,14 @@ class Critic(TrainableModel):
 
     def _snapshot(self, adapter: Adapter | None, merged: bool) -> Writer:
         all_weights = adapter is None or merged
-        writer: Writer = self._model.snapshot(adapter) if all_weights else self._model.snapshot_adapter(adapter)
+        writer: Writer = (
+            self._model.snapshot(adapter, self._workers) if all_weights else self._model.snapshot_adapter(adapter)
+        )
         return writer
+
+    def _whole_parameters(self) -> list[nn.Parameter]:
+        adapted = [] if self._adapter is None else self._adapter.parameters()
+        return [*adapted, *self._model.head.parameters()]
 
     def _read_adapter(self, adapter: Adapter, checkpoint: Path) -> None:
         super()._read_adapter(adapter, checkpoint)
@@ -78,7 +88,7 @@ class Critic(TrainableModel):
         """
         self._updates.check_not_broken()
         failpoint("critic.scoring")
-        return response_values(self._model, batch, self._config.max_forward_tokens)
+        return response_values(self._model, batch, self._config.max_forward_tokens, self._workers)
 
     def update(
         self, run: str, step: int, leader_epoch: int, settings: OptimizationSettings, loss: ValueLossSettings
@@ -86,10 +96,10 @@ class Critic(TrainableModel):
         """Apply the value update of one step from the experience in the buffer. Idempotent by (run, step)."""
 
         def apply() -> dict[str, float]:
-            experience = self._experience(run).load(step)
+            experience = self._workers.agreed(lambda: self._experience(run).load(step))
             tokens, checkpointing = self._budget.resolve(settings.micro_batch_tokens)
             with activation_checkpointing(self._model, checkpointing), self._deterministic_update():
-                metrics = update_value(self._model, self._optimizer, experience, settings, loss, tokens)
+                metrics = update_value(self._model, self._optimizer, experience, settings, loss, tokens, self._workers)
             if settings.num_epochs:
                 self._tokens["trained"] += len(experience.advantages)
             return metrics

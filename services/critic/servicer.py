@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import grpc
 
 from quartet import codec
 from quartet.rpc.base_servicers import TrainableServicer
+from quartet.rpc.commands import CommandHandler
 from quartet.services.critic.critic import Critic
-from quartet.types import Role, ValueLossSettings
-from quartet.v1 import critic_pb2_grpc
+from quartet.types import FloatArray, Role, ValueLossSettings
+from quartet.v1 import critic_pb2, critic_pb2_grpc
 
 
 class CriticServicer(TrainableServicer[Critic], critic_pb2_grpc.CriticServiceServicer):
@@ -25,8 +27,15 @@ class CriticServicer(TrainableServicer[Critic], critic_pb2_grpc.CriticServiceSer
 
     def Values(self, request: Any, context: grpc.ServicerContext) -> Any:
         """Compute the values of the states in which the response tokens were drawn."""
+        return codec.values_to_proto(*self.run_command("values", request, context, self._values(request)))
+
+    def handlers(self) -> dict[str, CommandHandler]:
+        """See ``TrainableServicer.handlers``."""
+        return {
+            **super().handlers(),
+            "values": lambda data: self._values(critic_pb2.ValuesRequest.FromString(data))(),
+        }
+
+    def _values(self, request: Any) -> Callable[[], tuple[FloatArray, int]]:
         batch = codec.values_request_from_proto(request)
-        values, version = self.compute.run(
-            "values", context, lambda _: (self.core.values(batch), self.core.policy_version)
-        )
-        return codec.values_to_proto(values, version)
+        return lambda: (self.core.values(batch), self.core.policy_version)

@@ -90,8 +90,9 @@ def num_threads(config: Config, role: Role) -> int:
 
 
 def generates_in_actor(config: Config) -> bool:
-    """Return whether the actor has an engine with separate weights, which generates during updates."""
-    return config.rollout.max_off_policy_steps > 0 and not config.has_generators
+    """Return whether the actor has an engine with separate weights: to generate during updates, or as its own are sharded."""
+    separate = config.rollout.max_off_policy_steps > 0 or config.services.actor.processes > 1
+    return separate and not config.has_generators
 
 
 def devices_of_generator(config: Config, index: int) -> tuple[int, ...]:
@@ -115,12 +116,16 @@ def num_update_threads(config: Config, role: Role) -> int | None:
 
 def _share(config: Config, role: Role, roles: Sequence[Role]) -> int:
     local = [other for other in roles if getattr(config.services, other).address is None or other is role]
-    return max(1, available_cores() // len(local))
+    processes: int = getattr(config.services, role).processes
+    return max(1, available_cores() // len(local) // processes)
 
 
 def num_memory_sharers(config: Config, role: Role) -> int:
-    """Return how many services, including ``role``, share the memory of the device that ``role`` trains on."""
-    return len(memory_sharers(config, role))
+    """Return how many processes of services, ``role`` included, share the memory of the device that ``role`` trains on."""
+    return sum(
+        1 if other is Role.GENERATOR else getattr(config.services, other).processes
+        for other in memory_sharers(config, role)
+    )
 
 
 def memory_sharers(config: Config, role: Role) -> list[Role]:

@@ -170,6 +170,7 @@ ALLOWED: dict[str, set[str]] = {
     | {"quartet.completions", "quartet.demo", "quartet.launcher", "quartet.preflight", "quartet.runs"},
     "quartet.services": set(),
     "quartet.services.memory_budget": SERVICE,
+    "quartet.services.workers": SERVICE,
     "quartet.services.trainable_model": SERVICE | {"quartet.services.memory_budget"},
     "quartet.services.actor": SERVICE
     | {"quartet.services.generator", "quartet.services.memory_budget", "quartet.services.trainable_model"},
@@ -191,6 +192,7 @@ ALLOWED: dict[str, set[str]] = {
         "quartet.services.generator",
         "quartet.services.orchestrator",
         "quartet.services.observability",
+        "quartet.services.workers",
     },
 }
 

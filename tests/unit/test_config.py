@@ -84,6 +84,19 @@ def test_the_tree_is_immutable(minimal: Path) -> None:
         ({"algorithm": {"kl_controller": {"kind": "adaptive", "horizon": 12.8}}}, "expected more than 12.8"),
         ({"algorithm": {"kl_controller": {"kind": "simple", "horizon": 1}}}, "expected more than 1 step"),
         ({"services": {"orchestrator": {"devices": [0]}}}, "unknown key; known keys: address"),
+        ({"services": {"reward": {"processes": 2}}}, "services.reward.processes 2: only actor and critic can have"),
+        (
+            {"services": {"critic": {"processes": 2, "devices": [0, 1]}}},
+            "services.critic.processes 2: several processes compute on CPUs only, services.critic.devices is \\[0, 1\\]",
+        ),
+        (
+            {
+                "actor": {"model": "a", "lora": {}},
+                "services": {"actor": {"processes": 2}},
+                "rollout": {"engine": "triton", "triton": {"url": "grpc://localhost:1", "model": "m"}},
+            },
+            "services.actor.processes 2: engine triton needs an actor with all of its weights in one process",
+        ),
         ({"algorithm": {"estimator": "ppo"}}, "expected gae \\(PPO\\), reinforce, .*, or the import path of your own"),
         ({"algorithm": {"estimator": "my.module:f"}}, "declare what it needs under custom_estimator"),
         ({"algorithm": {"custom_estimator": {}}}, "estimator gae is built in; leave it out"),

@@ -12,6 +12,7 @@ from quartet.config import Config, ServiceConfig, parse_config
 from quartet.topology import (
     available_cores,
     free_memory_bytes,
+    generates_in_actor,
     listen_address,
     num_memory_sharers,
     num_threads,
@@ -65,6 +66,19 @@ def test_trained_services_share_all_cores_during_an_update(
 def test_the_actor_gets_all_cores_if_the_critic_is_remote(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(topology, "available_cores", lambda: 8)
     assert num_update_threads(config(critic={"address": "far:2"}), Role.ACTOR) == 8
+
+
+def test_the_processes_of_a_group_divide_its_share_of_cores_and_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(topology, "available_cores", lambda: 16)
+    group = config(actor={"processes": 2})
+    assert [num_threads(group, role) for role in MODEL_ROLES] == [2, 4, 4, 4]
+    assert [num_memory_sharers(group, role) for role in MODEL_ROLES] == [5] * 4
+
+
+def test_an_actor_of_several_processes_generates_with_separate_weights() -> None:
+    assert not generates_in_actor(config())
+    assert generates_in_actor(config(actor={"processes": 2}))
+    assert not generates_in_actor(config(actor={"processes": 2}, generators=["box:1"]))
 
 
 def test_there_is_at_least_one_core() -> None:

@@ -13,6 +13,7 @@ from quartet.config.deployment import (
     GatewayConfig,
     RecoveryConfig,
     SecurityConfig,
+    ServiceConfig,
     ServicesConfig,
     TimeoutsConfig,
 )
@@ -267,7 +268,27 @@ class Config(Section):
                 "one of the two to false"
             )
 
+    def _check_processes(self) -> None:
+        for name in ("actor", "critic", "reward", "reference"):
+            service: ServiceConfig = getattr(self.services, name)
+            if service.processes == 1:
+                continue
+            setting = f"services.{name}.processes {service.processes}"
+            if name in ("reward", "reference"):
+                raise ValueError(f"{setting}: only actor and critic can have several processes; set 1")
+            if service.devices:
+                raise ValueError(
+                    f"{setting}: several processes compute on CPUs only, services.{name}.devices is {list(service.devices)}; set "
+                    "devices to [], or processes to 1"
+                )
+            if name == "actor" and self.rollout.engine == "triton":
+                raise ValueError(
+                    f"{setting}: engine triton needs an actor with all of its weights in one process; set processes 1, or "
+                    "another rollout.engine"
+                )
+
     def _check_services(self) -> None:
+        self._check_processes()
         if self.evaluation.every_steps and self.data.validation is None:
             raise ValueError(
                 f"evaluation.every_steps {self.evaluation.every_steps}: data.validation is null; set data.validation, or "

@@ -15,6 +15,7 @@ from quartet.models.forward.model_capabilities import backbone as backbone_of
 from quartet.models.forward.packing import Packing, hidden_states, select_positions
 from quartet.models.weights.lora import Adapter
 from quartet.models.weights.snapshot import Writer, host_copy, host_state
+from quartet.models.workers.workers import SINGLE, Workers
 
 HEAD_FILE = "value_head.safetensors"
 
@@ -78,13 +79,14 @@ class ValueModel(nn.Module):
         values: torch.Tensor = self.head(select_positions(hidden, keep).float()).squeeze(-1)
         return values
 
-    def snapshot(self, adapter: Adapter | None = None) -> Writer:
+    def snapshot(self, adapter: Adapter | None = None, workers: Workers = SINGLE) -> Writer:
         """Copy the weights. The returned writer writes the backbone in Hugging Face format, and the head, for ``load_critic``.
 
-        With the backbone's ``adapter`` the writer writes the merged backbone. The backbone itself is unchanged.
+        With the backbone's ``adapter`` the writer writes the merged backbone. The backbone itself is unchanged. Only rank 0 of
+        the ``workers`` has a writer that may be called.
         """
-        state = None if adapter else host_state(self.backbone)
-        merged = adapter.snapshot_merged() if adapter else None
+        state = None if adapter else host_state(self.backbone, workers)
+        merged = adapter.snapshot_merged(workers) if adapter else None
         head = self._snapshot_head()
 
         def write(directory: Path) -> None:

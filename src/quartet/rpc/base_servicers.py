@@ -12,9 +12,11 @@ import grpc
 
 from quartet import codec
 from quartet.errors import DeadlinePassed, InvalidRequest, ServiceBusy
+from quartet.rpc.commands import CommandHandler, Commands, Result
 from quartet.rpc.compute_thread import ComputeThread, remaining_time
 from quartet.rpc.limits import MAX_PENDING_SAVES
 from quartet.types import GenerationBatch, OptimizationSettings, SavedFile, SaveKind, ServiceStatus, UpdateResult
+from quartet.v1 import update_pb2
 
 
 class Core(Protocol):
@@ -120,10 +122,19 @@ class TrainableServicer(ModelServicer[AnyTrainableCore]):
     """Class of the loss settings that this role accepts."""
 
     def __init__(
-        self, core: AnyTrainableCore, compute: ComputeThread, threads: int, buffer_unreachable: Callable[[], bool]
+        self,
+        core: AnyTrainableCore,
+        compute: ComputeThread,
+        threads: int,
+        buffer_unreachable: Callable[[], bool],
+        commands: Commands | None = None,
     ) -> None:
-        """``buffer_unreachable`` returns at once whether the core's last access to the rollout buffer failed."""
+        """``buffer_unreachable`` returns at once whether the core's last access to the rollout buffer failed.
+
+        ``commands``: those of the service's processes. Defaults to one process.
+        """
         super().__init__(core, compute, threads)
+        self._commands = commands or Commands()
         self._buffer_unreachable = buffer_unreachable
         self._save_slots = threading.BoundedSemaphore(MAX_PENDING_SAVES)
         # One save at a time: there is memory for one copy, and two saves must not write the same directory.
@@ -133,33 +144,65 @@ class TrainableServicer(ModelServicer[AnyTrainableCore]):
         """Return the status of a model servicer, and whether the buffer is unreachable."""
         return replace(super().status(), buffer_unreachable=self._buffer_unreachable())
 
-    def Update(self, request: Any, context: grpc.ServicerContext) -> Any:
-        """Apply the update of one step."""
+    def failure(self) -> str:
+        """Return the error after which only a restart of this process helps, or ""."""
+        return super().failure() or self._commands.failure
+
+    def close(self) -> None:
+        """Close the compute thread, and end the other processes of the group."""
+        busy = self.compute.pending()
+        super().close()
+        if not busy:
+            self._commands.stop()
+
+    def handlers(self) -> dict[str, CommandHandler]:
+        """Return the functions that run the commands of rank 0 in another process of the group, by their kind."""
+        return {
+            "update": lambda data: self._update(update_pb2.UpdateRequest.FromString(data))(),
+            "save": lambda data: self._snapshot(update_pb2.SaveRequest.FromString(data))(),
+            "restore": lambda data: self._restore(update_pb2.RestoreRequest.FromString(data))(),
+        }
+
+    def run_command(self, kind: str, request: Any, context: grpc.ServicerContext, work: Callable[[], Result]) -> Result:
+        """Return the result of ``work`` on the compute thread, which all processes of the group do for ``request``."""
+        return self.compute.run(kind, context, lambda _: self._commands.run(kind, request, work))
+
+    def _update(self, request: Any) -> Callable[[], UpdateResult]:
         update = codec.update_request_from_proto(request)
         if not isinstance(update.loss, self.loss):
             raise InvalidRequest(f"loss: expected {self.loss.__name__}, got {type(update.loss).__name__}")
-        result = self.compute.run(
-            "update",
-            context,
-            lambda _: self.core.update(update.run, update.step, update.leader_epoch, update.optimization, update.loss),
+        return lambda: self.core.update(update.run, update.step, update.leader_epoch, update.optimization, update.loss)
+
+    def _snapshot(self, request: Any) -> Callable[[], tuple[Callable[[], list[SavedFile]], int]]:
+        save = codec.save_request_from_proto(request)
+        return lambda: (
+            self.core.snapshot(save.run, save.leader_epoch, save.directory, save.kind, save.step),
+            self.core.policy_version,
         )
-        return codec.update_result_to_proto(result)
+
+    def _restore(self, request: Any) -> Callable[[], int]:
+        restore = codec.restore_request_from_proto(request)
+
+        def work() -> int:
+            self.core.restore(restore.run, restore.step, restore.leader_epoch, restore.directory)
+            return self.core.policy_version
+
+        return work
+
+    def Update(self, request: Any, context: grpc.ServicerContext) -> Any:
+        """Apply the update of one step."""
+        return codec.update_result_to_proto(self.run_command("update", request, context, self._update(request)))
 
     def Save(self, request: Any, context: grpc.ServicerContext) -> Any:
         """Save the model below the run's directory."""
-        save = codec.save_request_from_proto(request)
-
-        def snapshot(_: Callable[[], bool]) -> tuple[Callable[[], list[SavedFile]], int]:
-            write = self.core.snapshot(save.run, save.leader_epoch, save.directory, save.kind, save.step)
-            return write, self.core.policy_version
-
+        snapshot = self._snapshot(request)
         if not self._save_slots.acquire(blocking=False):
             raise ServiceBusy(f"save: {MAX_PENDING_SAVES} saves are pending already; send fewer at once")
         try:
             if not self._save_lock.acquire(timeout=max(remaining_time(context), 0.0)):
                 raise DeadlinePassed("save: the deadline passed during an earlier save")
             try:
-                write, version = self.compute.run("save", context, snapshot)
+                write, version = self.run_command("save", request, context, snapshot)
                 files = write()
             finally:
                 self._save_lock.release()
@@ -169,10 +212,5 @@ class TrainableServicer(ModelServicer[AnyTrainableCore]):
 
     def Restore(self, request: Any, context: grpc.ServicerContext) -> Any:
         """Restore the model of a checkpoint."""
-        restore = codec.restore_request_from_proto(request)
-
-        def work(_: Callable[[], bool]) -> int:
-            self.core.restore(restore.run, restore.step, restore.leader_epoch, restore.directory)
-            return self.core.policy_version
-
-        return codec.restore_response_to_proto(self.compute.run("restore", context, work))
+        version = self.run_command("restore", request, context, self._restore(request))
+        return codec.restore_response_to_proto(version)

@@ -56,6 +56,26 @@ class MasterWeightAdamW(torch.optim.AdamW):
             if parameter.grad is not None:
                 _move_gradient(parameter, master)
 
+    def complete(self, stepped: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """Return the complete tensor of which ``value`` is this rank's part, split like ``stepped``."""
+        return value
+
+    def part(self, stepped: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """Return this rank's part of the complete tensor ``value``, split like ``stepped``."""
+        return value
+
+    def complete_shape(self, stepped: torch.Tensor) -> tuple[int, ...]:
+        """Return the shape of the complete parameter of a stepped tensor."""
+        return tuple(stepped.shape)
+
+    def has_master_weight(self, stepped: torch.Tensor) -> bool:
+        """Return whether a stepped tensor is the master weight of a parameter of lower precision."""
+        return stepped in self.parameter_of_master_weight
+
+    def rounded(self, stepped: torch.Tensor) -> torch.Tensor:
+        """Return the parameter of a master weight, which is the rounded master weight."""
+        return self.parameter_of_master_weight[stepped]
+
     def clip_gradients(self, max_norm: float) -> torch.Tensor:
         """Clip the moved gradients to ``max_norm`` and return their norm before, []."""
         return torch.nn.utils.clip_grad_norm_(self.stepped_parameters(), max_norm)
@@ -161,15 +181,25 @@ def apply_gradients(
     return float(norm_value)
 
 
-def snapshot_optimizer(optimizer: MasterWeightAdamW) -> Writer:
-    """Copy master weights, moments, step counts and hyperparameters. Return a writer of the copy as a safetensors file."""
-    state = optimizer.state_dict()
-    tensors = {
-        f"{index}.{name}": host_copy(value) for index, entry in state["state"].items() for name, value in entry.items()
+def snapshot_optimizer(optimizer: MasterWeightAdamW, workers: Workers = SINGLE) -> Writer:
+    """Copy master weights, moments, step counts and hyperparameters. Return a writer of the copy as a safetensors file.
+
+    The ``workers`` gather one tensor after the other. Only rank 0 has a writer that may be called.
+    """
+    state, stepped = optimizer.state_dict(), optimizer.stepped_parameters()
+    parts = {
+        f"{index}.{name}": (stepped[index], value)
+        for index, entry in state["state"].items()
+        for name, value in entry.items()
     }
-    for index, weight in enumerate(optimizer.stepped_parameters()):
-        if weight in optimizer.parameter_of_master_weight:
-            tensors[f"{index}.{_MASTER_WEIGHT}"] = host_copy(weight)
+    for index, weight in enumerate(stepped):
+        if optimizer.has_master_weight(weight):
+            parts[f"{index}.{_MASTER_WEIGHT}"] = (weight, weight)
+    tensors = {}
+    for name, (weight, value) in parts.items():
+        complete = optimizer.complete(weight, value)
+        if workers.rank == 0:
+            tensors[name] = host_copy(complete)
     # One metadata entry: safetensors writes several in no fixed order.
     metadata = {"param_groups": json.dumps(state["param_groups"], sort_keys=True)}
     return lambda directory: safetensors.torch.save_file(tensors, directory / OPTIMIZER_FILE, metadata=metadata)
@@ -200,7 +230,12 @@ def load_optimizer(optimizer: MasterWeightAdamW, path: str | Path) -> None:
             state.setdefault(int(index), {})[key] = tensor
     _check_shapes(optimizer, groups, state, path)
     _load_master_weights(optimizer, master_weights, path)
-    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+    stepped = optimizer.stepped_parameters()
+    parts = {
+        index: {key: optimizer.part(stepped[index], value) for key, value in entry.items()}
+        for index, entry in state.items()
+    }
+    optimizer.load_state_dict({"state": parts, "param_groups": optimizer.state_dict()["param_groups"]})
 
 
 def _check_shapes(
@@ -211,7 +246,7 @@ def _check_shapes(
         raise ModelError(f"optimizer state {path}: is for {sizes[1]} parameters in groups, the model has {sizes[0]}")
     parameters = optimizer.stepped_parameters()
     for index, entry in state.items():
-        shape, expected = tuple(entry["exp_avg"].shape), tuple(parameters[index].shape)
+        shape, expected = tuple(entry["exp_avg"].shape), optimizer.complete_shape(parameters[index])
         if shape != expected:
             raise ModelError(f"optimizer state {path}: parameter {index} has shape {shape}, the model's {expected}")
 
@@ -221,7 +256,7 @@ def _load_master_weights(optimizer: MasterWeightAdamW, master_weights: dict[int,
     expected = {
         index: weight
         for index, weight in enumerate(optimizer.stepped_parameters())
-        if weight in optimizer.parameter_of_master_weight
+        if optimizer.has_master_weight(weight)
     }
     if master_weights.keys() != expected.keys():
         raise ModelError(
@@ -229,7 +264,8 @@ def _load_master_weights(optimizer: MasterWeightAdamW, master_weights: dict[int,
             "in half precision; expected the state of this model, in the dtype that it was trained in"
         )
     for index, master in expected.items():
-        parameter, result = optimizer.parameter_of_master_weight[master], master_weights[index].to(master.device)
+        parameter = optimizer.rounded(master)
+        result = optimizer.part(master, master_weights[index]).to(master.device)
         if result.dtype != master.dtype or not torch.equal(result.to(parameter.dtype), parameter):
             raise ModelError(
                 f"optimizer state {path}: the master weight of parameter {index}, {result.dtype} {tuple(result.shape)}, "
@@ -237,4 +273,4 @@ def _load_master_weights(optimizer: MasterWeightAdamW, master_weights: dict[int,
                 "expected weights and state of one checkpoint"
             )
     for index, master in expected.items():
-        master.copy_(master_weights[index])
+        master.copy_(optimizer.part(master, master_weights[index]))

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from quartet.models.weights.lora import Adapter
+from quartet.models.workers.workers import SINGLE, Workers
 from quartet.weight_transfer.tensors import AdapterSettings, HostTensor, TensorType
 
 _NAMES: dict[torch.dtype, TensorType] = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
@@ -23,10 +24,12 @@ def named_weights(model: nn.Module, adapter: Adapter | None = None) -> dict[str,
     """
     weights: dict[str, torch.Tensor] = {}
     seen = set[int]()
-    for name, value in (adapter.base_state() if adapter else model.state_dict()).items():
-        if value.dtype in _NAMES and value.data_ptr() not in seen:
+    for name, value in (adapter.base_state() if adapter else model.state_dict(keep_vars=True)).items():
+        # A sharded parameter may have no elements on this rank, and so no address.
+        key = id(value) if isinstance(value, nn.Parameter) else value.data_ptr()
+        if value.dtype in _NAMES and key not in seen:
             weights[name] = value.detach()
-            seen.add(value.data_ptr())
+            seen.add(key)
     return weights | ({name: value.detach() for name, value in adapter.state().items()} if adapter else {})
 
 
@@ -36,9 +39,17 @@ def host_tensor(value: torch.Tensor) -> HostTensor:
     return HostTensor(_NAMES[value.dtype], tuple(value.shape), data)
 
 
-def host_tensors(weights: Mapping[str, torch.Tensor]) -> dict[str, HostTensor]:
-    """Return the bytes of every weight. Those in host memory are views: the caller copies what it keeps."""
-    return {name: host_tensor(value) for name, value in weights.items()}
+def host_tensors(weights: Mapping[str, torch.Tensor], workers: Workers = SINGLE) -> dict[str, HostTensor]:
+    """Return the bytes of every weight. Those in host memory are views: the caller copies what it keeps.
+
+    The ``workers`` gather one complete tensor after the other. Only rank 0 keeps them: the result of the others is empty.
+    """
+    result = {}
+    for name, value in weights.items():
+        complete = workers.complete(value)
+        if workers.rank == 0:
+            result[name] = host_tensor(complete)
+    return result
 
 
 def write_tensor(target: torch.Tensor, source: HostTensor) -> None:

@@ -28,6 +28,7 @@ from quartet.models.hf_logging import suppress_hf_logging
 from quartet.models.weights.lora import Adapter, merge_adapter
 from quartet.models.weights.snapshot import Writer, host_state
 from quartet.models.weights.tokenizer import SAFE, explained, first_line
+from quartet.models.workers.workers import SINGLE, Workers
 
 if TYPE_CHECKING:
     from quartet.models.value_head import ValueModel
@@ -161,14 +162,15 @@ def count_parameters(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def snapshot_model(model: Any, adapter: Adapter | None = None) -> Writer:
+def snapshot_model(model: Any, adapter: Adapter | None = None, workers: Workers = SINGLE) -> Writer:
     """Copy the weights. The returned writer writes them in Hugging Face format. Equal weights give equal bytes.
 
-    With the model's ``adapter`` the writer writes the merged model. The model itself is unchanged.
+    With the model's ``adapter`` the writer writes the merged model. The model itself is unchanged. Only rank 0 of the ``workers``
+    has a writer that may be called.
     """
     if adapter is not None:
-        return adapter.snapshot_merged()
-    state = host_state(model)
+        return adapter.snapshot_merged(workers)
+    state = host_state(model, workers)
     return lambda directory: model.save_pretrained(directory, state_dict=state)
 
 

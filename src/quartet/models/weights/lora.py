@@ -28,6 +28,7 @@ from transformers.pytorch_utils import Conv1D
 from quartet.adapter_files import CONFIG_FILE
 from quartet.errors import ModelError
 from quartet.models.weights.snapshot import Writer, host_copy, host_state
+from quartet.models.workers.workers import SINGLE, Workers
 
 if TYPE_CHECKING:
     import peft  # Imported where it is used: it takes seconds, and only runs with an adapter need it.
@@ -66,12 +67,12 @@ class Adapter:
         with self._peft.disable_adapter():
             yield
 
-    def snapshot_merged(self) -> Writer:
+    def snapshot_merged(self, workers: Workers = SINGLE) -> Writer:
         """Copy the merged weights W + (alpha / rank) B A. The returned writer writes the model in Hugging Face format.
 
-        The model itself is unchanged.
+        The model itself is unchanged. Only rank 0 of the ``workers`` has a writer that may be called.
         """
-        state = self._merged_state()
+        state = self._merged_state(workers)
         return lambda directory: self.model.save_pretrained(directory, state_dict=state)
 
     def snapshot(self) -> Writer:
@@ -129,14 +130,14 @@ class Adapter:
 
         peft.set_peft_model_state_dict(self._peft, tensors, _NAME)
 
-    def _merged_state(self) -> dict[str, torch.Tensor]:
+    def _merged_state(self, workers: Workers) -> dict[str, torch.Tensor]:
         """Return the state with the adapter merged, in host memory, under the names of the base model."""
         layers = _layers(self.model)
         state = {}
-        for name, value in host_state(self.model).items():
+        for name, value in host_state(self.model, workers).items():
             if ".lora_" not in name:
                 own = _without_wrappers(name)
-                state[own] = _merged_weight(layers[own]) if own in layers else value
+                state[own] = _merged_weight(layers[own], value) if own in layers else value
         return state
 
     def _check_fit(self, directory: Path, tensors: dict[str, torch.Tensor]) -> None:
@@ -175,7 +176,7 @@ class Adapter:
 
     def base_state(self) -> dict[str, torch.Tensor]:
         """Return the state of the base model under its own names, as views."""
-        state = self.model.state_dict()
+        state = self.model.state_dict(keep_vars=True)
         return {_without_wrappers(name): value for name, value in state.items() if ".lora_" not in name}
 
     def state(self) -> dict[str, torch.Tensor]:
@@ -371,11 +372,11 @@ def _matches(name: str, target: str) -> bool:
     return name == target or name.endswith(f".{target}")
 
 
-def _merged_weight(layer: Any) -> torch.Tensor:
-    weight = _weight(layer).detach()
+def _merged_weight(layer: Any, weight: torch.Tensor) -> torch.Tensor:
+    """Return the complete ``weight`` of an adapter's layer plus its adapter, in host memory."""
     with torch.no_grad():
-        merged: torch.Tensor = weight.float() + layer.get_delta_weight(_NAME)
-    return merged.to(weight.dtype).cpu()
+        merged: torch.Tensor = weight.float() + layer.get_delta_weight(_NAME).to(weight.device)
+    return merged.to(weight.dtype)
 
 
 def _generator(seed: int, name: str) -> torch.Generator:

@@ -10,8 +10,9 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
-from quartet.errors import ServiceFailed
+from quartet.errors import QuartetError, ServiceUnavailable
 from quartet.models.workers.workers import Result, Workers
 
 
@@ -26,6 +27,8 @@ class WorkerGroup(Workers):
         self.rank, self.size, self.device = dist.get_rank(), dist.get_world_size(), device
         self.mesh: DeviceMesh = init_device_mesh(device.type, (self.size,))
         self.root = root
+        self.compute_type: torch.dtype | None = None
+        """Type in which the model computes, if it is not that of its sharded parameters."""
 
     def forward(self, compute: Callable[[], Result]) -> Result:
         """Run ``compute`` with the parameters of the sharded model gathered as it needs them. See ``Workers.forward``."""
@@ -51,16 +54,44 @@ class WorkerGroup(Workers):
         dist.all_reduce(result, dist.ReduceOp.MIN)
         return int(result)
 
-    def check(self, error: Exception | None) -> None:
-        """See ``Workers.check``."""
+    def complete(self, value: torch.Tensor) -> torch.Tensor:
+        """See ``Workers.complete``."""
+        if not isinstance(value, DTensor):
+            return value
+        gathered: torch.Tensor = value.full_tensor().detach()
+        return gathered if self.compute_type is None else gathered.to(self.compute_type)
+
+    def agreed(self, compute: Callable[[], Result]) -> Result:
+        """See ``Workers.agreed``."""
         failed = torch.zeros(self.size, dtype=torch.int64, device=self.device)
-        failed[self.rank] = error is not None
+        try:
+            result = compute()
+        except QuartetError:
+            failed[self.rank] = 1
+            dist.all_reduce(failed)
+            raise
         dist.all_reduce(failed)
-        if error is not None:
-            raise error
         if failed.any():
             ranks = ", ".join(map(str, failed.nonzero().flatten().tolist()))
-            raise ServiceFailed(f"rank {ranks} of {self.size} has failed; see the log of this service")
+            raise ServiceUnavailable(f"rank {ranks} of {self.size} has failed; see the log of this service")
+        return result
+
+    def send(self, kind: int, succeeded: bool, data: bytes) -> None:
+        """Send a command to the other ranks, which wait in ``receive``."""
+        header = torch.tensor([kind, succeeded, len(data)], dtype=torch.int64, device=self.device)
+        dist.broadcast(header, 0)
+        if data:
+            dist.broadcast(torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self.device), 0)
+
+    def receive(self) -> tuple[int, bool, bytes]:
+        """Wait for a command of rank 0: its kind, whether rank 0 succeeded in the command before it, and the data."""
+        header = torch.empty(3, dtype=torch.int64, device=self.device)
+        dist.broadcast(header, 0)
+        kind, succeeded, length = header.tolist()
+        data = torch.empty(length, dtype=torch.uint8, device=self.device)
+        if length:
+            dist.broadcast(data, 0)
+        return kind, bool(succeeded), data.cpu().numpy().tobytes()
 
 
 def join_group(store: Store | None, rank: int, size: int, device: torch.device, timeout: float) -> None:

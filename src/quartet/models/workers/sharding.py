@@ -60,7 +60,7 @@ def shard_model(model: Any, workers: WorkerGroup, replicated: Iterable[nn.Parame
             # Each rank's loss is its part of a sum. gloo has no other reduction than the sum.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-    workers.root = root  # type: ignore[assignment]
+    workers.root, workers.compute_type = root, compute_type if is_half else None  # type: ignore[assignment]
 
 
 def complete_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -135,6 +135,19 @@ class ShardedAdamW(MasterWeightAdamW):
             value.detach(), parameter.device_mesh, [Shard(0)], shape=parameter.shape, stride=parameter.stride()
         ).full_tensor()
 
+    def has_master_weight(self, shard: torch.Tensor) -> bool:
+        """Return whether the model computes in another type than that of ``shard``. See ``MasterWeightAdamW``."""
+        return self._workers.compute_type is not None and isinstance(self._parameters[shard], DTensor)
+
+    def rounded(self, shard: torch.Tensor) -> torch.Tensor:
+        """Return this rank's part of the parameter, in the type in which the model computes."""
+        kind = self._workers.compute_type
+        return shard if kind is None else shard.detach().to(kind)
+
+    def complete_shape(self, shard: torch.Tensor) -> tuple[int, ...]:
+        """Return the shape of the complete parameter."""
+        return tuple(self._parameters[shard].shape)
+
     def part(self, shard: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """Return this rank's part of the complete tensor ``value``, split like ``shard``. Computes locally."""
         parameter = self._parameters[shard]
@@ -150,7 +163,8 @@ def local_part(like: DTensor, value: torch.Tensor) -> torch.Tensor:
     """Return this rank's part of the complete tensor ``value``, split like ``like``. Computes locally."""
     parts = torch.chunk(value, like.device_mesh.size())
     rank = like.device_mesh.get_local_rank()
-    return parts[rank] if rank < len(parts) else value[:0]
+    # A copy, because a view would keep the complete tensor in memory.
+    return parts[rank].clone() if rank < len(parts) else value[:0].clone()
 
 
 def _square_sum(tensors: list[torch.Tensor], device: torch.device) -> torch.Tensor:

@@ -35,13 +35,17 @@ class Workers:
         """Return the smallest ``value`` of all ranks."""
         return value
 
-    def check(self, error: Exception | None) -> None:
-        """Raise ``error``. If there is none here but another rank has one, raises ServiceFailed.
+    def complete(self, value: torch.Tensor) -> torch.Tensor:
+        """Return the complete tensor of a weight, in the type in which the model computes."""
+        return value
 
-        For errors that only some of the ranks may have, such as a lost connection: afterwards, all ranks are at the same place.
+    def agreed(self, compute: Callable[[], Result]) -> Result:
+        """Return the result of ``compute`` if no rank has an error.
+
+        Raises this rank's QuartetError, or ServiceUnavailable if only other ranks have one. For errors that some of the ranks may
+        have, such as a lost connection. ``compute`` must not call the other ranks.
         """
-        if error is not None:
-            raise error
+        return compute()
 
 
 SINGLE = Workers()

@@ -1,0 +1,81 @@
+"""Actor and critic as groups of processes: the same training, recovery, and checkpoints for another number of processes."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from pathlib import Path
+
+import pytest
+import transformers
+
+from tests.e2e.commands import Command, committed_steps, settings
+from tests.e2e.conftest import LONGER, Run, Start, deterministic_metrics, train, weights
+
+GROUPS = settings("services.actor.processes=2", "services.critic.processes=2")
+
+
+@pytest.fixture(scope="module")
+def group_run(config: Path, few_processes: list[str], tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """A run of two groups without a fault."""
+    run = train(tmp_path_factory.mktemp("groups"), config, *few_processes, *LONGER, *GROUPS)
+    assert (run.result.code, run.result.leftovers) == (0, []), run.result
+    return run
+
+
+def rank_of(command: Command, role: str) -> int:
+    """Return the process id of rank 1 of a role."""
+    [process] = [
+        number
+        for number, line in command.processes().items()
+        if f"quartet.services {role} " in line and "(rank 1 of 2)" in line
+    ]
+    return process
+
+
+def test_groups_train_as_one_process_does(group_run: Run, uninterrupted_run: Run) -> None:
+    steps = zip(deterministic_metrics(group_run), deterministic_metrics(uninterrupted_run), strict=True)
+    for step, expected in steps:
+        assert step.keys() == expected.keys()
+        # Rounding may change a sampled token in a later step.
+        if step["step"] <= 2:
+            assert step == pytest.approx(expected, rel=1e-3, abs=1e-5)
+    policy = transformers.AutoModelForCausalLM.from_pretrained(group_run.directory / "policy")
+    assert type(policy).__name__ == "LlamaForCausalLM"
+    assert policy.config.architectures == ["LlamaForCausalLM"]
+
+
+@pytest.mark.parametrize("role", ["actor", pytest.param("critic", marks=pytest.mark.slow)])
+def test_a_group_that_loses_a_rank_is_restarted_and_ends_bit_identically(
+    start: Start, config: Path, few_processes: list[str], group_run: Run, tmp_path: Path, role: str
+) -> None:
+    command = start("train", config, *few_processes, *LONGER, *GROUPS)
+    command.wait_for(lambda: committed_steps(tmp_path / "runs" / "tiny") >= 2)
+    process = rank_of(command, role)
+    os.kill(process, signal.SIGKILL)
+    expected = (
+        rf"{role}: ended with status 1 \(rank 1 of 2 \(process {process}\): killed by SIGKILL; .*\); "
+        rf"restarted \(1 of 5 in a row\)\n(.*\n)*{role}: back after [\d.]+ s"
+    )
+    command.wait_for(lambda: re.search(expected, command.out))
+    result = command.wait()
+    assert (result.code, result.err, result.leftovers) == (0, "", [])
+    run = Run(result, tmp_path / "runs" / "tiny")
+    assert deterministic_metrics(run) == deterministic_metrics(group_run)
+    assert weights(run.directory) == weights(group_run.directory)
+
+
+def test_another_number_of_processes_continues_a_checkpoint(
+    start: Start, config: Path, few_processes: list[str], tmp_path: Path
+) -> None:
+    first = start("train", config, *few_processes, *settings("run.steps=2"), *GROUPS)
+    assert first.wait().code == 0
+    second = start("train", config, *few_processes, *settings("run.steps=4"), "--resume")
+    result = second.wait()
+    assert (result.code, result.err) == (0, ""), result
+    assert committed_steps(tmp_path / "runs" / "tiny") == 4
+    third = start("train", config, *few_processes, *settings("run.steps=5"), *GROUPS, "--resume")
+    result = third.wait()
+    assert (result.code, result.err, result.leftovers) == (0, "", []), result
+    assert committed_steps(tmp_path / "runs" / "tiny") == 5

@@ -1,0 +1,70 @@
+"""The processes of a worker group: their ranks, their ends, and torchrun's environment variables."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from quartet.errors import ConfigError
+from quartet.services.workers.processes import start_ranks
+from quartet.types import Role
+from tests.unit.test_child_processes import is_running
+
+PROGRAM = """
+import time
+from quartet.services.workers.processes import start_ranks
+from quartet.types import Role
+ranks = start_ranks(Role.ACTOR, 3, {})
+if ranks.rank == 0:
+    print(*ranks.children.values(), flush=True)
+while not (failure := ranks.failure()):
+    time.sleep(0.01)
+print(failure, flush=True)
+"""
+
+
+def test_one_process_starts_no_other() -> None:
+    ranks = start_ranks(Role.ACTOR, 1, {})
+    assert (ranks.rank, ranks.size, ranks.children, ranks.port) == (0, 1, {}, None)
+
+
+def test_rank_0_reports_the_end_of_another_rank_which_dies_with_it() -> None:
+    with subprocess.Popen([sys.executable, "-c", PROGRAM], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        first, second = map(int, process.stdout.readline().split())
+        os.kill(second, signal.SIGKILL)
+        failure = process.stdout.readline().strip()
+        assert failure == f"rank 2 of 3 (process {second}): killed by SIGKILL"
+    start = time.monotonic()
+    while is_running(first):
+        assert time.monotonic() - start < 30
+
+
+TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "box", "MASTER_PORT": "29500"}
+
+
+def test_torchrun_names_the_rank() -> None:
+    ranks = start_ranks(Role.CRITIC, 2, TORCHRUN)
+    assert (ranks.rank, ranks.size, ranks.port, ranks.children) == (1, 2, None, {})
+
+
+@pytest.mark.parametrize(
+    ("size", "changes", "message"),
+    [
+        (1, {}, "rank 1 of 2 processes, but services.critic.processes is 1; start as many processes with torchrun"),
+        (3, {}, "services.critic.processes is 3"),
+        (2, {"RANK": "2"}, "rank 2 of 2 processes"),
+        (2, {"MASTER_PORT": ""}, "RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT come together, MASTER_PORT is missing"),
+    ],
+)
+def test_another_number_of_processes_than_torchrun_started_is_an_error(
+    size: int, changes: dict[str, str], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        start_ranks(Role.CRITIC, size, {**TORCHRUN, **changes})
