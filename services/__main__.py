@@ -213,7 +213,9 @@ def _serve(roles: list[Role], options: argparse.Namespace, notifier: ReadyNotifi
         return status[0]
 
 
-def _wait_for_end(endings: queue.SimpleQueue[str], hosted: list[Any], hang_timeout: float, ranks: RankProcess) -> str:
+def _wait_for_end(
+    endings: queue.SimpleQueue[str], hosted: list[Any], hang_timeout: float, ranks: RankProcess | None = None
+) -> str:
     """Wait until the process is to end and return the cause.
 
     Raises ServiceFailed if only a restart frees the role: its engine has failed, another rank has ended, or work is still running
@@ -223,7 +225,7 @@ def _wait_for_end(endings: queue.SimpleQueue[str], hosted: list[Any], hang_timeo
         try:
             return endings.get(timeout=CHECK_INTERVAL)
         except queue.Empty:
-            if failure := ranks.failure():
+            if ranks is not None and (failure := ranks.failure()):
                 raise ServiceFailed(f"{failure}; this process ends, so that the group is restarted") from None
             for role in hosted:
                 if failure := role.failure():

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import structlog
-from torch import nn
 
 from quartet.config import TrainedModelConfig
 from quartet.durable_files import checkpoint_path, confine_path, describe_files
@@ -96,7 +95,7 @@ class TrainableModel(ABC):
         """Measure the memory of an update with sequences of at most ``longest`` tokens."""
 
     @abstractmethod
-    def _whole_parameters(self) -> list[nn.Parameter]:
+    def _whole_parameters(self) -> list[Any]:
         """Return the trained parameters that every rank keeps whole."""
 
     def _measure_memory(self) -> None:

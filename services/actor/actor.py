@@ -7,8 +7,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from torch import nn
-
 from quartet.buffer.experience_store import ExperienceStore
 from quartet.buffer.rollout_stream import RolloutStream
 from quartet.config import ActorConfig
@@ -101,7 +99,7 @@ class Actor(TrainableModel):
             return adapter.snapshot()
         return snapshot_model(self._model, adapter, self._workers)
 
-    def _whole_parameters(self) -> list[nn.Parameter]:
+    def _whole_parameters(self) -> list[Any]:
         return [] if self._adapter is None else self._adapter.parameters()
 
     def _load(self, checkpoint: Path | None) -> None:

@@ -17,7 +17,7 @@ from quartet.rpc.compute_thread import ComputeThread
 from quartet.rpc.weight_servicer import WeightServicer
 from quartet.services.actor.actor import Actor
 from quartet.types import FloatArray, PolicyLossSettings, Role, ServiceStatus
-from quartet.v1 import actor_pb2, actor_pb2_grpc, generation_pb2_grpc
+from quartet.v1 import actor_pb2_grpc, generation_pb2_grpc
 from quartet.weight_transfer.store import WeightStore
 
 
@@ -94,7 +94,7 @@ class ActorServicer(
         """See ``TrainableServicer.handlers``."""
         return {
             **super().handlers(),
-            "log_probs": lambda data: self._log_probs(actor_pb2.ActorServiceLogProbsRequest.FromString(data))(),
+            "log_probs": lambda request: self._log_probs(request)(),
         }
 
     def _log_probs(self, request: Any) -> Callable[[], tuple[FloatArray, int]]:

@@ -6,8 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from torch import nn
-
 from quartet.buffer.experience_store import ExperienceStore
 from quartet.config import CriticConfig
 from quartet.failpoints import failpoint
@@ -73,7 +71,7 @@ class Critic(TrainableModel):
         )
         return writer
 
-    def _whole_parameters(self) -> list[nn.Parameter]:
+    def _whole_parameters(self) -> list[Any]:
         adapted = [] if self._adapter is None else self._adapter.parameters()
         return [*adapted, *self._model.head.parameters()]
 

@@ -12,7 +12,7 @@ from quartet.rpc.base_servicers import TrainableServicer
 from quartet.rpc.commands import CommandHandler
 from quartet.services.critic.critic import Critic
 from quartet.types import FloatArray, Role, ValueLossSettings
-from quartet.v1 import critic_pb2, critic_pb2_grpc
+from quartet.v1 import critic_pb2_grpc
 
 
 class CriticServicer(TrainableServicer[Critic], critic_pb2_grpc.CriticServiceServicer):
@@ -33,7 +33,7 @@ class CriticServicer(TrainableServicer[Critic], critic_pb2_grpc.CriticServiceSer
         """See ``TrainableServicer.handlers``."""
         return {
             **super().handlers(),
-            "values": lambda data: self._values(critic_pb2.ValuesRequest.FromString(data))(),
+            "values": lambda request: self._values(request)(),
         }
 
     def _values(self, request: Any) -> Callable[[], tuple[FloatArray, int]]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import structlog
 
+from quartet import codec
 from quartet.errors import QuartetError, ServiceFailed
 from quartet.models.workers.workers import SINGLE, Workers
 from quartet.rpc.commands import CommandHandler, Commands, Result
@@ -17,8 +18,7 @@ if TYPE_CHECKING:
     from quartet.models.workers.group import WorkerGroup
 
 STOP = 0
-KINDS = ("stop", "update", "save", "restore", "log_probs", "values")
-"""Commands, by their number on the wire."""
+"""Number of the command that ends a rank. Those of ``codec.command_to_bytes`` start at 1."""
 GROUP_TIMEOUT_SECONDS = 365 * 86400.0
 """Time limit of a collective. Ranks wait for a command for as long as there is none."""
 
@@ -36,7 +36,8 @@ class GroupCommands(Commands):
         """See ``Commands.run``. An error that only some ranks can have makes this process fail."""
         if self.failure:
             raise ServiceFailed(self.failure)
-        self._group.send(KINDS.index(kind), self._succeeded, request.SerializeToString())
+        number, data = codec.command_to_bytes(kind, request)
+        self._group.send(number, self._succeeded, data)
         try:
             result = work()
         except QuartetError:
@@ -65,30 +66,26 @@ class GroupCommands(Commands):
                 )
             if number == STOP:
                 return
+            kind, request = codec.command_from_bytes(number, data)
             try:
-                handlers[KINDS[number]](data)
+                handlers[kind](request)
                 succeeded = True
             except QuartetError as error:
                 succeeded = False
-                log.warning("command refused", command=KINDS[number], error=str(error))
+                log.warning("command refused", command=kind, error=str(error))
 
 
 def join(process: RankProcess) -> tuple[Workers, Commands]:
     """Join the group of this process's ranks, and return it with its commands. Waits until all have come. Imports torch."""
     if process.size == 1:
         return SINGLE, Commands()
-    import torch
-    from torch._C._distributed_c10d import TCPStore
+    from quartet.models.workers.group import join_group
 
-    from quartet.models.workers.group import WorkerGroup, join_group
-
-    store = None
+    descriptor = None
     if process.port is not None:
         # Otherwise gloo listens at the address of the host name.
         os.environ["GLOO_SOCKET_IFNAME"] = loopback_interface()
         descriptor = process.listener.detach() if process.listener is not None else None
-        store = TCPStore(LOOPBACK, process.port, process.size, is_master=process.rank == 0, master_listen_fd=descriptor)
-    device = torch.device("cpu")
-    join_group(store, process.rank, process.size, device, GROUP_TIMEOUT_SECONDS)
-    group = WorkerGroup(device)
+    address = None if process.port is None else (LOOPBACK, process.port)
+    group = join_group(process.rank, process.size, address, descriptor, GROUP_TIMEOUT_SECONDS)
     return group, GroupCommands(group)

@@ -1,6 +1,7 @@
 """Conversion between protobuf messages and ``quartet.types``. Only this package imports messages; it validates all input."""
 
 from quartet.codec.checks import MAX_SETTING, positive
+from quartet.codec.commands import command_from_bytes, command_to_bytes
 from quartet.codec.experience import EXPERIENCE_CHUNK_BYTES, EncodedExperience, decode_experience, encode_experience
 from quartet.codec.generation import (
     WeightUpdate,
@@ -116,8 +117,10 @@ __all__ = [
     "batch_to_proto",
     "change_settings_request",
     "changed_settings_from_proto",
+    "command_from_bytes",
     "command_request",
     "command_response",
+    "command_to_bytes",
     "decode_experience",
     "encode_experience",
     "floats_from_proto",

@@ -16,7 +16,6 @@ from quartet.rpc.commands import CommandHandler, Commands, Result
 from quartet.rpc.compute_thread import ComputeThread, remaining_time
 from quartet.rpc.limits import MAX_PENDING_SAVES
 from quartet.types import GenerationBatch, OptimizationSettings, SavedFile, SaveKind, ServiceStatus, UpdateResult
-from quartet.v1 import update_pb2
 
 
 class Core(Protocol):
@@ -158,9 +157,9 @@ class TrainableServicer(ModelServicer[AnyTrainableCore]):
     def handlers(self) -> dict[str, CommandHandler]:
         """Return the functions that run the commands of rank 0 in another process of the group, by their kind."""
         return {
-            "update": lambda data: self._update(update_pb2.UpdateRequest.FromString(data))(),
-            "save": lambda data: self._snapshot(update_pb2.SaveRequest.FromString(data))(),
-            "restore": lambda data: self._restore(update_pb2.RestoreRequest.FromString(data))(),
+            "update": lambda request: self._update(request)(),
+            "save": lambda request: self._snapshot(request)(),
+            "restore": lambda request: self._restore(request)(),
         }
 
     def run_command(self, kind: str, request: Any, context: grpc.ServicerContext, work: Callable[[], Result]) -> Result:

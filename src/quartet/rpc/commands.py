@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 Result = TypeVar("Result")
-CommandHandler = Callable[[bytes], Any]
-"""Function that runs a command from the bytes of its request."""
+CommandHandler = Callable[[Any], Any]
+"""Function that runs a command from its request, a protobuf message."""
 
 
 class Commands:

@@ -1,4 +1,4 @@
-"""A group of several ranks over torch.distributed: gloo on CPUs, NCCL on GPUs."""
+"""A group of several ranks over torch.distributed, with gloo on CPUs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store
+from torch._C._distributed_c10d import TCPStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -94,18 +94,23 @@ class WorkerGroup(Workers):
         return kind, bool(succeeded), data.cpu().numpy().tobytes()
 
 
-def join_group(store: Store | None, rank: int, size: int, device: torch.device, timeout: float) -> None:
-    """Join the process group of ``size`` ranks, as ``rank``. Without a ``store``, torchrun's environment variables name it.
+def join_group(
+    rank: int, size: int, address: tuple[str, int] | None, descriptor: int | None = None, timeout: float = 60.0
+) -> WorkerGroup:
+    """Join the process group of ``size`` ranks on CPUs, as ``rank``. Waits until all have come. Use once per process.
 
-    ``timeout``: seconds after which a collective fails. Use once per process.
+    ``address``: host and port of the rendezvous; None if torchrun's environment variables name it. ``descriptor``: the
+    listening socket of that port, in rank 0. ``timeout``: seconds after which a collective fails.
     """
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    store = None
+    if address is not None:
+        store = TCPStore(*address, size, is_master=rank == 0, master_listen_fd=descriptor)
     dist.init_process_group(
-        "nccl" if device.type == "cuda" else "gloo",
+        "gloo",
         init_method=None if store is not None else "env://",
         store=store,
         rank=rank,
         world_size=size,
         timeout=timedelta(seconds=timeout),
     )
+    return WorkerGroup(torch.device("cpu"))

@@ -1,4 +1,7 @@
-"""One rank of a group of processes that updates tiny models: ``python -m tests.unit.models.workers.rank FOLDER RANK SIZE``."""
+"""One rank of a group of processes that updates tiny models.
+
+``python -m tests.unit.models.workers.rank FOLDER RANK SIZE PORT SOCKET``.
+"""
 
 from __future__ import annotations
 
@@ -82,11 +85,10 @@ def run(case: str, workers: Workers) -> tuple[dict[str, torch.Tensor], dict[str,
     return {**dict(complete_weights(model)), "scores": torch.from_numpy(scores)}, metrics
 
 
-def main(folder: Path, rank: int, size: int) -> None:
+def main(folder: Path, rank: int, size: int, port: int, descriptor: int | None) -> None:
     torch.set_num_threads(1)
     torch.set_deterministic_debug_mode("warn")
-    store = dist.FileStore(str(folder / "store"), size)
-    join_group(store, rank, size, torch.device("cpu"), 60.0)
+    join_group(rank, size, ("127.0.0.1", port), descriptor)
     for case in [*CASES, *map(again, REPEATED)]:
         weights, metrics = run(case.removesuffix("-again"), WorkerGroup(torch.device("cpu")))
         safetensors.torch.save_file(
@@ -97,4 +99,5 @@ def main(folder: Path, rank: int, size: int) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
+    number, count, address, listener = map(int, sys.argv[2:])
+    main(Path(sys.argv[1]), number, count, address, None if number else listener)

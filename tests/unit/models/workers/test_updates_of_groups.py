@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -32,16 +33,20 @@ Results = dict[str, list[tuple[dict[str, torch.Tensor], dict[str, Any]]]]
 def run_group(folder: Path, size: int) -> Results:
     """Run all cases with ``size`` processes. Return the weights and metrics of each rank, by case."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    listener = socket.create_server(("127.0.0.1", 0), backlog=size)
+    port, descriptor = listener.getsockname()[1], listener.fileno()
     processes = [
         subprocess.Popen(
-            [sys.executable, "-m", rank.__name__, str(folder), str(number), str(size)],
+            [sys.executable, "-m", rank.__name__, *map(str, (folder, number, size, port, descriptor))],
             env=environment,
+            pass_fds=() if number else (descriptor,),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
         )
         for number in range(size)
     ]
+    listener.close()
     for process in processes:
         output, _ = process.communicate(timeout=200)
         assert process.returncode == 0, output
