@@ -66,9 +66,20 @@ def test_a_group_that_loses_a_rank_is_restarted_and_ends_bit_identically(
     assert weights(run.directory) == weights(group_run.directory)
 
 
+@pytest.mark.parametrize(
+    "model",
+    [
+        (),
+        pytest.param(("actor.dtype=bfloat16", "critic.dtype=bfloat16"), marks=pytest.mark.slow),
+        pytest.param(
+            ("actor.lora.rank=2", "critic.lora.rank=2", "services.reference.address=null"), marks=pytest.mark.slow
+        ),
+    ],
+)
 def test_another_number_of_processes_continues_a_checkpoint(
-    start: Start, config: Path, few_processes: list[str], tmp_path: Path
+    start: Start, config: Path, few_processes: list[str], tmp_path: Path, model: tuple[str, ...]
 ) -> None:
+    few_processes = [*few_processes, *settings(*model)]
     first = start("train", config, *few_processes, *settings("run.steps=2"), *GROUPS)
     assert first.wait().code == 0
     second = start("train", config, *few_processes, *settings("run.steps=4"), "--resume")
