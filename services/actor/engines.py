@@ -36,7 +36,7 @@ class NoEngine:
         """Raise FailedPrecondition."""
         raise FailedPrecondition("generate: the weights of this actor are sharded; a generator needs its own copy")
 
-    def release(self) -> None:
+    def release(self, everything: bool = False) -> None:
         """Do nothing."""
 
     def weights_changed(self) -> None:
