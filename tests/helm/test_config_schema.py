@@ -109,6 +109,7 @@ VALUES: dict[str, Any] = {
     "address": "h:1",
     "devices": [0],
     "generators": ["h:1"],
+    "processes": 2,
 }
 VALUES |= {"enabled": True, "start_runs": False, "allow_plaintext": False, "allowed_hosts": ["h"], "drain_seconds": 10}
 # With these values, the chart sets the fewest keys.
