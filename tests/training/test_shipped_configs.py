@@ -29,7 +29,7 @@ def test_every_shipped_config_takes_two_steps(
 
 
 def toy_task_changes(toy_task: dict[str, Any], shipped: dict[str, Any]) -> dict[str, Any]:
-    """Return the checkpoints, prompts, sizes and devices of the toy task as changes to a shipped config."""
+    """Return the checkpoints, prompts, sizes, engine and devices of the toy task as changes to a shipped config."""
     samples = shipped.get("rollout", {}).get("samples_per_prompt", 1)
     changes = {
         "run": toy_task["run"],
@@ -37,7 +37,7 @@ def toy_task_changes(toy_task: dict[str, Any], shipped: dict[str, Any]) -> dict[
             **toy_task["data"],
             **({"validation": toy_task["data"]["prompts"]} if "validation" in shipped["data"] else {}),
         },
-        "rollout": {**toy_task["rollout"], "samples_per_prompt": min(samples, 2)},
+        "rollout": {**toy_task["rollout"], "samples_per_prompt": min(samples, 2), "engine": "torch", "generators": 0},
         "actor": {"model": toy_task["actor"]["model"]},
         "buffer": toy_task["buffer"],
     }

@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional
 
-from quartet.models.forward import log_probs
 from quartet.models.forward import onednn_linear as module
 from quartet.models.forward.onednn_linear import is_faster, linear, onednn_linear
 from quartet.models.forward.scoring import response_log_probs, response_values, sequence_scores
@@ -21,6 +20,7 @@ from quartet.models.training.activation_checkpointing import activation_checkpoi
 from quartet.models.training.optimizer import create_optimizer
 from quartet.models.training.updates import update_policy, update_value
 from quartet.models.value_head import ValueModel
+from quartet.planner import memory
 from quartet.types import ValueLossSettings
 from tests.unit.models import tiny, updates
 
@@ -237,7 +237,7 @@ def test_checkpointed_layers_and_logits_are_computed_again_with_onednn(
     chunk_tokens: int | None, matmuls: Matmuls, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if chunk_tokens:
-        monkeypatch.setattr(log_probs, "MAX_LOGITS", chunk_tokens * tiny.VOCABULARY)
+        monkeypatch.setattr(memory, "MAX_LOGITS", chunk_tokens * tiny.VOCABULARY)
     results = []
     for recomputes in (False, True):
         model = tiny.causal("llama")
