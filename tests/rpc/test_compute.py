@@ -69,6 +69,15 @@ def test_idle_work_runs_after_a_call_and_its_failure_but_not_between_pending_cal
     assert len(idle) == 4
 
 
+def test_idle_work_does_not_wait_for_callers_that_have_not_read_their_result() -> None:
+    idle: list[str] = []
+    compute = ComputeThread(on_idle=lambda: idle.append("idle"))
+    unread = compute.stream("work", Call(), lambda _, emit: "result")
+    assert next(unread) == "result"
+    compute.run("work", Call(), lambda _: None)
+    assert len(idle) == 2
+
+
 def failing() -> None:
     raise InvalidRequest("wrong")
 

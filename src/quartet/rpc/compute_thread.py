@@ -142,16 +142,10 @@ class ComputeThread:
     def _slot(self, kind: str) -> Iterator[None]:
         if not self._slots.acquire(blocking=False):
             raise ServiceBusy(f"{kind}: {MAX_PENDING_WORK} calls are pending already; send fewer at once")
-        self._count(1)
         try:
             yield
         finally:
-            self._count(-1)
             self._slots.release()
-
-    def _count(self, change: int) -> None:
-        with self._lock:
-            self._pending += change
 
     def _submit(
         self, kind: str, caller: Caller, work: Callable[[Callable[[], bool]], Result]
@@ -159,6 +153,13 @@ class ComputeThread:
         state = CallerState(remaining_time(caller))
         if not caller.add_callback(state.mark_gone):
             raise Cancelled(f"{kind}: the caller is gone")
+
+        def counted() -> Result:
+            try:
+                return timed()
+            finally:
+                with self._lock:
+                    self._pending -= 1
 
         def timed() -> Result:
             if state.is_gone():
@@ -173,13 +174,15 @@ class ComputeThread:
                 raise
             finally:
                 # Before the caller has the result, so that the next phase finds the memory free.
-                if self.pending() <= 1:
+                if self.pending() == 1:
                     self._on_idle()
                 with self._lock:
                     self._running = None
                     self._busy[kind] += time.perf_counter() - start
 
-        return self._executor.submit(timed), state
+        with self._lock:
+            self._pending += 1
+        return self._executor.submit(counted), state
 
     def busy_seconds(self) -> dict[str, float]:
         """Return the seconds of work until now, by kind."""
@@ -190,7 +193,7 @@ class ComputeThread:
             return seconds
 
     def pending(self) -> int:
-        """Return the number of pending calls, including the running one."""
+        """Return the number of calls whose work waits or runs, also those whose caller is gone."""
         with self._lock:
             return self._pending
 
