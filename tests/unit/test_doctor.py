@@ -205,11 +205,24 @@ def test_the_interpreter_of_local_generators_must_import_their_engine(
 def test_the_guarantees_of_every_engine_are_printed(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "console", Console(width=250))
+    monkeypatch.setattr(module, "console", Console(width=80))
     doctor(None, [], [])
-    output = capsys.readouterr().out
+    output = " ".join(capsys.readouterr().out.split())
     for entry in CATALOG:
         assert entry.properties.name in output
+    assert "vLLM server, called by a generator: seeded yes, batch-invariant no, log-probs truncated" in output
+
+
+def test_the_guarantees_of_a_configs_engine_are_printed_before_the_findings(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(config(tmp_path, torch.float32).model_dump_json())
+    doctor(path, [], [])
+    guarantees, findings = capsys.readouterr().out.split("embedded Redis")
+    assert "torch" in guarantees
+    assert "vllm" not in guarantees
+    assert "Guarantees" not in findings
 
 
 def test_a_name_of_generators_that_does_not_resolve_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -97,19 +97,24 @@ def doctor(config_path: Path | None, overrides: list[str], overlays: list[Path])
     for finding in findings:
         mark = "[green]ok[/]" if finding.ok else "[red]failed[/]"
         table.add_row(mark, finding.subject, finding.detail)
+    console.print(_engines(config))
+    console.print()
     console.print(table)
-    console.print(_engines())
     return all(finding.ok for finding in findings)
 
 
-def _engines() -> Table:
-    """Return the guarantees of all engines."""
-    table = Table(title="Guarantees of the engines", title_justify="left", box=None, padding=(0, 2))
-    for column in (*COLUMNS, "runs in"):
-        table.add_column(column)
+def _engines(config: Config | None) -> Table:
+    """Return the guarantees of the config's engine, or of all engines."""
+    table = Table(title="Guarantees of the engines", title_justify="left", show_header=False, box=None, padding=(0, 2))
     for entry in CATALOG:
-        table.add_row(*entry.cells(), entry.runs_in)
+        name, *cells = entry.cells()
+        if config is None or entry.engine == config.rollout.engine:
+            table.add_row(name, f"{entry.runs_in}: {_guarantees(cells)}")
     return table
+
+
+def _guarantees(cells: Iterable[str]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in zip(COLUMNS[1:], cells, strict=True))
 
 
 def _machine(torch: Any) -> Iterator[Finding]:
@@ -247,9 +252,7 @@ def _described_generator(process: ProcessStatus, status: ServiceStatus) -> str:
         else "no weights yet"
     )
     engine = status.engine
-    guarantees = (
-        [f"{name} {value}" for name, value in zip(COLUMNS[1:], described(engine), strict=True)] if engine else []
-    )
+    guarantees = [_guarantees(described(engine))] if engine else []
     parts = (engine.name if engine else "no engine", f"Quartet {process.version}", status.device, status.dtype, weights)
     return ", ".join([*parts, *guarantees])
 
