@@ -24,7 +24,7 @@ REVIEW_RUNS := $(addprefix runs/reviews-,ppo reinforce rloo grpo dr-grpo reinfor
 PYTEST := $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help install demo test test-fast test-all test-e2e chaos faults soak durability-cost startup end-to-end generation precision gpu update plan growth \
+.PHONY: help install demo test test-fast test-all test-e2e chaos faults soak durability-cost startup end-to-end generation precision gpu update plan groups growth \
 	transport weights buffer gae orchestration overlap architectures gateway-load gateway-metrics browser screenshots notebook fuzz-api fuzz-rpc helm-golden \
 	helm-schema e2e-compose check docs docs-reference wheel format proto acceptance parity engines clean
 .DEFAULT_GOAL := help
@@ -106,6 +106,9 @@ update: $(VENV)/.installed ## Compare packed with padded updates, and with the m
 
 plan: $(VENV)/.installed ## Compare planned memory and seconds with measured ones; write docs/plan.md; needs a quiet machine
 	$(BIN)/python -m benchmarks.plan $(BENCHMARK_ARGS)
+
+groups: $(VENV)/.installed ## Train the reviews with 1, 2 and 4 processes a role; write docs/scale-out.md; half an hour
+	$(BIN)/python -m benchmarks.groups $(BENCHMARK_ARGS)
 
 growth: $(VENV)/.installed ## Measure step time as batch, responses and model grow; write docs/performance.md
 	$(BIN)/python -m benchmarks.growth $(BENCHMARK_ARGS)
