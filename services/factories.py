@@ -13,7 +13,7 @@ from quartet.buffer.rollout_stream import RolloutStream
 from quartet.config import MAX_MICRO_BATCH_TOKENS, MAX_MICRO_BATCH_TOKENS_GPU, Config, ServiceConfig
 from quartet.engines.engine import Engine
 from quartet.errors import ConfigError
-from quartet.memory_shares import cache_shape, engine_cache_bytes, generates_on_its_device, gpu_share
+from quartet.memory_shares import cache_shape, torch_cache_bytes, generates_on_its_device, gpu_share
 from quartet.models.generation.detached_torch import DetachedTorchEngine
 from quartet.models.gpu_settings import check_gpu
 from quartet.models.torch_threads import set_num_threads
@@ -208,7 +208,7 @@ def limits_of(config: Config, role: Role) -> UpdateLimits:
         num_sharers=num_memory_sharers(config, role),
         share=gpu_share(config, role) if on_gpu else None,
         max_micro_batch_tokens=MAX_MICRO_BATCH_TOKENS_GPU if on_gpu else MAX_MICRO_BATCH_TOKENS,
-        cache=engine_cache_bytes(config) if generates else 0,
+        cache=torch_cache_bytes(config) if generates else 0,
         cache_shape=cache_shape(config),
     )
 

@@ -1,38 +1,38 @@
 """Memory of the roles that share a GPU: what each one needs, and its share of the rest. Imports no torch.
 
-The shares depend on the config and the checkpoints only, not on the order in which the roles load their models.
+The shares depend on the config and the checkpoints only, not on the order in which the roles load their models. The arithmetic is
+that of `quartet plan`. Models that it cannot count are counted by their files.
 """
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import safetensors
 
 from quartet.config import Config
+from quartet.errors import ConfigError
+from quartet.hub_models import looks_local
+from quartet.planner.device_memory import CONTEXT_BYTES, engine_cache_bytes, trained_state
+from quartet.planner.memory import DTYPE_BYTES, training_state
+from quartet.planner.model_shape import FLOAT32_BYTES, decoder_sizes
+from quartet.planner.roofline import Parallel
+from quartet.planner.workload import max_concurrent_sequences, model_dtype, model_work, read_description
 from quartet.topology import generates_in_actor, memory_sharers
 from quartet.types import TRAINED_ROLES, Role
 
-CONTEXT_BYTES = 700 * 2**20
-"""Memory of a process on a GPU before its first tensor: the CUDA context and its libraries. An estimate."""
-GRAPH_LAYER_BYTES = 2**18
-"""Memory of a captured graph per layer of the model: about 20 kernels with their arguments. An estimate, not measured."""
 SCORING_WEIGHT = 0.25
 """Weight of a frozen model in the memory for activations, as a part of that of a trained model: it keeps none for a backward
 pass."""
 ADAPTER_FRACTION = 0.02
-"""Trained parameters of a LoRA adapter, as a part of the model's. Larger than usual ones."""
-_SIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
+"""Trained parameters of a LoRA adapter on a model that cannot be counted, as a part of the model's. Larger than usual ones."""
 
 
 @dataclass(frozen=True, slots=True)
 class RoleMemory:
-    """Bytes that a role holds on a GPU between calls, and the number of its parameters.
+    """Bytes that a role holds between calls, and the number of its parameters.
 
     ``state``: master weights, gradients and AdamW's moments. ``cache``: buffers and graphs of the torch engine.
     """
@@ -67,6 +67,9 @@ class GpuShare:
 def gpu_share(config: Config, role: Role) -> GpuShare | None:
     """Return the share of ``role`` in its GPU. None if a model is not a local directory, so that its size is not known."""
     sharers = memory_sharers(config, role)
+    if not all(looks_local(model) for each in sharers for model in _models(config, each).values()):
+        # A model of the hub may be in the cache of one process of a run and not yet in that of another.
+        return None
     memories = [role_memory(config, each) for each in sharers]
     known = [memory for memory in memories if memory is not None]
     if len(known) < len(memories):
@@ -81,36 +84,57 @@ def gpu_share(config: Config, role: Role) -> GpuShare | None:
 
 
 def role_memory(config: Config, role: Role) -> RoleMemory | None:
-    """Return the memory of a role on a GPU. None if it is not known: for models that are not local, and for other engines."""
+    """Return the memory of a role. None if it is not known: for models without files on this machine, and for other engines."""
     if role is Role.GENERATOR and config.rollout.engine != "torch":
         return None
-    if role is Role.GENERATOR:
-        models, dtype = [config.actor.model], config.actor.dtype
-    else:
-        models = [model for key, model in config.models.items() if key.partition(".")[0] == role]
-        dtype = getattr(getattr(config, role), "dtype", None) or config.actor.dtype
-    counts = [_directory_parameters(Path(model)) for model in models]
-    if not all(counts):
+    on_gpu = bool(getattr(config.services, role).devices)
+    memories = [_model_memory(config, key, model, on_gpu) for key, model in _models(config, role).items()]
+    known = [memory for memory in memories if memory is not None]
+    if len(known) < len(memories) or not known:
         return None
-    parameters, size = sum(counts), _SIZES[dtype]
-    state = 0
-    if role in TRAINED_ROLES:
-        trained = parameters
-        if getattr(config, role).lora:
-            trained, size_of_trained = int(ADAPTER_FRACTION * parameters), 4
-        else:
-            size_of_trained = size
-        state = trained * trained_state_bytes(size_of_trained)
+    state = 0 if role is Role.GENERATOR else sum(memory.state for memory in known)
     generates = role is Role.GENERATOR or (role is Role.ACTOR and generates_on_its_device(config))
-    return RoleMemory(parameters, parameters * size, state, engine_cache_bytes(config) if generates else 0)
+    return RoleMemory(
+        parameters=sum(memory.parameters for memory in known),
+        weights=sum(memory.weights for memory in known),
+        state=state,
+        cache=torch_cache_bytes(config, on_gpu) if generates else 0,
+    )
 
 
-def trained_state_bytes(size: int) -> int:
-    """Return the bytes per trained parameter on a GPU besides the weight, whose ``size`` is in bytes.
+def _models(config: Config, role: Role) -> dict[str, str]:
+    """Return the models of a role by the keys of ``config.models``."""
+    owner = Role.ACTOR if role is Role.GENERATOR else role
+    return {key: model for key, model in config.models.items() if key.partition(".")[0] == owner}
 
-    A float32 gradient and the two moments of AdamW, and for a weight in half precision its master weight.
-    """
-    return 4 + 8 + (4 if size < 4 else 0)
+
+def _model_memory(config: Config, key: str, model: str, on_gpu: bool) -> RoleMemory | None:
+    """Return the memory of a model, and of its training if it is trained. None if its size is not known."""
+    size = DTYPE_BYTES[model_dtype(config, key)]
+    try:
+        work = model_work(config, key, model)
+    except ConfigError:
+        return _memory_of_files(config, key, model, size, on_gpu)
+    if not work.trained:
+        return RoleMemory(work.parameters, size * work.parameters)
+    parts, _ = trained_state(work, not on_gpu, Parallel(), offload=False)
+    kept = sum(parts.values())
+    return RoleMemory(work.parameters, int(parts["parameters"]), int(kept - parts["parameters"]))
+
+
+def _memory_of_files(config: Config, key: str, model: str, size: int, on_gpu: bool) -> RoleMemory | None:
+    parameters = sum(map(_file_parameters, Path(model).glob("*.safetensors")))
+    role = Role(key.partition(".")[0])
+    if not parameters or not (Path(model) / "config.json").is_file():
+        return None
+    if role not in TRAINED_ROLES:
+        return RoleMemory(parameters, size * parameters)
+    lora = getattr(config, role).lora
+    adapter = int(ADAPTER_FRACTION * parameters) if lora else 0
+    state = training_state(parameters + adapter, adapter or parameters, size, FLOAT32_BYTES if lora else None)
+    if on_gpu:
+        state = state.without_temporary_gradients()
+    return RoleMemory(parameters + adapter, int(state.parameters), int(state.kept - state.parameters))
 
 
 def generates_on_its_device(config: Config) -> bool:
@@ -120,57 +144,29 @@ def generates_on_its_device(config: Config) -> bool:
     return engine_is_here and not elsewhere
 
 
-def engine_cache_bytes(config: Config) -> int:
-    """Return the bytes that the torch engine keeps between generations on a GPU: key-value cache, logits and graphs.
+def torch_cache_bytes(config: Config, on_gpu: bool = True) -> int:
+    """Return the bytes that the torch engine keeps between generations: key-value cache, logits, and on a GPU graphs.
 
-    0 if the actor's model is not a local directory.
+    0 if the actor's config.json cannot be read.
     """
     if config.rollout.engine != "torch":
         return 0
-    shape = _shape(Path(config.actor.model))
-    if shape is None:
+    try:
+        sizes = decoder_sizes(read_description("actor.model", config.actor.model), f"actor.model {config.actor.model}")
+    except ConfigError:
         return 0
-    layers, token_values, vocabulary = shape
-    slots, columns = cache_shape(config)
-    size = _SIZES[config.actor.dtype]
-    column_sizes = math.ceil(columns / 64) if columns <= 1024 else 16 + 8 * math.ceil(math.log2(columns / 1024))
-    graphs = 2 * (column_sizes + slots.bit_length())
-    return slots * size * (columns * token_values + vocabulary) + graphs * layers * GRAPH_LAYER_BYTES
+    return engine_cache_bytes(sizes, DTYPE_BYTES[config.actor.dtype], *cache_shape(config), graphs=on_gpu)
 
 
 def cache_shape(config: Config) -> tuple[int, int]:
-    """Return the rows and columns of the key-value cache: concurrent sequences, and tokens of the longest one, rounded up."""
-    rollout = config.rollout
-    slots = rollout.max_concurrent_sequences
-    if config.data.validation is None:
-        slots = min(slots, rollout.prompts_per_step * rollout.samples_per_prompt)
-    return slots, -(-(config.data.max_prompt_tokens + rollout.max_response_tokens) // 64) * 64
+    """Return the rows and columns of the key-value cache: concurrent sequences, and tokens of the longest one."""
+    return max_concurrent_sequences(config), config.data.max_prompt_tokens + config.rollout.max_response_tokens
 
 
-def count_file_parameters(path: Path) -> int:
+def _file_parameters(path: Path) -> int:
     """Return the number of parameters in a safetensors file, by its header. 0 for a damaged file, which loading reports."""
     try:
         with safetensors.safe_open(path, framework="np") as file:
             return sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
     except (OSError, safetensors.SafetensorError):
         return 0
-
-
-def _directory_parameters(directory: Path) -> int:
-    return sum(map(count_file_parameters, directory.glob("*.safetensors"))) if _shape(directory) else 0
-
-
-def _shape(directory: Path) -> tuple[int, int, int] | None:
-    """Return layers, numbers in the cache per token, and vocabulary of a checkpoint. None without a readable config.json."""
-    try:
-        content = json.loads((directory / "config.json").read_text())
-    except (OSError, ValueError):
-        return None
-    config: Mapping[str, Any] = content.get("text_config") or content
-    layers = config.get("num_hidden_layers") or config.get("n_layer")
-    heads = config.get("num_attention_heads") or config.get("n_head")
-    hidden = config.get("hidden_size") or config.get("n_embd")
-    if not (layers and heads and hidden):
-        return None
-    groups, head = config.get("num_key_value_heads") or heads, config.get("head_dim") or hidden // heads
-    return layers, 2 * layers * groups * head, config.get("vocab_size") or 0

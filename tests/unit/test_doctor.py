@@ -64,9 +64,10 @@ def test_models_that_the_planner_cannot_count_are_estimated_by_their_files(tmp_p
     settings = config(tmp_path, torch.bfloat16)
     tiny.saved(tiny.causal("bloom"), tmp_path / "m")
     count = sum(p.numel() for p in tiny.causal("bloom").parameters())
-    assert _memory(settings, Role.ACTOR) == f", about {16 * count / 2**20:.1f} MiB for weights, gradients and optimizer"
-    size = (tmp_path / "m" / "model.safetensors").stat().st_size
-    assert _memory(settings, Role.REWARD) == f", about {size / 2**20:.1f} MiB for weights"
+    trained = f", about {16 * count / 2**20:.1f} MiB for weights, gradients and optimizer"
+    assert _memory(settings, Role.CRITIC) == trained
+    assert _memory(settings, Role.ACTOR).startswith(f"{trained}, ")
+    assert _memory(settings, Role.REWARD) == f", about {4 * count / 2**20:.1f} MiB for weights"
 
 
 def test_unreadable_weights_are_not_counted(tmp_path: Path) -> None:

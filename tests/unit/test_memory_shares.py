@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from quartet import memory_shares
 from quartet.config import Config, parse_config
-from quartet.memory_shares import CONTEXT_BYTES, engine_cache_bytes, gpu_share, role_memory
+from quartet.memory_shares import gpu_share, role_memory, torch_cache_bytes
+from quartet.planner.device_memory import CONTEXT_BYTES, GRAPH_LAYER_BYTES, actor_generation_memory, trained_memory
+from quartet.planner.gpus import GPUS
+from quartet.planner.roofline import Parallel
+from quartet.planner.workload import read_workload
 from quartet.types import MODEL_ROLES, Role
 from tests.unit.models import tiny
 
@@ -68,14 +72,38 @@ def test_the_shares_are_the_whole_gpu_and_at_least_what_each_role_needs(checkpoi
         assert share.bytes(total) > share.bytes(0) == memory.bytes
 
 
-def test_a_policy_of_1_5_billion_parameters_fits_one_gpu_with_its_critic(
-    checkpoints: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(memory_shares, "_directory_parameters", lambda directory: 1_500_000_000)
-    share = gpu_share(make(checkpoints), Role.ACTOR)
+def test_a_policy_of_1_5_billion_parameters_fits_one_gpu_with_its_critic(checkpoints: Path, tmp_path: Path) -> None:
+    sizes = {"vocab_size": 151_936, "hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28}
+    heads = {"num_attention_heads": 12, "num_key_value_heads": 2, "tie_word_embeddings": True}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2", **sizes, **heads}))
+    models = {"actor": {"model": str(tmp_path), "dtype": "bfloat16"}, "reward": {"model": str(tmp_path)}}
+    share = gpu_share(make(checkpoints, **models), Role.ACTOR)
     assert share is not None
     # A quarter of the memory would not hold the state of an update, 27 GB.
     assert 80 * GIB / 4 < 27e9 < share.bytes(80 * GIB) < 40 * GIB
+
+
+def test_a_model_that_the_planner_cannot_count_is_counted_by_its_files(checkpoints: Path, tmp_path: Path) -> None:
+    tiny.saved(tiny.causal("bloom"), tmp_path)
+    models = {"actor": {"model": str(tmp_path), "dtype": "bfloat16"}, "critic": {"model": str(tmp_path)}}
+    actor, critic = (role_memory(make(checkpoints, **models), role) for role in (Role.ACTOR, Role.CRITIC))
+    assert actor is not None
+    assert critic is not None
+    count = weights(tiny.causal("bloom"))
+    assert (actor.bytes - actor.cache, critic.bytes) == (18 * count, 18 * count)
+    assert actor.cache > 0
+
+
+def test_the_shares_the_doctor_and_the_plan_compute_the_same_state(checkpoints: Path) -> None:
+    config = make(checkpoints, actor={"model": str(checkpoints / "llama"), "dtype": "bfloat16", "lora": {"rank": 4}})
+    memory, load = role_memory(config, Role.ACTOR), read_workload(config)
+    work = load.role(Role.ACTOR)
+    assert memory is not None
+    assert work is not None
+    planned = trained_memory(work, load, GPUS["H100-80GB"], Parallel(), 512, False, offload=False)
+    kept = sum(planned[name] for name in ("parameters", "master weights", "gradients", "optimizer"))
+    generation = actor_generation_memory(work, load, GPUS["H100-80GB"], Parallel(), load.concurrent)
+    assert memory.bytes == kept + generation["KV cache"]
 
 
 def test_a_model_of_unknown_size_gives_no_shares(checkpoints: Path) -> None:
@@ -93,8 +121,8 @@ def test_a_generator_on_the_same_gpu_has_a_share(checkpoints: Path) -> None:
 @pytest.mark.parametrize(("kind", "heads"), [("llama", 2), ("gpt2", 4)])
 def test_the_cache_is_keys_and_values_of_all_columns(checkpoints: Path, kind: str, heads: int) -> None:
     short, long = (
-        engine_cache_bytes(make(checkpoints, kind, rollout={"max_response_tokens": tokens})) for tokens in (30, 94)
+        torch_cache_bytes(make(checkpoints, kind, rollout={"max_response_tokens": tokens})) for tokens in (30, 94)
     )
     # 6 rows, 64 more columns, 2 layers, keys and values of 8 numbers per head, 2 bytes each; and a few more graphs.
-    graphs = 2 * 2 * memory_shares.GRAPH_LAYER_BYTES
+    graphs = 2 * 2 * GRAPH_LAYER_BYTES
     assert long - short == 6 * 64 * 2 * 2 * heads * 8 * 2 + graphs

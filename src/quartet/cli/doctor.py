@@ -27,12 +27,10 @@ from quartet.child_processes import package_path
 from quartet.config import Config, load_config, redact_url
 from quartet.engines.catalog import CATALOG, COLUMNS, described
 from quartet.errors import ConfigError, QuartetError
-from quartet.hub_models import looks_local
 from quartet.launcher.security_checks import check_access
-from quartet.memory_shares import count_file_parameters, gpu_share
-from quartet.planner.device_memory import add_parts, cache_bytes, frozen_memory, trained_memory
+from quartet.memory_shares import gpu_share, role_memory
+from quartet.planner.device_memory import add_parts, frozen_memory, trained_memory
 from quartet.planner.gpus import CPU, GPUS
-from quartet.planner.memory import DTYPE_BYTES, training_state
 from quartet.planner.roofline import Parallel
 from quartet.planner.workload import read_workload
 from quartet.preflight import check_gateway, check_inputs
@@ -326,42 +324,30 @@ def _threads(config: Config, role: Role) -> str:
 
 def _memory(config: Config, role: Role) -> str:
     """Return the estimated memory of a role, by the arithmetic of `quartet plan`, or by its files if the plan cannot count it."""
-    load = read_workload(config, skip_uncounted=True)
+    memory = role_memory(config, role)
+    if memory is None:
+        return ""
+    load, device = read_workload(config, skip_uncounted=True), next(iter(GPUS.values()))
+    if not getattr(config.services, role).devices:
+        device = CPU
     works = [work for work in load.roles if work.role is role]
-    if not works:
-        return _memory_of_files(config, role)
-    device = CPU if not getattr(config.services, role).devices else next(iter(GPUS.values()))
     if role not in TRAINED_ROLES:
+        text = f", about {_mib(memory.weights)} for weights"
         parts = add_parts(*(frozen_memory(work, load, device, Parallel()) for work in works))
-        return f", about {_mib(parts['parameters'])} for weights and {_mib(parts['activations'] + parts['logits'])} for scoring"
-    [work] = works
-    checkpointing = getattr(config, role).gradient_checkpointing is not False
-    parts = add_parts(trained_memory(work, load, device, Parallel(), load.longest, checkpointing, offload=False))
-    state = sum(parts[name] for name in ("parameters", "master weights", "gradients", "optimizer"))
-    text = (
-        f", about {_mib(state)} for weights, gradients and optimizer, at least "
-        f"{_mib(parts['activations'] + parts['logits'])} for an update with a sequence of {load.longest} tokens"
-    )
-    if role is Role.ACTOR and load.generates and not config.has_generators:
-        sequences = min(load.concurrent, load.responses)
-        text += f", {_mib(cache_bytes(work, load, sequences, 1))} for the key-value cache of {sequences} sequences"
+        return text + (f" and {_mib(parts['activations'] + parts['logits'])} for scoring" if works else "")
+    text = f", about {_mib(memory.weights + memory.state)} for weights, gradients and optimizer"
+    for work in works:
+        checkpointing = getattr(config, role).gradient_checkpointing is not False
+        parts = add_parts(trained_memory(work, load, device, Parallel(), load.longest, checkpointing, offload=False))
+        needed = _mib(parts["activations"] + parts["logits"])
+        text += f", at least {needed} for an update with a sequence of {load.longest} tokens"
+    if memory.cache:
+        text += f", {_mib(memory.cache)} for the key-value cache of {load.concurrent} sequences"
     return text
 
 
 def _mib(size: float) -> str:
     return f"{size / 2**20:.1f} MiB"
-
-
-def _memory_of_files(config: Config, role: Role) -> str:
-    models = [model for key, model in config.models.items() if key.partition(".")[0] == role and looks_local(model)]
-    files = [path for model in models for path in Path(model).glob("*.safetensors")]
-    if role in TRAINED_ROLES and not getattr(config, role).lora:
-        count = sum(map(count_file_parameters, files))
-        state = training_state(count, count, DTYPE_BYTES[getattr(config, role).dtype])
-        needed, what = state.kept, "weights, gradients and optimizer"
-    else:
-        needed, what = sum(path.stat().st_size for path in files), "weights"
-    return f", about {_mib(needed)} for {what}" if needed else ""
 
 
 def _update_memory(config: Config, role: Role) -> str:

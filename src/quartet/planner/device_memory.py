@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 from quartet.planner.gpus import Device
@@ -12,7 +13,7 @@ from quartet.planner.memory import (
     logit_rows,
     training_state,
 )
-from quartet.planner.model_shape import FLOAT32_BYTES, ModelShape
+from quartet.planner.model_shape import FLOAT32_BYTES, DecoderSizes, ModelShape
 from quartet.planner.roofline import Parallel
 from quartet.planner.workload import RoleWork, Workload
 
@@ -24,15 +25,20 @@ PARTS = (
     "activations",
     "logits",
     "KV cache",
+    "generation copy",
     "gathered layers",
     "transfer",
     "context",
 )
 """Parts of the memory of a device, in the order of the tables."""
-KEPT_PARTS = ("parameters", "master weights", "optimizer", "KV cache", "context")
+KEPT_PARTS = ("parameters", "master weights", "optimizer", "KV cache", "generation copy", "context")
 """Parts that a role keeps while another role computes on the same device."""
-CONTEXT_BYTES = 600 * 2**20
-"""CUDA context of a process with the kernels and workspaces of cuBLAS. One process for each role."""
+CONTEXT_BYTES = 700 * 2**20
+"""CUDA context of a process with the kernels and workspaces of cuBLAS. One process for each role. An estimate."""
+GRAPH_LAYER_BYTES = 2**18
+"""Memory of a captured graph per layer of the model: about 20 kernels with their arguments. An estimate, not measured."""
+CACHE_COLUMNS = 64
+"""The torch engine rounds the columns of its key-value cache up to a multiple of this number."""
 COLLECTIVE_BYTES = 2**30
 """Buffers of NCCL in a process with several ranks."""
 CPU_CONTEXT_BYTES = 350 * 2**20
@@ -52,18 +58,7 @@ def trained_memory(
     shard float32 parameters, gradients and moments (FSDP2), and gather two layers at a time in the computation's precision.
     ``offload``: the moments are in host memory.
     """
-    if parallel.devices == 1:
-        state = training_state(work.parameters, work.trained, work.dtype_bytes, FLOAT32_BYTES if work.is_lora else None)
-        parts = {
-            "parameters": state.parameters,
-            "master weights": state.master_weights,
-            # On a GPU the gradients of a micro-batch are added up in float32 (ADR 35).
-            "gradients": state.gradients + (0.0 if device.is_cpu else state.step_gradients),
-            "optimizer": 0.0 if offload else state.moments,
-        }
-        step_gradients = state.step_gradients if device.is_cpu else 0.0
-    else:
-        parts, step_gradients = _sharded_state(work, parallel, offload), 0.0
+    parts, step_gradients = trained_state(work, device.is_cpu, parallel, offload)
     tokens = max(tokens, load.longest)
     activations = activation_bytes(work.shape, work.dtype_bytes, tokens, load.longest, checkpointing, parallel.tensor)
     response_tokens = tokens * load.max_response // load.longest
@@ -75,6 +70,22 @@ def trained_memory(
     # At the optimizer step there are no activations, but float32 gradients.
     parts["gradients"] += max(0.0, step_gradients - activations - logits)
     return {**parts, "activations": activations, "logits": logits, "context": context_bytes(device, parallel)}
+
+
+def trained_state(work: RoleWork, on_cpu: bool, parallel: Parallel, offload: bool) -> tuple[dict[str, float], float]:
+    """Return the parts that a trained model keeps on a device, and the further bytes of gradients at an optimizer step."""
+    if parallel.devices > 1:
+        return _sharded_state(work, parallel, offload), 0.0
+    state = training_state(work.parameters, work.trained, work.dtype_bytes, FLOAT32_BYTES if work.is_lora else None)
+    if not on_cpu:
+        state = state.without_temporary_gradients()
+    parts = {
+        "parameters": state.parameters,
+        "master weights": state.master_weights,
+        "gradients": state.gradients,
+        "optimizer": 0.0 if offload else state.moments,
+    }
+    return parts, state.step_gradients
 
 
 def _sharded_state(work: RoleWork, parallel: Parallel, offload: bool) -> dict[str, float]:
@@ -131,6 +142,20 @@ def cache_bytes(work: RoleWork, load: Workload, sequences: int, tensor: int) -> 
     return sequences * load.longest * work.shape.key_value_bytes(work.dtype_bytes) / heads
 
 
+def engine_cache_bytes(
+    sizes: DecoderSizes | ModelShape, dtype_bytes: int, rows: int, columns: int, graphs: bool
+) -> int:
+    """Return the bytes that the torch engine keeps between generations: key-value cache, logits, and on a GPU graphs.
+
+    ``rows``: concurrent sequences; ``columns``: tokens of the longest one.
+    """
+    columns = -(-columns // CACHE_COLUMNS) * CACHE_COLUMNS
+    buffers = rows * (columns * sizes.key_value_bytes(dtype_bytes) + sizes.vocabulary * dtype_bytes)
+    column_sizes = math.ceil(columns / 64) if columns <= 1024 else 16 + 8 * math.ceil(math.log2(columns / 1024))
+    captured = 2 * (column_sizes + rows.bit_length()) if graphs else 0
+    return buffers + captured * sizes.layers * GRAPH_LAYER_BYTES
+
+
 def generator_memory(work: RoleWork, load: Workload, device: Device, tensor: int, sequences: int) -> Parts:
     """Return the memory of a generator. Its transfer buffers hold the largest tensor twice: received, and as a delta."""
     shape, size = work.shape, work.dtype_bytes
@@ -144,10 +169,16 @@ def generator_memory(work: RoleWork, load: Workload, device: Device, tensor: int
     }
 
 
-def actor_generation_memory(work: RoleWork, load: Workload, parallel: Parallel, sequences: int) -> Parts:
-    """Return the memory that generation adds to the actor's: the cache, and of a sharded actor a copy in compute precision."""
-    copy = work.dtype_bytes * work.parameters / parallel.tensor if parallel.devices > 1 else 0.0
-    return {"KV cache": cache_bytes(work, load, sequences, parallel.tensor), "transfer": copy}
+def actor_generation_memory(
+    work: RoleWork, load: Workload, device: Device, parallel: Parallel, sequences: int
+) -> Parts:
+    """Return the memory that generation adds to the actor's: the engine's cache, and on several devices its complete weights.
+
+    Each device of a sharded actor generates a share of the responses, with an unsharded copy in the computation's precision.
+    """
+    copy = work.dtype_bytes * work.parameters if parallel.devices > 1 else 0.0
+    cache = engine_cache_bytes(work.shape, work.dtype_bytes, sequences, load.longest, graphs=not device.is_cpu)
+    return {"KV cache": cache, "generation copy": copy}
 
 
 def context_bytes(device: Device, parallel: Parallel) -> float:

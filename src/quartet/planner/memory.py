@@ -5,7 +5,7 @@ The services (`update_memory`), `quartet doctor` and `quartet plan` share this a
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from quartet.planner.model_shape import FLOAT32_BYTES, ModelShape
 
@@ -35,6 +35,10 @@ class TrainingState:
     def kept(self) -> float:
         """Bytes between two optimizer steps."""
         return self.parameters + self.master_weights + self.gradients + self.moments
+
+    def without_temporary_gradients(self) -> TrainingState:
+        """Return the state on a GPU, where the gradients of micro-batches are added up in float32 (ADR 35)."""
+        return replace(self, gradients=self.gradients + self.step_gradients, step_gradients=0.0)
 
 
 def training_state(parameters: int, trained: int, dtype_bytes: int, trained_bytes: int | None = None) -> TrainingState:

@@ -273,6 +273,47 @@ class ModelShape:
         return (sparse * self.sparse_layers + dense * (self.layers - self.sparse_layers)) / self.layers
 
 
+@dataclass(frozen=True, slots=True)
+class DecoderSizes:
+    """Sizes that every decoder with attention has, also one of a type that the planner cannot count."""
+
+    layers: int
+    heads: int
+    key_value_heads: int
+    head_size: int
+    vocabulary: int
+
+    def key_value_bytes(self, dtype_bytes: int) -> int:
+        """Return the bytes of the key-value cache per token."""
+        return 2 * self.layers * self.key_value_heads * self.head_size * dtype_bytes
+
+
+def decoder_sizes(description: Mapping[str, Any], where: str) -> DecoderSizes:
+    """Return the sizes that a config.json describes, of any model type. ``where`` names it in messages. Raises ConfigError."""
+    family = FAMILIES.get(str(description.get("model_type")))
+    if family is None:
+        description = description.get("text_config") or description
+    keys = _keys(description, family, where)
+    heads, hidden = keys.count("num_attention_heads"), keys.count("hidden_size")
+    has_heads = "head_dim" in keys.values
+    if not has_heads and hidden % heads:
+        raise ConfigError(
+            f"{where}: config.json: hidden_size {hidden} is not a multiple of num_attention_heads {heads}; correct it"
+        )
+    return DecoderSizes(
+        layers=keys.count("num_hidden_layers"),
+        heads=heads,
+        key_value_heads=keys.count("num_key_value_heads", heads),
+        head_size=keys.count("head_dim") if has_heads else hidden // heads,
+        vocabulary=keys.count("vocab_size"),
+    )
+
+
+def _keys(description: Mapping[str, Any], family: Family | None, where: str) -> _Keys:
+    given = {**(family.defaults if family else {}), **description}
+    return _Keys({name: value for name, value in given.items() if value is not None}, where)
+
+
 def model_shape(description: Mapping[str, Any], where: str) -> ModelShape:
     """Return the sizes that a config.json describes. ``where`` names it in messages. Raises ConfigError."""
     kind = description.get("model_type")
@@ -282,27 +323,21 @@ def model_shape(description: Mapping[str, Any], where: str) -> ModelShape:
             f"{where}: config.json has model_type {kind!r}, which the planner cannot count; expected one of {known}; plan with a "
             "model of the same size of one of these types"
         )
-    given = {**FAMILIES[kind].defaults, **description}
-    keys = _Keys({name: value for name, value in given.items() if value is not None}, where)
-    family, heads, hidden = FAMILIES[kind], keys.count("num_attention_heads"), keys.count("hidden_size")
-    layers = keys.count("num_hidden_layers")
-    has_heads = "head_dim" in keys.values
-    if not has_heads and hidden % heads:
-        raise ConfigError(
-            f"{where}: config.json: hidden_size {hidden} is not a multiple of num_attention_heads {heads}; correct it"
-        )
+    family = FAMILIES[kind]
+    keys, sizes = _keys(description, family, where), decoder_sizes(description, where)
+    hidden, layers = keys.count("hidden_size"), sizes.layers
     bias = keys.flag("attention_bias", family.output_bias)
     experts = keys.count("num_experts", 8 if kind == "mixtral" else 0) if "moe" in kind or kind == "mixtral" else 0
     intermediate = keys.count("intermediate_size", 4 * hidden if kind == "gpt2" else None)
     return ModelShape(
         kind=kind,
         family=family,
-        vocabulary=keys.count("vocab_size"),
+        vocabulary=sizes.vocabulary,
         hidden=hidden,
         layers=layers,
-        heads=heads,
-        key_value_heads=keys.count("num_key_value_heads", heads),
-        head_size=keys.count("head_dim") if has_heads else hidden // heads,
+        heads=sizes.heads,
+        key_value_heads=sizes.key_value_heads,
+        head_size=sizes.head_size,
         intermediate=intermediate,
         positions=keys.count("max_position_embeddings", 0 if not family.learned_positions else None),
         tied=keys.flag("tie_word_embeddings", False),

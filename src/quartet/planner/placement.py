@@ -210,7 +210,7 @@ def _replicas(load: Workload, layout: Layout, strategy: Strategy, cluster: Clust
     parallel = parallel_of(actor.shape, layout.actor.size, strategy, cluster, strategy.tensor)
     if parallel is None or actor.shape.heads % strategy.generator_tensor:
         return None
-    return layout.generators.size // strategy.generator_tensor if layout.generators else parallel.data
+    return layout.generators.size // strategy.generator_tensor if layout.generators else parallel.devices
 
 
 def _with_micro_batches(
@@ -292,7 +292,7 @@ def _trained(
     work, parallel = placement.work, placement.parallel
     memory = trained_memory(work, load, cluster.device, parallel, tokens, checkpointing, strategy.offload)
     if work.role is Role.ACTOR and layout.generators is None and load.generates:
-        memory = add_parts(memory, actor_generation_memory(work, load, parallel, concurrent))
+        memory = add_parts(memory, actor_generation_memory(work, load, cluster.device, parallel, concurrent))
     return replace(placement, memory=memory, tokens=tokens, checkpointing=checkpointing, offload=strategy.offload)
 
 

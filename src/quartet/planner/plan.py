@@ -202,14 +202,16 @@ def _phases(cluster: Cluster, load: Workload, placed: Placed) -> list[Phase]:
 
 
 def _generation(cluster: Cluster, load: Workload, placed: Placed, each: Placement) -> Seconds:
-    replicas = each.parallel.replicate if each.role is Role.GENERATOR else each.parallel.data
+    is_generator = each.role is Role.GENERATOR
+    # Each device of an actor generates a share of the responses, with a complete copy of the weights.
+    replicas, tensor = (each.parallel.replicate, each.parallel.tensor) if is_generator else (each.parallel.devices, 1)
     lengths = (load.mean_prompt, load.mean_response)
     responses = load.responses / replicas
     return decode_seconds(
         cluster,
         each.work.shape,
         each.work.dtype,
-        each.parallel.tensor,
+        tensor,
         responses,
         lengths,
         placed.concurrent,

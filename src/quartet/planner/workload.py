@@ -125,7 +125,7 @@ def read_workload(
         max_response=max_response,
         mean_prompt=mean_prompt or max_prompt,
         mean_response=mean_response or max_response,
-        concurrent=config.rollout.max_concurrent_sequences,
+        concurrent=max_concurrent_sequences(config),
         epochs=config.algorithm.num_epochs,
         mini_batches=config.algorithm.num_mini_batches,
         temperature=config.rollout.temperature,
@@ -145,15 +145,37 @@ def _roles(config: Config, skip_uncounted: bool) -> list[RoleWork]:
     for key, model in config.models.items():
         if _is_remote(config, key):
             continue
-        role = Role(key.partition(".")[0])
         try:
-            shape = model_shape(read_description(key, model), f"{key} {model}")
+            roles.append(model_work(config, key, model))
         except ConfigError:
-            if skip_uncounted:
-                continue
-            raise
-        roles.append(role_work(config, key, role, shape, starts_from_reward=model == config.reward.model))
+            if not skip_uncounted:
+                raise
     return roles
+
+
+def model_work(config: Config, key: str, model: str) -> RoleWork:
+    """Return the model under a key of ``config.models``. Raises ConfigError if it cannot be counted."""
+    shape = model_shape(read_description(key, model), f"{key} {model}")
+    return role_work(config, key, Role(key.partition(".")[0]), shape, starts_from_reward=model == config.reward.model)
+
+
+def model_dtype(config: Config, key: str) -> str:
+    """Return the data type in which a model of ``config.models`` computes."""
+    role = Role(key.partition(".")[0])
+    if role is Role.REFERENCE:
+        return config.reference.dtype or config.actor.dtype
+    if role is Role.REWARD:
+        parts = {f"reward.parts.{part.name}.model": part for part in config.reward.parts}
+        return str(parts.get(key, config.reward).dtype)
+    return str(getattr(config, role).dtype)
+
+
+def max_concurrent_sequences(config: Config) -> int:
+    """Return the number of sequences that are decoded at the same time. Evaluation may decode more than a step generates."""
+    rollout = config.rollout
+    if config.data.validation is not None:
+        return rollout.max_concurrent_sequences
+    return min(rollout.max_concurrent_sequences, rollout.prompts_per_step * rollout.samples_per_prompt)
 
 
 def role_work(config: Config, key: str, role: Role, shape: ModelShape, starts_from_reward: bool = False) -> RoleWork:
@@ -170,7 +192,7 @@ def role_work(config: Config, key: str, role: Role, shape: ModelShape, starts_fr
             role=role,
             name=key.rpartition(".")[0],
             shape=shape,
-            dtype=section.dtype,
+            dtype=model_dtype(config, key),
             parameters=parameters + adapter,
             trained=adapter + head if section.lora else parameters,
             micro_batch_tokens=section.micro_batch_tokens,
@@ -179,12 +201,12 @@ def role_work(config: Config, key: str, role: Role, shape: ModelShape, starts_fr
             is_lora=section.lora is not None,
         )
     if role is Role.REFERENCE:
-        dtype, tokens = config.reference.dtype or config.actor.dtype, config.reference.micro_batch_tokens
-        return RoleWork(role, role, shape, dtype, shape.parameters, 0, tokens, has_logits=True)
+        tokens = config.reference.micro_batch_tokens
+        return RoleWork(role, role, shape, model_dtype(config, key), shape.parameters, 0, tokens, has_logits=True)
     parts = {f"reward.parts.{part.name}.model": part for part in config.reward.parts}
-    source = parts.get(key, config.reward)
+    tokens = parts.get(key, config.reward).micro_batch_tokens
     return RoleWork(
-        role, key.rpartition(".")[0], shape, source.dtype, shape.classifier_parameters, 0, source.micro_batch_tokens
+        role, key.rpartition(".")[0], shape, model_dtype(config, key), shape.classifier_parameters, 0, tokens
     )
 
 

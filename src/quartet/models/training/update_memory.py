@@ -223,9 +223,9 @@ def _state_bytes(model: Any) -> int:
         for parameter in model.parameters()
         if parameter.requires_grad
     ]
-    needed = sum(state.gradients + state.moments for state in states)
     if device_of(model).type == "cuda":
-        needed += sum(state.step_gradients for state in states)
+        states = [state.without_temporary_gradients() for state in states]
+    needed = sum(state.gradients + state.moments for state in states)
     # On a CPU, the float32 gradients of a step in half precision add a fifth, at a time without activations: 1 - MEMORY_FRACTION
     # covers it.
     return int(needed)
