@@ -124,7 +124,10 @@ def _build_actor(
         engine, served, _ = create_torch_engine(config, generation_device)
     else:
         served, model, adapter = actor.separate_model(generation_device)
-        engine = DetachedTorchEngine(model, adapter, served.stop_ids, config.rollout.max_concurrent_sequences)
+        rollout = config.rollout
+        engine = DetachedTorchEngine(
+            model, adapter, served.stop_ids, rollout.max_concurrent_sequences, rollout.merge_adapter
+        )
     generator = Generator(engine, served, ServiceStatus(Role.ACTOR), lambda run: access(run).rollouts)
     return ActorServicer(
         actor,

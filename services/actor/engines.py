@@ -9,7 +9,7 @@ from typing import Any
 from quartet.config import Config
 from quartet.errors import ConfigError, FailedPrecondition
 from quartet.models.generation.engine import EngineFactory
-from quartet.models.generation.torch_engine import TorchEngine
+from quartet.models.generation.merged_torch import shared_torch_engine
 from quartet.secret_files import AUTHORITY, CERTIFICATE, KEY
 from quartet.types import Trajectory
 
@@ -26,7 +26,7 @@ def engine_factory(config: Config, certificates: Path | None) -> EngineFactory:
             f"rollout.engine {config.rollout.engine}: needs a generator process, because it cannot share a Python environment "
             "with the actor; start one with this engine, or set rollout.engine torch"
         )
-    return torch_engine(config.rollout.max_concurrent_sequences)
+    return torch_engine(config.rollout.max_concurrent_sequences, config.rollout.merge_adapter)
 
 
 class NoEngine:
@@ -46,9 +46,11 @@ class NoEngine:
         """Do nothing."""
 
 
-def torch_engine(max_concurrent_sequences: int) -> EngineFactory:
-    """Return the factory of the engine that decodes with the policy model itself."""
-    return lambda policy: TorchEngine(policy.model, policy.stop_ids, max_concurrent_sequences)
+def torch_engine(max_concurrent_sequences: int, merge_adapter: bool = False) -> EngineFactory:
+    """Return the factory of the engine that decodes with the policy model itself, or with its adapter merged."""
+    return lambda policy: shared_torch_engine(
+        policy.model, policy.adapter, policy.stop_ids, max_concurrent_sequences, merge_adapter
+    )
 
 
 def _triton(config: Config, certificates: Path | None) -> EngineFactory:

@@ -23,7 +23,10 @@ def create_torch_engine(config: Config, device: str) -> tuple[Engine, ServedMode
     )
     tokenizer = load_tokenizer(actor.model)
     served = served_model(model, stop_token_ids(model, tokenizer))
-    engine = DetachedTorchEngine(model, adapter, served.stop_ids, config.rollout.max_concurrent_sequences)
+    rollout = config.rollout
+    engine = DetachedTorchEngine(
+        model, adapter, served.stop_ids, rollout.max_concurrent_sequences, rollout.merge_adapter
+    )
     status = ServiceStatus(
         Role.GENERATOR,
         model=actor.model,

@@ -145,7 +145,8 @@ def generates_on_its_device(config: Config) -> bool:
 
 
 def torch_cache_bytes(config: Config, on_gpu: bool = True) -> int:
-    """Return the bytes that the torch engine keeps between generations: key-value cache, logits, and on a GPU graphs.
+    """Return the bytes that the torch engine keeps between generations: key-value cache, logits, on a GPU graphs, and the merged
+    weights of rollout.merge_adapter.
 
     0 if the actor's config.json cannot be read.
     """
@@ -155,7 +156,10 @@ def torch_cache_bytes(config: Config, on_gpu: bool = True) -> int:
         sizes = decoder_sizes(read_description("actor.model", config.actor.model), f"actor.model {config.actor.model}")
     except ConfigError:
         return 0
-    return engine_cache_bytes(sizes, DTYPE_BYTES[config.actor.dtype], *cache_shape(config), graphs=on_gpu)
+    merged = _model_memory(config, "actor.model", config.actor.model, on_gpu) if config.rollout.merge_adapter else None
+    return (merged.weights if merged else 0) + engine_cache_bytes(
+        sizes, DTYPE_BYTES[config.actor.dtype], *cache_shape(config), graphs=on_gpu
+    )
 
 
 def cache_shape(config: Config) -> tuple[int, int]:

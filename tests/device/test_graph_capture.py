@@ -8,8 +8,10 @@ import pytest
 import structlog
 import torch
 
+from quartet.models.generation.merged_torch import MergedTorchEngine
 from quartet.models.generation.static_decoding import COLUMNS, StaticDecoder, graph_columns
 from quartet.models.generation.torch_engine import TorchEngine
+from quartet.models.weights.lora import add_adapter
 from tests.device.conftest import on_gpu
 from tests.device.pretended_gpu import PretendedGpu
 from tests.unit.models import tiny
@@ -86,3 +88,19 @@ def test_a_lack_of_memory_in_the_trial_is_raised_and_the_next_generation_tries_a
     full[0] = False
     decode(engine)
     assert gpu.captures
+
+
+def test_captured_steps_read_an_adapter_that_is_merged_again(gpu: PretendedGpu) -> None:
+    models = [tiny.causal("llama") for _ in range(2)]
+    adapters = [add_adapter(model, "base", 3, 12.0) for model in (models[0], on_gpu(models[1]))]
+    engines = [MergedTorchEngine(adapter, frozenset(), 4) for adapter in adapters]
+    first = [decode(engine) for engine in engines]
+    captures = len(gpu.captures)
+    for adapter, engine in zip(adapters, engines, strict=True):
+        with torch.no_grad():
+            for parameter in adapter.parameters():
+                parameter.fill_(0.1)
+        engine.weights_changed()
+    second = [decode(engine) for engine in engines]
+    assert first[0] == first[1] != second[0] == second[1]
+    assert len(gpu.captures) == captures > 0

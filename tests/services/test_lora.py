@@ -17,11 +17,20 @@ import transformers
 
 from quartet.buffer.connection import Redis
 from quartet.buffer.experience_store import ExperienceStore
+from quartet.buffer.rollout_stream import RolloutStream
 from quartet.config import Config
 from quartet.errors import FailedPrecondition, InvalidRequest, ModelError
-from quartet.types import OptimizationSettings, PolicyLossSettings, Role, SaveKind, ValueLossSettings
+from quartet.types import (
+    OptimizationSettings,
+    PolicyLossSettings,
+    Prompt,
+    Role,
+    SamplingParameters,
+    SaveKind,
+    ValueLossSettings,
+)
 from tests.buffer.samples import experience
-from tests.services.model_services import Services
+from tests.services.model_services import Services, start_generation
 from tests.unit.models import tiny
 from tests.unit.models.adapters import adapted, files
 from tests.unit.models.saving import save_adapter
@@ -96,6 +105,32 @@ def test_an_actor_with_an_adapter_computes_reference_log_probs_before_and_after_
     assert actor.reference_log_probs(BATCH, 0.7).result().tobytes() == expected
     assert outputs(actor).tobytes() == policy.tobytes() != expected
     assert np.abs(policy - np.frombuffer(expected, np.float32)).max() > 1e-2
+
+
+def test_an_actor_that_merges_its_adapter_generates_with_it_and_keeps_the_reference(
+    services: Services, lora_config: Lora, redis_client: Redis, redis_url: str
+) -> None:
+    base = lora_config()
+    merging = Config.model_validate(
+        base.model_dump() | {"rollout": {**base.rollout.model_dump(), "merge_adapter": True}}
+    )
+    sampled, stream = [], RolloutStream(redis_client, redis_url, RUN)
+    for config in (base, merging):
+        actor = services.start(Role.ACTOR, config)
+        expected = actor.reference_log_probs(BATCH, 0.7).result().tobytes()
+        update(actor)
+        stream.reset(1)
+        prompts = [Prompt(index, np.array([3, 4 + index], np.int32)) for index in range(4)]
+        start_generation(actor, RUN, prompts, SamplingParameters(8), step=3, policy_version=2).result()
+        received = [delivery.trajectory for delivery in stream.read(4, 5.0)]
+        sampled.append({item.id: (item.response_ids.tolist(), item.log_probs) for item in received})
+        assert actor.reference_log_probs(BATCH, 0.7).result().tobytes() == expected
+    separate, merged = sampled
+    assert len(merged) == 4
+    for key, (ids, log_probs) in merged.items():
+        assert ids == separate[key][0]
+        np.testing.assert_allclose(log_probs, separate[key][1], atol=1e-5)
+    assert any((log_probs != separate[key][1]).any() for key, (_, log_probs) in merged.items())
 
 
 def test_a_failed_reference_call_leaves_the_adapter_enabled(services: Services, lora_config: Lora) -> None:

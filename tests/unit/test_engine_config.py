@@ -30,6 +30,13 @@ def config(engine: str = "triton", lora: dict[str, Any] | None = None, **changes
     return parse_config(tree | changes, "test")
 
 
+@pytest.mark.parametrize(("engine", "lora"), [("torch", None), ("vllm", LORA)])
+def test_only_an_adapter_of_the_torch_engine_can_be_merged(engine: str, lora: dict[str, Any] | None) -> None:
+    assert config("torch", LORA, rollout={"merge_adapter": True}).rollout.merge_adapter
+    with pytest.raises(ConfigError, match=r"rollout\.merge_adapter: only for engine torch with actor\.lora"):
+        config(engine, lora, rollout={"merge_adapter": True, "generators": 1})
+
+
 @pytest.mark.parametrize("url", [URL, "grpc://localhost:1", "grpc://[::1]:8001", "grpcs://triton.example:8001"])
 def test_a_server_must_be_on_loopback_or_use_tls(url: str) -> None:
     triton = config(lora=LORA, rollout={"triton": {"url": url}}).rollout.triton

@@ -94,6 +94,17 @@ def test_a_model_that_the_planner_cannot_count_is_counted_by_its_files(checkpoin
     assert actor.cache > 0
 
 
+def test_a_merged_adapter_needs_copies_of_the_weights(checkpoints: Path) -> None:
+    lora = {"model": str(checkpoints / "llama"), "dtype": "bfloat16", "lora": {"rank": 4}}
+    separate, merged = (
+        role_memory(make(checkpoints, actor=lora, rollout={"merge_adapter": merge}), Role.ACTOR)
+        for merge in (False, True)
+    )
+    assert separate is not None
+    assert merged is not None
+    assert merged.bytes - separate.bytes == merged.weights
+
+
 def test_the_shares_the_doctor_and_the_plan_compute_the_same_state(checkpoints: Path) -> None:
     config = make(checkpoints, actor={"model": str(checkpoints / "llama"), "dtype": "bfloat16", "lora": {"rank": 4}})
     memory, load = role_memory(config, Role.ACTOR), read_workload(config)

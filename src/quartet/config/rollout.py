@@ -197,6 +197,9 @@ class RolloutConfig(Section):
     """Settings of engine tensorrt-llm. Null: their defaults."""
     max_concurrent_sequences: Responses = 256
     """Maximum number of sequences that are decoded at the same time."""
+    merge_adapter: bool = False
+    """With actor.lora and engine torch: decode with the adapter merged into copies of the weights. Faster, but needs memory for
+    the copies. In float32 it changes only the last bits; in half precision the merged weights are rounded."""
     max_off_policy_steps: Annotated[int, Field(ge=0, le=MAX_OFF_POLICY_STEPS)] = 0
     """Maximum number of updates by which the generating policy lags behind. 0: generate, then train. k: generate up to k steps
     ahead while training. The policy of a step follows from its number, so such a run repeats bit-identically, too."""

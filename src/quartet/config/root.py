@@ -139,6 +139,10 @@ class Config(Section):
             raise ValueError(f"{setting}: horizon {controller.horizon:g}: expected more than 1 step")
 
     def _check_engine(self) -> None:
+        if self.rollout.merge_adapter and (self.actor.lora is None or self.rollout.engine != "torch"):
+            raise ValueError(
+                "rollout.merge_adapter: only for engine torch with actor.lora; expected both; set it to false, or actor.lora"
+            )
         engine, triton = self.rollout.engine, self.rollout.triton
         servers = {"vllm-server": self.rollout.vllm_server, "sglang-server": self.rollout.sglang_server}
         for name, given in (

@@ -172,11 +172,13 @@ def generator_memory(work: RoleWork, load: Workload, device: Device, tensor: int
 def actor_generation_memory(
     work: RoleWork, load: Workload, device: Device, parallel: Parallel, sequences: int
 ) -> Parts:
-    """Return the memory that generation adds to the actor's: the engine's cache, and on several devices its complete weights.
+    """Return the memory that generation adds to the actor's: the engine's cache, and weights besides those that are trained.
 
-    Each device of a sharded actor generates a share of the responses, with an unsharded copy in the computation's precision.
+    Each device of a sharded actor generates a share of the responses, with an unsharded copy in the computation's precision. A
+    merged adapter needs copies of the weights, too.
     """
-    copy = work.dtype_bytes * work.parameters if parallel.devices > 1 else 0.0
+    copies = (parallel.devices > 1) + work.merges_adapter
+    copy = copies * work.dtype_bytes * work.parameters
     cache = engine_cache_bytes(work.shape, work.dtype_bytes, sequences, load.longest, graphs=not device.is_cpu)
     return {"KV cache": cache, "generation copy": copy}
 

@@ -25,6 +25,7 @@ class RoleWork:
     """A model of a run. ``trained``: parameters that the optimizer trains, 0 for a frozen model.
 
     ``micro_batch_tokens``: configured maximum, None if the service chooses. ``has_logits``: the role needs log-probs.
+    ``merges_adapter``: it decodes with copies of its adapted weights.
     """
 
     role: Role
@@ -37,6 +38,7 @@ class RoleWork:
     checkpointing: bool | None = None
     has_logits: bool = False
     is_lora: bool = False
+    merges_adapter: bool = False
 
     @property
     def dtype_bytes(self) -> int:
@@ -199,6 +201,7 @@ def role_work(config: Config, key: str, role: Role, shape: ModelShape, starts_fr
             checkpointing=section.gradient_checkpointing,
             has_logits=role is Role.ACTOR,
             is_lora=section.lora is not None,
+            merges_adapter=role is Role.ACTOR and config.rollout.merge_adapter,
         )
     if role is Role.REFERENCE:
         tokens = config.reference.micro_batch_tokens

@@ -10,7 +10,7 @@ import torch
 
 from quartet.engines.engine import Cancelled, EngineResponse
 from quartet.errors import MismatchError
-from quartet.models.generation.torch_engine import TorchEngine
+from quartet.models.generation.merged_torch import shared_torch_engine
 from quartet.models.weights.host_tensors import host_tensor, named_weights, write_tensor
 from quartet.models.weights.lora import Adapter
 from quartet.types import EngineProperties, GenerationRequest, SamplingParameters
@@ -22,10 +22,16 @@ class DetachedTorchEngine:
     """Engine that decodes with a separate model, whose weights come by ``load_weights``. See ``quartet.engines.engine``."""
 
     def __init__(
-        self, model: Any, adapter: Adapter | None, stop_ids: frozenset[int], max_concurrent_sequences: int
+        self,
+        model: Any,
+        adapter: Adapter | None,
+        stop_ids: frozenset[int],
+        max_concurrent_sequences: int,
+        merge_adapter: bool = False,
     ) -> None:
-        """Own ``model`` from now on, with its ``adapter`` if it has one. For the other parameters see ``TorchEngine``."""
-        self._engine = TorchEngine(model.requires_grad_(False), stop_ids, max_concurrent_sequences)
+        """Own ``model`` from now on, with its ``adapter`` if it has one. For the other parameters see ``shared_torch_engine``."""
+        model.requires_grad_(False)
+        self._engine = shared_torch_engine(model, adapter, stop_ids, max_concurrent_sequences, merge_adapter)
         self._weights = named_weights(model, adapter)
 
     @property
@@ -52,6 +58,7 @@ class DetachedTorchEngine:
                 raise MismatchError(
                     f"weights: {name}: {error}; start actor and generator with the same model"
                 ) from None
+        self._engine.weights_changed()
         return {name: tensor_digest(host_tensor(value)) for name, value in self._weights.items()}
 
     def generate(

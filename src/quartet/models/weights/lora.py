@@ -111,6 +111,15 @@ class Adapter:
             a, b = layer.lora_A[_NAME].weight, layer.lora_B[_NAME].weight
             yield name.removesuffix(".weight"), host_copy(a.float()), host_copy(b.float() * layer.scaling[_NAME])
 
+    def linear_layers(self) -> list[Any]:
+        """Return peft's layers around the adapted linear layers. Raises ModelError if parameters of experts have adapters."""
+        self.check_linear()
+        return list(_layers(self.model).values())
+
+    def merged_weight(self, layer: Any) -> torch.Tensor:
+        """Return the weight of an adapted linear layer plus its adapter, in the precision of the model, on its device."""
+        return _merged_weight(layer, _weight(layer))
+
     def read(self, directory: Path) -> None:
         """Restore the weights of a ``snapshot`` in ``directory`` in place. Raises ModelError.
 
@@ -373,7 +382,7 @@ def _matches(name: str, target: str) -> bool:
 
 
 def _merged_weight(layer: Any, weight: torch.Tensor) -> torch.Tensor:
-    """Return the complete ``weight`` of an adapter's layer plus its adapter, in host memory."""
+    """Return the complete ``weight`` of an adapter's layer plus its adapter, on the device of ``weight``."""
     with torch.no_grad():
         merged: torch.Tensor = weight.float() + layer.get_delta_weight(_NAME).to(weight.device)
     return merged.to(weight.dtype)
