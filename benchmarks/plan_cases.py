@@ -1,21 +1,25 @@
 """Random models on this CPU, and measured memory and seconds of their work, to hold `quartet plan` to.
 
-python -m benchmarks.plan_cases CASE prints the peak memory of an update in a new process, as JSON.
+python -m benchmarks.plan_cases CASE prints the peak memory and the seconds of an update in a new process, as JSON. RANK, PORT and
+SOCKET follow for a rank of a group: its number, the port of the rendezvous, and in rank 0 the listening socket.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from quartet.config import Config, config_of
+from quartet.models.workers.workers import SINGLE, Workers
 from quartet.planner.device_memory import trained_memory
 from quartet.planner.gpus import CPU
 from quartet.planner.model_shape import model_shape
@@ -24,13 +28,17 @@ from quartet.planner.workload import Workload, role_work
 from quartet.types import Role
 
 STEP = 1
+RANK_SECONDS = 600.0
 # glibc returns every larger block to the kernel at once, so the peak is that of live tensors.
 RETURN_MEMORY = {"MALLOC_MMAP_THRESHOLD_": "262144", "MALLOC_TRIM_THRESHOLD_": "262144", "MALLOC_ARENA_MAX": "1"}
 
 
 @dataclass(frozen=True)
 class Case:
-    """A random model and an update or a step of it. ``role``: actor or critic. ``rank``: of an adapter, 0 for all weights."""
+    """A random model and an update or a step of it.
+
+    ``role``: actor or critic. ``rank``: of an adapter, 0 for all weights. ``processes``: ranks that share the update.
+    """
 
     kind: str
     hidden: int
@@ -44,13 +52,20 @@ class Case:
     responses: int = 32
     prompt: int = 64
     response: int = 192
+    processes: int = 1
 
     @property
     def name(self) -> str:
         """Short description for a table."""
         parts = [f"{self.kind} {self.hidden}x{self.layers}, vocabulary {self.vocabulary}", self.dtype]
         parts += ["checkpointing"] * self.checkpointing + [f"LoRA rank {self.rank}"] * bool(self.rank)
+        parts += [f"{self.processes} processes"] * (self.processes > 1)
         return ", ".join(parts)
+
+    @property
+    def parallel(self) -> Parallel:
+        """Parallel sizes of the update."""
+        return Parallel(shard=self.processes)
 
     def description(self) -> dict[str, Any]:
         """Return the model's config.json."""
@@ -100,24 +115,60 @@ class Case:
         load = self.load()
         work = load.role(Role(self.role))
         assert work is not None
-        parts = trained_memory(work, load, CPU, Parallel(), self.tokens, self.checkpointing, offload=False)
+        parts = trained_memory(work, load, CPU, self.parallel, self.tokens, self.checkpointing, offload=False)
         return sum(size for name, size in parts.items() if name != "context")
 
     def measured_bytes(self) -> float:
-        """Return the peak memory of an update in a new process, above the memory before the model was made."""
+        """Return the peak memory of an update in new processes, above that before the model was made. The largest rank's."""
+        return max(result["bytes"] for result in self._run(RETURN_MEMORY))
+
+    def measured_seconds(self, rounds: int) -> tuple[float, float]:
+        """Return the seconds of an update of a group in new processes, and the bytes/s of its collectives."""
+        results = self._run({"ROUNDS": str(rounds)})
+        return max(result["seconds"] for result in results), min(result["link"] for result in results)
+
+    def _run(self, variables: dict[str, str]) -> list[dict[str, float]]:
+        """Return the results of each rank."""
+        threads = max(1, torch_threads() // self.processes)
+        environment = {**os.environ, "OMP_NUM_THREADS": str(threads), **variables}
         command = [sys.executable, "-m", "benchmarks.plan_cases", json.dumps(asdict(self))]
-        environment = {**os.environ, **RETURN_MEMORY}
-        process = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-        return float(json.loads(process.stdout.splitlines()[-1]))
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            handle, address = server.fileno(), str(server.getsockname()[1])
+            ranks = [
+                subprocess.Popen(
+                    command if self.processes == 1 else [*command, str(rank), address, str(handle)],
+                    env=environment,
+                    stdout=subprocess.PIPE,
+                    text=True,
+                    pass_fds=() if rank or self.processes == 1 else (handle,),
+                )
+                for rank in range(self.processes)
+            ]
+        try:
+            outputs = [rank.communicate(timeout=RANK_SECONDS)[0] for rank in ranks]
+        finally:
+            for rank in ranks:
+                rank.kill()
+                rank.wait()
+        if any(rank.returncode for rank in ranks):
+            raise RuntimeError(f"{self.name}: a process failed; see its messages above")
+        return [json.loads(output.splitlines()[-1]) for output in outputs]
 
 
-def make_update(case: Case) -> tuple[Any, Callable[[], None], Any]:
-    """Return a random model, a function that updates it, and the experience of a step."""
+def torch_threads() -> int:
+    """Return the CPU threads of this process."""
+    import torch
+
+    return torch.get_num_threads()
+
+
+def make_update(case: Case, workers: Workers = SINGLE) -> tuple[Any, Callable[[], None], Any]:
+    """Return a random model, a function that updates it, and the experience of a step. ``workers``: the ranks that share it."""
     import transformers
 
     from benchmarks.update import make_experience
     from quartet.models.training.activation_checkpointing import activation_checkpointing
-    from quartet.models.training.optimizer import create_optimizer
+    from quartet.models.training.optimizer import MasterWeightAdamW, create_optimizer
     from quartet.models.training.updates import update_policy, update_value
     from quartet.models.value_head import ValueModel
     from quartet.models.weights.loading import DTYPES
@@ -127,12 +178,23 @@ def make_update(case: Case) -> tuple[Any, Callable[[], None], Any]:
     config, description = case.config(), case.description()
     settings = transformers.AutoConfig.for_model(description.pop("model_type"), **description)
     model: Any = transformers.AutoModelForCausalLM.from_config(settings, dtype=DTYPES[case.dtype]).eval()
+    whole: list[Any] = []
     if case.role == "critic":
         model = ValueModel.of_causal_lm(model)
+        whole += model.head.parameters()
     if case.rank:
-        add_adapter(model.backbone if case.role == "critic" else model, "base", case.rank, 16.0)
-    optimizer = create_optimizer(model, 1e-4)
+        adapter = add_adapter(model.backbone if case.role == "critic" else model, "base", case.rank, 16.0)
+        whole += adapter.parameters()
     experience = make_experience(config, model, full=True)
+    kind: Any = MasterWeightAdamW
+    if workers.size > 1:
+        from quartet.models.workers.group import WorkerGroup
+        from quartet.models.workers.sharding import ShardedAdamW, shard_model
+
+        assert isinstance(workers, WorkerGroup)
+        shard_model(model, workers, whole)
+        kind = partial(ShardedAdamW, workers=workers)
+    optimizer = create_optimizer(model, 1e-4, kind=kind)
     trained = config.actor if case.role == "actor" else config.critic
     optimization = optimization_at(config, trained, STEP)
 
@@ -140,26 +202,42 @@ def make_update(case: Case) -> tuple[Any, Callable[[], None], Any]:
         with activation_checkpointing(model, case.checkpointing):
             if case.role == "actor":
                 loss = policy_loss_of(config.algorithm, 1.0)
-                update_policy(model, optimizer, experience, optimization, loss, case.tokens)
+                update_policy(model, optimizer, experience, optimization, loss, case.tokens, workers=workers)
             else:
-                update_value(model, optimizer, experience, optimization, value_loss_of(config.algorithm), case.tokens)
+                value_loss = value_loss_of(config.algorithm)
+                update_value(model, optimizer, experience, optimization, value_loss, case.tokens, workers)
 
     return model, update, experience
 
 
-def peak_bytes(case: Case) -> float:
-    """Measure the peak memory of the second update, above the memory before the model was made.
+def measure(case: Case, workers: Workers) -> dict[str, float]:
+    """Measure the peak memory of the second update, above the memory before the model was made, the seconds of an update, and
+    the bytes/s of collectives.
 
     A small model first makes what the libraries keep for the process.
     """
     small = Case(case.kind, 64, 1, 64, case.role, case.dtype, 64, responses=2, prompt=4, response=8)
-    make_update(small)[1]()
+    make_update(small, workers)[1]()
     before = _status("VmRSS")
-    _, update, _ = make_update(case)
+    _, update, _ = make_update(case, workers)
     update()
     Path("/proc/self/clear_refs").write_text("5")
     update()
-    return _status("VmHWM") - before
+    peak = _status("VmHWM") - before
+    rounds = int(os.environ.get("ROUNDS", "0"))
+    if not rounds:
+        return {"bytes": peak}
+    return {"bytes": peak, "seconds": seconds_of(update, rounds), "link": _link(workers, rounds)}
+
+
+def _link(workers: Workers, rounds: int) -> float:
+    """Return the bytes/s that a rank receives while all parts of a tensor are gathered."""
+    import torch
+    import torch.distributed as dist
+
+    part = torch.zeros(2**22)
+    result = torch.empty(workers.size * len(part))
+    return (workers.size - 1) * part.nbytes / seconds_of(lambda: dist.all_gather_into_tensor(result, part), rounds)
 
 
 def _status(name: str) -> float:
@@ -178,5 +256,15 @@ def seconds_of(function: Callable[[], Any], rounds: int) -> float:
     return best
 
 
+def main(case: Case, rank: int = 0, port: int = 0, handle: int = 0) -> None:
+    """Print the measurements of one process."""
+    workers: Workers = SINGLE
+    if case.processes > 1:
+        from quartet.models.workers.group import join_group
+
+        workers = join_group(rank, case.processes, ("127.0.0.1", port), None if rank else handle)
+    print(json.dumps(measure(case, workers)))
+
+
 if __name__ == "__main__":
-    print(json.dumps(peak_bytes(Case(**json.loads(sys.argv[1])))))
+    main(Case(**json.loads(sys.argv[1])), *map(int, sys.argv[2:]))

@@ -16,7 +16,7 @@ from quartet.errors import ConfigError
 from quartet.planner.device_memory import PARTS
 from quartet.planner.gpus import parse_gpus
 from quartet.planner.plan import Phase, Plan, make_plan
-from quartet.planner.proposal import proposed_config, proposed_settings
+from quartet.planner.proposal import proposed_config, proposed_settings, unsupported_settings
 from quartet.types import TRAINED_ROLES, Role
 
 GIB = 2**30
@@ -78,10 +78,9 @@ def describe(result: Plan) -> list[str | Table]:
         items += ["", f"Not in the plan, because they have an address: {', '.join(load.remote)}."]
     if not load.generates:
         items += ["", f"Not in the plan: generation, on the server of rollout.engine {load.engine}."]
-    if result.unsupported:
-        items += ["", "This version runs a role on one device only, so it cannot run this plan. The plan needs:"]
-        items += [f"  {line}" for line in result.unsupported]
-        items += ["`--one-device-per-role` looks for a plan that runs today."]
+    if missing := unsupported_settings(result):
+        items += ["", "The plan also needs what follows, which the proposed settings leave out:"]
+        items += [f"  {line}" for line in missing]
     return items
 
 

@@ -90,8 +90,9 @@ def trained_state(work: RoleWork, on_cpu: bool, parallel: Parallel, offload: boo
 
 def _sharded_state(work: RoleWork, parallel: Parallel, offload: bool) -> dict[str, float]:
     size, ranks = work.dtype_bytes, parallel.shard * parallel.tensor
-    trained = FLOAT32_BYTES * work.trained / ranks
-    is_half = size < FLOAT32_BYTES
+    # Adapters are whole on every device.
+    trained = FLOAT32_BYTES * work.trained / (1 if work.is_lora else ranks)
+    is_half = size < FLOAT32_BYTES and not work.is_lora
     return {
         "parameters": size * (work.parameters - work.trained) / ranks + (0 if is_half else trained),
         "master weights": trained if is_half else 0,

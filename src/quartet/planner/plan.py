@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from quartet.config import Config
@@ -61,34 +61,6 @@ class Plan:
         """Response tokens per second of a step."""
         return self.load.responses * self.load.mean_response / self.seconds
 
-    @property
-    def wide_roles(self) -> list[Placement]:
-        """Roles with several devices, which this version cannot run; except generators, whose engine splits the model."""
-        return [each for each in self.placed.placements if each.role is not Role.GENERATOR and each.group.size > 1]
-
-    @property
-    def unsupported(self) -> list[str]:
-        """Settings that the plan needs and that this version does not have, as lines of text."""
-        lines = []
-        for each in self.wide_roles:
-            devices = [index % self.cluster.per_node for index in each.group.devices]
-            nodes = sorted({index // self.cluster.per_node for index in each.group.devices})
-            where = f" on nodes {nodes}" if self.cluster.nodes > 1 else ""
-            lines.append(f"services.{each.role}.devices: {_shown(devices)}{where}, parallel: {each.parallel}")
-        lines += [
-            f"{each.role}: optimizer moments in host memory"
-            for each in self.placed.placements
-            if each.role in TRAINED_ROLES and each.offload
-        ]
-        generators = next((each for each in self.placed.placements if each.role is Role.GENERATOR), None)
-        if generators is not None and generators.group.devices[-1] >= self.cluster.per_node:
-            lines.append("generators on other nodes: start them there, and name their addresses in services.generators")
-        return lines
-
-
-def _shown(indices: Sequence[int]) -> str:
-    return str(list(dict.fromkeys(indices)))
-
 
 def make_plan(
     config: Config,
@@ -100,7 +72,7 @@ def make_plan(
     """Return the plan with the shortest step. Raises ConfigError if nothing fits, or a model cannot be counted.
 
     ``mean_prompt`` and ``mean_response``: tokens of an average sequence. Default to the maximum. ``one_device_per_role``: only
-    plans that this version can run.
+    plans in which no model is split.
     """
     load = read_workload(config, mean_prompt, mean_response)
     if not load.roles:

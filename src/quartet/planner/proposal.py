@@ -6,22 +6,74 @@ from typing import Any
 
 import yaml
 
-from quartet.config import Config, parse_config, redact_url
+from quartet.config import Config, ServiceConfig, parse_config, redact_url
+from quartet.planner.placement import Placement
 from quartet.planner.plan import Plan
 from quartet.types import TRAINED_ROLES, Role
 
 Tree = dict[str, Any]
 
 
-def proposed_settings(config: Config, plan: Plan) -> Tree:
-    """Return the settings that the plan chooses, as a nested mapping. It contains only keys that this version supports."""
-    tree: Tree = {"services": {}}
+def service_settings(plan: Plan) -> dict[str, Tree]:
+    """Return the settings below ``services`` of each model role: its devices, and how they share the model.
+
+    The devices are those of one machine. A group over several nodes has the same on each.
+    """
+    cluster, services = plan.cluster, dict[str, Tree]()
     for each in plan.placed.placements:
         if each.role is Role.GENERATOR:
             continue
-        service = tree["services"].setdefault(str(each.role), {})
-        if each.group.size == 1 and not plan.cluster.device.is_cpu and each.group.first < plan.cluster.per_node:
-            service["devices"] = [each.group.first]
+        keys: Tree = {}
+        if cluster.device.is_cpu:
+            keys |= {"processes": each.group.size} if each.group.size > 1 else {}
+        else:
+            keys["devices"] = list(dict.fromkeys(index % cluster.per_node for index in each.group.devices))
+        if len(_nodes(plan, each)) > 1:
+            keys["nodes"] = len(_nodes(plan, each))
+        if each.group.size > 1:
+            sizes = each.parallel
+            keys["parallel"] = {"replicate": sizes.replicate, "shard": sizes.shard, "tensor": sizes.tensor}
+        if each.offload and each.role in TRAINED_ROLES:
+            keys["offload"] = {"optimizer": True}
+        services[str(each.role)] = keys
+    return services
+
+
+def unsupported_settings(plan: Plan) -> list[str]:
+    """Return what the plan needs and the proposed config leaves out, as lines of text: settings that this version does not have,
+    and what has to be started on other nodes.
+    """
+    lines = [
+        f"services.{role}: {yaml.safe_dump(keys, default_flow_style=True, sort_keys=False, width=200).strip()}"
+        for role, keys in service_settings(plan).items()
+        if not _is_supported(keys)
+    ]
+    for each in plan.placed.placements:
+        nodes = _nodes(plan, each)
+        if each.role is Role.GENERATOR and nodes[-1] > 0:
+            lines.append("generators on other nodes: start them there, and name their addresses in services.generators")
+        elif each.role is not Role.GENERATOR and nodes[0] > 0:
+            lines.append(
+                f"the {each.role} service runs on node {nodes[0]}: start it there, and name its address in "
+                f"services.{each.role}.address"
+            )
+    return lines
+
+
+def _nodes(plan: Plan, placement: Placement) -> list[int]:
+    """Return the indices of the nodes of a placement."""
+    return sorted({index // plan.cluster.per_node for index in placement.group.devices})
+
+
+def _is_supported(keys: Tree) -> bool:
+    """Return whether the config of a service has all ``keys``."""
+    return keys.keys() <= ServiceConfig.model_fields.keys()
+
+
+def proposed_settings(config: Config, plan: Plan) -> Tree:
+    """Return the settings that the plan chooses, as a nested mapping. It contains only keys that this version supports."""
+    tree: Tree = {"services": {role: keys for role, keys in service_settings(plan).items() if _is_supported(keys)}}
+    for each in plan.placed.placements:
         if each.role in TRAINED_ROLES:
             tree[str(each.role)] = {"micro_batch_tokens": each.tokens, "gradient_checkpointing": each.checkpointing}
     if plan.load.generates:
@@ -63,9 +115,9 @@ def proposed_config(config: Config, plan: Plan, source: str) -> str:
     if config.buffer.url:
         tree["buffer"]["url"] = redact_url(config.buffer.url)
     notes = [f"# Proposed by: {source}", f"# Expected: {plan.seconds:.1f} s per step on {plan.cluster}."]
-    if plan.unsupported:
-        notes.append("# This version lacks what follows, so the plan does not run yet:")
-        notes += [f"#   {line}" for line in plan.unsupported]
+    if missing := unsupported_settings(plan):
+        notes.append("# The plan also needs what follows:")
+        notes += [f"#   {line}" for line in missing]
     return "\n".join(notes) + "\n" + yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)
 
 
