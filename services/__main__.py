@@ -35,7 +35,7 @@ from quartet.openmp import set_wait_policy
 from quartet.services.workers.processes import RankProcess, start_ranks
 from quartet.telemetry.logs import configure_logs
 from quartet.topology import listen_address, num_memory_sharers, num_threads
-from quartet.types import MODEL_ROLES, TRAINED_ROLES, Role
+from quartet.types import MODEL_ROLES, Role
 
 if TYPE_CHECKING:
     from quartet.rpc.security.credentials import Credentials
@@ -120,7 +120,7 @@ def _serve(roles: list[Role], options: argparse.Namespace, notifier: ReadyNotifi
     separate = [role for role in roles if role in (Role.ORCHESTRATOR, Role.GENERATOR)]
     if separate and len(roles) > 1:
         raise ConfigError(f"roles: the {separate[0]} needs a separate process; start the other roles in another one")
-    groups = [role for role in roles if role in TRAINED_ROLES and getattr(config.services, role).processes > 1]
+    groups = [role for role in roles if role in MODEL_ROLES and getattr(config.services, role).processes > 1]
     if groups and len(roles) > 1:
         raise ConfigError(
             f"services.{groups[0]}.processes: a role of several processes needs a separate service; start the other roles "
@@ -138,7 +138,7 @@ def _serve(roles: list[Role], options: argparse.Namespace, notifier: ReadyNotifi
     # The first entry ends the process. A SimpleQueue is reentrant: a signal handler may use it at any time.
     endings: queue.SimpleQueue[str] = queue.SimpleQueue()
     ranks = RankProcess()
-    if roles[0] in TRAINED_ROLES:
+    if roles[0] in MODEL_ROLES:
         # Before the process has threads.
         ranks = start_ranks(roles[0], service.processes, os.environ)
     if ranks.rank:
@@ -286,13 +286,13 @@ def _follow(ranks: RankProcess, role: Role, config: Config, threads: int, creden
     """Compute the commands of rank 0 until it ends this process. The servicer of this rank serves no calls."""
     from quartet.models.torch_threads import set_up_torch
     from quartet.rpc.compute_thread import ComputeThread
-    from quartet.services.factories import build_trained_role
+    from quartet.services.factories import build_model_role
     from quartet.services.workers.commands import GroupCommands, join
 
     set_up_torch(threads)
     workers, commands = join(ranks)
     assert isinstance(commands, GroupCommands)
-    servicer = build_trained_role(role, config, ComputeThread(), threads, credentials.folder, workers, commands)
+    servicer = build_model_role(role, config, ComputeThread(), threads, credentials.folder, workers, commands)
     log.info("ready", rank=ranks.rank, ranks=ranks.size, threads=threads)
     commands.follow(servicer.handlers())
 

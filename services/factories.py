@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -20,9 +21,9 @@ from quartet.models.torch_threads import set_num_threads
 from quartet.models.weights.loading import check_cacheable_config
 from quartet.models.workers.workers import SINGLE, Workers
 from quartet.rewards.factory import build_reward
+from quartet.rpc.base_servicers import ModelServicer
 from quartet.rpc.commands import Commands
 from quartet.rpc.compute_thread import ComputeThread
-from quartet.rpc.server import HostedRole
 from quartet.services.actor.actor import Actor, BufferAccess
 from quartet.services.actor.engines import NoEngine, engine_factory
 from quartet.services.actor.local_generator import LocalGenerator
@@ -36,7 +37,7 @@ from quartet.services.reference.reference import Reference
 from quartet.services.reference.servicer import ReferenceServicer
 from quartet.services.reward.servicer import RewardServicer
 from quartet.topology import check_devices, generates_in_actor, num_memory_sharers, num_update_threads
-from quartet.types import TRAINED_ROLES, Role, ServiceStatus
+from quartet.types import Role, ServiceStatus
 from quartet.weight_transfer.source import WeightSource
 
 
@@ -48,33 +49,20 @@ def build_model_role(
     certificates: Path | None = None,
     workers: Workers = SINGLE,
     commands: Commands | None = None,
-) -> HostedRole:
+) -> ModelServicer[Any]:
     """Load the model of one role and return its servicer.
 
-    ``certificates`` is the folder of the process's certificates. ``workers`` and ``commands``: the group of a trained role.
+    ``certificates`` is the folder of the process's certificates. ``workers`` and ``commands``: the group of the role.
     Raises ModelError, ConfigError or ServiceUnavailable.
     """
-    if role in TRAINED_ROLES:
-        return build_trained_role(role, config, compute, threads, certificates, workers, commands)
-    if role is Role.REWARD:
-        return _build_reward(config, compute, threads)
-    return _build_reference(config, compute, threads)
-
-
-def build_trained_role(
-    role: Role,
-    config: Config,
-    compute: ComputeThread,
-    threads: int,
-    certificates: Path | None,
-    workers: Workers,
-    commands: Commands | None,
-) -> ActorServicer | CriticServicer:
-    """Load the model of a trained role and return its servicer. For parameters and errors see ``build_model_role``."""
     if role is Role.ACTOR:
         return _build_actor(config, compute, threads, certificates, workers, commands)
-    url = required_buffer_url(config, certificates)
-    return _build_critic(config, compute, threads, url, workers, commands)
+    if role is Role.CRITIC:
+        url = required_buffer_url(config, certificates)
+        return _build_critic(config, compute, threads, url, workers, commands)
+    if role is Role.REWARD:
+        return _build_reward(config, compute, threads, workers, commands)
+    return _build_reference(config, compute, threads, workers, commands)
 
 
 def _build_actor(
@@ -159,20 +147,25 @@ def _build_critic(
     return CriticServicer(critic, compute, threads, monitor.is_lost, commands)
 
 
-def _build_reward(config: Config, compute: ComputeThread, threads: int) -> HostedRole:
-    source = build_reward(config, device_of(config.services.reward))
+def _build_reward(
+    config: Config, compute: ComputeThread, threads: int, workers: Workers, commands: Commands | None
+) -> RewardServicer:
+    source = build_reward(config, device_of(config.services.reward), workers)
     # Reward functions run in separate processes. Their callers wait on a separate thread, not on the models' compute thread.
-    return RewardServicer(source, compute if source.status().parameters else ComputeThread(), threads)
+    return RewardServicer(source, compute if source.status().parameters else ComputeThread(), threads, commands)
 
 
-def _build_reference(config: Config, compute: ComputeThread, threads: int) -> HostedRole:
+def _build_reference(
+    config: Config, compute: ComputeThread, threads: int, workers: Workers, commands: Commands | None
+) -> ReferenceServicer:
     reference = Reference(
         config.reference_model,
         config.reference.dtype or config.actor.dtype,
         device_of(config.services.reference),
         config.reference.micro_batch_tokens,
+        workers,
     )
-    return ReferenceServicer(reference, compute, threads)
+    return ReferenceServicer(reference, compute, threads, commands)
 
 
 def devices_of_actor(service: ServiceConfig, off_policy: bool) -> tuple[str, str]:

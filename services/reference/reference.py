@@ -7,24 +7,27 @@ from quartet.models.forward.model_capabilities import max_positions
 from quartet.models.forward.scoring import response_log_probs
 from quartet.models.weights.loading import count_parameters, load_causal_lm
 from quartet.models.weights.tokenizer import load_tokenizer, tokenizer_fingerprint
+from quartet.models.workers.frozen import shard_frozen
+from quartet.models.workers.workers import SINGLE, Workers
 from quartet.types import FloatArray, Role, ServiceStatus, TokenBatch
 
 
 class Reference:
     """A frozen causal language model."""
 
-    def __init__(self, model: str, dtype: str, device: str, micro_batch_tokens: int) -> None:
-        """Load the model. Raises ModelError."""
+    def __init__(self, model: str, dtype: str, device: str, micro_batch_tokens: int, workers: Workers = SINGLE) -> None:
+        """Load the model. The ``workers`` hold it together. Raises ModelError."""
         self._name, self._dtype, self._device, self._micro_batch_tokens = model, dtype, device, micro_batch_tokens
-        self._model = load_causal_lm(model, dtype, device)
+        self._model = workers.agreed(lambda: load_causal_lm(model, dtype, device))
         self._vocabulary = int(self._model.get_input_embeddings().weight.shape[0])
         self._parameters = count_parameters(self._model)
         self._fingerprint = tokenizer_fingerprint(load_tokenizer(model))
+        self._workers = shard_frozen(self._model, workers)
 
     def log_probs(self, batch: TokenBatch, temperature: float) -> FloatArray:
         """Return the log-probs of the responses, float32 [response tokens], in nats."""
         failpoint("reference.scoring")
-        return response_log_probs(self._model, batch, temperature, self._micro_batch_tokens)
+        return response_log_probs(self._model, batch, temperature, self._micro_batch_tokens, self._workers)
 
     def status(self) -> ServiceStatus:
         """Return the status of the reference."""

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import grpc
 
 from quartet import codec
 from quartet.rpc.base_servicers import ModelServicer
+from quartet.rpc.commands import CommandHandler
 from quartet.services.reference.reference import Reference
-from quartet.types import Role
+from quartet.types import FloatArray, Role
 from quartet.v1 import reference_pb2_grpc
 
 
@@ -24,6 +26,16 @@ class ReferenceServicer(ModelServicer[Reference], reference_pb2_grpc.ReferenceSe
 
     def LogProbs(self, request: Any, context: grpc.ServicerContext) -> Any:
         """Compute the log-probs of given responses."""
-        batch, temperature = codec.reference_log_probs_from_proto(request)
-        log_probs = self.compute.run("log_probs", context, lambda _: self.core.log_probs(batch, temperature))
+        work = self._log_probs(request)
+        log_probs = self.compute.run(
+            "log_probs", context, lambda _: self._commands.run("reference_log_probs", request, work)
+        )
         return codec.reference_log_probs_response_to_proto(log_probs)
+
+    def handlers(self) -> dict[str, CommandHandler]:
+        """See ``ModelServicer.handlers``."""
+        return {"reference_log_probs": lambda request: self._log_probs(request)()}
+
+    def _log_probs(self, request: Any) -> Callable[[], FloatArray]:
+        batch, temperature = codec.reference_log_probs_from_proto(request)
+        return lambda: self.core.log_probs(batch, temperature)

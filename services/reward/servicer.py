@@ -9,8 +9,9 @@ import grpc
 
 from quartet import codec
 from quartet.failpoints import failpoint
-from quartet.rewards.reward_source import RewardSource
+from quartet.rewards.reward_source import RewardSource, never
 from quartet.rpc.base_servicers import ModelServicer
+from quartet.rpc.commands import CommandHandler
 from quartet.types import Role, Scores
 from quartet.v1 import reward_pb2_grpc
 
@@ -31,10 +32,22 @@ class RewardServicer(ModelServicer[RewardSource], reward_pb2_grpc.RewardServiceS
 
     def Score(self, request: Any, context: grpc.ServicerContext) -> Any:
         """Compute one score for each prompt and response."""
+        score = self._score(request)
+        # Rewards of a group do not ask whether they are cancelled: the ranks would differ.
+        scores = self.compute.run(
+            "score", context, lambda cancelled: self._commands.run("score", request, lambda: score(cancelled))
+        )
+        return codec.scores_to_proto(scores)
+
+    def handlers(self) -> dict[str, CommandHandler]:
+        """See ``ModelServicer.handlers``."""
+        return {"score": lambda request: self._score(request)(never)}
+
+    def _score(self, request: Any) -> Callable[[Callable[[], bool]], Scores]:
         batch, fields = codec.score_request_from_proto(request)
 
-        def work(cancelled: Callable[[], bool]) -> Scores:
+        def score(cancelled: Callable[[], bool]) -> Scores:
             failpoint("reward.scoring")
             return self.core.score(batch, fields, cancelled)
 
-        return codec.scores_to_proto(self.compute.run("score", context, work))
+        return score

@@ -90,3 +90,18 @@ def test_another_number_of_processes_continues_a_checkpoint(
     result = third.wait()
     assert (result.code, result.err, result.leftovers) == (0, "", []), result
     assert committed_steps(tmp_path / "runs" / "tiny") == 5
+
+
+def test_frozen_models_in_groups_score_as_single_processes_do_also_after_a_lost_rank(
+    start: Start, config: Path, uninterrupted_run: Run, tmp_path: Path
+) -> None:
+    groups = settings("services.reward.processes=2", "services.reference.processes=2", "gateway.enabled=false")
+    command = start("train", config, *LONGER, *groups)
+    command.wait_for(lambda: committed_steps(tmp_path / "runs" / "tiny") >= 2)
+    os.kill(rank_of(command, "reward"), signal.SIGKILL)
+    command.wait_for(lambda: re.search(r"reward: back after [\d.]+ s", command.out))
+    result = command.wait()
+    assert (result.code, result.err, result.leftovers) == (0, "", []), result
+    steps = deterministic_metrics(Run(result, tmp_path / "runs" / "tiny"))
+    for step, expected in zip(steps[:2], deterministic_metrics(uninterrupted_run), strict=False):
+        assert step == pytest.approx(expected, rel=1e-3, abs=1e-5)

@@ -84,7 +84,19 @@ def test_the_tree_is_immutable(minimal: Path) -> None:
         ({"algorithm": {"kl_controller": {"kind": "adaptive", "horizon": 12.8}}}, "expected more than 12.8"),
         ({"algorithm": {"kl_controller": {"kind": "simple", "horizon": 1}}}, "expected more than 1 step"),
         ({"services": {"orchestrator": {"devices": [0]}}}, "unknown key; known keys: address"),
-        ({"services": {"reward": {"processes": 2}}}, "services.reward.processes 2: only actor and critic can have"),
+        (
+            {
+                "reward": {
+                    "source": "ensemble",
+                    "parts": [
+                        {"name": "a", "source": "function", "function": "m:f"},
+                        {"name": "b", "source": "model", "model": "r"},
+                    ],
+                },
+                "services": {"reward": {"processes": 2}},
+            },
+            "services.reward.processes 2: several processes hold a model together, and the reward has a function",
+        ),
         (
             {"services": {"critic": {"processes": 2, "devices": [0, 1]}}},
             "services.critic.processes 2: several processes compute on CPUs only, services.critic.devices is \\[0, 1\\]",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from quartet.v1 import actor_pb2, critic_pb2, update_pb2
+from quartet.v1 import actor_pb2, critic_pb2, reference_pb2, reward_pb2, update_pb2
 
 _REQUESTS: dict[str, Any] = {
     "update": update_pb2.UpdateRequest,
@@ -12,6 +12,8 @@ _REQUESTS: dict[str, Any] = {
     "restore": update_pb2.RestoreRequest,
     "log_probs": actor_pb2.ActorServiceLogProbsRequest,
     "values": critic_pb2.ValuesRequest,
+    "score": reward_pb2.ScoreRequest,
+    "reference_log_probs": reference_pb2.ReferenceServiceLogProbsRequest,
 }
 _KINDS = list(_REQUESTS)
 

@@ -84,8 +84,8 @@ class ServiceConfig(Section):
     """Index of the CUDA device to use. Empty: the CPU. With rollout.max_off_policy_steps the actor may have a second device,
     which generates."""
     processes: Annotated[int, Field(ge=1, le=64)] = 1
-    """Number of CPU processes, the ranks, that hold and train the model of the actor or critic together. Each has a part of the
-    parameters and of the optimizer, and computes a part of each mini-batch. With torchrun: the number that it starts."""
+    """Number of CPU processes, the ranks, that hold a model together. Each has a part of the parameters and of the optimizer, and
+    computes a part of each batch. With torchrun: the number that it starts."""
     num_threads: Annotated[int, Field(ge=1, le=1024)] | None = None
     """Number of CPU threads of each process. Null: an equal share of the cores; during updates, an equal share among the services
     that train."""

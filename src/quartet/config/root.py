@@ -278,8 +278,10 @@ class Config(Section):
             if service.processes == 1:
                 continue
             setting = f"services.{name}.processes {service.processes}"
-            if name in ("reward", "reference"):
-                raise ValueError(f"{setting}: only actor and critic can have several processes; set 1")
+            if name == "reward" and self.reward.has_functions:
+                raise ValueError(
+                    f"{setting}: several processes hold a model together, and the reward has a function; set 1, or give only models"
+                )
             if service.devices:
                 raise ValueError(
                     f"{setting}: several processes compute on CPUs only, services.{name}.devices is {list(service.devices)}; set "

@@ -10,6 +10,8 @@ from quartet.models.forward.model_capabilities import max_positions, vocabulary_
 from quartet.models.forward.scoring import sequence_scores
 from quartet.models.weights.loading import count_parameters, load_reward_model
 from quartet.models.weights.tokenizer import load_tokenizer, tokenizer_fingerprint
+from quartet.models.workers.frozen import shard_frozen
+from quartet.models.workers.workers import SINGLE, Workers
 from quartet.rewards.reward_source import never, parse_fields
 from quartet.types import Role, Scores, ServiceStatus, TokenBatch
 
@@ -17,11 +19,12 @@ from quartet.types import Role, Scores, ServiceStatus, TokenBatch
 class ModelReward:
     """A frozen sequence classifier, read at the last token of each prompt+response."""
 
-    def __init__(self, config: RewardSourceConfig, device: str) -> None:
-        """Load the model. Raises ModelError."""
+    def __init__(self, config: RewardSourceConfig, device: str, workers: Workers = SINGLE) -> None:
+        """Load the model. The ``workers`` hold it together. Raises ModelError."""
         if config.model is None:
             raise ModelError("reward.model: missing; source model needs it")
-        self._model = load_reward_model(config.model, config.dtype, device)
+        model, dtype = config.model, config.dtype
+        self._model = workers.agreed(lambda: load_reward_model(model, dtype, device))
         self._micro_batch_tokens = config.micro_batch_tokens
         self._status = ServiceStatus(
             role=Role.REWARD,
@@ -33,11 +36,12 @@ class ModelReward:
             vocabulary_size=vocabulary_size(self._model),
             max_sequence_tokens=max_positions(self._model) or 0,
         )
+        self._workers = shard_frozen(self._model, workers)
 
     def score(self, batch: TokenBatch, fields: Sequence[str] = (), cancelled: Callable[[], bool] = never) -> Scores:
         """Return the score of each prompt+response. ``fields`` are checked but not used."""
         parse_fields(fields, len(batch))
-        return Scores(sequence_scores(self._model, batch, self._micro_batch_tokens))
+        return Scores(sequence_scores(self._model, batch, self._micro_batch_tokens, self._workers))
 
     def status(self) -> ServiceStatus:
         """Return the status of the model."""

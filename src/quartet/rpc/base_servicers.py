@@ -51,10 +51,12 @@ AnyTrainableCore = TypeVar("AnyTrainableCore", bound=TrainableCore)
 class ModelServicer(Generic[AnyCore]):
     """Base class of the four model servicers. Roles of one process may share a compute thread."""
 
-    def __init__(self, core: AnyCore, compute: ComputeThread, threads: int) -> None:
+    def __init__(self, core: AnyCore, compute: ComputeThread, threads: int, commands: Commands | None = None) -> None:
+        """``commands``: those of the service's processes. Defaults to one process."""
         self.core = core
         self.compute = compute
         self._threads = threads
+        self._commands = commands or Commands()
 
     def status(self) -> ServiceStatus:
         """Return the core's status with the measurements of the compute thread."""
@@ -70,12 +72,23 @@ class ModelServicer(Generic[AnyCore]):
         return self.compute.abandoned()
 
     def failure(self) -> str:
-        """See ``ComputeThread.failure``."""
-        return self.compute.failure
+        """Return the error after which only a restart of this process helps, or ""."""
+        return self.compute.failure or self._commands.failure
 
     def close(self) -> None:
-        """Close the compute thread."""
+        """Close the compute thread, and end the other processes of the group."""
+        busy = self.compute.pending()
         self.compute.close()
+        if not busy:
+            self._commands.stop()
+
+    def handlers(self) -> dict[str, CommandHandler]:
+        """Return the functions that run the commands of rank 0 in another process of the group, by their kind."""
+        return {}
+
+    def run_command(self, kind: str, request: Any, context: grpc.ServicerContext, work: Callable[[], Result]) -> Result:
+        """Return the result of ``work`` on the compute thread, which all processes of the group do for ``request``."""
+        return self.compute.run(kind, context, lambda _: self._commands.run(kind, request, work))
 
 
 class GenerationCore(Protocol):
@@ -130,10 +143,9 @@ class TrainableServicer(ModelServicer[AnyTrainableCore]):
     ) -> None:
         """``buffer_unreachable`` returns at once whether the core's last access to the rollout buffer failed.
 
-        ``commands``: those of the service's processes. Defaults to one process.
+        See ModelServicer for the rest.
         """
-        super().__init__(core, compute, threads)
-        self._commands = commands or Commands()
+        super().__init__(core, compute, threads, commands)
         self._buffer_unreachable = buffer_unreachable
         self._save_slots = threading.BoundedSemaphore(MAX_PENDING_SAVES)
         # One save at a time: there is memory for one copy, and two saves must not write the same directory.
@@ -143,28 +155,13 @@ class TrainableServicer(ModelServicer[AnyTrainableCore]):
         """Return the status of a model servicer, and whether the buffer is unreachable."""
         return replace(super().status(), buffer_unreachable=self._buffer_unreachable())
 
-    def failure(self) -> str:
-        """Return the error after which only a restart of this process helps, or ""."""
-        return super().failure() or self._commands.failure
-
-    def close(self) -> None:
-        """Close the compute thread, and end the other processes of the group."""
-        busy = self.compute.pending()
-        super().close()
-        if not busy:
-            self._commands.stop()
-
     def handlers(self) -> dict[str, CommandHandler]:
-        """Return the functions that run the commands of rank 0 in another process of the group, by their kind."""
+        """See ``ModelServicer.handlers``."""
         return {
             "update": lambda request: self._update(request)(),
             "save": lambda request: self._snapshot(request)(),
             "restore": lambda request: self._restore(request)(),
         }
-
-    def run_command(self, kind: str, request: Any, context: grpc.ServicerContext, work: Callable[[], Result]) -> Result:
-        """Return the result of ``work`` on the compute thread, which all processes of the group do for ``request``."""
-        return self.compute.run(kind, context, lambda _: self._commands.run(kind, request, work))
 
     def _update(self, request: Any) -> Callable[[], UpdateResult]:
         update = codec.update_request_from_proto(request)

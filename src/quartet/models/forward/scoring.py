@@ -11,13 +11,13 @@ import torch
 from torch import nn
 
 from quartet.errors import ComputationFailed
-from quartet.models.forward.batching import MicroBatch, iter_micro_batches, micro_batches, right_pad
+from quartet.models.forward.batching import MicroBatch, micro_batches, right_pad
 from quartet.models.forward.log_probs import forward_log_probs
 from quartet.models.forward.model_capabilities import check_batch, device_of
 from quartet.models.forward.onednn_linear import onednn_linear
 from quartet.models.forward.packing import hidden_states
 from quartet.models.value_head import ValueModel
-from quartet.models.workers.shares import share_of
+from quartet.models.workers.shares import share_of, share_rows
 from quartet.models.workers.workers import SINGLE, Workers
 from quartet.types import FloatArray, TokenBatch
 
@@ -81,37 +81,58 @@ def _by_token(
 
 
 @onednn_linear()
-def sequence_scores(reward_model: Any, batch: TokenBatch, max_tokens: int) -> FloatArray:
+def sequence_scores(reward_model: Any, batch: TokenBatch, max_tokens: int, workers: Workers = SINGLE) -> FloatArray:
     """Return the reward model's score of every prompt + response: float32 [sequences].
 
     The score of a decoder classifier is read at the last token, which the length determines. A search for pad ids would skip an
-    EOS with the same id. An encoder classifier reads the whole sequence under an attention mask. Raises InvalidRequest;
-    ComputationFailed if a score is not finite.
+    EOS with the same id. An encoder classifier reads the whole sequence under an attention mask. ``workers``: see
+    ``response_log_probs``. Raises InvalidRequest; ComputationFailed if a score is not finite.
     """
     check_batch(reward_model, batch)
-    result = np.empty(len(batch), np.float32)
+    result = np.zeros(len(batch), np.float32)
     is_decoder = isinstance(getattr(reward_model, "score", None), nn.Module)
-    score_micro_batches = _decoder_scores if is_decoder else _encoder_scores
+    passes = _decoder_passes if is_decoder else _encoder_passes
     with torch.inference_mode():
-        for rows, scores in score_micro_batches(reward_model, batch, max_tokens):
-            result[rows] = scores.squeeze(-1).float().cpu().numpy()
+        for rows, compute, counts in passes(reward_model, batch, max_tokens, workers):
+            scores = workers.forward(compute)
+            if counts:
+                result[rows] = scores.squeeze(-1).float().cpu().numpy()
+        result = workers.sum(torch.from_numpy(result)).float().numpy()
     return _finite(result, "scores", reward_model)
 
 
-def _decoder_scores(reward_model: Any, batch: TokenBatch, max_tokens: int) -> Iterator[tuple[list[int], torch.Tensor]]:
-    """Yield indices of sequences in the batch, and their scores [rows, 1]."""
-    for part in iter_micro_batches(reward_model, batch, max_tokens, include_last_token=True):
+_Pass = tuple[list[int], Callable[[], torch.Tensor], bool]
+"""Indices of sequences in the batch, the function that computes their scores [rows, 1], and whether they count."""
+
+
+def _decoder_passes(reward_model: Any, batch: TokenBatch, max_tokens: int, workers: Workers) -> Iterator[_Pass]:
+    def compute(part: MicroBatch) -> torch.Tensor:
         hidden = hidden_states(reward_model.base_model, part.input_ids, part.packing)
-        yield part.rows, reward_model.score(hidden.flatten(0, 1)[part.last])
+        scores: torch.Tensor = reward_model.score(hidden.flatten(0, 1)[part.last])
+        return scores
+
+    for part, counts in share_of(workers, reward_model, batch, max_tokens, include_last_token=True):
+        yield part.rows, partial(compute, part), counts
 
 
-def _encoder_scores(reward_model: Any, batch: TokenBatch, max_tokens: int) -> Iterator[tuple[list[int], torch.Tensor]]:
+def _encoder_passes(reward_model: Any, batch: TokenBatch, max_tokens: int, workers: Workers) -> Iterator[_Pass]:
     sequences, device = batch.sequences(), device_of(reward_model)
-    for rows in micro_batches(batch.lengths, max_tokens):
+
+    def compute(rows: list[int]) -> torch.Tensor:
         input_ids = right_pad([sequences[row] for row in rows], device)
         lengths = torch.from_numpy(batch.lengths[rows].astype(np.int64)).to(device)
         mask = torch.arange(input_ids.shape[1], device=device) < lengths[:, None]
-        yield rows, reward_model(input_ids=input_ids, attention_mask=mask.long()).logits
+        logits: torch.Tensor = reward_model(input_ids=input_ids, attention_mask=mask.long()).logits
+        return logits
+
+    groups, padding = share_rows(
+        workers,
+        batch.lengths,
+        np.arange(len(batch)),
+        lambda rows: [rows[group].tolist() for group in micro_batches(batch.lengths[rows], max_tokens)],
+    )
+    for index, rows in enumerate(groups):
+        yield rows, partial(compute, rows), index < len(groups) - padding
 
 
 def _finite(values: FloatArray, name: str, model: nn.Module) -> FloatArray:

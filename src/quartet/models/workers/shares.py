@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,12 +54,23 @@ def share_of(
     """
     rows = np.arange(len(batch)) if rows is None else rows
     packed, device = supports_packing(model), device_of(model)
-    plans = [
-        plan_micro_batches(batch, max_tokens, packed, rows[part], include_last_token) if part else []
-        for part in split_by_tokens(batch.lengths[rows], workers.size)
-    ]
-    own, count = plans[workers.rank], max(map(len, plans))
-    padding = [[int(rows[np.argmin(batch.lengths[rows])])]] * (count - len(own))
-    return Share(
-        [build_micro_batch(batch, group, device, packed, include_last_token) for group in own + padding], len(padding)
+    groups, padding = share_rows(
+        workers,
+        batch.lengths,
+        rows,
+        lambda part: plan_micro_batches(batch, max_tokens, packed, part, include_last_token),
     )
+    return Share([build_micro_batch(batch, group, device, packed, include_last_token) for group in groups], padding)
+
+
+def share_rows(
+    workers: Workers, lengths: IntArray, rows: Rows, plan: Callable[[Rows], list[list[int]]]
+) -> tuple[list[list[int]], int]:
+    """Return the groups of sequences that this rank computes, of which the last ones do not count, and how many those are.
+
+    ``lengths``: tokens of all sequences. ``rows``: the sequences to compute. ``plan`` groups any of them. See ``share_of``.
+    """
+    plans = [plan(rows[part]) if part else [] for part in split_by_tokens(lengths[rows], workers.size)]
+    own, count = plans[workers.rank], max(map(len, plans))
+    padding = [[int(rows[np.argmin(lengths[rows])])]] * (count - len(own))
+    return own + padding, len(padding)

@@ -1,0 +1,61 @@
+"""One rank of a group of processes that scores with frozen tiny models. For the arguments see ``launch``."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from quartet.models.forward.scoring import response_log_probs, sequence_scores
+from quartet.models.workers.frozen import shard_frozen
+from quartet.models.workers.group import join_group
+from quartet.models.workers.workers import SINGLE, Workers
+from quartet.types import FloatArray
+from tests.unit.models import tiny
+
+PROMPTS, RESPONSES = [3, 1, 5, 2, 4], [4, 9, 2, 12, 1]
+SCORERS = {
+    "llama": lambda: tiny.classifier("llama"),
+    "encoder": lambda: tiny.classifier("bert"),
+    "bfloat16": lambda: tiny.classifier("qwen2").bfloat16(),
+}
+REFERENCES = {"reference": lambda: tiny.causal("llama"), "reference-gpt2": lambda: tiny.causal("gpt2")}
+ONE_SEQUENCE = "one-sequence"
+
+
+def outputs(workers: Workers) -> dict[str, FloatArray]:
+    """Return the scores and log-probs of all models by case. The group holds all models at once."""
+    batch = tiny.batch(PROMPTS, RESPONSES)
+    scorers: dict[str, Any] = {name: create() for name, create in SCORERS.items()}
+    references: dict[str, Any] = {name: create() for name, create in REFERENCES.items()}
+    groups = {name: shard_frozen(model, workers) for name, model in (scorers | references).items()}
+    result = {name: sequence_scores(model, batch, 20, groups[name]) for name, model in scorers.items()}
+    result |= {name: response_log_probs(model, batch, 0.8, 20, groups[name]) for name, model in references.items()}
+    # One rank has nothing to score.
+    result[ONE_SEQUENCE] = sequence_scores(scorers["llama"], tiny.batch([2], [3]), 20, groups["llama"])
+    sizes = [held_parameters(model) for model in (scorers | references).values()]
+    return result | {"held": np.array(sizes, np.float32)}
+
+
+def held_parameters(model: nn.Module) -> int:
+    """Return the number of parameters in this process."""
+    return sum((value.to_local() if isinstance(value, DTensor) else value).numel() for value in model.parameters())
+
+
+def main(folder: Path, rank: int, size: int, port: int, descriptor: int | None) -> None:
+    torch.set_num_threads(1)
+    group = join_group(rank, size, ("127.0.0.1", port), descriptor)
+    for number in range(2):
+        np.savez(folder / f"{number}-{rank}.npz", **outputs(group))  # type: ignore[arg-type]
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    own, count, address, listener = map(int, sys.argv[2:])
+    main(Path(sys.argv[1]), own, count, address, None if own else listener)
