@@ -231,7 +231,7 @@ class Source:
     def _publish(self, version: int) -> dict[str, Any]:
         assert self._trainer is not None
         tensors = self._trainer.weights()
-        self._source.publish(version, tensors, run=RUN)
+        self._source.publish(version, tensors.items(), run=RUN)
         assert self._source.last is not None
         return {**asdict(replace(self._source.last, digest=b"")), "digest": self._source.last.digest.hex()}
 

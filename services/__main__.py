@@ -279,7 +279,10 @@ def _models(roles: list[Role], config: Config, threads: int, credentials: Creden
     shared = _torch_devices(roles, config) and any(num_memory_sharers(config, role) > 1 for role in roles)
     on_idle = release_gpu_memory if shared else lambda: None
     compute = ComputeThread(lambda: set_num_threads(threads), config.timeouts.score_seconds, on_idle)
-    return [build_model_role(role, config, compute, threads, credentials.folder, workers, commands) for role in roles]
+    return [
+        build_model_role(role, config, compute, threads, credentials.folder, workers, commands, credentials)
+        for role in roles
+    ]
 
 
 def _follow(ranks: RankProcess, role: Role, config: Config, threads: int, credentials: Credentials) -> None:
@@ -292,7 +295,9 @@ def _follow(ranks: RankProcess, role: Role, config: Config, threads: int, creden
     set_up_torch(threads)
     workers, commands = join(ranks)
     assert isinstance(commands, GroupCommands)
-    servicer = build_model_role(role, config, ComputeThread(), threads, credentials.folder, workers, commands)
+    servicer = build_model_role(
+        role, config, ComputeThread(), threads, credentials.folder, workers, commands, credentials
+    )
     log.info("ready", rank=ranks.rank, ranks=ranks.size, threads=threads)
     commands.follow(servicer.handlers())
 

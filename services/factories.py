@@ -12,7 +12,6 @@ from quartet.buffer.experience_store import ExperienceStore
 from quartet.buffer.redis_url import required_buffer_url
 from quartet.buffer.rollout_stream import RolloutStream
 from quartet.config import MAX_MICRO_BATCH_TOKENS, MAX_MICRO_BATCH_TOKENS_GPU, Config, ServiceConfig
-from quartet.engines.engine import Engine
 from quartet.errors import ConfigError
 from quartet.memory_shares import cache_shape, torch_cache_bytes, generates_on_its_device, gpu_share
 from quartet.models.generation.detached_torch import DetachedTorchEngine
@@ -24,9 +23,12 @@ from quartet.rewards.factory import build_reward
 from quartet.rpc.base_servicers import ModelServicer
 from quartet.rpc.commands import Commands
 from quartet.rpc.compute_thread import ComputeThread
+from quartet.rpc.security.credentials import LOCAL, Credentials
 from quartet.services.actor.actor import Actor, BufferAccess
 from quartet.services.actor.engines import NoEngine, engine_factory
+from quartet.services.actor.group_generation import SeparateGeneration, join_ranks
 from quartet.services.actor.local_generator import LocalGenerator
+from quartet.services.actor.publication import EnginePublication, NoPublication, SourcePublication
 from quartet.services.actor.servicer import ActorServicer
 from quartet.services.critic.critic import Critic
 from quartet.services.critic.servicer import CriticServicer
@@ -49,14 +51,16 @@ def build_model_role(
     certificates: Path | None = None,
     workers: Workers = SINGLE,
     commands: Commands | None = None,
+    credentials: Credentials = LOCAL,
 ) -> ModelServicer[Any]:
     """Load the model of one role and return its servicer.
 
     ``certificates`` is the folder of the process's certificates. ``workers`` and ``commands``: the group of the role.
+    ``credentials``: those of the process, with which the ranks of a group call each other.
     Raises ModelError, ConfigError or ServiceUnavailable.
     """
     if role is Role.ACTOR:
-        return _build_actor(config, compute, threads, certificates, workers, commands)
+        return _build_actor(config, compute, threads, certificates, workers, commands, credentials)
     if role is Role.CRITIC:
         url = required_buffer_url(config, certificates)
         return _build_critic(config, compute, threads, url, workers, commands)
@@ -72,6 +76,7 @@ def _build_actor(
     certificates: Path | None,
     workers: Workers,
     commands: Commands | None,
+    credentials: Credentials,
 ) -> ActorServicer:
     url = required_buffer_url(config, certificates)
     client = connect(url)
@@ -88,8 +93,7 @@ def _build_actor(
     device, generation_device = devices_of_actor(config.services.actor, detached)
     if config.rollout.engine == "torch":
         check_cacheable_config(config.actor.model)
-    # A version is needed until its step is generated, and the one after it may be published before.
-    weights = WeightSource(config.rollout.max_off_policy_steps + 2) if detached or config.has_generators else None
+    shares_weights = not detached and not config.has_generators
     actor = Actor(
         config.actor.model_copy(update=concurrent),
         device,
@@ -97,17 +101,26 @@ def _build_actor(
         run_root(config),
         access,
         config.run.seed,
-        (lambda _: NoEngine()) if workers.size > 1 else None if weights else engine_factory(config, certificates),
+        engine_factory(config, certificates)
+        if shares_weights
+        else (lambda _: NoEngine())
+        if workers.size > 1
+        else None,
         num_update_threads(config, Role.ACTOR),
         limits_of(config, Role.ACTOR),
         config.algorithm.policy_loss,
-        weights,
         workers,
     )
-    if not detached or workers.rank:
-        return ActorServicer(actor, compute, threads, monitor.is_lost, weights=weights, commands=commands)
-    assert weights is not None
-    engine: Engine
+    if shares_weights:
+        return ActorServicer(actor, compute, threads, monitor.is_lost, commands=commands)
+    off_policy = config.rollout.max_off_policy_steps
+    source = None
+    if off_policy if detached else not workers.rank:
+        # A version is needed until its step is generated, and the one after it may be published before.
+        source = WeightSource(off_policy + 2)
+    if not detached:
+        actor.publish_to(NoPublication() if source is None else SourcePublication(source))
+        return ActorServicer(actor, compute, threads, monitor.is_lost, weights=source, commands=commands)
     if workers.size > 1:
         engine, served, _ = create_torch_engine(config, generation_device)
     else:
@@ -117,15 +130,18 @@ def _build_actor(
             model, adapter, served.stop_ids, rollout.max_concurrent_sequences, rollout.merge_adapter
         )
     generator = Generator(engine, served, ServiceStatus(Role.ACTOR), lambda run: access(run).rollouts)
-    return ActorServicer(
-        actor,
-        compute,
-        threads,
-        monitor.is_lost,
-        ComputeThread(lambda: set_num_threads(threads)),
-        LocalGenerator(generator, weights),
-        commands=commands,
-    )
+    own: LocalGenerator | EnginePublication
+    if source is None:
+        own = EnginePublication(engine, generator)
+        actor.publish_to(own)
+    else:
+        own = LocalGenerator(generator, source)
+        actor.publish_to(SourcePublication(source))
+    generation = ComputeThread(lambda: set_num_threads(threads), config.timeouts.score_seconds)
+    everything: SeparateGeneration = own
+    if workers.size > 1:
+        everything = join_ranks(own, generation, actor.status, workers, config.timeouts, credentials)
+    return ActorServicer(actor, compute, threads, monitor.is_lost, generation, everything, commands=commands)
 
 
 def _build_critic(

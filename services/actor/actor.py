@@ -20,13 +20,14 @@ from quartet.models.training.activation_checkpointing import activation_checkpoi
 from quartet.models.training.update_memory import UpdateMemory, measure_policy
 from quartet.models.training.updates import update_policy
 from quartet.models.weights.device_copy import copy_to_device
-from quartet.models.weights.host_tensors import adapter_settings, host_tensors, named_weights
+from quartet.models.weights.host_tensors import adapter_settings, complete_tensors, named_weights
 from quartet.models.weights.loading import load_causal_lm, snapshot_model, stop_token_ids
 from quartet.models.weights.lora import Adapter
 from quartet.models.weights.snapshot import Writer
 from quartet.models.workers.workers import SINGLE, Workers
 from quartet.ppo.losses import PolicyLossFunction, checked_policy_loss
 from quartet.services.actor.engines import torch_engine
+from quartet.services.actor.publication import Publication
 from quartet.services.generator.generator import Progress, TrajectoryWriter
 from quartet.services.memory_budget import UpdateLimits
 from quartet.services.trainable_model import TrainableModel
@@ -41,7 +42,6 @@ from quartet.types import (
     UpdateResult,
 )
 from quartet.user_code import NotImportable, import_callable
-from quartet.weight_transfer.source import WeightSource
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,20 +70,19 @@ class Actor(TrainableModel):
         update_threads: int | None = None,
         limits: UpdateLimits | None = None,
         policy_loss: str = "clipped",
-        weights: WeightSource | None = None,
         workers: Workers = SINGLE,
     ) -> None:
         """Load the model. ``buffer`` returns the access to the buffer of a run by its name.
 
         ``create_engine`` creates the generation engine that shares the policy model; None is the torch engine. ``policy_loss`` is
-        the name or import path of the only policy loss that updates may request. ``weights`` receives every policy version, for
-        generators, on rank 0 of a group. See TrainableModel for the other arguments. Raises ModelError, ConfigError.
+        the name or import path of the only policy loss that updates may request. See TrainableModel for the other arguments.
+        Raises ModelError, ConfigError.
         """
-        self._config, self._buffer, self._weights = config, buffer, weights
+        self._config, self._buffer = config, buffer
+        self._publication: Publication | None = None
         self._policy_loss, self._loss_function = policy_loss, _import_policy_loss(policy_loss)
         self._create_engine = create_engine or torch_engine(max_concurrent_sequences)
         super().__init__(config, config.model, device, run_directory, seed, update_threads, limits, workers)
-        self._publish()
 
     def _read(self, source: str | Path) -> Any:
         return load_causal_lm(source, self._config.dtype, self._device)
@@ -111,14 +110,19 @@ class Actor(TrainableModel):
         self._engine = self._create_engine(Policy(self._model, self._tokenizer, self._adapter, stop_ids, self._score))
         self._stop_ids = stop_ids
 
+    def publish_to(self, publication: Publication) -> None:
+        """Give ``publication`` the current policy version and every later one."""
+        self._publication = publication
+        self._publish()
+
     def _publish(self) -> None:
-        """Copy the current policy version to the weight source, if there is one."""
-        if self._weights is not None:
-            tensors = host_tensors(named_weights(self._model, self._adapter), self._workers)
-            if self._workers.rank:
-                return
-            version, run = self._updates.policy_version, self._updates.run
-            self._weights.publish(version, tensors, adapter_settings(self._adapter), run)
+        if self._publication is not None:
+            self._publication.publish(
+                self._updates.policy_version,
+                complete_tensors(named_weights(self._model, self._adapter), self._workers),
+                adapter_settings(self._adapter),
+                self._updates.run,
+            )
 
     def separate_model(self, device: str) -> tuple[ServedModel, Any, Adapter | None]:
         """Return a copy of the policy on ``device`` for an engine with its own weights: description, model and adapter."""
@@ -159,9 +163,8 @@ class Actor(TrainableModel):
     def restore(self, run: str, step: int, leader_epoch: int, directory: str) -> None:
         """Restore a checkpoint. See ``TrainableModel.restore``."""
         super().restore(run, step, leader_epoch, directory)
-        if self._weights is not None:
-            # A version number may now stand for other weights than before.
-            self._weights.reset()
+        if self._publication is not None:
+            self._publication.reset()
         self._publish()
 
     def log_probs(self, batch: TokenBatch, temperature: float, reference: bool = False) -> FloatArray:
@@ -221,14 +224,13 @@ class Actor(TrainableModel):
 
     def status(self) -> ServiceStatus:
         """Return the status of the actor."""
-        published = self._weights.published() if self._weights is not None else {}
         engine = getattr(vars(self).get("_engine"), "properties", None)
         return replace(
             super().status(),
             answers_as_reference=self._config.lora is not None,
             engine=engine,
-            published_weights=published,
-            last_publication=self._weights.last if self._weights is not None else None,
+            published_weights=dict(self._publication.published()) if self._publication is not None else {},
+            last_publication=self._publication.last() if self._publication is not None else None,
         )
 
 

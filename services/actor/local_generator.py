@@ -2,38 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Mapping
 
 from quartet.errors import FailedPrecondition
 from quartet.services.generator.generator import Generator, Progress
-from quartet.types import GenerationBatch
-from quartet.weight_transfer.messages import Message, WeightsRequest
-from quartet.weight_transfer.receiver import WeightMirror
+from quartet.types import GenerationBatch, ServiceStatus
+from quartet.weight_transfer.receiver import PulledWeights
 from quartet.weight_transfer.source import WeightSource
-
-PULL_SECONDS = 600.0
-"""Time limit of a copy between two places in memory."""
-
-
-@dataclass(frozen=True, slots=True)
-class LocalPeer:
-    """The weight source of this process, without RPC."""
-
-    source: WeightSource
-    address: str = "this process"
-
-    def get_weights(self, request: WeightsRequest, timeout: float) -> Iterator[Message]:
-        """Yield the messages of a stream."""
-        return self.source.stream(request)
 
 
 class LocalGenerator:
-    """A generator that brings the requested policy version into its engine by itself."""
+    """A generator that brings the requested policy version into its engine by itself, from the source of its process."""
 
     def __init__(self, generator: Generator, source: WeightSource) -> None:
         self._generator, self._source = generator, source
-        self._mirror = WeightMirror("the engine of this process")
+        # Those of the last load: of all weights, and of each.
+        self._digest = b""
+        self._digests: Mapping[str, bytes] = {}
 
     def generate(
         self,
@@ -43,16 +29,17 @@ class LocalGenerator:
         on_progress: Progress = lambda trajectories, response_tokens: None,
     ) -> tuple[int, int]:
         """Generate with the requested policy version. See ``Generator.generate``."""
-        if not batch.weights_digest:
+        digest = batch.weights_digest
+        if not digest:
             raise FailedPrecondition("generate: the request names no digest of the weights")
-
-        self._generator.load(
-            batch.run,
-            batch.leader_epoch,
-            batch.policy_version,
-            batch.weights_digest,
-            lambda: self._mirror.pull(
-                [LocalPeer(self._source)], self._source.run, batch.policy_version, batch.weights_digest, PULL_SECONDS
-            ),
-        )
+        start = time.perf_counter()
+        with self._source.hold(batch.policy_version, digest) as (weights, digests):
+            changed = frozenset(name for name in digests if digests[name] != self._digests.get(name))
+            held = PulledWeights(weights, self._digest, changed, 0, time.perf_counter() - start, "this process", "held")
+            self._generator.load(batch.run, batch.leader_epoch, batch.policy_version, digest, lambda: held)
+            self._digest, self._digests = digest, digests
         return self._generator.generate(batch, cancelled, on_start, on_progress)
+
+    def status(self) -> ServiceStatus:
+        """Return the status of the generator."""
+        return self._generator.status()

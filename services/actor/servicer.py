@@ -11,11 +11,12 @@ import grpc
 
 from quartet import codec
 from quartet.errors import FailedPrecondition
-from quartet.rpc.base_servicers import GenerationCore, TrainableServicer, stream_generation
+from quartet.rpc.base_servicers import TrainableServicer, stream_generation
 from quartet.rpc.commands import CommandHandler, Commands
 from quartet.rpc.compute_thread import ComputeThread
 from quartet.rpc.weight_servicer import WeightServicer
 from quartet.services.actor.actor import Actor
+from quartet.services.actor.group_generation import SeparateGeneration
 from quartet.types import FloatArray, PolicyLossSettings, Role, ServiceStatus
 from quartet.v1 import actor_pb2_grpc, generation_pb2_grpc
 from quartet.weight_transfer.store import WeightStore
@@ -36,7 +37,7 @@ class ActorServicer(
         threads: int,
         buffer_unreachable: Callable[[], bool],
         generation: ComputeThread | None = None,
-        generator: GenerationCore | None = None,
+        generator: SeparateGeneration | None = None,
         weights: WeightStore | None = None,
         commands: Commands | None = None,
     ) -> None:
@@ -46,16 +47,19 @@ class ActorServicer(
         pull. See TrainableServicer for the rest.
         """
         super().__init__(core, compute, threads, buffer_unreachable, commands)
-        self._generation, self._generator = generation or compute, generator or core
+        self._generation, self._generator = generation or compute, generator
         self._weights = weights
 
     def status(self) -> ServiceStatus:
         """Return the status of a trainable servicer, with the measurements of both compute threads."""
         status = super().status()
-        if self._generation is self.compute:
+        if self._generator is None:
             return status
+        generator = self._generator.status()
         return replace(
             status,
+            engine=generator.engine,
+            tokens=status.tokens | generator.tokens,
             busy_seconds=status.busy_seconds | self._generation.busy_seconds(),
             work_pending=status.work_pending + self._generation.pending(),
         )
@@ -78,7 +82,7 @@ class ActorServicer(
 
     def Generate(self, request: Any, context: grpc.ServicerContext) -> Iterator[Any]:
         """Generate trajectories into the rollout stream. Yield an event at the start, with progress, and at the end."""
-        return stream_generation(self._generator, self._generation, request, context)
+        return stream_generation(self._generator or self.core, self._generation, request, context)
 
     def UpdateWeights(self, request: Any, context: grpc.ServicerContext) -> Any:
         """Raise FailedPrecondition: an engine in this process gets its weights without a transfer."""

@@ -106,6 +106,17 @@ class Generator:
         failpoint("generator.loaded")
         return self._held
 
+    def drop(self) -> None:
+        """Take note that the weights of the engine are being replaced."""
+        with self._loading:
+            self._held, self._loaded = None, b""
+
+    def take_over(self, policy_version: int, digest: bytes) -> None:
+        """Take note that the engine holds a policy version, as read back from its weights. See ``load`` for a transfer."""
+        with self._loading:
+            self._held = WeightTransfer(policy_version, digest, "", 0, False, 0.0, 0.0)
+            self._loaded, self._verified = digest, {digest: policy_version}
+
     def _check_held(self, weights: WeightSet, held: Mapping[str, bytes]) -> None:
         digest = combined_digest(held)
         if digest != weights.digest:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from quartet.config import Config
-from quartet.engines.engine import Engine, ServedModel
+from quartet.engines.engine import ServedModel
 from quartet.models.generation.detached_torch import DetachedTorchEngine
 from quartet.models.generation.validation import served_model
 from quartet.models.weights.loading import check_cacheable_config, load_causal_lm, stop_token_ids
@@ -12,7 +12,7 @@ from quartet.models.weights.tokenizer import load_tokenizer, tokenizer_fingerpri
 from quartet.types import Role, ServiceStatus
 
 
-def create_torch_engine(config: Config, device: str) -> tuple[Engine, ServedModel, ServiceStatus]:
+def create_torch_engine(config: Config, device: str) -> tuple[DetachedTorchEngine, ServedModel, ServiceStatus]:
     """Load the initial policy on ``device``, and return the engine around it. Raises ModelError, ConfigError."""
     actor = config.actor
     check_cacheable_config(actor.model)

@@ -92,6 +92,23 @@ def test_another_number_of_processes_continues_a_checkpoint(
     assert committed_steps(tmp_path / "runs" / "tiny") == 5
 
 
+@pytest.mark.slow
+def test_a_group_that_generates_while_it_trains_ends_bit_identically_after_a_lost_rank(
+    start: Start, config: Path, few_processes: list[str], tmp_path: Path
+) -> None:
+    off_policy = settings("rollout.max_off_policy_steps=1", "algorithm.importance_sampling_cap=2")
+    undisturbed = train(tmp_path / "undisturbed", config, *few_processes, *LONGER, *GROUPS, *off_policy)
+    assert undisturbed.result.code == 0, undisturbed.result
+    command = start("train", config, *few_processes, *LONGER, *GROUPS, *off_policy)
+    command.wait_for(lambda: committed_steps(tmp_path / "runs" / "tiny") >= 2)
+    os.kill(rank_of(command, "actor"), signal.SIGKILL)
+    result = command.wait()
+    assert (result.code, result.err, result.leftovers) == (0, "", []), result
+    run = Run(result, tmp_path / "runs" / "tiny")
+    assert deterministic_metrics(run) == deterministic_metrics(undisturbed)
+    assert weights(run.directory) == weights(undisturbed.directory)
+
+
 def test_frozen_models_in_groups_score_as_single_processes_do_also_after_a_lost_rank(
     start: Start, config: Path, uninterrupted_run: Run, tmp_path: Path
 ) -> None:

@@ -161,7 +161,7 @@ def published_policies(folder: Path) -> Iterator[PublishedPolicies]:
             name: HostTensor(tensor.dtype, tensor.shape, (tensor.data.view(np.float32) / 2).view(np.uint8))
             for name, tensor in tensors.items()
         }
-        digests = [source.publish(version, each, run=RUN) for version, each in enumerate((tensors, halved))]
+        digests = [source.publish(version, each.items(), run=RUN) for version, each in enumerate((tensors, halved))]
         yield PublishedPolicies(server.address, tuple(digests))
     finally:
         server.stop(0.0)

@@ -70,7 +70,7 @@ class Network:
     def source(self, *versions: Tensors) -> WeightSource:
         source = WeightSource(num_threads=2)
         for number, tensors in enumerate(versions):
-            source.publish(number, tensors, run=RUN)
+            source.publish(number, tensors.items(), run=RUN)
         self._opened.append(source)
         return source
 

@@ -38,6 +38,7 @@ FILES = {
     "quartet.sys_path",
     "quartet.user_code",
     "quartet.leader_fence",
+    "quartet.work_split",
 }
 LIBRARY = {
     "quartet.engines",

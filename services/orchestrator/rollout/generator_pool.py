@@ -31,7 +31,6 @@ from quartet.rpc.security.credentials import LOCAL, Credentials
 from quartet.services.orchestrator.rollout.generation import PendingTrajectories, published_digest
 from quartet.services.orchestrator.rollout.generator_members import Member, Members
 from quartet.services.orchestrator.rollout.generator_work import Attempt, Work
-from quartet.services.orchestrator.rollout.work_split import split_by_rule, take_by_load
 from quartet.services.orchestrator.telemetry.step_profiler import CallObserver, ignore_call
 from quartet.types import (
     GenerationBatch,
@@ -43,6 +42,7 @@ from quartet.types import (
     WeightTransfer,
 )
 from quartet.weight_transfer.tree import distribution_tree
+from quartet.work_split import split_by_rule, take_by_load
 
 log = structlog.get_logger()
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from quartet.errors import QuartetError
-from quartet.services.orchestrator.rollout.work_split import by_expected_length
 from quartet.types import GenerationBatch, GenerationRequest, Trajectory, TrajectoryId
+from quartet.work_split import by_expected_length
 
 if TYPE_CHECKING:
     from quartet.services.orchestrator.rollout.generator_members import Member

@@ -117,6 +117,15 @@ def generation_finished_to_proto(
     return generation_pb2.GenerateResponse(finished=finished)
 
 
+def generation_progress_from_proto(message: generation_pb2.GenerateResponse) -> tuple[int, int] | None:
+    """Return the numbers of trajectories and response tokens of an event, or None if it has none."""
+    event = message.WhichOneof("event")
+    if event not in ("progress", "finished"):
+        return None
+    progress = getattr(message, event)
+    return progress.trajectories, progress.response_tokens
+
+
 def trajectories_from_proto(last: generation_pb2.GenerateResponse | None) -> int:
     """Return the number of trajectories from the last event of a generation. Raises ServiceFailed for another event, or none."""
     if last is None or last.WhichOneof("event") != "finished":

@@ -280,7 +280,8 @@ class Config(Section):
             setting = f"services.{name}.processes {service.processes}"
             if name == "reward" and self.reward.has_functions:
                 raise ValueError(
-                    f"{setting}: several processes hold a model together, and the reward has a function; set 1, or give only models"
+                    f"{setting}: several processes hold a model together, and the reward has a function; set 1, or give models "
+                    "only"
                 )
             if service.devices:
                 raise ValueError(

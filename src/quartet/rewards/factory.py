@@ -17,8 +17,8 @@ from quartet.rewards.reward_source import RewardSource
 def build_reward(config: Config, device: str, workers: Workers = SINGLE) -> RewardSource:
     """Load models on ``device`` and start the processes of functions. The caller must close the returned source.
 
-    The ``workers`` hold the models together. Raises ModelError; ConfigError if a function cannot be imported; MismatchError if the parts of an ensemble have different
-    vocabularies. After an error nothing is left running.
+    The ``workers`` hold the models together. Raises ModelError; ConfigError if a function cannot be imported; MismatchError if
+    the parts of an ensemble have different vocabularies. After an error nothing is left running.
     """
     if config.reward.source == "model":
         return ModelReward(config.reward, device, workers)

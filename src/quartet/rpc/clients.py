@@ -197,8 +197,21 @@ class GenerationClient(ServiceClient):
         super().__init__(address, timeouts, credentials)
         self._stub = generation_pb2_grpc.GenerationServiceStub(self.channel.grpc_channel)
 
-    def generate(self, batch: GenerationBatch, waits_for: int = 0) -> PendingGeneration:
-        """Start a generation. Its trajectories go to the rollout stream. ``waits_for``: earlier calls that must end first."""
+    def generate(
+        self,
+        batch: GenerationBatch,
+        waits_for: int = 0,
+        on_progress: Callable[[int, int], None] = lambda trajectories, response_tokens: None,
+    ) -> PendingGeneration:
+        """Start a generation. Its trajectories go to the rollout stream. ``waits_for``: earlier calls that must end first.
+
+        ``on_progress`` receives the numbers of trajectories and of their response tokens so far, on another thread.
+        """
+
+        def on_message(message: Any) -> None:
+            if (progress := codec.generation_progress_from_proto(message)) is not None:
+                on_progress(*progress)
+
         request = codec.generation_batch_to_proto(batch)
         timeout = self.timeouts.generate_seconds * (1 + waits_for)
         attributes = {
@@ -206,7 +219,7 @@ class GenerationClient(ServiceClient):
             "quartet.step": batch.step,
             "quartet.trajectories": len(batch.requests),
         }
-        pending = self.channel.start_stream(self._stub.Generate, request, timeout, "Generate", attributes)
+        pending = self.channel.start_stream(self._stub.Generate, request, timeout, "Generate", attributes, on_message)
         return PendingGeneration(pending, codec.trajectories_from_proto)
 
     def update_weights(self, update: codec.WeightUpdate) -> PendingResult[WeightTransfer]:

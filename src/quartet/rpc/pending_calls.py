@@ -47,9 +47,12 @@ class PendingCall:
 class PendingStream(PendingCall):
     """A call with a stream of responses. A separate thread reads it; the result is the last message."""
 
-    def __init__(self, stream: Any, error_of: ErrorOf, title: str) -> None:
+    def __init__(
+        self, stream: Any, error_of: ErrorOf, title: str, on_message: Callable[[Any], None] = lambda message: None
+    ) -> None:
+        """``on_message`` receives every message on that thread. See ``PendingCall`` for the rest."""
         super().__init__(Future(), error_of, title)
-        self._stream = stream
+        self._stream, self._on_message = stream, on_message
         threading.Thread(target=self._read, name="stream", daemon=True).start()
 
     def cancel(self) -> None:
@@ -61,6 +64,7 @@ class PendingStream(PendingCall):
         try:
             for message in self._stream:
                 last = message
+                self._on_message(message)
         except Exception as error:
             self._future.set_exception(grpc.FutureCancelledError() if self._stream.cancelled() else error)
         else:

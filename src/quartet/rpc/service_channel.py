@@ -86,9 +86,15 @@ class ServiceChannel:
         return PendingCall(future, lambda error: self._error(error, title, timeout), f"{self.name}: {title}")
 
     def start_stream(
-        self, method: Any, request: Any, timeout: float, title: str, attributes: Attributes | None = None
+        self,
+        method: Any,
+        request: Any,
+        timeout: float,
+        title: str,
+        attributes: Attributes | None = None,
+        on_message: Callable[[Any], None] = lambda message: None,
     ) -> PendingStream:
-        """Start a call of a server-streaming method and read its messages on a separate thread.
+        """Start a call of a server-streaming method and read its messages on a separate thread, which calls ``on_message``.
 
         Raises as ``start``. ``attributes`` are added to the span of the call.
         """
@@ -97,7 +103,9 @@ class ServiceChannel:
             stream = method(request, timeout=timeout, metadata=metadata)
         except ValueError:
             raise self._closed(title) from None
-        pending = PendingStream(stream, lambda error: self._error(error, title, timeout), f"{self.name}: {title}")
+        pending = PendingStream(
+            stream, lambda error: self._error(error, title, timeout), f"{self.name}: {title}", on_message
+        )
         if span is not None:
             pending.when_done(lambda: span.end(stream.code().name, {}))
         return pending

@@ -138,6 +138,31 @@ class WeightStore:
             }
             return WeightSet(newest.number, newest.digest, tensors, newest.adapter)
 
+    @contextmanager
+    def hold(self, version: int, digest: bytes) -> Iterator[tuple[WeightSet, Mapping[str, bytes]]]:
+        """Yield the weights of a version of the window without a copy, and the digest of each. Valid inside the context.
+
+        Of an older version, each access to a tensor computes it. Raises FailedPrecondition for a version that is not there.
+        """
+        with self._state:
+            while self._writing:
+                self._state.wait()
+            request = WeightsRequest(self._run, version, digest)
+            index = self._wanted(request)
+            if index is None:
+                raise self._unknown(request)
+            held, buffers = self._versions[index], list(self._buffers)
+            tensors = _VersionTensors(self._layouts, buffers, self._links[index:])
+            for buffer in buffers:
+                buffer.readers += 1
+        try:
+            digests = {layout.name: each for layout, each in zip(tensors.layouts, held.digests, strict=True)}
+            yield WeightSet(held.number, held.digest, tensors, held.adapter), digests
+        finally:
+            with self._state:
+                for buffer in buffers:
+                    buffer.readers -= 1
+
     def reset(self) -> None:
         """Forget all versions, but keep the memory. Streams that have started finish."""
         with self._writer, self._state:
@@ -345,6 +370,34 @@ class WeightStore:
                 self._links.append(link)
                 surplus = max(0, len(self._versions) - self._capacity)
                 del self._versions[:surplus], self._links[:surplus]
+
+
+class _VersionTensors(Mapping[str, HostTensor]):
+    """The tensors of a version by name, from the buffers of the newest version and the ``links`` to it."""
+
+    def __init__(self, layouts: Sequence[TensorLayout], buffers: Sequence[Buffer], links: Sequence[Link]) -> None:
+        self.layouts, self._buffers, self._links = layouts, buffers, links
+        self._indices = {layout.name: index for index, layout in enumerate(layouts)}
+
+    def __getitem__(self, name: str) -> HostTensor:
+        tensor = self._indices[name]
+        layout, data = self.layouts[tensor], self._buffers[tensor].data
+        links = [
+            link for link in self._links if any((tensor, index) in link.chunks for index in range(layout.num_chunks))
+        ]
+        if links:
+            data = data.copy()
+            for index in range(layout.num_chunks):
+                begin = index * CHUNK_BYTES
+                differences = [chunk for link in links for chunk in link.chunks.get((tensor, index), ())]
+                apply_differences(data[begin : begin + layout.chunk_bytes(index)], differences, layout)
+        return HostTensor(layout.dtype, layout.shape, data)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._indices)
+
+    def __len__(self) -> int:
+        return len(self._indices)
 
 
 def apply_differences(data: Bytes, chunks: Sequence[Chunk], layout: TensorLayout) -> None:

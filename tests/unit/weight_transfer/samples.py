@@ -111,6 +111,6 @@ def pull(
 def published(source: WeightSource) -> tuple[Tensors, Tensors]:
     """Publish versions 0 and 1, whose difference has several messages' worth of chunks."""
     before, after = weights(), changed(weights(), 1, 0.3)
-    source.publish(0, before, run=RUN)
-    source.publish(1, after, run=RUN)
+    source.publish(0, before.items(), run=RUN)
+    source.publish(1, after.items(), run=RUN)
     return before, after

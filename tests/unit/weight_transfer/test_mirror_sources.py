@@ -34,7 +34,7 @@ def test_a_mirror_serves_its_version_and_the_delta_to_it(source: WeightSource, m
     versions = history(3)
     children = [WeightMirror(num_threads=1), WeightMirror(num_threads=1)]
     for number, tensors in enumerate(versions):
-        source.publish(number, tensors, run=RUN)
+        source.publish(number, tensors.items(), run=RUN)
         pull(mirror, source, number, tensors)
         results = [pull(child, mirror, number, tensors) for child in children[: 2 if number == 2 else 1]]
         assert [result.kind for result in results] == ([["full"], ["delta"], ["delta", "full"]][number])

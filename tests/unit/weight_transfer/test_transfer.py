@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -42,7 +44,7 @@ def test_a_mirror_takes_everything_then_deltas(source: WeightSource, mirror: Wei
     versions = history(4)
     results = []
     for number, tensors in enumerate(versions):
-        assert source.publish(number, tensors, run=RUN) == digest(tensors)
+        assert source.publish(number, tensors.items(), run=RUN) == digest(tensors)
         results.append(pull(mirror, source, number, tensors))
         assert_equal(results[-1].weight_set, tensors)
         assert results[-1].weight_set.version == number
@@ -61,9 +63,9 @@ def test_a_mirror_takes_everything_then_deltas(source: WeightSource, mirror: Wei
 def test_only_changed_tensors_are_sent(source: WeightSource, mirror: WeightMirror) -> None:
     before = weights()
     after = changed(before, 1, 0.5, "model.proj.weight")
-    source.publish(0, before, run=RUN)
+    source.publish(0, before.items(), run=RUN)
     assert pull(mirror, source, 0, before).base_digest == b""
-    source.publish(1, after, run=RUN)
+    source.publish(1, after.items(), run=RUN)
     result = pull(mirror, source, 1, after)
     assert (result.base_digest, result.changed) == (digest(before), {"model.proj.weight"})
     assert_equal(mirror.weight_set(), after)
@@ -71,7 +73,7 @@ def test_only_changed_tensors_are_sent(source: WeightSource, mirror: WeightMirro
 
 def test_the_held_version_is_not_sent_again(source: WeightSource, mirror: WeightMirror) -> None:
     tensors = weights()
-    source.publish(0, tensors, run=RUN)
+    source.publish(0, tensors.items(), run=RUN)
     peer = LocalPeer(source)
     pull(mirror, peer, 0, tensors)
     again = pull(mirror, peer, 0, tensors)
@@ -82,7 +84,7 @@ def test_the_held_version_is_not_sent_again(source: WeightSource, mirror: Weight
 def test_every_version_in_the_window_is_sent_as_everything_and_against_any_other(source: WeightSource) -> None:
     versions = history(5)
     for number, tensors in enumerate(versions):
-        source.publish(number, tensors, run=RUN)
+        source.publish(number, tensors.items(), run=RUN)
     assert source.versions == (2, 3, 4)
     for held in source.versions:
         for wanted in source.versions:
@@ -100,7 +102,7 @@ def test_a_version_outside_the_window_is_refused_with_the_versions_in_it(
 ) -> None:
     versions = history(4)
     for number, tensors in enumerate(versions):
-        source.publish(number, tensors, run=RUN)
+        source.publish(number, tensors.items(), run=RUN)
     with pytest.raises(FailedPrecondition, match=r"no version 0 .*newest versions of run 'run': 1 .*, 2 .*, 3 "):
         pull(mirror, source, 0, versions[0])
     with pytest.raises(FailedPrecondition, match="no version 3"):
@@ -113,10 +115,10 @@ def test_a_version_outside_the_window_is_refused_with_the_versions_in_it(
 
 def test_a_receiver_outside_the_window_takes_everything(source: WeightSource, mirror: WeightMirror) -> None:
     versions = history(5)
-    source.publish(0, versions[0], run=RUN)
+    source.publish(0, versions[0].items(), run=RUN)
     pull(mirror, source, 0, versions[0])
     for number in range(1, 5):
-        source.publish(number, versions[number], run=RUN)
+        source.publish(number, versions[number].items(), run=RUN)
     assert pull(mirror, source, 4, versions[4]).kind == "full"
     assert_equal(mirror.weight_set(), versions[4])
 
@@ -124,7 +126,7 @@ def test_a_receiver_outside_the_window_takes_everything(source: WeightSource, mi
 def test_everything_is_sent_if_the_delta_is_not_smaller(source: WeightSource, mirror: WeightMirror) -> None:
     versions = [weights(seed) for seed in (0, 10, 20)]
     for number, tensors in enumerate(versions):
-        source.publish(number, tensors, run=RUN)
+        source.publish(number, tensors.items(), run=RUN)
     pull(mirror, source, 0, versions[0])
     assert pull(mirror, source, 2, versions[2]).kind == "full"
     assert_equal(mirror.weight_set(), versions[2])
@@ -132,11 +134,11 @@ def test_everything_is_sent_if_the_delta_is_not_smaller(source: WeightSource, mi
 
 def test_publishing_the_same_weights_again_changes_nothing(source: WeightSource) -> None:
     tensors = weights()
-    first = source.publish(0, tensors, run=RUN)
-    assert source.publish(0, tensors, run=RUN) == first
+    first = source.publish(0, tensors.items(), run=RUN)
+    assert source.publish(0, tensors.items(), run=RUN) == first
     assert source.versions == (0,)
     # The same weights under another number: an update with no effect.
-    source.publish(1, tensors, run=RUN)
+    source.publish(1, tensors.items(), run=RUN)
     assert source.versions == (0, 1)
     assert source.last is not None
     assert (source.last.changed_tensors, source.last.delta_bytes) == (0, 0)
@@ -147,7 +149,7 @@ def test_a_tensor_that_changed_and_changed_back_is_not_sent(source: WeightSource
     between = changed(before, 1, 0.1, "model.proj.weight")
     after = changed(before, 2, 0.1, "model.norm.weight")
     for number, tensors in enumerate((before, between, after)):
-        source.publish(number, tensors, run=RUN)
+        source.publish(number, tensors.items(), run=RUN)
     pull(mirror, source, 0, before)
     result = pull(mirror, source, 2, after)
     assert (result.kind, result.changed) == ("delta", {"model.norm.weight"})
@@ -156,17 +158,17 @@ def test_a_tensor_that_changed_and_changed_back_is_not_sent(source: WeightSource
 
 def test_the_run_may_become_known_after_the_first_version(source: WeightSource, mirror: WeightMirror) -> None:
     versions = history(2)
-    source.publish(0, versions[0])
+    source.publish(0, versions[0].items())
     assert pull(mirror, source, 0, versions[0]).kind == "full"
-    source.publish(1, versions[1], run=RUN)
+    source.publish(1, versions[1].items(), run=RUN)
     assert pull(mirror, source, 1, versions[1]).kind == "delta"
 
 
 def test_another_run_or_other_shapes_forget_earlier_versions(source: WeightSource) -> None:
-    source.publish(0, weights(), run=RUN)
-    source.publish(1, {"only": tensor((3, 5))}, run=RUN)
+    source.publish(0, weights().items(), run=RUN)
+    source.publish(1, {"only": tensor((3, 5))}.items(), run=RUN)
     assert source.versions == (1,)
-    source.publish(1, {"only": tensor((3, 5))}, run="other")
+    source.publish(1, {"only": tensor((3, 5))}.items(), run="other")
     assert source.versions == (1,)
     assert source.digest_of(1) == digest({"only": tensor((3, 5))})
 
@@ -175,32 +177,32 @@ def test_a_repeated_version_number_after_a_rollback_has_its_new_weights(
     source: WeightSource, mirror: WeightMirror
 ) -> None:
     before, abandoned, after = weights(), changed(weights(), 1), changed(weights(), 2)
-    source.publish(1, before, run=RUN)
-    source.publish(2, abandoned, run=RUN)
+    source.publish(1, before.items(), run=RUN)
+    source.publish(2, abandoned.items(), run=RUN)
     pull(mirror, source, 2, abandoned)
-    source.publish(2, after, run=RUN)
+    source.publish(2, after.items(), run=RUN)
     assert pull(mirror, source, 2, after).kind == "delta"
     assert_equal(mirror.weight_set(), after)
     source.reset()
     assert source.versions == ()
-    source.publish(1, before, run=RUN)
+    source.publish(1, before.items(), run=RUN)
     assert pull(mirror, source, 1, before).kind == "full"
     assert_equal(mirror.weight_set(), before)
 
 
 def test_the_adapter_settings_arrive(source: WeightSource, mirror: WeightMirror) -> None:
     tensors = weights()
-    source.publish(0, tensors, AdapterSettings(8, 16.0, ("q_proj", "v_proj")), RUN)
+    source.publish(0, tensors.items(), AdapterSettings(8, 16.0, ("q_proj", "v_proj")), RUN)
     assert pull(mirror, source, 0, tensors).weight_set.adapter == AdapterSettings(8, 16.0, ("q_proj", "v_proj"))
     after = changed(tensors, 1)
-    source.publish(1, after, AdapterSettings(8, 32.0, ("q_proj",)), RUN)
+    source.publish(1, after.items(), AdapterSettings(8, 32.0, ("q_proj",)), RUN)
     assert pull(mirror, source, 1, after).weight_set.adapter == AdapterSettings(8, 32.0, ("q_proj",))
 
 
 def test_published_weights_are_copied(source: WeightSource, mirror: WeightMirror) -> None:
     tensors = weights()
     expected = digest(tensors)
-    source.publish(0, tensors, run=RUN)
+    source.publish(0, tensors.items(), run=RUN)
     for each in tensors.values():
         each.data[:] = 0
     assert mirror.pull([LocalPeer(source)], RUN, 0, expected, timeout=5).weight_set.digest == expected
@@ -208,14 +210,14 @@ def test_published_weights_are_copied(source: WeightSource, mirror: WeightMirror
 
 def test_bytes_that_do_not_fit_the_shape_are_refused(source: WeightSource) -> None:
     with pytest.raises(InvalidRequest, match=r"tensor w: BF16 \[3\] needs uint8 \[6\], got uint8 \[5\]"):
-        source.publish(0, {"w": HostTensor("BF16", (3,), np.zeros(5, np.uint8))})
+        source.publish(0, {"w": HostTensor("BF16", (3,), np.zeros(5, np.uint8))}.items())
 
 
 def test_the_memory_is_reused(source: WeightSource, mirror: WeightMirror) -> None:
     versions = history(3)
     addresses = []
     for number, tensors in enumerate(versions):
-        source.publish(number, tensors, run=RUN)
+        source.publish(number, tensors.items(), run=RUN)
         pull(mirror, source, number, tensors)
         held = [store.weight_set() for store in (source, mirror)]
         addresses.append([each.data.ctypes.data for weight_set in held for each in weight_set.tensors.values()])  # type: ignore[union-attr]
@@ -224,11 +226,11 @@ def test_the_memory_is_reused(source: WeightSource, mirror: WeightMirror) -> Non
 
 def test_a_stream_in_progress_sends_its_version_while_newer_ones_are_published(source: WeightSource) -> None:
     versions = history(5)
-    source.publish(0, versions[0], run=RUN)
+    source.publish(0, versions[0].items(), run=RUN)
     streams = {0: source.stream(WeightsRequest(RUN, 0))}
     begun: dict[int, list[Message]] = {0: [next(streams[0])]}
     for number in range(1, 5):
-        source.publish(number, versions[number], run=RUN)
+        source.publish(number, versions[number].items(), run=RUN)
         # Everything of the version before: it starts with the newest bytes and takes the difference back.
         streams[number] = source.stream(WeightsRequest(RUN, number - 1))
         begun[number] = [next(streams[number])]
@@ -254,7 +256,7 @@ def test_a_stream_in_progress_sends_its_version_while_newer_ones_are_published(s
 def test_pulls_during_publications_get_the_version_that_they_asked_for() -> None:
     versions = history(12)
     source = WeightSource(capacity=12, num_threads=2)
-    source.publish(0, versions[0], run=RUN)
+    source.publish(0, versions[0].items(), run=RUN)
     failures: list[str] = []
 
     def follow(seed: int) -> None:
@@ -271,7 +273,7 @@ def test_pulls_during_publications_get_the_version_that_they_asked_for() -> None
     with ThreadPoolExecutor(4) as executor:
         pulls = [executor.submit(follow, seed) for seed in range(4)]
         for number in range(1, 12):
-            source.publish(number, versions[number], run=RUN)
+            source.publish(number, versions[number].items(), run=RUN)
         for each in pulls:
             each.result()
     assert failures == []
@@ -290,7 +292,7 @@ def test_any_shapes_and_bits_arrive(shapes: list[list[int]], dtypes: list[Any], 
     after = changed(before, seed, fraction)
     source, mirror = WeightSource(num_threads=1), WeightMirror(num_threads=1)
     for number, tensors in enumerate((before, after)):
-        source.publish(number, tensors, run=RUN)
+        source.publish(number, tensors.items(), run=RUN)
         pull(mirror, source, number, tensors)
         assert_equal(mirror.weight_set(), tensors)
     source.close()
@@ -299,7 +301,7 @@ def test_any_shapes_and_bits_arrive(shapes: list[list[int]], dtypes: list[Any], 
 
 def test_messages_are_small_and_share_small_tensors(source: WeightSource) -> None:
     tensors = {f"t{index:03}": tensor((1000,), index) for index in range(300)} | {"z": tensor((5 * CHUNK_BYTES,))}
-    source.publish(0, tensors)
+    source.publish(0, tensors.items())
     manifest, *messages = source.stream(WeightsRequest(RUN, 0))
     assert isinstance(manifest, Manifest)
     sizes = [sum(len(chunk.data) for chunk in message) for message in messages]  # type: ignore[union-attr]
@@ -308,3 +310,40 @@ def test_messages_are_small_and_share_small_tensors(source: WeightSource) -> Non
     assert len(messages) <= manifest.num_bytes / MESSAGE_DATA * 1.5 + 1
     names = [layout.name for layout in manifest.layouts]
     assert combined_digest(dict(zip(names, manifest.digests, strict=True))) == manifest.digest
+
+
+def test_a_source_holds_few_of_the_tensors_that_it_is_given(
+    source: WeightSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("quartet.weight_transfer.source.WINDOW_BYTES", 3000)
+    alive: list[weakref.ref[Any]] = []
+    most = 0
+
+    def made() -> Iterator[tuple[str, HostTensor]]:
+        nonlocal most
+        for index in range(12):
+            each = tensor((250,), index, "F32")
+            alive.append(weakref.ref(each.data))
+            most = max(most, sum(reference() is not None for reference in alive))
+            yield f"t{index:02}", each
+            del each
+
+    for version in range(2):
+        source.publish(version, made(), run=RUN)
+    assert most <= 3000 // 1000 + 1
+
+
+def test_a_version_of_the_window_can_be_read_while_newer_ones_are_published(source: WeightSource) -> None:
+    versions = history(4)
+    for number, tensors in enumerate(versions[:3]):
+        source.publish(number, tensors.items(), run=RUN)
+    with source.hold(1, digest(versions[1])) as (weights_of_1, digests):
+        assert_equal(weights_of_1, versions[1])
+        source.publish(3, versions[3].items(), run=RUN)
+        assert_equal(weights_of_1, versions[1])
+        assert combined_digest(digests) == digest(versions[1])
+    with source.hold(3, digest(versions[3])) as (newest, _):
+        assert_equal(newest, versions[3])
+    assert all(buffer.readers == 0 for buffer in source._buffers)
+    with pytest.raises(FailedPrecondition, match="has no version 9"), source.hold(9, digest(versions[1])):
+        pass

@@ -66,7 +66,7 @@ def test_wrong_arguments_are_refused() -> None:
 def test_a_lost_parent_costs_none_of_its_children_the_version(lost: str) -> None:
     tensors = weights()
     source = WeightSource(num_threads=1)
-    source.publish(0, tensors)
+    source.publish(0, tensors.items())
     mirrors = {f"g{index}": WeightMirror(num_threads=1) for index in range(8)}
     peers = {"actor": LocalPeer(source)} | {name: LocalPeer(mirror, name) for name, mirror in mirrors.items()}
     peers[lost].fault = cut_after(1, ServiceUnavailable(f"{lost}: unavailable"))

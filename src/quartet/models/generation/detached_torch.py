@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -60,6 +60,28 @@ class DetachedTorchEngine:
                 ) from None
         self._engine.weights_changed()
         return {name: tensor_digest(host_tensor(value)) for name, value in self._weights.items()}
+
+    @torch.no_grad()
+    def copy_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Mapping[str, bytes]:
+        """Copy every weight into the model, one after the other. Return the digest of each as the model holds it.
+
+        Raises MismatchError if the weights are those of another architecture. All of ``tensors`` are consumed in any case.
+        """
+        digests, unknown = {}, list[str]()
+        for name, value in tensors:
+            target = self._weights.get(name)
+            if target is None or (target.dtype, target.shape) != (value.dtype, value.shape):
+                unknown.append(name)
+                continue
+            target.copy_(value)
+            digests[name] = tensor_digest(host_tensor(target))
+        different = [*unknown, *(self._weights.keys() - digests.keys())]
+        if different:
+            raise MismatchError(
+                f"weights: {len(different)} differ from those of this engine's model, the first {min(different)!r}; restart the "
+                "actor"
+            )
+        return digests
 
     def generate(
         self, requests: Sequence[GenerationRequest], sampling: SamplingParameters, seed: int, cancelled: Cancelled

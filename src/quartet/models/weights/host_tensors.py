@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 import torch
@@ -39,17 +39,16 @@ def host_tensor(value: torch.Tensor) -> HostTensor:
     return HostTensor(_NAMES[value.dtype], tuple(value.shape), data)
 
 
-def host_tensors(weights: Mapping[str, torch.Tensor], workers: Workers = SINGLE) -> dict[str, HostTensor]:
-    """Return the bytes of every weight. Those in host memory are views: the caller copies what it keeps.
+def host_tensors(weights: Mapping[str, torch.Tensor]) -> dict[str, HostTensor]:
+    """Return the bytes of every weight. Those in host memory are views: the caller copies what it keeps."""
+    return {name: host_tensor(value) for name, value in weights.items()}
 
-    The ``workers`` gather one complete tensor after the other. Only rank 0 keeps them: the result of the others is empty.
-    """
-    result = {}
-    for name, value in weights.items():
-        complete = workers.complete(value)
-        if workers.rank == 0:
-            result[name] = host_tensor(complete)
-    return result
+
+def complete_tensors(
+    weights: Mapping[str, torch.Tensor], workers: Workers = SINGLE
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield every weight whole, in the type in which the model computes. All ranks must consume the iterator."""
+    return ((name, workers.complete(value)) for name, value in weights.items())
 
 
 def write_tensor(target: torch.Tensor, source: HostTensor) -> None:

@@ -15,6 +15,9 @@ from torch.distributed.tensor import DTensor
 from quartet.errors import QuartetError, ServiceUnavailable
 from quartet.models.workers.workers import Result, Workers
 
+MAX_TEXT_BYTES = 256
+"""Largest text that ranks exchange."""
+
 
 class WorkerGroup(Workers):
     """The ranks of torch.distributed's default process group. Use it from one thread.
@@ -58,8 +61,10 @@ class WorkerGroup(Workers):
         """See ``Workers.complete``."""
         if not isinstance(value, DTensor):
             return value
-        gathered: torch.Tensor = value.full_tensor().detach()
-        return gathered if self.compute_type is None else gathered.to(self.compute_type)
+        # Rounded first, so that fewer bytes are sent.
+        own: DTensor = value.detach() if self.compute_type is None else value.detach().to(self.compute_type)  # type: ignore[assignment]
+        gathered: torch.Tensor = own.full_tensor()
+        return gathered
 
     def agreed(self, compute: Callable[[], Result]) -> Result:
         """See ``Workers.agreed``."""
@@ -75,6 +80,16 @@ class WorkerGroup(Workers):
             ranks = ", ".join(map(str, failed.nonzero().flatten().tolist()))
             raise ServiceUnavailable(f"rank {ranks} of {self.size} has failed; see the log of this service")
         return result
+
+    def exchange(self, text: str) -> list[str]:
+        """See ``Workers.exchange``. ``text``: at most MAX_TEXT_BYTES."""
+        own = torch.zeros(MAX_TEXT_BYTES, dtype=torch.uint8)
+        data = text.encode()
+        own[: len(data)] = torch.tensor(list(data), dtype=torch.uint8)
+        own = own.to(self.device)
+        every = [torch.empty_like(own) for _ in range(self.size)]
+        dist.all_gather(every, own)
+        return [each.cpu().numpy().tobytes().rstrip(b"\0").decode() for each in every]
 
     def send(self, kind: int, succeeded: bool, data: bytes) -> None:
         """Send a command to the other ranks, which wait in ``receive``."""

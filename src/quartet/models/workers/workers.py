@@ -39,6 +39,10 @@ class Workers:
         """Return the complete tensor of a weight, in the type in which the model computes."""
         return value
 
+    def exchange(self, text: str) -> list[str]:
+        """Return the short ``text`` of every rank, by rank."""
+        return [text]
+
     def agreed(self, compute: Callable[[], Result]) -> Result:
         """Return the result of ``compute`` if no rank has an error.
 

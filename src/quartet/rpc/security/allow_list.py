@@ -21,12 +21,14 @@ PROCESSES = (*(str(role) for role in Role), GATEWAY, OPERATOR, PROMETHEUS, REDIS
 """Every process that has a certificate."""
 
 _ORCHESTRATOR = frozenset({str(Role.ORCHESTRATOR)})
+_ACTOR = frozenset({str(Role.ACTOR)})
 _GENERATORS = frozenset({str(Role.GENERATOR)})
 _USERS = frozenset({GATEWAY, OPERATOR})
 _ANY_CALLER = _ORCHESTRATOR | _USERS
 
 CALLERS: dict[str, frozenset[str]] = {
-    "quartet.v1.GenerationService/Generate": _ORCHESTRATOR,
+    # Rank 0 of an actor passes shares to its other ranks.
+    "quartet.v1.GenerationService/Generate": _ORCHESTRATOR | _ACTOR,
     "quartet.v1.GenerationService/UpdateWeights": _ORCHESTRATOR,
     "quartet.v1.ActorService/LogProbs": _ORCHESTRATOR,
     "quartet.v1.ActorService/Update": _ORCHESTRATOR,

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from quartet.models.forward.scoring import response_log_probs, sequence_scores
 from quartet.models.workers.frozen import shard_frozen
 from quartet.models.workers.group import join_group
-from quartet.models.workers.workers import SINGLE, Workers
+from quartet.models.workers.workers import Workers
 from quartet.types import FloatArray
 from tests.unit.models import tiny
 

@@ -1,0 +1,227 @@
+"""Generation by several ranks at once: the same trajectories as by one, cancellation, and ranks that fail."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from quartet import codec
+from quartet.buffer.rollout_stream import RolloutStream
+from quartet.errors import Cancelled, EngineFailed, FailedPrecondition, InvalidRequest
+from quartet.models.generation.detached_torch import DetachedTorchEngine
+from quartet.models.generation.validation import served_model
+from quartet.models.weights.host_tensors import complete_tensors, host_tensor, named_weights
+from quartet.rpc.clients import GenerationClient
+from quartet.rpc.compute_thread import ComputeThread
+from quartet.rpc.security.credentials import LOCAL
+from quartet.services.actor.group_generation import GroupGeneration, ServedRank, rank_host
+from quartet.services.actor.local_generator import LocalGenerator
+from quartet.services.actor.publication import EnginePublication, SourcePublication
+from quartet.services.generator.generator import Generator, Progress
+from quartet.types import GenerationBatch, Prompt, Role, SamplingParameters, ServiceStatus, requests_of
+from quartet.weight_transfer.source import WeightSource
+from tests.services.model_services import TIMEOUTS
+from tests.unit.models import tiny
+
+RUN = "ranks"
+PROMPTS = [Prompt(index, np.arange(2, 4 + index, dtype=np.int32)) for index in range(5)]
+BATCH = GenerationBatch(RUN, 1, 1, requests_of(RUN, 1, PROMPTS, samples=2), SamplingParameters(12), 7, 0)
+
+
+@pytest.fixture
+def stream(redis_client: Any, redis_url: str) -> RolloutStream:
+    result = RolloutStream(redis_client, redis_url, RUN)
+    result.reset()
+    return result
+
+
+@pytest.fixture
+def make_rank(stream: RolloutStream) -> Callable[[], EnginePublication]:
+    """Create the engine of a rank. It has published the weights of ``trainer`` as version 0."""
+
+    def make() -> EnginePublication:
+        engine, generator = engine_of(stream)
+        rank = EnginePublication(engine, generator)
+        rank.publish(0, complete_tensors(named_weights(tiny.causal("llama"))), None, RUN)
+        return rank
+
+    return make
+
+
+def engine_of(stream: RolloutStream) -> tuple[DetachedTorchEngine, Generator]:
+    """Return an engine with other weights than those that are published, and its generator."""
+    model = tiny.causal("llama", seed=9)
+    served = served_model(model, frozenset([tiny.EOS]))
+    engine = DetachedTorchEngine(model, None, served.stop_ids, 4)
+    return engine, Generator(engine, served, ServiceStatus(Role.ACTOR), lambda run: stream)
+
+
+class Ranks:
+    """A group of ranks in one process, each served over TCP."""
+
+    def __init__(self, cores: Sequence[Any]) -> None:
+        self.computes = [ComputeThread() for _ in cores]
+        self.served = [
+            ServedRank(core, compute, lambda: ServiceStatus(Role.ACTOR), "127.0.0.1:0", LOCAL)
+            for core, compute in zip(cores[1:], self.computes[1:], strict=True)
+        ]
+        clients = [GenerationClient(each.address, TIMEOUTS, LOCAL, Role.ACTOR) for each in self.served]
+        self.generation = GroupGeneration(cores[0], clients)
+
+    def close(self) -> None:
+        for each in self.served:
+            each.close()
+
+
+@pytest.fixture
+def group() -> Iterator[Callable[..., GroupGeneration]]:
+    """Return the generation of rank 0 in a group of these cores."""
+    groups: list[Ranks] = []
+
+    def create(*cores: Any) -> GroupGeneration:
+        groups.append(Ranks(cores))
+        return groups[-1].generation
+
+    yield create
+    for each in groups:
+        each.close()
+
+
+def requested(rank: EnginePublication, **changes: Any) -> GenerationBatch:
+    [(version, digest)] = rank.published().items()
+    return replace(BATCH, policy_version=version, weights_digest=digest, **changes)
+
+
+def written(stream: RolloutStream) -> list[bytes]:
+    trajectories = [delivery.trajectory for delivery in stream.read(1000, 0.01)]
+    stream.reset()
+    return [codec.trajectory_to_bytes(each) for each in sorted(trajectories, key=lambda each: each.id)]
+
+
+def never() -> bool:
+    return False
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_several_ranks_generate_the_trajectories_of_one(
+    stream: RolloutStream, make_rank: Callable[[], EnginePublication], group: Callable[..., GroupGeneration], size: int
+) -> None:
+    ranks = [make_rank() for _ in range(size)]
+    alone = ranks[0].generate(requested(ranks[0]), never)
+    expected = written(stream)
+    seen: list[tuple[int, int]] = []
+    started: list[None] = []
+    result = group(*ranks).generate(
+        requested(ranks[0]), never, lambda: started.append(None), lambda *numbers: seen.append(numbers)
+    )
+    assert (result, len(started)) == (alone, 1)
+    assert written(stream) == expected
+    assert seen[-1] == result
+    assert seen == sorted(seen)
+    generated = [rank.status().tokens["generated"] for rank in ranks]
+    assert min(generated[1:]) > 0
+    # Rank 0 has generated everything once before.
+    assert sum(generated) == 2 * result[1]
+
+
+def test_a_rank_that_holds_other_weights_is_an_error(
+    stream: RolloutStream, make_rank: Callable[[], EnginePublication], group: Callable[..., GroupGeneration]
+) -> None:
+    first, second = make_rank(), make_rank()
+    second.publish(1, complete_tensors(named_weights(tiny.causal("llama", seed=3))), None, RUN)
+    with pytest.raises(FailedPrecondition, match=r"generate with version 0 .* holds version 1"):
+        group(first, second).generate(requested(first), never)
+
+
+class Waiting:
+    """Generation that waits until it is cancelled, or until ``end``."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.started, self.ended, self.error = threading.Event(), threading.Event(), error
+
+    def generate(
+        self, batch: GenerationBatch, cancelled: Callable[[], bool], on_start: Callable[[], None], on_progress: Progress
+    ) -> tuple[int, int]:
+        self.started.set()
+        on_start()
+        if self.error is not None:
+            raise self.error
+        try:
+            while not cancelled():
+                threading.Event().wait(0.01)
+            raise Cancelled("no caller")
+        finally:
+            self.ended.set()
+
+    def status(self) -> ServiceStatus:
+        return ServiceStatus(Role.ACTOR)
+
+
+def test_cancellation_reaches_all_ranks(group: Callable[..., GroupGeneration]) -> None:
+    ranks = [Waiting(), Waiting(), Waiting()]
+    with pytest.raises(Cancelled):
+        group(*ranks).generate(BATCH, lambda: all(rank.started.is_set() for rank in ranks))
+    assert all(rank.ended.wait(10) for rank in ranks)
+
+
+def test_the_error_of_a_rank_ends_the_generation_of_the_others(group: Callable[..., GroupGeneration]) -> None:
+    first, third = Waiting(), Waiting()
+    with pytest.raises(InvalidRequest, match="too long"):
+        group(first, Waiting(InvalidRequest("too long")), third).generate(BATCH, never)
+    assert first.ended.wait(10)
+    assert third.ended.wait(10)
+
+
+def test_a_rank_that_is_gone_asks_for_a_restart_of_the_group() -> None:
+    first, second = Waiting(), Waiting()
+    ranks = Ranks([first, second])
+
+    def end() -> None:
+        second.started.wait(10)
+        ranks.close()
+
+    thread = threading.Thread(target=end)
+    thread.start()
+    with pytest.raises(EngineFailed, match="rank 1: actor at 127"):
+        ranks.generation.generate(BATCH, never)
+    thread.join()
+
+
+def test_an_engine_takes_over_tensors_that_are_made_one_after_the_other(stream: RolloutStream) -> None:
+    engine, generator = engine_of(stream)
+    rank, trainer = EnginePublication(engine, generator), tiny.causal("llama")
+    rank.publish(3, complete_tensors(named_weights(trainer)), None, RUN)
+    source = WeightSource()
+    SourcePublication(source).publish(3, complete_tensors(named_weights(trainer)), None, RUN)
+    assert rank.published() == source.published()
+    last = rank.last()
+    assert last is not None
+    size = sum(host_tensor(each).data.nbytes for each in named_weights(trainer).values())
+    assert (last.policy_version, last.total_bytes) == (3, size)
+    source.close()
+
+
+def test_an_engine_reads_older_versions_from_the_source_of_its_process(stream: RolloutStream) -> None:
+    _, generator = engine_of(stream)
+    source = WeightSource(capacity=3)
+    publication, local = SourcePublication(source), LocalGenerator(generator, source)
+    policies = [tiny.causal("llama", seed=seed) for seed in range(2)]
+    for version, policy in enumerate(policies):
+        publication.publish(version, complete_tensors(named_weights(policy)), None, RUN)
+    results = []
+    for version in (0, 1, 0):
+        local.generate(replace(BATCH, policy_version=version, weights_digest=source.published()[version]), never)
+        results.append(written(stream))
+    assert results[0] == results[2] != results[1]
+    source.close()
+
+
+def test_ranks_on_several_machines_listen_where_rank_0_reaches_them() -> None:
+    one = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "10.1.1.1", "MASTER_PORT": "29500"}
+    assert rank_host({}) == rank_host(one) == "127.0.0.1"
+    assert rank_host({**one, "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.9"}).startswith("127.")
