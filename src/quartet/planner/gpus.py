@@ -2,7 +2,7 @@
 
 Memory is what nvidia-smi reports. FLOP/s are those of dense matrices with float32 accumulation, without sparsity; float32 is
 that of the CUDA cores, because Quartet does not use TF32. Links are per direction: half of the data sheets' bidirectional
-numbers. Sources are NVIDIA's data sheets and architecture white papers (H100, H200, A100, Ada, GA102, L4, L40S, A10, DGX B200).
+numbers. The source of each row is NVIDIA's document beside it. Some data sheets give bf16 with sparsity, twice the number here.
 """
 
 from __future__ import annotations
@@ -49,20 +49,23 @@ def _gpu(name: str, mib: int, half: float, single: float, bandwidth: float, link
 GPUS = {
     device.name: device
     for device in (
-        #    name           MiB      bf16   fp32   GB/s  link GB/s  PCIe GB/s
-        _gpu("B200-180GB", 183_359, 2250, 75, 8000, 900, 64),
-        _gpu("H200-141GB", 143_771, 989, 66.9, 4800, 450, 64),
-        _gpu("H100-80GB", 81_559, 989, 66.9, 3350, 450, 64),
-        _gpu("A100-80GB", 81_920, 312, 19.5, 2039, 300),
-        _gpu("A100-40GB", 40_960, 312, 19.5, 1555, 300),
-        _gpu("L40S-48GB", 46_068, 362, 91.6, 864, 32),
-        _gpu("L4-24GB", 23_034, 121, 30.3, 300, 32),
-        _gpu("A10-24GB", 23_028, 125, 31.2, 600, 32),
-        _gpu("RTX4090-24GB", 24_564, 165, 82.6, 1008, 32),
-        _gpu("RTX3090-24GB", 24_576, 71, 35.6, 936, 32),
+        #    name              MiB    bf16  fp32  GB/s  link  PCIe GB/s
+        _gpu("B200-180GB", 183_359, 2250, 75, 8000, 900, 64),  # HGX B200 data sheet, an eighth of its board
+        _gpu("H200-141GB", 143_771, 989, 66.9, 4800, 450, 64),  # H200 data sheet, SXM
+        _gpu("H100-80GB", 81_559, 989, 66.9, 3350, 450, 64),  # H100 data sheet and Hopper white paper, SXM5
+        _gpu("H100PCIe-80GB", 81_559, 756, 51.2, 2000, 64, 64),  # H100 PCIe product brief and Hopper white paper
+        _gpu("A100-80GB", 81_920, 312, 19.5, 2039, 300),  # A100 data sheet, SXM
+        _gpu("A100-40GB", 40_960, 312, 19.5, 1555, 300),  # A100 data sheet, SXM
+        _gpu("L40S-48GB", 46_068, 362, 91.6, 864, 32),  # L40S data sheet
+        _gpu("L4-24GB", 23_034, 121, 30.3, 300, 32),  # L4 data sheet, and Ada white paper 2.01 for dense bf16
+        _gpu("A10-24GB", 23_028, 125, 31.2, 600, 32),  # A10 data sheet
+        _gpu("A10G-24GB", 23_028, 70, 35, 600, 32),  # A10G data sheet
+        _gpu("RTX4090-24GB", 24_564, 165, 82.6, 1008, 32),  # Ada white paper, table of the GeForce RTX 4090
+        _gpu("RTX3090-24GB", 24_576, 71, 35.6, 936, 32),  # GA102 white paper, table of the GeForce RTX 3090
     )
 }
-"""GPUs by name. H100, H200 and A100 are the SXM boards with NVLink; the others connect over PCIe 4.0 x16."""
+"""GPUs by name. H100, H200 and A100 are the SXM boards with NVLink; the others connect over PCIe x16, generation 4,
+or 5 for H100PCIe. AMD's GPUs are left out: Quartet was not tried on ROCm."""
 
 CPU = Device("cpu", 0, 1.0, 1.0, 1.0, 1.0, 1.0)
 """A CPU before it is measured."""
