@@ -278,12 +278,10 @@ def _config(rollout: Mapping[str, Any], steps: int, prompts: int, root: Path, ur
 
 
 def addressed(config: Config, addresses: Mapping[Role, Sequence[str]]) -> Config:
-    """Return the config with the addresses of the services. Several replicas share one address."""
+    """Return the config with the addresses of the services."""
     services = config.services
     for role, replica_addresses in addresses.items():
-        one, *others = replica_addresses
-        address = f"ipv4:{','.join(replica_addresses)}" if others else one
-        service = getattr(services, role).model_copy(update={"address": address})
+        service = getattr(services, role).model_copy(update={"address": tuple(replica_addresses)})
         services = services.model_copy(update={role: service})
     return config.model_copy(update={"services": services})
 

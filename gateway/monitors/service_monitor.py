@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -16,7 +17,7 @@ from quartet.gateway.readers.run_catalog import RunCatalog
 from quartet.gateway.schemas import EngineInfo, ServiceInfo, WeightPublicationInfo, WeightTransferInfo
 from quartet.rpc.clients import OrchestratorClient
 from quartet.rpc.security.credentials import LOCAL, Credentials
-from quartet.rpc.service_channel import ServiceChannel
+from quartet.rpc.service_channel import ServiceChannel, endpoints_at
 from quartet.run_directory.run_files import RunFiles
 from quartet.types import (
     TRAINED_ROLES,
@@ -35,6 +36,11 @@ MAX_AGE_SECONDS = 1.0
 MAX_PARALLEL_POLLS = 8
 """Maximum number of processes that are polled at the same time."""
 
+REPLICATED = (Role.REWARD, Role.REFERENCE)
+"""Roles of which a host name with several addresses has several replicas."""
+Addresses = dict[str, tuple[str, ...]]
+"""Addresses of the processes of a run, by role."""
+
 
 @dataclass(slots=True)
 class _MonitoredService:
@@ -51,7 +57,7 @@ class _PolledRun:
 
     lock: threading.Lock = field(default_factory=threading.Lock)
     polled_at: float = float("-inf")
-    addresses: dict[str, str] = field(default_factory=dict)
+    addresses: Addresses = field(default_factory=dict)
     infos: list[ServiceInfo] = field(default_factory=list)
     services: dict[tuple[str, str], _MonitoredService] = field(default_factory=dict)
     orchestrator: OrchestratorClient | None = None
@@ -91,10 +97,11 @@ class ServiceMonitor:
                     run.orchestrator.close()
             self._runs.clear()
 
-    def _poll(self, name: str, run: _PolledRun, addresses: dict[str, str]) -> list[ServiceInfo]:
-        run.generators = self._generators(name, run, addresses.get(Role.ORCHESTRATOR))
+    def _poll(self, name: str, run: _PolledRun, addresses: Addresses) -> list[ServiceInfo]:
+        run.generators = self._generators(name, run, next(iter(addresses.get(Role.ORCHESTRATOR, ())), None))
         generators = {item.address: item for item in run.generators}
-        keys = [*addresses.items(), *((str(Role.GENERATOR), address) for address in generators)]
+        keys = [(role, endpoint) for role, each in addresses.items() for endpoint in _endpoints(role, each)]
+        keys += [(str(Role.GENERATOR), address) for address in generators]
         for key in set(run.services) - set(keys):
             run.services.pop(key).channel.close()
         for role, address in keys:
@@ -142,12 +149,24 @@ class ServiceMonitor:
         ]
 
 
-def _addresses(files: RunFiles) -> dict[str, str]:
+def _addresses(files: RunFiles) -> Addresses:
+    """Return the addresses in services.json by role; none if the file is missing or damaged."""
     try:
         content = json.loads(files.services.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return {str(role): str(address) for role, address in content.items()} if isinstance(content, dict) else {}
+    if not isinstance(content, dict):
+        return {}
+    return {
+        str(role): tuple(map(str, each)) if isinstance(each, list) else (str(each),) for role, each in content.items()
+    }
+
+
+def _endpoints(role: str, addresses: Sequence[str]) -> list[str]:
+    """Return the addresses of a role, or of each of its replicas."""
+    if role not in REPLICATED:
+        return list(addresses)
+    return list(dict.fromkeys(endpoint for address in addresses for endpoint in endpoints_at(address) or [address]))
 
 
 def _poll_service(role: str, service: _MonitoredService, generator: GeneratorInfo | None = None) -> ServiceInfo:

@@ -82,8 +82,8 @@ def acquire_run_directory(config: Config) -> Iterator[Callable[[str], None]]:
         published: list[int] = []
 
         def publish_addresses(address: str) -> None:
-            addresses = {role: getattr(config.services, role).address for role in model_roles(config)}
-            files.write_services({**addresses, Role.ORCHESTRATOR: config.services.orchestrator.address or address})
+            addresses = {role: getattr(config.services, role).addresses for role in model_roles(config)}
+            files.write_services({**addresses, Role.ORCHESTRATOR: (config.services.orchestrator.address or address,)})
             published.append(files.services.stat().st_ino)
 
         try:

@@ -90,7 +90,7 @@ class TrainingRun:
         self._url, self._redis = url, connect(url)
         self._stream = RolloutStream(self._redis, url, self._run)
         self._experience = ExperienceStore(self._redis, url, self._run)
-        self._service_clients = ServiceClients(config, credentials)
+        self._service_clients = ServiceClients(config, credentials, board.note)
         if traces is not None:
             self._service_clients.observe(traces)
         self._profiler = StepProfiler(traces)
@@ -133,6 +133,7 @@ class TrainingRun:
         """Stop the work in progress and release the lease. May be called again, and from another thread."""
         self._preparation.discard()
         self._generation.close()
+        self._service_clients.close_replicas()
         if self._evaluator is not None:
             self._evaluator.close()
         if self._lease is not None:

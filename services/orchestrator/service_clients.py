@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from quartet.buffer.connection import Redis, wait_for_server
 from quartet.config import MAX_MICRO_BATCH_TOKENS, Config
@@ -18,7 +18,6 @@ from quartet.rpc.clients import (
     GenerationClient,
     ReferenceClient,
     RewardClient,
-    ServiceClient,
 )
 from quartet.rpc.pending_calls import PendingResult
 from quartet.rpc.security.credentials import LOCAL, Credentials
@@ -28,6 +27,7 @@ from quartet.services.orchestrator.control.progress import ProgressBoard
 from quartet.services.orchestrator.control.run_control import RunControl
 from quartet.services.orchestrator.rollout.generation import ActorGeneration, Generation
 from quartet.services.orchestrator.rollout.generator_pool import GeneratorPool
+from quartet.services.orchestrator.rollout.replicas import ReferenceReplicas, RewardReplicas
 from quartet.services.orchestrator.rollout.scoring import (
     ActorAsReference,
     ReferencePolicy,
@@ -48,27 +48,41 @@ BUFFER_POLL_SECONDS = 0.1
 class ServiceClients:
     """Clients of the run's model services. ``critic`` is None for an estimator without one."""
 
-    def __init__(self, config: Config, credentials: Credentials = LOCAL) -> None:
-        """Connect to the services. ``quartet.preflight.check_separate_orchestrator`` checks that each has an address."""
+    def __init__(
+        self, config: Config, credentials: Credentials = LOCAL, note: Callable[[str], None] = lambda line: None
+    ) -> None:
+        """Connect to the services. ``quartet.preflight.check_separate_orchestrator`` checks that each has an address.
+
+        ``note`` shows a line to the user.
+        """
         self._config = config
         self._roles, self._credentials = model_roles(config), credentials
-        self.actor = ActorClient(self._address(Role.ACTOR), config.timeouts, credentials)
+        timeouts = config.timeouts
+        self.actor = ActorClient(self._address(Role.ACTOR), timeouts, credentials)
         # A reward function is called once per response, so a batch waits for the batches before it.
-        function_seconds = max_batches_in_flight(1) * config.reward.function_timeout_seconds(
+        rewards = config.services.reward.addresses
+        function_seconds = max_batches_in_flight(len(rewards)) * config.reward.function_timeout_seconds(
             config.rollout.score_batch_size
         )
-        self.reward = RewardClient(self._address(Role.REWARD), config.timeouts, credentials, function_seconds)
+        self.reward = RewardReplicas(
+            Role.REWARD, rewards, lambda address: RewardClient(address, timeouts, credentials, function_seconds), note
+        )
         self.critic: CriticClient | None = None
-        self._reference: ReferenceClient | None = None
+        self._reference: ReferenceReplicas | None = None
         if Role.CRITIC in self._roles:
-            self.critic = CriticClient(self._address(Role.CRITIC), config.timeouts, credentials)
+            self.critic = CriticClient(self._address(Role.CRITIC), timeouts, credentials)
         if Role.REFERENCE in self._roles:
-            self._reference = ReferenceClient(self._address(Role.REFERENCE), config.timeouts, credentials)
+            self._reference = ReferenceReplicas(
+                Role.REFERENCE,
+                config.services.reference.addresses,
+                lambda address: ReferenceClient(address, timeouts, credentials),
+                note,
+            )
 
     def observe(self, tracer: CallTracer) -> None:
         """Trace every call of the clients."""
         for client in self._clients():
-            client.channel.tracer = tracer
+            client.trace(tracer)
 
     @property
     def reference(self) -> ReferencePolicy:
@@ -121,26 +135,48 @@ class ServiceClients:
             statuses[client.role] = self._wait_until_connected(client)
         return statuses
 
-    def _wait_until_connected(self, client: ServiceClient) -> ServiceStatus:
+    def close_replicas(self) -> None:
+        """Stop watching the replicas of frozen models."""
+        self.reward.close()
+        if self._reference is not None:
+            self._reference.close()
+
+    def _wait_until_connected(self, client: _Client) -> ServiceStatus:
         timeout = self._config.timeouts.load_seconds
         deadline = time.monotonic() + timeout
         while (status := client.wait_until_ready(known=True)).buffer_unreachable:
             if time.monotonic() > deadline:
+                addresses = ", ".join(self._addresses(client.role))
                 raise ServiceUnavailable(
-                    f"{client.role} at {client.channel.address}: has not reached the rollout buffer within {timeout:g} s; "
-                    "repair the network between them, or start the service with a buffer.url that it can reach"
+                    f"{client.role} at {addresses}: has not reached the rollout buffer within {timeout:g} s; repair the "
+                    "network between them, or start the service with a buffer.url that it can reach"
                 )
             time.sleep(BUFFER_POLL_SECONDS)
         return status
 
-    def _clients(self) -> list[ServiceClient]:
+    def _clients(self) -> list[_Client]:
         # The critic is initialised from the reward model by default. With the reward first, an error names a key of the config.
-        clients: list[ServiceClient | None] = [self.actor, self.reward, self.critic, self._reference]
+        clients: list[_Client | None] = [self.actor, self.reward, self.critic, self._reference]
         return [client for client in clients if client is not None]
 
+    def _addresses(self, role: Role) -> tuple[str, ...]:
+        addresses: tuple[str, ...] = getattr(self._config.services, role).addresses
+        return addresses
+
     def _address(self, role: Role) -> str:
-        address: str = getattr(self._config.services, role).address
-        return address
+        return self._addresses(role)[0]
+
+
+class _Client(Protocol):
+    """The client of a role, or of its replicas."""
+
+    role: Role
+
+    def trace(self, tracer: CallTracer) -> None:
+        """Trace every call."""
+
+    def wait_until_ready(self, check_alive: Callable[[], None] = lambda: None, known: bool = False) -> ServiceStatus:
+        """See ``ServiceClient.wait_until_ready``."""
 
 
 class ServiceHandshake:

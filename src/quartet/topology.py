@@ -16,8 +16,8 @@ def listen_address(service: ServiceConfig | OrchestratorServiceConfig | Generato
     """Return the listen address of a local service: configured, or on loopback at its address's port or a free one."""
     if service.listen is not None:
         return service.listen
-    address = service.address if isinstance(service, ServiceConfig) else None
-    return f"127.0.0.1:{address.rpartition(':')[2] if address else 0}"
+    addresses = service.addresses if isinstance(service, ServiceConfig) else ()
+    return f"127.0.0.1:{addresses[0].rpartition(':')[2] if len(addresses) == 1 else 0}"
 
 
 def check_listen_address(listen: str, allow_plaintext: bool) -> None:
@@ -138,16 +138,16 @@ def memory_sharers(config: Config, role: Role) -> list[Role]:
     sharers = [
         other
         for other, service in services.items()
-        if (service.address is None or _machine(service) == _machine(own))
+        if (service.address is None or _machines(service) & _machines(own))
         and (own.devices[0] in service.devices if own.devices else not service.devices)
     ]
-    if own.devices and not _machine(own):
+    if own.devices and "" in _machines(own):
         devices = [devices_of_generator(config, index) for index in range(config.rollout.generators)]
         sharers += [Role.GENERATOR for each in devices if own.devices[0] in each]
     return [role, *sharers]
 
 
-def _machine(service: ServiceConfig) -> str:
-    """Return the host of a service, or "" for this machine."""
-    host = service.address.rpartition(":")[0] if service.address else ""
-    return "" if is_loopback(host) else host
+def _machines(service: ServiceConfig) -> set[str]:
+    """Return the hosts of a service, "" for this machine."""
+    hosts = {address.rpartition(":")[0] for address in service.addresses} or {""}
+    return {"" if is_loopback(host) else host for host in hosts}

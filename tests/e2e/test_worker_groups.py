@@ -96,6 +96,7 @@ def test_another_number_of_processes_continues_a_checkpoint(
 def test_a_group_that_generates_while_it_trains_ends_bit_identically_after_a_lost_rank(
     start: Start, config: Path, few_processes: list[str], tmp_path: Path
 ) -> None:
+    (tmp_path / "undisturbed").mkdir()
     off_policy = settings("rollout.max_off_policy_steps=1", "algorithm.importance_sampling_cap=2")
     undisturbed = train(tmp_path / "undisturbed", config, *few_processes, *LONGER, *GROUPS, *off_policy)
     assert undisturbed.result.code == 0, undisturbed.result

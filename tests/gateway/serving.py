@@ -169,7 +169,8 @@ def serve_orchestrator(running: ActiveRun, addresses: dict[Role, str] | None = N
     )
     server = Server([servicer], "127.0.0.1:0")
     files = RunFiles(running.config.run_directory)
-    files.write_services({**(addresses or {}), Role.ORCHESTRATOR: server.address})
+    every = {**(addresses or {}), Role.ORCHESTRATOR: server.address}
+    files.write_services({role: (address,) for role, address in every.items()})
     try:
         yield server
     finally:

@@ -24,8 +24,9 @@ from quartet.errors import (
     ServiceFailed,
     TooManyFailedTrajectories,
 )
-from quartet.rpc.clients import ActorClient, CriticClient, RewardClient
+from quartet.rpc.clients import ActorClient, CriticClient
 from quartet.rpc.pending_calls import PendingResult
+from quartet.services.orchestrator.rollout.replicas import RewardReplicas
 from quartet.services.orchestrator.rollout.verification import FirstTrajectories
 from quartet.services.orchestrator.telemetry.step_profiler import CallObserver, ignore_call
 from quartet.types import FloatArray, Role, SamplingParameters, Scores, TokenBatch, Trajectory, TrajectoryId
@@ -110,7 +111,7 @@ class ScoringServices:
     those that generators report.
     """
 
-    reward: RewardClient
+    reward: RewardReplicas
     reference: ReferencePolicy
     critic: CriticClient | None
     temperature: float
@@ -359,7 +360,7 @@ class Scoring:
 
         self._reward = queue(request_scores, _split_scores, services.reward.replicas())
         self._reference = queue(request_log_probs, _split_tokens, services.reference.replicas())
-        self._critic = queue(request_values, _split_tokens, services.critic.replicas()) if services.critic else None
+        self._critic = queue(request_values, _split_tokens, 1) if services.critic else None
 
     def start(self, trajectories: Sequence[Trajectory]) -> None:
         """Send one ragged batch to all services, to each as soon as it has room for it."""

@@ -178,9 +178,12 @@ def _requirements(config: Config) -> Iterator[Finding]:
     for role in roles:
         service = getattr(config.services, role)
         if service.address is not None:
-            responds = accepts_connections(service.address)
-            seen = f"{service.address} responds" if responds else f"no service responds at {service.address}; start it"
-            yield Finding(role, responds, seen)
+            for address in service.addresses:
+                # A name that does not resolve is tried, too.
+                for endpoint in endpoints_at(address) or [address]:
+                    responds = accepts_connections(endpoint)
+                    seen = f"{endpoint} responds" if responds else f"no service responds at {endpoint}; start it"
+                    yield Finding(role, responds, seen)
             continue
         missing = [index for index in service.devices if index >= torch.cuda.device_count()]
         place = f"CUDA {list(service.devices)}" if service.devices else f"CPU, {_threads(config, role)}"

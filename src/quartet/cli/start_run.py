@@ -39,8 +39,8 @@ def up(config_path: Path, overrides: list[str], overwrite: bool, resume: bool = 
     """Train, then keep the services running until interrupted."""
     config = load_config(config_path, overrides)
     with _started(config, overwrite, resume) as (launcher, files):
-        for role, address in launcher.addresses.items():
-            console.print(f"{role:<13} {address}", highlight=False)
+        for role, addresses in launcher.addresses.items():
+            console.print(f"{role:<13} {' '.join(addresses)}", highlight=False)
         console.print(f"redis         {redact_url(launcher.url)}", highlight=False, soft_wrap=True)
         _show_progress(launcher, files)
         console.print(

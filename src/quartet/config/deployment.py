@@ -47,17 +47,26 @@ def _host_port(value: str | None) -> str | None:
     return value
 
 
-def _generator_addresses(values: tuple[str, ...]) -> tuple[str, ...]:
+def _remote_addresses(values: tuple[str, ...]) -> tuple[str, ...]:
     for value in values:
         _host_port(value)
         if value.endswith(":0"):
-            raise ValueError(f"{value!r}: expected HOST:PORT with the port at which a generator listens")
+            raise ValueError(f"{value!r}: expected HOST:PORT with the port at which the process listens")
     if repeated := sorted({value for value in values if values.count(value) > 1}):
         raise ValueError(f"{', '.join(repeated)}: given more than once; name each address once")
     return values
 
 
+def _one_or_more(value: str | tuple[str, ...] | None) -> str | tuple[str, ...] | None:
+    if isinstance(value, tuple):
+        if not value:
+            raise ValueError("expected at least one HOST:PORT, or null")
+        return _remote_addresses(value)
+    return _host_port(value)
+
+
 HostPort = Annotated[str | None, AfterValidator(_host_port)]
+HostPorts = Annotated[str | tuple[str, ...] | None, AfterValidator(_one_or_more)]
 
 
 class OrchestratorServiceConfig(Section):
@@ -76,8 +85,9 @@ class OrchestratorServiceConfig(Section):
 class ServiceConfig(Section):
     """Address and hardware of a model service. Roles that share a process use the `listen` addresses of the first role."""
 
-    address: HostPort = None
-    """HOST:PORT of a service that already runs. Null: start it on this machine."""
+    address: HostPorts = None
+    """HOST:PORT of a service that already runs. Null: start it on this machine. For reward and reference also a list of the
+    addresses of replicas, each with the whole model. A host name with several addresses is one replica for each address."""
     listen: HostPort = None
     """HOST:PORT to listen on. Port 0 selects a free port. Null: 127.0.0.1 with the port of `address`, or with a free port."""
     devices: tuple[Annotated[int, Field(ge=0, le=1023)], ...] = ()
@@ -93,6 +103,13 @@ class ServiceConfig(Section):
     """HOST:PORT that serves Prometheus metrics. Port 0 selects a free port. Null: a free port on 127.0.0.1."""
     health_listen: HostPort = None
     """HOST:PORT that serves only gRPC health checks, in plaintext, for probes. Null: no such port."""
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """All addresses of services that already run."""
+        if self.address is None:
+            return ()
+        return (self.address,) if isinstance(self.address, str) else self.address
 
 
 class GeneratorServiceConfig(Section):
@@ -123,7 +140,7 @@ class ServicesConfig(Section):
     """Service that scores responses."""
     reference: ServiceConfig = ServiceConfig()
     """Service of the frozen initial policy."""
-    generators: Annotated[tuple[str, ...], AfterValidator(_generator_addresses)] = ()
+    generators: Annotated[tuple[str, ...], AfterValidator(_remote_addresses)] = ()
     """HOST:PORT of generators that already run, or will. A host name with several addresses is one generator for each address.
     Generators may join and leave during a run. They are used beside those of rollout.generators."""
     generator: GeneratorServiceConfig = GeneratorServiceConfig()

@@ -296,6 +296,12 @@ class Config(Section):
 
     def _check_services(self) -> None:
         self._check_processes()
+        for name in ("actor", "critic"):
+            if not isinstance(getattr(self.services, name).address, str | None):
+                raise ValueError(
+                    f"services.{name}.address: one process has the trained model; give one HOST:PORT. Lists are for reward and "
+                    "reference"
+                )
         if self.evaluation.every_steps and self.data.validation is None:
             raise ValueError(
                 f"evaluation.every_steps {self.evaluation.every_steps}: data.validation is null; set data.validation, or "

@@ -24,9 +24,14 @@ def _plain(node: Node, sections: dict[str, Node]) -> Node:
         # Draft 07 ignores keys next to a reference. The description of a field is more specific than that of its section.
         node = {**sections[node["$ref"].rpartition("/")[2]], **node}
     if "anyOf" in node:
-        value, null = node["anyOf"]
-        assert null == {"type": "null"}, "a field has one type, or one type and null"
-        node = _with_null(_plain(value, sections)) | node
+        *values, null = node["anyOf"]
+        assert null == {"type": "null"}, "a field has one type, or several and null last"
+        # The other keys of a type, such as the items of an array, do not concern values of another type.
+        merged: Node = {}
+        for value in values:
+            plain = _plain(value, sections)
+            merged = {**merged, **plain, "type": [*merged.get("type", []), plain["type"]]}
+        node = _with_null(merged) | node
     kept = {key: value for key, value in node.items() if key not in ("$ref", "anyOf", "title", "format", "prefixItems")}
     if "description" in kept:
         kept["description"] = " ".join(kept["description"].split())
@@ -45,4 +50,4 @@ def _plain(node: Node, sections: dict[str, Node]) -> Node:
 def _with_null(node: Node) -> Node:
     if "enum" in node:
         node["enum"] = [*node["enum"], None]
-    return {**node, "type": [node["type"], "null"]}
+    return {**node, "type": [*node["type"], "null"]}

@@ -70,7 +70,7 @@ class Launcher:
         self._restarts: dict[str, RestartCounter] = {}
         self._supervisors: list[ProcessSupervisor] = []
         self._messages: list[str] = []
-        self.addresses: dict[Role, str] = {}
+        self.addresses: dict[Role, tuple[str, ...]] = {}
         self._generators: list[ServiceProcess] = []
         self._folders = ExitStack()
         self.url = ""
@@ -97,7 +97,7 @@ class Launcher:
         for role in model_roles(self._config):
             service: ServiceConfig = getattr(self._config.services, role)
             if service.address is not None:
-                self.addresses[role] = service.address
+                self.addresses[role] = service.addresses
             else:
                 self._start_service(role, [])
         for index in range(self._config.rollout.generators):
@@ -106,7 +106,10 @@ class Launcher:
         # Before the orchestrator starts, because from then on all processes must be supervised.
         self._wait_for_gateway()
         if orchestrator:
-            overrides = [f"services.{role}.address={address}" for role, address in self.addresses.items()]
+            overrides = [
+                f"services.{role}.address={addresses[0] if len(addresses) == 1 else json.dumps(addresses)}"
+                for role, addresses in self.addresses.items()
+            ]
             if self.generators:
                 overrides.append(f"services.generators={json.dumps(self.generators)}")
             self._start_service(Role.ORCHESTRATOR, _settings(overrides))
@@ -196,7 +199,7 @@ class Launcher:
             for service in waiting:
                 service.read_messages()
                 if service.ready and service.address is not None and service not in self._generators:
-                    self.addresses[Role(service.name)] = service.address
+                    self.addresses[Role(service.name)] = (service.address,)
             for process in self._processes():
                 if process.process.poll() is not None and self._restart_during_start(process):
                     deadline = time.monotonic() + timeout

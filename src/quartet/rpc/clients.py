@@ -10,9 +10,10 @@ from typing import Any
 from quartet import codec
 from quartet.config import TimeoutsConfig
 from quartet.errors import FailedPrecondition, MismatchError
+from quartet.rpc.call_interceptors import CallTracer
 from quartet.rpc.pending_calls import PendingGeneration, PendingResult
 from quartet.rpc.security.credentials import LOCAL, Credentials
-from quartet.rpc.service_channel import ServiceChannel, replicas_at
+from quartet.rpc.service_channel import ServiceChannel
 from quartet.types import (
     FloatArray,
     GenerationBatch,
@@ -86,9 +87,9 @@ class ServiceClient:
 
         return PendingResult(self.channel.start_status(), convert)
 
-    def replicas(self) -> int:
-        """Return the number of processes that share this client's calls, as far as the address shows."""
-        return replicas_at(self.channel.address)
+    def trace(self, tracer: CallTracer) -> None:
+        """Trace every call of this client."""
+        self.channel.tracer = tracer
 
     def close(self) -> None:
         """Close the channel."""

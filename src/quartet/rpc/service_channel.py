@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import socket
 import time
-from collections import Counter
 from collections.abc import Callable, Generator
 from typing import Any, TypeVar
 
@@ -223,22 +222,6 @@ def _end_span(span: OutgoingSpan, ended: Any, response_attributes: Callable[[Any
     """End the span of a unary call that has ended."""
     code = ended.code().name
     span.end(code, response_attributes(ended.result()) if code == OK else {})
-
-
-def replicas_at(address: str) -> int:
-    """Return the number of processes behind HOST:PORT or a gRPC address list, at least 1. A channel sends calls to each in turn.
-
-    A host name may resolve to several addresses. An unresolvable name counts as one process: the call reports the error.
-    """
-    if address.startswith(("ipv4:", "ipv6:")):
-        return len(address.split(","))
-    host, _, port = address.rpartition(":")
-    try:
-        resolved = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
-    except OSError:
-        return 1
-    # One process may have an address in each family.
-    return max(Counter(family for family, *_ in resolved).values())
 
 
 def endpoints_at(address: str) -> list[str]:

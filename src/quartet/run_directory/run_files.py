@@ -236,10 +236,11 @@ class RunFiles:
         """Remove the changes for steps after ``step``. For a rollback, after which these steps may use other settings."""
         truncate_step_lines(self.changes, step)
 
-    def write_services(self, addresses: dict[Role, str]) -> None:
-        """Write ``services.json``: the address of each service of an active run, by role."""
+    def write_services(self, addresses: Mapping[Role, tuple[str, ...]]) -> None:
+        """Write ``services.json``: the address of each service of an active run by role, or a list of those of its replicas."""
+        content = {role: each[0] if len(each) == 1 else each for role, each in addresses.items()}
         with storage_errors(self.services):
-            write_durably(self.services, json.dumps(addresses, indent=2) + "\n")
+            write_durably(self.services, json.dumps(content, indent=2) + "\n")
 
     def orchestrator_address(self) -> str:
         """Return the address of the orchestrator of an active run. Raises ConfigError if the run is not active."""

@@ -159,7 +159,7 @@ def follow_run(
     STOPPED. Raises ConfigError or ServiceFailed if the run fails, or if a process exceeds its restart limit; KeyboardInterrupt if
     ``interrupted`` is set.
     """
-    stream = _ProgressStream(launcher.addresses[Role.ORCHESTRATOR], launcher.credentials)
+    stream = _ProgressStream(launcher.addresses[Role.ORCHESTRATOR][0], launcher.credentials)
     try:
         return _follow(launcher, stream.queue, display, files, interrupted or threading.Event())
     finally:

@@ -129,7 +129,7 @@ def test_a_hanging_orchestrator_delays_one_caller_only(tmp_path: Path, monkeypat
     monkeypatch.setattr("quartet.gateway.monitors.run_progress.TIMEOUT_SECONDS", 1.0)
     files, orchestrator = create_run(tmp_path, steps=1), HangingOrchestrator()
     server = Server([orchestrator], "127.0.0.1:0")
-    files.write_services({Role.ORCHESTRATOR: server.address})
+    files.write_services({Role.ORCHESTRATOR: (server.address,)})
     monitor = RunMonitor(RunCatalog(tmp_path))
     try:
         assert monitor.progress("some") is not None
