@@ -23,14 +23,14 @@ def host_state(model: nn.Module, workers: Workers = SINGLE) -> dict[str, torch.T
     Tied weights share one copy. Frozen weights that are in host memory already are not copied, because nothing changes them. The
     ``workers`` gather one tensor after the other, and only rank 0 keeps them: the result of the others is empty.
     """
-    copies: dict[int, torch.Tensor] = {}
     state = model.state_dict(keep_vars=True)
-    for value in state.values():
-        if id(value) not in copies:
-            frozen = isinstance(value, nn.Parameter) and not value.requires_grad
-            complete = workers.complete(value)
-            if workers.rank == 0:
-                copies[id(value)] = complete.detach().to("cpu", copy=complete is value and not frozen)
+    copies: dict[int, torch.Tensor] = {}
+    # Each weight once, on every rank, because the ranks gather it together.
+    for value in {id(value): value for value in state.values()}.values():
+        frozen = isinstance(value, nn.Parameter) and not value.requires_grad
+        complete = workers.complete(value)
+        if workers.rank == 0:
+            copies[id(value)] = complete.detach().to("cpu", copy=complete is value and not frozen)
     if workers.rank:
         return {}
     return {name: copies[id(value)] for name, value in state.items()}
