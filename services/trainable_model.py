@@ -17,7 +17,7 @@ from quartet.config import TrainedModelConfig
 from quartet.durable_files import checkpoint_path, confine_path, describe_files
 from quartet.errors import FailedPrecondition
 from quartet.failpoints import failpoint
-from quartet.models.forward.model_capabilities import max_positions
+from quartet.models.forward.model_capabilities import max_positions, vocabulary_size
 from quartet.models.gpu_settings import deterministic_update
 from quartet.models.torch_threads import torch_threads
 from quartet.models.training.optimizer import (
@@ -73,8 +73,7 @@ class TrainableModel(ABC):
         self._updates = UpdateLog()
         self._tokens: Counter[str] = Counter()
         self._load(None)
-        self._vocabulary = int(self._model.get_input_embeddings().weight.shape[0])
-        self._parameters = count_parameters(self._model)
+        self._vocabulary = vocabulary_size(self._model)
         self._positions = max_positions(self._model) or 0
         self._budget = self._find_budget()
 
@@ -114,7 +113,8 @@ class TrainableModel(ABC):
         self._measure_memory()
         if self._memory is None or self._limits is None:
             return MemoryBudget(self.role, config.max_forward_tokens, config.gradient_checkpointing)
-        memory = replace(self._memory, state=self._memory.state // self._workers.size)
+        own = self._workers.num_elements(self._model)
+        memory = replace(self._memory, state=self._memory.state * own // self._parameters)
         # All ranks compute the same micro-batches.
         free = self._workers.smallest(free_bytes(self._model, self._limits))
         return find_budget(self.role, config, memory, free, self._limits)
@@ -130,6 +130,7 @@ class TrainableModel(ABC):
         """
         for part in ("_model", "_adapter", "_optimizer"):
             vars(self).pop(part, None)
+        self._workers.release()
         config, lora, optimizer = self._model_config, self._model_config.lora, self._model_config.optimizer
         source = self._name if checkpoint is None or lora else checkpoint
         self._model = self._workers.agreed(lambda: self._read(source))
@@ -141,6 +142,8 @@ class TrainableModel(ABC):
         if self._adapter is not None and (left_out := matrices_without_adapter(self._adapted())):
             log.info("LoRA: matrices without an adapter", role=str(self.role), matrices=left_out)
         freeze_parameters(self._model, config.freeze)
+        # Before the model is divided over the ranks.
+        self._parameters = count_parameters(self._model)
         kind: Callable[..., MasterWeightAdamW] = MasterWeightAdamW
         if self._workers.size > 1:
             # The trials of the measurement need the complete model.

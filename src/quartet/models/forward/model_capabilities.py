@@ -79,7 +79,8 @@ def check_lengths(model: Any, lengths: NDArray[np.signedinteger[Any]]) -> None:
 
 def vocabulary_size(model: Any) -> int:
     """Return the number of token ids that have an embedding."""
-    return int(model.get_input_embeddings().weight.shape[0])
+    # Not the shape of the weight, of which a rank of a worker group may hold a part.
+    return int(model.get_input_embeddings().num_embeddings)
 
 
 def max_positions(model: Any) -> int | None:

@@ -17,7 +17,7 @@ _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 
 
 def named_weights(model: nn.Module, adapter: Adapter | None = None) -> dict[str, torch.Tensor]:
-    """Return the model's weights by the names of its checkpoint, as views: a write to them changes the model.
+    """Return the model's own weights by the names of its checkpoint.
 
     Tied weights appear once, by their first name. With an ``adapter``: the weights of the base model, and those of the adapter by
     peft's names.
@@ -28,9 +28,9 @@ def named_weights(model: nn.Module, adapter: Adapter | None = None) -> dict[str,
         # A sharded parameter may have no elements on this rank, and so no address.
         key = id(value) if isinstance(value, nn.Parameter) else value.data_ptr()
         if value.dtype in _NAMES and key not in seen:
-            weights[name] = value.detach()
+            weights[name] = value
             seen.add(key)
-    return weights | ({name: value.detach() for name, value in adapter.state().items()} if adapter else {})
+    return weights | (adapter.state() if adapter else {})
 
 
 def host_tensor(value: torch.Tensor) -> HostTensor:
@@ -59,7 +59,7 @@ def write_tensor(target: torch.Tensor, source: HostTensor) -> None:
         )
     # torch does not accept read-only arrays without a warning, and NumPy has no bfloat16.
     values = torch.from_numpy(np.require(source.data, requirements="W")).view(_DTYPES[source.dtype])
-    target.copy_(values.view(source.shape))
+    target.detach().copy_(values.view(source.shape))
 
 
 def adapter_settings(adapter: Adapter | None) -> AdapterSettings | None:

@@ -7,12 +7,14 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from quartet.errors import QuartetError, ServiceUnavailable
+from quartet.models.workers.tensor_group import Slicing, TensorGroup
 from quartet.models.workers.workers import Result, Workers
 
 MAX_TEXT_BYTES = 256
@@ -22,16 +24,34 @@ MAX_TEXT_BYTES = 256
 class WorkerGroup(Workers):
     """The ranks of torch.distributed's default process group. Use it from one thread.
 
-    ``mesh`` has one dimension, over which parameters are sharded.
+    The ranks are ``replicate`` copies of the model, each sharded over the ranks of a copy, of which ``tensor`` consecutive ranks
+    compute slices of the same layers. Each group of ``tensor`` ranks computes one share of the data.
     """
 
-    def __init__(self, device: torch.device, root: FSDPModule | None = None) -> None:
-        """``root``: the module of ``shard_model``, inside which the forward passes run."""
+    def __init__(self, device: torch.device, replicate: int = 1, tensor: int = 1) -> None:
+        """``replicate`` x ``tensor`` divides the number of ranks."""
         self.rank, self.size, self.device = dist.get_rank(), dist.get_world_size(), device
-        self.mesh: DeviceMesh = init_device_mesh(device.type, (self.size,))
-        self.root = root
+        self.data_rank, self.data_size = self.rank // tensor, self.size // tensor
+        sizes = {"replicate": replicate, "shard": self.size // (replicate * tensor), "tensor": tensor}
+        # Dimensions of one rank would only add process groups.
+        sizes = {name: size for name, size in sizes.items() if size > 1 or name == "shard"}
+        mesh = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+        self.mesh: DeviceMesh = mesh["replicate", "shard"] if replicate > 1 else mesh["shard"]
+        """The ranks over which parameters are sharded, and before them the copies, if there are several."""
+        self.tensor = TensorGroup(mesh.get_group("tensor")) if tensor > 1 else None
+        """The ranks that compute slices of this rank's layers."""
+        self.release()
+
+    def release(self) -> None:
+        """See ``Workers.release``."""
+        self.root: FSDPModule | None = None
+        """The module of ``shard_model``, inside which the forward passes run."""
         self.compute_type: torch.dtype | None = None
         """Type in which the model computes, if it is not that of its sharded parameters."""
+        self.slicings: dict[torch.Tensor, Slicing] = {}
+        """The slicing of the parameters that are sliced over ``tensor``."""
+        self.partial: set[torch.Tensor] = set()
+        """The parameters that are whole on every rank of ``tensor`` and get only a part of their gradient there."""
 
     def forward(self, compute: Callable[[], Result]) -> Result:
         """Run ``compute`` with the parameters of the sharded model gathered as it needs them. See ``Workers.forward``."""
@@ -48,6 +68,9 @@ class WorkerGroup(Workers):
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         """See ``Workers.sum``."""
         total = values.detach().to(self.device, torch.float64, copy=True)
+        if self.tensor is not None and self.tensor.rank:
+            # The first rank counts for all that have computed the same. One sum over all ranks has the same bits on all of them.
+            total.zero_()
         dist.all_reduce(total)
         return total.to(values.device)
 
@@ -63,8 +86,22 @@ class WorkerGroup(Workers):
             return value
         # Rounded first, so that fewer bytes are sent.
         own: DTensor = value.detach() if self.compute_type is None else value.detach().to(self.compute_type)  # type: ignore[assignment]
-        gathered: torch.Tensor = own.full_tensor()
-        return gathered
+        return self.unsliced(value, own.full_tensor())
+
+    def unsliced(self, parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """Return the complete tensor of which ``value`` is a slice, sliced like ``parameter``."""
+        slicing = self.slicings.get(parameter)
+        if slicing is None:
+            return value
+        assert self.tensor is not None
+        return self.tensor.gather(value, slicing)
+
+    def num_elements(self, model: nn.Module) -> int:
+        """See ``Workers.num_elements``."""
+        return sum(
+            (parameter.to_local() if isinstance(parameter, DTensor) else parameter).numel()
+            for parameter in model.parameters()
+        )
 
     def agreed(self, compute: Callable[[], Result]) -> Result:
         """See ``Workers.agreed``."""
@@ -110,12 +147,19 @@ class WorkerGroup(Workers):
 
 
 def join_group(
-    rank: int, size: int, address: tuple[str, int] | None, descriptor: int | None = None, timeout: float = 60.0
+    rank: int,
+    size: int,
+    address: tuple[str, int] | None,
+    descriptor: int | None = None,
+    timeout: float = 60.0,
+    replicate: int = 1,
+    tensor: int = 1,
 ) -> WorkerGroup:
     """Join the process group of ``size`` ranks on CPUs, as ``rank``. Waits until all have come. Use once per process.
 
     ``address``: host and port of the rendezvous; None if torchrun's environment variables name it. ``descriptor``: the
-    listening socket of that port, in rank 0. ``timeout``: seconds after which a collective fails.
+    listening socket of that port, in rank 0. ``timeout``: seconds after which a collective fails. ``replicate`` and ``tensor``:
+    see ``WorkerGroup``.
     """
     store = None
     if address is not None:
@@ -128,4 +172,4 @@ def join_group(
         world_size=size,
         timeout=timedelta(seconds=timeout),
     )
-    return WorkerGroup(torch.device("cpu"))
+    return WorkerGroup(torch.device("cpu"), replicate, tensor)

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
 from quartet.models.forward.log_probs import head_is_separate
@@ -18,6 +18,8 @@ from quartet.models.training.activation_checkpointing import transformer_layers
 from quartet.models.training.optimizer import MasterWeightAdamW
 from quartet.models.value_head import ValueModel
 from quartet.models.workers.group import WorkerGroup
+from quartet.models.workers.tensor_parallel import SlicedParameters, slice_layers
+from quartet.models.workers.workers import Workers
 
 
 class _Root(nn.Module):
@@ -38,11 +40,14 @@ def shard_model(model: Any, workers: WorkerGroup, replicated: Iterable[nn.Parame
     Every transformer layer is gathered for its computation only, the other parameters for the whole pass. Trainable parameters of
     half precision become float32, and are gathered in half precision. Gradients are summed over the ranks, in float32.
     ``replicated`` parameters stay whole on every rank, in their data type. Every rank must have loaded the same weights.
+    The layers are sliced first, if the group has ranks for that: see ``slice_layers``, also for its errors.
     """
     # These trials are cached by model. They run forward passes, which is only possible inside the root afterwards.
     supports_packing(model)
     if not isinstance(model, ValueModel):
         head_is_separate(model)
+    # FSDP replaces the parameters by others of the same names.
+    sliced = SlicedParameters() if workers.tensor is None else slice_layers(model, workers.tensor)
     whole = set(replicated)
     compute_type = model.get_input_embeddings().weight.dtype
     is_half = compute_type.itemsize < torch.float32.itemsize
@@ -61,9 +66,12 @@ def shard_model(model: Any, workers: WorkerGroup, replicated: Iterable[nn.Parame
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
     workers.root, workers.compute_type = root, compute_type if is_half else None  # type: ignore[assignment]
+    parameters = dict(model.named_parameters())
+    workers.slicings = {parameters[name]: slicing for name, slicing in sliced.slicings.items()}
+    workers.partial = {parameters[name] for name in sliced.partial}
 
 
-def complete_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def complete_weights(model: nn.Module, workers: Workers) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the name and the complete tensor of every entry of the model's state, one after the other.
 
     All ranks must consume the iterator. Tied weights appear once, by their first name.
@@ -72,7 +80,10 @@ def complete_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     for name, value in model.state_dict(keep_vars=True).items():
         if id(value) not in seen:
             seen.add(id(value))
-            yield name, value.full_tensor().detach() if isinstance(value, DTensor) else value.detach()
+            complete = value.detach()
+            if isinstance(value, DTensor) and isinstance(workers, WorkerGroup):
+                complete = workers.unsliced(value, value.full_tensor().detach())
+            yield name, complete
 
 
 class ShardedAdamW(MasterWeightAdamW):
@@ -93,30 +104,38 @@ class ShardedAdamW(MasterWeightAdamW):
         return shard
 
     def move_gradients(self) -> None:
-        """Give each shard its gradient. Sum the gradients of parameters that are whole over all ranks."""
+        """Give each shard its gradient. Sum the gradients that FSDP does not sum: those of parameters that are whole over all
+        ranks, and partial ones over the ranks that compute slices of the same layers."""
         for shard, parameter in self._parameters.items():
             if isinstance(parameter, DTensor):
                 gradient = parameter.grad
                 shard.grad = gradient.to_local().to(shard.dtype) if isinstance(gradient, DTensor) else None
                 parameter.grad = None
-        gradients = [shard.grad for shard in self._whole() if shard.grad is not None]
-        if gradients:
-            flat = torch.cat([gradient.flatten() for gradient in gradients])
-            dist.all_reduce(flat)
-            parts = torch.split(flat, [gradient.numel() for gradient in gradients])
-            for gradient, values in zip(gradients, parts, strict=True):
-                gradient.copy_(values.view_as(gradient))
+        tensor, partial = self._workers.tensor, self._workers.partial
+        whole = [(shard, shard.grad) for shard in self._whole() if shard.grad is not None]
+        if tensor is not None:
+            _sum_in_place(
+                [
+                    shard.grad
+                    for shard, parameter in self._parameters.items()
+                    if parameter in partial and shard is not parameter and shard.grad is not None
+                ],
+                tensor.group,
+            )
+            for shard, gradient in whole:
+                if tensor.rank and shard not in partial:
+                    # The first rank counts for all that have computed the same.
+                    gradient.zero_()
+        _sum_in_place([gradient for _, gradient in whole])
 
     def clip_gradients(self, max_norm: float) -> torch.Tensor:
         """Clip the gradients of all ranks to ``max_norm`` together, and return their norm before, []."""
-        whole = [parameter.grad for parameter in self._whole() if parameter.grad is not None]
-        shards = [
-            shard.grad
-            for shard, parameter in self._parameters.items()
-            if shard is not parameter and shard.grad is not None
-        ]
-        device = self._workers.device
-        norm = (self._workers.sum(_square_sum(shards, device)) + _square_sum(whole, device)).sqrt().float()
+        total = torch.zeros((), dtype=torch.float64, device=self._workers.device)
+        for shard, parameter in self._parameters.items():
+            if shard.grad is not None and self._counts(parameter):
+                total += torch.linalg.vector_norm(shard.grad, dtype=torch.float64).square()
+        dist.all_reduce(total)
+        norm = total.sqrt().float()
         torch.nn.utils.clip_grads_with_norm_(self.stepped_parameters(), max_norm, norm)
         return norm
 
@@ -131,9 +150,14 @@ class ShardedAdamW(MasterWeightAdamW):
         parameter = self._parameters[shard]
         if not isinstance(parameter, DTensor) or value.shape != shard.shape:
             return value
-        return DTensor.from_local(
-            value.detach(), parameter.device_mesh, [Shard(0)], shape=parameter.shape, stride=parameter.stride()
+        gathered = DTensor.from_local(
+            value.detach(),
+            parameter.device_mesh,
+            parameter.placements,
+            shape=parameter.shape,
+            stride=parameter.stride(),
         ).full_tensor()
+        return self._workers.unsliced(parameter, gathered)
 
     def has_master_weight(self, shard: torch.Tensor) -> bool:
         """Return whether the model computes in another type than that of ``shard``. See ``MasterWeightAdamW``."""
@@ -146,30 +170,46 @@ class ShardedAdamW(MasterWeightAdamW):
 
     def complete_shape(self, shard: torch.Tensor) -> tuple[int, ...]:
         """Return the shape of the complete parameter."""
-        return tuple(self._parameters[shard].shape)
+        parameter = self._parameters[shard]
+        shape, slicing = list(parameter.shape), self._workers.slicings.get(parameter)
+        if slicing is not None:
+            shape[slicing.dim] = slicing.size
+        return tuple(shape)
 
     def part(self, shard: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """Return this rank's part of the complete tensor ``value``, split like ``shard``. Computes locally."""
         parameter = self._parameters[shard]
-        if not isinstance(parameter, DTensor) or value.shape != parameter.shape:
+        if not isinstance(parameter, DTensor) or value.shape != self.complete_shape(shard):
             return value
-        return local_part(parameter, value)
+        slicing, tensor = self._workers.slicings.get(parameter), self._workers.tensor
+        return local_part(parameter, value if slicing is None or tensor is None else tensor.slice(value, slicing.dim))
+
+    def _counts(self, parameter: torch.Tensor) -> bool:
+        """Return whether this rank is the first of those that hold the same part of a parameter, or all of it."""
+        workers = self._workers
+        is_first_slice = workers.tensor is None or not workers.tensor.rank or parameter in workers.slicings
+        if not isinstance(parameter, DTensor):
+            return is_first_slice and not workers.data_rank
+        return is_first_slice and workers.data_rank < workers.mesh.size(-1)
 
     def _whole(self) -> list[torch.Tensor]:
         return [shard for shard, parameter in self._parameters.items() if shard is parameter]
 
 
 def local_part(like: DTensor, value: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of the complete tensor ``value``, split like ``like``. Computes locally."""
-    parts = torch.chunk(value, like.device_mesh.size())
-    rank = like.device_mesh.get_local_rank()
+    """Return this rank's part of ``value``, which is complete but for slices, split like ``like``. Computes locally."""
+    # The last dimension of the mesh shards, one before it replicates.
+    parts = torch.chunk(value, like.device_mesh.size(-1))
+    rank = like.device_mesh.get_local_rank(like.device_mesh.ndim - 1)
     # A copy, because a view would keep the complete tensor in memory.
     return parts[rank].clone() if rank < len(parts) else value[:0].clone()
 
 
-def _square_sum(tensors: list[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """Return the sum of all squares, [], float64."""
-    total = torch.zeros((), dtype=torch.float64, device=device)
-    for tensor in tensors:
-        total += torch.linalg.vector_norm(tensor, dtype=torch.float64).square()
-    return total
+def _sum_in_place(tensors: list[torch.Tensor], group: dist.ProcessGroup | None = None) -> None:
+    """Replace each tensor by its sum over the ranks of ``group``, or over all ranks, in one exchange."""
+    if not tensors:
+        return
+    flat = torch.cat([tensor.flatten() for tensor in tensors])
+    dist.all_reduce(flat, group=group)
+    for tensor, values in zip(tensors, torch.split(flat, [tensor.numel() for tensor in tensors]), strict=True):
+        tensor.copy_(values.view_as(tensor))

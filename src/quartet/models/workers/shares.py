@@ -49,8 +49,8 @@ def share_of(
 ) -> Share:
     """Return this rank's share of ``rows`` of ``batch``, or of all sequences.
 
-    Sequences stay whole, and the ranks get nearly equal numbers of tokens. The shares follow from the arguments and the size of
-    the group only, so every rank knows all of them. For ``max_tokens`` and ``include_last_token`` see ``iter_micro_batches``.
+    Sequences stay whole, and the shares have nearly equal numbers of tokens. They follow from the arguments and the number of
+    shares only, so every rank knows all of them. For ``max_tokens`` and ``include_last_token`` see ``iter_micro_batches``.
     """
     rows = np.arange(len(batch)) if rows is None else rows
     packed, device = supports_packing(model), device_of(model)
@@ -70,7 +70,7 @@ def share_rows(
 
     ``lengths``: tokens of all sequences. ``rows``: the sequences to compute. ``plan`` groups any of them. See ``share_of``.
     """
-    plans = [plan(rows[part]) if part else [] for part in split_by_tokens(lengths[rows], workers.size)]
-    own, count = plans[workers.rank], max(map(len, plans))
+    plans = [plan(rows[part]) if part else [] for part in split_by_tokens(lengths[rows], workers.data_size)]
+    own, count = plans[workers.data_rank], max(map(len, plans))
     padding = [[int(rows[np.argmin(lengths[rows])])]] * (count - len(own))
     return own + padding, len(padding)

@@ -8,6 +8,7 @@ from typing import TypeVar
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import nn
 
 Result = TypeVar("Result")
 
@@ -22,14 +23,24 @@ class Workers:
     """Number of this process, from 0."""
     size = 1
     """Number of processes."""
+    data_rank = 0
+    """Number of this rank's share of the data, from 0. Ranks that compute slices of the same layers have the same share."""
+    data_size = 1
+    """Number of shares of the data."""
 
     def forward(self, compute: Callable[[], Result]) -> Result:
         """Return the result of ``compute``, which runs one forward pass of the model."""
         return compute()
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
-        """Return the sum of ``values`` over all ranks, in float64. A group of one returns ``values``."""
+        """Return the sum of ``values`` over the shares of the data, in float64. All ranks get the same bits.
+
+        A group of one returns ``values``.
+        """
         return values
+
+    def release(self) -> None:
+        """Release the model that the ranks share, so that its memory is free before another one is loaded."""
 
     def smallest(self, value: int) -> int:
         """Return the smallest ``value`` of all ranks."""
@@ -42,6 +53,10 @@ class Workers:
     def exchange(self, text: str) -> list[str]:
         """Return the short ``text`` of every rank, by rank."""
         return [text]
+
+    def num_elements(self, model: nn.Module) -> int:
+        """Return the number of elements of the model's parameters that this rank holds. Shared parameters count once."""
+        return sum(parameter.numel() for parameter in model.parameters())
 
     def agreed(self, compute: Callable[[], Result]) -> Result:
         """Return the result of ``compute`` if no rank has an error.

@@ -1,13 +1,15 @@
 """One rank of a group of processes that updates tiny models.
 
-``python -m tests.unit.models.workers.rank FOLDER RANK SIZE PORT SOCKET``.
+``python -m tests.unit.models.workers.rank FOLDER RANK SIZE PORT SOCKET REPLICATE TENSOR CASES``.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
 import sys
+import weakref
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,10 +21,14 @@ import torch.distributed as dist
 
 from quartet.models.forward.scoring import response_log_probs, response_values
 from quartet.models.training.activation_checkpointing import activation_checkpointing
-from quartet.models.training.optimizer import create_optimizer
+from quartet.models.training.optimizer import OPTIMIZER_FILE, create_optimizer, load_optimizer, snapshot_optimizer
 from quartet.models.training.updates import update_policy, update_value
 from quartet.models.value_head import ValueModel
+from quartet.models.weights.freezing import freeze_parameters
+from quartet.models.weights.host_tensors import host_tensors, named_weights
+from quartet.models.weights.loading import count_parameters
 from quartet.models.weights.lora import add_adapter
+from quartet.models.weights.snapshot import host_state
 from quartet.models.workers.group import WorkerGroup, join_group
 from quartet.models.workers.sharding import ShardedAdamW, complete_weights, shard_model
 from quartet.models.workers.workers import Workers
@@ -34,6 +40,9 @@ RATE, EPS = 1e-3, 1e-5
 RLOO = {"aggregation": "sequence_mean", "ratio_level": "sequence", "kl_loss": "none", "entropy_coefficient": 0.0}
 CASES = ("ppo", "rloo", "ppo-lora", "rloo-lora", "value", "gpt2", "tied", "bfloat16", "few-tokens", "not-finite")
 REPEATED = ("ppo", "rloo-lora", "value")
+ARCHITECTURES = ("gpt2", "gpt_neox", "qwen3", "phi3")
+KINDS = {"tied": "qwen2", "qwen2-lora": "qwen2"}
+"""Kinds of the models of cases, if they are neither the first word of the case nor llama."""
 
 
 def again(case: str) -> str:
@@ -41,20 +50,22 @@ def again(case: str) -> str:
     return f"{case}-again"
 
 
-def run(case: str, workers: Workers) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Return the weights and the metrics after the updates of a case."""
-    kind = {"gpt2": "gpt2", "tied": "qwen2"}.get(case, "llama")
-    model: Any = tiny.causal(kind)
+def run(case: str, workers: Workers, folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Return the weights, the optimizer's state and the metrics after the updates of a case. ``folder``: for files."""
+    first = case.partition("-")[0]
+    model: Any = tiny.causal(KINDS.get(case, first if first in ARCHITECTURES else "llama"))
     data = updates.experience(model)
     replicated: list[Any] = []
-    if case == "value":
+    if case.startswith("value"):
         model = ValueModel.of_causal_lm(model)
         replicated = list(model.head.parameters())
     if case.endswith("lora"):
-        adapter = add_adapter(model, "base", 4, 8.0)
-        replicated = list(adapter.parameters())
+        adapter = add_adapter(model.backbone if case.startswith("value") else model, "base", 4, 8.0)
+        replicated += adapter.parameters()
     if case == "bfloat16":
         model = model.bfloat16()
+    if case == "frozen":
+        freeze_parameters(model, ["*embed_tokens*", "*.layers.0.*"])
     loss = updates.with_options(**RLOO) if case.startswith("rloo") else updates.with_options(target_kl=0.5)
     if case.startswith("rloo"):
         data = updates.with_outcome_advantages(data)
@@ -64,7 +75,11 @@ def run(case: str, workers: Workers) -> tuple[dict[str, torch.Tensor], dict[str,
         data = dataclasses.replace(data, advantages=advantages, actor_mask=np.ones_like(data.actor_mask))
     optimizer: Any
     if isinstance(workers, WorkerGroup):
+        total, whole = count_parameters(model), sum(parameter.numel() for parameter in replicated)
         shard_model(model, workers, replicated)
+        parts = workers.mesh.size(-1) * (workers.tensor.size if workers.tensor else 1)
+        # Norms are not sliced, and not every dimension can be split evenly.
+        assert workers.num_elements(model) < 1.25 * (total - whole) / parts + whole
         optimizer = create_optimizer(model, RATE, eps=EPS, kind=partial(ShardedAdamW, workers=workers))
     else:
         optimizer = create_optimizer(model, RATE, eps=EPS)
@@ -72,25 +87,68 @@ def run(case: str, workers: Workers) -> tuple[dict[str, torch.Tensor], dict[str,
     settings = updates.settings(learning_rate=RATE, skip_non_finite=case == "not-finite")
     for step in range(STEPS):
         with activation_checkpointing(model, case == "rloo"):
-            if case == "value":
+            if case.startswith("value"):
                 result = update_value(model, optimizer, data, settings, ValueLossSettings(0.2), 12, workers)
             else:
                 tokens = 4 if case == "few-tokens" else 20
                 result = update_policy(model, optimizer, data, settings, loss, tokens, workers=workers)
         metrics |= {f"{step}/{name}": value for name, value in result.items()}
-    if case == "value":
+    if case.startswith("value"):
         scores = response_values(model, data.batch, 20, workers)
     else:
         scores = response_log_probs(model, data.batch, 0.8, 20, workers)
-    return {**dict(complete_weights(model)), "scores": torch.from_numpy(scores)}, metrics
+    state = restored_state(optimizer, workers, folder)
+    weights = dict(complete_weights(model, workers))
+    if case != "bfloat16":
+        check_copies(model, weights, workers)
+    return {**weights, **state, "scores": torch.from_numpy(scores)}, metrics
 
 
-def main(folder: Path, rank: int, size: int, port: int, descriptor: int | None) -> None:
+def check_copies(model: Any, weights: dict[str, torch.Tensor], workers: Workers) -> None:
+    """Compare the copies for exports and for generators with ``weights``. Only rank 0 has copies."""
+    exported, published = host_state(model, workers), host_tensors(named_weights(model), workers)
+    if workers.rank:
+        assert not exported
+        assert not published
+        return
+    assert all(torch.equal(exported[name], value) for name, value in weights.items())
+    assert published.keys() == weights.keys()
+    for name, value in weights.items():
+        assert published[name].shape == tuple(value.shape)
+        assert published[name].data.tobytes() == value.contiguous().numpy().tobytes()
+
+
+def restored_state(optimizer: Any, workers: Workers, folder: Path) -> dict[str, torch.Tensor]:
+    """Save the state of the optimizer below ``folder``, restore it, and return it as it is saved again. Empty but on rank 0."""
+    saved = []
+    for number in range(2):
+        target = folder / str(number)
+        write = snapshot_optimizer(optimizer, workers)
+        if workers.rank == 0:
+            target.mkdir()
+            write(target)
+        workers.sum(torch.zeros(1))
+        load_optimizer(optimizer, target / OPTIMIZER_FILE)
+        saved.append((target / OPTIMIZER_FILE).read_bytes())
+    assert saved[0] == saved[1]
+    state = safetensors.torch.load(saved[1])
+    return {} if workers.rank else {f"optimizer.{name}": value for name, value in state.items()}
+
+
+def main(
+    folder: Path, rank: int, size: int, port: int, descriptor: int | None, replicate: int, tensor: int, cases: list[str]
+) -> None:
     torch.set_num_threads(1)
     torch.set_deterministic_debug_mode("warn")
     join_group(rank, size, ("127.0.0.1", port), descriptor)
-    for case in [*CASES, *map(again, REPEATED)]:
-        weights, metrics = run(case.removesuffix("-again"), WorkerGroup(torch.device("cpu")))
+    for case in cases:
+        (folder / f"state-{case}").mkdir(exist_ok=True)
+        workers = WorkerGroup(torch.device("cpu"), replicate, tensor)
+        weights, metrics = run(case.removesuffix("-again"), workers, folder / f"state-{case}")
+        sharded = weakref.ref(workers.root)
+        workers.release()
+        gc.collect()
+        assert sharded() is None
         safetensors.torch.save_file(
             {name: value.contiguous() for name, value in weights.items()}, folder / f"{case}-{rank}.safetensors"
         )
@@ -99,5 +157,5 @@ def main(folder: Path, rank: int, size: int, port: int, descriptor: int | None) 
 
 
 if __name__ == "__main__":
-    number, count, address, listener = map(int, sys.argv[2:])
-    main(Path(sys.argv[1]), number, count, address, None if number else listener)
+    number, count, address, listener, copies, slices = map(int, sys.argv[2:8])
+    main(Path(sys.argv[1]), number, count, address, None if number else listener, copies, slices, sys.argv[8:])

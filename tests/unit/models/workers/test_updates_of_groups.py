@@ -7,7 +7,7 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,14 +30,20 @@ step, and takes the difference relative to the size of the gradient. ``rank.EPS`
 Results = dict[str, list[tuple[dict[str, torch.Tensor], dict[str, Any]]]]
 
 
-def run_group(folder: Path, size: int) -> Results:
-    """Run all cases with ``size`` processes. Return the weights and metrics of each rank, by case."""
+def run_group(
+    folder: Path, size: int, replicate: int = 1, tensor: int = 1, cases: Sequence[str] = rank.CASES
+) -> Results:
+    """Run cases with ``size`` processes, and some twice. Return the weights and metrics of each rank, by case."""
+    cases = [*cases, *(rank.again(case) for case in rank.REPEATED if case in cases)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     listener = socket.create_server(("127.0.0.1", 0), backlog=size)
     port, descriptor = listener.getsockname()[1], listener.fileno()
     processes = [
         subprocess.Popen(
-            [sys.executable, "-m", rank.__name__, *map(str, (folder, number, size, port, descriptor))],
+            [
+                *(sys.executable, "-m", rank.__name__),
+                *map(str, (folder, number, size, port, descriptor, replicate, tensor, *cases)),
+            ],
             env=environment,
             pass_fds=() if number else (descriptor,),
             stdout=subprocess.PIPE,
@@ -58,7 +64,7 @@ def run_group(folder: Path, size: int) -> Results:
             )
             for number in range(size)
         ]
-        for case in [*rank.CASES, *map(rank.again, rank.REPEATED)]
+        for case in cases
     }
 
 
@@ -80,10 +86,20 @@ SIZES = [2, pytest.param(4, marks=pytest.mark.slow)]
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("case", rank.CASES)
-def test_a_group_computes_what_one_process_computes(results: Callable[[int], Results], case: str, size: int) -> None:
-    torch.set_num_threads(1)
-    expected, expected_metrics = rank.run(case, SINGLE)
+def test_a_group_computes_what_one_process_computes(
+    results: Callable[[int], Results], case: str, size: int, tmp_path: Path
+) -> None:
     weights, metrics = results(size)[case][0]
+    compare_with_one_process(case, weights, metrics, tmp_path)
+
+
+def compare_with_one_process(
+    case: str, weights: dict[str, torch.Tensor], metrics: dict[str, Any], folder: Path
+) -> None:
+    """Compare the result of a group with that of one process. ``folder``: for files."""
+    torch.set_num_threads(1)
+    expected, expected_metrics = rank.run(case, SINGLE, folder)
+    assert weights.keys() == expected.keys()
     assert metrics.keys() == expected_metrics.keys()
     for name, value in expected_metrics.items():
         if case != "bfloat16":
@@ -95,9 +111,9 @@ def test_a_group_computes_what_one_process_computes(results: Callable[[int], Res
         difference = (value.float() - expected[name].float()).abs().max().item()
         if case != "bfloat16":
             assert difference < (OUTPUTS if name == "scores" else WEIGHTS), name
-        elif name != "scores":
+        elif name != "scores" and not name.startswith("optimizer."):
             # One process sums bfloat16 gradients and keeps rounded weights, a group sums float32 and keeps master weights.
-            assert difference < 2**-8 * value.abs().max() + 4 * rank.RATE, name
+            assert difference < 2**-8 * value.abs().max() + 8 * rank.RATE, name
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -136,7 +152,7 @@ def test_ranks_compute_equal_numbers_of_micro_batches() -> None:
     shares = []
     for number in range(4):
         workers = Workers()
-        workers.rank, workers.size = number, 4
+        workers.data_rank, workers.data_size = number, 4
         shares.append(share_of(workers, model, batch, 5))
     assert {len(share.micro_batches) for share in shares} == {1}
     assert [share.padding for share in shares] == [0, 0, 0, 1]
