@@ -274,7 +274,7 @@ def _models(roles: list[Role], config: Config, threads: int, credentials: Creden
     set_up_torch(threads)
     if _torch_devices(roles, config):
         set_up_gpu()
-    workers, commands = join(ranks)
+    workers, commands = join(ranks, getattr(config.services, roles[0]).parallel)
     # Roles of one process share a GPU, so they share a compute thread. OpenMP has a number of threads per calling thread.
     shared = _torch_devices(roles, config) and any(num_memory_sharers(config, role) > 1 for role in roles)
     on_idle = release_gpu_memory if shared else lambda: None
@@ -293,7 +293,7 @@ def _follow(ranks: RankProcess, role: Role, config: Config, threads: int, creden
     from quartet.services.workers.commands import GroupCommands, join
 
     set_up_torch(threads)
-    workers, commands = join(ranks)
+    workers, commands = join(ranks, getattr(config.services, role).parallel)
     assert isinstance(commands, GroupCommands)
     servicer = build_model_role(
         role, config, ComputeThread(), threads, credentials.folder, workers, commands, credentials

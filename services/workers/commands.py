@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import structlog
 
 from quartet import codec
+from quartet.config import ParallelConfig
 from quartet.errors import QuartetError, ServiceFailed
 from quartet.models.workers.workers import SINGLE, Workers
 from quartet.rpc.commands import CommandHandler, Commands, Result
@@ -75,8 +76,11 @@ class GroupCommands(Commands):
                 log.warning("command refused", command=kind, error=str(error))
 
 
-def join(process: RankProcess) -> tuple[Workers, Commands]:
-    """Join the group of this process's ranks, and return it with its commands. Waits until all have come. Imports torch."""
+def join(process: RankProcess, parallel: ParallelConfig) -> tuple[Workers, Commands]:
+    """Join the group of this process's ranks, and return it with its commands. Waits until all have come. Imports torch.
+
+    ``parallel``: how the ranks divide the model.
+    """
     if process.size == 1:
         return SINGLE, Commands()
     from quartet.models.workers.group import join_group
@@ -87,5 +91,13 @@ def join(process: RankProcess) -> tuple[Workers, Commands]:
         os.environ["GLOO_SOCKET_IFNAME"] = loopback_interface()
         descriptor = process.listener.detach() if process.listener is not None else None
     address = None if process.port is None else (LOOPBACK, process.port)
-    group = join_group(process.rank, process.size, address, descriptor, GROUP_TIMEOUT_SECONDS)
+    group = join_group(
+        process.rank,
+        process.size,
+        address,
+        descriptor,
+        GROUP_TIMEOUT_SECONDS,
+        replicate=parallel.replicate,
+        tensor=parallel.tensor,
+    )
     return group, GroupCommands(group)

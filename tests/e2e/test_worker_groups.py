@@ -123,3 +123,37 @@ def test_frozen_models_in_groups_score_as_single_processes_do_also_after_a_lost_
     steps = deterministic_metrics(Run(result, tmp_path / "runs" / "tiny"))
     for step, expected in zip(steps[:2], deterministic_metrics(uninterrupted_run), strict=False):
         assert step == pytest.approx(expected, rel=1e-3, abs=1e-5)
+
+
+SLICED = settings(
+    *(f"services.{role}.{setting}" for role in ("actor", "critic") for setting in ("processes=2", "parallel.tensor=2"))
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "model", [(), ("actor.lora.rank=2", "critic.lora.rank=2", "services.reference.address=null")], ids=["all", "lora"]
+)
+def test_ranks_that_compute_slices_of_layers_train_as_one_process_does(
+    start: Start, config: Path, few_processes: list[str], tmp_path: Path, model: tuple[str, ...]
+) -> None:
+    few_processes = [*few_processes, *settings(*model)]
+    (tmp_path / "one").mkdir()
+    expected = train(tmp_path / "one", config, *few_processes, *settings("run.steps=2"))
+    first = start("train", config, *few_processes, *settings("run.steps=2"), *SLICED)
+    assert first.wait().code == 0
+    run = Run(first.wait(), tmp_path / "runs" / "tiny")
+    for step, other in zip(deterministic_metrics(run), deterministic_metrics(expected), strict=True):
+        assert step == pytest.approx(other, rel=1e-3, abs=1e-5)
+    # An export and a checkpoint do not show how many ranks there were.
+    policies = [
+        transformers.AutoModelForCausalLM.from_pretrained(each.directory / "policy").state_dict()
+        for each in (run, expected)
+    ]
+    assert policies[0].keys() == policies[1].keys()
+    for name, value in policies[0].items():
+        assert (value - policies[1][name]).abs().max() < 1e-4, name
+    for steps, options in ((4, []), (5, SLICED)):
+        result = start("train", config, *few_processes, *settings(f"run.steps={steps}"), *options, "--resume").wait()
+        assert (result.code, result.err, result.leftovers) == (0, "", []), result
+        assert committed_steps(run.directory) == steps

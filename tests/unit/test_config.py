@@ -109,6 +109,17 @@ def test_the_tree_is_immutable(minimal: Path) -> None:
             },
             "services.actor.processes 2: engine triton needs an actor with all of its weights in one process",
         ),
+        (
+            {"services": {"actor": {"processes": 4, "parallel": {"shard": 1, "tensor": 2}}}},
+            "services.actor.parallel: replicate 1 x shard 1 x tensor 2 must be the number of ranks, which is 4; change the "
+            "sizes, or set services.actor.processes 2",
+        ),
+        (
+            {"services": {"critic": {"processes": 4, "parallel": {"replicate": 3}}}},
+            "services.critic.parallel: replicate 3 x shard null x tensor 1 must be the number of ranks, which is 4",
+        ),
+        ({"services": {"actor": {"parallel": {"tensor": 2}}}}, "must be the number of ranks, which is 1"),
+        ({"services": {"reference": {"parallel": {"replicate": 2}}}}, "must be the number of ranks, which is 1"),
         ({"algorithm": {"estimator": "ppo"}}, "expected gae \\(PPO\\), reinforce, .*, or the import path of your own"),
         ({"algorithm": {"estimator": "my.module:f"}}, "declare what it needs under custom_estimator"),
         ({"algorithm": {"custom_estimator": {}}}, "estimator gae is built in; leave it out"),

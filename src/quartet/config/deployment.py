@@ -82,6 +82,32 @@ class OrchestratorServiceConfig(Section):
     """HOST:PORT that serves only gRPC health checks, in plaintext, for probes. Null: no such port."""
 
 
+class ParallelConfig(Section):
+    """How the ranks of a service divide its model. replicate x shard x tensor is the number of ranks. Ranks are numbered with
+    replicate as the outermost and tensor as the innermost dimension, so that tensor ranks are neighbors."""
+
+    replicate: Annotated[int, Field(ge=1, le=1024)] = 1
+    """Number of copies of the sharded model. Each copy computes a part of every mini-batch, and gradients are summed over the
+    copies: one copy for each machine keeps the exchange of parameters within machines."""
+    shard: Annotated[int, Field(ge=1, le=1024)] | None = None
+    """Number of ranks that hold a part of every parameter and of the optimizer, and gather a layer for its computation. Null: the
+    number of ranks / (replicate x tensor)."""
+    tensor: Annotated[int, Field(ge=1, le=1024)] = 1
+    """Number of ranks that compute every layer together, each a slice of its heads and features (tensor parallelism). They
+    exchange activations twice in each layer, so they belong on one machine. It divides the numbers of attention heads and of
+    key-value heads of the model, whose architecture must have a tensor parallel plan in transformers."""
+
+    def check(self, section: str, num_ranks: int) -> None:
+        """Raise ValueError if these sizes do not make ``num_ranks`` ranks. ``section``: config section of the service."""
+        known = self.replicate * self.tensor * (self.shard or 1)
+        if num_ranks != known and (self.shard is not None or num_ranks % known):
+            shard = "null" if self.shard is None else self.shard
+            raise ValueError(
+                f"{section}.parallel: replicate {self.replicate} x shard {shard} x tensor {self.tensor} must be the number of "
+                f"ranks, which is {num_ranks}; change the sizes, or set {section}.processes {known}"
+            )
+
+
 class ServiceConfig(Section):
     """Address and hardware of a model service. Roles that share a process use the `listen` addresses of the first role."""
 
@@ -96,6 +122,8 @@ class ServiceConfig(Section):
     processes: Annotated[int, Field(ge=1, le=64)] = 1
     """Number of CPU processes, the ranks, that hold a model together. Each has a part of the parameters and of the optimizer, and
     computes a part of each batch. With torchrun: the number that it starts."""
+    parallel: ParallelConfig = ParallelConfig()
+    """Division of the model over the ranks. Defaults to parts of every parameter."""
     num_threads: Annotated[int, Field(ge=1, le=1024)] | None = None
     """Number of CPU threads of each process. Null: an equal share of the cores; during updates, an equal share among the services
     that train."""

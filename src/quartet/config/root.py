@@ -275,6 +275,7 @@ class Config(Section):
     def _check_processes(self) -> None:
         for name in ("actor", "critic", "reward", "reference"):
             service: ServiceConfig = getattr(self.services, name)
+            service.parallel.check(f"services.{name}", service.processes)
             if service.processes == 1:
                 continue
             setting = f"services.{name}.processes {service.processes}"
