@@ -110,6 +110,9 @@ plan: $(VENV)/.installed ## Compare planned memory and seconds with measured one
 groups: $(VENV)/.installed ## Train the reviews with 1, 2 and 4 processes a role; write docs/scale-out.md; half an hour
 	$(BIN)/python -m benchmarks.groups $(BENCHMARK_ARGS)
 
+plan-memory: $(VENV)/.installed ## Compare planned memory with measured one; write docs/plan.md; other work does not disturb it
+	$(BIN)/python -m benchmarks.plan --memory-only --page docs/plan.md $(BENCHMARK_ARGS)
+
 growth: $(VENV)/.installed ## Measure step time as batch, responses and model grow; write docs/performance.md
 	$(BIN)/python -m benchmarks.growth $(BENCHMARK_ARGS)
 

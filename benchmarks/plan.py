@@ -1,14 +1,16 @@
 """Planned and measured memory and seconds on this CPU.
 
 `make plan`, or python -m benchmarks.plan. One model calibrates the seconds of each phase. Then the seconds of updates and scoring
-of other models are planned and measured. Fails if memory differs by more than 10 %, or seconds by more than 30 %. Other work on
-the machine disturbs the seconds. Writes the tables into docs/plan.md.
+of other models are planned and measured, and of updates by groups of processes. Fails if memory differs by more than 10 %, or
+seconds by more than 30 %. Other work on the machine disturbs the seconds: `make plan-memory` measures the memory only. Writes the
+tables into docs/plan.md.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -23,7 +25,7 @@ from quartet.planner.device_memory import trained_memory
 from quartet.planner.gpus import CPU, Cluster, calibrated
 from quartet.planner.placement import Group, Placement
 from quartet.planner.plan import scoring, update
-from quartet.planner.roofline import Parallel
+from quartet.planner.roofline import Parallel, efficiency_of
 from quartet.types import Role
 
 MEMORY_TOLERANCE, TIME_TOLERANCE = 0.1, 0.3
@@ -33,6 +35,9 @@ MEMORY_CASES = (
     Case("gpt2", 384, 6, 4096, role="critic", responses=32, prompt=32, response=96, tokens=1024),
     Case("qwen2", 384, 4, 16_000, dtype="bfloat16", responses=32, prompt=32, response=96, tokens=1024),
     Case("llama", 512, 6, 8192, responses=32, prompt=32, response=96, tokens=1024, rank=8),
+    Case("llama", 384, 4, 4096, responses=8, prompt=32, response=96, tokens=128, processes=2),
+    Case("llama", 384, 8, 512, responses=8, prompt=32, response=96, tokens=128, processes=2),
+    Case("llama", 256, 2, 16_000, responses=8, prompt=32, response=96, tokens=128, processes=2),
 )
 CALIBRATION = Case("llama", 384, 4, 4096, responses=32, prompt=32, response=96, tokens=1024)
 # Not gpt2: its layers are no nn.Linear, so on AMD they run without oneDNN, at half of the rate (ADR 25).
@@ -42,15 +47,28 @@ TIME_CASES = (
     Case("mistral", 512, 4, 8192, role="critic", responses=32, prompt=32, response=96, tokens=1024),
     Case("llama", 512, 4, 4096, responses=32, prompt=32, response=96, tokens=1024, checkpointing=True),
 )
+GROUP_CASES = (
+    Case("llama", 512, 4, 4096, responses=32, prompt=32, response=96, tokens=1024, processes=2),
+    Case("qwen2", 256, 8, 16_000, responses=32, prompt=32, response=96, tokens=1024, processes=2),
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = parser_of("plan", __doc__)
     add_shared(parser, "build/plan", page=Path("docs/plan.md"), rounds=5, threads=True)
+    parser.add_argument("--memory-only", action="store_true", help="measure no seconds, on a machine with other work")
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
-    host = machine.describe()
-    lines = ["| update | planned, MiB | measured, MiB | planned / measured |", "|---|---|---|---|"]
+    host, target = machine.describe(), page_of(parser, options)
+    failed = measure_memory(host, target)
+    return int(
+        failed if options.memory_only else measure_seconds(host, target, options.rounds, options.threads) or failed
+    )
+
+
+def measure_memory(host: str, target: Path | None) -> bool:
+    """Write the table of planned and measured memory. Return whether a difference is too large."""
+    lines = [f"{host}.", "", "| update | planned, MiB | measured, MiB | planned / measured |", "|---|---|---|---|"]
     failed = False
     for case in MEMORY_CASES:
         planned, measured = case.predicted_bytes(), case.measured_bytes()
@@ -58,31 +76,61 @@ def main(arguments: Sequence[str] | None = None) -> int:
         lines.append(
             f"| {case.role}: {case.name} | {planned / 2**20:.0f} | {measured / 2**20:.0f} | {planned / measured:.2f} |"
         )
+        print(lines[-1], flush=True)
+    page.write(target, "plan-memory", "\n".join(lines))
+    return failed
+
+
+def measure_seconds(host: str, target: Path | None, rounds: int, threads: int) -> bool:
+    """Write the table of planned and measured seconds. Return whether a difference is too large."""
+    failed = False
     with onednn_linear():
         peak = matmul_peak()
     base = Cluster(calibrated(CPU, peak, 1e12), 1)
-    factors = [
-        measured / planned for planned, measured in zip(*seconds(CALIBRATION, base, options.rounds), strict=True)
-    ]
-    lines += [
+    factors = [measured / planned for planned, measured in zip(*seconds(CALIBRATION, base, rounds), strict=True)]
+    lines = [
+        f"{host}. Shortest of {rounds} rounds.",
         "",
-        f"Matmul peak {peak / 1e9:.0f} GFLOP/s, CPU threads: {options.threads}. Calibrated with {CALIBRATION.name}.",
+        f"Matmul peak {peak / 1e9:.0f} GFLOP/s, CPU threads: {threads}. Calibrated with {CALIBRATION.name}.",
         "",
         "| model | phase | planned, s | measured, s | planned / measured |",
         "|---|---|---|---|---|",
     ]
     for case in TIME_CASES:
-        results = zip(("update", "scoring"), factors, *seconds(case, base, options.rounds), strict=True)
+        results = zip(("update", "scoring"), factors, *seconds(case, base, rounds), strict=True)
         for phase, factor, planned, measured in results:
             ratio = factor * planned / measured
             failed |= abs(ratio - 1) > TIME_TOLERANCE
             lines.append(
                 f"| {case.role}: {case.name} | {phase} | {factor * planned:.3f} | {measured:.3f} | {ratio:.2f} |"
             )
-    text = "\n".join([f"{host}. Shortest of {options.rounds} rounds.", "", *lines])
+    for case in GROUP_CASES:
+        planned, measured = group_seconds(case, peak, factors[0], rounds)
+        failed |= abs(planned / measured - 1) > TIME_TOLERANCE
+        lines.append(
+            f"| {case.role}: {case.name} | update | {planned:.3f} | {measured:.3f} | {planned / measured:.2f} |"
+        )
+    text = "\n".join(lines)
     print(text)
-    page.write(page_of(parser, options), "plan", text)
-    return int(failed)
+    page.write(target, "plan", text)
+    return failed
+
+
+def group_seconds(case: Case, peak: float, factor: float, rounds: int) -> tuple[float, float]:
+    """Return the planned and the measured seconds of an update by a group, whose ranks share the threads of this process.
+
+    ``factor``: measured by planned seconds of the calibration. It corrects the computation, and the measured rate of the
+    collectives is the link.
+    """
+    measured, link = case.measured_seconds(rounds)
+    device = calibrated(CPU, peak / case.processes / factor, 1e12)
+    device = replace(device, link=link / efficiency_of(device).link)
+    load = case.load()
+    work = load.role(Role(case.role))
+    assert work is not None
+    group = Group(0, case.processes)
+    placement = Placement(work.role, case.name, work, group, case.parallel, {}, case.tokens, case.checkpointing)
+    return update(Cluster(device, case.processes), load, placement).seconds, measured
 
 
 def seconds(case: Case, cluster: Cluster, rounds: int) -> tuple[tuple[float, float], tuple[float, float]]:

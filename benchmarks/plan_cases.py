@@ -112,11 +112,15 @@ class Case:
 
     def predicted_bytes(self) -> float:
         """Return the planned peak memory of an update, without the memory of the process itself."""
+        return sum(self.predicted_parts().values())
+
+    def predicted_parts(self) -> dict[str, float]:
+        """Return the planned peak memory by part, without the memory of the process itself."""
         load = self.load()
         work = load.role(Role(self.role))
         assert work is not None
         parts = trained_memory(work, load, CPU, self.parallel, self.tokens, self.checkpointing, offload=False)
-        return sum(size for name, size in parts.items() if name != "context")
+        return {name: size for name, size in parts.items() if name != "context"}
 
     def measured_bytes(self) -> float:
         """Return the peak memory of an update in new processes, above that before the model was made. The largest rank's."""

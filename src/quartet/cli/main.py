@@ -439,7 +439,7 @@ def plan(
         ),
     ] = None,
     one_device_per_role: Annotated[
-        bool, typer.Option("--one-device-per-role", help="Only plans that this version can run.")
+        bool, typer.Option("--one-device-per-role", help="Only plans in which no model is split.")
     ] = False,
     output: Annotated[
         Optional[Path],  # noqa: UP045

@@ -52,10 +52,10 @@ Parts = Mapping[str, float]
 def trained_memory(
     work: RoleWork, load: Workload, device: Device, parallel: Parallel, tokens: int, checkpointing: bool, offload: bool
 ) -> Parts:
-    """Return the peak memory of an update with micro-batches of ``tokens`` tokens.
+    """Return the peak memory of an update with micro-batches of ``tokens`` tokens, several in a mini-batch.
 
     One device keeps the parameters in the model's precision and, for half precision, float32 master weights. Several devices
-    shard float32 parameters, gradients and moments (FSDP2), and gather two layers at a time in the computation's precision.
+    shard float32 parameters, gradients and moments (FSDP2), and gather them by layers in the computation's precision.
     ``offload``: the moments are in host memory.
     """
     parts, step_gradients = trained_state(work, device.is_cpu, parallel, offload)
@@ -65,11 +65,15 @@ def trained_memory(
     logits = 0.0
     if work.has_logits:
         logits = logit_bytes(work.shape, work.dtype_bytes, response_tokens)
+    backward = backward_bytes(work.shape, work.dtype_bytes, tokens) / parallel.tensor
+    context = context_bytes(device, parallel)
+    if parallel.shard > 1:
+        return {**parts, **_sharded_pass(work, parallel, activations, backward, logits), "context": context}
     # The backward pass releases the logits before it computes gradients of activations in the layers.
-    activations += max(0.0, backward_bytes(work.shape, work.dtype_bytes, tokens) / parallel.tensor - logits)
+    activations += max(0.0, backward - logits)
     # At the optimizer step there are no activations, but float32 gradients.
     parts["gradients"] += max(0.0, step_gradients - activations - logits)
-    return {**parts, "activations": activations, "logits": logits, "context": context_bytes(device, parallel)}
+    return {**parts, "activations": activations, "logits": logits, "context": context}
 
 
 def trained_state(work: RoleWork, on_cpu: bool, parallel: Parallel, offload: bool) -> tuple[dict[str, float], float]:
@@ -98,17 +102,46 @@ def _sharded_state(work: RoleWork, parallel: Parallel, offload: bool) -> dict[st
         "master weights": trained if is_half else 0,
         "gradients": trained,
         "optimizer": 0 if offload else 2 * trained,
-        "gathered layers": gathered_bytes(work.shape, size, parallel)
-        + FLOAT32_BYTES * _layer(work.shape) * (not work.is_lora) / parallel.tensor,
     }
 
 
-def gathered_bytes(shape: ModelShape, dtype_bytes: int, parallel: Parallel) -> float:
-    """Return the bytes of gathered parameters: two layers, embedding and vocabulary projection."""
-    if parallel.devices == 1:
-        return 0
-    ends = shape.embedding_parameters + (0 if shape.tied else shape.head_parameters)
-    return dtype_bytes * (2 * _layer(shape) + ends) / parallel.tensor
+def _sharded_pass(
+    work: RoleWork, parallel: Parallel, activations: float, backward: float, logits: float
+) -> dict[str, float]:
+    """Return the parts of a pass with gathered parameters, at the moment that needs the most memory.
+
+    FSDP gathers embedding and vocabulary projection for the whole pass, and each layer for its computation. At the start of the
+    backward pass there are the logits. In the layers there are two gathered layers, the buffers of two more, and the gradients of
+    a layer: as computed, in two buffers of the reduction, and as its result. At the end there are no activations, but gradients
+    and a reduction of embedding and projection. A frozen model has no gradients.
+    """
+    size, trains = work.dtype_bytes, not work.is_lora
+    layer, ends = _layer(work.shape) / parallel.tensor, _end_parameters(work) / parallel.tensor
+    reduced = FLOAT32_BYTES * trains
+    computed, result = size * trains, reduced / parallel.shard
+    moments = (
+        {"activations": activations, "logits": logits, "gathered layers": size * ends},
+        {
+            "activations": activations + backward,
+            "logits": 0.0,
+            "gathered layers": (size + computed / 2) * ends + (4 * size + computed + 2 * reduced + result) * layer,
+        },
+        {"activations": 0.0, "logits": 0.0, "gathered layers": (size + computed + reduced + result) * ends},
+    )
+    return max(moments, key=lambda parts: sum(parts.values()))
+
+
+def gathered_bytes(work: RoleWork, parallel: Parallel) -> float:
+    """Return the bytes of gathered parameters in a forward pass: two layers, buffers of two more, and both ends of the model."""
+    if parallel.shard == 1:
+        return 0.0
+    return work.dtype_bytes * (4 * _layer(work.shape) + _end_parameters(work)) / parallel.tensor
+
+
+def _end_parameters(work: RoleWork) -> int:
+    """Return the parameters of embedding and vocabulary projection. Without logits there is no projection."""
+    shape = work.shape
+    return shape.embedding_parameters + (shape.head_parameters if work.has_logits and not shape.tied else 0)
 
 
 def _layer(shape: ModelShape) -> float:
@@ -122,12 +155,11 @@ def frozen_memory(work: RoleWork, load: Workload, device: Device, parallel: Para
     if work.has_logits:
         rows = min(tokens, logit_rows(shape.vocabulary))
         logits = rows * shape.vocabulary * (2 * FLOAT32_BYTES + (size if size < FLOAT32_BYTES else 0))
-    gathered = gathered_bytes(shape, size, parallel) if parallel.shard > 1 else 0.0
     return {
         "parameters": size * work.parameters / (parallel.shard * parallel.tensor),
         "activations": forward_bytes(shape, size, tokens) / parallel.tensor,
         "logits": logits,
-        "gathered layers": gathered,
+        "gathered layers": gathered_bytes(work, parallel),
         "context": context_bytes(device, parallel),
     }
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
-from quartet.config import MAX_MICRO_BATCH_TOKENS
+from quartet.config import MAX_MICRO_BATCH_TOKENS, MAX_MICRO_BATCH_TOKENS_GPU
 from quartet.planner.device_memory import (
     KEPT_PARTS,
     Parts,
@@ -226,7 +226,7 @@ def _with_micro_batches(
     for index, placement in enumerate(placements):
         if placement.role not in TRAINED_ROLES:
             continue
-        for tokens, checkpointing in _micro_batches(placement.work, load):
+        for tokens, checkpointing in _micro_batches(cluster, placement.work, load):
             larger = _trained(cluster, load, placement, strategy, tokens, checkpointing, layout, concurrent)
             trial = replace(placed, placements=(*placed.placements[:index], larger, *placed.placements[index + 1 :]))
             if sum(trial.memory(placement.group.first).values()) <= limit:
@@ -235,13 +235,18 @@ def _with_micro_batches(
     return placed
 
 
-def _micro_batches(work: RoleWork, load: Workload) -> Iterator[tuple[int, bool]]:
+def _max_micro_batch_tokens(cluster: Cluster) -> int:
+    """Return the upper limit of the services' default."""
+    return MAX_MICRO_BATCH_TOKENS if cluster.device.is_cpu else MAX_MICRO_BATCH_TOKENS_GPU
+
+
+def _micro_batches(cluster: Cluster, work: RoleWork, load: Workload) -> Iterator[tuple[int, bool]]:
     """Yield micro-batch sizes and whether activations are recomputed, in the order of the services' choice."""
     for checkpointing in (False, True) if work.checkpointing is None else (work.checkpointing,):
         if work.micro_batch_tokens is not None:
             yield work.micro_batch_tokens, checkpointing
             continue
-        tokens = MAX_MICRO_BATCH_TOKENS
+        tokens = _max_micro_batch_tokens(cluster)
         while tokens > load.longest:
             yield tokens, checkpointing
             tokens //= 2
@@ -260,14 +265,14 @@ def _placements(
             parallel = parallel_of(work.shape, group.size, strategy, cluster, tensor)
             if parallel is None:
                 return None
-            *_, (tokens, checkpointing) = _micro_batches(work, load)
+            *_, (tokens, checkpointing) = _micro_batches(cluster, work, load)
             empty = Placement(work.role, work.name, work, group, parallel, {})
             results.append(_trained(cluster, load, empty, strategy, tokens, checkpointing, layout, concurrent))
         else:
             shard = strategy.shard_frozen
             parallel = Parallel(1, group.size, 1) if shard else Parallel(group.size, 1, 1)
             memory = frozen_memory(work, load, cluster.device, parallel)
-            tokens = work.micro_batch_tokens or MAX_MICRO_BATCH_TOKENS
+            tokens = work.micro_batch_tokens or _max_micro_batch_tokens(cluster)
             results.append(Placement(work.role, work.name, work, group, parallel, memory, tokens))
     actor = load.role(Role.ACTOR)
     if layout.generators is not None and actor is not None:

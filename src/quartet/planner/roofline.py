@@ -190,9 +190,9 @@ def update_flops(shape: ModelShape, work: UpdateWork) -> float:
 def update_seconds(cluster: Cluster, shape: ModelShape, dtype: str, parallel: Parallel, work: UpdateWork) -> Seconds:
     """Return the seconds of an update.
 
-    FSDP gathers the parameters of a micro-batch twice and reduces its gradients once, while it computes (Zhao et al. 2023).
-    Tensor parallelism waits for its all-reduces. The optimizer reads weights, gradients and moments and writes weights and
-    moments.
+    FSDP gathers the parameters of a micro-batch twice and reduces its gradients once (Zhao et al. 2023), on GPUs while it
+    computes. Tensor parallelism waits for its all-reduces. The optimizer reads weights, gradients and moments and writes weights
+    and moments.
     """
     device, size = cluster.device, DTYPE_BYTES[dtype]
     rates = efficiency_of(device)
@@ -209,6 +209,9 @@ def update_seconds(cluster: Cluster, shape: ModelShape, dtype: str, parallel: Pa
     if work.offloaded:
         optimizer += steps * share * 4 * FLOAT32_BYTES / (device.host_link * rates.link)
     result = longest_of(compute=compute, links_between_devices=traffic)
+    if device.is_cpu:
+        # The cores that compute also move the data.
+        result = Seconds(compute, "compute") + Seconds(traffic, "links between devices")
     return result + Seconds(tensor, "links between devices") + Seconds(optimizer, "memory bandwidth")
 
 

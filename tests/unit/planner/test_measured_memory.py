@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,8 @@ LARGE = [
     Case("gpt2", 512, 6, 8192, role="critic", tokens=1024),
     Case("qwen2", 512, 6, 32_000, dtype="bfloat16", tokens=1024),
     Case("llama", 768, 6, 8192, rank=8, tokens=1024),
+    Case("llama", 384, 4, 4096, responses=8, prompt=32, response=96, tokens=128, processes=2),
+    Case("llama", 256, 2, 16_000, responses=8, prompt=32, response=96, tokens=128, processes=2),
 ]
 
 
@@ -31,3 +34,18 @@ def test_the_planned_memory_of_an_update_is_within_a_tenth_of_the_measured_peak(
 @pytest.mark.parametrize("case", LARGE, ids=lambda case: f"{case.role} {case.name}")
 def test_the_planned_memory_of_larger_updates_is_within_a_tenth_of_the_measured_peak(case: Case) -> None:
     check(case)
+
+
+def test_a_group_shards_the_state_and_needs_buffers_for_gathered_layers() -> None:
+    one, two = (replace(SMALL, processes=size) for size in (1, 2))
+    parts = [case.predicted_parts() for case in (one, two)]
+    for name in ("parameters", "gradients", "optimizer"):
+        assert parts[1][name] == parts[0][name] / 2
+    assert "gathered layers" not in parts[0]
+    assert parts[1]["gathered layers"] > 0
+
+
+def test_adapters_are_whole_on_every_device_of_a_group() -> None:
+    one, two = (replace(SMALL, rank=8, processes=size).predicted_parts() for size in (1, 2))
+    assert one["optimizer"] == two["optimizer"]
+    assert one["parameters"] > two["parameters"] > one["parameters"] / 2
