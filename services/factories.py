@@ -13,7 +13,7 @@ from quartet.buffer.redis_url import required_buffer_url
 from quartet.buffer.rollout_stream import RolloutStream
 from quartet.config import MAX_MICRO_BATCH_TOKENS, MAX_MICRO_BATCH_TOKENS_GPU, Config, ServiceConfig
 from quartet.errors import ConfigError
-from quartet.memory_shares import cache_shape, torch_cache_bytes, generates_on_its_device, gpu_share
+from quartet.memory_shares import cache_shape, generates_on_its_device, gpu_share, torch_cache_bytes
 from quartet.models.generation.detached_torch import DetachedTorchEngine
 from quartet.models.gpu_settings import check_gpu
 from quartet.models.torch_threads import set_num_threads
