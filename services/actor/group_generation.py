@@ -97,7 +97,7 @@ class _Calls:
     def start(
         self, rank: int, client: GenerationClient, batch: GenerationBatch, on_progress: Callable[[int, int], None]
     ) -> None:
-        # Rank 0 cancels the call at the deadline of its own caller, which is the first of the two.
+        # Rank 0 cancels the call at the deadline of the caller, which comes first.
         call = self._calls[rank] = client.generate(batch, waits_for=1, on_progress=on_progress)
         call.when_done(self._ended.set)
 

@@ -1,4 +1,4 @@
-"""Where the actor's policy versions go: to the weight source for generators, or to the engine of this process."""
+"""Publication of the policy versions: to the weight source for generators, or to the engine of this process."""
 
 from __future__ import annotations
 

@@ -120,6 +120,16 @@ def test_the_tree_is_immutable(minimal: Path) -> None:
         ),
         ({"services": {"actor": {"parallel": {"tensor": 2}}}}, "must be the number of ranks, which is 1"),
         ({"services": {"reference": {"parallel": {"replicate": 2}}}}, "must be the number of ranks, which is 1"),
+        (
+            {"services": {"actor": {"address": ["a:1", "b:1"]}}, "buffer": {"url": "redis://r"}},
+            "services.actor.address: one process has the trained model; give one HOST:PORT",
+        ),
+        (
+            {"services": {"reward": {"address": []}}},
+            "services.reward.address: expected at least one HOST:PORT, or null",
+        ),
+        ({"services": {"reward": {"address": ["a:1", "a:1"]}}}, "a:1: given more than once"),
+        ({"services": {"reference": {"address": ["a:1", "b:0"]}}}, "'b:0': expected HOST:PORT with the port"),
         ({"algorithm": {"estimator": "ppo"}}, "expected gae \\(PPO\\), reinforce, .*, or the import path of your own"),
         ({"algorithm": {"estimator": "my.module:f"}}, "declare what it needs under custom_estimator"),
         ({"algorithm": {"custom_estimator": {}}}, "estimator gae is built in; leave it out"),

@@ -116,3 +116,11 @@ def test_telemetry_urls_without_a_password_are_accepted(uri: str) -> None:
     config = parse_config({**REQUIRED, "telemetry": {"mlflow": {"tracking_uri": uri}}}, "test")
     assert config.telemetry.mlflow is not None
     assert config.telemetry.mlflow.tracking_uri == uri
+
+
+def test_a_frozen_model_has_one_address_or_several(minimal: Path) -> None:
+    one = load_config(minimal, ["services.reward.address=a:1"]).services.reward
+    assert (one.address, one.addresses) == ("a:1", ("a:1",))
+    several = load_config(minimal, ['services.reward.address=["a:1", "b:1"]']).services.reward
+    assert several.address == several.addresses == ("a:1", "b:1")
+    assert load_config(minimal, []).services.reference.addresses == ()

@@ -231,3 +231,20 @@ def test_a_name_of_generators_that_does_not_resolve_fails(tmp_path: Path, monkey
     [finding] = generator_findings(config(tmp_path, torch.float32), ["generators.example:50070"])
     assert (finding.subject, finding.ok) == ("generator generators.example:50070", False)
     assert "does not resolve" in finding.detail
+
+
+def test_every_replica_of_a_frozen_model_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tree = config(tmp_path, torch.float32).model_dump()
+    with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as other:
+        addresses = [f"127.0.0.1:{each.getsockname()[1]}" for each in (one, other)]
+        # The first name has one address, the second one has two, of which one does not respond.
+        tree["services"]["reward"]["address"] = [addresses[0], "rewards:1"]
+        monkeypatch.setattr(
+            module, "endpoints_at", lambda name: [addresses[1], "127.0.0.1:1"] if name == "rewards:1" else [name]
+        )
+        findings = [each for each in _requirements(Config.model_validate(tree)) if each.subject == Role.REWARD]
+    assert [(each.ok, each.detail) for each in findings] == [
+        (True, f"{addresses[0]} responds"),
+        (True, f"{addresses[1]} responds"),
+        (False, "no service responds at 127.0.0.1:1; start it"),
+    ]

@@ -199,7 +199,7 @@ class Replicas(Generic[Client]):
     def _resolve(self) -> None:
         resolved = [endpoints_at(address) for address in self._addresses]
         # A name that does not resolve keeps its place: the call says what is wrong.
-        found = [
+        endpoints_now = [
             endpoint
             for address, endpoints in zip(self._addresses, resolved, strict=True)
             for endpoint in endpoints or [address]
@@ -209,8 +209,8 @@ class Replicas(Generic[Client]):
                 return
             if all(resolved) or not self._members:
                 for address, replica in self._members.items():
-                    replica.left = address not in found
-                for address in dict.fromkeys(found):
+                    replica.left = address not in endpoints_now
+                for address in dict.fromkeys(endpoints_now):
                     if address not in self._members:
                         client = self._connect(address)
                         client.channel.tracer = self._tracer

@@ -82,6 +82,23 @@ def test_a_lost_service_is_unreachable_until_it_returns(active: tuple[ActiveRun,
         stream.until("services", lambda data: {item["health"] for item in data["services"]} == {"serving"})
 
 
+def test_every_replica_of_a_service_is_listed(active: tuple[ActiveRun, Fleet], gateway: Gateway) -> None:
+    run, _ = active
+    path = RunFiles(run.config.run_directory).services
+    before = path.read_text()
+    content = json.loads(before)
+    path.write_text(json.dumps({**content, "reward": [content["reward"], content["reference"]]}))
+    try:
+        listed = [item for item in gateway.client.get("/runs/live/services").json() if item["role"] == "reward"]
+    finally:
+        path.write_text(before)
+    assert [(item["address"], item["health"]) for item in listed] == [
+        (content["reward"], "serving"),
+        (content["reference"], "not_serving"),
+    ]
+    assert "a process of another role listens there" in listed[1]["detail"]
+
+
 def test_services_report_identity_and_load(gateway: Gateway) -> None:
     def actor() -> dict[str, Any]:
         services = gateway.client.get("/runs/live/services").json()

@@ -112,14 +112,14 @@ def test_several_ranks_generate_the_trajectories_of_one(
     stream: RolloutStream, make_rank: Callable[[], EnginePublication], group: Callable[..., GroupGeneration], size: int
 ) -> None:
     ranks = [make_rank() for _ in range(size)]
-    alone = ranks[0].generate(requested(ranks[0]), never)
+    expected_result = ranks[0].generate(requested(ranks[0]), never)
     expected = written(stream)
     seen: list[tuple[int, int]] = []
     started: list[None] = []
     result = group(*ranks).generate(
         requested(ranks[0]), never, lambda: started.append(None), lambda *numbers: seen.append(numbers)
     )
-    assert (result, len(started)) == (alone, 1)
+    assert (result, len(started)) == (expected_result, 1)
     assert written(stream) == expected
     assert seen[-1] == result
     assert seen == sorted(seen)
