@@ -83,7 +83,7 @@ class OrchestratorServiceConfig(Section):
 
 
 class ParallelConfig(Section):
-    """How the ranks of a service divide its model. replicate x shard x tensor is the number of ranks. Ranks are numbered with
+    """Division of a service's model over its ranks. replicate x shard x tensor is the number of ranks. Ranks are numbered with
     replicate as the outermost and tensor as the innermost dimension, so that tensor ranks are neighbors."""
 
     replicate: Annotated[int, Field(ge=1, le=1024)] = 1
