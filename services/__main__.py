@@ -120,11 +120,11 @@ def _serve(roles: list[Role], options: argparse.Namespace, notifier: ReadyNotifi
     separate = [role for role in roles if role in (Role.ORCHESTRATOR, Role.GENERATOR)]
     if separate and len(roles) > 1:
         raise ConfigError(f"roles: the {separate[0]} needs a separate process; start the other roles in another one")
-    groups = [role for role in roles if role in MODEL_ROLES and getattr(config.services, role).processes > 1]
+    groups = [role for role in roles if role in MODEL_ROLES and getattr(config.services, role).num_ranks > 1]
     if groups and len(roles) > 1:
         raise ConfigError(
-            f"services.{groups[0]}.processes: a role of several processes needs a separate service; start the other roles "
-            "in another one, or set processes to 1"
+            f"services.{groups[0]}: a role of several processes or devices needs a separate service; start the other roles "
+            "in another one, or set processes 1 and one device"
         )
     service = getattr(config.services, roles[0])
     listen = listen_address(service)
@@ -140,7 +140,7 @@ def _serve(roles: list[Role], options: argparse.Namespace, notifier: ReadyNotifi
     ranks = RankProcess()
     if roles[0] in MODEL_ROLES:
         # Before the process has threads.
-        ranks = start_ranks(roles[0], service.processes, os.environ)
+        ranks = start_ranks(roles[0], service.num_ranks, os.environ)
     if ranks.rank:
         configure_logs(f"{roles[0]}-{ranks.rank}")
         notifier.close()
@@ -266,19 +266,20 @@ def _torch_devices(roles: list[Role], config: Config) -> list[int]:
 
 def _models(roles: list[Role], config: Config, threads: int, credentials: Credentials, ranks: RankProcess) -> list[Any]:
     from quartet.models.gpu_settings import release_gpu_memory, set_up_gpu
-    from quartet.models.torch_threads import set_num_threads, set_up_torch
+    from quartet.models.torch_threads import set_up_torch
     from quartet.rpc.compute_thread import ComputeThread
-    from quartet.services.factories import build_model_role
+    from quartet.services.factories import build_model_role, device_of, set_up_thread
     from quartet.services.workers.commands import join
 
     set_up_torch(threads)
     if _torch_devices(roles, config):
         set_up_gpu()
-    workers, commands = join(ranks, getattr(config.services, roles[0]).parallel)
+    service = getattr(config.services, roles[0])
+    workers, commands = join(ranks, service.parallel, device_of(service) if ranks.size > 1 else "cpu")
     # Roles of one process share a GPU, so they share a compute thread. OpenMP has a number of threads per calling thread.
     shared = _torch_devices(roles, config) and any(num_memory_sharers(config, role) > 1 for role in roles)
     on_idle = release_gpu_memory if shared else lambda: None
-    compute = ComputeThread(lambda: set_num_threads(threads), config.timeouts.score_seconds, on_idle)
+    compute = ComputeThread(set_up_thread(threads, workers), config.timeouts.score_seconds, on_idle)
     return [
         build_model_role(role, config, compute, threads, credentials.folder, workers, commands, credentials)
         for role in roles
@@ -287,13 +288,17 @@ def _models(roles: list[Role], config: Config, threads: int, credentials: Creden
 
 def _follow(ranks: RankProcess, role: Role, config: Config, threads: int, credentials: Credentials) -> None:
     """Compute the commands of rank 0 until it ends this process. The servicer of this rank serves no calls."""
+    from quartet.models.gpu_settings import set_up_gpu
     from quartet.models.torch_threads import set_up_torch
     from quartet.rpc.compute_thread import ComputeThread
-    from quartet.services.factories import build_model_role
+    from quartet.services.factories import build_model_role, device_of
     from quartet.services.workers.commands import GroupCommands, join
 
     set_up_torch(threads)
-    workers, commands = join(ranks, getattr(config.services, role).parallel)
+    if _torch_devices([role], config):
+        set_up_gpu()
+    service = getattr(config.services, role)
+    workers, commands = join(ranks, service.parallel, device_of(service, ranks.rank))
     assert isinstance(commands, GroupCommands)
     servicer = build_model_role(
         role, config, ComputeThread(), threads, credentials.folder, workers, commands, credentials

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from quartet.buffer.redis_url import required_buffer_url
 from quartet.buffer.rollout_stream import RolloutStream
 from quartet.config import MAX_MICRO_BATCH_TOKENS, MAX_MICRO_BATCH_TOKENS_GPU, Config, ServiceConfig
 from quartet.errors import ConfigError
-from quartet.memory_shares import cache_shape, generates_on_its_device, gpu_share, torch_cache_bytes
+from quartet.memory_shares import cache_shape, generates_on_its_device, gpu_share, role_memory, torch_cache_bytes
 from quartet.models.generation.detached_torch import DetachedTorchEngine
 from quartet.models.gpu_settings import check_gpu
 from quartet.models.torch_threads import set_num_threads
@@ -38,7 +39,7 @@ from quartet.services.memory_budget import UpdateLimits
 from quartet.services.reference.reference import Reference
 from quartet.services.reference.servicer import ReferenceServicer
 from quartet.services.reward.servicer import RewardServicer
-from quartet.topology import check_devices, generates_in_actor, num_memory_sharers, num_update_threads
+from quartet.topology import device_of_rank, generates_in_actor, num_memory_sharers, num_update_threads
 from quartet.types import Role, ServiceStatus
 from quartet.weight_transfer.source import WeightSource
 
@@ -90,7 +91,7 @@ def _build_actor(
     detached = generates_in_actor(config)
     # torch has one deterministic mode for all threads, and sampling has no deterministic kernel on a GPU.
     concurrent = {"deterministic_updates": False} if detached else {}
-    device, generation_device = devices_of_actor(config.services.actor, detached)
+    device = device_of(config.services.actor, workers.rank)
     if config.rollout.engine == "torch":
         check_cacheable_config(config.actor.model)
     shares_weights = not detached and not config.has_generators
@@ -107,7 +108,7 @@ def _build_actor(
         if workers.size > 1
         else None,
         num_update_threads(config, Role.ACTOR),
-        limits_of(config, Role.ACTOR),
+        limits_of(config, Role.ACTOR, workers.rank),
         config.algorithm.policy_loss,
         workers,
     )
@@ -122,9 +123,9 @@ def _build_actor(
         actor.publish_to(NoPublication() if source is None else SourcePublication(source))
         return ActorServicer(actor, compute, threads, monitor.is_lost, weights=source, commands=commands)
     if workers.size > 1:
-        engine, served, _ = create_torch_engine(config, generation_device)
+        engine, served, _ = create_torch_engine(config, device)
     else:
-        served, model, adapter = actor.separate_model(generation_device)
+        served, model, adapter = actor.separate_model(device)
         rollout = config.rollout
         engine = DetachedTorchEngine(
             model, adapter, served.stop_ids, rollout.max_concurrent_sequences, rollout.merge_adapter
@@ -137,7 +138,7 @@ def _build_actor(
     else:
         own = LocalGenerator(generator, source)
         actor.publish_to(SourcePublication(source))
-    generation = ComputeThread(lambda: set_num_threads(threads), config.timeouts.score_seconds)
+    generation = ComputeThread(set_up_thread(threads, workers), config.timeouts.score_seconds)
     everything: SeparateGeneration = own
     if workers.size > 1:
         everything = join_ranks(own, generation, actor.status, workers, config.timeouts, credentials)
@@ -152,12 +153,12 @@ def _build_critic(
     critic = Critic(
         config.critic,
         config.critic_model,
-        device_of(config.services.critic),
+        device_of(config.services.critic, workers.rank),
         run_root(config),
         lambda run: ExperienceStore(client, url, run, monitor.mark_lost),
         config.run.seed,
         num_update_threads(config, Role.CRITIC),
-        limits_of(config, Role.CRITIC),
+        limits_of(config, Role.CRITIC, workers.rank),
         workers,
     )
     return CriticServicer(critic, compute, threads, monitor.is_lost, commands)
@@ -184,44 +185,47 @@ def _build_reference(
     return ReferenceServicer(reference, compute, threads, commands)
 
 
-def devices_of_actor(service: ServiceConfig, off_policy: bool) -> tuple[str, str]:
-    """Return the torch devices for training and for generation. They differ if both run at once and two are configured.
+def set_up_thread(threads: int, workers: Workers) -> Callable[[], None]:
+    """Return the initializer of a thread that computes with ``threads`` CPU threads, on the device of this rank."""
 
-    Raises ConfigError.
+    def initialize() -> None:
+        set_num_threads(threads)
+        workers.set_up_thread()
+
+    return initialize
+
+
+def device_of(service: ServiceConfig, rank: int = 0) -> str:
+    """Return the torch device of a rank of a service. Raises ConfigError if the machine lacks one of the service's devices.
+
+    Every rank checks all of them, so that rank 0 reports the error and does not wait for a rank that has ended.
     """
-    if off_policy and len(service.devices) == 2:
-        training, generation = (service.model_copy(update={"devices": (device,)}) for device in service.devices)
-        return device_of(training), device_of(generation)
-    device = device_of(service)
-    return device, device
-
-
-def device_of(service: ServiceConfig) -> str:
-    """Return the torch device of a service. Raises ConfigError if the machine does not have it."""
-    if not service.devices:
+    device = device_of_rank(service, rank)
+    if device is None:
         return "cpu"
     available = torch.cuda.device_count()
-    check_devices(service)
-    if service.devices[0] >= available:
+    if missing := [index for index in service.devices if index >= available]:
         raise ConfigError(
-            f"devices {list(service.devices)}: this machine has {available} CUDA devices; give [] for the CPU"
+            f"devices {list(service.devices)}: this machine has {available} CUDA devices and lacks {missing}; give [] for the CPU"
         )
-    check_gpu(service.devices[0])
-    return f"cuda:{service.devices[0]}"
+    check_gpu(device)
+    return f"cuda:{device}"
 
 
-def limits_of(config: Config, role: Role) -> UpdateLimits:
-    """Return the limits of a role's updates in this run."""
+def limits_of(config: Config, role: Role, rank: int = 0) -> UpdateLimits:
+    """Return the limits of a role's updates in this run, in one of its ranks."""
     on_gpu = bool(getattr(config.services, role).devices)
     generates = on_gpu and role is Role.ACTOR and generates_on_its_device(config)
+    memory = role_memory(config, role) if generates else None
     return UpdateLimits(
         max_sequence_tokens=config.data.max_prompt_tokens + config.rollout.max_response_tokens,
         trains_entropy=config.algorithm.entropy_coefficient != 0,
-        num_sharers=num_memory_sharers(config, role),
-        share=gpu_share(config, role) if on_gpu else None,
+        num_sharers=num_memory_sharers(config, role, rank),
+        share=gpu_share(config, role, rank) if on_gpu else None,
         max_micro_batch_tokens=MAX_MICRO_BATCH_TOKENS_GPU if on_gpu else MAX_MICRO_BATCH_TOKENS,
         cache=torch_cache_bytes(config) if generates else 0,
         cache_shape=cache_shape(config),
+        copy=memory.copy if memory is not None else 0,
     )
 
 

@@ -12,6 +12,7 @@ from quartet.errors import ConfigError
 from quartet.memory_shares import GpuShare
 from quartet.models.forward.model_capabilities import device_of
 from quartet.models.training.update_memory import UpdateMemory, free_gpu_bytes, total_gpu_bytes
+from quartet.models.workers.workers import local_tensor
 from quartet.planner.memory import MEMORY_FRACTION
 from quartet.topology import free_memory_bytes
 from quartet.types import Role, ServiceStatus
@@ -26,7 +27,7 @@ class UpdateLimits:
     ``max_sequence_tokens``: prompt and response of the longest sequence. ``num_sharers``: model services on the same device,
     including this one. ``share``: share of this service in its GPU, if the sizes of all models on it are known.
     ``max_micro_batch_tokens``: upper limit of the default micro-batch size. ``cache``: bytes that the generation engine keeps on
-    the same GPU, for the rows and columns of ``cache_shape``.
+    the same GPU, for the rows and columns of ``cache_shape``. ``copy``: bytes of weights that an engine on the same GPU will load.
     """
 
     max_sequence_tokens: int
@@ -36,6 +37,7 @@ class UpdateLimits:
     max_micro_batch_tokens: int = MAX_MICRO_BATCH_TOKENS
     cache: int = 0
     cache_shape: tuple[int, int] = (0, 0)
+    copy: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +120,8 @@ def find_budget(
     _check_cache(memory, free, limits)
     most = limits.max_micro_batch_tokens
     beside_cache = MemoryBudget(role, 0, checkpointing, memory, free - limits.cache, most)
-    frees_cache = limits.cache > 0 and not beside_cache.max_tokens
+    # An engine with a copy of the weights may generate during an update.
+    frees_cache = limits.cache > 0 and not limits.copy and not beside_cache.max_tokens
     free -= 0 if frees_cache else limits.cache
     without_checkpointing = 0 if checkpointing else memory.max_tokens_within(most, free, False)
     tokens = configured or without_checkpointing or MemoryBudget(role, 0, checkpointing, memory, free, most).max_tokens
@@ -156,14 +159,13 @@ def free_bytes(model: Any, limits: UpdateLimits) -> int:
     device = device_of(model)
     free = free_gpu_bytes(device) if device.type == "cuda" else free_memory_bytes()
     if limits.share is None or device.type != "cuda":
-        return free // limits.num_sharers
+        return max(0, free // limits.num_sharers - limits.copy)
     # A trained parameter in half precision also has a float32 master weight.
     loaded = sum(
-        int(parameter.nbytes)
-        + (4 * parameter.numel() if parameter.requires_grad and parameter.element_size() < 4 else 0)
-        for parameter in model.parameters()
+        part.nbytes + (4 * part.numel() if parameter.requires_grad and part.element_size() < 4 else 0)
+        for parameter, part in ((parameter, local_tensor(parameter)) for parameter in model.parameters())
     )
-    return max(0, min(free, limits.share.bytes(total_gpu_bytes(device)) - loaded))
+    return max(0, min(free, limits.share.bytes(total_gpu_bytes(device)) - loaded) - limits.copy)
 
 
 def _too_small(role: Role, config: TrainedModelConfig, memory: UpdateMemory, free: int) -> str:

@@ -76,10 +76,10 @@ class GroupCommands(Commands):
                 log.warning("command refused", command=kind, error=str(error))
 
 
-def join(process: RankProcess, parallel: ParallelConfig) -> tuple[Workers, Commands]:
+def join(process: RankProcess, parallel: ParallelConfig, device: str = "cpu") -> tuple[Workers, Commands]:
     """Join the group of this process's ranks, and return it with its commands. Waits until all have come. Imports torch.
 
-    ``parallel``: how the ranks divide the model.
+    ``parallel``: how the ranks divide the model. ``device`` of this rank. Raises ConfigError.
     """
     if process.size == 1:
         return SINGLE, Commands()
@@ -87,8 +87,8 @@ def join(process: RankProcess, parallel: ParallelConfig) -> tuple[Workers, Comma
 
     descriptor = None
     if process.port is not None:
-        # Otherwise gloo listens at the address of the host name.
-        os.environ["GLOO_SOCKET_IFNAME"] = loopback_interface()
+        # Otherwise gloo listens at the address of the host name, and NCCL at that of any interface.
+        os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = loopback_interface()
         descriptor = process.listener.detach() if process.listener is not None else None
     address = None if process.port is None else (LOOPBACK, process.port)
     group = join_group(
@@ -97,6 +97,7 @@ def join(process: RankProcess, parallel: ParallelConfig) -> tuple[Workers, Comma
         address,
         descriptor,
         GROUP_TIMEOUT_SECONDS,
+        device,
         replicate=parallel.replicate,
         tensor=parallel.tensor,
     )

@@ -11,6 +11,7 @@ import socket
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import setproctitle
 
@@ -59,7 +60,10 @@ def start_ranks(role: Role, size: int, environment: Mapping[str, str]) -> RankPr
     if size == 1:
         return RankProcess()
     if not hasattr(os, "fork"):
-        raise ConfigError(f"services.{role}.processes {size}: this system cannot fork; set 1")
+        raise ConfigError(f"services.{role}: a group of {size} processes, but this system cannot fork; set one")
+    torch: Any = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        raise RuntimeError("CUDA has started before the other ranks were forked, which cannot use it then")
     listener = socket.create_server((LOOPBACK, 0), backlog=size)
     port, parent = listener.getsockname()[1], os.getpid()
     children: dict[int, int] = {}
@@ -84,8 +88,8 @@ def _started_by_torchrun(role: Role, size: int, environment: Mapping[str, str]) 
     rank, started = environment["RANK"], environment["WORLD_SIZE"]
     if not rank.isdecimal() or started != str(size) or int(rank) >= size:
         raise ConfigError(
-            f"environment: rank {rank} of {started} processes, but services.{role}.processes is {size}; start as many processes "
-            "with torchrun, or unset RANK and WORLD_SIZE"
+            f"environment: rank {rank} of {started} processes, but the config gives {size} (services.{role}.processes, or one per "
+            "device); start as many processes with torchrun, or unset RANK and WORLD_SIZE"
         )
     return RankProcess(int(rank), size)
 

@@ -9,6 +9,8 @@ _DEFAULTS = {
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
     # Batches of ragged lengths fragment memory otherwise, and what one phase frees would not fit the next.
     "PYTORCH_ALLOC_CONF": "expandable_segments:True",
+    # Sums inside an NVLink switch have no fixed order, so a group would not repeat its results.
+    "NCCL_ALGO": "^NVLS,NVLSTree",
 }
 
 

@@ -34,18 +34,20 @@ ADAPTER_FRACTION = 0.02
 class RoleMemory:
     """Bytes that a role holds between calls, and the number of its parameters.
 
-    ``state``: master weights, gradients and AdamW's moments. ``cache``: buffers and graphs of the torch engine.
+    ``state``: master weights, gradients and AdamW's moments. ``cache``: buffers and graphs of the torch engine. ``copy``: weights
+    of an engine that does not share those of the trained model.
     """
 
     parameters: int
     weights: int
     state: int = 0
     cache: int = 0
+    copy: int = 0
 
     @property
     def bytes(self) -> int:
         """The sum."""
-        return self.weights + self.state + self.cache
+        return self.weights + self.state + self.cache + self.copy
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +66,10 @@ class GpuShare:
         return self.own + int(self.weight * max(0, total - self.all_roles))
 
 
-def gpu_share(config: Config, role: Role) -> GpuShare | None:
-    """Return the share of ``role`` in its GPU. None if a model is not a local directory, so that its size is not known."""
-    sharers = memory_sharers(config, role)
+def gpu_share(config: Config, role: Role, rank: int = 0) -> GpuShare | None:
+    """Return the share of a rank of ``role`` in its GPU. None if a model is not a local directory, so that its size is not
+    known."""
+    sharers = memory_sharers(config, role, rank)
     if not all(looks_local(model) for each in sharers for model in _models(config, each).values()):
         # A model of the hub may be in the cache of one process of a run and not yet in that of another.
         return None
@@ -84,7 +87,9 @@ def gpu_share(config: Config, role: Role) -> GpuShare | None:
 
 
 def role_memory(config: Config, role: Role) -> RoleMemory | None:
-    """Return the memory of a role. None if it is not known: for models without files on this machine, and for other engines."""
+    """Return the memory of each rank of a role. None if it is not known: for models without files on this machine, and for other
+    engines.
+    """
     if role is Role.GENERATOR and config.rollout.engine != "torch":
         return None
     on_gpu = bool(getattr(config.services, role).devices)
@@ -93,12 +98,16 @@ def role_memory(config: Config, role: Role) -> RoleMemory | None:
     if len(known) < len(memories) or not known:
         return None
     state = 0 if role is Role.GENERATOR else sum(memory.state for memory in known)
+    weights = sum(memory.weights for memory in known)
+    ranks = 1 if role is Role.GENERATOR else getattr(config.services, role).num_ranks
     generates = role is Role.GENERATOR or (role is Role.ACTOR and generates_on_its_device(config))
+    copies = role is Role.ACTOR and generates and generates_in_actor(config)
     return RoleMemory(
         parameters=sum(memory.parameters for memory in known),
-        weights=sum(memory.weights for memory in known),
-        state=state,
+        weights=weights // ranks,
+        state=state // ranks,
         cache=torch_cache_bytes(config, on_gpu) if generates else 0,
+        copy=weights if copies else 0,
     )
 
 
@@ -139,9 +148,7 @@ def _memory_of_files(config: Config, key: str, model: str, size: int, on_gpu: bo
 
 def generates_on_its_device(config: Config) -> bool:
     """Return whether the actor generates with the torch engine on the GPU that it trains on."""
-    engine_is_here = config.rollout.engine == "torch" and not config.has_generators
-    elsewhere = generates_in_actor(config) and len(config.services.actor.devices) > 1
-    return engine_is_here and not elsewhere
+    return config.rollout.engine == "torch" and not config.has_generators
 
 
 def torch_cache_bytes(config: Config, on_gpu: bool = True) -> int:

@@ -29,15 +29,6 @@ def check_listen_address(listen: str, allow_plaintext: bool) -> None:
         )
 
 
-def check_devices(service: ServiceConfig, most: int = 1, key: str = "devices") -> None:
-    """Check that a service has at most ``most`` devices. ``key`` is the config key, for the message. Raises ConfigError."""
-    if len(service.devices) > most:
-        raise ConfigError(
-            f"{key} {list(service.devices)}: a model on several GPUs is not supported; give one device. An actor that generates "
-            "with rollout.max_off_policy_steps may have two: one for training and one for generation"
-        )
-
-
 def available_cores() -> int:
     """Return the number of cores that this process may use, by its affinity and its control group's quota."""
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -91,7 +82,7 @@ def num_threads(config: Config, role: Role) -> int:
 
 def generates_in_actor(config: Config) -> bool:
     """Return whether the actor has an engine with separate weights: to generate during updates, or as its own are sharded."""
-    separate = config.rollout.max_off_policy_steps > 0 or config.services.actor.processes > 1
+    separate = config.rollout.max_off_policy_steps > 0 or config.services.actor.num_ranks > 1
     return separate and not config.has_generators
 
 
@@ -116,34 +107,41 @@ def num_update_threads(config: Config, role: Role) -> int | None:
 
 def _share(config: Config, role: Role, roles: Sequence[Role]) -> int:
     local = [other for other in roles if getattr(config.services, other).address is None or other is role]
-    processes: int = getattr(config.services, role).processes
-    return max(1, available_cores() // len(local) // processes)
+    ranks: int = getattr(config.services, role).num_ranks
+    return max(1, available_cores() // len(local) // ranks)
 
 
-def num_memory_sharers(config: Config, role: Role) -> int:
-    """Return how many processes of services, ``role`` included, share the memory of the device that ``role`` trains on."""
+def device_of_rank(service: ServiceConfig, rank: int) -> int | None:
+    """Return the CUDA device of a rank of a service, None on the CPU. Each machine of a group has the same devices."""
+    return service.devices[rank % len(service.devices)] if service.devices else None
+
+
+def num_memory_sharers(config: Config, role: Role, rank: int = 0) -> int:
+    """Return how many processes of services, this one included, share the memory of the device of a rank of ``role``."""
+    on_gpu = bool(getattr(config.services, role).devices)
+    # A group has one process on each of its GPUs, and all of its processes in the memory of the machine.
     return sum(
-        1 if other is Role.GENERATOR else getattr(config.services, other).processes
-        for other in memory_sharers(config, role)
+        1 if on_gpu else getattr(config.services, other).processes for other in memory_sharers(config, role, rank)
     )
 
 
-def memory_sharers(config: Config, role: Role) -> list[Role]:
-    """Return the services, ``role`` first, that share the memory of the device that ``role`` trains on.
+def memory_sharers(config: Config, role: Role, rank: int = 0) -> list[Role]:
+    """Return the services, ``role`` first, that share the memory of the device of a rank of ``role``.
 
     Generators count on a GPU only: in the memory of the machine, their number must not change the run.
     """
     own: ServiceConfig = getattr(config.services, role)
+    device = device_of_rank(own, rank)
     services = {other: getattr(config.services, other) for other in model_roles(config) if other is not role}
     sharers = [
         other
         for other, service in services.items()
         if (service.address is None or _machines(service) & _machines(own))
-        and (own.devices[0] in service.devices if own.devices else not service.devices)
+        and (device in service.devices if own.devices else not service.devices)
     ]
     if own.devices and "" in _machines(own):
         devices = [devices_of_generator(config, index) for index in range(config.rollout.generators)]
-        sharers += [Role.GENERATOR for each in devices if own.devices[0] in each]
+        sharers += [Role.GENERATOR for each in devices if device in each]
     return [role, *sharers]
 
 

@@ -218,10 +218,13 @@ def test_devices_have_torch_names_and_invalid_ones_are_refused(monkeypatch: pyte
     monkeypatch.setattr(roles, "check_gpu", lambda index: None)
     assert roles.device_of(ServiceConfig()) == "cpu"
     assert [roles.device_of(ServiceConfig(devices=(index,))) for index in range(2)] == ["cuda:0", "cuda:1"]
-    with pytest.raises(ConfigError, match=r"devices \[2\]: this machine has 2 CUDA devices"):
+    with pytest.raises(ConfigError, match=r"devices \[2\]: this machine has 2 CUDA devices and lacks \[2\]"):
         roles.device_of(ServiceConfig(devices=(2,)))
-    with pytest.raises(ConfigError, match=r"devices \[0, 1\]: a model on several GPUs is not supported"):
-        roles.device_of(ServiceConfig(devices=(0, 1)))
+    group = ServiceConfig(devices=(1, 0))
+    assert [roles.device_of(group, rank) for rank in range(4)] == ["cuda:1", "cuda:0"] * 2
+    with pytest.raises(ConfigError, match=r"devices \[0, 3, 5\]: .* lacks \[3, 5\]"):
+        # Also in rank 0, whose device exists.
+        roles.device_of(ServiceConfig(devices=(0, 3, 5)))
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ import sys
 import time
 
 import pytest
+import torch
 
 from quartet.errors import ConfigError
 from quartet.services.workers.processes import start_ranks
@@ -46,6 +47,30 @@ def test_rank_0_reports_the_end_of_another_rank_which_dies_with_it() -> None:
         assert time.monotonic() - start < 30
 
 
+IMPORTS = """
+import importlib
+import torch
+calls = []
+for name in ("is_available", "device_count", "init", "_lazy_init", "current_device"):
+    setattr(torch.cuda, name, lambda *_, name=name: calls.append(name) or 0)
+from quartet.launcher.launcher import PRELOADED
+for module in ("quartet.services.__main__", *PRELOADED):
+    importlib.import_module(module)
+print(calls)
+"""
+
+
+def test_nothing_uses_cuda_before_the_ranks_are_forked() -> None:
+    result = subprocess.run([sys.executable, "-c", IMPORTS], check=True, capture_output=True, text=True)
+    assert result.stdout == "[]\n"
+
+
+def test_ranks_are_not_forked_from_a_process_that_has_started_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    with pytest.raises(RuntimeError, match="CUDA has started before the other ranks were forked"):
+        start_ranks(Role.ACTOR, 2, {})
+
+
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "box", "MASTER_PORT": "29500"}
 
 
@@ -57,8 +82,8 @@ def test_torchrun_names_the_rank() -> None:
 @pytest.mark.parametrize(
     ("size", "changes", "message"),
     [
-        (1, {}, "rank 1 of 2 processes, but services.critic.processes is 1; start as many processes with torchrun"),
-        (3, {}, "services.critic.processes is 3"),
+        (1, {}, "rank 1 of 2 processes, but the config gives 1 (services.critic.processes, or one per device)"),
+        (3, {}, "the config gives 3"),
         (2, {"RANK": "2"}, "rank 2 of 2 processes"),
         (2, {"MASTER_PORT": ""}, "RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT come together, MASTER_PORT is missing"),
     ],

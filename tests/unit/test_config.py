@@ -99,7 +99,17 @@ def test_the_tree_is_immutable(minimal: Path) -> None:
         ),
         (
             {"services": {"critic": {"processes": 2, "devices": [0, 1]}}},
-            "services.critic.processes 2: several processes compute on CPUs only, services.critic.devices is \\[0, 1\\]",
+            "services.critic.processes 2: counts processes on CPUs, and services.critic.devices \\[0, 1\\] starts one process per",
+        ),
+        ({"services": {"critic": {"devices": [1, 2, 1]}}}, "services.critic.devices \\[1, 2, 1\\]: \\[1\\] given more than once"),
+        ({"services": {"reward": {"devices": [0, 1]}}}, "devices \\[0, 1\\]: only actor and critic can have several devices"),
+        (
+            {
+                "services": {"actor": {"devices": [3, 5]}},
+                "rollout": {"max_off_policy_steps": 1},
+                "algorithm": {"importance_sampling_cap": 2},
+            },
+            "To generate on device 5, set services.actor.devices \\[3\\], rollout.generators 1 and services.generator.devices \\[5\\]",
         ),
         (
             {

@@ -75,9 +75,19 @@ def test_the_processes_of_a_group_divide_its_share_of_cores_and_memory(monkeypat
     assert [num_memory_sharers(group, role) for role in MODEL_ROLES] == [5] * 4
 
 
+def test_each_rank_of_a_group_on_gpus_shares_the_memory_of_its_own_device() -> None:
+    group = config(actor={"devices": [0, 1, 2]}, critic={"devices": [2, 3]}, reward={"devices": [2]})
+    assert group.services.actor.num_ranks == 3
+    assert [num_memory_sharers(group, Role.ACTOR, rank) for rank in range(3)] == [1, 1, 3]
+    assert [num_memory_sharers(group, Role.CRITIC, rank) for rank in range(2)] == [3, 1]
+    # A second machine has the same devices.
+    assert num_memory_sharers(group, Role.ACTOR, 5) == 3
+
+
 def test_an_actor_of_several_processes_generates_with_separate_weights() -> None:
     assert not generates_in_actor(config())
     assert generates_in_actor(config(actor={"processes": 2}))
+    assert generates_in_actor(config(actor={"devices": [0, 1]}))
     assert not generates_in_actor(config(actor={"processes": 2}, generators=["box:1"]))
 
 
@@ -104,7 +114,7 @@ def test_a_service_listens_at_its_configured_address_or_on_loopback(service: Ser
         ({}, [4, 4, 4, 4]),
         # Critic and reward model share the memory of the second GPU.
         ({"actor": {"devices": [0]}, "critic": {"devices": [1]}, "reward": {"devices": [1]}}, [1, 2, 2, 1]),
-        # An actor that generates on the second GPU trains on the first, which it shares with the critic.
+        # A group of two shares its GPUs with the critic, and with the reward model.
         ({"actor": {"devices": [0, 1]}, "critic": {"devices": [0]}, "reward": {"devices": [1]}}, [2, 2, 2, 1]),
         # A remote critic. In its view, services without an address are on its machine.
         ({"critic": {"address": "far:1"}}, [3, 4, 3, 3]),

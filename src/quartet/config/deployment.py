@@ -117,8 +117,8 @@ class ServiceConfig(Section):
     listen: HostPort = None
     """HOST:PORT to listen on. Port 0 selects a free port. Null: 127.0.0.1 with the port of `address`, or with a free port."""
     devices: tuple[Annotated[int, Field(ge=0, le=1023)], ...] = ()
-    """Index of the CUDA device to use. Empty: the CPU. With rollout.max_off_policy_steps the actor may have a second device,
-    which generates."""
+    """Indices of the CUDA devices to use. Empty: the CPU. Actor and critic may have several: one process per device, the ranks,
+    which hold and train the model together."""
     processes: Annotated[int, Field(ge=1, le=64)] = 1
     """Number of CPU processes, the ranks, that hold a model together. Each has a part of the parameters and of the optimizer, and
     computes a part of each batch. With torchrun: the number that it starts."""
@@ -138,6 +138,10 @@ class ServiceConfig(Section):
         if self.address is None:
             return ()
         return (self.address,) if isinstance(self.address, str) else self.address
+
+    def num_ranks(self) -> int:
+        """Number of processes that hold the model together: one per device, or `processes` on CPUs."""
+        return len(self.devices) or self.processes
 
 
 class GeneratorServiceConfig(Section):

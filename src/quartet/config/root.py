@@ -275,24 +275,38 @@ class Config(Section):
     def _check_processes(self) -> None:
         for name in ("actor", "critic", "reward", "reference"):
             service: ServiceConfig = getattr(self.services, name)
-            service.parallel.check(f"services.{name}", service.processes)
-            if service.processes == 1:
+            devices = list(service.devices)
+            if service.processes > 1 and devices:
+                raise ValueError(
+                    f"services.{name}.processes {service.processes}: counts processes on CPUs, and services.{name}.devices "
+                    f"{devices} starts one process per device; set processes 1, or devices []"
+                )
+            if repeated := sorted({device for device in devices if devices.count(device) > 1}):
+                raise ValueError(
+                    f"services.{name}.devices {devices}: {repeated} given more than once; each rank needs another device"
+                )
+            service.parallel.check(f"services.{name}", service.num_ranks)
+            if service.num_ranks == 1:
                 continue
-            setting = f"services.{name}.processes {service.processes}"
+            key, one = ("devices", "one device") if devices else ("processes", "1")
+            setting = f"services.{name}.{key} {devices or service.processes}"
             if name == "reward" and self.reward.has_functions:
                 raise ValueError(
-                    f"{setting}: several processes hold a model together, and the reward has a function; set 1, or give models "
-                    "only"
-                )
-            if service.devices:
-                raise ValueError(
-                    f"{setting}: several processes compute on CPUs only, services.{name}.devices is {list(service.devices)}; set "
-                    "devices to [], or processes to 1"
+                    f"{setting}: several processes hold a model together, and the reward has a function; set {key} to {one}, or "
+                    "give models only"
                 )
             if name == "actor" and self.rollout.engine == "triton":
                 raise ValueError(
-                    f"{setting}: engine triton needs an actor with all of its weights in one process; set processes 1, or "
+                    f"{setting}: engine triton needs an actor with all of its weights in one process; set {key} to {one}, or "
                     "another rollout.engine"
+                )
+            if name == "actor" and len(devices) == 2 and self.rollout.max_off_policy_steps and not self.has_generators:
+                first, second = devices
+                raise ValueError(
+                    f"{setting}: with rollout.max_off_policy_steps this could mean to train on both devices, or to train on one "
+                    f"and generate on the other. To generate on device {second}, set services.actor.devices [{first}], "
+                    f"rollout.generators 1 and services.generator.devices [{second}]. To train on both, let generators generate "
+                    "(rollout.generators), which may share a device with the actor"
                 )
 
     def _check_services(self) -> None:

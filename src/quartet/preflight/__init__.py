@@ -17,7 +17,7 @@ from quartet.preflight.prompts import check_prompts, count_prompts
 from quartet.run_directory.identity import Identity
 from quartet.run_directory.run_files import RunFiles
 from quartet.telemetry.sinks.configured import check_sinks
-from quartet.topology import check_devices, listen_address, model_roles
+from quartet.topology import listen_address, model_roles
 from quartet.types import Role
 
 __all__ = [
@@ -56,8 +56,6 @@ def check_inputs(config: Config, report: Callable[[str], None] = lambda _: None)
     for role in model_roles(config):
         service: ServiceConfig = getattr(config.services, role)
         if service.address is None:
-            two = role is Role.ACTOR and config.rollout.max_off_policy_steps > 0
-            check_devices(service, 2 if two else 1, f"services.{role}.devices")
             addresses = {
                 "listen": listen_address(service),
                 "metrics_listen": service.metrics_listen,

@@ -22,17 +22,6 @@ def test_each_check_is_reported_in_one_line(models: Path) -> None:
     assert notes[3].endswith("LlamaForSequenceClassification")
 
 
-def test_more_devices_than_a_service_can_use_are_refused(models: Path) -> None:
-    for role, devices in (("reward", [0, 1]), ("actor", [0, 1]), ("critic", [0, 1, 2, 3])):
-        with pytest.raises(
-            ConfigError, match=rf"^services\.{role}\.devices .*a model on several GPUs is not supported"
-        ):
-            check_inputs(config(models, **{role: {"devices": devices}}))
-    tree = config(models, actor={"devices": [0, 1]}).model_dump()
-    tree["rollout"]["max_off_policy_steps"] = 1
-    check_inputs(parse_config(tree, "test"))
-
-
 def test_an_output_without_its_package_is_refused(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
     tree = config(models).model_dump()

@@ -1,4 +1,8 @@
-"""A group of several ranks over torch.distributed, with gloo on CPUs."""
+"""A group of several ranks over torch.distributed: gloo between CPUs, and NCCL between GPUs.
+
+Commands, and what the ranks must agree on before they compute, are host tensors and use gloo. A rank that waits for a command then
+leaves its GPU idle. Only tensors of the model use NCCL. That part has not run on a GPU yet.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from quartet.errors import QuartetError, ServiceUnavailable
+from quartet.errors import ConfigError, QuartetError, ServiceUnavailable
 from quartet.models.workers.tensor_group import Slicing, TensorGroup
 from quartet.models.workers.workers import Result, Workers
 
@@ -53,6 +57,11 @@ class WorkerGroup(Workers):
         self.partial: set[torch.Tensor] = set()
         """The parameters that are whole on every rank of ``tensor`` and get only a part of their gradient there."""
 
+    def set_up_thread(self) -> None:
+        """See ``Workers.set_up_thread``. FSDP creates its streams on the current GPU, which belongs to a thread."""
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+
     def forward(self, compute: Callable[[], Result]) -> Result:
         """Run ``compute`` with the parameters of the sharded model gathered as it needs them. See ``Workers.forward``."""
         assert self.root is not None
@@ -67,16 +76,16 @@ class WorkerGroup(Workers):
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         """See ``Workers.sum``."""
-        total = values.detach().to(self.device, torch.float64, copy=True)
+        total = values.detach().to(torch.float64, copy=True)
         if self.tensor is not None and self.tensor.rank:
             # The first rank counts for all that have computed the same. One sum over all ranks has the same bits on all of them.
             total.zero_()
         dist.all_reduce(total)
-        return total.to(values.device)
+        return total
 
     def smallest(self, value: int) -> int:
         """See ``Workers.smallest``."""
-        result = torch.tensor(value, dtype=torch.int64, device=self.device)
+        result = torch.tensor(value, dtype=torch.int64)
         dist.all_reduce(result, dist.ReduceOp.MIN)
         return int(result)
 
@@ -105,7 +114,7 @@ class WorkerGroup(Workers):
 
     def agreed(self, compute: Callable[[], Result]) -> Result:
         """See ``Workers.agreed``."""
-        failed = torch.zeros(self.size, dtype=torch.int64, device=self.device)
+        failed = torch.zeros(self.size, dtype=torch.int64)
         try:
             result = compute()
         except QuartetError:
@@ -123,27 +132,26 @@ class WorkerGroup(Workers):
         own = torch.zeros(MAX_TEXT_BYTES, dtype=torch.uint8)
         data = text.encode()
         own[: len(data)] = torch.tensor(list(data), dtype=torch.uint8)
-        own = own.to(self.device)
         every = [torch.empty_like(own) for _ in range(self.size)]
         dist.all_gather(every, own)
         return [each.cpu().numpy().tobytes().rstrip(b"\0").decode() for each in every]
 
     def send(self, kind: int, succeeded: bool, data: bytes) -> None:
         """Send a command to the other ranks, which wait in ``receive``."""
-        header = torch.tensor([kind, succeeded, len(data)], dtype=torch.int64, device=self.device)
+        header = torch.tensor([kind, succeeded, len(data)], dtype=torch.int64)
         dist.broadcast(header, 0)
         if data:
-            dist.broadcast(torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self.device), 0)
+            dist.broadcast(torch.frombuffer(bytearray(data), dtype=torch.uint8), 0)
 
     def receive(self) -> tuple[int, bool, bytes]:
         """Wait for a command of rank 0: its kind, whether rank 0 succeeded in the command before it, and the data."""
-        header = torch.empty(3, dtype=torch.int64, device=self.device)
+        header = torch.empty(3, dtype=torch.int64)
         dist.broadcast(header, 0)
         kind, succeeded, length = header.tolist()
-        data = torch.empty(length, dtype=torch.uint8, device=self.device)
+        data = torch.empty(length, dtype=torch.uint8)
         if length:
             dist.broadcast(data, 0)
-        return kind, bool(succeeded), data.cpu().numpy().tobytes()
+        return kind, bool(succeeded), data.numpy().tobytes()
 
 
 def join_group(
@@ -152,24 +160,33 @@ def join_group(
     address: tuple[str, int] | None,
     descriptor: int | None = None,
     timeout: float = 60.0,
+    device: str = "cpu",
     replicate: int = 1,
     tensor: int = 1,
 ) -> WorkerGroup:
-    """Join the process group of ``size`` ranks on CPUs, as ``rank``. Waits until all have come. Use once per process.
+    """Join the process group of ``size`` ranks, as ``rank``. Waits until all have come. Use once per process.
 
     ``address``: host and port of the rendezvous; None if torchrun's environment variables name it. ``descriptor``: the
     listening socket of that port, in rank 0. ``timeout``: seconds after which a collective fails. ``replicate`` and ``tensor``:
-    see ``WorkerGroup``.
+    see ``WorkerGroup``. ``device`` of this rank. Raises ConfigError if this torch has no NCCL.
     """
+    own, backend, bound = torch.device(device), "gloo", None
+    if own.type == "cuda":
+        if not dist.is_nccl_available():
+            raise ConfigError(f"a group on GPUs needs NCCL, which torch {torch.__version__} lacks; install torch for CUDA")
+        # Before anything may start CUDA on device 0.
+        torch.cuda.set_device(own)
+        backend, bound = "cpu:gloo,cuda:nccl", own
     store = None
     if address is not None:
         store = TCPStore(*address, size, is_master=rank == 0, master_listen_fd=descriptor)
     dist.init_process_group(
-        "gloo",
+        backend,
         init_method=None if store is not None else "env://",
         store=store,
         rank=rank,
         world_size=size,
         timeout=timedelta(seconds=timeout),
+        device_id=bound,
     )
-    return WorkerGroup(torch.device("cpu"), replicate, tensor)
+    return WorkerGroup(own, replicate, tensor)

@@ -28,6 +28,9 @@ class Workers:
     data_size = 1
     """Number of shares of the data."""
 
+    def set_up_thread(self) -> None:
+        """Prepare the calling thread for computations of the model."""
+
     def forward(self, compute: Callable[[], Result]) -> Result:
         """Return the result of ``compute``, which runs one forward pass of the model."""
         return compute()
@@ -69,6 +72,13 @@ class Workers:
 
 SINGLE = Workers()
 """The group of one rank."""
+
+
+def local_tensor(value: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of a tensor: its shard, or all of a tensor that is not sharded."""
+    to_local = getattr(value, "to_local", None)
+    part: torch.Tensor = value if to_local is None else to_local()
+    return part.detach()
 
 
 def split_by_tokens(lengths: Sequence[int] | NDArray[np.signedinteger], size: int) -> list[list[int]]:

@@ -1,0 +1,73 @@
+"""A group on GPUs: which process groups and devices it asks torch for. No GPU computes here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from quartet.errors import ConfigError, ServiceUnavailable
+from quartet.models.workers import group as group_module
+from quartet.models.workers.group import WorkerGroup, join_group
+from quartet.services.factories import set_up_thread
+
+
+@pytest.fixture
+def requests(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What a group of two on GPUs asks of torch, in order. Collectives record the device of their tensor."""
+    results: list[Any] = []
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: results.append(("set_device", str(device))))
+    monkeypatch.setattr(
+        dist,
+        "init_process_group",
+        lambda backend, **options: results.append((backend, options["rank"], str(options["device_id"]))),
+    )
+    monkeypatch.setattr(dist, "get_rank", lambda: 1)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(group_module, "init_device_mesh", lambda kind, shape: results.append(("mesh", kind, shape)))
+    for name in ("all_reduce", "broadcast"):
+        monkeypatch.setattr(dist, name, lambda tensor, *_, name=name: results.append((name, tensor.device.type)))
+    return results
+
+
+def join() -> WorkerGroup:
+    return join_group(1, 2, None, device="cuda:3")
+
+
+def test_a_rank_takes_its_device_before_it_joins_by_gloo_and_nccl(requests: list[Any]) -> None:
+    group = join()
+    assert requests == [("set_device", "cuda:3"), ("cpu:gloo,cuda:nccl", 1, "cuda:3"), ("mesh", "cuda", (2,))]
+    assert group.device == torch.device("cuda", 3)
+
+
+def test_commands_and_agreement_are_host_tensors(requests: list[Any]) -> None:
+    group = join()
+    requests.clear()
+    group.send(1, True, b"data")
+    group.smallest(4)
+    assert group.agreed(lambda: 5) == 5
+    group.receive()
+    with pytest.raises(ServiceUnavailable):
+        group.agreed(fail)
+    assert {device for _, device in requests} == {"cpu"}
+    assert [name for name, _ in requests] == ["broadcast", "broadcast", *["all_reduce"] * 2, "broadcast", "all_reduce"]
+
+
+def fail() -> None:
+    raise ServiceUnavailable("the buffer is away")
+
+
+def test_each_computing_thread_uses_the_device_of_its_rank(requests: list[Any]) -> None:
+    group = join()
+    requests.clear()
+    set_up_thread(1, group)()
+    assert requests == [("set_device", "cuda:3")]
+
+
+def test_a_torch_without_nccl_is_an_error_that_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: False)
+    with pytest.raises(ConfigError, match="needs NCCL, which torch .* lacks; install torch for CUDA"):
+        join()
