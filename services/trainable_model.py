@@ -6,7 +6,6 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -65,7 +64,6 @@ class TrainableModel(ABC):
         memory measurement; None skips it. ``workers``: the ranks that share the model. Raises ModelError, ConfigError.
         """
         self._workers, self._limits = workers, limits
-        self._memory: UpdateMemory | None = None
         self._model_config, self._name, self._device = config, model, device
         self._root, self._seed, self._update_threads = run_directory, seed, update_threads
         self._tokenizer = load_tokenizer(model)
@@ -79,7 +77,11 @@ class TrainableModel(ABC):
 
     @abstractmethod
     def _read(self, source: str | Path) -> Any:
-        """Load the model from a checkpoint. Raises ModelError."""
+        """Load the model from a checkpoint, or this rank's part of it. Raises ModelError."""
+
+    @abstractmethod
+    def _check(self, source: str | Path) -> None:
+        """Check the model that the ranks have loaded in parts. Raises ModelError."""
 
     @abstractmethod
     def _adapted(self) -> Any:
@@ -97,27 +99,15 @@ class TrainableModel(ABC):
     def _whole_parameters(self) -> list[Any]:
         """Return the trained parameters that every rank keeps whole."""
 
-    def _measure_memory(self) -> None:
-        """Measure the memory of an update once, unless the config makes it unnecessary."""
-        config, limits = self._model_config, self._limits
-        if (
-            self._memory is None
-            and limits is not None
-            and None in (config.micro_batch_tokens, config.gradient_checkpointing)
-        ):
-            positions, longest = max_positions(self._model), limits.max_sequence_tokens
-            self._memory = self._measure(min(longest, positions) if positions else longest, limits)
-
     def _find_budget(self) -> MemoryBudget:
-        config = self._model_config
-        self._measure_memory()
-        if self._memory is None or self._limits is None:
+        config, limits = self._model_config, self._limits
+        if limits is None or None not in (config.micro_batch_tokens, config.gradient_checkpointing):
             return MemoryBudget(self.role, config.max_forward_tokens, config.gradient_checkpointing)
-        own = self._workers.num_elements(self._model)
-        memory = replace(self._memory, state=self._memory.state * own // self._parameters)
+        longest = min(limits.max_sequence_tokens, self._positions) if self._positions else limits.max_sequence_tokens
+        memory = self._measure(longest, limits)
         # All ranks compute the same micro-batches.
-        free = self._workers.smallest(free_bytes(self._model, self._limits))
-        return find_budget(self.role, config, memory, free, self._limits)
+        free = self._workers.smallest(free_bytes(self._model, limits))
+        return find_budget(self.role, config, memory, free, limits)
 
     def _read_adapter(self, adapter: Adapter, checkpoint: Path) -> None:
         """Load an adapter that ``_snapshot`` has saved. Raises ModelError."""
@@ -146,9 +136,8 @@ class TrainableModel(ABC):
         self._parameters = count_parameters(self._model)
         kind: Callable[..., MasterWeightAdamW] = MasterWeightAdamW
         if self._workers.size > 1:
-            # The trials of the measurement need the complete model.
-            self._measure_memory()
             kind = self._shard()
+            self._workers.evaluate(lambda: self._check(source))
         self._optimizer = create_optimizer(
             self._model, config.learning_rate, optimizer.betas, optimizer.eps, optimizer.weight_decay, kind
         )

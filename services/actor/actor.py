@@ -21,7 +21,7 @@ from quartet.models.training.update_memory import UpdateMemory, measure_policy
 from quartet.models.training.updates import update_policy
 from quartet.models.weights.device_copy import copy_to_device
 from quartet.models.weights.host_tensors import adapter_settings, complete_tensors, named_weights
-from quartet.models.weights.loading import load_causal_lm, snapshot_model, stop_token_ids
+from quartet.models.weights.loading import check_causal_lm, load_causal_lm, snapshot_model, stop_token_ids
 from quartet.models.weights.lora import Adapter
 from quartet.models.weights.snapshot import Writer
 from quartet.models.workers.workers import SINGLE, Workers
@@ -85,10 +85,13 @@ class Actor(TrainableModel):
         super().__init__(config, config.model, device, run_directory, seed, update_threads, limits, workers)
 
     def _read(self, source: str | Path) -> Any:
-        return load_causal_lm(source, self._config.dtype, self._device)
+        return load_causal_lm(source, self._config.dtype, self._device, self._workers)
+
+    def _check(self, source: str | Path) -> None:
+        check_causal_lm(source, self._model)
 
     def _measure(self, longest: int, limits: UpdateLimits) -> UpdateMemory:
-        return measure_policy(self._model, longest, "train" if limits.trains_entropy else "report")
+        return measure_policy(self._model, longest, "train" if limits.trains_entropy else "report", self._workers)
 
     def _adapted(self) -> Any:
         return self._model

@@ -13,7 +13,7 @@ from quartet.models.forward.scoring import response_values
 from quartet.models.training.activation_checkpointing import activation_checkpointing
 from quartet.models.training.update_memory import UpdateMemory, measure_value
 from quartet.models.training.updates import update_value
-from quartet.models.weights.loading import load_critic
+from quartet.models.weights.loading import check_critic, load_critic
 from quartet.models.weights.lora import Adapter
 from quartet.models.weights.snapshot import Writer
 from quartet.models.workers.workers import SINGLE, Workers
@@ -55,10 +55,13 @@ class Critic(TrainableModel):
         super().__init__(config, model, device, run_directory, seed, update_threads, limits, workers)
 
     def _read(self, source: str | Path) -> Any:
-        return load_critic(source, self._config.dtype, self._device)
+        return load_critic(source, self._config.dtype, self._device, self._workers)
+
+    def _check(self, source: str | Path) -> None:
+        check_critic(source, self._model)
 
     def _measure(self, longest: int, limits: UpdateLimits) -> UpdateMemory:
-        return measure_value(self._model, longest)
+        return measure_value(self._model, longest, self._workers)
 
     def _adapted(self) -> Any:
         # The value head is small and untrained, so all of it is trained, even with an adapter.

@@ -101,8 +101,14 @@ def test_the_tree_is_immutable(minimal: Path) -> None:
             {"services": {"critic": {"processes": 2, "devices": [0, 1]}}},
             "services.critic.processes 2: counts processes on CPUs, and services.critic.devices \\[0, 1\\] starts one process per",
         ),
-        ({"services": {"critic": {"devices": [1, 2, 1]}}}, "services.critic.devices \\[1, 2, 1\\]: \\[1\\] given more than once"),
-        ({"services": {"reward": {"devices": [0, 1]}}}, "devices \\[0, 1\\]: only actor and critic can have several devices"),
+        (
+            {"services": {"critic": {"devices": [1, 2, 1]}}},
+            "services.critic.devices \\[1, 2, 1\\]: \\[1\\] given more than once",
+        ),
+        (
+            {"services": {"reward": {"devices": [0, 1]}}},
+            "devices \\[0, 1\\]: only actor and critic can have several devices",
+        ),
         (
             {
                 "services": {"actor": {"devices": [3, 5]}},

@@ -78,7 +78,10 @@ def test_a_rank_shares_its_gpu_with_those_of_other_groups_there(checkpoints: Pat
     group = make(
         checkpoints, services={"actor": {"devices": [0, 1]}, "critic": {"devices": [1, 2]}, "reward": {"devices": [1]}}
     )
-    share, memories = gpu_share(group, Role.ACTOR, 1), [role_memory(group, Role.ACTOR, 1), role_memory(group, Role.CRITIC)]
+    share, memories = (
+        gpu_share(group, Role.ACTOR, 1),
+        [role_memory(group, Role.ACTOR, 1), role_memory(group, Role.CRITIC)],
+    )
     reward = role_memory(group, Role.REWARD)
     assert share is not None
     assert reward is not None

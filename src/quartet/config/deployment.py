@@ -139,6 +139,7 @@ class ServiceConfig(Section):
             return ()
         return (self.address,) if isinstance(self.address, str) else self.address
 
+    @property
     def num_ranks(self) -> int:
         """Number of processes that hold the model together: one per device, or `processes` on CPUs."""
         return len(self.devices) or self.processes

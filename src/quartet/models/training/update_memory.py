@@ -20,6 +20,7 @@ from quartet.models.forward.model_capabilities import device_of, vocabulary_size
 from quartet.models.forward.packing import supports_packing
 from quartet.models.forward.scoring import forward_values
 from quartet.models.training.activation_checkpointing import activation_checkpointing, count_checkpointed_layers
+from quartet.models.workers.workers import SINGLE, Workers, local_tensor
 from quartet.planner.memory import LOGIT_COPIES, MEMORY_FRACTION, training_state
 from quartet.types import TokenBatch
 
@@ -46,24 +47,31 @@ class SavedActivations:
         return self.token + self.pair * longest
 
 
-def saved_bytes(model: Any, forward: Callable[[], Any]) -> int:
+def saved_bytes(model: Any, forward: Callable[[], Any], workers: Workers = SINGLE) -> int:
     """Return the bytes that ``forward`` saves for its backward pass. Each storage counts once, the model's weights do not."""
-    own = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
+    own = _storages(model)
     sizes: dict[int, int] = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
-            sizes[storage.data_ptr()] = storage.nbytes()
+        address = storage.data_ptr()
+        # A group gathers the weights of a layer for its computation, so they have a new address in each layer.
+        if address not in own and address not in sizes and (workers.size == 1 or address not in _storages(model)):
+            sizes[address] = storage.nbytes()
         return tensor
 
     with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        output = forward()
+        output = workers.forward(forward)
     del output
+    workers.end_trial()
     return sum(sizes.values())
 
 
-def activations_saved_by(model: Any, forward: Forward, longest: int) -> SavedActivations:
+def _storages(model: Any) -> set[int]:
+    return {local_tensor(tensor).untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
+
+
+def activations_saved_by(model: Any, forward: Forward, longest: int, workers: Workers = SINGLE) -> SavedActivations:
     """Measure what ``forward`` saves, in three micro-batches of sequences of at most ``longest`` tokens."""
     long = max(1, min(LONG_TRIAL_TOKENS, longest // 2))
     lengths = (
@@ -74,7 +82,7 @@ def activations_saved_by(model: Any, forward: Forward, longest: int) -> SavedAct
 
     def trial(times: int, factor: int) -> tuple[int, int]:
         micro_batch = _trial_batch(model, lengths * times, factor)
-        return saved_bytes(model, lambda: forward(micro_batch)), micro_batch.input_ids.numel()
+        return saved_bytes(model, lambda: forward(micro_batch), workers), micro_batch.input_ids.numel()
 
     (once, tokens), (twice, _), (longer, _) = trial(1, 1), trial(2, 1), trial(1, 2)
     # Both have twice the tokens of the first. ``longer`` also has sequences twice as long.
@@ -154,32 +162,33 @@ def policy_forward(model: Any, entropy_use: EntropyUse, all_at_once: bool) -> Fo
     )
 
 
-def measure_policy(model: Any, longest: int, entropy_use: EntropyUse) -> UpdateMemory:
-    """Measure the memory of policy updates with sequences of at most ``longest`` tokens."""
+def measure_policy(model: Any, longest: int, entropy_use: EntropyUse, workers: Workers = SINGLE) -> UpdateMemory:
+    """Measure the memory of policy updates with sequences of at most ``longest`` tokens. All ``workers`` must call it."""
     logits, rows = 4 * vocabulary_size(model), logit_chunk_tokens(model)
 
     def activations() -> Activations:
         all_logits, chunked_logits = (
-            activations_saved_by(model, policy_forward(model, entropy_use, of_all), longest) for of_all in (True, False)
+            activations_saved_by(model, policy_forward(model, entropy_use, of_all), longest, workers)
+            for of_all in (True, False)
         )
         return Activations(all_logits, chunked_logits, rows, logits)
 
-    return _measure(model, longest, activations)
+    return _measure(model, longest, activations, workers)
 
 
-def measure_value(value_model: Any, longest: int) -> UpdateMemory:
-    """Measure the memory of value model updates with sequences of at most ``longest`` tokens."""
+def measure_value(value_model: Any, longest: int, workers: Workers = SINGLE) -> UpdateMemory:
+    """Measure the memory of value model updates with sequences of at most ``longest`` tokens. All ``workers`` must call it."""
 
     def activations() -> Activations:
         result = activations_saved_by(
-            value_model, lambda micro_batch: forward_values(value_model, micro_batch), longest
+            value_model, lambda micro_batch: forward_values(value_model, micro_batch), longest, workers
         )
         return Activations(result, result, 0, 0)
 
-    return _measure(value_model, longest, activations)
+    return _measure(value_model, longest, activations, workers)
 
 
-def _measure(model: Any, longest: int, activations: Callable[[], Activations]) -> UpdateMemory:
+def _measure(model: Any, longest: int, activations: Callable[[], Activations], workers: Workers) -> UpdateMemory:
     layers, with_checkpointing = count_checkpointed_layers(model), None
     try:
         plain = activations()
@@ -197,7 +206,9 @@ def _measure(model: Any, longest: int, activations: Callable[[], Activations]) -
             plain.rows,
             plain.logits,
         )
-    return UpdateMemory(_state_bytes(model), plain, with_checkpointing, longest)
+    # All ranks must choose the same micro-batches, and the first may have one row more than the others.
+    state = -workers.smallest(-_state_bytes(model)) + workers.gathered_bytes()
+    return UpdateMemory(state, plain, with_checkpointing, longest)
 
 
 def _with_one_layer(with_checkpointing: SavedActivations, plain: SavedActivations, layers: int) -> SavedActivations:
@@ -219,8 +230,9 @@ def _state_bytes(model: Any) -> int:
     On a GPU all gradients are float32, see MasterWeightAdamW, and the step needs no temporary memory.
     """
     states = [
-        training_state(parameter.numel(), parameter.numel(), parameter.itemsize)
+        training_state(part.numel(), part.numel(), part.itemsize)
         for parameter in model.parameters()
+        for part in (local_tensor(parameter),)
         if parameter.requires_grad
     ]
     if device_of(model).type == "cuda":

@@ -44,11 +44,20 @@ _CAUSAL_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.
 _loading = threading.Lock()
 
 
-def load_causal_lm(model: str | Path, dtype: str = "float32", device: str = "cpu") -> Any:
+def load_causal_lm(model: str | Path, dtype: str = "float32", device: str = "cpu", workers: Workers = SINGLE) -> Any:
     """Load a causal language model in evaluation mode, without dropout. Raises ModelError, also for a classifier.
 
-    From the directory of a LoRA adapter, load the base model and merge the adapter into its weights.
+    From the directory of a LoRA adapter, load the base model and merge the adapter into its weights. Several ``workers`` load
+    their parts of the parameters; the caller then calls ``check_causal_lm`` after ``shard_model``.
     """
+    if workers.size > 1:
+        return _in_parts(model, lambda: _causal_lm(model, dtype, device), workers)
+    loaded = _causal_lm(model, dtype, device)
+    check_causal_lm(model, loaded)
+    return loaded
+
+
+def _causal_lm(model: str | Path, dtype: str, device: str) -> Any:
     base, adapters = adapter_chain(model)
     with _below(model, base):
         config = _load_config(base)
@@ -57,9 +66,26 @@ def load_causal_lm(model: str | Path, dtype: str = "float32", device: str = "cpu
         loaded = _load(base, config, transformers.AutoModelForCausalLM, dtype, device)
     for adapter in adapters:
         _merge(loaded, adapter)
-    with explained(model, "forward pass without an attention mask"), torch.inference_mode():
-        _check_causal(model, loaded)
     return loaded
+
+
+def _in_parts(model: str | Path, load: Callable[[], _Module], workers: Workers) -> _Module:
+    """Return the result of ``load`` with this rank's part of every parameter. Slices, and merged adapters, need complete weights."""
+    # Imported here because a single process does not need torch.distributed.
+    from quartet.models.workers.group import WorkerGroup
+    from quartet.models.workers.shard_reading import read_in_parts
+
+    assert isinstance(workers, WorkerGroup)
+    if workers.tensor is not None:
+        # Slices are cut from complete layers.
+        return load()
+    return read_in_parts(load, workers, in_turn=bool(adapter_chain(model)[1]))
+
+
+def check_causal_lm(model: str | Path, loaded: Any) -> None:
+    """Raise ModelError if a token's logits depend on the next token, as they do in encoders. Runs one forward pass."""
+    with explained(model, "forward pass without an attention mask"), torch.no_grad():
+        _check_causal(model, loaded, lambda ids: loaded(input_ids=ids).logits)
 
 
 def check_cacheable_config(model: str | Path) -> None:
@@ -80,32 +106,43 @@ def load_reward_model(model: str | Path, dtype: str = "float32", device: str = "
     return _load(model, config, transformers.AutoModelForSequenceClassification, dtype, device)
 
 
-def load_critic(model: str | Path, dtype: str = "float32", device: str = "cpu") -> ValueModel:
+def load_critic(
+    model: str | Path, dtype: str = "float32", device: str = "cpu", workers: Workers = SINGLE
+) -> ValueModel:
     """Load a value model in evaluation mode. The files and the architecture determine which of four checkpoints it is.
 
     A checkpoint of ``ValueModel.snapshot``; one of ``ValueModel.snapshot_adapter`` (the base's backbone with the adapter merged,
     and the head); a decoder classifier with one output (backbone and head); or a causal LM (backbone, and a head of zeros, so
-    every value starts at 0). Raises ModelError.
+    every value starts at 0). Several ``workers`` load their parts of the parameters; the caller then calls ``check_critic`` after
+    ``shard_model``. Raises ModelError.
     """
     adapter_chain(model)  # Raises ModelError for a cycle of adapters; the code below would not end.
-    critic = _frozen_dropout(_critic(model, dtype, device))
+    if workers.size > 1:
+        return _frozen_dropout(_in_parts(model, lambda: _critic(model, dtype, device, _causal_lm), workers))
+    critic = _frozen_dropout(_critic(model, dtype, device, load_causal_lm))
     with explained(model, "forward pass of the backbone"), torch.inference_mode():
         input_ids = _two_tokens(critic)
         critic(input_ids, torch.ones_like(input_ids, dtype=torch.bool))
     return critic
 
 
-def _critic(model: str | Path, dtype: str, device: str) -> ValueModel:
+def check_critic(model: str | Path, critic: ValueModel) -> None:
+    """Raise ModelError if the critic cannot compute values, or if they depend on the next token. Runs one forward pass."""
+    with explained(model, "forward pass of the backbone"), torch.no_grad():
+        _check_causal(model, critic.backbone, lambda ids: critic.backbone(input_ids=ids).last_hidden_state)
+
+
+def _critic(model: str | Path, dtype: str, device: str, load_lm: Callable[..., Any]) -> ValueModel:
     # Imported here because transformers' modelling code takes seconds to import. Loading a tokenizer does not need it.
     from quartet.models.value_head import HEAD_FILE, ValueModel
 
     has_head = (Path(model) / HEAD_FILE).is_file()
     if is_adapter(model):
         if not has_head:
-            return ValueModel.of_causal_lm(load_causal_lm(model, dtype, device))
+            return ValueModel.of_causal_lm(load_lm(model, dtype, device))
         base = adapter_base(Path(model))
         with _below(model, base):
-            backbone = _critic(base, dtype, device).backbone
+            backbone = _critic(base, dtype, device, load_lm).backbone
         _merge(backbone, Path(model))
         with explained(model, "value head"):
             return ValueModel.with_saved_head(backbone, Path(model)).to(device)
@@ -124,16 +161,17 @@ def _critic(model: str | Path, dtype: str, device: str) -> ValueModel:
                 "give the critic a decoder (a causal LM, or a classifier built on one)"
             )
         return ValueModel.of_classifier(classifier)
-    return ValueModel.of_causal_lm(load_causal_lm(model, dtype, device))
+    return ValueModel.of_causal_lm(load_lm(model, dtype, device))
 
 
-def _check_causal(model: str | Path, loaded: Any) -> None:
-    """Raise ModelError if a token's logits depend on the next token, as they do in encoders."""
+def _check_causal(model: str | Path, loaded: Any, outputs: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Raise ModelError if a token's ``outputs`` depend on the next token, as they do in encoders."""
     input_ids = torch.tensor([[0, 0], [0, 1]], device=loaded.get_input_embeddings().weight.device)
-    first = loaded(input_ids=input_ids).logits[:, 0].float()
+    result = outputs(input_ids)[:, 0]
+    first = result.float()
     difference = float((first[0] - first[1]).abs().max() / first.abs().max())
     # False for NaN: scoring and generation report diverged weights.
-    if difference > _CAUSAL_TOLERANCE[loaded.get_input_embeddings().weight.dtype]:
+    if difference > _CAUSAL_TOLERANCE[result.dtype]:
         raise ModelError(
             f"model {model}: {type(loaded).__name__} predicts a token from later tokens, too; give a causal language model"
         )

@@ -74,6 +74,26 @@ class WorkerGroup(Workers):
             self.root.reshard()
             return result
 
+    def evaluate(self, compute: Callable[[], Result]) -> Result:
+        """See ``Workers.evaluate``."""
+        with torch.no_grad():
+            return self.forward(compute)
+
+    def end_trial(self) -> None:
+        """See ``Workers.end_trial``."""
+        assert self.root is not None
+        self.root.reset_iter_state()
+
+    def gathered_bytes(self) -> int:
+        """See ``Workers.gathered_bytes``. The parameters outside the layers, two layers, and the larger one's gradients, float32."""
+        assert self.root is not None
+        counts = [_count(module) for module in self.root.modules() if isinstance(module, FSDPModule)]  # type: ignore[attr-defined]
+        largest, ends = max(counts[1:], default=0), counts[0] - sum(counts[1:])
+        sharded = [value for value in self.root.parameters() if isinstance(value, DTensor)]  # type: ignore[attr-defined]
+        size = (self.compute_type or sharded[0].dtype).itemsize if sharded else 0
+        gradients = max(ends, largest) if any(value.requires_grad for value in sharded) else 0
+        return size * (ends + 2 * largest) + torch.float32.itemsize * gradients
+
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         """See ``Workers.sum``."""
         total = values.detach().to(torch.float64, copy=True)
@@ -104,13 +124,6 @@ class WorkerGroup(Workers):
             return value
         assert self.tensor is not None
         return self.tensor.gather(value, slicing)
-
-    def num_elements(self, model: nn.Module) -> int:
-        """See ``Workers.num_elements``."""
-        return sum(
-            (parameter.to_local() if isinstance(parameter, DTensor) else parameter).numel()
-            for parameter in model.parameters()
-        )
 
     def agreed(self, compute: Callable[[], Result]) -> Result:
         """See ``Workers.agreed``."""
@@ -154,6 +167,11 @@ class WorkerGroup(Workers):
         return kind, bool(succeeded), data.numpy().tobytes()
 
 
+def _count(module: nn.Module) -> int:
+    """Return the number of sharded parameters below ``module``."""
+    return sum(value.numel() for value in module.parameters() if isinstance(value, DTensor))
+
+
 def join_group(
     rank: int,
     size: int,
@@ -173,7 +191,9 @@ def join_group(
     own, backend, bound = torch.device(device), "gloo", None
     if own.type == "cuda":
         if not dist.is_nccl_available():
-            raise ConfigError(f"a group on GPUs needs NCCL, which torch {torch.__version__} lacks; install torch for CUDA")
+            raise ConfigError(
+                f"a group on GPUs needs NCCL, which torch {torch.__version__} lacks; install torch for CUDA"
+            )
         # Before anything may start CUDA on device 0.
         torch.cuda.set_device(own)
         backend, bound = "cpu:gloo,cuda:nccl", own

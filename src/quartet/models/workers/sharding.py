@@ -18,6 +18,7 @@ from quartet.models.training.activation_checkpointing import transformer_layers
 from quartet.models.training.optimizer import MasterWeightAdamW
 from quartet.models.value_head import ValueModel
 from quartet.models.workers.group import WorkerGroup
+from quartet.models.workers.shard_reading import local_slices, replace_parameters, with_part
 from quartet.models.workers.tensor_parallel import SlicedParameters, slice_layers
 from quartet.models.workers.workers import Workers
 
@@ -39,20 +40,17 @@ def shard_model(model: Any, workers: WorkerGroup, replicated: Iterable[nn.Parame
 
     Every transformer layer is gathered for its computation only, the other parameters for the whole pass. Trainable parameters of
     half precision become float32, and are gathered in half precision. Gradients are summed over the ranks, in float32.
-    ``replicated`` parameters stay whole on every rank, in their data type. Every rank must have loaded the same weights.
-    The layers are sliced first, if the group has ranks for that: see ``slice_layers``, also for its errors.
+    ``replicated`` parameters stay whole on every rank, in their data type. Every rank must have loaded the same weights: all of
+    them, or its parts with ``read_in_parts``. The layers are sliced first, if the group has ranks for that: see ``slice_layers``, also for its errors.
     """
-    # These trials are cached by model. They run forward passes, which is only possible inside the root afterwards.
-    supports_packing(model)
-    if not isinstance(model, ValueModel):
-        head_is_separate(model)
     # FSDP replaces the parameters by others of the same names.
     sliced = SlicedParameters() if workers.tensor is None else slice_layers(model, workers.tensor)
     whole = set(replicated)
     compute_type = model.get_input_embeddings().weight.dtype
     is_half = compute_type.itemsize < torch.float32.itemsize
+    read = _take_parts(model, is_half)
     for parameter in model.parameters():
-        if parameter.requires_grad and is_half and parameter not in whole:
+        if parameter.requires_grad and is_half and parameter not in whole and not parameter.is_meta:
             parameter.data = parameter.data.float()
     policy = MixedPrecisionPolicy(
         param_dtype=compute_type if is_half else None, reduce_dtype=torch.float32 if is_half else None
@@ -65,10 +63,52 @@ def shard_model(model: Any, workers: WorkerGroup, replicated: Iterable[nn.Parame
             # Each rank's loss is its part of a sum. gloo has no other reduction than the sum.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+    _give_back(root, read)
     workers.root, workers.compute_type = root, compute_type if is_half else None  # type: ignore[assignment]
     parameters = dict(model.named_parameters())
     workers.slicings = {parameters[name]: slicing for name, slicing in sliced.slicings.items()}
     workers.partial = {parameters[name] for name in sliced.partial}
+    # These trials are cached by model. Later they would run in the middle of another pass.
+    workers.evaluate(lambda: supports_packing(model))
+    if not isinstance(model, ValueModel):
+        workers.evaluate(lambda: head_is_separate(model))
+
+
+Place = tuple[nn.Module, str]
+"""A module and the name of its parameter."""
+
+
+def _take_parts(model: nn.Module, is_half: bool) -> dict[Place, DTensor]:
+    """Replace the parameters that were read in parts by complete ones without memory, as FSDP expects them. Return the parts.
+
+    Trainable parameters of half precision become float32.
+    """
+    places: dict[nn.Parameter, Place] = {}
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            if isinstance(parameter, DTensor):
+                places.setdefault(parameter, (module, name))
+
+    def without_memory(parameter: nn.Parameter) -> torch.Tensor | None:
+        kind = torch.float32 if is_half and parameter.requires_grad else parameter.dtype
+        return torch.empty(parameter.shape, dtype=kind, device="meta") if parameter in places else None
+
+    replace_parameters(model, without_memory)
+    return {place: parameter.detach() for parameter, place in places.items()}
+
+
+def _give_back(root: nn.Module, read: dict[Place, DTensor]) -> None:
+    """Give the sharded parameters of ``root`` the parts that were read. Empties ``read``."""
+    values: dict[nn.Parameter, DTensor] = {}
+    while read:
+        (module, name), part = read.popitem()
+        parameter = getattr(module, name)
+        same = (part.device_mesh, part.placements) == (parameter.device_mesh, parameter.placements)
+        local = part.to_local() if same else part.full_tensor()[local_slices(parameter)]
+        values[parameter] = with_part(parameter, local.to(parameter.dtype))
+    replace_parameters(root, values.get)
+    # FSDP takes the new parameters over whenever a module is moved or converted.
+    root._apply(lambda tensor: tensor)
 
 
 def complete_weights(model: nn.Module, workers: Workers) -> Iterator[tuple[str, torch.Tensor]]:
@@ -198,11 +238,8 @@ class ShardedAdamW(MasterWeightAdamW):
 
 def local_part(like: DTensor, value: torch.Tensor) -> torch.Tensor:
     """Return this rank's part of ``value``, which is complete but for slices, split like ``like``. Computes locally."""
-    # The last dimension of the mesh shards, one before it replicates.
-    parts = torch.chunk(value, like.device_mesh.size(-1))
-    rank = like.device_mesh.get_local_rank(like.device_mesh.ndim - 1)
     # A copy, because a view would keep the complete tensor in memory.
-    return parts[rank].clone() if rank < len(parts) else value[:0].clone()
+    return value[local_slices(like)].clone()
 
 
 def _sum_in_place(tensors: list[torch.Tensor], group: dist.ProcessGroup | None = None) -> None:

@@ -8,7 +8,6 @@ from typing import TypeVar
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import nn
 
 Result = TypeVar("Result")
 
@@ -35,6 +34,17 @@ class Workers:
         """Return the result of ``compute``, which runs one forward pass of the model."""
         return compute()
 
+    def evaluate(self, compute: Callable[[], Result]) -> Result:
+        """Return the result of ``compute``, which may run several forward passes of the model, without gradients."""
+        return compute()
+
+    def end_trial(self) -> None:
+        """Prepare for the next pass after a forward pass that no backward pass follows."""
+
+    def gathered_bytes(self) -> int:
+        """Return the bytes of parameters and gradients that an update gathers from the ranks at a time."""
+        return 0
+
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         """Return the sum of ``values`` over the shares of the data, in float64. All ranks get the same bits.
 
@@ -56,10 +66,6 @@ class Workers:
     def exchange(self, text: str) -> list[str]:
         """Return the short ``text`` of every rank, by rank."""
         return [text]
-
-    def num_elements(self, model: nn.Module) -> int:
-        """Return the number of elements of the model's parameters that this rank holds. Shared parameters count once."""
-        return sum(parameter.numel() for parameter in model.parameters())
 
     def agreed(self, compute: Callable[[], Result]) -> Result:
         """Return the result of ``compute`` if no rank has an error.

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import socket
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +15,7 @@ import torch
 from quartet.models.workers.workers import SINGLE, split_by_tokens
 from tests.unit.models import tiny
 from tests.unit.models.workers import rank
+from tests.unit.models.workers.processes import run_ranks
 
 WEIGHTS, OUTPUTS = 1e-5, 1e-4
 """Largest differences of float32 weights and log-probs to those of one process.
@@ -35,27 +32,7 @@ def run_group(
 ) -> Results:
     """Run cases with ``size`` processes, and some twice. Return the weights and metrics of each rank, by case."""
     cases = [*cases, *(rank.again(case) for case in rank.REPEATED if case in cases)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    listener = socket.create_server(("127.0.0.1", 0), backlog=size)
-    port, descriptor = listener.getsockname()[1], listener.fileno()
-    processes = [
-        subprocess.Popen(
-            [
-                *(sys.executable, "-m", rank.__name__),
-                *map(str, (folder, number, size, port, descriptor, replicate, tensor, *cases)),
-            ],
-            env=environment,
-            pass_fds=() if number else (descriptor,),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for number in range(size)
-    ]
-    listener.close()
-    for process in processes:
-        output, _ = process.communicate(timeout=200)
-        assert process.returncode == 0, output
+    run_ranks(rank, folder, size, replicate, tensor, *cases)
     return {
         case: [
             (

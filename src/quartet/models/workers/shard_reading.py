@@ -1,0 +1,126 @@
+"""Reading of a checkpoint by all ranks of a group, each of which reads and holds only its part of every parameter.
+
+Each parameter then is a DTensor that is split along its first dimension, and has no place in FSDP yet: see ``shard_model``.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import structlog
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from transformers import PreTrainedModel
+
+from quartet.models.workers.group import WorkerGroup
+
+_Module = TypeVar("_Module", bound=nn.Module)
+
+log = structlog.get_logger()
+
+
+def read_in_parts(read: Callable[[], _Module], workers: WorkerGroup, in_turn: bool = False) -> _Module:
+    """Return the model of ``read``, a load with transformers, with this rank's part of every parameter.
+
+    transformers creates the model without memory, and this rank reads its part of each tensor from the files. ``in_turn``: one
+    rank after the other reads the complete model and keeps its part, for models that transformers cannot read in parts. Raises
+    the errors of ``read``.
+    """
+    if not in_turn:
+        with _parameters_split_before_they_are_read(workers.mesh) as split:
+            model = read()
+        if split:
+            return model
+        del model
+        log.warning("the ranks read the complete model in turn: this release of transformers does not read it in parts")
+
+    def read_and_keep_part() -> _Module:
+        model = read()
+        replace_parameters(model, lambda parameter: _part_of(parameter, workers.mesh))
+        return model
+
+    results = [
+        workers.agreed(read_and_keep_part if rank == workers.rank else lambda: None) for rank in range(workers.size)
+    ]
+    model = results[workers.rank]
+    assert model is not None
+    return model
+
+
+def replace_parameters(model: nn.Module, replacement: Callable[[nn.Parameter], torch.Tensor | None]) -> None:
+    """Replace parameters of ``model``, except those for which ``replacement`` returns None. Tied parameters stay tied."""
+    replaced: dict[nn.Parameter, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            if parameter not in replaced:
+                value = replacement(parameter)
+                replaced[parameter] = (
+                    parameter if value is None else nn.Parameter(value, requires_grad=parameter.requires_grad)
+                )
+            setattr(module, name, replaced[parameter])
+
+
+def local_slices(like: DTensor) -> tuple[slice, ...]:
+    """Return the place of this rank's part in the complete tensor of ``like``."""
+    sizes, offsets = compute_local_shape_and_global_offset(like.shape, like.device_mesh, like.placements)
+    return tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))
+
+
+def with_part(like: DTensor, part: torch.Tensor) -> DTensor:
+    """Return a tensor that is split like ``like``, of which this rank has ``part``."""
+    return DTensor.from_local(
+        part, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
+
+
+def _part_of(parameter: torch.Tensor, mesh: DeviceMesh) -> DTensor | None:
+    empty = _without_memory(parameter, mesh)
+    # A copy, because a view would keep the complete tensor in memory.
+    return None if empty is None else with_part(empty, parameter.detach()[local_slices(empty)].clone())
+
+
+def _without_memory(parameter: torch.Tensor, mesh: DeviceMesh) -> DTensor | None:
+    """Return the meta tensor of this rank's part of ``parameter``, split along the first dimension.
+
+    None for a parameter that every rank reads whole: a single row, and experts of which some rank would get none, because
+    transformers builds a part of several experts from at least one.
+    """
+    rows, ranks = (parameter.shape[0], mesh.size(-1)) if parameter.ndim else (1, 1)
+    if rows == 1 or (parameter.ndim == 3 and -(-rows // ranks) * (ranks - 1) >= rows):
+        return None
+    complete = torch.empty_like(parameter, device="meta")
+    # The last dimension of the mesh shards, one before it replicates.
+    placements = [Replicate()] * (mesh.ndim - 1) + [Shard(0)]
+    size, _ = compute_local_shape_and_global_offset(complete.shape, mesh, placements)
+    return DTensor.from_local(
+        complete.new_empty(size), mesh, placements, run_check=False, shape=complete.shape, stride=complete.stride()
+    )
+
+
+@contextmanager
+def _parameters_split_before_they_are_read(mesh: DeviceMesh) -> Iterator[list[nn.Module]]:
+    """Split the parameters of a model that transformers has created on the meta device, before it reads the files.
+
+    transformers reads a parameter that is a DTensor in parts. Yields a list of the models that were split. Only loads of the
+    calling thread are affected.
+    """
+    load: Any = PreTrainedModel._load_pretrained_model
+    thread, split = threading.get_ident(), list[nn.Module]()
+
+    def split_first(model: nn.Module, *arguments: Any, **more: Any) -> Any:
+        if threading.get_ident() == thread:
+            replace_parameters(model, lambda parameter: _without_memory(parameter, mesh))
+            split.append(model)
+        return load(model, *arguments, **more)
+
+    PreTrainedModel._load_pretrained_model = staticmethod(split_first)
+    try:
+        yield split
+    finally:
+        PreTrainedModel._load_pretrained_model = staticmethod(load)
