@@ -111,6 +111,7 @@ def _build_actor(
         limits_of(config, Role.ACTOR, workers.rank),
         config.algorithm.policy_loss,
         workers,
+        config.services.actor.offload,
     )
     if shares_weights:
         return ActorServicer(actor, compute, threads, monitor.is_lost, commands=commands)
@@ -160,6 +161,7 @@ def _build_critic(
         num_update_threads(config, Role.CRITIC),
         limits_of(config, Role.CRITIC, workers.rank),
         workers,
+        config.services.critic.offload,
     )
     return CriticServicer(critic, compute, threads, monitor.is_lost, commands)
 

@@ -27,7 +27,7 @@ class UpdateLimits:
     ``max_sequence_tokens``: prompt and response of the longest sequence. ``num_sharers``: model services on the same device,
     including this one. ``share``: share of this service in its GPU, if the sizes of all models on it are known.
     ``max_micro_batch_tokens``: upper limit of the default micro-batch size. ``cache``: bytes that the generation engine keeps on
-    the same GPU, for the rows and columns of ``cache_shape``. ``copy``: bytes of weights that an engine on the same GPU will load.
+    the same GPU, for the rows and columns of ``cache_shape``. ``copy``: bytes of weights that an engine there will load.
     """
 
     max_sequence_tokens: int
@@ -164,6 +164,7 @@ def free_bytes(model: Any, limits: UpdateLimits) -> int:
     loaded = sum(
         part.nbytes + (4 * part.numel() if parameter.requires_grad and part.element_size() < 4 else 0)
         for parameter, part in ((parameter, local_tensor(parameter)) for parameter in model.parameters())
+        if part.device.type == "cuda"
     )
     return max(0, min(free, limits.share.bytes(total_gpu_bytes(device)) - loaded) - limits.copy)
 

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 import structlog
 
-from quartet.config import TrainedModelConfig
+from quartet.config import OffloadConfig, TrainedModelConfig
 from quartet.durable_files import checkpoint_path, confine_path, describe_files
 from quartet.errors import FailedPrecondition
 from quartet.failpoints import failpoint
@@ -57,13 +57,15 @@ class TrainableModel(ABC):
         update_threads: int | None,
         limits: UpdateLimits | None = None,
         workers: Workers = SINGLE,
+        offload: OffloadConfig | None = None,
     ) -> None:
         """Load ``model``. Saves go below ``run_directory``; ``seed`` initialises an adapter.
 
         ``update_threads``: CPU threads of an update; None uses the process's number. ``limits``: limits of the updates for the
-        memory measurement; None skips it. ``workers``: the ranks that share the model. Raises ModelError, ConfigError.
+        memory measurement; None skips it. ``workers``: the ranks that share the model. ``offload``: what stays in host memory.
+        Raises ModelError, ConfigError.
         """
-        self._workers, self._limits = workers, limits
+        self._workers, self._limits, self._offload = workers, limits, offload or OffloadConfig()
         self._model_config, self._name, self._device = config, model, device
         self._root, self._seed, self._update_threads = run_directory, seed, update_threads
         self._tokenizer = load_tokenizer(model)
@@ -139,7 +141,13 @@ class TrainableModel(ABC):
             kind = self._shard()
             self._workers.evaluate(lambda: self._check(source))
         self._optimizer = create_optimizer(
-            self._model, config.learning_rate, optimizer.betas, optimizer.eps, optimizer.weight_decay, kind
+            self._model,
+            config.learning_rate,
+            optimizer.betas,
+            optimizer.eps,
+            optimizer.weight_decay,
+            kind,
+            self._offload.optimizer,
         )
         if checkpoint is not None:
             self._workers.agreed(lambda: self._load_state(checkpoint))
@@ -157,7 +165,7 @@ class TrainableModel(ABC):
         from quartet.models.workers.sharding import ShardedAdamW, shard_model
 
         assert isinstance(self._workers, WorkerGroup)
-        shard_model(self._model, self._workers, self._whole_parameters())
+        shard_model(self._model, self._workers, self._whole_parameters(), self._offload.parameters)
         return partial(ShardedAdamW, workers=self._workers)
 
     def snapshot(

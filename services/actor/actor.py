@@ -9,10 +9,11 @@ from typing import Any
 
 from quartet.buffer.experience_store import ExperienceStore
 from quartet.buffer.rollout_stream import RolloutStream
-from quartet.config import ActorConfig
+from quartet.config import ActorConfig, OffloadConfig
 from quartet.config.estimators import BUILT_IN_POLICY_LOSSES
 from quartet.engines.engine import ServedModel
 from quartet.errors import ConfigError, FailedPrecondition, InvalidRequest, MismatchError
+from quartet.models.forward.log_probs import EntropyUse
 from quartet.models.forward.scoring import response_log_probs
 from quartet.models.generation.engine import EngineFactory, Policy
 from quartet.models.generation.validation import served_model
@@ -71,6 +72,7 @@ class Actor(TrainableModel):
         limits: UpdateLimits | None = None,
         policy_loss: str = "clipped",
         workers: Workers = SINGLE,
+        offload: OffloadConfig | None = None,
     ) -> None:
         """Load the model. ``buffer`` returns the access to the buffer of a run by its name.
 
@@ -82,7 +84,7 @@ class Actor(TrainableModel):
         self._publication: Publication | None = None
         self._policy_loss, self._loss_function = policy_loss, _import_policy_loss(policy_loss)
         self._create_engine = create_engine or torch_engine(max_concurrent_sequences)
-        super().__init__(config, config.model, device, run_directory, seed, update_threads, limits, workers)
+        super().__init__(config, config.model, device, run_directory, seed, update_threads, limits, workers, offload)
 
     def _read(self, source: str | Path) -> Any:
         return load_causal_lm(source, self._config.dtype, self._device, self._workers)
@@ -91,7 +93,8 @@ class Actor(TrainableModel):
         check_causal_lm(source, self._model)
 
     def _measure(self, longest: int, limits: UpdateLimits) -> UpdateMemory:
-        return measure_policy(self._model, longest, "train" if limits.trains_entropy else "report", self._workers)
+        use: EntropyUse = "train" if limits.trains_entropy else "report"
+        return measure_policy(self._model, longest, use, self._workers, self._offload.optimizer)
 
     def _adapted(self) -> Any:
         return self._model

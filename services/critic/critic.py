@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from quartet.buffer.experience_store import ExperienceStore
-from quartet.config import CriticConfig
+from quartet.config import CriticConfig, OffloadConfig
 from quartet.failpoints import failpoint
 from quartet.models.forward.scoring import response_values
 from quartet.models.training.activation_checkpointing import activation_checkpointing
@@ -46,13 +46,14 @@ class Critic(TrainableModel):
         update_threads: int | None = None,
         limits: UpdateLimits | None = None,
         workers: Workers = SINGLE,
+        offload: OffloadConfig | None = None,
     ) -> None:
         """Load ``model``. ``experience`` returns the experience store of a run by its name.
 
         See TrainableModel for the other arguments. Raises ModelError, ConfigError.
         """
         self._config, self._experience = config, experience
-        super().__init__(config, model, device, run_directory, seed, update_threads, limits, workers)
+        super().__init__(config, model, device, run_directory, seed, update_threads, limits, workers, offload)
 
     def _read(self, source: str | Path) -> Any:
         return load_critic(source, self._config.dtype, self._device, self._workers)
@@ -61,7 +62,7 @@ class Critic(TrainableModel):
         check_critic(source, self._model)
 
     def _measure(self, longest: int, limits: UpdateLimits) -> UpdateMemory:
-        return measure_value(self._model, longest, self._workers)
+        return measure_value(self._model, longest, self._workers, self._offload.optimizer)
 
     def _adapted(self) -> Any:
         # The value head is small and untrained, so all of it is trained, even with an adapter.

@@ -88,8 +88,8 @@ def _started_by_torchrun(role: Role, size: int, environment: Mapping[str, str]) 
     rank, started = environment["RANK"], environment["WORLD_SIZE"]
     if not rank.isdecimal() or started != str(size) or int(rank) >= size:
         raise ConfigError(
-            f"environment: rank {rank} of {started} processes, but the config gives {size} (services.{role}.processes, or one per "
-            "device); start as many processes with torchrun, or unset RANK and WORLD_SIZE"
+            f"environment: rank {rank} of {started} processes, but the config gives {size} (services.{role}.processes, or one "
+            "per device); start as many processes with torchrun, or unset RANK and WORLD_SIZE"
         )
     return RankProcess(int(rank), size)
 

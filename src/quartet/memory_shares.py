@@ -99,16 +99,23 @@ def role_memory(config: Config, role: Role) -> RoleMemory | None:
         return None
     state = 0 if role is Role.GENERATOR else sum(memory.state for memory in known)
     weights = sum(memory.weights for memory in known)
-    ranks = 1 if role is Role.GENERATOR else getattr(config.services, role).num_ranks
+    parts = 1 if role is Role.GENERATOR else _parts_of_model(config, role)
     generates = role is Role.GENERATOR or (role is Role.ACTOR and generates_on_its_device(config))
     copies = role is Role.ACTOR and generates and generates_in_actor(config)
+    offloaded = role in TRAINED_ROLES and getattr(config.services, role).offload.parameters
     return RoleMemory(
         parameters=sum(memory.parameters for memory in known),
-        weights=weights // ranks,
-        state=state // ranks,
+        weights=0 if offloaded else weights // parts,
+        state=0 if offloaded else state // parts,
         cache=torch_cache_bytes(config, on_gpu) if generates else 0,
         copy=weights if copies else 0,
     )
+
+
+def _parts_of_model(config: Config, role: Role) -> int:
+    """Return the number of parts into which the ranks of a role divide its model."""
+    service = getattr(config.services, role)
+    return int(service.num_ranks) // int(service.parallel.replicate)
 
 
 def _models(config: Config, role: Role) -> dict[str, str]:
@@ -126,7 +133,8 @@ def _model_memory(config: Config, key: str, model: str, on_gpu: bool) -> RoleMem
         return _memory_of_files(config, key, model, size, on_gpu)
     if not work.trained:
         return RoleMemory(work.parameters, size * work.parameters)
-    parts, _ = trained_state(work, not on_gpu, Parallel(), offload=False)
+    offload = getattr(config.services, key.partition(".")[0]).offload.optimizer
+    parts, _ = trained_state(work, not on_gpu, Parallel(), offload)
     kept = sum(parts.values())
     return RoleMemory(work.parameters, int(parts["parameters"]), int(kept - parts["parameters"]))
 

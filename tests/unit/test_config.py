@@ -106,8 +106,12 @@ def test_the_tree_is_immutable(minimal: Path) -> None:
             "services.critic.devices \\[1, 2, 1\\]: \\[1\\] given more than once",
         ),
         (
-            {"services": {"reward": {"devices": [0, 1]}}},
-            "devices \\[0, 1\\]: only actor and critic can have several devices",
+            {"services": {"reward": {"offload": {"optimizer": True}}}},
+            "services.reward.offload: only actor and critic are trained",
+        ),
+        (
+            {"services": {"actor": {"devices": [0], "offload": {"parameters": True}}}},
+            "services.actor.offload.parameters: a model on one device keeps its parameters there; give several devices",
         ),
         (
             {

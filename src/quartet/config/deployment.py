@@ -108,6 +108,18 @@ class ParallelConfig(Section):
             )
 
 
+class OffloadConfig(Section):
+    """Parts of a trained model that stay in host memory between their uses. They leave memory on the GPU, and each update
+    transfers them. Without a GPU, everything is in host memory already, and nothing changes."""
+
+    parameters: bool = False
+    """Keep the shards of the parameters, of their gradients and of the optimizer in host memory, and step there. Each layer goes to
+    the GPU for its computation. Needs several devices."""
+    optimizer: bool = False
+    """Keep the moments of AdamW in host memory. The optimizer step moves those of one parameter after the other to the GPU, so the
+    result is bit-identical."""
+
+
 class ServiceConfig(Section):
     """Address and hardware of a model service. Roles that share a process use the `listen` addresses of the first role."""
 
@@ -124,6 +136,8 @@ class ServiceConfig(Section):
     computes a part of each batch. With torchrun: the number that it starts."""
     parallel: ParallelConfig = ParallelConfig()
     """Division of the model over the ranks. Defaults to parts of every parameter."""
+    offload: OffloadConfig = OffloadConfig()
+    """Parts of the model of the actor or critic that stay in host memory between their uses."""
     num_threads: Annotated[int, Field(ge=1, le=1024)] | None = None
     """Number of CPU threads of each process. Null: an equal share of the cores; during updates, an equal share among the services
     that train."""

@@ -11,6 +11,7 @@ from quartet.config.algorithm import AlgorithmConfig
 from quartet.config.deployment import (
     BufferConfig,
     GatewayConfig,
+    OffloadConfig,
     RecoveryConfig,
     SecurityConfig,
     ServiceConfig,
@@ -286,6 +287,13 @@ class Config(Section):
                     f"services.{name}.devices {devices}: {repeated} given more than once; each rank needs another device"
                 )
             service.parallel.check(f"services.{name}", service.num_ranks)
+            if name in ("reward", "reference") and service.offload != OffloadConfig():
+                raise ValueError(f"services.{name}.offload: only actor and critic are trained; leave it out")
+            if service.offload.parameters and len(devices) == 1:
+                raise ValueError(
+                    f"services.{name}.offload.parameters: a model on one device keeps its parameters there; give several devices, "
+                    "or set parameters false and optimizer true"
+                )
             if service.num_ranks == 1:
                 continue
             key, one = ("devices", "one device") if devices else ("processes", "1")

@@ -57,8 +57,12 @@ def accepts_argument(model: nn.Module, argument: str) -> bool:
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Return the device of the model's inputs."""
-    return next(model.parameters()).device
+    """Return the device of the model's inputs. Shards of a model on a GPU may be in host memory."""
+    parameter = next(model.parameters())
+    mesh = getattr(parameter, "device_mesh", None)
+    if mesh is None or mesh.device_type == "cpu":
+        return parameter.device
+    return torch.device(mesh.device_type, torch.cuda.current_device())
 
 
 def check_batch(model: Any, batch: TokenBatch) -> None:

@@ -38,8 +38,14 @@ class MasterWeightAdamW(torch.optim.AdamW):
     move before the step.
     """
 
-    def __init__(self, groups: Iterable[dict[str, Any]], **settings: Any) -> None:
-        """``groups`` of the model's parameters. ``settings``: see torch's AdamW."""
+    def __init__(self, groups: Iterable[dict[str, Any]], offload: bool = False, **settings: Any) -> None:
+        """``groups`` of the model's parameters. ``settings``: see torch's AdamW.
+
+        ``offload``: keep the moments of parameters on a GPU in host memory. A step moves those of one parameter at a time to the
+        GPU, with the same result.
+        """
+        self._offload = offload
+        self._host_memory: dict[tuple[torch.Tensor, str], torch.Tensor] = {}
         self.parameter_of_master_weight: dict[torch.Tensor, nn.Parameter] = {}
         """The model's parameter, by its master weight."""
         super().__init__(
@@ -83,10 +89,48 @@ class MasterWeightAdamW(torch.optim.AdamW):
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         """Take one step from the moved gradients, then update the model's parameters."""
-        loss = super().step(closure)
+        loss = self._step_one_by_one() if self._offload else super().step(closure)
         for master, parameter in self.parameter_of_master_weight.items():
             parameter.copy_(master)
         return loss
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state, see torch's method."""
+        super().load_state_dict(state_dict)
+        if self._offload:
+            # torch has moved all of them to the devices of their parameters.
+            for parameter in self.stepped_parameters():
+                self._move_moments_to_host(parameter)
+
+    def _step_one_by_one(self) -> None:
+        groups = [(group, group["params"]) for group in self.param_groups]
+        for group, _ in groups:
+            group["params"] = []
+        try:
+            for group, parameters in groups:
+                for parameter in parameters:
+                    for name, value in self.state[parameter].items() if parameter in self.state else ():
+                        self.state[parameter][name] = value.to(parameter.device, non_blocking=True)
+                    group["params"] = [parameter]
+                    super().step()
+                    self._move_moments_to_host(parameter)
+                group["params"] = []
+        finally:
+            for group, parameters in groups:
+                group["params"] = parameters
+        if any(parameter.is_cuda for parameter in self.stepped_parameters()):
+            # The copies to the host have no other end that a reader of the state could wait for.
+            torch.cuda.current_stream().synchronize()
+
+    def _move_moments_to_host(self, parameter: torch.Tensor) -> None:
+        """Move the state of a parameter on a GPU to pinned host memory, which each parameter allocates once."""
+        if not parameter.is_cuda:
+            return
+        for name, value in self.state.get(parameter, {}).items():
+            key = (parameter, name)
+            if key not in self._host_memory:
+                self._host_memory[key] = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
+            self.state[parameter][name] = self._host_memory[key].copy_(value, non_blocking=True)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, also those that were not moved yet."""
@@ -126,10 +170,11 @@ def create_optimizer(
     eps: float = 1e-8,
     weight_decay: float = 0.0,
     kind: Callable[..., MasterWeightAdamW] = MasterWeightAdamW,
+    offload: bool = False,
 ) -> MasterWeightAdamW:
     """Create AdamW over the parameters that require gradients, without weight decay on biases and norms (one dimension).
 
-    ``kind``: class of the optimizer, with the parameters of ``MasterWeightAdamW``.
+    ``kind``: class of the optimizer, with the parameters of ``MasterWeightAdamW``. ``offload``: see there.
     Uses the fused kernel: one pass over each parameter, bit-identical for the same number of threads.
     """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -137,7 +182,8 @@ def create_optimizer(
         {"params": [p for p in parameters if p.ndim > 1], "weight_decay": weight_decay},
         {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
     ]
-    return kind([group for group in groups if group["params"]], lr=learning_rate, betas=betas, eps=eps, fused=True)
+    groups = [group for group in groups if group["params"]]
+    return kind(groups, offload=offload, lr=learning_rate, betas=betas, eps=eps, fused=True)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:

@@ -162,8 +162,13 @@ def policy_forward(model: Any, entropy_use: EntropyUse, all_at_once: bool) -> Fo
     )
 
 
-def measure_policy(model: Any, longest: int, entropy_use: EntropyUse, workers: Workers = SINGLE) -> UpdateMemory:
-    """Measure the memory of policy updates with sequences of at most ``longest`` tokens. All ``workers`` must call it."""
+def measure_policy(
+    model: Any, longest: int, entropy_use: EntropyUse, workers: Workers = SINGLE, offload: bool = False
+) -> UpdateMemory:
+    """Measure the memory of policy updates with sequences of at most ``longest`` tokens. All ``workers`` must call it.
+
+    ``offload``: the moments of the optimizer are in host memory.
+    """
     logits, rows = 4 * vocabulary_size(model), logit_chunk_tokens(model)
 
     def activations() -> Activations:
@@ -173,11 +178,11 @@ def measure_policy(model: Any, longest: int, entropy_use: EntropyUse, workers: W
         )
         return Activations(all_logits, chunked_logits, rows, logits)
 
-    return _measure(model, longest, activations, workers)
+    return _measure(model, longest, activations, workers, offload)
 
 
-def measure_value(value_model: Any, longest: int, workers: Workers = SINGLE) -> UpdateMemory:
-    """Measure the memory of value model updates with sequences of at most ``longest`` tokens. All ``workers`` must call it."""
+def measure_value(value_model: Any, longest: int, workers: Workers = SINGLE, offload: bool = False) -> UpdateMemory:
+    """Measure the memory of value model updates with sequences of at most ``longest`` tokens. See ``measure_policy``."""
 
     def activations() -> Activations:
         result = activations_saved_by(
@@ -185,10 +190,12 @@ def measure_value(value_model: Any, longest: int, workers: Workers = SINGLE) -> 
         )
         return Activations(result, result, 0, 0)
 
-    return _measure(value_model, longest, activations, workers)
+    return _measure(value_model, longest, activations, workers, offload)
 
 
-def _measure(model: Any, longest: int, activations: Callable[[], Activations], workers: Workers) -> UpdateMemory:
+def _measure(
+    model: Any, longest: int, activations: Callable[[], Activations], workers: Workers, offload: bool
+) -> UpdateMemory:
     layers, with_checkpointing = count_checkpointed_layers(model), None
     try:
         plain = activations()
@@ -207,7 +214,7 @@ def _measure(model: Any, longest: int, activations: Callable[[], Activations], w
             plain.logits,
         )
     # All ranks must choose the same micro-batches, and the first may have one row more than the others.
-    state = -workers.smallest(-_state_bytes(model)) + workers.gathered_bytes()
+    state = -workers.smallest(-_state_bytes(model, offload)) + workers.gathered_bytes()
     return UpdateMemory(state, plain, with_checkpointing, longest)
 
 
@@ -224,20 +231,25 @@ def _with_one_layer(with_checkpointing: SavedActivations, plain: SavedActivation
     )
 
 
-def _state_bytes(model: Any) -> int:
+def _state_bytes(model: Any, offload: bool) -> int:
     """Return the bytes of gradients and AdamW's two moments, which the first update allocates. Master weights exist already.
 
-    On a GPU all gradients are float32, see MasterWeightAdamW, and the step needs no temporary memory.
+    On a GPU all gradients are float32, see MasterWeightAdamW, and the step needs no temporary memory. With ``offload``, the
+    moments of one parameter at a time are there. What is in host memory does not count there.
     """
+    device = device_of(model)
     states = [
         training_state(part.numel(), part.numel(), part.itemsize)
         for parameter in model.parameters()
         for part in (local_tensor(parameter),)
-        if parameter.requires_grad
+        if parameter.requires_grad and (device.type == "cpu" or part.device.type == "cuda")
     ]
-    if device_of(model).type == "cuda":
+    on_gpu = device.type == "cuda"
+    if on_gpu:
         states = [state.without_temporary_gradients() for state in states]
-    needed = sum(state.gradients + state.moments for state in states)
+    moments = [state.moments for state in states]
+    needed = sum(state.gradients for state in states)
+    needed += max(moments, default=0) if offload and on_gpu else sum(moments)
     # On a CPU, the float32 gradients of a step in half precision add a fifth, at a time without activations: 1 - MEMORY_FRACTION
     # covers it.
     return int(needed)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -70,7 +70,10 @@ def _causal_lm(model: str | Path, dtype: str, device: str) -> Any:
 
 
 def _in_parts(model: str | Path, load: Callable[[], _Module], workers: Workers) -> _Module:
-    """Return the result of ``load`` with this rank's part of every parameter. Slices, and merged adapters, need complete weights."""
+    """Return the result of ``load`` with this rank's part of every parameter.
+
+    Slices, and merged adapters, need complete weights.
+    """
     # Imported here because a single process does not need torch.distributed.
     from quartet.models.workers.group import WorkerGroup
     from quartet.models.workers.shard_reading import read_in_parts

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
@@ -35,13 +35,16 @@ class _Root(nn.Module):
         return tree_map_only(torch.Tensor, lambda output: output.clone() if output._is_view() else output, compute())
 
 
-def shard_model(model: Any, workers: WorkerGroup, replicated: Iterable[nn.Parameter] = ()) -> None:
+def shard_model(
+    model: Any, workers: WorkerGroup, replicated: Iterable[nn.Parameter] = (), offload: bool = False
+) -> None:
     """Shard the parameters of ``model`` in place, each along its first dimension. ``workers.forward`` then computes with it.
 
     Every transformer layer is gathered for its computation only, the other parameters for the whole pass. Trainable parameters of
     half precision become float32, and are gathered in half precision. Gradients are summed over the ranks, in float32.
     ``replicated`` parameters stay whole on every rank, in their data type. Every rank must have loaded the same weights: all of
-    them, or its parts with ``read_in_parts``. The layers are sliced first, if the group has ranks for that: see ``slice_layers``, also for its errors.
+    them, or its parts with ``read_in_parts``. ``offload``: keep the shards on a GPU, and their gradients, in host memory. The
+    layers are sliced first, if the group has ranks for that: see ``slice_layers``, also for its errors.
     """
     # FSDP replaces the parameters by others of the same names.
     sliced = SlicedParameters() if workers.tensor is None else slice_layers(model, workers.tensor)
@@ -56,8 +59,9 @@ def shard_model(model: Any, workers: WorkerGroup, replicated: Iterable[nn.Parame
         param_dtype=compute_type if is_half else None, reduce_dtype=torch.float32 if is_half else None
     )
     root = _Root(model)
+    memory = CPUOffloadPolicy() if offload and workers.device.type == "cuda" else OffloadPolicy()
     for module in (*transformer_layers(model), root):
-        fully_shard(module, mesh=workers.mesh, mp_policy=policy, ignored_params=whole)
+        fully_shard(module, mesh=workers.mesh, mp_policy=policy, offload_policy=memory, ignored_params=whole)
     for module in root.modules():
         if isinstance(module, FSDPModule):
             # Each rank's loss is its part of a sum. gloo has no other reduction than the sum.
@@ -133,7 +137,7 @@ class ShardedAdamW(MasterWeightAdamW):
     """
 
     def __init__(self, groups: Iterable[dict[str, Any]], workers: WorkerGroup, **settings: Any) -> None:
-        """``groups`` of the sharded model's parameters. ``settings``: see torch's AdamW."""
+        """``groups`` of the sharded model's parameters. ``settings``: see ``MasterWeightAdamW``."""
         self._workers = workers
         self._parameters: dict[torch.Tensor, nn.Parameter] = {}
         super().__init__(groups, **settings)

@@ -31,14 +31,28 @@ from quartet.models.weights.lora import add_adapter
 from quartet.models.weights.snapshot import host_state
 from quartet.models.workers.group import WorkerGroup, join_group
 from quartet.models.workers.sharding import ShardedAdamW, complete_weights, shard_model
-from quartet.models.workers.workers import Workers
+from quartet.models.workers.workers import Workers, local_tensor
 from quartet.types import ValueLossSettings
 from tests.unit.models import tiny, updates
 
 STEPS = 5
 RATE, EPS = 1e-3, 1e-5
 RLOO = {"aggregation": "sequence_mean", "ratio_level": "sequence", "kl_loss": "none", "entropy_coefficient": 0.0}
-CASES = ("ppo", "rloo", "ppo-lora", "rloo-lora", "value", "gpt2", "tied", "bfloat16", "few-tokens", "not-finite")
+OFFLOADED = ("ppo-offload", "ppo")
+"""A case with offload, and the one without, which has the same bits on CPUs."""
+CASES = (
+    "ppo",
+    "ppo-offload",
+    "rloo",
+    "ppo-lora",
+    "rloo-lora",
+    "value",
+    "gpt2",
+    "tied",
+    "bfloat16",
+    "few-tokens",
+    "not-finite",
+)
 REPEATED = ("ppo", "rloo-lora", "value")
 ARCHITECTURES = ("gpt2", "gpt_neox", "qwen3", "phi3")
 KINDS = {"tied": "qwen2", "qwen2-lora": "qwen2"}
@@ -76,11 +90,14 @@ def run(case: str, workers: Workers, folder: Path) -> tuple[dict[str, torch.Tens
     optimizer: Any
     if isinstance(workers, WorkerGroup):
         total, whole = count_parameters(model), sum(parameter.numel() for parameter in replicated)
-        shard_model(model, workers, replicated)
+        offload = case in OFFLOADED[:1]
+        shard_model(model, workers, replicated, offload)
         parts = workers.mesh.size(-1) * (workers.tensor.size if workers.tensor else 1)
+        held = sum(local_tensor(parameter).numel() for parameter in model.parameters())
         # Norms are not sliced, and not every dimension can be split evenly.
-        assert workers.num_elements(model) < 1.25 * (total - whole) / parts + whole
-        optimizer = create_optimizer(model, RATE, eps=EPS, kind=partial(ShardedAdamW, workers=workers))
+        assert held < 1.25 * (total - whole) / parts + whole
+        kind = partial(ShardedAdamW, workers=workers)
+        optimizer = create_optimizer(model, RATE, eps=EPS, kind=kind, offload=offload)
     else:
         optimizer = create_optimizer(model, RATE, eps=EPS)
     metrics: dict[str, Any] = {}

@@ -76,5 +76,5 @@ def test_each_computing_thread_uses_the_device_of_its_rank(requests: list[Any]) 
 
 def test_a_torch_without_nccl_is_an_error_that_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "is_nccl_available", lambda: False)
-    with pytest.raises(ConfigError, match="needs NCCL, which torch .* lacks; install torch for CUDA"):
+    with pytest.raises(ConfigError, match=r"needs NCCL, which torch .* lacks; install torch for CUDA"):
         join()

@@ -109,6 +109,12 @@ def test_the_same_group_repeats_to_the_bit(results: Callable[[int], Results], ca
     assert all(torch.equal(value, second[0][name]) for name, value in first[0].items())
 
 
+def test_offload_changes_nothing_on_cpus(results: Callable[[int], Results]) -> None:
+    offloaded, expected = (results(2)[case][0] for case in rank.OFFLOADED)
+    assert offloaded[1] == expected[1]
+    assert all(torch.equal(value, expected[0][name]) for name, value in offloaded[0].items())
+
+
 def test_shares_have_nearly_equal_numbers_of_tokens() -> None:
     lengths = np.array([7, 1, 9, 3, 3, 5, 8])
     shares = split_by_tokens(lengths, 3)
