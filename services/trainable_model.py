@@ -14,7 +14,7 @@ import structlog
 
 from quartet.config import OffloadConfig, TrainedModelConfig
 from quartet.durable_files import checkpoint_path, confine_path, describe_files
-from quartet.errors import FailedPrecondition
+from quartet.errors import FailedPrecondition, ModelError
 from quartet.failpoints import failpoint
 from quartet.models.forward.model_capabilities import max_positions, vocabulary_size
 from quartet.models.gpu_settings import deterministic_update
@@ -165,7 +165,10 @@ class TrainableModel(ABC):
         from quartet.models.workers.sharding import ShardedAdamW, shard_model
 
         assert isinstance(self._workers, WorkerGroup)
-        shard_model(self._model, self._workers, self._whole_parameters(), self._offload.parameters)
+        try:
+            shard_model(self._model, self._workers, self._whole_parameters(), self._offload.parameters)
+        except ModelError as error:
+            raise ModelError(f"services.{self.role}.parallel: {error}") from error
         return partial(ShardedAdamW, workers=self._workers)
 
     def snapshot(

@@ -157,3 +157,13 @@ def test_ranks_that_compute_slices_of_layers_train_as_one_process_does(
         result = start("train", config, *few_processes, *settings(f"run.steps={steps}"), *options, "--resume").wait()
         assert (result.code, result.err, result.leftovers) == (0, "", []), result
         assert committed_steps(run.directory) == steps
+
+
+@pytest.mark.slow
+def test_a_model_that_cannot_be_sliced_is_refused(
+    start: Start, config: Path, few_processes: list[str], tmp_path: Path
+) -> None:
+    four = settings("services.critic.processes=4", "services.critic.parallel.tensor=4")
+    result = start("train", config, *few_processes, *four).wait()
+    assert (result.code, result.leftovers) == (2, [])
+    assert "services.critic.parallel: tensor 4: does not divide num_attention_heads 2 of the llama model" in result.err

@@ -41,7 +41,7 @@ def slice_layers(model: Any, group: TensorGroup) -> SlicedParameters:
     base = model.backbone if isinstance(model, ValueModel) else model
     plan: dict[str, str] = base.tp_plan or {}
     kind = base.config.model_type
-    setting = f"parallel.tensor {group.size}"
+    setting = f"tensor {group.size}"
     if not plan:
         raise ModelError(f"{setting}: a {kind} model has no tensor parallel plan in transformers; {REMEDY}")
     if unknown := sorted({style for style in plan.values() if style not in _STYLES}):
@@ -57,7 +57,8 @@ def slice_layers(model: Any, group: TensorGroup) -> SlicedParameters:
     result = _Slicer(base, group).apply(plan, "backbone." if base is not model else "")
     outputs = _outputs(model)
     difference = (outputs - expected).abs().max() / expected.abs().max()
-    if not difference <= TOLERANCE[expected.dtype]:
+    # False for NaN: scoring and updates report diverged weights.
+    if difference > TOLERANCE[expected.dtype]:
         raise ModelError(
             f"{setting}: the {kind} model computes other hidden states with the plan of transformers, by {difference:.1e} of the "
             f"largest; {REMEDY}"
@@ -88,7 +89,7 @@ class _Slicer:
                 try:
                     _STYLES[style](self, module)
                 except _NotSliceable as error:
-                    raise ModelError(f"parallel.tensor {self._group.size}: layer {name}: {error}; {REMEDY}") from None
+                    raise ModelError(f"tensor {self._group.size}: layer {name}: {error}; {REMEDY}") from None
         names = {prefix + name: parameter for name, parameter in self._model.named_parameters()}
         return SlicedParameters(
             {name: self._done[parameter] for name, parameter in names.items() if parameter in self._done},

@@ -22,14 +22,14 @@ def group_of(size: int) -> TensorGroup:
 @pytest.mark.parametrize(
     ("kind", "size", "message"),
     [
-        ("gpt2", 2, "parallel.tensor 2: a gpt2 model has no tensor parallel plan in transformers; set tensor 1"),
+        ("gpt2", 2, "tensor 2: a gpt2 model has no tensor parallel plan in transformers; set tensor 1"),
         (
             "mixtral",
             2,
             "the plan of a mixtral model has the style moe_tp_experts, which is not supported; set tensor 1",
         ),
-        ("llama", 3, "parallel.tensor 3: does not divide num_attention_heads 4 of the llama model; set a divisor of 4"),
-        ("llama", 4, "parallel.tensor 4: does not divide num_key_value_heads 2 of the llama model; set a divisor of 2"),
+        ("llama", 3, "tensor 3: does not divide num_attention_heads 4 of the llama model; set a divisor of 4"),
+        ("llama", 4, "tensor 4: does not divide num_key_value_heads 2 of the llama model; set a divisor of 2"),
     ],
 )
 def test_models_that_cannot_be_sliced_are_refused(kind: str, size: int, message: str) -> None:
