@@ -360,7 +360,7 @@ class Scoring:
 
         self._reward = queue(request_scores, _split_scores, services.reward.replicas())
         self._reference = queue(request_log_probs, _split_tokens, services.reference.replicas())
-        self._critic = queue(request_values, _split_tokens, 1) if services.critic else None
+        self._critic = queue(request_values, _split_tokens, services.critic.replicas()) if services.critic else None
 
     def start(self, trajectories: Sequence[Trajectory]) -> None:
         """Send one ragged batch to all services, to each as soon as it has room for it."""

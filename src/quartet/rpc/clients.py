@@ -87,6 +87,10 @@ class ServiceClient:
 
         return PendingResult(self.channel.start_status(), convert)
 
+    def replicas(self) -> int:
+        """Return 1, the number of services that get the calls."""
+        return 1
+
     def trace(self, tracer: CallTracer) -> None:
         """Trace every call of this client."""
         self.channel.tracer = tracer
