@@ -96,6 +96,7 @@ class EnginePublication:
                 yield name, value
 
         with self._lock:
+            self._last = None
             self._generator.drop()
             digests = self._engine.copy_weights(counted())
             digest = combined_digest(digests)
