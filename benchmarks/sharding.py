@@ -1,9 +1,9 @@
 """Memory of each rank and updates per second of a model in 1, 2 and 4 processes.
 
-`make sharding`, or python -m benchmarks.sharding. Writes a model with random weights, and runs each group on it in new processes of
-one CPU thread each. Bytes of tensors are counted after updates, of gradients in the optimizer step. Peaks are of anonymous memory,
-above that of a rank before it loads the model. The largest rank counts. The groups take turns. Writes the results below build/ and
-the table into docs/performance.md.
+`make sharding`, or python -m benchmarks.sharding. Writes a model with random weights, and runs each group on it in new processes
+of one CPU thread each. Bytes of tensors are counted after updates, those of gradients in the optimizer step. Peaks are of
+anonymous memory, above that of a rank before it loads the model. The largest rank counts. The groups take turns. Writes the
+results below build/ and the table into docs/performance.md.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from benchmarks.options import add_shared, page_of, parser_of, positive
 SIZES = (1, 2, 4)
 MEBIBYTE = 2**20
 Reports = list[dict[str, Any]]
-"""What each rank of a group has reported."""
+"""Reports of the ranks of a group."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -95,8 +95,8 @@ def table(results: Sequence[dict[str, Any]], host: str) -> str:
 
     single = results[0]
     lines = [
-        f"{host}. A model of {largest(single, 'parameters') * MEBIBYTE / 4e6:.0f}M parameters in float32, one CPU thread per rank. "
-        "MiB of the largest rank, and medians. All ranks: the sum of the peaks while they load.",
+        f"{host}. A model of {largest(single, 'parameters') * MEBIBYTE / 4e6:.0f}M parameters in float32, one CPU thread "
+        "per rank. MiB of the largest rank, and medians. All ranks: the sum of the peaks while they load.",
         "",
         "| ranks | parameters | gradients | optimizer | peak, loading | all ranks | peak, updates | updates/s, ratio |",
         "|---|---|---|---|---|---|---|---|",
@@ -104,7 +104,9 @@ def table(results: Sequence[dict[str, Any]], host: str) -> str:
     for result in results:
         loading = statistics.median(sum(report["loading"] for report in reports) for reports in result["rounds"])
         name = f"{result['size']}, offload" if result["offload"] else result["size"]
-        held = " | ".join(f"{largest(result, part):.0f}" for part in ("parameters", "gradients", "optimizer", "loading"))
+        held = " | ".join(
+            f"{largest(result, part):.0f}" for part in ("parameters", "gradients", "optimizer", "loading")
+        )
         lines.append(
             f"| {name} | {held} | {loading / MEBIBYTE:.0f} | {largest(result, 'peak'):.0f} | {rate(result) / rate(single):.2f} |"
         )
@@ -128,9 +130,7 @@ def _on_gpus(results: Sequence[dict[str, Any]], largest: Any) -> list[str]:
         )
         held = parameters + gradients
         offloaded = "–" if result["size"] == 1 else "0"
-        lines.append(
-            f"| {result['size']} | {held + moments:.0f} | {held + one:.0f} | {offloaded} | {gathered:.0f} |"
-        )
+        lines.append(f"| {result['size']} | {held + moments:.0f} | {held + one:.0f} | {offloaded} | {gathered:.0f} |")
     return lines
 
 

@@ -104,9 +104,7 @@ def measure(model_path: str, updates: int, offload: bool, workers: Workers) -> d
     with PeakMemory() as memory:
         for _ in range(updates + 1):
             begin = time.perf_counter()
-            update_policy(
-                model, optimizer, data, SETTINGS, PolicyLossSettings(), MICRO_BATCH_TOKENS, workers=workers
-            )
+            update_policy(model, optimizer, data, SETTINGS, PolicyLossSettings(), MICRO_BATCH_TOKENS, workers=workers)
             seconds.append(time.perf_counter() - begin)
     moments = {
         id(p): sum(value.nbytes for value in state.values() if isinstance(value, torch.Tensor))

@@ -99,7 +99,7 @@ def test_the_tree_is_immutable(minimal: Path) -> None:
         ),
         (
             {"services": {"critic": {"processes": 2, "devices": [0, 1]}}},
-            "services.critic.processes 2: counts processes on CPUs, and services.critic.devices \\[0, 1\\] starts one process per",
+            "services.critic.processes 2: counts processes on CPUs, and services.critic.devices \\[0, 1\\] starts one",
         ),
         (
             {"services": {"critic": {"devices": [1, 2, 1]}}},
@@ -119,7 +119,7 @@ def test_the_tree_is_immutable(minimal: Path) -> None:
                 "rollout": {"max_off_policy_steps": 1},
                 "algorithm": {"importance_sampling_cap": 2},
             },
-            "To generate on device 5, set services.actor.devices \\[3\\], rollout.generators 1 and services.generator.devices \\[5\\]",
+            "on device 5, set services.actor.devices \\[3\\], rollout.generators 1 and services.generator.devices \\[5\\]",
         ),
         (
             {

@@ -113,11 +113,11 @@ class OffloadConfig(Section):
     transfers them. Without a GPU, everything is in host memory already, and nothing changes."""
 
     parameters: bool = False
-    """Keep the shards of the parameters, of their gradients and of the optimizer in host memory, and step there. Each layer goes to
-    the GPU for its computation. Needs several devices."""
+    """Keep the shards of the parameters, of their gradients and of the optimizer in host memory, and step there. Each layer goes
+    to the GPU for its computation. Needs several devices."""
     optimizer: bool = False
-    """Keep the moments of AdamW in host memory. The optimizer step moves those of one parameter after the other to the GPU, so the
-    result is bit-identical."""
+    """Keep the moments of AdamW in host memory. The optimizer step moves those of one parameter after the other to the GPU, so
+    the result is bit-identical."""
 
 
 class ServiceConfig(Section):

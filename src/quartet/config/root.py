@@ -291,8 +291,8 @@ class Config(Section):
                 raise ValueError(f"services.{name}.offload: only actor and critic are trained; leave it out")
             if service.offload.parameters and len(devices) == 1:
                 raise ValueError(
-                    f"services.{name}.offload.parameters: a model on one device keeps its parameters there; give several devices, "
-                    "or set parameters false and optimizer true"
+                    f"services.{name}.offload.parameters: a model on one device keeps its parameters there; give several "
+                    "devices, or set parameters false and optimizer true"
                 )
             if service.num_ranks == 1:
                 continue

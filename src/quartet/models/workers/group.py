@@ -1,7 +1,7 @@
 """A group of several ranks over torch.distributed: gloo between CPUs, and NCCL between GPUs.
 
-Commands, and what the ranks must agree on before they compute, are host tensors and use gloo. A rank that waits for a command then
-leaves its GPU idle. Only tensors of the model use NCCL. That part has not run on a GPU yet.
+Commands, and values that the ranks must agree on before they compute, are host tensors and use gloo. A rank that waits for a
+command then leaves its GPU idle. Only tensors of the model use NCCL. That part has not run on a GPU yet.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class WorkerGroup(Workers):
         self.root.reset_iter_state()
 
     def gathered_bytes(self) -> int:
-        """See ``Workers.gathered_bytes``. The parameters outside the layers, two layers, and the larger one's gradients, float32."""
+        """See ``Workers.gathered_bytes``: the parameters outside the layers, two layers, and float32 gradients of one unit."""
         assert self.root is not None
         counts = [_count(module) for module in self.root.modules() if isinstance(module, FSDPModule)]  # type: ignore[attr-defined]
         largest, ends = max(counts[1:], default=0), counts[0] - sum(counts[1:])

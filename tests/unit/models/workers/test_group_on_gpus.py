@@ -17,7 +17,7 @@ from quartet.services.factories import set_up_thread
 
 @pytest.fixture
 def requests(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What a group of two on GPUs asks of torch, in order. Collectives record the device of their tensor."""
+    """Requests of a group of two on GPUs to torch, in order. Collectives record the device of their tensor."""
     results: list[Any] = []
     monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: results.append(("set_device", str(device))))
