@@ -8,9 +8,10 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import structlog
+import torch
 
 from quartet.config import OffloadConfig, TrainedModelConfig
 from quartet.durable_files import checkpoint_path, confine_path, describe_files
@@ -24,6 +25,7 @@ from quartet.models.training.optimizer import (
     MasterWeightAdamW,
     create_optimizer,
     load_optimizer,
+    load_optimizer_state,
     snapshot_optimizer,
 )
 from quartet.models.training.update_idempotency import UpdateLog
@@ -35,7 +37,11 @@ from quartet.models.weights.snapshot import Writer, write_model
 from quartet.models.weights.tokenizer import load_tokenizer, tokenizer_fingerprint
 from quartet.models.workers.workers import SINGLE, Workers
 from quartet.services.memory_budget import MemoryBudget, UpdateLimits, find_budget, free_bytes
+from quartet.sharded_files import is_sharded
 from quartet.types import Role, SavedFile, SaveKind, ServiceStatus, UpdateResult
+
+if TYPE_CHECKING:
+    from quartet.services.workers.group_saves import GroupSaves
 
 log = structlog.get_logger()
 
@@ -66,6 +72,7 @@ class TrainableModel(ABC):
         Raises ModelError, ConfigError.
         """
         self._workers, self._limits, self._offload = workers, limits, offload or OffloadConfig()
+        self._group: GroupSaves | None = None
         self._model_config, self._name, self._device = config, model, device
         self._root, self._seed, self._update_threads = run_directory, seed, update_threads
         self._tokenizer = load_tokenizer(model)
@@ -94,6 +101,10 @@ class TrainableModel(ABC):
         """Copy the weights: all of them, with the adapter ``merged`` if there is one, or only the adapter's weights."""
 
     @abstractmethod
+    def _snapshot_rest(self, dtype: torch.dtype) -> Writer:
+        """Copy what a model has besides the weights of ``_adapted``, which are of ``dtype``: its config, and a critic's head."""
+
+    @abstractmethod
     def _measure(self, longest: int, limits: UpdateLimits) -> UpdateMemory:
         """Measure the memory of an update with sequences of at most ``longest`` tokens."""
 
@@ -111,9 +122,10 @@ class TrainableModel(ABC):
         free = self._workers.smallest(free_bytes(self._model, limits))
         return find_budget(self.role, config, memory, free, limits)
 
-    def _read_adapter(self, adapter: Adapter, checkpoint: Path) -> None:
-        """Load an adapter that ``_snapshot`` has saved. Raises ModelError."""
-        adapter.read(checkpoint)
+    def _read_rest(self, checkpoint: Path) -> None:
+        """Load what a checkpoint has besides the weights of ``_adapted``, which may include an adapter. Raises ModelError."""
+        if self._adapter is not None:
+            self._adapter.read(checkpoint)
 
     def _load(self, checkpoint: Path | None) -> None:
         """Load model, adapter and optimizer: initial ones, or those of a checkpoint. Raises ModelError.
@@ -124,7 +136,9 @@ class TrainableModel(ABC):
             vars(self).pop(part, None)
         self._workers.release()
         config, lora, optimizer = self._model_config, self._model_config.lora, self._model_config.optimizer
-        source = self._name if checkpoint is None or lora else checkpoint
+        # Each rank of a group reads its parts of a sharded checkpoint, when the model is sharded.
+        in_parts = checkpoint is not None and self._workers.size > 1 and is_sharded(checkpoint)
+        source = self._name if checkpoint is None or lora or in_parts else checkpoint
         self._model = self._workers.agreed(lambda: self._read(source))
         self._adapter = (
             add_adapter(self._adapted(), self._name, lora.rank, lora.alpha, lora.target_modules, self._seed)
@@ -150,13 +164,22 @@ class TrainableModel(ABC):
             self._offload.optimizer,
         )
         if checkpoint is not None:
-            self._workers.agreed(lambda: self._load_state(checkpoint))
+            self._workers.agreed(lambda: self._load_state(checkpoint, source != checkpoint))
 
-    def _load_state(self, checkpoint: Path) -> None:
-        """Load the adapter, if there is one, and the optimizer's state. Raises ModelError."""
-        if self._adapter is not None:
-            self._read_adapter(self._adapter, checkpoint)
-        load_optimizer(self._optimizer, checkpoint / OPTIMIZER_FILE)
+    def _load_state(self, checkpoint: Path, with_weights: bool) -> None:
+        """Load the optimizer's state, and ``with_weights`` the trained weights. Raises ModelError."""
+        if with_weights:
+            self._read_rest(checkpoint)
+        if not is_sharded(checkpoint):
+            load_optimizer(self._optimizer, checkpoint / OPTIMIZER_FILE)
+            return
+        # Imported here because other checkpoints do not need torch.distributed.
+        from quartet.models.workers.sharded_checkpoint import OPTIMIZER, WEIGHTS, ShardedState
+        from quartet.models.workers.sharding import read_weights
+
+        if with_weights and self._adapter is None:
+            read_weights(self._adapted(), ShardedState(checkpoint, WEIGHTS), self._workers)
+        load_optimizer_state(self._optimizer, ShardedState(checkpoint, OPTIMIZER))
 
     def _shard(self) -> Callable[..., MasterWeightAdamW]:
         """Shard the model over the ranks, and return the class of its optimizer."""
@@ -169,6 +192,11 @@ class TrainableModel(ABC):
             shard_model(self._model, self._workers, self._whole_parameters(), self._offload.parameters)
         except ModelError as error:
             raise ModelError(f"services.{self.role}.parallel: {error}") from error
+        if self._group is None:
+            # Imported here because a single process does not need torch.distributed.
+            from quartet.services.workers.group_saves import GroupSaves
+
+            self._group = GroupSaves(self._workers, self._root)
         return partial(ShardedAdamW, workers=self._workers)
 
     def snapshot(
@@ -179,8 +207,10 @@ class TrainableModel(ABC):
         A checkpoint includes the optimizer state. The function may run on any thread while the model continues. With an adapter,
         a checkpoint has only the adapter (and a critic's head), and a model has the merged weights. Raises InvalidRequest for a
         directory outside the run's, and FailedPrecondition if the model is not at ``step``, belongs to another run, has a newer
-        leader, has a failed update, or has no adapter to save. The function raises StorageFailed. Only rank 0 of a group may
-        call it.
+        leader, has a failed update, or has no adapter to save. The function raises StorageFailed.
+
+        In a group, each rank writes its part of a checkpoint in the background. A model is written here, one tensor after the
+        other. Only rank 0 may call the function.
         """
         self._updates.check_save(run, leader_epoch, step)
         target = confine_path(self._root, directory)
@@ -189,15 +219,33 @@ class TrainableModel(ABC):
                 f"save of the adapter: this {self.role} has no adapter; set {self.role}.lora, or save the model"
             )
         # A saved model is complete only with its tokenizer.
-        writers = [self._tokenizer.save_pretrained, self._snapshot(self._adapter, merged=kind is SaveKind.MODEL)]
+        writers: list[Writer] = [self._tokenizer.save_pretrained]
+        if self._group is not None and kind is not SaveKind.ADAPTER:
+            return self._snapshot_group(self._group, target, kind, writers)
+        writers.append(self._snapshot(self._adapter, merged=kind is SaveKind.MODEL))
         if kind is SaveKind.CHECKPOINT:
-            writers += [lambda _: failpoint(self.saving), snapshot_optimizer(self._optimizer, self._workers)]
+            writers += [lambda _: failpoint(self.saving), snapshot_optimizer(self._optimizer)]
 
         def write() -> list[SavedFile]:
             write_model(target, *writers)
             return describe_files(self._root, target)
 
         return write
+
+    def _snapshot_group(
+        self, group: GroupSaves, target: Path, kind: SaveKind, writers: list[Writer]
+    ) -> Callable[[], list[SavedFile]]:
+        model, adapter = self._adapted(), self._adapter
+        if kind is SaveKind.MODEL:
+            rest = self._snapshot_rest(group.dtype(model))
+            return group.save_model(target, [*writers, rest], model, adapter)
+        saving: Writer = lambda _: failpoint(self.saving)  # noqa: E731
+        if adapter is not None:
+            return group.save_checkpoint(
+                target, [*writers, self._snapshot(adapter, merged=False)], saving, None, self._optimizer
+            )
+        rest = self._snapshot_rest(group.dtype(model))
+        return group.save_checkpoint(target, [*writers, rest], saving, model, self._optimizer)
 
     def restore(self, run: str, step: int, leader_epoch: int, directory: str) -> None:
         """Restore a checkpoint below the run's directory, or the initial model for step 0.

@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from quartet.buffer.experience_store import ExperienceStore
 from quartet.buffer.rollout_stream import RolloutStream
 from quartet.config import ActorConfig, OffloadConfig
@@ -25,6 +27,7 @@ from quartet.models.weights.host_tensors import adapter_settings, complete_tenso
 from quartet.models.weights.loading import check_causal_lm, load_causal_lm, snapshot_model, stop_token_ids
 from quartet.models.weights.lora import Adapter
 from quartet.models.weights.snapshot import Writer
+from quartet.models.weights.streamed_model import write_config
 from quartet.models.workers.workers import SINGLE, Workers
 from quartet.ppo.losses import PolicyLossFunction, checked_policy_loss
 from quartet.services.actor.engines import torch_engine
@@ -102,7 +105,10 @@ class Actor(TrainableModel):
     def _snapshot(self, adapter: Adapter | None, merged: bool) -> Writer:
         if adapter is not None and not merged:
             return adapter.snapshot()
-        return snapshot_model(self._model, adapter, self._workers)
+        return snapshot_model(self._model, adapter)
+
+    def _snapshot_rest(self, dtype: torch.dtype) -> Writer:
+        return lambda directory: write_config(self._model, directory, dtype)
 
     def _whole_parameters(self) -> list[Any]:
         return [] if self._adapter is None else self._adapter.parameters()

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from quartet.buffer.experience_store import ExperienceStore
 from quartet.config import CriticConfig, OffloadConfig
 from quartet.failpoints import failpoint
@@ -70,17 +72,19 @@ class Critic(TrainableModel):
 
     def _snapshot(self, adapter: Adapter | None, merged: bool) -> Writer:
         all_weights = adapter is None or merged
-        writer: Writer = (
-            self._model.snapshot(adapter, self._workers) if all_weights else self._model.snapshot_adapter(adapter)
-        )
+        writer: Writer = self._model.snapshot(adapter) if all_weights else self._model.snapshot_adapter(adapter)
+        return writer
+
+    def _snapshot_rest(self, dtype: torch.dtype) -> Writer:
+        writer: Writer = self._model.snapshot_head(dtype)
         return writer
 
     def _whole_parameters(self) -> list[Any]:
         adapted = [] if self._adapter is None else self._adapter.parameters()
         return [*adapted, *self._model.head.parameters()]
 
-    def _read_adapter(self, adapter: Adapter, checkpoint: Path) -> None:
-        super()._read_adapter(adapter, checkpoint)
+    def _read_rest(self, checkpoint: Path) -> None:
+        super()._read_rest(checkpoint)
         self._model.read_head(checkpoint)
 
     def values(self, batch: TokenBatch) -> FloatArray:

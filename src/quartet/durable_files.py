@@ -148,24 +148,50 @@ def replace_directory(directory: Path, write: Callable[[Path], None]) -> None:
 
     A reader sees the complete old or new directory, or for a moment none.
     """
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    fresh, old = (directory.with_name(f".{directory.name}.{tag}") for tag in ("writing", "replaced"))
-    for leftover in (fresh, old):
-        shutil.rmtree(leftover, ignore_errors=True)
     try:
-        fresh.mkdir()
+        fresh = create_replacement(directory)
         write(fresh)
-        for path in [*fresh.rglob("*"), fresh]:
-            fsync_path(path)
-        if directory.exists():
-            directory.rename(old)
-        try:
-            fresh.rename(directory)
-        except OSError:
-            if old.exists():
-                old.rename(directory)
-            raise
-        fsync_path(directory.parent)
+        install_replacement(directory)
     finally:
-        shutil.rmtree(fresh, ignore_errors=True)
-        shutil.rmtree(old, ignore_errors=True)
+        remove_replacement(directory)
+
+
+def create_replacement(directory: Path) -> Path:
+    """Return a new temporary directory, which ``install_replacement`` renames to ``directory``. Raises OSError."""
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    remove_replacement(directory)
+    fresh = temporary_directory(directory)
+    fresh.mkdir()
+    return fresh
+
+
+def install_replacement(directory: Path) -> None:
+    """Flush the temporary directory of ``create_replacement`` to the disk and rename it to ``directory``. Raises OSError."""
+    fresh, old = temporary_directory(directory), _replaced(directory)
+    for path in [*fresh.rglob("*"), fresh]:
+        fsync_path(path)
+    if directory.exists():
+        directory.rename(old)
+    try:
+        fresh.rename(directory)
+    except OSError:
+        if old.exists():
+            old.rename(directory)
+        raise
+    fsync_path(directory.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def remove_replacement(directory: Path) -> None:
+    """Remove the temporary directories of ``directory``, if there are any."""
+    for path in (temporary_directory(directory), _replaced(directory)):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def temporary_directory(directory: Path) -> Path:
+    """Return the path of the temporary directory of ``create_replacement``."""
+    return directory.with_name(f".{directory.name}.writing")
+
+
+def _replaced(directory: Path) -> Path:
+    return directory.with_name(f".{directory.name}.replaced")

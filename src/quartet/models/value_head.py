@@ -15,7 +15,7 @@ from quartet.models.forward.model_capabilities import backbone as backbone_of
 from quartet.models.forward.packing import Packing, hidden_states, select_positions
 from quartet.models.weights.lora import Adapter
 from quartet.models.weights.snapshot import Writer, host_copy, host_state
-from quartet.models.workers.workers import SINGLE, Workers
+from quartet.models.weights.streamed_model import write_config
 
 HEAD_FILE = "value_head.safetensors"
 
@@ -79,14 +79,13 @@ class ValueModel(nn.Module):
         values: torch.Tensor = self.head(select_positions(hidden, keep).float()).squeeze(-1)
         return values
 
-    def snapshot(self, adapter: Adapter | None = None, workers: Workers = SINGLE) -> Writer:
+    def snapshot(self, adapter: Adapter | None = None) -> Writer:
         """Copy the weights. The returned writer writes the backbone in Hugging Face format, and the head, for ``load_critic``.
 
-        With the backbone's ``adapter`` the writer writes the merged backbone. The backbone itself is unchanged. Only rank 0 of
-        the ``workers`` has a writer that may be called.
+        With the backbone's ``adapter`` the writer writes the merged backbone. The backbone itself is unchanged.
         """
-        state = None if adapter else host_state(self.backbone, workers)
-        merged = adapter.snapshot_merged(workers) if adapter else None
+        state = None if adapter else host_state(self.backbone)
+        merged = adapter.snapshot_merged() if adapter else None
         head = self._snapshot_head()
 
         def write(directory: Path) -> None:
@@ -94,6 +93,17 @@ class ValueModel(nn.Module):
                 merged(directory)
             else:
                 self.backbone.save_pretrained(directory, state_dict=state)
+            self._name_backbone(directory)
+            head(directory)
+
+        return write
+
+    def snapshot_head(self, dtype: torch.dtype) -> Writer:
+        """Copy the head. The returned writer writes it, and the config of the backbone with weights of ``dtype``."""
+        head = self._snapshot_head()
+
+        def write(directory: Path) -> None:
+            write_config(self.backbone, directory, dtype)
             self._name_backbone(directory)
             head(directory)
 

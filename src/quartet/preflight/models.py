@@ -18,6 +18,7 @@ from quartet.model_support import (
     uncacheable_reason,
     unreadable_reason,
 )
+from quartet.sharded_files import is_sharded, rank_files
 from quartet.tokenizer_check import check_tokenizer, first_difference, has_tokenizer, tokenizer_location
 from quartet.types import Role
 
@@ -65,6 +66,8 @@ def _check_checkpoint(
     if reason is not None:
         raise ModelError(f"{what}: {reason}")
     files = sorted(directory.glob("*.safetensors"))
+    if is_sharded(directory):
+        files += rank_files(directory)
     if is_local and not files:
         raise ModelError(f"{what}: contains no safetensors files; save the model with save_pretrained")
     for file in files:

@@ -13,13 +13,14 @@ from quartet.cli.checkpoint.push import check_push, push
 from quartet.config import load_config
 from quartet.errors import ConfigError
 from quartet.models.training.optimizer import OPTIMIZER_FILE
-from quartet.models.weights.loading import load_causal_lm, snapshot_model
+from quartet.models.weights.loading import load_causal_lm, snapshot_model, write_consolidated
 from quartet.models.weights.lora import add_adapter
 from quartet.models.weights.snapshot import Writer, write_model
 from quartet.models.weights.tokenizer import load_tokenizer
 from quartet.run_directory.checkpoints import Checkpoint
 from quartet.run_directory.run_files import RunFiles
 from quartet.run_directory.selection import checkpoint_at, run_files
+from quartet.sharded_files import is_sharded
 from quartet.types import Role
 
 
@@ -57,7 +58,12 @@ def _write(files: RunFiles, which: str, directory: Path) -> int:
         raise ConfigError(f"export to {directory}: not an empty directory; choose a new or empty one")
     checkpoint = checkpoint_at(files, which)
     policy = checkpoint.path / Role.ACTOR
-    writers = _merged(files, checkpoint) if is_adapter(policy) else [_copy_of(policy)]
+    if is_adapter(policy):
+        writers = _merged(files, checkpoint)
+    else:
+        writers = [_copy_of(policy)]
+        if is_sharded(policy):
+            writers.append(lambda target: write_consolidated(policy, target))
     write_model(directory, *writers, lambda target: write_model_card(target, files, checkpoint.step))
     return checkpoint.step
 
@@ -65,7 +71,7 @@ def _write(files: RunFiles, which: str, directory: Path) -> int:
 def _copy_of(policy: Path) -> Writer:
     def write(target: Path) -> None:
         for file in sorted(policy.iterdir()):
-            if file.name != OPTIMIZER_FILE:
+            if file.is_file() and file.name != OPTIMIZER_FILE:
                 shutil.copyfile(file, target / file.name)
 
     return write

@@ -9,13 +9,13 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-import safetensors
 import safetensors.torch
 import torch
 from torch import nn
 
 from quartet.errors import ComputationFailed, ModelError
 from quartet.failpoints import failpoint
+from quartet.models.weights.saved_state import Part, SavedState, StateFile
 from quartet.models.weights.snapshot import Writer, host_copy
 from quartet.models.workers.workers import SINGLE, Workers
 
@@ -62,13 +62,9 @@ class MasterWeightAdamW(torch.optim.AdamW):
             if parameter.grad is not None:
                 _move_gradient(parameter, master)
 
-    def complete(self, stepped: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """Return the complete tensor of which ``value`` is this rank's part, split like ``stepped``."""
-        return value
-
-    def part(self, stepped: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """Return this rank's part of the complete tensor ``value``, split like ``stepped``."""
-        return value
+    def part(self, stepped: torch.Tensor, value: torch.Tensor) -> Part:
+        """Return ``value``, an entry of the state of ``stepped``, as this rank's part of a tensor."""
+        return Part.whole(value)
 
     def complete_shape(self, stepped: torch.Tensor) -> tuple[int, ...]:
         """Return the shape of the complete parameter of a stepped tensor."""
@@ -227,78 +223,101 @@ def apply_gradients(
     return float(norm_value)
 
 
-def snapshot_optimizer(optimizer: MasterWeightAdamW, workers: Workers = SINGLE) -> Writer:
-    """Copy master weights, moments, step counts and hyperparameters. Return a writer of the copy as a safetensors file.
-
-    The ``workers`` gather one tensor after the other. Only rank 0 has a writer that may be called.
-    """
-    state, stepped = optimizer.state_dict(), optimizer.stepped_parameters()
+def optimizer_parts(optimizer: MasterWeightAdamW) -> dict[str, Part]:
+    """Return this rank's parts of the moments, step counts and master weights, as views, by their names in a checkpoint."""
+    stepped = optimizer.stepped_parameters()
     parts = {
-        f"{index}.{name}": (stepped[index], value)
-        for index, entry in state["state"].items()
+        f"{index}.{name}": optimizer.part(stepped[index], value)
+        for index, entry in optimizer.state_dict()["state"].items()
         for name, value in entry.items()
     }
     for index, weight in enumerate(stepped):
         if optimizer.has_master_weight(weight):
-            parts[f"{index}.{_MASTER_WEIGHT}"] = (weight, weight)
-    tensors = {}
-    for name, (weight, value) in parts.items():
-        complete = optimizer.complete(weight, value)
-        if workers.rank == 0:
-            tensors[name] = host_copy(complete)
+            parts[f"{index}.{_MASTER_WEIGHT}"] = optimizer.part(weight, weight)
+    return parts
+
+
+def parameter_groups(optimizer: MasterWeightAdamW) -> str:
+    """Return the hyperparameters as the JSON text that goes with the state."""
+    return json.dumps(optimizer.state_dict()["param_groups"], sort_keys=True)
+
+
+def snapshot_optimizer(optimizer: MasterWeightAdamW) -> Writer:
+    """Copy master weights, moments, step counts and hyperparameters. Return a writer of the copy as a safetensors file."""
+    tensors = {name: host_copy(part.tensor) for name, part in optimizer_parts(optimizer).items()}
     # One metadata entry: safetensors writes several in no fixed order.
-    metadata = {"param_groups": json.dumps(state["param_groups"], sort_keys=True)}
+    metadata = {"param_groups": parameter_groups(optimizer)}
     return lambda directory: safetensors.torch.save_file(tensors, directory / OPTIMIZER_FILE, metadata=metadata)
 
 
 def load_optimizer(optimizer: MasterWeightAdamW, path: str | Path) -> None:
-    """Restore master weights, moments and step counts of a ``snapshot_optimizer``. The optimizer keeps its hyperparameters.
-
-    The model must already have the weights of that checkpoint. Raises ModelError if the file is broken or belongs to another
-    model.
-    """
-    path = Path(path)
+    """Restore the state that ``snapshot_optimizer`` has saved. See ``load_optimizer_state``."""
     try:
-        with safetensors.safe_open(path, framework="pt") as file:
-            groups = json.loads((file.metadata() or {})["param_groups"])
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        state = StateFile(Path(path))
+    except Exception as error:  # safetensors raises its own error, or OSError
+        raise _unreadable(str(path), error) from error
+    load_optimizer_state(optimizer, state)
+
+
+def load_optimizer_state(optimizer: MasterWeightAdamW, saved: SavedState) -> None:
+    """Restore master weights, moments and step counts. The optimizer keeps its hyperparameters.
+
+    Reads only this rank's parts. The model must already have the weights of that checkpoint. Raises ModelError if the files are
+    broken or belong to another model.
+    """
+    stepped = optimizer.stepped_parameters()
+    try:
+        groups = json.loads(saved.metadata["param_groups"])
+        _check_groups(optimizer, groups, saved.place)
+        parts = {
+            name: _empty_part(optimizer, stepped, name, shape, saved.place) for name, shape in saved.shapes.items()
+        }
+        saved.read(parts)
+    except ModelError:
+        raise
     except Exception as error:  # safetensors raises its own error, OSError, KeyError or JSON's
-        raise ModelError(
-            f"optimizer state {path}: cannot be read: {error}; take the checkpoint before it, or start without"
-        ) from error
+        raise _unreadable(saved.place, error) from error
     master_weights: dict[int, torch.Tensor] = {}
     state: dict[int, dict[str, Any]] = {}
-    for name, tensor in tensors.items():
+    for name, part in parts.items():
         index, _, key = name.partition(".")
         if key == _MASTER_WEIGHT:
-            master_weights[int(index)] = tensor
+            master_weights[int(index)] = part.tensor
         else:
-            state.setdefault(int(index), {})[key] = tensor
-    _check_shapes(optimizer, groups, state, path)
-    _load_master_weights(optimizer, master_weights, path)
-    stepped = optimizer.stepped_parameters()
-    parts = {
-        index: {key: optimizer.part(stepped[index], value) for key, value in entry.items()}
-        for index, entry in state.items()
-    }
-    optimizer.load_state_dict({"state": parts, "param_groups": optimizer.state_dict()["param_groups"]})
+            state.setdefault(int(index), {})[key] = part.tensor
+    _load_master_weights(optimizer, master_weights, saved.place)
+    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
 
 
-def _check_shapes(
-    optimizer: MasterWeightAdamW, groups: list[dict[str, Any]], state: dict[int, dict[str, Any]], path: Path
-) -> None:
+def _unreadable(place: str, error: Exception) -> ModelError:
+    return ModelError(
+        f"optimizer state {place}: cannot be read: {error}; take the checkpoint before it, or start without"
+    )
+
+
+def _check_groups(optimizer: MasterWeightAdamW, groups: list[dict[str, Any]], place: str) -> None:
     sizes = [[len(group["params"]) for group in optimizer.param_groups], [len(group["params"]) for group in groups]]
     if sizes[0] != sizes[1]:
-        raise ModelError(f"optimizer state {path}: is for {sizes[1]} parameters in groups, the model has {sizes[0]}")
-    parameters = optimizer.stepped_parameters()
-    for index, entry in state.items():
-        shape, expected = tuple(entry["exp_avg"].shape), optimizer.complete_shape(parameters[index])
-        if shape != expected:
-            raise ModelError(f"optimizer state {path}: parameter {index} has shape {shape}, the model's {expected}")
+        raise ModelError(f"optimizer state {place}: is for {sizes[1]} parameters in groups, the model has {sizes[0]}")
+
+
+def _empty_part(
+    optimizer: MasterWeightAdamW, stepped: list[torch.Tensor], name: str, shape: tuple[int, ...], place: str
+) -> Part:
+    """Return a new tensor in host memory for this rank's part of a tensor of the state."""
+    index, _, key = name.partition(".")
+    weight = stepped[int(index)]
+    expected = optimizer.complete_shape(weight)
+    if shape == expected:
+        part = optimizer.part(weight, weight)
+        return part.of(torch.empty(part.tensor.shape))
+    if key == "step":
+        return Part.whole(torch.empty(shape))
+    raise ModelError(f"optimizer state {place}: parameter {index} has shape {shape}, the model's {expected}")
 
 
 @torch.no_grad()
-def _load_master_weights(optimizer: MasterWeightAdamW, master_weights: dict[int, torch.Tensor], path: Path) -> None:
+def _load_master_weights(optimizer: MasterWeightAdamW, master_weights: dict[int, torch.Tensor], place: str) -> None:
     expected = {
         index: weight
         for index, weight in enumerate(optimizer.stepped_parameters())
@@ -306,17 +325,16 @@ def _load_master_weights(optimizer: MasterWeightAdamW, master_weights: dict[int,
     }
     if master_weights.keys() != expected.keys():
         raise ModelError(
-            f"optimizer state {path}: has float32 master weights of {len(master_weights)} parameters, the model {len(expected)} "
+            f"optimizer state {place}: has float32 master weights of {len(master_weights)} parameters, the model {len(expected)} "
             "in half precision; expected the state of this model, in the dtype that it was trained in"
         )
     for index, master in expected.items():
-        parameter = optimizer.rounded(master)
-        result = optimizer.part(master, master_weights[index]).to(master.device)
-        if result.dtype != master.dtype or not torch.equal(result.to(parameter.dtype), parameter):
+        parameter, saved = optimizer.rounded(master), master_weights[index]
+        if not torch.equal(saved.to(parameter.device).to(parameter.dtype), parameter):
             raise ModelError(
-                f"optimizer state {path}: the master weight of parameter {index}, {result.dtype} {tuple(result.shape)}, "
+                f"optimizer state {place}: the master weight of parameter {index}, {saved.dtype} {tuple(saved.shape)}, "
                 f"does not round to the model's, {parameter.dtype} {tuple(parameter.shape)}; "
                 "expected weights and state of one checkpoint"
             )
     for index, master in expected.items():
-        master.copy_(optimizer.part(master, master_weights[index]))
+        master.copy_(master_weights[index])

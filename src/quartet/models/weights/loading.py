@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 import transformers
 from torch import nn
+from transformers.initialization import no_init_weights
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
@@ -26,9 +27,11 @@ from quartet.hub_models import model_directory
 from quartet.model_support import not_causal_reason, uncacheable_reason, unreadable_reason
 from quartet.models.hf_logging import suppress_hf_logging
 from quartet.models.weights.lora import Adapter, merge_adapter
+from quartet.models.weights.saved_state import check_shapes
 from quartet.models.weights.snapshot import Writer, host_state
+from quartet.models.weights.streamed_model import StreamedModel
 from quartet.models.weights.tokenizer import SAFE, explained, first_line
-from quartet.models.workers.workers import SINGLE, Workers
+from quartet.sharded_files import is_sharded
 
 if TYPE_CHECKING:
     from quartet.models.value_head import ValueModel
@@ -203,15 +206,14 @@ def count_parameters(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def snapshot_model(model: Any, adapter: Adapter | None = None, workers: Workers = SINGLE) -> Writer:
+def snapshot_model(model: Any, adapter: Adapter | None = None) -> Writer:
     """Copy the weights. The returned writer writes them in Hugging Face format. Equal weights give equal bytes.
 
-    With the model's ``adapter`` the writer writes the merged model. The model itself is unchanged. Only rank 0 of the ``workers``
-    has a writer that may be called.
+    With the model's ``adapter`` the writer writes the merged model. The model itself is unchanged.
     """
     if adapter is not None:
-        return adapter.snapshot_merged(workers)
-    state = host_state(model, workers)
+        return adapter.snapshot_merged()
+    state = host_state(model)
     return lambda directory: model.save_pretrained(directory, state_dict=state)
 
 
@@ -243,6 +245,8 @@ def _load(model: str | Path, config: Any, kind: Any, dtype: str, device: str) ->
     if dtype not in DTYPES:
         raise ModelError(f"dtype {dtype!r}: expected one of {', '.join(DTYPES)}")
     directory = model_directory(model)
+    if is_sharded(directory):
+        return _load_sharded(model, directory, config, kind, dtype, device)
     with explained(model, "weights"), _loading, suppress_hf_logging():
         loaded, report = kind.from_pretrained(
             str(directory), config=config, dtype=DTYPES[dtype], use_safetensors=True, output_loading_info=True, **SAFE
@@ -253,11 +257,55 @@ def _load(model: str | Path, config: Any, kind: Any, dtype: str, device: str) ->
             f"model {model}: {len(absent)} weights are missing or have another shape than in config.json, the first "
             f"{absent[0]!r}; they would start random. Give a complete {type(loaded).__name__} checkpoint"
         )
+    return _frozen_dropout(_on_device(loaded, device))
+
+
+def _load_sharded(model: str | Path, directory: Path, config: Any, kind: Any, dtype: str, device: str) -> Any:
+    """Load a checkpoint of a worker group, which has one file per rank."""
+    # Imported here because other checkpoints do not need torch.distributed.
+    from quartet.models.workers.sharded_checkpoint import WEIGHTS, ShardedState
+    from quartet.models.workers.sharding import read_weights
+
+    with explained(model, "weights"), _loading, suppress_hf_logging():
+        with no_init_weights():
+            loaded = kind.from_config(config, dtype=DTYPES[dtype])
+            loaded.tie_weights()
+        if loaded.can_generate() and (directory / "generation_config.json").is_file():
+            loaded.generation_config = transformers.GenerationConfig.from_pretrained(str(directory))
+        read_weights(loaded, ShardedState(directory, WEIGHTS))
+    return _frozen_dropout(_on_device(loaded, device))
+
+
+def write_consolidated(directory: Path, target: Path) -> None:
+    """Write the weights of a causal LM's sharded checkpoint to ``target`` as ``save_pretrained`` does.
+
+    Host memory holds one tensor at a time. Raises ModelError, and OSError if the disk refuses it.
+    """
+    from quartet.models.workers.sharded_checkpoint import WEIGHTS, ShardedState
+
+    config, saved = _load_config(directory), ShardedState(directory, WEIGHTS)
+    with explained(directory, "config.json"), _loading, torch.device("meta"):
+        kind: Any = transformers.AutoModelForCausalLM
+        model = kind.from_config(config)
+        model.tie_weights()
+    state = model.state_dict(keep_vars=True)
+    distinct = {id(value): (name, value) for name, value in reversed(state.items())}
+    check_shapes(saved, {name: tuple(value.shape) for name, value in distinct.values()})
+    # Tied weights stay one object.
+    saved_types = {
+        id(state[name]): torch.empty(shape, dtype=saved.types[name], device="meta")
+        for name, shape in saved.shapes.items()
+    }
+    with StreamedModel(model, {name: saved_types[id(value)] for name, value in state.items()}, target) as files:
+        for name in saved.shapes:
+            files.write(name, saved.tensor(name))
+
+
+def _on_device(model: Any, device: str) -> Any:
     try:
-        loaded = loaded.to(torch.device(device))
+        return model.to(torch.device(device))
     except (RuntimeError, AssertionError) as error:
         raise ModelError(f"device {device!r}: {first_line(error)}; expected cpu or a GPU that is present") from error
-    return _frozen_dropout(loaded)
 
 
 def _frozen_dropout(model: _Module) -> _Module:

@@ -16,7 +16,7 @@ import json
 import math
 import threading
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +28,6 @@ from transformers.pytorch_utils import Conv1D
 from quartet.adapter_files import CONFIG_FILE
 from quartet.errors import ModelError
 from quartet.models.weights.snapshot import Writer, host_copy, host_state
-from quartet.models.workers.workers import SINGLE, Workers
 
 if TYPE_CHECKING:
     import peft  # Imported where it is used: it takes seconds, and only runs with an adapter need it.
@@ -67,12 +66,12 @@ class Adapter:
         with self._peft.disable_adapter():
             yield
 
-    def snapshot_merged(self, workers: Workers = SINGLE) -> Writer:
+    def snapshot_merged(self) -> Writer:
         """Copy the merged weights W + (alpha / rank) B A. The returned writer writes the model in Hugging Face format.
 
-        The model itself is unchanged. Only rank 0 of the ``workers`` has a writer that may be called.
+        The model itself is unchanged.
         """
-        state = self._merged_state(workers)
+        state = self._merged_state()
         return lambda directory: self.model.save_pretrained(directory, state_dict=state)
 
     def snapshot(self) -> Writer:
@@ -139,15 +138,22 @@ class Adapter:
 
         peft.set_peft_model_state_dict(self._peft, tensors, _NAME)
 
-    def _merged_state(self, workers: Workers) -> dict[str, torch.Tensor]:
-        """Return the state with the adapter merged, in host memory, under the names of the base model."""
+    def merger(self) -> Callable[[str, torch.Tensor], torch.Tensor]:
+        """Return a function of a weight's name in the base model and its complete values, which merges the adapter into them."""
         layers = _layers(self.model)
-        state = {}
-        for name, value in host_state(self.model, workers).items():
-            if ".lora_" not in name:
-                own = _without_wrappers(name)
-                state[own] = _merged_weight(layers[own], value) if own in layers else value
-        return state
+
+        def merge(name: str, value: torch.Tensor) -> torch.Tensor:
+            return _merged_weight(layers[name], value.detach().to("cpu")) if name in layers else value
+
+        return merge
+
+    def _merged_state(self) -> dict[str, torch.Tensor]:
+        """Return the state with the adapter merged, in host memory, under the names of the base model."""
+        merge = self.merger()
+        state = {
+            _without_wrappers(name): value for name, value in host_state(self.model).items() if ".lora_" not in name
+        }
+        return {name: merge(name, value) for name, value in state.items()}
 
     def _check_fit(self, directory: Path, tensors: dict[str, torch.Tensor]) -> None:
         state = self.state()

@@ -11,28 +11,22 @@ from torch import nn
 from quartet.durable_files import is_storage_error, replace_directory
 from quartet.errors import StorageFailed
 from quartet.models.hf_logging import suppress_hf_logging
-from quartet.models.workers.workers import SINGLE, Workers
 
 Writer = Callable[[Path], None]
 """Function that writes part of a model into an existing directory, on any thread. Call it at most once."""
 
 
-def host_state(model: nn.Module, workers: Workers = SINGLE) -> dict[str, torch.Tensor]:
+def host_state(model: nn.Module) -> dict[str, torch.Tensor]:
     """Copy the model's state into host memory.
 
-    Tied weights share one copy. Frozen weights that are in host memory already are not copied, because nothing changes them. The
-    ``workers`` gather one tensor after the other, and only rank 0 keeps them: the result of the others is empty.
+    Tied weights share one copy. Frozen weights that are in host memory already are not copied, because nothing changes them.
     """
-    state = model.state_dict(keep_vars=True)
     copies: dict[int, torch.Tensor] = {}
-    # Each weight once, on every rank, because the ranks gather it together.
-    for value in {id(value): value for value in state.values()}.values():
-        frozen = isinstance(value, nn.Parameter) and not value.requires_grad
-        complete = workers.complete(value)
-        if workers.rank == 0:
-            copies[id(value)] = complete.detach().to("cpu", copy=complete is value and not frozen)
-    if workers.rank:
-        return {}
+    state = model.state_dict(keep_vars=True)
+    for value in state.values():
+        if id(value) not in copies:
+            frozen = isinstance(value, nn.Parameter) and not value.requires_grad
+            copies[id(value)] = value.detach().to("cpu", copy=not frozen)
     return {name: copies[id(value)] for name, value in state.items()}
 
 
@@ -56,12 +50,17 @@ def write_model(directory: Path, *writers: Writer) -> None:
         with suppress_hf_logging():
             replace_directory(directory, fill)
     except Exception as error:
-        if not is_storage_error(error):
-            raise
-        raise StorageFailed(
-            f"model directory {directory}: cannot be written: {_reason(error)}; the previous content is unchanged. "
-            "Free space on that disk, or give a writable directory, and save again"
-        ) from error
+        raise save_failure(directory, error) from error
+
+
+def save_failure(directory: Path, error: Exception) -> Exception:
+    """Return StorageFailed if the disk refused a save, else ``error``."""
+    if not is_storage_error(error):
+        return error
+    return StorageFailed(
+        f"model directory {directory}: cannot be written: {_reason(error)}; the previous content is unchanged. "
+        "Free space on that disk, or give a writable directory, and save again"
+    )
 
 
 def _reason(error: Exception) -> str:

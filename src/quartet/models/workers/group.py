@@ -6,7 +6,7 @@ command then leaves its GPU idle. Only tensors of the model use NCCL. That part 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 import torch
@@ -23,6 +23,8 @@ from quartet.models.workers.workers import Result, Workers
 
 MAX_TEXT_BYTES = 256
 """Largest text that ranks exchange."""
+BACKGROUND_TIMEOUT = timedelta(days=1)
+"""Time limit of a background write of any rank. The calls that wait for it have shorter ones."""
 
 
 class WorkerGroup(Workers):
@@ -44,6 +46,7 @@ class WorkerGroup(Workers):
         """The ranks over which parameters are sharded, and before them the copies, if there are several."""
         self.tensor = TensorGroup(mesh.get_group("tensor")) if tensor > 1 else None
         """The ranks that compute slices of this rank's layers."""
+        self._background: dist.ProcessGroup | None = None
         self.release()
 
     def release(self) -> None:
@@ -148,6 +151,22 @@ class WorkerGroup(Workers):
         every = [torch.empty_like(own) for _ in range(self.size)]
         dist.all_gather(every, own)
         return [each.cpu().numpy().tobytes().rstrip(b"\0").decode() for each in every]
+
+    def gather_reports(self, report: Sequence[int]) -> list[list[int]]:
+        """Return the reports of all ranks on rank 0, on the others nothing. They have equally many numbers of 64 bits.
+
+        May run on another thread than the other methods.
+        """
+        assert self._background is not None
+        own = torch.tensor(report, dtype=torch.int64)
+        reports = [torch.empty_like(own) for _ in range(self.size)] if self.rank == 0 else None
+        dist.gather(own, reports, group=self._background)
+        return [part.tolist() for part in reports or ()]
+
+    def prepare_background(self) -> None:
+        """Create the connections of ``gather_reports``, once. All ranks must call it."""
+        if self._background is None:
+            self._background = dist.new_group(backend="gloo", timeout=BACKGROUND_TIMEOUT)
 
     def send(self, kind: int, succeeded: bool, data: bytes) -> None:
         """Send a command to the other ranks, which wait in ``receive``."""

@@ -17,6 +17,7 @@ from quartet.models.forward.packing import supports_packing
 from quartet.models.training.activation_checkpointing import transformer_layers
 from quartet.models.training.optimizer import MasterWeightAdamW
 from quartet.models.value_head import ValueModel
+from quartet.models.weights.saved_state import Part, SavedState, check_shapes
 from quartet.models.workers.group import WorkerGroup
 from quartet.models.workers.shard_reading import local_slices, replace_parameters, with_part
 from quartet.models.workers.tensor_parallel import SlicedParameters, slice_layers
@@ -120,14 +121,11 @@ def complete_weights(model: nn.Module, workers: Workers) -> Iterator[tuple[str, 
 
     All ranks must consume the iterator. Tied weights appear once, by their first name.
     """
-    seen = set[int]()
-    for name, value in model.state_dict(keep_vars=True).items():
-        if id(value) not in seen:
-            seen.add(id(value))
-            complete = value.detach()
-            if isinstance(value, DTensor) and isinstance(workers, WorkerGroup):
-                complete = workers.unsliced(value, value.full_tensor().detach())
-            yield name, complete
+    for name, value in distinct_state(model):
+        complete = value.detach()
+        if isinstance(value, DTensor) and isinstance(workers, WorkerGroup):
+            complete = workers.unsliced(value, value.full_tensor().detach())
+        yield name, complete
 
 
 class ShardedAdamW(MasterWeightAdamW):
@@ -176,7 +174,7 @@ class ShardedAdamW(MasterWeightAdamW):
         """Clip the gradients of all ranks to ``max_norm`` together, and return their norm before, []."""
         total = torch.zeros((), dtype=torch.float64, device=self._workers.device)
         for shard, parameter in self._parameters.items():
-            if shard.grad is not None and self._counts(parameter):
+            if shard.grad is not None and part_of(parameter, self._workers).saved_here:
                 total += torch.linalg.vector_norm(shard.grad, dtype=torch.float64).square()
         dist.all_reduce(total)
         norm = total.sqrt().float()
@@ -189,19 +187,11 @@ class ShardedAdamW(MasterWeightAdamW):
         for parameter in self._parameters.values():
             parameter.grad = None
 
-    def complete(self, shard: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """Return the complete tensor of which ``value`` is this rank's part, split like ``shard``. All ranks must call it."""
-        parameter = self._parameters[shard]
-        if not isinstance(parameter, DTensor) or value.shape != shard.shape:
-            return value
-        gathered = DTensor.from_local(
-            value.detach(),
-            parameter.device_mesh,
-            parameter.placements,
-            shape=parameter.shape,
-            stride=parameter.stride(),
-        ).full_tensor()
-        return self._workers.unsliced(parameter, gathered)
+    def part(self, stepped: torch.Tensor, value: torch.Tensor) -> Part:
+        """Return ``value``, an entry of the state of ``stepped``, as this rank's part of a tensor."""
+        if value.shape == stepped.shape:
+            return part_of(self._parameters[stepped], self._workers).of(value)
+        return Part.whole(value, self._workers.rank == 0)
 
     def has_master_weight(self, shard: torch.Tensor) -> bool:
         """Return whether the model computes in another type than that of ``shard``. See ``MasterWeightAdamW``."""
@@ -220,30 +210,56 @@ class ShardedAdamW(MasterWeightAdamW):
             shape[slicing.dim] = slicing.size
         return tuple(shape)
 
-    def part(self, shard: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """Return this rank's part of the complete tensor ``value``, split like ``shard``. Computes locally."""
-        parameter = self._parameters[shard]
-        if not isinstance(parameter, DTensor) or value.shape != self.complete_shape(shard):
-            return value
-        slicing, tensor = self._workers.slicings.get(parameter), self._workers.tensor
-        return local_part(parameter, value if slicing is None or tensor is None else tensor.slice(value, slicing.dim))
-
-    def _counts(self, parameter: torch.Tensor) -> bool:
-        """Return whether this rank is the first of those that hold the same part of a parameter, or all of it."""
-        workers = self._workers
-        is_first_slice = workers.tensor is None or not workers.tensor.rank or parameter in workers.slicings
-        if not isinstance(parameter, DTensor):
-            return is_first_slice and not workers.data_rank
-        return is_first_slice and workers.data_rank < workers.mesh.size(-1)
-
     def _whole(self) -> list[torch.Tensor]:
         return [shard for shard, parameter in self._parameters.items() if shard is parameter]
 
 
-def local_part(like: DTensor, value: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of ``value``, which is complete but for slices, split like ``like``. Computes locally."""
-    # A copy, because a view would keep the complete tensor in memory.
-    return value[local_slices(like)].clone()
+def part_of(value: torch.Tensor, workers: WorkerGroup) -> Part:
+    """Return the part of a weight that this rank has, as a view. The lowest of the ranks that have it saves it."""
+    slicing, tensor = workers.slicings.get(value), workers.tensor
+    shape, offsets, local = list(value.shape), [0] * value.ndim, value.detach()
+    saved_here = workers.data_rank == 0
+    if isinstance(value, DTensor):
+        offsets, local = [place.start for place in local_slices(value)], value.to_local().detach()
+        saved_here = workers.data_rank < workers.mesh.size(-1)
+    if tensor is not None and slicing is None:
+        saved_here = saved_here and tensor.rank == 0
+    elif tensor is not None and slicing is not None:
+        shape[slicing.dim] = slicing.size
+        offsets[slicing.dim] += tensor.bounds(slicing.size)[0]
+    return Part(local, tuple(shape), tuple(offsets), saved_here)
+
+
+def host_parts(model: nn.Module, workers: WorkerGroup) -> dict[str, Part]:
+    """Copy this rank's parts of the model's state into host memory, in the type in which the model computes.
+
+    Tied weights appear once, by their first name. The result has only parts that this rank saves. Frozen weights that are in host
+    memory already are not copied, because nothing changes them.
+    """
+    parts = {}
+    for name, value in distinct_state(model):
+        part = part_of(value, workers)
+        if part.saved_here:
+            kind = workers.compute_type if isinstance(value, DTensor) else None
+            tensor = part.tensor if kind is None else part.tensor.to(kind)
+            frozen = isinstance(value, nn.Parameter) and not value.requires_grad
+            parts[name] = part.of(tensor.to("cpu", copy=tensor is part.tensor and not frozen).contiguous())
+    return parts
+
+
+def distinct_state(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """Return the entries of the model's state, tied weights once, by their first name."""
+    seen = dict[int, tuple[str, torch.Tensor]]()
+    for name, value in model.state_dict(keep_vars=True).items():
+        seen.setdefault(id(value), (name, value))
+    return list(seen.values())
+
+
+def read_weights(model: nn.Module, saved: SavedState, workers: WorkerGroup) -> None:
+    """Set the weights to those of a checkpoint, of which this rank reads its parts. Raises ModelError for another model's."""
+    parts = {name: part_of(value, workers) for name, value in distinct_state(model)}
+    check_shapes(saved, {name: part.shape for name, part in parts.items()})
+    saved.read(parts)
 
 
 def _sum_in_place(tensors: list[torch.Tensor], group: dist.ProcessGroup | None = None) -> None:

@@ -1,0 +1,183 @@
+"""Checkpoints of worker groups: one file per rank, restored by any number of processes, and exported as one model."""
+
+from __future__ import annotations
+
+import filecmp
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from quartet.durable_files import describe_files
+from quartet.errors import ModelError
+from quartet.models.weights.loading import load_causal_lm, write_consolidated
+from quartet.models.workers.workers import SINGLE
+from quartet.run_directory.checkpoints import DamagedCheckpoint, read_verified_checkpoint
+from quartet.sharded_files import rank_file
+from quartet.types import SaveKind
+from tests.training.group_checkpoints import (
+    CASES,
+    RUN,
+    build,
+    continue_checkpoint,
+    run_group,
+    save,
+    save_base,
+    saved_files,
+    saved_state,
+    state,
+)
+
+FEW = ["bfloat16", "critic"]
+ALL = [case for case in CASES if case != "large"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the checkpoints of a group of two."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    for case in FEW:
+        save_base(folder, case)
+    run_group(folder, 2, "train-two", FEW)
+    return folder
+
+
+def assert_equal(states: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert states.keys() == expected.keys()
+    assert [name for name, value in expected.items() if not torch.equal(value, states[name])] == []
+
+
+def assert_same_files(directory: Path, expected: Path) -> None:
+    names = sorted(path.name for path in expected.iterdir())
+    assert names == sorted(path.name for path in directory.iterdir())
+    assert filecmp.cmpfiles(directory, expected, names, shallow=False)[1:] == ([], [])
+
+
+@pytest.mark.parametrize("case", FEW)
+def test_one_process_restores_the_checkpoint_of_a_group(folder: Path, case: str) -> None:
+    model = build(folder, case)
+    model.restore(RUN, 3, 1, f"{case}-two")
+    assert_equal(state(model), saved_state(folder, case, "train-two", 2))
+    save(model, f"{case}-single", SaveKind.MODEL)
+    # The group has gathered one tensor after the other.
+    assert_same_files(folder / f"{case}-two-model", folder / f"{case}-single")
+
+
+@pytest.mark.parametrize("case", FEW)
+def test_the_group_reports_every_file_with_its_digest(folder: Path, case: str) -> None:
+    files = saved_files(folder, case, "train-two", 2)
+    assert files == describe_files(folder, folder / f"{case}-two")
+    assert len([file for file in files if "/sharded/rank-" in file.path]) == 2
+
+
+def test_each_rank_writes_its_part(folder: Path) -> None:
+    files = saved_files(folder, "bfloat16", "train-two", 2)
+    first, second = (file.bytes for file in files if "/sharded/rank-" in file.path)
+    assert 0.8 < second / first <= 1
+
+
+def test_a_checkpoint_of_a_group_is_exported_without_a_group(folder: Path, tmp_path: Path) -> None:
+    checkpoint = folder / "bfloat16-two"
+    write_consolidated(checkpoint, tmp_path)
+    assert (tmp_path / "model.safetensors").read_bytes() == (
+        folder / "bfloat16-two-model/model.safetensors"
+    ).read_bytes()
+    for name in ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"):
+        assert (checkpoint / name).read_bytes() == (folder / "bfloat16-two-model" / name).read_bytes()
+        shutil.copyfile(checkpoint / name, tmp_path / name)
+    exported = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert exported.dtype == torch.bfloat16
+    assert_equal(exported.state_dict(), load_causal_lm(checkpoint, "bfloat16").state_dict())
+
+
+def remove(file: Path) -> None:
+    file.unlink()
+
+
+def truncate(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def change(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(
+    ("damage", "problem", "error"),
+    [
+        (remove, "is missing", "is missing"),
+        (truncate, "does not match", "cannot be read"),
+        (change, "does not match", None),
+    ],
+)
+def test_a_damaged_part_is_noticed_before_a_restore(
+    folder: Path, tmp_path: Path, damage: Callable[[Path], None], problem: str, error: str | None, rank: int
+) -> None:
+    checkpoint = tmp_path / "step-000003"
+    shutil.copytree(folder / "bfloat16-two", checkpoint / "actor")
+    files = describe_files(checkpoint, checkpoint)
+    manifest = {"format": 1, "run": RUN, "step": 3, "leader_epoch": 1, "state": {}, "roles": ["actor"]}
+    manifest["files"] = {file.path: {"bytes": file.bytes, "sha256": file.sha256} for file in files}
+    (checkpoint / "manifest.json").write_text(json.dumps(manifest))
+    assert read_verified_checkpoint(checkpoint).holds("actor")
+    file = rank_file(checkpoint / "actor", rank, 2)
+    damage(file)
+    with pytest.raises(DamagedCheckpoint, match=f"{file.name} {problem}"):
+        read_verified_checkpoint(checkpoint)
+    if error is not None:
+        with pytest.raises(ModelError, match=error):
+            load_causal_lm(checkpoint / "actor")
+
+
+def test_files_of_different_saves_are_refused(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder / "bfloat16-two", tmp_path / "actor")
+    rank_file(tmp_path / "actor", 1, 2).rename(rank_file(tmp_path / "actor", 1, 4))
+    with pytest.raises(ModelError, match=r"expected the files rank-00000-of-N.safetensors and so on of one save"):
+        load_causal_lm(tmp_path / "actor")
+    rank_file(tmp_path / "actor", 0, 2).unlink()
+    rank_file(tmp_path / "actor", 1, 4).rename(rank_file(tmp_path / "actor", 0, 1))
+    with pytest.raises(ModelError, match="is not complete"):
+        load_causal_lm(tmp_path / "actor")
+
+
+def test_a_rank_that_fails_or_ends_leaves_no_checkpoint(folder: Path) -> None:
+    errors = json.loads((folder / "errors.json").read_text())
+    assert errors["full"][0] == "StorageFailed"
+    assert "rank 1 of 2 cannot write its file" in errors["full"][1]
+    assert errors["failed"][0] == "ServiceFailed"
+    assert "rank 1 of 2 has failed" in errors["failed"][1]
+    assert errors["killed"][0] == "RuntimeError"
+
+
+@pytest.mark.slow
+def test_any_number_of_processes_continues_a_checkpoint(tmp_path: Path) -> None:
+    for case in ALL:
+        save_base(tmp_path, case)
+    run_group(tmp_path, 4, "train-four", ALL)
+    run_group(tmp_path, 2, "four-two", ALL)
+    for case in ALL:
+        continue_checkpoint(tmp_path, case, "two-one", SINGLE)
+    run_group(tmp_path, 2, "one-last", ALL)
+    for case in ALL:
+        expected = saved_state(tmp_path, case, "train-four", 4)
+        for action, size in (("four-two", 2), ("two-one", 1), ("one-last", 2)):
+            assert_equal(saved_state(tmp_path, case, action, size), expected)
+        for target in ("two", "one", "last"):
+            assert_same_files(tmp_path / f"{case}-{target}-model", tmp_path / f"{case}-four-model")
+
+
+@pytest.mark.slow
+def test_rank_0_holds_its_part_of_a_checkpoint_and_one_tensor_of_an_export(tmp_path: Path) -> None:
+    save_base(tmp_path, "large")
+    run_group(tmp_path, 2, "memory", ["large"])
+    peaks = json.loads((tmp_path / "memory.json").read_text())
+    # Half of the weights and of two moments, in a copy.
+    assert peaks["checkpoint"] < 0.55 * peaks["checkpoint_files"], peaks
+    assert peaks["model"] < 0.5 * peaks["model_files"], peaks
