@@ -263,7 +263,7 @@ def _manifest_differences(run: Path) -> Iterator[str]:
 
 def digests(run: Path) -> dict[str, str]:
     """Return the SHA-256 of the final weights, and of all weights and optimizers in checkpoints, by path."""
-    files = [run / "policy" / "model.safetensors", *(run / "checkpoints").glob("step-*/*/*.safetensors")]
+    files = [run / "policy" / "model.safetensors", *(run / "checkpoints").glob("step-*/**/*.safetensors")]
     return {file.relative_to(run).as_posix(): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
 
 

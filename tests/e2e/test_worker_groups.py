@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 import transformers
 
-from tests.e2e.commands import Command, committed_steps, settings
-from tests.e2e.conftest import LONGER, Run, Start, deterministic_metrics, train, weights
+from quartet.failpoints import FOLDER_VARIABLE, VARIABLE
+from tests.e2e.commands import QUARTET, Command, committed_steps, settings
+from tests.e2e.conftest import LONGER, Call, Run, Start, deterministic_metrics, train, weights
 
 GROUPS = settings("services.actor.processes=2", "services.critic.processes=2")
 
@@ -24,12 +25,12 @@ def group_run(config: Path, few_processes: list[str], tmp_path_factory: pytest.T
     return run
 
 
-def rank_of(command: Command, role: str) -> int:
-    """Return the process id of rank 1 of a role."""
+def rank_of(command: Command, role: str, rank: int = 1) -> int:
+    """Return the process id of a rank of a role."""
     [process] = [
         number
         for number, line in command.processes().items()
-        if f"quartet.services {role} " in line and "(rank 1 of 2)" in line
+        if f"quartet.services {role} " in line and ("(rank 1 of 2)" in line) == bool(rank)
     ]
     return process
 
@@ -64,6 +65,51 @@ def test_a_group_that_loses_a_rank_is_restarted_and_ends_bit_identically(
     run = Run(result, tmp_path / "runs" / "tiny")
     assert deterministic_metrics(run) == deterministic_metrics(group_run)
     assert weights(run.directory) == weights(group_run.directory)
+
+
+def checkpoint_files(run: Run) -> dict[str, bytes]:
+    """Return the models in the checkpoints of a run."""
+    checkpoints = run.directory / "checkpoints"
+    assert [path.name for path in checkpoints.iterdir() if path.name.startswith(".")] == []
+    files = (path for path in checkpoints.glob("step-*/*/**/*") if path.is_file())
+    return {path.relative_to(checkpoints).as_posix(): path.read_bytes() for path in files}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("role", "rank"), [("actor", 0), ("actor", 1), ("critic", 0), ("critic", 1)])
+def test_a_rank_that_is_killed_while_its_group_writes_a_checkpoint_changes_nothing(
+    config: Path, few_processes: list[str], group_run: Run, tmp_path: Path, role: str, rank: int
+) -> None:
+    folder = tmp_path / "failpoints"
+    folder.mkdir()
+    environment = {VARIABLE: f"{role}.saving=hold", FOLDER_VARIABLE: str(folder)}
+    command = Command(QUARTET, "train", config, *few_processes, *LONGER, *GROUPS, cwd=tmp_path, environment=environment)
+    try:
+        command.wait_for((folder / f"{role}.saving.reached").exists)
+        os.kill(rank_of(command, role, rank), signal.SIGKILL)
+        (folder / f"{role}.saving.go").touch()
+        result = command.wait()
+    finally:
+        command.clean_up()
+    assert (result.code, result.err, result.leftovers) == (0, "", []), result
+    run = Run(result, tmp_path / "runs" / "tiny")
+    assert deterministic_metrics(run) == deterministic_metrics(group_run)
+    assert weights(run.directory) == weights(group_run.directory)
+    assert checkpoint_files(run) == checkpoint_files(group_run)
+
+
+def test_a_checkpoint_of_groups_is_verified_exported_and_used_as_a_model(call: Call, group_run: Run) -> None:
+    assert call("checkpoints", "verify", group_run.directory).code == 0
+    exported = call("checkpoints", "export", group_run.directory, "8", "exported")
+    assert (exported.code, exported.err) == (0, "")
+    for file in (group_run.directory / "policy").iterdir():
+        assert (Path("exported") / file.name).read_bytes() == file.read_bytes(), file.name
+    transformers.AutoModelForCausalLM.from_pretrained("exported")
+    outputs = [
+        call("generate", model, "the film", "--max-tokens", "4", "--seed", "1").out
+        for model in ("exported", group_run.directory / "checkpoints" / "step-000008")
+    ]
+    assert outputs[0] == outputs[1] != ""
 
 
 @pytest.mark.parametrize(

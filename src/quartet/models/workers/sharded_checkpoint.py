@@ -215,9 +215,12 @@ def _read_headers(files: list[Path], place: str) -> tuple[dict[str, TensorStorag
                     offsets = torch.Size(info[name][_OFFSETS])
                     block = file.get_slice(name)
                     sizes, dtype = torch.Size(block.get_shape()), DTYPES[block.get_dtype()]
+                    index = MetadataIndex(name, offsets)
+                    if index in locations:  # Another rank has saved the same block.
+                        continue
                     entry = tensors.setdefault(name, TensorStorageMetadata(TensorProperties(dtype=dtype), sizes, []))
                     entry.chunks.append(ChunkStorageMetadata(offsets, sizes))
-                    locations[MetadataIndex(name, offsets)] = path
+                    locations[index] = path
         except Exception as error:  # safetensors raises its own error, OSError, KeyError or JSON's
             raise ModelError(f"{place}: {path.name} cannot be read: {error}; take the checkpoint before it") from error
     for name, entry in tensors.items():
