@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import structlog
-import torch
 
 from quartet.config import OffloadConfig, TrainedModelConfig
 from quartet.durable_files import checkpoint_path, confine_path, describe_files
@@ -41,7 +40,7 @@ from quartet.sharded_files import is_sharded
 from quartet.types import Role, SavedFile, SaveKind, ServiceStatus, UpdateResult
 
 if TYPE_CHECKING:
-    from quartet.services.workers.group_saves import GroupSaves
+    from quartet.models.workers.group_saves import GroupSaves
 
 log = structlog.get_logger()
 
@@ -101,7 +100,7 @@ class TrainableModel(ABC):
         """Copy the weights: all of them, with the adapter ``merged`` if there is one, or only the adapter's weights."""
 
     @abstractmethod
-    def _snapshot_rest(self, dtype: torch.dtype) -> Writer:
+    def _snapshot_rest(self, dtype: Any) -> Writer:
         """Copy what a model has besides the weights of ``_adapted``, which are of ``dtype``: its config, and a critic's head."""
 
     @abstractmethod
@@ -194,7 +193,7 @@ class TrainableModel(ABC):
             raise ModelError(f"services.{self.role}.parallel: {error}") from error
         if self._group is None:
             # Imported here because a single process does not need torch.distributed.
-            from quartet.services.workers.group_saves import GroupSaves
+            from quartet.models.workers.group_saves import GroupSaves
 
             self._group = GroupSaves(self._workers, self._root)
         return partial(ShardedAdamW, workers=self._workers)

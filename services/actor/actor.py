@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 
 from quartet.buffer.experience_store import ExperienceStore
 from quartet.buffer.rollout_stream import RolloutStream
@@ -107,7 +106,7 @@ class Actor(TrainableModel):
             return adapter.snapshot()
         return snapshot_model(self._model, adapter)
 
-    def _snapshot_rest(self, dtype: torch.dtype) -> Writer:
+    def _snapshot_rest(self, dtype: Any) -> Writer:
         return lambda directory: write_config(self._model, directory, dtype)
 
     def _whole_parameters(self) -> list[Any]:

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
 
 from quartet.buffer.experience_store import ExperienceStore
 from quartet.config import CriticConfig, OffloadConfig
@@ -75,7 +74,7 @@ class Critic(TrainableModel):
         writer: Writer = self._model.snapshot(adapter) if all_weights else self._model.snapshot_adapter(adapter)
         return writer
 
-    def _snapshot_rest(self, dtype: torch.dtype) -> Writer:
+    def _snapshot_rest(self, dtype: Any) -> Writer:
         writer: Writer = self._model.snapshot_head(dtype)
         return writer
 

@@ -217,8 +217,8 @@ def main(folder: Path, rank: int, size: int, port: int, descriptor: int | None, 
 
 
 if __name__ == "__main__":
+    from quartet.models.workers import group_saves
     from quartet.models.workers.group import join_group
-    from quartet.services.workers import group_saves
 
     number, count, address, listening = map(int, sys.argv[2:6])
     main(Path(sys.argv[1]), number, count, address, None if number else listening, sys.argv[6], sys.argv[7:])

@@ -76,9 +76,10 @@ class GroupSaves:
     ) -> Callable[[], list[SavedFile]]:
         """Copy this rank's parts of the weights of ``model``, if there is one, and of the optimizer's state to host memory.
 
-        Start to write them. ``writers`` write the other files, on rank 0; ``saving`` is called between the files. Return a function
-        that waits and returns all files, on rank 0. It raises StorageFailed if the disk of a rank refuses a file, ServiceFailed if
-        another rank has another error, and rank 0's error as it is. Raises StorageFailed on rank 0, ServiceUnavailable on others.
+        Start to write them. ``writers`` write the other files, on rank 0; ``saving`` is called between the files. Return a
+        function that waits and returns all files, on rank 0. It raises StorageFailed if the disk of a rank refuses a file,
+        ServiceFailed if another rank has another error, and rank 0's error as it is. Raises StorageFailed on rank 0,
+        ServiceUnavailable on the others.
         """
         self._create_directory(target)
         rank, size = self._workers.rank, self._workers.size
@@ -231,6 +232,6 @@ def _check(target: Path, states: Sequence[int]) -> None:
             raise ServiceFailed(f"save {target}: rank {ranks} of {len(states)} has failed; see the log of this service")
         if ranks:
             raise StorageFailed(
-                f"model directory {target}: rank {ranks} of {len(states)} cannot write its file; the log of this service says why. "
+                f"model directory {target}: rank {ranks} of {len(states)} cannot write its file; see the log of this service. "
                 "Free space on that disk, or give a writable directory, and save again"
             )
