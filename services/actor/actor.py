@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-
 from quartet.buffer.experience_store import ExperienceStore
 from quartet.buffer.rollout_stream import RolloutStream
 from quartet.config import ActorConfig, OffloadConfig

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-
 from quartet.buffer.experience_store import ExperienceStore
 from quartet.config import CriticConfig, OffloadConfig
 from quartet.failpoints import failpoint

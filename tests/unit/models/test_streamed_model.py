@@ -37,6 +37,28 @@ def test_the_files_are_those_of_save_pretrained(kind: str, dtype: torch.dtype, t
     assert filecmp.cmpfiles(tmp_path / "expected", tmp_path / "streamed", names, shallow=False)[1:] == ([], [])
 
 
+@pytest.mark.parametrize("raises", [True, False])
+def test_tensors_that_a_checkpoint_stores_as_one_are_written_together(
+    raises: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def join(model: object, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        result = dict(state)
+        for name in [name for name in state if "gate_proj" in name]:
+            if not raises and name.replace("gate", "up") not in state:
+                continue
+            parts = result.pop(name), result.pop(name.replace("gate", "up"))
+            result[name.replace("gate", "gate_up")] = torch.cat(parts)
+        return result
+
+    model = tiny.causal("llama")
+    monkeypatch.setattr(streamed_model, "revert_weight_conversion", join)
+    write(model, tmp_path / "streamed")
+    written = safetensors.torch.load_file(tmp_path / "streamed" / "model.safetensors")
+    expected = join(model, model.state_dict())
+    assert written.keys() == expected.keys()
+    assert all(torch.equal(value, expected[name]) for name, value in written.items())
+
+
 def test_a_large_model_is_split_into_files_with_an_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny.causal("llama")
     monkeypatch.setattr(streamed_model, "MAX_FILE_SIZE", "40KB")

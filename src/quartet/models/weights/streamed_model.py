@@ -117,9 +117,12 @@ def _groups(model: Any, shapes: Mapping[str, torch.Tensor]) -> dict[str, tuple[s
         for name in shapes:
             members.setdefault(key(name), []).append(name)
         result: dict[str, Any] = {}
-        for group in members.values():
-            for name, value in _converted(model, {name: shapes[name] for name in group}).items():
-                result[name] = (value.shape, value.dtype)
+        try:
+            for group in members.values():
+                for name, value in _converted(model, {name: shapes[name] for name in group}).items():
+                    result[name] = (value.shape, value.dtype)
+        except Exception:  # A conversion lacks a tensor of another group.
+            result = {}
         if result == expected:
             return {name: tuple(group) for group in members.values() for name in group}
     return dict.fromkeys(shapes, tuple(shapes))
