@@ -31,6 +31,7 @@ from quartet.models.weights.saved_state import check_shapes
 from quartet.models.weights.snapshot import Writer, host_state
 from quartet.models.weights.streamed_model import StreamedModel
 from quartet.models.weights.tokenizer import SAFE, explained, first_line
+from quartet.models.workers.workers import SINGLE, Workers
 from quartet.sharded_files import is_sharded
 
 if TYPE_CHECKING:
@@ -272,7 +273,7 @@ def _load_sharded(model: str | Path, directory: Path, config: Any, kind: Any, dt
             loaded.tie_weights()
         if loaded.can_generate() and (directory / "generation_config.json").is_file():
             loaded.generation_config = transformers.GenerationConfig.from_pretrained(str(directory))
-        read_weights(loaded, ShardedState(directory, WEIGHTS))
+        read_weights(loaded, ShardedState(directory, WEIGHTS), SINGLE)
     return _frozen_dropout(_on_device(loaded, device))
 
 

@@ -214,8 +214,10 @@ class ShardedAdamW(MasterWeightAdamW):
         return [shard for shard, parameter in self._parameters.items() if shard is parameter]
 
 
-def part_of(value: torch.Tensor, workers: WorkerGroup) -> Part:
+def part_of(value: torch.Tensor, workers: Workers) -> Part:
     """Return the part of a weight that this rank has, as a view. The lowest of the ranks that have it saves it."""
+    if not isinstance(workers, WorkerGroup):
+        return Part.whole(value.detach())
     slicing, tensor = workers.slicings.get(value), workers.tensor
     shape, offsets, local = list(value.shape), [0] * value.ndim, value.detach()
     saved_here = workers.data_rank == 0
@@ -255,7 +257,7 @@ def distinct_state(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
     return list(seen.values())
 
 
-def read_weights(model: nn.Module, saved: SavedState, workers: WorkerGroup) -> None:
+def read_weights(model: nn.Module, saved: SavedState, workers: Workers) -> None:
     """Set the weights to those of a checkpoint, of which this rank reads its parts. Raises ModelError for another model's."""
     parts = {name: part_of(value, workers) for name, value in distinct_state(model)}
     check_shapes(saved, {name: part.shape for name, part in parts.items()})
