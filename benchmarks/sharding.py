@@ -2,8 +2,8 @@
 
 `make sharding`, or python -m benchmarks.sharding. Writes a model with random weights, and runs each group on it in new processes
 of one CPU thread each. Bytes of tensors are counted after updates, those of gradients in the optimizer step. Peaks are of
-anonymous memory, above that of a rank before it loads the model. The largest rank counts. The groups take turns. Writes the
-results below build/ and the table into docs/performance.md.
+resident memory, above that of a rank before it loads the model. They include pages of files. The largest rank counts. The groups
+take turns. Writes the results below build/ and the table into docs/performance.md.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ Reports = list[dict[str, Any]]
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = parser_of("sharding", __doc__)
-    parser.add_argument("--layers", type=positive, default=8)
-    parser.add_argument("--vocabulary", type=positive, default=32_768)
-    parser.add_argument("--updates", type=positive, default=3)
-    add_shared(parser, "build/sharding", rounds=3)
+    parser.add_argument("--layers", type=positive, default=6)
+    parser.add_argument("--vocabulary", type=positive, default=16_384)
+    parser.add_argument("--updates", type=positive, default=2)
+    add_shared(parser, "build/sharding", rounds=1)
     options = parser.parse_args(arguments)
     host = machine.describe()
     shape = ["--layers", str(options.layers), "--vocabulary", str(options.vocabulary), "--dtype", "float32"]

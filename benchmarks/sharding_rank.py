@@ -16,11 +16,13 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+import transformers
 
+from benchmarks import random_models
 from quartet.models.forward.model_capabilities import vocabulary_size
 from quartet.models.hf_logging import suppress_hf_logging
 from quartet.models.torch_threads import set_up_torch
-from quartet.models.training.optimizer import create_optimizer
+from quartet.models.training.optimizer import MasterWeightAdamW, create_optimizer
 from quartet.models.training.updates import update_policy
 from quartet.models.weights.loading import load_causal_lm
 from quartet.models.workers.group import WorkerGroup, join_group
@@ -28,17 +30,17 @@ from quartet.models.workers.sharding import ShardedAdamW, shard_model
 from quartet.models.workers.workers import SINGLE, Workers, local_tensor
 from quartet.types import Experience, OptimizationSettings, PolicyLossSettings, TokenBatch
 
-SEQUENCES, PROMPT_TOKENS, RESPONSE_TOKENS, MICRO_BATCH_TOKENS = 8, 16, 48, 64
+SEQUENCES, PROMPT_TOKENS, RESPONSE_TOKENS, MICRO_BATCH_TOKENS = 4, 16, 48, 64
 """The update: each sequence is a micro-batch, so that activations stay small beside the model."""
 SETTINGS = OptimizationSettings(num_epochs=1, num_mini_batches=1, learning_rate=1e-6, max_grad_norm=1.0, seed=0)
 SAMPLE_SECONDS = 0.002
 
 
 class PeakMemory:
-    """Peak anonymous memory of this process while the context is open. Pages of files, such as checkpoints, do not count."""
+    """Peak resident memory of this process while the context is open."""
 
     def __init__(self) -> None:
-        self.start = self.peak = anonymous_bytes()
+        self.start = self.peak = resident_bytes()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._sample, daemon=True)
 
@@ -52,13 +54,13 @@ class PeakMemory:
 
     def _sample(self) -> None:
         while not self._ended.wait(SAMPLE_SECONDS):
-            self.peak = max(self.peak, anonymous_bytes())
+            self.peak = max(self.peak, resident_bytes())
 
 
-def anonymous_bytes() -> int:
-    """Return the resident memory of this process that belongs to no file."""
+def resident_bytes() -> int:
+    """Return the resident memory of this process, with the pages of files that it reads."""
     lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    return 1024 * (int(lines["RssAnon"].split()[0]) + int(lines["RssShmem"].split()[0]))
+    return 1024 * int(lines["VmRSS"].split()[0])
 
 
 def experience(model: Any) -> Experience:
@@ -89,11 +91,7 @@ def measure(model_path: str, updates: int, offload: bool, workers: Workers) -> d
     with PeakMemory() as memory:
         with suppress_hf_logging():
             model = load_causal_lm(model_path, workers=workers)
-        kind: Any = None
-        if isinstance(workers, WorkerGroup):
-            shard_model(model, workers, offload=offload)
-            kind = partial(ShardedAdamW, workers=workers)
-        optimizer = create_optimizer(model, SETTINGS.learning_rate, offload=offload, **({"kind": kind} if kind else {}))
+        optimizer = sharded(model, offload, workers)
     loading = memory.peak - memory.start
     data, seconds = experience(model), list[float]()
     gradients: list[int] = []
@@ -122,6 +120,26 @@ def measure(model_path: str, updates: int, offload: bool, workers: Workers) -> d
     }
 
 
+def sharded(model: Any, offload: bool, workers: Workers) -> MasterWeightAdamW:
+    """Shard ``model`` over the ``workers`` and return its optimizer."""
+    if not isinstance(workers, WorkerGroup):
+        return create_optimizer(model, SETTINGS.learning_rate, offload=offload)
+    shard_model(model, workers, offload=offload)
+    kind = partial(ShardedAdamW, workers=workers)
+    return create_optimizer(model, SETTINGS.learning_rate, kind=kind, offload=offload)
+
+
+def warm_up(workers: Workers) -> None:
+    """Update a tiny model, so that the memory of libraries does not count."""
+    config = random_models.shape(1, 64)
+    config.update({"hidden_size": 28, "intermediate_size": 16})
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    optimizer = sharded(model, False, workers)
+    update_policy(
+        model, optimizer, experience(model), SETTINGS, PolicyLossSettings(), MICRO_BATCH_TOKENS, workers=workers
+    )
+
+
 def main(arguments: list[str]) -> None:
     model, updates, offload, *numbers = arguments
     rank, size, port, descriptor = map(int, numbers)
@@ -129,6 +147,7 @@ def main(arguments: list[str]) -> None:
     workers: Workers = SINGLE
     if size > 1:
         workers = join_group(rank, size, ("127.0.0.1", port), None if rank else descriptor)
+    warm_up(workers)
     report = measure(model, int(updates), bool(int(offload)), workers)
     if size > 1:
         dist.destroy_process_group()

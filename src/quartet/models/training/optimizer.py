@@ -85,7 +85,11 @@ class MasterWeightAdamW(torch.optim.AdamW):
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         """Take one step from the moved gradients, then update the model's parameters."""
-        loss = self._step_one_by_one() if self._offload else super().step(closure)
+        loss = None
+        if self._offload:
+            self._step_one_by_one()
+        else:
+            loss = super().step(closure)
         for master, parameter in self.parameter_of_master_weight.items():
             parameter.copy_(master)
         return loss

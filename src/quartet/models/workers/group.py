@@ -11,7 +11,6 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
@@ -90,7 +89,8 @@ class WorkerGroup(Workers):
     def gathered_bytes(self) -> int:
         """See ``Workers.gathered_bytes``: the parameters outside the layers, two layers, and float32 gradients of one unit."""
         assert self.root is not None
-        counts = [_count(module) for module in self.root.modules() if isinstance(module, FSDPModule)]  # type: ignore[attr-defined]
+        units = [module for module in self.root.modules() if isinstance(module, FSDPModule)]  # type: ignore[attr-defined]
+        counts = [_count(unit) for unit in units]
         largest, ends = max(counts[1:], default=0), counts[0] - sum(counts[1:])
         sharded = [value for value in self.root.parameters() if isinstance(value, DTensor)]  # type: ignore[attr-defined]
         size = (self.compute_type or sharded[0].dtype).itemsize if sharded else 0
@@ -186,9 +186,10 @@ class WorkerGroup(Workers):
         return kind, bool(succeeded), data.numpy().tobytes()
 
 
-def _count(module: nn.Module) -> int:
+def _count(module: FSDPModule) -> int:
     """Return the number of sharded parameters below ``module``."""
-    return sum(value.numel() for value in module.parameters() if isinstance(value, DTensor))
+    parameters: list[torch.Tensor] = list(module.parameters())  # type: ignore[attr-defined]
+    return sum(value.numel() for value in parameters if isinstance(value, DTensor))
 
 
 def join_group(

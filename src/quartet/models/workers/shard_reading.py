@@ -40,7 +40,7 @@ def read_in_parts(read: Callable[[], _Module], workers: WorkerGroup, in_turn: bo
         del model
         log.warning("the ranks read the complete model in turn: this release of transformers does not read it in parts")
 
-    def read_and_keep_part() -> _Module:
+    def read_and_keep_part() -> _Module | None:
         model = read()
         replace_parameters(model, lambda parameter: _part_of(parameter, workers.mesh))
         return model
@@ -48,9 +48,9 @@ def read_in_parts(read: Callable[[], _Module], workers: WorkerGroup, in_turn: bo
     results = [
         workers.agreed(read_and_keep_part if rank == workers.rank else lambda: None) for rank in range(workers.size)
     ]
-    model = results[workers.rank]
-    assert model is not None
-    return model
+    result = results[workers.rank]
+    assert result is not None
+    return result
 
 
 def replace_parameters(model: nn.Module, replacement: Callable[[nn.Parameter], torch.Tensor | None]) -> None:
@@ -119,8 +119,8 @@ def _parameters_split_before_they_are_read(mesh: DeviceMesh) -> Iterator[list[nn
             split.append(model)
         return load(model, *arguments, **more)
 
-    PreTrainedModel._load_pretrained_model = staticmethod(split_first)
+    PreTrainedModel._load_pretrained_model = staticmethod(split_first)  # type: ignore[method-assign]
     try:
         yield split
     finally:
-        PreTrainedModel._load_pretrained_model = staticmethod(load)
+        PreTrainedModel._load_pretrained_model = staticmethod(load)  # type: ignore[method-assign]

@@ -21,7 +21,7 @@ from quartet.models.weights.saved_state import Part, SavedState, check_shapes
 from quartet.models.workers.group import WorkerGroup
 from quartet.models.workers.shard_reading import local_slices, replace_parameters, with_part
 from quartet.models.workers.tensor_parallel import SlicedParameters, slice_layers
-from quartet.models.workers.workers import Workers
+from quartet.models.workers.workers import Workers, local_tensor
 
 
 class _Root(nn.Module):
@@ -99,7 +99,7 @@ def _take_parts(model: nn.Module, is_half: bool) -> dict[Place, DTensor]:
         return torch.empty(parameter.shape, dtype=kind, device="meta") if parameter in places else None
 
     replace_parameters(model, without_memory)
-    return {place: parameter.detach() for parameter, place in places.items()}
+    return {place: parameter for parameter, place in places.items() if isinstance(parameter, DTensor)}
 
 
 def _give_back(root: nn.Module, read: dict[Place, DTensor]) -> None:
@@ -109,11 +109,11 @@ def _give_back(root: nn.Module, read: dict[Place, DTensor]) -> None:
         (module, name), part = read.popitem()
         parameter = getattr(module, name)
         same = (part.device_mesh, part.placements) == (parameter.device_mesh, parameter.placements)
-        local = part.to_local() if same else part.full_tensor()[local_slices(parameter)]
+        local = local_tensor(part) if same else part.full_tensor().detach()[local_slices(parameter)]
         values[parameter] = with_part(parameter, local.to(parameter.dtype))
     replace_parameters(root, values.get)
     # FSDP takes the new parameters over whenever a module is moved or converted.
-    root._apply(lambda tensor: tensor)
+    root._apply(lambda tensor: tensor)  # type: ignore[no-untyped-call]
 
 
 def complete_weights(model: nn.Module, workers: Workers) -> Iterator[tuple[str, torch.Tensor]]:
