@@ -1,6 +1,7 @@
 """Named points in the code at which a test can hold, kill or fail a process. Off by default, at the cost of one comparison.
 
-``QUARTET_FAILPOINTS`` is a list ``NAME=ACTION[@HIT],...``. When failpoint NAME is reached for the HIT-th time (default 1)
+``QUARTET_FAILPOINTS`` is a list ``NAME[:RANK]=ACTION[@HIT],...``. When rank RANK of a worker group (default 0) reaches failpoint
+NAME for the HIT-th time (default 1)
 
 - ``hold`` creates ``NAME.reached``, which contains the process id, and waits for the file ``NAME.go``;
 - ``kill`` ends the process with SIGKILL;
@@ -59,7 +60,8 @@ FAILPOINTS = {
 """Every failpoint, and the state of the process when it reaches it."""
 
 _SETTING = re.compile(
-    r"(?P<name>[\w.]+)=(?P<action>hold|kill|fail|delay:(?P<seconds>\d+(\.\d+)?))(@(?P<hit>[1-9]\d*))?", re.ASCII
+    r"(?P<name>[\w.]+)(:(?P<rank>\d+))?=(?P<action>hold|kill|fail|delay:(?P<seconds>\d+(\.\d+)?))(@(?P<hit>[1-9]\d*))?",
+    re.ASCII,
 )
 
 
@@ -125,34 +127,37 @@ def failpoint(name: str) -> None:
         _armed.reach(name)
 
 
-def arm(environment: Mapping[str, str]) -> list[str]:
-    """Activate the failpoints of ``environment`` at the start of a process. Return their names.
+def arm(environment: Mapping[str, str], rank: int = 0) -> list[str]:
+    """Activate the failpoints of ``environment`` at the start of a process, which is ``rank`` of its group. Return their names.
 
     Raises ConfigError for an unknown name, a malformed setting, or a missing folder.
     """
     global _armed
     text = environment.get(VARIABLE, "")
     actions: dict[str, _Action] = {}
+    names = set[str]()
     for setting in filter(None, map(str.strip, text.split(","))):
-        name, action = _parse(setting)
-        if name in actions:
+        name, action, of_rank = _parse(setting)
+        if name in names:
             raise ConfigError(f"{VARIABLE}: {name}: given twice; a failpoint fires once")
-        actions[name] = action
+        names.add(name)
+        if of_rank == rank:
+            actions[name] = action
     _armed = _Armed(actions, _folder(environment)) if actions else None
     return list(actions)
 
 
-def _parse(setting: str) -> tuple[str, _Action]:
+def _parse(setting: str) -> tuple[str, _Action, int]:
     match = _SETTING.fullmatch(setting)
     if match is None:
         raise ConfigError(
-            f"{VARIABLE}: {setting!r}: expected NAME=ACTION or NAME=ACTION@HIT with the action hold, kill, fail or "
-            "delay:SECONDS, and HIT from 1 on"
+            f"{VARIABLE}: {setting!r}: expected NAME=ACTION, NAME:RANK=ACTION or NAME=ACTION@HIT with the action hold, kill, "
+            "fail or delay:SECONDS, and HIT from 1 on"
         )
     if match["name"] not in FAILPOINTS:
         raise ConfigError(f"{VARIABLE}: {match['name']}: unknown failpoint; expected one of {', '.join(FAILPOINTS)}")
     kind = match["action"].partition(":")[0]
-    return match["name"], _Action(kind, float(match["seconds"] or 0), int(match["hit"] or 1))
+    return match["name"], _Action(kind, float(match["seconds"] or 0), int(match["hit"] or 1)), int(match["rank"] or 0)
 
 
 def _folder(environment: Mapping[str, str]) -> Path:

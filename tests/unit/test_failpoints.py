@@ -97,6 +97,14 @@ def test_hold_writes_the_process_id_and_continues_when_released(tmp_path: Path) 
     assert passed.wait(10)
 
 
+def test_a_failpoint_of_a_rank_fires_in_that_rank_only(tmp_path: Path) -> None:
+    environment = {VARIABLE: "actor.stepped:1=fail", FOLDER_VARIABLE: str(tmp_path)}
+    assert arm(environment) == arm(environment, 2) == []
+    assert not fires("actor.stepped")
+    assert arm(environment, 1) == ["actor.stepped"]
+    assert fires("actor.stepped")
+
+
 def test_delay_sleeps(tmp_path: Path) -> None:
     armed("critic.scoring=delay:0.2@2", tmp_path)
     failpoint("critic.scoring")
