@@ -136,6 +136,17 @@ def _identity(pid: int) -> str | None:
     return "" if fields[0] in ("Z", "X") else f"{boot}/{namespace}/{pid}/{fields[19]}"
 
 
+def process_state(pid: int) -> str:
+    """Return why the kernel keeps a process from running, such as " (its process is stopped)", or "" if it does not."""
+    try:
+        # The command is in parentheses and may contain any character.
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return ""
+    reasons = {"T": "is stopped", "t": "is stopped by a debugger", "D": "waits for a device"}
+    return f" (its process {reasons[state]})" if state in reasons else ""
+
+
 def die_with(parent: int) -> None:
     """Let the kernel kill this process when its parent process ``parent`` dies. Exit if it has died. Only on Linux."""
     if sys.platform == "linux":

@@ -10,7 +10,8 @@ import threading
 import time
 from collections.abc import Callable
 
-from quartet.launcher.liveness_probe import LivenessProbe, process_state
+from quartet.child_processes import process_state
+from quartet.launcher.liveness_probe import LivenessProbe
 
 
 def wait_for(condition: Callable[[], bool], seconds: float = 10.0) -> None:

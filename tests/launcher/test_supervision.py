@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 import structlog
 
+from quartet.child_processes import process_state
 from quartet.config import RecoveryConfig
 from quartet.errors import ServiceFailed
-from quartet.launcher.liveness_probe import process_state
 from quartet.launcher.supervisor import ProcessSupervisor, RestartCounter, exit_error
 
 

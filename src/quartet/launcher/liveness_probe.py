@@ -1,11 +1,10 @@
-"""Liveness of a child process: whether it responds, and the state of the process if it does not."""
+"""Liveness of a child process: whether it responds."""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 MAX_INTERVAL = 5.0
 """Maximum seconds between two probes."""
@@ -48,14 +47,3 @@ class LivenessProbe:
                 0.0 if responded else self.silent_seconds + min(now - last, self._interval + self._timeout)
             )
             last = now
-
-
-def process_state(pid: int) -> str:
-    """Return why the kernel keeps a process from running, such as " (its process is stopped)", or "" if it does not."""
-    try:
-        # The command is in parentheses and may contain any character.
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
-        return ""
-    reasons = {"T": "is stopped", "t": "is stopped by a debugger", "D": "waits for a device"}
-    return f" (its process {reasons[state]})" if state in reasons else ""

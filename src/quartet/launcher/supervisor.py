@@ -7,10 +7,11 @@ import time
 from pathlib import Path
 from typing import Any, Protocol
 
+from quartet.child_processes import process_state
 from quartet.config import RecoveryConfig
 from quartet.errors import ConfigError, ServiceFailed
 from quartet.fork_server import ForkedProcess
-from quartet.launcher.liveness_probe import LivenessProbe, process_state
+from quartet.launcher.liveness_probe import LivenessProbe
 from quartet.launcher.service_process import ServiceProcess, describe_exit, log_tail
 
 
