@@ -44,10 +44,14 @@ if TYPE_CHECKING:
 log = structlog.get_logger()
 
 END_OF_RUN = "end of the run"
+ANSWER_SECONDS = 1.0
+"""Time to answer the running calls of a process that has failed."""
 CLOSE_SECONDS = 10.0
 """Time to close the roles of a process that has failed, such as one with a stuck engine."""
 CHECK_INTERVAL = 1.0
 """Seconds between two checks for abandoned work."""
+GROUP_CHECK_INTERVAL = 0.1
+"""The same, for a group of processes: a call to a group that has lost one fails again and again."""
 
 
 class ReadyNotifier:
@@ -140,10 +144,11 @@ def _serve(roles: list[Role], options: argparse.Namespace, notifier: ReadyNotifi
     ranks = RankProcess()
     if roles[0] in MODEL_ROLES:
         # Before the process has threads.
-        ranks = start_ranks(roles[0], service.num_ranks, os.environ)
+        ranks = start_ranks(roles[0], service, os.environ)
     if ranks.rank:
         configure_logs(f"{roles[0]}-{ranks.rank}")
         notifier.close()
+        arm(os.environ, ranks.rank)
     status = [0]
     failures: list[str] = []
 
@@ -197,8 +202,12 @@ def _serve(roles: list[Role], options: argparse.Namespace, notifier: ReadyNotifi
         if background is not None:
             background.start()
         try:
-            cause = _wait_for_end(endings, hosted, config.recovery.hang_timeout_seconds, ranks)
+            interval = GROUP_CHECK_INTERVAL if ranks.size > 1 else CHECK_INTERVAL
+            cause = _wait_for_end(endings, hosted, config.recovery.hang_timeout_seconds, interval)
         except ServiceFailed:
+            # Ends the collective in which this process may wait, so that the call is answered with the cause.
+            ranks.kill()
+            server.drain(ANSWER_SECONDS)
             _close_within(hosted, CLOSE_SECONDS)
             raise
         log.info("stopping", cause=cause)
@@ -214,19 +223,17 @@ def _serve(roles: list[Role], options: argparse.Namespace, notifier: ReadyNotifi
 
 
 def _wait_for_end(
-    endings: queue.SimpleQueue[str], hosted: list[Any], hang_timeout: float, ranks: RankProcess | None = None
+    endings: queue.SimpleQueue[str], hosted: list[Any], hang_timeout: float, interval: float = CHECK_INTERVAL
 ) -> str:
     """Wait until the process is to end and return the cause.
 
-    Raises ServiceFailed if only a restart frees the role: its engine has failed, another rank has ended, or work is still running
-    ``hang_timeout`` seconds after its deadline.
+    Raises ServiceFailed if only a restart frees the role: its engine has failed, another rank has ended or hangs, or work is
+    still running ``hang_timeout`` seconds after its deadline.
     """
     while True:
         try:
-            return endings.get(timeout=CHECK_INTERVAL)
+            return endings.get(timeout=interval)
         except queue.Empty:
-            if ranks is not None and (failure := ranks.failure()):
-                raise ServiceFailed(f"{failure}; this process ends, so that the group is restarted") from None
             for role in hosted:
                 if failure := role.failure():
                     raise ServiceFailed(f"{role.role}: {failure}; this process ends, so that it is restarted") from None
@@ -275,7 +282,7 @@ def _models(roles: list[Role], config: Config, threads: int, credentials: Creden
     if _torch_devices(roles, config):
         set_up_gpu()
     service = getattr(config.services, roles[0])
-    workers, commands = join(ranks, service.parallel, device_of(service) if ranks.size > 1 else "cpu")
+    workers, commands = join(ranks, service, device_of(service) if ranks.size > 1 else "cpu", config)
     # Roles of one process share a GPU, so they share a compute thread. OpenMP has a number of threads per calling thread.
     shared = _torch_devices(roles, config) and any(num_memory_sharers(config, role) > 1 for role in roles)
     on_idle = release_gpu_memory if shared else lambda: None
@@ -298,7 +305,7 @@ def _follow(ranks: RankProcess, role: Role, config: Config, threads: int, creden
     if _torch_devices([role], config):
         set_up_gpu()
     service = getattr(config.services, role)
-    workers, commands = join(ranks, service.parallel, device_of(service, ranks.rank))
+    workers, commands = join(ranks, service, device_of(service, ranks.rank), config)
     assert isinstance(commands, GroupCommands)
     servicer = build_model_role(
         role, config, ComputeThread(), threads, credentials.folder, workers, commands, credentials

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import structlog
 
 from quartet import codec
-from quartet.config import ParallelConfig
+from quartet.config import Config, ServiceConfig, is_loopback
 from quartet.errors import QuartetError, ServiceFailed
 from quartet.models.workers.workers import SINGLE, Workers
 from quartet.rpc.commands import CommandHandler, Commands, Result
-from quartet.services.workers.processes import LOOPBACK, RankProcess, loopback_interface
+from quartet.services.workers.processes import RankProcess, interface_towards
+from quartet.services.workers.watchdog import Watchdog
 
 if TYPE_CHECKING:
     from quartet.models.workers.group import WorkerGroup
@@ -21,7 +23,9 @@ if TYPE_CHECKING:
 STOP = 0
 """Number of the command that ends a rank. Those of ``codec.command_to_bytes`` start at 1."""
 GROUP_TIMEOUT_SECONDS = 365 * 86400.0
-"""Time limit of a collective. Ranks wait for a command for as long as there is none."""
+"""Time limit of a collective. Ranks wait for a command for as long as there is none, and the watchdog ends other waits."""
+END_SECONDS = 2.0
+"""Time that a process may take to end after it has closed its connections."""
 
 log = structlog.get_logger()
 
@@ -29,26 +33,46 @@ log = structlog.get_logger()
 class GroupCommands(Commands):
     """The commands of a group. Rank 0 calls ``run``, the others ``follow``."""
 
-    def __init__(self, group: WorkerGroup) -> None:
-        self._group = group
+    def __init__(self, group: WorkerGroup, process: RankProcess, watchdog: Watchdog) -> None:
+        self._group, self._process, self._watchdog = group, process, watchdog
         self._succeeded = True
+        self._failure = ""
+
+    @property
+    def failure(self) -> str:  # type: ignore[override]
+        """Return why only a restart of the group helps: a rank has ended, hangs, or has computed something else. Never waits."""
+        self._failure = self._failure or self._process.failure() or self._watchdog.failure()
+        return self._failure
 
     def run(self, kind: str, request: Any, work: Callable[[], Result]) -> Result:
         """See ``Commands.run``. An error that only some ranks can have makes this process fail."""
         if self.failure:
             raise ServiceFailed(self.failure)
         number, data = codec.command_to_bytes(kind, request)
-        self._group.send(number, self._succeeded, data)
+        self._group.progress.begin(kind)
         try:
+            self._group.send(number, self._succeeded, data)
             result = work()
         except QuartetError:
             self._succeeded = False
             raise
         except BaseException as error:
-            self.failure = f"{kind}: {type(error).__name__} on rank 0 of {self._group.size}: {error}"
+            if cause := self._lost_rank():
+                self._failure = cause
+                raise ServiceFailed(cause) from error
+            self._failure = f"{kind}: {type(error).__name__} on rank 0 of {self._group.size}: {error}"
             raise
+        finally:
+            self._group.progress.end()
         self._succeeded = True
         return result
+
+    def _lost_rank(self) -> str:
+        """Return which rank was lost, and so has ended the collective of this one, or ""."""
+        deadline = time.monotonic() + END_SECONDS
+        while self._process.children and not self.failure and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return self.failure or ("" if self._process.children else self._watchdog.lost())
 
     def stop(self) -> None:
         """End the other ranks. Call it when no command runs."""
@@ -57,6 +81,14 @@ class GroupCommands(Commands):
 
     def follow(self, handlers: Mapping[str, CommandHandler]) -> None:
         """Run the commands of rank 0 until it ends this process. Raises any error but those that all ranks have alike."""
+        try:
+            self._follow(handlers)
+        except BaseException as error:
+            self._group.progress.fail(f"{type(error).__name__}: {error}")
+            self._watchdog.publish()
+            raise
+
+    def _follow(self, handlers: Mapping[str, CommandHandler]) -> None:
         succeeded = True
         while True:
             number, succeeded_on_first, data = self._group.receive()
@@ -68,37 +100,47 @@ class GroupCommands(Commands):
             if number == STOP:
                 return
             kind, request = codec.command_from_bytes(number, data)
+            self._group.progress.begin(kind)
             try:
                 handlers[kind](request)
                 succeeded = True
             except QuartetError as error:
                 succeeded = False
                 log.warning("command refused", command=kind, error=str(error))
+            self._group.progress.end()
 
 
-def join(process: RankProcess, parallel: ParallelConfig, device: str = "cpu") -> tuple[Workers, Commands]:
+def join(process: RankProcess, service: ServiceConfig, device: str, config: Config) -> tuple[Workers, Commands]:
     """Join the group of this process's ranks, and return it with its commands. Waits until all have come. Imports torch.
 
-    ``parallel``: how the ranks divide the model. ``device`` of this rank. Raises ConfigError.
+    ``service`` of the group, and ``device`` of this rank. Raises ConfigError, and ServiceUnavailable if a rank does not come.
     """
     if process.size == 1:
         return SINGLE, Commands()
     from quartet.models.workers.group import join_group
+    from quartet.models.workers.progress import Progress
+    from quartet.models.workers.rendezvous import StoreAddress, rendezvous
 
-    descriptor = None
-    if process.port is not None:
-        # Otherwise gloo listens at the address of the host name, and NCCL at that of any interface.
-        os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = loopback_interface()
-        descriptor = process.listener.detach() if process.listener is not None else None
-    address = None if process.port is None else (LOOPBACK, process.port)
+    listener = process.listener.detach() if process.listener is not None else None
+    address = StoreAddress(process.host, process.port, process.serves_store, listener)
+    # By default, gloo listens at the address of the host name, and NCCL at that of any interface.
+    interface = interface_towards(process.host)
+    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        if interface and (is_loopback(process.host) or variable not in os.environ):
+            os.environ[variable] = interface
+    progress = Progress()
+    store, exchange = rendezvous(address, process.rank, process.size, progress.report, config.timeouts.load_seconds)
+    hang_timeout = config.recovery.hang_timeout_seconds
+    watchdog = Watchdog(exchange, process.rank, process.size, progress.report, hang_timeout)
     group = join_group(
         process.rank,
         process.size,
-        address,
-        descriptor,
-        GROUP_TIMEOUT_SECONDS,
-        device,
-        replicate=parallel.replicate,
-        tensor=parallel.tensor,
+        (address.host, address.port),
+        timeout=GROUP_TIMEOUT_SECONDS,
+        device=device,
+        replicate=service.parallel.replicate,
+        tensor=service.parallel.tensor,
+        store=store,
+        progress=progress,
     )
-    return group, GroupCommands(group)
+    return group, GroupCommands(group, process, watchdog)

@@ -1,6 +1,7 @@
 """The processes of a worker group. The process of the service is rank 0, and starts the others as its children.
 
-With torchrun's environment variables RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, torchrun has started all of them.
+With torchrun's environment variables RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, torchrun has started all of them, on one
+machine or on several.
 """
 
 from __future__ import annotations
@@ -8,14 +9,18 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import struct
 import sys
+import threading
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import setproctitle
 
 from quartet.child_processes import die_with
+from quartet.config import ServiceConfig
 from quartet.errors import ConfigError
 from quartet.types import Role
 
@@ -28,35 +33,59 @@ TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 class RankProcess:
     """This process as one of ``size`` ranks. A service of one process is rank 0 of 1.
 
-    ``port``: loopback port at which the ranks meet; None if torchrun's variables name the address. ``listener``: the socket of
-    that port, in rank 0. ``children``: process ids by rank, in rank 0.
+    ``host`` and ``port``: address of the store in which the ranks meet. ``serves_store``: this process serves it. ``listener``:
+    the socket of that port, in rank 0, if it is open. ``children``: process ids by rank, in a rank 0 that has started the others.
     """
 
     rank: int = 0
     size: int = 1
-    port: int | None = None
+    host: str = LOOPBACK
+    port: int = 0
+    serves_store: bool = False
     listener: socket.socket | None = None
     children: dict[int, int] = field(default_factory=dict)
+    _failure: str = ""
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def failure(self) -> str:
-        """Return how a child has ended, or "" while all of them run. Never waits."""
-        for rank, pid in self.children.items():
-            ended, status = os.waitpid(pid, os.WNOHANG)
+        """Return how a child has ended, or "" while all of them run. Never waits. May be called from any thread."""
+        with self._lock:
+            ended = {}
+            for rank, pid in self.children.items() if not self._failure else ():
+                process, status = os.waitpid(pid, os.WNOHANG)
+                if process:
+                    ended[rank] = os.waitstatus_to_exitcode(status)
             if ended:
-                code = os.waitstatus_to_exitcode(status)
+                # A rank that is killed takes the others with it.
+                rank = min(ended, key=lambda rank: (ended[rank] > 0, rank))
+                code = ended[rank]
                 how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
-                return f"rank {rank} of {self.size} (process {pid}): {how}"
-        return ""
+                self._failure = f"rank {rank} of {self.size} (process {self.children[rank]}): {how}"
+            return self._failure
+
+    def kill(self) -> None:
+        """Kill the children."""
+        self.failure()
+        for pid in self.children.values():
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
 
-def start_ranks(role: Role, size: int, environment: Mapping[str, str]) -> RankProcess:
-    """Return this process's rank in a group of ``size``. Without torchrun, fork the other ranks, in which this returns, too.
+def start_ranks(role: Role, service: ServiceConfig, environment: Mapping[str, str]) -> RankProcess:
+    """Return this process's rank in the group of a service. Without torchrun, fork the other ranks, in which this returns, too.
 
     The children die with this process. Call it before the process has threads. Raises ConfigError if torchrun started another
-    number of processes.
+    number of processes, or is needed and has not started this one.
     """
+    size = service.num_ranks
     if "WORLD_SIZE" in environment and "RANK" in environment:
-        return _started_by_torchrun(role, size, environment)
+        return _started_by_torchrun(role, service, environment)
+    if service.nodes > 1:
+        raise ConfigError(
+            f"services.{role}.nodes {service.nodes}: the processes of several nodes are started by torchrun, and RANK and "
+            f"WORLD_SIZE are not set; on every node, run: torchrun --nnodes {service.nodes} --node-rank NODE --nproc-per-node "
+            f"{size // service.nodes} --master-addr HOST --master-port PORT -m quartet.services {role} --config CONFIG"
+        )
     if size == 1:
         return RankProcess()
     if not hasattr(os, "fork"):
@@ -76,24 +105,55 @@ def start_ranks(role: Role, size: int, environment: Mapping[str, str]) -> RankPr
                 signal.signal(number, signal.SIG_IGN)
             setproctitle.setproctitle(f"{setproctitle.getproctitle()} (rank {rank} of {size})")
             listener.close()
-            return RankProcess(rank, size, port)
+            return RankProcess(rank, size, port=port)
         children[rank] = pid
-    return RankProcess(0, size, port, listener, children)
+    return RankProcess(0, size, LOOPBACK, port, True, listener, children)
 
 
-def _started_by_torchrun(role: Role, size: int, environment: Mapping[str, str]) -> RankProcess:
+def _started_by_torchrun(role: Role, service: ServiceConfig, environment: Mapping[str, str]) -> RankProcess:
     missing = [name for name in TORCHRUN if not environment.get(name)]
     if missing:
         raise ConfigError(f"environment: {', '.join(TORCHRUN)} come together, {missing[0]} is missing; use torchrun")
-    rank, started = environment["RANK"], environment["WORLD_SIZE"]
+    rank, started, port = environment["RANK"], environment["WORLD_SIZE"], environment["MASTER_PORT"]
+    size = service.num_ranks
     if not rank.isdecimal() or started != str(size) or int(rank) >= size:
+        nodes = f" on each of {service.nodes} nodes" if service.nodes > 1 else ""
         raise ConfigError(
-            f"environment: rank {rank} of {started} processes, but the config gives {size} (services.{role}.processes, or one "
-            "per device); start as many processes with torchrun, or unset RANK and WORLD_SIZE"
+            f"environment: rank {rank} of {started} processes, but the config gives {size // service.nodes}{nodes} "
+            f"(services.{role}.processes, or one per device); start as many processes with torchrun, or unset RANK and WORLD_SIZE"
         )
-    return RankProcess(int(rank), size)
+    if not port.isdecimal():
+        raise ConfigError(f"environment: MASTER_PORT {port!r}: expected the number of a port; use torchrun")
+    if "TORCHELASTIC_RUN_ID" in environment:
+        # torchrun itself leaves its processes behind if it is killed.
+        die_with(os.getppid())
+    agent_serves = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    serves_store = rank == "0" and not agent_serves
+    return RankProcess(int(rank), size, environment["MASTER_ADDR"], int(port), serves_store)
 
 
-def loopback_interface() -> str:
-    """Return the name of the loopback network interface."""
-    return "lo0" if sys.platform == "darwin" else "lo"
+def interface_towards(host: str) -> str:
+    """Return the name of the network interface over which this machine reaches ``host``, or "" if that is unknown."""
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            # Connecting a datagram socket selects the route and sends nothing.
+            probe.connect((host, 9))
+            own = probe.getsockname()[0]
+        if own.startswith("127."):
+            return "lo0" if sys.platform == "darwin" else "lo"
+        return next((name for _, name in socket.if_nameindex() if _address_of(name) == own), "")
+    except OSError:
+        return ""
+
+
+def _address_of(interface: str) -> str:
+    """Return the first IPv4 address of a network interface, or "". Only on Linux."""
+    import fcntl  # Not on every system.
+
+    request = struct.pack("256s", interface.encode()[:15])
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        try:
+            answer = fcntl.ioctl(sock.fileno(), 0x8915, request)  # SIOCGIFADDR
+        except OSError:
+            return ""
+    return socket.inet_ntoa(answer[20:24])

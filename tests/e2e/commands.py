@@ -129,11 +129,13 @@ class Command:
                 results[int(entry.name)] = line.decode(errors="replace").rstrip("\0").replace("\0", " ")
         return results
 
-    def child(self, name: str) -> int:
-        """Return the process id of a model service (by its role), of the gateway or of Redis."""
+    def child(self, name: str, rank: int = 0) -> int:
+        """Return the process id of a rank of a model service (by its role), of the gateway or of Redis."""
         module = "quartet.gateway" if name == "gateway" else f"quartet.services {name} "
         for pid, line in self.processes().items():
-            if ("redis.sock" if name == "redis" else module) in line:
+            if ("redis.sock" if name == "redis" else module) in line and (
+                f"(rank {rank} " in line or ("(rank" not in line and not rank)
+            ):
                 return pid
         raise AssertionError(f"no {name} among {self.processes()}")
 

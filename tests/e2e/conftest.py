@@ -137,6 +137,17 @@ def uninterrupted_run(config: Path, few_processes: list[str], tmp_path_factory: 
     return run
 
 
+GROUPS = settings("services.actor.processes=2", "services.critic.processes=2")
+
+
+@pytest.fixture(scope="session")
+def group_run(config: Path, few_processes: list[str], tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """A ``LONGER`` run of two groups without a fault."""
+    run = train(tmp_path_factory.mktemp("groups"), config, *few_processes, *LONGER, *GROUPS)
+    assert (run.result.code, run.result.leftovers) == (0, []), run.result
+    return run
+
+
 def deterministic_metrics(run: Run) -> list[dict[str, float]]:
     """Return the run's metrics without measured times."""
     return [{name: step[name] for name in step if not is_measured(name)} for step in run.metrics]

@@ -12,27 +12,7 @@ import transformers
 
 from quartet.failpoints import FOLDER_VARIABLE, VARIABLE
 from tests.e2e.commands import QUARTET, Command, committed_steps, settings
-from tests.e2e.conftest import LONGER, Call, Run, Start, deterministic_metrics, train, weights
-
-GROUPS = settings("services.actor.processes=2", "services.critic.processes=2")
-
-
-@pytest.fixture(scope="module")
-def group_run(config: Path, few_processes: list[str], tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """A run of two groups without a fault."""
-    run = train(tmp_path_factory.mktemp("groups"), config, *few_processes, *LONGER, *GROUPS)
-    assert (run.result.code, run.result.leftovers) == (0, []), run.result
-    return run
-
-
-def rank_of(command: Command, role: str, rank: int = 1) -> int:
-    """Return the process id of a rank of a role."""
-    [process] = [
-        number
-        for number, line in command.processes().items()
-        if f"quartet.services {role} " in line and ("(rank 1 of 2)" in line) == bool(rank)
-    ]
-    return process
+from tests.e2e.conftest import GROUPS, LONGER, Call, Run, Start, deterministic_metrics, train, weights
 
 
 def test_groups_train_as_one_process_does(group_run: Run, uninterrupted_run: Run) -> None:
@@ -53,10 +33,10 @@ def test_a_group_that_loses_a_rank_is_restarted_and_ends_bit_identically(
 ) -> None:
     command = start("train", config, *few_processes, *LONGER, *GROUPS)
     command.wait_for(lambda: committed_steps(tmp_path / "runs" / "tiny") >= 2)
-    process = rank_of(command, role)
+    process = command.child(role, 1)
     os.kill(process, signal.SIGKILL)
     expected = (
-        rf"{role}: ended with status 1 \(rank 1 of 2 \(process {process}\): killed by SIGKILL; .*\); "
+        rf"{role}: ended with status 1 \({role}: rank 1 of 2 \(process {process}\): killed by SIGKILL; .*\); "
         rf"restarted \(1 of 5 in a row\)\n(.*\n)*{role}: back after [\d.]+ s"
     )
     command.wait_for(lambda: re.search(expected, command.out))
@@ -86,7 +66,7 @@ def test_a_rank_that_is_killed_while_its_group_writes_a_checkpoint_changes_nothi
     command = Command(QUARTET, "train", config, *few_processes, *LONGER, *GROUPS, cwd=tmp_path, environment=environment)
     try:
         command.wait_for((folder / f"{role}.saving.reached").exists)
-        os.kill(rank_of(command, role, rank), signal.SIGKILL)
+        os.kill(command.child(role, rank), signal.SIGKILL)
         (folder / f"{role}.saving.go").touch()
         result = command.wait()
     finally:
@@ -148,7 +128,7 @@ def test_a_group_that_generates_while_it_trains_ends_bit_identically_after_a_los
     assert undisturbed.result.code == 0, undisturbed.result
     command = start("train", config, *few_processes, *LONGER, *GROUPS, *off_policy)
     command.wait_for(lambda: committed_steps(tmp_path / "runs" / "tiny") >= 2)
-    os.kill(rank_of(command, "actor"), signal.SIGKILL)
+    os.kill(command.child("actor", 1), signal.SIGKILL)
     result = command.wait()
     assert (result.code, result.err, result.leftovers) == (0, "", []), result
     run = Run(result, tmp_path / "runs" / "tiny")
@@ -162,7 +142,7 @@ def test_frozen_models_in_groups_score_as_single_processes_do_also_after_a_lost_
     groups = settings("services.reward.processes=2", "services.reference.processes=2", "gateway.enabled=false")
     command = start("train", config, *LONGER, *groups)
     command.wait_for(lambda: committed_steps(tmp_path / "runs" / "tiny") >= 2)
-    os.kill(rank_of(command, "reward"), signal.SIGKILL)
+    os.kill(command.child("reward", 1), signal.SIGKILL)
     command.wait_for(lambda: re.search(r"reward: back after [\d.]+ s", command.out))
     result = command.wait()
     assert (result.code, result.err, result.leftovers) == (0, "", []), result

@@ -12,16 +12,18 @@ import time
 import pytest
 import torch
 
+from quartet.config import ServiceConfig
 from quartet.errors import ConfigError
-from quartet.services.workers.processes import start_ranks
+from quartet.services.workers.processes import interface_towards, start_ranks
 from quartet.types import Role
 from tests.unit.test_child_processes import is_running
 
 PROGRAM = """
 import time
+from quartet.config import ServiceConfig
 from quartet.services.workers.processes import start_ranks
 from quartet.types import Role
-ranks = start_ranks(Role.ACTOR, 3, {})
+ranks = start_ranks(Role.ACTOR, ServiceConfig(processes=3), {})
 if ranks.rank == 0:
     print(*ranks.children.values(), flush=True)
 while not (failure := ranks.failure()):
@@ -31,8 +33,8 @@ print(failure, flush=True)
 
 
 def test_one_process_starts_no_other() -> None:
-    ranks = start_ranks(Role.ACTOR, 1, {})
-    assert (ranks.rank, ranks.size, ranks.children, ranks.port) == (0, 1, {}, None)
+    ranks = start_ranks(Role.ACTOR, ServiceConfig(), {})
+    assert (ranks.rank, ranks.size, ranks.children) == (0, 1, {})
 
 
 def test_rank_0_reports_the_end_of_another_rank_which_dies_with_it() -> None:
@@ -75,13 +77,34 @@ TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "box", "MASTER_PORT":
 
 
 def test_torchrun_names_the_rank() -> None:
-    ranks = start_ranks(Role.CRITIC, 2, TORCHRUN)
-    assert (ranks.rank, ranks.size, ranks.port, ranks.children) == (1, 2, None, {})
+    ranks = start_ranks(Role.CRITIC, ServiceConfig(processes=2), TORCHRUN)
+    assert (ranks.rank, ranks.size, ranks.host, ranks.port, ranks.children) == (1, 2, "box", 29500, {})
+
+
+@pytest.mark.parametrize(
+    ("rank", "agent", "serves"), [("0", None, True), ("0", "False", True), ("0", "True", False), ("1", None, False)]
+)
+def test_rank_0_serves_the_store_if_torchruns_agent_does_not(rank: str, agent: str | None, serves: bool) -> None:
+    environment = {**TORCHRUN, "RANK": rank} | ({} if agent is None else {"TORCHELASTIC_USE_AGENT_STORE": agent})
+    assert start_ranks(Role.CRITIC, ServiceConfig(nodes=2), environment).serves_store is serves
+
+
+def test_several_nodes_need_torchrun() -> None:
+    message = "services.actor.nodes 2: the processes of several nodes are started by torchrun"
+    with pytest.raises(ConfigError, match=message) as raised:
+        start_ranks(Role.ACTOR, ServiceConfig(nodes=2, processes=3), {})
+    assert "torchrun --nnodes 2 --node-rank NODE --nproc-per-node 3" in str(raised.value)
+
+
+def test_ranks_of_one_machine_meet_over_its_loopback_interface() -> None:
+    assert interface_towards("127.0.0.1") == interface_towards("127.0.0.2") == "lo"
+    assert interface_towards("no.such.host.invalid") == ""
 
 
 @pytest.mark.parametrize(
     ("size", "changes", "message"),
     [
+        (2, {"MASTER_PORT": "rdzv"}, "MASTER_PORT 'rdzv': expected the number of a port"),
         (1, {}, "rank 1 of 2 processes, but the config gives 1 (services.critic.processes, or one per device)"),
         (3, {}, "the config gives 3"),
         (2, {"RANK": "2"}, "rank 2 of 2 processes"),
@@ -92,4 +115,4 @@ def test_another_number_of_processes_than_torchrun_started_is_an_error(
     size: int, changes: dict[str, str], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
-        start_ranks(Role.CRITIC, size, {**TORCHRUN, **changes})
+        start_ranks(Role.CRITIC, ServiceConfig(processes=size), {**TORCHRUN, **changes})

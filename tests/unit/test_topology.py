@@ -88,6 +88,7 @@ def test_an_actor_of_several_processes_generates_with_separate_weights() -> None
     assert not generates_in_actor(config())
     assert generates_in_actor(config(actor={"processes": 2}))
     assert generates_in_actor(config(actor={"devices": [0, 1]}))
+    assert generates_in_actor(config(actor={"nodes": 2, "address": "box:1"}))
     assert not generates_in_actor(config(actor={"processes": 2}, generators=["box:1"]))
 
 

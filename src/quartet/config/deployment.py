@@ -133,7 +133,10 @@ class ServiceConfig(Section):
     which hold and train the model together."""
     processes: Annotated[int, Field(ge=1, le=64)] = 1
     """Number of CPU processes, the ranks, that hold a model together. Each has a part of the parameters and of the optimizer, and
-    computes a part of each batch. With torchrun: the number that it starts."""
+    computes a part of each batch. With torchrun: the number that it starts on a machine."""
+    nodes: Annotated[int, Field(ge=1, le=1024)] = 1
+    """Number of machines whose processes hold the model together, each with as many processes or devices. More than 1: torchrun
+    starts them, and `address` is that of rank 0."""
     parallel: ParallelConfig = ParallelConfig()
     """Division of the model over the ranks. Defaults to parts of every parameter."""
     offload: OffloadConfig = OffloadConfig()
@@ -155,8 +158,8 @@ class ServiceConfig(Section):
 
     @property
     def num_ranks(self) -> int:
-        """Number of processes that hold the model together: one per device, or `processes` on CPUs."""
-        return len(self.devices) or self.processes
+        """Number of processes, on all machines, that hold the model together: one per device, or `processes` on CPUs."""
+        return self.nodes * (len(self.devices) or self.processes)
 
 
 class GeneratorServiceConfig(Section):
@@ -227,7 +230,8 @@ class RecoveryConfig(Section):
     """Pause before the first retry, in seconds. It doubles with each further retry, up to 30."""
     hang_timeout_seconds: Positive = 60.0
     """Time without a response, in seconds, after which a process started on this machine is killed and restarted. A model
-    service also exits if a call keeps running for this long after its deadline and its caller is gone."""
+    service also exits if a call keeps running for this long after its deadline and its caller is gone, or if one of its processes
+    makes no progress for this long while the others wait for it."""
     max_scoring_attempts: Count = 3
     """Maximum number of attempts to score a trajectory. After that it is recorded as failed, and a new response to the same
     prompt replaces it."""

@@ -200,10 +200,14 @@ class Server:
         """HOST:PORT of the separate listener for health checks; None without a listener."""
         return self._probes.address if self._probes is not None else None
 
+    def drain(self, seconds: float) -> None:
+        """Refuse new calls, and give running calls ``seconds`` to finish."""
+        self._health.enter_graceful_shutdown()
+        self._server.stop(grace=seconds).wait()
+
     def stop(self, drain: float) -> None:
         """Refuse new calls, give running calls ``drain`` seconds to finish, then close the roles. Call at most once."""
-        self._health.enter_graceful_shutdown()
-        self._server.stop(grace=drain).wait()
+        self.drain(drain)
         if self._probes is not None:
             self._probes.stop()
         for role in self._roles:

@@ -11,12 +11,13 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import TCPStore
+from torch._C._distributed_c10d import Store, TCPStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from quartet.errors import ConfigError, QuartetError, ServiceUnavailable
+from quartet.models.workers.progress import Progress
 from quartet.models.workers.tensor_group import Slicing, TensorGroup
 from quartet.models.workers.workers import Result, Workers
 
@@ -33,8 +34,11 @@ class WorkerGroup(Workers):
     compute slices of the same layers. Each group of ``tensor`` ranks computes one share of the data.
     """
 
-    def __init__(self, device: torch.device, replicate: int = 1, tensor: int = 1) -> None:
-        """``replicate`` x ``tensor`` divides the number of ranks."""
+    def __init__(
+        self, device: torch.device, replicate: int = 1, tensor: int = 1, progress: Progress | None = None
+    ) -> None:
+        """``replicate`` x ``tensor`` divides the number of ranks. ``progress`` gets this rank's marks."""
+        self.progress = progress or Progress()
         self.rank, self.size, self.device = dist.get_rank(), dist.get_world_size(), device
         self.data_rank, self.data_size = self.rank // tensor, self.size // tensor
         sizes = {"replicate": replicate, "shard": self.size // (replicate * tensor), "tensor": tensor}
@@ -67,6 +71,7 @@ class WorkerGroup(Workers):
     def forward(self, compute: Callable[[], Result]) -> Result:
         """Run ``compute`` with the parameters of the sharded model gathered as it needs them. See ``Workers.forward``."""
         assert self.root is not None
+        self.progress.begin_pass()
         if torch.is_grad_enabled():
             return self.root(compute)  # type: ignore[operator, no-any-return]
         # FSDP keeps the buffers of the first pass, and training cannot use buffers from inference mode.
@@ -99,6 +104,7 @@ class WorkerGroup(Workers):
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         """See ``Workers.sum``."""
+        self.progress.mark()
         total = values.detach().to(torch.float64, copy=True)
         if self.tensor is not None and self.tensor.rank:
             # The first rank counts for all that have computed the same. One sum over all ranks has the same bits on all of them.
@@ -108,6 +114,7 @@ class WorkerGroup(Workers):
 
     def smallest(self, value: int) -> int:
         """See ``Workers.smallest``."""
+        self.progress.mark()
         result = torch.tensor(value, dtype=torch.int64)
         dist.all_reduce(result, dist.ReduceOp.MIN)
         return int(result)
@@ -116,6 +123,7 @@ class WorkerGroup(Workers):
         """See ``Workers.complete``."""
         if not isinstance(value, DTensor):
             return value
+        self.progress.mark()
         # Rounded first, so that fewer bytes are sent.
         own: DTensor = value.detach() if self.compute_type is None else value.detach().to(self.compute_type)  # type: ignore[assignment]
         return self.unsliced(value, own.full_tensor())
@@ -126,17 +134,21 @@ class WorkerGroup(Workers):
         if slicing is None:
             return value
         assert self.tensor is not None
+        self.progress.mark()
         return self.tensor.gather(value, slicing)
 
     def agreed(self, compute: Callable[[], Result]) -> Result:
         """See ``Workers.agreed``."""
+        self.progress.mark()
         failed = torch.zeros(self.size, dtype=torch.int64)
         try:
             result = compute()
         except QuartetError:
             failed[self.rank] = 1
+            self.progress.mark()
             dist.all_reduce(failed)
             raise
+        self.progress.mark()
         dist.all_reduce(failed)
         if failed.any():
             ranks = ", ".join(map(str, failed.nonzero().flatten().tolist()))
@@ -145,6 +157,7 @@ class WorkerGroup(Workers):
 
     def exchange(self, text: str) -> list[str]:
         """See ``Workers.exchange``. ``text``: at most MAX_TEXT_BYTES."""
+        self.progress.mark()
         own = torch.zeros(MAX_TEXT_BYTES, dtype=torch.uint8)
         data = text.encode()
         own[: len(data)] = torch.tensor(list(data), dtype=torch.uint8)
@@ -195,18 +208,20 @@ def _count(module: FSDPModule) -> int:
 def join_group(
     rank: int,
     size: int,
-    address: tuple[str, int] | None,
+    address: tuple[str, int],
     descriptor: int | None = None,
     timeout: float = 60.0,
     device: str = "cpu",
     replicate: int = 1,
     tensor: int = 1,
+    store: Store | None = None,
+    progress: Progress | None = None,
 ) -> WorkerGroup:
     """Join the process group of ``size`` ranks, as ``rank``. Waits until all have come. Use once per process.
 
-    ``address``: host and port of the rendezvous; None if torchrun's environment variables name it. ``descriptor``: the
-    listening socket of that port, in rank 0. ``timeout``: seconds after which a collective fails. ``replicate`` and ``tensor``:
-    see ``WorkerGroup``. ``device`` of this rank. Raises ConfigError if this torch has no NCCL.
+    ``address``: host and port of torch's store. ``descriptor``: the listening socket of that port, in rank 0. ``timeout``:
+    seconds after which a collective fails. ``device`` of this rank. ``store``: the store, if it is open. For the others see
+    ``WorkerGroup``. Raises ConfigError if this torch has no NCCL.
     """
     own, backend, bound = torch.device(device), "gloo", None
     if own.type == "cuda":
@@ -217,16 +232,14 @@ def join_group(
         # Before anything may start CUDA on device 0.
         torch.cuda.set_device(own)
         backend, bound = "cpu:gloo,cuda:nccl", own
-    store = None
-    if address is not None:
+    if store is None:
         store = TCPStore(*address, size, is_master=rank == 0, master_listen_fd=descriptor)
     dist.init_process_group(
         backend,
-        init_method=None if store is not None else "env://",
         store=store,
         rank=rank,
         world_size=size,
         timeout=timedelta(seconds=timeout),
         device_id=bound,
     )
-    return WorkerGroup(own, replicate, tensor)
+    return WorkerGroup(own, replicate, tensor, progress)

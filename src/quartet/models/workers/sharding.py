@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from quartet.models.training.optimizer import MasterWeightAdamW
 from quartet.models.value_head import ValueModel
 from quartet.models.weights.saved_state import Part, SavedState, check_shapes
 from quartet.models.workers.group import WorkerGroup
+from quartet.models.workers.progress import Progress
 from quartet.models.workers.shard_reading import local_slices, replace_parameters, with_part
 from quartet.models.workers.tensor_parallel import SlicedParameters, slice_layers
 from quartet.models.workers.workers import Workers, local_tensor
@@ -69,6 +71,7 @@ def shard_model(
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
     _give_back(root, read)
+    _mark_layers(model, workers.progress)
     workers.root, workers.compute_type = root, compute_type if is_half else None  # type: ignore[assignment]
     parameters = dict(model.named_parameters())
     workers.slicings = {parameters[name]: slicing for name, slicing in sliced.slicings.items()}
@@ -77,6 +80,20 @@ def shard_model(
     workers.evaluate(lambda: supports_packing(model))
     if not isinstance(model, ValueModel):
         workers.evaluate(lambda: head_is_separate(model))
+
+
+def _mark_layers(model: Any, progress: Progress) -> None:
+    """Mark the progress of this rank at the forward pass and at the backward pass of every transformer layer."""
+    for number, layer in enumerate(transformer_layers(model), 1):
+        forward, backward = f"forward pass of layer {number}", f"backward pass of layer {number}"
+        layer.register_forward_pre_hook(lambda *_, place=forward: progress.mark(place))
+        layer.register_forward_hook(partial(_mark_backward, progress, backward))
+
+
+def _mark_backward(progress: Progress, place: str, layer: nn.Module, arguments: Any, output: Any) -> None:
+    hidden = output[0] if isinstance(output, tuple) else output
+    if hidden.requires_grad:
+        hidden.register_hook(lambda _: progress.mark(place))
 
 
 Place = tuple[nn.Module, str]
@@ -176,6 +193,7 @@ class ShardedAdamW(MasterWeightAdamW):
         for shard, parameter in self._parameters.items():
             if shard.grad is not None and part_of(parameter, self._workers).saved_here:
                 total += torch.linalg.vector_norm(shard.grad, dtype=torch.float64).square()
+        self._workers.progress.mark()
         dist.all_reduce(total)
         norm = total.sqrt().float()
         torch.nn.utils.clip_grads_with_norm_(self.stepped_parameters(), max_norm, norm)

@@ -1,0 +1,172 @@
+"""Watchdog of a worker group: finds the rank that hangs, or that is lost. See docs/adr/0039-hung-ranks-and-nodes.md."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import structlog
+
+from quartet.child_processes import process_state
+from quartet.models.workers.progress import RankReport
+
+BEAT_SECONDS = 0.5
+"""Seconds between two reports of a rank."""
+LOST_SECONDS = 2.0
+"""Seconds without a report after which a rank counts as lost, once a connection to a rank has been closed."""
+
+log = structlog.get_logger()
+
+
+class Exchange(Protocol):
+    """The exchange of reports between ranks."""
+
+    def exchange(self, report: RankReport, ranks: Sequence[int]) -> list[tuple[int, RankReport]]:
+        """Publish this rank's report. Return the number and the report of each of ``ranks``. May wait."""
+
+
+class Silence:
+    """Time for which a value has not changed. A pause between two polls counts for at most ``MAX_PAUSE``.
+
+    After a longer one this process itself was suspended, and the silence says nothing about the others.
+    """
+
+    MAX_PAUSE = 5.0
+
+    def __init__(self) -> None:
+        self._value: object = None
+        self._polled = 0.0
+        self.seconds = 0.0
+
+    def poll(self, value: object, now: float) -> float:
+        """Return the seconds since ``value`` changed."""
+        paused, self._polled = now - self._polled, now
+        changed, self._value = value != self._value, value
+        self.seconds = 0.0 if changed else self.seconds + min(paused, self.MAX_PAUSE)
+        return self.seconds
+
+
+class HangDetector:
+    """Detector of a rank that hangs, from the reports of all ranks over time."""
+
+    def __init__(self, size: int, hang_timeout: float) -> None:
+        self._size, self._timeout = size, hang_timeout
+        self._beats = [Silence() for _ in range(size)]
+        self._marks = [Silence() for _ in range(size)]
+        self._reports: list[RankReport] = []
+
+    def poll(self, reports: Sequence[tuple[int, RankReport]], now: float) -> str:
+        """Return which rank hangs, or "". ``reports``: number and report of every rank, in order."""
+        self._reports = [report for _, report in reports]
+        for rank, (beat, report) in enumerate(reports):
+            self._beats[rank].poll(beat, now)
+            self._marks[rank].poll((report.commands, report.marks, report.command), now)
+        stopped = [rank for rank in range(self._size) if self._beats[rank].seconds > self._timeout]
+        return self._describe(stopped or self._behind())
+
+    def lost(self) -> list[str]:
+        """Return the other ranks that no longer report. Those that have ended with an error count only if it is no other."""
+        lost = [rank for rank in range(1, len(self._reports)) if self._beats[rank].seconds > LOST_SECONDS]
+        lost = [rank for rank in lost if not self._reports[rank].error] or lost
+        return [f"{self._name(rank)}: {self._reports[rank].error or 'no sign of life'}" for rank in lost]
+
+    def _behind(self) -> list[int]:
+        """Return the ranks for which the others wait, for longer than the limit."""
+        reports, ranks = self._reports, range(self._size)
+        if not reports[0].command:
+            return []
+        silent = [rank for rank in ranks if self._marks[rank].seconds > self._timeout]
+        waiting = [rank for rank in silent if reports[rank].collective]
+        computing = [rank for rank in silent if not reports[rank].collective and reports[rank].command]
+        if waiting and computing:
+            return computing
+        places = [(reports[rank].commands, reports[rank].marks) for rank in ranks]
+        if len(silent) < self._size or (not waiting and min(places) == max(places)):
+            return []
+        return [rank for rank in ranks if places[rank] == min(places)]
+
+    def _describe(self, hung: list[int]) -> str:
+        if not hung:
+            return ""
+        states = []
+        for rank in hung:
+            report = self._reports[rank]
+            place = ", ".join(filter(None, (report.command or "no command", report.place)))
+            within = f", in {report.collective}" if report.collective else ""
+            stopped = process_state(report.process) if report.host == socket.gethostname() else ""
+            states.append(f"{self._name(rank)}: no progress for {self._timeout:g} s in {place}{within}{stopped}")
+        others = sorted({self._reports[rank].collective for rank in range(self._size) if rank not in hung} - {""})
+        waits = f", while the others wait in {' and '.join(others)}" if others else ""
+        return "; ".join(states) + waits
+
+    def _name(self, rank: int) -> str:
+        report = self._reports[rank]
+        host = "" if report.host == socket.gethostname() else f" on {report.host}"
+        return f"rank {rank} of {self._size} (process {report.process}{host})"
+
+
+class Watchdog:
+    """Exchange of reports by a thread. Rank 0 watches all ranks, the others watch rank 0."""
+
+    def __init__(
+        self, exchange: Exchange, rank: int, size: int, report: Callable[[], RankReport], hang_timeout: float
+    ) -> None:
+        """Start. ``report`` returns this rank's report."""
+        self._exchange, self._rank, self._size, self._report = exchange, rank, size, report
+        self._timeout = hang_timeout
+        self._detector = HangDetector(size, hang_timeout)
+        self._exchanged = 0
+        self._beat = -1
+        self._stopped = False
+        self._failure = ""
+        threading.Thread(target=self._exchange_until_stopped, name="rank reports", daemon=True).start()
+        if rank:
+            threading.Thread(target=self._end_without_rank_0, name="watchdog of rank 0", daemon=True).start()
+
+    def failure(self) -> str:
+        """Return which rank hangs, in rank 0, or "". Never waits."""
+        return self._failure
+
+    def lost(self) -> str:
+        """Wait a moment, and return which rank is lost, in rank 0, or ""."""
+        time.sleep(LOST_SECONDS + 3 * BEAT_SECONDS)
+        return "; ".join(self._detector.lost())
+
+    def publish(self) -> None:
+        """Wait until this rank's newest report is published, for at most a few seconds."""
+        exchanged, deadline = self._exchanged, time.monotonic() + LOST_SECONDS
+        while self._exchanged < exchanged + 2 and time.monotonic() < deadline:
+            time.sleep(BEAT_SECONDS / 10)
+
+    def stop(self) -> None:
+        """Stop watching."""
+        self._stopped = True
+
+    def _exchange_until_stopped(self) -> None:
+        ranks = [0] if self._rank else list(range(self._size))
+        while not self._stopped:
+            try:
+                reports = self._exchange.exchange(self._report(), ranks)
+            except RuntimeError:
+                # A store that does not respond leaves rank 0 silent. Rank 0 itself is told by its connections to the others.
+                time.sleep(BEAT_SECONDS)
+                continue
+            self._exchanged += 1
+            self._beat = reports[0][0]
+            if not self._rank:
+                self._failure = self._failure or self._detector.poll(reports, time.monotonic())
+            time.sleep(BEAT_SECONDS)
+
+    def _end_without_rank_0(self) -> None:
+        """End this process if rank 0, or the store, is silent for longer than the limit."""
+        silence = Silence()
+        while not self._stopped:
+            if silence.poll(self._beat, time.monotonic()) > self._timeout:
+                error = f"rank 0 of {self._size}: no sign of life for {self._timeout:g} s"
+                log.error("process failed", error=error)
+                os._exit(1)
+            time.sleep(BEAT_SECONDS)
