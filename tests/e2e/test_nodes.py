@@ -1,0 +1,88 @@
+"""A worker group on two nodes, started by torchrun. Both nodes are on this machine, at separate addresses."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.commands import QUARTET, Command, committed_steps, settings, wait_until
+from tests.e2e.conftest import GROUPS, LONGER, Run, Service, Start, deterministic_metrics, weights
+from tests.e2e.test_separate_processes import free_ports
+
+Node = Callable[[int], Command]
+
+
+class Nodes:
+    """Two nodes with one rank of the actor each."""
+
+    def __init__(self, config: Path, redis: str, folder: Path) -> None:
+        self._config, self._folder = config, folder
+        service, self._store = free_ports(2)
+        self.options = settings(
+            f"buffer.url={redis}", f"services.actor.address=127.0.0.1:{service}", "services.actor.nodes=2"
+        )
+        self._agents: list[Command] = []
+
+    def start(self, number: int) -> Command:
+        """Start torchrun on a node."""
+        torchrun = (
+            f"--nnodes 2 --node-rank {number} --nproc-per-node 1 --master-addr 127.0.0.1 --master-port {self._store}"
+        )
+        agent = Command(
+            QUARTET.with_name("torchrun"),
+            *torchrun.split(),
+            *f"--local-addr 127.0.0.{number + 1} --max-restarts 9 --monitor-interval 0.1".split(),
+            *("-m", "quartet.services", "actor", "--config", self._config, *self.options, *LONGER),
+            cwd=self._folder,
+        )
+        self._agents.append(agent)
+        return agent
+
+    def close(self) -> None:
+        for agent in self._agents:
+            agent.clean_up()
+
+
+@pytest.fixture
+def nodes(config: Path, frozen: Service, tmp_path: Path) -> Iterator[Nodes]:
+    both = Nodes(config, frozen.redis, tmp_path)
+    yield both
+    both.close()
+
+
+def lose(node: Command) -> None:
+    """Kill everything on a node at once."""
+    os.killpg(node.process.pid, signal.SIGKILL)
+    node.process.wait()
+    assert wait_until(lambda: not node.processes(), 10), node.processes()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lost", [1, 0])
+def test_a_run_continues_after_the_loss_of_a_node_and_ends_bit_identically(
+    start: Start, config: Path, nodes: Nodes, frozen: Service, group_run: Run, tmp_path: Path, lost: int
+) -> None:
+    agents = [nodes.start(0), nodes.start(1)]
+    run = tmp_path / "runs" / "tiny"
+    options = [*frozen.serving("reward", "reference"), *settings("gateway.enabled=false"), *LONGER, *GROUPS[2:]]
+    command = start("train", config, *options, *nodes.options)
+    command.wait_for(lambda: committed_steps(run) >= 2)
+    lose(agents[lost])
+    other = agents[1 - lost]
+    pattern = r"rank 1 of 2 \(process \d+\): no sign of life" if lost else r"Connection closed by peer|Connection reset"
+    other.wait_for(lambda: re.search(pattern, other.err), 20)
+    if not lost:
+        # The store of node 0 is lost, too, so torchrun ends on every node. A supervisor starts it again.
+        assert other.process.wait(60), other.err
+        nodes.start(1)
+    nodes.start(lost)
+    result = command.wait(150)
+    assert (result.code, result.err, result.leftovers) == (0, "", [])
+    assert "note: recovering: actor at" in result.out
+    assert deterministic_metrics(Run(result, run)) == deterministic_metrics(group_run)
+    assert weights(run) == weights(group_run.directory)
