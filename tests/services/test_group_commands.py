@@ -1,0 +1,105 @@
+"""Commands of a worker group on rank 0: which error a call gets if another rank is lost."""
+
+from __future__ import annotations
+
+import threading
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from quartet.errors import InvalidRequest, ServiceFailed
+from quartet.models.workers.progress import Progress
+from quartet.services.workers import commands
+from quartet.services.workers.commands import GroupCommands
+from quartet.v1 import update_pb2
+
+REQUEST = update_pb2.UpdateRequest()
+
+
+class Group:
+    """A group whose commands are recorded."""
+
+    size = 2
+
+    def __init__(self) -> None:
+        self.progress = Progress()
+        self.sent: list[int] = []
+
+    def send(self, kind: int, succeeded: bool, data: bytes) -> None:
+        self.sent.append(kind)
+
+
+def group_commands(ended: str = "", lost: str = "", hung: str = "", children: bool = True) -> tuple[Any, Group]:
+    """Return commands whose child has ``ended``, after a call has failed; ``lost`` and ``hung``: reports of the watchdog."""
+    group = Group()
+    process = SimpleNamespace(children={1: 77} if children else {}, failure=lambda: ended if len(group.sent) else "")
+    watchdog = SimpleNamespace(failure=lambda: hung if len(group.sent) else "", lost=lambda: lost)
+    return GroupCommands(group, process, watchdog), group  # type: ignore[arg-type]
+
+
+def fail() -> None:
+    raise RuntimeError("Connection closed by peer")
+
+
+@pytest.mark.parametrize(
+    ("causes", "expected"),
+    [
+        ({"ended": "rank 1 of 2 (process 77): killed by SIGKILL"}, "rank 1 of 2 (process 77): killed by SIGKILL"),
+        ({"hung": "rank 1 of 2: no progress"}, "rank 1 of 2: no progress"),
+        ({"lost": "rank 1 of 2: no sign of life", "children": False}, "rank 1 of 2: no sign of life"),
+    ],
+)
+def test_a_call_that_loses_a_rank_names_it(causes: dict[str, Any], expected: str) -> None:
+    group, sent = group_commands(**causes)
+    with pytest.raises(ServiceFailed, match="^" + expected.replace("(", r"\(").replace(")", r"\)") + "$"):
+        group.run("update", REQUEST, fail)
+    assert group.failure == expected
+    with pytest.raises(ServiceFailed, match="rank 1 of 2"):
+        group.run("update", REQUEST, lambda: None)
+    group.stop()
+    assert len(sent.sent) == 1
+
+
+def test_another_error_of_rank_0_is_raised_and_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(commands, "END_SECONDS", 0.05)
+    group, _ = group_commands()
+    with pytest.raises(RuntimeError, match="Connection closed"):
+        group.run("update", REQUEST, fail)
+    assert group.failure == "update: RuntimeError on rank 0 of 2: Connection closed by peer"
+
+
+def test_an_error_that_all_ranks_have_leaves_the_group_alive() -> None:
+    group, sent = group_commands()
+
+    def refuse() -> None:
+        raise InvalidRequest("wrong")
+
+    with pytest.raises(InvalidRequest):
+        group.run("update", REQUEST, refuse)
+    assert group.failure == ""
+    assert sent.progress.report().command == ""
+
+
+def test_the_collective_of_a_rank_is_read_from_its_stack() -> None:
+    progress, held = Progress(), threading.Lock()
+    held.acquire()
+
+    def all_gather() -> None:
+        held.acquire()
+
+    def compute() -> None:
+        progress.begin("update")
+        all_gather()
+
+    all_gather.__code__ = all_gather.__code__.replace(co_filename="/lib/torch/distributed/distributed_c10d.py")
+
+    thread = threading.Thread(target=compute)
+    thread.start()
+    deadline = time.monotonic() + 10
+    while progress.report().collective != "all_gather":
+        assert time.monotonic() < deadline
+    held.release()
+    thread.join()
+    assert progress.report().collective == ""
