@@ -301,8 +301,8 @@ class Config(Section):
             if service.nodes > 1 and service.address is None:
                 raise ValueError(
                     f"services.{name}.nodes {service.nodes}: services.{name}.address is null, and processes of several machines "
-                    f"are not started by this command; start them with torchrun on every machine, and set services.{name}.address to "
-                    "HOST:PORT of rank 0"
+                    f"are not started by this command; start them with torchrun on every machine, and set "
+                    f"services.{name}.address to HOST:PORT of rank 0"
                 )
             if name == "reward" and self.reward.has_functions:
                 raise ValueError(
