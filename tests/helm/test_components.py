@@ -72,7 +72,7 @@ def test_the_pods_run_the_roles_of_the_config(name: str, tmp_path: Path) -> None
     # Engines other than torch need generators, which the overlay names.
     config = load_config(path, ["rollout.generators=1"])
     result = sorted(role for container in containers(RUNS[name]).values() for role in roles_of(container))
-    generators = ["generator"] if name == "vllm-generators" else []
+    generators = ["generator"] if name in ("vllm-generators", "leader-worker-set") else []
     assert result == sorted([*(role.value for role in model_roles(config)), *generators, "orchestrator"])
 
 
@@ -260,23 +260,6 @@ def test_keda_requires_the_address_of_prometheus() -> None:
     values = changed("node-8-gpus", components__reward__autoscaling__keda__serverAddress="")
     with pytest.raises(helm_python.HelmError, match=r"components\.reward\.autoscaling\.keda\.serverAddress: needed"):
         manifests(values)
-
-
-def test_the_nodes_of_one_actor_connect_to_their_leader() -> None:
-    result = manifests(example("two-node-actor"))
-    (group,) = of_kind(result, "LeaderWorkerSet").values()
-    template = group["spec"]["leaderWorkerTemplate"]
-    leader, worker = (template[part]["spec"]["containers"][0] for part in ("leaderTemplate", "workerTemplate"))
-    assert template["size"] == 2
-    assert leader["command"] == worker["command"]
-    assert "--nnodes=2" in leader["command"]
-    assert "--master-addr=$(LWS_LEADER_ADDRESS)" in leader["command"]
-    # Only the leader serves calls.
-    assert "readinessProbe" in leader
-    assert "readinessProbe" not in worker
-    service = of_kind(result, "Service")["quartet-actor"]["spec"]
-    assert service["selector"]["leaderworkerset.sigs.k8s.io/worker-index"] == "0"
-    assert group["metadata"]["name"] not in of_kind(result, "Service")
 
 
 def test_defaults_apply_to_all_components_and_a_node_selector_replaces_them() -> None:

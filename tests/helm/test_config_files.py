@@ -81,8 +81,8 @@ def test_every_address_is_a_kubernetes_service_that_selects_pods() -> None:
             host, _, port = address.partition(":")
             service = services[host]["spec"]
             assert int(port) in [item["port"] for item in service["ports"]]
-            # The controller of the LeaderWorkerSet adds its label to the pods.
-            selector = {key: value for key, value in service["selector"].items() if "leaderworkerset" not in key}
+            # The controllers of LeaderWorkerSets and StatefulSets add the index to the labels of the pods.
+            selector = {key: value for key, value in service["selector"].items() if not key.endswith("-index")}
             assert any(selector.items() <= item.items() for item in labels)
 
 
@@ -94,3 +94,5 @@ def test_gpus_set_limits_and_devices() -> None:
     assert services["actor"]["devices"] == list(range(8))
     assert services["reward"]["devices"] == []
     assert "nvidia.com/gpu" not in result["reward"]["resources"]["limits"]
+    assert services["actor"]["nodes"] == 2
+    assert "nodes" not in services["reference"]

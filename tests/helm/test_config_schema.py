@@ -99,6 +99,17 @@ ALLOWED = {"config__gateway__max_requests_per_second"}
 ALLOWED |= {
     f"config__services__{role}__num_threads" for role in ("actor", "critic", "reward", "reference", "generator")
 }
+GROUP_KEYS = (
+    "processes",
+    "parallel__replicate",
+    "parallel__shard",
+    "parallel__tensor",
+    "offload__parameters",
+    "offload__optimizer",
+)
+ALLOWED |= {
+    f"config__services__{role}__{key}" for role in ("actor", "critic", "reward", "reference") for key in GROUP_KEYS
+}
 CHART_KEYS = keys_of({section: FULL_CONFIG[section] for section in SECTIONS}) - ALLOWED
 CHART_KEYS |= {"config__run__directory", "config__timeouts__drain_seconds"}
 # Valid values by the last part of the key. Other keys have a path as their value.
@@ -109,7 +120,7 @@ VALUES: dict[str, Any] = {
     "address": "h:1",
     "devices": [0],
     "generators": ["h:1"],
-    "processes": 2,
+    "nodes": 2,
 }
 VALUES |= {"enabled": True, "start_runs": False, "allow_plaintext": False, "allowed_hosts": ["h"], "drain_seconds": 10}
 # With these values, the chart sets the fewest keys.

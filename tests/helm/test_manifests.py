@@ -91,7 +91,7 @@ def test_every_manifest_is_valid_for_kubernetes(name: str, version: str) -> None
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_pod_templates_of_a_leader_worker_set_are_valid(version: str) -> None:
-    sets = of_kind(manifests(example("two-node-actor")), "LeaderWorkerSet")
+    sets = of_kind(manifests(example("leader-worker-set")), "LeaderWorkerSet")
     template = sets["quartet-actor-nodes"]["spec"]["leaderWorkerTemplate"]
     for part in ("leaderTemplate", "workerTemplate"):
         pod = {"apiVersion": "v1", "kind": "Pod", **template[part]}

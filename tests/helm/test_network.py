@@ -49,7 +49,7 @@ def expected_edges(values: Values, components: dict[str, str]) -> set[Edge]:
     if values.get("ingress", {}).get("enabled"):
         edges.add(("ingress", "gateway", GATEWAY))
     for name, component in values.get("components", {}).items():
-        if component.get("multiNode", {}).get("enabled"):
+        if component.get("nodes", 1) > 1:
             edges.add((name, name, ANY))
     return edges
 
@@ -164,6 +164,15 @@ def test_every_permitted_port_is_a_port_of_its_container(name: str) -> None:
     for _, component, port in cluster.edges("ingress"):
         container_ports = {item["containerPort"] for item in cluster.pods[component]["spec"]["containers"][0]["ports"]}
         assert port in container_ports | {ANY}
+
+
+def test_only_pods_of_one_group_reach_the_rendezvous_and_each_other() -> None:
+    cluster = Cluster(manifests(example("leader-worker-set")), example("leader-worker-set"))
+    for direction in ("ingress", "egress"):
+        assert {edge for edge in cluster.edges(direction) if edge[2] == ANY} == {
+            ("actor", "actor", ANY),
+            ("critic", "critic", ANY),
+        }
 
 
 def test_generators_pull_weights_from_the_actor_and_from_each_other() -> None:

@@ -120,7 +120,7 @@ def test_secrets_are_files_that_only_the_pod_user_reads(name: str) -> None:
             assert source is None or source["defaultMode"] == 0o440, pod
         for container in template["spec"]["containers"]:
             for variable in container.get("env", []):
-                assert variable["name"] in ("HOME", "NCCL_DEBUG"), pod
+                assert variable["name"] in ("HOME", "NCCL_DEBUG", "NODE_RANK"), pod
 
 
 def test_the_service_account_has_no_permissions() -> None:

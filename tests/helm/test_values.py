@@ -34,11 +34,14 @@ TYPOS = {
     "networkPolicy__prometheus__namespaces": ("/networkPolicy/prometheus", "namespaces"),
     "monitoring__serviceMonitor__intervall": ("/monitoring/serviceMonitor", "intervall"),
     "gateway__tokens__secret": ("/gateway/tokens", "secret"),
+    "workerGroups__leaderWorkerSets": ("/workerGroups", "leaderWorkerSets"),
     "config__algoritm": ("/config", "algoritm"),
 }
 INVALID = {
     "components__actor__replicas": (2, "/components/actor/replicas"),
     "components__actor__gpus": ("all", "/components/actor/gpus"),
+    "components__actor__nodes": (0, "/components/actor/nodes"),
+    "workerGroups__port": (80, "/workerGroups/port"),
     "components__critic__roles": (["critic", "judge"], "/components/critic/roles/1"),
     "components__reward__autoscaling__kind": ("vpa", "/components/reward/autoscaling/kind"),
     "components__actor__tolerations": ([{"key": "a", "operater": "Exists"}], "/components/actor/tolerations/0"),
@@ -107,7 +110,7 @@ def test_the_readme_documents_every_value() -> None:
         )
         for key in () if documented_elsewhere else node.get("properties", {}):
             assert key in words, f"{path}: {key}"
-    for key in [*SCHEMA["definitions"]["multiNode"]["properties"], *SCHEMA["definitions"]["claim"]["properties"]]:
+    for key in SCHEMA["definitions"]["claim"]["properties"]:
         assert key in words
 
 
@@ -136,6 +139,30 @@ def test_a_pod_with_the_critic_cannot_be_autoscaled() -> None:
     values = changed("cpu-kind", components__critic__enabled=False)
     values["components"]["reward"] = {"roles": ["reward", "critic"], "autoscaling": {"kind": "hpa"}}
     assert "components.reward.autoscaling" in refusal(values)
+
+
+@pytest.mark.parametrize(
+    ("component", "text"),
+    [
+        (
+            {"roles": ["critic", "reward"], "gpus": 2},
+            "components.critic.roles: critic, reward, with 2 ranks; expected one role",
+        ),
+        (
+            {"roles": ["critic", "reward"], "nodes": 3},
+            "components.critic.roles: critic, reward, with 3 ranks; expected one role",
+        ),
+    ],
+)
+def test_a_role_of_several_ranks_needs_a_separate_pod(component: Values, text: str) -> None:
+    assert text in refusal(changed("cpu-kind", components__critic=component))
+
+
+def test_a_role_of_several_nodes_has_one_replica() -> None:
+    message = refusal(changed("two-node-actor", components__reference={"nodes": 2, "replicas": 2}))
+    assert "components.reference.replicas: 2, and nodes: 2; expected one of them to be 1" in message
+    message = refusal(changed("node-8-gpus", components__reward__nodes=2))
+    assert "components.reward.autoscaling: a role of several nodes cannot be scaled" in message
 
 
 @pytest.mark.parametrize("kind", ["hpa", "keda"])

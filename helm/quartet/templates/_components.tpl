@@ -65,14 +65,24 @@ All other templates loop over this map.
 {{- $trained := or (has "actor" $roles) (has "critic" $roles) -}}
 {{- $scoring := and (not $trained) (or (has "reward" $roles) (has "reference" $roles)) -}}
 {{- $generating := has "generator" $roles -}}
-{{- $nodes := 1 -}}
-{{- if dig "multiNode" "enabled" false $component }}{{ $nodes = int $component.multiNode.nodes }}{{ end -}}
+{{- $nodes := int (default 1 $component.nodes) -}}
+{{- $ranks := max 1 (int $component.gpus) (int (default 1 (default dict (get (default dict $root.Values.config.services) (first $roles))).processes)) -}}
+{{- $grouped := and (or $trained $scoring) (gt (mul $nodes $ranks) 1) -}}
+{{- if and $grouped (gt (len $roles) 1) -}}
+{{- fail (printf "components.%s.roles: %s, with %d ranks; expected one role, because a role of several ranks needs a separate pod; move the other roles to other components, or set nodes and gpus to 1" $name (join ", " $roles) (mul $nodes $ranks)) -}}
+{{- end -}}
+{{- if and (gt (int $component.replicas) 1) (gt $nodes 1) -}}
+{{- fail (printf "components.%s.replicas: %d, and nodes: %d; expected one of them to be 1; lower it" $name (int $component.replicas) $nodes) -}}
+{{- end -}}
 {{- if and (gt (int $component.replicas) 1) (not $scoring) (not $generating) (ne $name "gateway") -}}
 {{- fail (printf "components.%s.replicas: %d; expected 1: only reward, reference, generator and gateway may have several replicas, without actor and critic in the same pod" $name (int $component.replicas)) -}}
 {{- end -}}
 {{- $scaling := dig "autoscaling" "kind" "none" $component -}}
 {{- if and (ne $scaling "none") (not $scoring) -}}
 {{- fail (printf "components.%s.autoscaling: a pod with actor or critic cannot be scaled; set kind none" $name) -}}
+{{- end -}}
+{{- if and (ne $scaling "none") (gt $nodes 1) -}}
+{{- fail (printf "components.%s.autoscaling: a role of several nodes cannot be scaled; set kind none, or nodes 1" $name) -}}
 {{- end -}}
 {{- if ne $scaling "none" -}}
 {{- $min := int $component.autoscaling.minReplicas -}}{{- $max := int $component.autoscaling.maxReplicas -}}
@@ -82,10 +92,12 @@ All other templates loop over this map.
 {{- end -}}
 {{- end -}}
 {{- $workload := "Deployment" -}}
-{{- if eq $name "orchestrator" }}{{ $workload = "Job" }}{{ else if gt $nodes 1 }}{{ $workload = "LeaderWorkerSet" }}{{ end -}}
+{{- if eq $name "orchestrator" }}{{ $workload = "Job" }}{{ else if gt $nodes 1 }}{{ $workload = $root.Values.workerGroups.leaderWorkerSet | ternary "LeaderWorkerSet" "StatefulSet" }}{{ end -}}
 {{- $times := default dict $root.Values.config.timeouts -}}
 {{- $longest := 10 -}}
-{{- if has "actor" $roles }}{{ $longest = max (dig "generate_seconds" 1800 $times) (dig "update_seconds" 1800 $times) -}}
+{{- /* torchrun kills its ranks 30 seconds after SIGTERM. */ -}}
+{{- if gt $nodes 1 }}{{ $longest = 20 -}}
+{{- else if has "actor" $roles }}{{ $longest = max (dig "generate_seconds" 1800 $times) (dig "update_seconds" 1800 $times) -}}
 {{- else if $trained }}{{ $longest = max (dig "update_seconds" 1800 $times) (dig "score_seconds" 600 $times) -}}
 {{- else if $scoring }}{{ $longest = dig "score_seconds" 600 $times }}{{ end -}}
 {{- $drain := kindIs "invalid" $component.drainSeconds | ternary $longest $component.drainSeconds -}}
@@ -101,9 +113,11 @@ All other templates loop over this map.
   "trained" $trained
   "scoring" $scoring
   "generating" $generating
-  "replicated" (or $scoring $generating)
+  "replicated" (and (or $scoring $generating) (eq $nodes 1))
   "model" (or $trained $scoring $generating)
   "nodes" $nodes
+  "ranks" $ranks
+  "sharedMemory" (default ($grouped | ternary $root.Values.workerGroups.sharedMemory "") $component.sharedMemory)
   "workload" $workload
   "drainSeconds" (int $drain)
   "terminationGracePeriodSeconds" (int $grace)

@@ -15,6 +15,7 @@
 {{- /* The name resolves to every generator. */ -}}
 {{- if $component.generating }}{{ $_ := set $services "generators" (list $address) }}{{ else }}{{ $_ := set $service "address" $address }}{{ end -}}
 {{- if $component.model }}{{ $_ := set $service "devices" (until (int $component.gpus)) }}{{ end -}}
+{{- if gt (int $component.nodes) 1 }}{{ $_ := set $service "nodes" (int $component.nodes) }}{{ end -}}
 {{- $_ := set $services $role $service -}}
 {{- end -}}
 {{- end -}}
@@ -49,7 +50,7 @@
 {{- $_ := set $owned "gateway" (omit (default dict $config.gateway) $free) -}}
 {{- $_ := set $owned "services" (pick (default dict $config.services) "generators") -}}
 {{- range $role, $service := omit (default dict $config.services) "generators" -}}
-{{- $_ := set $owned (printf "services.%s" $role) (omit (default dict $service) "num_threads") -}}
+{{- $_ := set $owned (printf "services.%s" $role) (omit (default dict $service) "num_threads" "processes" "parallel" "offload") -}}
 {{- end -}}
 {{- range $section, $keys := $owned -}}
 {{- range $key, $given := $keys -}}

@@ -21,6 +21,7 @@ Port 0 means all ports.
 {{- if or (has "actor" $other.roles) $other.generating }}{{ $edges = append $edges (dict "from" $name "to" $source "port" 50051) }}{{ end -}}
 {{- end -}}
 {{- end -}}
+{{- /* Rendezvous, gloo and NCCL between the pods of one group. gloo and NCCL listen on any free port. */ -}}
 {{- if gt (int $component.nodes) 1 }}{{ $edges = append $edges (dict "from" $name "to" $name "port" 0) }}{{ end -}}
 {{- if $component.usesBuffer }}{{ $edges = append $edges (dict "from" $name "to" "redis" "port" (include "quartet.redisPort" $ | int)) }}{{ end -}}
 {{- end -}}

@@ -34,10 +34,13 @@ spec:
       image: {{ include "quartet.image" (dict "image" $component.image "version" $root.Chart.AppVersion) }}
       imagePullPolicy: {{ $component.image.pullPolicy }}
       workingDir: /quartet
-      command: {{- include "quartet.command" (dict "component" $component "part" $part) | nindent 8 }}
+      command: {{- include "quartet.command" . | nindent 8 }}
       args: {{- include "quartet.arguments" $component | nindent 8 }}
       env:
         - {name: HOME, value: /tmp}
+        {{- with include "quartet.groupEnvironment" $component }}
+        {{- . | nindent 8 }}
+        {{- end }}
         {{- with $component.env }}
         {{- toYaml . | nindent 8 }}
         {{- end }}
@@ -48,6 +51,9 @@ spec:
         - {name: grpc, containerPort: 50051}
         - {name: metrics, containerPort: 9100}
         - {name: health, containerPort: 9101}
+        {{- end }}
+        {{- if gt (int $component.nodes) 1 }}
+        - {name: rendezvous, containerPort: {{ int $root.Values.workerGroups.port }}}
         {{- end }}
       {{- if ne $part "worker" }}
       {{- range $kind := list "startup" "readiness" "liveness" }}
@@ -62,6 +68,8 @@ spec:
           port: 8080
           scheme: {{ $root.Values.security.tls.enabled | ternary "HTTPS" "HTTP" }}
           httpHeaders: [{name: Host, value: localhost}]
+        {{- else if eq $component.workload "StatefulSet" }}
+        {{- include "quartet.groupProbe" . | nindent 8 }}
         {{- else }}
         grpc: {port: 9101}
         {{- end }}
@@ -130,14 +138,11 @@ spec:
     {{- end }}
 {{- end -}}
 
-{{/* Command. It names tini explicitly, so that it does not depend on the entrypoint of the image. */}}
+{{/* Command. It names tini explicitly, so that it does not depend on the entrypoint of the image. Arguments: root and component. */}}
 {{- define "quartet.command" -}}
 {{- $component := .component -}}
-{{- if and (eq $component.workload "LeaderWorkerSet") $component.multiNode.command -}}
-{{- toYaml $component.multiNode.command -}}
-{{- else if eq $component.workload "LeaderWorkerSet" -}}
-{{- list "tini" "--" "torchrun" (printf "--nnodes=%d" (int $component.nodes)) (printf "--nproc-per-node=%d" (max 1 (int $component.gpus)))
-  "--node-rank=$(LWS_WORKER_INDEX)" "--master-addr=$(LWS_LEADER_ADDRESS)" "--master-port=29500" "--module" "quartet.services" | toYaml -}}
+{{- if gt (int $component.nodes) 1 -}}
+{{- include "quartet.torchrun" . -}}
 {{- else -}}
 {{- list "tini" "--" "python" "-m" (eq $component.name "gateway" | ternary "quartet.gateway" "quartet.services") | toYaml -}}
 {{- end -}}
