@@ -230,7 +230,7 @@ def test_a_deployment_for_other_roles_is_refused(tmp_path: Path) -> None:
 
 def run_script(name: str, *arguments: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run a script of the image on this machine, with a ``python`` that only prints its arguments."""
-    (cwd / "bin").mkdir()
+    (cwd / "bin").mkdir(exist_ok=True)
     (cwd / "bin/python").write_text('#!/bin/sh\necho "$@"\n')
     (cwd / "bin/python").chmod(0o700)
     command = ["/bin/sh", str(ROOT / "docker" / name), *arguments]
@@ -245,6 +245,33 @@ def test_every_layer_is_passed_to_quartet(tmp_path: Path) -> None:
     result = run_script("entrypoint.sh", "services", "actor", cwd=tmp_path)
     layers = "--config config.yaml --config deployment/1-services.yaml --config deployment/2-roles-ppo.yaml"
     assert result.stdout == f"-m quartet.services actor {layers}\n"
+
+
+@pytest.mark.parametrize(
+    ("visible", "devices"),
+    [("0,1,2,3", "[0,1,2,3]"), ("GPU-a1,GPU-b2", "[0,1]"), ("5", None), ("all", None), ("", None)],
+)
+def test_a_service_uses_all_gpus_that_it_sees(visible: str, devices: str | None, tmp_path: Path) -> None:
+    result = run_script("entrypoint.sh", "services", "critic", cwd=tmp_path, NVIDIA_VISIBLE_DEVICES=visible)
+    setting = "" if devices is None else f" --set services.critic.devices={devices}"
+    assert result.stdout == f"-m quartet.services critic --config config.yaml{setting}\n", result.stderr
+    gateway = run_script("entrypoint.sh", "gateway", cwd=tmp_path, NVIDIA_VISIBLE_DEVICES=visible)
+    assert gateway.stdout == "-m quartet.gateway --config config.yaml\n"
+
+
+def test_several_gpus_of_env_are_ranks_of_the_service(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text(CONFIGS["ppo"])
+    layers = [DEPLOYMENT / f"{layer}.yaml" for layer in ("services", "ppo", "gpu", "plaintext")]
+    service = load_config(tmp_path / "config.yaml", ["services.actor.devices=[0,1,2,3]"], layers).services.actor
+    assert service.devices == (0, 1, 2, 3)
+
+
+def test_model_services_have_shared_memory_and_no_gpus_on_the_cpu() -> None:
+    for role in MODEL_ROLES:
+        assert SERVICES[role]["shm_size"] == "${QUARTET_SHARED_MEMORY:-8g}"
+    for role in (*MODEL_ROLES, "generator"):
+        assert "NVIDIA_VISIBLE_DEVICES" in SERVICES[role]["environment"]
+        assert CPU["services"][role]["environment"] == {"NVIDIA_VISIBLE_DEVICES": "void"}
 
 
 def test_the_error_names_a_missing_layer(tmp_path: Path) -> None:
