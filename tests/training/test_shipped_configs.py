@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
+from quartet.config import ServiceConfig
 from tests.training.runs import merged, parsed, run_to_completion
 
 ROOT = Path(__file__).parents[2]
@@ -29,7 +30,7 @@ def test_every_shipped_config_takes_two_steps(
 
 
 def toy_task_changes(toy_task: dict[str, Any], shipped: dict[str, Any]) -> dict[str, Any]:
-    """Return the checkpoints, prompts, sizes, engine and devices of the toy task as changes to a shipped config."""
+    """Return the checkpoints, prompts, sizes, engine and ranks of the toy task as changes to a shipped config."""
     samples = shipped.get("rollout", {}).get("samples_per_prompt", 1)
     changes = {
         "run": toy_task["run"],
@@ -52,8 +53,12 @@ def toy_task_changes(toy_task: dict[str, Any], shipped: dict[str, Any]) -> dict[
     for role in ("critic", "reference"):
         if shipped.get(role, {}).get("model"):
             changes[role] = {"model": toy_task["actor"]["model"]}
+    if "vllm" in shipped.get("rollout", {}):
+        changes["rollout"]["vllm"] = None
+    one_rank = ServiceConfig().model_dump(mode="json")
     changes["services"] = {
-        role: {"devices": []} for role, service in shipped.get("services", {}).items() if "devices" in service
+        role: {key: one_rank[key] for key in ("devices", "nodes", "parallel", "offload") if key in service}
+        for role, service in shipped.get("services", {}).items()
     }
     warmups = {role: {"warmup_steps": 0} for role in ("actor", "critic") if shipped.get(role, {}).get("warmup_steps")}
     return merged(changes, warmups)
