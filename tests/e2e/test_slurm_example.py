@@ -1,4 +1,4 @@
-"""examples/slurm/quartet.sbatch, with stubs for the commands of Slurm, for Redis and for the processes of a run.
+"""The scripts of examples/slurm, with stubs for the commands of Slurm, for Redis and for the processes of a run.
 
 The overlay, the certificates and the handling of signals are real.
 """
@@ -17,19 +17,22 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 
 from quartet.config import Config, load_config
+from quartet.run_directory.run_files import FIRST_CONFIG_LINE
 from quartet.topology import model_roles
 from tests.e2e.commands import wait_until
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "examples/slurm/quartet.sbatch"
+ONE_NODE = ROOT / "examples/slurm/one-node.sbatch"
 CONFIGS = ROOT / "configs/reviews"
 BASH = str(shutil.which("bash"))
 TOOLS = ("bash", "cat", "cp", "flock", "grep", "mkdir", "mv", "rm", "sed", "sort")
 STUBS = {
     # Each stub records its arguments in $CALLS, and a stub that keeps running also its process id.
-    "scontrol": 'case $1 in show) echo "${3}.cluster" ;; *) echo "$@" >>"$CALLS/scontrol" ;; esac',
+    "scontrol": 'case $1 in show) printf "%s.cluster\\n" $3 ;; *) echo "$@" >>"$CALLS/scontrol" ;; esac',
     "squeue": 'printf "RUNNING\\n${STATE:-RUNNING}\\n"',
     "srun": 'echo "$@" >>"$CALLS/srun"; echo $$ >>"$CALLS/pids"; echo $$ >>"$CALLS/steps"; eval "${STEP:-exec sleep 60}"',
     "scancel": 'echo "$@" >>"$CALLS/scancel"; kill $(cat "$CALLS/steps") 2>"$CALLS/nowhere"; exit 0',
@@ -129,11 +132,12 @@ def job(tmp_path: Path) -> Iterator[Job]:
             os.kill(int(pid), signal.SIGKILL)
 
 
-def test_bash_and_shellcheck_accept_the_script() -> None:
-    subprocess.run([BASH, "-n", SCRIPT], check=True)
+@pytest.mark.parametrize("script", [SCRIPT, ONE_NODE], ids=lambda path: path.name)
+def test_bash_and_shellcheck_accept_the_script(script: Path) -> None:
+    subprocess.run([BASH, "-n", script], check=True)
     if (shellcheck := shutil.which("shellcheck")) is None:
         pytest.skip("no shellcheck")
-    result = subprocess.run([shellcheck, SCRIPT], capture_output=True, text=True)
+    result = subprocess.run([shellcheck, script], capture_output=True, text=True)
     assert result.returncode == 0, result.stdout
 
 
@@ -159,6 +163,119 @@ def test_generators_get_a_group_each_and_the_run_their_addresses(job: Job) -> No
     for group, address, line in zip((4, 5), generators, sorted(calls), strict=True):
         assert f"--het-group={group} " in line
         assert f"vllm-python -m quartet.services generator --listen 0.0.0.0:{address.partition(':')[2]} " in line
+
+
+def with_ranks(job: Job, roles: str = "actor critic+reward reference", **services: object) -> Path:
+    """Write a PPO config with these services, and a script with these processes. Return the path of the config."""
+    tree = yaml.safe_load((CONFIGS / "ppo.yaml").read_text()) | {"services": services}
+    path = job.folder / "groups.yaml"
+    path.write_text(yaml.safe_dump(tree))
+    job.script = job.folder / "quartet.sbatch"
+    job.script.write_text(SCRIPT.read_text().replace("(actor critic+reward reference)", f"({roles})"))
+    return path
+
+
+GROUP = {"devices": [0, 1, 2, 3], "nodes": 2}
+
+
+def test_torchrun_starts_the_ranks_of_a_role_of_several_nodes(job: Job) -> None:
+    path = with_ranks(job, actor=GROUP, reference={"devices": [0, 1]})
+    job.environment["SLURM_JOB_NODELIST_HET_GROUP_1"] = "node1 node7"
+    assert job.run(path, ORCHESTRATOR="exit 7")[0] == 7
+    config = job.deployment(path)
+    steps = {
+        match[1]: call
+        for call in job.calls_of("srun")
+        if (match := re.search(r"quartet.services (\w+) ", call)) is not None
+    }
+    start, _, command = steps["actor"].partition(" bash -c ")
+    assert "--het-group=1 --nodes=2 --ntasks=2 --ntasks-per-node=1 --kill-on-bad-exit=1 " in start
+    host, _, port = str(config.services.actor.address).rpartition(":")
+    assert host == "node1.cluster", "the first node has rank 0, which serves the calls"
+    assert '--node-rank="$SLURM_PROCID"' in command
+    for option in ("--nnodes=2", "--nproc-per-node=4", f"--master-addr={host}", "--max-restarts=3"):
+        assert f" {option} " in command
+    rendezvous = re.search(r"--master-port=(\d+) ", command)
+    assert rendezvous is not None
+    assert rendezvous[1] not in {address.rpartition(":")[2] for address in _listen_addresses(config)}
+    assert int(port) < int(rendezvous[1])
+    # Several GPUs of one node need no torchrun.
+    assert " python -m quartet.services reference " in steps["reference"]
+    assert "--nodes=1 --ntasks=1 " in steps["reference"]
+    assert config.services.actor.nodes == 2
+
+
+def test_torchrun_gets_the_number_of_its_task(job: Job) -> None:
+    (job.folder / "bin/torchrun").write_text(f'#!{BASH}\necho "$@" >>"$CALLS/torchrun"; exec sleep 60\n')
+    (job.folder / "bin/torchrun").chmod(stat.S_IRWXU)
+    path = with_ranks(job, actor=GROUP)
+    job.environment["SLURM_JOB_NODELIST_HET_GROUP_1"] = "node1 node7"
+    # As srun does, run the command of the step for each task; here, that of the second node.
+    step = '[[ $* == *torchrun* ]] || exec sleep 60; while [[ $1 == --* ]]; do shift; done; SLURM_PROCID=1 exec "$@"'
+    process = job.start(path, ORCHESTRATOR="exec sleep 60", STEP=step)
+    assert wait_until(lambda: job.calls_of("torchrun") != [], 30)
+    (arguments,) = job.calls_of("torchrun")
+    assert arguments.startswith("--node-rank=1 --nnodes=2 --nproc-per-node=4 ")
+    assert " -m quartet.services actor --config " in arguments
+    process.terminate()
+    process.communicate(timeout=30)
+
+
+@pytest.mark.parametrize(
+    ("roles", "services", "message"),
+    [
+        (
+            "actor critic+reward reference",
+            {"actor": GROUP},
+            "services.actor.nodes is 2, and group 1 has 1 nodes; change",
+        ),
+        (
+            "actor critic+reward reference",
+            {"critic": {"devices": [0, 1]}},
+            "critic+reward share a process, and one has several ranks; separate them",
+        ),
+    ],
+)
+def test_ranks_that_do_not_fit_the_groups_are_reported(
+    job: Job, roles: str, services: dict[str, object], message: str
+) -> None:
+    status, stderr = job.run(with_ranks(job, roles, **services))
+    assert (status, stderr.count("\n")) == (2, 1), stderr
+    assert message in stderr
+    assert job.calls_of("srun") == []
+
+
+def one_node(job: Job, train: str) -> Path:
+    """Select the script for one node, with this body of ``quartet train``. Return the path of its config."""
+    job.script = ONE_NODE
+    (job.folder / "bin/quartet").write_text(f'#!{BASH}\necho "$@" >>"$CALLS/train"; echo $$ >>"$CALLS/pids"\n{train}\n')
+    return CONFIGS / "ppo.yaml"
+
+
+def test_the_script_for_one_node_starts_or_resumes_the_run(job: Job) -> None:
+    path = one_node(job, "exit 3")
+    assert job.run(path) == (3, "")
+    run = job.folder / "runs/reviews-ppo"
+    run.mkdir(parents=True)
+    (run / "config.yaml").write_text(f"{FIRST_CONFIG_LINE}\n")
+    assert job.run(path) == (3, "")
+    assert job.calls_of("train") == [f"train {path}", f"train {path} --resume"]
+    assert job.calls_of("scontrol") == []
+    assert job.run("nowhere.yaml")[1].startswith("error: config 'nowhere.yaml': no such file in ")
+    (job.folder / "wrong.yaml").write_text("run: {nam: x}\n")
+    status, stderr = job.run("wrong.yaml")
+    assert (status, "did you mean 'name'?" in stderr) == (2, True)
+
+
+@pytest.mark.parametrize(("state", "requeued"), [("RUNNING", ["requeue 1234"]), ("CANCELLED", [])])
+def test_the_script_for_one_node_ends_the_run_at_the_time_limit(job: Job, state: str, requeued: list[str]) -> None:
+    path = one_node(job, "trap 'sleep 0.2; exit 130' TERM; echo >>\"$CALLS/ready\"; while :; do sleep 0.05; done")
+    process = job.start(path, STATE=state)
+    assert wait_until((job.calls / "ready").exists, 30)
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=30)
+    assert (process.returncode, job.calls_of("scontrol")) == (130, requeued)
+    assert job.leftovers() == []
 
 
 @pytest.mark.parametrize("name", ROLE_NODES)
