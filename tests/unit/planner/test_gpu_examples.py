@@ -119,6 +119,19 @@ def test_vllm_may_use_the_memory_that_it_needs(path: Path) -> None:
             assert needed <= config.rollout.vllm.memory_fraction <= needed + 0.1
 
 
+@pytest.mark.parametrize("name", ["2-nodes-32b", "2-nodes-70b"])
+def test_the_deployment_in_the_documentation_fits_the_examples(name: str, tmp_path: Path) -> None:
+    section = (ROOT / "docs/scale-out.md").read_text(encoding="utf-8").partition("## On several machines\n")[2]
+    layer = tmp_path / "deployment.yaml"
+    layer.write_text(section.partition("```yaml\n")[2].partition("```")[0], encoding="utf-8")
+    config = load_config(ROOT / f"examples/gpus/{name}.yaml", [], [layer])
+    for role in (Role.ACTOR, Role.REFERENCE):
+        service = getattr(config.services, role)
+        assert service.address.partition(":")[2] == service.listen.partition(":")[2]
+        assert (len(service.devices), service.nodes) == (8, 2)
+    assert config.rollout.generators == 0 < len(config.services.generators)
+
+
 def test_a_placement_that_does_not_fit_is_noticed() -> None:
     path = ROOT / "examples/gpus/8-gpus-32b.yaml"
     config = load_config(path, ["services.actor.offload.optimizer=false"])
