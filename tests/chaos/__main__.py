@@ -17,7 +17,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from tests.chaos import page
-from tests.chaos.cases import CASES, Case
+from tests.chaos.cases import CASES, GROUPS, PARTS, Case, part_of
 from tests.chaos.runs import ChaosSetup, Result, disturb
 
 
@@ -26,6 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="python -m tests.chaos", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--only", action="append", metavar="NAME", help="run only this case; may be repeated")
+    parser.add_argument("--groups", action="store_true", help="run only the cases of worker groups")
     parser.add_argument("--list", action="store_true", help="print the names of all cases")
     parser.add_argument(
         "--resume", action="store_true", help="continue where the last call stopped; failed cases run again"
@@ -43,28 +44,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.list:
         print("\n".join(case.name for case in CASES))
         return 0
-    chosen = _chosen(options.only) if options.only else CASES
+    chosen = _chosen(options.only) if options.only else GROUPS.cases if options.groups else CASES
     if not (options.resume or options.only):
         shutil.rmtree(options.folder, ignore_errors=True)
     if options.stale:
         options.folder /= "stale"
     recorded = options.folder / "results.jsonl"
     results = _read(recorded) if options.resume else {}
-    setup = ChaosSetup(options.folder, options.stale)
+    setups = {part: ChaosSetup(options.folder / part.name, options.stale, part.ranks) for part in PARTS}
     for number, case in enumerate(chosen, 1):
         if case.name in results and not results[case.name].problems:
             continue
-        result = results[case.name] = disturb(case, setup)
+        result = results[case.name] = disturb(case, setups[part_of(case)])
         with recorded.open("a", encoding="utf-8") as file:
             file.write(json.dumps({**asdict(result), "at": time.time()}) + "\n")
         _show(f"{number}/{len(chosen)}", result)
     failed = [case for case in chosen if results[case.name].problems]
-    if results.keys() >= {case.name for case in CASES} and not options.stale:
-        minutes = sum(result.total_seconds for result in results.values()) / 60
+    for part in PARTS:
+        if options.stale or not results.keys() >= {case.name for case in part.cases}:
+            continue
+        minutes = sum(results[case.name].total_seconds for case in part.cases) / 60
         about = f"{minutes:.0f} minutes on {os.cpu_count()} CPU cores"
-        options.page.write_text(
-            page.rewritten(options.page.read_text(encoding="utf-8"), results, about), encoding="utf-8"
-        )
+        text = page.rewritten(options.page.read_text(encoding="utf-8"), part, results, about)
+        options.page.write_text(text, encoding="utf-8")
         print(f"wrote {options.page}")
     print(f"{len(chosen) - len(failed)} of {len(chosen)} cases are bit-identical to the undisturbed run")
     for case in failed:

@@ -21,10 +21,20 @@ GATEWAY = "gateway"
 """A process that the launcher restarts, but that a run does not need."""
 EVERYTHING = "everything"
 """The launcher with every process that it started. The suite then runs `quartet train --resume`."""
+RANKS = ("actor-0", "actor-1", "critic-0", "critic-1")
+"""Ranks of the worker groups of actor and critic."""
+OF_EVERY_RANK = ("critic.scoring", "actor.stepping", "actor.stepped", "critic.stepping", "critic.stepped")
+"""Failpoints that every rank of a group reaches. Rank 0 reaches the others."""
 KILL, STOP = "SIGKILL", "SIGSTOP"
 STOPPED_SECONDS = 1.5
 """Seconds between SIGSTOP and SIGCONT."""
 SEEDS = (0, 1, 2)
+
+
+def role_and_rank(process: str) -> tuple[str, int]:
+    """Return the role of a process, and its rank in the worker group."""
+    role, _, rank = process.partition("-")
+    return role, int(rank or 0)
 
 
 @dataclass(frozen=True)
@@ -46,11 +56,13 @@ class Moment:
         """Return the setting of the failpoint: its name, and the pass at which it holds the run."""
         step = self.step(seed)
         passed = step // CHECKPOINT_EVERY - 1 if self.of_checkpoint else (step - 1) * self.per_step
-        return f"{self.failpoint_of(victim)}=hold@{passed + self.nth}"
+        name, role, rank = self.failpoint_of(victim), *role_and_rank(victim)
+        held = f":{rank}" if rank and name in OF_EVERY_RANK and name.startswith(role) else ""
+        return f"{name}{held}=hold@{passed + self.nth}"
 
     def failpoint_of(self, victim: str) -> str:
         """Return the name of the failpoint that holds the run."""
-        return self.by_process.get(victim, self.failpoint)
+        return self.by_process.get(role_and_rank(victim)[0], self.failpoint)
 
     def step(self, seed: int) -> int:
         """Return the step of the fault: before the first checkpoint, right after it, or one committed step after it."""
@@ -105,9 +117,32 @@ PAIRS = [
     (EVERYTHING, KILL),
     *((GATEWAY, fault) for fault in (KILL, STOP)),
 ]
-# Each row starts with another seed, so every pair and every moment is tested with every seed.
-CASES = tuple(
-    Case(process, fault, moment, (row + column) % len(SEEDS))
-    for row, moment in enumerate(MOMENTS)
-    for column, (process, fault) in enumerate(PAIRS)
-)
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of the suite, with a table on the page. ``ranks``: processes of actor and of critic."""
+
+    name: str
+    ranks: int
+    pairs: tuple[tuple[str, str], ...]
+
+    @property
+    def cases(self) -> tuple[Case, ...]:
+        """Return the cases, row by row. Each row starts with another seed, so every pair and moment is tested with every seed."""
+        return tuple(
+            Case(process, fault, moment, (row + column) % len(SEEDS))
+            for row, moment in enumerate(MOMENTS)
+            for column, (process, fault) in enumerate(self.pairs)
+        )
+
+
+SERVICES = Part("services", 1, tuple(PAIRS))
+GROUPS = Part("groups", 2, tuple((process, fault) for process in RANKS for fault in (KILL, STOP)))
+PARTS = (SERVICES, GROUPS)
+CASES = tuple(case for part in PARTS for case in part.cases)
+
+
+def part_of(case: Case) -> Part:
+    """Return the part of a case."""
+    return next(part for part in PARTS if (case.process, case.fault) in part.pairs)

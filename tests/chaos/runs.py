@@ -31,6 +31,7 @@ from tests.chaos.cases import (
     STEPS,
     STOPPED_SECONDS,
     Case,
+    role_and_rank,
 )
 from tests.e2e.commands import QUARTET, Command, CommandResult, wait_until
 from tests.e2e.conftest import MINIATURE
@@ -59,8 +60,8 @@ class Result:
 class ChaosSetup:
     """Folder with the toy task, the config, and the undisturbed run of each seed, which all cases share."""
 
-    def __init__(self, folder: Path, stale: bool = False) -> None:
-        """``stale``: train one step off-policy."""
+    def __init__(self, folder: Path, stale: bool = False, ranks: int = 1) -> None:
+        """``stale``: train one step off-policy. ``ranks``: processes of actor and of critic."""
         self.folder = folder.absolute()
         self.folder.mkdir(parents=True, exist_ok=True)
         toy_task = self._toy_task()
@@ -85,7 +86,10 @@ class ChaosSetup:
             "checkpoint": {"every_steps": CHECKPOINT_EVERY, "keep_last": len(KEPT)},
             "recovery": {"backoff_seconds": 0.05},
             # One thread each, because the number of threads changes the arithmetic.
-            "services": {role: {"num_threads": 1} for role in ("actor", "critic", "reward", "reference")},
+            "services": {
+                role: {"num_threads": 1, "processes": ranks if role in ("actor", "critic") else 1}
+                for role in ("actor", "critic", "reward", "reference")
+            },
         }
         self.config = self.folder / "chaos.yaml"
         self.config.write_text(yaml.safe_dump(tree, sort_keys=False))
@@ -180,10 +184,10 @@ class _DisturbedRun:
             release.touch()
             command = self._start("--resume")
         elif self._case.fault == KILL:
-            os.kill(command.child(self._case.process), signal.SIGKILL)
+            os.kill(command.child(*role_and_rank(self._case.process)), signal.SIGKILL)
             release.touch()
         else:
-            victim = command.child(self._case.process)
+            victim = command.child(*role_and_rank(self._case.process))
             os.kill(victim, signal.SIGSTOP)
             release.touch()
             time.sleep(STOPPED_SECONDS)

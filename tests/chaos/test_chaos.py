@@ -17,7 +17,7 @@ import pytest
 from quartet.failpoints import FAILPOINTS
 from tests.chaos import __main__ as command
 from tests.chaos import page
-from tests.chaos.cases import CASES, MOMENTS, PAIRS, SEEDS, STEPS, Case
+from tests.chaos.cases import CASES, GROUPS, MOMENTS, PARTS, SEEDS, SERVICES, STEPS, Case, Part, part_of
 from tests.chaos.runs import ChaosSetup, Result, differences, disturb
 
 DOCS = Path(__file__).parents[2] / "docs" / "durability.md"
@@ -36,12 +36,19 @@ def setup(tmp_path_factory: pytest.TempPathFactory) -> ChaosSetup:
     return ChaosSetup(tmp_path_factory.mktemp("chaos"))
 
 
+@pytest.fixture(scope="session")
+def setup_of_groups(tmp_path_factory: pytest.TempPathFactory) -> ChaosSetup:
+    return ChaosSetup(tmp_path_factory.mktemp("chaos-groups"), ranks=GROUPS.ranks)
+
+
 @pytest.mark.parametrize(
     "case", [pytest.param(case, id=f"CHAOS_SEED={CHAOS_SEED}-{case.name}") for case in sample_of_the_suite(CHAOS_SEED)]
 )
 @pytest.mark.sampled(8)
-def test_a_disturbed_run_is_bit_identical_to_the_undisturbed_one(case: Case, setup: ChaosSetup) -> None:
-    result = disturb(case, setup)
+def test_a_disturbed_run_is_bit_identical_to_the_undisturbed_one(
+    case: Case, setup: ChaosSetup, setup_of_groups: ChaosSetup
+) -> None:
+    result = disturb(case, setup_of_groups if part_of(case) is GROUPS else setup)
     assert result.problems == (), f"python -m tests.chaos --only {case.name}"
 
 
@@ -52,13 +59,15 @@ def test_the_sample_is_a_tenth_and_depends_only_on_the_seed() -> None:
     assert 0.09 * len(CASES) < sum(parts) / len(parts) < 0.11 * len(CASES)
 
 
-def test_cases_cover_every_process_fault_and_moment() -> None:
-    assert len({case.name for case in CASES}) == len(CASES) == len(PAIRS) * len(MOMENTS)
+@pytest.mark.parametrize("part", PARTS, ids=lambda part: part.name)
+def test_cases_cover_every_process_fault_and_moment(part: Part) -> None:
+    cases = part.cases
+    assert len({case.name for case in cases}) == len(cases) == len(part.pairs) * len(MOMENTS)
     for of in (lambda case: (case.process, case.fault), lambda case: case.moment.name):
         assert all(
-            {case.seed for case in CASES if of(case) == group} == set(SEEDS) for group in {of(case) for case in CASES}
+            {case.seed for case in cases if of(case) == group} == set(SEEDS) for group in {of(case) for case in cases}
         )
-    counts = Counter(case.seed for case in CASES)
+    counts = Counter(case.seed for case in cases)
     assert max(counts.values()) - min(counts.values()) <= 1
 
 
@@ -68,12 +77,20 @@ def test_every_moment_is_a_failpoint_two_steps_before_the_end() -> None:
         assert all(1 < moment.step(seed) <= STEPS - 2 for seed in SEEDS)
     scoring = next(moment for moment in MOMENTS if moment.name == "scoring")
     assert scoring.setting("critic", 1) == "critic.scoring=hold@8"  # Step 3: two steps of 3 batches, and the second.
+    assert scoring.setting("critic-1", 1) == "critic.scoring:1=hold@8"
+    assert scoring.setting("actor-1", 1) == "reward.scoring=hold@8"
+    stepped = next(moment for moment in MOMENTS if moment.name == "stepped")
+    assert [stepped.setting(f"critic-{rank}", 0) for rank in (0, 1)] == [
+        "critic.stepped=hold@5",
+        "critic.stepped:1=hold@5",
+    ]
     saving = next(moment for moment in MOMENTS if moment.name == "saving")
+    assert saving.setting("critic-1", 0) == "critic.saving=hold@1"
     assert saving.setting("redis", 1) == "actor.saving=hold@2"  # After step 4, the second checkpoint.
 
 
 def test_the_page_describes_every_moment() -> None:
-    by_hand = DOCS.read_text(encoding="utf-8").partition(page.BEGIN)[0]
+    by_hand = DOCS.read_text(encoding="utf-8").partition(page.begin(SERVICES))[0]
     assert re.findall(r"^\| (\w+) \| [^|]+ \|$", by_hand, re.MULTILINE)[1:] == [moment.name for moment in MOMENTS]
 
 
@@ -134,22 +151,23 @@ def test_the_suite_detects_every_kind_of_damage(
     assert message in " ".join(differences(run, undisturbed))
 
 
-def test_the_page_shows_every_case_and_keeps_its_other_text() -> None:
+@pytest.mark.parametrize("part", PARTS, ids=lambda part: part.name)
+def test_the_page_shows_every_case_and_keeps_its_other_text(part: Part) -> None:
     results = {case.name: Result(case.name, 1, 2.5, 10.0, ()) for case in CASES}
-    failed = CASES[17].name
+    failed = part.cases[17].name
     results[failed] = Result(failed, 0, None, 10.0, ("weights differ",))
-    before = f"above\n{page.BEGIN}\nold\n{page.END}\nbelow\n"
-    written = page.rewritten(before, results, "9 minutes on 2 CPU cores")
+    before = f"above\n{page.begin(part)}\nold\n{page.end(part)}\nbelow\n"
+    written = page.rewritten(before, part, results, "9 minutes on 2 CPU cores")
     assert written.startswith("above\n")
     assert written.endswith("\nbelow\n")
     assert "old" not in written
-    assert f"{len(CASES)} cases, 9 minutes on 2 CPU cores: **1 failed**." in written
+    assert f"{len(part.cases)} of {len(part.cases)} cases, 9 minutes on 2 CPU cores: **1 failed**." in written
     cells = page.cells(written)
-    assert cells[failed] == f"**failed** ({CASES[17].seed})"
-    assert {cells[case.name] for case in CASES if case.name != failed} == {"2.5 (0)", "2.5 (1)", "2.5 (2)"}
-    assert page.rewritten(written, results, "9 minutes on 2 CPU cores") == written
+    assert cells[failed] == f"**failed** ({part.cases[17].seed})"
+    assert {cells[case.name] for case in part.cases if case.name != failed} == {"2.5 (0)", "2.5 (1)", "2.5 (2)"}
+    assert page.rewritten(written, part, results, "9 minutes on 2 CPU cores") == written
     with pytest.raises(ValueError, match="lost a mark"):
-        page.rewritten("no marks", results, "")
+        page.rewritten("no marks", part, results, "")
 
 
 def test_the_committed_page_shows_every_case_and_no_failure() -> None:
@@ -162,7 +180,7 @@ def test_an_interrupted_suite_resumes_and_writes_the_page_at_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     target = tmp_path / "durability.md"
-    target.write_text(f"by hand\n{page.BEGIN}\n{page.END}\n")
+    target.write_text("by hand\n" + "".join(f"{page.begin(part)}\n{page.end(part)}\n" for part in PARTS))
     arguments = ["--folder", str(tmp_path / "chaos"), "--page", str(target)]
     failing, interrupted = {CASES[2].name}, CASES[5].name
     run: list[str] = []
