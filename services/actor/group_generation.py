@@ -21,6 +21,7 @@ from quartet.rpc.base_servicers import GenerationCore, stream_generation
 from quartet.rpc.clients import GenerationClient
 from quartet.rpc.compute_thread import ComputeThread
 from quartet.rpc.pending_calls import PendingGeneration
+from quartet.rpc.security.allow_list import RANK_CALLERS
 from quartet.rpc.security.credentials import Credentials
 from quartet.rpc.server import Server
 from quartet.services.generator.generator import Progress
@@ -176,7 +177,7 @@ class ServedRank:
         credentials: Credentials,
     ) -> None:
         """``own`` generates on ``compute``. ``status``: that of the actor of this rank. ``listen``: see ``Server``."""
-        self._server = Server([_RankServicer(own, compute, status)], listen, credentials)
+        self._server = Server([_RankServicer(own, compute, status)], listen, credentials, allowed=RANK_CALLERS)
         self.address, self.generate, self.status = self._server.address, own.generate, own.status
 
     def close(self) -> None:

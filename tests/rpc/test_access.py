@@ -21,7 +21,7 @@ from quartet import __version__, v1
 from quartet.config import SecurityConfig
 from quartet.errors import AccessRefused, ConfigError, ServiceUnavailable
 from quartet.rpc.health import is_serving
-from quartet.rpc.security.allow_list import CALLERS, GATEWAY, OPERATOR, PROCESSES, PROMETHEUS, REDIS
+from quartet.rpc.security.allow_list import CALLERS, GATEWAY, OPERATOR, PROCESSES, PROMETHEUS, RANK_CALLERS, REDIS
 from quartet.rpc.security.certificate_authority import Authority
 from quartet.rpc.security.credentials import Credentials
 from quartet.rpc.server import Server
@@ -110,6 +110,20 @@ def test_a_process_may_call_only_its_permitted_methods(server: Server, folder: P
     permitted = {method for method, status in results.items() if status is not grpc.StatusCode.PERMISSION_DENIED}
     assert permitted == {method for method, callers in CALLERS.items() if process in callers}
     assert {results[method] for method in permitted} <= {grpc.StatusCode.OK, grpc.StatusCode.INTERNAL}
+
+
+def test_only_the_actor_may_call_its_ranks_and_only_to_generate(folder: Path) -> None:
+    credentials = Credentials("actor", SecurityConfig(certificates=folder))
+    rank = Server([AllServices()], "127.0.0.1:0", credentials, allowed=RANK_CALLERS)
+    permitted = set()
+    for process in PROCESSES:
+        with Credentials(process, SecurityConfig(certificates=folder)).channel(Role.ACTOR, rank.address) as channel:
+            results = {method: code(channel, method) for method in CALLERS}
+        permitted |= {
+            (process, method) for method, status in results.items() if status is not grpc.StatusCode.PERMISSION_DENIED
+        }
+    rank.stop(0)
+    assert permitted == {("actor", "quartet.v1.GenerationService/Generate")}
 
 
 def test_scorers_call_no_service_and_only_generators_read_weights() -> None:

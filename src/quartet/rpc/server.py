@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
@@ -19,6 +19,7 @@ from quartet.errors import ConfigError, InvalidRequest, ServiceBusy
 from quartet.rpc.call_interceptors import CallInterceptor, wrap_handler
 from quartet.rpc.health import HealthListener
 from quartet.rpc.limits import MAX_CONCURRENT_CALLS, MAX_STREAMS, SERVER_OPTIONS, WORKERS
+from quartet.rpc.security.allow_list import CALLERS
 from quartet.rpc.security.credentials import LOCAL, AccessControl, Credentials
 from quartet.rpc.status_codes import status_of
 from quartet.topology import check_listen_address
@@ -155,11 +156,13 @@ class Server:
         interceptors: Sequence[CallInterceptor] = (),
         metrics_address: str = "",
         health_listen: str | None = None,
+        allowed: Mapping[str, frozenset[str]] = CALLERS,
     ) -> None:
         """Bind and start.
 
-        ``metrics_address`` is part of the status. ``health_listen``: HOST:PORT of a separate listener for health checks. Raises
-        ConfigError if an address is taken or invalid, or is not loopback without certificates and without ``allow_plaintext``.
+        ``metrics_address`` is part of the status. ``health_listen``: HOST:PORT of a separate listener for health checks.
+        ``allowed``: the processes that may call each method. Raises ConfigError if an address is taken or invalid, or is not
+        loopback without certificates and without ``allow_plaintext``.
         """
         if not credentials.encrypted:
             check_listen_address(listen, credentials.allow_plaintext)
@@ -167,7 +170,7 @@ class Server:
         self._stopping = threading.Event()
         self._server = grpc.server(
             ThreadPoolExecutor(max_workers=WORKERS, thread_name_prefix="rpc"),
-            interceptors=[*interceptors, AccessControl(credentials), ErrorInterceptor()],
+            interceptors=[*interceptors, AccessControl(credentials, allowed), ErrorInterceptor()],
             options=SERVER_OPTIONS,
             maximum_concurrent_rpcs=MAX_CONCURRENT_CALLS,
         )

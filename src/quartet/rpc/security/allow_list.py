@@ -6,6 +6,8 @@ only, or in a network that the config trusts explicitly; every caller may then c
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from quartet.types import Role
 
 GATEWAY = "gateway"
@@ -21,14 +23,12 @@ PROCESSES = (*(str(role) for role in Role), GATEWAY, OPERATOR, PROMETHEUS, REDIS
 """Every process that has a certificate."""
 
 _ORCHESTRATOR = frozenset({str(Role.ORCHESTRATOR)})
-_ACTOR = frozenset({str(Role.ACTOR)})
 _GENERATORS = frozenset({str(Role.GENERATOR)})
 _USERS = frozenset({GATEWAY, OPERATOR})
 _ANY_CALLER = _ORCHESTRATOR | _USERS
 
 CALLERS: dict[str, frozenset[str]] = {
-    # Rank 0 of an actor passes shares to its other ranks.
-    "quartet.v1.GenerationService/Generate": _ORCHESTRATOR | _ACTOR,
+    "quartet.v1.GenerationService/Generate": _ORCHESTRATOR,
     "quartet.v1.GenerationService/UpdateWeights": _ORCHESTRATOR,
     "quartet.v1.ActorService/LogProbs": _ORCHESTRATOR,
     "quartet.v1.ActorService/Update": _ORCHESTRATOR,
@@ -57,7 +57,10 @@ CALLERS: dict[str, frozenset[str]] = {
 }
 """The processes that may call each method."""
 
+RANK_CALLERS: dict[str, frozenset[str]] = {"quartet.v1.GenerationService/Generate": frozenset({str(Role.ACTOR)})}
+"""The processes that may call each method of a rank above 0 of an actor: rank 0."""
 
-def may_call(processes: frozenset[str], method: str) -> bool:
+
+def may_call(processes: frozenset[str], method: str, callers: Mapping[str, frozenset[str]] = CALLERS) -> bool:
     """Return whether one of the ``processes`` in a certificate may call ``package.Service/Method``."""
-    return bool(processes & CALLERS.get(method, frozenset()))
+    return bool(processes & callers.get(method, frozenset()))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hmac
 import ssl
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
@@ -78,16 +78,18 @@ class Credentials:
         except RuntimeError:
             return 0
 
-    def refusal(self, method: str, context: grpc.ServicerContext) -> tuple[grpc.StatusCode, str] | None:
-        """Return why the caller may not call ``package.Service/Method``, or None if it may."""
+    def refusal(
+        self, method: str, context: grpc.ServicerContext, allowed: Mapping[str, frozenset[str]] = CALLERS
+    ) -> tuple[grpc.StatusCode, str] | None:
+        """Return why the caller may not call ``package.Service/Method``, or None if it may. ``allowed``: callers by method."""
         if self._token is not None:
             sent = dict(context.invocation_metadata()).get(_TOKEN, "")
             if not hmac.compare_digest(str(sent).encode(), self._token.encode()):
                 return grpc.StatusCode.UNAUTHENTICATED, "the token is missing or wrong"
         if self._files is None:
-            return None if method in CALLERS else (grpc.StatusCode.PERMISSION_DENIED, "no caller is allowed")
+            return None if method in allowed else (grpc.StatusCode.PERMISSION_DENIED, "no caller is allowed")
         callers = _roles(cast("Iterable[bytes]", context.auth_context().get("x509_subject_alternative_name", ())))
-        if may_call(callers, method):
+        if may_call(callers, method, allowed):
             return None
         return grpc.StatusCode.PERMISSION_DENIED, f"{'+'.join(sorted(callers)) or 'an unknown caller'} is not allowed"
 
@@ -99,8 +101,9 @@ LOCAL = Credentials(OPERATOR)
 class AccessControl(CallInterceptor):
     """Interceptor that refuses unauthorized callers before a method runs."""
 
-    def __init__(self, credentials: Credentials) -> None:
-        self._credentials = credentials
+    def __init__(self, credentials: Credentials, allowed: Mapping[str, frozenset[str]] = CALLERS) -> None:
+        """``allowed``: the processes that may call each method."""
+        self._credentials, self._allowed = credentials, allowed
 
     def context_of(self, service: str, method: str, metadata: Metadata) -> CallContext:
         """Return a function that ends the call if the caller may not make it, or None."""
@@ -108,7 +111,7 @@ class AccessControl(CallInterceptor):
 
         @contextmanager
         def admitted(context: grpc.ServicerContext) -> Iterator[None]:
-            refusal = self._credentials.refusal(name, context)
+            refusal = self._credentials.refusal(name, context, self._allowed)
             if refusal is not None:
                 code, reason = refusal
                 log.warning("caller refused", method=name, caller=context.peer(), code=code.name, reason=reason)
