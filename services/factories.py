@@ -27,9 +27,10 @@ from quartet.rpc.compute_thread import ComputeThread
 from quartet.rpc.security.credentials import LOCAL, Credentials
 from quartet.services.actor.actor import Actor, BufferAccess
 from quartet.services.actor.engines import NoEngine, engine_factory
-from quartet.services.actor.group_generation import SeparateGeneration, join_ranks
+from quartet.services.actor.group_generation import SeparateGeneration
 from quartet.services.actor.local_generator import LocalGenerator
 from quartet.services.actor.publication import EnginePublication, NoPublication, SourcePublication
+from quartet.services.actor.rank_servers import join_ranks
 from quartet.services.actor.servicer import ActorServicer
 from quartet.services.critic.critic import Critic
 from quartet.services.critic.servicer import CriticServicer

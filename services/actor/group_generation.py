@@ -5,29 +5,17 @@ The ranks call each other by gRPC, so that generation never waits for a collecti
 
 from __future__ import annotations
 
-import os
-import socket
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Protocol
 
-import grpc
-
-from quartet.config import TimeoutsConfig
-from quartet.errors import Cancelled, EngineFailed, FailedPrecondition, NoResponse, QuartetError, ServiceUnavailable
-from quartet.models.workers.workers import Workers
-from quartet.rpc.base_servicers import GenerationCore, stream_generation
+from quartet.errors import Cancelled, EngineFailed, NoResponse, QuartetError, ServiceUnavailable
+from quartet.rpc.base_servicers import GenerationCore
 from quartet.rpc.clients import GenerationClient
-from quartet.rpc.compute_thread import ComputeThread
 from quartet.rpc.pending_calls import PendingGeneration
-from quartet.rpc.security.allow_list import RANK_CALLERS
-from quartet.rpc.security.credentials import Credentials
-from quartet.rpc.server import Server
 from quartet.services.generator.generator import Progress
-from quartet.services.workers.processes import LOOPBACK
-from quartet.types import GenerationBatch, GenerationRequest, Role, ServiceStatus
-from quartet.v1 import generation_pb2_grpc
+from quartet.types import GenerationBatch, GenerationRequest, ServiceStatus
 from quartet.work_split import split_by_rule
 
 POLL_SECONDS = 0.2
@@ -163,84 +151,3 @@ class _Totals:
 
     def _sums(self) -> tuple[int, int]:
         return sum(each[0] for each in self._done), sum(each[1] for each in self._done)
-
-
-class ServedRank:
-    """Generation by a rank above 0, which serves it to rank 0."""
-
-    def __init__(
-        self,
-        own: SeparateGeneration,
-        compute: ComputeThread,
-        status: Callable[[], ServiceStatus],
-        listen: str,
-        credentials: Credentials,
-    ) -> None:
-        """``own`` generates on ``compute``. ``status``: that of the actor of this rank. ``listen``: see ``Server``."""
-        self._server = Server([_RankServicer(own, compute, status)], listen, credentials, allowed=RANK_CALLERS)
-        self.address, self.generate, self.status = self._server.address, own.generate, own.status
-
-    def close(self) -> None:
-        """Stop serving. Calls in progress fail."""
-        self._server.stop(0.0)
-
-
-class _RankServicer(generation_pb2_grpc.GenerationServiceServicer):
-    """GenerationService of a rank above 0."""
-
-    role = Role.ACTOR
-
-    def __init__(self, core: GenerationCore, compute: ComputeThread, status: Callable[[], ServiceStatus]) -> None:
-        self._core, self._compute, self.status = core, compute, status
-
-    def register(self, server: grpc.Server) -> None:
-        """Add this servicer to a server."""
-        generation_pb2_grpc.add_GenerationServiceServicer_to_server(self, server)
-
-    def abandoned(self) -> tuple[str, float]:
-        """See ``ComputeThread.abandoned``."""
-        return self._compute.abandoned()
-
-    def close(self) -> None:
-        """Close the compute thread."""
-        self._compute.close()
-
-    def Generate(self, request: Any, context: grpc.ServicerContext) -> Iterator[Any]:
-        """Generate a share of a step. Yield an event at the start, with progress, and at the end."""
-        return stream_generation(self._core, self._compute, request, context)
-
-    def UpdateWeights(self, request: Any, context: grpc.ServicerContext) -> Any:
-        """Raise FailedPrecondition. See ``ActorServicer.UpdateWeights``."""
-        raise FailedPrecondition("update weights: the engine of the actor gets its weights without a transfer")
-
-
-def rank_host(environment: Mapping[str, str]) -> str:
-    """Return the host at which this process listens for rank 0: loopback, or with torchrun on several machines, the address
-    that is on the way to MASTER_ADDR.
-    """
-    if environment.get("LOCAL_WORLD_SIZE", environment.get("WORLD_SIZE")) == environment.get("WORLD_SIZE"):
-        return LOOPBACK
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((environment["MASTER_ADDR"], int(environment["MASTER_PORT"])))  # Sends nothing.
-        return str(probe.getsockname()[0])
-
-
-def join_ranks(
-    own: SeparateGeneration,
-    compute: ComputeThread,
-    status: Callable[[], ServiceStatus],
-    workers: Workers,
-    timeouts: TimeoutsConfig,
-    credentials: Credentials,
-) -> GroupGeneration | ServedRank:
-    """Return the generation of this rank: rank 0 uses all ranks, the others serve it. All ranks must call it.
-
-    For ``own``, ``compute`` and ``status`` see ``ServedRank``. Raises ConfigError if a rank on another machine would listen
-    without encryption.
-    """
-    if workers.rank:
-        served = ServedRank(own, compute, status, f"{rank_host(os.environ)}:0", credentials)
-        workers.exchange(served.address)
-        return served
-    _, *addresses = workers.exchange("")
-    return GroupGeneration(own, [GenerationClient(each, timeouts, credentials, Role.ACTOR) for each in addresses])

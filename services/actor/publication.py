@@ -6,9 +6,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from typing import Protocol
-
-import torch
+from typing import Any, Protocol
 
 from quartet.models.generation.detached_torch import DetachedTorchEngine
 from quartet.models.weights.host_tensors import host_tensor
@@ -18,8 +16,8 @@ from quartet.weight_transfer.digests import combined_digest
 from quartet.weight_transfer.source import WeightSource
 from quartet.weight_transfer.tensors import AdapterSettings
 
-Tensors = Iterable[tuple[str, torch.Tensor]]
-"""Name and complete tensor of every weight, made one after the other. All of them must be consumed."""
+Tensors = Iterable[tuple[str, Any]]
+"""Name and complete torch tensor of every weight, made one after the other. All of them must be consumed."""
 
 
 class Publication(Protocol):

@@ -11,7 +11,7 @@ import grpc
 
 from quartet import codec
 from quartet.errors import FailedPrecondition
-from quartet.rpc.base_servicers import TrainableServicer, stream_generation
+from quartet.rpc.base_servicers import GenerationCore, TrainableServicer, stream_generation
 from quartet.rpc.commands import CommandHandler, Commands
 from quartet.rpc.compute_thread import ComputeThread
 from quartet.rpc.weight_servicer import WeightServicer
@@ -104,3 +104,32 @@ class ActorServicer(
     def _log_probs(self, request: Any) -> Callable[[], tuple[FloatArray, int]]:
         batch, temperature, reference = codec.actor_log_probs_from_proto(request)
         return lambda: (self.core.log_probs(batch, temperature, reference), self.core.policy_version)
+
+
+class RankServicer(generation_pb2_grpc.GenerationServiceServicer):
+    """GenerationService of a rank above 0."""
+
+    role = Role.ACTOR
+
+    def __init__(self, core: GenerationCore, compute: ComputeThread, status: Callable[[], ServiceStatus]) -> None:
+        self._core, self._compute, self.status = core, compute, status
+
+    def register(self, server: grpc.Server) -> None:
+        """Add this servicer to a server."""
+        generation_pb2_grpc.add_GenerationServiceServicer_to_server(self, server)
+
+    def abandoned(self) -> tuple[str, float]:
+        """See ``ComputeThread.abandoned``."""
+        return self._compute.abandoned()
+
+    def close(self) -> None:
+        """Close the compute thread."""
+        self._compute.close()
+
+    def Generate(self, request: Any, context: grpc.ServicerContext) -> Iterator[Any]:
+        """Generate a share of a step. Yield an event at the start, with progress, and at the end."""
+        return stream_generation(self._core, self._compute, request, context)
+
+    def UpdateWeights(self, request: Any, context: grpc.ServicerContext) -> Any:
+        """Raise FailedPrecondition. See ``ActorServicer.UpdateWeights``."""
+        raise FailedPrecondition("update weights: the engine of the actor gets its weights without a transfer")

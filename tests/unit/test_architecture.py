@@ -61,6 +61,7 @@ ALLOWED: dict[str, set[str]] = {
     "quartet.atomic_directory": set(),
     "quartet.failpoints": {"quartet.errors"},
     "quartet.sys_path": set(),
+    "quartet.work_split": {"quartet.types"},
     "quartet.leader_fence": {"quartet.errors"},
     "quartet.user_code": set(),
     "quartet.child_processes": set(),

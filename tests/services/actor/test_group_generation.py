@@ -19,9 +19,10 @@ from quartet.models.weights.host_tensors import complete_tensors, host_tensor, n
 from quartet.rpc.clients import GenerationClient
 from quartet.rpc.compute_thread import ComputeThread
 from quartet.rpc.security.credentials import LOCAL
-from quartet.services.actor.group_generation import GroupGeneration, ServedRank, rank_host
+from quartet.services.actor.group_generation import GroupGeneration
 from quartet.services.actor.local_generator import LocalGenerator
 from quartet.services.actor.publication import EnginePublication, SourcePublication
+from quartet.services.actor.rank_servers import ServedRank, rank_host
 from quartet.services.generator.generator import Generator, Progress
 from quartet.types import GenerationBatch, Prompt, Role, SamplingParameters, ServiceStatus, requests_of
 from quartet.weight_transfer.source import WeightSource
