@@ -89,7 +89,7 @@ class Replicas(Generic[Client]):
             return max(1, sum(replica.ready for replica in self._members.values()))
 
     def wait_until_ready(self, check_alive: Callable[[], None] = lambda: None, known: bool = False) -> ServiceStatus:
-        """Wait until a replica is ready, and until the others have responded or SETTLE_SECONDS are over. Return its status.
+        """Wait until a replica is ready, and until the others have responded or SETTLE_SECONDS are over. Return a status.
 
         Raises MismatchError if replicas have different models. See ``ServiceClient.wait_until_ready`` for the rest.
         """
@@ -102,10 +102,8 @@ class Replicas(Generic[Client]):
         else:
             self._wait(members, check_alive)
         self._monitor()
-        with self._changed:
-            ready = [replica.status for replica in self._members.values() if replica.ready]
-        assert ready[0] is not None
-        return ready[0]
+        assert self._expected is not None
+        return self._expected
 
     def _wait(self, members: Sequence[_Replica[Client]], check_alive: Callable[[], None]) -> None:
         timeout = members[0].client.timeouts.load_seconds if members else 0.0
