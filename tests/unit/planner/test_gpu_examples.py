@@ -121,7 +121,7 @@ def test_vllm_may_use_the_memory_that_it_needs(path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["2-nodes-32b", "2-nodes-70b"])
 def test_the_deployment_in_the_documentation_fits_the_examples(name: str, tmp_path: Path) -> None:
-    section = (ROOT / "docs/scale-out.md").read_text(encoding="utf-8").partition("## On several machines\n")[2]
+    section = (ROOT / "docs/scale-out.md").read_text(encoding="utf-8").partition("### Groups on two machines\n")[2]
     layer = tmp_path / "deployment.yaml"
     layer.write_text(section.partition("```yaml\n")[2].partition("```")[0], encoding="utf-8")
     config = load_config(ROOT / f"examples/gpus/{name}.yaml", [], [layer])
