@@ -1,4 +1,4 @@
-"""Files of a sharded checkpoint: one per rank, in the folder ``sharded`` of a model's directory. Does not import torch."""
+"""Files of a sharded checkpoint, one per rank, in the folder ``sharded`` of a model's directory. Does not import torch."""
 
 from __future__ import annotations
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 import transformers
 
 from quartet.failpoints import FOLDER_VARIABLE, VARIABLE
+from quartet.sharded_files import rank_file
 from tests.e2e.commands import QUARTET, Command, committed_steps, settings
 from tests.e2e.conftest import GROUPS, LONGER, Call, Run, Start, deterministic_metrics, train, weights
 
@@ -90,6 +92,26 @@ def test_a_checkpoint_of_groups_is_verified_exported_and_used_as_a_model(call: C
         for model in ("exported", group_run.directory / "checkpoints" / "step-000008")
     ]
     assert outputs[0] == outputs[1] != ""
+
+
+@pytest.mark.slow  # tests/training/test_group_checkpoints.py damages the parts of one model.
+def test_one_process_continues_before_a_damaged_part_and_a_fork(
+    start: Start, config: Path, few_processes: list[str], group_run: Run, tmp_path: Path
+) -> None:
+    run = Path(shutil.copytree(group_run.directory, tmp_path / "runs" / "tiny"))
+    forked_result = start("fork", run, "6", "--name", "forked").wait()
+    assert (forked_result.code, forked_result.err) == (0, "")
+    rank_file(run / "checkpoints" / "step-000008" / "critic", 1, 2).unlink()
+    longer = start("train", config, *few_processes, *LONGER, *settings("run.steps=9"), "--resume").wait()
+    assert (longer.code, longer.err) == (0, ""), longer
+    assert re.search(
+        r"step-000008 is skipped: critic/sharded/rank-00001-of-00002.safetensors\s+is\s+missing", longer.out
+    )
+    assert committed_steps(run) == 9
+    single = settings("services.actor.processes=1", "services.critic.processes=1")
+    forked = start("train", tmp_path / "runs" / "forked" / "config.yaml", *few_processes, *single, "--resume").wait()
+    assert (forked.code, forked.err) == (0, ""), forked
+    assert committed_steps(tmp_path / "runs" / "forked") == 8
 
 
 @pytest.mark.parametrize(

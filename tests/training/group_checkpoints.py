@@ -104,6 +104,8 @@ def save(model: TrainableModel, directory: str, kind: SaveKind = SaveKind.CHECKP
 def run_group(folder: Path, size: int, action: str, cases: list[str]) -> None:
     """Run ``action`` for all cases with ``size`` processes."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    # Freed tensors go back to the system at once, so that resident memory shows what is held.
+    environment["MALLOC_MMAP_THRESHOLD_"] = "65536"
     listener = socket.create_server(("127.0.0.1", 0), backlog=size)
     port, descriptor = listener.getsockname()[1], listener.fileno()
     arguments = [str(folder), "{}", str(size), str(port), str(descriptor), action, *cases]

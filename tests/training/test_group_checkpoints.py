@@ -179,5 +179,6 @@ def test_rank_0_holds_its_part_of_a_checkpoint_and_one_tensor_of_an_export(tmp_p
     run_group(tmp_path, 2, "memory", ["large"])
     peaks = json.loads((tmp_path / "memory.json").read_text())
     # Half of the weights and of two moments, in a copy.
-    assert peaks["checkpoint"] < 0.55 * peaks["checkpoint_files"], peaks
-    assert peaks["model"] < 0.5 * peaks["model_files"], peaks
+    assert 0.45 < peaks["checkpoint"] / peaks["checkpoint_files"] < 0.55, peaks
+    # The largest of the tensors has a tenth of the bytes.
+    assert peaks["model"] < 0.3 * peaks["model_files"], peaks

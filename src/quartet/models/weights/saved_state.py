@@ -36,7 +36,7 @@ class Part:
 
     @property
     def region(self) -> tuple[slice, ...]:
-        """Where the block is in the complete tensor."""
+        """Place of the block in the complete tensor."""
         return tuple(
             slice(start, start + length) for start, length in zip(self.offsets, self.tensor.shape, strict=True)
         )
@@ -47,7 +47,7 @@ class SavedState(Protocol):
 
     @property
     def place(self) -> str:
-        """What they are, and their path, for messages."""
+        """Name and path of the files, for messages."""
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:

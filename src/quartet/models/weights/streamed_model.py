@@ -1,4 +1,4 @@
-"""Writes a model in Hugging Face format one tensor after the other, without a copy of the model in host memory."""
+"""Writer of a model in Hugging Face format, one tensor after the other, without a copy of the model in host memory."""
 
 from __future__ import annotations
 

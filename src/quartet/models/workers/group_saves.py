@@ -98,6 +98,8 @@ class GroupSaves:
         def write_part(directory: Path) -> None:
             (directory / FOLDER).mkdir(exist_ok=True)
             write_parts(rank_file(directory, rank, size), parts)
+            # Before the save ends, so that there is memory for the copy of the next one.
+            parts.clear()
 
         others = [] if rank else [*writers, write_groups]
         return self._start(target, [*others, saving, write_part])
