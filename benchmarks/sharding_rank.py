@@ -91,8 +91,11 @@ def measure(model_path: str, updates: int, offload: bool, workers: Workers) -> d
     with PeakMemory() as memory:
         with suppress_hf_logging():
             model = load_causal_lm(model_path, workers=workers)
-        optimizer = sharded(model, offload, workers)
+        # Pages of the file are in memory only once they are used.
+        for parameter in model.parameters():
+            local_tensor(parameter).sum()
     loading = memory.peak - memory.start
+    optimizer = sharded(model, offload, workers)
     data, seconds = experience(model), list[float]()
     gradients: list[int] = []
     optimizer.register_step_pre_hook(

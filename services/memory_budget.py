@@ -163,8 +163,9 @@ def free_bytes(model: Any, limits: UpdateLimits) -> int:
     # A trained parameter in half precision also has a float32 master weight.
     loaded = sum(
         part.nbytes + (4 * part.numel() if parameter.requires_grad and part.element_size() < 4 else 0)
+        # Shards of a model on a GPU may be in host memory.
         for parameter, part in ((parameter, local_tensor(parameter)) for parameter in model.parameters())
-        if part.device.type == "cuda"
+        if part is parameter or part.device == device
     )
     return max(0, min(free, limits.share.bytes(total_gpu_bytes(device)) - loaded) - limits.copy)
 

@@ -83,8 +83,8 @@ SINGLE = Workers()
 def local_tensor(value: torch.Tensor) -> torch.Tensor:
     """Return this rank's part of a tensor: its shard, or all of a tensor that is not sharded."""
     to_local = getattr(value, "to_local", None)
-    part: torch.Tensor = value if to_local is None else to_local()
-    return part.detach()
+    part: torch.Tensor = value if to_local is None else to_local().detach()
+    return part
 
 
 def split_by_tokens(lengths: Sequence[int] | NDArray[np.signedinteger], size: int) -> list[list[int]]:

@@ -24,6 +24,7 @@ from quartet.models.workers.sharding import complete_weights, shard_model
 from quartet.models.workers.workers import Workers, local_tensor
 from tests.unit.models import tiny
 
+QUICK = ("llama-bfloat16", "qwen2-float32", "llama-lora", "critic-of-reward")
 CASES = (
     *(f"{kind}-{dtype}" for kind in (*tiny.KINDS, *tiny.MIXTURES) for dtype in ("float32", "bfloat16")),
     "llama-adapter",
@@ -69,7 +70,7 @@ def state(case: str, folder: Path, workers: Workers) -> tuple[dict[str, torch.Te
 def main(folder: Path, rank: int, size: int, port: int, descriptor: int | None) -> None:
     torch.set_num_threads(1)
     join_group(rank, size, ("127.0.0.1", port), descriptor)
-    for case in CASES:
+    for case in (folder / "cases").read_text().split():
         weights, report = state(case, folder, WorkerGroup(torch.device("cpu")))
         safetensors.torch.save_file(
             {name: value.contiguous() for name, value in weights.items()}, folder / f"{case}-{rank}.safetensors"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -21,29 +22,46 @@ SIZE = 3
 """Ranks. Few dimensions are multiples of it, so that shards have different sizes."""
 
 
-@pytest.fixture(scope="module")
-def loaded(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with checkpoints, and with what each rank has loaded."""
-    folder = tmp_path_factory.mktemp("parts")
+def load(folder: Path, cases: tuple[str, ...]) -> Path:
+    """Write checkpoints to ``folder``, load the cases in a group, and return the folder."""
     for kind in (*tiny.KINDS, *tiny.MIXTURES):
         tiny.causal(kind).save_pretrained(folder / kind)
-    reward = tiny.classifier("llama")
-    reward.save_pretrained(folder / "reward")
+    tiny.classifier("llama").save_pretrained(folder / "reward")
     write_model(folder / "critic", ValueModel.of_classifier(tiny.classifier("llama", seed=3)).snapshot())
     adapter = add_adapter(tiny.causal("llama"), str(folder / "llama"), 2, 4.0, seed=9)
     for parameter in adapter.parameters():
         torch.nn.init.normal_(parameter)
     write_model(folder / "llama-adapter", adapter.snapshot())
+    (folder / "cases").write_text(" ".join(cases))
     run_ranks(reading_rank, folder, SIZE)
     return folder
 
 
-@pytest.mark.parametrize("case", reading_rank.CASES)
-def test_ranks_hold_parts_of_the_weights_and_buffers_of_one_process(loaded: Path, case: str) -> None:
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """A function that returns the folder with what each rank has loaded in a case. The slow cases run in another group."""
+    known: dict[bool, Path] = {}
+
+    def of_case(case: str) -> Path:
+        quick = case in reading_rank.QUICK
+        if quick not in known:
+            cases = tuple(each for each in reading_rank.CASES if (each in reading_rank.QUICK) == quick)
+            known[quick] = load(tmp_path_factory.mktemp("parts"), cases)
+        return known[quick]
+
+    return of_case
+
+
+@pytest.mark.parametrize(
+    "case",
+    [case if case in reading_rank.QUICK else pytest.param(case, marks=pytest.mark.slow) for case in reading_rank.CASES],
+)
+def test_ranks_hold_parts_of_the_weights_and_buffers_of_one_process(loaded: Callable[[str], Path], case: str) -> None:
     torch.set_num_threads(1)
-    expected, single = reading_rank.state(case, loaded, SINGLE)
-    reports = [json.loads((loaded / f"{case}-{rank}.json").read_text()) for rank in range(SIZE)]
-    weights = safetensors.torch.load_file(loaded / f"{case}-0.safetensors")
+    folder = loaded(case)
+    expected, single = reading_rank.state(case, folder, SINGLE)
+    reports = [json.loads((folder / f"{case}-{rank}.json").read_text()) for rank in range(SIZE)]
+    weights = safetensors.torch.load_file(folder / f"{case}-0.safetensors")
     # Trained weights of half precision are float32 in a group, with the same values.
     assert {name: value.tolist() for name, value in weights.items()} == {
         name: value.tolist() for name, value in expected.items()
