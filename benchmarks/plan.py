@@ -35,9 +35,9 @@ MEMORY_CASES = (
     Case("gpt2", 384, 6, 4096, role="critic", responses=32, prompt=32, response=96, tokens=1024),
     Case("qwen2", 384, 4, 16_000, dtype="bfloat16", responses=32, prompt=32, response=96, tokens=1024),
     Case("llama", 512, 6, 8192, responses=32, prompt=32, response=96, tokens=1024, rank=8),
-    Case("llama", 384, 4, 4096, responses=8, prompt=32, response=96, tokens=128, processes=2),
-    Case("llama", 384, 8, 512, responses=8, prompt=32, response=96, tokens=128, processes=2),
-    Case("llama", 256, 2, 16_000, responses=8, prompt=32, response=96, tokens=128, processes=2),
+    Case("llama", 384, 4, 4096, responses=16, prompt=32, response=96, tokens=256, processes=2),
+    Case("llama", 384, 8, 512, responses=16, prompt=32, response=96, tokens=256, processes=2),
+    Case("llama", 256, 2, 16_000, responses=16, prompt=32, response=96, tokens=256, processes=2),
 )
 CALIBRATION = Case("llama", 384, 4, 4096, responses=32, prompt=32, response=96, tokens=1024)
 # Not gpt2: its layers are no nn.Linear, so on AMD they run without oneDNN, at half of the rate (ADR 25).
@@ -77,7 +77,7 @@ def measure_memory(host: str, target: Path | None) -> bool:
             f"| {case.role}: {case.name} | {planned / 2**20:.0f} | {measured / 2**20:.0f} | {planned / measured:.2f} |"
         )
         print(lines[-1], flush=True)
-    page.write(target, "plan-memory", "\n".join(lines))
+        page.write(target, "plan-memory", "\n".join(lines))
     return failed
 
 

@@ -126,7 +126,7 @@ def _sharded_pass(
             "logits": 0.0,
             "gathered layers": (size + computed / 2) * ends + (4 * size + computed + 2 * reduced + result) * layer,
         },
-        {"activations": 0.0, "logits": 0.0, "gathered layers": (size + computed + reduced + result) * ends},
+        {"activations": 0.0, "logits": 0.0, "gathered layers": (size + computed + 2 * reduced + result) * ends},
     )
     return max(moments, key=lambda parts: sum(parts.values()))
 

@@ -17,8 +17,8 @@ LARGE = [
     Case("gpt2", 512, 6, 8192, role="critic", tokens=1024),
     Case("qwen2", 512, 6, 32_000, dtype="bfloat16", tokens=1024),
     Case("llama", 768, 6, 8192, rank=8, tokens=1024),
-    Case("llama", 384, 4, 4096, responses=8, prompt=32, response=96, tokens=128, processes=2),
-    Case("llama", 256, 2, 16_000, responses=8, prompt=32, response=96, tokens=128, processes=2),
+    Case("llama", 384, 4, 4096, responses=16, prompt=32, response=96, tokens=256, processes=2),
+    Case("llama", 256, 2, 16_000, responses=16, prompt=32, response=96, tokens=256, processes=2),
 ]
 
 

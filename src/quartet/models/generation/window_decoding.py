@@ -1,0 +1,125 @@
+"""Decoding without static buffers: each step reads only the rows and columns of the key-value cache that are in use."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from quartet.models.forward.model_capabilities import accepts_argument, attends_to_all, device_of
+from quartet.models.forward.onednn_linear import onednn_linear
+from quartet.models.generation.kv_cache import DecodeCache
+
+
+class WindowDecoder:
+    """Decoder that reads only the rows and columns in use.
+
+    All rows end in the same column of the cache. A new prompt is aligned to that column, and the columns before it are masked.
+    """
+
+    def __init__(self, model: Any, slots: int, longest: int, limit: int, refilled: bool) -> None:
+        """``longest``: tokens of a prompt; ``limit``: tokens of a response; ``refilled``: finished rows are replaced."""
+        self._model, device = model, device_of(model)
+        columns = longest + limit
+        if refilled:
+            # Spare columns, so that the cache does not have to move to the left at every token.
+            columns += max(columns // 4, 1)
+        # Rounded up, because fast attention kernels on GPUs need mask rows that start at multiples of 16 bytes.
+        self._cache = DecodeCache(slots, longest, -(-columns // 8) * 8)
+        self._padding = _Padding(model, slots, self._cache.capacity, device)
+        # Position of the next token of each row.
+        self._positions = torch.zeros((slots, 1), dtype=torch.int64, device=device)
+
+    def fill(self, rows: list[int], sources: list[int], lengths: list[int], prefilled: Any) -> None:
+        """Copy prompts into the cache, see ``DecodeCache.fill``."""
+        self._cache.fill(rows, sources, lengths, prefilled)
+
+    def begin(self, slots: slice, lengths: list[int]) -> None:
+        """Register the prompts of these lengths that ``slots`` now hold. They are the last slots in use."""
+        counts = torch.tensor(lengths, device=self._positions.device)[:, None]
+        self._positions[slots] = counts
+        self._cache.rows = slots.stop
+        self._padding.begin(slots, self._cache.end - counts)
+
+    @onednn_linear()
+    def logits(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Decode one more token of each row, int64 [rows]. Return the next logits [rows, vocabulary]."""
+        rows = len(token_ids)
+        if self._cache.full:
+            self._padding.move(self._cache.move_left())
+        arguments = self._padding.arguments(rows, self._cache.start, self._cache.end + 1)
+        if accepts_argument(self._model, "position_ids"):
+            arguments["position_ids"] = self._positions[:rows]
+        logits: torch.Tensor = self._model(
+            input_ids=token_ids[:, None], past_key_values=self._cache.layers, use_cache=True, **arguments
+        ).logits
+        self._cache.advance()
+        self._positions += 1
+        return logits[:, -1]
+
+    def rest(self, rows: NDArray[np.int64]) -> None:
+        """Reset finished rows to position 0. Their results are ignored until they are removed."""
+        self._positions[torch.from_numpy(rows).to(self._positions.device)] = 0
+
+    def keep(self, rows: int, holes: torch.Tensor, movers: torch.Tensor) -> None:
+        """Move rows ``movers`` into ``holes``, then keep the first ``rows`` rows."""
+        self._positions[holes] = self._positions[movers]
+        start = self._padding.keep(rows, holes, movers)
+        self._cache.keep(rows, holes, movers, self._cache.end if start is None else start)
+
+
+class _Padding:
+    """Mask of the columns before each row's prompt, in the cheapest form that the model supports."""
+
+    def __init__(self, model: Any, slots: int, capacity: int, device: torch.device) -> None:
+        self._begins = np.zeros(slots, np.int64)
+        """The first column of each row."""
+        self._columns = torch.arange(capacity, device=device)
+        self._rows = 0
+        self._additive = _accepts_additive_mask(model)
+        self._hidden = torch.zeros((), device=device, dtype=torch.int64)
+        self._shown = self._hidden + 1
+        if self._additive:
+            dtype = model.get_input_embeddings().weight.dtype
+            # Half of the minimum: adding a score to the minimum can overflow in half precision.
+            self._hidden = torch.full((), torch.finfo(dtype).min / 2, dtype=dtype, device=device)
+            self._shown = torch.zeros_like(self._hidden)
+        self._mask = self._shown.expand(slots, capacity).clone()
+
+    def begin(self, slots: slice, begins: torch.Tensor) -> None:
+        """Add rows in ``slots`` whose first columns are ``begins`` [rows, 1]."""
+        self._begins[slots] = begins[:, 0].cpu().numpy()
+        self._rows = slots.stop
+        self._mask[slots] = torch.where(self._columns >= begins, self._shown, self._hidden)
+
+    def keep(self, rows: int, holes: torch.Tensor, movers: torch.Tensor) -> int | None:
+        """Move rows ``movers`` into ``holes``, then keep the first ``rows`` rows. Return their first column, or None."""
+        self._rows = rows
+        self._begins[holes.cpu().numpy()] = self._begins[movers.cpu().numpy()]
+        self._mask[holes] = self._mask[movers]
+        return int(self._begins[:rows].min()) if rows else None
+
+    def move(self, columns: int) -> None:
+        """Follow a move of the cache by this number of columns to the left."""
+        self._begins -= columns
+        begins = torch.from_numpy(self._begins[:, None]).to(self._columns.device)
+        self._mask.copy_(torch.where(self._columns >= begins, self._shown, self._hidden))
+
+    def arguments(self, rows: int, start: int, stop: int) -> dict[str, torch.Tensor]:
+        """Return the model's mask argument for columns [start, stop), or no argument if no row has padding there."""
+        if int(self._begins[: self._rows].max()) <= start:
+            return {}
+        mask = self._mask[:rows, start:stop]
+        return {"attention_mask": mask[:, None, None, :] if self._additive else mask}
+
+
+def _accepts_additive_mask(model: Any) -> bool:
+    """Return whether every layer of the model interprets an additive mask [rows, 1, 1, columns] in the same way.
+
+    Then the model does not have to build a mask from the padding at every token. False for sliding windows, because each kind of
+    layer has its own mask, and for models that derive positions from the padding mask (ALiBi).
+    """
+    plain = getattr(model.config.get_text_config(), "_attn_implementation", None) in ("sdpa", "eager")
+    return plain and attends_to_all(model) and accepts_argument(model, "position_ids")
