@@ -18,8 +18,13 @@ from quartet.hub_models import looks_local
 from quartet.planner.device_memory import CONTEXT_BYTES, engine_cache_bytes, trained_state
 from quartet.planner.memory import DTYPE_BYTES, training_state
 from quartet.planner.model_shape import FLOAT32_BYTES, decoder_sizes
-from quartet.planner.roofline import Parallel
-from quartet.planner.workload import max_concurrent_sequences, model_dtype, model_work, read_description
+from quartet.planner.workload import (
+    configured_parallel,
+    max_concurrent_sequences,
+    model_dtype,
+    model_work,
+    read_description,
+)
 from quartet.topology import generates_in_actor, memory_sharers
 from quartet.types import TRAINED_ROLES, Role
 
@@ -32,7 +37,7 @@ ADAPTER_FRACTION = 0.02
 
 @dataclass(frozen=True, slots=True)
 class RoleMemory:
-    """Bytes that a role holds between calls, and the number of its parameters.
+    """Bytes that a process of a role holds between calls, and the number of the role's parameters.
 
     ``state``: master weights, gradients and AdamW's moments. ``cache``: buffers and graphs of the torch engine. ``copy``: weights
     of an engine that does not share those of the trained model.
@@ -93,29 +98,20 @@ def role_memory(config: Config, role: Role) -> RoleMemory | None:
     if role is Role.GENERATOR and config.rollout.engine != "torch":
         return None
     on_gpu = bool(getattr(config.services, role).devices)
-    memories = [_model_memory(config, key, model, on_gpu) for key, model in _models(config, role).items()]
+    memories = [_model_memory(config, role, key, model, on_gpu) for key, model in _models(config, role).items()]
     known = [memory for memory in memories if memory is not None]
     if len(known) < len(memories) or not known:
         return None
-    state = 0 if role is Role.GENERATOR else sum(memory.state for memory in known)
-    weights = sum(memory.weights for memory in known)
-    parts = 1 if role is Role.GENERATOR else _parts_of_model(config, role)
     generates = role is Role.GENERATOR or (role is Role.ACTOR and generates_on_its_device(config))
     copies = role is Role.ACTOR and generates and generates_in_actor(config)
     offloaded = role in TRAINED_ROLES and getattr(config.services, role).offload.parameters
     return RoleMemory(
         parameters=sum(memory.parameters for memory in known),
-        weights=0 if offloaded else weights // parts,
-        state=0 if offloaded else state // parts,
+        weights=0 if offloaded else sum(memory.weights for memory in known),
+        state=0 if offloaded else sum(memory.state for memory in known),
         cache=torch_cache_bytes(config, on_gpu) if generates else 0,
-        copy=weights if copies else 0,
+        copy=sum(memory.copy for memory in known) if copies else 0,
     )
-
-
-def _parts_of_model(config: Config, role: Role) -> int:
-    """Return the number of parts into which the ranks of a role divide its model."""
-    service = getattr(config.services, role)
-    return int(service.num_ranks) // int(service.parallel.replicate)
 
 
 def _models(config: Config, role: Role) -> dict[str, str]:
@@ -124,34 +120,41 @@ def _models(config: Config, role: Role) -> dict[str, str]:
     return {key: model for key, model in config.models.items() if key.partition(".")[0] == owner}
 
 
-def _model_memory(config: Config, key: str, model: str, on_gpu: bool) -> RoleMemory | None:
+def _model_memory(config: Config, role: Role, key: str, model: str, on_gpu: bool) -> RoleMemory | None:
     """Return the memory of a model, and of its training if it is trained. None if its size is not known."""
     size = DTYPE_BYTES[model_dtype(config, key)]
     try:
         work = model_work(config, key, model)
     except ConfigError:
-        return _memory_of_files(config, key, model, size, on_gpu)
+        return _memory_of_files(config, role, model, size, on_gpu)
+    whole = size * work.parameters
+    if role is Role.GENERATOR:
+        return RoleMemory(work.parameters, whole)
+    parallel = configured_parallel(config, role)
     if not work.trained:
-        return RoleMemory(work.parameters, size * work.parameters)
-    offload = getattr(config.services, key.partition(".")[0]).offload.optimizer
-    parts, _ = trained_state(work, not on_gpu, Parallel(), offload)
+        return RoleMemory(work.parameters, whole // (parallel.shard * parallel.tensor))
+    parts, _ = trained_state(work, not on_gpu, parallel, getattr(config.services, role).offload.optimizer)
     kept = sum(parts.values())
-    return RoleMemory(work.parameters, int(parts["parameters"]), int(kept - parts["parameters"]))
+    return RoleMemory(work.parameters, int(parts["parameters"]), int(kept - parts["parameters"]), copy=whole)
 
 
-def _memory_of_files(config: Config, key: str, model: str, size: int, on_gpu: bool) -> RoleMemory | None:
+def _memory_of_files(config: Config, role: Role, model: str, size: int, on_gpu: bool) -> RoleMemory | None:
     parameters = sum(map(_file_parameters, Path(model).glob("*.safetensors")))
-    role = Role(key.partition(".")[0])
     if not parameters or not (Path(model) / "config.json").is_file():
         return None
-    if role not in TRAINED_ROLES:
+    if role is Role.GENERATOR:
         return RoleMemory(parameters, size * parameters)
+    parallel = configured_parallel(config, role)
+    ranks = parallel.shard * parallel.tensor
+    if role not in TRAINED_ROLES:
+        return RoleMemory(parameters, size * parameters // ranks)
     lora = getattr(config, role).lora
     adapter = int(ADAPTER_FRACTION * parameters) if lora else 0
     state = training_state(parameters + adapter, adapter or parameters, size, FLOAT32_BYTES if lora else None)
     if on_gpu:
         state = state.without_temporary_gradients()
-    return RoleMemory(parameters + adapter, int(state.parameters), int(state.kept - state.parameters))
+    weights, others = int(state.parameters / ranks), int((state.kept - state.parameters) / ranks)
+    return RoleMemory(parameters + adapter, weights, others, copy=size * parameters)
 
 
 def generates_on_its_device(config: Config) -> bool:

@@ -50,6 +50,16 @@ def test_trained_models_are_estimated_with_gradients_and_optimizer_state(dtype: 
         assert ("key-value cache of 64 sequences" in text) == (role is Role.ACTOR)
 
 
+def test_a_group_is_estimated_by_process(tmp_path: Path) -> None:
+    tree = config(tmp_path, torch.float32).model_dump()
+    tree["services"]["actor"]["processes"] = 2
+    count = sum(p.numel() for p in tiny.causal("llama", vocab_size=4096).parameters())
+    text = _memory(Config.model_validate(tree), Role.ACTOR)
+    assert text.startswith(
+        f", about {8 * count / 2**20:.1f} MiB for weights, gradients and optimizer in each of 2 processes"
+    )
+
+
 def test_models_without_full_training_are_estimated_by_their_weights(tmp_path: Path) -> None:
     settings = config(tmp_path, torch.bfloat16, lora={"rank": 2}, dtype="bfloat16")
     weights = sum(p.numel() for p in tiny.causal("llama", vocab_size=4096).parameters())

@@ -58,20 +58,20 @@ def test_a_role_needs_its_weights_and_if_trained_gradients_and_optimizer(checkpo
     assert in_float32.bytes == 16 * weights(tiny.classifier("llama"))
 
 
-def test_ranks_need_equal_parts_and_the_first_of_an_actor_also_a_copy_to_generate_with(checkpoints: Path) -> None:
+def test_ranks_need_equal_parts_and_those_of_an_actor_also_a_copy_to_generate_with(checkpoints: Path) -> None:
     whole, group = (
         make(checkpoints, services={role: {"devices": devices} for role in ("actor", "critic")})
         for devices in ([0], [0, 1, 2, 3])
     )
     counts = {Role.ACTOR: weights(tiny.causal("llama")), Role.CRITIC: weights(tiny.classifier("llama"))}
     for role, count in counts.items():
-        single, first, second = role_memory(whole, role), role_memory(group, role), role_memory(group, role, 1)
+        single, rank = role_memory(whole, role), role_memory(group, role)
         assert single is not None
-        assert first is not None
-        assert second is not None
-        assert (second.weights, second.state) == (single.weights // 4, single.state // 4) == (count // 2, 4 * count)
-        assert (second.cache, second.copy, first.copy) == (0, 0, 2 * count if role is Role.ACTOR else 0)
-        assert first.cache == single.cache
+        assert rank is not None
+        # A rank has master weights of the type of the optimizer, and gathers a layer in the type of the model.
+        assert (single.weights + single.state, rank.weights, rank.state) == (18 * count, 0, 16 * count // 4)
+        assert (single.copy, rank.copy) == (0, 2 * count if role is Role.ACTOR else 0)
+        assert rank.cache == single.cache
 
 
 def test_a_rank_shares_its_gpu_with_those_of_other_groups_there(checkpoints: Path) -> None:
@@ -80,7 +80,7 @@ def test_a_rank_shares_its_gpu_with_those_of_other_groups_there(checkpoints: Pat
     )
     share, memories = (
         gpu_share(group, Role.ACTOR, 1),
-        [role_memory(group, Role.ACTOR, 1), role_memory(group, Role.CRITIC)],
+        [role_memory(group, Role.ACTOR), role_memory(group, Role.CRITIC)],
     )
     reward = role_memory(group, Role.REWARD)
     assert share is not None

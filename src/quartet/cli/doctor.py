@@ -32,7 +32,7 @@ from quartet.memory_shares import gpu_share, role_memory
 from quartet.planner.device_memory import add_parts, frozen_memory, trained_memory
 from quartet.planner.gpus import CPU, GPUS
 from quartet.planner.roofline import Parallel
-from quartet.planner.workload import read_workload
+from quartet.planner.workload import configured_parallel, read_workload
 from quartet.preflight import check_gateway, check_inputs
 from quartet.preflight.generator_check import generator_mismatch
 from quartet.preflight.generators import ENGINE_PACKAGES
@@ -338,10 +338,12 @@ def _memory(config: Config, role: Role) -> str:
         text = f", about {_mib(memory.weights)} for weights"
         parts = add_parts(*(frozen_memory(work, load, device, Parallel()) for work in works))
         return text + (f" and {_mib(parts['activations'] + parts['logits'])} for scoring" if works else "")
-    text = f", about {_mib(memory.weights + memory.state)} for weights, gradients and optimizer"
+    parallel = configured_parallel(config, role)
+    each = f" in each of {parallel.devices} processes" if parallel.devices > 1 else ""
+    text = f", about {_mib(memory.weights + memory.state)} for weights, gradients and optimizer{each}"
     for work in works:
         checkpointing = getattr(config, role).gradient_checkpointing is not False
-        parts = add_parts(trained_memory(work, load, device, Parallel(), load.longest, checkpointing, offload=False))
+        parts = add_parts(trained_memory(work, load, device, parallel, load.longest, checkpointing, offload=False))
         needed = _mib(parts["activations"] + parts["logits"])
         text += f", at least {needed} for an update with a sequence of {load.longest} tokens"
     if memory.cache:

@@ -14,6 +14,7 @@ from quartet.errors import ConfigError, ModelError
 from quartet.hub_models import cached_snapshot, looks_local
 from quartet.planner.memory import DTYPE_BYTES
 from quartet.planner.model_shape import ModelShape, model_shape
+from quartet.planner.roofline import Parallel
 from quartet.types import Role
 
 EXTERNAL_ENGINES = ("triton", "vllm-server", "sglang-server")
@@ -170,6 +171,13 @@ def model_dtype(config: Config, key: str) -> str:
         parts = {f"reward.parts.{part.name}.model": part for part in config.reward.parts}
         return str(parts.get(key, config.reward).dtype)
     return str(getattr(config, role).dtype)
+
+
+def configured_parallel(config: Config, role: Role) -> Parallel:
+    """Return the parallel sizes of a model role in this config."""
+    service = getattr(config.services, role)
+    replicate, tensor = service.parallel.replicate, service.parallel.tensor
+    return Parallel(replicate, service.num_ranks // (replicate * tensor), tensor)
 
 
 def max_concurrent_sequences(config: Config) -> int:

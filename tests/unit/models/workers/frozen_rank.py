@@ -1,4 +1,4 @@
-"""One rank of a group of processes that scores with frozen tiny models. For the arguments see ``launch``."""
+"""One rank of a group of processes that scores with frozen tiny models. For the arguments see ``processes``."""
 
 from __future__ import annotations
 

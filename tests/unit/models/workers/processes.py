@@ -29,7 +29,7 @@ def run_ranks(program: ModuleType, folder: Path, size: int, *arguments: object) 
     listener.close()
     try:
         for process in processes:
-            output, _ = process.communicate(timeout=200)
+            output, _ = process.communicate(timeout=500)
             assert process.returncode == 0, output
     finally:
         for process in processes:

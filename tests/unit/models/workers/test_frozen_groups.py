@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.unit.models.workers import frozen_rank
-from tests.unit.models.workers.launch import run_ranks
+from tests.unit.models.workers.processes import run_ranks
 
 SIZE = 2
 TOLERANCE = {"bfloat16": 0.02}
@@ -21,7 +21,7 @@ TOLERANCE = {"bfloat16": 0.02}
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Mapping[str, Any]]:
     """The outputs of two runs of each rank, by "RUN-RANK"."""
     folder = tmp_path_factory.mktemp("ranks")
-    run_ranks(frozen_rank.__name__, folder, SIZE)
+    run_ranks(frozen_rank, folder, SIZE)
     return {path.stem: np.load(path) for path in folder.iterdir()}
 
 
