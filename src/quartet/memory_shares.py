@@ -127,7 +127,8 @@ def _model_memory(config: Config, role: Role, key: str, model: str, on_gpu: bool
         work = model_work(config, key, model)
     except ConfigError:
         return _memory_of_files(config, role, model, size, on_gpu)
-    whole = size * work.parameters
+    adapter = work.trained if work.is_lora else 0
+    whole = size * (work.parameters - adapter) + FLOAT32_BYTES * adapter
     if role is Role.GENERATOR:
         return RoleMemory(work.parameters, whole)
     parallel = configured_parallel(config, role)
@@ -174,10 +175,11 @@ def torch_cache_bytes(config: Config, on_gpu: bool = True) -> int:
         sizes = decoder_sizes(read_description("actor.model", config.actor.model), f"actor.model {config.actor.model}")
     except ConfigError:
         return 0
-    merged = _model_memory(config, "actor.model", config.actor.model, on_gpu) if config.rollout.merge_adapter else None
-    return (merged.weights if merged else 0) + engine_cache_bytes(
-        sizes, DTYPE_BYTES[config.actor.dtype], *cache_shape(config), graphs=on_gpu
-    )
+    cache = engine_cache_bytes(sizes, DTYPE_BYTES[config.actor.dtype], *cache_shape(config), graphs=on_gpu)
+    if not config.rollout.merge_adapter:
+        return cache
+    merged = _model_memory(config, Role.GENERATOR, "actor.model", config.actor.model, on_gpu)
+    return cache + (merged.weights if merged else 0)
 
 
 def cache_shape(config: Config) -> tuple[int, int]:

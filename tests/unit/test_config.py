@@ -122,14 +122,6 @@ def test_the_tree_is_immutable(minimal: Path) -> None:
             "on device 5, set services.actor.devices \\[3\\], rollout.generators 1 and services.generator.devices \\[5\\]",
         ),
         (
-            {"services": {"actor": {"nodes": 2}}},
-            "services.actor.nodes 2: services.actor.address is null, .* start them with torchrun .* set services.actor.address",
-        ),
-        (
-            {"services": {"reference": {"nodes": 2}}},
-            "services.reference.nodes 2: only actor and critic can have several processes; set 1",
-        ),
-        (
             {
                 "actor": {"model": "a", "lora": {}},
                 "services": {"actor": {"processes": 2}},

@@ -298,12 +298,6 @@ class Config(Section):
                 continue
             key, one = ("devices", "one device") if devices else ("processes", "1")
             setting = f"services.{name}.{key} {devices or service.processes}"
-            if service.nodes > 1 and service.address is None:
-                raise ValueError(
-                    f"services.{name}.nodes {service.nodes}: services.{name}.address is null, and processes of several machines "
-                    f"are not started by this command; start them with torchrun on every machine, and set "
-                    f"services.{name}.address to HOST:PORT of rank 0"
-                )
             if name == "reward" and self.reward.has_functions:
                 raise ValueError(
                     f"{setting}: several processes hold a model together, and the reward has a function; set {key} to {one}, or "

@@ -56,6 +56,7 @@ def check_inputs(config: Config, report: Callable[[str], None] = lambda _: None)
     for role in model_roles(config):
         service: ServiceConfig = getattr(config.services, role)
         if service.address is None:
+            _check_nodes(role, service)
             addresses = {
                 "listen": listen_address(service),
                 "metrics_listen": service.metrics_listen,
@@ -66,6 +67,14 @@ def check_inputs(config: Config, report: Callable[[str], None] = lambda _: None)
                     check_port(f"services.{role}.{name}", address)
     notes += check_generators(config)
     return check_prompts(config, report) + notes + unused_settings(config)
+
+
+def _check_nodes(role: Role, service: ServiceConfig) -> None:
+    if service.nodes > 1:
+        raise ConfigError(
+            f"services.{role}.nodes {service.nodes}: services.{role}.address is null, and this command starts processes on this "
+            f"machine only; start the ranks with torchrun on every machine, and set services.{role}.address to HOST:PORT of rank 0"
+        )
 
 
 def check_separate_orchestrator(config: Config) -> None:

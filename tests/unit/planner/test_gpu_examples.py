@@ -83,7 +83,9 @@ def _placement(config: Config, cluster: Cluster, load: Workload, work: RoleWork)
         assert work.checkpointing is not None
         memory = trained_memory(work, load, cluster.device, parallel, tokens, work.checkpointing, offload)
         if work.role is Role.ACTOR and config.rollout.engine == "torch":
-            generation = actor_generation_memory(work, load, parallel, config.rollout.max_concurrent_sequences)
+            generation = actor_generation_memory(
+                work, load, cluster.device, parallel, config.rollout.max_concurrent_sequences
+            )
             memory = add_parts(memory, generation)
     else:
         memory = frozen_memory(work, load, cluster.device, parallel)

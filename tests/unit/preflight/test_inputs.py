@@ -43,3 +43,11 @@ def test_a_port_in_use_is_reported_with_its_key(models: Path, key: str) -> None:
 def test_an_address_of_another_machine_is_refused(models: Path) -> None:
     with pytest.raises(ConfigError, match=r"services\.actor\.listen 192\.0\.2\.1:7000: cannot listen there"):
         check_inputs(config(models, actor={"listen": "192.0.2.1:7000"}))
+
+
+def test_ranks_of_several_machines_are_started_elsewhere(models: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"services\.actor\.nodes 2: .* start the ranks with torchrun on every machine"
+    ):
+        check_inputs(config(models, actor={"nodes": 2}))
+    check_inputs(config(models, actor={"nodes": 2, "address": "node0:7001"}))
