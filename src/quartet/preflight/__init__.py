@@ -72,8 +72,9 @@ def check_inputs(config: Config, report: Callable[[str], None] = lambda _: None)
 def _check_nodes(role: Role, service: ServiceConfig) -> None:
     if service.nodes > 1:
         raise ConfigError(
-            f"services.{role}.nodes {service.nodes}: services.{role}.address is null, and this command starts processes on this "
-            f"machine only; start the ranks with torchrun on every machine, and set services.{role}.address to HOST:PORT of rank 0"
+            f"services.{role}.nodes {service.nodes}: services.{role}.address is null, and this command starts processes "
+            "on this machine only; start the ranks with torchrun on every machine, and set "
+            f"services.{role}.address to HOST:PORT of rank 0"
         )
 
 
