@@ -116,7 +116,7 @@ WRONG = {
     ),
     "a generator without a port": (
         "services:\n  generators: ['127.0.0.1:0']\n",
-        ":8: services.generators: '127.0.0.1:0': expected HOST:PORT with the port at which a generator listens",
+        ":8: services.generators: '127.0.0.1:0': expected HOST:PORT with the port at which the process listens",
     ),
     "a generator twice": (
         "services:\n  generators: ['h:1', 'g:1', 'h:1']\n",

@@ -23,7 +23,6 @@ from quartet.models.value_head import HEAD_FILE
 from quartet.models.weights.loading import load_causal_lm, load_critic, snapshot_model
 from quartet.models.weights.lora import add_adapter
 from quartet.models.weights.snapshot import Writer, host_state, write_model
-from quartet.models.workers.workers import Workers
 from tests.unit.models import tiny
 
 
@@ -70,23 +69,6 @@ def test_all_weights_except_frozen_ones_are_copied() -> None:
     state = model.state_dict()
     shared = {name for name, value in host_state(model).items() if value.data_ptr() == state[name].data_ptr()}
     assert shared == {name for name in state if name.startswith("model.layers.0.")}
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_the_ranks_of_a_group_gather_each_weight_once(rank: int) -> None:
-    class Group(Workers):
-        gathered = 0
-
-        def complete(self, value: torch.Tensor) -> torch.Tensor:
-            self.gathered += 1
-            return value
-
-    model, group = tiny.causal("qwen2"), Group()
-    group.rank = rank
-    state = host_state(model, group)
-    # Tied weights are one. Another number on one rank would not fit the others.
-    assert group.gathered == len(model.state_dict()) - 1
-    assert len(state) == (0 if rank else len(model.state_dict()))
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "qwen2"])

@@ -21,17 +21,18 @@ import torch.distributed as dist
 
 from quartet.models.forward.scoring import response_log_probs, response_values
 from quartet.models.training.activation_checkpointing import activation_checkpointing
-from quartet.models.training.optimizer import OPTIMIZER_FILE, create_optimizer, load_optimizer, snapshot_optimizer
+from quartet.models.training.optimizer import create_optimizer, load_optimizer_state, optimizer_parts, parameter_groups
 from quartet.models.training.updates import update_policy, update_value
 from quartet.models.value_head import ValueModel
 from quartet.models.weights.freezing import freeze_parameters
-from quartet.models.weights.host_tensors import host_tensors, named_weights
+from quartet.models.weights.host_tensors import complete_tensors, named_weights
 from quartet.models.weights.loading import count_parameters
 from quartet.models.weights.lora import add_adapter
-from quartet.models.weights.snapshot import host_state
 from quartet.models.workers.group import WorkerGroup, join_group
+from quartet.models.workers.sharded_checkpoint import OPTIMIZER, ShardedState, write_parts
 from quartet.models.workers.sharding import ShardedAdamW, complete_weights, shard_model
 from quartet.models.workers.workers import Workers, local_tensor
+from quartet.sharded_files import FOLDER, GROUPS_FILE, rank_file
 from quartet.types import ValueLossSettings
 from tests.unit.models import tiny, updates
 
@@ -122,34 +123,28 @@ def run(case: str, workers: Workers, folder: Path) -> tuple[dict[str, torch.Tens
 
 
 def check_copies(model: Any, weights: dict[str, torch.Tensor], workers: Workers) -> None:
-    """Compare the copies for exports and for generators with ``weights``. Only rank 0 has copies."""
-    exported, published = host_state(model, workers), host_tensors(named_weights(model), workers)
-    if workers.rank:
-        assert not exported
-        assert not published
-        return
-    assert all(torch.equal(exported[name], value) for name, value in weights.items())
+    """Compare the complete tensors for generators with ``weights``."""
+    published = dict(complete_tensors(named_weights(model), workers))
     assert published.keys() == weights.keys()
-    for name, value in weights.items():
-        assert published[name].shape == tuple(value.shape)
-        assert published[name].data.tobytes() == value.contiguous().numpy().tobytes()
+    assert all(torch.equal(published[name], value) for name, value in weights.items())
 
 
 def restored_state(optimizer: Any, workers: Workers, folder: Path) -> dict[str, torch.Tensor]:
-    """Save the state of the optimizer below ``folder``, restore it, and return it as it is saved again. Empty but on rank 0."""
-    saved = []
+    """Save the state of the optimizer below ``folder``, restore it, and return it complete as it is saved again."""
+    saved: list[dict[str, torch.Tensor]] = []
     for number in range(2):
         target = folder / str(number)
-        write = snapshot_optimizer(optimizer, workers)
-        if workers.rank == 0:
-            target.mkdir()
-            write(target)
+        (target / FOLDER).mkdir(parents=True, exist_ok=True)
+        parts = {f"{OPTIMIZER}{name}": part for name, part in optimizer_parts(optimizer).items()}
+        write_parts(rank_file(target, workers.rank, workers.size), parts)
+        (target / FOLDER / GROUPS_FILE).write_text(parameter_groups(optimizer))
         workers.sum(torch.zeros(1))
-        load_optimizer(optimizer, target / OPTIMIZER_FILE)
-        saved.append((target / OPTIMIZER_FILE).read_bytes())
-    assert saved[0] == saved[1]
-    state = safetensors.torch.load(saved[1])
-    return {} if workers.rank else {f"optimizer.{name}": value for name, value in state.items()}
+        state = ShardedState(target, OPTIMIZER)
+        load_optimizer_state(optimizer, state)
+        saved.append({f"optimizer.{name}": state.tensor(name) for name in state.shapes})
+    assert saved[0].keys() == saved[1].keys()
+    assert all(torch.equal(saved[0][name], value) for name, value in saved[1].items())
+    return saved[1]
 
 
 def main(

@@ -64,7 +64,7 @@ def state(case: str, folder: Path, workers: Workers) -> tuple[dict[str, torch.Te
         "read_whole": cut.called,
     }
     buffers = {f"buffer {name}": value for name, value in model.named_buffers()}
-    return {**dict(complete_weights(model)), **buffers}, report
+    return {**dict(complete_weights(model, workers)), **buffers}, report
 
 
 def main(folder: Path, rank: int, size: int, port: int, descriptor: int | None) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from quartet.models.workers.workers import SINGLE
 from tests.unit.models.workers import frozen_rank
 from tests.unit.models.workers.processes import run_ranks
 
@@ -28,7 +29,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Mapping[str, 
 @pytest.mark.parametrize("case", [*frozen_rank.SCORERS, *frozen_rank.REFERENCES, frozen_rank.ONE_SEQUENCE])
 def test_a_group_scores_as_one_process_does(results: dict[str, Mapping[str, Any]], case: str) -> None:
     torch.set_num_threads(1)
-    expected = frozen_rank.outputs(frozen_rank.SINGLE)[case]
+    expected = frozen_rank.outputs(SINGLE)[case]
     assert np.abs(results["0-0"][case] - expected).max() <= TOLERANCE.get(case, 1e-5)
 
 
@@ -42,7 +43,7 @@ def test_all_ranks_get_the_same_scores_and_a_second_group_repeats_them(
 
 
 def test_each_rank_holds_its_part_of_a_frozen_model(results: dict[str, Mapping[str, Any]]) -> None:
-    whole = frozen_rank.outputs(frozen_rank.SINGLE)["held"]
+    whole = frozen_rank.outputs(SINGLE)["held"]
     held = [results[f"0-{rank}"]["held"] for rank in range(SIZE)]
     assert np.array_equal(sum(held), whole)
     assert all(np.all(part <= 0.6 * whole) for part in held)

@@ -41,7 +41,7 @@ def record(results: list[Any], name: str, tensor: torch.Tensor, *_: Any) -> None
 
 
 def join() -> WorkerGroup:
-    return join_group(1, 2, None, device="cuda:3")
+    return join_group(1, 2, ("127.0.0.1", 1), device="cuda:3", store=dist.HashStore())
 
 
 def test_a_rank_takes_its_device_before_it_joins_by_gloo_and_nccl(requests: list[Any]) -> None:
