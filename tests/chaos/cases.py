@@ -13,7 +13,8 @@ PROMPTS_PER_STEP = 12
 SCORE_BATCH = 4
 MINI_BATCHES = 3
 FLUSHES = 2
-"""Number of times that the actor writes to the stream in a step: after 8 trajectories, and at the end."""
+"""Number of times that the actor writes to the stream in a step: after 8 trajectories, and at the end. Each of two ranks has
+fewer trajectories, and writes once."""
 
 PROCESSES = ("orchestrator", "actor", "critic", "reward", "reference", "redis")
 """Processes that a run needs. The launcher starts, monitors and restarts them."""
@@ -55,10 +56,11 @@ class Moment:
     def setting(self, victim: str, seed: int) -> str:
         """Return the setting of the failpoint: its name, and the pass at which it holds the run."""
         step = self.step(seed)
-        passed = step // CHECKPOINT_EVERY - 1 if self.of_checkpoint else (step - 1) * self.per_step
+        per_step, nth = (1, 1) if victim in RANKS and self.per_step == FLUSHES else (self.per_step, self.nth)
+        passed = step // CHECKPOINT_EVERY - 1 if self.of_checkpoint else (step - 1) * per_step
         name, role, rank = self.failpoint_of(victim), *role_and_rank(victim)
         held = f":{rank}" if rank and name in OF_EVERY_RANK and name.startswith(role) else ""
-        return f"{name}{held}=hold@{passed + self.nth}"
+        return f"{name}{held}=hold@{passed + nth}"
 
     def failpoint_of(self, victim: str) -> str:
         """Return the name of the failpoint that holds the run."""

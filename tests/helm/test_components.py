@@ -67,10 +67,9 @@ def roles_of(container: Manifest) -> list[str]:
 
 @pytest.mark.parametrize("name", RUNS)
 def test_the_pods_run_the_roles_of_the_config(name: str, tmp_path: Path) -> None:
-    path = tmp_path / "config.yaml"
-    path.write_text(files(RUNS[name])["config.yaml"], encoding="utf-8")
-    # Engines other than torch need generators, which the overlay names.
-    config = load_config(path, ["rollout.generators=1"])
+    for file, text in files(RUNS[name]).items():
+        (tmp_path / file).write_text(text, encoding="utf-8")
+    config = load_config(tmp_path / "config.yaml", layers=[tmp_path / "deployment.yaml"])
     result = sorted(role for container in containers(RUNS[name]).values() for role in roles_of(container))
     generators = ["generator"] if name in ("vllm-generators", "leader-worker-set") else []
     assert result == sorted([*(role.value for role in model_roles(config)), *generators, "orchestrator"])

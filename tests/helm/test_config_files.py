@@ -7,19 +7,22 @@ from pathlib import Path
 import pytest
 import yaml
 
-from quartet.config import Config, load_config
+from quartet.config import load_config
 from quartet.topology import model_roles
-from tests.helm.rendering import EXAMPLES, example, manifests, of_kind, pod_templates, with_keys
+from tests.helm.rendering import EXAMPLES, example, manifests, of_kind, pod_templates
 from tests.helm.test_components import RUNS, containers, files
 
 
 @pytest.mark.parametrize("name", RUNS)
 def test_the_config_of_the_user_is_unchanged(name: str, tmp_path: Path) -> None:
-    path = tmp_path / "config.yaml"
-    path.write_text(files(RUNS[name])["config.yaml"], encoding="utf-8")
-    # Engines other than torch need generators, which the overlay names.
-    values = with_keys(RUNS[name], config__rollout__generators=1)["config"]
-    assert load_config(path, ["rollout.generators=1"]) == Config.model_validate(values)
+    config, own = tmp_path / "config.yaml", tmp_path / "own.yaml"
+    rendered = files(RUNS[name])
+    config.write_text(rendered["config.yaml"], encoding="utf-8")
+    own.write_text(yaml.safe_dump(RUNS[name]["config"]), encoding="utf-8")
+    # Ranks and generators are named in the overlay, and checked with the rest.
+    overlay = tmp_path / "deployment.yaml"
+    overlay.write_text(rendered["deployment.yaml"], encoding="utf-8")
+    assert load_config(config, layers=[overlay]) == load_config(own, layers=[overlay])
 
 
 @pytest.mark.parametrize("name", RUNS)

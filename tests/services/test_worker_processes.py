@@ -70,7 +70,7 @@ def test_nothing_uses_cuda_before_the_ranks_are_forked() -> None:
 def test_ranks_are_not_forked_from_a_process_that_has_started_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     with pytest.raises(RuntimeError, match="CUDA has started before the other ranks were forked"):
-        start_ranks(Role.ACTOR, 2, {})
+        start_ranks(Role.ACTOR, ServiceConfig(processes=2), {})
 
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "box", "MASTER_PORT": "29500"}
