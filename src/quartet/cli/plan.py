@@ -16,11 +16,11 @@ from quartet.errors import ConfigError
 from quartet.planner.device_memory import PARTS
 from quartet.planner.gpus import parse_gpus
 from quartet.planner.plan import Phase, Plan, make_plan
-from quartet.planner.proposal import proposed_config, proposed_settings, unsupported_settings
+from quartet.planner.proposal import processes_elsewhere, proposed_config, proposed_settings
 from quartet.types import TRAINED_ROLES, Role
 
 GIB = 2**30
-WIDTH = 132
+WIDTH = 160
 """Columns of the tables if the output is not a terminal."""
 
 
@@ -78,9 +78,9 @@ def describe(result: Plan) -> list[str | Table]:
         items += ["", f"Not in the plan, because they have an address: {', '.join(load.remote)}."]
     if not load.generates:
         items += ["", f"Not in the plan: generation, on the server of rollout.engine {load.engine}."]
-    if missing := unsupported_settings(result):
+    if elsewhere := processes_elsewhere(result):
         items += ["", "The plan also needs what follows, which the proposed settings leave out:"]
-        items += [f"  {line}" for line in missing]
+        items += [f"  {line}" for line in elsewhere]
     return items
 
 

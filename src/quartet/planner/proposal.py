@@ -6,7 +6,7 @@ from typing import Any
 
 import yaml
 
-from quartet.config import Config, ServiceConfig, parse_config, redact_url
+from quartet.config import Config, parse_config, redact_url
 from quartet.planner.placement import Placement
 from quartet.planner.plan import Plan
 from quartet.types import TRAINED_ROLES, Role
@@ -39,15 +39,9 @@ def service_settings(plan: Plan) -> dict[str, Tree]:
     return services
 
 
-def unsupported_settings(plan: Plan) -> list[str]:
-    """Return what the plan needs and the proposed config leaves out, as lines of text: settings that this version does not have,
-    and what has to be started on other nodes.
-    """
-    lines = [
-        f"services.{role}: {yaml.safe_dump(keys, default_flow_style=True, sort_keys=False, width=200).strip()}"
-        for role, keys in service_settings(plan).items()
-        if not _is_supported(keys)
-    ]
+def processes_elsewhere(plan: Plan) -> list[str]:
+    """Return what has to be started on other nodes, as lines of text."""
+    lines = []
     for each in plan.placed.placements:
         nodes = _nodes(plan, each)
         if each.role is Role.GENERATOR and nodes[-1] > 0:
@@ -65,14 +59,9 @@ def _nodes(plan: Plan, placement: Placement) -> list[int]:
     return sorted({index // plan.cluster.per_node for index in placement.group.devices})
 
 
-def _is_supported(keys: Tree) -> bool:
-    """Return whether the config of a service has all ``keys``."""
-    return keys.keys() <= ServiceConfig.model_fields.keys()
-
-
 def proposed_settings(config: Config, plan: Plan) -> Tree:
-    """Return the settings that the plan chooses, as a nested mapping. It contains only keys that this version supports."""
-    tree: Tree = {"services": {role: keys for role, keys in service_settings(plan).items() if _is_supported(keys)}}
+    """Return the settings that the plan chooses, as a nested mapping."""
+    tree: Tree = {"services": service_settings(plan)}
     for each in plan.placed.placements:
         if each.role in TRAINED_ROLES:
             tree[str(each.role)] = {"micro_batch_tokens": each.tokens, "gradient_checkpointing": each.checkpointing}
@@ -115,9 +104,9 @@ def proposed_config(config: Config, plan: Plan, source: str) -> str:
     if config.buffer.url:
         tree["buffer"]["url"] = redact_url(config.buffer.url)
     notes = [f"# Proposed by: {source}", f"# Expected: {plan.seconds:.1f} s per step on {plan.cluster}."]
-    if missing := unsupported_settings(plan):
+    if elsewhere := processes_elsewhere(plan):
         notes.append("# The plan also needs what follows:")
-        notes += [f"#   {line}" for line in missing]
+        notes += [f"#   {line}" for line in elsewhere]
     return "\n".join(notes) + "\n" + yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)
 
 

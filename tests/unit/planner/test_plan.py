@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,12 +13,12 @@ from typing import Any
 import pytest
 import yaml
 
-from quartet.config import Config, ServiceConfig, config_of, load_config
+from quartet.config import Config, config_of, load_config
 from quartet.errors import ConfigError
 from quartet.planner.gpus import Cluster, parse_gpus
 from quartet.planner.placement import USABLE_FRACTION
 from quartet.planner.plan import Plan, make_plan
-from quartet.planner.proposal import proposed_config, proposed_settings, service_settings, unsupported_settings
+from quartet.planner.proposal import processes_elsewhere, proposed_config, proposed_settings, service_settings
 from quartet.types import Role
 
 EXAMPLES = Path("examples/plan")
@@ -31,7 +32,6 @@ MODEL = {
     "num_key_value_heads": 4,
 }
 """A model of about a billion parameters."""
-GROUPS_ARE_CONFIGURED = {"devices", "nodes", "parallel", "offload"} <= ServiceConfig.model_fields.keys()
 
 
 @pytest.fixture
@@ -77,15 +77,13 @@ def test_the_examples_fit_and_give_a_valid_config(name: str, gpus: str, nodes: i
     assert plan.seconds > 0
     assert plan.bottleneck in plan.phases
     assert {each.role for each in plan.placed.placements} >= {Role.ACTOR, Role.REFERENCE}
-    missing = unsupported_settings(plan)
-    assert any(line.startswith("services.") for line in missing) == (
-        name != "qwen2.5-0.5b" and not GROUPS_ARE_CONFIGURED
-    )
+    elsewhere = processes_elsewhere(plan)
+    assert bool(elsewhere) == (nodes > 1)
     text = proposed_config(config, plan, "quartet plan")
     proposed = config_of(yaml.safe_load(text))
     assert proposed.actor.micro_batch_tokens is not None
     assert proposed.actor.gradient_checkpointing is not None
-    assert all(f"#   {line}" in text.splitlines() for line in missing)
+    assert all(f"#   {line}" in text.splitlines() for line in elsewhere)
 
 
 def test_seventy_billion_parameters_do_not_fit_on_one_node() -> None:
@@ -93,9 +91,9 @@ def test_seventy_billion_parameters_do_not_fit_on_one_node() -> None:
         example("llama-3.1-70b", "8xH100-80GB")
 
 
-def test_one_device_per_role_gives_devices_that_this_version_accepts(make_config: Any) -> None:
+def test_one_device_per_role_gives_one_device_to_each_service(make_config: Any) -> None:
     plan = make_plan(make_config(), parse_gpus("4xH100-80GB"), one_device_per_role=True)
-    assert unsupported_settings(plan) == []
+    assert processes_elsewhere(plan) == []
     services = proposed_settings(make_config(), plan)["services"]
     assert all(len(services[str(role)]["devices"]) == 1 for role in ("actor", "critic", "reward", "reference"))
     check_fits(plan)
@@ -120,7 +118,6 @@ def test_a_group_over_nodes_has_the_devices_of_each(make_config: Any) -> None:
     assert keys["offload"] == {"optimizer": True}
 
 
-@pytest.mark.skipif(not GROUPS_ARE_CONFIGURED, reason="this version has no keys for groups on several devices")
 @pytest.mark.parametrize(("name", "nodes"), [("qwen2.5-7b", 1), ("llama-3.1-70b", 2)])
 def test_the_proposed_config_has_the_groups_of_the_plan(name: str, nodes: int) -> None:
     config, plan = example(name, "8xH100-80GB", nodes)
@@ -128,15 +125,6 @@ def test_the_proposed_config_has_the_groups_of_the_plan(name: str, nodes: int) -
     for role, keys in service_settings(plan).items():
         service = getattr(proposed.services, role).model_dump(mode="json", exclude_unset=True)
         assert {key: service[key] for key in keys} == keys
-
-
-def test_settings_that_this_version_lacks_are_lines_of_text(make_config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    fields = {name: field for name, field in ServiceConfig.model_fields.items() if name != "parallel"}
-    monkeypatch.setattr(ServiceConfig, "__pydantic_fields__", fields)
-    config = make_config("rollout.prompts_per_step=4096", "algorithm.estimator=reinforce")
-    plan = make_plan(config, parse_gpus("8xA100-40GB"))
-    assert unsupported_settings(plan)[0].startswith("services.actor: {devices: [0, 1, ")
-    assert "actor" not in proposed_settings(config, plan).get("services", {})
 
 
 def test_less_memory_gives_smaller_micro_batches_or_checkpointing(make_config: Any) -> None:
@@ -306,4 +294,13 @@ def test_a_cpu_is_one_device_for_all_roles(make_config: Any) -> None:
     config = make_config()
     plan = make_plan(config, roomy)
     assert "devices" not in str(proposed_settings(config, plan))
-    assert unsupported_settings(plan) == []
+    assert processes_elsewhere(plan) == []
+
+
+def test_the_plans_on_the_page_are_those_of_the_command() -> None:
+    page = Path("docs/plan.md").read_text(encoding="utf-8")
+    plans = re.findall(r"`quartet (plan [^`]+)`\n\n```text\n(.*?)```", page, flags=re.DOTALL)
+    assert len(plans) == 3
+    for command, expected in plans:
+        printed = run(*command.split()[1:]).stdout
+        assert [line.rstrip() for line in printed.splitlines()] == expected.splitlines(), command
