@@ -284,7 +284,7 @@ def _models(roles: list[Role], config: Config, threads: int, credentials: Creden
     service = getattr(config.services, roles[0])
     workers, commands = join(ranks, service, device_of(service) if ranks.size > 1 else "cpu", config)
     # Roles of one process share a GPU, so they share a compute thread. OpenMP has a number of threads per calling thread.
-    shared = _torch_devices(roles, config) and any(num_memory_sharers(config, role) > 1 for role in roles)
+    shared = any(_shares_gpu(role, config) for role in roles)
     on_idle = release_gpu_memory if shared else lambda: None
     compute = ComputeThread(set_up_thread(threads, workers), config.timeouts.score_seconds, on_idle)
     return [
@@ -293,9 +293,13 @@ def _models(roles: list[Role], config: Config, threads: int, credentials: Creden
     ]
 
 
+def _shares_gpu(role: Role, config: Config, rank: int = 0) -> bool:
+    return bool(_torch_devices([role], config)) and num_memory_sharers(config, role, rank) > 1
+
+
 def _follow(ranks: RankProcess, role: Role, config: Config, threads: int, credentials: Credentials) -> None:
     """Compute the commands of rank 0 until it ends this process. The servicer of this rank serves no calls."""
-    from quartet.models.gpu_settings import set_up_gpu
+    from quartet.models.gpu_settings import release_gpu_memory, set_up_gpu
     from quartet.models.torch_threads import set_up_torch
     from quartet.rpc.compute_thread import ComputeThread
     from quartet.services.factories import build_model_role, device_of
@@ -311,7 +315,8 @@ def _follow(ranks: RankProcess, role: Role, config: Config, threads: int, creden
         role, config, ComputeThread(), threads, credentials.folder, workers, commands, credentials
     )
     log.info("ready", rank=ranks.rank, ranks=ranks.size, threads=threads)
-    commands.follow(servicer.handlers())
+    shared = _shares_gpu(role, config, ranks.rank)
+    commands.follow(servicer.handlers(), release_gpu_memory if shared else lambda: None)
 
 
 def _generator(config: Config, threads: int, credentials: Credentials) -> list[Any]:

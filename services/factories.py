@@ -40,7 +40,13 @@ from quartet.services.memory_budget import UpdateLimits
 from quartet.services.reference.reference import Reference
 from quartet.services.reference.servicer import ReferenceServicer
 from quartet.services.reward.servicer import RewardServicer
-from quartet.topology import device_of_rank, generates_in_actor, num_memory_sharers, num_update_threads
+from quartet.topology import (
+    device_of_rank,
+    generates_during_updates,
+    generates_in_actor,
+    num_memory_sharers,
+    num_update_threads,
+)
 from quartet.types import Role, ServiceStatus
 from quartet.weight_transfer.source import WeightSource
 
@@ -91,7 +97,7 @@ def _build_actor(
 
     detached = generates_in_actor(config)
     # torch has one deterministic mode for all threads, and sampling has no deterministic kernel on a GPU.
-    concurrent = {"deterministic_updates": False} if detached else {}
+    concurrent = {"deterministic_updates": False} if generates_during_updates(config) else {}
     device = device_of(config.services.actor, workers.rank)
     if config.rollout.engine == "torch":
         check_cacheable_config(config.actor.model)

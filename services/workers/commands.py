@@ -79,16 +79,19 @@ class GroupCommands(Commands):
         if not self.failure:
             self._group.send(STOP, self._succeeded, b"")
 
-    def follow(self, handlers: Mapping[str, CommandHandler]) -> None:
-        """Run the commands of rank 0 until it ends this process. Raises any error but those that all ranks have alike."""
+    def follow(self, handlers: Mapping[str, CommandHandler], on_idle: Callable[[], object] = lambda: None) -> None:
+        """Run the commands of rank 0 until it ends this process. Raises any error but those that all ranks have alike.
+
+        ``on_idle`` is called after every command.
+        """
         try:
-            self._follow(handlers)
+            self._follow(handlers, on_idle)
         except BaseException as error:
             self._group.progress.fail(f"{type(error).__name__}: {error}")
             self._watchdog.publish()
             raise
 
-    def _follow(self, handlers: Mapping[str, CommandHandler]) -> None:
+    def _follow(self, handlers: Mapping[str, CommandHandler], on_idle: Callable[[], object]) -> None:
         succeeded = True
         while True:
             number, succeeded_on_first, data = self._group.receive()
@@ -107,6 +110,7 @@ class GroupCommands(Commands):
             except QuartetError as error:
                 succeeded = False
                 log.warning("command refused", command=kind, error=str(error))
+            on_idle()
             self._group.progress.end()
 
 

@@ -82,8 +82,12 @@ def num_threads(config: Config, role: Role) -> int:
 
 def generates_in_actor(config: Config) -> bool:
     """Return whether the actor has an engine with separate weights: to generate during updates, or as its own are sharded."""
-    separate = config.rollout.max_off_policy_steps > 0 or config.services.actor.num_ranks > 1
-    return separate and not config.has_generators
+    return generates_during_updates(config) or (config.services.actor.num_ranks > 1 and not config.has_generators)
+
+
+def generates_during_updates(config: Config) -> bool:
+    """Return whether the actor's processes generate while they are trained."""
+    return config.rollout.max_off_policy_steps > 0 and not config.has_generators
 
 
 def devices_of_generator(config: Config, index: int) -> tuple[int, ...]:
@@ -99,7 +103,7 @@ def num_update_threads(config: Config, role: Role) -> int | None:
     The scoring services are idle during an update. Return None, which leaves the number unchanged, if the actor also generates
     meanwhile: torch has one number of threads for the whole process.
     """
-    if generates_in_actor(config):
+    if generates_during_updates(config):
         return None
     configured: int | None = getattr(config.services, role).num_threads
     return configured or _share(config, role, [other for other in model_roles(config) if other in TRAINED_ROLES])

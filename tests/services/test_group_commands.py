@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
+from quartet import codec
 from quartet.errors import InvalidRequest, ServiceFailed
 from quartet.models.workers.progress import Progress
 from quartet.services.workers import commands
-from quartet.services.workers.commands import GroupCommands
+from quartet.services.workers.commands import STOP, GroupCommands
 from quartet.v1 import update_pb2
 
 REQUEST = update_pb2.UpdateRequest()
@@ -103,3 +104,13 @@ def test_the_collective_of_a_rank_is_read_from_its_stack() -> None:
     held.release()
     thread.join()
     assert progress.report().collective == ""
+
+
+def test_a_rank_gives_memory_back_after_every_command() -> None:
+    group, sent = group_commands()
+    number, data = codec.command_to_bytes("update", REQUEST)
+    received = iter([(number, True, data), (number, True, data), (STOP, True, b"")])
+    sent.receive = lambda: next(received)  # type: ignore[attr-defined]
+    calls: list[str] = []
+    group.follow({"update": lambda _: calls.append("update")}, lambda: calls.append("idle"))
+    assert calls == ["update", "idle", "update", "idle"]

@@ -63,6 +63,12 @@ def test_trained_services_share_all_cores_during_an_update(
     assert num_update_threads(config(estimator), Role.ACTOR) == share
 
 
+def test_the_ranks_of_an_actor_share_its_cores_during_an_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(topology, "available_cores", lambda: 8)
+    group = config(critic={"address": "far:2"}, actor={"processes": 2})
+    assert num_update_threads(group, Role.ACTOR) == 4
+
+
 def test_the_actor_gets_all_cores_if_the_critic_is_remote(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(topology, "available_cores", lambda: 8)
     assert num_update_threads(config(critic={"address": "far:2"}), Role.ACTOR) == 8

@@ -81,6 +81,7 @@ class DetachedTorchEngine:
                 f"weights: {len(different)} differ from those of this engine's model, the first {min(different)!r}; restart the "
                 "actor"
             )
+        self._engine.weights_changed()
         return digests
 
     def generate(

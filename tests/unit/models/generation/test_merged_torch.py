@@ -14,6 +14,7 @@ from quartet.errors import ModelError
 from quartet.models.generation.detached_torch import DetachedTorchEngine
 from quartet.models.generation.merged_torch import MergedTorchEngine
 from quartet.models.generation.torch_engine import TorchEngine
+from quartet.models.weights.host_tensors import named_weights
 from quartet.types import SamplingParameters, Trajectory
 from tests.unit.models import tiny
 from tests.unit.models.adapters import adapted, learn, same, snapshot, weight_set
@@ -83,7 +84,8 @@ def test_released_weights_are_merged_again_for_the_same_bits() -> None:
     assert bits(tiny.generated(engine, REQUESTS)) == expected
 
 
-def test_a_detached_engine_merges_the_weights_that_it_gets_and_attests_the_adapter() -> None:
+@pytest.mark.parametrize("by", ["load_weights", "copy_weights"])
+def test_a_detached_engine_merges_the_weights_that_it_gets_and_attests_the_adapter(by: str) -> None:
     trained, adapter = adapted("llama")
     learn(trained)
     sent = weight_set(trained, adapter)
@@ -91,7 +93,10 @@ def test_a_detached_engine_merges_the_weights_that_it_gets_and_attests_the_adapt
 
     sampling = SamplingParameters(12)
     before = [list(item.token_ids) for item in fresh.generate(REQUESTS, sampling, 0, lambda: False)]
-    digests = fresh.load_weights(sent, list(sent.tensors))
+    if by == "load_weights":
+        digests = fresh.load_weights(sent, list(sent.tensors))
+    else:
+        digests = fresh.copy_weights(iter(named_weights(trained, adapter).items()))
     assert digests == DetachedTorchEngine(trained, adapter, STOPS, 8).load_weights(sent, [])
     result = {item.request.id: list(item.token_ids) for item in fresh.generate(REQUESTS, sampling, 0, lambda: False)}
     expected = tiny.generated(MergedTorchEngine(adapter, STOPS, 8), REQUESTS)
