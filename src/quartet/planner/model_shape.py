@@ -21,7 +21,8 @@ class Family:
     ``norm``: RMS norm, RMS norm whose normalized states stay in float32, or layer norm with a bias. ``norms``: before attention
     and MLP, after them, or both. ``query_norm``: RMS norm of queries and keys, one weight per element of a head, or of all heads.
     ``eager``: attention keeps a score for each pair of tokens. ``windowed``: some layers always attend to a window only.
-    ``fused``: one matrix for queries, keys and values, and one for both inputs of a gated MLP. ``defaults``: values of keys that
+    ``fused``: one matrix for queries, keys and values, and one for both inputs of a gated MLP. ``sliceable``: a trained model can
+    be tensor parallel, because transformers has a plan for it whose styles are supported. ``defaults``: values of keys that
     config.json may omit.
     """
 
@@ -36,10 +37,11 @@ class Family:
     eager: bool = False
     windowed: bool = False
     fused: bool = False
+    sliceable: bool = True
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
 
-_LAYER_NORM = {
+_LAYER_NORM: dict[str, Any] = {
     "norm": "layer",
     "gated": False,
     "query_bias": True,
@@ -72,11 +74,15 @@ FAMILIES: dict[str, Family] = {
         windowed=True,
         defaults={"head_dim": 256, "num_key_value_heads": 4, **_TIED},
     ),
-    "gpt2": Family(**_LAYER_NORM, learned_positions=True, defaults={"hidden_act": "gelu_new", **_TIED}),  # type: ignore[arg-type]
-    "gpt_neox": Family(**_LAYER_NORM, defaults={"hidden_act": "gelu", "use_parallel_residual": True}),  # type: ignore[arg-type]
-    "mixtral": Family(defaults={"num_key_value_heads": 8, "num_experts_per_tok": 2}),
-    "qwen2_moe": Family(query_bias=True, defaults={"num_experts_per_tok": 4}),
-    "qwen3_moe": Family(query_norm="head", defaults={"num_key_value_heads": 4, "num_experts_per_tok": 8}),
+    "gpt2": Family(
+        **_LAYER_NORM, learned_positions=True, sliceable=False, defaults={"hidden_act": "gelu_new", **_TIED}
+    ),
+    "gpt_neox": Family(**_LAYER_NORM, defaults={"hidden_act": "gelu", "use_parallel_residual": True}),
+    "mixtral": Family(sliceable=False, defaults={"num_key_value_heads": 8, "num_experts_per_tok": 2}),
+    "qwen2_moe": Family(query_bias=True, sliceable=False, defaults={"num_experts_per_tok": 4}),
+    "qwen3_moe": Family(
+        query_norm="head", sliceable=False, defaults={"num_key_value_heads": 4, "num_experts_per_tok": 8}
+    ),
 }
 """Model types that the planner can count."""
 

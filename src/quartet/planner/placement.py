@@ -195,7 +195,11 @@ def place(cluster: Cluster, load: Workload, layout: Layout, strategy: Strategy) 
 
 
 def parallel_of(shape: ModelShape, size: int, strategy: Strategy, cluster: Cluster, tensor: int) -> Parallel | None:
-    """Return the parallel sizes of a trained role, or None if its heads cannot be split."""
+    """Return the parallel sizes of a trained role, or None if its heads cannot be split.
+
+    A model that is not tensor parallel has ``tensor`` 1.
+    """
+    tensor = tensor if shape.family.sliceable else 1
     if size % tensor or shape.heads % tensor or (shape.key_value_heads % tensor):
         return None
     replicate = size // cluster.per_node if strategy.spread and size > cluster.per_node else 1

@@ -18,6 +18,7 @@ from quartet.models.forward.packing import supports_packing
 from quartet.models.training.update_memory import saved_bytes
 from quartet.models.value_head import ValueModel
 from quartet.models.weights.lora import add_adapter
+from quartet.models.workers.tensor_parallel import STYLES
 from quartet.planner.model_shape import FAMILIES, ModelShape, model_shape
 from quartet.types import TokenBatch
 
@@ -76,6 +77,12 @@ def test_the_parameters_of_every_known_type_equal_those_of_its_modules(kind: str
     shape = shape_of(config_)
     assert shape.parameters == count(model)
     assert shape.value_parameters == count(model.base_model) + HIDDEN + 1
+
+
+def test_the_types_that_can_be_tensor_parallel_have_a_plan_with_supported_styles() -> None:
+    plans = {kind: type(config(kind)).base_model_tp_plan or {} for kind in FAMILIES}
+    with_plan = {kind for kind, plan in plans.items() if plan and set(plan.values()) <= STYLES.keys()}
+    assert {kind for kind, family in FAMILIES.items() if family.sliceable} == with_plan
 
 
 @pytest.mark.parametrize("kind", FAMILIES)

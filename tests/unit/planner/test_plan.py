@@ -110,6 +110,18 @@ def test_several_devices_of_a_role_are_settings_of_its_service(make_config: Any)
     assert not {"nodes", "offload"} & keys.keys()
 
 
+def test_a_trained_model_without_a_tensor_parallel_plan_is_sharded_only(make_config: Any, tmp_path: Path) -> None:
+    sizes = {"vocab_size": 32_000, "n_embd": 8192, "n_layer": 40, "n_head": 64, "n_positions": 8192}
+    (tmp_path / "gpt2").mkdir()
+    (tmp_path / "gpt2/config.json").write_text(json.dumps({"model_type": "gpt2", **sizes}))
+    overrides = [f"{role}.model={tmp_path / 'gpt2'}" for role in ("actor", "reward")]
+    generators = ["rollout.engine=vllm", "rollout.generators=1", "rollout.prompts_per_step=1024"]
+    plan = make_plan(make_config(*overrides, *generators), parse_gpus("8xH100-80GB", 2))
+    sizes = {each.role: each.parallel.tensor for each in plan.placed.placements}
+    assert sizes[Role.ACTOR] == sizes[Role.CRITIC] == 1
+    assert sizes[Role.GENERATOR] > 1
+
+
 def test_a_group_over_nodes_has_the_devices_of_each(make_config: Any) -> None:
     _, plan = example("llama-3.1-70b", "8xH100-80GB", 2)
     keys = service_settings(plan)["actor"]

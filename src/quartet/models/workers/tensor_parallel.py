@@ -44,7 +44,7 @@ def slice_layers(model: Any, group: TensorGroup) -> SlicedParameters:
     setting = f"tensor {group.size}"
     if not plan:
         raise ModelError(f"{setting}: a {kind} model has no tensor parallel plan in transformers; {REMEDY}")
-    if unknown := sorted({style for style in plan.values() if style not in _STYLES}):
+    if unknown := sorted({style for style in plan.values() if style not in STYLES}):
         raise ModelError(
             f"{setting}: the plan of a {kind} model has the style {unknown[0]}, which is not supported; {REMEDY}"
         )
@@ -87,7 +87,7 @@ class _Slicer:
             style = next((style for pattern, style in patterns.items() if pattern.fullmatch(name)), None)
             if style is not None:
                 try:
-                    _STYLES[style](self, module)
+                    STYLES[style](self, module)
                 except _NotSliceable as error:
                     raise ModelError(f"tensor {self._group.size}: layer {name}: {error}; {REMEDY}") from None
         names = {prefix + name: parameter for name, parameter in self._model.named_parameters()}
@@ -193,7 +193,7 @@ def _compute(module: Any, compute: Callable[..., Tensor]) -> None:
     module.forward = lambda *arguments, **named: compute(forward, *arguments, **named)
 
 
-_STYLES: dict[str, Callable[[_Slicer, Any], None]] = {
+STYLES: dict[str, Callable[[_Slicer, Any], None]] = {
     "colwise": _Slicer.columns,
     "colwise_gather_output": lambda slicer, layer: slicer.columns(layer, gathers=True),
     "rowwise": _Slicer.rows,
