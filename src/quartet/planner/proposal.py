@@ -12,6 +12,8 @@ from quartet.planner.plan import Plan
 from quartet.types import TRAINED_ROLES, Role
 
 Tree = dict[str, Any]
+PLACEMENT_KEYS = ("devices", "processes", "nodes", "parallel", "offload")
+"""Settings of a service that the plan chooses, or leaves at their defaults."""
 
 
 def service_settings(plan: Plan) -> dict[str, Tree]:
@@ -96,9 +98,14 @@ def _add_generators(tree: Tree, config: Config, plan: Plan) -> None:
 def proposed_config(config: Config, plan: Plan, source: str) -> str:
     """Return the proposed config as YAML: the keys that the user has set, and those of the plan. ``source`` names the command.
 
-    A password in buffer.url is left out. Raises ConfigError if the settings contradict each other.
+    The given placement of a planned role is left out, also where the plan has no value for a key. So is a password in
+    buffer.url. Raises ConfigError if the settings contradict each other.
     """
     tree: Tree = config.model_dump(mode="json", exclude_unset=True)
+    for each in plan.placed.placements:
+        service = tree.get("services", {}).get(str(each.role), {})
+        for key in PLACEMENT_KEYS:
+            service.pop(key, None)
     _merge(tree, proposed_settings(config, plan))
     parse_config(tree, source="of the plan")
     if config.buffer.url:

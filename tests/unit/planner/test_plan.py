@@ -139,6 +139,32 @@ def test_the_proposed_config_has_the_groups_of_the_plan(name: str, nodes: int) -
         assert {key: service[key] for key in keys} == keys
 
 
+@pytest.mark.parametrize(
+    "placement",
+    [
+        {"processes": 2},
+        {"devices": [0, 1], "parallel": {"shard": 2}},
+        {"devices": [0, 1], "nodes": 2, "parallel": {"replicate": 2, "shard": 2}},
+        {"devices": [0, 1], "offload": {"parameters": True}},
+    ],
+    ids=lambda placement: " ".join(placement),
+)
+def test_the_proposed_config_drops_the_placement_of_the_given_one(placement: Any, make_config: Any) -> None:
+    settings = json.dumps({**placement, "listen": "127.0.0.1:5000"})
+    config = make_config("algorithm.estimator=reinforce", f"services.actor={settings}")
+    plan = make_plan(config, parse_gpus("H100-80GB"))
+    proposed = yaml.safe_load(proposed_config(config, plan, "quartet plan"))
+    assert proposed["services"]["actor"] == {"listen": "127.0.0.1:5000", "devices": [0]}
+
+
+def test_the_proposed_config_keeps_the_settings_of_services_elsewhere(make_config: Any) -> None:
+    reward = {"address": "host:1", "devices": [0, 1], "parallel": {"shard": 2}}
+    config = make_config("buffer.url=redis://h", f"services.reward={json.dumps(reward)}")
+    plan = make_plan(config, parse_gpus("H100-80GB"))
+    proposed = yaml.safe_load(proposed_config(config, plan, "quartet plan"))
+    assert proposed["services"]["reward"] == reward
+
+
 def test_less_memory_gives_smaller_micro_batches_or_checkpointing(make_config: Any) -> None:
     lengths = ("data.max_prompt_tokens=1024", "rollout.max_response_tokens=3072")
     config = make_config("algorithm.estimator=reinforce", "actor.lora={rank: 8}", *lengths)
