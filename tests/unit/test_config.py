@@ -138,6 +138,26 @@ def test_the_tree_is_immutable(minimal: Path) -> None:
             {"services": {"critic": {"processes": 4, "parallel": {"replicate": 3}}}},
             "services.critic.parallel: replicate 3 x shard null x tensor 1 must be the number of ranks, which is 4",
         ),
+        (
+            {"services": {"actor": {"devices": [0, 1], "parallel": {"tensor": 4}}}},
+            "which is 2; change the sizes, or give services.actor.devices 4 devices$",
+        ),
+        (
+            {"services": {"actor": {"devices": [0, 1], "parallel": {"shard": 1}}}},
+            "which is 2; change the sizes, or give services.actor.devices 1 device$",
+        ),
+        (
+            {"services": {"actor": {"nodes": 2, "devices": [0, 1], "parallel": {"tensor": 8}}}},
+            "which is 4; change the sizes, or give services.actor.devices 4 devices on each of 2 nodes$",
+        ),
+        (
+            {"services": {"actor": {"nodes": 2, "processes": 2, "parallel": {"shard": 1, "tensor": 2}}}},
+            "which is 4; change the sizes, or set services.actor.processes 1 on each of 2 nodes$",
+        ),
+        (
+            {"services": {"actor": {"nodes": 2, "processes": 2, "parallel": {"replicate": 3}}}},
+            "which is 4; change the sizes$",
+        ),
         ({"services": {"actor": {"parallel": {"tensor": 2}}}}, "must be the number of ranks, which is 1"),
         ({"services": {"reference": {"parallel": {"replicate": 2}}}}, "must be the number of ranks, which is 1"),
         (

@@ -97,14 +97,23 @@ class ParallelConfig(Section):
     exchange activations twice in each layer, so they belong on one machine. It divides the numbers of attention heads and of
     key-value heads of the model, whose architecture must have a tensor parallel plan in transformers."""
 
-    def check(self, section: str, num_ranks: int) -> None:
-        """Raise ValueError if these sizes do not make ``num_ranks`` ranks. ``section``: config section of the service."""
+    def check(self, section: str, service: ServiceConfig) -> None:
+        """Raise ValueError if these sizes do not make the number of ranks of ``service``. ``section``: its config section."""
+        num_ranks, nodes = service.num_ranks, service.nodes
         known = self.replicate * self.tensor * (self.shard or 1)
         if num_ranks != known and (self.shard is not None or num_ranks % known):
             shard = "null" if self.shard is None else self.shard
+            remedy = "change the sizes"
+            if known % nodes == 0:
+                size = known // nodes
+                if service.devices:
+                    remedy += f", or give {section}.devices {size} device{'s' if size > 1 else ''}"
+                else:
+                    remedy += f", or set {section}.processes {size}"
+                remedy += f" on each of {nodes} nodes" if nodes > 1 else ""
             raise ValueError(
                 f"{section}.parallel: replicate {self.replicate} x shard {shard} x tensor {self.tensor} must be the number of "
-                f"ranks, which is {num_ranks}; change the sizes, or set {section}.processes {known}"
+                f"ranks, which is {num_ranks}; {remedy}"
             )
 
 
@@ -129,11 +138,11 @@ class ServiceConfig(Section):
     listen: HostPort = None
     """HOST:PORT to listen on. Port 0 selects a free port. Null: 127.0.0.1 with the port of `address`, or with a free port."""
     devices: tuple[Annotated[int, Field(ge=0, le=1023)], ...] = ()
-    """Indices of the CUDA devices to use. Empty: the CPU. Actor and critic may have several: one process per device, the ranks,
-    which hold and train the model together."""
+    """Indices of the CUDA devices to use. Empty: the CPU. Several: one process per device, the ranks, which hold the model
+    together."""
     processes: Annotated[int, Field(ge=1, le=64)] = 1
-    """Number of CPU processes, the ranks, that hold a model together. Each has a part of the parameters and of the optimizer, and
-    computes a part of each batch. With torchrun: the number that it starts on a machine."""
+    """Number of CPU processes, the ranks, that hold a model together. Each has a part of the parameters, for actor and critic
+    also of the optimizer, and computes a part of each batch. With torchrun: the number that it starts on a machine."""
     nodes: Annotated[int, Field(ge=1, le=1024)] = 1
     """Number of machines whose processes hold the model together, each with as many processes or devices. More than 1: torchrun
     starts them, and `address` is that of rank 0."""

@@ -286,7 +286,7 @@ class Config(Section):
                 raise ValueError(
                     f"services.{name}.devices {devices}: {repeated} given more than once; each rank needs another device"
                 )
-            service.parallel.check(f"services.{name}", service.num_ranks)
+            service.parallel.check(f"services.{name}", service)
             if name in ("reward", "reference") and service.offload != OffloadConfig():
                 raise ValueError(f"services.{name}.offload: only actor and critic are trained; leave it out")
             if service.offload.parameters and len(devices) == 1:
