@@ -41,20 +41,17 @@ class WorkerGroup(Workers):
         self.progress = progress or Progress()
         self.rank, self.size, self.device = dist.get_rank(), dist.get_world_size(), device
         self.data_rank, self.data_size = self.rank // tensor, self.size // tensor
+        # Shards have the name by which peft tells them from slices: an adapter of a slice has the slice's shape.
+        sizes = {"replicate": replicate, "fsdp": self.size // (replicate * tensor), "tensor": tensor}
         # Dimensions of one rank would only add process groups.
-        copies, sizes = (replicate,) if replicate > 1 else (), (self.size // (replicate * tensor),)
-        self.tensor: TensorGroup | None = None
+        sizes = {name: size for name, size in sizes.items() if size > 1 or name == "fsdp"}
+        mesh = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+        self.shards: DeviceMesh = mesh["fsdp"]
+        """The ranks over which parameters are sharded."""
+        self.mesh: DeviceMesh = mesh["replicate", "fsdp"] if replicate > 1 else self.shards
+        """The same, and before them the copies, if there are several."""
+        self.tensor = TensorGroup(mesh.get_group("tensor")) if tensor > 1 else None
         """The ranks that compute slices of this rank's layers."""
-        self.mesh: DeviceMesh
-        """The ranks over which parameters are sharded, and before them the copies, if there are several."""
-        if tensor == 1:
-            # peft takes a parameter on a mesh with names for a slice, and gives it an adapter of the slice's shape.
-            self.mesh = init_device_mesh(device.type, copies + sizes)
-        else:
-            names = ("replicate", "shard") if copies else ("shard",)
-            mesh = init_device_mesh(device.type, (*copies, *sizes, tensor), mesh_dim_names=(*names, "tensor"))
-            self.mesh = mesh[names]
-            self.tensor = TensorGroup(mesh.get_group("tensor"))
         self._background: dist.ProcessGroup | None = None
         self.release()
 

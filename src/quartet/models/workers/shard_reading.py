@@ -14,7 +14,7 @@ import structlog
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import PreTrainedModel
 
@@ -33,7 +33,7 @@ def read_in_parts(read: Callable[[], _Module], workers: WorkerGroup, in_turn: bo
     the errors of ``read``.
     """
     if not in_turn:
-        with _parameters_split_before_they_are_read(workers.mesh) as split:
+        with _parameters_split_before_they_are_read(workers.shards) as split:
             model = read()
         if split:
             return model
@@ -42,7 +42,7 @@ def read_in_parts(read: Callable[[], _Module], workers: WorkerGroup, in_turn: bo
 
     def read_and_keep_part() -> _Module | None:
         model = read()
-        replace_parameters(model, lambda parameter: _part_of(parameter, workers.mesh))
+        replace_parameters(model, lambda parameter: _part_of(parameter, workers.shards))
         return model
 
     results = [
@@ -91,15 +91,13 @@ def _without_memory(parameter: torch.Tensor, mesh: DeviceMesh) -> DTensor | None
     None for a parameter that every rank reads whole: a single row, and experts of which some rank would get none, because
     transformers builds a part of several experts from at least one.
     """
-    rows, ranks = (parameter.shape[0], mesh.size(-1)) if parameter.ndim else (1, 1)
+    rows, ranks = (parameter.shape[0], mesh.size()) if parameter.ndim else (1, 1)
     if rows == 1 or (parameter.ndim == 3 and -(-rows // ranks) * (ranks - 1) >= rows):
         return None
     complete = torch.empty_like(parameter, device="meta")
-    # The last dimension of the mesh shards, one before it replicates.
-    placements = [Replicate()] * (mesh.ndim - 1) + [Shard(0)]
-    size, _ = compute_local_shape_and_global_offset(complete.shape, mesh, placements)
+    size, _ = compute_local_shape_and_global_offset(complete.shape, mesh, [Shard(0)])
     return DTensor.from_local(
-        complete.new_empty(size), mesh, placements, run_check=False, shape=complete.shape, stride=complete.stride()
+        complete.new_empty(size), mesh, [Shard(0)], run_check=False, shape=complete.shape, stride=complete.stride()
     )
 
 

@@ -125,7 +125,10 @@ def _give_back(root: nn.Module, read: dict[Place, DTensor]) -> None:
     while read:
         (module, name), part = read.popitem()
         parameter = getattr(module, name)
-        same = (part.device_mesh, part.placements) == (parameter.device_mesh, parameter.placements)
+        # The mesh of a parameter may also have copies, before the ranks of the shards.
+        same = part.placements == parameter.placements[-1:] and part.device_mesh.size() == parameter.device_mesh.size(
+            -1
+        )
         local = local_tensor(part) if same else part.full_tensor().detach()[local_slices(parameter)]
         values[parameter] = with_part(parameter, local.to(parameter.dtype))
     replace_parameters(root, values.get)

@@ -1,6 +1,6 @@
 """One rank of a group that loads models in parts, and reports what it holds.
 
-``python -m tests.unit.models.workers.reading_rank FOLDER RANK SIZE PORT SOCKET``.
+``python -m tests.unit.models.workers.reading_rank FOLDER RANK SIZE PORT SOCKET REPLICATE``.
 """
 
 from __future__ import annotations
@@ -67,11 +67,11 @@ def state(case: str, folder: Path, workers: Workers) -> tuple[dict[str, torch.Te
     return {**dict(complete_weights(model, workers)), **buffers}, report
 
 
-def main(folder: Path, rank: int, size: int, port: int, descriptor: int | None) -> None:
+def main(folder: Path, rank: int, size: int, port: int, descriptor: int | None, replicate: int) -> None:
     torch.set_num_threads(1)
     join_group(rank, size, ("127.0.0.1", port), descriptor)
     for case in (folder / "cases").read_text().split():
-        weights, report = state(case, folder, WorkerGroup(torch.device("cpu")))
+        weights, report = state(case, folder, WorkerGroup(torch.device("cpu"), replicate))
         safetensors.torch.save_file(
             {name: value.contiguous() for name, value in weights.items()}, folder / f"{case}-{rank}.safetensors"
         )
@@ -80,5 +80,5 @@ def main(folder: Path, rank: int, size: int, port: int, descriptor: int | None) 
 
 
 if __name__ == "__main__":
-    number, count, address, listener = map(int, sys.argv[2:])
-    main(Path(sys.argv[1]), number, count, address, None if number else listener)
+    number, count, address, listener, copies = map(int, sys.argv[2:])
+    main(Path(sys.argv[1]), number, count, address, None if number else listener, copies)

@@ -28,10 +28,15 @@ def requests(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     )
     monkeypatch.setattr(dist, "get_rank", lambda: 1)
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
-    monkeypatch.setattr(group_module, "init_device_mesh", lambda kind, shape: results.append(("mesh", kind, shape)))
+    monkeypatch.setattr(group_module, "init_device_mesh", partial(make_mesh, results))
     for name in ("all_reduce", "broadcast"):
         monkeypatch.setattr(dist, name, partial(record, results, name))
     return results
+
+
+def make_mesh(results: list[Any], kind: str, shape: tuple[int, ...], mesh_dim_names: tuple[str, ...]) -> dict[str, Any]:
+    results.append(("mesh", kind, shape))
+    return dict.fromkeys(mesh_dim_names)
 
 
 def record(results: list[Any], name: str, tensor: torch.Tensor, *_: Any) -> None:

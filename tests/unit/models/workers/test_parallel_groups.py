@@ -23,7 +23,7 @@ SIZES = {
     "replicate-2-shard-2": (2, 2, 1, CASES),
 }
 """Replicate, shard, tensor, and cases, by name."""
-ALWAYS = {"tensor-2": SHORT}
+ALWAYS = {"tensor-2": SHORT, "replicate-2": SHORT}
 """Cases that are not slow."""
 PARAMETERS = [
     pytest.param(sizes, case, marks=[] if case in ALWAYS.get(sizes, ()) else pytest.mark.slow, id=f"{sizes}-{case}")

@@ -22,8 +22,8 @@ SIZE = 3
 """Ranks. Few dimensions are multiples of it, so that shards have different sizes."""
 
 
-def load(folder: Path, cases: tuple[str, ...]) -> Path:
-    """Write checkpoints to ``folder``, load the cases in a group, and return the folder."""
+def load(folder: Path, cases: tuple[str, ...], size: int = SIZE, replicate: int = 1) -> Path:
+    """Write checkpoints to ``folder``, load the cases in a group of ``size`` ranks, and return the folder."""
     for kind in (*tiny.KINDS, *tiny.MIXTURES):
         tiny.causal(kind).save_pretrained(folder / kind)
     tiny.classifier("llama").save_pretrained(folder / "reward")
@@ -33,7 +33,7 @@ def load(folder: Path, cases: tuple[str, ...]) -> Path:
         torch.nn.init.normal_(parameter)
     write_model(folder / "llama-adapter", adapter.snapshot())
     (folder / "cases").write_text(" ".join(cases))
-    run_ranks(reading_rank, folder, SIZE)
+    run_ranks(reading_rank, folder, size, replicate)
     return folder
 
 
@@ -76,3 +76,17 @@ def test_ranks_hold_parts_of_the_weights_and_buffers_of_one_process(loaded: Call
     largest = 0.42 if case == "llama-lora" else 0.36
     if case.partition("-")[0] not in tiny.MIXTURES:
         assert max(report["held"] for report in reports) < largest * single["parameters"]
+
+
+def test_each_copy_of_a_model_is_read_in_parts(tmp_path: Path) -> None:
+    torch.set_num_threads(1)
+    cases = ("llama-bfloat16", "llama-lora")
+    folder = load(tmp_path, cases, size=4, replicate=2)
+    for case in cases:
+        expected, single = reading_rank.state(case, folder, SINGLE)
+        for rank in range(4):
+            report = json.loads((folder / f"{case}-{rank}.json").read_text())
+            weights = safetensors.torch.load_file(folder / f"{case}-{rank}.safetensors")
+            assert all(torch.equal(weights[name].to(value.dtype), value) for name, value in expected.items())
+            assert not report["read_whole"]
+            assert report["held"] < 0.58 * single["parameters"]
