@@ -2,9 +2,10 @@
 
 `make groups`, or python -m benchmarks.groups. Trains the review configs with one, two and four processes for each trained role:
 PPO and RLOO, all weights and LoRA. Short runs are compared by the weights of their policies: the distance between two policies
-after the same steps, as a share of the distance that training has moved them. Each short run is repeated, and must end with equal
-files. Longer runs are compared by mean rewards, beside runs of one process with other seeds. Writes the results below build/ and
-tables into docs/scale-out.md.
+after the same steps, as a share of the distance that training has moved them. A probability that is rounded differently can
+sample another token, and from there it is another run. So these runs have the first seed with which all sizes sample the same
+tokens. Each of them is repeated, and must end with equal files. Longer runs are compared by mean rewards, beside runs of one
+process with other seeds. Writes the results below build/ and tables into docs/scale-out.md.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ SEEDS = (0, 1, 2)
 """Seeds of the longer runs with one process. Those with more processes have the first."""
 SHORT = 10
 """Steps of the runs whose weights are compared."""
+TRIED = 6
+"""Seeds that are tried for runs with the same tokens."""
 PART = 10
 """Steps whose rewards are averaged."""
 LORA = ("actor.lora.rank=8", "actor.lora.alpha=16", "actor.learning_rate=3e-4")
@@ -61,12 +64,15 @@ class Result:
     """Measurements of one case.
 
     ``differences``: distance of the policy to that of one process after ``SHORT`` steps, as a share of the distance that training
-    moved it, by number of processes. ``repeats``: whether a repetition had equal bits. ``rewards``: mean reward of each ``PART``
+    moved it, by number of processes. ``seed`` of these runs. ``others``: the step with the first other token, by the seeds before
+    that and number of processes. ``repeats``: whether a repetition had equal bits. ``rewards``: mean reward of each ``PART``
     steps, by number of processes and seed.
     """
 
     case: str
     differences: dict[int, float]
+    seed: int
+    others: dict[str, int]
     repeats: dict[int, bool]
     rewards: dict[str, list[float]]
 
@@ -99,17 +105,35 @@ def measure(case: Case, steps: int, folder: Path) -> Result:
     """Train ``case`` with all ``SIZES``. Raises ConfigError if a run fails."""
     initial = Path(load_config(case.config, []).actor.model)
     slug = case.name.lower().replace(", ", "-").replace(" ", "-")
-    policies, repeats, rewards = {}, {}, {}
+    rewards, others = {}, dict[str, int]()
+    for seed in range(TRIED):
+        runs = {size: _train(case, size, SHORT, seed, folder, f"{slug}-{size}-short-{seed}") for size in SIZES}
+        found = {size: step for size in SIZES[1:] if (step := first_other_step(runs[1], runs[size]))}
+        if not found:
+            break
+        others |= {f"seed {seed}, {size} processes": step for size, step in found.items()}
+    else:
+        raise ConfigError(f"{case.name}: with each of {TRIED} seeds a run has sampled another token: {others}")
+    repeats = {}
+    for size, run in runs.items():
+        again = _train(case, size, SHORT, seed, folder, f"{slug}-{size}-again")
+        repeats[size] = _bytes_of(run.policy) == _bytes_of(again.policy)
     for size in SIZES:
-        first, second = (_train(case, size, SHORT, 0, folder, f"{slug}-{size}-{turn}") for turn in "ab")
-        policies[size] = first.policy
-        repeats[size] = _bytes_of(first.policy) == _bytes_of(second.policy)
-        for seed in SEEDS if size == 1 else SEEDS[:1]:
-            run = _train(case, size, steps, seed, folder, f"{slug}-{size}-seed-{seed}")
-            rewards[f"{size}, seed {seed}"] = rewards_of(run)
-    movement = distance(policies[1], initial)
-    differences = {size: distance(policies[size], policies[1]) / movement for size in SIZES[1:]}
-    return Result(case.name, differences, repeats, rewards)
+        for number in SEEDS if size == 1 else SEEDS[:1]:
+            longer = _train(case, size, steps, number, folder, f"{slug}-{size}-seed-{number}")
+            rewards[f"{size}, seed {number}"] = rewards_of(longer)
+    movement = distance(runs[1].policy, initial)
+    differences = {size: distance(runs[size].policy, runs[1].policy) / movement for size in SIZES[1:]}
+    return Result(case.name, differences, seed, others, repeats, rewards)
+
+
+def first_other_step(first: RunFiles, second: RunFiles) -> int:
+    """Return the first step with different responses, 0 if there is none."""
+    for step in first.trajectory_steps():
+        one, other = ([each["response"] for each in run.read_trajectories(step)] for run in (first, second))
+        if one != other:
+            return step
+    return 0
 
 
 def _train(case: Case, size: int, steps: int, seed: int, folder: Path, name: str) -> RunFiles:
@@ -162,10 +186,11 @@ def table(results: Iterable[Result], host: str) -> str:
     """Return the tables for the page."""
     lines = [
         f"{host}. Difference: distance between the policies after {SHORT} steps, as a share of the distance that training moved "
-        f"the weights.",
+        "the weights. Probabilities that are rounded differently can sample another token, and from there it is another run. So "
+        "these runs have the first seed with which all of them sample the same tokens.",
         "",
-        "| case | difference, 2 processes | difference, 4 processes | a repetition has equal bits |",
-        "|---|---|---|---|",
+        "| case | seed | difference, 2 processes | 4 processes | a repetition has equal bits | step of another token |",
+        "|---|---|---|---|---|---|",
     ]
     rewards = [
         f"Mean reward of each {PART} steps:",
@@ -176,7 +201,8 @@ def table(results: Iterable[Result], host: str) -> str:
     for result in results:
         cells = " | ".join(f"{result.differences[size]:.1e}" for size in SIZES[1:])
         equal = ", ".join(f"{size}: {'yes' if result.repeats[size] else 'no'}" for size in SIZES)
-        lines.append(f"| {result.case} | {cells} | {equal} |")
+        others = "; ".join(f"{name}: {step}" for name, step in result.others.items())
+        lines.append(f"| {result.case} | {result.seed} | {cells} | {equal} | {others} |")
         for name, values in result.rewards.items():
             rewards.append(f"| {result.case} | {name} | {' '.join(f'{value:.2f}' for value in values)} |")
     return "\n".join([*lines, "", *rewards])

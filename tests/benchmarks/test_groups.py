@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from benchmarks.groups import CASES, Case, Result, distance, rewards_of, table
+from benchmarks.groups import CASES, Case, Result, distance, first_other_step, rewards_of, table
 from quartet.config import load_config
 from quartet.run_directory.run_files import RunFiles
 
@@ -25,6 +25,16 @@ def test_the_distance_of_policies_is_that_of_the_weights_that_both_have(tmp_path
     assert distance(first, second) == pytest.approx(5.0)
 
 
+def test_the_first_step_with_another_response_is_the_one_that_runs_part_at(tmp_path: Path) -> None:
+    runs = [RunFiles(tmp_path / name) for name in "ab"]
+    for run, last in zip(runs, ("x", "y"), strict=True):
+        run.trajectories.mkdir(parents=True)
+        for step, response in enumerate(("u", "v", last), 1):
+            run.write_trajectories(step, [{"response": response}])
+    assert first_other_step(*runs) == 3
+    assert first_other_step(runs[0], runs[0]) == 0
+
+
 def test_rewards_are_averaged_over_ten_steps(tmp_path: Path) -> None:
     files = RunFiles(tmp_path)
     files.metrics.write_text("".join(json.dumps({"reward_mean": float(step)}) + "\n" for step in range(20)))
@@ -32,9 +42,10 @@ def test_rewards_are_averaged_over_ten_steps(tmp_path: Path) -> None:
 
 
 def test_the_tables_name_each_case_and_a_repetition_that_differs() -> None:
-    result = Result("RLOO, LoRA", {2: 1.5e-6, 4: 2e-6}, {1: True, 2: False, 4: True}, {"1, seed 0": [0.5, 1.25]})
+    repeats, others = {1: True, 2: False, 4: True}, {"seed 0, 2 processes": 5}
+    result = Result("RLOO, LoRA", {2: 1.5e-6, 4: 2e-6}, 1, others, repeats, {"1, seed 0": [0.5, 1.25]})
     text = table([result], "a machine")
-    assert "| RLOO, LoRA | 1.5e-06 | 2.0e-06 | 1: yes, 2: no, 4: yes |" in text
+    assert "| RLOO, LoRA | 1 | 1.5e-06 | 2.0e-06 | 1: yes, 2: no, 4: yes | seed 0, 2 processes: 5 |" in text
     assert "| RLOO, LoRA | 1, seed 0 | 0.50 1.25 |" in text
 
 
