@@ -83,7 +83,7 @@ class RecoveryPoint:
             base = (
                 f"the checkpoint of step {self.checkpoint}"
                 if self.checkpoint
-                else "the start, because there is no checkpoint"
+                else "the start, because there is no usable checkpoint"
             )
             notes.append(
                 f"steps {self.step + 1} to {self.committed} are recomputed from {base}: the buffer has lost their experience"

@@ -127,8 +127,8 @@ def _does_not_fit(config: Config, cluster: Cluster, load: Workload, tried: bool,
     one = " with one device per role" if one_device_per_role else ""
     return (
         f"--gpus {cluster}: the run does not fit{one}: weights, gradients and optimizer of {', '.join(w.name for w in trained)} "
-        f"take {state:.0f} GiB by themselves, and {cluster.total} x {memory:.1f} GiB are usable; expected less; give more "
-        f"devices, {lora}or lower rollout.max_response_tokens or data.max_prompt_tokens"
+        f"take {state:.0f} GiB by themselves, the longest sequence has {load.longest} tokens, and {cluster.total} x {memory:.1f} "
+        f"GiB are usable; expected less; give more devices, {lora}or lower rollout.max_response_tokens or data.max_prompt_tokens"
     )
 
 

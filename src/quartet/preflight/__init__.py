@@ -43,7 +43,10 @@ def check_inputs(config: Config, report: Callable[[str], None] = lambda _: None)
     for key, model in config.models.items():
         role = Role(key.partition(".")[0])
         if getattr(config.services, role).address is None:
-            notes.append(check_model(key, role, model, config.rollout.max_response_tokens, config.rollout.engine))
+            tensor = getattr(config.services, role).parallel.tensor
+            notes.append(
+                check_model(key, role, model, config.rollout.max_response_tokens, config.rollout.engine, tensor)
+            )
             if model not in compared:
                 compared.add(model)
                 check_same_tokenizer(key, model, config.actor.model)

@@ -33,11 +33,17 @@ _WANTED = {
 """The expected kind of model, by role."""
 
 
-def check_model(key: str, role: Role, model: str, max_response_tokens: int, engine: str = "torch") -> str:
-    """Check the model of a role, and return a line that reports it. ``engine`` is the actor's. Raises ModelError."""
+def check_model(
+    key: str, role: Role, model: str, max_response_tokens: int, engine: str = "torch", tensor: int = 1
+) -> str:
+    """Check the model of a role, and return a line that reports it. Raises ModelError.
+
+    ``engine`` is the actor's. ``tensor``: number of ranks that compute each layer together.
+    """
     directory = _directory(key, model)
     if not is_adapter(directory):
         names = _check_checkpoint(f"{key} {model}", role, directory, looks_local(model), max_response_tokens, engine)
+        _check_slices(f"{key} {model}", role, directory, tensor)
         check_tokenizer(key, directory)
         return f"{key} {model}: {names}"
     try:
@@ -52,9 +58,20 @@ def check_model(key: str, role: Role, model: str, max_response_tokens: int, engi
     what = f"{key} {model}: its base model"
     base_directory = _directory(what, str(base))
     names = _check_checkpoint(f"{what} {base}", role, base_directory, looks_local(base), max_response_tokens, engine)
+    _check_slices(f"{what} {base}", role, base_directory, tensor)
     if not any(has_tokenizer(adapter) for adapter in adapters):
         check_tokenizer(what, base_directory)
     return f"{key} {model}: LoRA adapter on {base}, {names}"
+
+
+def _check_slices(what: str, role: Role, directory: Path, tensor: int) -> None:
+    description = _read_json(what, directory / "config.json")
+    for name in ("num_attention_heads", "num_key_value_heads"):
+        heads = description.get(name)
+        if isinstance(heads, int) and heads % tensor:
+            raise ModelError(
+                f"services.{role}.parallel.tensor {tensor}: does not divide {name} {heads} of {what}; set a divisor of {heads}"
+            )
 
 
 def _check_checkpoint(

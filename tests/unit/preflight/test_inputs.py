@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import sys
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from quartet.config import parse_config
-from quartet.errors import ConfigError
+from quartet.errors import ConfigError, ModelError
 from quartet.preflight import check_inputs
 from tests.unit.preflight.files import config
 
@@ -51,3 +52,11 @@ def test_ranks_of_several_machines_are_started_elsewhere(models: Path) -> None:
     ):
         check_inputs(config(models, actor={"nodes": 2}))
     check_inputs(config(models, actor={"nodes": 2, "address": "node0:7001"}))
+
+
+def test_slices_that_the_model_does_not_allow_are_refused(models: Path) -> None:
+    path = models / "policy/config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "num_attention_heads": 4}))
+    sizes = {"processes": 3, "parallel": {"tensor": 3}}
+    with pytest.raises(ModelError, match=r"services\.actor\.parallel\.tensor 3: does not divide num_attention_heads 4"):
+        check_inputs(config(models, actor=sizes))
