@@ -176,7 +176,7 @@ def _build_critic(
 def _build_reward(
     config: Config, compute: ComputeThread, threads: int, workers: Workers, commands: Commands | None
 ) -> RewardServicer:
-    source = build_reward(config, device_of(config.services.reward), workers)
+    source = build_reward(config, device_of(config.services.reward, workers.rank), workers)
     # Reward functions run in separate processes. Their callers wait on a separate thread, not on the models' compute thread.
     return RewardServicer(source, compute if source.status().parameters else ComputeThread(), threads, commands)
 
@@ -187,7 +187,7 @@ def _build_reference(
     reference = Reference(
         config.reference_model,
         config.reference.dtype or config.actor.dtype,
-        device_of(config.services.reference),
+        device_of(config.services.reference, workers.rank),
         config.reference.micro_batch_tokens,
         workers,
     )

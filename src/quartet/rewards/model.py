@@ -24,7 +24,7 @@ class ModelReward:
         if config.model is None:
             raise ModelError("reward.model: missing; source model needs it")
         model, dtype = config.model, config.dtype
-        self._model = workers.agreed(lambda: load_reward_model(model, dtype, device))
+        self._model = workers.agreed(lambda: load_reward_model(model, dtype, device, workers))
         self._micro_batch_tokens = config.micro_batch_tokens
         self._status = ServiceStatus(
             role=Role.REWARD,

@@ -55,7 +55,7 @@ def load_causal_lm(model: str | Path, dtype: str = "float32", device: str = "cpu
     their parts of the parameters; the caller then calls ``check_causal_lm`` after ``shard_model``.
     """
     if workers.size > 1:
-        return _in_parts(model, lambda: _causal_lm(model, dtype, device), workers)
+        return _in_parts(model, lambda place: _causal_lm(model, dtype, place), device, workers)
     loaded = _causal_lm(model, dtype, device)
     check_causal_lm(model, loaded)
     return loaded
@@ -73,10 +73,10 @@ def _causal_lm(model: str | Path, dtype: str, device: str) -> Any:
     return loaded
 
 
-def _in_parts(model: str | Path, load: Callable[[], _Module], workers: Workers) -> _Module:
-    """Return the result of ``load`` with this rank's part of every parameter.
+def _in_parts(model: str | Path, load: Callable[[str], _Module], device: str, workers: Workers) -> _Module:
+    """Return the model of ``load``, a function of the device, with this rank's part of every parameter.
 
-    Slices, and merged adapters, need complete weights.
+    Slices are cut from complete weights: a rank that computes slices gets the complete model.
     """
     # Imported here because a single process does not need torch.distributed.
     from quartet.models.workers.group import WorkerGroup
@@ -84,9 +84,8 @@ def _in_parts(model: str | Path, load: Callable[[], _Module], workers: Workers) 
 
     assert isinstance(workers, WorkerGroup)
     if workers.tensor is not None:
-        # Slices are cut from complete layers.
-        return load()
-    return read_in_parts(load, workers, in_turn=bool(adapter_chain(model)[1]))
+        return load(device)
+    return read_in_parts(load, device, workers, in_turn=bool(adapter_chain(model)[1]))
 
 
 def check_causal_lm(model: str | Path, loaded: Any) -> None:
@@ -102,8 +101,13 @@ def check_cacheable_config(model: str | Path) -> None:
         _refuse(base, uncacheable_reason(_load_config(base).to_dict()))
 
 
-def load_reward_model(model: str | Path, dtype: str = "float32", device: str = "cpu") -> Any:
-    """Load a sequence classifier with one output in evaluation mode, without dropout. Raises ModelError, also for a causal LM."""
+def load_reward_model(model: str | Path, dtype: str = "float32", device: str = "cpu", workers: Workers = SINGLE) -> Any:
+    """Load a sequence classifier with one output in evaluation mode, without dropout. Raises ModelError, also for a causal LM.
+
+    Several ``workers`` load their parts of the parameters.
+    """
+    if workers.size > 1:
+        return _in_parts(model, lambda place: load_reward_model(model, dtype, place), device, workers)
     config = _load_config(model)
     _check_architecture(model, config, MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES, "a sequence classifier")
     if config.num_labels != 1:
@@ -125,7 +129,9 @@ def load_critic(
     """
     adapter_chain(model)  # Raises ModelError for a cycle of adapters; the code below would not end.
     if workers.size > 1:
-        return _frozen_dropout(_in_parts(model, lambda: _critic(model, dtype, device, _causal_lm), workers))
+        return _frozen_dropout(
+            _in_parts(model, lambda place: _critic(model, dtype, place, _causal_lm), device, workers)
+        )
     critic = _frozen_dropout(_critic(model, dtype, device, load_causal_lm))
     with explained(model, "forward pass of the backbone"), torch.inference_mode():
         input_ids = _two_tokens(critic)

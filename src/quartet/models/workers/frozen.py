@@ -11,7 +11,8 @@ from quartet.models.workers.workers import Workers
 def shard_frozen(model: Any, workers: Workers) -> Workers:
     """Shard the parameters of ``model`` over the ranks, in their data type. Return the group that computes with it.
 
-    A group of one keeps the model as it is. A group may hold several models. Every rank must have loaded the same weights.
+    A group of one keeps the model as it is. A group may hold several models. Every rank must have loaded the
+    same weights, or its parts of them.
     """
     if workers.size == 1:
         return workers

@@ -25,25 +25,25 @@ _Module = TypeVar("_Module", bound=nn.Module)
 log = structlog.get_logger()
 
 
-def read_in_parts(read: Callable[[], _Module], workers: WorkerGroup, in_turn: bool = False) -> _Module:
-    """Return the model of ``read``, a load with transformers, with this rank's part of every parameter.
+def read_in_parts(read: Callable[[str], _Module], device: str, workers: WorkerGroup, in_turn: bool = False) -> _Module:
+    """Return the model of ``read``, a load with transformers to a device, with this rank's part of every parameter on ``device``.
 
     transformers creates the model without memory, and this rank reads its part of each tensor from the files. ``in_turn``: one
-    rank after the other reads the complete model and keeps its part, for models that transformers cannot read in parts. Raises
-    the errors of ``read``.
+    rank after the other reads the complete model into host memory and keeps its part, for models that transformers cannot read
+    in parts. Raises the errors of ``read``.
     """
     if not in_turn:
         with _parameters_split_before_they_are_read(workers.shards) as split:
-            model = read()
+            model = read(device)
         if split:
             return model
         del model
         log.warning("the ranks read the complete model in turn: this release of transformers does not read it in parts")
 
     def read_and_keep_part() -> _Module | None:
-        model = read()
+        model = read("cpu")
         replace_parameters(model, lambda parameter: _part_of(parameter, workers.shards))
-        return model
+        return model.to(device)
 
     results = [
         workers.agreed(read_and_keep_part if rank == workers.rank else lambda: None) for rank in range(workers.size)

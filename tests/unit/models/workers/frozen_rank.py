@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from quartet.models.forward.scoring import response_log_probs, sequence_scores
+from quartet.models.weights.loading import load_causal_lm, load_reward_model
 from quartet.models.workers.frozen import shard_frozen
 from quartet.models.workers.group import join_group
 from quartet.models.workers.workers import Workers
@@ -26,21 +27,46 @@ SCORERS = {
     "bfloat16": lambda: tiny.classifier("qwen2").bfloat16(),
 }
 REFERENCES = {"reference": lambda: tiny.causal("llama"), "reference-gpt2": lambda: tiny.causal("gpt2")}
+LOADED_SCORERS = {"loaded": "llama", "loaded-encoder": "encoder", "loaded-bfloat16": "bfloat16"}
+LOADED_REFERENCES = {"loaded-reference": "reference", "loaded-reference-bfloat16": "reference"}
+"""Cases of models that are loaded from a folder, and the cases above with the same models."""
 ONE_SEQUENCE = "one-sequence"
 
 
-def outputs(workers: Workers) -> dict[str, FloatArray]:
-    """Return the scores and log-probs of all models by case. The group holds all models at once."""
+def outputs(workers: Workers, folder: Path) -> dict[str, FloatArray]:
+    """Return the scores and log-probs of all models by case. The group holds all models at once.
+
+    ``folder``: that of ``save_models``.
+    """
     batch = tiny.batch(PROMPTS, RESPONSES)
     scorers: dict[str, Any] = {name: create() for name, create in SCORERS.items()}
     references: dict[str, Any] = {name: create() for name, create in REFERENCES.items()}
+    loaded_scorers = {
+        case: load_reward_model(folder / name, _dtype(case), "cpu", workers) for case, name in LOADED_SCORERS.items()
+    }
+    loaded_references = {
+        case: load_causal_lm(folder / name, _dtype(case), "cpu", workers) for case, name in LOADED_REFERENCES.items()
+    }
+    read = [held_parameters(model) for model in (loaded_scorers | loaded_references).values()]
+    scorers |= loaded_scorers
+    references |= loaded_references
     groups = {name: shard_frozen(model, workers) for name, model in (scorers | references).items()}
     result = {name: sequence_scores(model, batch, 20, groups[name]) for name, model in scorers.items()}
     result |= {name: response_log_probs(model, batch, 0.8, 20, groups[name]) for name, model in references.items()}
     # One rank has nothing to score.
     result[ONE_SEQUENCE] = sequence_scores(scorers["llama"], tiny.batch([2], [3]), 20, groups["llama"])
     sizes = [held_parameters(model) for model in (scorers | references).values()]
-    return result | {"held": np.array(sizes, np.float32)}
+    return result | {"held": np.array(sizes, np.float32), "read": np.array(read, np.float32)}
+
+
+def save_models(folder: Path) -> None:
+    """Write the models that ``outputs`` loads."""
+    for name in {*LOADED_SCORERS.values(), *LOADED_REFERENCES.values()}:
+        (SCORERS | REFERENCES)[name]().save_pretrained(folder / name)
+
+
+def _dtype(case: str) -> str:
+    return "bfloat16" if case.endswith("bfloat16") else "float32"
 
 
 def held_parameters(model: nn.Module) -> int:
@@ -52,7 +78,7 @@ def main(folder: Path, rank: int, size: int, port: int, descriptor: int | None) 
     torch.set_num_threads(1)
     group = join_group(rank, size, ("127.0.0.1", port), descriptor)
     for number in range(2):
-        np.savez(folder / f"{number}-{rank}.npz", **outputs(group))  # type: ignore[arg-type]
+        np.savez(folder / f"{number}-{rank}.npz", **outputs(group, folder / "models"))  # type: ignore[arg-type]
     dist.destroy_process_group()
 
 

@@ -9,10 +9,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from quartet.config import Config
 from quartet.errors import ConfigError, ServiceUnavailable
 from quartet.models.workers import group as group_module
 from quartet.models.workers.group import WorkerGroup, join_group
+from quartet.models.workers.workers import Workers
+from quartet.rewards import model as reward_module
+from quartet.rpc.compute_thread import ComputeThread
+from quartet.services import factories
 from quartet.services.factories import set_up_thread
+from quartet.services.reference import reference as reference_module
+from quartet.types import Role
 
 
 @pytest.fixture
@@ -83,3 +90,36 @@ def test_a_torch_without_nccl_is_an_error_that_says_what_to_install(monkeypatch:
     monkeypatch.setattr(dist, "is_nccl_available", lambda: False)
     with pytest.raises(ConfigError, match=r"needs NCCL, which torch .* lacks; install torch for CUDA"):
         join()
+
+
+class Loads(Exception):
+    """A load of a model."""
+
+
+def load(*arguments: Any) -> None:
+    raise Loads(*arguments)
+
+
+@pytest.mark.parametrize("role", [Role.REWARD, Role.REFERENCE])
+@pytest.mark.parametrize(("rank", "device"), [(0, "cuda:3"), (1, "cuda:1")])
+def test_each_rank_of_a_frozen_role_loads_its_part_on_its_device(
+    monkeypatch: pytest.MonkeyPatch, role: Role, rank: int, device: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(factories, "check_gpu", lambda index: None)
+    monkeypatch.setattr(reward_module, "load_reward_model", load)
+    monkeypatch.setattr(reference_module, "load_causal_lm", load)
+    config = Config.model_validate(
+        {
+            "actor": {"model": "policy"},
+            "reward": {"source": "model", "model": "scorer"},
+            "data": {"prompts": "prompts.jsonl"},
+            "services": {role: {"devices": [3, 1]}},
+        }
+    )
+    workers = Workers()
+    workers.rank, workers.size = rank, 2
+    with pytest.raises(Loads) as caught:
+        factories.build_model_role(role, config, ComputeThread(), 1, workers=workers)
+    model = "policy" if role is Role.REFERENCE else "scorer"
+    assert caught.value.args == (model, "float32", device, workers)
