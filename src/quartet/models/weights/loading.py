@@ -76,7 +76,8 @@ def _causal_lm(model: str | Path, dtype: str, device: str) -> Any:
 def _in_parts(model: str | Path, load: Callable[[str], _Module], device: str, workers: Workers) -> _Module:
     """Return the model of ``load``, a function of the device, with this rank's part of every parameter.
 
-    Slices are cut from complete weights: a rank that computes slices gets the complete model.
+    Slices are cut from complete weights: a rank that computes slices gets the complete model, in host memory. ``shard_model``
+    moves its slices to the device of the group.
     """
     # Imported here because a single process does not need torch.distributed.
     from quartet.models.workers.group import WorkerGroup
@@ -84,7 +85,7 @@ def _in_parts(model: str | Path, load: Callable[[str], _Module], device: str, wo
 
     assert isinstance(workers, WorkerGroup)
     if workers.tensor is not None:
-        return load(device)
+        return load("cpu")
     return read_in_parts(load, device, workers, in_turn=bool(adapter_chain(model)[1]))
 
 

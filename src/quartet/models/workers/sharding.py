@@ -22,7 +22,7 @@ from quartet.models.weights.saved_state import Part, SavedState, check_shapes
 from quartet.models.workers.group import WorkerGroup
 from quartet.models.workers.progress import Progress
 from quartet.models.workers.shard_reading import local_slices, replace_parameters, with_part
-from quartet.models.workers.tensor_parallel import SlicedParameters, slice_layers
+from quartet.models.workers.tensor_parallel import check_slices, slice_layers
 from quartet.models.workers.workers import Workers, local_tensor
 
 
@@ -47,11 +47,15 @@ def shard_model(
     half precision become float32, and are gathered in half precision. Gradients are summed over the ranks, in float32.
     ``replicated`` parameters stay whole on every rank, in their data type. Every rank must have loaded the same weights: all of
     them, or its parts with ``read_in_parts``. ``offload``: keep the shards on a GPU, and their gradients, in host memory. The
-    layers are sliced first, if the group has ranks for that: see ``slice_layers``, also for its errors.
+    layers are sliced first, if the group has ranks for that: see ``slice_layers`` and ``check_slices``, also for their errors.
+    A model in host memory is moved to the device of the group layer by layer: a GPU then holds its shards, and at most one
+    complete layer or the parameters outside the layers.
     """
-    # FSDP replaces the parameters by others of the same names.
-    sliced = SlicedParameters() if workers.tensor is None else slice_layers(model, workers.tensor)
+    sliced = None if workers.tensor is None else slice_layers(model, workers.tensor)
     whole = set(replicated)
+    for parameter in whole:
+        # FSDP moves the others, and the buffers, when it shards their module.
+        parameter.data = parameter.data.to(workers.device)
     compute_type = model.get_input_embeddings().weight.dtype
     is_half = compute_type.itemsize < torch.float32.itemsize
     read = _take_parts(model, is_half)
@@ -73,9 +77,13 @@ def shard_model(
     _give_back(root, read)
     _mark_layers(model, workers.progress)
     workers.root, workers.compute_type = root, compute_type if is_half else None  # type: ignore[assignment]
-    parameters = dict(model.named_parameters())
-    workers.slicings = {parameters[name]: slicing for name, slicing in sliced.slicings.items()}
-    workers.partial = {parameters[name] for name in sliced.partial}
+    if sliced is not None and workers.tensor is not None:
+        # FSDP has replaced the parameters by others of the same names.
+        parameters = dict(model.named_parameters())
+        workers.slicings = {parameters[name]: slicing for name, slicing in sliced.slicings.items()}
+        workers.partial = {parameters[name] for name in sliced.partial}
+        expected, group = sliced.expected, workers.tensor
+        workers.evaluate(lambda: check_slices(model, group, expected))
     # These trials are cached by model. Later they would run in the middle of another pass.
     workers.evaluate(lambda: supports_packing(model))
     if not isinstance(model, ValueModel):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,22 +26,27 @@ REMEDY = "set tensor 1, and shard the parameters instead"
 
 @dataclass(slots=True)
 class SlicedParameters:
-    """Names of the parameters that are sliced, and of those that are whole but get only a part of their gradient on each rank."""
+    """Names of the parameters that are sliced, and of those that are whole but get only a part of their gradient on each rank.
 
-    slicings: dict[str, Slicing] = field(default_factory=dict)
-    partial: set[str] = field(default_factory=set)
+    ``expected``: hidden states of a few tokens before the slicing.
+    """
+
+    slicings: dict[str, Slicing]
+    partial: set[str]
+    expected: Tensor
 
 
 def slice_layers(model: Any, group: TensorGroup) -> SlicedParameters:
     """Slice the layers of a model, or value model, in place, and let their forward passes exchange activations.
 
-    Every rank must have loaded the same weights. Parameters of LoRA stay whole. Raises ModelError if the architecture has no
-    plan, if the plan cannot be applied, or if the number of ranks does not divide the attention heads.
+    Every rank must have loaded the same weights, to any device. Parameters of LoRA stay whole. The caller then calls
+    ``check_slices`` on the device of the group. Raises ModelError if the architecture has no plan, if the plan cannot be applied,
+    or if the number of ranks does not divide the attention heads.
     """
     base = model.backbone if isinstance(model, ValueModel) else model
     plan: dict[str, str] = base.tp_plan or {}
     kind = base.config.model_type
-    setting = f"tensor {group.size}"
+    setting = _setting(group)
     if not plan:
         raise ModelError(f"{setting}: a {kind} model has no tensor parallel plan in transformers; {REMEDY}")
     if unknown := sorted({style for style in plan.values() if style not in STYLES}):
@@ -54,16 +59,25 @@ def slice_layers(model: Any, group: TensorGroup) -> SlicedParameters:
         if isinstance(heads, int) and heads % group.size:
             raise ModelError(f"{setting}: does not divide {name} {heads} of the {kind} model; set a divisor of {heads}")
     expected = _outputs(model)
-    result = _Slicer(base, group).apply(plan, "backbone." if base is not model else "")
+    slicings, partial = _Slicer(base, group).apply(plan, "backbone." if base is not model else "")
+    return SlicedParameters(slicings, partial, expected)
+
+
+def check_slices(model: Any, group: TensorGroup, expected: Tensor) -> None:
+    """Raise ModelError if the sliced model computes other hidden states than ``expected``. Runs one forward pass."""
     outputs = _outputs(model)
+    expected = expected.to(outputs.device)
     difference = (outputs - expected).abs().max() / expected.abs().max()
     # False for NaN: scoring and updates report diverged weights.
     if difference > TOLERANCE[expected.dtype]:
         raise ModelError(
-            f"{setting}: the {kind} model computes other hidden states with the plan of transformers, by {difference:.1e} of the "
-            f"largest; {REMEDY}"
+            f"{_setting(group)}: the {model.config.model_type} model computes other hidden states with the plan of transformers, "
+            f"by {difference:.1e} of the largest; {REMEDY}"
         )
-    return result
+
+
+def _setting(group: TensorGroup) -> str:
+    return f"tensor {group.size}"
 
 
 @torch.no_grad()
@@ -80,8 +94,8 @@ class _Slicer:
         self._done: dict[nn.Parameter, Slicing] = {}
         self._partial = set[nn.Parameter]()
 
-    def apply(self, plan: dict[str, str], prefix: str) -> SlicedParameters:
-        """Slice the layers that ``plan`` names. ``prefix``: of the result's names."""
+    def apply(self, plan: dict[str, str], prefix: str) -> tuple[dict[str, Slicing], set[str]]:
+        """Slice the layers that ``plan`` names. Return the names for ``SlicedParameters``, with ``prefix``."""
         patterns = {re.compile(re.escape(name).replace(r"\*", r"\d+")): style for name, style in plan.items()}
         for name, module in list(self._model.named_modules()):
             style = next((style for pattern, style in patterns.items() if pattern.fullmatch(name)), None)
@@ -91,7 +105,7 @@ class _Slicer:
                 except _NotSliceable as error:
                     raise ModelError(f"tensor {self._group.size}: layer {name}: {error}; {REMEDY}") from None
         names = {prefix + name: parameter for name, parameter in self._model.named_parameters()}
-        return SlicedParameters(
+        return (
             {name: self._done[parameter] for name, parameter in names.items() if parameter in self._done},
             {name for name, parameter in names.items() if parameter in self._partial},
         )

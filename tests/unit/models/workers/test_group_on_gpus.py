@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,8 +13,14 @@ import torch.distributed as dist
 
 from quartet.config import Config
 from quartet.errors import ConfigError, ServiceUnavailable
+from quartet.models.value_head import ValueModel
+from quartet.models.weights.loading import load_causal_lm, load_critic, load_reward_model
 from quartet.models.workers import group as group_module
+from quartet.models.workers import shard_reading, sharding
 from quartet.models.workers.group import WorkerGroup, join_group
+from quartet.models.workers.progress import Progress
+from quartet.models.workers.shard_reading import read_in_parts
+from quartet.models.workers.sharding import shard_model
 from quartet.models.workers.workers import Workers
 from quartet.rewards import model as reward_module
 from quartet.rpc.compute_thread import ComputeThread
@@ -20,6 +28,7 @@ from quartet.services import factories
 from quartet.services.factories import set_up_thread
 from quartet.services.reference import reference as reference_module
 from quartet.types import Role
+from tests.unit.models import tiny
 
 
 @pytest.fixture
@@ -123,3 +132,57 @@ def test_each_rank_of_a_frozen_role_loads_its_part_on_its_device(
         factories.build_model_role(role, config, ComputeThread(), 1, workers=workers)
     model = "policy" if role is Role.REFERENCE else "scorer"
     assert caught.value.args == (model, "float32", device, workers)
+
+
+def device_types(model: torch.nn.Module) -> set[str]:
+    return {tensor.device.type for tensor in (*model.parameters(), *model.buffers())}
+
+
+@pytest.fixture
+def group() -> Any:
+    """A group of one rank as far as loading and sharding use it, without torch.distributed."""
+    result: Any = WorkerGroup.__new__(WorkerGroup)
+    result.rank, result.size, result.mesh, result.tensor = 0, 2, None, None
+    result.progress, result.agreed, result.evaluate = Progress(), lambda compute: compute(), lambda compute: None
+    return result
+
+
+@pytest.mark.parametrize("load_model", [load_causal_lm, load_critic, load_reward_model])
+def test_ranks_that_compute_slices_load_the_model_into_host_memory(load_model: Any, group: Any, tmp_path: Path) -> None:
+    group.tensor = SimpleNamespace(size=2)
+    model = tiny.classifier("llama") if load_model is load_reward_model else tiny.causal("llama")
+    # The meta device stands for a GPU.
+    loaded = load_model(tiny.saved(model, tmp_path / "m"), "float32", "meta", group)
+    assert device_types(loaded) == {"cpu"}
+
+
+def test_a_model_that_is_read_in_turn_is_complete_in_host_memory_only(
+    monkeypatch: pytest.MonkeyPatch, group: Any
+) -> None:
+    devices, group.size = list[str](), 1
+    monkeypatch.setattr(shard_reading, "_part_of", lambda parameter, mesh: None)
+
+    def read(device: str) -> torch.nn.Module:
+        devices.append(device)
+        return tiny.causal("llama").to(device)
+
+    loaded = read_in_parts(read, "meta", group, in_turn=True)
+    assert (devices, device_types(loaded)) == (["cpu"], {"meta"})
+
+
+def test_parameters_that_stay_whole_are_moved_to_the_device_of_the_group(
+    monkeypatch: pytest.MonkeyPatch, group: Any
+) -> None:
+    model, moved = ValueModel.of_causal_lm(tiny.causal("llama")), list[tuple[int, torch.device]]()
+
+    def move(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+        moved.append((tensor.data_ptr(), device))
+        return tensor
+
+    group.device = torch.device("cuda", 3)
+    monkeypatch.setattr(torch.Tensor, "to", move)
+    # FSDP moves the others.
+    monkeypatch.setattr(sharding, "fully_shard", lambda module, **_: module)
+    shard_model(model, group, model.head.parameters())
+    expected = {(parameter.data_ptr(), group.device) for parameter in model.head.parameters()}
+    assert set(moved) == expected

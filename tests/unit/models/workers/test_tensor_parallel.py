@@ -8,7 +8,7 @@ import pytest
 
 from quartet.errors import ModelError
 from quartet.models.workers.tensor_group import TensorGroup
-from quartet.models.workers.tensor_parallel import slice_layers
+from quartet.models.workers.tensor_parallel import check_slices, slice_layers
 from tests.unit.models import tiny
 
 
@@ -42,10 +42,12 @@ def test_a_model_whose_slices_compute_something_else_is_refused(monkeypatch: pyt
     # Without the sum over the ranks, the outputs are those of one slice.
     monkeypatch.setattr(group, "sum", lambda value: value)
     monkeypatch.setattr(group, "join", lambda value, size: value)
+    model = tiny.causal("llama")
+    expected = slice_layers(model, group).expected
     with pytest.raises(
-        ModelError, match=r"the llama model computes other hidden states with the plan of transformers, by .*"
+        ModelError, match=r"tensor 2: the llama model computes other hidden states with the plan of transformers, by .*"
     ):
-        slice_layers(tiny.causal("llama"), group)
+        check_slices(model, group, expected)
 
 
 def test_features_that_are_too_few_are_refused() -> None:
