@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from quartet.models.forward.scoring import response_log_probs, sequence_scores
 from quartet.models.weights.loading import load_causal_lm, load_reward_model
 from quartet.models.workers.frozen import shard_frozen
-from quartet.models.workers.group import join_group
+from quartet.models.workers.group import WorkerGroup, join_group
 from quartet.models.workers.workers import Workers
 from quartet.types import FloatArray
 from tests.unit.models import tiny
@@ -30,6 +30,8 @@ REFERENCES = {"reference": lambda: tiny.causal("llama"), "reference-gpt2": lambd
 LOADED_SCORERS = {"loaded": "llama", "loaded-encoder": "encoder", "loaded-bfloat16": "bfloat16"}
 LOADED_REFERENCES = {"loaded-reference": "reference", "loaded-reference-bfloat16": "reference"}
 """Cases of models that are loaded from a folder, and the cases above with the same models."""
+SLICED = ("sliced", "sliced-reference")
+"""Cases of the loaded models "llama" and "reference", of which each rank computes slices."""
 ONE_SEQUENCE = "one-sequence"
 
 
@@ -55,6 +57,7 @@ def outputs(workers: Workers, folder: Path) -> dict[str, FloatArray]:
     result |= {name: response_log_probs(model, batch, 0.8, 20, groups[name]) for name, model in references.items()}
     # One rank has nothing to score.
     result[ONE_SEQUENCE] = sequence_scores(scorers["llama"], tiny.batch([2], [3]), 20, groups["llama"])
+    result |= _sliced(workers, folder)
     sizes = [held_parameters(model) for model in (scorers | references).values()]
     return result | {"held": np.array(sizes, np.float32), "read": np.array(read, np.float32)}
 
@@ -63,6 +66,17 @@ def save_models(folder: Path) -> None:
     """Write the models that ``outputs`` loads."""
     for name in {*LOADED_SCORERS.values(), *LOADED_REFERENCES.values()}:
         (SCORERS | REFERENCES)[name]().save_pretrained(folder / name)
+
+
+def _sliced(workers: Workers, folder: Path) -> dict[str, FloatArray]:
+    own = WorkerGroup(torch.device("cpu"), tensor=workers.size) if isinstance(workers, WorkerGroup) else workers
+    batch, (scorer, reference) = tiny.batch(PROMPTS, RESPONSES), SLICED
+    reward_model = load_reward_model(folder / "llama", workers=own)
+    model = load_causal_lm(folder / "reference", workers=own)
+    return {
+        scorer: sequence_scores(reward_model, batch, 20, shard_frozen(reward_model, own)),
+        reference: response_log_probs(model, batch, 0.8, 20, shard_frozen(model, own)),
+    }
 
 
 def _dtype(case: str) -> str:

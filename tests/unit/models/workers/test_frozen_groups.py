@@ -48,6 +48,7 @@ def single(folder: Path) -> Mapping[str, Any]:
         *frozen_rank.REFERENCES,
         *frozen_rank.LOADED_SCORERS,
         *frozen_rank.LOADED_REFERENCES,
+        *frozen_rank.SLICED,
         frozen_rank.ONE_SEQUENCE,
     ],
 )
