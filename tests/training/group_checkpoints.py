@@ -1,6 +1,6 @@
 """One rank of a group that trains, saves and restores tiny models, and helpers for the test that starts it.
 
-``python -m tests.training.group_checkpoints FOLDER RANK SIZE PORT SOCKET ACTION CASE...``.
+``python -m tests.training.group_checkpoints FOLDER RANK SIZE PORT SOCKET TENSOR ACTION CASE...``.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 
 import safetensors.torch
 import torch
+import torch.distributed as dist
 
 from quartet.config import ActorConfig, CriticConfig, LoraConfig
 from quartet.models.training.optimizer import optimizer_parts
@@ -91,7 +92,10 @@ def state(model: TrainableModel, workers: Workers = SINGLE) -> dict[str, torch.T
         total = torch.zeros(part.shape, dtype=part.tensor.dtype)
         if part.saved_here or workers.size == 1:
             total[part.region] = part.tensor.detach()
-        weights[f"optimizer.{name}"] = workers.sum(total).to(total.dtype) if workers.size > 1 else total
+        if workers.size > 1:
+            # Ranks of a tensor parallel group, too, have different parts.
+            dist.all_reduce(total)
+        weights[f"optimizer.{name}"] = total
     return weights
 
 
@@ -101,14 +105,14 @@ def save(model: TrainableModel, directory: str, kind: SaveKind = SaveKind.CHECKP
     return write() if rank == 0 or kind is SaveKind.CHECKPOINT else []
 
 
-def run_group(folder: Path, size: int, action: str, cases: list[str]) -> None:
-    """Run ``action`` for all cases with ``size`` processes."""
+def run_group(folder: Path, size: int, action: str, cases: list[str], tensor: int = 1) -> None:
+    """Run ``action`` for all cases with ``size`` processes, of which ``tensor`` compute slices of the same layers."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     # Freed tensors go back to the system at once, so that resident memory shows what is held.
     environment["MALLOC_MMAP_THRESHOLD_"] = "65536"
     listener = socket.create_server(("127.0.0.1", 0), backlog=size)
     port, descriptor = listener.getsockname()[1], listener.fileno()
-    arguments = [str(folder), "{}", str(size), str(port), str(descriptor), action, *cases]
+    arguments = [str(folder), "{}", str(size), str(port), str(descriptor), str(tensor), action, *cases]
     processes = [
         subprocess.Popen(
             [sys.executable, "-m", __name__, *(argument.format(rank) for argument in arguments)],
@@ -121,7 +125,12 @@ def run_group(folder: Path, size: int, action: str, cases: list[str]) -> None:
         for rank in range(size)
     ]
     listener.close()
-    outputs = [process.communicate(timeout=500)[0] for process in processes]
+    try:
+        outputs = [process.communicate(timeout=500)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
     assert [process.returncode for process in processes] == [0] * size, "\n".join(outputs)
 
 
@@ -204,9 +213,11 @@ def memory(name: str) -> int:
     return int(line.split()[1]) * 1024
 
 
-def main(folder: Path, rank: int, size: int, port: int, descriptor: int | None, action: str, cases: list[str]) -> None:
+def main(
+    folder: Path, rank: int, size: int, port: int, descriptor: int | None, tensor: int, action: str, cases: list[str]
+) -> None:
     torch.set_num_threads(1)
-    workers = join_group(rank, size, ("127.0.0.1", port), descriptor)
+    workers = join_group(rank, size, ("127.0.0.1", port), descriptor, tensor=tensor)
     for case in cases:
         if action == "memory":
             measure_memory(folder, case, workers)
@@ -222,5 +233,5 @@ if __name__ == "__main__":
     from quartet.models.workers import group_saves
     from quartet.models.workers.group import join_group
 
-    number, count, address, listening = map(int, sys.argv[2:6])
-    main(Path(sys.argv[1]), number, count, address, None if number else listening, sys.argv[6], sys.argv[7:])
+    number, count, address, listening, slices = map(int, sys.argv[2:7])
+    main(Path(sys.argv[1]), number, count, address, None if number else listening, slices, sys.argv[7], sys.argv[8:])

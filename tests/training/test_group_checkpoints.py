@@ -33,6 +33,7 @@ from tests.training.group_checkpoints import (
 )
 
 FEW = ["bfloat16", "critic"]
+SLICED = ["bfloat16", "critic", "actor-lora"]
 ALL = [case for case in CASES if case != "large"]
 
 
@@ -43,6 +44,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for case in FEW:
         save_base(folder, case)
     run_group(folder, 2, "train-two", FEW)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def sliced(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the checkpoints and models of two ranks that compute slices of the same layers."""
+    folder = tmp_path_factory.mktemp("sliced")
+    for case in SLICED:
+        save_base(folder, case)
+    run_group(folder, 2, "train-sliced", SLICED, tensor=2)
     return folder
 
 
@@ -154,6 +165,39 @@ def test_a_rank_that_fails_or_ends_leaves_no_checkpoint(folder: Path) -> None:
     assert errors["failed"][0] == "ServiceFailed"
     assert "rank 1 of 2 has failed" in errors["failed"][1]
     assert errors["killed"][0] == "RuntimeError"
+
+
+def assert_restored_and_exported(folder: Path, case: str, name: str, size: int) -> None:
+    """Compare the checkpoint and the model of a group, ``case``-``name``, with the group's complete tensors, in one process."""
+    expected = saved_state(folder, case, f"train-{name}", size)
+    model = build(folder, case)
+    model.restore(RUN, 3, 1, f"{case}-{name}")
+    assert_equal(state(model), expected)
+    save(model, f"{case}-single", SaveKind.MODEL)
+    exported = folder / f"{case}-{name}-model"
+    assert_same_files(exported, folder / f"{case}-single")
+    if not case.startswith("critic"):
+        loaded = transformers.AutoModelForCausalLM.from_pretrained(exported)
+        assert_equal(loaded.state_dict(), load_causal_lm(folder / f"{case}-single", str(loaded.dtype)[6:]).state_dict())
+        if "lora" not in case:
+            assert_equal(
+                loaded.state_dict(), {key: value for key, value in expected.items() if not key.startswith("optimizer.")}
+            )
+
+
+@pytest.mark.parametrize("case", SLICED)
+def test_slices_of_layers_are_restored_and_exported_complete(sliced: Path, case: str) -> None:
+    assert_restored_and_exported(sliced, case, "sliced", 2)
+
+
+@pytest.mark.slow
+def test_slices_of_sharded_layers_are_restored_and_exported_complete(tmp_path: Path) -> None:
+    cases = [case for case in ALL if case != "mixture"]
+    for case in cases:
+        save_base(tmp_path, case)
+    run_group(tmp_path, 4, "train-sliced", cases, tensor=2)
+    for case in cases:
+        assert_restored_and_exported(tmp_path, case, "sliced", 4)
 
 
 @pytest.mark.slow

@@ -83,3 +83,12 @@ def test_a_file_of_every_type_is_that_of_the_library(tmp_path: Path) -> None:
             file.write(name, tensors[name])
     safetensors.torch.save_file(tensors, tmp_path / "expected", metadata={"format": "pt"})
     assert (tmp_path / "streamed").read_bytes() == (tmp_path / "expected").read_bytes()
+
+
+@pytest.mark.parametrize("given", [torch.zeros(4, 2), torch.zeros(8), torch.zeros(4, dtype=torch.float64)])
+def test_a_tensor_that_the_header_does_not_describe_is_refused(given: torch.Tensor, tmp_path: Path) -> None:
+    with (
+        SafetensorsFile(tmp_path / "file", {"first": torch.zeros(4), "second": torch.zeros(4)}, {}) as file,
+        pytest.raises(ValueError, match=r"file: first has shape and type .* expected \(\(4,\), torch.float32\)"),
+    ):
+        file.write("first", given)

@@ -41,6 +41,7 @@ class SafetensorsFile:
         """
         header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
         self._offsets: dict[str, int] = {}
+        self._expected = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
         end = 0
         for name, tensor in sorted(tensors.items(), key=lambda item: (-_ORDER[item[1].dtype], item[0])):
             self._offsets[name] = end
@@ -62,7 +63,12 @@ class SafetensorsFile:
             raise
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
-        """Write the values of a tensor, from any device. Raises OSError."""
+        """Write the values of a tensor, from any device. Raises OSError, ValueError if the header describes another tensor."""
+        given = (tuple(tensor.shape), tensor.dtype)
+        if given != self._expected[name]:
+            raise ValueError(
+                f"{self._file.name}: {name} has shape and type {given}, expected {self._expected[name]} as in the header"
+            )
         data = tensor.detach().to("cpu").contiguous().flatten().view(torch.uint8).numpy()
         self._file.seek(self._data + self._offsets[name])
         self._file.write(data.data)

@@ -36,7 +36,7 @@ from quartet.models.weights.snapshot import Writer, host_copy, save_failure
 from quartet.models.weights.streamed_model import StreamedModel
 from quartet.models.workers.group import WorkerGroup
 from quartet.models.workers.sharded_checkpoint import OPTIMIZER, WEIGHTS, write_parts
-from quartet.models.workers.sharding import host_parts
+from quartet.models.workers.sharding import host_parts, part_of
 from quartet.sharded_files import FOLDER, GROUPS_FILE, rank_file
 from quartet.types import SavedFile
 
@@ -142,8 +142,9 @@ class GroupSaves:
         return lambda: self._install(target)
 
     def _stub(self, value: torch.Tensor) -> torch.Tensor:
+        """Return a tensor without memory, of the shape and the type that ``value`` has when it is complete."""
         kind = self._workers.compute_type if isinstance(value, DTensor) else None
-        return torch.empty(value.shape, dtype=kind or value.dtype, device="meta")
+        return torch.empty(part_of(value, self._workers).shape, dtype=kind or value.dtype, device="meta")
 
     def _start(self, target: Path, writers: Sequence[Writer]) -> Callable[[], list[SavedFile]]:
         """Let ``writers`` fill the new directory in the background. The last one writes ``rank_file``."""
