@@ -12,9 +12,12 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import safetensors.torch
 import torch
@@ -22,6 +25,8 @@ import torch.distributed as dist
 
 from quartet.config import ActorConfig, CriticConfig, LoraConfig
 from quartet.models.training.optimizer import optimizer_parts
+from quartet.models.weights.safetensors_file import SafetensorsFile
+from quartet.models.workers import sharded_checkpoint
 from quartet.models.workers.workers import SINGLE, Workers
 from quartet.services.actor.actor import Actor
 from quartet.services.critic.critic import Critic
@@ -164,29 +169,59 @@ def continue_checkpoint(folder: Path, case: str, action: str, workers: Workers) 
 
 
 def fail_saves(folder: Path, case: str, workers: Workers) -> None:
-    """Save where rank 1 fails: by a full disk, by another error, and by its end. Rank 0 records the errors and the files."""
+    """Fail on one rank, and record the error of every rank by the name of the fault.
+
+    A rank writes its part of a checkpoint on a full disk, with another error, or it ends. A model is written on a full disk, with
+    another error, or on a disk that is full when the files are closed. A rank cannot read its parts.
+    """
     model = build(folder, case, workers)
     train(model, 1)
+    errors: dict[str, list[str]] = {}
 
-    def fail(path: Path, parts: Any) -> None:
-        if directory == "full":
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        if directory == "killed":
-            os._exit(0)
-        raise ValueError("unforeseen")
-
-    errors = {}
-    if workers.rank:
-        group_saves.write_parts = fail
-    for directory in ("full", "failed", "killed"):
+    def attempt(fault: str, work: Callable[[], object]) -> None:
         try:
-            save(model, f"bad/{directory}", rank=workers.rank)
-        except Exception as error:
-            errors[directory] = [type(error).__name__, str(error)]
-        if workers.rank == 0 and directory != "killed":
+            work()
+            errors[fault] = []
+        except BaseException as error:
+            errors[fault] = [type(error).__name__, str(error)]
+        (folder / f"errors-{workers.rank}.json").write_text(json.dumps(errors))
+
+    def fault_of(fault: str) -> Callable[..., Any]:
+        def fail(file: Any, *arguments: Any) -> None:
+            if fault.endswith("ended"):
+                os._exit(0)
+            if fault.endswith("unforeseen"):
+                raise ValueError("unforeseen")
+            if fault == "model-full-when-closed":
+                file._file.close()
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        return fail
+
+    def save_with_fault(fault: str) -> None:
+        model_is_saved = fault.startswith("model")
+        method = "__exit__" if fault.endswith("closed") else "write"
+        with ExitStack() as stack:
+            if workers.rank == (0 if model_is_saved else 1):
+                stack.enter_context(mock.patch.object(SafetensorsFile, method, fault_of(fault)))
+            kind = SaveKind.MODEL if model_is_saved else SaveKind.CHECKPOINT
+            attempt(fault, lambda: save(model, f"bad/{fault}", kind, workers.rank))
+
+    def read_with_fault() -> None:
+        with ExitStack() as stack:
+            if workers.rank == 1:
+                stack.enter_context(mock.patch.object(sharded_checkpoint, "read_block", fault_of("")))
+            model.restore(RUN, 3, 1, f"{case}-two")
+
+    for fault in ("model-full", "model-unforeseen", "model-full-when-closed", "full", "unforeseen"):
+        save_with_fault(fault)
+        if workers.rank == 0:
             assert not any((folder / "bad").iterdir())
-    assert not (folder / "bad/killed").exists()
-    (folder / "errors.json").write_text(json.dumps(errors))
+    attempt("read", read_with_fault)
+    # The group continues.
+    attempt("read again", lambda: model.restore(RUN, 3, 1, f"{case}-two"))
+    save_with_fault("ended")
+    assert not (folder / "bad/ended").exists()
 
 
 def measure_memory(folder: Path, case: str, workers: Workers) -> None:
@@ -230,7 +265,6 @@ def main(
 
 
 if __name__ == "__main__":
-    from quartet.models.workers import group_saves
     from quartet.models.workers.group import join_group
 
     number, count, address, listening, slices = map(int, sys.argv[2:7])

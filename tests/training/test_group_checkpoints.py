@@ -158,13 +158,36 @@ def test_files_of_different_saves_are_refused(folder: Path, tmp_path: Path) -> N
         load_causal_lm(tmp_path / "actor")
 
 
+def assert_errors(folder: Path, expected: dict[str, tuple[str, str]], rank: int) -> None:
+    errors = json.loads((folder / f"errors-{rank}.json").read_text())
+    for fault, (kind, text) in expected.items():
+        assert errors[fault][0] == kind
+        assert text in errors[fault][1]
+
+
 def test_a_rank_that_fails_or_ends_leaves_no_checkpoint(folder: Path) -> None:
-    errors = json.loads((folder / "errors.json").read_text())
-    assert errors["full"][0] == "StorageFailed"
-    assert "rank 1 of 2 cannot write its file" in errors["full"][1]
-    assert errors["failed"][0] == "ServiceFailed"
-    assert "rank 1 of 2 has failed" in errors["failed"][1]
-    assert errors["killed"][0] == "RuntimeError"
+    expected = {
+        "full": ("StorageFailed", "rank 1 of 2 cannot write its file"),
+        "unforeseen": ("ServiceFailed", "rank 1 of 2 has failed"),
+        "ended": ("RuntimeError", ""),
+    }
+    assert_errors(folder, expected, 0)
+
+
+def test_all_ranks_learn_that_a_model_cannot_be_written(folder: Path) -> None:
+    expected = {
+        "model-full": ("StorageFailed", "No space left on device"),
+        "model-full-when-closed": ("StorageFailed", "No space left on device"),
+        "model-unforeseen": ("ServiceFailed", "ValueError: unforeseen"),
+    }
+    assert_errors(folder, expected, 0)
+    assert_errors(folder, dict.fromkeys(expected, ("ServiceUnavailable", "rank 0 of 2 has failed")), 1)
+
+
+def test_all_ranks_learn_that_one_cannot_read_its_parts(folder: Path) -> None:
+    assert_errors(folder, {"read": ("ServiceUnavailable", "rank 1 of 2 has failed")}, 0)
+    assert_errors(folder, {"read": ("ModelError", "No space left on device; take the checkpoint before it")}, 1)
+    assert [json.loads((folder / f"errors-{rank}.json").read_text())["read again"] for rank in range(2)] == [[], []]
 
 
 def assert_restored_and_exported(folder: Path, case: str, name: str, size: int) -> None:

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import struct
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from quartet.durable_files import (
     sha256,
     temporary_directory,
 )
-from quartet.errors import MismatchError, ServiceFailed, StorageFailed
+from quartet.errors import MismatchError, QuartetError, ServiceFailed, StorageFailed
 from quartet.models.hf_logging import suppress_hf_logging
 from quartet.models.training.optimizer import MasterWeightAdamW, optimizer_parts, parameter_groups
 from quartet.models.weights.lora import Adapter
@@ -110,7 +110,7 @@ class GroupSaves:
         """Write the complete model, with the ``adapter`` merged, in Hugging Face format: one gathered tensor after the other.
 
         ``writers`` write the other files. Return a function that makes the directory visible and returns its files, on rank 0.
-        It raises StorageFailed. Raises StorageFailed on rank 0, ServiceUnavailable on others.
+        It raises StorageFailed. Raises StorageFailed or ServiceFailed on rank 0, ServiceUnavailable on others.
         """
         self._create_directory(target)
         state = adapter.base_state() if adapter else model.state_dict(keep_vars=True)
@@ -119,32 +119,36 @@ class GroupSaves:
         for name, value in state.items():
             values.setdefault(id(value), (name, value))
         write: Callable[[str, torch.Tensor], None] | None = None
-        failure: Exception | None = None
+        failures: list[Exception] = []
         with ExitStack() as stack:
             if self._workers.rank == 0:
-                try:
+                with _collected(failures):
                     fresh = temporary_directory(target)
                     for writer in writers:
                         writer(fresh)
                     stubs = {key: self._stub(value) for key, (_, value) in values.items()}
                     shapes = {name: stubs[id(value)] for name, value in state.items()}
                     write = stack.enter_context(StreamedModel(model, shapes, fresh)).write
-                except Exception as error:
-                    failure = save_failure(target, error)
             for name, value in values.values():
                 complete = self._workers.complete(value)
-                if write is not None and failure is None:
-                    try:
+                if write is not None and not failures:
+                    with _collected(failures):
                         write(name, complete if merge is None else merge(name, complete))
-                    except Exception as error:
-                        failure = save_failure(target, error)
-        self._workers.agreed(lambda: _raise(failure))
+            with _collected(failures):
+                # The disk may refuse what the files still have in their buffers.
+                stack.close()
+        self._workers.agreed(lambda: self._raise(target, failures))
         return lambda: self._install(target)
 
     def _stub(self, value: torch.Tensor) -> torch.Tensor:
         """Return a tensor without memory, of the shape and the type that ``value`` has when it is complete."""
         kind = self._workers.compute_type if isinstance(value, DTensor) else None
         return torch.empty(part_of(value, self._workers).shape, dtype=kind or value.dtype, device="meta")
+
+    def _raise(self, target: Path, failures: Sequence[Exception]) -> None:
+        if failures:
+            remove_replacement(target)
+            raise _known_failure(target, failures[0]) from failures[0]
 
     def _start(self, target: Path, writers: Sequence[Writer]) -> Callable[[], list[SavedFile]]:
         """Let ``writers`` fill the new directory in the background. The last one writes ``rank_file``."""
@@ -173,7 +177,7 @@ class GroupSaves:
         try:
             create_replacement(target)
         except OSError as error:
-            raise save_failure(target, error) from error
+            raise _known_failure(target, error) from error
 
     def _write(self, target: Path, writers: Sequence[Writer]) -> list[SavedFile]:
         fresh = temporary_directory(target)
@@ -214,9 +218,24 @@ class GroupSaves:
         ]
 
 
-def _raise(failure: Exception | None) -> None:
-    if failure is not None:
-        raise failure
+@contextmanager
+def _collected(failures: list[Exception]) -> Iterator[None]:
+    """Append an error to ``failures``, so that this rank continues to the exchange in which the others wait for it."""
+    try:
+        yield
+    except Exception as error:
+        failures.append(error)
+
+
+def _known_failure(target: Path, error: Exception) -> QuartetError:
+    """Return the failure of a save as an error that ``agreed`` tells the other ranks."""
+    failure = save_failure(target, error)
+    if isinstance(failure, QuartetError):
+        return failure
+    log.warning("save failed", directory=str(target), error=f"{type(error).__name__}: {error}")
+    return ServiceFailed(
+        f"save {target}: {type(error).__name__}: {error}; the previous content is unchanged; see the log of this service"
+    )
 
 
 def _describe(path: Path, state: int, size: int, *digest: int) -> tuple[int, str]:

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import safetensors
 import torch
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -168,7 +170,7 @@ class _Reader(StorageReader):
 def write_parts(path: Path, parts: Mapping[str, Part]) -> None:
     """Write the parts that this rank saves to its file, and flush it to the disk. Raises OSError. Runs on any thread."""
     blocks = {name: _Block(part) for name, part in sorted(parts.items()) if part.saved_here and part.tensor.numel()}
-    with _without_warnings():
+    with _plain_errors():
         save(blocks, storage_writer=_Writer(path), planner=_SavePlanner(), no_dist=True)
 
 
@@ -189,12 +191,15 @@ class ShardedState:
 
     @torch.no_grad()
     def read(self, parts: Mapping[str, Part]) -> None:
-        """See ``SavedState.read``."""
+        """See ``SavedState.read``. Raises ModelError, so that a rank can tell the others."""
         blocks: dict[str, Any] = {
             self._prefix + name: _Block(part) for name, part in parts.items() if part.tensor.numel()
         }
-        with _without_warnings():
-            load(blocks, storage_reader=_Reader(self._metadata), planner=_LoadPlanner(), no_dist=True)
+        try:
+            with _plain_errors():
+                load(blocks, storage_reader=_Reader(self._metadata), planner=_LoadPlanner(), no_dist=True)
+        except Exception as error:  # safetensors raises its own error, or OSError
+            raise ModelError(f"{self.place}: cannot be read: {error}; take the checkpoint before it") from error
 
     def tensor(self, name: str) -> torch.Tensor:
         """Return a complete tensor."""
@@ -233,6 +238,12 @@ def _read_headers(files: list[Path], place: str) -> tuple[dict[str, TensorStorag
     return tensors, locations
 
 
-def _without_warnings() -> warnings.catch_warnings[None]:
-    """Suppress DCP's note that it does not use a process group."""
-    return warnings.catch_warnings(action="ignore", category=UserWarning)
+@contextmanager
+def _plain_errors() -> Iterator[None]:
+    """Raise errors as they are: DCP raises a BaseException that holds them. Suppress its note that it uses no process group."""
+    with warnings.catch_warnings(action="ignore", category=UserWarning):
+        try:
+            yield
+        except CheckpointException as error:
+            [(cause, _)] = error.failures.values()
+            raise cause from None
