@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from quartet.errors import ComputationFailed
+from quartet.errors import ComputationFailed, QuartetError
 from quartet.models.forward.batching import MicroBatch
 from quartet.models.forward.log_probs import EntropyUse, forward_log_probs
 from quartet.models.forward.onednn_linear import onednn_linear
@@ -22,6 +22,7 @@ from quartet.models.training.optimizer import set_learning_rate
 from quartet.models.value_head import ValueModel
 from quartet.models.workers.workers import SINGLE, Workers
 from quartet.ppo.losses import (
+    PolicyLoss,
     PolicyLossFunction,
     importance_weights,
     kl_loss,
@@ -222,39 +223,54 @@ class _PolicyExperience:
         ``is_first``: the weights are the old ones, so this forward pass provides the old log-probs and the entropy.
         """
         loss, losses, seen = self._loss, [], MetricSums()
+        failure: QuartetError | None = None
         self._weigh(mini_batch)
         for micro_batch, counts in mini_batch.share:
-            token_indices = micro_batch.token_indices
             entropy_use: EntropyUse = "train" if loss.entropy_coefficient else "report" if is_first else "none"
             log_probs, entropies = self._forward(micro_batch, entropy_use)
-            if not counts:
-                losses.append(0 * log_probs.sum())
-                losses[-1].backward()  # type: ignore[no-untyped-call]
-                continue
-            if is_first:
+            if counts and is_first:
                 self._remember(micro_batch, log_probs.detach(), entropies)
-            weights = self._weights[token_indices]
-            result = self._loss_function(
-                log_probs,
-                self.old[token_indices],
-                self._advantages[token_indices],
-                self._importance_weighted(weights, token_indices),
-                micro_batch.lengths,
-                clip_low=loss.clip_low,
-                clip_high=loss.clip_high,
-                dual_clip=loss.dual_clip,
-                ratio_level=loss.ratio_level,
-            )
-            total = result.loss
-            if loss.entropy_coefficient and entropies is not None:
-                total = total - loss.entropy_coefficient * weighted_sum(entropies, weights)
-            if loss.kl_loss != "none" and loss.kl_loss_coefficient:
-                penalty = kl_loss(log_probs, self._reference[token_indices], weights, loss.kl_loss)
-                total = total + loss.kl_loss_coefficient * penalty
+            total: torch.Tensor | None = None
+            if counts and failure is None:
+                try:
+                    total, result = self._total_loss(micro_batch, log_probs, entropies)
+                    seen.add(policy_loss=result.loss, clipped=result.clipped_tokens, approx_kl=result.approx_kl_sum)
+                except QuartetError as error:
+                    if self._workers.size == 1:
+                        raise
+                    # This rank may be the only one with an error, and the others wait for its part of their passes.
+                    failure = error
+            if total is None:
+                total = 0 * log_probs.sum()
             total.backward()  # type: ignore[no-untyped-call]
             losses.append(total)
-            seen.add(policy_loss=result.loss, clipped=result.clipped_tokens, approx_kl=result.approx_kl_sum)
+        self._workers.raise_on_all(failure)
         return losses, seen.over(self._workers, "policy_loss", "clipped", "approx_kl")
+
+    def _total_loss(
+        self, micro_batch: MicroBatch, log_probs: torch.Tensor, entropies: torch.Tensor | None
+    ) -> tuple[torch.Tensor, PolicyLoss]:
+        """Return the loss [] of a micro-batch, and the part of it that is the policy loss."""
+        loss, token_indices = self._loss, micro_batch.token_indices
+        weights = self._weights[token_indices]
+        result = self._loss_function(
+            log_probs,
+            self.old[token_indices],
+            self._advantages[token_indices],
+            self._importance_weighted(weights, token_indices),
+            micro_batch.lengths,
+            clip_low=loss.clip_low,
+            clip_high=loss.clip_high,
+            dual_clip=loss.dual_clip,
+            ratio_level=loss.ratio_level,
+        )
+        total = result.loss
+        if loss.entropy_coefficient and entropies is not None:
+            total = total - loss.entropy_coefficient * weighted_sum(entropies, weights)
+        if loss.kl_loss != "none" and loss.kl_loss_coefficient:
+            penalty = kl_loss(log_probs, self._reference[token_indices], weights, loss.kl_loss)
+            total = total + loss.kl_loss_coefficient * penalty
+        return total, result
 
     def exchange_old(self) -> None:
         """Get the old log-probs that other ranks have computed. A later epoch splits its mini-batches in another way."""

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from quartet.errors import ConfigError, QuartetError, ServiceUnavailable
+from quartet.errors import ComputationFailed, ConfigError, QuartetError, ServiceUnavailable
 from quartet.models.workers.progress import Progress
 from quartet.models.workers.tensor_group import Slicing, TensorGroup
 from quartet.models.workers.workers import Result, Workers
@@ -158,11 +158,21 @@ class WorkerGroup(Workers):
             raise ServiceUnavailable(f"rank {ranks} of {self.size} has failed; see the log of this service")
         return result
 
+    def raise_on_all(self, error: QuartetError | None) -> None:
+        """See ``Workers.raise_on_all``."""
+        if not self.smallest(0 if error is None else -1):
+            return
+        texts = self.exchange("" if error is None else str(error) or type(error).__name__)
+        if error is not None:
+            raise error
+        rank, text = next((rank, text) for rank, text in enumerate(texts) if text)
+        raise ComputationFailed(f"rank {rank} of {self.size}: {text}")
+
     def exchange(self, text: str) -> list[str]:
-        """See ``Workers.exchange``. ``text``: at most MAX_TEXT_BYTES."""
+        """See ``Workers.exchange``. The end of a text of more than MAX_TEXT_BYTES is lost."""
         self.progress.mark()
         own = torch.zeros(MAX_TEXT_BYTES, dtype=torch.uint8)
-        data = text.encode()
+        data = text.encode()[:MAX_TEXT_BYTES].decode(errors="ignore").encode()
         own[: len(data)] = torch.tensor(list(data), dtype=torch.uint8)
         every = [torch.empty_like(own) for _ in range(self.size)]
         dist.all_gather(every, own)

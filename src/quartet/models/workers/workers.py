@@ -9,6 +9,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from quartet.errors import QuartetError
+
 Result = TypeVar("Result")
 
 
@@ -66,6 +68,11 @@ class Workers:
     def exchange(self, text: str) -> list[str]:
         """Return the short ``text`` of every rank, by rank."""
         return [text]
+
+    def raise_on_all(self, error: QuartetError | None) -> None:
+        """Raise ``error`` if this rank has one, or ComputationFailed with the text of the first rank that has one."""
+        if error is not None:
+            raise error
 
     def agreed(self, compute: Callable[[], Result]) -> Result:
         """Return the result of ``compute`` if no rank has an error.
