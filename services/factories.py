@@ -149,7 +149,8 @@ def _build_actor(
     generation = ComputeThread(set_up_thread(threads, workers), config.timeouts.score_seconds)
     everything: SeparateGeneration = own
     if workers.size > 1:
-        everything = join_ranks(own, generation, actor.status, workers, config.timeouts, credentials)
+        nodes = config.services.actor.nodes
+        everything = join_ranks(own, generation, actor.status, workers, nodes, config.timeouts, credentials)
     return ActorServicer(actor, compute, threads, monitor.is_lost, generation, everything, commands=commands)
 
 

@@ -38,11 +38,12 @@ class ServedRank:
         self._server.stop(0.0)
 
 
-def rank_host(environment: Mapping[str, str]) -> str:
-    """Return the host at which this process listens for rank 0: loopback, or with torchrun on several machines, the address
-    that is on the way to MASTER_ADDR.
+def rank_host(nodes: int, environment: Mapping[str, str]) -> str:
+    """Return the host at which this process listens for rank 0: loopback, or the address on the way to MASTER_ADDR.
+
+    ``nodes``: number of machines of the group.
     """
-    if environment.get("LOCAL_WORLD_SIZE", environment.get("WORLD_SIZE")) == environment.get("WORLD_SIZE"):
+    if nodes == 1:
         return "127.0.0.1"
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((environment["MASTER_ADDR"], int(environment["MASTER_PORT"])))  # Sends nothing.
@@ -54,16 +55,17 @@ def join_ranks(
     compute: ComputeThread,
     status: Callable[[], ServiceStatus],
     workers: Workers,
+    nodes: int,
     timeouts: TimeoutsConfig,
     credentials: Credentials,
 ) -> GroupGeneration | ServedRank:
     """Return the generation of this rank: rank 0 uses all ranks, the others serve it. All ranks must call it.
 
-    For ``own``, ``compute`` and ``status`` see ``ServedRank``. Raises ConfigError if a rank on another machine would listen
-    without encryption.
+    For ``own``, ``compute`` and ``status`` see ``ServedRank``, for ``nodes`` see ``rank_host``. Raises
+    ConfigError if a rank on another machine would listen without encryption.
     """
     if workers.rank:
-        served = ServedRank(own, compute, status, f"{rank_host(os.environ)}:0", credentials)
+        served = ServedRank(own, compute, status, f"{rank_host(nodes, os.environ)}:0", credentials)
         workers.exchange(served.address)
         return served
     _, *addresses = workers.exchange("")
