@@ -100,14 +100,18 @@ def start_ranks(role: Role, service: ServiceConfig, environment: Mapping[str, st
         pid = os.fork()
         if pid == 0:
             die_with(parent)
-            # The parent drains its calls, and its end ends this process.
-            for number in (signal.SIGTERM, signal.SIGINT):
-                signal.signal(number, signal.SIG_IGN)
+            _ignore_signals()
             setproctitle.setproctitle(f"{setproctitle.getproctitle()} (rank {rank} of {size})")
             listener.close()
             return RankProcess(rank, size, port=port)
         children[rank] = pid
     return RankProcess(0, size, LOOPBACK, port, True, listener, children)
+
+
+def _ignore_signals() -> None:
+    """Leave signals to rank 0, which drains its calls. Its end ends this process."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def _started_by_torchrun(role: Role, service: ServiceConfig, environment: Mapping[str, str]) -> RankProcess:
@@ -127,6 +131,8 @@ def _started_by_torchrun(role: Role, service: ServiceConfig, environment: Mappin
     if "TORCHELASTIC_RUN_ID" in environment:
         # torchrun itself leaves its processes behind if it is killed.
         die_with(os.getppid())
+    if int(rank):
+        _ignore_signals()
     agent_serves = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     serves_store = rank == "0" and not agent_serves
     return RankProcess(int(rank), size, environment["MASTER_ADDR"], int(port), serves_store)

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -30,6 +31,15 @@ while not (failure := ranks.failure()):
     time.sleep(0.01)
 print(failure, flush=True)
 """
+
+
+@pytest.fixture(autouse=True)
+def signal_handlers() -> Iterator[None]:
+    """Restore the signal handlers, which the ranks above 0 change."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
 
 
 def test_one_process_starts_no_other() -> None:
@@ -79,6 +89,13 @@ TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "box", "MASTER_PORT":
 def test_torchrun_names_the_rank() -> None:
     ranks = start_ranks(Role.CRITIC, ServiceConfig(processes=2), TORCHRUN)
     assert (ranks.rank, ranks.size, ranks.host, ranks.port, ranks.children) == (1, 2, "box", 29500, {})
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_torchrun_leaves_the_end_of_a_group_to_rank_0(rank: int) -> None:
+    start_ranks(Role.CRITIC, ServiceConfig(processes=2), {**TORCHRUN, "RANK": str(rank)})
+    for number in (signal.SIGTERM, signal.SIGINT):
+        assert (signal.getsignal(number) is signal.SIG_IGN) == bool(rank)
 
 
 @pytest.mark.parametrize(
