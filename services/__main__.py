@@ -183,7 +183,7 @@ def _serve(roles: list[Role], options: argparse.Namespace, notifier: ReadyNotifi
             if roles == [Role.GENERATOR]:
                 hosted = _generator(config, threads, credentials)
             else:
-                hosted = _models(roles, config, threads, credentials, ranks)
+                hosted = _models(roles, config, threads, credentials, ranks, notifier)
             background, publish = None, None
             observability.add_services(hosted)
 
@@ -271,7 +271,14 @@ def _torch_devices(roles: list[Role], config: Config) -> list[int]:
     return [index for role in uses_torch for index in getattr(config.services, role).devices]
 
 
-def _models(roles: list[Role], config: Config, threads: int, credentials: Credentials, ranks: RankProcess) -> list[Any]:
+def _models(
+    roles: list[Role],
+    config: Config,
+    threads: int,
+    credentials: Credentials,
+    ranks: RankProcess,
+    notifier: ReadyNotifier,
+) -> list[Any]:
     from quartet.models.gpu_settings import release_gpu_memory, set_up_gpu
     from quartet.models.torch_threads import set_up_torch
     from quartet.rpc.compute_thread import ComputeThread
@@ -287,10 +294,18 @@ def _models(roles: list[Role], config: Config, threads: int, credentials: Creden
     shared = any(_shares_gpu(role, config) for role in roles)
     on_idle = release_gpu_memory if shared else lambda: None
     compute = ComputeThread(set_up_thread(threads, workers), config.timeouts.score_seconds, on_idle)
-    return [
-        build_model_role(role, config, compute, threads, credentials.folder, workers, commands, credentials)
-        for role in roles
-    ]
+
+    def end(error: Exception) -> None:
+        code = _ended(error, notifier)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+    with commands.watched_load(end):
+        return [
+            build_model_role(role, config, compute, threads, credentials.folder, workers, commands, credentials)
+            for role in roles
+        ]
 
 
 def _shares_gpu(role: Role, config: Config, rank: int = 0) -> bool:
@@ -311,12 +326,13 @@ def _follow(ranks: RankProcess, role: Role, config: Config, threads: int, creden
     service = getattr(config.services, role)
     workers, commands = join(ranks, service, device_of(service, ranks.rank), config)
     assert isinstance(commands, GroupCommands)
-    servicer = build_model_role(
-        role, config, ComputeThread(), threads, credentials.folder, workers, commands, credentials
-    )
-    log.info("ready", rank=ranks.rank, ranks=ranks.size, threads=threads)
-    shared = _shares_gpu(role, config, ranks.rank)
-    commands.follow(servicer.handlers(), release_gpu_memory if shared else lambda: None)
+    with commands.published_error():
+        servicer = build_model_role(
+            role, config, ComputeThread(), threads, credentials.folder, workers, commands, credentials
+        )
+        log.info("ready", rank=ranks.rank, ranks=ranks.size, threads=threads)
+        shared = _shares_gpu(role, config, ranks.rank)
+        commands.follow(servicer.handlers(), release_gpu_memory if shared else lambda: None)
 
 
 def _generator(config: Config, threads: int, credentials: Credentials) -> list[Any]:

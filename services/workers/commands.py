@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import structlog
 
 from quartet import codec
 from quartet.config import Config, ServiceConfig, is_loopback
-from quartet.errors import QuartetError, ServiceFailed
+from quartet.errors import OutOfMemory, QuartetError, ServiceFailed, ServiceUnavailable
 from quartet.models.workers.workers import SINGLE, Workers
 from quartet.rpc.commands import CommandHandler, Commands, Result
+from quartet.rpc.status_codes import domain_error
 from quartet.services.workers.processes import RankProcess, interface_towards
 from quartet.services.workers.watchdog import Watchdog
 
@@ -24,8 +27,9 @@ STOP = 0
 """Number of the command that ends a rank. Those of ``codec.command_to_bytes`` start at 1."""
 GROUP_TIMEOUT_SECONDS = 365 * 86400.0
 """Time limit of a collective. Ranks wait for a command for as long as there is none, and the watchdog ends other waits."""
-END_SECONDS = 2.0
-"""Time that a process may take to end after it has closed its connections."""
+END_SECONDS = 5.0
+"""Time that a rank with an error may take to publish it and to end."""
+POLL_SECONDS = 0.1
 
 log = structlog.get_logger()
 
@@ -41,13 +45,16 @@ class GroupCommands(Commands):
     @property
     def failure(self) -> str:  # type: ignore[override]
         """Return why only a restart of the group helps: a rank has ended, hangs, or has computed something else. Never waits."""
-        self._failure = self._failure or self._process.failure() or self._watchdog.failure()
+        if not self._failure and (end := self._process.failure()):
+            error = self._watchdog.error(self._process.ended)
+            self._failure = f"{end}: {error}" if error else end
+        self._failure = self._failure or self._watchdog.failure()
         return self._failure
 
     def run(self, kind: str, request: Any, work: Callable[[], Result]) -> Result:
         """See ``Commands.run``. An error that only some ranks can have makes this process fail."""
         if self.failure:
-            raise ServiceFailed(self.failure)
+            raise _error_of(self.failure)
         number, data = codec.command_to_bytes(kind, request)
         self._group.progress.begin(kind)
         try:
@@ -59,7 +66,7 @@ class GroupCommands(Commands):
         except BaseException as error:
             if cause := self._lost_rank():
                 self._failure = cause
-                raise ServiceFailed(cause) from error
+                raise _error_of(cause) from error
             self._failure = f"{kind}: {type(error).__name__} on rank 0 of {self._group.size}: {error}"
             raise
         finally:
@@ -79,19 +86,52 @@ class GroupCommands(Commands):
         if not self.failure:
             self._group.send(STOP, self._succeeded, b"")
 
+    @contextmanager
+    def watched_load(self, end: Callable[[Exception], None]) -> Iterator[None]:
+        """Name the rank that ends while rank 0 loads the model. Raises ServiceFailed or OutOfMemory.
+
+        ``end`` ends this process. It is called on another thread if the load waits for a rank that has ended.
+        """
+        loaded = threading.Event()
+
+        def watch() -> None:
+            while not loaded.wait(POLL_SECONDS):
+                # The closed connections of gloo end the load, but those of NCCL do not.
+                if self.failure:
+                    if not loaded.wait(END_SECONDS):
+                        end(_error_of(self.failure))
+                    return
+
+        threading.Thread(target=watch, name="watchdog of the load", daemon=True).start()
+        try:
+            try:
+                yield
+            finally:
+                loaded.set()
+        except BaseException as error:
+            # Other domain errors are those of rank 0.
+            if isinstance(error, QuartetError) and not isinstance(error, ServiceUnavailable):
+                raise
+            if cause := self._lost_rank():
+                raise _error_of(cause) from error
+            raise
+
+    @contextmanager
+    def published_error(self) -> Iterator[None]:
+        """Tell rank 0 the error that ends this rank."""
+        try:
+            yield
+        except BaseException as error:
+            known = domain_error(error) or error
+            self._group.progress.fail(f"{type(known).__name__}: {known}")
+            self._watchdog.publish()
+            raise
+
     def follow(self, handlers: Mapping[str, CommandHandler], on_idle: Callable[[], object] = lambda: None) -> None:
         """Run the commands of rank 0 until it ends this process. Raises any error but those that all ranks have alike.
 
         ``on_idle`` is called after every command.
         """
-        try:
-            self._follow(handlers, on_idle)
-        except BaseException as error:
-            self._group.progress.fail(f"{type(error).__name__}: {error}")
-            self._watchdog.publish()
-            raise
-
-    def _follow(self, handlers: Mapping[str, CommandHandler], on_idle: Callable[[], object]) -> None:
         succeeded = True
         while True:
             number, succeeded_on_first, data = self._group.receive()
@@ -112,6 +152,11 @@ class GroupCommands(Commands):
                 log.warning("command refused", command=kind, error=str(error))
             on_idle()
             self._group.progress.end()
+
+
+def _error_of(failure: str) -> QuartetError:
+    """Return the error of the calls to a group that has failed. A restart does not help against too little memory."""
+    return OutOfMemory(failure) if f"{OutOfMemory.__name__}: " in failure else ServiceFailed(failure)
 
 
 def join(process: RankProcess, service: ServiceConfig, device: str, config: Config) -> tuple[Workers, Commands]:

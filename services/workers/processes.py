@@ -44,6 +44,8 @@ class RankProcess:
     serves_store: bool = False
     listener: socket.socket | None = None
     children: dict[int, int] = field(default_factory=dict)
+    ended: int = 0
+    """Rank of the child of ``failure``."""
     _failure: str = ""
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -57,7 +59,7 @@ class RankProcess:
                     ended[rank] = os.waitstatus_to_exitcode(status)
             if ended:
                 # A rank that is killed takes the others with it.
-                rank = min(ended, key=lambda rank: (ended[rank] > 0, rank))
+                self.ended = rank = min(ended, key=lambda rank: (ended[rank] > 0, rank))
                 code = ended[rank]
                 how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
                 self._failure = f"rank {rank} of {self.size} (process {self.children[rank]}): {how}"

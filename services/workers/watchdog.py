@@ -19,6 +19,9 @@ BEAT_SECONDS = 0.5
 LOST_SECONDS = 2.0
 """Seconds without a report after which a rank counts as lost, once a connection to a rank has been closed."""
 
+PUBLISH_SECONDS = 4.0
+"""Time limit to publish the error that ends a rank."""
+
 log = structlog.get_logger()
 
 
@@ -67,6 +70,10 @@ class HangDetector:
             self._marks[rank].poll((report.commands, report.marks, report.command), now)
         stopped = [rank for rank in range(self._size) if self._beats[rank].seconds > self._timeout]
         return self._describe(stopped or self._behind())
+
+    def error(self, rank: int) -> str:
+        """Return the error that ``rank`` has reported, or ""."""
+        return self._reports[rank].error if self._reports else ""
 
     def lost(self) -> list[str]:
         """Return the other ranks that no longer report. Those that have ended with an error count only if it is no other."""
@@ -131,16 +138,26 @@ class Watchdog:
         """Return which rank hangs, in rank 0, or "". Never waits."""
         return self._failure
 
+    def error(self, rank: int) -> str:
+        """Return the error that ``rank`` has reported, in rank 0, or "". Never waits."""
+        return self._detector.error(rank)
+
     def lost(self) -> str:
         """Wait a moment, and return which rank is lost, in rank 0, or ""."""
         time.sleep(LOST_SECONDS + 3 * BEAT_SECONDS)
         return "; ".join(self._detector.lost())
 
     def publish(self) -> None:
-        """Wait until this rank's newest report is published, for at most a few seconds."""
-        exchanged, deadline = self._exchanged, time.monotonic() + LOST_SECONDS
-        while self._exchanged < exchanged + 2 and time.monotonic() < deadline:
-            time.sleep(BEAT_SECONDS / 10)
+        """Wait until rank 0 has this rank's newest report, for at most a few seconds."""
+        deadline = time.monotonic() + PUBLISH_SECONDS
+
+        def wait_until(number: Callable[[], int], least: int) -> None:
+            while number() < least and time.monotonic() < deadline:
+                time.sleep(BEAT_SECONDS / 10)
+
+        # An exchange that runs may have the report before, and rank 0 may have read the reports of its newest exchange.
+        wait_until(lambda: self._exchanged, self._exchanged + 2)
+        wait_until(lambda: self._beat, self._beat + 2)
 
     def stop(self) -> None:
         """Stop watching."""

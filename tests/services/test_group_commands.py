@@ -8,10 +8,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from quartet import codec
-from quartet.errors import InvalidRequest, ServiceFailed
+from quartet.errors import InvalidRequest, OutOfMemory, QuartetError, ServiceFailed, ServiceUnavailable
 from quartet.models.workers.progress import Progress
+from quartet.rpc.status_codes import OUT_OF_MEMORY_TEXT
 from quartet.services.workers import commands
 from quartet.services.workers.commands import STOP, GroupCommands
 from quartet.v1 import update_pb2
@@ -32,11 +34,17 @@ class Group:
         self.sent.append(kind)
 
 
-def group_commands(ended: str = "", lost: str = "", hung: str = "", children: bool = True) -> tuple[Any, Group]:
-    """Return commands whose child has ``ended``, after a call has failed; ``lost`` and ``hung``: reports of the watchdog."""
+def group_commands(
+    ended: str = "", lost: str = "", hung: str = "", children: bool = True, error: str = ""
+) -> tuple[Any, Group]:
+    """Return commands whose child has ``ended``, after a call has failed; ``lost``, ``hung`` and ``error``: of the watchdog."""
     group = Group()
-    process = SimpleNamespace(children={1: 77} if children else {}, failure=lambda: ended if len(group.sent) else "")
-    watchdog = SimpleNamespace(failure=lambda: hung if len(group.sent) else "", lost=lambda: lost)
+    process = SimpleNamespace(
+        children={1: 77} if children else {}, failure=lambda: ended if len(group.sent) else "", ended=1
+    )
+    watchdog = SimpleNamespace(
+        failure=lambda: hung if len(group.sent) else "", lost=lambda: lost, error={1: error}.get, publish=lambda: None
+    )
     return GroupCommands(group, process, watchdog), group  # type: ignore[arg-type]
 
 
@@ -61,6 +69,63 @@ def test_a_call_that_loses_a_rank_names_it(causes: dict[str, Any], expected: str
         group.run("update", REQUEST, lambda: None)
     group.stop()
     assert len(sent.sent) == 1
+
+
+ENDED = "rank 1 of 2 (process 77): ended with status 1"
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"), [("KeyError: 5", ServiceFailed), ("OutOfMemory: lower micro_batch_tokens", OutOfMemory)]
+)
+def test_calls_get_the_error_that_has_ended_a_rank(error: str, kind: type[QuartetError]) -> None:
+    group, _ = group_commands(ended=ENDED, error=error)
+    for work in (fail, lambda: None):
+        with pytest.raises(QuartetError) as raised:
+            group.run("update", REQUEST, work)
+        assert (type(raised.value), str(raised.value)) == (kind, f"{ENDED}: {error}")
+    assert group.failure == f"{ENDED}: {error}"
+
+
+@pytest.mark.parametrize(
+    ("error", "published"),
+    [(KeyError(5), "KeyError: 5"), (torch.OutOfMemoryError("20 GiB"), f"OutOfMemory: {OUT_OF_MEMORY_TEXT}")],
+)
+def test_a_rank_publishes_the_error_that_ends_it(error: Exception, published: str) -> None:
+    commands, group = group_commands()
+    with pytest.raises(type(error)), commands.published_error():
+        raise error
+    assert group.progress.report().error == published
+
+
+@pytest.mark.parametrize("error", [RuntimeError("Connection closed by peer"), ServiceUnavailable("rank 1 has failed")])
+def test_a_load_that_loses_a_rank_names_it_and_its_error(error: Exception) -> None:
+    group, sent = group_commands(ended=ENDED, error="KeyError: 5")
+    sent.sent.append(0)
+    with pytest.raises(ServiceFailed) as raised, group.watched_load(pytest.fail):
+        raise error
+    assert str(raised.value) == f"{ENDED}: KeyError: 5"
+
+
+def test_a_load_that_waits_for_a_lost_rank_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(commands, "END_SECONDS", 0.05)
+    group, sent = group_commands(ended=ENDED, error="KeyError: 5")
+    sent.sent.append(0)
+    ended, errors = threading.Event(), []
+
+    def end(error: Exception) -> None:
+        errors.append(str(error))
+        ended.set()
+
+    with group.watched_load(end):
+        assert ended.wait(20)
+    assert errors == [f"{ENDED}: KeyError: 5"]
+
+
+def test_the_load_of_rank_0_raises_its_domain_error() -> None:
+    group, sent = group_commands(ended=ENDED)
+    sent.sent.append(0)
+    with pytest.raises(InvalidRequest, match=r"^wrong$"), group.watched_load(pytest.fail):
+        raise InvalidRequest("wrong")
 
 
 def test_another_error_of_rank_0_is_raised_and_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:

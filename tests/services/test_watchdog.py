@@ -12,6 +12,7 @@ from dataclasses import replace
 import pytest
 
 from quartet.models.workers.progress import Progress, RankReport
+from quartet.services.workers import watchdog
 from quartet.services.workers.watchdog import HangDetector, Silence, Watchdog
 
 TIMEOUT = 10.0
@@ -123,6 +124,23 @@ def test_progress_reports_the_micro_batch_and_the_layer() -> None:
     assert report.place == "micro-batch 2, forward pass of layer 4"
     progress.end()
     assert progress.report().command == ""
+
+
+def test_a_rank_publishes_its_error_until_rank_0_has_read_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watchdog, "BEAT_SECONDS", 0.01)
+    board = Board()
+    exchanges: list[int] = []
+
+    def exchange(report: RankReport, ranks: Sequence[int]) -> list[tuple[int, RankReport]]:
+        exchanges.append(0)
+        # Rank 0 exchanges reports from the 20th exchange of this rank.
+        return [(max(1, len(exchanges) - 20), IDLE)]
+
+    monkeypatch.setattr(board, "exchange", exchange)
+    rank = Watchdog(board, 1, 2, lambda: IDLE, 60)
+    rank.publish()
+    rank.stop()
+    assert len(exchanges) > 20
 
 
 class Board:

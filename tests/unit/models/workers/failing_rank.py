@@ -1,7 +1,7 @@
 """One rank of a group in which the policy loss fails on some ranks.
 
-``python -m tests.unit.models.workers.failing_rank FOLDER RANK SIZE PORT SOCKET TENSOR FAILING ...``. Writes the error of the first
-update, and the metrics of an update without a failure after it.
+``python -m tests.unit.models.workers.failing_rank FOLDER RANK SIZE PORT SOCKET TENSOR FAILING ...``. Writes the error of the
+first update, and the metrics of an update without a failure after it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ MAX_TOKENS = 8
 """Few enough for several micro-batches on each rank."""
 
 
-def main(folder: Path, rank: int, size: int, port: int, descriptor: int | None, tensor: int, failing: list[int]) -> None:
+def main(
+    folder: Path, rank: int, size: int, port: int, descriptor: int | None, tensor: int, failing: list[int]
+) -> None:
     torch.set_num_threads(1)
     join_group(rank, size, ("127.0.0.1", port), descriptor, timeout=30)
     workers = WorkerGroup(torch.device("cpu"), tensor=tensor)

@@ -10,7 +10,6 @@ import pytest
 from tests.unit.models.workers import failing_rank
 from tests.unit.models.workers.processes import run_ranks
 
-
 SLOW = pytest.mark.slow
 
 
