@@ -84,7 +84,7 @@ class HangDetector:
     def _behind(self) -> list[int]:
         """Return the ranks for which the others wait, for longer than the limit."""
         reports, ranks = self._reports, range(self._size)
-        if not reports[0].command:
+        if not reports[0].command or any(report.reading for report in reports):
             return []
         silent = [rank for rank in ranks if self._marks[rank].seconds > self._timeout]
         waiting = [rank for rank in silent if reports[rank].collective]

@@ -48,6 +48,11 @@ def test_the_rank_that_computes_while_the_others_wait_hangs_after_the_limit() ->
     )
 
 
+def test_a_rank_that_reads_while_the_others_wait_does_not_hang() -> None:
+    reading = replace(UPDATE, marks=7, reading=True)
+    assert failure_after(1000, [replace(UPDATE, marks=8, collective="all_reduce"), reading]) == ""
+
+
 def test_ranks_that_all_compute_at_the_same_place_do_not_hang() -> None:
     assert failure_after(1000, [replace(UPDATE, marks=7), replace(UPDATE, marks=7)]) == ""
 
@@ -141,6 +146,15 @@ def test_a_rank_publishes_its_error_until_rank_0_has_read_it(monkeypatch: pytest
     rank.publish()
     rank.stop()
     assert len(exchanges) > 20
+
+
+def test_progress_reports_that_a_rank_reads() -> None:
+    progress = Progress()
+    with progress.reading():
+        with progress.reading():
+            pass
+        assert progress.report().reading
+    assert not progress.report().reading
 
 
 class Board:

@@ -145,7 +145,8 @@ class WorkerGroup(Workers):
         self.progress.mark()
         failed = torch.zeros(self.size, dtype=torch.int64)
         try:
-            result = compute()
+            with self.progress.reading():
+                result = compute()
         except QuartetError:
             failed[self.rank] = 1
             self.progress.mark()

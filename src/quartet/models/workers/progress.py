@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from socket import gethostname
 from types import FrameType
@@ -17,7 +19,10 @@ _DISPATCH = tuple(os.path.join("torch", name) for name in ("_ops.py", os.path.jo
 
 @dataclass(frozen=True, slots=True)
 class RankReport:
-    """Progress of one rank, as the others see it. ``error`` is the one that ended it, if it had the time to report it."""
+    """Progress of one rank, as the others see it.
+
+    ``reading``: it reads files or the buffer. ``error`` is the one that ended it, if it had the time to report it.
+    """
 
     process: int
     host: str
@@ -26,6 +31,7 @@ class RankReport:
     marks: int = 0
     place: str = ""
     collective: str = ""
+    reading: bool = False
     error: str = ""
 
     def to_dict(self) -> dict[str, object]:
@@ -42,6 +48,7 @@ class Progress:
     def __init__(self) -> None:
         self._command, self._place, self._error = "", "", ""
         self._commands = self._marks = self._passes = 0
+        self._reading = False
         self._thread = threading.get_ident()
 
     def begin(self, command: str) -> None:
@@ -65,6 +72,15 @@ class Progress:
         self._place = place
         self._marks += 1
 
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Mark that this rank reads files or the buffer in this context. Only the deadline of the call limits that time."""
+        before, self._reading = self._reading, True
+        try:
+            yield
+        finally:
+            self._reading = before
+
     def fail(self, error: str) -> None:
         """Record the error that ends this rank."""
         self._error = error
@@ -80,6 +96,7 @@ class Progress:
             self._marks,
             ", ".join(filter(None, (passes, self._place))),
             _collective_of(sys._current_frames().get(self._thread)),
+            self._reading,
             self._error,
         )
 

@@ -78,7 +78,7 @@ class Workers:
         """Return the result of ``compute`` if no rank has an error.
 
         Raises this rank's QuartetError, or ServiceUnavailable if only other ranks have one. For errors that some of the ranks may
-        have, such as a lost connection. ``compute`` must not call the other ranks.
+        have, such as a lost connection. ``compute`` reads files or the buffer, which only the deadline of the call limits.
         """
         return compute()
 
