@@ -108,10 +108,10 @@ def measure(case: Case, steps: int, folder: Path) -> Result:
     rewards, others = {}, dict[str, int]()
     for seed in range(TRIED):
         runs = {size: _train(case, size, SHORT, seed, folder, f"{slug}-{size}-short-{seed}") for size in SIZES}
-        found = {size: step for size in SIZES[1:] if (step := first_other_step(runs[1], runs[size]))}
-        if not found:
+        parted = {size: step for size in SIZES[1:] if (step := first_other_step(runs[1], runs[size]))}
+        if not parted:
             break
-        others |= {f"seed {seed}, {size} processes": step for size, step in found.items()}
+        others |= {f"seed {seed}, {size} processes": step for size, step in parted.items()}
     else:
         raise ConfigError(f"{case.name}: with each of {TRIED} seeds a run has sampled another token: {others}")
     repeats = {}
