@@ -104,9 +104,9 @@ def parse_gpus(text: str, nodes: int = 1) -> Cluster:
             raise ConfigError(f"--nodes {nodes}: cpu is this machine; expected 1 node; remove --nodes")
         return Cluster(measured_cpu(), 1)
     match = _NAME.fullmatch(text)
-    known = f"cpu, or COUNTxNAME, with NAME one of {', '.join(GPUS)}"
+    known = f"cpu, or COUNTxNAME, with COUNT of at least 1 and NAME one of {', '.join(GPUS)}"
     if match is None or match[2] not in GPUS:
-        raise ConfigError(f"--gpus {text!r}: unknown device; expected {known}; for example 8xH100-80GB")
+        raise ConfigError(f"--gpus {text!r}: unknown device or count; expected {known}; for example 8xH100-80GB")
     count = int(match[1] or 1)
     if count * nodes > MAX_DEVICES:
         raise ConfigError(

@@ -308,7 +308,7 @@ def test_the_command_prints_tables_and_writes_a_config_without_torch(tmp_path: P
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--gpus", "8xH100"), "error: --gpus '8xH100': unknown device; expected cpu, or COUNTxNAME"),
+        (("--gpus", "8xH100"), "error: --gpus '8xH100': unknown device or count; expected cpu, or COUNTxNAME"),
         (("--gpus", "L4-24GB", "--set", "actor.dtype=float32"), "error: --gpus 1xL4-24GB: the run does not fit: "),
         (
             ("--gpus", "L4-24GB", "--output", "/none/x.yaml"),
