@@ -120,7 +120,8 @@ def update_value(
                 values = workers.forward(partial(forward_values, value_model, micro_batch))
                 token_indices = micro_batch.token_indices
                 result = value_loss(values, old_values[token_indices], returns[token_indices], loss.value_clip, count)
-                total = result.loss if counts else 0 * result.loss
+                # The sum of no values: 0 times a value that is not finite would be NaN.
+                total = result.loss if counts else values[:0].sum()
                 total.backward()  # type: ignore[no-untyped-call]
                 losses.append(total)
                 if counts:
@@ -241,7 +242,8 @@ class _PolicyExperience:
                     # This rank may be the only one with an error, and the others wait for its part of their passes.
                     failure = error
             if total is None:
-                total = 0 * log_probs.sum()
+                # The sum of no values: 0 times a value that is not finite would be NaN.
+                total = log_probs[:0].sum()
             total.backward()  # type: ignore[no-untyped-call]
             losses.append(total)
         self._workers.raise_on_all(failure)
