@@ -35,7 +35,9 @@ SEEDS = (0, 1, 2)
 """Seeds of the longer runs with one process. Those with more processes have the first."""
 SHORT = 10
 """Steps of the runs whose weights are compared."""
-TRIED = 6
+SHORT_SETTINGS = ("rollout.max_response_tokens=12",)
+"""Settings of these runs. Fewer tokens are sampled, so that fewer can differ."""
+TRIED = 8
 """Seeds that are tried for runs with the same tokens."""
 PART = 10
 """Steps whose rewards are averaged."""
@@ -139,6 +141,7 @@ def first_other_step(first: RunFiles, second: RunFiles) -> int:
 def _train(case: Case, size: int, steps: int, seed: int, folder: Path, name: str) -> RunFiles:
     print(f"{case.name}: {size} processes, {steps} steps, seed {seed}", file=sys.stderr, flush=True)
     settings = [
+        *(SHORT_SETTINGS if steps == SHORT else ()),
         f"run.name={name}",
         f"run.directory={folder}",
         f"run.steps={steps}",
@@ -186,8 +189,8 @@ def table(results: Iterable[Result], host: str) -> str:
     """Return the tables for the page."""
     lines = [
         f"{host}. Difference: distance between the policies after {SHORT} steps, as a share of the distance that training moved "
-        "the weights. Probabilities that are rounded differently can sample another token, and from there it is another run. So "
-        "these runs have the first seed with which all of them sample the same tokens.",
+        "the weights, with responses of up to 12 tokens. Probabilities that are rounded differently can sample another token, "
+        "and from there it is another run. So these runs have the first seed with which all of them sample the same tokens.",
         "",
         "| case | seed | difference, 2 processes | 4 processes | a repetition has equal bits | step of another token |",
         "|---|---|---|---|---|---|",

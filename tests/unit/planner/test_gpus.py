@@ -24,7 +24,8 @@ BAD_NAMES = (
 @pytest.mark.parametrize("text", BAD_NAMES)
 def test_other_names_are_errors_that_list_the_known_ones(text: str) -> None:
     with pytest.raises(
-        ConfigError, match=r"--gpus .*expected cpu, or COUNTxNAME, with COUNT of at least 1 and NAME one of B200-180GB, "
+        ConfigError,
+        match=r"--gpus .*expected cpu, or COUNTxNAME, with COUNT of at least 1 and NAME one of B200-180GB, ",
     ) as raised:
         parse_gpus(text)
     assert all(name in str(raised.value) for name in GPUS)
