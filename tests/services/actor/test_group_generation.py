@@ -169,15 +169,15 @@ def test_cancellation_reaches_all_ranks(group: Callable[..., GroupGeneration]) -
     ranks = [Waiting(), Waiting(), Waiting()]
     with pytest.raises(Cancelled):
         group(*ranks).generate(BATCH, lambda: all(rank.started.is_set() for rank in ranks))
-    assert all(rank.ended.wait(10) for rank in ranks)
+    assert all(rank.ended.wait(60) for rank in ranks)
 
 
 def test_the_error_of_a_rank_ends_the_generation_of_the_others(group: Callable[..., GroupGeneration]) -> None:
     first, third = Waiting(), Waiting()
     with pytest.raises(InvalidRequest, match="too long"):
         group(first, Waiting(InvalidRequest("too long")), third).generate(BATCH, never)
-    assert first.ended.wait(10)
-    assert third.ended.wait(10)
+    assert first.ended.wait(60)
+    assert third.ended.wait(60)
 
 
 def test_a_rank_that_is_gone_asks_for_a_restart_of_the_group() -> None:
@@ -185,7 +185,7 @@ def test_a_rank_that_is_gone_asks_for_a_restart_of_the_group() -> None:
     ranks = Ranks([first, second])
 
     def end() -> None:
-        second.started.wait(10)
+        second.started.wait(60)
         ranks.close()
 
     thread = threading.Thread(target=end)

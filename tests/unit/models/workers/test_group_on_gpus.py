@@ -160,7 +160,7 @@ def test_ranks_that_compute_slices_load_the_model_into_host_memory(load_model: A
 def test_a_model_that_is_read_in_turn_is_complete_in_host_memory_only(
     monkeypatch: pytest.MonkeyPatch, group: Any
 ) -> None:
-    devices, group.size = list[str](), 1
+    devices, group.size, group.shards = list[str](), 1, None
     monkeypatch.setattr(shard_reading, "_part_of", lambda parameter, mesh: None)
 
     def read(device: str) -> torch.nn.Module:
