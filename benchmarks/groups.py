@@ -130,7 +130,7 @@ def measure(case: Case, steps: int, folder: Path) -> Result:
 
 
 def first_other_step(first: RunFiles, second: RunFiles) -> int:
-    """Return the first step with different responses, 0 if there is none."""
+    """Return the first step at which two runs have different responses, or 0."""
     for step in first.trajectory_steps():
         one, other = ([each["response"] for each in run.read_trajectories(step)] for run in (first, second))
         if one != other:
