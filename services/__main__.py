@@ -48,6 +48,8 @@ ANSWER_SECONDS = 1.0
 """Time to answer the running calls of a process that has failed."""
 CLOSE_SECONDS = 10.0
 """Time to close the roles of a process that has failed, such as one with a stuck engine."""
+RESTART_BIND_SECONDS = 30.0
+"""Time that a restarted process waits for its port. While it was down, another program may have used the port for a moment."""
 CHECK_INTERVAL = 1.0
 """Seconds between two checks for abandoned work."""
 GROUP_CHECK_INTERVAL = 0.1
@@ -115,6 +117,11 @@ def _ended(error: Exception, notifier: ReadyNotifier) -> int:
     notifier.notify(error=str(error) or type(error).__name__, exit_code=code)
     print(f"error: {error}", file=sys.stderr)
     return code
+
+
+def _is_restart(options: argparse.Namespace) -> bool:
+    """Return whether a launcher starts the process again, at the address that it had before."""
+    return options.ready_fd is not None and options.listen is not None
 
 
 def _serve(roles: list[Role], options: argparse.Namespace, notifier: ReadyNotifier) -> int:
@@ -193,7 +200,8 @@ def _serve(roles: list[Role], options: argparse.Namespace, notifier: ReadyNotifi
 
         observability.start()
         server = Server(
-            hosted, listen, credentials, observability.interceptors, observability.address, service.health_listen
+            *(hosted, listen, credentials, observability.interceptors, observability.address, service.health_listen),
+            bind_seconds=RESTART_BIND_SECONDS if _is_restart(options) else 0.0,
         )
         log.info("ready", address=server.address, metrics=observability.address, threads=threads)
         notifier.notify(address=server.address, metrics_address=observability.address)

@@ -31,7 +31,7 @@ from quartet.rpc import service_channel
 from quartet.rpc.clients import CriticClient, ReferenceClient, RewardClient
 from quartet.rpc.compute_thread import ComputeThread
 from quartet.rpc.limits import MAX_CONCURRENT_CALLS, MAX_PENDING_SAVES, MAX_PENDING_WORK, MAX_STREAMS, WORKERS
-from quartet.rpc.security.credentials import Credentials
+from quartet.rpc.security.credentials import LOCAL, Credentials
 from quartet.rpc.server import Server
 from quartet.services.reference.servicer import ReferenceServicer
 from quartet.topology import check_listen_address
@@ -88,6 +88,22 @@ def test_a_port_in_use_is_refused(services: Services, gate: Gate) -> None:
         address = f"127.0.0.1:{other.getsockname()[1]}"
         with pytest.raises(ConfigError, match=f"listen {address}: the port is in use"):
             Server([gated(gate)], address)
+
+
+def test_a_restarted_server_waits_for_its_port(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
+    attempts = []
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        address = f"127.0.0.1:{other.getsockname()[1]}"
+
+        def listen(server: grpc.Server, address: str) -> int:
+            attempts.append(Credentials.listen(LOCAL, server, address))
+            other.close()
+            return attempts[-1]
+
+        monkeypatch.setattr(LOCAL, "listen", listen)
+        server = Server([gated(gate)], address, LOCAL, bind_seconds=60)
+    server.stop(0)
+    assert (attempts, server.address) == ([0, int(address.rpartition(":")[2])], address)
 
 
 def test_a_stopped_server_releases_its_port(gate: Gate) -> None:

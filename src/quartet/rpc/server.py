@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
@@ -27,6 +28,9 @@ from quartet.types import ProcessStatus, Role, ServiceStatus
 from quartet.v1 import status_pb2_grpc
 
 log = structlog.get_logger()
+
+BIND_INTERVAL = 0.1
+"""Seconds between attempts to bind a port that is in use."""
 
 
 class HostedRole(Protocol):
@@ -157,11 +161,12 @@ class Server:
         metrics_address: str = "",
         health_listen: str | None = None,
         allowed: Mapping[str, frozenset[str]] = CALLERS,
+        bind_seconds: float = 0.0,
     ) -> None:
         """Bind and start.
 
         ``metrics_address`` is part of the status. ``health_listen``: HOST:PORT of a separate listener for health checks.
-        ``allowed``: the processes that may call each method. Raises ConfigError if an address is taken or invalid, or is not
+        ``allowed``: the processes that may call each method. ``bind_seconds``: time to wait for a port that is in use. Raises ConfigError if an address is taken or invalid, or is not
         loopback without certificates and without ``allow_plaintext``.
         """
         if not credentials.encrypted:
@@ -180,7 +185,9 @@ class Server:
         for role in roles:
             role.register(self._server)
         host = listen.rpartition(":")[0]
-        port = credentials.listen(self._server, listen)
+        deadline = time.monotonic() + bind_seconds
+        while (port := credentials.listen(self._server, listen)) == 0 and time.monotonic() < deadline:
+            time.sleep(BIND_INTERVAL)
         if port == 0:
             raise ConfigError(
                 f"listen {listen}: the port is in use or the address is not this machine's; "
