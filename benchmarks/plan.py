@@ -56,14 +56,16 @@ GROUP_CASES = (
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = parser_of("plan", __doc__)
     add_shared(parser, "build/plan", page=Path("docs/plan.md"), rounds=5, threads=True)
-    parser.add_argument("--memory-only", action="store_true", help="measure no seconds, on a machine with other work")
+    parts = parser.add_mutually_exclusive_group()
+    parts.add_argument("--memory-only", action="store_true", help="measure no seconds, on a machine with other work")
+    parts.add_argument("--seconds-only", action="store_true", help="measure no memory")
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
     host, target = machine.describe(), page_of(parser, options)
-    failed = measure_memory(host, target)
-    return int(
-        failed if options.memory_only else measure_seconds(host, target, options.rounds, options.threads) or failed
-    )
+    failed = not options.seconds_only and measure_memory(host, target)
+    if not options.memory_only:
+        failed |= measure_seconds(host, target, options.rounds, options.threads)
+    return int(failed)
 
 
 def measure_memory(host: str, target: Path | None) -> bool:
@@ -104,15 +106,15 @@ def measure_seconds(host: str, target: Path | None, rounds: int, threads: int) -
             lines.append(
                 f"| {case.role}: {case.name} | {phase} | {factor * planned:.3f} | {measured:.3f} | {ratio:.2f} |"
             )
+            print(lines[-1], flush=True)
     for case in GROUP_CASES:
         planned, measured = group_seconds(case, peak, factors[0], rounds)
         failed |= abs(planned / measured - 1) > TIME_TOLERANCE
         lines.append(
             f"| {case.role}: {case.name} | update | {planned:.3f} | {measured:.3f} | {planned / measured:.2f} |"
         )
-    text = "\n".join(lines)
-    print(text)
-    page.write(target, "plan", text)
+        print(lines[-1], flush=True)
+    page.write(target, "plan", "\n".join(lines))
     return failed
 
 

@@ -262,12 +262,17 @@ def seconds_of(function: Callable[[], Any], rounds: int) -> float:
 
 def main(case: Case, rank: int = 0, port: int = 0, handle: int = 0) -> None:
     """Print the measurements of one process."""
-    workers: Workers = SINGLE
-    if case.processes > 1:
-        from quartet.models.workers.group import join_group
+    if case.processes == 1:
+        print(json.dumps(measure(case, SINGLE)))
+        return
+    import torch.distributed as dist
 
-        workers = join_group(rank, case.processes, ("127.0.0.1", port), None if rank else handle)
-    print(json.dumps(measure(case, workers)))
+    from quartet.models.workers.group import join_group
+
+    report = measure(case, join_group(rank, case.processes, ("127.0.0.1", port), None if rank else handle))
+    # Otherwise the threads of gloo may abort the end of the process.
+    dist.destroy_process_group()
+    print(json.dumps(report))
 
 
 if __name__ == "__main__":
