@@ -265,14 +265,13 @@ def main(case: Case, rank: int = 0, port: int = 0, handle: int = 0) -> None:
     if case.processes == 1:
         print(json.dumps(measure(case, SINGLE)))
         return
-    import torch.distributed as dist
-
     from quartet.models.workers.group import join_group
 
-    report = measure(case, join_group(rank, case.processes, ("127.0.0.1", port), None if rank else handle))
-    # Otherwise the threads of gloo may abort the end of the process.
-    dist.destroy_process_group()
-    print(json.dumps(report))
+    print(json.dumps(measure(case, join_group(rank, case.processes, ("127.0.0.1", port), None if rank else handle))))
+    sys.stdout.flush()
+    # A thread of gloo may still release the tensors of the last collective. It needs the interpreter for that, and aborts the
+    # process if the interpreter is being finalized.
+    os._exit(0)
 
 
 if __name__ == "__main__":
