@@ -11,8 +11,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
-from operator import mul
 from pathlib import Path
 
 import torch
@@ -101,51 +99,45 @@ def measure_seconds(host: str, target: Path | None, rounds: int, threads: int) -
         "| model | phase | planned, s | measured, s | planned / measured |",
         "|---|---|---|---|---|",
     ]
+
+    def compare(case: Case, phase: str, predicted: float, measured: float) -> bool:
+        cells = f"{predicted:.3f} | {measured:.3f} | {predicted / measured:.2f}"
+        lines.append(f"| {case.role}: {case.name} | {phase} | {cells} |")
+        print(lines[-1], flush=True)
+        return abs(predicted / measured - 1) > TIME_TOLERANCE
+
     before = calibrate()
-    for case in (*TIME_CASES, *GROUP_CASES):
-        phases = time_group(case, peak, rounds) if case.processes > 1 else time_case(case, base, rounds)
-        after = calibrate()
-        # The speed of a shared machine changes within minutes.
-        factors = [min(pair) / each for pair, each in zip(zip(before, after, strict=True), planned, strict=True)]
-        for phase, factor, (plan, measured) in zip(("update", "scoring"), factors, phases, strict=False):
-            predicted = plan(factor)
-            failed |= abs(predicted / measured - 1) > TIME_TOLERANCE
-            cells = f"{predicted:.3f} | {measured:.3f} | {predicted / measured:.2f}"
-            lines.append(f"| {case.role}: {case.name} | {phase} | {cells} |")
-            print(lines[-1], flush=True)
+    for case in TIME_CASES:
+        plans, measure = seconds_of_case(case, base, rounds)
+        results, after = measure(), calibrate()
+        for phase, *row in zip(("update", "scoring"), plans, results, before, after, planned, strict=True):
+            plan, measured, *calibration, expected = row
+            # The speed of a shared machine changes within minutes.
+            failed |= compare(case, phase, plan * min(calibration) / expected, measured)
         before = after
+    for case in GROUP_CASES:
+        failed |= compare(case, "update", *group_seconds(case, peak, planned[0], rounds))
     page.write(target, "plan", "\n".join(lines))
     return failed
 
 
-Comparison = tuple[Callable[[float], float], float]
-"""Function of the calibration's measured by planned seconds that returns the planned seconds of a phase; its measured seconds."""
+def group_seconds(case: Case, peak: float, calibration: float, rounds: int) -> tuple[float, float]:
+    """Return the planned and the measured seconds of an update by a group, whose ranks share the threads of this process.
 
-
-def time_case(case: Case, cluster: Cluster, rounds: int) -> list[Comparison]:
-    """Compare the seconds of update and scoring in this process."""
-    planned, measure = seconds_of_case(case, cluster, rounds)
-    return [(partial(mul, each), measured) for each, measured in zip(planned, measure(), strict=True)]
-
-
-def time_group(case: Case, peak: float, rounds: int) -> list[Comparison]:
-    """Compare the seconds of an update by a group, whose ranks share the threads of this process.
-
-    The calibration corrects the computation, and the measured rate of the collectives is the link.
+    ``calibration``: planned seconds of the calibration at ``peak``. As many processes at once as the group has ranks update the
+    calibration's model and give the rate of computation. The measured rate of the collectives is the link.
     """
+    before = CALIBRATION.seconds_beside(case.processes, rounds)
     measured, link = case.measured_seconds(rounds)
+    fastest = min(before, CALIBRATION.seconds_beside(case.processes, rounds))
+    device = calibrated(CPU, peak * calibration / fastest, 1e12)
+    device = replace(device, link=link / efficiency_of(device).link)
     load = case.load()
     work = load.role(Role(case.role))
     assert work is not None
     group = Group(0, case.processes)
     placement = Placement(work.role, case.name, work, group, case.parallel, {}, case.tokens, case.checkpointing)
-
-    def planned(factor: float) -> float:
-        device = calibrated(CPU, peak / case.processes / factor, 1e12)
-        device = replace(device, link=link / efficiency_of(device).link)
-        return update(Cluster(device, case.processes), load, placement).seconds
-
-    return [(planned, measured)]
+    return update(Cluster(device, case.processes), load, placement).seconds, measured
 
 
 def seconds_of_case(

@@ -131,9 +131,14 @@ class Case:
         results = self._run({"ROUNDS": str(rounds)})
         return max(result["seconds"] for result in results), min(result["link"] for result in results)
 
-    def _run(self, variables: dict[str, str]) -> list[dict[str, float]]:
-        """Return the results of each rank."""
-        threads = max(1, torch_threads() // self.processes)
+    def seconds_beside(self, copies: int, rounds: int) -> float:
+        """Return the seconds of an update by one of ``copies`` processes that share the threads of this process, but no model."""
+        return max(result["seconds"] for result in self._run({"ROUNDS": str(rounds)}, copies))
+
+    def _run(self, variables: dict[str, str], copies: int = 1) -> list[dict[str, float]]:
+        """Return the results of each rank, or of each of ``copies``."""
+        count = max(self.processes, copies)
+        threads = max(1, torch_threads() // count)
         environment = {**os.environ, "OMP_NUM_THREADS": str(threads), **variables}
         command = [sys.executable, "-m", "benchmarks.plan_cases", json.dumps(asdict(self))]
         with socket.create_server(("127.0.0.1", 0)) as server:
@@ -146,7 +151,7 @@ class Case:
                     text=True,
                     pass_fds=() if rank or self.processes == 1 else (handle,),
                 )
-                for rank in range(self.processes)
+                for rank in range(count)
             ]
         try:
             outputs = [rank.communicate(timeout=RANK_SECONDS)[0] for rank in ranks]
@@ -231,7 +236,8 @@ def measure(case: Case, workers: Workers) -> dict[str, float]:
     rounds = int(os.environ.get("ROUNDS", "0"))
     if not rounds:
         return {"bytes": peak}
-    return {"bytes": peak, "seconds": seconds_of(update, rounds), "link": _link(workers, rounds)}
+    link = {"link": _link(workers, rounds)} if workers.size > 1 else {}
+    return {"bytes": peak, "seconds": seconds_of(update, rounds), **link}
 
 
 def _link(workers: Workers, rounds: int) -> float:
