@@ -16,7 +16,7 @@ from quartet.errors import ConfigError
 from quartet.planner.device_memory import PARTS
 from quartet.planner.gpus import parse_gpus
 from quartet.planner.plan import Phase, Plan, make_plan
-from quartet.planner.proposal import processes_elsewhere, proposed_config, proposed_settings
+from quartet.planner.proposal import proposed_config, proposed_settings, requirements
 from quartet.types import TRAINED_ROLES, Role
 
 GIB = 2**30
@@ -78,9 +78,9 @@ def describe(result: Plan) -> list[str | Table]:
         items += ["", f"Not in the plan, because they have an address: {', '.join(load.remote)}."]
     if not load.generates:
         items += ["", f"Not in the plan: generation, on the server of rollout.engine {load.engine}."]
-    if elsewhere := processes_elsewhere(result):
+    if needed := requirements(result):
         items += ["", "The plan also needs what follows, which the proposed settings leave out:"]
-        items += [f"  {line}" for line in elsewhere]
+        items += [f"  {line}" for line in needed]
     return items
 
 

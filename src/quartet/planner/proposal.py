@@ -41,8 +41,8 @@ def service_settings(plan: Plan) -> dict[str, Tree]:
     return services
 
 
-def processes_elsewhere(plan: Plan) -> list[str]:
-    """Return what has to be started on other nodes, as lines of text."""
+def requirements(plan: Plan) -> list[str]:
+    """Return what a plan needs besides its settings, as lines of text: processes on other nodes, and memory of the hosts."""
     lines = []
     for each in plan.placed.placements:
         nodes = _nodes(plan, each)
@@ -52,6 +52,13 @@ def processes_elsewhere(plan: Plan) -> list[str]:
             lines.append(
                 f"the {each.role} service runs on node {nodes[0]}: start it there, and name its address in "
                 f"services.{each.role}.address"
+            )
+        if each.role is not Role.GENERATOR and each.parallel.tensor > 1:
+            ranks = each.group.size // len(nodes)
+            size = ranks * each.work.parameters * each.work.dtype_bytes / 2**30
+            lines.append(
+                f"{size:,.0f} GiB of host memory per node while the {each.role} loads: it is tensor parallel, so each of its "
+                f"{ranks} ranks there reads the whole model"
             )
     return lines
 
@@ -111,9 +118,9 @@ def proposed_config(config: Config, plan: Plan, source: str) -> str:
     if config.buffer.url:
         tree["buffer"]["url"] = redact_url(config.buffer.url)
     notes = [f"# Proposed by: {source}", f"# Expected: {plan.seconds:.1f} s per step on {plan.cluster}."]
-    if elsewhere := processes_elsewhere(plan):
+    if needed := requirements(plan):
         notes.append("# The plan also needs what follows:")
-        notes += [f"#   {line}" for line in elsewhere]
+        notes += [f"#   {line}" for line in needed]
     return "\n".join(notes) + "\n" + yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)
 
 

@@ -166,8 +166,8 @@ class Server:
         """Bind and start.
 
         ``metrics_address`` is part of the status. ``health_listen``: HOST:PORT of a separate listener for health checks.
-        ``allowed``: the processes that may call each method. ``bind_seconds``: time to wait for a port that is in use. Raises ConfigError if an address is taken or invalid, or is not
-        loopback without certificates and without ``allow_plaintext``.
+        ``allowed``: the processes that may call each method. ``bind_seconds``: time to wait for a port that is in use. Raises
+        ConfigError if an address is taken or invalid, or is not loopback without certificates and without ``allow_plaintext``.
         """
         if not credentials.encrypted:
             check_listen_address(listen, credentials.allow_plaintext)

@@ -18,7 +18,7 @@ from quartet.errors import ConfigError
 from quartet.planner.gpus import Cluster, parse_gpus
 from quartet.planner.placement import USABLE_FRACTION
 from quartet.planner.plan import Plan, make_plan
-from quartet.planner.proposal import processes_elsewhere, proposed_config, proposed_settings, service_settings
+from quartet.planner.proposal import proposed_config, proposed_settings, requirements, service_settings
 from quartet.types import Role
 
 EXAMPLES = Path("examples/plan")
@@ -77,13 +77,21 @@ def test_the_examples_fit_and_give_a_valid_config(name: str, gpus: str, nodes: i
     assert plan.seconds > 0
     assert plan.bottleneck in plan.phases
     assert {each.role for each in plan.placed.placements} >= {Role.ACTOR, Role.REFERENCE}
-    elsewhere = processes_elsewhere(plan)
-    assert bool(elsewhere) == (nodes > 1)
+    needed = requirements(plan)
+    assert any("on other nodes" in line for line in needed) == (nodes > 1)
     text = proposed_config(config, plan, "quartet plan")
     proposed = config_of(yaml.safe_load(text))
     assert proposed.actor.micro_batch_tokens is not None
     assert proposed.actor.gradient_checkpointing is not None
-    assert all(f"#   {line}" in text.splitlines() for line in elsewhere)
+    assert all(f"#   {line}" in text.splitlines() for line in needed)
+
+
+def test_a_tensor_parallel_role_needs_host_memory_for_the_model_of_each_rank() -> None:
+    _, plan = example("llama-3.1-70b", "8xH100-80GB", 2)
+    [line] = [line for line in requirements(plan) if "host memory" in line]
+    assert line.startswith(
+        "1,051 GiB of host memory per node while the actor loads: it is tensor parallel, so each of its 8 ranks"
+    )
 
 
 def test_seventy_billion_parameters_do_not_fit_on_one_node() -> None:
@@ -93,7 +101,7 @@ def test_seventy_billion_parameters_do_not_fit_on_one_node() -> None:
 
 def test_one_device_per_role_gives_one_device_to_each_service(make_config: Any) -> None:
     plan = make_plan(make_config(), parse_gpus("4xH100-80GB"), one_device_per_role=True)
-    assert processes_elsewhere(plan) == []
+    assert requirements(plan) == []
     services = proposed_settings(make_config(), plan)["services"]
     assert all(len(services[str(role)]["devices"]) == 1 for role in ("actor", "critic", "reward", "reference"))
     check_fits(plan)
@@ -332,7 +340,7 @@ def test_a_cpu_is_one_device_for_all_roles(make_config: Any) -> None:
     config = make_config()
     plan = make_plan(config, roomy)
     assert "devices" not in str(proposed_settings(config, plan))
-    assert processes_elsewhere(plan) == []
+    assert requirements(plan) == []
 
 
 def test_the_plans_on_the_page_are_those_of_the_command() -> None:
