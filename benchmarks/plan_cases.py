@@ -6,14 +6,15 @@ SOCKET follow for a rank of a group: its number, the port of the rendezvous, and
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -122,9 +123,10 @@ class Case:
         parts = trained_memory(work, load, CPU, self.parallel, self.tokens, self.checkpointing, offload=False)
         return {name: size for name, size in parts.items() if name != "context"}
 
-    def measured_bytes(self) -> float:
-        """Return the peak memory of an update in new processes, above that before the model was made. The largest rank's."""
-        return max(result["bytes"] for result in self._run(RETURN_MEMORY))
+    def measured_bytes(self) -> tuple[float, float]:
+        """Return the peak memory of an update in new processes, of the largest rank: of tensors, and resident memory."""
+        results = self._run(RETURN_MEMORY)
+        return max(result["bytes"] for result in results), max(result["resident"] for result in results)
 
     def measured_seconds(self, rounds: int) -> tuple[float, float]:
         """Return the seconds of an update of a group in new processes, and the bytes/s of its collectives."""
@@ -220,24 +222,63 @@ def make_update(case: Case, workers: Workers = SINGLE) -> tuple[Any, Callable[[]
 
 
 def measure(case: Case, workers: Workers) -> dict[str, float]:
-    """Measure the peak memory of the second update, above the memory before the model was made, the seconds of an update, and
-    the bytes/s of collectives.
+    """Measure the peak memory of the second update: of tensors, and of the process above its memory before the model was made;
+    or, with the variable ROUNDS, the seconds of an update and the bytes/s of collectives.
 
-    A small model first makes what the libraries keep for the process.
+    A small model of the same kind first makes what the libraries keep for the process.
     """
-    small = Case(case.kind, 64, 1, 64, case.role, case.dtype, 64, responses=2, prompt=4, response=8)
+    small = replace(case, hidden=128, layers=1, vocabulary=128, tokens=64, responses=2, prompt=4, response=8)
     make_update(small, workers)[1]()
+    if rounds := int(os.environ.get("ROUNDS", "0")):
+        update = make_update(case, workers)[1]
+        link = {"link": _link(workers, rounds)} if workers.size > 1 else {}
+        return {"seconds": seconds_of(update, rounds), **link}
+    resident = _resident_peak(case, workers)
+    return {"bytes": _tensor_peak(case, workers), "resident": resident}
+
+
+def _tensor_peak(case: Case, workers: Workers) -> float:
+    """Return the most bytes that torch has allocated at a time during the second update of a new model."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        _, update, _ = make_update(case, workers)
+        update()
+        # The complete model that was sharded may be in a cycle.
+        gc.collect()
+        start = time.time_ns()
+        update()
+    live: dict[int, int] = {}
+    total = peak = 0
+    for moment, pointer, size in sorted(_allocations(profiler.profiler.kineto_results.experimental_event_tree())):
+        # Blocks that another thread frees, such as gloo's, end without an event.
+        total -= live.pop(pointer, 0)
+        if size > 0:
+            live[pointer] = size
+            total += size
+        if moment >= start:
+            peak = max(peak, total)
+    return peak
+
+
+def _allocations(events: Any) -> Iterator[tuple[int, int, int]]:
+    """Yield the time in ns, the address, and the size of every allocation. The size is negative if memory is freed."""
+    stack = list(events)
+    while stack:
+        event = stack.pop()
+        stack += event.children
+        if "Allocation" in str(event.tag):
+            yield event.start_time_ns, event.extra_fields.ptr, event.extra_fields.alloc_size
+
+
+def _resident_peak(case: Case, workers: Workers) -> float:
+    """Return the peak of resident memory during the second update of a new model, above that before the model was made."""
     before = _status("VmRSS")
     _, update, _ = make_update(case, workers)
     update()
     Path("/proc/self/clear_refs").write_text("5")
     update()
-    peak = _status("VmHWM") - before
-    rounds = int(os.environ.get("ROUNDS", "0"))
-    if not rounds:
-        return {"bytes": peak}
-    link = {"link": _link(workers, rounds)} if workers.size > 1 else {}
-    return {"bytes": peak, "seconds": seconds_of(update, rounds), **link}
+    return _status("VmHWM") - before
 
 
 def _link(workers: Workers, rounds: int) -> float:

@@ -7,8 +7,10 @@ from collections.abc import Mapping
 
 from quartet.planner.gpus import Device
 from quartet.planner.memory import (
+    LOGIT_COPIES,
     activation_bytes,
     backward_bytes,
+    cpu_logit_copies,
     logit_bytes,
     logit_rows,
     training_state,
@@ -64,11 +66,19 @@ def trained_memory(
     response_tokens = tokens * load.max_response // load.longest
     logits = 0.0
     if work.has_logits:
-        logits = logit_bytes(work.shape, work.dtype_bytes, response_tokens)
+        copies = 1 + LOGIT_COPIES
+        if device.is_cpu:
+            copies = cpu_logit_copies(work.dtype_bytes, load.temperature, work.trains_entropy)
+        logits = logit_bytes(work.shape, work.dtype_bytes, response_tokens, copies)
     backward = backward_bytes(work.shape, work.dtype_bytes, tokens) / parallel.tensor
     context = context_bytes(device, parallel)
     if parallel.shard > 1:
-        return {**parts, **_sharded_pass(work, parallel, activations, backward, logits), "context": context}
+        layer = (
+            0.0
+            if checkpointing
+            else tokens * work.shape.saved_layer_bytes(work.dtype_bytes, load.longest, parallel.tensor)
+        )
+        return {**parts, **_sharded_pass(work, parallel, activations, layer, backward, logits), "context": context}
     # The backward pass releases the logits before it computes gradients of activations in the layers.
     activations += max(0.0, backward - logits)
     # At the optimizer step there are no activations, but float32 gradients.
@@ -106,27 +116,38 @@ def _sharded_state(work: RoleWork, parallel: Parallel, offload: bool) -> dict[st
 
 
 def _sharded_pass(
-    work: RoleWork, parallel: Parallel, activations: float, backward: float, logits: float
+    work: RoleWork, parallel: Parallel, activations: float, layer_activations: float, backward: float, logits: float
 ) -> dict[str, float]:
     """Return the parts of a pass with gathered parameters, at the moment that needs the most memory.
 
-    FSDP gathers embedding and vocabulary projection for the whole pass, and each layer for its computation. At the start of the
-    backward pass there are the logits. In the layers there are two gathered layers, the buffers of two more, and the gradients of
-    a layer: as computed, in two buffers of the reduction, and as its result. At the end there are no activations, but gradients
-    and a reduction of embedding and projection. A frozen model has no gradients.
+    FSDP gathers embedding and vocabulary projection for the whole pass, and each layer for its computation. The moments are:
+
+    - the start of the backward pass, with the logits;
+    - the first layer of the backward pass, with its parameters and those of the next one, in the buffers of the exchange, or
+      beside its gradients;
+    - the next layer, while the gradients of the first are reduced: two buffers, and the result. ``layer_activations`` are gone;
+    - the end, when the gradients of embedding and projection are reduced. One of the two is still there as computed.
+
+    A frozen model has no gradients.
     """
     size, trains = work.dtype_bytes, not work.is_lora
     layer, ends = _layer(work.shape) / parallel.tensor, _end_parameters(work) / parallel.tensor
     reduced = FLOAT32_BYTES * trains
     computed, result = size * trains, reduced / parallel.shard
+    of_ends = (size + computed / 2) * ends
     moments = (
         {"activations": activations, "logits": logits, "gathered layers": size * ends},
         {
             "activations": activations + backward,
             "logits": 0.0,
-            "gathered layers": (size + computed / 2) * ends + (4 * size + computed + 2 * reduced + result) * layer,
+            "gathered layers": of_ends + max(3 * size, 2 * size + computed) * layer,
         },
-        {"activations": 0.0, "logits": 0.0, "gathered layers": (size + computed + 2 * reduced + result) * ends},
+        {
+            "activations": activations - layer_activations,
+            "logits": 0.0,
+            "gathered layers": of_ends + (2 * size + 2 * reduced + result) * layer,
+        },
+        {"activations": 0.0, "logits": 0.0, "gathered layers": (computed / 2 + 2 * reduced + result) * ends},
     )
     return max(moments, key=lambda parts: sum(parts.values()))
 

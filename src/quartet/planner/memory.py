@@ -83,16 +83,28 @@ def activation_bytes(
     return tokens * per_token
 
 
-def logit_bytes(shape: ModelShape, dtype_bytes: int, response_tokens: int) -> float:
+def logit_bytes(shape: ModelShape, dtype_bytes: int, response_tokens: int, copies: int = 1 + LOGIT_COPIES) -> float:
     """Return the peak bytes of the logits of a micro-batch with ``response_tokens``: saved, temporary, and in other precision.
 
-    The weight gradient of the vocabulary projection is a temporary of its size, which the backward pass adds to the gradient.
+    ``copies``: float32 copies of a chunk of logits in the forward pass, see ``cpu_logit_copies``. The weight gradient of
+    the vocabulary projection is a temporary of its size, which the backward pass adds to the gradient.
     """
-    rows = min(response_tokens, logit_rows(shape.vocabulary))
+    logits = min(response_tokens, logit_rows(shape.vocabulary)) * shape.vocabulary
     in_half = dtype_bytes if dtype_bytes < FLOAT32_BYTES else 0
-    forward = rows * shape.vocabulary * (FLOAT32_BYTES * (1 + LOGIT_COPIES) + in_half)
-    backward = rows * shape.vocabulary * FLOAT32_BYTES + shape.head_parameters * dtype_bytes
+    forward = logits * (FLOAT32_BYTES * copies + in_half)
+    backward = logits * FLOAT32_BYTES + shape.head_parameters * dtype_bytes
     return max(forward, backward)
+
+
+def cpu_logit_copies(dtype_bytes: int, temperature: float, trains_entropy: bool) -> int:
+    """Return the float32 copies of a chunk of logits in the forward pass on a CPU.
+
+    These are the log-probs and the float32 logits, and the logits divided by a temperature other than 1. A CPU computes entropies
+    in small parts (``quartet.ppo.distributions``). If the entropy is trained, three of its operations each save a copy, and the
+    float32 copy of logits of half precision is gone by then.
+    """
+    divided = temperature != 1 and (dtype_bytes == FLOAT32_BYTES or not trains_entropy)
+    return 2 + divided + 3 * trains_entropy
 
 
 def backward_bytes(shape: ModelShape, dtype_bytes: int, tokens: int) -> float:

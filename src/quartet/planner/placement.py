@@ -224,18 +224,23 @@ def _with_micro_batches(
     if placements is None:
         return None
     placed = Placed(tuple(placements), concurrent, _num_groups(layout), layout.shared, strategy)
-    # Start from the least memory, then give each trained role the largest micro-batches that still fit.
+    # Start from the least memory.
     if any(sum(placed.memory(device).values()) > limit for device in _distinct_devices(layout)):
         return None
-    for index, placement in enumerate(placements):
-        if placement.role not in TRAINED_ROLES:
-            continue
-        for tokens, checkpointing in _micro_batches(cluster, placement.work, load):
-            larger = _trained(cluster, load, placement, strategy, tokens, checkpointing, layout, concurrent)
-            trial = replace(placed, placements=(*placed.placements[:index], larger, *placed.placements[index + 1 :]))
-            if sum(trial.memory(placement.group.first).values()) <= limit:
-                placed = trial
-                break
+    # Recomputation costs more than small micro-batches, so first as many roles as fit do without it, then micro-batches grow.
+    for grow in (False, True):
+        for index, placement in enumerate(placed.placements):
+            if placement.role not in TRAINED_ROLES:
+                continue
+            for tokens, checkpointing in _micro_batches(cluster, placement.work, load):
+                if (checkpointing != placement.checkpointing) if grow else (tokens != placement.tokens):
+                    continue
+                larger = _trained(cluster, load, placement, strategy, tokens, checkpointing, layout, concurrent)
+                others = placed.placements
+                trial = replace(placed, placements=(*others[:index], larger, *others[index + 1 :]))
+                if sum(trial.memory(placement.group.first).values()) <= limit:
+                    placed = trial
+                    break
     return placed
 
 

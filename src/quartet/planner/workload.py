@@ -26,7 +26,7 @@ class RoleWork:
     """A model of a run. ``trained``: parameters that the optimizer trains, 0 for a frozen model.
 
     ``micro_batch_tokens``: configured maximum, None if the service chooses. ``has_logits``: the role needs log-probs.
-    ``merges_adapter``: it decodes with copies of its adapted weights.
+    ``merges_adapter``: it decodes with copies of its adapted weights. ``trains_entropy``: its loss has the entropy.
     """
 
     role: Role
@@ -40,6 +40,7 @@ class RoleWork:
     has_logits: bool = False
     is_lora: bool = False
     merges_adapter: bool = False
+    trains_entropy: bool = False
 
     @property
     def dtype_bytes(self) -> int:
@@ -210,6 +211,7 @@ def role_work(config: Config, key: str, role: Role, shape: ModelShape, starts_fr
             has_logits=role is Role.ACTOR,
             is_lora=section.lora is not None,
             merges_adapter=role is Role.ACTOR and config.rollout.merge_adapter,
+            trains_entropy=role is Role.ACTOR and config.algorithm.entropy_coefficient > 0,
         )
     if role is Role.REFERENCE:
         tokens = config.reference.micro_batch_tokens

@@ -1,4 +1,4 @@
-"""The planned memory of an update, compared with the measured peak of a process: within 10 %."""
+"""The planned memory of an update, compared with the measured peak of its tensors: within 10 %."""
 
 from __future__ import annotations
 
@@ -19,11 +19,13 @@ LARGE = [
     Case("llama", 768, 6, 8192, rank=8, tokens=1024),
     Case("llama", 384, 4, 4096, responses=16, prompt=32, response=96, tokens=256, processes=2),
     Case("llama", 256, 2, 16_000, responses=16, prompt=32, response=96, tokens=256, processes=2),
+    Case("llama", 512, 6, 8192, rank=8, responses=32, prompt=32, response=96, tokens=1024, processes=2),
+    Case("qwen2", 384, 4, 4096, dtype="bfloat16", responses=32, prompt=32, response=96, tokens=1024, processes=2),
 ]
 
 
 def check(case: Case) -> None:
-    assert case.predicted_bytes() == pytest.approx(case.measured_bytes(), rel=0.1)
+    assert case.predicted_bytes() == pytest.approx(case.measured_bytes()[0], rel=0.1)
 
 
 def test_the_planned_memory_of_an_update_is_within_a_tenth_of_the_measured_peak() -> None:
