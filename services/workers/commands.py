@@ -18,7 +18,7 @@ from quartet.models.workers.workers import SINGLE, Workers
 from quartet.rpc.commands import CommandHandler, Commands, Result
 from quartet.rpc.status_codes import domain_error
 from quartet.services.workers.processes import RankProcess, interface_towards
-from quartet.services.workers.watchdog import Watchdog
+from quartet.services.workers.watchdog import Failure, Watchdog
 
 if TYPE_CHECKING:
     from quartet.models.workers.group import WorkerGroup
@@ -40,21 +40,24 @@ class GroupCommands(Commands):
     def __init__(self, group: WorkerGroup, process: RankProcess, watchdog: Watchdog) -> None:
         self._group, self._process, self._watchdog = group, process, watchdog
         self._succeeded = True
-        self._failure = ""
+        self._failed = Failure()
 
     @property
     def failure(self) -> str:  # type: ignore[override]
         """Return why only a restart of the group helps: a rank has ended, hangs, or has computed something else. Never waits."""
-        if not self._failure and (end := self._process.failure()):
+        if self._failed.text:
+            pass
+        elif end := self._process.failure():
             error = self._watchdog.error(self._process.ended)
-            self._failure = f"{end}: {error}" if error else end
-        self._failure = self._failure or self._watchdog.failure()
-        return self._failure
+            self._failed = Failure(f"{end}: {error.text}" if error.text else end, error.kind)
+        elif hung := self._watchdog.failure():
+            self._failed = Failure(hung)
+        return self._failed.text
 
     def run(self, kind: str, request: Any, work: Callable[[], Result]) -> Result:
         """See ``Commands.run``. An error that only some ranks can have makes this process fail."""
         if self.failure:
-            raise _error_of(self.failure)
+            raise _error_of(self._failed)
         number, data = codec.command_to_bytes(kind, request)
         self._group.progress.begin(kind)
         try:
@@ -64,22 +67,25 @@ class GroupCommands(Commands):
             self._succeeded = False
             raise
         except BaseException as error:
-            if cause := self._lost_rank():
-                self._failure = cause
+            cause = self._lost_rank()
+            if cause.text:
+                self._failed = cause
                 raise _error_of(cause) from error
-            self._failure = f"{kind}: {type(error).__name__} on rank 0 of {self._group.size}: {error}"
+            known = domain_error(error) or error
+            text = f"{kind}: {type(known).__name__} on rank 0 of {self._group.size}: {known}"
+            self._failed = Failure(text, _kind(known))
             raise
         finally:
             self._group.progress.end()
         self._succeeded = True
         return result
 
-    def _lost_rank(self) -> str:
-        """Return which rank was lost, and so has ended the collective of this one, or ""."""
+    def _lost_rank(self) -> Failure:
+        """Return which rank was lost, and so has ended the collective of this one."""
         deadline = time.monotonic() + END_SECONDS
         while self._process.children and not self.failure and time.monotonic() < deadline:
             time.sleep(0.01)
-        return self.failure or ("" if self._process.children else self._watchdog.lost())
+        return self._failed if self.failure or self._process.children else self._watchdog.lost()
 
     def stop(self) -> None:
         """End the other ranks. Call it when no command runs."""
@@ -99,7 +105,7 @@ class GroupCommands(Commands):
                 # The closed connections of gloo end the load, but those of NCCL do not.
                 if self.failure:
                     if not loaded.wait(END_SECONDS):
-                        end(_error_of(self.failure))
+                        end(_error_of(self._failed))
                     return
 
         threading.Thread(target=watch, name="watchdog of the load", daemon=True).start()
@@ -112,7 +118,8 @@ class GroupCommands(Commands):
             # Other domain errors are those of rank 0.
             if isinstance(error, QuartetError) and not isinstance(error, ServiceUnavailable):
                 raise
-            if cause := self._lost_rank():
+            cause = self._lost_rank()
+            if cause.text:
                 raise _error_of(cause) from error
             raise
 
@@ -123,7 +130,7 @@ class GroupCommands(Commands):
             yield
         except BaseException as error:
             known = domain_error(error) or error
-            self._group.progress.fail(f"{type(known).__name__}: {known}")
+            self._group.progress.fail(f"{type(known).__name__}: {known}", _kind(known))
             self._watchdog.publish()
             raise
 
@@ -154,9 +161,14 @@ class GroupCommands(Commands):
             self._group.progress.end()
 
 
-def _error_of(failure: str) -> QuartetError:
+def _kind(error: BaseException) -> str:
+    """Return the class of an error in ``quartet.errors``, or ""."""
+    return type(error).__name__ if isinstance(error, QuartetError) else ""
+
+
+def _error_of(failure: Failure) -> QuartetError:
     """Return the error of the calls to a group that has failed. A restart does not help against too little memory."""
-    return OutOfMemory(failure) if f"{OutOfMemory.__name__}: " in failure else ServiceFailed(failure)
+    return (OutOfMemory if failure.kind == OutOfMemory.__name__ else ServiceFailed)(failure.text)
 
 
 def join(process: RankProcess, service: ServiceConfig, device: str, config: Config) -> tuple[Workers, Commands]:

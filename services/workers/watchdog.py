@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import structlog
@@ -23,6 +24,14 @@ PUBLISH_SECONDS = 4.0
 """Time limit to publish the error that ends a rank."""
 
 log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why a group, or a rank, has failed: "" if it has not. ``kind``: class of the error in ``quartet.errors``, if it is known."""
+
+    text: str = ""
+    kind: str = ""
 
 
 class Exchange(Protocol):
@@ -71,15 +80,22 @@ class HangDetector:
         stopped = [rank for rank in range(self._size) if self._beats[rank].seconds > self._timeout]
         return self._describe(stopped or self._behind())
 
-    def error(self, rank: int) -> str:
-        """Return the error that ``rank`` has reported, or ""."""
-        return self._reports[rank].error if self._reports else ""
+    def error(self, rank: int) -> Failure:
+        """Return the error that ``rank`` has reported."""
+        return Failure(self._reports[rank].error, self._reports[rank].error_kind) if self._reports else Failure()
 
-    def lost(self) -> list[str]:
-        """Return the other ranks that no longer report. Those that have ended with an error count only if it is no other."""
+    def lost(self) -> Failure:
+        """Return the other ranks that no longer report, and their errors.
+
+        If some have reported an error of a known class, only those count. Otherwise ranks without an error count first: those with
+        one have probably lost their connection to them.
+        """
         lost = [rank for rank in range(1, len(self._reports)) if self._beats[rank].seconds > LOST_SECONDS]
-        lost = [rank for rank in lost if not self._reports[rank].error] or lost
-        return [f"{self._name(rank)}: {self._reports[rank].error or 'no sign of life'}" for rank in lost]
+        known = [rank for rank in lost if self._reports[rank].error_kind]
+        lost = known or [rank for rank in lost if not self._reports[rank].error] or lost
+        errors = [f"{self._name(rank)}: {self._reports[rank].error or 'no sign of life'}" for rank in lost]
+        kinds = (self._reports[rank].error_kind for rank in lost)
+        return Failure("; ".join(errors), next(filter(None, kinds), ""))
 
     def _behind(self) -> list[int]:
         """Return the ranks for which the others wait, for longer than the limit."""
@@ -128,6 +144,7 @@ class Watchdog:
         self._detector = HangDetector(size, hang_timeout)
         self._exchanged = 0
         self._beat = -1
+        self._has_exchanged = threading.Condition()
         self._stopped = False
         self._failure = ""
         threading.Thread(target=self._exchange_until_stopped, name="rank reports", daemon=True).start()
@@ -138,26 +155,28 @@ class Watchdog:
         """Return which rank hangs, in rank 0, or "". Never waits."""
         return self._failure
 
-    def error(self, rank: int) -> str:
-        """Return the error that ``rank`` has reported, in rank 0, or "". Never waits."""
+    def error(self, rank: int) -> Failure:
+        """Return the error that ``rank`` has reported, in rank 0. Never waits."""
         return self._detector.error(rank)
 
-    def lost(self) -> str:
-        """Wait a moment, and return which rank is lost, in rank 0, or ""."""
+    def lost(self) -> Failure:
+        """Wait a moment, and return which rank is lost, in rank 0."""
         time.sleep(LOST_SECONDS + 3 * BEAT_SECONDS)
-        return "; ".join(self._detector.lost())
+        return self._detector.lost()
 
     def publish(self) -> None:
         """Wait until rank 0 has this rank's newest report, for at most a few seconds."""
         deadline = time.monotonic() + PUBLISH_SECONDS
 
-        def wait_until(number: Callable[[], int], least: int) -> None:
-            while number() < least and time.monotonic() < deadline:
-                time.sleep(BEAT_SECONDS / 10)
+        def wait_for(is_reached: Callable[[], bool]) -> None:
+            self._has_exchanged.wait_for(is_reached, deadline - time.monotonic())
 
-        # An exchange that runs may have the report before, and rank 0 may have read the reports of its newest exchange.
-        wait_until(lambda: self._exchanged, self._exchanged + 2)
-        wait_until(lambda: self._beat, self._beat + 2)
+        with self._has_exchanged:
+            # An exchange that runs may have the report before, and rank 0 may have read the reports of its newest exchange.
+            exchanged = self._exchanged + 2
+            wait_for(lambda: self._exchanged >= exchanged)
+            beat = self._beat + 2
+            wait_for(lambda: self._beat >= beat)
 
     def stop(self) -> None:
         """Stop watching."""
@@ -172,8 +191,10 @@ class Watchdog:
                 # A store that does not respond leaves rank 0 silent. Rank 0 itself is told by its connections to the others.
                 time.sleep(BEAT_SECONDS)
                 continue
-            self._exchanged += 1
-            self._beat = reports[0][0]
+            with self._has_exchanged:
+                self._exchanged += 1
+                self._beat = reports[0][0]
+                self._has_exchanged.notify_all()
             if not self._rank:
                 self._failure = self._failure or self._detector.poll(reports, time.monotonic())
             time.sleep(BEAT_SECONDS)

@@ -93,10 +93,23 @@ def test_gpu_memory_exhaustion_is_permanent_and_the_text_of_torch_is_not_sent() 
 
 
 @pytest.mark.parametrize(
-    "text", ["CUDA error: out of memory", "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `x`"]
+    "error",
+    [
+        RuntimeError("CUDA error: out of memory"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `x`"),
+        torch.distributed.DistBackendError("ncclUnhandledCudaError: ...\nLast error:\nCuda failure 2 'out of memory'"),
+        torch.distributed.DistBackendError("ncclUnhandledCudaError: ...\nLast error:\nCuda failure 'out of memory'"),
+    ],
 )
-def test_a_failed_allocation_of_a_cuda_library_is_permanent(text: str) -> None:
-    assert type(round_trip(RuntimeError(text))) is errors.OutOfMemory
+def test_a_failed_allocation_of_a_cuda_library_is_permanent(error: Exception) -> None:
+    assert type(round_trip(error)) is errors.OutOfMemory
+
+
+def test_another_error_of_nccl_is_not_permanent() -> None:
+    error = torch.distributed.DistBackendError(
+        "ncclUnhandledCudaError: ...\nLast error:\nCuda failure 999 'unknown error'"
+    )
+    assert type(round_trip(error)) is errors.ServiceFailed
 
 
 def test_an_unexpected_error_is_sent_without_text_and_class() -> None:

@@ -16,8 +16,13 @@ from quartet.models.workers.progress import Progress
 from quartet.rpc.status_codes import OUT_OF_MEMORY_TEXT
 from quartet.services.workers import commands
 from quartet.services.workers.commands import STOP, GroupCommands
+from quartet.services.workers.watchdog import Failure
 from quartet.v1 import update_pb2
 
+NCCL_OUT_OF_MEMORY = (
+    "NCCL error in: ProcessGroupNCCL.cpp, unhandled cuda error\nncclUnhandledCudaError: Call to CUDA function failed.\n"
+    "Last error:\nCuda failure 2 'out of memory'"
+)
 REQUEST = update_pb2.UpdateRequest()
 
 
@@ -35,15 +40,18 @@ class Group:
 
 
 def group_commands(
-    ended: str = "", lost: str = "", hung: str = "", children: bool = True, error: str = ""
+    ended: str = "", lost: str = "", hung: str = "", children: bool = True, error: str = "", kind: str = ""
 ) -> tuple[Any, Group]:
-    """Return commands whose child has ``ended``, after a call has failed; ``lost``, ``hung`` and ``error``: of the watchdog."""
+    """Return commands whose child has ``ended``, after a call has failed; ``lost``, ``hung``, ``error`` and its ``kind``: of the watchdog."""
     group = Group()
     process = SimpleNamespace(
         children={1: 77} if children else {}, failure=lambda: ended if len(group.sent) else "", ended=1
     )
     watchdog = SimpleNamespace(
-        failure=lambda: hung if len(group.sent) else "", lost=lambda: lost, error={1: error}.get, publish=lambda: None
+        failure=lambda: hung if len(group.sent) else "",
+        lost=lambda: Failure(lost, kind),
+        error={1: Failure(error, kind)}.get,
+        publish=lambda: None,
     )
     return GroupCommands(group, process, watchdog), group  # type: ignore[arg-type]
 
@@ -75,26 +83,57 @@ ENDED = "rank 1 of 2 (process 77): ended with status 1"
 
 
 @pytest.mark.parametrize(
-    ("error", "kind"), [("KeyError: 5", ServiceFailed), ("OutOfMemory: lower micro_batch_tokens", OutOfMemory)]
+    ("error", "kind", "expected"),
+    [
+        ("KeyError: 5", "", ServiceFailed),
+        ("KeyError: OutOfMemory: 5", "", ServiceFailed),
+        ("lower micro_batch_tokens", "OutOfMemory", OutOfMemory),
+        ("the file is damaged", "ModelError", ServiceFailed),
+    ],
 )
-def test_calls_get_the_error_that_has_ended_a_rank(error: str, kind: type[QuartetError]) -> None:
-    group, _ = group_commands(ended=ENDED, error=error)
+def test_calls_get_the_error_that_has_ended_a_rank(error: str, kind: str, expected: type[QuartetError]) -> None:
+    group, _ = group_commands(ended=ENDED, error=error, kind=kind)
     for work in (fail, lambda: None):
         with pytest.raises(QuartetError) as raised:
             group.run("update", REQUEST, work)
-        assert (type(raised.value), str(raised.value)) == (kind, f"{ENDED}: {error}")
+        assert (type(raised.value), str(raised.value)) == (expected, f"{ENDED}: {error}")
     assert group.failure == f"{ENDED}: {error}"
 
 
+def test_calls_get_out_of_memory_of_a_rank_on_another_machine() -> None:
+    group, _ = group_commands(lost="rank 1 of 2: lower micro_batch_tokens", kind="OutOfMemory", children=False)
+    for work in (fail, lambda: None):
+        with pytest.raises(OutOfMemory, match="rank 1 of 2: lower"):
+            group.run("update", REQUEST, work)
+
+
+def test_out_of_memory_of_rank_0_stays_the_error_of_later_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(commands, "END_SECONDS", 0.05)
+    group, _ = group_commands()
+
+    def exhaust() -> None:
+        raise torch.OutOfMemoryError("20 GiB")
+
+    with pytest.raises(torch.OutOfMemoryError):
+        group.run("update", REQUEST, exhaust)
+    with pytest.raises(OutOfMemory, match=r"^update: OutOfMemory on rank 0 of 2: out of GPU memory; lower "):
+        group.run("update", REQUEST, lambda: None)
+
+
 @pytest.mark.parametrize(
-    ("error", "published"),
-    [(KeyError(5), "KeyError: 5"), (torch.OutOfMemoryError("20 GiB"), f"OutOfMemory: {OUT_OF_MEMORY_TEXT}")],
+    ("error", "published", "kind"),
+    [
+        (KeyError(5), "KeyError: 5", ""),
+        (torch.OutOfMemoryError("20 GiB"), f"OutOfMemory: {OUT_OF_MEMORY_TEXT}", "OutOfMemory"),
+        (RuntimeError(NCCL_OUT_OF_MEMORY), f"OutOfMemory: {OUT_OF_MEMORY_TEXT}", "OutOfMemory"),
+    ],
 )
-def test_a_rank_publishes_the_error_that_ends_it(error: Exception, published: str) -> None:
+def test_a_rank_publishes_the_error_that_ends_it_and_its_kind(error: Exception, published: str, kind: str) -> None:
     commands, group = group_commands()
     with pytest.raises(type(error)), commands.published_error():
         raise error
-    assert group.progress.report().error == published
+    report = group.progress.report()
+    assert (report.error, report.error_kind) == (published, kind)
 
 
 @pytest.mark.parametrize("error", [RuntimeError("Connection closed by peer"), ServiceUnavailable("rank 1 has failed")])

@@ -13,7 +13,7 @@ import pytest
 
 from quartet.models.workers.progress import Progress, RankReport
 from quartet.services.workers import watchdog
-from quartet.services.workers.watchdog import HangDetector, Silence, Watchdog
+from quartet.services.workers.watchdog import Failure, HangDetector, Silence, Watchdog
 
 TIMEOUT = 10.0
 IDLE = RankReport(99999999, "elsewhere")
@@ -102,14 +102,25 @@ def test_lost_ranks_are_those_without_reports_and_first_those_without_an_error(
     stopped = [replace(IDLE, error=error) for error in errors]
     for second in range(5):
         detector.poll([(second, IDLE), *((0, report) for report in stopped), (second, IDLE)], 1000.0 + second)
-    assert detector.lost()[0] == expected
+    assert detector.lost().text.partition("; ")[0] == expected
 
 
 def test_a_rank_that_ended_with_an_error_is_lost_with_that_error() -> None:
     detector = HangDetector(2, TIMEOUT)
     for second in range(5):
         detector.poll([(second, IDLE), (0, replace(IDLE, error="KeyError: 5"))], 1000.0 + second)
-    assert detector.lost() == ["rank 1 of 2 (process 99999999 on elsewhere): KeyError: 5"]
+    assert detector.lost() == Failure("rank 1 of 2 (process 99999999 on elsewhere): KeyError: 5")
+
+
+def test_an_error_of_a_known_class_counts_before_ranks_that_ended_with_it() -> None:
+    # torchrun ends the other ranks of a machine when one of them ends.
+    detector = HangDetector(4, TIMEOUT)
+    exhausted = replace(IDLE, error="lower micro_batch_tokens", error_kind="OutOfMemory")
+    for second in range(5):
+        detector.poll([(second, IDLE), (0, IDLE), (0, exhausted), (second, IDLE)], 1000.0 + second)
+    expected = Failure("rank 2 of 4 (process 99999999 on elsewhere): lower micro_batch_tokens", "OutOfMemory")
+    assert detector.lost() == expected
+    assert detector.error(2) == Failure("lower micro_batch_tokens", "OutOfMemory")
 
 
 def test_a_suspended_observer_blames_nobody_for_its_pause() -> None:
@@ -143,6 +154,13 @@ def test_a_rank_publishes_its_error_until_rank_0_has_read_it(monkeypatch: pytest
 
     monkeypatch.setattr(board, "exchange", exchange)
     rank = Watchdog(board, 1, 2, lambda: IDLE, 60)
+    sleep, waiting = time.sleep, threading.get_ident()
+
+    def sleep_elsewhere(seconds: float) -> None:
+        assert threading.get_ident() != waiting, "the rank polls"
+        sleep(seconds)
+
+    monkeypatch.setattr(time, "sleep", sleep_elsewhere)
     rank.publish()
     rank.stop()
     assert len(exchanges) > 20

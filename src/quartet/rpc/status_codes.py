@@ -5,6 +5,7 @@ The class travels as ``google.rpc.ErrorInfo`` in the ``grpc-status-details-bin``
 
 from __future__ import annotations
 
+import re
 import sys
 from typing import cast
 
@@ -52,11 +53,11 @@ OUT_OF_MEMORY_TEXT = (
     "out of GPU memory; lower the role's micro_batch_tokens, rollout.max_concurrent_sequences or rollout.max_response_tokens; "
     "the service's log has the cause"
 )
-_OUT_OF_MEMORY_SIGNS = (
-    "CUDA error: out of memory",
-    "CUBLAS_STATUS_ALLOC_FAILED",
-    "CUDNN_STATUS_ALLOC_FAILED",
-    "CUSOLVER_STATUS_ALLOC_FAILED",
+_OUT_OF_MEMORY_SIGNS = re.compile(
+    "CUDA error: out of memory"
+    "|(CUBLAS|CUDNN|CUSOLVER)_STATUS_ALLOC_FAILED"
+    # NCCL allocates buffers for its communicators outside torch's allocator.
+    "|Cuda failure (2 )?'out of memory'"
 )
 
 _BY_NAME = {
@@ -75,8 +76,8 @@ def domain_error(error: BaseException) -> errors.QuartetError | None:
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(error, torch.OutOfMemoryError):
         return errors.OutOfMemory(OUT_OF_MEMORY_TEXT)
-    # CUDA and its libraries report their own failed allocations as a plain RuntimeError.
-    if isinstance(error, RuntimeError) and any(sign in str(error) for sign in _OUT_OF_MEMORY_SIGNS):
+    # CUDA and its libraries report their own failed allocations as a RuntimeError.
+    if isinstance(error, RuntimeError) and _OUT_OF_MEMORY_SIGNS.search(str(error)):
         return errors.OutOfMemory(OUT_OF_MEMORY_TEXT)
     return None
 

@@ -21,7 +21,8 @@ _DISPATCH = tuple(os.path.join("torch", name) for name in ("_ops.py", os.path.jo
 class RankReport:
     """Progress of one rank, as the others see it.
 
-    ``reading``: it reads files or the buffer. ``error`` is the one that ended it, if it had the time to report it.
+    ``reading``: it reads files or the buffer. ``error`` is the one that ended it, if it had the time to report it, and
+    ``error_kind`` its class in ``quartet.errors``, or "" for any other class.
     """
 
     process: int
@@ -33,6 +34,7 @@ class RankReport:
     collective: str = ""
     reading: bool = False
     error: str = ""
+    error_kind: str = ""
 
     def to_dict(self) -> dict[str, object]:
         """Return the fields by name."""
@@ -46,7 +48,7 @@ class Progress:
     """
 
     def __init__(self) -> None:
-        self._command, self._place, self._error = "", "", ""
+        self._command, self._place, self._error, self._error_kind = "", "", "", ""
         self._commands = self._marks = self._passes = 0
         self._reading = False
         self._thread = threading.get_ident()
@@ -81,9 +83,9 @@ class Progress:
         finally:
             self._reading = before
 
-    def fail(self, error: str) -> None:
-        """Record the error that ends this rank."""
-        self._error = error
+    def fail(self, error: str, kind: str = "") -> None:
+        """Record the error that ends this rank, and its class in ``quartet.errors``."""
+        self._error, self._error_kind = error, kind
 
     def report(self) -> RankReport:
         """Return the progress so far. May be called from any thread."""
@@ -98,6 +100,7 @@ class Progress:
             _collective_of(sys._current_frames().get(self._thread)),
             self._reading,
             self._error,
+            self._error_kind,
         )
 
 

@@ -32,7 +32,7 @@ def agent() -> TCPStore:
 
 
 def report(rank: int) -> RankReport:
-    return RankReport(100 + rank, "box")
+    return RankReport(100 + rank, "box", error="no memory", error_kind="OutOfMemory")
 
 
 def test_ranks_meet_and_exchange_reports(agent: TCPStore) -> None:
