@@ -130,7 +130,18 @@ def _while_generating(placement: Placement) -> Parts:
 
 
 def layouts(cluster: Cluster, load: Workload, needs_generators: bool) -> Iterator[Layout]:
-    """Yield groups of devices for the roles: sizes that fill nodes evenly, the generators on the rest."""
+    """Yield groups of devices for the roles: sizes that fill nodes evenly, the generators on the rest.
+
+    A role on several nodes gets the same devices on each, so its group is within a node or consists of whole nodes.
+    """
+    for layout in _all_layouts(cluster, load, needs_generators):
+        groups = (layout.actor, layout.critic, layout.frozen)
+        if all(_is_within_nodes(group, cluster) for group in groups if group is not None):
+            yield layout
+
+
+def _all_layouts(cluster: Cluster, load: Workload, needs_generators: bool) -> Iterator[Layout]:
+    """Yield the layouts of one role after the other, also those with groups that begin in the middle of a node."""
     total = cluster.total
     sizes = [size for size in range(1, total + 1) if _is_even(size, cluster)]
     critics = [0, *sizes] if load.role(Role.CRITIC) and load.role(Role.ACTOR) else [0]
@@ -163,6 +174,13 @@ def _shared_layout(actor: int, critic: int, frozen: int) -> Layout:
 def _is_even(size: int, cluster: Cluster) -> bool:
     """Return whether groups of this size divide a node, or consist of whole nodes."""
     return cluster.per_node % size == 0 if size <= cluster.per_node else size % cluster.per_node == 0
+
+
+def _is_within_nodes(group: Group, cluster: Cluster) -> bool:
+    """Return whether a group is within one node, or consists of whole nodes."""
+    per_node = cluster.per_node
+    first, last = group.devices[0] // per_node, group.devices[-1] // per_node
+    return first == last or (group.first % per_node == 0 and group.size % per_node == 0)
 
 
 def strategies(cluster: Cluster, layout: Layout, engine: str, offload: bool) -> Iterator[Strategy]:

@@ -118,6 +118,21 @@ def test_several_devices_of_a_role_are_settings_of_its_service(make_config: Any)
     assert not {"nodes", "offload"} & keys.keys()
 
 
+def test_a_group_does_not_begin_in_the_middle_of_a_node_and_end_in_the_next(make_config: Any, tmp_path: Path) -> None:
+    large = {"hidden_size": 3584, "intermediate_size": 18_944, "num_hidden_layers": 28, "num_attention_heads": 28}
+    for name, sizes in (("actor", {}), ("reward", large)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps({**MODEL, "vocab_size": 151_936, **sizes}))
+    models = [f"{role}.model={tmp_path / role}" for role in ("actor", "reward")]
+    lengths = ["data.max_prompt_tokens=512", "rollout.max_response_tokens=1024", "rollout.prompts_per_step=64"]
+    config = make_config("algorithm.estimator=gae", *models, *lengths)
+    plan = make_plan(config, parse_gpus("4xL40S-48GB", 2))
+    proposed = config_of(yaml.safe_load(proposed_config(config, plan, "quartet plan")))
+    for each in plan.placed.placements:
+        if each.role is not Role.GENERATOR:
+            assert getattr(proposed.services, each.role).num_ranks == each.group.size
+
+
 def test_a_trained_model_without_a_tensor_parallel_plan_is_sharded_only(make_config: Any, tmp_path: Path) -> None:
     sizes = {"vocab_size": 32_000, "n_embd": 8192, "n_layer": 40, "n_head": 64, "n_positions": 8192}
     (tmp_path / "gpt2").mkdir()
