@@ -214,4 +214,4 @@ def test_a_model_that_cannot_be_sliced_is_refused(
     four = settings("services.critic.processes=4", "services.critic.parallel.tensor=4")
     result = start("train", config, *few_processes, *four).wait()
     assert (result.code, result.leftovers) == (2, [])
-    assert "services.critic.parallel: tensor 4: does not divide num_attention_heads 2 of the llama model" in result.err
+    assert "services.critic.parallel.tensor 4: does not divide num_attention_heads 2 of " in result.err
