@@ -28,7 +28,7 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why a group, or a rank, has failed: "" if it has not. ``kind``: class of the error in ``quartet.errors``, if it is known."""
+    """Why a group, or a rank, has failed: "" if it has not. ``kind``: class of the error in ``quartet.errors``, if known."""
 
     text: str = ""
     kind: str = ""
@@ -87,8 +87,8 @@ class HangDetector:
     def lost(self) -> Failure:
         """Return the other ranks that no longer report, and their errors.
 
-        If some have reported an error of a known class, only those count. Otherwise ranks without an error count first: those with
-        one have probably lost their connection to them.
+        If some have reported an error of a known class, only those count. Otherwise ranks without an error count first: those
+        with one have probably lost their connection to them.
         """
         lost = [rank for rank in range(1, len(self._reports)) if self._beats[rank].seconds > LOST_SECONDS]
         known = [rank for rank in lost if self._reports[rank].error_kind]

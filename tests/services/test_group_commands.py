@@ -42,7 +42,10 @@ class Group:
 def group_commands(
     ended: str = "", lost: str = "", hung: str = "", children: bool = True, error: str = "", kind: str = ""
 ) -> tuple[Any, Group]:
-    """Return commands whose child has ``ended``, after a call has failed; ``lost``, ``hung``, ``error`` and its ``kind``: of the watchdog."""
+    """Return commands whose child has ``ended``, after a call has failed.
+
+    ``lost``, ``hung``, ``error`` and its ``kind``: of the watchdog.
+    """
     group = Group()
     process = SimpleNamespace(
         children={1: 77} if children else {}, failure=lambda: ended if len(group.sent) else "", ended=1
