@@ -292,16 +292,16 @@ def _models(
     from quartet.rpc.compute_thread import ComputeThread
     from quartet.services.factories import build_model_role, device_of, set_up_thread
     from quartet.services.workers.commands import join
+    from quartet.services.workers.group_failures import GroupFailures
 
     set_up_torch(threads)
     if _torch_devices(roles, config):
         set_up_gpu()
     service = getattr(config.services, roles[0])
-    workers, commands = join(ranks, service, device_of(service) if ranks.size > 1 else "cpu", config)
     # Roles of one process share a GPU, so they share a compute thread. OpenMP has a number of threads per calling thread.
     shared = any(_shares_gpu(role, config) for role in roles)
     on_idle = release_gpu_memory if shared else lambda: None
-    compute = ComputeThread(set_up_thread(threads, workers), config.timeouts.score_seconds, on_idle)
+    failures = GroupFailures(ranks)
 
     def end(error: Exception) -> None:
         code = _ended(error, notifier)
@@ -309,7 +309,10 @@ def _models(
         sys.stderr.flush()
         os._exit(code)
 
-    with commands.watched_load(end):
+    with failures.watched_start(end):
+        device = device_of(service) if ranks.size > 1 else "cpu"
+        workers, commands = join(ranks, service, device, config, failures)
+        compute = ComputeThread(set_up_thread(threads, workers), config.timeouts.score_seconds, on_idle)
         return [
             build_model_role(role, config, compute, threads, credentials.folder, workers, commands, credentials)
             for role in roles
@@ -327,14 +330,16 @@ def _follow(ranks: RankProcess, role: Role, config: Config, threads: int, creden
     from quartet.rpc.compute_thread import ComputeThread
     from quartet.services.factories import build_model_role, device_of
     from quartet.services.workers.commands import GroupCommands, join
+    from quartet.services.workers.group_failures import GroupFailures
 
-    set_up_torch(threads)
-    if _torch_devices([role], config):
-        set_up_gpu()
-    service = getattr(config.services, role)
-    workers, commands = join(ranks, service, device_of(service, ranks.rank), config)
-    assert isinstance(commands, GroupCommands)
-    with commands.published_error():
+    failures = GroupFailures(ranks)
+    with failures.reported_error():
+        set_up_torch(threads)
+        if _torch_devices([role], config):
+            set_up_gpu()
+        service = getattr(config.services, role)
+        workers, commands = join(ranks, service, device_of(service, ranks.rank), config, failures)
+        assert isinstance(commands, GroupCommands)
         servicer = build_model_role(
             role, config, ComputeThread(), threads, credentials.folder, workers, commands, credentials
         )

@@ -208,7 +208,8 @@ def set_up_thread(threads: int, workers: Workers) -> Callable[[], None]:
 def device_of(service: ServiceConfig, rank: int = 0) -> str:
     """Return the torch device of a rank of a service. Raises ConfigError if the machine lacks one of the service's devices.
 
-    Every rank checks all of them, so that rank 0 reports the error and does not wait for a rank that has ended.
+    Every rank checks how many there are, but starts CUDA on its own device only: a start takes memory of the device, and a
+    device in exclusive mode admits one process. Rank 0 reports the error of another rank.
     """
     device = device_of_rank(service, rank)
     if device is None:

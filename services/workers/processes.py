@@ -6,6 +6,7 @@ machine or on several.
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -27,6 +28,9 @@ from quartet.types import Role
 LOOPBACK = "127.0.0.1"
 TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """Environment variables that torchrun sets in each process."""
+MAX_REPORT_BYTES = 32 * 1024
+"""Largest report of a child. A pipe takes it without waiting for its reader."""
+MAX_REPORT_CHARACTERS = 2000
 
 
 @dataclass(slots=True)
@@ -44,8 +48,12 @@ class RankProcess:
     serves_store: bool = False
     listener: socket.socket | None = None
     children: dict[int, int] = field(default_factory=dict)
+    reports: dict[int, int] = field(default_factory=dict)
+    """Descriptors of pipes: in rank 0, those of its children, by rank; in a child, its own one, by its rank."""
     ended: int = 0
     """Rank of the child of ``failure``."""
+    error: tuple[str, str] = ("", "")
+    """The error that has ended this child, and its class in ``quartet.errors``, if the child has reported them."""
     _failure: str = ""
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -62,8 +70,27 @@ class RankProcess:
                 self.ended = rank = min(ended, key=lambda rank: (ended[rank] > 0, rank))
                 code = ended[rank]
                 how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
+                self.error = self._read_report(rank)
                 self._failure = f"rank {rank} of {self.size} (process {self.children[rank]}): {how}"
             return self._failure
+
+    def _read_report(self, rank: int) -> tuple[str, str]:
+        """Return the error and its class that a child has reported, or empty texts."""
+        try:
+            data = os.read(self.reports[rank], MAX_REPORT_BYTES)
+        except (KeyError, BlockingIOError):  # A process that the child has left may hold the pipe open.
+            data = b""
+        error, kind = json.loads(data or b'["", ""]')
+        return error, kind
+
+    def report(self, error: str, kind: str) -> bool:
+        """Report the error that ends this process, and its class, to the rank 0 that has started it. Return whether one has."""
+        if not self.rank or self.rank not in self.reports:
+            return False
+        message = json.dumps([error[:MAX_REPORT_CHARACTERS], kind])
+        with suppress(OSError):  # Rank 0 has ended.
+            os.write(self.reports[self.rank], message.encode())
+        return True
 
     def kill(self) -> None:
         """Kill the children."""
@@ -98,16 +125,22 @@ def start_ranks(role: Role, service: ServiceConfig, environment: Mapping[str, st
     listener = socket.create_server((LOOPBACK, 0), backlog=size)
     port, parent = listener.getsockname()[1], os.getpid()
     children: dict[int, int] = {}
+    reports: dict[int, int] = {}
     for rank in range(1, size):
+        reader, writer = os.pipe()
+        os.set_blocking(reader, False)
         pid = os.fork()
         if pid == 0:
+            for descriptor in (reader, *reports.values()):
+                os.close(descriptor)
             die_with(parent)
             _ignore_signals()
             setproctitle.setproctitle(f"{setproctitle.getproctitle()} (rank {rank} of {size})")
             listener.close()
-            return RankProcess(rank, size, port=port)
-        children[rank] = pid
-    return RankProcess(0, size, LOOPBACK, port, True, listener, children)
+            return RankProcess(rank, size, port=port, reports={rank: writer})
+        os.close(writer)
+        children[rank], reports[rank] = pid, reader
+    return RankProcess(0, size, LOOPBACK, port, True, listener, children, reports)
 
 
 def _ignore_signals() -> None:

@@ -121,7 +121,8 @@ class HangDetector:
             place = ", ".join(filter(None, (report.command or "no command", report.place)))
             within = f", in {report.collective}" if report.collective else ""
             stopped = process_state(report.process) if report.host == socket.gethostname() else ""
-            states.append(f"{self._name(rank)}: no progress for {self._timeout:g} s in {place}{within}{stopped}")
+            error = f": {report.error}" if report.error else ""
+            states.append(f"{self._name(rank)}: no progress for {self._timeout:g} s in {place}{within}{stopped}{error}")
         others = sorted({self._reports[rank].collective for rank in range(self._size) if rank not in hung} - {""})
         waits = f", while the others wait in {' and '.join(others)}" if others else ""
         return "; ".join(states) + waits

@@ -11,18 +11,14 @@ import pytest
 import torch
 
 from quartet import codec
-from quartet.errors import InvalidRequest, OutOfMemory, QuartetError, ServiceFailed, ServiceUnavailable
+from quartet.errors import InvalidRequest, OutOfMemory, QuartetError, ServiceFailed
 from quartet.models.workers.progress import Progress
-from quartet.rpc.status_codes import OUT_OF_MEMORY_TEXT
-from quartet.services.workers import commands
+from quartet.services.workers import group_failures
 from quartet.services.workers.commands import STOP, GroupCommands
+from quartet.services.workers.group_failures import GroupFailures
 from quartet.services.workers.watchdog import Failure
 from quartet.v1 import update_pb2
 
-NCCL_OUT_OF_MEMORY = (
-    "NCCL error in: ProcessGroupNCCL.cpp, unhandled cuda error\nncclUnhandledCudaError: Call to CUDA function failed.\n"
-    "Last error:\nCuda failure 2 'out of memory'"
-)
 REQUEST = update_pb2.UpdateRequest()
 
 
@@ -48,15 +44,19 @@ def group_commands(
     """
     group = Group()
     process = SimpleNamespace(
-        children={1: 77} if children else {}, failure=lambda: ended if len(group.sent) else "", ended=1
+        children={1: 77} if children else {},
+        failure=lambda: ended if len(group.sent) else "",
+        ended=1,
+        error=(error, kind),
     )
     watchdog = SimpleNamespace(
         failure=lambda: hung if len(group.sent) else "",
         lost=lambda: Failure(lost, kind),
         error={1: Failure(error, kind)}.get,
-        publish=lambda: None,
     )
-    return GroupCommands(group, process, watchdog), group  # type: ignore[arg-type]
+    failures = GroupFailures(process)  # type: ignore[arg-type]
+    failures.watch(group.progress, watchdog)  # type: ignore[arg-type]
+    return GroupCommands(group, failures), group  # type: ignore[arg-type]
 
 
 def fail() -> None:
@@ -111,7 +111,7 @@ def test_calls_get_out_of_memory_of_a_rank_on_another_machine() -> None:
 
 
 def test_out_of_memory_of_rank_0_stays_the_error_of_later_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(commands, "END_SECONDS", 0.05)
+    monkeypatch.setattr(group_failures, "END_SECONDS", 0.05)
     group, _ = group_commands()
 
     def exhaust() -> None:
@@ -123,55 +123,8 @@ def test_out_of_memory_of_rank_0_stays_the_error_of_later_calls(monkeypatch: pyt
         group.run("update", REQUEST, lambda: None)
 
 
-@pytest.mark.parametrize(
-    ("error", "published", "kind"),
-    [
-        (KeyError(5), "KeyError: 5", ""),
-        (torch.OutOfMemoryError("20 GiB"), f"OutOfMemory: {OUT_OF_MEMORY_TEXT}", "OutOfMemory"),
-        (RuntimeError(NCCL_OUT_OF_MEMORY), f"OutOfMemory: {OUT_OF_MEMORY_TEXT}", "OutOfMemory"),
-    ],
-)
-def test_a_rank_publishes_the_error_that_ends_it_and_its_kind(error: Exception, published: str, kind: str) -> None:
-    commands, group = group_commands()
-    with pytest.raises(type(error)), commands.published_error():
-        raise error
-    report = group.progress.report()
-    assert (report.error, report.error_kind) == (published, kind)
-
-
-@pytest.mark.parametrize("error", [RuntimeError("Connection closed by peer"), ServiceUnavailable("rank 1 has failed")])
-def test_a_load_that_loses_a_rank_names_it_and_its_error(error: Exception) -> None:
-    group, sent = group_commands(ended=ENDED, error="KeyError: 5")
-    sent.sent.append(0)
-    with pytest.raises(ServiceFailed) as raised, group.watched_load(pytest.fail):
-        raise error
-    assert str(raised.value) == f"{ENDED}: KeyError: 5"
-
-
-def test_a_load_that_waits_for_a_lost_rank_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(commands, "END_SECONDS", 0.05)
-    group, sent = group_commands(ended=ENDED, error="KeyError: 5")
-    sent.sent.append(0)
-    ended, errors = threading.Event(), []
-
-    def end(error: Exception) -> None:
-        errors.append(str(error))
-        ended.set()
-
-    with group.watched_load(end):
-        assert ended.wait(20)
-    assert errors == [f"{ENDED}: KeyError: 5"]
-
-
-def test_the_load_of_rank_0_raises_its_domain_error() -> None:
-    group, sent = group_commands(ended=ENDED)
-    sent.sent.append(0)
-    with pytest.raises(InvalidRequest, match=r"^wrong$"), group.watched_load(pytest.fail):
-        raise InvalidRequest("wrong")
-
-
 def test_another_error_of_rank_0_is_raised_and_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(commands, "END_SECONDS", 0.05)
+    monkeypatch.setattr(group_failures, "END_SECONDS", 0.05)
     group, _ = group_commands()
     with pytest.raises(RuntimeError, match="Connection closed"):
         group.run("update", REQUEST, fail)

@@ -48,6 +48,13 @@ def test_the_rank_that_computes_while_the_others_wait_hangs_after_the_limit() ->
     )
 
 
+def test_the_error_of_a_rank_that_has_stopped_is_named() -> None:
+    reports = [IDLE, replace(IDLE, error="RuntimeError: invalid device ordinal")]
+    assert failure_after(TIMEOUT + 1, reports, stopped=[1]) == (
+        "rank 1 of 2 (process 99999999 on elsewhere): no progress for 10 s in no command: RuntimeError: invalid device ordinal"
+    )
+
+
 def test_a_rank_that_reads_while_the_others_wait_does_not_hang() -> None:
     reading = replace(UPDATE, marks=7, reading=True)
     assert failure_after(1000, [replace(UPDATE, marks=8, collective="all_reduce"), reading]) == ""

@@ -15,7 +15,7 @@ import torch
 
 from quartet.config import ServiceConfig
 from quartet.errors import ConfigError
-from quartet.services.workers.processes import interface_towards, start_ranks
+from quartet.services.workers.processes import MAX_REPORT_CHARACTERS, interface_towards, start_ranks
 from quartet.types import Role
 from tests.unit.test_child_processes import is_running
 
@@ -57,6 +57,28 @@ def test_rank_0_reports_the_end_of_another_rank_which_dies_with_it() -> None:
     start = time.monotonic()
     while is_running(first):
         assert time.monotonic() - start < 30
+
+
+REPORTING = """
+from quartet.config import ServiceConfig
+from quartet.services.workers.processes import start_ranks
+from quartet.types import Role
+ranks = start_ranks(Role.ACTOR, ServiceConfig(processes=4), {})
+if ranks.rank == 2:
+    assert ranks.report("no memory: " + 5000 * chr(0x1F600), "OutOfMemory")
+    raise SystemExit(1)
+while not (failure := ranks.failure()):
+    pass
+assert not ranks.report("rank 0 reports to no other", "")
+print(failure, ranks.error[0][:11], len(ranks.error[0]), ranks.error[1], sep="|")
+"""
+
+
+def test_rank_0_gets_the_error_that_has_ended_another_rank() -> None:
+    result = subprocess.run([sys.executable, "-c", REPORTING], check=True, capture_output=True, text=True, timeout=60)
+    failure, error, length, kind = result.stdout.strip().split("|")
+    assert re.fullmatch(r"rank 2 of 4 \(process \d+\): ended with status 1", failure)
+    assert (error, int(length), kind) == ("no memory: ", MAX_REPORT_CHARACTERS, "OutOfMemory")
 
 
 IMPORTS = """

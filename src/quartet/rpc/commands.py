@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
 Result = TypeVar("Result")
@@ -23,10 +22,6 @@ class Commands:
     def run(self, kind: str, request: Any, work: Callable[[], Result]) -> Result:
         """Return the result of ``work``, which all processes do for the protobuf message ``request``."""
         return work()
-
-    def watched_load(self, end: Callable[[Exception], None]) -> AbstractContextManager[None]:
-        """Return a context in which this process loads its models."""
-        return nullcontext()
 
     def stop(self) -> None:
         """End the other processes. Call it when no command runs."""
