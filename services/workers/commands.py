@@ -10,10 +10,10 @@ import structlog
 
 from quartet import codec
 from quartet.config import Config, ServiceConfig, is_loopback
+from quartet.domain_errors import domain_error
 from quartet.errors import QuartetError, ServiceFailed
 from quartet.models.workers.workers import SINGLE, Workers
 from quartet.rpc.commands import CommandHandler, Commands, Result
-from quartet.rpc.status_codes import domain_error
 from quartet.services.workers.group_failures import GroupFailures, error_of, kind_of
 from quartet.services.workers.processes import RankProcess, interface_towards
 from quartet.services.workers.watchdog import Failure, Watchdog

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from quartet.domain_errors import OUT_OF_MEMORY_TEXT
 from quartet.errors import ConfigError, InvalidRequest, OutOfMemory, ServiceFailed, ServiceUnavailable
 from quartet.models.workers.progress import Progress
-from quartet.rpc.status_codes import OUT_OF_MEMORY_TEXT
 from quartet.services.workers import group_failures
 from quartet.services.workers.group_failures import GroupFailures
 from quartet.services.workers.processes import RankProcess

@@ -13,6 +13,7 @@ PACKAGE = ROOT / "src/quartet"
 FOUNDATION = {
     "quartet",
     "quartet.errors",
+    "quartet.domain_errors",
     "quartet.types",
     "quartet.config",
     "quartet.failpoints",
@@ -58,6 +59,7 @@ SERVICE = FOUNDATION | FILES | LIBRARY | {"quartet.v1"}
 ALLOWED: dict[str, set[str]] = {
     "quartet": set(),
     "quartet.errors": set(),
+    "quartet.domain_errors": {"quartet.errors"},
     "quartet.atomic_directory": set(),
     "quartet.failpoints": {"quartet.errors"},
     "quartet.sys_path": set(),
@@ -133,6 +135,7 @@ ALLOWED: dict[str, set[str]] = {
     "quartet.v1": set(),
     "quartet.models": {
         "quartet.errors",
+        "quartet.domain_errors",
         "quartet.failpoints",
         "quartet.types",
         "quartet.ppo",

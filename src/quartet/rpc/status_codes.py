@@ -5,8 +5,6 @@ The class travels as ``google.rpc.ErrorInfo`` in the ``grpc-status-details-bin``
 
 from __future__ import annotations
 
-import re
-import sys
 from typing import cast
 
 import grpc
@@ -17,6 +15,7 @@ from google.rpc.status_pb2 import Status
 from grpc_status import rpc_status
 
 from quartet import errors
+from quartet.domain_errors import domain_error
 
 DOMAIN = "quartet"
 """``ErrorInfo.domain`` of every error that Quartet sends."""
@@ -49,16 +48,6 @@ gRPC sends the text as a header, with three bytes for each byte of a character b
 may drop headers over 8 KiB: the caller would then get neither text nor status.
 """
 INTERNAL_TEXT = "internal error; the service's log has the cause"
-OUT_OF_MEMORY_TEXT = (
-    "out of GPU memory; lower the role's micro_batch_tokens, rollout.max_concurrent_sequences or rollout.max_response_tokens; "
-    "the service's log has the cause"
-)
-_OUT_OF_MEMORY_SIGNS = re.compile(
-    "CUDA error: out of memory"
-    "|(CUBLAS|CUDNN|CUSOLVER)_STATUS_ALLOC_FAILED"
-    # NCCL allocates buffers for its communicators outside torch's allocator.
-    "|Cuda failure (2 )?'out of memory'"
-)
 
 _BY_NAME = {
     name: kind
@@ -66,20 +55,6 @@ _BY_NAME = {
     if isinstance(kind, type) and issubclass(kind, errors.QuartetError) and kind is not errors.QuartetError
 }
 """Every domain class by its name on the wire."""
-
-
-def domain_error(error: BaseException) -> errors.QuartetError | None:
-    """Return ``error`` as a domain exception, or None for an unforeseen one."""
-    if isinstance(error, errors.QuartetError):
-        return error
-    # Not imported, because a process without a model must not load torch.
-    torch = sys.modules.get("torch")
-    if torch is not None and isinstance(error, torch.OutOfMemoryError):
-        return errors.OutOfMemory(OUT_OF_MEMORY_TEXT)
-    # CUDA and its libraries report their own failed allocations as a RuntimeError.
-    if isinstance(error, RuntimeError) and _OUT_OF_MEMORY_SIGNS.search(str(error)):
-        return errors.OutOfMemory(OUT_OF_MEMORY_TEXT)
-    return None
 
 
 def status_of(error: BaseException) -> Status:

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from quartet.domain_errors import domain_error
 from quartet.durable_files import (
     create_replacement,
     describe_files,
@@ -229,9 +230,8 @@ def _collected(failures: list[Exception]) -> Iterator[None]:
 
 def _known_failure(target: Path, error: Exception) -> QuartetError:
     """Return the failure of a save as an error that ``agreed`` tells the other ranks."""
-    failure = save_failure(target, error)
-    if isinstance(failure, QuartetError):
-        return failure
+    if known := domain_error(save_failure(target, error)):
+        return known
     log.warning("save failed", directory=str(target), error=f"{type(error).__name__}: {error}")
     return ServiceFailed(
         f"save {target}: {type(error).__name__}: {error}; the previous content is unchanged; see the log of this service"

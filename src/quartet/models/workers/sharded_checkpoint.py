@@ -31,6 +31,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 from torch.futures import Future
 
+from quartet.domain_errors import domain_error
 from quartet.errors import ModelError
 from quartet.models.weights.safetensors_file import DTYPES, SafetensorsFile
 from quartet.models.weights.saved_state import Part, read_block
@@ -191,15 +192,19 @@ class ShardedState:
 
     @torch.no_grad()
     def read(self, parts: Mapping[str, Part]) -> None:
-        """See ``SavedState.read``. Raises ModelError, so that a rank can tell the others."""
+        """See ``SavedState.read``. Raises ModelError, or OutOfMemory on a GPU, so that a rank can tell the others."""
         blocks: dict[str, Any] = {
             self._prefix + name: _Block(part) for name, part in parts.items() if part.tensor.numel()
         }
         try:
             with _plain_errors():
                 load(blocks, storage_reader=_Reader(self._metadata), planner=_LoadPlanner(), no_dist=True)
-        except Exception as error:  # safetensors raises its own error, or OSError
+        except (OSError, safetensors.SafetensorError) as error:
             raise ModelError(f"{self.place}: cannot be read: {error}; take the checkpoint before it") from error
+        except Exception as error:
+            if known := domain_error(error):
+                raise known from error
+            raise
 
     def tensor(self, name: str) -> torch.Tensor:
         """Return a complete tensor."""
