@@ -161,6 +161,13 @@ def _started_by_torchrun(role: Role, service: ServiceConfig, environment: Mappin
             f"environment: rank {rank} of {started} processes, but the config gives {size // service.nodes}{nodes} "
             f"(services.{role}.processes, or one per device); start as many processes with torchrun, or unset RANK and WORLD_SIZE"
         )
+    local = environment.get("LOCAL_WORLD_SIZE", "")
+    if local and local != str(size // service.nodes):
+        raise ConfigError(
+            f"environment: torchrun started {local} of {size} processes on this machine, but the config gives "
+            f"{size // service.nodes} on each of {service.nodes} (services.{role}.nodes {service.nodes}); set "
+            f"services.{role}.nodes to the number of machines, or change --nproc-per-node"
+        )
     if not port.isdecimal():
         raise ConfigError(f"environment: MASTER_PORT {port!r}: expected the number of a port; use torchrun")
     if "TORCHELASTIC_RUN_ID" in environment:

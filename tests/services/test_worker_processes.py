@@ -157,3 +157,17 @@ def test_another_number_of_processes_than_torchrun_started_is_an_error(
 ) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
         start_ranks(Role.CRITIC, ServiceConfig(processes=size), {**TORCHRUN, **changes})
+
+
+@pytest.mark.parametrize(
+    ("nodes", "processes", "local", "expected"),
+    [(1, 2, "1", "gives 2 on each of 1"), (2, 1, "2", "gives 1 on each of 2")],
+)
+def test_another_number_of_processes_on_each_machine_than_torchrun_started_is_an_error(
+    nodes: int, processes: int, local: str, expected: str
+) -> None:
+    service = ServiceConfig(nodes=nodes, processes=processes)
+    with pytest.raises(ConfigError, match=rf"started {local} of 2 .* {expected} \(services.critic.nodes {nodes}\)"):
+        start_ranks(Role.CRITIC, service, {**TORCHRUN, "LOCAL_WORLD_SIZE": local})
+    ranks = start_ranks(Role.CRITIC, service, {**TORCHRUN, "LOCAL_WORLD_SIZE": str(processes)})
+    assert (ranks.rank, ranks.size) == (1, 2)
