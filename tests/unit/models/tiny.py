@@ -37,6 +37,7 @@ def config(kind: str, **changes: Any) -> Any:
         "qwen2": {"intermediate_size": 48, "num_key_value_heads": 2, "tie_word_embeddings": True},
         "qwen3": {"intermediate_size": 48, "num_key_value_heads": 2, "head_dim": 8},
         "phi3": {"intermediate_size": 48, "num_key_value_heads": 2},
+        "phi": {"intermediate_size": 48, "partial_rotary_factor": 0.5, "qk_layernorm": True},
         "mistral": {"intermediate_size": 48, "num_key_value_heads": 2, "sliding_window": 5},
         "gpt_neox": {"intermediate_size": 48, "hidden_dropout": 0.5},
         "gpt2": {"n_inner": 48},

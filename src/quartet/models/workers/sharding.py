@@ -19,6 +19,7 @@ from quartet.models.training.activation_checkpointing import transformer_layers
 from quartet.models.training.optimizer import MasterWeightAdamW
 from quartet.models.value_head import ValueModel
 from quartet.models.weights.saved_state import Part, SavedState, check_shapes
+from quartet.models.workers.gradient_check import check_gradients
 from quartet.models.workers.group import WorkerGroup
 from quartet.models.workers.progress import Progress
 from quartet.models.workers.shard_reading import local_slices, replace_parameters, with_part
@@ -47,7 +48,8 @@ def shard_model(
     half precision become float32, and are gathered in half precision. Gradients are summed over the ranks, in float32.
     ``replicated`` parameters stay whole on every rank, in their data type. Every rank must have loaded the same weights: all of
     them, or its parts with ``read_in_parts``. ``offload``: keep the shards on a GPU, and their gradients, in host memory. The
-    layers are sliced first, if the group has ranks for that: see ``slice_layers`` and ``check_slices``, also for their errors.
+    layers are sliced first, if the group has ranks for that: see ``slice_layers``, ``check_slices`` and ``check_gradients``, also
+    for their errors.
     A model in host memory is moved to the device of the group layer by layer: a GPU then holds its shards, and at most one
     complete layer or the parameters outside the layers.
     """
@@ -84,6 +86,7 @@ def shard_model(
         workers.partial = {parameters[name] for name in sliced.partial}
         expected, group = sliced.expected, workers.tensor
         workers.evaluate(lambda: check_slices(model, group, expected))
+        check_gradients(model, workers)
     # These trials are cached by model. Later they would run in the middle of another pass.
     workers.evaluate(lambda: supports_packing(model))
     if not isinstance(model, ValueModel):

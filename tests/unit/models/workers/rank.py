@@ -55,7 +55,7 @@ CASES = (
     "not-finite",
 )
 REPEATED = ("ppo", "rloo-lora", "value")
-ARCHITECTURES = ("gpt2", "gpt_neox", "qwen3", "phi3")
+ARCHITECTURES = ("gpt2", "gpt_neox", "qwen3", "phi3", "phi")
 KINDS = {"tied": "qwen2", "qwen2-lora": "qwen2"}
 """Kinds of the models of cases, if they are neither the first word of the case nor llama."""
 

@@ -66,3 +66,13 @@ def test_the_same_group_repeats_to_the_bit(results: Callable[[str, str], Results
     once, twice = (results(sizes, case)[name][0] for name in (case, rank.again(case)))
     assert once[1] == twice[1]
     assert all(torch.equal(value, twice[0][name]) for name, value in once[0].items())
+
+
+def test_a_whole_parameter_that_gets_a_part_of_its_gradient_is_refused(tmp_path: Path) -> None:
+    """The plan of phi does not name its norms of heads."""
+    message = (
+        r"tensor 2: model\.layers\.0\.self_attn\.[qk]_layernorm\.weight and 7 more parameters of the phi model would get a part "
+        "of the gradient only: .*; set tensor 1"
+    )
+    with pytest.raises(AssertionError, match=message):
+        run_group(tmp_path, 2, tensor=2, cases=["phi"])
