@@ -19,7 +19,7 @@ POLL_SECONDS = 0.1
 
 
 class GroupFailures:
-    """Why only a restart of the group helps: a rank has ended, hangs, or has computed something else.
+    """The failures after which only a restart of the group helps: a rank has ended, hangs, or has computed something else.
 
     Until the ranks have met, only the end of a child is noticed.
     """

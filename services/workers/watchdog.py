@@ -28,7 +28,7 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why a group, or a rank, has failed: "" if it has not. ``kind``: class of the error in ``quartet.errors``, if known."""
+    """Cause of the end of a group or a rank, or "". ``kind``: class of the error in ``quartet.errors``, if known."""
 
     text: str = ""
     kind: str = ""
