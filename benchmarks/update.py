@@ -31,6 +31,7 @@ from quartet.models.forward.model_capabilities import vocabulary_size
 from quartet.models.forward.onednn_linear import onednn_linear
 from quartet.models.forward.scoring import response_log_probs
 from quartet.models.gpu_settings import deterministic_update
+from quartet.models.training.compiled_layers import compiled_layers
 from quartet.models.training.optimizer import MasterWeightAdamW, create_optimizer
 from quartet.models.training.updates import update_policy, update_value
 from quartet.models.weights.loading import DTYPES, load_causal_lm, load_critic
@@ -179,7 +180,8 @@ def policy_update_of(config: Config, device: str, full: bool) -> RepeatableUpdat
     body = _weights(model.base_model)
 
     def update() -> None:
-        with deterministic_update(device, "actor", config.actor.deterministic_updates):
+        deterministic = deterministic_update(device, "actor", config.actor.deterministic_updates)
+        with compiled_layers(model, config.actor.compile), deterministic:
             update_policy(model, optimizer, experience, settings, loss, config.actor.max_forward_tokens)
 
     multiplications = body * distinct_tokens(experience.batch, config) + head * len(experience.advantages)
@@ -194,7 +196,8 @@ def critic_update_of(config: Config, device: str, full: bool) -> RepeatableUpdat
     settings, loss = optimization_at(config, config.critic, STEP), value_loss_of(config.algorithm)
 
     def update() -> None:
-        with deterministic_update(device, "critic", config.critic.deterministic_updates):
+        deterministic = deterministic_update(device, "critic", config.critic.deterministic_updates)
+        with compiled_layers(model, config.critic.compile), deterministic:
             update_value(model, optimizer, experience, settings, loss, config.critic.max_forward_tokens)
 
     multiplications = _weights(model.backbone) * distinct_tokens(experience.batch, config)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -16,9 +17,12 @@ from quartet.config import OffloadConfig, TrainedModelConfig
 from quartet.durable_files import checkpoint_path, confine_path, describe_files
 from quartet.errors import FailedPrecondition, ModelError
 from quartet.failpoints import failpoint
+from quartet.models.forward.batching import MicroBatch
 from quartet.models.forward.model_capabilities import max_positions, vocabulary_size
 from quartet.models.gpu_settings import deterministic_update
 from quartet.models.torch_threads import torch_threads
+from quartet.models.training.activation_checkpointing import activation_checkpointing
+from quartet.models.training.compiled_layers import compiled_layers, try_compiled
 from quartet.models.training.optimizer import (
     OPTIMIZER_FILE,
     MasterWeightAdamW,
@@ -82,6 +86,8 @@ class TrainableModel(ABC):
         self._vocabulary = vocabulary_size(self._model)
         self._positions = max_positions(self._model) or 0
         self._budget = self._find_budget()
+        if config.compile:
+            self._compile()
 
     @abstractmethod
     def _read(self, source: str | Path) -> Any:
@@ -108,6 +114,10 @@ class TrainableModel(ABC):
         """Measure the memory of an update with sequences of at most ``longest`` tokens."""
 
     @abstractmethod
+    def _outputs(self, micro_batch: MicroBatch) -> Any:
+        """Return what an update computes from a micro-batch: log-probs or values of its response tokens."""
+
+    @abstractmethod
     def _whole_parameters(self) -> list[Any]:
         """Return the trained parameters that every rank keeps whole."""
 
@@ -120,6 +130,15 @@ class TrainableModel(ABC):
         # All ranks compute the same micro-batches.
         free = self._workers.smallest(free_bytes(self._model, limits))
         return find_budget(self.role, config, memory, free, limits)
+
+    def _compile(self) -> None:
+        """Compile the layers now: an update has a time limit, and ranks that wait for another one's compiler seem to hang."""
+        start = time.monotonic()
+        _, checkpointing = self._budget.resolve(0)
+        with self._passes_of_update(checkpointing):
+            try_compiled(self._model, self._outputs, self.role, self._workers)
+        self._optimizer.zero_grad(set_to_none=True)
+        log.info("layers compiled", role=self.role, seconds=round(time.monotonic() - start, 1))
 
     def _read_rest(self, checkpoint: Path) -> None:
         """Load what a checkpoint has besides the weights of ``_adapted``, which may include an adapter. Raises ModelError."""
@@ -260,8 +279,16 @@ class TrainableModel(ABC):
         with torch_threads(self._update_threads):
             return self._updates.once(run, step, leader_epoch, apply)
 
-    def _deterministic_update(self) -> AbstractContextManager[None]:
-        return deterministic_update(self._device, self.role, self._model_config.deterministic_updates)
+    @contextmanager
+    def _passes_of_update(self, checkpointing: bool) -> Iterator[None]:
+        """Compute forward and backward passes inside the context as the config says, with or without ``checkpointing``."""
+        config = self._model_config
+        with (
+            activation_checkpointing(self._model, checkpointing),
+            compiled_layers(self._model, config.compile),
+            deterministic_update(self._device, self.role, config.deterministic_updates),
+        ):
+            yield
 
     def status(self) -> ServiceStatus:
         """Return the status of the model. It is also available after a failed restore, when there is no model."""

@@ -13,11 +13,11 @@ from quartet.config import ActorConfig, OffloadConfig
 from quartet.config.estimators import BUILT_IN_POLICY_LOSSES
 from quartet.engines.engine import ServedModel
 from quartet.errors import ConfigError, FailedPrecondition, InvalidRequest, MismatchError
-from quartet.models.forward.log_probs import EntropyUse
+from quartet.models.forward.batching import MicroBatch
+from quartet.models.forward.log_probs import EntropyUse, forward_log_probs
 from quartet.models.forward.scoring import response_log_probs
 from quartet.models.generation.engine import EngineFactory, Policy
 from quartet.models.generation.validation import served_model
-from quartet.models.training.activation_checkpointing import activation_checkpointing
 from quartet.models.training.update_memory import UpdateMemory, measure_policy
 from quartet.models.training.updates import update_policy
 from quartet.models.weights.device_copy import copy_to_device
@@ -96,6 +96,9 @@ class Actor(TrainableModel):
     def _measure(self, longest: int, limits: UpdateLimits) -> UpdateMemory:
         use: EntropyUse = "train" if limits.trains_entropy else "report"
         return measure_policy(self._model, longest, use, self._workers, self._offload.optimizer)
+
+    def _outputs(self, micro_batch: MicroBatch) -> Any:
+        return forward_log_probs(self._model, micro_batch, 1.0)[0]
 
     def _adapted(self) -> Any:
         return self._model
@@ -210,7 +213,7 @@ class Actor(TrainableModel):
             experience = self._workers.agreed(lambda: self._buffer(run).experience.load(step))
             self._engine.release(self._budget.frees_cache)
             tokens, checkpointing = self._budget.resolve(settings.micro_batch_tokens)
-            with activation_checkpointing(self._model, checkpointing), self._deterministic_update():
+            with self._passes_of_update(checkpointing):
                 metrics = update_policy(
                     self._model,
                     self._optimizer,

@@ -9,8 +9,8 @@ from typing import Any
 from quartet.buffer.experience_store import ExperienceStore
 from quartet.config import CriticConfig, OffloadConfig
 from quartet.failpoints import failpoint
-from quartet.models.forward.scoring import response_values
-from quartet.models.training.activation_checkpointing import activation_checkpointing
+from quartet.models.forward.batching import MicroBatch
+from quartet.models.forward.scoring import forward_values, response_values
 from quartet.models.training.update_memory import UpdateMemory, measure_value
 from quartet.models.training.updates import update_value
 from quartet.models.weights.loading import check_critic, load_critic
@@ -64,6 +64,9 @@ class Critic(TrainableModel):
     def _measure(self, longest: int, limits: UpdateLimits) -> UpdateMemory:
         return measure_value(self._model, longest, self._workers, self._offload.optimizer)
 
+    def _outputs(self, micro_batch: MicroBatch) -> Any:
+        return forward_values(self._model, micro_batch)
+
     def _adapted(self) -> Any:
         # The value head is small and untrained, so all of it is trained, even with an adapter.
         return self._model.backbone
@@ -102,7 +105,7 @@ class Critic(TrainableModel):
         def apply() -> dict[str, float]:
             experience = self._workers.agreed(lambda: self._experience(run).load(step))
             tokens, checkpointing = self._budget.resolve(settings.micro_batch_tokens)
-            with activation_checkpointing(self._model, checkpointing), self._deterministic_update():
+            with self._passes_of_update(checkpointing):
                 metrics = update_value(self._model, self._optimizer, experience, settings, loss, tokens, self._workers)
             if settings.num_epochs:
                 self._tokens["trained"] += len(experience.advantages)

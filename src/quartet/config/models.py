@@ -80,6 +80,9 @@ class TrainedModelConfig(Section):
     deterministic_updates: bool = True
     """On a GPU: use only kernels whose results are bit-identical if repeated, which may be slower. An actor that generates
     during its updates uses any kernel, see rollout.max_off_policy_steps."""
+    compile: bool = False
+    """Compile the transformer layers for updates with torch.compile. Results differ by rounding. The service compiles at its
+    start, which takes minutes. Not tried on a GPU. On a CPU it needs a C++ compiler, and linear layers do not use oneDNN."""
 
     @property
     def max_forward_tokens(self) -> int:

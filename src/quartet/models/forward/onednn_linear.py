@@ -22,6 +22,7 @@ MIN_WEIGHTS = 2**14
 """Minimum size of a weight for oneDNN. For smaller matmuls the call would take longer than the computation. The number of rows
 does not matter: otherwise the other rows of a batch would change the bits of a row."""
 _is_on: ContextVar[bool] = ContextVar("onednn_linear", default=False)
+_is_allowed: ContextVar[bool] = ContextVar("onednn_allowed", default=True)
 CPU_INFO = Path("/proc/cpuinfo")
 
 
@@ -31,7 +32,7 @@ def onednn_linear() -> Iterator[None]:
 
     Applies to the calling thread, forward and backward.
     """
-    if is_faster():
+    if is_faster() and _is_allowed.get():
         token = _is_on.set(True)
         try:
             with _LinearMode():
@@ -40,6 +41,16 @@ def onednn_linear() -> Iterator[None]:
             _is_on.reset(token)
     else:
         yield
+
+
+@contextmanager
+def without_onednn() -> Iterator[None]:
+    """Let ``onednn_linear`` change nothing inside the context."""
+    token = _is_allowed.set(False)
+    try:
+        yield
+    finally:
+        _is_allowed.reset(token)
 
 
 def same_linear() -> AbstractContextManager[None]:

@@ -7,8 +7,9 @@ A prompt that several sequences share is stored in the row once.
 
 from __future__ import annotations
 
+import functools
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -210,3 +211,23 @@ def _unpack(states: torch.Tensor, packing: Packing) -> list[torch.Tensor]:
 
 
 AttentionInterface.register(ATTENTION_NAME, _attention)
+
+
+@contextmanager
+def uncompiled_attention() -> Iterator[None]:
+    """Keep packed attention out of the code of compiled layers inside the context.
+
+    The number of blocks differs between micro-batches, so nearly each of them would need other code.
+    """
+    AttentionInterface.register(ATTENTION_NAME, _without_compiler())
+    try:
+        yield
+    finally:
+        AttentionInterface.register(ATTENTION_NAME, _attention)
+
+
+@functools.cache
+def _without_compiler() -> Callable[..., tuple[torch.Tensor, None]]:
+    """Return the attention as a function that torch.compile calls. Compiled code refers to it, so there is only one."""
+    result: Callable[..., tuple[torch.Tensor, None]] = torch.compiler.disable(_attention)
+    return result

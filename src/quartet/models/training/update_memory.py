@@ -81,7 +81,7 @@ def activations_saved_by(model: Any, forward: Forward, longest: int, workers: Wo
     )
 
     def trial(times: int, factor: int) -> tuple[int, int]:
-        micro_batch = _trial_batch(model, lengths * times, factor)
+        micro_batch = trial_batch(model, lengths * times, factor)
         return saved_bytes(model, lambda: forward(micro_batch), workers), micro_batch.input_ids.numel()
 
     (once, tokens), (twice, _), (longer, _) = trial(1, 1), trial(2, 1), trial(1, 2)
@@ -91,7 +91,7 @@ def activations_saved_by(model: Any, forward: Forward, longest: int, workers: Wo
     return SavedActivations(max(0.0, once - tokens * (token + pair * long)), token, pair)
 
 
-def _trial_batch(model: Any, lengths: list[int], factor: int) -> MicroBatch:
+def trial_batch(model: Any, lengths: list[int], factor: int = 1) -> MicroBatch:
     """Build a micro-batch of sequences of ``factor`` times ``lengths`` input tokens, each of which predicts a response token."""
     sizes = factor * np.array(lengths, np.int32)
     ones = np.ones_like(sizes)
