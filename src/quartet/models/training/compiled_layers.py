@@ -61,8 +61,8 @@ def try_compiled(
 ) -> None:
     """Compile the layers of a model in trial passes, with and without gradients. The gradients are left to the caller.
 
-    Use it in ``compiled_layers``. All ``workers`` must call it. ``forward`` returns log-probs or values of a micro-batch. ``role``
-    is the config section of the model. Raises ConfigError if a layer cannot be compiled.
+    Use it in ``compiled_layers``. All ``workers`` must call it. ``forward`` returns log-probs or values of a micro-batch.
+    ``role`` is the config section of the model. Raises ConfigError if a layer cannot be compiled.
     """
     try:
         for lengths in TRIAL_LENGTHS:
