@@ -158,6 +158,11 @@ def test_the_tree_is_immutable(minimal: Path) -> None:
             {"services": {"actor": {"nodes": 2, "processes": 2, "parallel": {"replicate": 3}}}},
             "which is 4; change the sizes$",
         ),
+        (
+            {"critic": {"compile": True}, "services": {"critic": {"processes": 2, "parallel": {"tensor": 2}}}},
+            "critic.compile: layers of which each rank computes slices cannot be compiled; set critic.compile false, or "
+            "services.critic.parallel.tensor 1",
+        ),
         ({"services": {"actor": {"parallel": {"tensor": 2}}}}, "must be the number of ranks, which is 1"),
         ({"services": {"reference": {"parallel": {"replicate": 2}}}}, "must be the number of ranks, which is 1"),
         (

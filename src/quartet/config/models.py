@@ -82,7 +82,8 @@ class TrainedModelConfig(Section):
     during its updates uses any kernel, see rollout.max_off_policy_steps."""
     compile: bool = False
     """Compile the transformer layers for updates with torch.compile. Results differ by rounding. The service compiles at its
-    start, which takes minutes. Not tried on a GPU. On a CPU it needs a C++ compiler, and linear layers do not use oneDNN."""
+    start, which takes minutes. Not run on a GPU. On a CPU it needs a C++ compiler, and linear layers do not use oneDNN. Not with
+    a parallel.tensor above 1."""
 
     @property
     def max_forward_tokens(self) -> int:

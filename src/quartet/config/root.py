@@ -287,6 +287,11 @@ class Config(Section):
                     f"services.{name}.devices {devices}: {repeated} given more than once; each rank needs another device"
                 )
             service.parallel.check(f"services.{name}", service)
+            if name in ("actor", "critic") and getattr(self, name).compile and service.parallel.tensor > 1:
+                raise ValueError(
+                    f"{name}.compile: layers of which each rank computes slices cannot be compiled; set {name}.compile false, or "
+                    f"services.{name}.parallel.tensor 1"
+                )
             if name in ("reward", "reference") and service.offload != OffloadConfig():
                 raise ValueError(f"services.{name}.offload: only actor and critic are trained; leave it out")
             if service.offload.parameters and len(devices) == 1:

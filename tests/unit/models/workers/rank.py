@@ -20,7 +20,9 @@ import torch
 import torch.distributed as dist
 
 from quartet.models.forward.scoring import response_log_probs, response_values
+from quartet.models.training import compiled_layers as compilation
 from quartet.models.training.activation_checkpointing import activation_checkpointing
+from quartet.models.training.compiled_layers import compiled_layers
 from quartet.models.training.optimizer import create_optimizer, load_optimizer_state, optimizer_parts, parameter_groups
 from quartet.models.training.updates import update_policy, update_value
 from quartet.models.value_head import ValueModel
@@ -104,7 +106,8 @@ def run(case: str, workers: Workers, folder: Path) -> tuple[dict[str, torch.Tens
     metrics: dict[str, Any] = {}
     settings = updates.settings(learning_rate=RATE, skip_non_finite=case == "not-finite")
     for step in range(STEPS):
-        with activation_checkpointing(model, case == "rloo"):
+        compiles = case.startswith("compiled") and workers.size > 1
+        with activation_checkpointing(model, case in ("rloo", "compiled-lora")), compiled_layers(model, compiles):
             if case.startswith("value"):
                 result = update_value(model, optimizer, data, settings, ValueLossSettings(0.2), 12, workers)
             else:
@@ -152,6 +155,8 @@ def main(
 ) -> None:
     torch.set_num_threads(1)
     torch.set_deterministic_debug_mode("warn")
+    # Without a C++ compiler.
+    compilation.COMPILER = {"backend": "aot_eager"}
     join_group(rank, size, ("127.0.0.1", port), descriptor)
     for case in cases:
         (folder / f"state-{case}").mkdir(exist_ok=True)

@@ -109,6 +109,20 @@ def test_the_same_group_repeats_to_the_bit(results: Callable[[int], Results], ca
     assert all(torch.equal(value, second[0][name]) for name, value in first[0].items())
 
 
+@pytest.mark.slow
+def test_a_group_with_compiled_layers_computes_what_one_process_computes(tmp_path: Path) -> None:
+    again = rank.again("compiled")
+    results = run_group(tmp_path, 2, cases=("compiled", again, "compiled-lora"))
+    for case in ("compiled", "compiled-lora"):
+        (weights, metrics), (others, other_metrics) = results[case]
+        compare_with_one_process(case, weights, metrics, tmp_path)
+        assert metrics == other_metrics
+        assert all(torch.equal(value, others[name]) for name, value in weights.items())
+    (first, metrics), (second, again_metrics) = results["compiled"][0], results[again][0]
+    assert metrics == again_metrics
+    assert all(torch.equal(value, second[name]) for name, value in first.items())
+
+
 def test_offload_changes_nothing_on_cpus(results: Callable[[int], Results]) -> None:
     offloaded, expected = (results(2)[case][0] for case in rank.OFFLOADED)
     assert offloaded[1] == expected[1]
