@@ -18,6 +18,7 @@ from quartet.buffer.connection import Redis
 from quartet.buffer.experience_store import ExperienceStore
 from quartet.config import Config, ServiceConfig
 from quartet.errors import ConfigError
+from quartet.models.training import compiled_layers
 from quartet.services import factories as roles
 from quartet.types import (
     MODEL_ROLES,
@@ -129,6 +130,30 @@ def test_the_optimizer_has_the_options_of_its_section_and_the_learning_rate_of_t
         squares += float(np.square(gradient).sum())
         np.testing.assert_allclose(moments[f"{name}_sq"], (1 - 0.7) * gradient**2, rtol=1e-4, atol=1e-14)
     assert math.sqrt(squares) == pytest.approx(0.02, rel=1e-3)
+
+
+@pytest.mark.usefixtures("_sealed")
+@pytest.mark.parametrize("role", TRAINED)
+def test_a_compiled_service_compiles_at_its_start_and_updates_as_without(
+    role: Role, services: Services, changed_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graphs: list[Any] = []
+
+    def compile_nothing(graph: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+        graphs.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    monkeypatch.setattr(compiled_layers, "COMPILER", {"backend": compile_nothing})
+    results = {}
+    for on in (False, True):
+        client = services.start(role, changed_config(**{role: {"compile": on}}))
+        compiled = len(graphs)
+        client.update(RUN, 1, 1, SETTINGS, LOSSES[role]).result()
+        assert (compiled > 0) == on
+        assert len(graphs) == compiled
+        results[on] = client.log_probs(BATCH, 1.0) if role is Role.ACTOR else client.values(BATCH).result()
+    np.testing.assert_allclose(results[True], results[False], atol=1e-4)
 
 
 REQUESTS: dict[str, tuple[Role, Callable[[Any], Any]]] = {

@@ -229,5 +229,5 @@ def uncompiled_attention() -> Iterator[None]:
 @functools.cache
 def _without_compiler() -> Callable[..., tuple[torch.Tensor, None]]:
     """Return the attention as a function that torch.compile calls. Compiled code refers to it, so there is only one."""
-    result: Callable[..., tuple[torch.Tensor, None]] = torch.compiler.disable(_attention)
+    result: Callable[..., tuple[torch.Tensor, None]] = torch.compiler.disable(_attention)  # type: ignore[no-untyped-call]
     return result

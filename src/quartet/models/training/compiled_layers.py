@@ -5,12 +5,11 @@ See docs/adr/0042-speed-of-updates.md.
 
 from __future__ import annotations
 
-import atexit
 import os
-import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,7 +26,6 @@ from quartet.models.workers.workers import SINGLE, Workers
 COMPILER: dict[str, Any] = {"backend": "inductor", "options": {"deterministic": True}}
 """Compiler of the layers. Deterministic: it chooses kernels without measuring them, so that a restarted process gets the same."""
 CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
-THREADS_VARIABLE = "TORCHINDUCTOR_COMPILE_THREADS"
 TRIAL_LENGTHS = ([24, 40, 24], [7, 12])
 """Tokens of the sequences in two trial micro-batches. The second shows a shape that the code of the first does not cover."""
 
@@ -43,7 +41,7 @@ def compiled_layers(model: Any, on: bool = True) -> Iterator[None]:
     if not on:
         yield
         return
-    _set_up_compiler()
+    _use_private_directory()
     layers = transformer_layers(model)
     with without_onednn(), uncompiled_attention():
         try:
@@ -86,17 +84,17 @@ def try_compiled(
         ) from error
 
 
-def _set_up_compiler() -> None:
-    """Let the compiler write to a directory of this process, and work in this process.
+def _use_private_directory() -> None:
+    """Let the compiler read and write a directory of this user. Raises ConfigError if it belongs to another user.
 
-    By default, it writes code and pickles to a directory with a known name in /tmp, and loads those that it finds there. And it
-    starts a process per CPU core, each of which imports torch.
+    By default, torch loads code and pickles from a directory with a known name in /tmp, which any user can create.
     """
-    if CACHE_VARIABLE not in os.environ:
-        folder = tempfile.mkdtemp(prefix="quartet-compiled-")
-        os.environ[CACHE_VARIABLE] = folder
-        atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    if THREADS_VARIABLE not in os.environ:
-        import torch._inductor.config  # Processes that compile nothing do not import it.
-
-        torch._inductor.config.compile_threads = 1
+    folder = Path(tempfile.gettempdir()) / f"quartet-compiled-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    status = folder.lstat()
+    if status.st_uid != os.getuid() or status.st_mode & 0o077:
+        raise ConfigError(
+            f"compile: {folder} is not a directory that only this user may use, and torch.compile would load code from it; "
+            "delete it, or set TMPDIR to another directory"
+        )
+    os.environ[CACHE_VARIABLE] = str(folder)

@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -83,6 +84,7 @@ def model_of(kind: str, trained: str = "policy", lora: bool = False) -> Any:
     return model
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("recomputes", [False, True])
 @pytest.mark.parametrize("lora", [False, True])
 @pytest.mark.parametrize(("kind", "trained"), [("llama", "policy"), ("llama", "value"), ("gpt2", "policy")])
@@ -170,14 +172,23 @@ def test_layers_are_not_compiled_without_the_switch(graphs: Graphs, monkeypatch:
     assert module.CACHE_VARIABLE not in os.environ
 
 
-def test_the_compiler_writes_to_a_directory_of_its_process(graphs: Graphs, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(module.CACHE_VARIABLE, raising=False)
-    with compiled_layers(tiny.causal("llama")):
-        folder = Path(os.environ[module.CACHE_VARIABLE])
-    assert folder.stat().st_mode & 0o777 == 0o700
-    monkeypatch.setenv(module.CACHE_VARIABLE, "/chosen")
-    with compiled_layers(tiny.causal("llama")):
-        assert os.environ[module.CACHE_VARIABLE] == "/chosen"
+def test_the_compiler_uses_a_directory_of_the_user(
+    graphs: Graphs, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv(module.CACHE_VARIABLE, "/tmp/known")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    for _ in range(2):
+        with compiled_layers(tiny.causal("llama")):
+            folder = Path(os.environ[module.CACHE_VARIABLE])
+            assert (folder.parent, folder.stat().st_mode & 0o777) == (tmp_path, 0o700)
+    folder.chmod(0o777)
+    with pytest.raises(ConfigError, match="not a directory that only this user"), compiled_layers(tiny.causal("llama")):
+        pass
+    folder.rmdir()
+    (tmp_path / "other").mkdir()
+    folder.symlink_to(tmp_path / "other")
+    with pytest.raises(ConfigError, match="not a directory that only this user"), compiled_layers(tiny.causal("llama")):
+        pass
 
 
 @NEEDS_COMPILER
@@ -216,7 +227,7 @@ with compiled_layers(model):
 """
     result = subprocess.run(
         [sys.executable, "-c", program],
-        env={**os.environ, "CXX": "/missing/compiler", module.CACHE_VARIABLE: str(tmp_path)},
+        env={**os.environ, "CXX": "/missing/compiler", "TMPDIR": str(tmp_path)},
         capture_output=True,
         text=True,
         timeout=300,
