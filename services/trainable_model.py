@@ -134,6 +134,7 @@ class TrainableModel(ABC):
     def _compile(self) -> None:
         """Compile the layers now: an update has a time limit, and ranks that wait for another one's compiler seem to hang."""
         start = time.monotonic()
+        log.info("compiling layers; the first start takes minutes", role=self.role)
         _, checkpointing = self._budget.resolve(0)
         with self._passes_of_update(checkpointing):
             try_compiled(self._model, self._outputs, self.role, self._workers)
