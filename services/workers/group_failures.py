@@ -37,8 +37,8 @@ class GroupFailures:
     def poll(self) -> Failure:
         """Return the failure of the group. Never waits. May be called from any thread."""
         if self._failed.text:
-            pass
-        elif end := self._process.failure():
+            return self._failed
+        if end := self._process.failure():
             text, kind = self._process.error
             error = Failure(text, kind)
             if not text and self._watchdog is not None:
