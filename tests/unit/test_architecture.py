@@ -49,6 +49,7 @@ LIBRARY = {
     "quartet.buffer",
     "quartet.models",
     "quartet.rewards",
+    "quartet.verifiers",
     "quartet.telemetry",
     "quartet.ppo",
     "quartet.codec",
@@ -162,6 +163,7 @@ ALLOWED: dict[str, set[str]] = {
     },
     "quartet.rewards": FOUNDATION
     | {"quartet.models", "quartet.child_processes", "quartet.secret_files", "quartet.user_code"},
+    "quartet.verifiers": {"quartet.errors", "quartet.rewards"},
     "quartet.buffer": FOUNDATION | {"quartet.codec", "quartet.child_processes", "quartet.secret_files"},
     "quartet.rpc": FOUNDATION
     | {"quartet.codec", "quartet.secret_files", "quartet.topology", "quartet.v1", "quartet.weight_transfer"},

@@ -1,0 +1,1 @@
+"""Verifiable rewards: functions that check a response by rule, and the sandbox that runs programs for them."""

@@ -1,0 +1,80 @@
+"""Verifier of mathematical answers."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from quartet.verifiers.errors import InvalidField, VerifierTimeout
+from quartet.verifiers.math import final_answer
+
+pytest.importorskip("math_verify")
+
+
+@pytest.mark.parametrize(
+    ("answer", "response"),
+    [
+        (7, "3 + 4 = 7"),
+        ("1/2", r"\boxed{0.5}"),
+        ("1/2", r"so \boxed{\frac{1}{2}}."),
+        (r"\frac{1}{2}", "1/2"),
+        ("50%", "the answer is 0.5"),
+        (0.5, "the answer is 50%"),
+        ("1,000", "It is 1000."),
+        (1000, "1,000 apples"),
+        (-3, "x = -3"),
+        (1e-7, "0.0000001"),
+        ("1/3", "0.333333"),
+        ("x^2+1", r"$\boxed{1+x^2}$"),
+        (r"\sqrt{2}", r"\boxed{2^{1/2}}"),
+        ("2^{10}", "1024"),
+        ("(1,2)", r"\boxed{(1,2)}"),
+        (3, "The answer is 2. No, the answer is 3"),
+        (2, r"\boxed{2} because 5"),
+    ],
+)
+def test_equal_answers_score_1(answer: object, response: str) -> None:
+    assert final_answer("", response, {"answer": answer}) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("answer", "response"),
+    [
+        (3, "nothing"),
+        (3, ""),
+        (3, r"\boxed{4} is not 3"),
+        (2, r"\boxed{1} \boxed{2} \boxed{3}"),
+        (2, r"\boxed{1 or 2 or 3}"),
+        (2, "1 2 3"),
+        ("1/3", "0.33"),
+        (42, "4 2"),
+        (3, r"\boxed{3"),
+        (3, "(" * 4000),
+        (3, r"\frac{" * 700),
+        (3, "$" * 4000),
+    ],
+)
+def test_other_answers_score_0(answer: object, response: str) -> None:
+    assert final_answer("", response, {"answer": answer}) == 0.0
+
+
+def test_only_the_end_of_a_long_response_is_read() -> None:
+    assert final_answer("", "9 " * 10**6 + "so 7", {"answer": 7}) == 1.0
+    assert final_answer("", r"\boxed{7}" + " " * 5000, {"answer": 7}) == 0.0
+
+
+@pytest.mark.parametrize("response", ["9**9**9**9**9", r"\boxed{9^{9^{9^{9^9}}}}"])
+def test_a_comparison_that_never_ends_is_a_timeout_in_every_thread(response: str) -> None:
+    assert final_answer("", "1", {"answer": 1}) == 1.0
+    begun = time.monotonic()
+    with ThreadPoolExecutor(1) as pool, pytest.raises(VerifierTimeout):
+        pool.submit(final_answer, "", response, {"answer": 3}, seconds=0.5).result()
+    assert time.monotonic() - begun < 60
+
+
+@pytest.mark.parametrize("fields", [{}, {"answer": ""}, {"answer": [1]}, {"answer": True}, {"answer": "?"}])
+def test_a_bad_answer_is_an_error(fields: dict[str, object]) -> None:
+    with pytest.raises(InvalidField, match="answer"):
+        final_answer("", "1", fields)
