@@ -9,7 +9,6 @@ import pytest
 from quartet.verifiers.errors import InvalidField, VerifierTimeout
 from quartet.verifiers.json_schema import valid
 
-pytest.importorskip("jsonschema")
 SCHEMA = {"type": "object", "required": ["a"], "properties": {"a": {"type": "integer"}}}
 
 

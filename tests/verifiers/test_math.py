@@ -10,8 +10,6 @@ import pytest
 from quartet.verifiers.errors import InvalidField, VerifierTimeout
 from quartet.verifiers.math import final_answer
 
-pytest.importorskip("math_verify")
-
 
 @pytest.mark.parametrize(
     ("answer", "response"),

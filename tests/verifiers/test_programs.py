@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+import quartet
 from quartet.errors import ConfigError
 from quartet.verifiers.code import program_of, run_tests, run_tests_batched
 from quartet.verifiers.errors import InvalidField, SandboxFailed
@@ -22,6 +23,7 @@ from quartet.verifiers.sandbox.backend import Sandbox, request
 from quartet.verifiers.sandbox.limits import Limits
 from quartet.verifiers.sandbox.selection import open_sandbox
 from tests.verifiers.conftest import MARKER, leftovers
+from tests.verifiers.hostile_programs import ATTACKS
 
 LIMITS = Limits(seconds=30.0, cpu_seconds=30)
 SHORT = Limits(seconds=1.0)
@@ -210,6 +212,34 @@ def test_nothing_is_left_of_a_program_when_its_caller_is_killed(box: Sandbox, tm
     assert leftovers() == []
 
 
+AS_A_USER = """
+from quartet.verifiers.programs import InputOutput, Program, run_with_input
+from quartet.verifiers.sandbox.limits import Limits
+from quartet.verifiers.sandbox.selection import open_sandbox
+source = sys.argv[1]
+limits = Limits(seconds=60.0, cpu_seconds=60)
+report = run_with_input(open_sandbox("bubblewrap"), Program(source), [InputOutput("", "contained")], limits)
+print(os.getuid(), *report.kinds)
+"""
+
+
+def test_the_limit_of_processes_holds_for_users_without_root(box: Sandbox) -> None:
+    python, source = Path("/usr/bin/python3"), Path(quartet.__file__).parents[1]
+    if os.geteuid() != 0:
+        pytest.skip("these tests run without root as a whole")
+    script = f"import os, sys\nsys.path.insert(0, {str(source)!r})\n{AS_A_USER}"
+    command = [str(python), "-I", "-S", "-c", script, ATTACKS["starts many processes"]]
+    check = [
+        str(python),
+        "-c",
+        f"import sys, os; sys.exit(sys.version_info < (3, 11) or not os.access({str(source)!r}, 5))",
+    ]
+    if not python.exists() or subprocess.run(check, user=12345, cwd="/").returncode:
+        pytest.skip("no Python 3.11 or newer in /usr/bin, or other users may not read this checkout")
+    result = subprocess.run(command, user=12345, group=12345, extra_groups=[], cwd="/", capture_output=True, text=True)
+    assert (result.stdout, result.stderr) == ("12345 passed\n", "")
+
+
 class TestTheRewardFunction:
     """``quartet.verifiers.code``: fields, settings and scores."""
 
@@ -233,6 +263,15 @@ class TestTheRewardFunction:
         fields = [{"tests": [{"input": str(n), "output": str(n)}]} for n in range(6)]
         responses = ["print(input())"] * 3 + ["print(3)"] * 3
         assert run_tests_batched([""] * 6, responses, fields, workers=3) == [1.0, 1.0, 1.0, 1.0, 0.0, 0.0]
+
+    def test_equal_responses_of_a_batch_run_once(self, box: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
+        launches = []
+        launch = type(box).launch
+        monkeypatch.setattr(type(box), "launch", lambda self, limits: launches.append(1) or launch(self, limits))
+        line = {"tests": [{"input": "1", "output": "1"}]}
+        other = {"tests": [{"input": "2", "output": "2"}]}
+        assert run_tests_batched([""] * 5, ["print(1)"] * 5, [line] * 4 + [other]) == [1.0] * 4 + [0.0]
+        assert len(launches) == 2
 
     @pytest.mark.parametrize(
         ("fields", "message"),

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
+from quartet.errors import ConfigError
 from quartet.verifiers.errors import InvalidField, VerifierTimeout
 from quartet.verifiers.text import exact_match, regular_expression, required_sections, required_tags
 
@@ -104,3 +107,13 @@ def test_required_sections(response: str, score: float) -> None:
 def test_sections_without_headings_are_an_error() -> None:
     with pytest.raises(InvalidField, match="headings"):
         required_sections("", "", {})
+
+
+@pytest.mark.parametrize(("module", "package"), [("math", "math_verify"), ("json_schema", "jsonschema")])
+def test_a_missing_package_is_reported_when_a_config_is_checked(
+    module: str, package: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    imported = importlib.import_module(f"quartet.verifiers.{module}")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=rf"the package {package} is not installed.*quartet-rlhf\[verifiers\]"):
+        importlib.reload(imported)

@@ -6,9 +6,10 @@ SandboxFailed, which is never a score.
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from quartet.errors import ConfigError
@@ -85,16 +86,19 @@ def run_tests_batched(
     workers: int = 0,
     **settings: Any,
 ) -> list[float]:
-    """Return the score of each response, see ``run_tests``, with ``workers`` programs at a time. 0: the CPUs of this process."""
+    """Return the score of each response, see ``run_tests``, with ``workers`` programs at a time. 0: one for each CPU.
+
+    Equal responses to equal lines run once.
+    """
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    count = workers or cpus or 1
-    with ThreadPoolExecutor(max_workers=count, thread_name_prefix="sandbox") as pool:
-        calls = [
-            pool.submit(run_tests, prompt, response, line, **settings)
-            for prompt, response, line in zip(prompts, responses, fields, strict=True)
-        ]
+    arguments = list(zip(responses, [json.dumps(line, sort_keys=True) for line in fields], strict=True))
+    calls: dict[tuple[str, str], Future[float]] = {}
+    with ThreadPoolExecutor(max_workers=workers or cpus or 1, thread_name_prefix="sandbox") as pool:
+        for prompt, key, line in zip(prompts, arguments, fields, strict=True):
+            if key not in calls:
+                calls[key] = pool.submit(run_tests, prompt, key[0], line, **settings)
         try:
-            return [call.result() for call in calls]
+            return [calls[key].result() for key in arguments]
         except BaseException:
             pool.shutdown(wait=True, cancel_futures=True)
             raise

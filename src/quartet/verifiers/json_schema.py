@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from quartet.errors import ConfigError
 from quartet.verifiers.bounded import call_bounded, limit_memory
 from quartet.verifiers.errors import InvalidField
+from quartet.verifiers.extra_packages import require
 from quartet.verifiers.fields import field
+
+require("jsonschema")
 
 
 def valid(
@@ -40,15 +42,11 @@ def valid(
 
 def check(schema: dict[str, Any] | bool, text: str) -> bool | str:
     """Return whether the schema accepts the text, or what is wrong with the schema. Time limits are up to the caller."""
-    try:
-        from jsonschema import SchemaError
-        from jsonschema.validators import validator_for
-        from referencing import Registry
-        from referencing.exceptions import Unresolvable
-    except ImportError as error:
-        raise ConfigError(
-            f"the package {error.name} is not installed; install it with pip install 'quartet-rlhf[verifiers]'"
-        ) from None
+    from jsonschema import SchemaError
+    from jsonschema.validators import validator_for
+    from referencing import Registry
+    from referencing.exceptions import Unresolvable
+
     limit_memory()
     kind = validator_for(schema)
     try:

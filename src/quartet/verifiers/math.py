@@ -6,7 +6,10 @@ from typing import Any
 
 from quartet.verifiers.bounded import call_bounded
 from quartet.verifiers.errors import InvalidField
+from quartet.verifiers.extra_packages import require
 from quartet.verifiers.fields import answer_text
+
+require("math_verify")
 
 
 def final_answer(

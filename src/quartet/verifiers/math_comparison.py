@@ -5,16 +5,10 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from quartet.errors import ConfigError
-from quartet.verifiers.bounded import limit_memory
+import math_verify
+from math_verify import ExprExtractionConfig, LatexExtractionConfig
 
-try:
-    import math_verify
-    from math_verify import ExprExtractionConfig, LatexExtractionConfig
-except ImportError as error:
-    raise ConfigError(
-        f"the package {error.name} is not installed; install it with pip install 'quartet-rlhf[verifiers]'"
-    ) from None
+from quartet.verifiers.bounded import limit_memory
 
 # It warns that its own time limits are off.
 logging.getLogger("math_verify").setLevel(logging.ERROR)

@@ -16,8 +16,8 @@ END_SECONDS = 30.0
 class Limits:
     """Limits of one run of a program. A run is one test, or one process that answers the calls of several tests."""
 
-    seconds: float = 4.0
-    """Wall time of a test."""
+    seconds: float = 10.0
+    """Wall time of a test. More than the CPU time, so that a busy machine does not fail a right program."""
     cpu_seconds: int = 4
     """CPU time of each process."""
     memory_mb: int = 512
