@@ -50,6 +50,9 @@ def toy_task_changes(toy_task: dict[str, Any], shipped: dict[str, Any]) -> dict[
         changes["reward"] = {"parts": parts}
     elif "model" in reward:
         changes["reward"] = {"model": toy_task["reward"]["model"]}
+    else:
+        # The prompts of the toy task have no fields for a verifier.
+        changes["reward"] = {"function": "quartet.rewards.examples:length_target", "batched": False}
     for role in ("critic", "reference"):
         if shipped.get(role, {}).get("model"):
             changes[role] = {"model": toy_task["actor"]["model"]}
