@@ -26,7 +26,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .PHONY: help install demo test test-fast test-all test-e2e chaos faults soak durability-cost startup end-to-end generation precision gpu update sharding plan plan-memory \
 	groups growth \
-	transport weights buffer gae orchestration overlap architectures gateway-load gateway-metrics browser screenshots notebook fuzz-api fuzz-rpc helm-golden \
+	transport weights buffer sandbox learning-curves gae orchestration overlap architectures gateway-load gateway-metrics browser screenshots notebook fuzz-api fuzz-rpc helm-golden \
 	helm-schema e2e-compose check docs docs-reference wheel format proto acceptance parity engines clean
 .DEFAULT_GOAL := help
 
@@ -128,6 +128,12 @@ weights: $(VENV)/.installed ## Measure weights to generators: GB/s, bytes of del
 
 buffer: $(VENV)/.installed ## Measure trajectories per second and experience in GB/s through Redis; write docs/performance.md
 	$(BIN)/python -m benchmarks.buffer $(BENCHMARK_ARGS)
+
+sandbox: $(VENV)/.installed ## Measure programs per second in the sandbox; write docs/verifiers.md; needs bubblewrap, Docker or Podman
+	$(BIN)/python -m benchmarks.sandbox $(BENCHMARK_ARGS)
+
+learning-curves: $(VENV)/.installed-dev ## Train the examples with verifiers, three seeds each; write docs/verifiers.md; ten minutes
+	$(BIN)/python -m benchmarks.learning_curves $(BENCHMARK_ARGS)
 
 gae: $(VENV)/.installed ## Measure advantages of a million tokens; write docs/performance.md
 	$(BIN)/python -m benchmarks.gae $(BENCHMARK_ARGS)
