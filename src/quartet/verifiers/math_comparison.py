@@ -24,7 +24,7 @@ def compare(answer: str, response: str, decimals: int) -> bool | None:
     if not expected:
         return None
     given = _parse(response)
-    return bool(given) and math_verify.verify(expected, given, float_rounding=decimals, timeout_seconds=None)
+    return bool(given and math_verify.verify(expected, given, float_rounding=decimals, timeout_seconds=None))
 
 
 def _parse(text: str) -> list[Any]:

@@ -20,7 +20,7 @@ _SIGXCPU = 24
 
 
 class Kind(StrEnum):
-    """How a test ended."""
+    """Result of a test."""
 
     PASSED = "passed"
     WRONG_ANSWER = "wrong answer"
@@ -42,7 +42,7 @@ class InputOutput:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """How each test ended."""
+    """Result of each test."""
 
     kinds: tuple[Kind, ...]
 

@@ -18,7 +18,7 @@ from quartet.verifiers.sandbox.process import Identity, SandboxProcess
 from quartet.verifiers.sandbox.seccomp import filter_program
 
 UNPRIVILEGED = 65534
-"""User and group of the program: nobody. As root, bwrap itself runs as this user, too."""
+"""User and group of the program. As root, bwrap itself runs as this user, too."""
 SYSTEM_FOLDERS = ("/usr", "/bin", "/lib", "/lib32", "/lib64", "/sbin")
 DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 ENVIRONMENT = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": "/tmp", "TMPDIR": "/tmp", "LANG": "C.UTF-8"}  # noqa: S108

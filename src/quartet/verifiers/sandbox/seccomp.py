@@ -82,7 +82,7 @@ def filter_program(machine: str = "") -> bytes:
     if machine not in ARCHITECTURES:
         return b""
     column, audit_number = ARCHITECTURES[machine]
-    refused = sorted(numbers[column] for numbers in SYSTEM_CALLS.values() if numbers[column] is not None)
+    refused = sorted(number for numbers in SYSTEM_CALLS.values() if (number := numbers[column]) is not None)
     # A jump skips that many instructions: first if the condition holds, then if it does not.
     program = [
         (_LOAD, 0, 0, _ARCHITECTURE),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from functools import cache
+from functools import cache, partial
 
 from quartet.errors import ConfigError
 from quartet.verifiers.errors import SandboxFailed
@@ -46,10 +46,10 @@ def open_sandbox(kind: str = "auto", python: str = "", image: str = DEFAULT_IMAG
 def _choices(kind: str, python: str, image: str) -> Iterator[Callable[[], Sandbox]]:
     if kind in ("auto", "bubblewrap"):
         for path in [python] if python else candidate_interpreters():
-            yield lambda path=path: Bubblewrap(path)  # type: ignore[misc]
+            yield partial(Bubblewrap, path)
     for engine in ("docker", "podman"):
         if kind in ("auto", engine):
-            yield lambda engine=engine: Container(engine, image)  # type: ignore[misc]
+            yield partial(Container, engine, image)
 
 
 def _try(sandbox: Sandbox) -> None:

@@ -13,6 +13,7 @@ import sys
 from typing import Any
 
 _OBJECTS: dict[int, Any] = {}
+_COLLECTIONS: dict[str, Any] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
 
 
 def encode(value: Any) -> Any:
@@ -29,9 +30,9 @@ def encode(value: Any) -> Any:
         return {"complex": [value.real, value.imag]}
     if isinstance(value, (bytes, bytearray)):
         return {type(value).__name__: bytes(value).hex()}
-    for kind in (list, tuple, set, frozenset):
+    for name, kind in _COLLECTIONS.items():
         if isinstance(value, kind):
-            return {kind.__name__: [encode(each) for each in kind.__iter__(value)]}
+            return {name: [encode(each) for each in kind.__iter__(value)]}
     if isinstance(value, dict):
         return {"dict": [[encode(key), encode(each)] for key, each in dict.items(value)]}
     _OBJECTS[id(value)] = value
@@ -51,7 +52,7 @@ def decode(value: Any) -> Any:
         return (bytes if kind == "bytes" else bytearray).fromhex(content)
     if kind == "dict":
         return {decode(key): decode(each) for key, each in content}
-    return {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}[kind](map(decode, content))
+    return _COLLECTIONS[kind](map(decode, content))
 
 
 def _answer(call: dict[str, Any], program: dict[str, Any]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from typing import Any
 
 MODULE = "solution"
 """Name under which tests can import the program."""
-PLAIN = (list, tuple, set, frozenset)
+PLAIN: tuple[Any, ...] = (list, tuple, set, frozenset)
 
 
 class ProgramError(Exception):
