@@ -182,6 +182,14 @@ def test_many_programs_run_at_a_time(box: Sandbox) -> None:
     assert leftovers() == []
 
 
+def test_nothing_is_left_of_a_sandbox_that_is_closed_while_it_starts(box: Sandbox) -> None:
+    for number in range(20):
+        process = box.launch(LIMITS)
+        time.sleep(number * 0.0005)
+        process.close()
+    assert leftovers() == []
+
+
 def test_nothing_is_left_of_a_program_when_its_caller_is_killed(box: Sandbox, tmp_path: Path) -> None:
     script = tmp_path / "caller.py"
     script.write_text(

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
+import select
 import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 from quartet.verifiers.errors import SandboxFailed
 from quartet.verifiers.sandbox.backend import START_SCRIPT
-from quartet.verifiers.sandbox.limits import MEBIBYTE, Limits
+from quartet.verifiers.sandbox.limits import END_SECONDS, MEBIBYTE, Limits
 from quartet.verifiers.sandbox.process import Identity, SandboxProcess
 from quartet.verifiers.sandbox.seccomp import filter_program
 
@@ -95,26 +96,40 @@ def _arguments(python: str) -> list[str]:
 def _kill(process: subprocess.Popen[bytes], information: int) -> None:
     """Kill the first process of the sandbox. The kernel then kills all others, before bwrap sees its end.
 
-    So nothing is left once bwrap has ended. If the first process does not exist yet, kill bwrap.
+    So nothing is left once bwrap has ended. Killing bwrap itself would leave a first process that does not yet end with it.
     """
-    os.set_blocking(information, False)
-    content = b""
-    with contextlib.suppress(OSError):
-        content = os.read(information, 4096)
-    try:
-        first = json.loads(content)["child-pid"]
-        descriptor = os.pidfd_open(first)
-    except (ValueError, KeyError, TypeError, OSError):
+    first = _first_process(information)
+    if first is None:
         process.kill()
+        return
+    try:
+        descriptor = os.pidfd_open(first)
+    except OSError:  # It has ended, and so will bwrap.
         return
     try:
         # Its number may belong to another process by now. The descriptor keeps its meaning.
         if _parent(first) == process.pid:
             signal.pidfd_send_signal(descriptor, signal.SIGKILL)
     except OSError:
-        process.kill()
+        pass
     finally:
         os.close(descriptor)
+
+
+def _first_process(information: int) -> int | None:
+    """Wait until bwrap has reported its first process, and return its id, or None if bwrap ended before that."""
+    content, deadline = b"", time.monotonic() + END_SECONDS
+    poller = select.poll()
+    poller.register(information, select.POLLIN)
+    while not content.rstrip().endswith(b"}") and poller.poll(1000 * max(0.0, deadline - time.monotonic())):
+        part = os.read(information, 4096)
+        if not part:
+            break
+        content += part
+    try:
+        return int(json.loads(content)["child-pid"])
+    except (ValueError, KeyError, TypeError):
+        return None
 
 
 def _parent(process: int) -> int:
