@@ -455,6 +455,8 @@ class FailedTrajectory(Model):
     prompt: str | None
     response: str | None
     attempts: int | None
+    outcome: str | None
+    """timeout, scorer_error, sandbox_error, environment_error, cancelled or refused; null for an evaluation."""
     error: str
 
 

@@ -32,8 +32,8 @@ from quartet.services.orchestrator.rollout.scoring import (
     ActorAsReference,
     ReferencePolicy,
     ScoringServices,
-    max_batches_in_flight,
 )
+from quartet.services.orchestrator.rollout.scoring_queue import max_batches_in_flight
 from quartet.services.orchestrator.telemetry.step_profiler import CallObserver
 from quartet.tokenizer_check import first_difference
 from quartet.topology import generates_in_actor, model_roles
@@ -59,13 +59,13 @@ class ServiceClients:
         self._roles, self._credentials = model_roles(config), credentials
         timeouts = config.timeouts
         self.actor = ActorClient(self._address(Role.ACTOR), timeouts, credentials)
-        # A reward function is called once per response, so a batch waits for the batches before it.
+        # A source that is no model may take its time limit for each response, so a batch waits for the batches before it.
         rewards = config.services.reward.addresses
-        function_seconds = max_batches_in_flight(len(rewards)) * config.reward.function_timeout_seconds(
+        source_seconds = max_batches_in_flight(len(rewards)) * config.reward.source_seconds(
             config.rollout.score_batch_size
         )
         self.reward = RewardReplicas(
-            Role.REWARD, rewards, lambda address: RewardClient(address, timeouts, credentials, function_seconds), note
+            Role.REWARD, rewards, lambda address: RewardClient(address, timeouts, credentials, source_seconds), note
         )
         self.critic: CriticClient | None = None
         self._reference: ReferenceReplicas | None = None

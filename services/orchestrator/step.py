@@ -11,7 +11,12 @@ from quartet.failpoints import failpoint
 from quartet.services.orchestrator.algorithm.update_request import ModelUpdater
 from quartet.services.orchestrator.checkpointing.checkpoint_scheduler import CheckpointScheduler
 from quartet.services.orchestrator.checkpointing.recovery import RecoveryAttempts
-from quartet.services.orchestrator.checkpointing.step_artifacts import StepRecord, in_flight_metrics, update_metrics
+from quartet.services.orchestrator.checkpointing.step_artifacts import (
+    StepRecord,
+    in_flight_metrics,
+    outcome_metrics,
+    update_metrics,
+)
 from quartet.services.orchestrator.checkpointing.step_committer import StepCommitter
 from quartet.services.orchestrator.control.progress import ProgressBoard
 from quartet.services.orchestrator.leadership import Leadership
@@ -147,6 +152,7 @@ class StepTransaction:
             **prepared.metrics,
             **record.metrics,
             "failed_trajectories": len(pending.collected.failed_trajectories),
+            **outcome_metrics(pending.collected.failed_trajectories),
             **({"off_policy_steps": lag} if self._off_policy.max_off_policy_steps else {}),
             **(in_flight_metrics(step, prepared.experience.policy_version, trajectories) if self._in_flight else {}),
             **update_metrics(updates),

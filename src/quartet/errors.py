@@ -83,7 +83,17 @@ class ComputationFailed(QuartetError):
     """A computation produced NaN or infinity instead of a finite number."""
 
 
-class FunctionFailed(ComputationFailed):
+class ScorerFailed(ComputationFailed):
+    """A reward source has no score for a response. The message starts with the source.
+
+    It quotes no prompt and no response, so logs and notes may contain the message.
+    """
+
+    outcome: str = "scorer_error"
+    """Name of the ``Outcome`` of the response."""
+
+
+class FunctionFailed(ScorerFailed):
     """A user's function raised, ended its process or returned a wrong value. The message starts with the function.
 
     It quotes the text of an exception only if the config allows that, so logs and notes may contain the message.

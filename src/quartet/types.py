@@ -13,7 +13,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from quartet.errors import InvalidRequest
+from quartet.errors import ComputationFailed, InvalidRequest
 
 IntArray = NDArray[np.int32]
 FloatArray = NDArray[np.float32]
@@ -39,6 +39,27 @@ class FinishReason(enum.StrEnum):
 
     EOS = "eos"
     LENGTH = "length"
+
+
+class Outcome(enum.StrEnum):
+    """Outcome of the generation or scoring of a response. Only ``OK`` has a score: a failure is never a number.
+
+    timeout: no result in time. scorer_error: the reward source failed, or returned no finite number. sandbox_error: the sandbox
+    of a verifier failed. environment_error: the environment failed. cancelled: the work was cancelled. refused: the source
+    declined to score the response.
+    """
+
+    OK = "ok"
+    TIMEOUT = "timeout"
+    SCORER_ERROR = "scorer_error"
+    SANDBOX_ERROR = "sandbox_error"
+    ENVIRONMENT_ERROR = "environment_error"
+    CANCELLED = "cancelled"
+    REFUSED = "refused"
+
+
+FAILURES = tuple(outcome for outcome in Outcome if outcome is not Outcome.OK)
+"""Every outcome without a score."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -80,12 +101,43 @@ class Prompt:
 class Scores:
     """Scores of a batch.
 
-    ``total`` float32 [sequences], in units of reward. ``parts`` float32 [sequences] each: the unweighted scores of an ensemble's
-    sources, by name. Empty for a single source.
+    ``total`` float32 [sequences], in units of reward; NaN exactly where the outcome is not ok. ``parts`` float32 [sequences]
+    each: the unweighted scores of an ensemble's sources, by name; NaN where a source has none. Empty for a single source.
+    ``outcomes`` [sequences], or empty if all are ok. ``details`` [sequences], or empty: the cause of each failure, without text
+    of prompts and responses. Raises ComputationFailed if scores and outcomes contradict each other.
     """
 
     total: FloatArray
     parts: dict[str, FloatArray] = field(default_factory=dict)
+    outcomes: tuple[Outcome, ...] = ()
+    details: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        count = len(self.total)
+        for name, values in (("outcomes", self.outcomes), ("details", self.details)):
+            if values and len(values) != count:
+                raise ComputationFailed(
+                    f"{name}: expected none, or one for each of the {count} scores, got {len(values)}"
+                )
+        for index in np.flatnonzero(
+            np.isfinite(self.total) != [outcome is Outcome.OK for outcome in self.all_outcomes]
+        ):
+            raise ComputationFailed(
+                f"scores: index {index} is {self.total[index]:g} with outcome {self.all_outcomes[index]}; expected a finite "
+                "number with outcome ok, and NaN with any other"
+            )
+        if np.isinf(self.total).any() or any(np.isinf(values).any() for values in self.parts.values()):
+            raise ComputationFailed("scores: contain infinity, expected finite numbers, or NaN for a failure")
+
+    @property
+    def all_outcomes(self) -> tuple[Outcome, ...]:
+        """Outcome of each sequence, [sequences]."""
+        return self.outcomes or (Outcome.OK,) * len(self.total)
+
+    @property
+    def all_details(self) -> tuple[str, ...]:
+        """Detail of each sequence, [sequences]; "" without one."""
+        return self.details or ("",) * len(self.total)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ import os
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -47,16 +47,17 @@ def import_callable(name: str) -> Callable[..., Any]:
     return function  # type: ignore[no-any-return]
 
 
-def wrong_arguments(function: Callable[..., Any], count: int) -> str:
-    """Return why the function cannot be called with ``count`` positional arguments, or "" if it can."""
+def wrong_arguments(function: Callable[..., Any], count: int, keywords: Sequence[str] = ()) -> str:
+    """Return why the function cannot be called with ``count`` positional arguments and ``keywords``, or "" if it can."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # Some functions written in C have no signature.
         return ""
     try:
-        signature.bind(*range(count))
+        signature.bind(*range(count), **dict.fromkeys(keywords))
     except TypeError as error:
-        return f"{error}, called with {count} arguments"
+        named = f" and {', '.join(keywords)} by name" if keywords else ""
+        return f"{error}, called with {count} arguments{named}"
     return ""
 
 
@@ -99,12 +100,14 @@ def _folder(module: ModuleType) -> str:
     return next(iter(getattr(module, "__path__", ())), "Python's own")
 
 
-def _main(name: str, count: str, descriptor: str) -> None:
-    """Write to ``descriptor`` why package.module:callable cannot be called with ``count`` arguments; nothing if it can."""
+def _main(name: str, count: str, keywords: str, descriptor: str) -> None:
+    """Write to ``descriptor`` why package.module:callable cannot be called with ``count`` positional arguments and ``keywords``,
+    which commas separate; nothing if it can.
+    """
     answers = os.dup(int(descriptor))  # Not inherited by processes that the module starts.
     os.close(int(descriptor))
     try:
-        problem = wrong_arguments(import_callable(name), int(count))
+        problem = wrong_arguments(import_callable(name), int(count), [word for word in keywords.split(",") if word])
     except NotImportable as error:
         problem = str(error)
     os.write(answers, f"{CHECKED}{problem}".encode())

@@ -17,6 +17,7 @@ from quartet.types import (
     GenerationRequest,
     IntArray,
     OptimizationSettings,
+    Outcome,
     PolicyLossSettings,
     Progress,
     Role,
@@ -198,7 +199,13 @@ value_losses = st.builds(ValueLossSettings, non_negative32)
 @st.composite
 def scores(draw: st.DrawFn) -> Scores:
     count = draw(st.integers(1, 6))
-    return Scores(draw(floats(count)), draw(st.dictionaries(names, floats(count), max_size=3)))
+    total, parts = draw(floats(count)), draw(st.dictionaries(names, floats(count), max_size=3))
+    if draw(st.booleans()):
+        return Scores(total, parts)
+    outcomes = draw(st.lists(st.sampled_from(Outcome), min_size=count, max_size=count))
+    details = draw(st.lists(st.text(st.characters(categories=["L", "N"]), max_size=9), min_size=count, max_size=count))
+    total = np.where([outcome is Outcome.OK for outcome in outcomes], total, np.float32(np.nan))
+    return Scores(total, parts, tuple(outcomes), tuple(details))
 
 
 update_requests = st.builds(

@@ -18,6 +18,7 @@ from quartet.types import (
     FinishReason,
     GenerationBatch,
     OptimizationSettings,
+    Outcome,
     ProcessStatus,
     Progress,
     RestoreRequest,
@@ -174,6 +175,62 @@ def test_scores_of_another_number_of_sequences_are_refused() -> None:
         codec.scores_from_proto(message, 2)
     with pytest.raises(InvalidRequest, match=r"parts\.a: expected 3 elements, got 2"):
         codec.scores_from_proto(message, 3)
+
+
+def test_every_outcome_has_its_number_in_the_contract() -> None:
+    numbers = {codec.outcome_to_proto(outcome) for outcome in Outcome}
+    assert numbers == set(trajectory_pb2.Outcome.values()) - {trajectory_pb2.OUTCOME_UNSPECIFIED}
+    for outcome in Outcome:
+        assert codec.outcome_from_proto(codec.outcome_to_proto(outcome), "outcome") is outcome
+        assert trajectory_pb2.Outcome.Name(codec.outcome_to_proto(outcome)) == f"OUTCOME_{outcome.name}"
+
+
+@pytest.mark.parametrize("number", [0, 8])
+def test_an_outcome_that_is_none_is_refused(number: int) -> None:
+    message = codec.scores_to_proto(Scores(np.ones(2, np.float32)))
+    message.outcomes.extend([trajectory_pb2.OUTCOME_OK, number])  # type: ignore[list-item]
+    with pytest.raises(InvalidRequest, match=rf"outcomes\[1\]: {number} is not an outcome"):
+        codec.scores_from_proto(message, 2)
+
+
+@pytest.mark.parametrize("failure", [outcome for outcome in Outcome if outcome is not Outcome.OK])
+@pytest.mark.parametrize("number", [0.0, 1.0, -3.5, np.inf, -np.inf])
+def test_a_number_with_the_outcome_of_a_failure_is_refused(number: float, failure: Outcome) -> None:
+    message = codec.scores_to_proto(
+        Scores(np.array([1, np.nan], np.float32), outcomes=(Outcome.OK, failure), details=("", "why"))
+    )
+    assert codec.scores_from_proto(message, 2).outcomes == (Outcome.OK, failure)
+    message.scores.data = np.array([1, number], np.float32).tobytes()
+    with pytest.raises(InvalidRequest, match="scores: "):
+        codec.scores_from_proto(message, 2)
+
+
+@pytest.mark.parametrize("outcomes", [(), (Outcome.OK, Outcome.OK)])
+@pytest.mark.parametrize("number", [np.nan, np.inf])
+def test_a_score_that_is_no_number_needs_the_outcome_of_a_failure(number: float, outcomes: tuple[Outcome, ...]) -> None:
+    message = codec.scores_to_proto(Scores(np.ones(2, np.float32), outcomes=outcomes))
+    message.scores.data = np.array([1, number], np.float32).tobytes()
+    with pytest.raises(InvalidRequest, match=r"scores: index 1 is (nan|inf) with outcome ok"):
+        codec.scores_from_proto(message, 2)
+
+
+@pytest.mark.parametrize("field", ["outcomes", "details"])
+@pytest.mark.parametrize("count", [1, 3])
+def test_outcomes_and_details_of_another_number_of_sequences_are_refused(field: str, count: int) -> None:
+    message = codec.scores_to_proto(Scores(np.ones(2, np.float32)))
+    getattr(message, field).extend([trajectory_pb2.OUTCOME_OK if field == "outcomes" else "why"] * count)
+    with pytest.raises(InvalidRequest, match=f"{field}: expected none, or 2 elements, got {count}"):
+        codec.scores_from_proto(message, 2)
+
+
+def test_a_detail_is_one_line_of_limited_length() -> None:
+    scores = Scores(np.array([np.nan], np.float32), outcomes=(Outcome.TIMEOUT,), details=("a\nb" * 999,))
+    [detail] = codec.scores_from_proto(codec.scores_to_proto(scores), 1).details
+    assert len(detail) == 1024
+    assert detail.startswith("a ba b")
+    message = codec.scores_to_proto(scores)
+    message.details[0] = "x" * 5000
+    assert len(codec.scores_from_proto(message, 1).details[0]) == 1024
 
 
 @pytest.mark.parametrize("kind", list(SaveKind))

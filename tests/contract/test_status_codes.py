@@ -69,7 +69,7 @@ def test_a_caller_raises_the_class_of_the_service_with_the_service_name() -> Non
         expected = errors.NoResponse if issubclass(kind, errors.Cancelled) else kind
         raised = round_trip(kind("the cause"))
         # The cause of a failed function comes first: its text starts with the function.
-        start = "the cause" if kind is errors.FunctionFailed else f"{CALL}: "
+        start = "the cause" if issubclass(kind, errors.ScorerFailed) else f"{CALL}: "
         if type(raised) is not expected or not str(raised).startswith(start):
             problems.append(f"{kind.__name__} arrives as {raised!r}")
         if kind is not errors.DeadlinePassed and "the cause" not in str(raised):

@@ -43,6 +43,7 @@ def finished_run(make: MakeConfig, toy_task: ToyTask, tmp_path_factory: pytest.T
                 "prompt": "p",
                 "response": "r",
                 "attempts": 3,
+                "outcome": "timeout",
                 "error": "timeout",
             }
         )

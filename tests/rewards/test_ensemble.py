@@ -15,6 +15,7 @@ from quartet.errors import ComputationFailed, ConfigError, InvalidRequest, Misma
 from quartet.models.forward.scoring import sequence_scores
 from quartet.rewards.factory import build_reward
 from quartet.rewards.reward_source import RewardSource
+from quartet.types import Outcome
 from tests.rewards.processes import children
 from tests.unit.models import tiny
 
@@ -46,6 +47,14 @@ def meet(mine, other, prompts):
 
 def fails(prompt, response, fields):
     raise ValueError("no")
+
+class Refused(Exception):
+    outcome = "refused"
+
+def fails_at_second(prompt, response, fields):
+    if len(prompt.split()) == 1:
+        raise Refused("no")
+    return 1
 """
 LENGTH = {"name": "length", "weight": 0.3, "source": "function", "function": "scorers:length"}
 LENGTHS = {"name": "lengths", "weight": -1.7, "source": "function", "function": "scorers:lengths", "batched": True}
@@ -137,8 +146,21 @@ def test_a_sum_beyond_float32_is_an_error(build: Build) -> None:
 def test_the_failure_of_one_part_fails_the_ensemble(build: Build, checkpoints: Path) -> None:
     failing = {"name": "failing", "source": "function", "function": "scorers:fails"}
     source = build(LENGTHS, model(checkpoints, "one", 1.0), failing)
-    with pytest.raises(ComputationFailed, match=r"reward.parts.failing.function scorers:fails raised ValueError at"):
-        source.score(BATCH)
+    scores = source.score(BATCH)
+    assert scores.outcomes == (Outcome.SCORER_ERROR,) * 3
+    assert np.isnan(scores.total).all()
+    assert np.isnan(scores.parts["failing"]).all()
+    assert np.isfinite(scores.parts["lengths"]).all(), "the curves of the other parts have lost their scores"
+    assert scores.details[0].startswith("reward.parts.failing.function scorers:fails raised ValueError at")
+
+
+def test_one_failed_response_does_not_fail_the_others_of_an_ensemble(build: Build) -> None:
+    failing = {"name": "failing", "weight": 2.0, "source": "function", "function": "scorers:fails_at_second"}
+    scores = build(LENGTHS, failing).score(BATCH)
+    assert scores.outcomes == (Outcome.OK, Outcome.REFUSED, Outcome.OK)
+    np.testing.assert_array_equal(np.isnan(scores.total), [False, True, False])
+    lengths = build(LENGTHS).score(BATCH).total
+    np.testing.assert_array_equal(scores.total[[0, 2]], lengths[[0, 2]] + 2)
 
 
 def test_malformed_fields_are_refused_by_every_source(build: Build, checkpoints: Path) -> None:

@@ -14,7 +14,7 @@ import pytest
 from quartet.config import RewardSourceConfig
 from quartet.errors import Cancelled, ComputationFailed, ConfigError, InvalidRequest, ModelError
 from quartet.rewards.function import FunctionReward
-from quartet.types import Role, TokenBatch
+from quartet.types import Outcome, Role, TokenBatch
 from tests.rewards.processes import children
 from tests.unit.models import tiny
 
@@ -48,6 +48,13 @@ def fails_at_w7(prompt, response, fields):
     if prompt == "w7":
         raise KeyError("answer")
     return 1
+
+class WithOutcome(Exception):
+    def __init__(self, outcome):
+        self.outcome = outcome
+
+def has_outcome(prompt, response, fields):
+    raise WithOutcome((fields[0] if isinstance(fields, list) else fields)["outcome"])
 
 def sleeps_at_w7(prompt, response, fields):
     if prompt == "w7" and not fields.get("awake"):
@@ -121,13 +128,15 @@ def test_unknown_token_ids_have_no_text_and_negative_ids_are_refused(start: Star
         (10**400, "an integer beyond float32"),
     ],
 )
-def test_a_score_that_is_not_a_finite_number_is_an_error(value: Any, expected: str, start: Start) -> None:
+def test_a_score_that_is_not_a_finite_number_is_a_scorer_error(value: Any, expected: str, start: Start) -> None:
     reward = start("given")
-    with pytest.raises(ComputationFailed) as failed:
-        reward.score(BATCH, ['{"value": 2}', json.dumps({"value": value})])
-    assert str(failed.value) == (
-        f"reward.function scorers:given, sequence index 1: returned {expected}, expected a finite number"
+    scores = reward.score(BATCH, ['{"value": 2}', json.dumps({"value": value})])
+    assert scores.outcomes == (Outcome.OK, Outcome.SCORER_ERROR)
+    assert scores.details == (
+        "",
+        f"reward.function scorers:given, sequence index 1: returned {expected}, expected a finite number",
     )
+    np.testing.assert_array_equal(scores.total, np.array([2, np.nan], np.float32))
     assert reward.score(BATCH, ['{"value": 2}', '{"value": -0.25}']).total.tolist() == [2.0, -0.25]
 
 
@@ -151,17 +160,43 @@ def test_a_batched_function_must_return_a_finite_number_per_sequence(value: Any,
 
 
 def test_an_exception_is_reported_with_function_and_sequence_but_without_its_text(start: Start) -> None:
-    with pytest.raises(ComputationFailed) as failed:
-        start("fails_at_w7").score(BATCH)
-    where = "reward.function scorers:fails_at_w7 raised KeyError at scorers.py:"
-    assert str(failed.value).startswith(where)
-    assert "w7" not in str(failed.value).replace("fails_at_w7", "")
+    scores = start("fails_at_w7").score(BATCH)
+    [detail] = filter(None, scores.details)
+    assert detail.startswith("reward.function scorers:fails_at_w7 raised KeyError at scorers.py:")
+    assert "w7" not in detail.replace("fails_at_w7", "")
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("sandbox_error", Outcome.SANDBOX_ERROR),
+        ("refused", Outcome.REFUSED),
+        ("timeout", Outcome.TIMEOUT),
+        ("ok", Outcome.SCORER_ERROR),
+        ("unknown", Outcome.SCORER_ERROR),
+        (3, Outcome.SCORER_ERROR),
+    ],
+)
+@pytest.mark.parametrize("batched", [False, True])
+def test_an_exception_may_name_its_outcome(name: Any, expected: Outcome, batched: bool, start: Start) -> None:
+    reward = start("has_outcome", batched=batched)
+    one = TokenBatch(np.array([5, 6], np.int32), np.array([1], np.int32), np.array([1], np.int32))
+    scores = reward.score(one, [json.dumps({"outcome": name})])
+    assert scores.outcomes == (expected,)
+    assert np.isnan(scores.total).all()
+
+
+def test_a_batched_function_that_fails_for_one_sequence_has_its_outcome(start: Start) -> None:
+    one = TokenBatch(np.array([5, 6], np.int32), np.array([1], np.int32), np.array([1], np.int32))
+    scores = start("given_together", batched=True).score(one, ['{"value": [true]}'])
+    assert scores.outcomes == (Outcome.SCORER_ERROR,)
 
 
 def test_the_timeout_applies_to_each_call_and_the_next_batch_is_scored(start: Start) -> None:
     reward = start("sleeps_at_w7", timeout_seconds=0.5)
-    with pytest.raises(ComputationFailed, match=r"sequence index 1: took longer than 0\.5 s"):
-        reward.score(BATCH)
+    scores = reward.score(BATCH)
+    assert scores.outcomes == (Outcome.OK, Outcome.TIMEOUT)
+    assert "sequence index 1: took longer than 0.5 s" in scores.details[1]
     assert reward.score(BATCH, ['{"awake": 1}'] * 2).total.tolist() == [1.0, 1.0]
 
 

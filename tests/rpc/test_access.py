@@ -126,13 +126,17 @@ def test_only_the_actor_may_call_its_ranks_and_only_to_generate(folder: Path) ->
     assert permitted == {("actor", "quartet.v1.GenerationService/Generate")}
 
 
-def test_scorers_call_no_service_and_only_generators_read_weights() -> None:
-    assert not any(
-        {Role.REWARD, Role.REFERENCE, Role.ACTOR, Role.CRITIC, PROMETHEUS, REDIS} & c for c in CALLERS.values()
-    )
+def test_model_services_call_no_service_except_a_reward_another_reward_and_only_generators_read_weights() -> None:
+    assert not any({Role.REFERENCE, Role.ACTOR, Role.CRITIC, PROMETHEUS, REDIS} & c for c in CALLERS.values())
+    score = "quartet.v1.RewardService/Score"
+    assert CALLERS[score] == {Role.ORCHESTRATOR, Role.REWARD}
+    assert {method for method, callers in CALLERS.items() if Role.REWARD in callers} == {
+        score,
+        "quartet.v1.StatusService/GetStatus",
+    }
     assert {method for method, callers in CALLERS.items() if callers == {Role.ORCHESTRATOR}} == {
         method
-        for method in METHODS
+        for method in METHODS.keys() - {score}
         if not method.startswith(("quartet.v1.Status", "quartet.v1.Orchestrator", "quartet.v1.Weight"))
     }
     assert {method for method, callers in CALLERS.items() if Role.GENERATOR in callers} == {

@@ -200,7 +200,9 @@ def test_a_caller_raises_the_error_class_of_the_service(gate: Gate, reference: R
             text = str(raised)
             # The message of a function's failure starts with the function instead.
             prefix = (
-                "" if expected is errors.FunctionFailed else f"reference at {reference.channel.address}: LogProbs: "
+                ""
+                if issubclass(expected, errors.ScorerFailed)
+                else f"reference at {reference.channel.address}: LogProbs: "
             )
             if type(raised) is not expected or not text.startswith(prefix) or "secret" in text:
                 problems.append(f"{failure!r} arrives as {raised!r}")

@@ -162,7 +162,7 @@ ALLOWED: dict[str, set[str]] = {
         "quartet.weight_transfer",
     },
     "quartet.rewards": FOUNDATION
-    | {"quartet.models", "quartet.child_processes", "quartet.secret_files", "quartet.user_code"},
+    | {"quartet.models", "quartet.rpc", "quartet.child_processes", "quartet.secret_files", "quartet.user_code"},
     "quartet.verifiers": {"quartet.errors", "quartet.rewards"},
     "quartet.buffer": FOUNDATION | {"quartet.codec", "quartet.child_processes", "quartet.secret_files"},
     "quartet.rpc": FOUNDATION

@@ -95,7 +95,7 @@ def test_the_tree_is_immutable(minimal: Path) -> None:
                 },
                 "services": {"reward": {"processes": 2}},
             },
-            "services.reward.processes 2: several processes hold a model together, and the reward has a function",
+            "services.reward.processes 2: several processes hold a model together, and the reward has another source",
         ),
         (
             {"services": {"critic": {"processes": 2, "devices": [0, 1]}}},
@@ -263,7 +263,7 @@ def test_the_models_of_an_ensemble_have_the_names_of_their_parts() -> None:
     assert (config.critic_model, config.reward_tokenizer) == ("a", "a"), (
         "without a reward model, the actor provides both"
     )
-    assert config.reward.has_functions
+    assert config.reward.needs_fields
 
 
 def test_setting_the_action_of_a_guard_keeps_its_bound() -> None:

@@ -105,10 +105,13 @@ def response_metrics(responses: Sequence[IntArray]) -> dict[str, float]:
 
 
 def _part_means(scored: Sequence[ScoredTrajectory]) -> dict[str, float]:
-    """Return the mean unweighted score of each reward of an ensemble."""
+    """Return the mean unweighted score of each reward of an ensemble, over the responses that it has scored."""
+    names = dict.fromkeys(name for item in scored for name in item.parts)
     return {
-        f"reward_{name}_mean": float(np.mean([item.parts[name] for item in scored], dtype=np.float64))
-        for name in scored[0].parts
+        f"reward_{name}_mean": float(
+            np.mean([item.parts[name] for item in scored if name in item.parts], dtype=np.float64)
+        )
+        for name in names
     }
 
 

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from quartet.evaluation import stream_name
 from quartet.services.orchestrator.algorithm.experience import PreparedStep, response_metrics
 from quartet.services.orchestrator.rollout.collector import CollectedStep
-from quartet.services.orchestrator.rollout.scoring import FailedTrajectory
-from quartet.types import Experience, FinishReason, Role, Trajectory, UpdateResult, VersionSpan
+from quartet.services.orchestrator.rollout.scoring_queue import FailedTrajectory
+from quartet.types import FAILURES, Experience, FinishReason, Role, Trajectory, UpdateResult, VersionSpan
 
 _METRICS = {
     Role.ACTOR: ("policy_loss", "clip_fraction", "approx_kl", "entropy", "rollout_mismatch_kl", "importance_weight"),
@@ -137,10 +137,17 @@ def failed_trajectory_rows(tokenizer: Any, failed_trajectories: Sequence[FailedT
             "prompt_ids": item.trajectory.prompt_ids.tolist(),
             "response_ids": item.trajectory.response_ids.tolist(),
             "attempts": item.attempts,
+            "outcome": str(item.outcome),
             "error": item.error,
         }
         for item, prompt, response in zip(failed_trajectories, prompts, responses, strict=True)
     ]
+
+
+def outcome_metrics(failed_trajectories: Sequence[FailedTrajectory]) -> dict[str, int]:
+    """Return the number of failed trajectories of a step by outcome."""
+    counts = Counter(item.outcome for item in failed_trajectories)
+    return {f"outcome_{outcome}": counts[outcome] for outcome in FAILURES}
 
 
 def failed_evaluation_row(run: str, step: int, error: Exception) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from quartet.services.orchestrator.checkpointing.step_artifacts import (
     step_record,
 )
 from quartet.services.orchestrator.control.progress import ProgressBoard
-from quartet.services.orchestrator.rollout.scoring import FailedTrajectory
+from quartet.services.orchestrator.rollout.scoring_queue import FailedTrajectory
 from quartet.services.orchestrator.rollout.step_preparation import PendingStep
 from quartet.services.orchestrator.telemetry.run_outputs import RunTelemetry
 from quartet.services.orchestrator.telemetry.step_profiler import StepProfiler

@@ -17,7 +17,8 @@ from quartet.buffer.rollout_stream import Delivery, RolloutStream
 from quartet.config import RecoveryConfig
 from quartet.errors import BufferFailed
 from quartet.services.orchestrator.rollout.generation import PendingTrajectories
-from quartet.services.orchestrator.rollout.scoring import FailedTrajectory, ScoredTrajectory, Scoring, ScoringServices
+from quartet.services.orchestrator.rollout.scoring import ScoredTrajectory, Scoring, ScoringServices
+from quartet.services.orchestrator.rollout.scoring_queue import FailedTrajectory
 from quartet.services.orchestrator.telemetry.step_profiler import CallObserver, ignore_call
 from quartet.types import GenerationBatch, TokenBatch, Trajectory, TrajectoryId, VersionSpan
 

@@ -9,7 +9,7 @@ import structlog
 
 from quartet.buffer.rollout_stream import RolloutStream
 from quartet.config import Config
-from quartet.errors import ComputationFailed, FunctionFailed, InvalidRequest
+from quartet.errors import ComputationFailed, InvalidRequest, ScorerFailed
 from quartet.evaluation import (
     STEP,
     Judge,
@@ -135,7 +135,7 @@ class Evaluator:
                 policy_version,
             )
         )
-        fields = {prompt.index: prompt.fields for prompt in self._prompts} if self._config.reward.has_functions else {}
+        fields = {prompt.index: prompt.fields for prompt in self._prompts} if self._config.reward.needs_fields else {}
         collected = self._collector.collect(batch, generation, on_progress, fields)
         self._collector.reset()
         self._stream.acknowledge(collected.entry_ids)
@@ -189,7 +189,7 @@ class EvaluationSchedule:
                 raise
             self._files.append_failed_trajectories(failed_evaluation_row(self._run, step, error))
             # The text of other errors may quote a response, which does not belong in a log.
-            cause = str(error) if isinstance(error, FunctionFailed) else type(error).__name__
+            cause = str(error) if isinstance(error, ScorerFailed) else type(error).__name__
             log.warning("evaluation failed", step=step, error=cause)
             self._board.note(
                 f"evaluation after step {step} failed: {cause}; see failed_trajectories.jsonl; the run continues"

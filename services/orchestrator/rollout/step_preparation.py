@@ -107,7 +107,7 @@ class StepPreparation:
             batch,
             generation,
             self._board.show_scored,
-            {prompt.index: prompt.fields for prompt in prompts} if config.reward.has_functions else {},
+            {prompt.index: prompt.fields for prompt in prompts} if config.reward.needs_fields else {},
             ReplacementRule(config.recovery, replace),
         )
 

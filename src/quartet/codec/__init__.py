@@ -43,6 +43,7 @@ from quartet.codec.orchestrator import (
     watch_progress_response,
     watched_step_from_proto,
 )
+from quartet.codec.outcomes import outcome_from_proto, outcome_to_proto
 from quartet.codec.saves import (
     restore_request_from_proto,
     restore_request_to_proto,
@@ -142,6 +143,8 @@ __all__ = [
     "log_probs_from_proto",
     "optimization_from_proto",
     "optimization_to_proto",
+    "outcome_from_proto",
+    "outcome_to_proto",
     "positive",
     "process_status_from_proto",
     "process_status_to_proto",

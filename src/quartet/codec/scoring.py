@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from quartet.codec.checks import positive
-from quartet.codec.tensors import floats_from_proto, tensor_to_proto
+from quartet.codec.outcomes import details_from_proto, details_to_proto, outcome_from_proto, outcome_to_proto
+from quartet.codec.tensors import floats_from_proto, scores_or_nan_from_proto, tensor_to_proto
 from quartet.codec.trajectories import batch_from_proto, write_batch
+from quartet.errors import ComputationFailed, InvalidRequest
 from quartet.types import FloatArray, Scores, TokenBatch
 from quartet.v1 import actor_pb2, critic_pb2, reference_pb2, reward_pb2
 
@@ -25,16 +27,36 @@ def score_request_from_proto(message: reward_pb2.ScoreRequest) -> tuple[TokenBat
 
 def scores_to_proto(scores: Scores) -> reward_pb2.ScoreResponse:
     """Convert scores."""
-    parts = {name: tensor_to_proto(values) for name, values in scores.parts.items()}
-    return reward_pb2.ScoreResponse(scores=tensor_to_proto(scores.total), parts=parts)
+    return reward_pb2.ScoreResponse(
+        scores=tensor_to_proto(scores.total),
+        parts={name: tensor_to_proto(values) for name, values in scores.parts.items()},
+        outcomes=[outcome_to_proto(outcome) for outcome in scores.outcomes],
+        details=details_to_proto(scores.details),
+    )
 
 
 def scores_from_proto(message: reward_pb2.ScoreResponse, sequences: int) -> Scores:
-    """Convert and validate the scores of ``sequences`` sequences. Raises InvalidRequest."""
-    return Scores(
-        total=floats_from_proto(message.scores, "scores", sequences),
-        parts={name: floats_from_proto(values, f"parts.{name}", sequences) for name, values in message.parts.items()},
-    )
+    """Convert and validate the scores of ``sequences`` sequences. Raises InvalidRequest.
+
+    A NaN without the outcome of a failure is refused, and a number with one.
+    """
+    for name, values in (("outcomes", message.outcomes), ("details", message.details)):
+        if values and len(values) != sequences:
+            raise InvalidRequest(f"{name}: expected none, or {sequences} elements, got {len(values)}")
+    try:
+        return Scores(
+            total=scores_or_nan_from_proto(message.scores, "scores", sequences),
+            parts={
+                name: scores_or_nan_from_proto(values, f"parts.{name}", sequences)
+                for name, values in message.parts.items()
+            },
+            outcomes=tuple(
+                outcome_from_proto(number, f"outcomes[{index}]") for index, number in enumerate(message.outcomes)
+            ),
+            details=details_from_proto(message.details),
+        )
+    except ComputationFailed as error:
+        raise InvalidRequest(str(error)) from None
 
 
 def values_request_to_proto(batch: TokenBatch) -> critic_pb2.ValuesRequest:

@@ -77,3 +77,8 @@ def floats_from_proto(message: tensor_pb2.Tensor, name: str, length: int | None 
     values = _vector(message, name, _FLOAT32, length)
     require_finite(values, name)
     return values
+
+
+def scores_or_nan_from_proto(message: tensor_pb2.Tensor, name: str, length: int) -> FloatArray:
+    """Return a one-dimensional float32 tensor, in which NaN stands for a missing score. Raises InvalidRequest."""
+    return _vector(message, name, _FLOAT32, length)

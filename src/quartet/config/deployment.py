@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
@@ -65,7 +65,13 @@ def _one_or_more(value: str | tuple[str, ...] | None) -> str | tuple[str, ...] |
     return _host_port(value)
 
 
+def _remote_address(value: str) -> str:
+    _remote_addresses((value,))
+    return value
+
+
 HostPort = Annotated[str | None, AfterValidator(_host_port)]
+RemoteAddress = Annotated[str, AfterValidator(_remote_address)]
 HostPorts = Annotated[str | tuple[str, ...] | None, AfterValidator(_one_or_more)]
 
 
@@ -226,6 +232,36 @@ class TimeoutsConfig(Section):
     """Time that pending calls have to finish after SIGTERM."""
 
 
+class OutcomeConfig(Section):
+    """Action for a response that has no score."""
+
+    action: Literal["retry", "replace", "stop"] = "retry"
+    """retry: score it again, up to recovery.max_scoring_attempts, then replace it. replace: record it as failed, and generate
+    another response to the same prompt at once. stop: record it and end the run."""
+
+
+class OutcomesConfig(Section):
+    """Actions by outcome. Each failed response counts towards recovery.max_failed_trajectories."""
+
+    timeout: OutcomeConfig = OutcomeConfig()
+    """The reward source did not answer in time."""
+    scorer_error: OutcomeConfig = OutcomeConfig()
+    """The reward source failed, or returned no finite number."""
+    sandbox_error: OutcomeConfig = OutcomeConfig()
+    """The sandbox of a verifier failed."""
+    environment_error: OutcomeConfig = OutcomeConfig()
+    """The environment failed."""
+    cancelled: OutcomeConfig = OutcomeConfig()
+    """The work was cancelled."""
+    refused: OutcomeConfig = OutcomeConfig(action="replace")
+    """The source declined to score the response."""
+
+    def action(self, outcome: str) -> Literal["retry", "replace", "stop"]:
+        """Return the action for the outcome of a failure."""
+        config: OutcomeConfig = getattr(self, outcome)
+        return config.action
+
+
 class RecoveryConfig(Section):
     """Retries, restarts, and the limits at which the run gives up."""
 
@@ -246,6 +282,8 @@ class RecoveryConfig(Section):
     prompt replaces it."""
     max_failed_trajectories: WholeNumber = 4
     """Maximum number of failed trajectories per step. One more ends the run."""
+    outcomes: OutcomesConfig = OutcomesConfig()
+    """Actions for responses without a score, by the kind of failure."""
 
     def pause(self, failures: int) -> float:
         """Return the pause before the next attempt, in seconds, after this many consecutive failures (at least 1)."""

@@ -1,4 +1,4 @@
-"""Settings of the four models: their checkpoints, how two of them are trained, and where scores come from."""
+"""Settings of actor, critic and reference: their checkpoints, and how two of them are trained."""
 
 from __future__ import annotations
 
@@ -10,9 +10,6 @@ from quartet.config.section import (
     Count,
     Decay,
     Dtype,
-    Finite,
-    FunctionName,
-    Name,
     NonNegative,
     Positive,
     Section,
@@ -116,95 +113,6 @@ class CriticConfig(TrainedModelConfig):
     model: str | None = None
     """Path or hub id of a sequence classifier or causal language model. Null: the reward model, or the model of the actor if
     the reward has no model."""
-
-
-class RewardSourceConfig(Section):
-    """A source of scores."""
-
-    source: Literal["model", "function"] = "model"
-    """model: a sequence classifier. function: a Python function."""
-    model: str | None = None
-    """Path or hub id of a sequence classifier with one output, for source model."""
-    dtype: Dtype = "float32"
-    """Data type of the parameters of the model."""
-    micro_batch_tokens: Count = 16384
-    """Maximum number of tokens per forward pass of the model, including padding if the model needs it."""
-    function: FunctionName | None = None
-    """Function for source function, as package.module:callable: f(prompt, response, fields), with the other fields of the line
-    of the prompt. It returns a score."""
-    batched: bool = False
-    """The function takes lists of prompts, responses and fields, and returns a list of scores."""
-    timeout_seconds: Positive = 60.0
-    """Time limit for one call of the function, in seconds."""
-    quote_texts: bool = False
-    """Include the text of exceptions of the function in logs and notes, although it may quote prompts and responses. False:
-    only type, file and line."""
-
-    def check_source(self) -> None:
-        """Check that exactly the keys of this source are given. Raises ValueError if not."""
-        given = {"model": self.model is not None, "function": self.function is not None}
-        for name, present in given.items():
-            if name == self.source and not present:
-                raise ValueError(f"{name}: missing; source {self.source} needs it")
-            if name != self.source and present:
-                raise ValueError(f"{name}: not used with source {self.source}; set source {name}, or remove it")
-
-
-class RewardPartConfig(RewardSourceConfig):
-    """A source of an ensemble."""
-
-    name: Name
-    """Name of the source. Its scores are recorded under this name."""
-    weight: Finite = 1.0
-    """Weight of its scores in the sum."""
-
-    @model_validator(mode="after")
-    def _consistent(self) -> RewardPartConfig:
-        self.check_source()
-        return self
-
-
-class RewardConfig(RewardSourceConfig):
-    """The source of scores for responses."""
-
-    source: Literal["model", "function", "ensemble"] = "model"  # type: ignore[assignment]
-    """model: a sequence classifier. function: a Python function. ensemble: the weighted sum of `parts`."""
-    parts: tuple[RewardPartConfig, ...] = ()
-    """Sources of an ensemble, each with `name`, `weight`, `source`, and the keys of that source."""
-    tokenizer: str | None = None
-    """Path or hub id of the tokenizer that decodes responses for functions. Null: that of the reward model, or else of the
-    actor."""
-
-    @property
-    def has_functions(self) -> bool:
-        """Return whether a function scores, so that the other fields of a prompt matter."""
-        return self.source == "function" or any(part.source == "function" for part in self.parts)
-
-    def function_timeout_seconds(self, batch_size: int) -> float:
-        """Return the total time limit of all functions for one batch of responses, in seconds."""
-        sources: list[RewardSourceConfig] = [self, *self.parts]
-        return sum(
-            source.timeout_seconds * (1 if source.batched else batch_size)
-            for source in sources
-            if source.source == "function"
-        )
-
-    @model_validator(mode="after")
-    def _consistent(self) -> RewardConfig:
-        self.check_source()
-        unused = {"dtype", "micro_batch_tokens", "batched", "timeout_seconds"} & self.model_fields_set
-        changed = sorted(name for name in unused if getattr(self, name) != type(self).model_fields[name].default)
-        if self.source == "ensemble" and changed:
-            raise ValueError(f"{changed[0]}: not used with source ensemble; set it in the parts")
-        if self.source == "ensemble" and not self.parts:
-            raise ValueError("parts: source ensemble needs at least one")
-        if self.source != "ensemble" and self.parts:
-            raise ValueError(f"parts: not used with source {self.source}; set source ensemble, or remove them")
-        names = [part.name for part in self.parts]
-        repeated = sorted({name for name in names if names.count(name) > 1})
-        if repeated:
-            raise ValueError(f"parts: the name {repeated[0]} is used twice; give each part its own name")
-        return self
 
 
 class ReferenceConfig(Section):

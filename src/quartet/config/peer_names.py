@@ -56,6 +56,8 @@ _NAMES_BY_KEY = {
     "actor.lora.alpha": "lora_alpha",
     "reward.model": "reward_model_path reward_pretrain reward_model",
     "reward.function": "reward_funcs reward_function custom_reward_function",
+    "reward.http.urls": "remote_rm_url remote_url rm_url",
+    "reward.http.reward_key": "reward_key",
     "checkpoint.every_steps": "save_freq save_steps save_interval",
     "checkpoint.keep_last": "save_total_limit max_ckpt_num max_actor_ckpt_to_keep",
     "evaluation.every_steps": "test_freq eval_steps val_check_interval",

@@ -17,7 +17,7 @@ MAX_OFF_POLICY_STEPS = 32
 Responses = Annotated[int, Field(ge=1, le=MAX_RESPONSES)]
 
 
-def _triton_url(value: str) -> str:
+def triton_url(value: str) -> str:
     scheme, separator, address = value.partition("://")
     host, _, port = address.rpartition(":")
     if (
@@ -38,7 +38,7 @@ def _triton_url(value: str) -> str:
 class TritonConfig(Section):
     """Generation on a Triton Inference Server with the TensorRT-LLM or vLLM backend. Needs the extra quartet-rlhf[triton]."""
 
-    url: Annotated[str, AfterValidator(_triton_url)]
+    url: Annotated[str, AfterValidator(triton_url)]
     """Address of the server: grpcs://HOST:PORT with TLS, or grpc://HOST:PORT without. Without TLS only loopback addresses are
     allowed, unless security.allow_plaintext is set."""
     model: str = "tensorrt_llm"
@@ -63,7 +63,7 @@ class TritonConfig(Section):
         return self.url.partition("://")[2]
 
 
-def _server_url(value: str) -> str:
+def server_url(value: str) -> str:
     parts = urlsplit(value)
     try:
         port_is_valid = parts.port is None or parts.port > 0
@@ -86,7 +86,7 @@ def _server_url(value: str) -> str:
 class EngineServerConfig(Section):
     """Generation on an HTTP server that already runs, with its own GPUs."""
 
-    url: Annotated[str, AfterValidator(_server_url)]
+    url: Annotated[str, AfterValidator(server_url)]
     """Address of the server: https://HOST:PORT with TLS, or http://HOST:PORT without. Without TLS only loopback addresses are
     allowed, unless security.allow_plaintext is set."""
     weights: Literal["folder", "lora"] = "folder"

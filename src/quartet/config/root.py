@@ -19,7 +19,8 @@ from quartet.config.deployment import (
     TimeoutsConfig,
 )
 from quartet.config.guards import GuardsConfig
-from quartet.config.models import ActorConfig, CriticConfig, ReferenceConfig, RewardConfig
+from quartet.config.models import ActorConfig, CriticConfig, ReferenceConfig
+from quartet.config.rewards import RewardConfig, is_encrypted_or_local
 from quartet.config.rollout import MAX_RESPONSES, EngineServerConfig, RolloutConfig
 from quartet.config.run import CheckpointConfig, DataConfig, EvaluationConfig, RunConfig
 from quartet.config.section import Section, is_loopback
@@ -56,6 +57,7 @@ class Config(Section):
         self._check_kl()
         self._check_engine()
         self._check_services()
+        self._check_reward()
         return self
 
     def _check_sizes(self) -> None:
@@ -303,10 +305,10 @@ class Config(Section):
                 continue
             key, one = ("devices", "one device") if devices else ("processes", "1")
             setting = f"services.{name}.{key} {devices or service.processes}"
-            if name == "reward" and self.reward.has_functions:
+            if name == "reward" and not self.reward.has_model_only:
                 raise ValueError(
-                    f"{setting}: several processes hold a model together, and the reward has a function; set {key} to {one}, or "
-                    "give models only"
+                    f"{setting}: several processes hold a model together, and the reward has another source; set {key} to "
+                    f"{one}, or give models only"
                 )
             if name == "actor" and self.rollout.engine == "triton":
                 raise ValueError(
@@ -321,6 +323,16 @@ class Config(Section):
                     f"rollout.generators 1 and services.generator.devices [{second}]. To train on both, let generators generate "
                     "(rollout.generators), which may share a device with the actor"
                 )
+
+    def _check_reward(self) -> None:
+        for section, source in self.reward.sources.items():
+            for key, url in source.urls.items():
+                has_tls = source.service is not None and self.security.certificates is not None
+                if not has_tls and not is_encrypted_or_local(url) and not self.security.allow_plaintext:
+                    raise ValueError(
+                        f"{section}.{key} {url}: not a loopback address, and calls are not encrypted; use TLS, or set "
+                        "security.allow_plaintext"
+                    )
 
     def _check_services(self) -> None:
         self._check_processes()

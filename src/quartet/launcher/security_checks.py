@@ -111,6 +111,11 @@ def _files(config: Config) -> dict[str, Path]:
         server = getattr(config.rollout, section)
         if server is not None:
             results[f"rollout.{section}.api_key_file"] = server.api_key_file
+    if config.services.reward.address is None:
+        for key, source in config.reward.sources.items():
+            for name, scorer in (("http", source.http), ("judge", source.judge)):
+                if scorer is not None:
+                    results[f"{key}.{name}.api_key_file"] = scorer.api_key_file
     return {key: path for key, path in results.items() if path is not None}
 
 

@@ -52,6 +52,8 @@ def check_inputs(config: Config, report: Callable[[str], None] = lambda _: None)
                 check_same_tokenizer(key, model, config.actor.model)
     if config.services.actor.address is None:
         _check_engine(config)
+    if config.services.reward.address is None:
+        _check_reward(config)
     if config.services.orchestrator.address is None:
         check_sinks(config)
     for key, function in named_functions(config).items():
@@ -103,6 +105,15 @@ def _check_engine(config: Config) -> None:
             "rollout.engine triton: the package tritonclient is not installed; run pip install 'quartet-rlhf[triton]', or "
             "set rollout.engine torch"
         )
+
+
+def _check_reward(config: Config) -> None:
+    """Check that the package of a scorer is installed. Raises ConfigError."""
+    for key, source in config.reward.sources.items():
+        if source.triton is not None and importlib.util.find_spec("tritonclient") is None:
+            raise ConfigError(
+                f"{key}.source triton: the package tritonclient is not installed; run pip install 'quartet-rlhf[triton]'"
+            )
 
 
 def check_resumable(config: Config, files: RunFiles) -> None:

@@ -4,39 +4,65 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from dataclasses import dataclass
 from importlib.machinery import ModuleSpec, PathFinder
 from multiprocessing.connection import wait
 from pathlib import Path
 
-from quartet.config import Config
+from quartet.config import Config, RewardSourceConfig
 from quartet.config.estimators import BUILT_IN_POLICY_LOSSES
 from quartet.errors import ConfigError
 from quartet.preflight.checking_process import checking_process
 from quartet.user_code import CHECKED
 
-REWARD_ARGUMENTS = ("prompt", "response", "fields")
-"""Arguments of a reward function: prompt, response and the fields of the prompt's line, or lists of them."""
+REWARD_ARGUMENTS = {
+    "quartet": ("prompt", "response", "fields"),
+    "trl": ("prompts", "completions", "completion_ids"),
+    "verl": ("data_source", "solution_str", "ground_truth", "extra_info"),
+}
+"""Arguments of a reward function by reward.signature. The first are given by position, the others by name."""
 JUDGE_ARGUMENTS = ("prompt", "response", "initial_response", "fields")
 """Arguments of a judge: prompt, response, the initial policy's response, and the fields of the prompt's line."""
 IMPORT_SECONDS = 60.0
 """Maximum seconds to import the module of a function."""
 
 
-def named_functions(config: Config) -> dict[str, str]:
+@dataclass(frozen=True, slots=True)
+class FunctionCall:
+    """Call of a function that a config names as package.module:callable: names of its arguments, and those given by name."""
+
+    function: str
+    positional: tuple[str, ...] = ()
+    keywords: tuple[str, ...] = ()
+
+
+def named_functions(config: Config) -> dict[str, FunctionCall]:
     """Return the functions that processes on this machine call, by config key."""
-    functions = {"evaluation.judge": config.evaluation.judge}
+    functions = {}
+    if config.evaluation.judge is not None:
+        functions["evaluation.judge"] = FunctionCall(config.evaluation.judge, JUDGE_ARGUMENTS)
     if config.algorithm.custom_estimator is not None:
-        functions["algorithm.estimator"] = config.algorithm.estimator
+        functions["algorithm.estimator"] = FunctionCall(config.algorithm.estimator)
     if config.services.actor.address is None and config.algorithm.policy_loss not in BUILT_IN_POLICY_LOSSES:
-        functions["algorithm.policy_loss"] = config.algorithm.policy_loss
+        functions["algorithm.policy_loss"] = FunctionCall(config.algorithm.policy_loss)
     if config.services.reward.address is None:
-        functions["reward.function"] = config.reward.function
-        functions |= {f"reward.parts.{part.name}.function": part.function for part in config.reward.parts}
-    return {key: function for key, function in functions.items() if function is not None}
+        functions |= {
+            f"{key}.function": _reward_call(source, source.function)
+            for key, source in config.reward.sources.items()
+            if source.function is not None
+        }
+    return functions
 
 
-def check_function(key: str, function: str) -> str:
+def _reward_call(source: RewardSourceConfig, function: str) -> FunctionCall:
+    names = REWARD_ARGUMENTS[source.signature]
+    own = () if source.signature == "quartet" else names
+    return FunctionCall(function, () if own else names, (*own, *source.arguments))
+
+
+def check_function(key: str, call: FunctionCall) -> str:
     """Check that a function exists and accepts its arguments. Raises ConfigError."""
+    function = call.function
     module = function.partition(":")[0]
     if not _may_be_importable(module):
         raise ConfigError(
@@ -44,22 +70,25 @@ def check_function(key: str, function: str) -> str:
             "correct the name, run the command in the directory of the module, or add that directory to PYTHONPATH"
             f"{_shadowing(module)}"
         )
-    arguments = JUDGE_ARGUMENTS if key == "evaluation.judge" else REWARD_ARGUMENTS
     if key.startswith("algorithm."):
         # It needs torch, whose import takes seconds.
         return f"{key} {function}: module exists, and is imported when its process starts"
-    if problem := _import_problem(function, len(arguments)):
-        names = f": {', '.join(arguments)}" if problem.endswith(" arguments") else ""
+    if problem := _import_problem(call):
+        names = f": {', '.join(call.positional)}" if problem.endswith(" arguments") else ""
         raise ConfigError(f"{key} {function}: {problem}{names}")
-    return f"{key} {function}: can be imported and accepts {len(arguments)} arguments"
+    named = f" and {', '.join(call.keywords)} by name" if call.keywords else ""
+    return f"{key} {function}: can be imported and accepts {len(call.positional)} arguments{named}"
 
 
-def _import_problem(function: str, count: int) -> str:
-    """Return why a function cannot be called with ``count`` arguments, or "" if it can.
+def _import_problem(call: FunctionCall) -> str:
+    """Return why a function cannot be called, or "" if it can.
 
     Imports it in a separate process, because an import may print, hang or end its process.
     """
-    with checking_process("quartet.user_code", function, str(count)) as (pipe, _):
+    with checking_process("quartet.user_code", call.function, str(len(call.positional)), ",".join(call.keywords)) as (
+        pipe,
+        _,
+    ):
         answered = bool(wait([pipe.fileno()], IMPORT_SECONDS))
         result = pipe.read1().decode() if answered else ""  # type: ignore[attr-defined]
     if not answered:

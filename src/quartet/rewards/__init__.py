@@ -1,1 +1,1 @@
-"""Reward sources, which score responses: sequence classifiers, Python functions of the user, and weighted sums of both."""
+"""Reward sources, which score responses: models, functions of the user, scorers in other processes, judges, and weighted sums."""

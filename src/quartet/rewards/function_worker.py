@@ -15,7 +15,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from typing import Any
 from quartet.child_processes import module_command, tied_to_parent
 from quartet.errors import Cancelled, ConfigError, FailedPrecondition, FunctionFailed
 from quartet.secret_files import SECRET_VARIABLES
+from quartet.types import FAILURES, Outcome
 
 START_TIMEOUT = 120.0
 """Maximum seconds to import the function's module."""
@@ -59,25 +60,28 @@ class FunctionWorker:
             self.close()
             raise
 
-    def call(self, arguments: Sequence[Any], timeout: float, about: str = "") -> Any:
+    def call(
+        self, arguments: Sequence[Any], timeout: float, about: str = "", keywords: Mapping[str, Any] | None = None
+    ) -> Any:
         """Call the function with JSON values and return its result, a JSON value (which may contain NaN and infinity).
 
-        ``timeout`` in seconds; ``about`` identifies the call in messages. Raises FunctionFailed if the function raises, takes
-        longer, ends its process, or returns a value that is not JSON; ConfigError if a new process cannot import the function;
-        Cancelled if the worker is closed.
+        ``keywords`` are passed by name. ``timeout`` in seconds; ``about`` identifies the call in messages. Raises FunctionFailed
+        if the function raises, takes longer, ends its process, or returns a value that is not JSON; ConfigError if a new process
+        cannot import the function; Cancelled if the worker is closed.
         """
         where = f"{self._name}, {about}" if about else self._name
         with self._turn:
             process = self._running_process()
             try:
-                answer = process.call(arguments, timeout, self._closed.is_set)
+                answer = process.call(arguments, keywords or {}, timeout, self._closed.is_set)
             except _Lost as lost:
                 if self._closed.is_set():
                     raise Cancelled(f"{where}: closed during the call") from None
                 advice = "; raise its timeout if it needs longer" if isinstance(lost, _TooSlow) else ""
-                raise FunctionFailed(f"{where}: {lost}{advice}") from None
+                outcome = Outcome.TIMEOUT if isinstance(lost, _TooSlow) else Outcome.SCORER_ERROR
+                raise function_failed(f"{where}: {lost}{advice}", outcome) from None
         if "raised" in answer:
-            raise FunctionFailed(self._describe_exception(answer, about))
+            raise function_failed(self._describe_exception(answer, about), _outcome(answer.get("outcome")))
         if "not_json" in answer:
             raise FunctionFailed(f"{where}: returned a value of type {answer['not_json']}, expected JSON")
         return answer["result"]
@@ -123,6 +127,18 @@ class FunctionWorker:
             process.end()
             raise ConfigError(f"{self._name}: {problem}")
         return process
+
+
+def function_failed(text: str, outcome: Outcome) -> FunctionFailed:
+    """Return the error of a call with its outcome."""
+    error = FunctionFailed(text)
+    error.outcome = outcome
+    return error
+
+
+def _outcome(name: str | None) -> Outcome:
+    """Return the outcome that an exception names. One that names none, or "ok", is a scorer error."""
+    return Outcome(name) if name in FAILURES else Outcome.SCORER_ERROR
 
 
 class _Lost(Exception):
@@ -177,10 +193,13 @@ class _Process:
         """Wait for the child's first response, which reports the import. For errors see ``call``."""
         return self._answer(0, b"", timeout, unwanted)
 
-    def call(self, arguments: Sequence[Any], timeout: float, unwanted: Callable[[], bool]) -> dict[str, Any]:
+    def call(
+        self, arguments: Sequence[Any], keywords: Mapping[str, Any], timeout: float, unwanted: Callable[[], bool]
+    ) -> dict[str, Any]:
         """Send a call and return its response. Raises _Lost. Any error during the exchange ends the process."""
         self._calls += 1
-        line = json.dumps({"number": self._calls, "arguments": list(arguments)}).encode() + b"\n"
+        request = {"number": self._calls, "arguments": list(arguments), "keywords": dict(keywords)}
+        line = json.dumps(request).encode() + b"\n"
         return self._answer(self._calls, line, timeout, unwanted)
 
     def _answer(self, number: int, line: bytes, timeout: float, unwanted: Callable[[], bool]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ process runs ``quartet.rewards.function_worker``.
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import sys
@@ -33,28 +34,56 @@ def main(function_name: str, descriptor: str, quotes: str = "") -> None:
     _say(answers, json.dumps({"number": 0, "ready": True}))
     for line in requests:
         request = json.loads(line)
-        _say(answers, answer(function, request["number"], request["arguments"], bool(quotes)))
+        _say(
+            answers,
+            answer(function, request["number"], request["arguments"], bool(quotes), request.get("keywords", {})),
+        )
 
 
-def answer(function: Callable[..., Any], number: int, arguments: list[Any], quotes: bool = False) -> str:
-    """Call the function and return the outcome as a JSON object.
+def answer(
+    function: Callable[..., Any],
+    number: int,
+    arguments: list[Any],
+    quotes: bool = False,
+    keywords: dict[str, Any] | None = None,
+) -> str:
+    """Call the function, which may be async, and return the outcome as a JSON object.
 
     It has the ``number`` of the call, and one of: the function's ``result``; ``raised``, the exception's type, with its
-    ``location`` and ``text`` (null if it is left out); ``not_json``, the type of the result.
+    ``location``, ``text`` (null if it is left out) and ``outcome`` (its attribute of this name, or null); ``not_json``, the type
+    of the result.
     """
     try:
-        if problem := wrong_arguments(function, len(arguments)):
+        named = keywords or {}
+        if problem := wrong_arguments(function, len(arguments), tuple(named)):
             return json.dumps({"number": number, "raised": "TypeError", "location": "", "text": problem})
-        result = function(*arguments)
+        result = function(*arguments, **named)
+        if inspect.isawaitable(result):
+            import asyncio  # Only for an async function: the process starts fast.
+
+            result = asyncio.run(_awaited(result))
     except BaseException as error:  # sys.exit() of one call is no reason to end the process
         kind, text = type(error).__name__, text_of(error) if quotes else None
         traceback.print_tb(error.__traceback__)
         print(f"{kind}: {text}" if text else kind, file=sys.stderr)
-        return json.dumps({"number": number, "raised": kind, "location": location_of(error), "text": text})
+        outcome = getattr(error, "outcome", None)
+        return json.dumps(
+            {
+                "number": number,
+                "raised": kind,
+                "location": location_of(error),
+                "text": text,
+                "outcome": outcome if isinstance(outcome, str) else None,
+            }
+        )
     try:
         return json.dumps({"number": number, "result": result}, default=_plain)
     except Exception:
         return json.dumps({"number": number, "not_json": type(result).__name__})
+
+
+async def _awaited(result: Any) -> Any:
+    return await result
 
 
 def _plain(value: Any) -> Any:

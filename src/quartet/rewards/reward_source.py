@@ -6,8 +6,13 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, Protocol
 
+import numpy as np
+
 from quartet.errors import InvalidRequest
-from quartet.types import Scores, ServiceStatus, TokenBatch
+from quartet.types import Outcome, Scores, ServiceStatus, TokenBatch
+
+LARGEST = float(np.finfo(np.float32).max)
+"""Largest score."""
 
 
 def never() -> bool:
@@ -19,10 +24,11 @@ class RewardSource(Protocol):
     """Source of scores for finished responses. Accepts one call at a time."""
 
     def score(self, batch: TokenBatch, fields: Sequence[str] = (), cancelled: Callable[[], bool] = never) -> Scores:
-        """Return the batch's scores, in units of reward: finite float32 [sequences].
+        """Return the batch's scores, in units of reward: float32 [sequences], NaN where the outcome is not ok.
 
         ``fields``: for each sequence a JSON object with the fields of its prompt line, or an empty list. ``cancelled`` returns
-        True once the caller no longer waits. Raises InvalidRequest, ComputationFailed, Cancelled.
+        True once the caller no longer waits. A failure for one sequence is its outcome and does not fail the batch. Raises
+        InvalidRequest, Cancelled; ComputationFailed or ServiceFailed if the failure concerns the whole batch.
         """
 
     def status(self) -> ServiceStatus:
@@ -30,6 +36,29 @@ class RewardSource(Protocol):
 
     def close(self) -> None:
         """End the processes that the source started. A call in progress fails. May be called again."""
+
+
+Result = float | tuple[Outcome, str]
+"""Result of one sequence: its score, or the outcome of a failure with its cause."""
+
+
+def scores_of(results: Sequence[Result]) -> Scores:
+    """Return the scores of a batch. A number beyond float32 is a scorer error."""
+    checked = [_in_range(result) for result in results]
+    total = np.array([result if isinstance(result, float) else np.nan for result in checked], np.float32)
+    if all(isinstance(result, float) for result in checked):
+        return Scores(total)
+    return Scores(
+        total,
+        outcomes=tuple(Outcome.OK if isinstance(result, float) else result[0] for result in checked),
+        details=tuple("" if isinstance(result, float) else result[1] for result in checked),
+    )
+
+
+def _in_range(result: Result) -> Result:
+    if not isinstance(result, float) or -LARGEST <= result <= LARGEST:
+        return result
+    return Outcome.SCORER_ERROR, f"the score {result:g} is beyond float32"
 
 
 def parse_fields(fields: Sequence[str], sequences: int) -> list[dict[str, Any]]:

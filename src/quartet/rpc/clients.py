@@ -288,11 +288,11 @@ class RewardClient(ServiceClient):
     role = Role.REWARD
 
     def __init__(
-        self, address: str, timeouts: TimeoutsConfig, credentials: Credentials = LOCAL, function_seconds: float = 0.0
+        self, address: str, timeouts: TimeoutsConfig, credentials: Credentials = LOCAL, source_seconds: float = 0.0
     ) -> None:
-        """``function_seconds``: time that reward functions may need for a batch, in addition to ``timeouts.score_seconds``."""
+        """``source_seconds``: time that functions and scorers may need for a batch, in addition to ``timeouts.score_seconds``."""
         super().__init__(address, timeouts, credentials)
-        self._seconds = timeouts.score_seconds + function_seconds
+        self._seconds = timeouts.score_seconds + source_seconds
         self._stub = reward_pb2_grpc.RewardServiceStub(self.channel.grpc_channel)
 
     def score(self, batch: TokenBatch, fields: Sequence[str] = ()) -> PendingResult[Scores]:

@@ -87,7 +87,7 @@ def error_of(call: grpc.RpcError, where: str, timeout: float) -> errors.QuartetE
     if kind is None or issubclass(kind, errors.Cancelled):
         return _error_by_code(code, text, where, timeout)
     # The message already names the config key of the function. Its cause comes first.
-    return kind(text if issubclass(kind, errors.FunctionFailed) else f"{where}: {text}")
+    return kind(text if issubclass(kind, errors.ScorerFailed) else f"{where}: {text}")
 
 
 def _class_on_wire(call: grpc.RpcError) -> type[errors.QuartetError] | None:

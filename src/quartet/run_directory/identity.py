@@ -10,7 +10,7 @@ from pathlib import Path
 from shlex import quote
 from typing import Any
 
-from quartet.config import Config
+from quartet.config import Config, HttpScorerConfig, RetryConfig
 from quartet.durable_files import sha256, storage_errors, write_durably
 from quartet.errors import ConfigError
 from quartet.hub_models import looks_local
@@ -26,8 +26,6 @@ CHANGEABLE_SETTINGS = (
     "evaluation.judge",
     "evaluation.timeout_seconds",
     "evaluation.quote_texts",
-    "reward.timeout_seconds",
-    "reward.quote_texts",
     "rollout.triton.url",
     "rollout.triton.timeout_seconds",
     "rollout.triton.certificate_authority_file",
@@ -62,6 +60,21 @@ CHANGEABLE_SETTINGS = (
 The path of the prompts may change, their content may not. Evaluations are compared with the one before the first step, so their
 prompts stay the same. How often a run is evaluated may change if it was evaluated from the start.
 """
+
+
+SCORER_CONNECTION = (
+    *RetryConfig.model_fields,
+    *HttpScorerConfig.model_fields,
+    "url",
+    "urls",
+    "address",
+    "start_timeout_seconds",
+    "batch_size",
+    "cache_entries",
+    "input_price",
+    "output_price",
+)
+"""Settings of a scorer that may differ when a run resumes: where it is and how it is called, but not what it scores."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,9 +158,14 @@ class Identity:
 def fixed_settings(config: Config) -> dict[str, Any]:
     """Return the settings that decide what a step learns, by key. They stay the same for the whole run."""
     tree = config.model_dump(mode="json")
-    for part in tree["reward"]["parts"]:
+    for source in (tree["reward"], *tree["reward"]["parts"]):
         for name in ("timeout_seconds", "quote_texts"):
-            del part[name]
+            del source[name]
+        for section in ("http", "triton", "service", "judge"):
+            if source[section] is not None:
+                source[section] = {
+                    name: value for name, value in source[section].items() if name not in SCORER_CONNECTION
+                }
     flat = _flatten(tree)
     # With off-policy steps, the checkpoints decide which policy generates a step.
     also_fixed = {"checkpoint.every_steps"} if config.rollout.max_off_policy_steps else set()

@@ -233,6 +233,17 @@ STEP_METRICS = (
         "0",
         "above 0: the reward's failures select what is trained on",
     ),
+    *(
+        _metric(f"outcome_{name}", "trajectories", f"Failed trajectories {reason}", "0", "above 0")
+        for name, reason in (
+            ("timeout", "whose score did not arrive in time."),
+            ("scorer_error", "for which the reward source failed or returned no finite number."),
+            ("sandbox_error", "for which the sandbox of a verifier failed."),
+            ("environment_error", "whose environment failed."),
+            ("cancelled", "whose scoring was cancelled."),
+            ("refused", "that the reward source declined to score."),
+        )
+    ),
     _metric("seconds", "seconds", "Duration of the step.", "steady", "grows: longer responses, or a busy machine"),
     _metric("generate_seconds", "seconds", "Duration of generation.", "steady", "grows"),
     _metric("score_seconds", "seconds", "Duration of scoring after generation.", "steady", "grows"),

@@ -79,23 +79,41 @@ class ScoreResponse(_message.Message):
 
     SCORES_FIELD_NUMBER: _builtins.int
     PARTS_FIELD_NUMBER: _builtins.int
+    OUTCOMES_FIELD_NUMBER: _builtins.int
+    DETAILS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def scores(self) -> _tensor_pb2.Tensor:
-        """float32 [sequences]: score of each response, in units of reward. A reward model reads it at the last token."""
+        """float32 [sequences]: score of each response, in units of reward. A reward model reads it at the last token. NaN where the
+        outcome is not OK, and nowhere else.
+        """
 
     @_builtins.property
     def parts(self) -> _containers.MessageMap[_builtins.str, _tensor_pb2.Tensor]:
-        """float32 [sequences] each: unweighted scores of an ensemble's sources, by name. Empty for a single source."""
+        """float32 [sequences] each: unweighted scores of an ensemble's sources, by name. NaN where a source has no score. Empty for a
+        single source.
+        """
+
+    @_builtins.property
+    def outcomes(self) -> _containers.RepeatedScalarFieldContainer[_trajectory_pb2.Outcome.ValueType]:
+        """[sequences] or empty: outcome of each sequence. Empty if all are OK."""
+
+    @_builtins.property
+    def details(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """[sequences] or empty: cause of each failure, at most 1024 characters; "" for OK. Logs repeat it, so it must not quote prompts
+        or responses.
+        """
 
     def __init__(
         self,
         *,
         scores: _tensor_pb2.Tensor | None = ...,
         parts: _abc.Mapping[_builtins.str, _tensor_pb2.Tensor] | None = ...,
+        outcomes: _abc.Iterable[_trajectory_pb2.Outcome.ValueType] | None = ...,
+        details: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["scores", b"scores"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["parts", b"parts", "scores", b"scores"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["details", b"details", "outcomes", b"outcomes", "parts", b"parts", "scores", b"scores"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

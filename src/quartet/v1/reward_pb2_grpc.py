@@ -47,7 +47,7 @@ class RewardServiceServicer:
     """
 
     def Score(self, request, context):
-        """Computes one score for each prompt and response.
+        """Computes one score, or one outcome that is not OK, for each prompt and response.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -34,7 +34,7 @@ class RewardServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> RewardServiceAsyncStub: ...
     Score: _grpc.UnaryUnaryMultiCallable[_reward_pb2.ScoreRequest, _reward_pb2.ScoreResponse]
-    """Computes one score for each prompt and response."""
+    """Computes one score, or one outcome that is not OK, for each prompt and response."""
 
 @_typing.type_check_only
 class RewardServiceAsyncStub(RewardServiceStub):
@@ -42,7 +42,7 @@ class RewardServiceAsyncStub(RewardServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Score: _aio.UnaryUnaryMultiCallable[_reward_pb2.ScoreRequest, _reward_pb2.ScoreResponse]  # type: ignore[assignment]
-    """Computes one score for each prompt and response."""
+    """Computes one score, or one outcome that is not OK, for each prompt and response."""
 
 class RewardServiceServicer(metaclass=_abc_1.ABCMeta):
     """The frozen reward source: a reward model, a function, or an ensemble."""
@@ -53,6 +53,6 @@ class RewardServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _reward_pb2.ScoreRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_reward_pb2.ScoreResponse, _abc.Awaitable[_reward_pb2.ScoreResponse]]:
-        """Computes one score for each prompt and response."""
+        """Computes one score, or one outcome that is not OK, for each prompt and response."""
 
 def add_RewardServiceServicer_to_server(servicer: RewardServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -44,6 +44,50 @@ FINISH_REASON_LENGTH: FinishReason.ValueType  # 2
 """It reached max_response_tokens."""
 Global___FinishReason: _TypeAlias = FinishReason  # noqa: Y015
 
+class _Outcome:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _OutcomeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Outcome.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    OUTCOME_UNSPECIFIED: _Outcome.ValueType  # 0
+    """Never valid in a message."""
+    OUTCOME_OK: _Outcome.ValueType  # 1
+    """It has a score."""
+    OUTCOME_TIMEOUT: _Outcome.ValueType  # 2
+    """No result in time."""
+    OUTCOME_SCORER_ERROR: _Outcome.ValueType  # 3
+    """The reward source failed, or returned no finite number."""
+    OUTCOME_SANDBOX_ERROR: _Outcome.ValueType  # 4
+    """The sandbox of a verifier failed."""
+    OUTCOME_ENVIRONMENT_ERROR: _Outcome.ValueType  # 5
+    """The environment failed."""
+    OUTCOME_CANCELLED: _Outcome.ValueType  # 6
+    """The work was cancelled."""
+    OUTCOME_REFUSED: _Outcome.ValueType  # 7
+    """The source declined to score the response."""
+
+class Outcome(_Outcome, metaclass=_OutcomeEnumTypeWrapper):
+    """Outcome of the generation or scoring of a response. Only OK has a score."""
+
+OUTCOME_UNSPECIFIED: Outcome.ValueType  # 0
+"""Never valid in a message."""
+OUTCOME_OK: Outcome.ValueType  # 1
+"""It has a score."""
+OUTCOME_TIMEOUT: Outcome.ValueType  # 2
+"""No result in time."""
+OUTCOME_SCORER_ERROR: Outcome.ValueType  # 3
+"""The reward source failed, or returned no finite number."""
+OUTCOME_SANDBOX_ERROR: Outcome.ValueType  # 4
+"""The sandbox of a verifier failed."""
+OUTCOME_ENVIRONMENT_ERROR: Outcome.ValueType  # 5
+"""The environment failed."""
+OUTCOME_CANCELLED: Outcome.ValueType  # 6
+"""The work was cancelled."""
+OUTCOME_REFUSED: Outcome.ValueType  # 7
+"""The source declined to score the response."""
+Global___Outcome: _TypeAlias = Outcome  # noqa: Y015
+
 @_typing.final
 class TrajectoryId(_message.Message):
     """Identifies one trajectory. The id is derived, not random: a trajectory that is generated again has the same id."""

@@ -13,11 +13,11 @@ import pytest
 
 from quartet import codec
 from quartet.config import Config
-from quartet.errors import ComputationFailed, ConfigError, InvalidRequest, QuartetError, ServiceFailed
+from quartet.errors import ConfigError, InvalidRequest, QuartetError, ServiceFailed
 from quartet.rpc.compute_thread import ComputeThread
 from quartet.rpc.server import Server
 from quartet.services.factories import build_model_role
-from quartet.types import Role, TokenBatch
+from quartet.types import Outcome, Role, TokenBatch
 from quartet.v1 import reward_pb2, reward_pb2_grpc
 from tests.rewards.processes import children, wait_for
 from tests.services.model_services import TIMEOUTS, Services
@@ -155,23 +155,28 @@ def test_token_ids_outside_the_vocabulary_are_refused(start: Callable[..., Any],
 
 
 @pytest.mark.parametrize(
-    ("mood", "expected"),
+    ("mood", "expected", "outcome"),
     [
-        ('"slow"', ", sequence index 1: took longer than 1 s, and was ended"),
-        ('"gone"', ", sequence index 1: its process ended with status 3"),
-        ('"angry"', " raised RuntimeError at scorers.py:"),
-        ('"good"', ", sequence index 1: returned a string of 4 characters, expected a finite number"),
-        ("true", ", sequence index 1: returned True, expected a finite number"),
+        ('"slow"', ", sequence index 1: took longer than 1 s, and was ended", Outcome.TIMEOUT),
+        ('"gone"', ", sequence index 1: its process ended with status 3", Outcome.SCORER_ERROR),
+        ('"angry"', " raised RuntimeError at scorers.py:", Outcome.SCORER_ERROR),
+        (
+            '"good"',
+            ", sequence index 1: returned a string of 4 characters, expected a finite number",
+            Outcome.SCORER_ERROR,
+        ),
+        ("true", ", sequence index 1: returned True, expected a finite number", Outcome.SCORER_ERROR),
     ],
 )
-def test_the_failure_of_a_function_is_reported_to_the_client_and_the_next_call_succeeds(
-    mood: str, expected: str, start: Callable[..., Any]
+def test_the_failure_of_a_function_is_an_outcome_and_fails_no_other_response(
+    mood: str, expected: str, outcome: Outcome, start: Callable[..., Any]
 ) -> None:
     client = start(**function("moody", timeout_seconds=1.0))
-    with pytest.raises(ComputationFailed) as failed:
-        client.score(BATCH, ["{}", f'{{"mood": {mood}}}', "{}"]).result()
-    assert str(failed.value).startswith(f"reward.function scorers:moody{expected}")
-    assert "\n" not in str(failed.value)
+    scores = client.score(BATCH, ["{}", f'{{"mood": {mood}}}', "{}"]).result()
+    assert scores.outcomes == (Outcome.OK, outcome, Outcome.OK)
+    assert scores.details[1].startswith(f"reward.function scorers:moody{expected}")
+    assert "\n" not in scores.details[1]
+    assert np.isnan(scores.total).tolist() == [False, True, False]
     assert client.score(BATCH).result().total.tolist() == [1.0, 1.0, 1.0]
 
 

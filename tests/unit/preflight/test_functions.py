@@ -109,6 +109,39 @@ def test_a_function_that_cannot_be_called_is_refused(
 
 
 @pytest.mark.parametrize(
+    ("signature", "function", "problem"),
+    [
+        ("quartet", "scaled", ""),
+        ("quartet", "plain", "unexpected keyword argument 'scale'"),
+        ("trl", "trl", ""),
+        ("trl", "plain", "missing a required argument: 'prompt'"),
+        ("verl", "verl", ""),
+        ("verl", "trl", "missing a required argument: 'completions'"),
+    ],
+)
+def test_a_function_must_accept_its_signature_and_the_arguments_of_the_config(
+    signature: str, function: str, problem: str, models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (models / "signed.py").write_text(
+        "def plain(prompt, response, fields): return 1.0\n"
+        "def scaled(prompt, response, fields, scale): return scale\n"
+        "def trl(completions, scale, **kwargs): return [scale]\n"
+        "def verl(data_source, solution_str, ground_truth, extra_info, scale): return scale\n"
+    )
+    monkeypatch.chdir(models)
+    tree = with_function(models, f"signed:{function}").model_dump()
+    tree["reward"] |= {"signature": signature, "arguments": {"scale": 2.0}}
+    settings = parse_config(tree, "test")
+    if problem:
+        with pytest.raises(ConfigError, match=re.escape(f"reward.function signed:{function}: ") + ".*" + problem):
+            check_inputs(settings)
+        return
+    notes = [note for note in check_inputs(settings) if note.startswith("reward.function")]
+    assert len(notes) == 1
+    assert notes[0].endswith("scale by name")
+
+
+@pytest.mark.parametrize(
     ("text", "message"),
     [
         ("import os\nos._exit(3)\n", "its import ends the process"),

@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from quartet import __version__
-from quartet.config import Config, load_config
+from quartet.config import Config, RewardSourceConfig, load_config
 from quartet.run_directory.identity import Identity, fixed_settings
 from quartet.run_directory.run_files import RunFiles
 from quartet.run_directory.step_lines import read_step_lines
@@ -96,12 +96,17 @@ def _public_name(model: str, hub_models: Collection[str]) -> str:
 
 
 def _reward(config: Config, hub_models: Collection[str]) -> str:
-    def source(given: Any) -> str:
-        return (
-            f"model `{_public_name(given.model, hub_models)}`"
-            if given.model is not None
-            else f"function `{given.function}`"
-        )
+    def source(given: RewardSourceConfig) -> str:
+        if given.model is not None:
+            return f"model `{_public_name(given.model, hub_models)}`"
+        if given.function is not None:
+            return f"function `{given.function}`"
+        if given.http is not None:
+            return f"scorer over HTTP, dialect {given.http.dialect}"
+        if given.triton is not None:
+            return f"model `{given.triton.model}` on a Triton server"
+        # Addresses are not public.
+        return f"judge `{given.judge.model}`" if given.judge is not None else "reward service"
 
     if config.reward.source != "ensemble":
         return source(config.reward)

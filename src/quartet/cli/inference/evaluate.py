@@ -122,7 +122,7 @@ class _LocalEvaluator:
         self, config: Config, tokenizer: Any, prompts: Sequence[Prompt], reward: RewardSource, device: str
     ) -> None:
         self._config, self._tokenizer, self._prompts, self._reward = config, tokenizer, prompts, reward
-        self._fields = {prompt.index: prompt.fields for prompt in prompts} if config.reward.has_functions else {}
+        self._fields = {prompt.index: prompt.fields for prompt in prompts} if config.reward.needs_fields else {}
         self._device = device
         # Without a reference service, the actor computes reference log-probs with its adapter disabled and its own settings.
         chosen = config.reference if config.has_reference else config.actor

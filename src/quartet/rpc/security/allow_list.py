@@ -24,6 +24,8 @@ PROCESSES = (*(str(role) for role in Role), GATEWAY, OPERATOR, PROMETHEUS, REDIS
 
 _ORCHESTRATOR = frozenset({str(Role.ORCHESTRATOR)})
 _GENERATORS = frozenset({str(Role.GENERATOR)})
+_REWARDS = frozenset({str(Role.REWARD)})
+"""A reward service may use another one as its source."""
 _USERS = frozenset({GATEWAY, OPERATOR})
 _ANY_CALLER = _ORCHESTRATOR | _USERS
 
@@ -38,7 +40,7 @@ CALLERS: dict[str, frozenset[str]] = {
     "quartet.v1.CriticService/Update": _ORCHESTRATOR,
     "quartet.v1.CriticService/Save": _ORCHESTRATOR,
     "quartet.v1.CriticService/Restore": _ORCHESTRATOR,
-    "quartet.v1.RewardService/Score": _ORCHESTRATOR,
+    "quartet.v1.RewardService/Score": _ORCHESTRATOR | _REWARDS,
     "quartet.v1.ReferenceService/LogProbs": _ORCHESTRATOR,
     "quartet.v1.OrchestratorService/GetProgress": _USERS,
     "quartet.v1.OrchestratorService/WatchProgress": _USERS,
@@ -51,7 +53,7 @@ CALLERS: dict[str, frozenset[str]] = {
     "quartet.v1.OrchestratorService/ChangeSettings": _USERS,
     "quartet.v1.OrchestratorService/GetGenerators": _USERS,
     "quartet.v1.WeightService/GetWeights": _GENERATORS,
-    "quartet.v1.StatusService/GetStatus": _ANY_CALLER,
+    "quartet.v1.StatusService/GetStatus": _ANY_CALLER | _REWARDS,
     "grpc.health.v1.Health/Check": _ANY_CALLER,
     "grpc.health.v1.Health/Watch": _ANY_CALLER,
 }

@@ -11,7 +11,7 @@ import numpy as np
 from quartet.errors import ServiceFailed
 from quartet.services.orchestrator.checkpointing.step_artifacts import failed_trajectory_rows, trajectory_rows
 from quartet.services.orchestrator.rollout.collector import CollectedStep
-from quartet.services.orchestrator.rollout.scoring import FailedTrajectory
+from quartet.services.orchestrator.rollout.scoring_queue import FailedTrajectory
 from quartet.types import Trajectory, VersionSpan
 from tests.buffer.samples import trajectory
 

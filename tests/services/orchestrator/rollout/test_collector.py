@@ -14,7 +14,8 @@ import pytest
 from quartet.buffer.rollout_stream import RolloutStream
 from quartet.errors import BufferFailed, ServiceFailed
 from quartet.services.orchestrator.rollout.collector import CollectedStep, Collector
-from quartet.services.orchestrator.rollout.scoring import Scoring, ScoringServices, max_batches_in_flight
+from quartet.services.orchestrator.rollout.scoring import Scoring, ScoringServices
+from quartet.services.orchestrator.rollout.scoring_queue import max_batches_in_flight
 from quartet.services.orchestrator.service_clients import wait_for_all, wait_until_ended
 from quartet.types import Trajectory
 from tests.buffer.samples import trajectory
