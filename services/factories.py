@@ -73,7 +73,7 @@ def build_model_role(
         url = required_buffer_url(config, certificates)
         return _build_critic(config, compute, threads, url, workers, commands)
     if role is Role.REWARD:
-        return _build_reward(config, compute, threads, workers, commands)
+        return _build_reward(config, compute, threads, workers, commands, credentials)
     return _build_reference(config, compute, threads, workers, commands)
 
 
@@ -175,10 +175,15 @@ def _build_critic(
 
 
 def _build_reward(
-    config: Config, compute: ComputeThread, threads: int, workers: Workers, commands: Commands | None
+    config: Config,
+    compute: ComputeThread,
+    threads: int,
+    workers: Workers,
+    commands: Commands | None,
+    credentials: Credentials,
 ) -> RewardServicer:
-    source = build_reward(config, device_of(config.services.reward, workers.rank), workers)
-    # Reward functions run in separate processes. Their callers wait on a separate thread, not on the models' compute thread.
+    source = build_reward(config, device_of(config.services.reward, workers.rank), workers, credentials)
+    # Functions and scorers run in separate processes. Their callers wait on a separate thread, not on the models' compute thread.
     return RewardServicer(source, compute if source.status().parameters else ComputeThread(), threads, commands)
 
 

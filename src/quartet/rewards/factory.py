@@ -2,44 +2,83 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
 
-from quartet.config import Config, RewardPartConfig
+from quartet.config import Config, RewardSourceConfig
 from quartet.errors import MismatchError
 from quartet.models.weights.tokenizer import load_tokenizer, tokenizer_fingerprint
 from quartet.models.workers.workers import SINGLE, Workers
 from quartet.rewards.ensemble import EnsemblePart, EnsembleReward
 from quartet.rewards.function import FunctionReward
+from quartet.rewards.http_scorer import HttpScorer
+from quartet.rewards.judge import Judge
 from quartet.rewards.model import ModelReward
+from quartet.rewards.remote import RemoteReward, Scorer
+from quartet.rewards.response_texts import ResponseTexts
 from quartet.rewards.reward_source import RewardSource
+from quartet.rewards.service_scorer import ServiceScorer
+from quartet.rewards.triton_scorer import TritonScorer
+from quartet.rpc.security.credentials import LOCAL, Credentials
 
 
-def build_reward(config: Config, device: str, workers: Workers = SINGLE) -> RewardSource:
-    """Load models on ``device`` and start the processes of functions. The caller must close the returned source.
+def build_reward(
+    config: Config, device: str, workers: Workers = SINGLE, credentials: Credentials = LOCAL
+) -> RewardSource:
+    """Load models on ``device``, start the processes of functions, and connect to scorers. The caller must close the source.
 
-    The ``workers`` hold the models together. Raises ModelError; ConfigError if a function cannot be imported; MismatchError if
-    the parts of an ensemble have different vocabularies. After an error nothing is left running.
+    The ``workers`` hold the models together. ``credentials`` are those of this process. Raises ModelError; ConfigError if a
+    function cannot be imported or a file cannot be used; MismatchError if sources have different vocabularies. After an error
+    nothing is left running.
     """
-    if config.reward.source == "model":
-        return ModelReward(config.reward, device, workers)
-    if config.reward.source == "function":
-        return FunctionReward(config.reward, config.reward_tokenizer)
+    build = _Builder(config, device, workers, credentials)
+    if config.reward.source != "ensemble":
+        return build("reward", config.reward)
     with ExitStack() as built:
         parts = []
         for part in config.reward.parts:
-            source = _build_part(part, config.reward_tokenizer, device, workers)
+            source = build(f"reward.parts.{part.name}", part)
             built.callback(source.close)
-            parts.append(EnsemblePart(part.name, part.weight, source))
+            parts.append(EnsemblePart(part.name, part.weight, source, part.optional))
         _check_tokenizers(config, parts)
         ensemble = EnsembleReward(parts)
         built.pop_all()
         return ensemble
 
 
-def _build_part(part: RewardPartConfig, tokenizer: str, device: str, workers: Workers) -> RewardSource:
-    if part.source == "model":
-        return ModelReward(part, device, workers)
-    return FunctionReward(part, tokenizer, f"reward.parts.{part.name}")
+class _Builder:
+    """Builder of single sources."""
+
+    def __init__(self, config: Config, device: str, workers: Workers, credentials: Credentials) -> None:
+        self._config, self._device, self._workers, self._credentials = config, device, workers, credentials
+
+    def __call__(self, key: str, source: RewardSourceConfig) -> RewardSource:
+        """Build one source. ``key`` is its config key."""
+        tokenizer = self._config.reward_tokenizer
+        if source.source == "model":
+            return ModelReward(source, self._device, self._workers)
+        if source.source == "function":
+            return FunctionReward(source, tokenizer, key)
+        return self._remote(key, source, ResponseTexts(tokenizer))
+
+    def _remote(self, key: str, source: RewardSourceConfig, texts: ResponseTexts) -> RewardSource:
+        http, triton, service, judge = source.http, source.triton, source.service, source.judge
+        create: Callable[[], Scorer]
+        if service is not None:
+            scorer = ServiceScorer(service, f"{key}.service", self._credentials)
+            status = scorer.wait_until_ready()
+            return RemoteReward(lambda: scorer, f"{key}.service", texts, status)
+        if http is not None:
+            name, create = f"{http.dialect} at {', '.join(http.urls)}", lambda: HttpScorer(http, f"{key}.http")
+        elif triton is not None:
+            name, create = f"{triton.model} at {triton.url}", lambda: TritonScorer(triton, f"{key}.triton")
+        else:
+            assert judge is not None
+            name = f"{judge.model} at {judge.url}"
+            # One file for each source, so that the limit holds for each.
+            file = self._config.run_directory / f"{key}.judge.sqlite3"
+            create = lambda: Judge(judge, f"{key}.judge", file)  # noqa: E731
+        return RemoteReward(create, f"{key}.{source.source}", texts, texts.status(name))
 
 
 def _check_tokenizers(config: Config, parts: list[EnsemblePart]) -> None:

@@ -1,0 +1,124 @@
+"""Attempts of requests to a scorer in another process: concurrency, time limits, retries and a circuit breaker.
+
+None of these decides a score: they only decide when a request is sent, and after how many attempts it has failed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+from quartet.config import RetryConfig
+from quartet.types import Outcome
+
+MAX_PAUSE = 30.0
+"""Maximum pause between two attempts, in seconds, without jitter."""
+Answer = TypeVar("Answer")
+
+
+class RequestFailed(Exception):
+    """A request without a score. ``detail`` quotes neither prompts nor responses.
+
+    ``retry``: another attempt may succeed. ``unreachable``: the scorer does not respond at all, whatever it is asked.
+    """
+
+    def __init__(self, outcome: Outcome, detail: str, retry: bool = False, unreachable: bool = False) -> None:
+        super().__init__(detail)
+        self.outcome, self.detail, self.retry, self.unreachable = outcome, detail, retry, unreachable
+
+
+class CircuitBreaker:
+    """Protection of a scorer that does not respond: after several failures in a row, one request tries for all.
+
+    Only unreachable scorers count, because any other failure may be that of a single response.
+    """
+
+    def __init__(self, failures: int, seconds: float) -> None:
+        self._limit, self._seconds = failures, seconds
+        self._failures = 0
+        self._trial: asyncio.Future[RequestFailed | None] | None = None
+
+    async def admit(self) -> asyncio.Future[RequestFailed | None] | None:
+        """Wait until a request may be sent. Return the trial if the caller makes it; ``record`` ends it.
+
+        Raises RequestFailed if the trial of another request fails.
+        """
+        if self._failures < self._limit:
+            return None
+        if self._trial is None:
+            trial = self._trial = asyncio.get_running_loop().create_future()
+            try:
+                await asyncio.sleep(self._seconds)
+            except asyncio.CancelledError:
+                self._end(trial, None)
+                raise
+            return trial
+        if (failure := await asyncio.shield(self._trial)) is not None:
+            raise failure
+        return None
+
+    def record(self, trial: asyncio.Future[RequestFailed | None] | None, failure: RequestFailed | None) -> None:
+        """Take note of the end of an attempt."""
+        if failure is None or (not failure.unreachable and failure.outcome is not Outcome.TIMEOUT):
+            self._failures = 0
+        elif failure.unreachable:
+            self._failures += 1
+        if trial is not None:
+            self._end(trial, failure if self._failures >= self._limit else None)
+
+    def abandon(self, trial: asyncio.Future[RequestFailed | None] | None) -> None:
+        """End an attempt that shows nothing. Another request makes the trial."""
+        if trial is not None:
+            self._end(trial, None)
+
+    def _end(self, trial: asyncio.Future[RequestFailed | None], failure: RequestFailed | None) -> None:
+        self._trial = None
+        if not trial.done():
+            trial.set_result(failure)
+
+
+class Attempts:
+    """Attempts of all requests to one scorer. To be used on one event loop."""
+
+    def __init__(self, config: RetryConfig, name: str) -> None:
+        """``name`` starts the messages."""
+        self._config, self._name = config, name
+        self._turns = asyncio.Semaphore(config.max_concurrency)
+        self._breaker = CircuitBreaker(config.circuit_breaker_failures, config.circuit_breaker_seconds)
+
+    async def run(self, send: Callable[[int], Awaitable[Answer]]) -> Answer:
+        """Return the result of ``send``, which gets the number of the attempt, from 0. Raises RequestFailed after the last."""
+        config = self._config
+        for attempt in range(config.max_attempts):
+            try:
+                return await self._attempt(send, attempt)
+            except RequestFailed as failure:
+                if not failure.retry or attempt == config.max_attempts - 1:
+                    raise
+            pause = min(MAX_PAUSE, config.backoff_seconds * 2.0**attempt)
+            # Jitter keeps requests that failed together apart. It changes the time of an attempt and no result.
+            await asyncio.sleep(pause * random.uniform(0.5, 1.5))
+        raise AssertionError("max_attempts is at least 1")
+
+    async def _attempt(self, send: Callable[[int], Awaitable[Answer]], attempt: int) -> Answer:
+        async with self._turns:
+            trial = await self._breaker.admit()
+            try:
+                async with asyncio.timeout(self._config.timeout_seconds):
+                    answer = await send(attempt)
+            except TimeoutError:
+                text = f"{self._name}: no response within {self._config.timeout_seconds:g} s"
+                failure = RequestFailed(Outcome.TIMEOUT, text, retry=True)
+                self._breaker.record(trial, failure)
+                raise failure from None
+            except RequestFailed as failure:
+                self._breaker.record(trial, failure)
+                raise
+            except BaseException:
+                # Cancelled, or a config error: neither says whether the scorer is reachable.
+                self._breaker.abandon(trial)
+                raise
+            self._breaker.record(trial, None)
+            return answer

@@ -1,0 +1,110 @@
+"""A RewardService of the contract as a source: it runs elsewhere, in any language."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TypeVar
+
+import numpy as np
+
+from quartet.config import ServiceRewardConfig, TimeoutsConfig
+from quartet.errors import (
+    Cancelled,
+    ComputationFailed,
+    ConfigError,
+    DeadlinePassed,
+    InvalidRequest,
+    NoResponse,
+    QuartetError,
+    ServiceBusy,
+    ServiceUnavailable,
+)
+from quartet.rewards.attempts import Attempts, RequestFailed
+from quartet.rewards.response_texts import ScoredText
+from quartet.rewards.reward_source import Result
+from quartet.rpc.clients import RewardClient
+from quartet.rpc.pending_calls import PendingResult
+from quartet.rpc.security.credentials import Credentials
+from quartet.types import Outcome, Scores, ServiceStatus, TokenBatch
+
+Value = TypeVar("Value")
+
+
+class ServiceScorer:
+    """Scorer behind a RewardService. Implements Scorer."""
+
+    def __init__(self, config: ServiceRewardConfig, key: str, credentials: Credentials) -> None:
+        """``key`` is the config key of the section."""
+        timeouts = TimeoutsConfig(load_seconds=config.start_timeout_seconds, score_seconds=config.timeout_seconds)
+        self._client = RewardClient(config.address, timeouts, credentials)
+        self._where = f"{key}: {config.address}"
+        self._attempts = Attempts(config, self._where)
+        self.batch_size = config.batch_size
+
+    def wait_until_ready(self) -> ServiceStatus:
+        """Wait until the service responds, and return its status as that of this source. Raises MismatchError."""
+        status = self._client.wait_until_ready()
+        # The model computes elsewhere.
+        return replace(status, parameters=0, device="cpu", dtype="")
+
+    async def score(self, texts: Sequence[ScoredText]) -> list[Result]:
+        """See ``Scorer.score``."""
+        batch = TokenBatch(
+            np.concatenate([text.token_ids for text in texts]),
+            np.array([text.prompt_tokens for text in texts], np.int32),
+            np.array([len(text.token_ids) - text.prompt_tokens for text in texts], np.int32),
+        )
+        fields = [json.dumps(text.fields) for text in texts]
+
+        async def send(_: int) -> Scores:
+            try:
+                return await _result(self._client.score(batch, fields))
+            except ConfigError:
+                raise
+            except QuartetError as error:
+                raise self._failure(error) from None
+
+        scores = await self._attempts.run(send)
+        return [
+            float(score) if outcome is Outcome.OK else (outcome, f"{self._where}: {detail or outcome}")
+            for score, outcome, detail in zip(scores.total, scores.all_outcomes, scores.all_details, strict=True)
+        ]
+
+    async def close(self) -> None:
+        """Close the connection."""
+        self._client.close()
+
+    def _failure(self, error: QuartetError) -> RequestFailed:
+        """Convert an error of the call. Its text is left out: the service may quote a response."""
+        kind = type(error).__name__
+        if isinstance(error, ServiceUnavailable | ServiceBusy):
+            text = f"{self._where}: does not respond ({kind}); start the service, or correct the address"
+            return RequestFailed(Outcome.SCORER_ERROR, text, retry=True, unreachable=True)
+        if isinstance(error, NoResponse | DeadlinePassed):
+            return RequestFailed(Outcome.TIMEOUT, f"{self._where}: no response in time", retry=True)
+        if isinstance(error, Cancelled):
+            return RequestFailed(Outcome.CANCELLED, f"{self._where}: the service cancelled the call", retry=True)
+        retry = not isinstance(error, InvalidRequest | ComputationFailed)
+        return RequestFailed(Outcome.SCORER_ERROR, f"{self._where}: failed ({kind})", retry=retry)
+
+
+async def _result(pending: PendingResult[Value]) -> Value:
+    """Return the result of a call without blocking the event loop. Cancels the call with its caller."""
+    loop = asyncio.get_running_loop()
+    done = asyncio.Event()
+
+    def wake() -> None:
+        with contextlib.suppress(RuntimeError):  # The loop is closed.
+            loop.call_soon_threadsafe(done.set)
+
+    pending.when_done(wake)
+    try:
+        await done.wait()
+    except asyncio.CancelledError:
+        pending.cancel()
+        raise
+    return pending.result()

@@ -1,0 +1,87 @@
+"""Runs with a scorer over HTTP that fails for some responses: none is trained on, and a killed run ends with the same bits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+from zlib import crc32
+
+import pytest
+
+from quartet.buffer.connection import Redis
+from quartet.config import Config
+from tests.rewards.scorers.http_server import DIALECTS, ScorerServer
+from tests.training.conftest import MakeConfig
+from tests.training.runs import Run, json_lines, run_to_completion, step_metrics, weights
+from tests.training.test_resume import crash_run, delete_run_data
+
+STEPS = 3
+
+
+def is_failing(text: str) -> bool:
+    """Select one response in four, by its checksum."""
+    return crc32(text.encode()) % 4 == 0
+
+
+@pytest.fixture(params=["nan", "refusal"])
+def server(request: pytest.FixtureRequest) -> Iterator[ScorerServer]:
+    scorer = ScorerServer(
+        DIALECTS["slime"], request.param, score=lambda text: len(text.split()) / 4, is_marked=is_failing
+    )
+    with scorer.running():
+        yield scorer
+
+
+def config_of(make: MakeConfig, server: ScorerServer, **changes: Any) -> Config:
+    http = {"dialect": "slime", "urls": [f"{server.url}/rm"], "backoff_seconds": 0.01}
+    return make(
+        **{
+            "run": {"steps": STEPS},
+            "reward": {"source": "http", "model": None, "http": http},
+            "critic": {"model": None},
+            "checkpoint": {"every_steps": 2},
+            "recovery": {"max_failed_trajectories": 16, "backoff_seconds": 0.01},
+            **changes,
+        }
+    )
+
+
+def failed_rows(run: Run) -> list[dict[str, Any]]:
+    return [
+        {name: line[name] for name in ("id", "outcome", "attempts")}
+        for line in json_lines(run.files.failed_trajectories)
+    ]
+
+
+@pytest.mark.parametrize("crash_point", ["sealed", "committed"])
+def test_a_killed_run_has_the_same_failures_and_weights(
+    crash_point: str,
+    server: ScorerServer,
+    make: MakeConfig,
+    monkeypatch: pytest.MonkeyPatch,
+    redis_client: Redis,
+) -> None:
+    expected = run_to_completion(config_of(make, server))
+    outcome, attempts = ("refused", 1) if server.fault == "refusal" else ("scorer_error", 3)
+    failed = failed_rows(expected)
+    assert failed, "the test needs a failed response"
+    assert {(row["outcome"], row["attempts"]) for row in failed} == {(outcome, attempts)}
+    for step in expected.metrics:
+        assert step[f"outcome_{outcome}"] == step["failed_trajectories"]
+        assert sum(value for name, value in step.items() if name.startswith("outcome_")) == step["failed_trajectories"]
+    config = config_of(make, server)
+    crash_run(config, crash_point, 2, monkeypatch)
+    delete_run_data(redis_client, config.run.name)
+    run = run_to_completion(config)
+    assert failed_rows(run) == failed
+    assert step_metrics(run) == step_metrics(expected)
+    assert weights(run) == weights(expected)
+
+
+def test_the_scores_of_a_run_are_those_of_the_scorer(make: MakeConfig) -> None:
+    with ScorerServer(DIALECTS["slime"], score=lambda text: len(text.split()) / 4).running() as server:
+        run = run_to_completion(config_of(make, server))
+    rows = [row for path in sorted(run.files.trajectories.glob("*.jsonl")) for row in json_lines(path)]
+    assert len(rows) > STEPS
+    for row in rows:
+        assert row["score"] == len(row["response"].split()) / 4
