@@ -5,6 +5,7 @@ BIN := $(VENV)/bin
 PARITY := build/parity-venv
 ENGINES := build/engines-venv
 TRITON := build/triton-venv
+PYTRITON := build/pytriton-venv
 VLLM := build/vllm-venv
 # The Python backend in Triton's wheel works only with the distribution's Python.
 TRITON_PYTHON ?= /usr/bin/python3
@@ -260,11 +261,17 @@ $(VLLM)/.installed: pyproject.toml constraints.txt docker/generator-requirements
 	$(VLLM)/bin/python -m pip install --quiet --no-deps --editable .
 	@touch $@
 
+# A PyTriton server, with all that the wheel requires, for the reward source triton.
+$(PYTRITON)/.installed:
+	$(TRITON_PYTHON) -m venv $(PYTRITON)
+	$(PYTRITON)/bin/python -m pip install --quiet nvidia-pytriton==0.7.0 'numpy<2'
+	@touch $@
+
 architectures: $(VENV)/.installed-dev ## Compare tiny models of many architectures with plain transformers; write docs/reference/architectures.md
 	$(BIN)/python -m tests.architectures $(ARCHITECTURES_ARGS)
 
-engines: $(ENGINES)/.installed $(VLLM)/.installed ## Test every generation engine against one contract, Triton's and vLLM's for real
-	QUARTET_TRITON_PYTHON=$(TRITON)/bin/python $(ENGINES)/bin/python -m pytest tests/engines $(PYTEST_ARGS)
+engines: $(ENGINES)/.installed $(VLLM)/.installed $(PYTRITON)/.installed ## Test every generation engine against one contract, Triton's and vLLM's for real
+	QUARTET_TRITON_PYTHON=$(TRITON)/bin/python QUARTET_PYTRITON_PYTHON=$(PYTRITON)/bin/python $(ENGINES)/bin/python -m pytest tests/engines $(PYTEST_ARGS)
 	VLLM_LOGGING_LEVEL=WARNING $(VLLM)/bin/python -m pytest tests/detached_engines --timeout=900 $(PYTEST_ARGS)
 
 clean: ## Remove the environment, builds and caches, but not runs/
