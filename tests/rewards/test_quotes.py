@@ -33,6 +33,18 @@ def test_the_text_of_an_exception_is_omitted_and_its_location_is_reported() -> N
     assert result["location"] == f"test_quotes.py:{LINE}"
 
 
+class Unquoting(Exception):
+    quotes_texts = False
+
+
+def misses_a_field(prompt: str, response: str) -> float:
+    raise Unquoting("the field answer is missing")
+
+
+def test_the_text_of_an_exception_that_quotes_nothing_is_reported() -> None:
+    assert raised(misses_a_field, [PROMPT, RESPONSE])["text"] == "the field answer is missing"
+
+
 def test_texts_are_quoted_on_request() -> None:
     assert raised(grades, [PROMPT, RESPONSE], quotes=True)["text"] == f"cannot grade {PROMPT} {RESPONSE}"
 

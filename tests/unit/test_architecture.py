@@ -163,7 +163,7 @@ ALLOWED: dict[str, set[str]] = {
     },
     "quartet.rewards": FOUNDATION
     | {"quartet.models", "quartet.rpc", "quartet.child_processes", "quartet.secret_files", "quartet.user_code"},
-    "quartet.verifiers": {"quartet.errors", "quartet.rewards"},
+    "quartet.verifiers": {"quartet.errors", "quartet.rewards", "quartet.types"},
     "quartet.buffer": FOUNDATION | {"quartet.codec", "quartet.child_processes", "quartet.secret_files"},
     "quartet.rpc": FOUNDATION
     | {"quartet.codec", "quartet.secret_files", "quartet.topology", "quartet.v1", "quartet.weight_transfer"},

@@ -11,7 +11,7 @@ import pytest
 
 from examples.arithmetic import prepare as arithmetic
 from examples.code import prepare as code
-from examples.code.rewards import all_tests
+from quartet.verifiers.code import run_tests_batched
 from quartet.verifiers.sandbox.backend import Sandbox
 
 
@@ -45,4 +45,4 @@ def test_the_solutions_of_the_exercises_pass_and_other_programs_do_not(box: Sand
     exercises = random.Random(1).sample(code.exercises(), 3)
     responses = [each.solution for each in exercises] + [" 0", " (x", ""]
     fields = [{"start": each.prompt, "tests": each.tests()} for each in exercises * 2]
-    assert all_tests([""] * 6, responses, fields) == [1.0] * 3 + [0.0] * 3
+    assert run_tests_batched([""] * 6, responses, fields, prefix_field="start") == [1.0] * 3 + [0.0] * 3

@@ -23,7 +23,8 @@ from quartet.user_code import NotImportable, import_callable, location_of, text_
 def main(function_name: str, descriptor: str, quotes: str = "") -> None:
     """Report whether the function can be imported, then answer calls until standard input ends.
 
-    ``quotes``: not empty to report the text of exceptions, which may quote prompts and responses.
+    ``quotes``: not empty to report the text of exceptions, which may quote prompts and responses. The text of an exception whose
+    attribute ``quotes_texts`` is False is always reported.
     """
     requests, answers = _take_pipes(int(descriptor))
     try:
@@ -63,7 +64,8 @@ def answer(
 
             result = asyncio.run(_awaited(result))
     except BaseException as error:  # sys.exit() of one call is no reason to end the process
-        kind, text = type(error).__name__, text_of(error) if quotes else None
+        shows_text = quotes or getattr(error, "quotes_texts", True) is False
+        kind, text = type(error).__name__, text_of(error) if shows_text else None
         traceback.print_tb(error.__traceback__)
         print(f"{kind}: {text}" if text else kind, file=sys.stderr)
         outcome = getattr(error, "outcome", None)
