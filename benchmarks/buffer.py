@@ -96,7 +96,9 @@ def trajectories(count: int) -> Iterator[Trajectory]:
     prompt, response = np.arange(PROMPT, dtype=np.int32), np.arange(RESPONSE, dtype=np.int32)
     log_probs = np.full(RESPONSE, -1.0, np.float32)
     for index in range(count):
-        yield Trajectory(TrajectoryId(RUN, 1, index, 0), 0, prompt, response, log_probs, FinishReason.LENGTH)
+        yield Trajectory.of_response(
+            TrajectoryId(RUN, 1, index, 0), 0, prompt, response, log_probs, FinishReason.LENGTH
+        )
 
 
 def write(url: str, count: int) -> int:

@@ -173,7 +173,7 @@ class GeneratingModel(SimulatedModel):
         for first in range(0, len(requests), FLUSH):
             indices = range(first, min(first + FLUSH, len(requests)))
             finished = [
-                Trajectory(
+                Trajectory.of_response(
                     requests[index].id,
                     batch.policy_version,
                     requests[index].prompt_ids,

@@ -240,6 +240,16 @@ class VersionSpan(Model):
     tokens: int
 
 
+class Segment(Model):
+    """Consecutive tokens of a response with an environment: a turn of the policy, or an observation."""
+
+    role: Literal["policy", "observation"]
+    text: str
+    tokens: int
+    reward: float | None = None
+    """Reward of the environment after the turn; null for an observation."""
+
+
 class TrajectorySummary(Model):
     """One response to a prompt."""
 
@@ -252,22 +262,25 @@ class TrajectorySummary(Model):
     prompt: str
     response: str
     score: float
-    """Raw score of the reward service."""
+    """Raw score: of the reward service, plus the rewards of the environment."""
     parts: dict[str, float]
-    """Unweighted score of each part of a reward ensemble; empty with a single reward source."""
+    """Unweighted score of each part of a reward ensemble, and "environment"; empty with a single reward source."""
     kl: float
     """KL of the response to the reference, in nats."""
     response_tokens: int
+    """Tokens that the policy generated."""
     finished: bool
-    """True if the model ended the response; false if it was cut off at the token limit."""
+    """True if the model or the environment ended the response; false if it was cut off at the limit of tokens or turns."""
 
 
 class Token(Model):
-    """One token. A field is null if it was not kept, or if the token belongs to the prompt."""
+    """One token. A field is null if it was not kept, or if the token belongs to the prompt or to an observation."""
 
     id: int
     text: str
     """Text that the token adds."""
+    observation: bool = False
+    """True if the environment gave the token. It is not trained on."""
     log_prob: float | None = None
     """Log-prob under the policy that generated the token, in nats."""
     reference_log_prob: float | None = None
@@ -297,6 +310,8 @@ class TrajectoryDetail(TrajectorySummary):
     """Tokens of the prompt; empty if they were not kept."""
     tokens: list[Token]
     """Tokens of the response; empty if they were not kept."""
+    segments: list[Segment]
+    """Turns of the policy and observations of the environment; empty without an environment."""
     lower: str | None
     """Id of the response with the next lower score in the same step, or null."""
     higher: str | None

@@ -14,7 +14,7 @@ from quartet.gateway.readers.jsonl_records import Record
 from quartet.gateway.readers.token_texts import token_texts
 from quartet.gateway.readers.trajectory_index import SortKey, TrajectoryFilter, step_window
 from quartet.gateway.routes.dependencies import Cursor, Limit, Step, TheReaders, TheRunFiles
-from quartet.gateway.schemas import Page, Token, TrajectoryDetail, TrajectorySummary, VersionSpan
+from quartet.gateway.schemas import Page, Segment, Token, TrajectoryDetail, TrajectorySummary, VersionSpan
 from quartet.run_directory.token_files import TrajectoryTokens, read_tokens
 
 router = api_router("trajectories")
@@ -115,6 +115,7 @@ def get_trajectory(
         generator=record.get("generator", ""),
         weights_digest=record.get("weights_digest", ""),
         version_spans=[VersionSpan(**span) for span in record.get("version_spans", [])],
+        segments=[Segment(**segment) for segment in record.get("segments", [])],
         kl_coefficient=columns.row(step).get("kl_coefficient"),
         prompt_tokens=[] if tokens is None else _prompt_tokens(tokenizer, tokens),
         tokens=[] if tokens is None else _response_tokens(tokenizer, tokens),
@@ -179,9 +180,12 @@ def _response_tokens(tokenizer: Any | None, tokens: TrajectoryTokens) -> list[To
             advantage=advantage,
             return_=return_,
         )
-        for number, text, log_prob, reference_log_prob, kl, value, advantage, return_ in zip(
+        if own
+        else Token(id=number, text=text, observation=True)
+        for number, text, own, log_prob, reference_log_prob, kl, value, advantage, return_ in zip(
             ids,
             token_texts(tokenizer, ids),
+            tokens.response_mask.tolist(),
             tokens.log_probs.tolist(),
             tokens.reference_log_probs.tolist(),
             tokens.kl.tolist(),

@@ -108,7 +108,7 @@ class Critic(TrainableModel):
             with self._passes_of_update(checkpointing):
                 metrics = update_value(self._model, self._optimizer, experience, settings, loss, tokens, self._workers)
             if settings.num_epochs:
-                self._tokens["trained"] += len(experience.advantages)
+                self._tokens["trained"] += experience.policy_tokens
             return metrics
 
         return self._update_once(run, step, leader_epoch, apply)

@@ -18,7 +18,16 @@ import numpy as np
 from quartet.config import Config, RolloutConfig
 from quartet.data import PromptEncoder, PromptSet, PromptSettings, load_prompts, select_prompts
 from quartet.errors import ComputationFailed, ConfigError, FunctionFailed
-from quartet.types import FinishReason, FloatArray, IntArray, Prompt, SamplingParameters, Trajectory, TrajectoryId
+from quartet.types import (
+    EpisodeSettings,
+    FinishReason,
+    FloatArray,
+    IntArray,
+    Prompt,
+    SamplingParameters,
+    Trajectory,
+    TrajectoryId,
+)
 
 STEP = 0
 """Step in the ids of evaluation trajectories. All evaluations use the same random numbers, which differ from those of
@@ -82,6 +91,14 @@ def run_sampling(rollout: RolloutConfig) -> SamplingParameters:
     return SamplingParameters(rollout.max_response_tokens, rollout.temperature, rollout.top_p, rollout.top_k)
 
 
+def episode_settings(rollout: RolloutConfig, prompts: Sequence[Prompt]) -> EpisodeSettings | None:
+    """Return the settings of the run's episodes with ``prompts``, or None if it has no environment."""
+    if not rollout.max_turns:
+        return None
+    fields = {prompt.index: prompt.fields for prompt in prompts}
+    return EpisodeSettings(rollout.max_turns, rollout.max_turn_tokens or 0, fields)
+
+
 def texts_of(tokenizer: Any, token_ids: Sequence[IntArray], special_tokens: bool) -> list[str]:
     """Decode each sequence without clean-up. Keep special tokens in prompts, where they separate chat turns, but not in
     responses."""
@@ -95,8 +112,9 @@ def texts_of(tokenizer: Any, token_ids: Sequence[IntArray], special_tokens: bool
 class Response:
     """A response with its metrics.
 
-    ``score`` is in units of reward, ``tokens`` is the length. ``finished``: the model ended the response itself. ``kl``: sum of
-    log π − log π_ref over the tokens, in nats; None for greedy responses, for which it is not an estimate of the KL.
+    ``score`` is in units of reward, ``tokens`` is the number of the policy's tokens. ``finished``: the model or the environment
+    ended the response, not a limit. ``kl``: sum of log π − log π_ref over these tokens, in nats; None for greedy responses, for
+    which it is not an estimate of the KL.
     """
 
     text: str
@@ -112,9 +130,11 @@ class Response:
         """Create a response from a trajectory. ``reference_log_probs``: float32 [response tokens], for sampled responses."""
         kl = None
         if reference_log_probs is not None:
-            kl = float(np.sum(trajectory.log_probs.astype(np.float64) - reference_log_probs.astype(np.float64)))
-        finished = trajectory.finish_reason is FinishReason.EOS
-        return cls(text, score, len(trajectory.response_ids), finished, kl)
+            own = trajectory.response_mask
+            difference = trajectory.log_probs[own].astype(np.float64) - reference_log_probs[own].astype(np.float64)
+            kl = float(np.sum(difference))
+        finished = trajectory.finish_reason is not FinishReason.LENGTH
+        return cls(text, score, len(trajectory.policy_ids), finished, kl)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,9 +6,10 @@ Batches are ragged: one flat array and the lengths, without padding.
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Literal
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +18,7 @@ from quartet.errors import ComputationFailed, InvalidRequest
 
 IntArray = NDArray[np.int32]
 FloatArray = NDArray[np.float32]
+BoolArray = NDArray[np.bool_]
 
 
 class Role(enum.StrEnum):
@@ -35,10 +37,24 @@ TRAINED_ROLES = (Role.ACTOR, Role.CRITIC)
 
 
 class FinishReason(enum.StrEnum):
-    """Reason for the end of a response: an end-of-sequence token, or the token limit."""
+    """Reason for the end of a response.
+
+    eos: an end-of-sequence token. length: the limit of tokens or turns. done: its environment ended the episode. failed: see the
+    trajectory's ``outcome``.
+    """
 
     EOS = "eos"
     LENGTH = "length"
+    DONE = "done"
+    FAILED = "failed"
+
+
+class SegmentRole(enum.StrEnum):
+    """Origin of a segment's tokens: the prompt, the policy, or the environment."""
+
+    PROMPT = "prompt"
+    POLICY = "policy"
+    OBSERVATION = "observation"
 
 
 class Outcome(enum.StrEnum):
@@ -153,10 +169,36 @@ class SamplingParameters:
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """One trajectory to generate. Its random stream depends on (seed, step, prompt, sample) only."""
+    """One trajectory, or one turn of it, to generate. Its random stream depends on (seed, step, prompt, sample, turn) only.
+
+    ``prompt_ids``: all tokens before the turn. ``turn`` counts from 0. ``max_tokens`` limits the turn; 0 leaves the limit to the
+    sampling parameters.
+    """
 
     id: TrajectoryId
     prompt_ids: IntArray
+    turn: int = 0
+    max_tokens: int = 0
+
+    def limited(self, sampling: SamplingParameters) -> SamplingParameters:
+        """Return ``sampling`` with the token limit of this request."""
+        if self.max_tokens in (0, sampling.max_response_tokens):
+            return sampling
+        return replace(sampling, max_response_tokens=self.max_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeSettings:
+    """Settings of episodes with an environment.
+
+    ``max_turns`` limits the turns of a trajectory. ``max_turn_tokens`` limits the tokens of one turn; 0 leaves the limit to the
+    sampling parameters, which limits all tokens after the prompt, observations included. ``fields`` are the prompts' own fields,
+    JSON objects by prompt index, for the environment.
+    """
+
+    max_turns: int
+    max_turn_tokens: int = 0
+    fields: Mapping[int, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +208,8 @@ class GenerationBatch:
     ``requests``: the trajectories, all of ``run`` and ``step``. ``policy_version`` is the number of updates that the policy must
     have taken. ``weights_digest``: the digest that the generator's weights must have, 16 bytes; empty for a generator that shares
     the weights of the actor. ``generator``: name that its trajectories carry, HOST:PORT; empty for the actor. ``attempt``: number
-    of this call, which its trajectories carry, too.
+    of this call, which its trajectories carry, too. ``episode``: settings of episodes with the environment; None generates one
+    response to each prompt.
     """
 
     run: str
@@ -179,6 +222,7 @@ class GenerationBatch:
     weights_digest: bytes = b""
     generator: str = ""
     attempt: int = 0
+    episode: EpisodeSettings | None = None
 
 
 def requests_of(
@@ -194,7 +238,7 @@ def requests_of(
 
 @dataclass(frozen=True, slots=True)
 class VersionSpan:
-    """Part of a response that one policy version generated: its number of ``tokens``, and the digest of the weights."""
+    """Part of a trajectory that one policy version generated: its number of ``tokens``, and the digest of the weights."""
 
     policy_version: int
     weights_digest: bytes
@@ -202,26 +246,159 @@ class VersionSpan:
 
 
 @dataclass(frozen=True, slots=True)
-class Trajectory:
-    """A finished response.
+class Segment:
+    """Consecutive tokens of one origin.
 
-    ``prompt_ids`` int32 [prompt tokens]. ``response_ids`` int32 [response tokens], including the EOS if there is one.
-    ``log_probs`` float32 [response tokens]: log-probs of the sampled tokens under the generating policy at the sampling
-    temperature, in nats; float32 [0] if the engine reports none. ``weights_digest``: digest of the generating weights, 16 bytes,
-    or empty if the generator shares the weights of the actor. ``generator`` is its name. ``version_spans`` are empty if one
-    policy version generated the whole response. ``attempt`` is the number of the Generate call.
+    ``token_ids`` int32 [n]. ``log_probs`` float32 [n] of a policy segment: log-probs of the sampled tokens under the generating
+    policy at the sampling temperature, in nats; float32 [0] if the engine reports none, and for other roles. ``policy_version``
+    is that of the last token of a policy segment, and 0 for other roles.
+    """
+
+    role: SegmentRole
+    token_ids: IntArray
+    log_probs: FloatArray = field(default_factory=lambda: np.zeros(0, np.float32))
+    policy_version: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Trajectory:
+    """A finished episode: the prompt, then turns of the policy, with observations of an environment between them.
+
+    ``segments``: the prompt, then policy and observation segments; the last one is of the policy unless the episode failed. A
+    policy segment includes its EOS if there is one. The response is all segments after the prompt, one flat array. One turn is a
+    prompt and a policy segment. ``turn_rewards``: the environment's reward after each turn; empty without an environment.
+    ``outcome`` is not ok if the episode failed, with the cause in ``detail``; such a trajectory has no reward.
+    ``weights_digest``: digest of the generating weights, 16 bytes, or empty if the generator shares the weights of the actor.
+    ``generator`` is its name. ``version_spans`` cover the policy's tokens; empty if one policy version generated all of them.
+    ``attempt`` is the number of the Generate call.
     """
 
     id: TrajectoryId
     policy_version: int
-    prompt_ids: IntArray
-    response_ids: IntArray
-    log_probs: FloatArray
+    segments: tuple[Segment, ...]
     finish_reason: FinishReason
     weights_digest: bytes = b""
     generator: str = ""
     version_spans: tuple[VersionSpan, ...] = ()
     attempt: int = 0
+    turn_rewards: tuple[float, ...] = ()
+    outcome: Outcome = Outcome.OK
+    detail: str = ""
+
+    @classmethod
+    def of_response(
+        cls,
+        id: TrajectoryId,
+        policy_version: int,
+        prompt_ids: IntArray,
+        response_ids: IntArray,
+        log_probs: FloatArray,
+        finish_reason: FinishReason,
+        weights_digest: bytes = b"",
+        generator: str = "",
+        version_spans: tuple[VersionSpan, ...] = (),
+        attempt: int = 0,
+    ) -> Trajectory:
+        """Return a trajectory of one turn. ``log_probs`` float32 [response tokens], or [0] if the engine reports none."""
+        segments = (
+            Segment(SegmentRole.PROMPT, prompt_ids),
+            Segment(SegmentRole.POLICY, response_ids, log_probs, policy_version),
+        )
+        return cls(id, policy_version, segments, finish_reason, weights_digest, generator, version_spans, attempt)
+
+    @property
+    def prompt_ids(self) -> IntArray:
+        """Int32 [prompt tokens]."""
+        return self.segments[0].token_ids
+
+    @property
+    def response_ids(self) -> IntArray:
+        """Tokens after the prompt, int32 [response tokens]."""
+        return _joined([segment.token_ids for segment in self.segments[1:]], np.int32)
+
+    @property
+    def response_mask(self) -> BoolArray:
+        """True at the policy's own tokens: bool [response tokens]."""
+        response = self.segments[1:]
+        return np.repeat(
+            [part.role is SegmentRole.POLICY for part in response], [len(part.token_ids) for part in response]
+        )
+
+    @property
+    def log_probs(self) -> FloatArray:
+        """Log-probs, 0 at observation tokens: float32 [response tokens]; float32 [0] if the engine reports none."""
+        if not self.has_log_probs:
+            return np.zeros(0, np.float32)
+        return _joined(
+            [
+                part.log_probs if part.role is SegmentRole.POLICY else np.zeros(len(part.token_ids), np.float32)
+                for part in self.segments[1:]
+            ],
+            np.float32,
+        )
+
+    @property
+    def turns(self) -> tuple[Segment, ...]:
+        """The policy's segments."""
+        return tuple(segment for segment in self.segments if segment.role is SegmentRole.POLICY)
+
+    @property
+    def policy_ids(self) -> IntArray:
+        """The policy's own tokens, int32 [policy tokens]."""
+        return _joined([segment.token_ids for segment in self.turns], np.int32)
+
+    @property
+    def has_log_probs(self) -> bool:
+        """True if the engine reported the log-probs of all turns."""
+        return all(len(segment.log_probs) for segment in self.turns)
+
+    def with_log_probs(self, log_probs: FloatArray) -> Trajectory:
+        """Return the trajectory with these log-probs, float32 [response tokens]. Those of observation tokens are dropped."""
+        segments, start = [self.segments[0]], 0
+        for segment in self.segments[1:]:
+            end = start + len(segment.token_ids)
+            own = segment.role is SegmentRole.POLICY
+            segments.append(replace(segment, log_probs=log_probs[start:end]) if own else segment)
+            start = end
+        return replace(self, segments=tuple(segments))
+
+
+def _joined(parts: Sequence[NDArray[Any]], dtype: type[Any]) -> NDArray[Any]:
+    """Return the parts as one array. A single part is not copied."""
+    if len(parts) == 1:
+        return parts[0]
+    return np.concatenate(parts) if parts else np.zeros(0, dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class EnvironmentReply:
+    """Answer of an environment to a reset or to a turn of the policy.
+
+    ``observation`` int32 [tokens], may be empty: the tokens that follow in the trajectory. ``reward`` is that of the turn, 0 for
+    a reset. ``done``: the episode is over. ``outcome`` is not ok if the environment failed, with the cause in ``detail``, without
+    text of prompts and turns. Such a reply is done and its reward is NaN. Raises ComputationFailed if the two contradict.
+    """
+
+    observation: IntArray
+    reward: float
+    done: bool
+    outcome: Outcome = Outcome.OK
+    detail: str = ""
+
+    def __post_init__(self) -> None:
+        ok = self.outcome is Outcome.OK
+        if math.isfinite(self.reward) != ok or math.isinf(self.reward):
+            raise ComputationFailed(
+                f"reward: {self.reward:g} with outcome {self.outcome}; expected a finite number with outcome ok, and NaN with "
+                "any other"
+            )
+        if not ok and (len(self.observation) or not self.done):
+            raise ComputationFailed(f"outcome {self.outcome}: expected no observation, and done")
+
+    @classmethod
+    def failed(cls, outcome: Outcome, detail: str) -> EnvironmentReply:
+        """Return the reply of an environment that failed."""
+        return cls(np.zeros(0, np.int32), math.nan, True, outcome, detail)
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,7 +462,8 @@ class Experience:
 
     ``scores`` float32 [sequences]. The other arrays are float32 [response tokens], flat: ``log_probs`` and ``values`` at
     generation, ``reference_log_probs``, ``advantages``, ``returns``, and ``actor_mask``, which is 1 for a token in the policy
-    loss and 0 for a masked one.
+    loss and 0 for a masked one. ``response_mask``, bool [response tokens], is True at the policy's own tokens; bool [0] if all
+    tokens are. At the other tokens, those of observations, all arrays are 0, and no loss or metric counts them.
     """
 
     run: str
@@ -300,6 +478,12 @@ class Experience:
     advantages: FloatArray
     returns: FloatArray
     actor_mask: FloatArray
+    response_mask: BoolArray = field(default_factory=lambda: np.zeros(0, np.bool_))
+
+    @property
+    def policy_tokens(self) -> int:
+        """Number of the policy's own tokens."""
+        return int(np.count_nonzero(self.response_mask)) if len(self.response_mask) else len(self.advantages)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ def trajectory(
     run: str, prompt: int, step: int = 1, sample: int = 0, response: int = 3, version: int = 0
 ) -> Trajectory:
     """Return a trajectory with tokens and log-probs derived from the arguments."""
-    return Trajectory(
+    return Trajectory.of_response(
         TrajectoryId(run, step, prompt, sample),
         version,
         np.array([prompt + 1, 2], np.int32),

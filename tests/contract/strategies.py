@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import string
+
 import hypothesis.strategies as st
 import numpy as np
 from hypothesis import settings
@@ -10,6 +12,7 @@ from quartet import codec
 from quartet.types import (
     Alert,
     EngineProperties,
+    EpisodeSettings,
     Experience,
     FinishReason,
     FloatArray,
@@ -24,6 +27,8 @@ from quartet.types import (
     RunState,
     SamplingParameters,
     Scores,
+    Segment,
+    SegmentRole,
     ServiceStatus,
     TokenBatch,
     Trajectory,
@@ -78,18 +83,42 @@ def version_spans(draw: st.DrawFn, tokens: int) -> tuple[VersionSpan, ...]:
 
 
 @st.composite
+def segments(draw: st.DrawFn, failed: bool) -> tuple[Segment, ...]:
+    """Return the prompt, and up to four segments of policy and environment. An episode that has not failed ends with a turn."""
+    result = [Segment(SegmentRole.PROMPT, draw(ints(draw(st.integers(1, 12)))))]
+    roles = draw(st.lists(st.sampled_from([SegmentRole.POLICY, SegmentRole.OBSERVATION]), max_size=4))
+    reports = draw(st.booleans())
+    for role in roles if failed else [*roles, SegmentRole.POLICY]:
+        size = draw(st.integers(1, 12))
+        if role is SegmentRole.POLICY:
+            log_probs = draw(floats(size if reports else 0))
+            result.append(Segment(role, draw(ints(size)), log_probs, draw(uint64)))
+        else:
+            result.append(Segment(role, draw(ints(size))))
+    return tuple(result)
+
+
+@st.composite
 def trajectories(draw: st.DrawFn) -> Trajectory:
-    response = draw(st.integers(1, 12))
+    outcome = draw(st.sampled_from(Outcome))
+    failed = outcome is not Outcome.OK
+    parts = draw(segments(failed))
+    sizes = [len(part.token_ids) for part in parts if part.role is SegmentRole.POLICY]
+    rewards = draw(st.booleans()) and not failed
     return Trajectory(
         draw(ids),
         draw(uint64),
-        draw(ints(draw(st.integers(1, 12)))),
-        draw(ints(response)),
-        draw(floats(draw(st.sampled_from([0, response])))),
-        draw(st.sampled_from(FinishReason)),
+        parts,
+        FinishReason.FAILED
+        if failed
+        else draw(st.sampled_from([FinishReason.EOS, FinishReason.LENGTH, FinishReason.DONE])),
         draw(digests),
         draw(st.just("") | names),
-        draw(version_spans(response)),
+        draw(version_spans(sum(sizes))) if sizes else (),
+        draw(uint64),
+        tuple(draw(st.lists(doubles, min_size=len(sizes), max_size=len(sizes)))) if rewards else (),
+        outcome,
+        draw(st.text(string.ascii_letters, max_size=9)) if failed else "",
     )
 
 
@@ -105,6 +134,9 @@ def experiences(draw: st.DrawFn) -> Experience:
         batch,
         draw(floats(len(batch))),
         *(draw(floats(tokens)) for _ in range(6)),
+        np.array(draw(st.lists(st.booleans(), min_size=tokens, max_size=tokens)), np.bool_)
+        if draw(st.booleans())
+        else np.zeros(0, np.bool_),
     )
 
 
@@ -236,6 +268,17 @@ def generation_batches(draw: st.DrawFn) -> GenerationBatch:
         seed=draw(uint64),
         policy_version=draw(uint64),
         weights_digest=draw(digests),
+        episode=draw(st.none() | episodes({request.id.prompt for request in requests})),
+    )
+
+
+def episodes(prompts: set[int]) -> st.SearchStrategy[EpisodeSettings]:
+    """Settings of episodes with the fields of these prompts."""
+    return st.builds(
+        EpisodeSettings,
+        max_turns=st.integers(1, 1024),
+        max_turn_tokens=st.integers(0, 2**20),
+        fields=st.fixed_dictionaries(dict.fromkeys(sorted(prompts), names)),
     )
 
 

@@ -54,7 +54,7 @@ def assert_same(left: Any, right: Any) -> None:
         assert type(left) is type(right)
         for field in dataclasses.fields(left):
             assert_same(getattr(left, field.name), getattr(right, field.name))
-    elif isinstance(left, list):
+    elif isinstance(left, (list, tuple)):
         assert type(left) is type(right)
         for item, other in zip(left, right, strict=True):
             assert_same(item, other)
@@ -258,9 +258,9 @@ def test_tensors_are_little_endian_for_any_memory_layout() -> None:
         assert message.data == array.astype("<f4").tobytes()
 
 
-@pytest.mark.parametrize("dtype", [np.float64, np.int64, np.uint32, np.float16, np.bool_])
+@pytest.mark.parametrize("dtype", [np.float64, np.int64, np.uint32, np.float16])
 def test_other_dtypes_cannot_be_encoded(dtype: type) -> None:
-    with pytest.raises(InvalidRequest, match="expected float32 or int32"):
+    with pytest.raises(InvalidRequest, match="expected float32, int32 or bool"):
         codec.tensor_to_proto(np.zeros(1, dtype))
 
 
@@ -312,7 +312,7 @@ def test_any_tensor_is_either_read_or_refused(dtype: int, shape: list[int], data
 
 def small_trajectory() -> Trajectory:
     ids = np.array([1, 2], np.int32)
-    return Trajectory(TrajectoryId("r", 1, 0, 0), 0, ids, ids, np.zeros(2, np.float32), FinishReason.EOS)
+    return Trajectory.of_response(TrajectoryId("r", 1, 0, 0), 0, ids, ids, np.zeros(2, np.float32), FinishReason.EOS)
 
 
 def small_experience() -> Experience:
@@ -331,22 +331,74 @@ def drop(field: str) -> Callable[[Any], None]:
     return lambda message: message.ClearField(field)
 
 
-@pytest.mark.parametrize("field", ["id", "prompt_ids", "response_ids", "log_probs", "finish_reason"])
+@pytest.mark.parametrize("field", ["id", "segments", "finish_reason", "outcome"])
 def test_a_trajectory_without_a_required_field_is_refused(field: str) -> None:
     with pytest.raises(InvalidRequest, match="trajectory"):
         codec.trajectory_from_bytes(changed_trajectory(drop(field)))
 
 
-def test_a_trajectory_with_a_log_prob_too_few_or_no_tokens_is_refused() -> None:
-    def short(message: trajectory_pb2.Trajectory) -> None:
-        message.log_probs.CopyFrom(codec.tensor_to_proto(np.zeros(1, np.float32)))
+def tokens(count: int) -> Any:
+    return codec.tensor_to_proto(np.zeros(count, np.int32))
 
-    def empty(message: trajectory_pb2.Trajectory) -> None:
-        message.prompt_ids.CopyFrom(codec.tensor_to_proto(np.zeros(0, np.int32)))
 
-    for change in (short, empty):
-        with pytest.raises(InvalidRequest, match="trajectory"):
-            codec.trajectory_from_bytes(changed_trajectory(change))
+POLICY, OBSERVATION = trajectory_pb2.SEGMENT_ROLE_POLICY, trajectory_pb2.SEGMENT_ROLE_OBSERVATION
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (lambda m: m.segments[1].log_probs.CopyFrom(codec.tensor_to_proto(np.zeros(1, np.float32))), "expected 2"),
+        (lambda m: m.segments[0].log_probs.CopyFrom(codec.tensor_to_proto(np.zeros(2, np.float32))), "expected none"),
+        (lambda m: m.segments[0].token_ids.CopyFrom(tokens(0)), "at least one token"),
+        (lambda m: m.segments[1].ClearField("role"), "expected a role"),
+        (lambda m: m.segments.add(role=trajectory_pb2.SEGMENT_ROLE_PROMPT, token_ids=tokens(1)), "one prompt"),
+        (lambda m: m.segments.add(role=OBSERVATION, token_ids=tokens(1)), "a segment of the policy at the end"),
+        (lambda m: m.segments.add(role=POLICY, token_ids=tokens(1)), "in all segments of the policy, or in none"),
+        (lambda m: m.segments.pop(0), "as the first segment"),
+        (lambda m: m.turn_rewards.extend([1.0, 2.0]), "expected 1, one per turn"),
+        (lambda m: m.turn_rewards.extend([float("nan")]), "NaN or infinity"),
+        (lambda m: m.version_spans.add(tokens=1), "cover the 2 tokens"),
+        (lambda m: setattr(m, "outcome", trajectory_pb2.OUTCOME_TIMEOUT), "outcome timeout with finish_reason eos"),
+        (lambda m: setattr(m, "finish_reason", trajectory_pb2.FINISH_REASON_FAILED), "outcome ok with finish_reason"),
+        (lambda m: setattr(m, "outcome", 99), "is not an outcome"),
+    ],
+)
+def test_a_trajectory_that_contradicts_itself_is_refused(change: Callable[[Any], Any], problem: str) -> None:
+    with pytest.raises(InvalidRequest, match=problem) as raised:
+        codec.trajectory_from_bytes(changed_trajectory(change))
+    assert str(raised.value).startswith("trajectory")
+
+
+def test_a_failure_with_a_reward_is_refused() -> None:
+    def fail(message: trajectory_pb2.Trajectory) -> None:
+        message.outcome, message.finish_reason = trajectory_pb2.OUTCOME_TIMEOUT, trajectory_pb2.FINISH_REASON_FAILED
+        message.turn_rewards.append(0.0)
+
+    with pytest.raises(InvalidRequest, match="none for a failure"):
+        codec.trajectory_from_bytes(changed_trajectory(fail))
+
+
+@pytest.mark.parametrize(
+    ("mask", "problem"),
+    [(np.ones(1, np.bool_), "expected 2 elements, got 1"), (np.ones(2, np.int32), "expected dtype bool")],
+)
+def test_experience_with_a_mask_that_does_not_fit_is_refused(mask: Any, problem: str) -> None:
+    encoded = codec.encode_experience(dataclasses.replace(small_experience(), response_mask=mask))
+    with pytest.raises(InvalidRequest, match=f"experience.response_mask: {problem}"):
+        codec.decode_experience(encoded.manifest, encoded.chunks.get)
+
+
+def test_experience_with_a_mask_of_other_bytes_than_0_and_1_is_refused() -> None:
+    mask = np.array([2, 1], np.uint8).view(np.bool_)
+    encoded = codec.encode_experience(dataclasses.replace(small_experience(), response_mask=mask))
+    with pytest.raises(InvalidRequest, match=r"experience\.response_mask: expected bytes 0 and 1"):
+        codec.decode_experience(encoded.manifest, encoded.chunks.get)
+
+
+def test_all_tokens_of_the_policy_need_no_mask() -> None:
+    encoded = codec.encode_experience(small_experience())
+    manifest = experience_pb2.ExperienceManifest.FromString(encoded.manifest)
+    assert (manifest.response_mask.length, len(manifest.response_mask.chunks)) == (0, 0)
 
 
 FLAT = ("log_probs", "reference_log_probs", "values", "advantages", "returns", "actor_mask")
@@ -360,7 +412,9 @@ def decode_changed_experience(change: Callable[[experience_pb2.ExperienceManifes
     return codec.decode_experience(manifest.SerializeToString(), encoded.chunks.get)
 
 
-@pytest.mark.parametrize("field", [*FLAT, "scores", "ids", "token_ids", "prompt_lengths", "response_lengths"])
+@pytest.mark.parametrize(
+    "field", [*FLAT, "scores", "ids", "token_ids", "prompt_lengths", "response_lengths", "response_mask"]
+)
 def test_experience_without_one_of_its_fields_is_refused(field: str) -> None:
     with pytest.raises(InvalidRequest):
         decode_changed_experience(drop(field))

@@ -95,7 +95,7 @@ def run(models: ScenarioModels, rollouts: Rollouts, config: Config, same_order: 
 def _trajectories(rollouts: Rollouts) -> list[Trajectory]:
     ends = np.cumsum(rollouts.lengths)[:-1]
     return [
-        Trajectory(
+        Trajectory.of_response(
             TrajectoryId("parity", STEP, rollouts.prompt_index[index], index),
             0,
             rollouts.prompts[index],

@@ -104,7 +104,7 @@ def test_a_non_finite_metric_is_an_error() -> None:
 
 def trajectory(finish: FinishReason) -> Trajectory:
     log_probs = np.array([-0.5, -1e-3, -7.25], np.float32)
-    return Trajectory(
+    return Trajectory.of_response(
         TrajectoryId("r", 0, 1, 0), 4, np.array([1], np.int32), np.array([5, 6, 1], np.int32), log_probs, finish
     )
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from quartet.errors import InvalidRequest
-from quartet.types import FinishReason, TokenBatch, Trajectory, TrajectoryId
+from quartet.types import FinishReason, Segment, SegmentRole, TokenBatch, Trajectory, TrajectoryId
 
 
 def test_an_id_can_be_parsed_from_its_text() -> None:
@@ -32,12 +32,53 @@ def ints(*values: int) -> np.ndarray:
 def test_a_batch_concatenates_prompt_and_response_of_each_trajectory() -> None:
     def trajectory(prompt: np.ndarray, response: np.ndarray) -> Trajectory:
         log_probs = np.zeros(len(response), np.float32)
-        return Trajectory(TrajectoryId("r", 1, 0, 0), 0, prompt, response, log_probs, FinishReason.EOS)
+        return Trajectory.of_response(TrajectoryId("r", 1, 0, 0), 0, prompt, response, log_probs, FinishReason.EOS)
 
     batch = TokenBatch.of([trajectory(ints(1, 2), ints(3)), trajectory(ints(4), ints(5, 6))])
     assert batch.token_ids.tolist() == [1, 2, 3, 4, 5, 6]
     assert (batch.prompt_lengths.tolist(), batch.response_lengths.tolist()) == ([2, 1], [1, 2])
     assert [sequence.tolist() for sequence in batch.sequences()] == [[1, 2, 3], [4, 5, 6]]
+
+
+def episode(*log_probs: float) -> Trajectory:
+    """Return two turns with an observation between them. Log-probs are those of the turns, or none."""
+    values = np.array(log_probs, np.float32)
+    segments = (
+        Segment(SegmentRole.PROMPT, ints(1, 2)),
+        Segment(SegmentRole.POLICY, ints(3, 4), values[:2], 7),
+        Segment(SegmentRole.OBSERVATION, ints(5, 6, 7)),
+        Segment(SegmentRole.POLICY, ints(8), values[2:], 7),
+    )
+    return Trajectory(TrajectoryId("r", 1, 0, 0), 7, segments, FinishReason.DONE)
+
+
+def test_the_response_of_an_episode_is_everything_after_the_prompt() -> None:
+    item = episode(-1, -2, -3)
+    assert item.prompt_ids.tolist() == [1, 2]
+    assert item.response_ids.tolist() == [3, 4, 5, 6, 7, 8]
+    assert item.response_mask.tolist() == [True, True, False, False, False, True]
+    assert item.log_probs.tolist() == [-1, -2, 0, 0, 0, -3]
+    assert (item.log_probs.dtype, item.response_ids.dtype, item.response_mask.dtype) == (np.float32, np.int32, np.bool_)
+    assert item.policy_ids.tolist() == [3, 4, 8]
+    batch = TokenBatch.of([item])
+    assert batch.token_ids.tolist() == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert (batch.prompt_lengths.tolist(), batch.response_lengths.tolist()) == ([2], [6])
+
+
+def test_log_probs_can_be_added_to_the_turns_of_an_episode() -> None:
+    item = episode()
+    assert (item.has_log_probs, len(item.log_probs)) == (False, 0)
+    computed = item.with_log_probs(np.array([-1, -2, -9, -9, -9, -3], np.float32))
+    assert computed.log_probs.tolist() == [-1, -2, 0, 0, 0, -3]
+    assert [len(segment.log_probs) for segment in computed.segments] == [0, 2, 0, 1]
+
+
+def test_one_turn_is_a_prompt_and_a_response_without_copies() -> None:
+    response, log_probs = ints(3, 4), np.array([-1, -2], np.float32)
+    item = Trajectory.of_response(TrajectoryId("r", 1, 0, 0), 7, ints(1), response, log_probs, FinishReason.EOS)
+    assert item.response_ids is item.policy_ids is response
+    assert item.log_probs is log_probs
+    assert [segment.role for segment in item.segments] == [SegmentRole.PROMPT, SegmentRole.POLICY]
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,7 @@ export class TokenView {
     return h(
       "span",
       {
-        class: "token",
+        class: token.observation ? "token observation" : "token",
         tabindex: -1,
         role: "img",
         onpointerenter: () => this.pick(at),
@@ -75,13 +75,15 @@ export class TokenView {
     this.spans.forEach((span, at) => {
       const value = of(this.tokens[at]);
       span.style.backgroundColor = Number.isFinite(value) ? scale.colour(value) : "";
-      span.setAttribute("aria-label", `${visible(this.tokens[at].text)}: ${label} ${number(value)}`);
+      const what = this.tokens[at].observation ? "observation" : `${label} ${number(value)}`;
+      span.setAttribute("aria-label", `${visible(this.tokens[at].text)}: ${what}`);
     });
     replace(
       this.legend,
       h("span", {}, scale.low),
       h("div", { style: { background: scale.gradient }, role: "img", "aria-label": `Colours from ${scale.low} to ${scale.high}` }),
       h("span", {}, `${scale.high} · ${label}, ${meaning}`),
+      this.tokens.some((token) => token.observation) ? h("span", { class: "observation" }, "observation of the environment, not trained on") : null,
     );
     this.drawStrip(scale, of);
   }
@@ -115,7 +117,7 @@ export class TokenView {
     replace(
       this.facts,
       h("span", {}, h("span", { class: "muted" }, `Token ${whole(at + 1)} of ${whole(this.tokens.length)} `), h("b", { class: "mono" }, visible(token.text)), h("span", { class: "muted" }, ` id ${token.id}`)),
-      NUMBERS.map(([label, of]) => h("span", {}, h("span", { class: "muted" }, `${label} `), h("b", {}, number(of(token))))),
+      token.observation ? h("span", { class: "muted" }, "observation of the environment, not trained on") : NUMBERS.map(([label, of]) => h("span", {}, h("span", { class: "muted" }, `${label} `), h("b", {}, number(of(token))))),
     );
   }
 }

@@ -30,6 +30,17 @@ export async function trajectoryPage({ frame, run, element, parts, query, signal
   await read();
 }
 
+/** The number of turns of an episode with their rewards; an empty text without an environment. */
+function turnsOf({ segments }) {
+  const turns = segments.filter(({ role }) => role === "policy");
+  return turns.length ? `${whole(turns.length)}, rewards ${turns.map(({ reward }) => number(reward)).join(", ")}` : "";
+}
+
+function finishReason({ finished, segments }) {
+  if (segments.length) return finished ? "environment" : "limit of tokens or turns";
+  return finished ? "end token" : "token limit";
+}
+
 /** The policy version of a response, or each one with its number of tokens. */
 function policyVersions({ policy_version: version, version_spans: spans }) {
   if (!spans.length) return whole(version);
@@ -126,7 +137,8 @@ class TrajectoryPage {
       ["KL, nats", number(trajectory.kl)],
       ["KL coefficient", exact(trajectory.kl_coefficient)],
       ["Tokens", whole(trajectory.response_tokens)],
-      ["Finish reason", trajectory.finished ? "end token" : "token limit"],
+      ["Turns", turnsOf(trajectory)],
+      ["Finish reason", finishReason(trajectory)],
       ["Policy version", policyVersions(trajectory)],
       ["Generator", trajectory.generator],
       ["Weights", trajectory.weights_digest && h("code", { title: trajectory.weights_digest }, trajectory.weights_digest.slice(0, 8))],

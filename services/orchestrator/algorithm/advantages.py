@@ -13,7 +13,7 @@ from quartet.ppo import critic_free_advantages as estimators
 from quartet.ppo import rewards, statistics
 from quartet.ppo.advantages import Estimator, EstimatorInput, check_estimator, estimate
 from quartet.ppo.gae import Advantages
-from quartet.ppo.rewards import RunningMoments
+from quartet.ppo.rewards import EarlyRewards, RunningMoments
 from quartet.user_code import NotImportable, import_callable
 
 
@@ -21,13 +21,15 @@ def treat_scores(
     scores: Tensor,
     truncated: Tensor,
     lengths: Tensor,
+    response_lengths: Tensor,
     algorithm: AlgorithmConfig,
     moments: RunningMoments | None,
     max_response_tokens: int,
 ) -> Tensor:
     """Normalize scores [sequences] by ``moments``, scale and clip them, then apply the penalties for truncation and length.
 
-    ``truncated`` bool [sequences]; ``lengths`` response tokens [sequences].
+    ``truncated`` bool [sequences]; ``lengths`` policy tokens [sequences]; ``response_lengths`` the same with observations, which
+    is what ``max_response_tokens`` limits.
     """
     if moments is not None:
         scores = rewards.normalize_scores(scores, moments.mean, moments.std)
@@ -45,9 +47,14 @@ def treat_scores(
     if algorithm.overlong_penalty.buffer_tokens:
         overlong = algorithm.overlong_penalty
         scores = rewards.penalize_overlong(
-            scores, lengths, max_response_tokens, overlong.buffer_tokens, overlong.penalty
+            scores, response_lengths, max_response_tokens, overlong.buffer_tokens, overlong.penalty
         )
     return scores
+
+
+def score_factor(algorithm: AlgorithmConfig, moments: RunningMoments | None) -> float:
+    """Return the factor between a part of a raw score and its share of the treated score, by ``treat_scores``."""
+    return algorithm.score.scale / (moments.std if moments is not None else 1.0)
 
 
 def estimate_advantages(
@@ -58,14 +65,16 @@ def estimate_advantages(
     groups: Tensor,
     algorithm: AlgorithmConfig,
     kl_coefficient: float,
+    early: EarlyRewards | None = None,
 ) -> Advantages:
     """Return advantages and value targets [tokens] by the configured estimator. Value targets are 0 without a critic.
 
-    ``scores`` [sequences]; ``kl`` and ``values`` [tokens]; ``groups`` [sequences], the prompt of each response.
+    ``scores`` [sequences]; ``kl`` and ``values`` [tokens]; ``groups`` [sequences], the prompt of each response. All tokens are
+    the policy's own. ``early``: the part of the scores that belongs to turns before the last one.
     """
     spec = algorithm.estimator_spec
     if spec.granularity == "token":
-        step_rewards = rewards.token_rewards(scores, kl, lengths, kl_coefficient)
+        step_rewards = rewards.token_rewards(scores, kl, lengths, kl_coefficient, early)
         if algorithm.whiten_rewards:
             step_rewards = statistics.whiten(step_rewards, shift_mean=False)
     else:

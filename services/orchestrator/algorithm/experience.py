@@ -11,7 +11,8 @@ import torch
 from quartet.config import AlgorithmConfig
 from quartet.ppo import kl, ragged, rewards, statistics
 from quartet.ppo.rewards import RunningMoments
-from quartet.services.orchestrator.algorithm.advantages import estimate_advantages, treat_scores
+from quartet.services.orchestrator.algorithm.advantages import estimate_advantages, score_factor, treat_scores
+from quartet.services.orchestrator.algorithm.episodes import PolicyTokens, early_rewards, episode_metrics
 from quartet.services.orchestrator.rollout.scoring import ScoredTrajectory
 from quartet.types import Experience, FinishReason, FloatArray, IntArray, TokenBatch
 
@@ -40,21 +41,26 @@ def prepare_step(
 ) -> PreparedStep:
     """Compute treated scores, advantages and value targets of a step's trajectories, which are sorted by id.
 
-    ``moments`` normalise the scores; None leaves them unchanged. ``max_response_tokens`` is the limit of overlong penalties.
+    All numbers are computed over the policy's own tokens, as if the observations between them were not there. The experience
+    holds 0 at observation tokens. ``moments`` normalise the scores; None leaves them unchanged. ``max_response_tokens`` is the
+    limit of overlong penalties.
     """
     trajectories = [item.trajectory for item in scored]
     batch = TokenBatch.of(trajectories)
-    lengths = torch.from_numpy(batch.response_lengths).long()
+    tokens = PolicyTokens(trajectories)
+    lengths = tokens.lengths
     truncated = torch.tensor([t.finish_reason is FinishReason.LENGTH for t in trajectories])
     groups = torch.tensor([t.id.prompt for t in trajectories])
-    log_probs = _flat([t.log_probs for t in trajectories])
-    reference_log_probs = _flat([item.reference_log_probs for item in scored])
-    values = _flat([item.values for item in scored])
+    log_probs = tokens.select([t.log_probs for t in trajectories])
+    reference_log_probs = tokens.select([item.reference_log_probs for item in scored])
+    values = tokens.select([item.values for item in scored])
     raw_scores = torch.tensor([item.score for item in scored])
 
-    scores = treat_scores(raw_scores, truncated, lengths, algorithm, moments, max_response_tokens)
+    response_lengths = torch.from_numpy(batch.response_lengths).long()
+    scores = treat_scores(raw_scores, truncated, lengths, response_lengths, algorithm, moments, max_response_tokens)
     token_kl = kl.kl_estimate(log_probs, reference_log_probs, algorithm.kl_estimator)
-    estimate = estimate_advantages(scores, token_kl, values, lengths, groups, algorithm, kl_coefficient)
+    early = early_rewards(trajectories, score_factor(algorithm, moments))
+    estimate = estimate_advantages(scores, token_kl, values, lengths, groups, algorithm, kl_coefficient, early)
     masked = algorithm.truncation.treatment == "mask"
     actor_mask = rewards.mask_truncated(truncated if masked else torch.zeros_like(truncated), lengths)
     advantages = estimate.advantages
@@ -74,7 +80,8 @@ def prepare_step(
         "eos_rate": float((~truncated).double().mean()),
         "length_reward_correlation": statistics.correlation(lengths.double(), raw_scores.double()),
         "prompt_tokens": int(batch.prompt_lengths.sum()),
-        "response_tokens": int(batch.response_lengths.sum()),
+        "response_tokens": int(lengths.sum()),
+        **episode_metrics(trajectories),
     }
     if algorithm.has_critic:
         metrics["explained_variance"] = statistics.explained_variance(values, estimate.returns)
@@ -85,18 +92,19 @@ def prepare_step(
         ids=tuple(str(t.id) for t in trajectories),
         batch=batch,
         scores=_array(scores),
-        log_probs=_array(log_probs),
-        reference_log_probs=_array(reference_log_probs),
-        values=_array(values),
-        advantages=_array(advantages),
-        returns=_array(estimate.returns),
-        actor_mask=_array(actor_mask),
+        log_probs=tokens.spread(log_probs),
+        reference_log_probs=tokens.spread(reference_log_probs),
+        values=tokens.spread(values),
+        advantages=tokens.spread(advantages),
+        returns=tokens.spread(estimate.returns),
+        actor_mask=tokens.spread(actor_mask),
+        response_mask=tokens.mask,
     )
     return PreparedStep(experience, _array(response_kl), metrics)
 
 
 def response_metrics(responses: Sequence[IntArray]) -> dict[str, float]:
-    """Return repetition and distinct n-gram metrics of responses (ids [response tokens] each). Diagnostics only."""
+    """Return repetition and distinct n-gram metrics of responses (ids [policy tokens] each). Diagnostics only."""
     return {
         "repetition": statistics.repetition(responses),
         "distinct_1": statistics.distinct(responses, 1),
@@ -113,10 +121,6 @@ def _part_means(scored: Sequence[ScoredTrajectory]) -> dict[str, float]:
         )
         for name in names
     }
-
-
-def _flat(parts: Sequence[FloatArray]) -> torch.Tensor:
-    return torch.from_numpy(np.concatenate(parts))
 
 
 def _array(tensor: torch.Tensor) -> FloatArray:

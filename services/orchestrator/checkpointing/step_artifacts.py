@@ -14,7 +14,17 @@ from quartet.evaluation import stream_name
 from quartet.services.orchestrator.algorithm.experience import PreparedStep, response_metrics
 from quartet.services.orchestrator.rollout.collector import CollectedStep
 from quartet.services.orchestrator.rollout.scoring_queue import FailedTrajectory
-from quartet.types import FAILURES, Experience, FinishReason, Role, Trajectory, UpdateResult, VersionSpan
+from quartet.types import (
+    FAILURES,
+    Experience,
+    FinishReason,
+    Outcome,
+    Role,
+    SegmentRole,
+    Trajectory,
+    UpdateResult,
+    VersionSpan,
+)
 
 _METRICS = {
     Role.ACTOR: ("policy_loss", "clip_fraction", "approx_kl", "entropy", "rollout_mismatch_kl", "importance_weight"),
@@ -34,7 +44,7 @@ class StepRecord:
 
 def step_record(tokenizer: Any, collected: CollectedStep, prepared: PreparedStep) -> StepRecord:
     """Return the record of a prepared step."""
-    metrics = response_metrics([item.trajectory.response_ids for item in collected.scored])
+    metrics = response_metrics([item.trajectory.policy_ids for item in collected.scored])
     return StepRecord(metrics, trajectory_rows(tokenizer, collected, prepared))
 
 
@@ -60,8 +70,9 @@ def trajectory_rows(tokenizer: Any, collected: CollectedStep, prepared: Prepared
             "score": item.score,
             **({"parts": item.parts} if item.parts else {}),
             "kl": float(response_kl),
-            "response_tokens": len(item.trajectory.response_ids),
-            "finished": item.trajectory.finish_reason is FinishReason.EOS,
+            "response_tokens": len(item.trajectory.policy_ids),
+            "finished": item.trajectory.finish_reason is not FinishReason.LENGTH,
+            **_episode(tokenizer, item.trajectory),
         }
         for item, prompt, response, response_kl in zip(
             collected.scored, prompts, responses, prepared.response_kl, strict=True
@@ -82,12 +93,32 @@ def _origin(trajectory: Trajectory) -> dict[str, Any]:
     }
 
 
+def _episode(tokenizer: Any, trajectory: Trajectory) -> dict[str, Any]:
+    """Return the segments of the response as text, with the reward after each turn; nothing without an environment."""
+    if not trajectory.turn_rewards:
+        return {}
+    segments, rewards = trajectory.segments[1:], iter(trajectory.turn_rewards)
+    texts = tokenizer.batch_decode([segment.token_ids for segment in segments])
+    return {
+        "segments": [
+            {
+                "role": str(segment.role),
+                "text": text,
+                "tokens": len(segment.token_ids),
+                **({"reward": next(rewards)} if segment.role is SegmentRole.POLICY else {}),
+            }
+            for segment, text in zip(segments, texts, strict=True)
+        ]
+    }
+
+
 def token_arrays(experience: Experience, has_critic: bool) -> dict[str, NDArray[Any]]:
     """Return a step's trajectories token by token, for ``tokens/step-000001.safetensors``, in the order of ``trajectory_rows``.
 
     ``prompt_lengths`` and ``response_lengths`` int32 [sequences]; flat ``prompt_ids`` int32 [prompt tokens] and
     ``response_ids`` int32 [response tokens]; ``log_probs``, ``reference_log_probs``, ``kl`` (their difference, nats),
-    ``advantages`` as trained on, ``returns`` and, with a critic, ``values``, all float32 [response tokens].
+    ``advantages`` as trained on, ``returns`` and, with a critic, ``values``, all float32 [response tokens]. With observations
+    also ``response_mask``, bool [response tokens]: True at the policy's own tokens. All other arrays are 0 at observation tokens.
     """
     batch = experience.batch
     parts = [(ids[:prompt], ids[prompt:]) for ids, prompt in zip(batch.sequences(), batch.prompt_lengths, strict=True)]
@@ -102,17 +133,19 @@ def token_arrays(experience: Experience, has_critic: bool) -> dict[str, NDArray[
         "advantages": experience.advantages,
         "returns": experience.returns,
     }
+    if len(experience.response_mask):
+        arrays["response_mask"] = experience.response_mask
     return arrays | ({"values": experience.values} if has_critic else {})
 
 
 def in_flight_metrics(step: int, requested: int, trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Return metrics of the policy versions that generated the response tokens of ``step``.
+    """Return metrics of the policy versions that generated the policy's tokens of ``step``.
 
     ``requested``: the policy version of the request. ``step`` - 1 is the newest.
     """
     tokens: Counter[int] = Counter()
     for trajectory in trajectories:
-        length = len(trajectory.response_ids)
+        length = len(trajectory.policy_ids)
         whole = VersionSpan(trajectory.policy_version, trajectory.weights_digest, length)
         for span in trajectory.version_spans or (whole,):
             tokens[span.policy_version] += span.tokens
@@ -136,6 +169,7 @@ def failed_trajectory_rows(tokenizer: Any, failed_trajectories: Sequence[FailedT
             "response": response,
             "prompt_ids": item.trajectory.prompt_ids.tolist(),
             "response_ids": item.trajectory.response_ids.tolist(),
+            **_failed_episode(item.trajectory),
             "attempts": item.attempts,
             "outcome": str(item.outcome),
             "error": item.error,
@@ -148,6 +182,15 @@ def outcome_metrics(failed_trajectories: Sequence[FailedTrajectory]) -> dict[str
     """Return the number of failed trajectories of a step by outcome."""
     counts = Counter(item.outcome for item in failed_trajectories)
     return {f"outcome_{outcome}": counts[outcome] for outcome in FAILURES}
+
+
+def _failed_episode(trajectory: Trajectory) -> dict[str, Any]:
+    """Return the segments after the prompt of a failed episode; nothing for one that could not be scored."""
+    if trajectory.outcome is Outcome.OK:
+        return {}
+    return {
+        "segments": [{"role": str(part.role), "tokens": len(part.token_ids)} for part in trajectory.segments[1:]],
+    }
 
 
 def failed_evaluation_row(run: str, step: int, error: Exception) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import count
 
 import numpy as np
@@ -20,7 +20,7 @@ from quartet.services.orchestrator.rollout.generation import PendingTrajectories
 from quartet.services.orchestrator.rollout.scoring import ScoredTrajectory, Scoring, ScoringServices
 from quartet.services.orchestrator.rollout.scoring_queue import FailedTrajectory
 from quartet.services.orchestrator.telemetry.step_profiler import CallObserver, ignore_call
-from quartet.types import GenerationBatch, TokenBatch, Trajectory, TrajectoryId, VersionSpan
+from quartet.types import GenerationBatch, Outcome, TokenBatch, Trajectory, TrajectoryId, VersionSpan
 
 log = structlog.get_logger()
 
@@ -268,7 +268,11 @@ class _Collection:
             if reason:
                 self._refuse(trajectory, reason)
             # Tokens of newer weights may build on a key-value cache of former ones, so only the requested are compared.
-            elif not self._arrivals.is_as_requested(trajectory) or self._first.admit(trajectory):
+            elif (
+                trajectory.outcome is not Outcome.OK
+                or not self._arrivals.is_as_requested(trajectory)
+                or self._first.admit(trajectory)
+            ):
                 self._accept(trajectory)
 
     def _refuse(self, trajectory: Trajectory, reason: str) -> None:
@@ -277,20 +281,23 @@ class _Collection:
             self._generation.refuse(trajectory, reason)
 
     def _accept(self, trajectory: Trajectory) -> None:
-        """Use a trajectory, and start to score the batch if it completes one."""
+        """Use a trajectory, and start to score the batch if it completes one. Failed episodes are not scored."""
         self._generation.arrived(trajectory)
-        if batch := self._arrivals.add(trajectory):
+        batch = self._arrivals.add(trajectory)
+        for failed in [item for item in batch if item.outcome is not Outcome.OK]:
+            self._scoring.reject(failed)
+        if batch := [item for item in batch if item.outcome is Outcome.OK]:
             self._scoring.start(self._with_log_probs(batch))
 
     def _with_log_probs(self, trajectories: list[Trajectory]) -> list[Trajectory]:
         """Return the trajectories with the policy's log-probs where the engine reported none."""
-        absent = [index for index, item in enumerate(trajectories) if not len(item.log_probs)]
+        absent = [index for index, item in enumerate(trajectories) if not item.has_log_probs]
         if absent:
             batch = TokenBatch.of([trajectories[index] for index in absent])
             log_probs = self._services.policy_log_probs(batch)
             parts = np.split(log_probs, np.cumsum(batch.response_lengths)[:-1])
             for index, part in zip(absent, parts, strict=True):
-                trajectories[index] = replace(trajectories[index], log_probs=part)
+                trajectories[index] = trajectories[index].with_log_probs(part)
         return trajectories
 
 
@@ -334,7 +341,7 @@ class _Arrivals:
         version, digest = self.expected[trajectory.id]
         allowed, generator = {**newer, version: digest}, f"generator {trajectory.generator}: "
         where = f"{generator if trajectory.generator else ''}{trajectory.id}"
-        last = VersionSpan(trajectory.policy_version, trajectory.weights_digest, len(trajectory.response_ids))
+        last = VersionSpan(trajectory.policy_version, trajectory.weights_digest, len(trajectory.policy_ids))
         for span in (*trajectory.version_spans, last):
             if allowed.get(span.policy_version) != span.weights_digest:
                 text = f"{where} is of policy version {span.policy_version} and digest {span.weights_digest.hex() or 'none'}"

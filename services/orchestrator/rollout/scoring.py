@@ -40,13 +40,16 @@ from quartet.types import (
 
 log = structlog.get_logger()
 
+ENVIRONMENT_PART = "environment"
+"""Name of the part of a score that the environment gave: the sum of its rewards."""
+
 
 @dataclass(frozen=True, slots=True)
 class ScoredTrajectory:
     """A trajectory with the results of the scoring services.
 
-    ``score`` in units of reward, with ``parts`` by name if it is a weighted sum. ``reference_log_probs`` and ``values`` are
-    float32 [response tokens]; values are 0 without a critic.
+    ``score`` in units of reward, with ``parts`` by name if it is a weighted sum. The environment's rewards are part of the score.
+    ``reference_log_probs`` and ``values`` are float32 [response tokens]; values are 0 without a critic.
     """
 
     trajectory: Trajectory
@@ -168,6 +171,18 @@ class Scoring:
         values = self._critic.add(trajectories, batch) if self._critic else None
         self._batches.append(_Batch(trajectories, scores, log_probs, values))
 
+    def reject(self, trajectory: Trajectory) -> None:
+        """Record an episode that failed, which has no score.
+
+        Raises ServiceFailed without recovery, and the errors of ``advance``.
+        """
+        error = f"{trajectory.id}: {trajectory.outcome}: {trajectory.detail or 'no detail'}"
+        if self._recovery is None:
+            raise ServiceFailed(error)
+        failed = FailedTrajectory(trajectory, 1, error, ServiceFailed, trajectory.outcome)
+        self._record_failure(failed)
+        self.failed_trajectories.append(failed)
+
     def advance(self) -> None:
         """Process the responses that have arrived, and retry failed calls whose pause is over. Never waits.
 
@@ -258,6 +273,9 @@ class _Batch:
                 failed_trajectories.append(failed)
                 continue
             (score, parts), log_probs, value = results
+            if trajectory.turn_rewards:
+                earned = sum(trajectory.turn_rewards)
+                score, parts = score + earned, {**parts, ENVIRONMENT_PART: earned}
             scored.append(ScoredTrajectory(trajectory, score, log_probs, value, parts))
         return scored, failed_trajectories
 

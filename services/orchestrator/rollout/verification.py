@@ -61,7 +61,8 @@ class FirstTrajectories:
         for generator in [name for name, call in self._calls.items() if call.done()]:
             log_probs, version = self._calls.pop(generator).result()
             held = self._held.pop(generator)
-            difference, reason = float(np.abs(held[0].log_probs - log_probs).mean()), ""
+            own = held[0].response_mask
+            difference, reason = float(np.abs(held[0].log_probs[own] - log_probs[own]).mean()), ""
             # A difference of NaN is refused, too.
             if version != held[0].policy_version or difference <= self._tolerance:
                 self._verified.add(generator)

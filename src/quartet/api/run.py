@@ -46,6 +46,8 @@ class RunTrajectory:
     response, in nats. ``finished`` is false if the response reached its token limit. ``generator`` is the address of the
     generator, and ``weights_digest`` the digest of its weights; both are empty if the actor generated with its own weights.
     ``version_spans`` are the parts of the response by policy version, empty if ``policy_version`` generated all of it.
+    ``segments`` are the turns of the policy and the environment's observations, with role, text, tokens and, for a turn, reward;
+    empty without an environment.
     """
 
     id: str
@@ -61,6 +63,7 @@ class RunTrajectory:
     generator: str
     weights_digest: bytes
     version_spans: tuple[VersionSpan, ...]
+    segments: list[dict[str, Any]]
     _files: RunFiles = field(repr=False, compare=False)
     _index: int = field(repr=False, compare=False)
 
@@ -159,6 +162,7 @@ class Run:
                         VersionSpan(span["policy_version"], bytes.fromhex(span["weights_digest"]), span["tokens"])
                         for span in row.get("version_spans", [])
                     ),
+                    segments=row.get("segments", []),
                     _files=self._files,
                     _index=index,
                 )

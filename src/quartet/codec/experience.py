@@ -18,7 +18,7 @@ from quartet.v1 import experience_pb2
 
 EXPERIENCE_CHUNK_BYTES = 64 * 2**20
 """Size of a chunk: an eighth of the 512 MB that Redis allows for a value."""
-_INT32, _FLOAT32 = np.dtype("<i4"), np.dtype("<f4")
+_INT32, _FLOAT32, _BOOL = np.dtype("<i4"), np.dtype("<f4"), np.dtype(np.bool_)
 _BATCH = ("token_ids", "prompt_lengths", "response_lengths")
 _PER_TOKEN = ("log_probs", "reference_log_probs", "values", "advantages", "returns", "actor_mask")
 
@@ -37,7 +37,7 @@ def encode_experience(experience: Experience, chunk_bytes: int = EXPERIENCE_CHUN
         run=experience.run, step=experience.step, policy_version=experience.policy_version, ids=experience.ids
     )
     arrays = {name: getattr(experience.batch, name) for name in _BATCH}
-    arrays |= {name: getattr(experience, name) for name in ("scores", *_PER_TOKEN)}
+    arrays |= {name: getattr(experience, name) for name in ("scores", *_PER_TOKEN, "response_mask")}
     chunks: dict[str, memoryview] = {}
     for name, array in arrays.items():
         entry = getattr(manifest, name)
@@ -70,6 +70,7 @@ def decode_experience(manifest: bytes, read_chunk: Callable[[str], bytes | memor
     if len(message.ids) != len(batch):
         raise InvalidRequest(f"experience.ids: expected {len(batch)}, got {len(message.ids)}")
     tokens = int(batch.response_lengths.sum(dtype=np.int64))
+    mask = read("response_mask", _BOOL, tokens if message.response_mask.length else 0)
     return Experience(
         run=message.run,
         step=message.step,
@@ -78,6 +79,7 @@ def decode_experience(manifest: bytes, read_chunk: Callable[[str], bytes | memor
         batch=batch,
         scores=read("scores", _FLOAT32, len(batch)),
         **{name: read(name, _FLOAT32, tokens) for name in _PER_TOKEN},
+        response_mask=mask,
     )
 
 
@@ -109,4 +111,6 @@ def _read_array(
     array = np.frombuffer(data, dtype)
     if dtype == _FLOAT32:
         require_finite(array, name)
+    if dtype == _BOOL and array.view(np.uint8).max(initial=0) > 1:
+        raise InvalidRequest(f"{name}: expected bytes 0 and 1")
     return array

@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from quartet.codec.checks import checked_digest
 from quartet.codec.tensors import ints_from_proto, tensor_to_proto
-from quartet.codec.trajectories import sampling_from_proto, sampling_to_proto
-from quartet.config import MAX_RESPONSES
+from quartet.codec.trajectories import MAX_RESPONSE_TOKENS, sampling_from_proto, sampling_to_proto
+from quartet.config import MAX_RESPONSES, MAX_TURNS
 from quartet.errors import InvalidRequest, ServiceFailed
-from quartet.types import GenerationBatch, GenerationRequest, IntArray, Role, TrajectoryId, WeightTransfer
+from quartet.types import (
+    EpisodeSettings,
+    GenerationBatch,
+    GenerationRequest,
+    IntArray,
+    Role,
+    TrajectoryId,
+    WeightTransfer,
+)
 from quartet.v1 import generation_pb2
 
 _HOST_PORT = re.compile(r"([A-Za-z0-9._-]{1,253}|\[[0-9A-Fa-f:.]{2,45}\]):[0-9]{1,5}")
@@ -56,7 +65,26 @@ def generation_batch_to_proto(batch: GenerationBatch) -> generation_pb2.Generate
         weights_digest=batch.weights_digest,
         generator=batch.generator,
         attempt=batch.attempt,
+        episode=_episode_to_proto(batch.episode, list(positions)) if batch.episode else None,
     )
+
+
+def _episode_to_proto(episode: EpisodeSettings, prompts: Sequence[int]) -> generation_pb2.EpisodeSettings:
+    return generation_pb2.EpisodeSettings(
+        max_turns=episode.max_turns,
+        max_turn_tokens=episode.max_turn_tokens,
+        fields=[episode.fields.get(prompt, "{}") for prompt in prompts],
+    )
+
+
+def _episode_from_proto(message: generation_pb2.EpisodeSettings, prompts: Sequence[int]) -> EpisodeSettings:
+    if not 1 <= message.max_turns <= MAX_TURNS:
+        raise InvalidRequest(f"episode.max_turns {message.max_turns}: expected 1 to {MAX_TURNS}")
+    if message.max_turn_tokens > MAX_RESPONSE_TOKENS:
+        raise InvalidRequest(f"episode.max_turn_tokens {message.max_turn_tokens}: expected 0 to {MAX_RESPONSE_TOKENS}")
+    if len(message.fields) != len(prompts):
+        raise InvalidRequest(f"episode.fields: expected {len(prompts)}, one per prompt, got {len(message.fields)}")
+    return EpisodeSettings(message.max_turns, message.max_turn_tokens, dict(zip(prompts, message.fields, strict=True)))
 
 
 def generation_batch_from_proto(message: generation_pb2.GenerateRequest) -> GenerationBatch:
@@ -93,6 +121,7 @@ def generation_batch_from_proto(message: generation_pb2.GenerateRequest) -> Gene
         weights_digest=checked_digest(message.weights_digest, "weights_digest"),
         generator=message.generator,
         attempt=message.attempt,
+        episode=_episode_from_proto(message.episode, message.prompts) if message.HasField("episode") else None,
     )
 
 

@@ -13,15 +13,19 @@ from quartet.v1 import tensor_pb2
 
 _FLOAT32 = np.dtype("<f4")
 _INT32 = np.dtype("<i4")
-_DTYPES = {tensor_pb2.DATA_TYPE_FLOAT32: _FLOAT32, tensor_pb2.DATA_TYPE_INT32: _INT32}
+_DTYPES = {
+    tensor_pb2.DATA_TYPE_FLOAT32: _FLOAT32,
+    tensor_pb2.DATA_TYPE_INT32: _INT32,
+    tensor_pb2.DATA_TYPE_BOOL: np.dtype(np.bool_),
+}
 _DATA_TYPES = {dtype: number for number, dtype in _DTYPES.items()}
 
 
 def dtype_to_proto(dtype: np.dtype[Any]) -> tensor_pb2.DataType.ValueType:
-    """Return the protobuf name of float32 or int32. Raises InvalidRequest for any other type."""
+    """Return the protobuf name of float32, int32 or bool. Raises InvalidRequest for any other type."""
     data_type = _DATA_TYPES.get(dtype.newbyteorder("<"))
     if data_type is None:
-        raise InvalidRequest(f"tensor of {dtype}: expected float32 or int32")
+        raise InvalidRequest(f"tensor of {dtype}: expected float32, int32 or bool")
     return data_type
 
 

@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
+import numpy as np
 from google.protobuf.message import DecodeError
 
 from quartet.codec.checks import DIGEST_BYTES, MAX_SETTING
+from quartet.codec.outcomes import details_from_proto, details_to_proto, outcome_from_proto, outcome_to_proto
 from quartet.codec.tensors import floats_from_proto, ints_from_proto, write_tensor
 from quartet.errors import InvalidRequest
-from quartet.types import FinishReason, SamplingParameters, TokenBatch, Trajectory, TrajectoryId, VersionSpan
+from quartet.types import (
+    FinishReason,
+    Outcome,
+    SamplingParameters,
+    Segment,
+    SegmentRole,
+    TokenBatch,
+    Trajectory,
+    TrajectoryId,
+    VersionSpan,
+)
 from quartet.v1 import trajectory_pb2
 
 MAX_RESPONSE_TOKENS = 1_048_576
@@ -16,8 +31,12 @@ MAX_RESPONSE_TOKENS = 1_048_576
 _FINISH = {
     FinishReason.EOS: trajectory_pb2.FINISH_REASON_EOS,
     FinishReason.LENGTH: trajectory_pb2.FINISH_REASON_LENGTH,
+    FinishReason.DONE: trajectory_pb2.FINISH_REASON_DONE,
+    FinishReason.FAILED: trajectory_pb2.FINISH_REASON_FAILED,
 }
 _FINISH_REASONS = {number: reason for reason, number in _FINISH.items()}
+_ROLES = {role: trajectory_pb2.SegmentRole.Value(f"SEGMENT_ROLE_{role.name}") for role in SegmentRole}
+_SEGMENT_ROLES = {number: role for role, number in _ROLES.items()}
 
 
 def batch_to_proto(batch: TokenBatch) -> trajectory_pb2.TokenBatch:
@@ -91,9 +110,15 @@ def trajectory_to_bytes(trajectory: Trajectory) -> bytes:
             )
             for span in trajectory.version_spans
         ],
+        turn_rewards=trajectory.turn_rewards,
+        outcome=outcome_to_proto(trajectory.outcome),
+        detail=details_to_proto([trajectory.detail])[0],
     )
-    for name in ("prompt_ids", "response_ids", "log_probs"):
-        write_tensor(getattr(message, name), getattr(trajectory, name))
+    for segment in trajectory.segments:
+        entry = message.segments.add(role=_ROLES[segment.role], policy_version=segment.policy_version)
+        write_tensor(entry.token_ids, segment.token_ids)
+        if len(segment.log_probs):
+            write_tensor(entry.log_probs, segment.log_probs)
     return message.SerializeToString()
 
 
@@ -104,31 +129,63 @@ def trajectory_from_bytes(data: bytes) -> Trajectory:
         message.ParseFromString(data)
     except DecodeError:
         raise InvalidRequest("trajectory: not a quartet.v1.Trajectory message") from None
-    response_ids = ints_from_proto(message.response_ids, "trajectory.response_ids")
-    prompt_ids = ints_from_proto(message.prompt_ids, "trajectory.prompt_ids")
     reason = _FINISH_REASONS.get(message.finish_reason)
-    if reason is None or not message.id.run or not len(response_ids) or not len(prompt_ids):
-        raise InvalidRequest("trajectory: id, prompt_ids, response_ids and finish_reason are required")
+    if reason is None or not message.id.run:
+        raise InvalidRequest("trajectory: id and finish_reason are required")
+    outcome = outcome_from_proto(message.outcome, "trajectory.outcome")
+    if (reason is FinishReason.FAILED) != (outcome is not Outcome.OK):
+        raise InvalidRequest(f"trajectory: outcome {outcome} with finish_reason {reason}; expected ok, or failed")
+    segments = tuple(_segment_from_proto(entry, index) for index, entry in enumerate(message.segments))
+    turns = [segment for segment in segments if segment.role is SegmentRole.POLICY]
+    _check_segments(segments, turns, outcome)
     spans = tuple(VersionSpan(item.policy_version, item.weights_digest, item.tokens) for item in message.version_spans)
-    if spans and (sum(span.tokens for span in spans) != len(response_ids) or not all(span.tokens for span in spans)):
-        raise InvalidRequest(
-            f"trajectory.version_spans: expected spans that cover the {len(response_ids)} response tokens"
-        )
+    tokens = sum(len(turn.token_ids) for turn in turns)
+    if spans and (sum(span.tokens for span in spans) != tokens or not all(span.tokens for span in spans)):
+        raise InvalidRequest(f"trajectory.version_spans: expected spans that cover the {tokens} tokens of the policy")
     digests = (message.weights_digest, *(span.weights_digest for span in spans))
     if any(len(digest) not in (0, DIGEST_BYTES) for digest in digests):
         raise InvalidRequest(f"trajectory.weights_digest: expected {DIGEST_BYTES} bytes, or none")
-    log_probs = floats_from_proto(message.log_probs, "trajectory.log_probs")
-    if len(log_probs) not in (0, len(response_ids)):
-        raise InvalidRequest(f"trajectory.log_probs: expected {len(response_ids)} elements, or none")
+    rewards = tuple(message.turn_rewards)
+    if rewards and (len(rewards) != len(turns) or outcome is not Outcome.OK):
+        raise InvalidRequest(
+            f"trajectory.turn_rewards: expected {len(turns)}, one per turn, or none; none for a failure"
+        )
+    if not all(map(math.isfinite, rewards)):
+        raise InvalidRequest("trajectory.turn_rewards: contains NaN or infinity, expected finite numbers")
     return Trajectory(
         id=TrajectoryId(message.id.run, message.id.step, message.id.prompt, message.id.sample),
         policy_version=message.policy_version,
-        prompt_ids=prompt_ids,
-        response_ids=response_ids,
-        log_probs=log_probs,
+        segments=segments,
         finish_reason=reason,
         weights_digest=message.weights_digest,
         generator=message.generator,
         version_spans=spans,
         attempt=message.attempt,
+        turn_rewards=rewards,
+        outcome=outcome,
+        detail=details_from_proto([message.detail])[0],
     )
+
+
+def _segment_from_proto(message: trajectory_pb2.Segment, index: int) -> Segment:
+    name, role = f"trajectory.segments[{index}]", _SEGMENT_ROLES.get(message.role)
+    token_ids = ints_from_proto(message.token_ids, f"{name}.token_ids")
+    if role is None or not len(token_ids):
+        raise InvalidRequest(f"{name}: expected a role, and at least one token")
+    log_probs = np.zeros(0, np.float32)
+    if message.HasField("log_probs"):
+        if role is not SegmentRole.POLICY:
+            raise InvalidRequest(f"{name}.log_probs: expected none for the role {role}")
+        log_probs = floats_from_proto(message.log_probs, f"{name}.log_probs", len(token_ids))
+    return Segment(role, token_ids, log_probs, message.policy_version)
+
+
+def _check_segments(segments: Sequence[Segment], turns: Sequence[Segment], outcome: Outcome) -> None:
+    """Raise InvalidRequest unless the prompt comes first, and only there, and a turn comes last."""
+    roles = [segment.role for segment in segments]
+    if roles[:1] != [SegmentRole.PROMPT] or SegmentRole.PROMPT in roles[1:]:
+        raise InvalidRequest("trajectory.segments: expected one prompt, as the first segment")
+    if outcome is Outcome.OK and roles[-1] is not SegmentRole.POLICY:
+        raise InvalidRequest("trajectory.segments: expected a segment of the policy at the end")
+    if len({len(turn.log_probs) > 0 for turn in turns}) > 1:
+        raise InvalidRequest("trajectory.segments: expected log-probs in all segments of the policy, or in none")

@@ -48,6 +48,7 @@ from quartet.config.rewards import (
 )
 from quartet.config.rollout import (
     MAX_RESPONSES,
+    MAX_TURNS,
     EngineServerConfig,
     RolloutConfig,
     SGLangServerConfig,
@@ -67,6 +68,7 @@ __all__ = [
     "MAX_MICRO_BATCH_TOKENS",
     "MAX_MICRO_BATCH_TOKENS_GPU",
     "MAX_RESPONSES",
+    "MAX_TURNS",
     "ActorConfig",
     "AlgorithmConfig",
     "BufferConfig",

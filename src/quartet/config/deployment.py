@@ -244,13 +244,13 @@ class OutcomesConfig(Section):
     """Actions by outcome. Each failed response counts towards recovery.max_failed_trajectories."""
 
     timeout: OutcomeConfig = OutcomeConfig()
-    """The reward source did not answer in time."""
+    """The reward source or the environment did not answer in time."""
     scorer_error: OutcomeConfig = OutcomeConfig()
     """The reward source failed, or returned no finite number."""
     sandbox_error: OutcomeConfig = OutcomeConfig()
     """The sandbox of a verifier failed."""
     environment_error: OutcomeConfig = OutcomeConfig()
-    """The environment failed."""
+    """The environment failed. An episode is never repeated from its middle: with retry, too, it is replaced."""
     cancelled: OutcomeConfig = OutcomeConfig()
     """The work was cancelled."""
     refused: OutcomeConfig = OutcomeConfig(action="replace")

@@ -12,6 +12,8 @@ from quartet.config.section import Count, Positive, Section, WholeNumber
 
 MAX_RESPONSES = 65_536
 """Maximum number of responses per step."""
+MAX_TURNS = 1024
+"""Maximum number of turns of a trajectory."""
 MAX_OFF_POLICY_STEPS = 32
 """Maximum number of updates by which the generating policy may lag behind."""
 Responses = Annotated[int, Field(ge=1, le=MAX_RESPONSES)]
@@ -173,7 +175,11 @@ class RolloutConfig(Section):
     samples_per_prompt: Responses = 1
     """Number of responses per prompt."""
     max_response_tokens: Count = 64
-    """Maximum length of a response in tokens."""
+    """Maximum length of a response in tokens. With max_turns: of all turns and observations together."""
+    max_turns: Annotated[int, Field(ge=0, le=MAX_TURNS)] = 0
+    """Maximum number of turns with the environment. 0: one response to each prompt, without an environment."""
+    max_turn_tokens: Count | None = None
+    """Maximum length of one turn in tokens. Null: only max_response_tokens limits it."""
     temperature: Annotated[float, Field(ge=0.001, le=1000)] = 1.0
     """Sampling temperature."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0

@@ -38,7 +38,8 @@ def check_requests(
             raise InvalidRequest(f"prompt of {request.id}: expected at least one token id in one dimension")
         if int(prompt.min()) < 0 or int(prompt.max()) >= size:
             raise InvalidRequest(f"prompt of {request.id}: a token id is outside the vocabulary 0..{size - 1}")
-        if 0 < model.max_sequence_tokens < (tokens := len(prompt) + sampling.max_response_tokens):
+        tokens = len(prompt) + request.limited(sampling).max_response_tokens
+        if 0 < model.max_sequence_tokens < tokens:
             raise InvalidRequest(
                 f"a sequence of {tokens} tokens: the model has positions for {model.max_sequence_tokens}; "
                 "shorten the prompt or the response (data.max_prompt_tokens, rollout.max_response_tokens, --max-tokens)"
@@ -54,7 +55,7 @@ def check_response(
     ``engine`` names the engine in error messages. Raises ComputationFailed if the response is empty, ends neither with a stop
     token nor at the limit, or has invalid tokens, log-probs or spans.
     """
-    ids, limit = np.asarray(response.token_ids, np.int64), sampling.max_response_tokens
+    ids, limit = np.asarray(response.token_ids, np.int64), response.request.limited(sampling).max_response_tokens
     where = f"{engine}: response to {response.request.id}"
     if not 1 <= len(ids) <= limit:
         raise ComputationFailed(f"{where}: {len(ids)} tokens; expected 1 to {limit}")
@@ -81,4 +82,4 @@ def check_response(
         raise ComputationFailed(f"{where}: versions of the weights for {sum(spans)} of {len(ids)} tokens")
     reason = FinishReason.EOS if stops else FinishReason.LENGTH
     prompt = np.asarray(response.request.prompt_ids, np.int32)
-    return Trajectory(response.request.id, policy_version, prompt, ids.astype(np.int32), log_probs, reason)
+    return Trajectory.of_response(response.request.id, policy_version, prompt, ids.astype(np.int32), log_probs, reason)

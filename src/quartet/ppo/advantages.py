@@ -24,11 +24,12 @@ from quartet.user_code import describe
 class EstimatorInput:
     """Input of an estimator: one step's batch. All tensors are on the CPU and have no gradients.
 
-    ``rewards``: float32 [tokens] if the estimator's granularity is "token" (-beta KL at each token, plus the score at the last
-    token of each response); float32 [sequences] if it is "sequence" (the score minus beta times the response's KL). ``values``:
-    float32 [tokens], from the critic at generation time; 0 without a critic. ``lengths``: int64 [sequences], response tokens.
-    ``groups``: int64 [sequences], the prompt of each response. ``gamma``, ``gae_lambda`` and ``divide_by_std`` are
-    algorithm.gamma, algorithm.gae_lambda and algorithm.grpo_normalize_std.
+    Tokens are the policy's own tokens in the responses; observations of an environment between them are left out. ``rewards``:
+    float32 [tokens] if the estimator's granularity is "token" (-beta KL at each token, plus the score at the last token of each
+    response; with an environment, its rewards are at the last token of each turn); float32 [sequences] if it is "sequence" (the
+    score minus beta times the response's KL). ``values``: float32 [tokens], from the critic at generation time; 0 without a
+    critic. ``lengths``: int64 [sequences], tokens of each response. ``groups``: int64 [sequences], the prompt of each response.
+    ``gamma``, ``gae_lambda`` and ``divide_by_std`` are algorithm.gamma, algorithm.gae_lambda and algorithm.grpo_normalize_std.
     """
 
     rewards: Tensor

@@ -111,10 +111,10 @@ def policy_loss(
     term has the same weight; under token_mean its weight grows with the response's tokens. Sources: Schulman et al. 2017,
     equation 7; Ye et al. 2020, equation 5 (dual clip); Ahmadian et al. 2024 (whole responses); numerics items 7, 11, 12 and 17.
 
-    All tensors are [tokens], except ``lengths`` [sequences], which only level "sequence" reads. For truncated importance
-    sampling, the caller multiplies ``weights`` by ``importance_weights``. ``clipped_tokens`` counts the tokens whose gradient is
-    0 because of a clip. ``approx_kl_sum`` is the unweighted k3 estimate of KL(old || new), in nats. Both cover the tokens of
-    nonzero weight.
+    All tensors are [tokens], except ``lengths`` [sequences], which only level "sequence" reads. Tokens of observations have
+    weight 0. For truncated importance sampling, the caller multiplies ``weights`` by ``importance_weights``. ``clipped_tokens``
+    counts the tokens whose gradient is 0 because of a clip. ``approx_kl_sum`` is the unweighted k3 estimate of KL(old || new),
+    in nats. Both cover the tokens of nonzero weight.
 
     Raises InvalidRequest.
     """

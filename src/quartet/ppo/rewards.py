@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -11,16 +12,35 @@ from quartet.errors import ComputationFailed, InvalidRequest
 from quartet.ppo.ragged import check_flat, check_lengths, last_token_index
 
 
-def token_rewards(scores: Tensor, kl: Tensor, lengths: Tensor, kl_coefficient: float) -> Tensor:
+@dataclass(frozen=True, slots=True)
+class EarlyRewards:
+    """Parts of scores that belong to tokens before the last one: the environment's rewards of turns.
+
+    ``index`` int64 [rewards]: their tokens. ``sequence`` int64 [rewards]: the sequences of these. ``values`` float32 [rewards].
+    """
+
+    index: Tensor
+    sequence: Tensor
+    values: Tensor
+
+
+def token_rewards(
+    scores: Tensor, kl: Tensor, lengths: Tensor, kl_coefficient: float, early: EarlyRewards | None = None
+) -> Tensor:
     """Return -kl_coefficient * kl at every token, plus the score at the last response token (which may be EOS): [tokens].
 
-    ``scores`` [sequences], ``kl`` [tokens] in nats, ``lengths`` [sequences]. Source: Ziegler et al. 2019, equation 2;
-    numerics items 2 and 8. Raises InvalidRequest.
+    ``scores`` [sequences], ``kl`` [tokens] in nats, ``lengths`` [sequences]. The ``early`` parts of a score are at their own
+    tokens and the rest at the last token, so that the sum stays the score. Source: Ziegler et al. 2019, equation 2; numerics
+    items 2, 8 and 23. Raises InvalidRequest.
     """
     check_flat(kl=kl)
     check_flat(scores=scores, lengths=lengths)
     check_lengths(kl.shape[0], lengths)
-    return (-kl_coefficient * kl).index_add(0, last_token_index(lengths), scores.to(kl.dtype))
+    paid, last = -kl_coefficient * kl, scores.to(kl.dtype)
+    if early is not None:
+        values = early.values.to(kl.dtype)
+        paid, last = paid.index_add(0, early.index, values), last.index_add(0, early.sequence, -values)
+    return paid.index_add(0, last_token_index(lengths), last)
 
 
 def normalize_scores(scores: Tensor, mean: float, std: float) -> Tensor:

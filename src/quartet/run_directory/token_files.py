@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quartet.errors import ConfigError
-from quartet.types import FloatArray
+from quartet.types import BoolArray, FloatArray
 
 _OF_RESPONSES = ("log_probs", "reference_log_probs", "kl", "advantages", "returns")
 """float32 [response tokens], flat, in the order of the trajectories. With a critic also ``values``."""
@@ -22,7 +22,8 @@ class TrajectoryTokens:
     """One trajectory: ids int32 [prompt tokens] and [response tokens]; all else float32 [response tokens].
 
     ``kl`` is log-prob minus reference log-prob, nats. ``advantages`` are those that the update used. ``values`` is None without
-    a critic.
+    a critic. ``response_mask`` bool [response tokens] is True at the policy's own tokens; the others are of observations, where
+    all numbers are 0.
     """
 
     prompt_ids: NDArray[np.int32]
@@ -33,6 +34,7 @@ class TrajectoryTokens:
     advantages: FloatArray
     returns: FloatArray
     values: FloatArray | None
+    response_mask: BoolArray
 
 
 def write_tokens(path: Path, arrays: Mapping[str, NDArray[Any]]) -> None:
@@ -64,12 +66,16 @@ def read_tokens(path: Path, index: int) -> TrajectoryTokens | None:
                 raise ConfigError(f"tokens {path}: has {len(responses)} trajectories, expected one at {index}")
             prompt, response = _slice_of(prompts, index), _slice_of(responses, index)
             numbers = {name: file.get_slice(name)[response] for name in _OF_RESPONSES}
-            values = file.get_slice("values")[response] if "values" in file.keys() else None  # noqa: SIM118
+            names = set(file.keys())
+            values = file.get_slice("values")[response] if "values" in names else None
+            has_mask = "response_mask" in names
+            mask = file.get_slice("response_mask")[response] if has_mask else np.ones(int(responses[index]), np.bool_)
             result = TrajectoryTokens(
                 prompt_ids=file.get_slice("prompt_ids")[prompt],
                 response_ids=file.get_slice("response_ids")[response],
                 **numbers,
                 values=values,
+                response_mask=mask,
             )
     except FileNotFoundError:
         return None
@@ -77,7 +83,7 @@ def read_tokens(path: Path, index: int) -> TrajectoryTokens | None:
         raise ConfigError(
             f"tokens {path}: cannot be read ({error}); remove the file: the run does not need it, and trajectories/ has the texts"
         ) from None
-    if {len(numbers[name]) for name in _OF_RESPONSES} != {len(result.response_ids)}:
+    if {len(result.response_mask), *(len(numbers[name]) for name in _OF_RESPONSES)} != {len(result.response_ids)}:
         raise ConfigError(
             f"tokens {path}: its arrays have different lengths; remove the file: the run does not need it"
         )

@@ -197,7 +197,7 @@ STEP_METRICS = (
     _metric(
         "response_tokens_mean",
         "tokens",
-        "Mean tokens per response.",
+        "Mean tokens per response, without those of observations.",
         "steady, or as the task requires",
         "rises with reward and KL, or falls to almost 0",
     ),
@@ -208,7 +208,13 @@ STEP_METRICS = (
         "moderate, steady",
         "near 1",
     ),
-    _metric("eos_rate", "share of responses", "Share of responses that end with EOS.", "near 1", "falls"),
+    _metric(
+        "eos_rate",
+        "share of responses",
+        "Share of responses that end before a limit of tokens or turns.",
+        "near 1",
+        "falls",
+    ),
     _metric(
         "repetition",
         "share of 3-grams",
@@ -225,7 +231,20 @@ STEP_METRICS = (
         "falls: responses become alike",
     ),
     _metric("prompt_tokens", "tokens", "Prompt tokens of the step.", "steady"),
-    _metric("response_tokens", "tokens", "Response tokens of the step.", "steady"),
+    _metric("response_tokens", "tokens", "Tokens that the policy generated for the step.", "steady"),
+    _metric(
+        "turns_mean",
+        "turns",
+        "Mean turns per episode with an environment.",
+        "as the task requires",
+        "at rollout.max_turns: episodes do not end",
+    ),
+    _metric(
+        "observation_tokens",
+        "tokens",
+        "Tokens of the environment's observations in the step. They are not trained on.",
+        "steady",
+    ),
     _metric(
         "failed_trajectories",
         "trajectories",
@@ -270,7 +289,7 @@ STEP_METRICS = (
         "grows: the network or the disk of the generators is slow",
     ),
 )
-"""Metrics of metrics.jsonl. Those of the critic and of generators in separate processes are absent without them."""
+"""Metrics of metrics.jsonl. Those of the critic, of episodes and of generators in separate processes are absent without them."""
 
 _MEASURED = ("generators", "weight_update_bytes")
 
@@ -298,7 +317,13 @@ EVALUATION_METRICS = (
     _metric("eval_kl", "nats per response", "KL of the sampled responses.", "as kl_mean", "far above kl_mean"),
     _metric("eval_tokens_greedy", "tokens", "Mean tokens per greedy response.", "steady", "rises with the reward"),
     _metric("eval_tokens_sampled", "tokens", "Mean tokens per sampled response.", "steady", "rises with the reward"),
-    _metric("eval_eos_rate", "share of responses", "Share of sampled responses that end with EOS.", "near 1", "falls"),
+    _metric(
+        "eval_eos_rate",
+        "share of responses",
+        "Share of sampled responses that end before a limit of tokens or turns.",
+        "near 1",
+        "falls",
+    ),
     _metric(
         "eval_win_rate_greedy",
         "share of prompts",

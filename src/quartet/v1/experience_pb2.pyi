@@ -29,7 +29,7 @@ class ExperienceManifest(_message.Message):
     - `quartet:RUN:experience:STEP` holds the fields `manifest`, this message, and `sha256`, the SHA-256 of the message in
       hexadecimal. It is written last, in one command: a step without it is not sealed.
 
-    Size: 28 bytes for each response token and 4 for each prompt token. Redis allows 512 MB for a value. No chunk reaches that, and
+    Size: 28 bytes for each response token, 29 with observations of an environment, and 4 for each prompt token. Redis allows 512 MB for a value. No chunk reaches that, and
     the manifest of the largest step that a config allows (65,536 sequences of 1,048,576 tokens) has 9 MB. The memory of the Redis
     server is therefore the only limit on a step.
     """
@@ -50,6 +50,7 @@ class ExperienceManifest(_message.Message):
     ADVANTAGES_FIELD_NUMBER: _builtins.int
     RETURNS_FIELD_NUMBER: _builtins.int
     ACTOR_MASK_FIELD_NUMBER: _builtins.int
+    RESPONSE_MASK_FIELD_NUMBER: _builtins.int
     run: _builtins.str
     """Name of the run."""
     step: _builtins.int
@@ -81,7 +82,7 @@ class ExperienceManifest(_message.Message):
 
     @_builtins.property
     def log_probs(self) -> Global___SealedArray:
-        """Arrays per response token are flat, [response tokens], in the order of the sequences.
+        """Arrays per response token are flat, [response tokens], in the order of the sequences. At the tokens of observations they are 0.
 
         float32 [response tokens]: log-probs at generation, nats.
         """
@@ -106,6 +107,12 @@ class ExperienceManifest(_message.Message):
     def actor_mask(self) -> Global___SealedArray:
         """float32 [response tokens]: 1 if the token counts in the policy loss, else 0."""
 
+    @_builtins.property
+    def response_mask(self) -> Global___SealedArray:
+        """bool [response tokens]: 1 at the policy's own tokens, 0 at those of observations, which no loss counts. bool [0] if all tokens
+        are the policy's own.
+        """
+
     def __init__(
         self,
         *,
@@ -123,10 +130,11 @@ class ExperienceManifest(_message.Message):
         advantages: Global___SealedArray | None = ...,
         returns: Global___SealedArray | None = ...,
         actor_mask: Global___SealedArray | None = ...,
+        response_mask: Global___SealedArray | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["actor_mask", b"actor_mask", "advantages", b"advantages", "log_probs", b"log_probs", "prompt_lengths", b"prompt_lengths", "reference_log_probs", b"reference_log_probs", "response_lengths", b"response_lengths", "returns", b"returns", "scores", b"scores", "token_ids", b"token_ids", "values", b"values"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["actor_mask", b"actor_mask", "advantages", b"advantages", "log_probs", b"log_probs", "prompt_lengths", b"prompt_lengths", "reference_log_probs", b"reference_log_probs", "response_lengths", b"response_lengths", "response_mask", b"response_mask", "returns", b"returns", "scores", b"scores", "token_ids", b"token_ids", "values", b"values"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["actor_mask", b"actor_mask", "advantages", b"advantages", "ids", b"ids", "log_probs", b"log_probs", "policy_version", b"policy_version", "prompt_lengths", b"prompt_lengths", "reference_log_probs", b"reference_log_probs", "response_lengths", b"response_lengths", "returns", b"returns", "run", b"run", "scores", b"scores", "step", b"step", "token_ids", b"token_ids", "values", b"values"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["actor_mask", b"actor_mask", "advantages", b"advantages", "ids", b"ids", "log_probs", b"log_probs", "policy_version", b"policy_version", "prompt_lengths", b"prompt_lengths", "reference_log_probs", b"reference_log_probs", "response_lengths", b"response_lengths", "response_mask", b"response_mask", "returns", b"returns", "run", b"run", "scores", b"scores", "step", b"step", "token_ids", b"token_ids", "values", b"values"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

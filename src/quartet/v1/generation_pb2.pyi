@@ -40,6 +40,7 @@ class GenerateRequest(_message.Message):
     WEIGHTS_DIGEST_FIELD_NUMBER: _builtins.int
     GENERATOR_FIELD_NUMBER: _builtins.int
     ATTEMPT_FIELD_NUMBER: _builtins.int
+    EPISODE_FIELD_NUMBER: _builtins.int
     run: _builtins.str
     """Name of the run."""
     step: _builtins.int
@@ -82,6 +83,10 @@ class GenerateRequest(_message.Message):
     def sampling(self) -> _trajectory_pb2.SamplingParameters:
         """Sampling of the tokens."""
 
+    @_builtins.property
+    def episode(self) -> Global___EpisodeSettings:
+        """Settings of episodes with the environment. Absent: one response to each prompt, without an environment."""
+
     def __init__(
         self,
         *,
@@ -99,14 +104,47 @@ class GenerateRequest(_message.Message):
         weights_digest: _builtins.bytes = ...,
         generator: _builtins.str = ...,
         attempt: _builtins.int = ...,
+        episode: Global___EpisodeSettings | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["prompt_ids", b"prompt_ids", "prompt_lengths", b"prompt_lengths", "sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["episode", b"episode", "prompt_ids", b"prompt_ids", "prompt_lengths", b"prompt_lengths", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "generator", b"generator", "leader_epoch", b"leader_epoch", "policy_version", b"policy_version", "prompt_ids", b"prompt_ids", "prompt_lengths", b"prompt_lengths", "prompts", b"prompts", "run", b"run", "sampling", b"sampling", "seed", b"seed", "step", b"step", "trajectory_prompts", b"trajectory_prompts", "trajectory_samples", b"trajectory_samples", "weights_digest", b"weights_digest"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "episode", b"episode", "generator", b"generator", "leader_epoch", b"leader_epoch", "policy_version", b"policy_version", "prompt_ids", b"prompt_ids", "prompt_lengths", b"prompt_lengths", "prompts", b"prompts", "run", b"run", "sampling", b"sampling", "seed", b"seed", "step", b"step", "trajectory_prompts", b"trajectory_prompts", "trajectory_samples", b"trajectory_samples", "weights_digest", b"weights_digest"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015
+
+@_typing.final
+class EpisodeSettings(_message.Message):
+    """Settings of episodes with an environment."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MAX_TURNS_FIELD_NUMBER: _builtins.int
+    MAX_TURN_TOKENS_FIELD_NUMBER: _builtins.int
+    FIELDS_FIELD_NUMBER: _builtins.int
+    max_turns: _builtins.int
+    """Maximum number of turns of a trajectory, 1 to 1024."""
+    max_turn_tokens: _builtins.int
+    """Maximum tokens of one turn. 0: only the limit of all turns, `sampling.max_response_tokens`."""
+    @_builtins.property
+    def fields(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """[prompts]: fields of each prompt, as one JSON object, for the environment."""
+
+    def __init__(
+        self,
+        *,
+        max_turns: _builtins.int = ...,
+        max_turn_tokens: _builtins.int = ...,
+        fields: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fields", b"fields", "max_turn_tokens", b"max_turn_tokens", "max_turns", b"max_turns"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EpisodeSettings: _TypeAlias = EpisodeSettings  # noqa: Y015
 
 @_typing.final
 class GenerationStarted(_message.Message):
@@ -136,7 +174,7 @@ class GenerationProgress(_message.Message):
     trajectories: _builtins.int
     """Trajectories written to the rollout stream so far."""
     response_tokens: _builtins.int
-    """Response tokens of these trajectories."""
+    """Tokens that the policy generated for them."""
     def __init__(
         self,
         *,
@@ -163,7 +201,7 @@ class GenerationFinished(_message.Message):
     trajectories: _builtins.int
     """Trajectories written."""
     response_tokens: _builtins.int
-    """Response tokens of these trajectories."""
+    """Tokens that the policy generated for them."""
     seconds: _builtins.float
     """Duration in seconds, including the wait for the compute thread."""
     def __init__(

@@ -31,6 +31,8 @@ class _DataTypeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_DataType.Val
     """IEEE 754 single precision, 4 bytes."""
     DATA_TYPE_INT32: _DataType.ValueType  # 2
     """Two's complement, 4 bytes."""
+    DATA_TYPE_BOOL: _DataType.ValueType  # 3
+    """1 byte, 0 or 1."""
 
 class DataType(_DataType, metaclass=_DataTypeEnumTypeWrapper):
     """Element type of a tensor. Elements are little-endian."""
@@ -41,6 +43,8 @@ DATA_TYPE_FLOAT32: DataType.ValueType  # 1
 """IEEE 754 single precision, 4 bytes."""
 DATA_TYPE_INT32: DataType.ValueType  # 2
 """Two's complement, 4 bytes."""
+DATA_TYPE_BOOL: DataType.ValueType  # 3
+"""1 byte, 0 or 1."""
 Global___DataType: _TypeAlias = DataType  # noqa: Y015
 
 @_typing.final

@@ -29,20 +29,56 @@ class _FinishReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FinishRe
     FINISH_REASON_UNSPECIFIED: _FinishReason.ValueType  # 0
     """Never valid in a message."""
     FINISH_REASON_EOS: _FinishReason.ValueType  # 1
-    """Its last token is an end-of-sequence token."""
+    """Without an environment: its last token is an end-of-sequence token."""
     FINISH_REASON_LENGTH: _FinishReason.ValueType  # 2
-    """It reached max_response_tokens."""
+    """It reached max_response_tokens, or max_turns before its environment ended the episode."""
+    FINISH_REASON_DONE: _FinishReason.ValueType  # 3
+    """Its environment ended the episode."""
+    FINISH_REASON_FAILED: _FinishReason.ValueType  # 4
+    """It failed, see `outcome`."""
 
 class FinishReason(_FinishReason, metaclass=_FinishReasonEnumTypeWrapper):
-    """Reason for the end of a response."""
+    """Reason for the end of a trajectory."""
 
 FINISH_REASON_UNSPECIFIED: FinishReason.ValueType  # 0
 """Never valid in a message."""
 FINISH_REASON_EOS: FinishReason.ValueType  # 1
-"""Its last token is an end-of-sequence token."""
+"""Without an environment: its last token is an end-of-sequence token."""
 FINISH_REASON_LENGTH: FinishReason.ValueType  # 2
-"""It reached max_response_tokens."""
+"""It reached max_response_tokens, or max_turns before its environment ended the episode."""
+FINISH_REASON_DONE: FinishReason.ValueType  # 3
+"""Its environment ended the episode."""
+FINISH_REASON_FAILED: FinishReason.ValueType  # 4
+"""It failed, see `outcome`."""
 Global___FinishReason: _TypeAlias = FinishReason  # noqa: Y015
+
+class _SegmentRole:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _SegmentRoleEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_SegmentRole.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    SEGMENT_ROLE_UNSPECIFIED: _SegmentRole.ValueType  # 0
+    """Never valid in a message."""
+    SEGMENT_ROLE_PROMPT: _SegmentRole.ValueType  # 1
+    """The prompt of the data set."""
+    SEGMENT_ROLE_POLICY: _SegmentRole.ValueType  # 2
+    """The policy. Only these tokens are trained."""
+    SEGMENT_ROLE_OBSERVATION: _SegmentRole.ValueType  # 3
+    """The environment."""
+
+class SegmentRole(_SegmentRole, metaclass=_SegmentRoleEnumTypeWrapper):
+    """Origin of a segment."""
+
+SEGMENT_ROLE_UNSPECIFIED: SegmentRole.ValueType  # 0
+"""Never valid in a message."""
+SEGMENT_ROLE_PROMPT: SegmentRole.ValueType  # 1
+"""The prompt of the data set."""
+SEGMENT_ROLE_POLICY: SegmentRole.ValueType  # 2
+"""The policy. Only these tokens are trained."""
+SEGMENT_ROLE_OBSERVATION: SegmentRole.ValueType  # 3
+"""The environment."""
+Global___SegmentRole: _TypeAlias = SegmentRole  # noqa: Y015
 
 class _Outcome:
     ValueType = _typing.NewType("ValueType", _builtins.int)
@@ -134,7 +170,9 @@ class SamplingParameters(_message.Message):
     TOP_K_FIELD_NUMBER: _builtins.int
     IGNORE_EOS_FIELD_NUMBER: _builtins.int
     max_response_tokens: _builtins.int
-    """Maximum tokens of a response, including the end-of-sequence token. At least 1."""
+    """Maximum tokens of a response, including the end-of-sequence token. With an environment, of all turns and observations
+    together. At least 1.
+    """
     temperature: _builtins.float
     """Divisor of the logits before the softmax. 0 selects the most probable token."""
     top_p: _builtins.float
@@ -197,8 +235,48 @@ class TokenBatch(_message.Message):
 Global___TokenBatch: _TypeAlias = TokenBatch  # noqa: Y015
 
 @_typing.final
+class Segment(_message.Message):
+    """Consecutive tokens of one origin."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROLE_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    LOG_PROBS_FIELD_NUMBER: _builtins.int
+    POLICY_VERSION_FIELD_NUMBER: _builtins.int
+    role: Global___SegmentRole.ValueType
+    """Origin."""
+    policy_version: _builtins.int
+    """Updates that the policy had taken that generated the segment's last token. 0 for other roles."""
+    @_builtins.property
+    def token_ids(self) -> _tensor_pb2.Tensor:
+        """int32 [tokens], at least 1. A segment of the policy includes its end-of-sequence token if there is one."""
+
+    @_builtins.property
+    def log_probs(self) -> _tensor_pb2.Tensor:
+        """float32 [tokens] of a segment of the policy: log-prob of each sampled token at the sampling temperature, in nats. Absent if
+        the engine reports none, because the actor then computes them, and for other roles.
+        """
+
+    def __init__(
+        self,
+        *,
+        role: Global___SegmentRole.ValueType = ...,
+        token_ids: _tensor_pb2.Tensor | None = ...,
+        log_probs: _tensor_pb2.Tensor | None = ...,
+        policy_version: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["log_probs", b"log_probs", "token_ids", b"token_ids"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["log_probs", b"log_probs", "policy_version", b"policy_version", "role", b"role", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Segment: _TypeAlias = Segment  # noqa: Y015
+
+@_typing.final
 class Trajectory(_message.Message):
-    """A finished response. An entry of the rollout stream `quartet:RUN:rollouts` has three fields: `trajectory` is this message; `id` is
+    """A finished episode. An entry of the rollout stream `quartet:RUN:rollouts` has three fields: `trajectory` is this message; `id` is
     RUN/STEP/PROMPT/SAMPLE; `leader_epoch` is the request's, in decimal. Entries of an earlier leader are dropped.
     """
 
@@ -206,14 +284,15 @@ class Trajectory(_message.Message):
 
     ID_FIELD_NUMBER: _builtins.int
     POLICY_VERSION_FIELD_NUMBER: _builtins.int
-    PROMPT_IDS_FIELD_NUMBER: _builtins.int
-    RESPONSE_IDS_FIELD_NUMBER: _builtins.int
-    LOG_PROBS_FIELD_NUMBER: _builtins.int
+    SEGMENTS_FIELD_NUMBER: _builtins.int
     FINISH_REASON_FIELD_NUMBER: _builtins.int
     WEIGHTS_DIGEST_FIELD_NUMBER: _builtins.int
     GENERATOR_FIELD_NUMBER: _builtins.int
     VERSION_SPANS_FIELD_NUMBER: _builtins.int
     ATTEMPT_FIELD_NUMBER: _builtins.int
+    TURN_REWARDS_FIELD_NUMBER: _builtins.int
+    OUTCOME_FIELD_NUMBER: _builtins.int
+    DETAIL_FIELD_NUMBER: _builtins.int
     policy_version: _builtins.int
     """Updates that the generating policy had taken."""
     finish_reason: Global___FinishReason.ValueType
@@ -224,47 +303,49 @@ class Trajectory(_message.Message):
     """HOST:PORT of the generator."""
     attempt: _builtins.int
     """`attempt` of the request."""
+    outcome: Global___Outcome.ValueType
+    """Outcome. A trajectory that failed has no reward."""
+    detail: _builtins.str
+    """Cause of an outcome other than OK, at most 1024 characters."""
     @_builtins.property
     def id(self) -> Global___TrajectoryId:
         """Id of the trajectory."""
 
     @_builtins.property
-    def prompt_ids(self) -> _tensor_pb2.Tensor:
-        """int32 [prompt tokens]."""
-
-    @_builtins.property
-    def response_ids(self) -> _tensor_pb2.Tensor:
-        """int32 [response tokens], including the end-of-sequence token if there is one."""
-
-    @_builtins.property
-    def log_probs(self) -> _tensor_pb2.Tensor:
-        """float32 [response tokens]: log-prob of each sampled token at the sampling temperature, in nats. float32 [0] if the engine
-        reports none; the actor then computes them.
+    def segments(self) -> _containers.RepeatedCompositeFieldContainer[Global___Segment]:
+        """The prompt first, then turns of the policy and observations of the environment. The last segment is of the policy, unless the
+        trajectory failed. Without an environment: the prompt and one segment of the policy. All segments after the prompt together
+        are the response.
         """
 
     @_builtins.property
     def version_spans(self) -> _containers.RepeatedCompositeFieldContainer[Global___VersionSpan]:
-        """Policy version of each part of the response, in order, if new weights arrived while it was generated. Empty: the whole
-        response is of `policy_version`, which is otherwise the version of the last part.
+        """Policy version of each part of the policy's tokens, in order, if new weights arrived while they were generated. Empty: all of
+        them are of `policy_version`, which is otherwise the version of the last part.
         """
+
+    @_builtins.property
+    def turn_rewards(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """[segments of the policy]: reward of the environment after each turn. Empty without an environment, and for a failure."""
 
     def __init__(
         self,
         *,
         id: Global___TrajectoryId | None = ...,
         policy_version: _builtins.int = ...,
-        prompt_ids: _tensor_pb2.Tensor | None = ...,
-        response_ids: _tensor_pb2.Tensor | None = ...,
-        log_probs: _tensor_pb2.Tensor | None = ...,
+        segments: _abc.Iterable[Global___Segment] | None = ...,
         finish_reason: Global___FinishReason.ValueType = ...,
         weights_digest: _builtins.bytes = ...,
         generator: _builtins.str = ...,
         version_spans: _abc.Iterable[Global___VersionSpan] | None = ...,
         attempt: _builtins.int = ...,
+        turn_rewards: _abc.Iterable[_builtins.float] | None = ...,
+        outcome: Global___Outcome.ValueType = ...,
+        detail: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["id", b"id", "log_probs", b"log_probs", "prompt_ids", b"prompt_ids", "response_ids", b"response_ids"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["id", b"id"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "finish_reason", b"finish_reason", "generator", b"generator", "id", b"id", "log_probs", b"log_probs", "policy_version", b"policy_version", "prompt_ids", b"prompt_ids", "response_ids", b"response_ids", "version_spans", b"version_spans", "weights_digest", b"weights_digest"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "detail", b"detail", "finish_reason", b"finish_reason", "generator", b"generator", "id", b"id", "outcome", b"outcome", "policy_version", b"policy_version", "segments", b"segments", "turn_rewards", b"turn_rewards", "version_spans", b"version_spans", "weights_digest", b"weights_digest"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -272,7 +353,7 @@ Global___Trajectory: _TypeAlias = Trajectory  # noqa: Y015
 
 @_typing.final
 class VersionSpan(_message.Message):
-    """Part of a response that one policy version generated."""
+    """Part of a trajectory that one policy version generated."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -284,7 +365,7 @@ class VersionSpan(_message.Message):
     weights_digest: _builtins.bytes
     """Digest of its weights, 16 bytes."""
     tokens: _builtins.int
-    """Response tokens of this part, at least 1."""
+    """Tokens of the policy in this part, at least 1."""
     def __init__(
         self,
         *,

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from safetensors.numpy import load_file
 from tokenizers import Tokenizer
@@ -190,6 +191,38 @@ def test_a_trajectory_shows_its_generator_and_the_versions_of_its_weights(tmp_pa
         )
     assert [by_actor[name] for name in origin] == ["", "", []]
     assert {name: by_generator[name] for name in origin} == origin
+
+
+def test_an_episode_shows_its_turns_and_which_tokens_are_of_observations(tmp_path: Path) -> None:
+    files, rows = with_trajectories(tmp_path, 1)
+    segments = [
+        {"role": "policy", "text": "a", "tokens": 1, "reward": 0.5},
+        {"role": "observation", "text": "b", "tokens": 2},
+        {"role": "policy", "text": "c", "tokens": 1, "reward": -1.0},
+    ]
+    lines = [rows[0], rows[1] | {"segments": segments}]
+    (files.trajectories / "step-000001.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    numbers = np.array([-1, 0, 0, -2, -3], np.float32)
+    names = ("log_probs", "reference_log_probs", "kl", "advantages", "returns")
+    files.write_tokens(
+        1,
+        {
+            "prompt_lengths": np.array([1, 1], np.int32),
+            "response_lengths": np.array([1, 4], np.int32),
+            "prompt_ids": np.array([3, 3], np.int32),
+            "response_ids": np.array([9, 4, 5, 6, 7], np.int32),
+            "response_mask": np.array([True, True, False, False, True]),
+            **dict.fromkeys(names, numbers),
+        },
+    )
+    with serving(tmp_path) as gateway:
+        plain, episode = (gateway.client.get(f"/runs/some/trajectories/1/0/{sample}").json() for sample in (0, 1))
+    assert plain["segments"] == []
+    assert [token["observation"] for token in plain["tokens"]] == [False]
+    assert episode["segments"] == [segments[0], segments[1] | {"reward": None}, segments[2]]
+    assert [token["id"] for token in episode["tokens"]] == [4, 5, 6, 7]
+    assert [token["observation"] for token in episode["tokens"]] == [False, True, True, False]
+    assert [token["log_prob"] for token in episode["tokens"]] == [0, None, None, -3]
 
 
 def test_tokens_match_the_token_files(run_gateway: Gateway, finished_run: Run) -> None:

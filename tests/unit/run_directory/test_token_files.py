@@ -57,6 +57,17 @@ def test_there_are_no_values_without_a_critic(tmp_path: Path) -> None:
     assert result.values is None
 
 
+def test_a_trajectory_has_its_part_of_the_mask(tmp_path: Path) -> None:
+    files = RunFiles(tmp_path)
+    files.write_tokens(1, {**arrays(), "response_mask": np.array([1, 1, 1, 0, 0, 1, 1], np.bool_)})
+    files.write_tokens(2, arrays())
+    masks = [files.read_tokens(step, 1) for step in (1, 2)]
+    assert [None if each is None else each.response_mask.tolist() for each in masks] == [
+        [True, False, False, True],
+        [True] * 4,
+    ]
+
+
 def test_a_step_without_a_token_file_returns_none(tmp_path: Path) -> None:
     assert RunFiles(tmp_path).read_tokens(1, 0) is None
 

@@ -154,7 +154,7 @@ class TorchEngine:
             self._check_current(self._static, number)
             for request, response_ids, log_probs, reason in slots.step():
                 prompt_ids = np.asarray(request.prompt_ids, np.int32)
-                yield Trajectory(request.id, policy_version, prompt_ids, response_ids, log_probs, reason)
+                yield Trajectory.of_response(request.id, policy_version, prompt_ids, response_ids, log_probs, reason)
 
     def _check_current(self, static: StaticDecoder | None, number: int) -> None:
         if static and number != self._generations:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -45,5 +44,5 @@ def trajectories(
         log_probs = policy.score(batch, sampling.temperature or 1.0)
         parts = np.split(log_probs, np.cumsum(batch.response_lengths)[:-1])
         for index, part in zip(missing, parts, strict=True):
-            results[index] = replace(results[index], log_probs=part)
+            results[index] = results[index].with_log_probs(part)
     return results

@@ -24,17 +24,29 @@ class MiniBatch:
     """The sequences of one optimizer step, and this rank's share of them.
 
     ``token_indices`` int64 [n]: indices of the response tokens of all sequences into flat [response tokens] arrays. ``lengths``
-    int64 [rows]: response tokens per sequence. Both are in host memory.
+    int64 [rows]: response tokens per sequence. Both are in host memory. ``policy_tokens``: number of the response tokens that
+    are the policy's own, in all shares.
     """
 
     token_indices: np.ndarray[Any, np.dtype[np.int64]]
     lengths: np.ndarray[Any, np.dtype[np.int64]]
     share: Share
+    policy_tokens: int
 
-    @property
-    def tokens(self) -> int:
-        """The number of response tokens in all shares."""
-        return len(self.token_indices)
+
+class OwnTokens:
+    """Selection of the policy's own tokens among response tokens. Observations of an environment are not."""
+
+    def __init__(self, mask: torch.Tensor | None) -> None:
+        """``mask`` bool [response tokens]; None if all of them are."""
+        self._mask = mask
+
+    def select(self, token_indices: torch.Tensor, *values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return ``token_indices`` int64 [n] and the ``values`` [n] there without the tokens of observations."""
+        if self._mask is None:
+            return token_indices, *values
+        own = self._mask[token_indices]
+        return tuple(value[own] for value in (token_indices, *values))
 
 
 class MiniBatchIterator:
@@ -62,6 +74,7 @@ class MiniBatchIterator:
         check_batch(model, experience.batch)
         _check_flat(experience)
         self._batch: TokenBatch = experience.batch
+        self._response_mask = experience.response_mask
         self._step, self._settings, self._workers = experience.step, settings, workers
         self._model, self._max_tokens, self._device = model, max_tokens, device_of(model)
         # With one mini-batch the order has no effect: every epoch is the same and is built once.
@@ -81,7 +94,13 @@ class MiniBatchIterator:
     def _mini_batch(self, rows: np.ndarray[Any, np.dtype[np.int64]]) -> MiniBatch:
         share = share_of(self._workers, self._model, self._batch, self._max_tokens, rows)
         lengths = self._batch.response_lengths[rows].astype(np.int64)
-        return MiniBatch(response_token_indices(self._batch, rows), lengths, share)
+        indices, mask = response_token_indices(self._batch, rows), self._response_mask
+        return MiniBatch(indices, lengths, share, int(np.count_nonzero(mask[indices])) if len(mask) else len(indices))
+
+    def own_tokens(self) -> OwnTokens:
+        """Return which response tokens are the policy's own, on the model's device."""
+        mask = self._response_mask
+        return OwnTokens(torch.from_numpy(np.array(mask)).to(self._device) if len(mask) else None)
 
 
 class MetricSums:
@@ -174,3 +193,8 @@ def _check_flat(experience: Experience) -> None:
         shape = getattr(experience, name).shape
         if shape != expected:
             raise InvalidRequest(f"experience {name} {shape}: expected {expected}, one number per response token")
+    mask = experience.response_mask
+    if len(mask) and mask.shape != expected:
+        raise InvalidRequest(f"experience response_mask {mask.shape}: expected {expected}, or no element")
+    if len(mask) and np.any(experience.actor_mask[~mask]):
+        raise InvalidRequest("experience actor_mask: expected 0 at the tokens of observations, see response_mask")

@@ -64,8 +64,8 @@ def update_policy(
 
     Metrics, omitted if nothing was observed: ``policy_loss`` and ``grad_norm`` (before clipping), means over optimizer
     steps; ``clip_fraction`` and ``approx_kl`` (old to new, nats), means over masked tokens of all epochs; ``entropy`` (nats), of
-    the old policy, mean over response tokens; ``rollout_mismatch_kl`` (nats), k3 between the engine's log-probs and the old
-    ones, mean over response tokens; ``importance_weight``, mean over masked tokens, 1 without a cap; ``learning_rate``; and
+    the old policy, mean over the policy's tokens; ``rollout_mismatch_kl`` (nats), k3 between the engine's log-probs and the old
+    ones, mean over the policy's tokens; ``importance_weight``, mean over masked tokens, 1 without a cap; ``learning_rate``; and
     always ``optimizer_steps`` and ``skipped_steps``. The other means do not include skipped steps.
 
     Raises InvalidRequest before any computation. Raises ComputationFailed if an old log-prob, loss or gradient is not finite,
@@ -100,13 +100,14 @@ def update_value(
 ) -> dict[str, float]:
     """Take the value model's optimizer steps on one step's experience and return their metrics.
 
-    Every response token counts, regardless of the actor's mask. The old values are those of the experience. The result does not
-    depend on ``max_tokens``. With 0 epochs nothing is computed. Metrics, omitted if nothing was observed: ``value_loss`` and
+    Every token of the policy counts, regardless of the actor's mask. The old values are those of the experience. The result does
+    not depend on ``max_tokens``. With 0 epochs nothing is computed. Metrics, omitted if nothing was observed: ``value_loss`` and
     ``grad_norm`` (before clipping), means over optimizer steps; ``value_clip_fraction``, mean over tokens of all epochs;
     ``learning_rate``; and always ``optimizer_steps`` and ``skipped_steps``. For errors and skipped steps see ``update_policy``.
     """
     batches = MiniBatchIterator(value_model, experience, settings, max_tokens, workers)
     old_values, returns = batches.tensor(experience.values), batches.tensor(experience.returns)
+    own = batches.own_tokens()
     stats = UpdateStats()
     if settings.num_epochs:
         set_learning_rate(optimizer, settings.learning_rate)
@@ -114,11 +115,11 @@ def update_value(
 
     for epoch in range(settings.num_epochs):
         for mini_batch in batches.mini_batches(epoch):
-            count = mini_batch.tokens
+            count = mini_batch.policy_tokens
             losses, seen = [], MetricSums()
             for micro_batch, counts in mini_batch.share:
                 values = workers.forward(partial(forward_values, value_model, micro_batch))
-                token_indices = micro_batch.token_indices
+                token_indices, values = own.select(micro_batch.token_indices, values)
                 result = value_loss(values, old_values[token_indices], returns[token_indices], loss.value_clip, count)
                 # The sum of no values: 0 times a value that is not finite would be NaN.
                 total = result.loss if counts else values[:0].sum()
@@ -184,12 +185,13 @@ class _PolicyExperience:
             batches.tensor(experience.reference_log_probs),
             batches.tensor(experience.log_probs),
         )
+        self._own_tokens = batches.own_tokens()
         self._weights = torch.zeros_like(self._mask)
-        self._rollout_log_probs = experience.log_probs
+        self._rollout_log_probs, self._response_mask = experience.log_probs, experience.response_mask
         self._entropy = MetricSums()
         self.old = torch.full_like(self._mask, torch.nan)
         # The tokens whose old log-prob this rank has computed.
-        self._own = torch.zeros_like(self._mask, dtype=torch.bool)
+        self._computed = torch.zeros_like(self._mask, dtype=torch.bool)
 
     def masked_tokens(self, mini_batch: MiniBatch) -> int:
         """Return the number of tokens of the mini-batch in the policy loss."""
@@ -207,9 +209,9 @@ class _PolicyExperience:
                 log_probs, entropies = self._forward(micro_batch, "report")
                 if not counts:
                     continue
-                finite = log_probs.isfinite()
-                seen.add(not_finite=(~finite).sum())
-                self._remember(micro_batch, torch.where(finite, log_probs, torch.nan), entropies)
+                _, own = self._own_tokens.select(micro_batch.token_indices, log_probs)
+                seen.add(not_finite=(~own.isfinite()).sum())
+                self._remember(micro_batch, torch.where(log_probs.isfinite(), log_probs, torch.nan), entropies)
         seen = seen.over(self._workers, "not_finite")
         if seen["not_finite"] and not skip_non_finite:
             raise ComputationFailed(
@@ -277,8 +279,8 @@ class _PolicyExperience:
     def exchange_old(self) -> None:
         """Get the old log-probs that other ranks have computed. A later epoch splits its mini-batches in another way."""
         if self._workers.size > 1:
-            computed = self._workers.sum(self._own)
-            values = self._workers.sum(torch.where(self._own, self.old, 0.0)).to(self.old)
+            computed = self._workers.sum(self._computed)
+            values = self._workers.sum(torch.where(self._computed, self.old, 0.0)).to(self.old)
             self.old = torch.where(computed > 0, values, torch.nan)
 
     def observations(self) -> dict[str, float]:
@@ -288,9 +290,11 @@ class _PolicyExperience:
         entropy = self._entropy.over(self._workers, "entropy", "tokens")
         if entropy["tokens"]:
             results["entropy"] = entropy["entropy"] / entropy["tokens"]
-        old = self.old.cpu().numpy()
+        old, rollout = self.old.cpu().numpy(), self._rollout_log_probs
+        if len(self._response_mask):
+            old, rollout = old[self._response_mask], rollout[self._response_mask]
         if np.isfinite(old).any():
-            results["rollout_mismatch_kl"] = _mismatch(self._rollout_log_probs, old)
+            results["rollout_mismatch_kl"] = _mismatch(rollout, old)
         known = (self._mask != 0) & self.old.isfinite()
         if not self._loss.importance_sampling_cap:
             results["importance_weight"] = 1.0
@@ -306,9 +310,10 @@ class _PolicyExperience:
     def _remember(self, micro_batch: MicroBatch, old: torch.Tensor, entropies: torch.Tensor | None) -> None:
         assert entropies is not None
         self.old[micro_batch.token_indices] = old
-        self._own[micro_batch.token_indices] = True
-        finite = entropies.isfinite()
-        self._entropy.add(entropy=entropies[finite].sum(), tokens=finite.sum())
+        self._computed[micro_batch.token_indices] = True
+        _, own = self._own_tokens.select(micro_batch.token_indices, entropies)
+        finite = own.isfinite()
+        self._entropy.add(entropy=own[finite].sum(), tokens=finite.sum())
 
     def _weigh(self, mini_batch: MiniBatch) -> None:
         token_indices, lengths = (
@@ -328,7 +333,7 @@ class _PolicyExperience:
 
 
 def _mismatch(rollout: FloatArray, old: FloatArray) -> float:
-    """Return the k3 estimate of KL(engine || trainer) in nats, the mean over response tokens with a known old log-prob."""
+    """Return the k3 estimate of KL(engine || trainer) in nats, the mean over the tokens with a known old log-prob."""
     difference = np.clip(old.astype(np.float64) - rollout, -20, 20)
     difference = difference[np.isfinite(difference)]
     return float(np.mean(np.expm1(difference) - difference))

@@ -43,7 +43,7 @@ def scored(
         return np.array(numbers, np.float32)
 
     ids = np.array(response_ids or range(5, 5 + len(log_probs)), np.int32)
-    trajectory = Trajectory(
+    trajectory = Trajectory.of_response(
         TrajectoryId("run", 4, prompt, sample),
         3,
         np.array([2, 3], np.int32),

@@ -12,7 +12,7 @@ from quartet.errors import ServiceFailed
 from quartet.services.orchestrator.checkpointing.step_artifacts import failed_trajectory_rows, trajectory_rows
 from quartet.services.orchestrator.rollout.collector import CollectedStep
 from quartet.services.orchestrator.rollout.scoring_queue import FailedTrajectory
-from quartet.types import Trajectory, VersionSpan
+from quartet.types import FinishReason, Outcome, Segment, SegmentRole, Trajectory, VersionSpan
 from tests.buffer.samples import trajectory
 
 OLD, NEW = bytes(range(16)), bytes(range(16, 32))
@@ -28,7 +28,8 @@ class Decoder:
 def rows_of(item: Trajectory) -> list[dict[str, Any]]:
     """Return the rows of a trajectory that was scored, and of the same one that could not be scored."""
     scored: Any = SimpleNamespace(trajectory=item, score=1.0, parts={})
-    failed = FailedTrajectory(item, 3, "error", ServiceFailed)
+    outcome = Outcome.SCORER_ERROR if item.outcome is Outcome.OK else item.outcome
+    failed = FailedTrajectory(item, 3, "error", ServiceFailed, outcome)
     prepared: Any = SimpleNamespace(response_kl=np.zeros(1, np.float32))
     collected = CollectedStep([scored], [failed], [], 0.0, 0.0)
     return [*trajectory_rows(Decoder(), collected, prepared), *failed_trajectory_rows(Decoder(), [failed])]
@@ -49,3 +50,32 @@ def test_a_trajectory_of_the_actor_has_only_a_policy_version() -> None:
     for row in rows_of(trajectory("run", 0, version=5)):
         assert row["policy_version"] == 5
         assert not {"generator", "weights_digest", "version_spans"} & row.keys()
+
+
+def test_an_episode_has_its_segments_with_the_reward_of_each_turn() -> None:
+    first = trajectory("run", 4)
+    observation = Segment(SegmentRole.OBSERVATION, np.array([8, 9], np.int32))
+    item = replace(first, segments=(*first.segments, observation, first.segments[1]), turn_rewards=(0.5, -1.0))
+    scored_row, failed_row = rows_of(item)
+    assert scored_row["segments"] == [
+        {"role": "policy", "text": "4 5 6", "tokens": 3, "reward": 0.5},
+        {"role": "observation", "text": "8 9", "tokens": 2},
+        {"role": "policy", "text": "4 5 6", "tokens": 3, "reward": -1.0},
+    ]
+    assert (scored_row["response"], scored_row["response_tokens"]) == ("4 5 6 8 9 4 5 6", 6)
+    assert "segments" not in failed_row
+
+
+def test_a_failed_episode_has_its_outcome_and_what_is_needed_to_repeat_it() -> None:
+    first = trajectory("run", 4)
+    observation = Segment(SegmentRole.OBSERVATION, np.array([8, 9], np.int32))
+    item = replace(
+        first,
+        segments=(*first.segments, observation),
+        finish_reason=FinishReason.FAILED,
+        outcome=Outcome.TIMEOUT,
+    )
+    row = rows_of(item)[-1]
+    assert row["outcome"] == "timeout"
+    assert row["response_ids"] == [4, 5, 6, 8, 9]
+    assert row["segments"] == [{"role": "policy", "tokens": 3}, {"role": "observation", "tokens": 2}]

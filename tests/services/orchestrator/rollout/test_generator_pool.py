@@ -218,7 +218,7 @@ def test_a_trajectory_that_has_arrived_is_not_generated_again(
         assert gate.reached.wait(SECONDS)
         arrived = [TrajectoryId(generators._run, 1, 0, 0), TrajectoryId(generators._run, 1, 1, 1)]
         for id in arrived:
-            work.arrived(Trajectory(id, 0, *[np.zeros(1, np.int32)] * 2, np.zeros(1, np.float32), None))  # type: ignore[arg-type]
+            work.arrived(Trajectory.of_response(id, 0, *[np.zeros(1, np.int32)] * 2, np.zeros(1, np.float32), None))  # type: ignore[arg-type]
         pool._members.by_address[second] = Member(GenerationClient(second, generators.actor.timeouts))
         pool._members._ask(pool._members.by_address[second])
         until(lambda: len(pool.statuses()) == 2)
