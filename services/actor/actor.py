@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,12 +11,12 @@ from quartet.buffer.experience_store import ExperienceStore
 from quartet.buffer.rollout_stream import RolloutStream
 from quartet.config import ActorConfig, OffloadConfig
 from quartet.config.estimators import BUILT_IN_POLICY_LOSSES
-from quartet.engines.engine import ServedModel
+from quartet.engines.engine import ServedModel, TurnSource
 from quartet.errors import ConfigError, FailedPrecondition, InvalidRequest, MismatchError
 from quartet.models.forward.batching import MicroBatch
 from quartet.models.forward.log_probs import EntropyUse, forward_log_probs
 from quartet.models.forward.scoring import response_log_probs
-from quartet.models.generation.engine import EngineFactory, Policy
+from quartet.models.generation.engine import EngineFactory, Policy, TurnEngine
 from quartet.models.generation.validation import served_model
 from quartet.models.training.update_memory import UpdateMemory, measure_policy
 from quartet.models.training.updates import update_policy
@@ -30,17 +30,20 @@ from quartet.models.workers.workers import SINGLE, Workers
 from quartet.ppo.losses import PolicyLossFunction, checked_policy_loss
 from quartet.services.actor.engines import torch_engine
 from quartet.services.actor.publication import Publication
+from quartet.services.generator.episodes import EnvironmentAccess, generate_episodes
 from quartet.services.generator.generator import Progress, TrajectoryWriter
 from quartet.services.memory_budget import UpdateLimits
 from quartet.services.trainable_model import TrainableModel
 from quartet.types import (
     FloatArray,
     GenerationBatch,
+    GenerationRequest,
     OptimizationSettings,
     PolicyLossSettings,
     Role,
     ServiceStatus,
     TokenBatch,
+    Trajectory,
     UpdateResult,
 )
 from quartet.user_code import NotImportable, import_callable
@@ -74,14 +77,15 @@ class Actor(TrainableModel):
         policy_loss: str = "clipped",
         workers: Workers = SINGLE,
         offload: OffloadConfig | None = None,
+        environment: EnvironmentAccess | None = None,
     ) -> None:
         """Load the model. ``buffer`` returns the access to the buffer of a run by its name.
 
         ``create_engine`` creates the generation engine that shares the policy model; None is the torch engine. ``policy_loss`` is
-        the name or import path of the only policy loss that updates may request. See TrainableModel for the other arguments.
-        Raises ModelError, ConfigError.
+        the name or import path of the only policy loss that updates may request. ``environment`` answers the turns of episodes.
+        See TrainableModel for the other arguments. Raises ModelError, ConfigError.
         """
-        self._config, self._buffer = config, buffer
+        self._config, self._buffer, self._environment = config, buffer, environment
         self._publication: Publication | None = None
         self._policy_loss, self._loss_function = policy_loss, _import_policy_loss(policy_loss)
         self._create_engine = create_engine or torch_engine(max_concurrent_sequences)
@@ -169,9 +173,37 @@ class Actor(TrainableModel):
                 raise InvalidRequest(f"prompt {request.id}: expected token ids in 0..{self._vocabulary - 1}")
         on_start()
         writer = TrajectoryWriter(self._buffer(batch.run).rollouts, batch, self._tokens, on_progress)
-        for trajectory in self._engine.generate(requests, batch.sampling, batch.seed, batch.policy_version, cancelled):
-            writer.add(trajectory)
+        if batch.episode is None:
+            for trajectory in self._responses(requests, batch, cancelled):
+                writer.add(trajectory)
+        else:
+            self._generate_episodes(batch, cancelled, writer)
         return writer.finish()
+
+    def _responses(
+        self, requests: Sequence[GenerationRequest], batch: GenerationBatch, cancelled: Callable[[], bool]
+    ) -> Iterator[Trajectory]:
+        return self._engine.generate(requests, batch.sampling, batch.seed, batch.policy_version, cancelled)
+
+    def _generate_episodes(
+        self, batch: GenerationBatch, cancelled: Callable[[], bool], writer: TrajectoryWriter
+    ) -> None:
+        engine = self._engine
+
+        def generate_turns(prompts: Sequence[GenerationRequest], turns: TurnSource) -> Iterator[Trajectory]:
+            assert isinstance(engine, TurnEngine)
+            return engine.generate_turns(prompts, batch.sampling, batch.seed, batch.policy_version, cancelled, turns)
+
+        generate_episodes(
+            self._environment,
+            batch,
+            batch.requests,
+            self._vocabulary,
+            lambda turns: self._responses(turns, batch, cancelled),
+            generate_turns if isinstance(engine, TurnEngine) else None,
+            writer.add,
+            cancelled,
+        )
 
     def restore(self, run: str, step: int, leader_epoch: int, directory: str) -> None:
         """Restore a checkpoint. See ``TrainableModel.restore``."""
@@ -226,7 +258,7 @@ class Actor(TrainableModel):
                 )
             self._engine.weights_changed()
             if settings.num_epochs:
-                self._tokens["trained"] += len(experience.advantages)
+                self._tokens["trained"] += experience.policy_tokens
             return metrics
 
         applied = self._updates.policy_version

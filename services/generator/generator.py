@@ -5,20 +5,22 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
 
 import structlog
 
 from quartet.buffer.rollout_stream import RolloutStream
-from quartet.engines.engine import Engine, EngineResponse, ServedModel
+from quartet.engines.engine import Engine, EngineResponse, ServedModel, TurnEngine, TurnSource
 from quartet.engines.validation import check_requests, check_response
 from quartet.errors import Cancelled, FailedPrecondition, InvalidRequest, MismatchError
 from quartet.failpoints import failpoint
 from quartet.leader_fence import LeaderFence
+from quartet.services.generator.episodes import EnvironmentAccess, generate_episodes
 from quartet.types import (
     GenerationBatch,
+    GenerationRequest,
     Role,
     ServiceStatus,
     Trajectory,
@@ -55,10 +57,19 @@ class Generator:
     role = Role.GENERATOR
 
     def __init__(
-        self, engine: Engine, model: ServedModel, status: ServiceStatus, stream: Callable[[str], RolloutStream]
+        self,
+        engine: Engine,
+        model: ServedModel,
+        status: ServiceStatus,
+        stream: Callable[[str], RolloutStream],
+        environment: EnvironmentAccess | None = None,
     ) -> None:
-        """``status`` has the fields that never change. ``stream`` returns the rollout stream of a run by its name."""
+        """``status`` has the fields that never change. ``stream`` returns the rollout stream of a run by its name.
+
+        ``environment`` answers the turns of episodes.
+        """
         self._engine, self._model, self._status, self._stream = engine, model, status, stream
+        self._environment = environment
         self._fence = LeaderFence()
         # Held while the engine loads weights and they are verified.
         self._loading = threading.Lock()
@@ -148,8 +159,11 @@ class Generator:
         on_start()
         writer = TrajectoryWriter(self._stream(batch.run), batch, self._tokens, on_progress)
         try:
-            for response in self._engine.generate(requests, batch.sampling, batch.seed, cancelled):
-                writer.add(self._trajectory(response, batch))
+            if batch.episode is None:
+                for trajectory in self._responses(requests, batch, cancelled):
+                    writer.add(trajectory)
+            else:
+                self._generate_episodes(requests, batch, cancelled, writer)
             # Without effect unless the engine shares its device with training.
             self._engine.sleep()
             return writer.finish()
@@ -159,6 +173,40 @@ class Generator:
             with self._loading:
                 self._held, self._loaded = None, b""
             raise
+
+    def _responses(
+        self, requests: Sequence[GenerationRequest], batch: GenerationBatch, cancelled: Callable[[], bool]
+    ) -> Iterator[Trajectory]:
+        for response in self._engine.generate(requests, batch.sampling, batch.seed, cancelled):
+            yield self._trajectory(response, batch)
+
+    def _generate_episodes(
+        self,
+        requests: Sequence[GenerationRequest],
+        batch: GenerationBatch,
+        cancelled: Callable[[], bool],
+        writer: TrajectoryWriter,
+    ) -> None:
+        engine = self._engine
+
+        def generate(turns: Sequence[GenerationRequest]) -> Iterator[Trajectory]:
+            return self._responses(turns, batch, cancelled)
+
+        def generate_turns(prompts: Sequence[GenerationRequest], turns: TurnSource) -> Iterator[Trajectory]:
+            assert isinstance(engine, TurnEngine)
+            for response in engine.generate_turns(prompts, batch.sampling, batch.seed, cancelled, turns):
+                yield self._trajectory(response, batch)
+
+        generate_episodes(
+            self._environment,
+            batch,
+            requests,
+            self._model.vocabulary_size,
+            generate,
+            generate_turns if isinstance(engine, TurnEngine) else None,
+            writer.add,
+            cancelled,
+        )
 
     def _check_requested(self, batch: GenerationBatch) -> None:
         held = self._held
@@ -230,8 +278,9 @@ class TrajectoryWriter:
         """Add a finished trajectory."""
         if not self._tokens:
             failpoint("actor.generating")
-        self._tokens += len(trajectory.response_ids)
-        self._counter["generated"] += len(trajectory.response_ids)
+        tokens = len(trajectory.policy_ids)
+        self._tokens += tokens
+        self._counter["generated"] += tokens
         self._waiting.append(replace(trajectory, attempt=self._batch.attempt))
         if len(self._waiting) == FLUSH:
             self._flush()

@@ -1,4 +1,5 @@
-"""Random numbers that depend on ids and not on history: one counter-based stream per trajectory, one permutation per epoch.
+"""Random numbers that depend on ids and not on history: one counter-based stream per turn of a trajectory, one
+permutation per epoch.
 
 The run's name is not part of the key: the same config and seed under another name give the same run. The numbers are the raw
 output of Philox, whose definition is fixed. NumPy's distributions may change between versions.
@@ -14,19 +15,24 @@ from numpy.typing import NDArray
 from quartet.types import TrajectoryId
 
 
-def uniforms(seed: int, id: TrajectoryId, count: int) -> NDArray[np.float64]:
-    """Return ``count`` numbers of the trajectory's stream, float64 [count], multiples of 2^-32 in [0, 1).
+def uniforms(seed: int, id: TrajectoryId, count: int, turn: int = 0) -> NDArray[np.float64]:
+    """Return ``count`` numbers of the stream of a trajectory's turn, float64 [count], multiples of 2^-32 in [0, 1).
 
-    A longer request starts with the numbers of a shorter one: number t always samples response token t.
+    A longer request starts with the numbers of a shorter one: number t always samples token t of the turn.
     """
-    words = _stream("sample", seed, id.step, id.prompt, id.sample).random_raw(count)
+    words = _stream("sample", seed, *_turn(id, turn)).random_raw(count)
     high: NDArray[np.float64] = (words >> np.uint64(32)).astype(np.float64) * 2.0**-32
     return high
 
 
-def engine_seed(seed: int, id: TrajectoryId) -> int:
-    """Return the seed of one trajectory for an engine with its own random numbers, 0 <= seed < 2^63."""
-    return int(_stream("engine", seed, id.step, id.prompt, id.sample).random_raw()) >> 1
+def engine_seed(seed: int, id: TrajectoryId, turn: int = 0) -> int:
+    """Return the seed of one turn of a trajectory for an engine with its own random numbers, 0 <= seed < 2^63."""
+    return int(_stream("engine", seed, *_turn(id, turn)).random_raw()) >> 1
+
+
+def environment_seed(seed: int, id: TrajectoryId) -> int:
+    """Return the seed of one trajectory for its environment, 0 <= seed < 2^63."""
+    return int(_stream("environment", seed, id.step, id.prompt, id.sample).random_raw()) >> 1
 
 
 def permutation(seed: int, step: int, epoch: int, n: int) -> NDArray[np.int64]:
@@ -37,6 +43,11 @@ def permutation(seed: int, step: int, epoch: int, n: int) -> NDArray[np.int64]:
 def prompt_order(seed: int, number: int, n: int) -> NDArray[np.int64]:
     """Return the order of ``n`` prompts in one pass over the data set, int64 [n]."""
     return np.argsort(_stream("prompts", seed, number).random_raw(n), kind="stable")
+
+
+def _turn(id: TrajectoryId, turn: int) -> tuple[int, ...]:
+    """Return the key of a turn. That of the first turn is the trajectory's."""
+    return (id.step, id.prompt, id.sample, turn) if turn else (id.step, id.prompt, id.sample)
 
 
 def _stream(purpose: str, *numbers: int) -> np.random.Philox:

@@ -16,6 +16,7 @@ from quartet.evaluation import (
     PromptResponses,
     Response,
     compare,
+    episode_settings,
     greedy_sampling,
     responses_of,
     row,
@@ -133,6 +134,7 @@ class Evaluator:
                 sampling,
                 run.seed,
                 policy_version,
+                episode=episode_settings(self._config.rollout, self._prompts),
             )
         )
         fields = {prompt.index: prompt.fields for prompt in self._prompts} if self._config.reward.needs_fields else {}

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from quartet.buffer.rollout_stream import RolloutStream
 from quartet.config import Config
-from quartet.evaluation import run_sampling
+from quartet.evaluation import episode_settings, run_sampling
 from quartet.services.orchestrator.algorithm.experience import PreparedStep, prepare_step
 from quartet.services.orchestrator.algorithm.state import AlgorithmState
 from quartet.services.orchestrator.control.progress import ProgressBoard
@@ -49,7 +49,7 @@ class StepPreparation:
         """Start the generation of ``step`` before ``prepare``, while earlier steps end. Has no effect if it has started."""
         if step not in self._started:
             requests = requests_of(self._config.run.name, step, prompts, self._config.rollout.samples_per_prompt)
-            self._started[step] = self._generate(step, requests, leader_epoch, policy_version)
+            self._started[step] = self._generate(step, prompts, requests, leader_epoch, policy_version)
 
     def discard(self) -> None:
         """Cancel the generations that have started early. Their trajectories are generated again."""
@@ -101,7 +101,8 @@ class StepPreparation:
         def replace(indices: set[int], sample: int) -> tuple[GenerationBatch, PendingTrajectories]:
             failed = [prompt for prompt in prompts if prompt.index in indices]
             # By now the policy has taken all updates before this step, whichever version generated the other samples.
-            return self._generate(step, requests_of(config.run.name, step, failed, 1, sample), leader_epoch, step - 1)
+            requests = requests_of(config.run.name, step, failed, 1, sample)
+            return self._generate(step, failed, requests, leader_epoch, step - 1)
 
         return self._collector.collect(
             batch,
@@ -112,7 +113,12 @@ class StepPreparation:
         )
 
     def _generate(
-        self, step: int, requests: Sequence[GenerationRequest], leader_epoch: int, policy_version: int
+        self,
+        step: int,
+        prompts: Sequence[Prompt],
+        requests: Sequence[GenerationRequest],
+        leader_epoch: int,
+        policy_version: int,
     ) -> tuple[GenerationBatch, PendingTrajectories]:
         config = self._config
         return self._generation.start(
@@ -124,5 +130,6 @@ class StepPreparation:
                 run_sampling(config.rollout),
                 config.run.seed,
                 policy_version,
+                episode=episode_settings(config.rollout, prompts),
             )
         )

@@ -141,11 +141,27 @@ class Config(Section):
         if controller.kind == "simple" and controller.horizon <= 1:
             raise ValueError(f"{setting}: horizon {controller.horizon:g}: expected more than 1 step")
 
+    def _check_turns(self) -> None:
+        rollout = self.rollout
+        if rollout.max_turn_tokens is not None and not rollout.max_turns:
+            raise ValueError("rollout.max_turn_tokens: not used without rollout.max_turns; set both, or remove it")
+        if (rollout.max_turn_tokens or 0) > rollout.max_response_tokens:
+            raise ValueError(
+                f"rollout.max_turn_tokens {rollout.max_turn_tokens}: expected at most rollout.max_response_tokens "
+                f"{rollout.max_response_tokens}, the limit of all turns"
+            )
+        if rollout.max_turns and rollout.engine == "triton":
+            raise ValueError(
+                "rollout.max_turns: not with engine triton, whose server may get text, so that earlier turns would be tokenized "
+                "again; set another rollout.engine, or max_turns 0"
+            )
+
     def _check_engine(self) -> None:
         if self.rollout.merge_adapter and (self.actor.lora is None or self.rollout.engine != "torch"):
             raise ValueError(
                 "rollout.merge_adapter: only for engine torch with actor.lora; expected both; set it to false, or actor.lora"
             )
+        self._check_turns()
         engine, triton = self.rollout.engine, self.rollout.triton
         servers = {"vllm-server": self.rollout.vllm_server, "sglang-server": self.rollout.sglang_server}
         for name, given in (

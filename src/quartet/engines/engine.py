@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from quartet.types import EngineProperties as EngineProperties
-from quartet.types import FloatArray, GenerationRequest, IntArray, SamplingParameters, VersionSpan
+from quartet.types import FloatArray, GenerationRequest, IntArray, SamplingParameters, TrajectoryId, VersionSpan
 from quartet.weight_transfer.tensors import WeightSet
 
 Cancelled = Callable[[], bool]
@@ -44,6 +44,20 @@ class EngineResponse:
     spans: tuple[VersionSpan, ...] = ()
 
 
+class TurnSource(Protocol):
+    """Source of the turns of episodes, which arrive while an engine generates others. Thread-safe."""
+
+    @property
+    def open(self) -> bool:
+        """True while more requests may come."""
+
+    def take(self, wait: bool) -> Sequence[GenerationRequest]:
+        """Return the requests that have arrived. With ``wait`` and without any, wait for one for a fraction of a second."""
+
+    def request_of(self, id: TrajectoryId) -> GenerationRequest:
+        """Return the last request of a trajectory. A trajectory has one turn at a time."""
+
+
 class Engine(Protocol):
     """Generation engine with its own copy of the weights.
 
@@ -70,7 +84,8 @@ class Engine(Protocol):
     ) -> Iterator[EngineResponse]:
         """Yield each response as soon as it is finished.
 
-        The seed of a trajectory is ``random_streams.engine_seed(seed, id)``. Raises InvalidRequest at the call. While iterating,
+        The seed of a request is ``random_streams.engine_seed(seed, id, turn)``. Its token limit is that of
+        ``GenerationRequest.limited``. Raises InvalidRequest at the call. While iterating,
         raises Cancelled, ServiceFailed with the engine's error, or EngineFailed if only a restart of this process helps. A failed
         generation is an error, never an empty response.
 
@@ -83,3 +98,21 @@ class Engine(Protocol):
 
     def close(self) -> None:
         """Release all resources of the engine."""
+
+
+@runtime_checkable
+class TurnEngine(Protocol):
+    """Generation engine that takes requests while it generates, so that its batch stays full between turns."""
+
+    def generate_turns(
+        self,
+        requests: Sequence[GenerationRequest],
+        sampling: SamplingParameters,
+        seed: int,
+        cancelled: Cancelled,
+        turns: TurnSource,
+    ) -> Iterator[EngineResponse]:
+        """Generate the requests that ``turns`` provides, until it is closed. ``requests``: the prompts of the trajectories.
+
+        See ``Engine.generate`` for the rest.
+        """

@@ -98,7 +98,7 @@ class SGLangServerEngine(ServerEngine):
             "stream_interval": STREAM_INTERVAL,
         }
         if self._deterministic:
-            parameters["sampling_seed"] = engine_seed(seed, request.id)
+            parameters["sampling_seed"] = engine_seed(seed, request.id, request.turn)
         if not sampling.ignore_eos:
             parameters["stop_token_ids"] = sorted(self.model.stop_ids)
         body = {

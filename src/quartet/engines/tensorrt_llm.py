@@ -235,7 +235,7 @@ class TensorRTLLMEngine:
         greedy = sampling.temperature == 0
         stops = sorted(self._served_model.stop_ids)
         arguments: dict[str, Any] = {
-            "max_tokens": sampling.max_response_tokens,
+            "max_tokens": request.limited(sampling).max_response_tokens,
             "temperature": 1.0 if greedy else sampling.temperature,
             "top_k": 1 if greedy else sampling.top_k,
             "top_p": None if greedy else sampling.top_p,
@@ -249,7 +249,7 @@ class TensorRTLLMEngine:
             "add_special_tokens": False,
         }
         if self._settings.sampler == "TRTLLMSampler":
-            arguments["seed"] = engine_seed(seed, request.id)
+            arguments["seed"] = engine_seed(seed, request.id, request.turn)
         mode = self._log_prob_mode(sampling)
         if mode is not None:
             # 0 would be enough in later versions; in 1.2 it reports nothing.

@@ -344,11 +344,11 @@ class VLLMEngine:
         from vllm.sampling_params import RequestOutputKind
 
         return self._vllm.SamplingParams(
-            max_tokens=sampling.max_response_tokens,
+            max_tokens=request.limited(sampling).max_response_tokens,
             temperature=sampling.temperature,
             top_k=0 if greedy else sampling.top_k,
             top_p=1.0 if greedy else sampling.top_p,
-            seed=engine_seed(seed, request.id),
+            seed=engine_seed(seed, request.id, request.turn),
             # Stop tokens end a response and stay in it. The EOS of the model's own config is not among them by itself.
             ignore_eos=True,
             stop_token_ids=None if sampling.ignore_eos else sorted(self._served.stop_ids),

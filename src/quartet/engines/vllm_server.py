@@ -73,7 +73,7 @@ class VLLMServerEngine(ServerEngine):
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
             "top_k": sampling.top_k,
-            "seed": engine_seed(seed, request.id),
+            "seed": engine_seed(seed, request.id, request.turn),
             "max_tokens": sampling.max_response_tokens,
             # The stop tokens are those of the policy, and not those in the server's generation config.
             "ignore_eos": True,

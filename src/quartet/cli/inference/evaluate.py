@@ -88,6 +88,11 @@ def compare_with_initial(checkpoint: str, config: Config, device: str) -> tuple[
     policy has its adapter merged into the weights, but a run keeps the two separate. Raises ConfigError, InvalidRequest,
     ComputationFailed.
     """
+    if config.rollout.max_turns:
+        raise ConfigError(
+            f"evaluate {checkpoint}: rollout.max_turns {config.rollout.max_turns}: this command has no environment; read the "
+            "evaluations of the run, or set rollout.max_turns=0 to evaluate the first turn"
+        )
     tokenizer = load_tokenizer(config.actor.model)
     if tokenizer_fingerprint(load_tokenizer(checkpoint)) != tokenizer_fingerprint(tokenizer):
         raise MismatchError(

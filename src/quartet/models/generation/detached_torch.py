@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from quartet.engines.engine import Cancelled, EngineResponse
+from quartet.engines.engine import Cancelled, EngineResponse, TurnSource
 from quartet.errors import MismatchError
 from quartet.models.generation.merged_torch import shared_torch_engine
 from quartet.models.weights.host_tensors import host_tensor, named_weights, write_tensor
@@ -91,6 +91,18 @@ class DetachedTorchEngine:
         by_id = {request.id: request for request in requests}
         trajectories = self._engine.generate(requests, sampling, seed, 0, cancelled)
         return (EngineResponse(by_id[item.id], item.response_ids, item.log_probs) for item in trajectories)
+
+    def generate_turns(
+        self,
+        requests: Sequence[GenerationRequest],
+        sampling: SamplingParameters,
+        seed: int,
+        cancelled: Cancelled,
+        turns: TurnSource,
+    ) -> Iterator[EngineResponse]:
+        """Generate the turns of episodes. See ``TorchEngine.generate_turns``."""
+        responses = self._engine.generate_turns(requests, sampling, seed, 0, cancelled, turns)
+        return (EngineResponse(turns.request_of(item.id), item.response_ids, item.log_probs) for item in responses)
 
     def sleep(self) -> None:
         """Do nothing: the memory of a generation is freed with it."""

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
+from quartet.engines.engine import TurnSource
 from quartet.models.weights.lora import Adapter
 from quartet.types import FloatArray, GenerationRequest, SamplingParameters, TokenBatch, Trajectory
 
@@ -45,6 +46,25 @@ class Engine(Protocol):
 
     def close(self) -> None:
         """Release all resources of the engine."""
+
+
+@runtime_checkable
+class TurnEngine(Protocol):
+    """Engine that takes requests while it generates, so that its batch stays full between turns."""
+
+    def generate_turns(
+        self,
+        requests: Sequence[GenerationRequest],
+        sampling: SamplingParameters,
+        seed: int,
+        policy_version: int,
+        cancelled: Cancelled,
+        turns: TurnSource,
+    ) -> Iterator[Trajectory]:
+        """Generate the requests that ``turns`` provides, until it is closed. ``requests``: the prompts of the trajectories.
+
+        See ``Engine.generate`` for the rest.
+        """
 
 
 @dataclass(frozen=True, slots=True)

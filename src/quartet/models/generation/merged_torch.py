@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
+from quartet.engines.engine import TurnSource
 from quartet.models.generation.torch_engine import TorchEngine
 from quartet.models.weights.lora import Adapter
 from quartet.models.weights.merged_weights import MergedWeights
@@ -24,19 +25,19 @@ class MergedTorchEngine(TorchEngine):
         self._is_current = True
         super().__init__(self._merged.model, stop_ids, max_concurrent_sequences)
 
-    def generate(
+    def _generate(
         self,
-        requests: Sequence[GenerationRequest],
+        requests: list[GenerationRequest],
         sampling: SamplingParameters,
         seed: int,
         policy_version: int,
-        cancelled: Callable[[], bool] = lambda: False,
+        cancelled: Callable[[], bool],
+        turns: TurnSource | None = None,
     ) -> Iterator[Trajectory]:
-        """See ``TorchEngine.generate``."""
         if not self._is_current:
             self._merged.update()
             self._is_current = True
-        return super().generate(requests, sampling, seed, policy_version, cancelled)
+        return super()._generate(requests, sampling, seed, policy_version, cancelled, turns)
 
     def release(self, everything: bool = False) -> None:
         """Free a large cache, and with ``everything`` also the merged weights."""

@@ -16,6 +16,7 @@ import structlog
 import torch
 from numpy.typing import NDArray
 
+from quartet.engines.engine import TurnSource
 from quartet.errors import Cancelled, ComputationFailed, InvalidRequest, ModelError
 from quartet.models.forward.batching import micro_batches, right_pad
 from quartet.models.forward.model_capabilities import (
@@ -123,6 +124,22 @@ class TorchEngine:
         ordered = validate_requests(self._model, requests, sampling)
         return self._generate(ordered, sampling, seed, policy_version, cancelled)
 
+    def generate_turns(
+        self,
+        requests: Sequence[GenerationRequest],
+        sampling: SamplingParameters,
+        seed: int,
+        policy_version: int,
+        cancelled: Callable[[], bool],
+        turns: TurnSource,
+    ) -> Iterator[Trajectory]:
+        """Generate the requests that ``turns`` provides, until it is closed. ``requests``: the prompts of the trajectories.
+
+        Each turn is yielded as a trajectory whose prompt is everything before the turn. See ``generate`` for the rest.
+        """
+        ordered = validate_requests(self._model, requests, sampling)
+        return self._generate(ordered, sampling, seed, policy_version, cancelled, turns)
+
     def stream(self, request: GenerationRequest, sampling: SamplingParameters, seed: int) -> Iterator[int]:
         """Yield the token ids of one response as they are sampled, the same as ``generate`` does. For errors see ``generate``."""
         requests = validate_requests(self._model, [request], sampling)
@@ -142,16 +159,19 @@ class TorchEngine:
         seed: int,
         policy_version: int,
         cancelled: Callable[[], bool],
+        turns: TurnSource | None = None,
     ) -> Iterator[Trajectory]:
         stop_ids = frozenset[int]() if sampling.ignore_eos else self._stop_ids
         self._try_static()
-        slots = _Slots(self._model, stop_ids, requests, sampling, seed, self._max_concurrent, self._static)
+        slots = _Slots(self._model, stop_ids, requests, sampling, seed, self._max_concurrent, self._static, turns)
         self._generations += 1
         number = self._generations
         while slots.active:
             if cancelled():
                 raise Cancelled("generation was cancelled by its caller")
             self._check_current(self._static, number)
+            if not slots.receive():
+                continue
             for request, response_ids, log_probs, reason in slots.step():
                 prompt_ids = np.asarray(request.prompt_ids, np.int32)
                 yield Trajectory.of_response(request.id, policy_version, prompt_ids, response_ids, log_probs, reason)
@@ -263,17 +283,21 @@ class _Slots:
         seed: int,
         slots: int,
         static: StaticDecoder | None,
+        turns: TurnSource | None = None,
     ) -> None:
+        """``requests`` are queued, or only decide the sizes if the requests come from ``turns``."""
         self._model, self._sampling, self._seed, self._device = model, sampling, seed, device_of(model)
         self._stops = np.zeros(vocabulary_size(model), np.bool_)
         self._stops[[index for index in stop_ids if index < len(self._stops)]] = True
-        self._queue = deque(requests)
+        self._turns = turns
+        self._queue = deque(requests if turns is None else ())
         slots, limit = min(slots, len(requests)), sampling.max_response_tokens
         self._slots = slots
 
         self._rows: list[GenerationRequest] = []
         self._alive = np.zeros(0, np.bool_)
         self._counts = np.zeros(slots, np.int64)
+        self._limits = np.full(slots, limit, np.int64)
         self._token_ids = np.zeros((slots, limit), np.int32)
         self._log_probs = np.zeros((slots, limit), np.float32)
 
@@ -284,21 +308,34 @@ class _Slots:
             if static:
                 static.prepare(slots, longest + limit)
                 self._decoder = static
-            else:
+            elif turns is None:
                 self._decoder = WindowDecoder(model, slots, longest, limit, refilled=slots < len(requests))
+            else:
+                # A later turn begins after all tokens before it.
+                self._decoder = WindowDecoder(model, slots, longest + limit - 1, limit, refilled=True)
             self._streams = torch.zeros((slots, limit), dtype=torch.float64, device=self._device)
             self._draw_indices = torch.zeros((slots, 1), dtype=torch.int64, device=self._device)
             self._chosen = torch.zeros(slots, dtype=torch.int64, device=self._device)
 
     @property
     def active(self) -> bool:
-        """Return whether any request is unfinished."""
-        return bool(self._alive.any() or self._queue)
+        """Return whether any request is unfinished, or may still come."""
+        return bool(self._alive.any() or self._queue or (self._turns is not None and self._turns.open))
 
     @property
     def last_token(self) -> int:
         """The token that ``step`` has drawn for the first row."""
         return int(self._chosen[0])
+
+    def receive(self) -> bool:
+        """Queue the turns that are ready, before waiting requests. Return whether there is a token to draw.
+
+        With nothing to decode, wait a moment for a turn.
+        """
+        if self._turns is not None:
+            idle = not (self._rows or self._queue)
+            self._queue.extendleft(reversed(self._turns.take(wait=idle)))
+        return bool(self._rows or self._queue)
 
     @torch.inference_mode()
     def step(self) -> list[Finished]:
@@ -334,7 +371,7 @@ class _Slots:
         self._counts[live] += 1
 
         stopped = self._stops[tokens]
-        ended = slots[self._alive & (stopped | (self._counts[slots] == self._token_ids.shape[1]))]
+        ended = slots[self._alive & (stopped | (self._counts[slots] == self._limits[slots]))]
         finished: list[Finished] = []
         for slot in sorted(ended.tolist(), key=lambda slot: self._rows[slot].id):
             reason = FinishReason.EOS if stopped[slot] else FinishReason.LENGTH
@@ -351,7 +388,8 @@ class _Slots:
         self._rows += requests
         self._alive = np.concatenate([self._alive, np.ones(len(requests), np.bool_)])
         self._counts[slots] = 0
-        streams = np.stack([uniforms(self._seed, request.id, limit) for request in requests])
+        self._limits[slots] = [request.limited(self._sampling).max_response_tokens for request in requests]
+        streams = np.stack([uniforms(self._seed, request.id, limit, request.turn) for request in requests])
         self._streams[slots] = torch.from_numpy(streams).to(self._device)
         self._draw_indices[slots] = 0
         logits = self._prefill([np.asarray(request.prompt_ids, np.int32) for request in requests], first)
@@ -426,7 +464,7 @@ class _Slots:
             self._rows[hole] = self._rows[mover]
         self._rows = self._rows[:alive]
         self._alive = np.ones(alive, np.bool_)
-        for array in (self._counts, self._token_ids, self._log_probs):
+        for array in (self._counts, self._limits, self._token_ids, self._log_probs):
             array[holes] = array[movers]
         to, source = torch.from_numpy(holes).to(self._device), torch.from_numpy(movers).to(self._device)
         for tensor in (self._chosen, self._streams, self._draw_indices):

@@ -1,0 +1,313 @@
+"""Episodes: the policy and an environment take turns, until the environment or a limit ends the episode.
+
+The environment answers on other threads, while the engine generates the turns of other trajectories. What an episode contains
+depends on its seed, the policy and the environment only, not on the time that an answer takes.
+"""
+
+from __future__ import annotations
+
+import queue
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+
+from quartet.engines.engine import TurnSource
+from quartet.errors import Cancelled, FailedPrecondition
+from quartet.random_streams import environment_seed
+from quartet.types import (
+    EnvironmentReply,
+    FinishReason,
+    GenerationBatch,
+    GenerationRequest,
+    IntArray,
+    Outcome,
+    Segment,
+    SegmentRole,
+    Trajectory,
+    TrajectoryId,
+    VersionSpan,
+)
+
+RESET_THREADS, STEP_THREADS = 16, 64
+"""Calls of the environment at once. Steps have their own threads, so that resets that wait for a session cannot block them."""
+WAIT_SECONDS = 0.2
+"""Longest wait for an answer before an engine checks again whether its caller is gone."""
+
+
+class Environment(Protocol):
+    """Environment of a run. Thread-safe; the calls of one session follow each other. A failure is the outcome of a reply."""
+
+    def reset(self, session: str, seed: int, fields: str, token_ids: IntArray) -> EnvironmentReply:
+        """Start an episode after the prompt ``token_ids``, int32 [tokens]."""
+
+    def step(self, session: str, turn: int, token_ids: IntArray) -> EnvironmentReply:
+        """Give a turn of the policy to the environment, int32 [tokens]. ``turn`` counts from 1."""
+
+    def end(self, session: str) -> None:
+        """Forget a session, without waiting."""
+
+
+Generate = Callable[[Sequence[GenerationRequest]], Iterator[Trajectory]]
+"""Function that generates one turn for each request. It yields each turn as a trajectory whose prompt is all before the turn."""
+GenerateTurns = Callable[[Sequence[GenerationRequest], TurnSource], Iterator[Trajectory]]
+"""The same for an engine that takes requests while it generates. See ``TurnEngine``."""
+
+
+@dataclass(slots=True)
+class _Episode:
+    """A trajectory in progress. ``request`` is that of its last turn."""
+
+    id: TrajectoryId
+    session: str
+    segments: list[Segment]
+    rewards: list[float] = field(default_factory=list)
+    spans: list[VersionSpan] = field(default_factory=list)
+    request: GenerationRequest | None = None
+    last: Trajectory | None = None
+
+    @property
+    def token_ids(self) -> IntArray:
+        """All tokens so far."""
+        return np.concatenate([segment.token_ids for segment in self.segments])
+
+    @property
+    def response_tokens(self) -> int:
+        return sum(len(segment.token_ids) for segment in self.segments[1:])
+
+
+_Answer = tuple[_Episode, EnvironmentReply | BaseException]
+
+
+@dataclass(frozen=True, slots=True)
+class EnvironmentAccess:
+    """The environment of a run, and the maximum number of episodes that are open at once.
+
+    More than the engine decodes at once, so that its batch stays full while some wait for the environment.
+    """
+
+    environment: Environment
+    max_open: int
+
+
+class Episodes:
+    """The episodes of one Generate call, as a source of turns for an engine. See ``TurnSource``.
+
+    Its methods are called on the thread of the engine; only the calls of the environment run on others.
+    """
+
+    def __init__(
+        self,
+        access: EnvironmentAccess,
+        batch: GenerationBatch,
+        requests: Sequence[GenerationRequest],
+        vocabulary_size: int,
+        on_finished: Callable[[Trajectory], None],
+    ) -> None:
+        """``requests``: the trajectories, in the order in which to start them.
+
+        ``on_finished`` receives each finished or failed trajectory. Call ``close`` at the end.
+        """
+        assert batch.episode is not None
+        self._environment, self._batch, self._settings = access.environment, batch, batch.episode
+        self._vocabulary_size, self._on_finished = vocabulary_size, on_finished
+        self._waiting = deque(requests)
+        self._episodes: dict[TrajectoryId, _Episode] = {}
+        self._answers: queue.SimpleQueue[_Answer] = queue.SimpleQueue()
+        self._pending_calls = 0
+        self._resets = ThreadPoolExecutor(RESET_THREADS, "environment-reset")
+        self._steps = ThreadPoolExecutor(STEP_THREADS, "environment-step")
+        for _ in range(min(access.max_open, len(requests))):
+            self._start_next()
+
+    @property
+    def open(self) -> bool:
+        """True while a trajectory is not finished."""
+        return bool(self._episodes)
+
+    def take(self, wait: bool) -> list[GenerationRequest]:
+        """See ``TurnSource.take``. Raises the error of a call that is not a failure of the environment."""
+        requests = []
+        answer = self._next_answer(WAIT_SECONDS if wait else None)
+        while answer is not None:
+            request = self._continue(*answer)
+            if request is not None:
+                requests.append(request)
+            answer = self._next_answer(None)
+        return requests
+
+    def take_round(self, cancelled: Callable[[], bool]) -> list[GenerationRequest]:
+        """Wait for all pending answers. Return the next turns, ordered by id; none if all trajectories are finished.
+
+        Raises Cancelled.
+        """
+        requests = []
+        while self._pending_calls:
+            if cancelled():
+                raise Cancelled("generation was cancelled by its caller")
+            requests += self.take(wait=True)
+        return sorted(requests, key=lambda request: request.id)
+
+    def request_of(self, id: TrajectoryId) -> GenerationRequest:
+        """See ``TurnSource.request_of``."""
+        request = self._episodes[id].request
+        assert request is not None
+        return request
+
+    def add(self, turn: Trajectory) -> None:
+        """Add a generated turn, and give it to the environment."""
+        episode = self._episodes[turn.id]
+        (segment,) = turn.turns
+        episode.segments.append(segment)
+        whole = VersionSpan(turn.policy_version, turn.weights_digest, len(segment.token_ids))
+        episode.spans += turn.version_spans or (whole,)
+        episode.last = turn
+        number = len(episode.rewards) + 1
+        self._call(self._steps, episode, lambda: self._environment.step(episode.session, number, segment.token_ids))
+
+    def close(self) -> None:
+        """End the open sessions, without waiting for pending calls."""
+        for pool in (self._resets, self._steps):
+            pool.shutdown(wait=False, cancel_futures=True)
+        for episode in self._episodes.values():
+            self._environment.end(episode.session)
+
+    def _start_next(self) -> None:
+        """Start the episode of the next waiting request."""
+        request, batch = self._waiting.popleft(), self._batch
+        session = f"{request.id}/{batch.leader_epoch}.{batch.attempt}"
+        prompt_ids = np.asarray(request.prompt_ids, np.int32)
+        episode = _Episode(request.id, session, [Segment(SegmentRole.PROMPT, prompt_ids)])
+        self._episodes[request.id] = episode
+        seed, fields = environment_seed(batch.seed, request.id), self._settings.fields.get(request.id.prompt, "{}")
+        self._call(self._resets, episode, lambda: self._environment.reset(session, seed, fields, prompt_ids))
+
+    def _call(self, pool: ThreadPoolExecutor, episode: _Episode, call: Callable[[], EnvironmentReply]) -> None:
+        def work() -> None:
+            try:
+                self._answers.put((episode, call()))
+            except BaseException as error:  # The thread of the engine raises it.
+                self._answers.put((episode, error))
+
+        self._pending_calls += 1
+        pool.submit(work)
+
+    def _next_answer(self, timeout: float | None) -> tuple[_Episode, EnvironmentReply] | None:
+        """Return the next answer, or None if there is none after ``timeout`` seconds. Raises the error of a call."""
+        try:
+            episode, reply = self._answers.get_nowait() if timeout is None else self._answers.get(timeout=timeout)
+        except queue.Empty:
+            return None
+        self._pending_calls -= 1
+        if isinstance(reply, BaseException):
+            raise reply
+        return episode, reply
+
+    def _continue(self, episode: _Episode, reply: EnvironmentReply) -> GenerationRequest | None:
+        """Return the next turn of an episode, or end it."""
+        if reply.outcome is Outcome.OK and episode.last is not None:
+            episode.rewards.append(float(reply.reward))
+        if (failure := self._failure(episode, reply)) is not None:
+            episode.rewards = []
+            self._end(episode, FinishReason.FAILED, *failure)
+            return None
+        turns, room = len(episode.rewards), self._room(episode, reply)
+        if reply.done or turns == self._settings.max_turns or room < 1:
+            self._end(episode, FinishReason.DONE if reply.done else FinishReason.LENGTH)
+            return None
+        if len(reply.observation):
+            episode.segments.append(Segment(SegmentRole.OBSERVATION, np.asarray(reply.observation, np.int32)))
+        tokens = min(room, self._settings.max_turn_tokens or room)
+        episode.request = GenerationRequest(episode.id, episode.token_ids, turns, tokens)
+        return episode.request
+
+    def _room(self, episode: _Episode, reply: EnvironmentReply) -> int:
+        """Return the number of tokens that the next turn may have."""
+        return self._batch.sampling.max_response_tokens - episode.response_tokens - len(reply.observation)
+
+    def _failure(self, episode: _Episode, reply: EnvironmentReply) -> tuple[Outcome, str] | None:
+        """Return the outcome of a failed or unusable reply with its cause, or None."""
+        if reply.outcome is not Outcome.OK:
+            return reply.outcome, reply.detail
+        turns, size, observation = len(episode.rewards), self._vocabulary_size, reply.observation
+        problem = ""
+        if not turns and reply.done:
+            problem = "it ended the episode before the first turn"
+        elif not turns and self._room(episode, reply) < 1:
+            limit = self._batch.sampling.max_response_tokens
+            problem = f"its first observation has {len(observation)} tokens; expected less than {limit}, the limit of all turns"
+        elif len(observation) and (observation.min() < 0 or observation.max() >= size):
+            problem = f"its observation after turn {turns} has token ids outside 0..{size - 1}"
+        return (Outcome.ENVIRONMENT_ERROR, f"environment: {problem}") if problem else None
+
+    def _end(self, episode: _Episode, reason: FinishReason, outcome: Outcome = Outcome.OK, detail: str = "") -> None:
+        del self._episodes[episode.id]
+        self._environment.end(episode.session)
+        if self._waiting:
+            self._start_next()
+        batch, last, spans = self._batch, episode.last, _merged(episode.spans)
+        self._on_finished(
+            Trajectory(
+                episode.id,
+                last.policy_version if last else batch.policy_version,
+                tuple(episode.segments),
+                reason,
+                last.weights_digest if last else batch.weights_digest,
+                last.generator if last else batch.generator,
+                spans if len(spans) > 1 else (),
+                turn_rewards=tuple(episode.rewards),
+                outcome=outcome,
+                detail=detail,
+            )
+        )
+
+
+def generate_episodes(
+    access: EnvironmentAccess | None,
+    batch: GenerationBatch,
+    requests: Sequence[GenerationRequest],
+    vocabulary_size: int,
+    generate: Generate,
+    generate_turns: GenerateTurns | None,
+    on_finished: Callable[[Trajectory], None],
+    cancelled: Callable[[], bool],
+) -> None:
+    """Generate the episodes of ``batch``, and give each finished or failed trajectory to ``on_finished``.
+
+    Without ``generate_turns``, the engine generates a round of turns after the other, each with one turn of every open episode.
+    Raises FailedPrecondition without ``access``, the error of the engine, and Cancelled.
+    """
+    if access is None:
+        raise FailedPrecondition(
+            "generate: the request has turns with an environment, and this process has none; start it with this run's config"
+        )
+    ordered = sorted(requests, key=lambda request: request.id)
+    episodes = Episodes(access, batch, ordered, vocabulary_size, on_finished)
+    try:
+        if generate_turns is not None:
+            for turn in generate_turns(ordered, episodes):
+                episodes.add(turn)
+            return
+        while turns := episodes.take_round(cancelled):
+            for turn in generate(turns):
+                episodes.add(turn)
+    finally:
+        episodes.close()
+
+
+def _merged(spans: Sequence[VersionSpan]) -> tuple[VersionSpan, ...]:
+    """Join neighbouring spans of the same weights."""
+    result: list[VersionSpan] = []
+    for span in spans:
+        last = result[-1] if result else None
+        if last is not None and (last.policy_version, last.weights_digest) == (
+            span.policy_version,
+            span.weights_digest,
+        ):
+            result[-1] = VersionSpan(last.policy_version, last.weights_digest, last.tokens + span.tokens)
+        else:
+            result.append(span)
+    return tuple(result)

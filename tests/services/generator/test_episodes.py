@@ -1,0 +1,326 @@
+"""Episodes: turns of the policy and an environment, with limits, failures and answers at any time."""
+
+from __future__ import annotations
+
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from quartet import codec
+from quartet.engines.engine import TurnSource
+from quartet.errors import Cancelled, FailedPrecondition, MismatchError
+from quartet.models.generation.torch_engine import TorchEngine
+from quartet.services.generator.episodes import EnvironmentAccess, generate_episodes
+from quartet.types import (
+    EnvironmentReply,
+    EpisodeSettings,
+    FinishReason,
+    GenerationBatch,
+    GenerationRequest,
+    Outcome,
+    SamplingParameters,
+    SegmentRole,
+    Trajectory,
+    TrajectoryId,
+)
+from tests.services.generator.environments import EchoEnvironment, failure
+from tests.unit.models import tiny
+
+STOPS = frozenset({tiny.EOS, 7, 9})
+LIMIT, TURN = 40, 6
+REQUESTS = tiny.requests(12, step=3, lengths=(2, 9))
+
+
+@pytest.fixture(scope="module")
+def engine() -> TorchEngine:
+    return TorchEngine(tiny.causal("llama", max_position_embeddings=128), STOPS, 64)
+
+
+def batch_of(requests: Sequence[GenerationRequest] = REQUESTS, **changes: object) -> GenerationBatch:
+    settings = {"max_turns": 5, "max_turn_tokens": TURN, **changes}
+    limit = settings.pop("max_response_tokens", LIMIT)
+    episode = EpisodeSettings(**settings)  # type: ignore[arg-type]
+    return GenerationBatch("run", 3, 1, requests, SamplingParameters(int(limit)), 5, 2, attempt=4, episode=episode)  # type: ignore[call-overload]
+
+
+def episodes(
+    engine: TorchEngine,
+    environment: EchoEnvironment,
+    batch: GenerationBatch,
+    slots: int = 64,
+    max_open: int = 100,
+    rounds: bool = False,
+    cancelled: Callable[[], bool] = lambda: False,
+    on_turn: Callable[[Trajectory], None] = lambda turn: None,
+) -> list[Trajectory]:
+    """Generate the episodes of ``batch`` and return them, ordered by id. ``rounds``: as with an engine without turns."""
+    engine._max_concurrent = slots
+    finished: list[Trajectory] = []
+
+    def observed(turns: Iterator[Trajectory]) -> Iterator[Trajectory]:
+        for turn in turns:
+            on_turn(turn)
+            yield turn
+
+    def generate(turns: Sequence[GenerationRequest]) -> Iterator[Trajectory]:
+        return observed(engine.generate(turns, batch.sampling, batch.seed, 2, cancelled))
+
+    def generate_turns(prompts: Sequence[GenerationRequest], turns: TurnSource) -> Iterator[Trajectory]:
+        return observed(engine.generate_turns(prompts, batch.sampling, batch.seed, 2, cancelled, turns))
+
+    generate_episodes(
+        EnvironmentAccess(environment, max_open),
+        batch,
+        batch.requests,
+        tiny.VOCABULARY,
+        generate,
+        None if rounds else generate_turns,
+        finished.append,
+        cancelled,
+    )
+    assert not environment.sessions
+    return sorted(finished, key=lambda trajectory: trajectory.id)
+
+
+def encoded(trajectories: Sequence[Trajectory]) -> list[bytes]:
+    return [codec.trajectory_to_bytes(item) for item in sorted(trajectories, key=lambda item: item.id)]
+
+
+def test_the_ids_of_three_turns_are_those_of_engine_and_environment(engine: TorchEngine) -> None:
+    environment, turns = EchoEnvironment(turns=3), list[Trajectory]()
+    result = episodes(engine, environment, batch_of(), on_turn=turns.append)
+    assert [item.id for item in result] == [request.id for request in REQUESTS]
+    for trajectory in result:
+        own = [turn for turn in turns if turn.id == trajectory.id]
+        roles = [segment.role for segment in trajectory.segments]
+        assert roles == [SegmentRole.PROMPT, *[SegmentRole.POLICY, SegmentRole.OBSERVATION] * 2, SegmentRole.POLICY]
+        assert [part.token_ids.tolist() for part in trajectory.turns] == [turn.response_ids.tolist() for turn in own]
+        assert [part.log_probs.tolist() for part in trajectory.turns] == [turn.log_probs.tolist() for turn in own]
+        # The engine computed each turn after exactly the tokens that the trajectory has before it.
+        for index, turn in enumerate(own):
+            before = [part.token_ids for part in trajectory.segments[: 1 + 2 * index]]
+            assert turn.prompt_ids.tolist() == np.concatenate(before).tolist()
+        # The environment got each turn as the engine generated it.
+        got = [call for call in environment.calls if call.session.startswith(f"{trajectory.id}/")]
+        assert [(call.turn, list(call.token_ids)) for call in got] == [
+            (0, trajectory.prompt_ids.tolist()),
+            *((number, turn.response_ids.tolist()) for number, turn in enumerate(own, 1)),
+        ]
+        assert trajectory.finish_reason is FinishReason.DONE
+        assert len(trajectory.turn_rewards) == 3
+        assert (trajectory.policy_version, trajectory.outcome) == (2, Outcome.OK)
+        assert encoded([codec.trajectory_from_bytes(codec.trajectory_to_bytes(trajectory))]) == encoded([trajectory])
+
+
+def test_the_first_turn_is_the_response_without_an_environment_and_later_turns_have_own_streams(
+    engine: TorchEngine,
+) -> None:
+    result = episodes(engine, EchoEnvironment(turns=3), batch_of())
+    single = tiny.generated(engine, list(REQUESTS), seed=5, max_response_tokens=TURN)
+    assert [item.turns[0].token_ids.tolist() for item in result] == [item.response_ids.tolist() for item in single]
+    for turn in (1, 2):
+        requests = [
+            GenerationRequest(
+                item.id, np.concatenate([part.token_ids for part in item.segments[: 1 + 2 * turn]]), number, TURN
+            )
+            for item in result
+            for number in (turn, 0)
+        ]
+        own, first = (tiny.generated(engine, requests[start::2], seed=5, max_response_tokens=LIMIT) for start in (0, 1))
+        assert [item.response_ids.tolist() for item in own] == [item.turns[turn].token_ids.tolist() for item in result]
+        assert [item.response_ids.tolist() for item in own] != [item.response_ids.tolist() for item in first]
+
+
+def jitter(session: str, turn: int) -> None:
+    """Delay an answer by up to 6 ms."""
+    time.sleep(zlib.crc32(f"{session} {turn}".encode()) % 7 / 1000)
+
+
+@pytest.mark.parametrize(
+    ("slots", "max_open", "rounds"), [(64, 100, False), (3, 5, False), (1, 2, False), (64, 100, True), (3, 4, True)]
+)
+def test_timing_and_batches_change_no_bit(engine: TorchEngine, slots: int, max_open: int, rounds: bool) -> None:
+    expected = encoded(episodes(engine, EchoEnvironment(), batch_of()))
+    environment = EchoEnvironment(wait=jitter)
+    assert encoded(episodes(engine, environment, batch_of(), slots, max_open, rounds)) == expected
+    assert environment.most_open <= max_open
+
+
+def test_the_number_of_generators_changes_no_bit(engine: TorchEngine) -> None:
+    expected = encoded(episodes(engine, EchoEnvironment(), batch_of()))
+    parts = [episodes(engine, EchoEnvironment(wait=jitter), batch_of(REQUESTS[start::3])) for start in range(3)]
+    assert encoded([item for part in parts for item in part]) == expected
+
+
+def test_another_seed_gives_other_observations(engine: TorchEngine) -> None:
+    def first_observations(seed: int) -> list[list[int]]:
+        batch = replace(batch_of(), seed=seed)
+        result = episodes(engine, EchoEnvironment(first_observation=True), batch)
+        return [item.segments[1].token_ids.tolist() for item in result]
+
+    assert first_observations(5) == first_observations(5) != first_observations(6)
+
+
+def test_the_observation_of_a_reset_is_before_the_first_turn(engine: TorchEngine) -> None:
+    for item in episodes(engine, EchoEnvironment(turns=1, tokens=2, first_observation=True), batch_of()):
+        assert [segment.role for segment in item.segments] == ["prompt", "observation", "policy"]
+        assert item.response_mask.tolist() == [False, False] + [True] * len(item.policy_ids)
+        assert item.log_probs[:2].tolist() == [0, 0]
+        assert item.response_ids.tolist() == np.concatenate([part.token_ids for part in item.segments[1:]]).tolist()
+
+
+def test_an_empty_observation_is_no_segment(engine: TorchEngine) -> None:
+    for item in episodes(engine, EchoEnvironment(turns=2, tokens=0), batch_of()):
+        assert [segment.role for segment in item.segments] == ["prompt", "policy", "policy"]
+        assert item.response_mask.all()
+
+
+def test_the_prompts_own_fields_reach_the_environment(engine: TorchEngine) -> None:
+    environment = EchoEnvironment(turns=1)
+    fields = {request.id.prompt: f'{{"number": {request.id.prompt}}}' for request in REQUESTS}
+    episodes(engine, environment, batch_of(fields=fields))
+    assert {session.split("/")[2]: text for session, text in environment.fields.items()} == {
+        str(prompt): text for prompt, text in fields.items()
+    }
+
+
+def test_the_limit_of_turns_ends_an_episode(engine: TorchEngine) -> None:
+    environment = EchoEnvironment(turns=100)
+    for item in episodes(engine, environment, batch_of(max_turns=2)):
+        assert (item.finish_reason, len(item.turns), len(item.turn_rewards)) == (FinishReason.LENGTH, 2, 2)
+        # The observation after the last turn is not part of the trajectory.
+        assert item.segments[-1].role is SegmentRole.POLICY
+
+
+@pytest.mark.parametrize("limit", [9, 10, 11, 17])
+def test_the_limit_of_tokens_covers_all_turns_and_observations(engine: TorchEngine, limit: int) -> None:
+    environment = EchoEnvironment(turns=100, tokens=3)
+    result = episodes(engine, environment, batch_of(max_turns=50, max_response_tokens=limit))
+    for item in result:
+        assert item.finish_reason is FinishReason.LENGTH
+        # Another observation and a token would not have fitted.
+        assert limit - 3 <= len(item.response_ids) <= limit
+        assert all(len(turn.token_ids) <= TURN for turn in item.turns)
+        assert len(item.turn_rewards) == len(item.turns)
+    assert max(len(item.response_ids) for item in result) > limit - 3
+
+
+def test_without_a_limit_of_turn_tokens_a_turn_may_take_all_tokens(engine: TorchEngine) -> None:
+    result = episodes(engine, EchoEnvironment(turns=1), batch_of(max_turn_tokens=0))
+    single = tiny.generated(engine, list(REQUESTS), seed=5, max_response_tokens=LIMIT)
+    assert [item.response_ids.tolist() for item in result] == [item.response_ids.tolist() for item in single]
+
+
+@pytest.mark.parametrize("outcome", [Outcome.ENVIRONMENT_ERROR, Outcome.TIMEOUT])
+@pytest.mark.parametrize("failing_turn", [0, 1, 2])
+def test_a_failed_environment_is_an_outcome_and_no_reward(
+    engine: TorchEngine, outcome: Outcome, failing_turn: int
+) -> None:
+    dead = REQUESTS[4].id
+
+    def fail(session: str, turn: int) -> EnvironmentReply | None:
+        return failure(outcome) if session.startswith(f"{dead}/") and turn == failing_turn else None
+
+    expected = episodes(engine, EchoEnvironment(turns=3), batch_of())
+    result = episodes(engine, EchoEnvironment(turns=3, fail=fail), batch_of())
+    for item, good in zip(result, expected, strict=True):
+        if item.id != dead:
+            assert encoded([item]) == encoded([good])
+            continue
+        assert (item.finish_reason, item.outcome, item.detail) == (FinishReason.FAILED, outcome, "the dice are lost")
+        assert item.turn_rewards == ()
+        assert len(item.turns) == failing_turn
+        assert encoded([codec.trajectory_from_bytes(codec.trajectory_to_bytes(item))]) == encoded([item])
+
+
+@pytest.mark.parametrize(
+    ("reply", "problem"),
+    [
+        (EnvironmentReply(np.array([tiny.VOCABULARY], np.int32), 0.0, False), "has token ids outside 0..60"),
+        (EnvironmentReply(np.array([-1], np.int32), 0.0, False), "has token ids outside 0..60"),
+        (
+            EnvironmentReply(np.zeros(LIMIT, np.int32), 0.0, False),
+            "has 40 tokens; expected less than 40",
+        ),
+        (EnvironmentReply(np.zeros(0, np.int32), 0.0, True), "it ended the episode before the first turn"),
+    ],
+)
+def test_an_unusable_first_answer_is_an_error_of_the_environment(
+    engine: TorchEngine, reply: EnvironmentReply, problem: str
+) -> None:
+    result = episodes(engine, EchoEnvironment(turns=1, fail=lambda session, turn: None if turn else reply), batch_of())
+    assert {item.outcome for item in result} == {Outcome.ENVIRONMENT_ERROR}
+    assert all(problem in item.detail for item in result)
+
+
+@pytest.mark.parametrize("waits", [0, 1])
+def test_other_trajectories_finish_while_some_wait_for_their_environment(engine: TorchEngine, waits: int) -> None:
+    """Two of twelve episodes get their first answer only when all others are finished, with fewer rows than episodes."""
+    slow, others = {str(request.id) for request in REQUESTS[:2]}, threading.Event()
+    finished: list[TrajectoryId] = []
+
+    def wait(session: str, turn: int) -> None:
+        if turn == waits and session.rpartition("/")[0] in slow:
+            assert others.wait(60)
+
+    environment = EchoEnvironment(wait=wait)
+    batch = batch_of()
+
+    def generate_turns(prompts: Sequence[GenerationRequest], turns: TurnSource) -> Iterator[Trajectory]:
+        engine._max_concurrent = 4
+        return engine.generate_turns(prompts, batch.sampling, batch.seed, 2, lambda: False, turns)
+
+    def on_finished(trajectory: Trajectory) -> None:
+        finished.append(trajectory.id)
+        if len(finished) == len(REQUESTS) - len(slow):
+            others.set()
+
+    generate_episodes(
+        EnvironmentAccess(environment, 100),
+        batch,
+        REQUESTS,
+        61,
+        lambda turns: iter(()),
+        generate_turns,
+        on_finished,
+        lambda: False,
+    )
+    assert {str(id) for id in finished[-2:]} == slow
+
+
+@pytest.mark.parametrize("rounds", [False, True])
+def test_a_cancelled_generation_ends_while_the_environment_is_silent(engine: TorchEngine, rounds: bool) -> None:
+    silent, asked = threading.Event(), threading.Event()
+
+    def wait(session: str, turn: int) -> None:
+        asked.set()
+        silent.wait(60)
+
+    environment = EchoEnvironment(wait=wait)
+    try:
+        with pytest.raises(Cancelled):
+            episodes(engine, environment, batch_of(), rounds=rounds, cancelled=asked.is_set)
+        assert not environment.sessions
+    finally:
+        silent.set()
+
+
+def test_an_error_that_is_no_failure_of_the_environment_is_raised(engine: TorchEngine) -> None:
+    def wait(session: str, turn: int) -> None:
+        if turn == 1:
+            raise MismatchError("another process")
+
+    with pytest.raises(MismatchError, match="another process"):
+        episodes(engine, EchoEnvironment(wait=wait), batch_of())
+
+
+def test_episodes_need_an_environment(engine: TorchEngine) -> None:
+    with pytest.raises(FailedPrecondition, match="this process has none"):
+        generate_episodes(
+            None, batch_of(), REQUESTS, 61, lambda turns: iter(()), None, lambda trajectory: None, lambda: False
+        )

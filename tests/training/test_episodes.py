@@ -1,0 +1,104 @@
+"""Training with several turns: records, numerics of a whole run, and the same bits after faults."""
+
+from __future__ import annotations
+
+import time
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+
+from quartet.run_directory.run_files import RunFiles
+from quartet.services import factories
+from quartet.services.actor.actor import Actor
+from quartet.services.generator.episodes import EnvironmentAccess
+from quartet.types import Role
+from tests.services.generator.environments import EchoEnvironment
+from tests.training.conftest import MakeConfig
+from tests.training.runs import Fleet, Run, assert_same, run_to_completion
+from tests.training.test_recovery import run_with_fault
+
+STEPS = 4
+EPISODES: dict[str, Any] = {
+    "run": {"steps": STEPS},
+    "rollout": {"max_turns": 3, "max_turn_tokens": 6, "max_response_tokens": 24},
+    "checkpoint": {"every_steps": 2},
+    "telemetry": {"tokens_every_steps": 1},
+    "recovery": {"backoff_seconds": 0.01},
+}
+
+
+@contextmanager
+def environment(**options: Any) -> Iterator[EchoEnvironment]:
+    """Give an environment to the actors that are created inside the context."""
+    echo = EchoEnvironment(**options)
+
+    def create(*arguments: Any, **keywords: Any) -> Actor:
+        return Actor(*arguments, **keywords, environment=EnvironmentAccess(echo, 6))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(factories, "Actor", create)
+        yield echo
+
+
+def slow(session: str, turn: int) -> None:
+    time.sleep(zlib.crc32(f"{session} {turn}".encode()) % 5 / 1000)
+
+
+@pytest.fixture(scope="module")
+def finished(make: MakeConfig) -> Run:
+    with environment() as echo:
+        run = run_to_completion(make(**EPISODES))
+    assert not echo.sessions
+    return run
+
+
+def test_a_run_with_several_turns_records_them(finished: Run) -> None:
+    for step, metrics in enumerate(finished.metrics, 1):
+        rows = finished.trajectories(step)
+        segments = [segment for row in rows for segment in row["segments"]]
+        own = [segment for segment in segments if segment["role"] == "policy"]
+        assert (
+            metrics["response_tokens"] == sum(row["response_tokens"] for row in rows) == sum(s["tokens"] for s in own)
+        )
+        assert metrics["observation_tokens"] == sum(s["tokens"] for s in segments if s["role"] == "observation") > 0
+        assert metrics["turns_mean"] == len(own) / len(rows) > 1
+        for index, row in enumerate(rows):
+            rewards = [segment["reward"] for segment in row["segments"] if segment["role"] == "policy"]
+            assert row["parts"]["environment"] == pytest.approx(sum(rewards))
+            tokens = finished.files.read_tokens(step, index)
+            assert tokens is not None
+            assert int(tokens.response_mask.sum()) == row["response_tokens"] <= 24
+            assert len(tokens.response_ids) <= 24
+            outside = ~tokens.response_mask
+            for name in ("log_probs", "reference_log_probs", "kl", "advantages", "returns", "values"):
+                assert not np.any(getattr(tokens, name)[outside]), name
+            assert row["kl"] == pytest.approx(float(tokens.kl.sum()), abs=1e-4)
+
+
+def test_the_time_of_answers_changes_no_bit(make: MakeConfig, finished: Run) -> None:
+    with environment(wait=slow):
+        assert_same(run_to_completion(make(**EPISODES)), finished)
+
+
+@pytest.mark.parametrize("moment", ["generate", "update"])
+def test_a_run_that_loses_the_actor_is_bit_identical(
+    moment: str, make: MakeConfig, finished: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def restart(running: Fleet) -> None:
+        running.restart(Role.ACTOR)
+
+    with environment(wait=slow), run_with_fault(make(**EPISODES), moment, restart, monkeypatch) as active:
+        assert_same(active.finish(), finished)
+
+
+def test_evaluations_play_episodes(make: MakeConfig) -> None:
+    config = make(**EPISODES, evaluation={"every_steps": STEPS, "max_prompts": 3})
+    with environment() as echo:
+        run = run_to_completion(config)
+    assert any("evaluation" in call.session for call in echo.calls)
+    assert (RunFiles(config.run_directory).evaluation_summaries).exists()
+    assert run.code == 0
