@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from quartet.engines.engine import EngineResponse, TurnEngine, TurnSource
 from quartet.engines.server_engine import ServerEngine
+from quartet.engines.validation import check_response
 from quartet.errors import InvalidRequest
-from quartet.types import GenerationRequest, SamplingParameters, TrajectoryId
+from quartet.services.generator.episodes import EnvironmentAccess, generate_episodes
+from quartet.types import (
+    EpisodeSettings,
+    GenerationBatch,
+    GenerationRequest,
+    SamplingParameters,
+    Trajectory,
+    TrajectoryId,
+)
 from tests.engines.http_servers import KEY, connect_sglang, connect_vllm
 from tests.engines.remote_policy import EOS, POSITIONS, VOCABULARY, greedy, policy, requests, run, tokens, weight_set
 from tests.engines.sglang_server import Launch, SGLangServer
+from tests.services.generator.environments import EchoEnvironment
 
 ENGINES = ("vllm", "sglang", "sglang-incremental")
 
@@ -99,3 +110,42 @@ def test_an_invalid_request_is_refused_at_the_call(
 
 def test_no_requests_give_no_responses(engine: ServerEngine) -> None:
     assert run(engine, []) == []
+
+
+@pytest.mark.parametrize("open_episodes", [2, 20])
+def test_episodes_take_turns_while_the_server_generates_others(engine: ServerEngine, open_episodes: int) -> None:
+    """Greedy, because a vLLM server promises the same draws only for the same batch."""
+    prompts = requests(6)
+    batch = GenerationBatch(
+        "run", 0, 1, prompts, SamplingParameters(24, temperature=0.0), 5, 0, episode=EpisodeSettings(3, 5)
+    )
+
+    def generate(turns: Sequence[GenerationRequest]) -> Iterator[Trajectory]:
+        return map(checked, engine.generate(turns, batch.sampling, batch.seed, lambda: False))
+
+    def generate_turns(prompts: Sequence[GenerationRequest], turns: TurnSource) -> Iterator[Trajectory]:
+        return map(checked, engine.generate_turns(prompts, batch.sampling, batch.seed, lambda: False, turns))
+
+    def checked(response: EngineResponse) -> Trajectory:
+        return check_response(response, engine.model, batch.sampling, 0, "server")
+
+    def play(continuous: bool) -> list[list[list[int]]]:
+        finished = list[Trajectory]()
+        access = EnvironmentAccess(EchoEnvironment(turns=3, tokens=2), open_episodes)
+        generate_episodes(
+            access,
+            batch,
+            prompts,
+            VOCABULARY,
+            generate,
+            generate_turns if continuous else None,
+            finished.append,
+            lambda: False,
+        )
+        ordered = sorted(finished, key=lambda item: item.id)
+        return [[segment.token_ids.tolist() for segment in item.segments] for item in ordered]
+
+    assert isinstance(engine, TurnEngine)
+    result = play(continuous=True)
+    assert result == play(continuous=False)
+    assert {len(segments) for segments in result} == {6}

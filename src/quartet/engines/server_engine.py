@@ -11,10 +11,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from quartet.engines.checkpoint_files import adapter_tensors, write_adapter, write_checkpoint
-from quartet.engines.engine import Cancelled, EngineProperties, EngineResponse, ServedModel
+from quartet.engines.engine import Cancelled, EngineProperties, EngineResponse, ServedModel, TurnSource
 from quartet.engines.http_client import EngineServer, ServerClient
 from quartet.engines.validation import check_requests
 from quartet.engines.weight_folders import WeightFolders
+from quartet.errors import Cancelled as GenerationCancelled
 from quartet.errors import ConfigError, QuartetError, ServiceFailed
 from quartet.types import GenerationRequest, SamplingParameters
 from quartet.weight_transfer.digests import tensor_digest
@@ -139,9 +140,19 @@ class ServerEngine(abc.ABC):
         Raises InvalidRequest at the call. While iterating, raises Cancelled, ServiceFailed, also for a response of other weights,
         ServiceUnavailable or a ConfigError.
         """
-        limits = [tokens for tokens in (self.model.max_sequence_tokens, self.max_tokens) if tokens]
-        model = replace(self.model, max_sequence_tokens=min(limits, default=0))
-        return self._generate(check_requests(model, requests, sampling), sampling, seed, cancelled)
+        return self._generate(self._checked(requests, sampling), sampling, seed, cancelled)
+
+    def generate_turns(
+        self,
+        requests: Sequence[GenerationRequest],
+        sampling: SamplingParameters,
+        seed: int,
+        cancelled: Cancelled,
+        turns: TurnSource,
+    ) -> Iterator[EngineResponse]:
+        """Generate the requests that ``turns`` provides. See ``TurnEngine.generate_turns``."""
+        self._checked(requests, sampling)
+        return self._generate([], sampling, seed, cancelled, turns)
 
     def sleep(self) -> None:  # noqa: B027 - the same for every server
         """Do nothing. The server has its own device."""
@@ -166,10 +177,19 @@ class ServerEngine(abc.ABC):
                 self.unload_adapter(previous)
         self._folders.keep(folder)
 
+    def _checked(self, requests: Sequence[GenerationRequest], sampling: SamplingParameters) -> list[GenerationRequest]:
+        limits = [tokens for tokens in (self.model.max_sequence_tokens, self.max_tokens) if tokens]
+        return check_requests(replace(self.model, max_sequence_tokens=min(limits, default=0)), requests, sampling)
+
     def _generate(
-        self, requests: list[GenerationRequest], sampling: SamplingParameters, seed: int, cancelled: Cancelled
+        self,
+        requests: list[GenerationRequest],
+        sampling: SamplingParameters,
+        seed: int,
+        cancelled: Cancelled,
+        turns: TurnSource | None = None,
     ) -> Iterator[EngineResponse]:
-        if not requests:
+        if not requests and turns is None:
             return
         version = self._version
         if version is None:
@@ -179,13 +199,17 @@ class ServerEngine(abc.ABC):
         waiting, running = deque(requests), dict[str, Partial]()
         streams = self.client.streams(self.generate_path)
         try:
-            while waiting or running:
+            while waiting or running or (turns is not None and turns.open):
+                if turns is not None:
+                    if cancelled():
+                        raise GenerationCancelled("generation was cancelled by its caller")
+                    waiting.extendleft(reversed(turns.take(wait=not (waiting or running))))
                 while waiting and len(running) < self.server.max_in_flight:
                     request = waiting.popleft()
                     key = f"{request.id}/{call}"
                     running[key] = Partial(request)
-                    streams.start(key, self.body(key, request, sampling, seed))
-                for event in streams.wait(cancelled):
+                    streams.start(key, self.body(key, request, request.limited(sampling), seed))
+                for event in streams.wait(cancelled) if running else ():
                     if event.data is not None:
                         self._receive(running[event.key], event.data, sampling, version)
                     else:
@@ -202,8 +226,9 @@ class ServerEngine(abc.ABC):
             self.receive(partial, data, sampling, version)
         except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
             raise ServiceFailed(f"{where}: a malformed event ({type(error).__name__}: {error})") from None
-        if len(partial.token_ids) > sampling.max_response_tokens:
-            raise ServiceFailed(f"{where}: more than {sampling.max_response_tokens} tokens")
+        limit = partial.request.limited(sampling).max_response_tokens
+        if len(partial.token_ids) > limit:
+            raise ServiceFailed(f"{where}: more than {limit} tokens")
 
     def _finish(self, partial: Partial, sampling: SamplingParameters) -> EngineResponse:
         if not partial.finished:
