@@ -245,6 +245,9 @@ class VersionSpan:
     tokens: int
 
 
+NO_LOG_PROBS: FloatArray = np.zeros(0, np.float32)
+
+
 @dataclass(frozen=True, slots=True)
 class Segment:
     """Consecutive tokens of one origin.
@@ -256,7 +259,7 @@ class Segment:
 
     role: SegmentRole
     token_ids: IntArray
-    log_probs: FloatArray = field(default_factory=lambda: np.zeros(0, np.float32))
+    log_probs: FloatArray = field(default_factory=lambda: NO_LOG_PROBS)
     policy_version: int = 0
 
 
@@ -313,7 +316,7 @@ class Trajectory:
 
     @property
     def response_ids(self) -> IntArray:
-        """Tokens after the prompt, int32 [response tokens]."""
+        """Tokens after the prompt, int32 [response tokens]. Those of a single segment are not copied."""
         return _joined([segment.token_ids for segment in self.segments[1:]], np.int32)
 
     @property
@@ -327,8 +330,10 @@ class Trajectory:
     @property
     def log_probs(self) -> FloatArray:
         """Log-probs, 0 at observation tokens: float32 [response tokens]; float32 [0] if the engine reports none."""
+        if len(self.segments) == 2:
+            return self.segments[1].log_probs
         if not self.has_log_probs:
-            return np.zeros(0, np.float32)
+            return NO_LOG_PROBS
         return _joined(
             [
                 part.log_probs if part.role is SegmentRole.POLICY else np.zeros(len(part.token_ids), np.float32)
@@ -344,7 +349,7 @@ class Trajectory:
 
     @property
     def policy_ids(self) -> IntArray:
-        """The policy's own tokens, int32 [policy tokens]."""
+        """The policy's own tokens, int32 [policy tokens]. Those of a single turn are not copied."""
         return _joined([segment.token_ids for segment in self.turns], np.int32)
 
     @property
@@ -364,7 +369,7 @@ class Trajectory:
 
 
 def _joined(parts: Sequence[NDArray[Any]], dtype: type[Any]) -> NDArray[Any]:
-    """Return the parts as one array. A single part is not copied."""
+    """Return the parts as one array."""
     if len(parts) == 1:
         return parts[0]
     return np.concatenate(parts) if parts else np.zeros(0, dtype)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-import numpy as np
 from google.protobuf.message import DecodeError
 
 from quartet.codec.checks import DIGEST_BYTES, MAX_SETTING
@@ -13,6 +12,7 @@ from quartet.codec.outcomes import details_from_proto, details_to_proto, outcome
 from quartet.codec.tensors import floats_from_proto, ints_from_proto, write_tensor
 from quartet.errors import InvalidRequest
 from quartet.types import (
+    NO_LOG_PROBS,
     FinishReason,
     Outcome,
     SamplingParameters,
@@ -172,7 +172,7 @@ def _segment_from_proto(message: trajectory_pb2.Segment, index: int) -> Segment:
     token_ids = ints_from_proto(message.token_ids, f"{name}.token_ids")
     if role is None or not len(token_ids):
         raise InvalidRequest(f"{name}: expected a role, and at least one token")
-    log_probs = np.zeros(0, np.float32)
+    log_probs = NO_LOG_PROBS
     if message.HasField("log_probs"):
         if role is not SegmentRole.POLICY:
             raise InvalidRequest(f"{name}.log_probs: expected none for the role {role}")
