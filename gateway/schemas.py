@@ -311,7 +311,7 @@ class TrajectoryDetail(TrajectorySummary):
     tokens: list[Token]
     """Tokens of the response; empty if they were not kept."""
     segments: list[Segment]
-    """Turns of the policy and observations of the environment; empty without an environment."""
+    """The policy's turns and the observations of the environment; empty without an environment."""
     lower: str | None
     """Id of the response with the next lower score in the same step, or null."""
     higher: str | None
