@@ -43,6 +43,10 @@ class FailedPrecondition(QuartetError):
     """A valid request does not fit the current state: wrong step order, stale policy version, unknown experience."""
 
 
+class SessionLost(FailedPrecondition):
+    """A session that an environment service does not have: it has expired, or its process was restarted."""
+
+
 class StaleLeaderEpoch(FailedPrecondition):
     """The request of an orchestrator whose term as the leader is over: the service has seen a higher leader epoch."""
 

@@ -30,6 +30,7 @@ class Role(enum.StrEnum):
     REFERENCE = "reference"
     ORCHESTRATOR = "orchestrator"
     GENERATOR = "generator"
+    ENVIRONMENT = "environment"
 
 
 MODEL_ROLES = (Role.ACTOR, Role.CRITIC, Role.REWARD, Role.REFERENCE)
@@ -710,6 +711,7 @@ class ServiceStatus:
     published_weights: dict[int, bytes] = field(default_factory=dict)
     last_transfer: WeightTransfer | None = None
     last_publication: WeightPublication | None = None
+    open_sessions: int = 0
 
 
 class GeneratorState(enum.StrEnum):

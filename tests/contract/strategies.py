@@ -189,6 +189,7 @@ statuses = st.builds(
     engine=st.none() | engines,
     published_weights=st.dictionaries(uint64, digest, max_size=3),
     last_transfer=st.none() | weight_transfers,
+    open_sessions=uint32,
 )
 samplings = st.builds(
     SamplingParameters,

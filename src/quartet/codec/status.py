@@ -17,6 +17,7 @@ _ROLES = {
     Role.REFERENCE: status_pb2.ROLE_REFERENCE,
     Role.ORCHESTRATOR: status_pb2.ROLE_ORCHESTRATOR,
     Role.GENERATOR: status_pb2.ROLE_GENERATOR,
+    Role.ENVIRONMENT: status_pb2.ROLE_ENVIRONMENT,
 }
 _ENGINE_VALUES = {name: get_args(get_type_hints(EngineProperties)[name]) for name in ("log_probs", "weights", "digest")}
 _ROLE_NAMES = {number: role for role, number in _ROLES.items()}
@@ -56,6 +57,7 @@ def status_to_proto(status: ServiceStatus) -> status_pb2.RoleStatus:
         ],
         last_transfer=weight_transfer_to_proto(status.last_transfer) if status.last_transfer else None,
         last_publication=_publication_to_proto(status.last_publication) if status.last_publication else None,
+        open_sessions=status.open_sessions,
     )
 
 
@@ -95,6 +97,7 @@ def status_from_proto(message: status_pb2.RoleStatus) -> ServiceStatus:
         last_publication=(
             _publication_from_proto(message.last_publication) if message.HasField("last_publication") else None
         ),
+        open_sessions=message.open_sessions,
     )
 
 

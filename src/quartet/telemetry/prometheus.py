@@ -20,7 +20,7 @@ from quartet import __version__
 from quartet.errors import ConfigError
 from quartet.secret_files import AUTHORITY, CERTIFICATE, KEY
 from quartet.topology import is_loopback
-from quartet.types import ServiceStatus
+from quartet.types import Role, ServiceStatus
 
 if TYPE_CHECKING:
     from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
@@ -102,6 +102,12 @@ class ServiceMetrics(Collector):
             "1 if the role's last attempt to reach the rollout buffer failed, else 0.",
             statuses,
             lambda status: status.buffer_unreachable,
+        )
+        yield _by_role(
+            "quartet_open_sessions",
+            "Open sessions of the environment.",
+            statuses,
+            lambda status: status.open_sessions if status.role is Role.ENVIRONMENT else None,
         )
         yield _by_role(
             "quartet_weight_transfer_bytes",

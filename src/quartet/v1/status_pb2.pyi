@@ -40,6 +40,8 @@ class _RoleEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Role.ValueType],
     """The training loop."""
     ROLE_GENERATOR: _Role.ValueType  # 6
     """A generation engine in a separate process."""
+    ROLE_ENVIRONMENT: _Role.ValueType  # 7
+    """Environments for trajectories of several turns."""
 
 class Role(_Role, metaclass=_RoleEnumTypeWrapper):
     """Role of a process."""
@@ -58,6 +60,8 @@ ROLE_ORCHESTRATOR: Role.ValueType  # 5
 """The training loop."""
 ROLE_GENERATOR: Role.ValueType  # 6
 """A generation engine in a separate process."""
+ROLE_ENVIRONMENT: Role.ValueType  # 7
+"""Environments for trajectories of several turns."""
 Global___Role: _TypeAlias = Role  # noqa: Y015
 
 @_typing.final
@@ -134,6 +138,7 @@ class RoleStatus(_message.Message):
     PUBLISHED_WEIGHTS_FIELD_NUMBER: _builtins.int
     LAST_TRANSFER_FIELD_NUMBER: _builtins.int
     LAST_PUBLICATION_FIELD_NUMBER: _builtins.int
+    OPEN_SESSIONS_FIELD_NUMBER: _builtins.int
     role: Global___Role.ValueType
     """The role."""
     model: _builtins.str
@@ -178,6 +183,8 @@ class RoleStatus(_message.Message):
     """Bytes that such an update needs for each token of the longest sequence. 0 if not measured."""
     free_bytes: _builtins.int
     """Bytes that were free at the start for gradients, optimizer state and activations. 0 if not measured."""
+    open_sessions: _builtins.int
+    """Sessions that an environment service has. 0 for other roles."""
     @_builtins.property
     def busy_seconds(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
         """Seconds of computation since the start, by kind of work ("generate", "log_probs", "update", ...)."""
@@ -233,10 +240,11 @@ class RoleStatus(_message.Message):
         published_weights: _abc.Iterable[Global___PublishedWeights] | None = ...,
         last_transfer: _generation_pb2.WeightTransfer | None = ...,
         last_publication: Global___WeightPublication | None = ...,
+        open_sessions: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["engine", b"engine", "last_publication", b"last_publication", "last_transfer", b"last_transfer"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["answers_as_reference", b"answers_as_reference", "broken", b"broken", "buffer_unreachable", b"buffer_unreachable", "busy_seconds", b"busy_seconds", "device", b"device", "dtype", b"dtype", "engine", b"engine", "free_bytes", b"free_bytes", "gradient_checkpointing", b"gradient_checkpointing", "last_publication", b"last_publication", "last_transfer", b"last_transfer", "leader_epoch", b"leader_epoch", "max_sequence_tokens", b"max_sequence_tokens", "micro_batch_tokens", b"micro_batch_tokens", "micro_batch_tokens_held", b"micro_batch_tokens_held", "model", b"model", "parameters", b"parameters", "policy_version", b"policy_version", "published_weights", b"published_weights", "role", b"role", "run", b"run", "step", b"step", "threads", b"threads", "token_bytes", b"token_bytes", "tokenizer_fingerprint", b"tokenizer_fingerprint", "tokens", b"tokens", "vocabulary_size", b"vocabulary_size", "work_pending", b"work_pending"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answers_as_reference", b"answers_as_reference", "broken", b"broken", "buffer_unreachable", b"buffer_unreachable", "busy_seconds", b"busy_seconds", "device", b"device", "dtype", b"dtype", "engine", b"engine", "free_bytes", b"free_bytes", "gradient_checkpointing", b"gradient_checkpointing", "last_publication", b"last_publication", "last_transfer", b"last_transfer", "leader_epoch", b"leader_epoch", "max_sequence_tokens", b"max_sequence_tokens", "micro_batch_tokens", b"micro_batch_tokens", "micro_batch_tokens_held", b"micro_batch_tokens_held", "model", b"model", "open_sessions", b"open_sessions", "parameters", b"parameters", "policy_version", b"policy_version", "published_weights", b"published_weights", "role", b"role", "run", b"run", "step", b"step", "threads", b"threads", "token_bytes", b"token_bytes", "tokenizer_fingerprint", b"tokenizer_fingerprint", "tokens", b"tokens", "vocabulary_size", b"vocabulary_size", "work_pending", b"work_pending"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

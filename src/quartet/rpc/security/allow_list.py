@@ -26,6 +26,7 @@ _ORCHESTRATOR = frozenset({str(Role.ORCHESTRATOR)})
 _GENERATORS = frozenset({str(Role.GENERATOR)})
 _REWARDS = frozenset({str(Role.REWARD)})
 """A reward service may use another one as its source."""
+_EPISODES = frozenset({str(Role.ACTOR), str(Role.GENERATOR)})
 _USERS = frozenset({GATEWAY, OPERATOR})
 _ANY_CALLER = _ORCHESTRATOR | _USERS
 
@@ -42,6 +43,9 @@ CALLERS: dict[str, frozenset[str]] = {
     "quartet.v1.CriticService/Restore": _ORCHESTRATOR,
     "quartet.v1.RewardService/Score": _ORCHESTRATOR | _REWARDS,
     "quartet.v1.ReferenceService/LogProbs": _ORCHESTRATOR,
+    "quartet.v1.EnvironmentService/Reset": _EPISODES,
+    "quartet.v1.EnvironmentService/Step": _EPISODES,
+    "quartet.v1.EnvironmentService/CloseSession": _EPISODES,
     "quartet.v1.OrchestratorService/GetProgress": _USERS,
     "quartet.v1.OrchestratorService/WatchProgress": _USERS,
     "quartet.v1.OrchestratorService/Stop": _USERS,
