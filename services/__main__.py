@@ -128,7 +128,7 @@ def _serve(roles: list[Role], options: argparse.Namespace, notifier: ReadyNotifi
     first, *layers = options.config
     listen_override = [] if options.listen is None else [f"services.{roles[0]}.listen={options.listen}"]
     config = load_config(first, [*options.overrides, *listen_override, *environment_overrides()], layers)
-    separate = [role for role in roles if role in (Role.ORCHESTRATOR, Role.GENERATOR)]
+    separate = [role for role in roles if role in (Role.ORCHESTRATOR, Role.GENERATOR, Role.ENVIRONMENT)]
     if separate and len(roles) > 1:
         raise ConfigError(f"roles: the {separate[0]} needs a separate process; start the other roles in another one")
     groups = [role for role in roles if role in MODEL_ROLES and getattr(config.services, role).num_ranks > 1]
@@ -189,6 +189,8 @@ def _serve(roles: list[Role], options: argparse.Namespace, notifier: ReadyNotifi
         else:
             if roles == [Role.GENERATOR]:
                 hosted = _generator(config, threads, credentials)
+            elif roles == [Role.ENVIRONMENT]:
+                hosted = _environment(config, threads)
             else:
                 hosted = _models(roles, config, threads, credentials, ranks, notifier)
             background, publish = None, None
@@ -354,6 +356,13 @@ def _generator(config: Config, threads: int, credentials: Credentials) -> list[A
 
     initializer = set_up_engine(config, threads)
     return [build_generator(config, ComputeThread(initializer, config.timeouts.score_seconds), threads, credentials)]
+
+
+def _environment(config: Config, threads: int) -> list[Any]:
+    from quartet.environments.host import EnvironmentHost
+    from quartet.services.environment.servicer import EnvironmentServicer
+
+    return [EnvironmentServicer(EnvironmentHost(config.environment, config.actor.model), threads)]
 
 
 def _freeze_loaded_objects() -> None:

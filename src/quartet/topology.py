@@ -6,17 +6,25 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from quartet.config import Config, GeneratorServiceConfig, OrchestratorServiceConfig, ServiceConfig
+from quartet.config import (
+    Config,
+    EnvironmentServiceConfig,
+    GeneratorServiceConfig,
+    OrchestratorServiceConfig,
+    ServiceConfig,
+)
 from quartet.config import is_loopback as is_loopback
 from quartet.errors import ConfigError
 from quartet.types import MODEL_ROLES, TRAINED_ROLES, Role
 
 
-def listen_address(service: ServiceConfig | OrchestratorServiceConfig | GeneratorServiceConfig) -> str:
+def listen_address(
+    service: ServiceConfig | OrchestratorServiceConfig | GeneratorServiceConfig | EnvironmentServiceConfig,
+) -> str:
     """Return the listen address of a local service: configured, or on loopback at its address's port or a free one."""
     if service.listen is not None:
         return service.listen
-    addresses = service.addresses if isinstance(service, ServiceConfig) else ()
+    addresses = service.addresses if isinstance(service, ServiceConfig | EnvironmentServiceConfig) else ()
     return f"127.0.0.1:{addresses[0].rpartition(':')[2] if len(addresses) == 1 else 0}"
 
 
@@ -65,6 +73,11 @@ def model_roles(config: Config) -> tuple[Role, ...]:
     return tuple(role for role in MODEL_ROLES if not absent.get(role))
 
 
+def service_roles(config: Config) -> tuple[Role, ...]:
+    """Return the services of this run that have an address: the model services and the environment."""
+    return (*model_roles(config), *((Role.ENVIRONMENT,) if config.has_environment else ()))
+
+
 def num_threads(config: Config, role: Role) -> int:
     """Return the CPU threads of a service: configured, or its share of the cores among the local model services.
 
@@ -75,6 +88,8 @@ def num_threads(config: Config, role: Role) -> int:
     configured: int | None = getattr(config.services, role).num_threads
     if configured is not None:
         return configured
+    if role is Role.ENVIRONMENT:
+        return 1
     if role is Role.GENERATOR:
         return max(1, available_cores() // max(1, config.rollout.generators))
     return _share(config, role, model_roles(config))

@@ -50,6 +50,7 @@ LIBRARY = {
     "quartet.models",
     "quartet.rewards",
     "quartet.verifiers",
+    "quartet.environments",
     "quartet.telemetry",
     "quartet.ppo",
     "quartet.codec",
@@ -163,6 +164,7 @@ ALLOWED: dict[str, set[str]] = {
     },
     "quartet.rewards": FOUNDATION
     | {"quartet.models", "quartet.rpc", "quartet.child_processes", "quartet.secret_files", "quartet.user_code"},
+    "quartet.environments": FOUNDATION | {"quartet.models", "quartet.rewards", "quartet.user_code"},
     "quartet.verifiers": {"quartet.errors", "quartet.rewards", "quartet.types"},
     "quartet.buffer": FOUNDATION | {"quartet.codec", "quartet.child_processes", "quartet.secret_files"},
     "quartet.rpc": FOUNDATION
@@ -196,6 +198,7 @@ ALLOWED: dict[str, set[str]] = {
     "quartet.services.critic": SERVICE | {"quartet.services.memory_budget", "quartet.services.trainable_model"},
     "quartet.services.reward": SERVICE,
     "quartet.services.reference": SERVICE,
+    "quartet.services.environment": SERVICE,
     "quartet.services.orchestrator": SERVICE | {"quartet.preflight"},
     "quartet.services.factories": SERVICE
     | {
@@ -206,6 +209,7 @@ ALLOWED: dict[str, set[str]] = {
     "quartet.gateway": FOUNDATION | FILES | {"quartet.codec", "quartet.rpc", "quartet.buffer", "quartet.telemetry"},
     "quartet.services.__main__": SERVICE
     | {
+        "quartet.services.environment",
         "quartet.services.factories",
         "quartet.services.generator",
         "quartet.services.orchestrator",

@@ -57,9 +57,7 @@ def environment_reset_from_proto(message: environment_pb2.ResetRequest) -> Envir
 
 def environment_step_to_proto(step: EnvironmentStep) -> environment_pb2.StepRequest:
     """Convert the arguments of a Step call."""
-    return environment_pb2.StepRequest(
-        session=step.session, turn=step.turn, token_ids=tensor_to_proto(step.token_ids)
-    )
+    return environment_pb2.StepRequest(session=step.session, turn=step.turn, token_ids=tensor_to_proto(step.token_ids))
 
 
 def environment_step_from_proto(message: environment_pb2.StepRequest) -> EnvironmentStep:

@@ -10,6 +10,7 @@ from quartet.config.algorithm import (
 )
 from quartet.config.deployment import (
     BufferConfig,
+    EnvironmentServiceConfig,
     GatewayConfig,
     GeneratorServiceConfig,
     OffloadConfig,
@@ -23,6 +24,7 @@ from quartet.config.deployment import (
     ServicesConfig,
     TimeoutsConfig,
 )
+from quartet.config.environment import EnvironmentConfig
 from quartet.config.guards import GuardConfig, GuardsConfig
 from quartet.config.loading import config_of, copy_sections, invalid_keys, load_config, parse_config
 from quartet.config.models import (
@@ -77,6 +79,8 @@ __all__ = [
     "CriticConfig",
     "DataConfig",
     "EngineServerConfig",
+    "EnvironmentConfig",
+    "EnvironmentServiceConfig",
     "EvaluationConfig",
     "GatewayConfig",
     "GeneratorServiceConfig",

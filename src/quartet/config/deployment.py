@@ -194,6 +194,26 @@ class GeneratorServiceConfig(Section):
     """HOST:PORT that serves only gRPC health checks, in plaintext, for probes. Null: no such port."""
 
 
+class EnvironmentServiceConfig(Section):
+    """Address of the environment service, which a run uses if rollout.max_turns is above 0."""
+
+    address: HostPort = None
+    """HOST:PORT of a service that already runs. One process has all sessions. Null: start it on this machine."""
+    listen: HostPort = None
+    """HOST:PORT to listen on. Port 0 selects a free port. Null: 127.0.0.1 with the port of `address`, or with a free port."""
+    num_threads: Annotated[int, Field(ge=1, le=1024)] | None = None
+    """Number of CPU threads of libraries in its processes. Null: 1."""
+    metrics_listen: HostPort = None
+    """HOST:PORT that serves Prometheus metrics. Port 0 selects a free port. Null: a free port on 127.0.0.1."""
+    health_listen: HostPort = None
+    """HOST:PORT that serves only gRPC health checks, in plaintext, for probes. Null: no such port."""
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """The address of a service that already runs, as a tuple."""
+        return () if self.address is None else (self.address,)
+
+
 class ServicesConfig(Section):
     """Addresses and hardware of the services."""
 
@@ -210,6 +230,8 @@ class ServicesConfig(Section):
     Generators may join and leave during a run. They are used beside those of rollout.generators."""
     generator: GeneratorServiceConfig = GeneratorServiceConfig()
     """Processes that generate, if rollout.generators or services.generators asks for them."""
+    environment: EnvironmentServiceConfig = EnvironmentServiceConfig()
+    """Process of the environment, if there is one."""
     orchestrator: OrchestratorServiceConfig = OrchestratorServiceConfig()
     """Process that runs the training loop."""
 

@@ -18,6 +18,7 @@ from quartet.config.deployment import (
     ServicesConfig,
     TimeoutsConfig,
 )
+from quartet.config.environment import EnvironmentConfig
 from quartet.config.guards import GuardsConfig
 from quartet.config.models import ActorConfig, CriticConfig, ReferenceConfig
 from quartet.config.rewards import RewardConfig, is_encrypted_or_local
@@ -39,6 +40,7 @@ class Config(Section):
     critic: CriticConfig = CriticConfig()
     reward: RewardConfig
     reference: ReferenceConfig = ReferenceConfig()
+    environment: EnvironmentConfig = EnvironmentConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     guards: GuardsConfig = GuardsConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -350,8 +352,24 @@ class Config(Section):
                         "security.allow_plaintext"
                     )
 
+    def _check_environment(self) -> None:
+        setting = f"rollout.max_turns {self.rollout.max_turns}"
+        if not self.has_environment:
+            if self.environment.class_name is not None:
+                raise ValueError(
+                    f"environment.class_name {self.environment.class_name}: not used with {setting}; set rollout.max_turns to "
+                    "the maximum number of turns, or remove it"
+                )
+            return
+        if self.environment.class_name is None and self.services.environment.address is None:
+            raise ValueError(
+                f"environment.class_name: missing; {setting} needs an environment: name its class, or set "
+                "services.environment.address to the address of one that runs"
+            )
+
     def _check_services(self) -> None:
         self._check_processes()
+        self._check_environment()
         for name in ("actor", "critic"):
             if not isinstance(getattr(self.services, name).address, str | None):
                 raise ValueError(
@@ -388,6 +406,11 @@ class Config(Section):
     def has_generators(self) -> bool:
         """Return whether generators in separate processes generate, instead of the actor."""
         return self.rollout.generators > 0 or bool(self.services.generators)
+
+    @property
+    def has_environment(self) -> bool:
+        """Return whether trajectories have turns with an environment, in a separate process."""
+        return self.rollout.max_turns > 0
 
     @property
     def critic_model(self) -> str:

@@ -163,6 +163,7 @@ def cache_key(settings: PromptSettings, digest: FileDigest) -> str | None:
         "endings": [suffix.lower() for suffix in settings.path.suffixes[-2:]],
         "tokenizer": tokenizer,
         "continue_final_message": settings.continue_final_message,
+        "opens_response": settings.opens_response,
     }
     if settings.limit is not None:
         content["limit"] = [settings.limit, settings.max_prompt_tokens, settings.truncation is not None]

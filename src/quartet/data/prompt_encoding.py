@@ -261,7 +261,7 @@ def _with_flags(
 def _ending(line: PromptLine, settings: PromptSettings) -> Ending:
     """Return what follows the messages of a line. Raises DataError if the assistant's last message is not to be continued."""
     if line.messages is None or line.messages[-1]["role"] != "assistant":
-        return "generation prompt"
+        return "generation prompt" if settings.opens_response else "nothing"
     if not settings.continue_final_message:
         raise DataError(
             f"{location(settings.path, line.line)}: the last message is the assistant's; set data.continue_final_message "

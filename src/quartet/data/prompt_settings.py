@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 class PromptSettings:
     """Settings of one prompts file. See ``quartet.config.DataConfig``.
 
-    ``model`` has the tokenizer. ``limit``: maximum number of prompts; later lines are not read.
+    ``model`` has the tokenizer. ``limit``: maximum number of prompts; later lines are not read. ``opens_response``: messages end
+    with the opening of a response; False leaves it to an environment.
     """
 
     path: Path
@@ -24,6 +25,7 @@ class PromptSettings:
     max_dropped_fraction: float = 1.0
     continue_final_message: bool = False
     limit: int | None = None
+    opens_response: bool = True
 
     @classmethod
     def for_training(cls, config: Config) -> PromptSettings:
@@ -47,4 +49,5 @@ class PromptSettings:
             data.max_dropped_fraction,
             data.continue_final_message,
             limit,
+            not (config.has_environment and config.environment.observations == "chat"),
         )

@@ -6,7 +6,7 @@ import importlib.util
 from collections.abc import Callable
 from shlex import quote
 
-from quartet.config import Config, ServiceConfig
+from quartet.config import Config, EnvironmentServiceConfig, ServiceConfig
 from quartet.errors import ConfigError
 from quartet.preflight.addresses import check_gateway, check_port
 from quartet.preflight.functions import check_function, named_functions
@@ -17,7 +17,7 @@ from quartet.preflight.prompts import check_prompts, count_prompts
 from quartet.run_directory.identity import Identity
 from quartet.run_directory.run_files import RunFiles
 from quartet.telemetry.sinks.configured import check_sinks
-from quartet.topology import listen_address, model_roles
+from quartet.topology import listen_address, service_roles
 from quartet.types import Role
 
 __all__ = [
@@ -58,10 +58,11 @@ def check_inputs(config: Config, report: Callable[[str], None] = lambda _: None)
         check_sinks(config)
     for key, function in named_functions(config).items():
         notes.append(check_function(key, function))
-    for role in model_roles(config):
-        service: ServiceConfig = getattr(config.services, role)
+    for role in service_roles(config):
+        service: ServiceConfig | EnvironmentServiceConfig = getattr(config.services, role)
         if service.address is None:
-            _check_nodes(role, service)
+            if isinstance(service, ServiceConfig):
+                _check_nodes(role, service)
             addresses = {
                 "listen": listen_address(service),
                 "metrics_listen": service.metrics_listen,
@@ -85,7 +86,7 @@ def _check_nodes(role: Role, service: ServiceConfig) -> None:
 
 def check_separate_orchestrator(config: Config) -> None:
     """Check that an orchestrator that is started separately knows the addresses of all services. Raises ConfigError."""
-    for role in model_roles(config):
+    for role in service_roles(config):
         if getattr(config.services, role).address is None:
             raise ConfigError(
                 f"services.{role}.address: null, but a separately started orchestrator needs it; set it "

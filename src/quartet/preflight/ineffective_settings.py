@@ -35,6 +35,10 @@ def _ineffective(config: Config) -> Iterator[tuple[str, tuple[str, ...], str]]:
         reason = "the actor serves the reference, with its adapter disabled"
         yield "reference", (), reason
         yield "services.reference", (), reason
+    if not config.has_environment:
+        reason = "rollout.max_turns is 0, so no environment is used"
+        yield "environment", (), reason
+        yield "services.environment", (), reason
     if not config.has_generators:
         reason = "the actor generates; set rollout.generators or services.generators for generators"
         yield "services.generator", (), reason

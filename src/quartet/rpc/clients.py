@@ -319,6 +319,12 @@ class ReferenceClient(ServiceClient):
         return PendingResult(pending, lambda response: codec.log_probs_from_proto(response, tokens))
 
 
+class EnvironmentStatusClient(ServiceClient):
+    """Client of the status of the environment service. ``EnvironmentClient`` makes its other calls."""
+
+    role = Role.ENVIRONMENT
+
+
 class OrchestratorClient:
     """Client of a run's orchestrator. All calls respond at once, also during a step."""
 

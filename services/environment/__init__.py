@@ -1,0 +1,1 @@
+"""The environment service: episodes of a user's environment class, for trajectories of several turns."""

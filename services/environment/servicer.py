@@ -1,0 +1,58 @@
+"""EnvironmentService: converts requests and responses."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import grpc
+
+from quartet import codec
+from quartet.environments.host import EnvironmentHost
+from quartet.types import Role, ServiceStatus
+from quartet.v1 import environment_pb2_grpc
+
+
+class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
+    """EnvironmentService for an EnvironmentHost. A call waits on its own thread for the environment."""
+
+    role = Role.ENVIRONMENT
+
+    def __init__(self, host: EnvironmentHost, threads: int) -> None:
+        """``threads``: CPU threads of libraries in the worker processes."""
+        self._host, self._threads = host, threads
+
+    def register(self, server: grpc.Server) -> None:
+        """Add this servicer to a server."""
+        environment_pb2_grpc.add_EnvironmentServiceServicer_to_server(self, server)
+
+    def status(self) -> ServiceStatus:
+        """Return the status of the host."""
+        return replace(self._host.status(), threads=self._threads)
+
+    def abandoned(self) -> tuple[str, float]:
+        """Return no abandoned work: every call of an environment has a time limit."""
+        return "", 0.0
+
+    def failure(self) -> str:
+        """Return no failure: a failed worker process is replaced."""
+        return ""
+
+    def close(self) -> None:
+        """End the worker processes."""
+        self._host.close()
+
+    def Reset(self, request: Any, context: grpc.ServicerContext) -> Any:
+        """Start an episode, or start it again."""
+        reset = codec.environment_reset_from_proto(request)
+        return codec.reset_reply_to_proto(self._host.reset(reset.session, reset.seed, reset.fields, reset.token_ids))
+
+    def Step(self, request: Any, context: grpc.ServicerContext) -> Any:
+        """Give the policy's turn to the environment."""
+        step = codec.environment_step_from_proto(request)
+        return codec.step_reply_to_proto(self._host.step(step.session, step.turn, step.token_ids))
+
+    def CloseSession(self, request: Any, context: grpc.ServicerContext) -> Any:
+        """End a session."""
+        self._host.close_session(codec.close_session_from_proto(request))
+        return codec.close_session_response()

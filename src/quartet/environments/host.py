@@ -1,0 +1,325 @@
+"""Environments of a user's class in worker processes, by session. Imports no torch.
+
+Each worker process has the environments of many sessions and makes one call at a time: most environments answer within
+microseconds, and a process for each of a thousand sessions would cost more than all of them. A call that takes too long ends its
+worker. The other sessions of that worker are lost with it, and their callers repeat them (see ``EnvironmentService``).
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import structlog
+
+from quartet.config import EnvironmentConfig
+from quartet.environments.hosting import Answer
+from quartet.environments.observations import TurnDecoder, UnusableObservation, create_encoder
+from quartet.errors import ConfigError, FunctionFailed, InvalidRequest, ServiceBusy, SessionLost
+from quartet.failpoints import failpoint
+from quartet.models.weights.tokenizer import load_tokenizer, tokenizer_fingerprint
+from quartet.rewards.function_worker import START_TIMEOUT, FunctionWorker
+from quartet.rewards.reward_source import parse_fields
+from quartet.types import EnvironmentReply, IntArray, Outcome, Role, ServiceStatus
+
+log = structlog.get_logger()
+
+HOSTING = "quartet.environments.hosting:call"
+"""Function that a worker process calls."""
+MAX_CALLS = 48
+"""Maximum calls at once, so that health and status always find a free thread."""
+CLOSE_SECONDS = 10.0
+"""Time for the close method of an environment."""
+
+
+class EnvironmentHost:
+    """The sessions of one environment class. Thread-safe."""
+
+    def __init__(self, config: EnvironmentConfig, model: str, clock: Callable[[], float] = time.monotonic) -> None:
+        """Load the tokenizer of ``model`` and start the workers. ``clock`` measures idle time, in seconds.
+
+        Raises ModelError; ConfigError if the class cannot be used. After an error no process is left.
+        """
+        if config.class_name is None:
+            raise ConfigError("environment.class_name: missing; name the class of the environment")
+        self._config, self._class, self._clock = config, config.class_name, clock
+        tokenizer = load_tokenizer(model)
+        template = config.chat_template.read_text(encoding="utf-8") if config.chat_template is not None else None
+        self._encoder = create_encoder(tokenizer, model, config.observations, template)
+        self._lock = threading.Lock()
+        self._sessions: dict[str, _Session] = {}
+        self._number = 0
+        self._calls = threading.BoundedSemaphore(MAX_CALLS)
+        self._pending = 0
+        self._closing = ThreadPoolExecutor(max_workers=1, thread_name_prefix="session-closer")
+        self._workers = _start_workers(self._class, config.num_workers)
+        self._decoder = TurnDecoder(tokenizer, self._workers[0].keeps_special_tokens)
+        self._status = ServiceStatus(
+            role=Role.ENVIRONMENT,
+            model=self._class,
+            device="cpu",
+            tokenizer_fingerprint=tokenizer_fingerprint(tokenizer),
+            vocabulary_size=len(tokenizer),
+        )
+
+    def reset(self, session: str, seed: int, fields: str, token_ids: IntArray) -> EnvironmentReply:
+        """Start the episode of a session, or start it again. See EnvironmentService. Raises InvalidRequest, ServiceBusy."""
+        (values,) = parse_fields([fields] if fields else (), 1)
+        request = ("reset", seed, fields, token_ids.tobytes())
+        with self._call("reset"):
+            own = self._open(session)
+            with own.lock:
+                own.check_open(session)
+                if own.turn == 0 and own.reply is not None and own.request == request:
+                    return own.reply
+                failpoint("environment.resetting")
+                arguments = {"name": self._class, "settings": self._config.arguments, "seed": seed, "fields": values}
+                answer = self._ask(session, own, "reset", arguments)
+                own.request, own.turn = request, 0
+                return self._answered(session, own, answer, self._encoder.first)
+
+    def step(self, session: str, turn: int, token_ids: IntArray) -> EnvironmentReply:
+        """Give the policy's turn to the environment. See EnvironmentService.
+
+        Raises SessionLost for an unknown session, InvalidRequest for another turn than the next or the last one.
+        """
+        request = ("step", turn, token_ids.tobytes())
+        with self._call("step"):
+            with self._lock:
+                own = self._sessions.get(session)
+            if own is None:
+                raise SessionLost(f"session {session}: unknown; it has expired, or this service was restarted")
+            with own.lock:
+                own.check_open(session)
+                if turn == own.turn and own.request == request and own.reply is not None:
+                    return own.reply
+                if turn != own.turn + 1 or own.ended:
+                    expected = "no further turn, because the episode is over" if own.ended else f"turn {own.turn + 1}"
+                    raise InvalidRequest(f"session {session}: got turn {turn}, expected {expected}, or the last call")
+                failpoint("environment.stepping")
+                text, last_id = self._decoder.text(token_ids), int(token_ids[-1])
+                answer = self._ask(session, own, "step", {"text": text})
+                if answer.get("unknown"):
+                    self._forget(session, own)
+                    raise SessionLost(f"session {session}: lost, because its worker process was replaced")
+                failpoint("environment.stepped")
+                own.request, own.turn = request, turn
+                return self._answered(session, own, answer, lambda value: self._encoder.next(value, last_id))
+
+    def close_session(self, session: str) -> None:
+        """End a session. A session that does not exist is no error."""
+        with self._lock:
+            own = self._sessions.pop(session, None)
+            if own is not None:
+                self._discard(own)
+
+    def status(self) -> ServiceStatus:
+        """Return the status of the service: the class, the vocabulary, and the load."""
+        busy: Counter[str] = Counter()
+        for worker in self._workers:
+            busy.update(worker.busy_seconds)
+        # The mean over the workers: their load is at most 1.
+        seconds = {kind: total / len(self._workers) for kind, total in busy.items()}
+        with self._lock:
+            return replace(
+                self._status, busy_seconds=seconds, work_pending=self._pending, open_sessions=len(self._sessions)
+            )
+
+    def close(self) -> None:
+        """End the worker processes. Running calls fail."""
+        self._closing.shutdown(wait=False, cancel_futures=True)
+        for worker in self._workers:
+            worker.close()
+
+    @contextmanager
+    def _call(self, method: str) -> Iterator[None]:
+        if not self._calls.acquire(blocking=False):
+            raise ServiceBusy(f"{method}: {MAX_CALLS} calls are pending already; send fewer at once")
+        with self._lock:
+            self._pending += 1
+        try:
+            yield
+        finally:
+            self._calls.release()
+            with self._lock:
+                self._pending -= 1
+
+    def _open(self, session: str) -> _Session:
+        """Return the session, new if there is none. Sessions that have ended or expired make room."""
+        now = self._clock()
+        with self._lock:
+            own = self._sessions.get(session)
+            if own is not None:
+                own.used = now
+                return own
+            if len(self._sessions) >= self._config.max_sessions:
+                self._make_room(now)
+            self._number += 1
+            worker = min(self._workers, key=lambda each: each.num_sessions)
+            worker.num_sessions += 1
+            own = self._sessions[session] = _Session(str(self._number), worker, now)
+            return own
+
+    def _make_room(self, now: float) -> None:
+        """Remove the session that ended first, or else the one that has been idle for longest. Raises ServiceBusy."""
+        limit = now - self._config.session_idle_seconds
+        removable = [
+            (not own.ended, own.used, name)
+            for name, own in self._sessions.items()
+            if own.ended or (own.used < limit and not own.lock.locked())
+        ]
+        if not removable:
+            raise ServiceBusy(
+                f"{len(self._sessions)} sessions are open already; raise environment.max_sessions, or close some"
+            )
+        self._discard(self._sessions.pop(min(removable)[2]))
+
+    def _forget(self, session: str, own: _Session) -> None:
+        """Remove a session, unless another one has its name now."""
+        with self._lock:
+            if self._sessions.get(session) is own:
+                del self._sessions[session]
+            self._discard(own)
+
+    def _discard(self, own: _Session) -> None:
+        """Close the environment of a session that was removed, on another thread: its worker may be busy. Needs the lock."""
+        if own.removed:
+            return
+        own.removed = True
+        own.worker.num_sessions -= 1
+        try:
+            self._closing.submit(self._close_environment, own)
+        except RuntimeError:  # The service ends.
+            return
+
+    def _close_environment(self, own: _Session) -> None:
+        try:
+            own.worker.call("close", {"session": own.key}, CLOSE_SECONDS)
+        except Exception as error:
+            log.warning("an environment does not close", error=str(error))
+
+    def _ask(self, session: str, own: _Session, method: str, arguments: dict[str, Any]) -> Answer:
+        """Return the answer of the session's environment. The failure of a call is an answer, too.
+
+        After any other error, the state of the environment is unknown, and the session is removed.
+        """
+        arguments = {"session": own.key, "quotes": self._config.quote_texts, **arguments}
+        try:
+            return own.worker.call(method, arguments, self._config.timeout_seconds)
+        except FunctionFailed as error:
+            # A process that ended by itself is a failure of the environment, which reward functions call a scorer error.
+            outcome = Outcome.TIMEOUT if error.outcome == Outcome.TIMEOUT else Outcome.ENVIRONMENT_ERROR
+            return {"outcome": outcome, "detail": str(error)}
+        except BaseException:
+            self._forget(session, own)
+            raise
+
+    def _answered(
+        self, session: str, own: _Session, answer: Answer, encode: Callable[[Any], IntArray]
+    ) -> EnvironmentReply:
+        """Convert an answer and remember it as the session's last."""
+        reply = self._reply(answer, encode)
+        if reply.outcome is not Outcome.OK:
+            log.warning("environment failed", session=session, outcome=reply.outcome, detail=reply.detail)
+        own.reply, own.used, own.ended = reply, self._clock(), reply.done
+        return reply
+
+    def _reply(self, answer: Answer, encode: Callable[[Any], IntArray]) -> EnvironmentReply:
+        if "outcome" in answer:
+            return EnvironmentReply.failed(Outcome(answer["outcome"]), f"{self._class}: {answer['detail']}")
+        try:
+            # Nothing follows the last turn, so an observation would not be read.
+            ids = np.zeros(0, np.int32) if answer["done"] else encode(answer["observation"])
+        except UnusableObservation as error:
+            return EnvironmentReply.failed(Outcome.ENVIRONMENT_ERROR, f"{self._class}: {error}")
+        reward = float(np.float32(answer["reward"]))
+        assert math.isfinite(reward), "the worker checks rewards"
+        return EnvironmentReply(ids, reward, answer["done"])
+
+
+@dataclass(slots=True)
+class _Session:
+    """One episode. ``lock`` is held during its calls."""
+
+    key: str
+    """Name of the episode in its worker. A session that starts again later has another one."""
+    worker: _Worker
+    used: float
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    request: tuple[Any, ...] = ()
+    turn: int = 0
+    reply: EnvironmentReply | None = None
+    ended: bool = False
+    removed: bool = False
+
+    def check_open(self, session: str) -> None:
+        """Raise SessionLost if the session was removed while this call waited for another one."""
+        if self.removed:
+            raise SessionLost(f"session {session}: was closed")
+
+
+class _Worker:
+    """A worker process with the environments of some sessions."""
+
+    def __init__(self, class_name: str) -> None:
+        """Start the process and import the class. Raises ConfigError."""
+        self._class = class_name
+        self.num_sessions = 0
+        self.busy_seconds: dict[str, float] = {"reset": 0.0, "step": 0.0, "close": 0.0}
+        self._lock = threading.Lock()
+        self._worker = FunctionWorker(HOSTING, "environment.class_name")
+        try:
+            self.keeps_special_tokens = self._import_class()
+        except BaseException:
+            self._worker.close()
+            raise
+        self._has_class = True
+
+    def call(self, method: str, arguments: dict[str, Any], timeout: float) -> Answer:
+        """Return the answer of a function of ``hosting``. Raises as ``FunctionWorker.call``. ``timeout`` in seconds."""
+        with self._lock:
+            if not self._has_class:
+                # The import in a new process is not part of the time of a call.
+                self._import_class()
+                self._has_class = True
+            start = time.perf_counter()
+            try:
+                answer: Answer = self._worker.call([method, arguments], timeout)
+                return answer
+            except FunctionFailed as error:
+                self._has_class = False
+                error.args = (str(error).replace(f"environment.class_name {HOSTING}: ", ""),)
+                raise
+            finally:
+                self.busy_seconds[method] += time.perf_counter() - start
+
+    def close(self) -> None:
+        """End the process."""
+        self._worker.close()
+
+    def _import_class(self) -> bool:
+        answer = self._worker.call(["describe", {"name": self._class}], START_TIMEOUT)
+        if "problem" in answer:
+            raise ConfigError(f"environment.class_name {self._class}: {answer['problem']}")
+        return bool(answer["keeps_special_tokens"])
+
+
+def _start_workers(class_name: str, count: int) -> list[_Worker]:
+    """Start the workers in parallel. After an error none is left."""
+    with ThreadPoolExecutor(max_workers=count) as pool:
+        starts = [pool.submit(_Worker, class_name) for _ in range(count)]
+    failures = [error for start in starts if (error := start.exception()) is not None]
+    if failures:
+        for start in starts:
+            if start.exception() is None:
+                start.result().close()
+        raise failures[0]
+    return [start.result() for start in starts]

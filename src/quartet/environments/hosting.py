@@ -1,0 +1,158 @@
+"""Calls of environments in a worker process. Standard library only. See ``quartet.environments.host`` for the other side."""
+
+from __future__ import annotations
+
+import math
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+from quartet.environments.environment import EnvironmentFailed
+from quartet.user_code import NotImportable, import_callable, location_of, text_of
+
+_OUTCOMES = ("timeout", "scorer_error", "sandbox_error", "environment_error", "cancelled", "refused")
+_LARGEST = 3.4028234663852886e38
+"""Maximum of float32."""
+
+Answer = dict[str, Any]
+"""``observation``, ``reward`` and ``done``; or ``outcome`` and ``detail`` of a failure; or ``unknown`` for a lost session."""
+
+_episodes: dict[str, Any] = {}
+"""The environments of this process, by session."""
+
+
+def call(method: str, arguments: dict[str, Any]) -> Answer:
+    """Call one of the functions below. The worker process calls this function only."""
+    return _METHODS[method](**arguments)
+
+
+def describe(name: str) -> Answer:
+    """Import the class ``name``. Return why it cannot be used as ``problem``, or its attributes."""
+    try:
+        kind = import_callable(name)
+    except NotImportable as error:
+        return {"problem": str(error)}
+    missing = [method for method in ("reset", "step") if not callable(getattr(kind, method, None))]
+    if not isinstance(kind, type) or missing:
+        return {
+            "problem": f"is not an environment: {'no method ' + missing[0] if missing else 'not a class'}; derive a class from "
+            "quartet.environments.Environment"
+        }
+    return {"keeps_special_tokens": bool(getattr(kind, "keeps_special_tokens", False))}
+
+
+def reset(session: str, name: str, settings: dict[str, Any], seed: int, fields: dict[str, Any], quotes: bool) -> Answer:
+    """Create the environment of a session, in the place of an earlier one, and reset it."""
+    close(session)
+
+    def start() -> Answer:
+        environment = import_callable(name)(**settings)
+        _episodes[session] = environment
+        return {"observation": _observation(environment.reset(seed, fields), "reset"), "reward": 0.0, "done": False}
+
+    return _guarded(session, start, quotes)
+
+
+def step(session: str, text: str, quotes: bool) -> Answer:
+    """Give a turn to the environment of a session."""
+    environment = _episodes.get(session)
+    if environment is None:
+        return {"unknown": True}
+
+    def take() -> Answer:
+        result = environment.step(text)
+        if not isinstance(result, tuple | list) or len(result) != 3:
+            raise _Malformed("step", result, "(observation, reward, done)")
+        observation, reward, done = result
+        return {
+            "observation": _observation(observation, "step"),
+            "reward": _number(reward),
+            "done": _flag(done),
+        }
+
+    return _guarded(session, take, quotes)
+
+
+def close(session: str) -> Answer:
+    """Close the environment of a session, if there is one."""
+    environment = _episodes.pop(session, None)
+    try:
+        if environment is not None and hasattr(environment, "close"):
+            environment.close()
+    except BaseException as error:  # The session is over in any case.
+        traceback.print_tb(error.__traceback__)
+        print(f"close raised {type(error).__name__}", file=sys.stderr)
+    return {}
+
+
+_METHODS: dict[str, Callable[..., Answer]] = {"describe": describe, "reset": reset, "step": step, "close": close}
+
+
+class _Malformed(Exception):
+    """A result of the environment that is not what it must return. The text quotes no observation."""
+
+    def __init__(self, method: str, value: Any, expected: str) -> None:
+        super().__init__(f"{method} returned {_shown(value)}, expected {expected}")
+
+
+def _guarded(session: str, work: Callable[[], Answer], quotes: bool) -> Answer:
+    """Return the answer of ``work``, or the outcome of its exception. A failed session is closed."""
+    try:
+        return work()
+    except _Malformed as error:
+        answer = {"outcome": "environment_error", "detail": str(error)}
+    except BaseException as error:  # sys.exit() of one episode is no reason to end the process.
+        explained = isinstance(error, EnvironmentFailed)
+        kind, text = type(error).__name__, text_of(error) if quotes or explained else ""
+        location = location_of(error)
+        traceback.print_tb(error.__traceback__)
+        print(f"{kind}: {text}" if text else kind, file=sys.stderr)
+        where = f" at {location}" if location else ""
+        outcome = getattr(error, "outcome", None)
+        answer = {
+            "outcome": outcome if outcome in _OUTCOMES else "environment_error",
+            "detail": text if explained and text else f"raised {kind}{where}{': ' + text if text else ''}",
+        }
+    close(session)
+    return answer
+
+
+def _observation(value: Any, method: str) -> str | list[dict[str, Any]]:
+    if value is None:
+        return ""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, tuple | list) and all(
+        isinstance(message, dict) and isinstance(message.get("role"), str) for message in value
+    ):
+        return list(value)
+    raise _Malformed(method, value, "an observation: text, or messages with role and content")
+
+
+def _number(value: Any) -> float:
+    if hasattr(value, "item"):
+        value = value.item()  # A number of NumPy or torch.
+    # A bool is an int in Python, but as a reward it is more likely a mistake, such as a swapped done.
+    if isinstance(value, bool) or not isinstance(value, int | float) or not -_LARGEST <= value <= _LARGEST:
+        raise _Malformed("step", value, "a finite number as the reward")
+    return float(value)
+
+
+def _flag(value: Any) -> bool:
+    if hasattr(value, "item"):
+        value = value.item()
+    if not isinstance(value, bool):
+        raise _Malformed("step", value, "true or false as done")
+    return value
+
+
+def _shown(value: Any) -> str:
+    """Describe a value without quoting text."""
+    if isinstance(value, str):
+        return f"a string of {len(value)} characters"
+    if isinstance(value, list | dict | tuple):
+        return f"a {type(value).__name__} of {len(value)}"
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return f"a value of type {type(value).__name__}"

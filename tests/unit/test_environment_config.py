@@ -1,0 +1,81 @@
+"""The config of environments: one switch, and the keys that need each other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quartet.config import Config, parse_config
+from quartet.data import PromptSettings
+from quartet.errors import ConfigError
+from quartet.preflight import check_separate_orchestrator
+from quartet.preflight.functions import named_functions
+from quartet.topology import listen_address, num_threads, service_roles
+from quartet.types import Role
+
+GAME = {"class_name": "my_game:Game"}
+TURNS = {"max_turns": 3}
+
+
+def config(**sections: Any) -> Config:
+    tree = {"data": {"prompts": "p.jsonl"}, "actor": {"model": "m"}, "reward": {"model": "r"}, **sections}
+    return parse_config(tree, "test")
+
+
+def test_the_number_of_turns_is_the_switch() -> None:
+    played = config(rollout=TURNS, environment=GAME)
+    assert played.has_environment
+    assert service_roles(played)[-1] is Role.ENVIRONMENT
+    assert named_functions(played)["environment.class_name"] == "my_game:Game"
+    assert num_threads(played, Role.ENVIRONMENT) == 1
+    assert listen_address(played.services.environment) == "127.0.0.1:0"
+    # An address that a deployment sets for all runs changes nothing without turns.
+    plain = config(services={"environment": {"address": "host:1"}})
+    assert not plain.has_environment
+    assert Role.ENVIRONMENT not in service_roles(plain)
+
+
+def test_an_environment_elsewhere_needs_no_class() -> None:
+    played = config(rollout=TURNS, services={"environment": {"address": "host:5"}})
+    assert played.has_environment
+    assert listen_address(played.services.environment) == "127.0.0.1:5"
+    assert "environment.class_name" not in named_functions(played)
+
+
+@pytest.mark.parametrize(
+    ("sections", "expected"),
+    [
+        ({"rollout": TURNS}, r"environment\.class_name: missing; rollout\.max_turns 3 needs an environment"),
+        ({"environment": GAME}, r"environment\.class_name my_game:Game: not used with rollout\.max_turns 0"),
+        ({"environment": {"class_name": "game"}}, r"environment\.class_name: expected package\.module:callable"),
+        ({"environment": {"arguments": {"a": 1}}}, r"arguments: not used without class_name"),
+        ({"environment": {**GAME, "arguments": {"a": {1, 2}}}}, r"environment\.arguments: expected values as in JSON"),
+        ({"environment": {**GAME, "chat_template": "t"}}, r"chat_template: not used with observations text"),
+        ({"environment": {**GAME, "num_workers": 0}}, r"environment\.num_workers"),
+        ({"environment": {**GAME, "timeout_seconds": 0}}, r"environment\.timeout_seconds"),
+    ],
+)
+def test_keys_that_do_not_fit_are_refused(sections: dict[str, Any], expected: str) -> None:
+    with pytest.raises(ConfigError, match=expected):
+        config(**sections)
+
+
+def test_a_separate_orchestrator_needs_the_address() -> None:
+    services: dict[str, Any] = {name: {"address": f"{name}:1"} for name in ("actor", "critic", "reward", "reference")}
+    played = config(rollout=TURNS, environment=GAME, services=services, buffer={"url": "redis://host:1/0"})
+    with pytest.raises(ConfigError, match=r"services\.environment\.address: null"):
+        check_separate_orchestrator(played)
+
+
+@pytest.mark.parametrize(("observations", "opens"), [("text", True), ("chat", False)])
+def test_the_environment_opens_the_first_turn_of_a_chat(observations: str, opens: bool) -> None:
+    played = config(rollout=TURNS, environment={**GAME, "observations": observations})
+    assert PromptSettings.for_training(played).opens_response is opens
+    assert PromptSettings(Path("p"), "m", 10).opens_response
+
+
+def test_arguments_are_json_of_any_depth() -> None:
+    arguments = {"a": 1, "b": [1.5, None, {"c": True}], "d": "text"}
+    assert config(rollout=TURNS, environment={**GAME, "arguments": arguments}).environment.arguments == arguments
