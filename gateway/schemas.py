@@ -418,6 +418,8 @@ class ServiceInfo(Model):
     """Fraction of the time since the last poll that the process was busy, 0 to 1; null at the first poll."""
     work_pending: int | None = None
     """Calls that wait for the process, including the one that it works on."""
+    open_sessions: int | None = None
+    """Open sessions of an environment."""
     trajectories: int | None = None
     """Trajectories that the orchestrator has assigned to a generator and that are not finished."""
     tokens_generated: int | None = None

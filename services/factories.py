@@ -34,6 +34,7 @@ from quartet.services.actor.rank_servers import join_ranks
 from quartet.services.actor.servicer import ActorServicer
 from quartet.services.critic.critic import Critic
 from quartet.services.critic.servicer import CriticServicer
+from quartet.services.generator.environment_access import environment_access
 from quartet.services.generator.generator import Generator
 from quartet.services.generator.torch_factory import create_torch_engine
 from quartet.services.memory_budget import UpdateLimits
@@ -102,6 +103,7 @@ def _build_actor(
     if config.rollout.engine == "torch":
         check_cacheable_config(config.actor.model)
     shares_weights = not detached and not config.has_generators
+    environment = environment_access(config, credentials)
     actor = Actor(
         config.actor.model_copy(update=concurrent),
         device,
@@ -119,6 +121,7 @@ def _build_actor(
         config.algorithm.policy_loss,
         workers,
         config.services.actor.offload,
+        environment,
     )
     if shares_weights:
         return ActorServicer(actor, compute, threads, monitor.is_lost, commands=commands)
@@ -138,7 +141,7 @@ def _build_actor(
         engine = DetachedTorchEngine(
             model, adapter, served.stop_ids, rollout.max_concurrent_sequences, rollout.merge_adapter
         )
-    generator = Generator(engine, served, ServiceStatus(Role.ACTOR), lambda run: access(run).rollouts)
+    generator = Generator(engine, served, ServiceStatus(Role.ACTOR), lambda run: access(run).rollouts, environment)
     own: LocalGenerator | EnginePublication
     if source is None:
         own = EnginePublication(engine, generator)

@@ -15,6 +15,7 @@ from quartet.errors import ConfigError
 from quartet.rpc.clients import WeightClient
 from quartet.rpc.compute_thread import ComputeThread
 from quartet.rpc.security.credentials import Credentials
+from quartet.services.generator.environment_access import environment_access
 from quartet.services.generator.generator import Generator
 from quartet.services.generator.servicer import GeneratorServicer
 from quartet.types import Role, ServiceStatus
@@ -33,7 +34,10 @@ def build_generator(
     client = connect(url)
     monitor = ConnectionMonitor(client, url)
     engine, model, status = create_engine(config)
-    generator = Generator(engine, model, status, lambda run: RolloutStream(client, url, run, monitor.mark_lost))
+    environment = environment_access(config, credentials)
+    generator = Generator(
+        engine, model, status, lambda run: RolloutStream(client, url, run, monitor.mark_lost), environment
+    )
 
     mirror = WeightMirror(capacity=config.rollout.max_off_policy_steps + 2)
     updates = ComputeThread() if config.rollout.in_flight_updates else None

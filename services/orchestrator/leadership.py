@@ -17,7 +17,7 @@ from quartet.run_directory.run_files import RunFiles
 from quartet.services.orchestrator.algorithm.state import AlgorithmState
 from quartet.services.orchestrator.checkpointing.recovery import Recovery, RecoveryPoint
 from quartet.services.orchestrator.telemetry.step_profiler import StepProfiler
-from quartet.topology import model_roles
+from quartet.topology import service_roles
 from quartet.types import Role
 
 log = structlog.get_logger()
@@ -82,7 +82,7 @@ def acquire_run_directory(config: Config) -> Iterator[Callable[[str], None]]:
         published: list[int] = []
 
         def publish_addresses(address: str) -> None:
-            addresses = {role: getattr(config.services, role).addresses for role in model_roles(config)}
+            addresses = {role: getattr(config.services, role).addresses for role in service_roles(config)}
             files.write_services({**addresses, Role.ORCHESTRATOR: (config.services.orchestrator.address or address,)})
             published.append(files.services.stat().st_ino)
 

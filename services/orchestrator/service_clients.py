@@ -15,6 +15,7 @@ from quartet.rpc.call_interceptors import CallTracer
 from quartet.rpc.clients import (
     ActorClient,
     CriticClient,
+    EnvironmentStatusClient,
     GenerationClient,
     ReferenceClient,
     RewardClient,
@@ -69,6 +70,9 @@ class ServiceClients:
         )
         self.critic: CriticClient | None = None
         self._reference: ReferenceReplicas | None = None
+        self._environment: EnvironmentStatusClient | None = None
+        if config.has_environment:
+            self._environment = EnvironmentStatusClient(self._address(Role.ENVIRONMENT), timeouts, credentials)
         if Role.CRITIC in self._roles:
             self.critic = CriticClient(self._address(Role.CRITIC), timeouts, credentials)
         if Role.REFERENCE in self._roles:
@@ -156,7 +160,13 @@ class ServiceClients:
 
     def _clients(self) -> list[_Client]:
         # The critic is initialised from the reward model by default. With the reward first, an error names a key of the config.
-        clients: list[_Client | None] = [self.actor, self.reward, self.critic, self._reference]
+        clients: list[_Client | None] = [
+            self.actor,
+            self.reward,
+            self.critic,
+            self._reference,
+            self._environment,
+        ]
         return [client for client in clients if client is not None]
 
     def _addresses(self, role: Role) -> tuple[str, ...]:
@@ -268,6 +278,12 @@ def check_agreement(statuses: ServiceStatuses, run: str, needs_reference: bool) 
     """
     actor = statuses[Role.ACTOR]
     for role, other in statuses.items():
+        if role is Role.ENVIRONMENT and other.tokenizer_fingerprint != actor.tokenizer_fingerprint:
+            raise MismatchError(
+                f"services.environment.address: the environment {other.model} there has another vocabulary "
+                f"({other.vocabulary_size} ids) than actor.model {actor.model} ({actor.vocabulary_size} ids); start it with this "
+                "run's actor.model, because its observations are token ids"
+            )
         if other.tokenizer_fingerprint != actor.tokenizer_fingerprint:
             # Known if this machine has the files of both models.
             difference = first_difference(Path(actor.model), Path(other.model))

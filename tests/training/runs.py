@@ -11,9 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import grpc
+
 from quartet.config import Config, load_config, parse_config
+from quartet.models.weights.tokenizer import load_tokenizer, tokenizer_fingerprint
 from quartet.rpc.compute_thread import ComputeThread
-from quartet.rpc.server import Server
+from quartet.rpc.server import HostedRole, Server
 from quartet.run_directory.run_files import RunFiles
 from quartet.services.factories import build_model_role
 from quartet.services.orchestrator.control.live_settings import LiveSettings
@@ -21,8 +24,8 @@ from quartet.services.orchestrator.control.progress import ProgressBoard
 from quartet.services.orchestrator.control.run_control import RunControl
 from quartet.services.orchestrator.run import TrainingRun, run_training
 from quartet.telemetry.step_metrics import is_measured
-from quartet.topology import model_roles
-from quartet.types import GeneratorInfo, Progress, Role
+from quartet.topology import service_roles
+from quartet.types import GeneratorInfo, Progress, Role, ServiceStatus
 
 
 @dataclass(frozen=True)
@@ -93,6 +96,28 @@ class ActiveRun:
         return Run(RunFiles(self.config.run_directory), self.board.current(), self.exit_codes[0])
 
 
+class EnvironmentStandIn:
+    """The status of an environment service. The tests give the actors an environment in their own process."""
+
+    role = Role.ENVIRONMENT
+
+    def __init__(self, config: Config) -> None:
+        fingerprint = tokenizer_fingerprint(load_tokenizer(config.actor.model))
+        self._status = ServiceStatus(Role.ENVIRONMENT, tokenizer_fingerprint=fingerprint)
+
+    def status(self) -> ServiceStatus:
+        return self._status
+
+    def register(self, server: grpc.Server) -> None:
+        """Offer no method besides the status."""
+
+    def abandoned(self) -> tuple[str, float]:
+        return "", 0.0
+
+    def close(self) -> None:
+        """Release nothing."""
+
+
 class Fleet:
     """The services of a run. Each can stop and start again at its address, with the initial weights."""
 
@@ -100,7 +125,7 @@ class Fleet:
         self._config = config
         self._servers: dict[Role, Server] = {}
         self._addresses: dict[Role, str] = {}
-        for role in model_roles(config):
+        for role in service_roles(config):
             self.start(role)
 
     @property
@@ -111,7 +136,12 @@ class Fleet:
 
     def start(self, role: Role, config: Config | None = None, compute: ComputeThread | None = None) -> None:
         """Start a service; ``config`` and ``compute`` override the config of the run and a new compute thread."""
-        built = build_model_role(role, config or self._config, compute or ComputeThread(), threads=1)
+        own = config or self._config
+        built: HostedRole = (
+            EnvironmentStandIn(own)
+            if role is Role.ENVIRONMENT
+            else build_model_role(role, own, compute or ComputeThread(), threads=1)
+        )
         self._servers[role] = Server([built], self._addresses.get(role, "127.0.0.1:0"))
         self._addresses[role] = self._servers[role].address
 

@@ -13,7 +13,6 @@ import pytest
 
 from quartet.run_directory.run_files import RunFiles
 from quartet.services import factories
-from quartet.services.actor.actor import Actor
 from quartet.services.generator.episodes import EnvironmentAccess
 from quartet.types import Role
 from tests.services.generator.environments import EchoEnvironment
@@ -25,6 +24,7 @@ STEPS = 4
 EPISODES: dict[str, Any] = {
     "run": {"steps": STEPS},
     "rollout": {"max_turns": 3, "max_turn_tokens": 6, "max_response_tokens": 24},
+    "environment": {"class_name": "quartet.environments.examples:WordPuzzle"},
     "checkpoint": {"every_steps": 2},
     "telemetry": {"tokens_every_steps": 1},
     "recovery": {"backoff_seconds": 0.01},
@@ -35,12 +35,8 @@ EPISODES: dict[str, Any] = {
 def environment(**options: Any) -> Iterator[EchoEnvironment]:
     """Give an environment to the actors that are created inside the context."""
     echo = EchoEnvironment(**options)
-
-    def create(*arguments: Any, **keywords: Any) -> Actor:
-        return Actor(*arguments, **keywords, environment=EnvironmentAccess(echo, 6))
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(factories, "Actor", create)
+        patch.setattr(factories, "environment_access", lambda config, credentials: EnvironmentAccess(echo, 6))
         yield echo
 
 

@@ -9,7 +9,7 @@ import { bytes, duration, number, percent, plural, seconds, whole, words } from 
 import { icon } from "../icons.js";
 
 const POLL_INTERVAL_MS = 2500;
-const ORDER = ["orchestrator", "actor", "generator", "critic", "reward", "reference", "redis"];
+const ORDER = ["orchestrator", "actor", "generator", "critic", "reward", "reference", "environment", "redis"];
 const BUSY = ["blue", "orange", "green", "pink", "yellow", "grey"];
 
 /** Draw the page; `signal` ends it. */
@@ -106,6 +106,7 @@ function card(service) {
       ["Device", [service.device, service.dtype].filter(Boolean).join(", ") || null],
       ["Parameters", service.parameters === null ? null : whole(service.parameters)],
       ["Policy version", service.policy_version === null ? null : whole(service.policy_version)],
+      ["Open sessions", service.open_sessions === null ? null : whole(service.open_sessions)],
       ["Step", service.step === null ? null : whole(service.step)],
       ["Micro-batch", microBatch(service)],
       ["Published", publication(service)],

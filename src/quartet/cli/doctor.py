@@ -192,6 +192,7 @@ def _requirements(config: Config) -> Iterator[Finding]:
         port = listen if ":" in listen else f"a free port of {listen}"
         detail = f"{place}, listens on {port}{_memory(config, role)}{_update_memory(config, role)}"
         yield Finding(role, not missing, f"{detail}; CUDA devices {missing} do not exist" if missing else detail)
+    yield from _environment_service(config)
     yield from _running_generators(config)
     if config.rollout.generators:
         yield from _local_generators(config)
@@ -208,6 +209,19 @@ def _requirements(config: Config) -> Iterator[Finding]:
         )
     if config.buffer.url is not None:
         yield _buffer(config)
+
+
+def _environment_service(config: Config) -> Iterator[Finding]:
+    """Check the address of the environment service, or name its class."""
+    if not config.has_environment:
+        return
+    address, environment = config.services.environment.address, config.environment
+    if address is None:
+        yield Finding("environment", True, f"{environment.class_name} in {environment.num_workers} worker processes")
+    else:
+        responds = accepts_connections(address)
+        seen = f"{address} responds" if responds else f"no service responds at {address}; start it"
+        yield Finding("environment", responds, seen)
 
 
 def _running_generators(config: Config) -> Iterator[Finding]:

@@ -37,6 +37,8 @@ FAILURE_DRAIN_SECONDS = 1.0
 """Seconds that the other processes have to end after one has failed, before they are killed."""
 PRELOADED = (
     "quartet.services.factories",
+    "quartet.environments.host",
+    "quartet.services.environment.servicer",
     "quartet.services.observability",
     "quartet.services.orchestrator.run",
     "quartet.services.orchestrator.servicer",
@@ -94,12 +96,13 @@ class Launcher:
             self._services.append(
                 GatewayProcess.for_run(self._config, self._config_path, self._children_url, self._logs / "gateway.log")
             )
+        self._start_environment(report)
         for role in model_roles(self._config):
             service: ServiceConfig = getattr(self._config.services, role)
             if service.address is not None:
                 self.addresses[role] = service.addresses
             else:
-                self._start_service(role, [])
+                self._start_service(role, self._environment_settings)
         for index in range(self._config.rollout.generators):
             self._start_generator(index)
         self._wait_until_ready(report)
@@ -120,6 +123,23 @@ class Launcher:
         for message in self._messages:
             log.warning("start repaired", message=message)
         log.info("supervision started", processes=[process.name for process in self._processes()])
+
+    def _start_environment(self, report: Callable[[str], None]) -> None:
+        """Start the environment service, if there is one, and wait for its address, which processes that generate need."""
+        if not self._config.has_environment:
+            return
+        address = self._config.services.environment.address
+        if address is not None:
+            self.addresses[Role.ENVIRONMENT] = (address,)
+            return
+        self._start_service(Role.ENVIRONMENT, [])
+        self._wait_until_ready(report)
+
+    @property
+    def _environment_settings(self) -> list[str]:
+        """The command-line arguments that name the environment service; none without one."""
+        addresses = self.addresses.get(Role.ENVIRONMENT, ())
+        return _settings([f"services.environment.address={address}" for address in addresses])
 
     def _start_buffer(self) -> None:
         url = buffer_url(self._config, self.credentials.folder)
@@ -153,6 +173,7 @@ class Launcher:
                 "rollout.generators=1",
             ]
         )
+        settings += self._environment_settings
         module = ["quartet.services", Role.GENERATOR.value, "--config", str(self._config_path), *settings]
         name = f"{Role.GENERATOR}-{index}"
         python = self._config.services.generator.python

@@ -13,13 +13,13 @@ from quartet.config import Config
 from quartet.errors import ConfigError
 from quartet.rpc.security.allow_list import GATEWAY, OPERATOR, PROCESSES
 from quartet.secret_files import check_certificate, read_token
-from quartet.topology import check_listen_address, listen_address, model_roles
+from quartet.topology import check_listen_address, listen_address, service_roles
 from quartet.types import Role
 
 
 def local_processes(config: Config) -> tuple[str, ...]:
     """Return the processes that `quartet train` starts on this machine, and itself."""
-    roles = [role for role in model_roles(config) if getattr(config.services, role).address is None]
+    roles = [role for role in service_roles(config) if getattr(config.services, role).address is None]
     roles += [Role.GENERATOR] if config.rollout.generators else []
     return (OPERATOR, *roles, Role.ORCHESTRATOR, *([GATEWAY] if config.gateway.enabled else []))
 
@@ -43,7 +43,7 @@ def check_access(config: Config) -> list[str]:
 def _check_addresses(config: Config) -> None:
     encrypted, allowed = config.security.certificates is not None, config.security.allow_plaintext
     generators = (Role.GENERATOR,) if config.has_generators else ()
-    for role in (*model_roles(config), *generators, Role.ORCHESTRATOR):
+    for role in (*service_roles(config), *generators, Role.ORCHESTRATOR):
         service = getattr(config.services, role)
         local = config.rollout.generators > 0 if role is Role.GENERATOR else getattr(service, "address", None) is None
         if _is_distributed(config) or local:
