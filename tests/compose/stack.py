@@ -26,6 +26,7 @@ SECRETS: dict[str, set[str]] = {
     "reward": {"rpc"},
     "reference": {"rpc"},
     "generator": {"redis", "rpc"},
+    "environment": {"rpc"},
     "orchestrator": {"redis", "rpc"},
     "gateway": {"redis", "rpc", "gateway", "viewer"},
     "prometheus": {"viewer"},

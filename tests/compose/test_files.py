@@ -144,6 +144,7 @@ def test_a_service_may_write_only_the_runs_or_its_volume() -> None:
         "reward": set(),
         "reference": set(),
         "generator": set(),
+        "environment": set(),
         "redis": {"/data"},
         "prometheus": {"/prometheus"},
         "grafana": {"/var/lib/grafana"},
@@ -376,3 +377,17 @@ def test_the_build_context_has_only_the_files_that_images_copy() -> None:
     }
     assert {name for name in copied if not name.startswith("docker/redis/")} | {"docker/redis"} == included
     assert all((ROOT / name).exists() for name in copied)
+
+
+@pytest.mark.parametrize("devices", ["gpu", "cpu"])
+@pytest.mark.parametrize("security", ["plaintext", "tls"])
+def test_turns_use_the_environment_and_other_runs_do_not(tmp_path: Path, devices: str, security: str) -> None:
+    config = deployment(tmp_path, "ppo", devices, security)
+    assert not config.has_environment
+    config = config.model_copy(update={"rollout": config.rollout.model_copy(update={"max_turns": 3})})
+    check_separate_orchestrator(config)
+    service = config.services.environment
+    assert (service.address, service.listen) == ("environment:50051", "0.0.0.0:50051")
+    assert (service.metrics_listen, service.health_listen) == ("0.0.0.0:9100", "0.0.0.0:9101")
+    assert SERVICES["environment"]["profiles"] == ["environment"]
+    assert "add environment to COMPOSE_PROFILES" in (ROOT / ".env.example").read_text()

@@ -21,7 +21,7 @@ import yaml
 
 from quartet.config import Config, load_config
 from quartet.run_directory.run_files import FIRST_CONFIG_LINE
-from quartet.topology import model_roles
+from quartet.topology import service_roles
 from tests.e2e.commands import wait_until
 
 ROOT = Path(__file__).parents[2]
@@ -284,7 +284,7 @@ def test_the_overlay_has_the_address_of_each_role(job: Job, name: str) -> None:
     status, stderr = job.run(path, ORCHESTRATOR="exit 7")
     assert (status, stderr) == (7, ""), "the job's status is the orchestrator's"
     config = job.deployment(path)
-    assert set(ROLE_NODES[name]) == set(model_roles(config))
+    assert set(ROLE_NODES[name]) == set(service_roles(config))
 
     steps: dict[str, list[str]] = {}
     for call in job.calls_of("srun"):
@@ -313,7 +313,7 @@ def test_the_overlay_has_the_address_of_each_role(job: Job, name: str) -> None:
 
 def _listen_addresses(config: Config) -> list[str]:
     services = {
-        str(getattr(config.services, role).listen): getattr(config.services, role) for role in model_roles(config)
+        str(getattr(config.services, role).listen): getattr(config.services, role) for role in service_roles(config)
     }
     processes = [*services.values(), config.services.orchestrator]
     return [

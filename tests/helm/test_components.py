@@ -10,10 +10,14 @@ import pytest
 import yaml
 
 from quartet.config import Config, load_config
-from quartet.topology import model_roles
+from quartet.topology import service_roles
 from tests.helm.rendering import EXAMPLES, Manifest, Values, changed, example, manifests, of_kind, pod_templates
 
 LORA = {"model": "models/policy", "lora": {"rank": 8}}
+TURNS: dict[str, Any] = {
+    "config__rollout__max_turns": 3,
+    "config__environment": {"class_name": "my_game:Game"},
+}
 RUNS: dict[str, Values] = {
     **{name: example(name) for name in EXAMPLES},
     **{
@@ -36,6 +40,7 @@ RUNS: dict[str, Values] = {
     "adapter and reference": changed(
         "single-node-4-gpus", config__actor=LORA, config__reference={"model": "models/reference"}
     ),
+    "environment": changed("cpu-kind", **TURNS),
     "adapter is null": changed("single-node-4-gpus", config__actor={"model": "models/policy", "lora": None}),
 }
 
@@ -72,7 +77,7 @@ def test_the_pods_run_the_roles_of_the_config(name: str, tmp_path: Path) -> None
     config = load_config(tmp_path / "config.yaml", layers=[tmp_path / "deployment.yaml"])
     result = sorted(role for container in containers(RUNS[name]).values() for role in roles_of(container))
     generators = ["generator"] if name in ("vllm-generators", "leader-worker-set") else []
-    assert result == sorted([*(role.value for role in model_roles(config)), *generators, "orchestrator"])
+    assert result == sorted([*(role.value for role in service_roles(config)), *generators, "orchestrator"])
 
 
 def test_roles_of_one_pod_share_its_certificate() -> None:
@@ -215,6 +220,27 @@ def test_the_config_names_the_generators_and_starts_none(tmp_path: Path) -> None
     assert config.rollout.generators == 0
     assert config.services.generator.listen == "0.0.0.0:50051"
     assert config.services.generator.devices == (0,)
+
+
+def test_the_environment_has_the_models_but_neither_gpu_nor_buffer(tmp_path: Path) -> None:
+    values = changed("single-node-4-gpus", **TURNS)
+    result = manifests(values)
+    deployment = of_kind(result, "Deployment")["quartet-environment"]["spec"]
+    (container,) = deployment["template"]["spec"]["containers"]
+    assert (deployment["replicas"], container["args"][0]) == (1, "environment")
+    assert "nvidia.com/gpu" not in container["resources"]["limits"]
+    mounted = _volumes(deployment["template"])
+    assert not [name for name in mounted if "runs" in name or "redis" in name]
+    assert [name for name in mounted if "models" in name]
+    for name, text in files(values).items():
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    config = load_config(tmp_path / "config.yaml", [], [tmp_path / "deployment.yaml"])
+    assert config.services.environment.address == "quartet-environment:50051"
+
+
+def test_turns_without_the_component_of_the_environment_are_refused() -> None:
+    with pytest.raises(helm_python.HelmError, match="no enabled component has the role environment"):
+        manifests(changed("cpu-kind", components__environment={"enabled": False}, **TURNS))
 
 
 @pytest.mark.parametrize(

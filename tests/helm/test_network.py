@@ -129,6 +129,12 @@ CASES: dict[str, Values] = {
         components__actor={"roles": ["actor", "reference"]},
         components__reference={"enabled": False},
     ),
+    **{
+        f"environment, {name}": changed(
+            name, config__rollout__max_turns=3, config__environment={"class_name": "my_game:Game"}
+        )
+        for name in ("cpu-kind", "vllm-generators")
+    },
     "no gateway": changed("cpu-kind", components__gateway={"enabled": False}),
 }
 

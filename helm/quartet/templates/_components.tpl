@@ -7,7 +7,7 @@ All other templates loop over this map.
 {{- $absent := include "quartet.absentRoles" . | fromJsonArray -}}
 {{- $componentsByName := dict -}}
 {{- $componentOfRole := dict -}}
-{{- range $name := list "actor" "critic" "reward" "reference" "generator" "orchestrator" "gateway" -}}
+{{- range $name := list "actor" "critic" "reward" "reference" "generator" "environment" "orchestrator" "gateway" -}}
 {{- /* Null removes the default, and so disables the component. */ -}}
 {{- $values := default (dict "enabled" false) (get $root.Values.components $name) -}}
 {{- $component := mergeOverwrite (deepCopy $root.Values.defaults) (deepCopy $values) -}}
@@ -31,7 +31,7 @@ All other templates loop over this map.
 {{- $_ := set $componentsByName $name $component -}}
 {{- end -}}
 {{- end -}}
-{{- range list "actor" "critic" "reward" "reference" "orchestrator" -}}
+{{- range list "actor" "critic" "reward" "reference" "environment" "orchestrator" -}}
 {{- if not (or (has . $absent) (hasKey $componentOfRole .)) -}}
 {{- fail (printf "components: no enabled component has the role %s, which this run needs; enable components.%s, or add the role to the roles of another component" . .) -}}
 {{- end -}}
@@ -48,7 +48,7 @@ All other templates loop over this map.
 {{- $componentsByName | toJson -}}
 {{- end -}}
 
-{{/* Roles that this run does not need, as has_critic and has_reference of the config tree. */}}
+{{/* Roles that this run does not need, as has_critic, has_reference and has_environment of the config tree. */}}
 {{- define "quartet.absentRoles" -}}
 {{- $absent := list -}}
 {{- $withCritic := (.Files.Get "files/estimators.json" | fromJson).with_critic -}}
@@ -56,6 +56,7 @@ All other templates loop over this map.
 {{- if not (or (has (dig "algorithm" "estimator" "gae" .Values.config) $withCritic) $custom.needs_critic) }}{{ $absent = append $absent "critic" }}{{ end -}}
 {{- $lora := dig "actor" "lora" nil .Values.config -}}
 {{- if and (not (kindIs "invalid" $lora)) (empty (dig "reference" "model" "" .Values.config)) }}{{ $absent = append $absent "reference" }}{{ end -}}
+{{- if not (gt (int (dig "rollout" "max_turns" 0 .Values.config)) 0) }}{{ $absent = append $absent "environment" }}{{ end -}}
 {{- $absent | toJson -}}
 {{- end -}}
 
@@ -65,6 +66,7 @@ All other templates loop over this map.
 {{- $trained := or (has "actor" $roles) (has "critic" $roles) -}}
 {{- $scoring := and (not $trained) (or (has "reward" $roles) (has "reference" $roles)) -}}
 {{- $generating := has "generator" $roles -}}
+{{- $playing := has "environment" $roles -}}
 {{- $nodes := int (default 1 $component.nodes) -}}
 {{- $ranks := max 1 (int $component.gpus) (int (default 1 (default dict (get (default dict $root.Values.config.services) (first $roles))).processes)) -}}
 {{- $grouped := and (or $trained $scoring) (gt (mul $nodes $ranks) 1) -}}
@@ -104,7 +106,7 @@ All other templates loop over this map.
 {{- $grace := kindIs "invalid" $component.terminationGracePeriodSeconds | ternary (add $drain 30) $component.terminationGracePeriodSeconds -}}
 {{- $period := int $component.probes.startup.periodSeconds -}}
 {{- $patience := $component.probes.startup.failureThreshold -}}
-{{- $load := or $trained $scoring $generating | ternary (dig "load_seconds" 600 $times) 300 -}}
+{{- $load := or $trained $scoring $generating $playing | ternary (dig "load_seconds" 600 $times) 300 -}}
 {{- if kindIs "invalid" $patience }}{{ $patience = max 3 (ceil (divf $load $period)) }}{{ end -}}
 {{- dict
   "name" $name
@@ -113,6 +115,7 @@ All other templates loop over this map.
   "trained" $trained
   "scoring" $scoring
   "generating" $generating
+  "playing" $playing
   "replicated" (and (or $scoring $generating) (eq $nodes 1))
   "model" (or $trained $scoring $generating)
   "nodes" $nodes

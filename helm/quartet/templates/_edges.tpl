@@ -7,7 +7,7 @@ Port 0 means all ports.
 {{- $edges := list -}}
 {{- $components := include "quartet.components" . | fromJson -}}
 {{- range $name, $component := $components -}}
-{{- if $component.model -}}
+{{- if or $component.model $component.playing -}}
 {{- $edges = append $edges (dict "from" "orchestrator" "to" $name "port" 50051) -}}
 {{- end -}}
 {{- if ne $name "gateway" -}}
@@ -19,6 +19,12 @@ Port 0 means all ports.
 {{- if $component.generating -}}
 {{- range $source, $other := $components -}}
 {{- if or (has "actor" $other.roles) $other.generating }}{{ $edges = append $edges (dict "from" $name "to" $source "port" 50051) }}{{ end -}}
+{{- end -}}
+{{- end -}}
+{{- /* The processes that generate play the episodes. */ -}}
+{{- if $component.playing -}}
+{{- range $source, $other := $components -}}
+{{- if or (has "actor" $other.roles) $other.generating }}{{ $edges = append $edges (dict "from" $source "to" $name "port" 50051) }}{{ end -}}
 {{- end -}}
 {{- end -}}
 {{- /* Rendezvous, gloo and NCCL between the pods of one group. gloo and NCCL listen on any free port. */ -}}

@@ -159,7 +159,7 @@ spec:
 {{/* Volumes that a component needs. */}}
 {{- define "quartet.claims" -}}
 {{- $claims := list -}}
-{{- if or .model (eq .name "orchestrator") }}{{ $claims = append $claims "models" }}{{ end -}}
+{{- if or .model .playing (eq .name "orchestrator") }}{{ $claims = append $claims "models" }}{{ end -}}
 {{- if eq .name "orchestrator" }}{{ $claims = append $claims "data" }}{{ end -}}
 {{- if and .usesBuffer (not .generating) }}{{ $claims = append $claims "runs" }}{{ end -}}
 {{- toJson $claims -}}
