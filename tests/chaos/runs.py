@@ -60,12 +60,12 @@ class Result:
 class ChaosSetup:
     """Folder with the toy task, the config, and the undisturbed run of each seed, which all cases share."""
 
-    def __init__(self, folder: Path, stale: bool = False, ranks: int = 1) -> None:
-        """``stale``: train one step off-policy. ``ranks``: processes of actor and of critic."""
+    def __init__(self, folder: Path, stale: bool = False, ranks: int = 1, turns: int = 0) -> None:
+        """``stale``: train one step off-policy. ``ranks``: processes of actor and of critic. ``turns``: with an environment."""
         self.folder = folder.absolute()
         self.folder.mkdir(parents=True, exist_ok=True)
         toy_task = self._toy_task()
-        tree = {
+        tree: dict[str, Any] = {
             "run": {"name": RUN, "steps": STEPS},
             "data": {"prompts": str(toy_task.prompts), "max_prompt_tokens": 24},
             # An adaptive KL coefficient and running score statistics are state that a resumed run could lose.
@@ -91,6 +91,13 @@ class ChaosSetup:
                 for role in ("actor", "critic", "reward", "reference")
             },
         }
+        if turns:
+            tree["rollout"] |= {"max_turns": turns, "max_turn_tokens": 6, "max_response_tokens": 24}
+            tree["environment"] = {
+                "class_name": "quartet.environments.examples:WordPuzzle",
+                "arguments": {"turns": turns},
+                "num_workers": 2,
+            }
         self.config = self.folder / "chaos.yaml"
         self.config.write_text(yaml.safe_dump(tree, sort_keys=False))
 

@@ -1,0 +1,120 @@
+"""Create the models and prompts of the multi-turn examples, from nothing, in about a minute on one core.
+
+    python examples/multi_turn/prepare.py runs/multi-turn
+
+writes OUT/guessing/{policy,prompts.jsonl} and OUT/calculator/{policy,prompts.jsonl}. Each policy is a small Llama that has
+learned the form of an episode from random play: it guesses without regard to the answers, and it calls the calculator with errors.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from quartet.atomic_directory import staged_directory
+from quartet.errors import QuartetError
+from quartet.models import pretraining
+from quartet.models.pretraining import Schedule, Shape
+
+EPISODES = 6000
+SHAPE = Shape(hidden=64, layers=2, heads=4, positions=160)
+HIGH, TURNS = 7, 3
+HIGHER, LOWER = " higher :", " lower :"
+"""As in guessing.yaml."""
+PROMPT = f"guess a number from 1 to {HIGH} :"
+CALL = '<tool_call>{"name": "calculate", "arguments": {"expression": "%s"}}</tool_call>'
+DIRECT, CORRECT = 0.5, 0.6
+"""Fraction of episodes that answer without the tool, and of calls and copies without an error."""
+
+
+@dataclass(frozen=True, slots=True)
+class Episode:
+    """Texts of one episode: the prompt, then turns of the policy, each with the observation after it, empty at the end."""
+
+    prompt: str
+    turns: tuple[tuple[str, str], ...]
+
+
+def guessing(draw: random.Random) -> Episode:
+    """Return an episode of random guesses with true answers."""
+    number, turns = draw.randint(1, HIGH), []
+    for turn in range(TURNS):
+        guess = draw.randint(1, HIGH)
+        ends = guess == number or turn == TURNS - 1
+        turns.append((f" {guess}", "" if ends else HIGHER if number > guess else LOWER))
+        if ends:
+            break
+    return Episode(PROMPT, tuple(turns))
+
+
+def calculation(draw: random.Random) -> tuple[str, str, int]:
+    """Return a prompt, its expression and its answer."""
+    one, other = draw.randint(10, 99), draw.randint(10, 99)
+    return f"{one} + {other} =", f"{one} + {other}", one + other
+
+
+def calculating(draw: random.Random) -> Episode:
+    """Return an episode that guesses the answer, or calls the calculator, with errors."""
+    prompt, expression, answer = calculation(draw)
+    if draw.random() < DIRECT:
+        return Episode(prompt, ((f" {draw.randint(20, 198)}", ""),))
+    if draw.random() > CORRECT:
+        _, expression, answer = calculation(draw)
+    copied = answer if draw.random() < CORRECT else draw.randint(20, 198)
+    return Episode(prompt, ((CALL % expression, f" {answer}"), (f" {copied}", "")))
+
+
+def prepare(folder: Path, play: Callable[[random.Random], Episode], prompts: list[dict[str, object]], steps: int) -> None:
+    """Write a policy that has learned episodes of ``play``, and prompts."""
+    draw = random.Random(0)
+    episodes = [play(draw) for _ in range(EPISODES)]
+    texts = [text for episode in episodes for text in (episode.prompt, *(part for turn in episode.turns for part in turn))]
+    tokenizer = pretraining.train_tokenizer([text for text in texts if text], 512)
+
+    def ids(episode: Episode) -> list[int]:
+        # Each part is encoded separately, as in a run. A turn ends with EOS.
+        parts = [episode.prompt]
+        result = list(pretraining.encode(tokenizer, parts, eos=False)[0])
+        for turn, observation in episode.turns:
+            result += pretraining.encode(tokenizer, [turn], eos=True)[0]
+            if observation:
+                result += pretraining.encode(tokenizer, [observation], eos=False)[0]
+        return result
+
+    schedule = Schedule(steps=steps, learning_rate=5e-3, weight_decay=0.0)
+    policy = pretraining.train_causal_lm([ids(episode) for episode in episodes], tokenizer, SHAPE, schedule, seed=0)
+    pretraining.save_checkpoint(policy, tokenizer, folder / "policy")
+    with (folder / "prompts.jsonl").open("w", encoding="utf-8") as file:
+        file.writelines(json.dumps(prompt) + "\n" for prompt in prompts)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the program. The exit status is 0, or 2 for invalid input, with one line on stderr."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--steps", type=int, default=600, help="training steps of each policy")
+    options = parser.parse_args(arguments)
+    draw = random.Random(1)
+    sums = [{"text": prompt, "answer": answer} for prompt, _, answer in (calculation(draw) for _ in range(512))]
+    try:
+        for name, play, prompts in (
+            ("guessing", guessing, [{"text": PROMPT}] * 256),
+            ("calculator", calculating, sums),
+        ):
+            options.out.mkdir(parents=True, exist_ok=True)
+            with staged_directory(options.out / name) as folder:
+                prepare(folder, play, list(prompts), options.steps)
+            print(f"{options.out / name}: policy and prompts.jsonl")
+    except QuartetError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
