@@ -69,11 +69,15 @@ def calculating(draw: random.Random) -> Episode:
     return Episode(prompt, ((CALL % expression, f" {answer}"), (f" {copied}", "")))
 
 
-def prepare(folder: Path, play: Callable[[random.Random], Episode], prompts: list[dict[str, object]], steps: int) -> None:
+def prepare(
+    folder: Path, play: Callable[[random.Random], Episode], prompts: list[dict[str, object]], steps: int
+) -> None:
     """Write a policy that has learned episodes of ``play``, and prompts."""
     draw = random.Random(0)
     episodes = [play(draw) for _ in range(EPISODES)]
-    texts = [text for episode in episodes for text in (episode.prompt, *(part for turn in episode.turns for part in turn))]
+    texts = [
+        text for episode in episodes for text in (episode.prompt, *(part for turn in episode.turns for part in turn))
+    ]
     tokenizer = pretraining.train_tokenizer([text for text in texts if text], 512)
 
     def ids(episode: Episode) -> list[int]:

@@ -11,8 +11,12 @@ TURNS = 2
 """Turns of an episode. The word puzzle ends after as many, or when it is solved."""
 ENVIRONMENT = "environment"
 RESETTING = Moment("resetting", "environment.resetting", per_step=PROMPTS_PER_STEP, nth=5)
-STEPPING = Moment("environment-stepping", "environment.stepping", per_step=PROMPTS_PER_STEP * TURNS, nth=PROMPTS_PER_STEP + 3)
-STEPPED = Moment("environment-stepped", "environment.stepped", per_step=PROMPTS_PER_STEP * TURNS, nth=PROMPTS_PER_STEP + 3)
+STEPPING = Moment(
+    "environment-stepping", "environment.stepping", per_step=PROMPTS_PER_STEP * TURNS, nth=PROMPTS_PER_STEP + 3
+)
+STEPPED = Moment(
+    "environment-stepped", "environment.stepped", per_step=PROMPTS_PER_STEP * TURNS, nth=PROMPTS_PER_STEP + 3
+)
 GENERATING = Moment("generating", "actor.generating")
 UPDATING = Moment("stepping", "actor.stepping", per_step=MINI_BATCHES, nth=2)
 CASES = (

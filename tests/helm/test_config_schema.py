@@ -97,7 +97,8 @@ FULL_CONFIG: dict[str, Any] = Config.model_validate(changed("cpu-kind")["config"
 SECTIONS = ("buffer", "security", "gateway", "services")
 ALLOWED = {"config__gateway__max_requests_per_second"}
 ALLOWED |= {
-    f"config__services__{role}__num_threads" for role in ("actor", "critic", "reward", "reference", "generator", "environment")
+    f"config__services__{role}__num_threads"
+    for role in ("actor", "critic", "reward", "reference", "generator", "environment")
 }
 GROUP_KEYS = (
     "processes",

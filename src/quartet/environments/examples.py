@@ -18,7 +18,9 @@ from quartet.environments.tools import Toolset, tool
 class GuessingGame(Environment):
     """The policy guesses a number and learns after each turn whether it is higher or lower."""
 
-    def __init__(self, low: int = 1, high: int = 7, prompt: str = "", higher: str = "higher", lower: str = "lower") -> None:
+    def __init__(
+        self, low: int = 1, high: int = 7, prompt: str = "", higher: str = "higher", lower: str = "lower"
+    ) -> None:
         """The number is in low..high. ``prompt`` is the first observation, ``higher`` and ``lower`` are the answers."""
         if low > high:
             raise ValueError(f"low {low}: expected at most high {high}")

@@ -55,7 +55,9 @@ class OpenEnv(Environment):
         self._headers = {}
         if token_file is not None:
             self._headers["Authorization"] = f"Bearer {Path(token_file).read_text(encoding='utf-8').strip()}"
-        self._tls = ssl.create_default_context(cafile=authority_file) if self._url.startswith(("https", "wss")) else None
+        self._tls = (
+            ssl.create_default_context(cafile=authority_file) if self._url.startswith(("https", "wss")) else None
+        )
 
     transport = "http"
 
@@ -65,7 +67,9 @@ class OpenEnv(Environment):
             raise ValueError(f"url: expected {schemes[0]}://HOST:PORT or {schemes[1]}://..., without user and options")
         loopback = parts.hostname in ("localhost", "127.0.0.1", "::1")
         if parts.scheme == schemes[0] and not loopback and not allow_plaintext:
-            raise ValueError(f"url: not a loopback address, and calls are not encrypted; use {schemes[1]}://, or allow_plaintext")
+            raise ValueError(
+                f"url: not a loopback address, and calls are not encrypted; use {schemes[1]}://, or allow_plaintext"
+            )
         return url.rstrip("/")
 
     def reset_data(self, seed: int, fields: dict[str, Any]) -> dict[str, Any]:
@@ -119,7 +123,10 @@ class OpenEnvHTTP(OpenEnv):
     def __init__(self, *arguments: Any, **settings: Any) -> None:
         super().__init__(*arguments, **settings)
         self._client = httpx2.Client(
-            timeout=self._timeout, headers=self._headers, trust_env=False, **({"verify": self._tls} if self._tls else {})
+            timeout=self._timeout,
+            headers=self._headers,
+            trust_env=False,
+            **({"verify": self._tls} if self._tls else {}),
         )
         self._episode, self._steps = "", 0
 

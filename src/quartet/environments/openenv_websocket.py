@@ -91,7 +91,11 @@ class OpenEnvWebSocket(OpenEnv):
             code = answer["data"].get("code")
             # The message may quote the policy's text, the code does not.
             shown = code if code in _ERROR_CODES else "an unknown error"
-            raise _AtCapacity("/ws: CAPACITY_REACHED") if code == "CAPACITY_REACHED" else EnvironmentFailed(f"{where}: {shown}")
+            raise (
+                _AtCapacity("/ws: CAPACITY_REACHED")
+                if code == "CAPACITY_REACHED"
+                else EnvironmentFailed(f"{where}: {shown}")
+            )
         if answer.get("type") != "observation":
             raise EnvironmentFailed(f"{where}: the answer is not an observation")
         return answer["data"]
