@@ -3,7 +3,7 @@
     python examples/multi_turn/prepare.py runs/multi-turn
 
 writes OUT/guessing/{policy,prompts.jsonl} and OUT/calculator/{policy,prompts.jsonl}. Each policy is a small Llama that has
-learned the form of an episode from random play: it guesses without regard to the answers, and it calls the calculator with errors.
+learned the form of an episode from random play: it guesses without regard to the answers, and calls the calculator with errors.
 """
 
 from __future__ import annotations

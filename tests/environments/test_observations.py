@@ -75,7 +75,7 @@ def test_a_template_that_rewrites_earlier_turns_is_refused(template: str) -> Non
 
 
 def test_a_missing_template_is_refused() -> None:
-    with pytest.raises(ModelError, match="has no chat template; set environment.chat_template"):
+    with pytest.raises(ModelError, match=r"has no chat template; set environment\.chat_template"):
         create_encoder(chats.tokenizer(), "test", "chat", None)
 
 
@@ -97,5 +97,5 @@ def test_plain_text_gets_no_special_tokens() -> None:
     assert isinstance(encoder, TextObservations)
     assert encoder.next("ab", 0).tolist() == encoder.first("ab").tolist() == ids(tokenizer, "ab")
     assert encoder.first("").dtype == np.int32
-    with pytest.raises(UnusableObservation, match="set environment.observations to chat"):
+    with pytest.raises(UnusableObservation, match=r"set environment\.observations to chat"):
         encoder.next([USER], 0)

@@ -41,6 +41,12 @@ def start(server: HTTPServer | WebSocketServer, **settings: Any) -> OpenEnv:
     return kind(server.url, **{"observation_key": KEY, "timeout_seconds": 5, **settings})
 
 
+def first_turn(environment: OpenEnv) -> None:
+    """Start an episode, and take a turn."""
+    environment.reset(1, {})
+    environment.step("a")
+
+
 @pytest.fixture(params=["http", "socket"])
 def server(request: pytest.FixtureRequest) -> Any:
     """Server of each transport."""
@@ -133,8 +139,7 @@ def test_a_fault_over_http_is_an_outcome(fault: str, path: str, http: HTTPServer
     environment = start(http, timeout_seconds=1 if outcome == "timeout" else 5)
     http.fault[path] = answer
     with pytest.raises(EnvironmentFailed, match=f"^{path}: .*{cause}") as failed:
-        environment.reset(1, {})
-        environment.step("a")
+        first_turn(environment)
     assert failed.value.outcome == outcome
     assert "secret" not in str(failed.value)
 
@@ -177,8 +182,7 @@ def test_a_fault_over_web_socket_is_an_outcome(fault: str, kind: str, socket: We
     environment = start(socket, timeout_seconds=1 if outcome == "timeout" else 5)
     socket.fault[kind] = answer
     with pytest.raises(EnvironmentFailed, match=f"^{kind}: .*{cause}") as failed:
-        environment.reset(1, {})
-        environment.step("a")
+        first_turn(environment)
     assert failed.value.outcome == outcome
     assert "secret" not in str(failed.value)
     environment.close()
@@ -209,7 +213,7 @@ def test_a_dead_server_is_an_outcome(kind: type[OpenEnv], scheme: str) -> None:
     ["ftp://127.0.0.1:1", "127.0.0.1:1", "http://user:word@127.0.0.1:1", "http://127.0.0.1:1/?a=b", "http://host:1"],
 )
 def test_an_unusable_url_is_refused(url: str) -> None:
-    with pytest.raises(ValueError, match="^url: "):
+    with pytest.raises(ValueError, match=r"^url: "):
         OpenEnvHTTP(url)
     assert OpenEnvHTTP("http://host:1", allow_plaintext=True)
 

@@ -26,7 +26,6 @@ from quartet.rpc.server import Server
 from quartet.services.environment.servicer import EnvironmentServicer
 from quartet.types import EnvironmentReply, Outcome, Role
 from quartet.v1 import environment_pb2, environment_pb2_grpc
-from tests.environments.conftest import folder, host, model  # noqa: F401
 from tests.environments.test_host import PROMPT, events, ids, text
 
 TIMEOUTS = TimeoutsConfig(load_seconds=20, score_seconds=20)
@@ -84,7 +83,7 @@ def test_an_episode_continues_when_its_service_is_replaced(
     host: Callable[..., EnvironmentHost],
     connect: Connect,
     stack: ExitStack,
-    folder: Path,  # noqa: F811
+    folder: Path,
 ) -> None:
     expected = host()
     first = serve(ExitStack(), host())

@@ -194,7 +194,7 @@ ALLOWED: dict[str, set[str]] = {
     "quartet.services.trainable_model": SERVICE | {"quartet.services.memory_budget"},
     "quartet.services.actor": SERVICE
     | {"quartet.services.generator", "quartet.services.memory_budget", "quartet.services.trainable_model"},
-    "quartet.services.generator": SERVICE,
+    "quartet.services.generator": SERVICE | {"quartet.random_streams"},
     "quartet.services.critic": SERVICE | {"quartet.services.memory_budget", "quartet.services.trainable_model"},
     "quartet.services.reward": SERVICE,
     "quartet.services.reference": SERVICE,
