@@ -25,7 +25,7 @@ EPISODES = 6000
 SHAPE = Shape(hidden=64, layers=2, heads=4, positions=160)
 HIGH, TURNS = 7, 3
 HIGHER, LOWER = " higher :", " lower :"
-"""As in guessing.yaml."""
+"""Limits and answers of the game, as in guessing.yaml."""
 PROMPT = f"guess a number from 1 to {HIGH} :"
 CALL = '<tool_call>{"name": "calculate", "arguments": {"expression": "%s"}}</tool_call>'
 DIRECT, CORRECT = 0.5, 0.6

@@ -8,7 +8,7 @@ from tests.chaos.cases import EVERYTHING, KILL, MINI_BATCHES, PROMPTS_PER_STEP, 
 from tests.chaos.runs import ChaosSetup, disturb
 
 TURNS = 2
-"""Turns of an episode. The word puzzle ends after as many, or when it is solved."""
+"""Number of turns of an episode. The word puzzle ends after as many, or when it is solved."""
 ENVIRONMENT = "environment"
 RESETTING = Moment("resetting", "environment.resetting", per_step=PROMPTS_PER_STEP, nth=5)
 STEPPING = Moment(

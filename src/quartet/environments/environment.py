@@ -31,7 +31,7 @@ class Environment:
     """
 
     keeps_special_tokens: ClassVar[bool] = False
-    """Whether ``step`` gets the text of special tokens, such as the end-of-sequence token."""
+    """True if ``step`` gets the text of special tokens, such as the end-of-sequence token."""
 
     def reset(self, seed: int, fields: dict[str, Any]) -> Observation:
         """Start the episode and return the observation before the policy's first turn.

@@ -26,7 +26,7 @@ _SCHEMES = {"http": ("http", "https"), "ws": ("ws", "wss")}
 
 
 class OpenEnv(Environment):
-    """What both transports share: settings, actions and answers."""
+    """Settings, actions and answers, which both transports share."""
 
     def __init__(
         self,
