@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ from quartet.buffer.experience_store import ExperienceStore
 from quartet.buffer.lease import Lease
 from quartet.buffer.rollout_stream import RolloutStream
 from quartet.config import Config
+from quartet.data import set_contents
 from quartet.durable_files import storage_errors
 from quartet.errors import Cancelled, ConfigError, LeadershipConflict, QuartetError
 from quartet.evaluation import stream_name
@@ -173,14 +174,17 @@ class TrainingRun:
         """Load prompts, tokenizer and identity. Raises ConfigError."""
         config, files = self._config, self._files
         tokenizer = load_tokenizer(config.actor.model)
-        order = training_prompts(config, statuses, self._board.note, lambda line: self._board.update(phase=line))
-        if config.evaluation.every_steps:
-            self._evaluator = self._make_evaluator(tokenizer, statuses)
         started = bool(files.read_committed()) or self._checkpoints.newest(verify=False) is not None
+        stored = Identity.read(files.identity) if started else None
+        contents = set_contents(config, stored.revisions if stored else {}, self._show_phase)
+        revisions = {key: content.revision for key, content in contents.items()}
+        order = training_prompts(config, statuses, self._board.note, self._show_phase, revisions)
+        if config.evaluation.every_steps:
+            self._evaluator = self._make_evaluator(tokenizer, statuses, revisions)
         micro_batches = {
             client.role: statuses[client.role].micro_batch_tokens for client in self._service_clients.trained
         }
-        identity = load_identity(config, files, started, micro_batches)
+        identity = load_identity(config, files, started, micro_batches, contents)
         self._handshake.note_memory(statuses, identity)
         self._telemetry.start(tokenizer, identity.id)
         board, profiler = self._board, self._profiler
@@ -198,13 +202,16 @@ class TrainingRun:
         )
         return LoadedRun(identity, EvaluationSchedule(config, self._evaluator, files, board, self._telemetry), steps)
 
-    def _make_evaluator(self, tokenizer: Any, statuses: ServiceStatuses) -> Evaluator:
+    def _show_phase(self, line: str) -> None:
+        self._board.update(phase=line)
+
+    def _make_evaluator(self, tokenizer: Any, statuses: ServiceStatuses, revisions: Mapping[str, str]) -> Evaluator:
         return Evaluator(
             self._config,
             self._generation,
             RolloutStream(self._redis, self._url, stream_name(self._run)),
             self._service_clients.scoring(with_critic=False),
-            validation_prompts(self._config, statuses, self._board.note),
+            validation_prompts(self._config, statuses, self._board.note, revisions),
             tokenizer,
             self._files,
         )

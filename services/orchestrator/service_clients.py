@@ -38,7 +38,7 @@ from quartet.services.orchestrator.rollout.scoring_queue import max_batches_in_f
 from quartet.services.orchestrator.telemetry.step_profiler import CallObserver
 from quartet.tokenizer_check import first_difference
 from quartet.topology import generates_in_actor, model_roles
-from quartet.types import TRAINED_ROLES, Role, ServiceStatus
+from quartet.types import TRAINED_ROLES, PromptSetContent, Role, ServiceStatus
 
 ServiceStatuses = dict[Role, ServiceStatus]
 
@@ -252,7 +252,13 @@ class ServiceHandshake:
             raise Cancelled("stopped while waiting for the services")
 
 
-def load_identity(config: Config, files: RunFiles, started: bool, micro_batch_tokens: Mapping[Role, int]) -> Identity:
+def load_identity(
+    config: Config,
+    files: RunFiles,
+    started: bool,
+    micro_batch_tokens: Mapping[Role, int],
+    prompt_sets: Mapping[str, PromptSetContent],
+) -> Identity:
     """Return the identity of a run that has ``started``, or create one, with the services' ``micro_batch_tokens``.
 
     A role that the identity does not know yet, such as the critic of a fork, is added. Raises ConfigError if the identity is
@@ -260,11 +266,11 @@ def load_identity(config: Config, files: RunFiles, started: bool, micro_batch_to
     """
     stored = Identity.read(files.identity)
     if not started:
-        identity = Identity.new(config, micro_batch_tokens)
+        identity = Identity.new(config, micro_batch_tokens, prompt_sets)
     elif stored is None:
         raise ConfigError(f"run {files.identity}: is missing; put the file back, or start a new run")
     else:
-        stored.check(config, files.root)
+        stored.check(config, files.root, prompt_sets)
         identity = stored.with_micro_batch_tokens(micro_batch_tokens)
     if identity != stored:
         identity.write(files.identity)

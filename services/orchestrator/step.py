@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 
-from quartet.data import PromptOrder
+from quartet.data import StepPrompts
 from quartet.errors import TooManyFailedTrajectories
 from quartet.failpoints import failpoint
 from quartet.services.orchestrator.algorithm.update_request import ModelUpdater
@@ -35,7 +35,7 @@ class StepTransaction:
 
     def __init__(
         self,
-        order: PromptOrder,
+        order: StepPrompts,
         off_policy: OffPolicySchedule,
         in_flight_updates: bool,
         preparation: StepPreparation,

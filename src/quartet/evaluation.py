@@ -9,14 +9,14 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
 from quartet.config import Config, RolloutConfig
-from quartet.data import PromptEncoder, PromptSet, PromptSettings, load_prompts, select_prompts
+from quartet.data import NO_REVISIONS, PromptEncoder, PromptSet, PromptSettings, load_prompts, select_prompts
 from quartet.errors import ComputationFailed, ConfigError, FunctionFailed
 from quartet.types import (
     EpisodeSettings,
@@ -39,22 +39,39 @@ def read_training_prompts(
     load_tokenizer: Callable[[], Any],
     vocabulary_size: int,
     report: Callable[[str], None] = lambda _: None,
+    revisions: Mapping[str, str] = NO_REVISIONS,
+) -> list[PromptSet]:
+    """Return the usable prompts of ``data.prompts`` or of each of ``data.sets``, tokenized for the actor.
+
+    ``load_tokenizer`` is called if the prompts are not in the user's cache. ``report`` gets lines of progress. ``revisions`` of
+    data sets on the hub, by key. The rows of all sets are numbered one set after the other. Raises ConfigError.
+    """
+    sets: list[PromptSet] = []
+    num_rows = 0
+    for settings in PromptSettings.for_training(config, revisions):
+        read = _read_prompts(settings, load_tokenizer, vocabulary_size, report)
+        shifted = [replace(prompt, index=num_rows + prompt.index) for prompt in read.prompts] if sets else read.prompts
+        sets.append(replace(read, prompts=shifted))
+        num_rows += read.num_rows
+    return sets
+
+
+def read_validation_prompts(
+    config: Config,
+    load_tokenizer: Callable[[], Any],
+    vocabulary_size: int,
+    revisions: Mapping[str, str] = NO_REVISIONS,
 ) -> PromptSet:
-    """Return the usable prompts of ``data.prompts``, tokenized for the actor. ``report`` gets lines of progress.
+    """Return the first ``evaluation.max_prompts`` usable validation prompts, tokenized for the actor.
 
-    ``load_tokenizer`` is called if the prompts are not in the user's cache. Raises ConfigError.
+    ``load_tokenizer`` is called if the prompts are not in the user's cache. ``revisions`` of data sets on the hub, by key. Raises
+    ConfigError.
     """
-    return _read_prompts(PromptSettings.for_training(config), load_tokenizer, vocabulary_size, report)
-
-
-def read_validation_prompts(config: Config, load_tokenizer: Callable[[], Any], vocabulary_size: int) -> PromptSet:
-    """Return the first ``evaluation.max_prompts`` usable prompts of ``data.validation``, tokenized for the actor.
-
-    ``load_tokenizer`` is called if the prompts are not in the user's cache. Raises ConfigError.
-    """
-    settings = PromptSettings.for_validation(config)
+    settings = PromptSettings.for_validation(config, revisions)
     if settings is None:
-        raise ConfigError("data.validation: null, so there are no prompts to evaluate on; set it to a file of prompts")
+        raise ConfigError(
+            "data.validation: null, so there are no prompts to evaluate on; set it to a file of prompts, or data.validation_set"
+        )
     return _read_prompts(settings, load_tokenizer, vocabulary_size)
 
 

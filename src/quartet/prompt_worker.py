@@ -14,7 +14,6 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from quartet.data import PromptEncoder, PromptSettings, load_prompts, summarize_prompts
@@ -55,7 +54,7 @@ def _results(request: dict[str, Any], report: Callable[[str], None]) -> list[dic
 
     results = []
     for item in request["files"]:
-        settings = PromptSettings(**{**item, "path": Path(item["path"])})
+        settings = PromptSettings.from_json(item)
 
         def make_encoder(model: str = settings.model) -> tuple[PromptEncoder, frozenset[int]]:
             tokenizer = load_tokenizer(model)

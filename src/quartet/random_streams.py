@@ -40,9 +40,10 @@ def permutation(seed: int, step: int, epoch: int, n: int) -> NDArray[np.int64]:
     return np.argsort(_stream("permutation", seed, step, epoch).random_raw(n), kind="stable")
 
 
-def prompt_order(seed: int, number: int, n: int) -> NDArray[np.int64]:
-    """Return the order of ``n`` prompts in one pass over the data set, int64 [n]."""
-    return np.argsort(_stream("prompts", seed, number).random_raw(n), kind="stable")
+def prompt_order(seed: int, number: int, n: int, prompt_set: str = "") -> NDArray[np.int64]:
+    """Return the order of ``n`` prompts in one pass over the data set or over one of its sets, int64 [n]."""
+    name = [prompt_set] if prompt_set else []
+    return np.argsort(_stream("prompts", seed, number, *name).random_raw(n), kind="stable")
 
 
 def _turn(id: TrajectoryId, turn: int) -> tuple[int, ...]:
@@ -50,7 +51,7 @@ def _turn(id: TrajectoryId, turn: int) -> tuple[int, ...]:
     return (id.step, id.prompt, id.sample, turn) if turn else (id.step, id.prompt, id.sample)
 
 
-def _stream(purpose: str, *numbers: int) -> np.random.Philox:
-    """Return the Philox stream whose key is a hash of the purpose and the numbers. Different keys give independent streams."""
+def _stream(purpose: str, *numbers: int | str) -> np.random.Philox:
+    """Return the Philox stream whose key is a hash of the purpose, the numbers and names. Different keys give independent streams."""
     name = "/".join([purpose, *map(str, numbers)])
     return np.random.Philox(key=int.from_bytes(hashlib.blake2b(name.encode(), digest_size=16).digest(), "little"))

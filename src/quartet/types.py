@@ -105,13 +105,23 @@ class Prompt:
     """One prompt of the data set, tokenised.
 
     ``index`` is its position in the data set and ``token_ids`` int32 [tokens]. ``text`` is the prompt's text, if the prompts file
-    has one. ``fields`` are all fields of the line as one JSON object, for reward functions.
+    has one. ``fields`` are all fields of the line as one JSON object, for reward functions. ``prompt_set`` is the name of its
+    set, empty without sets.
     """
 
     index: int
     token_ids: IntArray
     text: str = ""
     fields: str = "{}"
+    prompt_set: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptSetContent:
+    """SHA-256 of the rows of a set of prompts, and their commit if they are from a data set on the hub."""
+
+    sha256: str
+    revision: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,9 @@ def with_turns(config: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 
 def test_a_run_has_turns_observations_and_rewards_of_the_environment(with_turns: Run) -> None:
-    rows = [json.loads(line) for line in (with_turns.directory / "trajectories/step-000001.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line) for line in (with_turns.directory / "trajectories/step-000001.jsonl").read_text().splitlines()
+    ]
     assert len(rows) == 8
     for row in rows:
         roles = [segment["role"] for segment in row["segments"]]

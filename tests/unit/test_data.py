@@ -91,7 +91,7 @@ def test_the_fields_are_compact_json_of_everything_except_token_ids(line: str, f
         ('{"prompt": ""}', "prompt is empty"),
         ('{"prompt": []}', "prompt is empty"),
         ('{"prompt": {"role": "user"}}', "prompt is not a string or a list of messages"),
-        ('{"prompt": ["a"]}', "message 1 is not an object"),
+        ('{"prompt": ["a"]}', "prompt: message 1 is not an object"),
         ('{"text": "a", "token_ids": [1]}', "found text and token_ids; keep one of them"),
         ('{"messages": [], "token_ids": [1]}', "found messages and token_ids"),
         ('{"text": "a", "score": NaN}', "not JSON (NaN is no number in JSON)"),
@@ -101,10 +101,16 @@ def test_the_fields_are_compact_json_of_everything_except_token_ids(line: str, f
         ('{"text": "a", "answer": "\\udfff"}', "contains half of a character (a lone surrogate)"),
         ('{"messages": []}', "messages is empty"),
         ('{"messages": "hi"}', "messages is not a list"),
-        ('{"messages": ["hi"]}', "message 1 is not an object"),
-        ('{"messages": [{"role": "user", "content": "a"}, {"role": "user"}]}', "message 2: content is missing"),
-        ('{"messages": [{"role": "user", "content": [{"type": "text"}]}]}', "message 1: content is missing or not a"),
-        ('{"messages": [{"role": 1, "content": "a"}]}', "message 1: role is missing or not a string"),
+        ('{"messages": ["hi"]}', "messages: message 1 is not an object"),
+        (
+            '{"messages": [{"role": "user", "content": "a"}, {"role": "user"}]}',
+            "messages: message 2: content is missing",
+        ),
+        (
+            '{"messages": [{"role": "user", "content": [{"type": "text"}]}]}',
+            "messages: message 1: content is missing or not a",
+        ),
+        ('{"messages": [{"role": 1, "content": "a"}]}', "messages: message 1: role is missing or not a string"),
         ('{"token_ids": []}', "token_ids is not a list of token ids"),
         ('{"token_ids": "12"}', "token_ids is not a list of token ids"),
         ('{"token_ids": [1, -1]}', "token_ids is not a list of token ids"),
@@ -141,9 +147,9 @@ def test_the_size_of_text_fields_and_messages_is_limited(tmp_path: Path) -> None
     assert len(read_prompt_lines(prompts_file(tmp_path, json.dumps({"text": fitting})))) == 1
     with pytest.raises(DataError, match=rf":1: {MAX_FIELDS_BYTES + 2} bytes of text and fields, expected at most"):
         read_prompt_lines(prompts_file(tmp_path, json.dumps({"text": fitting + "ö"}, ensure_ascii=False)))
-    with pytest.raises(DataError, match="1025 messages, expected at most 1024"):
+    with pytest.raises(DataError, match="messages: 1025 messages, expected at most 1024"):
         read_prompt_lines(prompts_file(tmp_path, json.dumps({"messages": [USER] * (MAX_MESSAGES + 1)})))
-    with pytest.raises(DataError, match=r":1: message 1: role is empty"):
+    with pytest.raises(DataError, match=r":1: messages: message 1: role is empty"):
         read_prompt_lines(prompts_file(tmp_path, '{"messages": [{"role": "", "content": ""}]}'))
 
 
@@ -255,7 +261,7 @@ def test_plain_text_with_a_chat_template_is_used_unchanged_and_noted() -> None:
 
 def test_messages_without_a_chat_template_are_refused_with_advice() -> None:
     with pytest.raises(
-        DataError, match=r"p\.jsonl:7: messages, but the tokenizer of policies/a has no chat template; give"
+        DataError, match=r"p\.jsonl:7: prompt has messages, but the tokenizer of policies/a has no chat template; give"
     ):
         encode([PromptLine(7, messages=(USER,))], PLAIN, frozenset(), 128, 9)
 
@@ -266,7 +272,7 @@ def test_messages_that_the_template_refuses_are_reported_in_one_line() -> None:
         encoded([PromptLine(1, messages=(USER,)), PromptLine(5, messages=invalid)])
     message = str(refused.value)
     assert message.startswith(
-        "prompts p.jsonl:5: the chat template of policies/a refuses these messages: no judge here (Val"
+        "prompts p.jsonl:5: the chat template of policies/a refuses the messages of prompt: no judge here (Val"
     )
     assert "\n" not in message
 
@@ -297,7 +303,7 @@ def test_the_chat_template_adds_special_tokens_once_and_opens_the_response() -> 
     result = encode(lines, encoder, frozenset({1}), tiny.VOCABULARY, 9)
     assert [prompt.token_ids.tolist() for prompt in result.prompts] == [[5, 8, 9], [5, 6, 8, 9, 7]]
     tool = PromptLine(2, messages=({"role": "tool", "content": "w8"},))
-    with pytest.raises(DataError, match=r"p\.jsonl:2: .* refuses these messages: no tools \(TemplateError\)"):
+    with pytest.raises(DataError, match=r"p\.jsonl:2: .* refuses the messages of prompt: no tools \(TemplateError\)"):
         encode([tool], encoder, frozenset(), tiny.VOCABULARY, 9)
     assert PromptEncoder.of(tiny.tokenizer(), "m").render is None
 
@@ -434,7 +440,7 @@ def test_ids_outside_the_vocabulary_are_refused_with_their_line() -> None:
 
 
 def test_a_prompt_without_tokens_is_refused_with_its_line() -> None:
-    with pytest.raises(DataError, match=r"p\.jsonl:2: the tokenizer makes no token of it"):
+    with pytest.raises(DataError, match=r"p\.jsonl:2: the tokenizer makes no token of prompt"):
         encoded([PromptLine(1, "a"), PromptLine(2, "_")])
 
 

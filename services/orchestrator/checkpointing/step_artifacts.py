@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from quartet.config import SET_FIELD
 from quartet.evaluation import stream_name
 from quartet.services.orchestrator.algorithm.experience import PreparedStep, response_metrics
 from quartet.services.orchestrator.rollout.collector import CollectedStep
+from quartet.services.orchestrator.rollout.scoring import ScoredTrajectory
 from quartet.services.orchestrator.rollout.scoring_queue import FailedTrajectory
 from quartet.types import (
     FAILURES,
@@ -33,6 +36,8 @@ _METRICS = {
 _METRICS_OF_BOTH = ("grad_norm", "optimizer_steps", "skipped_steps")
 """Metrics that both actor and critic report. Their public name ends with the role."""
 
+NO_SETS: Mapping[int, str] = MappingProxyType({})
+
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
@@ -42,10 +47,22 @@ class StepRecord:
     rows: list[dict[str, Any]]
 
 
-def step_record(tokenizer: Any, collected: CollectedStep, prepared: PreparedStep) -> StepRecord:
-    """Return the record of a prepared step."""
+def step_record(
+    tokenizer: Any, collected: CollectedStep, prepared: PreparedStep, prompt_sets: Mapping[int, str] = NO_SETS
+) -> StepRecord:
+    """Return the record of a prepared step. ``prompt_sets``: see ``PendingStep``."""
     metrics = response_metrics([item.trajectory.policy_ids for item in collected.scored])
-    return StepRecord(metrics, trajectory_rows(tokenizer, collected, prepared))
+    metrics |= set_metrics(collected.scored, prompt_sets)
+    return StepRecord(metrics, trajectory_rows(tokenizer, collected, prepared, prompt_sets))
+
+
+def set_metrics(scored: Sequence[ScoredTrajectory], prompt_sets: Mapping[int, str]) -> dict[str, float]:
+    """Return the mean score of each set of prompts that the step has prompts of."""
+    scores: defaultdict[str, list[float]] = defaultdict(list)
+    for item in scored:
+        if (name := prompt_sets.get(item.trajectory.id.prompt)) is not None:
+            scores[name].append(item.score)
+    return {f"set_{name}_reward_mean": float(np.mean(values, dtype=np.float64)) for name, values in scores.items()}
 
 
 def update_metrics(updates: Mapping[Role, UpdateResult]) -> dict[str, float]:
@@ -57,7 +74,9 @@ def update_metrics(updates: Mapping[Role, UpdateResult]) -> dict[str, float]:
     return metrics
 
 
-def trajectory_rows(tokenizer: Any, collected: CollectedStep, prepared: PreparedStep) -> list[dict[str, Any]]:
+def trajectory_rows(
+    tokenizer: Any, collected: CollectedStep, prepared: PreparedStep, prompt_sets: Mapping[int, str] = NO_SETS
+) -> list[dict[str, Any]]:
     """Return one object per response of a step, for ``trajectories/step-000001.jsonl``."""
     prompts, responses = _texts(tokenizer, [item.trajectory for item in collected.scored])
     return [
@@ -65,6 +84,7 @@ def trajectory_rows(tokenizer: Any, collected: CollectedStep, prepared: Prepared
             "id": str(item.trajectory.id),
             "policy_version": item.trajectory.policy_version,
             **_origin(item.trajectory),
+            **({SET_FIELD: prompt_sets[item.trajectory.id.prompt]} if prompt_sets else {}),
             "prompt": prompt,
             "response": response,
             "score": item.score,

@@ -57,7 +57,7 @@ class StepCommitter:
 
     def record(self, pending: PendingStep) -> StepRecord:
         """Return the diagnostics of the step's responses."""
-        return step_record(self._tokenizer, pending.collected, pending.prepared)
+        return step_record(self._tokenizer, pending.collected, pending.prepared, pending.prompt_sets)
 
     def write_failed_trajectories(self, step: int, trajectories: Sequence[FailedTrajectory]) -> None:
         """Write the trajectories of ``step`` that could not be scored."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import structlog
 
 from quartet.config import Config
-from quartet.data import PromptOrder
+from quartet.data import NO_REVISIONS, MixedPromptOrder, PromptOrder, StepPrompts, WeightedPrompts
 from quartet.evaluation import read_training_prompts, read_validation_prompts
 from quartet.models.weights.tokenizer import load_tokenizer
 from quartet.services.orchestrator.service_clients import ServiceStatuses, check_lengths
@@ -25,27 +25,40 @@ def training_prompts(
     statuses: ServiceStatuses,
     add_note: AddNote,
     show_phase: Callable[[str], None] = lambda _: None,
-) -> PromptOrder:
+    revisions: Mapping[str, str] = NO_REVISIONS,
+) -> StepPrompts:
     """Return the run's prompts in the order in which its steps take them. Raises ConfigError.
 
-    ``show_phase`` gets a line of progress every few seconds while they are tokenized.
+    ``show_phase`` gets a line of progress every few seconds while they are tokenized. ``revisions``: see
+    ``read_training_prompts``.
     """
 
     def report(line: str) -> None:
         log.info(line)
         show_phase(line)
 
-    encoded = read_training_prompts(config, _loader(config), statuses[Role.ACTOR].vocabulary_size, report)
-    for line in encoded.notes:
-        log.warning(line)
-        add_note(line)
-    _check(config, encoded.prompts, statuses)
-    return PromptOrder(encoded.prompts, config.rollout.prompts_per_step, config.run.seed)
+    sets = read_training_prompts(config, _loader(config), statuses[Role.ACTOR].vocabulary_size, report, revisions)
+    names = [f"{each.name}: " for each in config.data.sets] or [""]
+    for name, encoded in zip(names, sets, strict=True):
+        for line in encoded.notes:
+            log.warning(f"{name}{line}")
+            add_note(f"{name}{line}")
+        _check(config, encoded.prompts, statuses)
+    per_step, seed = config.rollout.prompts_per_step, config.run.seed
+    if not config.data.sets:
+        return PromptOrder(sets[0].prompts, per_step, seed)
+    weighted = [
+        WeightedPrompts(each.name, each.weight, encoded.prompts)
+        for each, encoded in zip(config.data.sets, sets, strict=True)
+    ]
+    return MixedPromptOrder(weighted, per_step, seed)
 
 
-def validation_prompts(config: Config, statuses: ServiceStatuses, add_note: AddNote) -> Sequence[Prompt]:
-    """Return the prompts of the evaluations. Raises ConfigError."""
-    encoded = read_validation_prompts(config, _loader(config), statuses[Role.ACTOR].vocabulary_size)
+def validation_prompts(
+    config: Config, statuses: ServiceStatuses, add_note: AddNote, revisions: Mapping[str, str] = NO_REVISIONS
+) -> Sequence[Prompt]:
+    """Return the prompts of the evaluations. ``revisions``: see ``read_validation_prompts``. Raises ConfigError."""
+    encoded = read_validation_prompts(config, _loader(config), statuses[Role.ACTOR].vocabulary_size, revisions)
     for line in encoded.notes:
         add_note(f"validation: {line}")
     _check(config, encoded.prompts, statuses)

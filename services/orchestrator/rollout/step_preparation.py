@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from quartet.buffer.rollout_stream import RolloutStream
 from quartet.config import Config
@@ -20,11 +20,12 @@ from quartet.types import GenerationBatch, GenerationRequest, Prompt, Role, requ
 
 @dataclass(frozen=True, slots=True)
 class PendingStep:
-    """A step that is prepared and not committed."""
+    """A step that is prepared and not committed. ``prompt_sets``: name of the set of each prompt, by index; empty without sets."""
 
     step: int
     collected: CollectedStep
     prepared: PreparedStep
+    prompt_sets: Mapping[int, str] = field(default_factory=dict)
 
 
 class StepPreparation:
@@ -88,7 +89,8 @@ class StepPreparation:
                 algorithm_state.moments([item.score for item in collected.scored]),
                 self._config.rollout.max_response_tokens,
             )
-            return PendingStep(step, collected, prepared)
+            sets = {prompt.index: prompt.prompt_set for prompt in prompts if prompt.prompt_set}
+            return PendingStep(step, collected, prepared, sets)
 
     def _collect(self, step: int, prompts: Sequence[Prompt], leader_epoch: int, policy_version: int) -> CollectedStep:
         config = self._config

@@ -90,9 +90,11 @@ def _scored_completions(config: Config, policy: str) -> list[Scored]:
     from quartet.rewards.factory import build_reward
     from quartet.types import SamplingParameters, TokenBatch
 
-    lines = read_prompt_lines(config.data.prompts)[:SCORED_COMPLETIONS]
+    prompts = config.data.prompts
+    assert prompts is not None, "the demo's config names a file of prompts"
+    lines = read_prompt_lines(prompts)[:SCORED_COMPLETIONS]
     sampling = SamplingParameters(config.rollout.max_response_tokens, config.rollout.temperature)
-    completions = complete(policy, config.data.prompts, lines, sampling, seed=config.run.seed)
+    completions = complete(policy, prompts, lines, sampling, seed=config.run.seed)
     with closing(build_reward(config, "cpu")) as reward:
         scores = reward.score(TokenBatch.of([item.trajectory for item in completions])).total
     return [Scored(item.prompt, item.text, float(score)) for item, score in zip(completions, scores, strict=True)]

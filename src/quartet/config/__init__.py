@@ -48,6 +48,7 @@ from quartet.config.rewards import (
     ServiceRewardConfig,
     TritonRewardConfig,
 )
+from quartet.config.prompt_sets import PROMPT_KEYS, SET_FIELD, MessageConfig, PromptSetConfig, placeholders
 from quartet.config.rollout import (
     MAX_RESPONSES,
     MAX_TURNS,
@@ -93,6 +94,7 @@ __all__ = [
     "LengthPenaltyConfig",
     "LoraConfig",
     "MLflowConfig",
+    "MessageConfig",
     "OffloadConfig",
     "OptimizerConfig",
     "OrchestratorServiceConfig",
@@ -100,6 +102,7 @@ __all__ = [
     "OutcomesConfig",
     "OverlongPenaltyConfig",
     "ParallelConfig",
+    "PromptSetConfig",
     "RecoveryConfig",
     "ReferenceConfig",
     "RetryConfig",

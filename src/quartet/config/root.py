@@ -376,7 +376,7 @@ class Config(Section):
                     f"services.{name}.address: one process has the trained model; give one HOST:PORT. Lists are for reward and "
                     "reference"
                 )
-        if self.evaluation.every_steps and self.data.validation is None:
+        if self.evaluation.every_steps and not self.data.has_validation:
             raise ValueError(
                 f"evaluation.every_steps {self.evaluation.every_steps}: data.validation is null; set data.validation, or "
                 "evaluation.every_steps 0"

@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
+from quartet.config.prompt_sets import PromptSetConfig
 from quartet.config.section import Count, Fraction, FunctionName, Name, Positive, Section, WholeNumber
 
 
@@ -26,11 +27,15 @@ class RunConfig(Section):
 class DataConfig(Section):
     """Prompts to train on and to evaluate with."""
 
-    prompts: Path
+    prompts: Path | None = None
     """File of prompts: JSON Lines, CSV or Parquet. Each row has `prompt`, `text`, `messages` or `token_ids`. Reward functions get
-    all fields of the row except `token_ids`."""
+    all fields of the row except `token_ids`. Null: `sets` has the prompts."""
+    sets: tuple[PromptSetConfig, ...] = ()
+    """Sets of prompts, mixed by their weights. Each is a file or a data set of Hugging Face."""
     validation: Path | None = None
-    """File of evaluation prompts in the same format. Null: no evaluation prompts."""
+    """File of evaluation prompts in the same format as `prompts`. Null: none, or those of `validation_set`."""
+    validation_set: PromptSetConfig | None = None
+    """Set of evaluation prompts: a file or a data set of Hugging Face. Null: none, or those of `validation`."""
     max_prompt_tokens: Count = 512
     """Maximum length of a prompt in tokens. Longer prompts are dropped and counted, or truncated."""
     truncation: Literal["left", "right"] | None = None
@@ -41,6 +46,22 @@ class DataConfig(Section):
     needs one prompt that is short enough. Not checked if there are evaluation.max_prompts validation prompts."""
     continue_final_message: bool = False
     """Let the policy continue the last message of prompts that end with the assistant. False: such prompts are refused."""
+
+    @property
+    def has_validation(self) -> bool:
+        """Return whether there are evaluation prompts."""
+        return self.validation is not None or self.validation_set is not None
+
+    @model_validator(mode="after")
+    def _is_consistent(self) -> DataConfig:
+        if (self.prompts is None) == (not self.sets):
+            raise ValueError("expected either prompts, the path of a file, or sets, a list of sets of prompts")
+        if self.validation is not None and self.validation_set is not None:
+            raise ValueError("validation, validation_set: expected at most one of them")
+        names = [each.name for each in self.sets]
+        if repeated := sorted({name for name in names if names.count(name) > 1}):
+            raise ValueError(f"sets: two sets have the name {repeated[0]}; rename one")
+        return self
 
 
 class EvaluationConfig(Section):

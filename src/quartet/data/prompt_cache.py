@@ -12,23 +12,23 @@ import os
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from quartet.data.cache_directory import delete, limit_size, user_cache
+from quartet.data.prompt_datasets import cached_rows_file, rows_file
 from quartet.data.prompt_encoding import EncodedPrompts, PromptEncoder, encode_lines
 from quartet.data.prompt_files import FORMATS, check_regular_file
-from quartet.data.prompt_lines import iterate_prompt_lines
-from quartet.data.prompt_settings import PromptSettings
+from quartet.data.prompt_lines import iterate_prompts
+from quartet.data.prompt_settings import PromptSettings, RowMapping
 from quartet.errors import DataError
 from quartet.hub_models import cached_snapshot
 from quartet.tokenizer_check import tokenizer_location
 
-CACHE_VARIABLE = "QUARTET_CACHE"
-"""Environment variable with the directory of the cache. Empty: no cache."""
 MAX_CACHE_BYTES = 4 * 1024**3
 """Maximum size of the cache. The files that were not used for the longest time are deleted first."""
 FORMAT = 1
@@ -78,11 +78,7 @@ class PromptCache:
     @classmethod
     def of_user(cls) -> PromptCache:
         """Return the cache in $QUARTET_CACHE, $XDG_CACHE_HOME/quartet or ~/.cache/quartet."""
-        chosen = os.environ.get(CACHE_VARIABLE)
-        if chosen is not None:
-            return cls(Path(chosen) / "prompts" if chosen else None)
-        home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-        return cls(Path(home) / "quartet/prompts" if Path(home).is_absolute() else None)
+        return cls(user_cache("prompts"))
 
     def load(self, key: str | None) -> EncodedPrompts | None:
         """Return the prompts with this key, or None. A damaged file is deleted."""
@@ -97,7 +93,7 @@ class PromptCache:
         except OSError:
             return None
         except Exception:  # For damaged content numpy and zipfile raise exceptions of many types.
-            _delete(path)
+            delete(path)
             return None
         return loaded
 
@@ -116,42 +112,14 @@ class PromptCache:
                 partial = Path(file.name)
                 np.savez(file, **arrays)
             partial.replace(self._directory / f"{key}.npz")
-            self._limit_size()
+            limit_size(self._directory, ".npz", MAX_CACHE_BYTES)
         except OSError:
             if partial is not None:
-                _delete(partial)
-
-    def _limit_size(self) -> None:
-        """Delete the oldest files until the cache is small enough, and partial files that a killed process left."""
-        if self._directory is None:
-            return
-        files = []
-        for path in self._directory.iterdir():
-            try:
-                status = path.stat()
-            except FileNotFoundError:  # Another process has deleted it.
-                continue
-            if path.suffix == ".partial" and time.time() - status.st_mtime > 3600:
-                _delete(path)
-            elif path.suffix == ".npz":
-                files.append((status.st_mtime, status.st_size, path))
-        size = sum(item[1] for item in files)
-        for _, bytes_freed, path in sorted(files):
-            if size <= MAX_CACHE_BYTES:
-                return
-            _delete(path)
-            size -= bytes_freed
+                delete(partial)
 
 
-def _delete(path: Path) -> None:
-    try:
-        path.unlink(missing_ok=True)
-    except OSError:
-        return
-
-
-def cache_key(settings: PromptSettings, digest: FileDigest) -> str | None:
-    """Return the key of the prompts of a file, or None if their tokenizer's files are not known."""
+def cache_key(settings: PromptSettings, path: Path, digest: FileDigest) -> str | None:
+    """Return the key of the prompts of a set whose rows are in the file ``path``, or None if their tokenizer's files are not known."""
     tokenizer = _tokenizer_files(settings.model)
     if tokenizer is None:
         return None
@@ -160,11 +128,13 @@ def cache_key(settings: PromptSettings, digest: FileDigest) -> str | None:
         "packages": {name: _version(name) for name in _PACKAGES},
         "prompts": digest.sha256,
         # The name determines how the file is read.
-        "endings": [suffix.lower() for suffix in settings.path.suffixes[-2:]],
+        "endings": [suffix.lower() for suffix in path.suffixes[-2:]],
         "tokenizer": tokenizer,
         "continue_final_message": settings.continue_final_message,
         "opens_response": settings.opens_response,
     }
+    if settings.mapping != RowMapping():
+        content["mapping"] = asdict(settings.mapping)
     if settings.limit is not None:
         content["limit"] = [settings.limit, settings.max_prompt_tokens, settings.truncation is not None]
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
@@ -206,27 +176,29 @@ def load_prompts(
     make_encoder: Callable[[], tuple[PromptEncoder, frozenset[int]]],
     report: Callable[[str], None] = lambda _: None,
 ) -> EncodedPrompts:
-    """Return the tokenized prompts of a file, from the user's cache or by tokenizing them.
+    """Return the tokenized prompts of a set, from the user's cache or by tokenizing them.
 
     ``make_encoder`` loads the tokenizer and returns the encoder and the stop token ids. It is not called if the cache has the
     prompts. ``report`` gets a line of progress every few seconds. Raises DataError.
     """
-    cache, digest = PromptCache.of_user(), FileDigest.of(settings.path)
-    key = cache_key(settings, digest)
+    path = rows_file(settings, report).path
+    cache, digest = PromptCache.of_user(), FileDigest.of(path)
+    key = cache_key(settings, path, digest)
     if (cached := cache.load(key)) is not None:
         return cached
     encoder, stop_ids = make_encoder()
-    progress = _Progress(report, digest.lines(settings.path) if settings.limit is None else None)
-    encoded = encode_lines(settings, iterate_prompt_lines(settings.path), encoder, stop_ids, progress.show)
+    progress = _Progress(report, digest.lines(path) if settings.limit is None else None)
+    encoded = encode_lines(settings, iterate_prompts(settings, path), encoder, stop_ids, progress.show)
     # Prompts or tokenizer files that changed while they were read would be stored under the key of other contents.
-    if key is not None and cache_key(settings, FileDigest.of(settings.path)) == key:
+    if key is not None and cache_key(settings, path, FileDigest.of(path)) == key:
         cache.store(key, encoded)
     return encoded
 
 
 def cached_prompts(settings: PromptSettings) -> EncodedPrompts | None:
-    """Return the tokenized prompts of a file if the user's cache has them. Needs no tokenizer. Raises DataError."""
-    return PromptCache.of_user().load(cache_key(settings, FileDigest.of(settings.path)))
+    """Return the tokenized prompts of a set if the user's cache has them. Needs no tokenizer. Raises DataError."""
+    path = cached_rows_file(settings)
+    return None if path is None else PromptCache.of_user().load(cache_key(settings, path, FileDigest.of(path)))
 
 
 class _Progress:

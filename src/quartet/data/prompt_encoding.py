@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from itertools import islice
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from quartet.data.prompt_files import location
 from quartet.data.prompt_lines import Message, PromptLine
 from quartet.data.prompt_settings import PromptSettings
 from quartet.errors import DataError
@@ -176,10 +175,14 @@ class PromptSummary:
 
 @dataclass(frozen=True, slots=True)
 class PromptSet:
-    """Tokenized prompts, and notes for the user about their encoding. Warnings among the notes start with "warning: "."""
+    """Tokenized prompts, and notes for the user about their encoding. Warnings among the notes start with "warning: ".
+
+    ``num_rows``: number of the last row of the set, which is at least the index of every prompt.
+    """
 
     prompts: list[Prompt]
     notes: list[str]
+    num_rows: int = 0
 
 
 def encode_prompts(
@@ -216,7 +219,7 @@ def encode_lines(
             break
         endings = [_ending(line, settings) for line in batch]
         chats = [
-            _render(line.messages, encoder, ending, location(settings.path, line.line))
+            _render(line.messages, encoder, ending, settings, line)
             for line, ending in zip(batch, endings, strict=True)
             if line.messages is not None
         ]
@@ -228,7 +231,8 @@ def encode_lines(
             flags, ids = _with_flags(line, texts, chat_ids, stop_ids, encoder.bos_id)
             if not ids:
                 raise DataError(
-                    f"{location(settings.path, line.line)}: the tokenizer makes no token of it; remove the line"
+                    f"{settings.location(line.line)}: the tokenizer makes no token of {settings.mapping.label(line.key)}; remove "
+                    "the line"
                 )
             usable += settings.truncation is not None or len(ids) <= settings.max_prompt_tokens
             parts.add(line, flags, ids)
@@ -264,17 +268,20 @@ def _ending(line: PromptLine, settings: PromptSettings) -> Ending:
         return "generation prompt" if settings.opens_response else "nothing"
     if not settings.continue_final_message:
         raise DataError(
-            f"{location(settings.path, line.line)}: the last message is the assistant's; set data.continue_final_message "
+            f"{settings.location(line.line)}: the last message is the assistant's; set data.continue_final_message "
             "(quartet generate: --continue-final-message) to continue it, or remove the message"
         )
     return "open message"
 
 
-def _render(messages: tuple[Message, ...], encoder: PromptEncoder, ending: Ending, where: str) -> str:
-    """Return the messages as text by the chat template."""
+def _render(
+    messages: tuple[Message, ...], encoder: PromptEncoder, ending: Ending, settings: PromptSettings, line: PromptLine
+) -> str:
+    """Return the messages as text by the chat template. Raises DataError with row and column."""
+    where, label = settings.location(line.line), settings.mapping.label(line.key)
     if encoder.render is None:
         raise DataError(
-            f"{where}: messages, but the tokenizer of {encoder.model} has no chat template; give prompts as text, "
+            f"{where}: {label} has messages, but the tokenizer of {encoder.model} has no chat template; give prompts as text, "
             "or save the checkpoint with a tokenizer that has one (chat_template.jinja)"
         )
     try:
@@ -282,7 +289,7 @@ def _render(messages: tuple[Message, ...], encoder: PromptEncoder, ending: Endin
     except Exception as error:  # A template may raise anything.
         reason = next((text.strip() for text in str(error).splitlines() if text.strip()), "no reason given")
         raise DataError(
-            f"{where}: the chat template of {encoder.model} refuses these messages: {reason[:200]} "
+            f"{where}: the chat template of {encoder.model} refuses the messages of {label}: {reason[:200]} "
             f"({type(error).__name__}); correct the roles and their order, or give the prompt as text"
         ) from None
 
@@ -312,8 +319,8 @@ def select_prompts(encoded: EncodedPrompts, settings: PromptSettings, vocabulary
             if settings.truncation is None:
                 continue
             ids = _truncated(ids, settings, int(encoded.bos_id[0]))
-        prompts.append(encoded.prompt(number, ids))
-    return PromptSet(prompts, summary.notes)
+        prompts.append(replace(encoded.prompt(number, ids), prompt_set=settings.mapping.set_name))
+    return PromptSet(prompts, summary.notes, int(encoded.rows[-1]) if len(encoded.rows) else 0)
 
 
 def summarize_prompts(encoded: EncodedPrompts, settings: PromptSettings, vocabulary_size: int | None) -> PromptSummary:
@@ -326,7 +333,7 @@ def summarize_prompts(encoded: EncodedPrompts, settings: PromptSettings, vocabul
         position = int(np.argmax(encoded.token_ids >= vocabulary_size))
         row = int(encoded.rows[np.searchsorted(encoded.token_ends, position, side="right")])
         raise DataError(
-            f"{location(settings.path, row)}: token id {encoded.token_ids[position]}; the policy's vocabulary is "
+            f"{settings.location(row)}: token id {encoded.token_ids[position]}; the policy's vocabulary is "
             f"0..{vocabulary_size - 1}"
         )
     lengths, limit = encoded.lengths, settings.max_prompt_tokens
@@ -350,7 +357,7 @@ def _check_dropped(dropped: int, lines: int, settings: PromptSettings) -> None:
         limit = f", more than data.max_dropped_fraction {fraction:g}" if dropped < lines else ""
         advice = "raise it, or set data.truncation to left or right"
         raise DataError(
-            f"prompts {settings.path}: {'all ' if dropped == lines else ''}{dropped:,} of {lines:,} are over "
+            f"prompts {settings}: {'all ' if dropped == lines else ''}{dropped:,} of {lines:,} are over "
             f"data.max_prompt_tokens {settings.max_prompt_tokens} and would be dropped{limit}; {advice}"
             f"{', or raise data.max_dropped_fraction' if limit else ''}"
         )

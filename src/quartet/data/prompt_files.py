@@ -9,7 +9,7 @@ import json
 import stat
 import sys
 import zlib
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, NoReturn
@@ -25,6 +25,8 @@ PARQUET_ROWS = 1024
 """Maximum number of rows of Parquet to decode at a time."""
 MIN_VALUE_BYTES = 8
 """Size of a value of Parquet for the limits, if it has fewer bytes."""
+JSON_COLUMNS = ("messages", "token_ids")
+"""Columns of CSV whose values are JSON. All others are text."""
 _COMPRESSIONS = (".gz", ".zst")
 
 
@@ -33,16 +35,18 @@ def location(path: Path, row: int) -> str:
     return f"prompts {path} row {row}" if _format(path) == ".parquet" else f"prompts {path}:{row}"
 
 
-def iterate_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+def iterate_rows(path: Path, json_columns: Container[str] = JSON_COLUMNS) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield number and fields of each row of a prompts file. The number is the line of a text file, or the row of Parquet.
 
-    The name of the file determines the format. Blank lines are skipped. Raises DataError with file and line, and ConfigError if
-    the package for Parquet is not installed.
+    The name of the file determines the format. ``json_columns`` of CSV are JSON. Blank lines are skipped. Raises DataError with
+    file and line, and ConfigError if the package for Parquet is not installed.
     """
-    readers = {".parquet": _parquet_rows, ".csv": _csv_rows}
-    reader = readers.get(_format(path), _json_rows)
+    file_format = _format(path)
     try:
-        yield from reader(path)
+        if file_format == ".csv":
+            yield from _csv_rows(path, json_columns)
+        else:
+            yield from (_parquet_rows if file_format == ".parquet" else _json_rows)(path)
     except OSError as error:
         # gzip and zstd raise an OSError without an errno for damaged content.
         reason = error.strerror or str(error) or type(error).__name__
@@ -169,7 +173,7 @@ class _RowLines:
         return _text(raw, f"prompts {self._path}:{self.number}")
 
 
-def _csv_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+def _csv_rows(path: Path, json_columns: Container[str]) -> Iterator[tuple[int, dict[str, Any]]]:
     lines = _RowLines(path)
     csv.field_size_limit(MAX_LINE_BYTES)
     rows = csv.reader(lines, strict=True)
@@ -196,13 +200,17 @@ def _csv_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             raise DataError(
                 f"{where}: {len(row)} values, but the header has {len(header)} columns; quote values that contain commas"
             )
-        yield start, {name: _csv_value(name, value, where) for name, value in zip(header, row, strict=True)}
+        yield (
+            start,
+            {
+                name: _json_value(name, value, where) if name in json_columns else value
+                for name, value in zip(header, row, strict=True)
+            },
+        )
 
 
-def _csv_value(name: str, value: str, where: str) -> Any:
-    """Return the value of a cell: messages and token_ids are JSON, everything else is text."""
-    if name not in ("messages", "token_ids"):
-        return value
+def _json_value(name: str, value: str, where: str) -> Any:
+    """Return the JSON value in a cell."""
     try:
         return parse_json(value) if value else None
     except (ValueError, RecursionError) as error:

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import datetime
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from quartet.data.prompt_files import iterate_rows, location
+from quartet.config import PROMPT_KEYS, SET_FIELD, placeholders
+from quartet.data.prompt_files import JSON_COLUMNS, iterate_rows, location
+from quartet.data.prompt_settings import PromptSettings, RowMapping
 from quartet.errors import DataError
 
-KEYS = ("prompt", "text", "messages", "token_ids")
-"""Keys of a prompt. A row has exactly one of them."""
 EXPECTED = (
     'expected "prompt" (a string or a list of messages), "text" (a string), "messages" (a list of objects with "role" and '
     '"content") or "token_ids" (a list of integers)'
@@ -31,7 +32,7 @@ class PromptLine:
     """One line of a prompts file: text or messages to be tokenized, or token ids.
 
     ``fields`` is the JSON object that reward functions get: all fields of the line except ``token_ids``, under the keys that
-    they have in the file.
+    they have in the file. ``key`` is the key of the prompt.
     """
 
     line: int
@@ -39,6 +40,7 @@ class PromptLine:
     token_ids: tuple[int, ...] | None = None
     messages: tuple[Message, ...] | None = None
     fields: str = "{}"
+    key: str = "prompt"
 
 
 def read_prompt_lines(path: Path) -> list[PromptLine]:
@@ -48,12 +50,65 @@ def read_prompt_lines(path: Path) -> list[PromptLine]:
 
 def iterate_prompt_lines(path: Path) -> Iterator[PromptLine]:
     """Yield every prompt of a file, without reading the whole file. Raises DataError with file and line."""
+    return _lines(iterate_rows(path), RowMapping(), str(path), lambda number: location(path, number))
+
+
+def iterate_prompts(settings: PromptSettings, path: Path) -> Iterator[PromptLine]:
+    """Yield every prompt of a set, whose rows are in the file ``path``. Raises DataError with row and column."""
+    mapping = settings.mapping
+    rows = iterate_rows(path, {mapping.column(name) for name in JSON_COLUMNS})
+    return _lines(islice(rows, mapping.take), mapping, str(settings), settings.location)
+
+
+def _lines(
+    rows: Iterable[tuple[int, dict[str, Any]]], mapping: RowMapping, title: str, locate: Callable[[int], str]
+) -> Iterator[PromptLine]:
     has_prompts = False
-    for number, row in iterate_rows(path):
+    for number, row in rows:
         has_prompts = True
-        yield _parse(row, location(path, number), number)
+        where = locate(number)
+        yield _parse(_mapped(row, mapping, where), where, number, mapping)
     if not has_prompts:
-        raise DataError(f"prompts {path}: empty; expected at least one prompt: {EXPECTED.removeprefix('expected ')}")
+        raise DataError(f"prompts {title}: empty; expected at least one prompt: {EXPECTED.removeprefix('expected ')}")
+
+
+def _mapped(row: dict[str, Any], mapping: RowMapping, where: str) -> dict[str, Any]:
+    """Return a row with the names of the mapping, its templates filled in, and the name of its set. Raises DataError."""
+    if mapping == RowMapping():
+        return row
+    renamed = {}
+    for name, column in mapping.columns:
+        if column not in row:
+            raise DataError(f"{where}: has no column {column}, but {_names(row)}; correct columns.{name}")
+        renamed[name] = row[column]
+    unread = {*mapping.ignored, *(column for _, column in mapping.columns)}
+    value = {name: content for name, content in row.items() if name not in unread}
+    added = {SET_FIELD: mapping.set_name} if mapping.set_name else {}
+    if repeated := sorted(value.keys() & (renamed.keys() | added.keys())):
+        raise DataError(
+            f"{where}: has a column {repeated[0]}, and another value gets this name; add it to ignore_columns, or rename it "
+            "in columns"
+        )
+    return {**value, **renamed, **added}
+
+
+def _names(row: Mapping[str, Any]) -> str:
+    return ", ".join(sorted(map(str, row))[:10]) or "nothing else"
+
+
+def _filled(template: str, row: Mapping[str, Any], mapping: RowMapping, where: str) -> str:
+    """Return a template with the values of a row. Raises DataError."""
+    values = {}
+    for name in placeholders(template):
+        value = row.get(name)
+        if isinstance(value, bool) or not isinstance(value, str | int | float):
+            kind = "missing" if value is None else f"of type {type(value).__name__}"
+            raise DataError(
+                f"{where}: {mapping.label(name)} is {kind}, but the template needs it; expected a text or a number; the row has "
+                f"{_names(row)}"
+            )
+        values[name] = value
+    return template.format(**values)
 
 
 def prompt_of(content: object, where: str, number: int) -> PromptLine:
@@ -78,49 +133,67 @@ def _check_encodable(text: object, where: str) -> None:
         raise DataError(f"{where}: is not valid Unicode (it has half of a character); give text in UTF-8") from None
 
 
-def _parse(value: dict[str, Any], where: str, number: int) -> PromptLine:
-    given = {key: value.pop(key, None) for key in KEYS}
+def _parse(value: dict[str, Any], where: str, number: int, mapping: RowMapping = RowMapping()) -> PromptLine:
+    if mapping.text is not None or mapping.messages:
+        return _from_template(value, where, number, mapping)
+    given = {key: value.pop(key, None) for key in PROMPT_KEYS}
     # An empty cell of a CSV file is an empty string.
     kinds = [key for key, content in given.items() if content is not None and content != ""]
     if len(kinds) > 1:
         raise DataError(f"{where}: found {' and '.join(kinds)}; keep one of them, or rename the others; {EXPECTED}")
     if not kinds:
         empty = [key for key, content in given.items() if content == ""]
-        keys = ", ".join(sorted(map(str, value))[:10]) or "nothing else"
+        keys = _names(value)
         raise DataError(
-            f"{where}: {empty[0]} is empty; {EXPECTED}"
+            f"{where}: {mapping.label(empty[0])} is empty; {EXPECTED}"
             if empty
             else f"{where}: found none of prompt, text, messages and token_ids, but {keys}; {EXPECTED}"
         )
     kind = kinds[0]
-    content = given[kind]
+    content, label = given[kind], mapping.label(kind)
     if kind != "token_ids":
         value[kind] = content
     fields = _fields(value, where)
     if kind == "messages" or (kind == "prompt" and isinstance(content, list)):
-        return PromptLine(number, messages=_messages(kind, content, where), fields=fields)
+        return PromptLine(number, messages=_messages(label, content, where), fields=fields, key=kind)
     if kind != "token_ids":
         if not isinstance(content, str):
             wanted = "a string or a list of messages" if kind == "prompt" else "a string"
-            raise DataError(f"{where}: {kind} is not {wanted}; {EXPECTED}")
-        return PromptLine(number, content, fields=fields)
+            raise DataError(f"{where}: {label} is not {wanted}; {EXPECTED}")
+        return PromptLine(number, content, fields=fields, key=kind)
     is_valid = isinstance(content, list) and all(type(token) is int and 0 <= token < 2**31 for token in content)
     if not is_valid or not content:
-        raise DataError(f"{where}: token_ids is not a list of token ids; {EXPECTED}")
-    return PromptLine(number, token_ids=tuple(content), fields=fields)
+        raise DataError(f"{where}: {label} is not a list of token ids; {EXPECTED}")
+    return PromptLine(number, token_ids=tuple(content), fields=fields, key=kind)
+
+
+def _from_template(value: dict[str, Any], where: str, number: int, mapping: RowMapping) -> PromptLine:
+    """Return the prompt that a template makes. The fields are all columns and the prompt."""
+    text, messages = None, None
+    if mapping.text is not None:
+        text = _filled(mapping.text, value, mapping, where)
+        if not text:
+            raise DataError(f"{where}: the template makes an empty text of it; remove the row")
+    else:
+        filled = [
+            {"role": role, "content": _filled(content, value, mapping, where)} for role, content in mapping.messages
+        ]
+        messages = _messages("messages", filled, where)
+    made = {"text": text} if messages is None else {"messages": list(messages)}
+    fields = _fields({**{key: content for key, content in value.items() if key != "token_ids"}, **made}, where)
+    return PromptLine(number, text, messages=messages, fields=fields, key=next(iter(made)))
 
 
 def _fields(value: dict[str, Any], where: str) -> str:
     """Return the fields for reward functions as compact JSON with sorted keys. Raises DataError."""
     try:
-        fields = json.dumps(
-            value, ensure_ascii=False, sort_keys=True, separators=(",", ":"), allow_nan=False, default=_as_json
-        )
+        fields = _to_json(value)
         size = len(fields.encode("utf-8"))
     except UnicodeEncodeError:
         raise DataError(f"{where}: contains half of a character (a lone surrogate); {EXPECTED}") from None
     except (TypeError, ValueError, RecursionError) as error:
-        raise DataError(f"{where}: cannot be handed to a reward function ({error}); {EXPECTED}") from None
+        column = _column_without_json(value)
+        raise DataError(f"{where}: {column} cannot be handed to a reward function ({error}); {EXPECTED}") from None
     if size > MAX_FIELDS_BYTES:
         raise DataError(
             f"{where}: {size} bytes of text and fields, expected at most {MAX_FIELDS_BYTES}; shorten them, "
@@ -129,7 +202,23 @@ def _fields(value: dict[str, Any], where: str) -> str:
     return fields
 
 
-def _as_json(value: Any) -> str:
+def _to_json(value: Any) -> str:
+    return json.dumps(
+        value, ensure_ascii=False, sort_keys=True, separators=(",", ":"), allow_nan=False, default=as_json
+    )
+
+
+def _column_without_json(value: dict[str, Any]) -> str:
+    """Return the name of the first column whose value has no JSON."""
+    for name, content in value.items():
+        try:
+            _to_json(content)
+        except (TypeError, ValueError, RecursionError):
+            return f"column {name}"
+    return "a name of a column"
+
+
+def as_json(value: Any) -> str:
     """Return a value of Parquet that JSON lacks as text."""
     if isinstance(value, datetime.date | datetime.time):
         return value.isoformat()
@@ -140,13 +229,13 @@ def _messages(key: str, value: Any, where: str) -> tuple[Message, ...]:
     if not isinstance(value, list) or not value:
         raise DataError(f"{where}: {key} is {'empty' if value == [] else 'not a list'}; {EXPECTED}")
     if len(value) > MAX_MESSAGES:
-        raise DataError(f"{where}: {len(value)} messages, expected at most {MAX_MESSAGES}")
+        raise DataError(f"{where}: {key}: {len(value)} messages, expected at most {MAX_MESSAGES}")
     for place, message in enumerate(value, 1):
         if not isinstance(message, dict):
-            raise DataError(f"{where}: message {place} is not an object; {EXPECTED}")
+            raise DataError(f"{where}: {key}: message {place} is not an object; {EXPECTED}")
         for name in ("role", "content"):
             if not isinstance(message.get(name), str):
-                raise DataError(f"{where}: message {place}: {name} is missing or not a string; {EXPECTED}")
+                raise DataError(f"{where}: {key}: message {place}: {name} is missing or not a string; {EXPECTED}")
         if not message["role"]:
-            raise DataError(f"{where}: message {place}: role is empty; expected user, assistant, system, ...")
+            raise DataError(f"{where}: {key}: message {place}: role is empty; expected user, assistant, system, ...")
     return tuple(value)

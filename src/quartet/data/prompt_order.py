@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 from quartet.errors import ConfigError
 from quartet.random_streams import prompt_order
 from quartet.types import Prompt
+
+
+class StepPrompts(Protocol):
+    """The prompts of every step of a run."""
+
+    def of_step(self, step: int) -> list[Prompt]:
+        """Return the prompts of a step. Steps count from 1."""
 
 
 class PromptOrder:

@@ -1,21 +1,67 @@
-"""Settings that decide which prompts a file gives, and which token ids they have."""
+"""Settings that decide which prompts a file or a data set gives, and which token ids they have."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from quartet.data.prompt_files import location
 
 if TYPE_CHECKING:
-    from quartet.config import Config
+    from quartet.config import Config, PromptSetConfig
+
+NO_REVISIONS: Mapping[str, str] = MappingProxyType({})
+
+
+@dataclass(frozen=True, slots=True)
+class RowMapping:
+    """How the columns of a row become a prompt and its fields. See ``quartet.config.PromptSetConfig``.
+
+    ``columns`` are pairs of name and column, ``messages`` pairs of role and template. ``take``: maximum number of rows to read.
+    ``set_name``: name of the set, empty for prompts that belong to none.
+    """
+
+    columns: tuple[tuple[str, str], ...] = ()
+    ignored: tuple[str, ...] = ()
+    text: str | None = None
+    messages: tuple[tuple[str, str], ...] = ()
+    take: int | None = None
+    set_name: str = ""
+
+    def column(self, name: str) -> str:
+        """Return the column that is read as ``name``."""
+        return dict(self.columns).get(name, name)
+
+    def label(self, name: str) -> str:
+        """Return ``name`` for messages, with its column if that has another name."""
+        column = self.column(name)
+        return name if column == name else f"{name} (column {column})"
+
+
+@dataclass(frozen=True, slots=True)
+class DatasetSource:
+    """A split of a data set of Hugging Face. See ``quartet.config.PromptSetConfig``."""
+
+    name: str
+    config: str | None = None
+    split: str = "train"
+    revision: str | None = None
+
+    def __str__(self) -> str:
+        config = f"{self.config}, " if self.config is not None else ""
+        return f"{self.name} ({config}{self.split})"
 
 
 @dataclass(frozen=True, slots=True)
 class PromptSettings:
-    """Settings of one prompts file. See ``quartet.config.DataConfig``.
+    """Settings of one set of prompts. See ``quartet.config.DataConfig``.
 
-    ``model`` has the tokenizer. ``limit``: maximum number of prompts; later lines are not read. ``opens_response``: messages end
-    with the opening of a response; False leaves it to an environment.
+    ``path`` is the file, or the name of the data set if ``dataset`` is set. ``model`` has the tokenizer. ``limit``: maximum number
+    of prompts; later lines are not read. ``opens_response``: messages end with the opening of a response; False leaves it to an
+    environment. ``key`` is the setting that names the prompts.
     """
 
     path: Path
@@ -26,17 +72,46 @@ class PromptSettings:
     continue_final_message: bool = False
     limit: int | None = None
     opens_response: bool = True
+    mapping: RowMapping = RowMapping()
+    dataset: DatasetSource | None = None
+    key: str = "data.prompts"
+
+    def __str__(self) -> str:
+        return str(self.path if self.dataset is None else self.dataset)
+
+    def location(self, row: int) -> str:
+        """Return where a prompt is, for messages. ``row`` counts from 1."""
+        return location(self.path, row) if self.dataset is None else f"prompts {self.dataset} row {row}"
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the settings as a JSON object."""
+        return {**asdict(self), "path": str(self.path)}
 
     @classmethod
-    def for_training(cls, config: Config) -> PromptSettings:
-        """Return the settings of data.prompts."""
-        return cls._of(config, config.data.prompts, None)
+    def from_json(cls, value: Mapping[str, Any]) -> PromptSettings:
+        """Return the settings of ``to_json``."""
+        mapping, dataset = value["mapping"], value["dataset"]
+        pairs = {name: tuple(tuple(pair) for pair in mapping[name]) for name in ("columns", "messages")}
+        rows = RowMapping(**{**mapping, **pairs, "ignored": tuple(mapping["ignored"])})
+        given = {**value, "path": Path(value["path"]), "mapping": rows}
+        return cls(**{**given, "dataset": None if dataset is None else DatasetSource(**dataset)})
 
     @classmethod
-    def for_validation(cls, config: Config) -> PromptSettings | None:
-        """Return the settings of data.validation, or None without it."""
-        path = config.data.validation
-        return None if path is None else cls._of(config, path, config.evaluation.max_prompts)
+    def for_training(cls, config: Config, revisions: Mapping[str, str] = NO_REVISIONS) -> list[PromptSettings]:
+        """Return the settings of data.prompts or of each of data.sets. ``revisions`` of data sets on the hub, by key."""
+        if config.data.prompts is not None:
+            return [cls._of(config, config.data.prompts, None)]
+        return [cls._of_set(config, each, f"data.sets.{each.name}", None, revisions) for each in config.data.sets]
+
+    @classmethod
+    def for_validation(cls, config: Config, revisions: Mapping[str, str] = NO_REVISIONS) -> PromptSettings | None:
+        """Return the settings of data.validation or data.validation_set, or None without both."""
+        data, limit = config.data, config.evaluation.max_prompts
+        if data.validation_set is not None:
+            return cls._of_set(config, data.validation_set, "data.validation_set", limit, revisions)
+        if data.validation is None:
+            return None
+        return replace(cls._of(config, data.validation, limit), key="data.validation")
 
     @classmethod
     def _of(cls, config: Config, path: Path, limit: int | None) -> PromptSettings:
@@ -51,3 +126,21 @@ class PromptSettings:
             limit,
             not (config.has_environment and config.environment.observations == "chat"),
         )
+
+    @classmethod
+    def _of_set(
+        cls, config: Config, given: PromptSetConfig, key: str, limit: int | None, revisions: Mapping[str, str]
+    ) -> PromptSettings:
+        mapping = RowMapping(
+            tuple(sorted(given.columns.items())),
+            given.ignore_columns,
+            given.text_template,
+            tuple((message.role, message.content) for message in given.message_templates),
+            given.take,
+            given.name,
+        )
+        dataset = None
+        if given.dataset is not None:
+            dataset = DatasetSource(given.dataset, given.config, given.split, revisions.get(key) or given.revision)
+        settings = cls._of(config, given.path or Path(given.dataset or ""), limit)
+        return replace(settings, mapping=mapping, dataset=dataset, key=key)

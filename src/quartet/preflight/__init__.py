@@ -7,6 +7,7 @@ from collections.abc import Callable
 from shlex import quote
 
 from quartet.config import Config, EnvironmentServiceConfig, ServiceConfig
+from quartet.data import set_contents
 from quartet.errors import ConfigError
 from quartet.preflight.addresses import check_gateway, check_port
 from quartet.preflight.functions import check_function, named_functions
@@ -123,7 +124,7 @@ def check_resumable(config: Config, files: RunFiles) -> None:
         raise ConfigError(f"--resume: {files.root} does not contain a run; remove --resume to start a new one")
     identity = Identity.read(files.identity)
     if identity is not None:
-        identity.check(config, files.root)
+        identity.check(config, files.root, set_contents(config, identity.revisions))
     steps = files.last_step()
     if steps > config.run.steps:
         raise ConfigError(

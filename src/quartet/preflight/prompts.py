@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import signal
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,12 @@ from quartet.data import (
     PromptSettings,
     PromptSummary,
     cached_prompts,
-    iterate_prompt_lines,
+    cached_rows_file,
+    iterate_prompts,
+    max_parts,
+    on_the_hub,
+    rows_file,
+    shares_of_rest,
     summarize_prompts,
 )
 from quartet.errors import ConfigError, DataError, ModelError, ServiceFailed
@@ -23,6 +27,8 @@ from quartet.hub_models import cached_snapshot
 from quartet.missing_packages import explain_missing_package
 from quartet.model_support import number_in, positions_in
 from quartet.preflight.checking_process import checking_process
+from quartet.run_directory.identity import Identity
+from quartet.run_directory.run_files import RunFiles
 from quartet.tokenizer_check import has_tokenizer, tokenizer_location
 
 Report = Callable[[str], None]
@@ -35,13 +41,18 @@ def check_prompts(config: Config, report: Report) -> list[str]:
     Without the tokenizer on this machine, only the files are read. Raises ConfigError for the first problem, and ServiceFailed if
     the process that tokenizes them dies.
     """
-    files = {"data.prompts": PromptSettings.for_training(config)}
-    if (validation := PromptSettings.for_validation(config)) is not None:
-        files["data.validation"] = validation
+    # A resumed run uses the commits that it has recorded.
+    identity = Identity.read(RunFiles(config.run_directory).identity)
+    revisions = identity.revisions if identity is not None else {}
+    files = PromptSettings.for_training(config, revisions)
+    needed = dict(zip((settings.key for settings in files), _needed(config), strict=True))
+    if (validation := PromptSettings.for_validation(config, revisions)) is not None:
+        files.append(validation)
     vocabulary_size = number_in(_description(config.actor.model), "vocab_size")
-    summaries = _summaries(list(files.values()), vocabulary_size, report)
+    summaries = _summaries(files, vocabulary_size, report)
     notes = []
-    for number, (key, settings) in enumerate(files.items()):
+    for number, settings in enumerate(files):
+        key = settings.key
         if summaries is None:
             num_prompts, num_messages = _read(settings)
             extra = ["they are tokenized when the run starts: the tokenizer is not on this machine"]
@@ -50,29 +61,37 @@ def check_prompts(config: Config, report: Report) -> list[str]:
             num_prompts, num_messages, extra = summary.num_prompts, summary.num_messages, summary.notes
             _check_positions(key, summary.max_length, config)
         of_chats = f", {num_messages} of them messages" if num_messages else ""
-        notes.append(f"{key} {settings.path}: {num_prompts} prompts{of_chats}")
+        notes.append(f"{key} {settings}: {num_prompts} prompts{of_chats}")
         for note in extra:
             is_warning = note.startswith("warning: ")
             notes.append(f"{'warning: ' if is_warning else ''}{key}: {note.removeprefix('warning: ')}")
-        if key == "data.prompts" and num_prompts < config.rollout.prompts_per_step:
+        if num_prompts < needed.get(key, 0):
             raise ConfigError(
-                f"rollout.prompts_per_step {config.rollout.prompts_per_step}: data.prompts {settings.path} has only "
-                f"{num_prompts} usable prompts; lower it, or give more prompts"
+                f"rollout.prompts_per_step {config.rollout.prompts_per_step}: {key} {settings} has only {num_prompts} usable "
+                f"prompts, and a step needs {needed[key]}; lower it, or give more prompts"
             )
     return notes
 
 
 def count_prompts(config: Config) -> int:
-    """Return the number of usable prompts of data.prompts; without the tokenizer on this machine, of all. Raises ConfigError."""
-    settings = PromptSettings.for_training(config)
-    summaries = _summaries([settings], number_in(_description(config.actor.model), "vocab_size"), lambda _: None)
-    return summaries[0].num_prompts if summaries is not None else _read(settings)[0]
+    """Return the number of usable training prompts; without the tokenizer on this machine, of all. Raises ConfigError."""
+    files = PromptSettings.for_training(config)
+    summaries = _summaries(files, number_in(_description(config.actor.model), "vocab_size"), lambda _: None)
+    if summaries is None:
+        return sum(_read(settings)[0] for settings in files)
+    return sum(summary.num_prompts for summary in summaries)
+
+
+def _needed(config: Config) -> list[int]:
+    """Return how many prompts a step needs at most of data.prompts, or of each of data.sets."""
+    weights = [each.weight for each in config.data.sets] or [1.0]
+    return max_parts(shares_of_rest(weights), config.rollout.prompts_per_step)
 
 
 def _read(settings: PromptSettings) -> tuple[int, int]:
-    """Return the numbers of prompts in a file, and of those that are messages. Raises DataError."""
+    """Return the numbers of prompts in a set, and of those that are messages. Raises DataError."""
     num_prompts = num_messages = 0
-    for line in iterate_prompt_lines(settings.path):
+    for line in iterate_prompts(settings, rows_file(settings).path):
         num_prompts += 1
         num_messages += line.messages is not None
     return num_prompts, num_messages
@@ -90,22 +109,23 @@ def _summaries(files: list[PromptSettings], vocabulary_size: int | None, report:
     location = Path(tokenizer_location(files[0].model))
     if not (location.is_dir() and has_tokenizer(location)) and cached_snapshot(str(location)) is None:
         return None
-    rows = [{**asdict(settings), "path": str(settings.path)} for settings in files]
-    message = _run_worker({"files": rows, "vocabulary_size": vocabulary_size}, report)
+    request = {"files": [settings.to_json() for settings in files], "vocabulary_size": vocabulary_size}
+    needs_hub = any(on_the_hub(settings) and cached_rows_file(settings) is None for settings in files)
+    message = _run_worker(request, needs_hub, report)
     if "missing" in message:
         error = explain_missing_package(ModuleNotFoundError(message["error"], name=message["missing"]))
-        raise ConfigError(f"data.prompts {files[0].path}: cannot be tokenized: {error}")
+        raise ConfigError(f"{files[0].key} {files[0]}: cannot be tokenized: {error}")
     if "error" in message:
         kinds = {"DataError": DataError, "ModelError": ModelError, "ServiceFailed": ServiceFailed}
         raise kinds.get(message["kind"], ConfigError)(message["error"])
     return [PromptSummary(**result) for result in message["results"]]
 
 
-def _run_worker(request: dict[str, Any], report: Report) -> dict[str, Any]:
+def _run_worker(request: dict[str, Any], needs_hub: bool, report: Report) -> dict[str, Any]:
     """Return the last message of a ``quartet.prompt_worker``. Raises ServiceFailed if it has died."""
     message: dict[str, Any] = {}
-    # The tokenizer is on this machine, so the check needs no network.
-    offline = {"HF_HUB_OFFLINE": "1"}
+    # The tokenizer is on this machine, so only prompts from the hub need the network.
+    offline = {} if needs_hub else {"HF_HUB_OFFLINE": "1"}
     with checking_process("quartet.prompt_worker", json.dumps(request), environment=offline) as (pipe, process):
         for line in pipe:
             message = json.loads(line)

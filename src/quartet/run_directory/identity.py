@@ -5,16 +5,17 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from shlex import quote
+from types import MappingProxyType
 from typing import Any
 
 from quartet.config import Config, HttpScorerConfig, RetryConfig
 from quartet.durable_files import sha256, storage_errors, write_durably
 from quartet.errors import ConfigError
 from quartet.hub_models import looks_local
-from quartet.types import Role
+from quartet.types import PromptSetContent, Role
 
 CHANGEABLE_SETTINGS = (
     "run.steps",
@@ -81,6 +82,8 @@ SCORER_CONNECTION = (
 )
 """Settings of a scorer that may differ when a run resumes: where it is and how it is called, but not what it scores."""
 
+NO_SETS: Mapping[str, PromptSetContent] = MappingProxyType({})
+
 
 @dataclass(frozen=True, slots=True)
 class Identity:
@@ -89,7 +92,7 @@ class Identity:
     ``id`` distinguishes the run from any other with its name. ``settings`` (by key) and ``prompts_sha256`` must not change when
     the run resumes. ``micro_batch_tokens`` holds the micro-batch size that each role's service determined at the first start,
     because the split of a mini-batch affects the last bits of an update. ``hub_models`` are the models that are hub ids; in
-    another working directory, a relative path looks like one.
+    another working directory, a relative path looks like one. ``prompt_sets`` are the contents of the sets, by key of the config.
     """
 
     id: str
@@ -97,9 +100,15 @@ class Identity:
     prompts_sha256: str
     micro_batch_tokens: dict[str, int] = field(default_factory=dict)
     hub_models: tuple[str, ...] = ()
+    prompt_sets: dict[str, PromptSetContent] = field(default_factory=dict)
 
     @classmethod
-    def new(cls, config: Config, micro_batch_tokens: Mapping[Role, int]) -> Identity:
+    def new(
+        cls,
+        config: Config,
+        micro_batch_tokens: Mapping[Role, int],
+        prompt_sets: Mapping[str, PromptSetContent] = NO_SETS,
+    ) -> Identity:
         """Return the identity of a new run with this config. Reads the prompts file.
 
         ``micro_batch_tokens`` is used for roles whose size the config leaves open.
@@ -107,7 +116,9 @@ class Identity:
         configured = {Role.ACTOR: config.actor.micro_batch_tokens, Role.CRITIC: config.critic.micro_batch_tokens}
         sizes = {role.value: configured[role] or measured for role, measured in micro_batch_tokens.items()}
         hub_models = tuple(sorted({model for model in config.models.values() if not looks_local(model)}))
-        return cls(secrets.token_hex(8), fixed_settings(config), sha256(config.data.prompts), sizes, hub_models)
+        prompts_sha256 = "" if config.data.prompts is None else sha256(config.data.prompts)
+        id, settings = secrets.token_hex(8), fixed_settings(config)
+        return cls(id, settings, prompts_sha256, sizes, hub_models, dict(prompt_sets))
 
     def write(self, path: Path) -> None:
         """Write the identity to ``run.json``. Raises StorageFailed if the disk refuses it."""
@@ -116,6 +127,7 @@ class Identity:
             "prompts_sha256": self.prompts_sha256,
             "micro_batch_tokens": self.micro_batch_tokens,
             "hub_models": self.hub_models,
+            "prompt_sets": {key: asdict(each) for key, each in self.prompt_sets.items()},
             "settings": self.settings,
         }
         with storage_errors(path):
@@ -128,7 +140,9 @@ class Identity:
             content = json.loads(path.read_text(encoding="utf-8"))
             sizes = {str(role): int(tokens) for role, tokens in content["micro_batch_tokens"].items()}
             hub_models = tuple(str(model) for model in content.get("hub_models", ()))
-            return cls(str(content["id"]), dict(content["settings"]), str(content["prompts_sha256"]), sizes, hub_models)
+            id, settings, prompts = str(content["id"]), dict(content["settings"]), str(content["prompts_sha256"])
+            sets = {str(key): PromptSetContent(**each) for key, each in content.get("prompt_sets", {}).items()}
+            return cls(id, settings, prompts, sizes, hub_models, sets)
         except FileNotFoundError:
             return None
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
@@ -143,9 +157,22 @@ class Identity:
         new = {role.value: size for role, size in micro_batch_tokens.items() if not self.micro_batch_tokens_of(role)}
         return replace(self, micro_batch_tokens={**self.micro_batch_tokens, **new})
 
-    def check(self, config: Config, root: Path) -> None:
-        """Raise ConfigError unless the run in ``root`` can resume with this config."""
+    @property
+    def revisions(self) -> dict[str, str]:
+        """Commits of the sets that are data sets on the hub, by key of the config."""
+        return {key: each.revision for key, each in self.prompt_sets.items() if each.revision}
+
+    def check(self, config: Config, root: Path, prompt_sets: Mapping[str, PromptSetContent] = NO_SETS) -> None:
+        """Raise ConfigError unless the run in ``root`` can resume with this config, whose sets have these contents."""
         check_settings(self.settings, fixed_settings(config), root)
+        for key, content in prompt_sets.items():
+            before = self.prompt_sets.get(key)
+            if before is not None and content.sha256 != before.sha256:
+                raise ConfigError(
+                    f"{key}: its rows differ from those that the run in {root} started with; restore them, or start a new run"
+                )
+        if config.data.prompts is None:
+            return
         try:
             prompts_sha256 = sha256(config.data.prompts)
         except OSError as error:
@@ -171,6 +198,10 @@ def fixed_settings(config: Config) -> dict[str, Any]:
                 source[section] = {
                     name: value for name, value in source[section].items() if name not in SCORER_CONNECTION
                 }
+    for each in (*tree["data"]["sets"], tree["data"]["validation_set"] or {}):
+        # The places of a set's rows. Their content stays the same.
+        for name in ("path", "dataset", "revision"):
+            each.pop(name, None)
     flat = _flatten(tree)
     # With off-policy steps, the checkpoints decide which policy generates a step.
     also_fixed = {"checkpoint.every_steps"} if config.rollout.max_off_policy_steps else set()

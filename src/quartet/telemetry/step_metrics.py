@@ -13,7 +13,7 @@ class MetricDefinition:
     """One metric of metrics.jsonl or evaluations.jsonl."""
 
     name: str
-    """Key in the file. NAME stands for a part of a reward ensemble."""
+    """Key in the file. NAME stands for a part of a reward ensemble, or for a set of prompts."""
     unit: str
     """Unit, or an empty string."""
     meaning: str
@@ -45,6 +45,13 @@ STEP_METRICS = (
         "Mean unweighted score of the ensemble part NAME.",
         "all parts rise together, or hold",
         "one part rises at the expense of the others",
+    ),
+    _metric(
+        "set_NAME_reward_mean",
+        "reward",
+        "Mean score of the responses to prompts of the set NAME. Absent in steps without its prompts.",
+        "all sets rise, or hold",
+        "one set rises at the expense of the others",
     ),
     _metric(
         "score_mean",

@@ -50,7 +50,7 @@ TEMPLATE = (
 
 def test_messages_without_a_chat_template_are_refused(models: Path) -> None:
     with pytest.raises(
-        DataError, match=rf"validation\.jsonl:2: messages, but the tokenizer of {models}/policy has no chat"
+        DataError, match=rf"validation\.jsonl:2: prompt has messages, but the tokenizer of {models}/policy has no chat"
     ):
         check_inputs(with_validation(models, MESSAGES))
 
@@ -64,7 +64,9 @@ def test_a_chat_template_that_refuses_a_line_is_reported_without_transformers(mo
     refused = MESSAGES * 300 + '{"prompt": [{"role": "tool", "content": "a"}]}\n'
     tree = with_validation(models, refused).model_dump()
     tree["evaluation"]["max_prompts"] = 1000
-    with pytest.raises(DataError, match=r":601: the chat template of .*policy refuses these messages: no tools"):
+    with pytest.raises(
+        DataError, match=r":601: the chat template of .*policy refuses the messages of prompt: no tools"
+    ):
         check_inputs(parse_config(tree, "test"))
     assert not {name for name in set(sys.modules) - before if name.split(".")[0] in ("transformers", "torch")}
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from quartet.cli.checkpoint.list_and_tag import console, how_to_resume
 from quartet.config import Config, load_config
+from quartet.data import set_contents
 from quartet.durable_files import write_durably
 from quartet.errors import ConfigError
 from quartet.preflight import check_inputs
@@ -32,7 +33,10 @@ def fork(run: Path, which: str, name: str, overrides: list[str]) -> None:
         _check_models(before, config, checkpoint)
         _check_evaluations(before, config)
         _check_run(before, config, checkpoint)
-        identity = Identity.new(config, _micro_batch_tokens(files))
+        original = Identity.read(files.identity)
+        if original is None:
+            raise ConfigError(f"run {files.identity}: is missing; restore the file, or start a new run")
+        identity = Identity.new(config, _micro_batch_tokens(original), set_contents(config, original.revisions))
         new = RunFiles(config.run_directory)
         with lock_run_directory(new):
             if is_used(new):
@@ -54,11 +58,8 @@ def fork(run: Path, which: str, name: str, overrides: list[str]) -> None:
     )
 
 
-def _micro_batch_tokens(files: RunFiles) -> dict[Role, int]:
+def _micro_batch_tokens(original: Identity) -> dict[Role, int]:
     """Return the micro-batch sizes of the original run. The fork uses them unless its config sets others."""
-    original = Identity.read(files.identity)
-    if original is None:
-        raise ConfigError(f"run {files.identity}: is missing; restore the file, or start a new run")
     return {role: original.micro_batch_tokens_of(role) for role in TRAINED_ROLES}
 
 

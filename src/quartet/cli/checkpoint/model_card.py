@@ -16,6 +16,7 @@ from quartet.config import Config, RewardSourceConfig, load_config
 from quartet.run_directory.identity import Identity, fixed_settings
 from quartet.run_directory.run_files import RunFiles
 from quartet.run_directory.step_lines import read_step_lines
+from quartet.types import PromptSetContent
 
 CARD, CURVES = "README.md", "curves.svg"
 WINDOW_STEPS = 10
@@ -51,13 +52,12 @@ def _card(
     if config.actor.model in hub_models:
         front["base_model"] = config.actor.model
     front["tags"] = ["quartet", "rlhf", "ppo" if estimator == "gae" else estimator]
-    digest = f", SHA-256 `{identity.prompts_sha256}`" if identity is not None else ""
     rollout = config.rollout
     facts = {
         "initial policy": f"`{base}`",
         "algorithm": f"{algorithm}, {rollout.prompts_per_step} x {rollout.samples_per_prompt} responses per step",
         "reward": _reward(config, hub_models),
-        "prompts": f"`{config.data.prompts.name}`{digest}",
+        "prompts": _prompts(config, identity),
         "run": f"`{config.run.name}`, step {step} of {config.run.steps}, seed {config.run.seed}",
         "trained with": f"Quartet {__version__}",
         "exported on": datetime.datetime.now(datetime.UTC).date().isoformat(),
@@ -88,6 +88,25 @@ The settings that decide what the run learned. Of local paths, only the last par
 ```yaml
 {settings}```
 """
+
+
+def _prompts(config: Config, identity: Identity | None) -> str:
+    """Return the prompts file, or the sets with their weights, each with the checksum of its rows."""
+
+    def with_digest(name: str, sha256: str) -> str:
+        return f"`{name}`" + (f", SHA-256 `{sha256}`" if sha256 else "")
+
+    if config.data.prompts is not None:
+        return with_digest(config.data.prompts.name, identity.prompts_sha256 if identity is not None else "")
+    contents = identity.prompt_sets if identity is not None else {}
+    sets = []
+    for each in config.data.sets:
+        content = contents.get(f"data.sets.{each.name}", PromptSetContent(""))
+        place = each.path.name if each.path is not None else each.dataset or ""
+        # Only a data set on the hub has a commit. The path of a folder may name a user.
+        name = f"{place}@{content.revision}" if content.revision else Path(place).name
+        sets.append(f"{each.weight:g} x {with_digest(name, content.sha256)}")
+    return " + ".join(sets)
 
 
 def _public_name(model: str, hub_models: Collection[str]) -> str:

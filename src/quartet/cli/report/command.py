@@ -134,11 +134,11 @@ def _summary(
         for title, key in (
             ("estimator", "algorithm.estimator"),
             ("policy", "actor.model"),
-            ("prompts", "data.prompts"),
             ("seed", "run.seed"),
         )
     ]
     rows.insert(2, ("reward", _reward(config)))
+    rows.insert(3, ("prompts", _prompts(config)))
     rows.append(("responses per step", _product(config, "rollout.prompts_per_step", "rollout.samples_per_prompt")))
     rows.append(("steps", len(steps)))
     if steps:
@@ -150,6 +150,14 @@ def _summary(
         rows += _ends(steps, [str(part["name"]) for part in _setting(config, "reward.parts") or ()])
     rows.append(("failed trajectories", len(_lines_of(files.failed_trajectories))))
     return rows
+
+
+def _prompts(config: Mapping[str, Any]) -> str | None:
+    """Return the file of prompts, or the weighted sets."""
+    sets = _setting(config, "data.sets") or ()
+    return _setting(config, "data.prompts") or " + ".join(
+        f"{each.get('weight', 1):g} × {each['name']} ({each.get('path') or each.get('dataset')})" for each in sets
+    )
 
 
 def _reward(config: Mapping[str, Any]) -> str | None:
