@@ -26,7 +26,7 @@ PYTEST := $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .PHONY: help install demo test test-fast test-all test-e2e chaos faults soak durability-cost startup end-to-end generation precision gpu update sharding plan plan-memory \
-	groups growth \
+	groups growth reward-node \
 	transport weights buffer sandbox learning-curves gae orchestration overlap architectures gateway-load gateway-metrics browser screenshots notebook fuzz-api fuzz-rpc helm-golden \
 	helm-schema e2e-compose check docs docs-reference wheel format proto acceptance parity engines clean
 .DEFAULT_GOAL := help
@@ -163,6 +163,10 @@ notebook: $(VENV)/.installed-dev ## Execute the notebooks of examples/ and store
 fuzz-api: $(VENV)/.installed-dev ## Send 10,000 generated requests to a gateway process
 	$(BIN)/python -m pytest tests/gateway/test_openapi_fuzzing.py -m slow -rP --timeout=1500 $(PYTEST_ARGS)
 
+reward-node: $(VENV)/.installed-dev ## Build the reward service in JavaScript, and hold it to the contract; needs Node and npm
+	cd examples/reward-node && npm ci --ignore-scripts && npm run build && npm test
+	$(BIN)/python -m pytest tests/conformance/test_reward_node.py $(PYTEST_ARGS)
+
 fuzz-rpc: $(VENV)/.installed-dev ## Send 100,000 mutated requests to every RPC method of real services; five minutes
 	$(BIN)/python -m tests.fuzz $(FUZZ_ARGS)
 
@@ -199,7 +203,7 @@ check: $(VENV)/.installed-dev ## Run linters, type checks and the repository's o
 	$(BIN)/python -m tests.helm.golden
 	PATH="$(abspath $(BIN)):$$PATH" .ci/forbidden $$(git ls-files | grep -vxE "src/quartet/(services|gateway)")
 	$(BIN)/python .ci/vocabulary
-	$(BIN)/hadolint docker/Dockerfile docker/Dockerfile.generator docker/redis/Dockerfile
+	$(BIN)/hadolint docker/Dockerfile docker/Dockerfile.generator docker/redis/Dockerfile examples/reward-node/Dockerfile
 	@echo "check: passed"
 
 wheel: $(BIN)/python ## Build the wheel into dist/

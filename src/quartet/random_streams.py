@@ -52,6 +52,6 @@ def _turn(id: TrajectoryId, turn: int) -> tuple[int, ...]:
 
 
 def _stream(purpose: str, *numbers: int | str) -> np.random.Philox:
-    """Return the Philox stream whose key is a hash of the purpose, the numbers and names. Different keys give independent streams."""
+    """Return the Philox stream whose key is a hash of purpose, numbers and names. Different keys give independent streams."""
     name = "/".join([purpose, *map(str, numbers)])
     return np.random.Philox(key=int.from_bytes(hashlib.blake2b(name.encode(), digest_size=16).digest(), "little"))

@@ -203,12 +203,14 @@ def processes(folder: Path) -> Iterator[FuzzEnvironment]:
         for role in MODEL_ROLES:
             config = config_tree(folder, redis.url)
             config["run"]["directory"] = str(folder / f"runs-{role}")
-            started[role] = config, stack.enter_context(_service(folder, with_combined_reward(config), [role]))
-        generator = stack.enter_context(_service(folder, generator_config_tree(folder, redis.url), [Role.GENERATOR]))
+            started[role] = config, stack.enter_context(service_process(folder, with_combined_reward(config), [role]))
+        generator = stack.enter_context(
+            service_process(folder, generator_config_tree(folder, redis.url), [Role.GENERATOR])
+        )
         policies = stack.enter_context(published_policies(folder))
         live = config_tree(folder, redis.url)
         live["run"] = {**live["run"], "name": LIVE}
-        _, ready = stack.enter_context(_service(folder, live, list(MODEL_ROLES)))
+        _, ready = stack.enter_context(service_process(folder, live, list(MODEL_ROLES)))
         for role, (config, (pid, wait_until_ready)) in started.items():
             environment.targets.append(
                 Target(role, wait_until_ready()["address"], create_run_directory(config, folder), pid)
@@ -223,7 +225,7 @@ def processes(folder: Path) -> Iterator[FuzzEnvironment]:
 
 
 @contextmanager
-def _service(folder: Path, config: dict[str, Any], roles: list[Role]) -> Iterator[tuple[int, Any]]:
+def service_process(folder: Path, config: dict[str, Any], roles: list[Role]) -> Iterator[tuple[int, Any]]:
     """Start a service process. Yield its id, and a function that waits for its ready message and returns it."""
     name = "-".join(roles)
     path = folder / f"{name}.yaml"

@@ -261,7 +261,7 @@ def test_plain_text_with_a_chat_template_is_used_unchanged_and_noted() -> None:
 
 def test_messages_without_a_chat_template_are_refused_with_advice() -> None:
     with pytest.raises(
-        DataError, match=r"p\.jsonl:7: prompt has messages, but the tokenizer of policies/a has no chat template; give"
+        DataError, match=r"p\.jsonl:7: prompt needs a chat template, but the tokenizer of policies/a has none; give"
     ):
         encode([PromptLine(7, messages=(USER,))], PLAIN, frozenset(), 128, 9)
 

@@ -1,4 +1,4 @@
-"""Sets of prompts: columns, templates, mixing by weight, and the content that a run records."""
+"""Prompts of several sets: columns, templates, mixing by weight, and the content that a run records."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from quartet.types import GenerationBatch, GenerationRequest, Prompt, Role, requ
 
 @dataclass(frozen=True, slots=True)
 class PendingStep:
-    """A step that is prepared and not committed. ``prompt_sets``: name of the set of each prompt, by index; empty without sets."""
+    """A step that is prepared and not committed. ``prompt_sets``: set of each prompt, by index; empty without sets."""
 
     step: int
     collected: CollectedStep

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Optional
 import typer
 
 from quartet import __version__
+from quartet.cli.conformance_command import check_conformance
 from quartet.durable_files import describe_os_error
 from quartet.errors import ConfigError, QuartetError
 from quartet.missing_packages import explain_missing_package
@@ -417,6 +418,9 @@ def doctor(
 
     if not check(config, overrides or [], overlays or []):
         raise typer.Exit(1)
+
+
+app.command("conformance")(check_conformance)
 
 
 @app.command()

@@ -37,6 +37,7 @@ from quartet.config.models import (
     ReferenceConfig,
     TrainedModelConfig,
 )
+from quartet.config.prompt_sets import PROMPT_KEYS, SET_FIELD, MessageConfig, PromptSetConfig, placeholders
 from quartet.config.rewards import (
     HttpRewardConfig,
     HttpScorerConfig,
@@ -48,7 +49,6 @@ from quartet.config.rewards import (
     ServiceRewardConfig,
     TritonRewardConfig,
 )
-from quartet.config.prompt_sets import PROMPT_KEYS, SET_FIELD, MessageConfig, PromptSetConfig, placeholders
 from quartet.config.rollout import (
     MAX_RESPONSES,
     MAX_TURNS,
@@ -72,6 +72,8 @@ __all__ = [
     "MAX_MICRO_BATCH_TOKENS_GPU",
     "MAX_RESPONSES",
     "MAX_TURNS",
+    "PROMPT_KEYS",
+    "SET_FIELD",
     "ActorConfig",
     "AlgorithmConfig",
     "BufferConfig",
@@ -136,5 +138,6 @@ __all__ = [
     "json_schema",
     "load_config",
     "parse_config",
+    "placeholders",
     "redact_url",
 ]

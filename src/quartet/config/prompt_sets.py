@@ -62,15 +62,15 @@ class PromptSetConfig(Section):
     path: Path | None = None
     """File of prompts: JSON Lines, CSV or Parquet. Null: `dataset` is set."""
     dataset: str | None = None
-    """Data set of Hugging Face: an id on the hub, or a folder with Parquet, JSON, CSV or Arrow files, or one that save_to_disk has
+    """Data set of Hugging Face: an id on the hub, a folder with Parquet, JSON, CSV or Arrow files, or one that save_to_disk has
     written. Needs the extra quartet-rlhf[datasets]. Null: `path` is set."""
     config: str | None = None
     """Configuration (subset) of the data set. Null: the default one."""
     split: str = "train"
     """Split of the data set."""
     revision: str | None = None
-    """Commit, branch or tag of a data set on the hub. Null: the newest commit when the run starts. A resumed run uses the same
-    commit."""
+    """Commit, branch or tag of a data set on the hub. Null: the newest commit when the run starts. A resumed run uses the commit
+    that it has started with."""
     take: Count | None = None
     """Maximum number of rows to read, from the start. Later rows are not downloaded. Null: all."""
     columns: dict[str, str] = Field(default={})
@@ -78,8 +78,8 @@ class PromptSetConfig(Section):
     ignore_columns: tuple[str, ...] = ()
     """Columns that are not read."""
     text_template: Template | None = None
-    """Text of each prompt. {COLUMN} stands for the value of a column, after renaming; {{ and }} are braces. Null: a column has the
-    prompt."""
+    """Text of each prompt. {COLUMN} stands for the value of a column, after renaming; {{ and }} are braces. Null: a column has
+    the prompt."""
     message_templates: tuple[MessageConfig, ...] = ()
     """Messages of each prompt, each with `role` and `content`. Empty: a column has the prompt."""
 

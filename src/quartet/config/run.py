@@ -31,7 +31,7 @@ class DataConfig(Section):
     """File of prompts: JSON Lines, CSV or Parquet. Each row has `prompt`, `text`, `messages` or `token_ids`. Reward functions get
     all fields of the row except `token_ids`. Null: `sets` has the prompts."""
     sets: tuple[PromptSetConfig, ...] = ()
-    """Sets of prompts, mixed by their weights. Each is a file or a data set of Hugging Face."""
+    """List of sets of prompts, which are mixed by their weights. Each is a file or a data set of Hugging Face."""
     validation: Path | None = None
     """File of evaluation prompts in the same format as `prompts`. Null: none, or those of `validation_set`."""
     validation_set: PromptSetConfig | None = None

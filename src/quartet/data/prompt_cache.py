@@ -119,7 +119,7 @@ class PromptCache:
 
 
 def cache_key(settings: PromptSettings, path: Path, digest: FileDigest) -> str | None:
-    """Return the key of the prompts of a set whose rows are in the file ``path``, or None if their tokenizer's files are not known."""
+    """Return the key of the prompts of a set whose rows are in ``path``, or None if their tokenizer's files are not known."""
     tokenizer = _tokenizer_files(settings.model)
     if tokenizer is None:
         return None

@@ -164,8 +164,8 @@ def _folder_digest(settings: PromptSettings, folder: Path) -> str:
     digest = hashlib.sha256()
     if not folder.is_dir():
         raise DataError(
-            f"{settings.key}: {folder}: no such folder (paths start at the current folder); give a folder with Parquet, JSON, CSV "
-            "or Arrow files, an id on the hub (OWNER/NAME), or the path of a single file as path"
+            f"{settings.key}: {folder}: no such folder (paths start at the current folder); give a folder with Parquet, JSON, "
+            "CSV or Arrow files, an id on the hub (OWNER/NAME), or the path of a single file as path"
         )
     try:
         for path in sorted(folder.rglob("*")):

@@ -281,7 +281,7 @@ def _render(
     where, label = settings.location(line.line), settings.mapping.label(line.key)
     if encoder.render is None:
         raise DataError(
-            f"{where}: {label} has messages, but the tokenizer of {encoder.model} has no chat template; give prompts as text, "
+            f"{where}: {label} needs a chat template, but the tokenizer of {encoder.model} has none; give prompts as text, "
             "or save the checkpoint with a tokenizer that has one (chat_template.jinja)"
         )
     try:

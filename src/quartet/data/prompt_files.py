@@ -292,7 +292,7 @@ def _converted(batch: Any, path: Path, before: int) -> Iterator[dict[str, Any]]:
     if batch.num_rows == 1 and size > MAX_LINE_BYTES:
         raise DataError(f"{where}: has {size} bytes, expected at most {MAX_LINE_BYTES}; shorten its values")
     try:
-        rows = batch.to_pylist() if size <= MAX_LINE_BYTES else None
+        rows = _without_nanoseconds(batch).to_pylist() if size <= MAX_LINE_BYTES else None
     except (ValueError, OverflowError) as error:
         if batch.num_rows == 1:
             reason = str(error).partition("\n")[0][:200]
@@ -306,6 +306,20 @@ def _converted(batch: Any, path: Path, before: int) -> Iterator[dict[str, Any]]:
     half = batch.num_rows // 2
     yield from _converted(batch.slice(0, half), path, before)
     yield from _converted(batch.slice(half), path, before + half)
+
+
+def _without_nanoseconds(batch: Any) -> Any:
+    """Return a batch whose times have microseconds, as in Python. Raises ValueError for a time between two microseconds.
+
+    With pandas installed, pyarrow would return times of pandas instead.
+    """
+    import pyarrow
+
+    for number, field in enumerate(batch.schema):
+        if pyarrow.types.is_timestamp(field.type) and field.type.unit == "ns":
+            micros = batch.column(number).cast(pyarrow.timestamp("us", field.type.tz))
+            batch = batch.set_column(number, field.name, micros)
+    return batch
 
 
 def _decoded_bytes(array: Any) -> int:

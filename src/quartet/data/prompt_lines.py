@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,8 @@ MAX_FIELDS_BYTES = 1024 * 1024
 """Maximum size of a line's fields as JSON, including text and messages. Every scoring request contains them."""
 MAX_MESSAGES = 1024
 """Maximum number of messages of a prompt."""
+PLAIN = RowMapping()
+"""The mapping of a file whose columns are used as they are."""
 
 Message = dict[str, Any]
 
@@ -40,7 +42,7 @@ class PromptLine:
     token_ids: tuple[int, ...] | None = None
     messages: tuple[Message, ...] | None = None
     fields: str = "{}"
-    key: str = "prompt"
+    key: str = field(default="prompt", compare=False)
 
 
 def read_prompt_lines(path: Path) -> list[PromptLine]:
@@ -50,7 +52,7 @@ def read_prompt_lines(path: Path) -> list[PromptLine]:
 
 def iterate_prompt_lines(path: Path) -> Iterator[PromptLine]:
     """Yield every prompt of a file, without reading the whole file. Raises DataError with file and line."""
-    return _lines(iterate_rows(path), RowMapping(), str(path), lambda number: location(path, number))
+    return _lines(iterate_rows(path), PLAIN, str(path), lambda number: location(path, number))
 
 
 def iterate_prompts(settings: PromptSettings, path: Path) -> Iterator[PromptLine]:
@@ -74,7 +76,7 @@ def _lines(
 
 def _mapped(row: dict[str, Any], mapping: RowMapping, where: str) -> dict[str, Any]:
     """Return a row with the names of the mapping, its templates filled in, and the name of its set. Raises DataError."""
-    if mapping == RowMapping():
+    if mapping == PLAIN:
         return row
     renamed = {}
     for name, column in mapping.columns:
@@ -133,7 +135,7 @@ def _check_encodable(text: object, where: str) -> None:
         raise DataError(f"{where}: is not valid Unicode (it has half of a character); give text in UTF-8") from None
 
 
-def _parse(value: dict[str, Any], where: str, number: int, mapping: RowMapping = RowMapping()) -> PromptLine:
+def _parse(value: dict[str, Any], where: str, number: int, mapping: RowMapping = PLAIN) -> PromptLine:
     if mapping.text is not None or mapping.messages:
         return _from_template(value, where, number, mapping)
     given = {key: value.pop(key, None) for key in PROMPT_KEYS}

@@ -18,7 +18,7 @@ NO_REVISIONS: Mapping[str, str] = MappingProxyType({})
 
 @dataclass(frozen=True, slots=True)
 class RowMapping:
-    """How the columns of a row become a prompt and its fields. See ``quartet.config.PromptSetConfig``.
+    """Rules by which the columns of a row become a prompt and its fields. See ``quartet.config.PromptSetConfig``.
 
     ``columns`` are pairs of name and column, ``messages`` pairs of role and template. ``take``: maximum number of rows to read.
     ``set_name``: name of the set, empty for prompts that belong to none.
@@ -59,9 +59,9 @@ class DatasetSource:
 class PromptSettings:
     """Settings of one set of prompts. See ``quartet.config.DataConfig``.
 
-    ``path`` is the file, or the name of the data set if ``dataset`` is set. ``model`` has the tokenizer. ``limit``: maximum number
-    of prompts; later lines are not read. ``opens_response``: messages end with the opening of a response; False leaves it to an
-    environment. ``key`` is the setting that names the prompts.
+    ``path`` is the file, or the name of the data set if ``dataset`` is set. ``model`` has the tokenizer. ``limit``: maximum
+    number of prompts; later lines are not read. ``opens_response``: messages end with the opening of a response; False leaves it
+    to an environment. ``key`` is the setting that names the prompts.
     """
 
     path: Path

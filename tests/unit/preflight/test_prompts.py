@@ -50,7 +50,8 @@ TEMPLATE = (
 
 def test_messages_without_a_chat_template_are_refused(models: Path) -> None:
     with pytest.raises(
-        DataError, match=rf"validation\.jsonl:2: prompt has messages, but the tokenizer of {models}/policy has no chat"
+        DataError,
+        match=rf"validation\.jsonl:2: messages needs a chat template, but the tokenizer of {models}/policy has none",
     ):
         check_inputs(with_validation(models, MESSAGES))
 

@@ -1,0 +1,60 @@
+"""Arguments of `quartet conformance`. Imports the checks only when the command runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Optional
+
+import typer
+
+
+def check_conformance(
+    role: Annotated[str, typer.Argument(metavar="ROLE", help="reward, reference, critic, actor or generator.")],
+    address: Annotated[str, typer.Argument(metavar="ADDRESS", help="HOST:PORT of the service.")],
+    only: Annotated[
+        Optional[list[str]],  # noqa: UP045
+        typer.Option(metavar="ID", help="Run only the checks whose ids begin with this. Repeatable."),
+    ] = None,
+    show_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+    allow_changes: Annotated[
+        bool,
+        typer.Option("--allow-changes", help="Also run the checks that train, save and generate. They need --buffer."),
+    ] = False,
+    buffer: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(metavar="URL", help="The service's rollout buffer, redis://HOST:PORT."),
+    ] = None,
+    seconds: Annotated[float, typer.Option(min=1.0, help="Time for each call, in seconds.")] = 30.0,
+    vocabulary_size: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option(min=2, help="Number of token ids. Default: as the status says."),
+    ] = None,
+    max_tokens: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option(min=2, help="Maximum tokens of a sequence. Default: as the status says."),
+    ] = None,
+    fields: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(metavar="JSON", help="Fields of every prompt, for a reward that needs them. Default: none."),
+    ] = None,
+    certificates: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(metavar="DIR", help="Folder that `quartet certificates` has written. Default: no TLS."),
+    ] = None,
+    identity: Annotated[
+        str, typer.Option(metavar="NAME", help="Certificate in that folder that the calls use.")
+    ] = "orchestrator",
+    token_file: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(metavar="FILE", help="File with the token of the services. Default: no token."),
+    ] = None,
+) -> None:
+    """Hold a service, in any language, to the contract in proto/quartet/v1. Exit with 1 if it does not conform."""
+    from quartet.cli.conformance import Access
+    from quartet.cli.conformance import conformance as check
+    from quartet.conformance import Limits
+
+    limits = Limits(seconds, vocabulary_size, max_tokens, allow_changes, buffer, fields=fields)
+    access = Access(certificates, identity, token_file)
+    if not check(role, address, limits, access, only or [], show_json):
+        raise typer.Exit(1)

@@ -1,0 +1,58 @@
+"""A check: what the contract requires, where it says so, and the code that holds a service to it."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from quartet.conformance.target import Target
+
+
+class Violation(Exception):
+    """The service does not do what the contract requires. The message says what it did, and what was expected."""
+
+
+class Skipped(Exception):
+    """The check does not apply to this service, or needs an option. The message says why."""
+
+
+class Outcome(enum.StrEnum):
+    """Outcome of a check."""
+
+    PASSED = "passed"
+    FAILED = "failed"
+    SKIPPED = "skipped"
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One requirement of the contract.
+
+    ``id`` is AREA.NAME. ``requirement`` is a sentence, and ``source`` the file that states it. ``run`` raises Violation or
+    Skipped. ``changes_state``: the check trains, saves or generates.
+    """
+
+    id: str
+    requirement: str
+    source: str
+    run: Callable[[Target], None]
+    changes_state: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class CheckResult:
+    """Outcome of a check, the reason if it has not passed, and its duration in seconds."""
+
+    check: Check
+    outcome: Outcome
+    detail: str
+    seconds: float
+
+
+def expect(condition: object, message: str) -> None:
+    """Raise Violation with ``message`` unless the condition holds."""
+    if not condition:
+        raise Violation(message)

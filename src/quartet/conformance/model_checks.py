@@ -1,0 +1,251 @@
+"""Checks of what the values of reward, reference, critic and actor mean."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+import numpy as np
+from numpy.typing import NDArray
+
+from quartet.conformance.batch_checks import RAGGED, BatchMethod, require_equal
+from quartet.conformance.batches import batch_of, floats
+from quartet.conformance.check import Check, Skipped, Violation, expect
+from quartet.conformance.target import Target, TokenPair
+from quartet.v1 import actor_pb2, critic_pb2, reference_pb2, reward_pb2
+
+REWARD = "proto/quartet/v1/reward.proto: ScoreResponse"
+REFERENCE = "proto/quartet/v1/reference.proto: LogProbsResponse"
+ACTOR = "proto/quartet/v1/actor.proto: LogProbsResponse"
+CRITIC = "proto/quartet/v1/critic.proto: ValuesResponse"
+MAX_VOCABULARY = 2048
+"""Largest vocabulary whose whole distribution is computed."""
+PROBABILITY_TOLERANCE = 0.01
+
+Request = Callable[[Any, float], Any]
+
+
+def _read_scores(response: Any, count: int) -> NDArray[np.float32]:
+    for name, part in response.parts.items():
+        floats(part, f"parts[{name!r}]", count)
+    return floats(response.scores, "scores", count)
+
+
+SCORE = BatchMethod(
+    "score",
+    REWARD,
+    "Score",
+    lambda batch: reward_pb2.ScoreRequest(batch=batch),
+    _read_scores,
+    per_token=False,
+)
+VALUES = BatchMethod(
+    "values",
+    CRITIC,
+    "Values",
+    lambda batch: critic_pb2.ValuesRequest(batch=batch),
+    lambda response, count: floats(response.values, "values", count),
+    per_token=True,
+)
+
+
+def log_probs_method(source: str, request: Request, temperature: float = 1.0) -> BatchMethod:
+    """Return LogProbs of the reference or of the actor at a temperature."""
+    return BatchMethod(
+        "log_probs",
+        source,
+        "LogProbs",
+        lambda batch: request(batch, temperature),
+        lambda response, count: floats(response.log_probs, "log_probs", count),
+        per_token=True,
+    )
+
+
+def _reference_request(batch: Any, temperature: float) -> Any:
+    return reference_pb2.ReferenceServiceLogProbsRequest(batch=batch, temperature=temperature)
+
+
+def _actor_request(batch: Any, temperature: float) -> Any:
+    return actor_pb2.ActorServiceLogProbsRequest(batch=batch, temperature=temperature)
+
+
+REFERENCE_LOG_PROBS = log_probs_method(REFERENCE, _reference_request)
+ACTOR_LOG_PROBS = log_probs_method(ACTOR, _actor_request)
+
+
+def reward_checks() -> list[Check]:
+    """Return the checks of scores."""
+
+    def fields(target: Target) -> None:
+        sequences = target.sequences(RAGGED)
+        objects = [
+            target.limits.fields or f'{{"answer":"{number}","prompt_set":"ü"}}' for number in range(len(sequences))
+        ]
+        request = reward_pb2.ScoreRequest(batch=batch_of(sequences), fields=objects)
+        _read_scores(target.call(target.stub.Score, request), len(sequences))
+
+    def fields_count(target: Target) -> None:
+        request = reward_pb2.ScoreRequest(batch=batch_of(target.sequences(RAGGED)), fields=["{}"])
+        try:
+            response = target.call(target.stub.Score, request)
+        except Violation as refused:
+            expect("INVALID_ARGUMENT" in str(refused), f"too few fields: {refused}; expected INVALID_ARGUMENT")
+        else:
+            # A source that does not use fields need not look at them.
+            _read_scores(response, len(RAGGED))
+
+    return [
+        Check("score.fields", "A request may have the fields of each prompt as a JSON object.", REWARD, fields),
+        Check(
+            "score.fields_count",
+            "A source that uses fields refuses another number of them than sequences with INVALID_ARGUMENT.",
+            REWARD,
+            fields_count,
+        ),
+    ]
+
+
+def values_checks() -> list[Check]:
+    """Return the checks of values."""
+
+    def causal(target: Target) -> None:
+        [(prompt, response)] = target.sequences([(3, 6)])
+        other = response.copy()
+        other[-1] = (other[-1] + 1) % target.vocabulary_size
+        first, second = (VALUES.values(target, [(prompt, tokens)]) for tokens in (response, other))
+        require_equal(target, first, second, "another last token changes the values of the states before it")
+
+    def state(target: Target) -> None:
+        [(prompt, response)] = target.sequences([(3, 6)])
+        changed = False
+        for shift in range(1, 4):
+            other = prompt.copy()
+            other[-1] = (other[-1] + shift) % target.vocabulary_size
+            first, second = (VALUES.values(target, [(tokens, response)])[0] for tokens in (prompt, other))
+            changed = changed or first != second
+        expect(
+            changed, "the first value does not depend on the last token of the prompt; expected the value of that state"
+        )
+
+    return [
+        Check("values.causal", "A value is that of the state before its token was drawn.", CRITIC, causal),
+        Check("values.state", "The first value is that of the state after the prompt.", CRITIC, state),
+    ]
+
+
+def log_probs_checks(request: Request, source: str) -> list[Check]:
+    """Return the checks of log-probs."""
+    method = log_probs_method(source, request)
+
+    def distribution(target: Target, prompt: NDArray[np.int32], temperature: float) -> NDArray[np.float64]:
+        """Return the log-probs of every token after a prompt, float64 [vocabulary]."""
+        size = target.vocabulary_size
+        if size > MAX_VOCABULARY:
+            raise Skipped(f"the vocabulary has {size} tokens; the distribution is computed up to {MAX_VOCABULARY}")
+        sequences: list[TokenPair] = [(prompt, np.array([token], np.int32)) for token in range(size)]
+        at_temperature = log_probs_method(source, request, temperature)
+        return at_temperature.values(target, sequences).astype(np.float64)
+
+    def sign(target: Target) -> None:
+        values = method.values(target, target.sequences(RAGGED))
+        expect(values.max() <= 1e-4, f"a log-prob is {values.max():g}; expected at most 0")
+
+    def normalized(target: Target) -> None:
+        total = float(np.exp(distribution(target, target.tokens(4), 1.0)).sum())
+        expect(
+            abs(total - 1) < PROBABILITY_TOLERANCE, f"the probabilities of all tokens sum to {total:.4f}; expected 1"
+        )
+
+    def causal(target: Target) -> None:
+        [(prompt, response)] = target.sequences([(3, 6)])
+        whole = method.values(target, [(prompt, response)])
+        beginning = method.values(target, [(prompt, response[:3])])
+        require_equal(target, whole[:3], beginning, "later tokens change the log-probs of earlier ones")
+
+    def prefix(target: Target) -> None:
+        [(prompt, response)] = target.sequences([(3, 6)])
+        whole = method.values(target, [(prompt, response)])
+        moved = method.values(target, [(np.concatenate([prompt, response[:2]]), response[2:])])
+        require_equal(
+            target, whole[2:], moved, "the border between prompt and response changes the log-probs of the same tokens"
+        )
+
+    def state(target: Target) -> None:
+        [(prompt, response)] = target.sequences([(3, 6)])
+        changed = False
+        for shift in range(1, 4):
+            other = prompt.copy()
+            other[-1] = (other[-1] + shift) % target.vocabulary_size
+            first, second = (method.values(target, [(tokens, response)])[0] for tokens in (prompt, other))
+            changed = changed or first != second
+        expect(changed, "the first log-prob does not depend on the last token of the prompt")
+
+    def temperature(target: Target) -> None:
+        prompt = target.tokens(4)
+        plain, hot = distribution(target, prompt, 1.0), distribution(target, prompt, 2.0)
+        scaled = plain / 2
+        expected = scaled - np.log(np.exp(scaled).sum())
+        require_equal(
+            target, hot.astype(np.float32), expected.astype(np.float32), "temperature 2 does not divide the logits by 2"
+        )
+
+    def refuses_temperature(target: Target) -> None:
+        batch = batch_of(target.sequences([(2, 2)]))
+        for value in (0.0, -1.0, float("nan")):
+            refusal = target.refusal(target.stub.LogProbs, request(batch, value))
+            expect(
+                refusal.code is grpc.StatusCode.INVALID_ARGUMENT,
+                f"temperature {value} is refused with {refusal}; expected INVALID_ARGUMENT",
+            )
+
+    listed: list[tuple[str, str, Callable[[Target], None]]] = [
+        ("sign", "Log-probs are at most 0.", sign),
+        ("normalized", "The probabilities of all tokens sum to 1.", normalized),
+        ("causal", "A log-prob depends only on the tokens up to its own.", causal),
+        ("prefix", "A log-prob is that of its token after all tokens before it, of prompt and response.", prefix),
+        ("state", "The first log-prob is that of a token after the whole prompt.", state),
+        ("temperature", "The logits are divided by the temperature.", temperature),
+        ("refuses_temperature", "A temperature that is not more than 0 is INVALID_ARGUMENT.", refuses_temperature),
+    ]
+    return [Check(f"log_probs.{name}", requirement, source, run) for name, requirement, run in listed]
+
+
+def reference_checks() -> list[Check]:
+    """Return the checks of the reference's log-probs."""
+    return log_probs_checks(_reference_request, REFERENCE)
+
+
+def actor_checks() -> list[Check]:
+    """Return the checks of the actor's log-probs."""
+
+    def version(target: Target) -> None:
+        response = target.call(target.stub.LogProbs, _actor_request(batch_of(target.sequences([(2, 2)])), 1.0))
+        expected = target.status().policy_version
+        expect(
+            response.policy_version == expected,
+            f"policy_version is {response.policy_version}; expected {expected}, that of the status",
+        )
+
+    def reference(target: Target) -> None:
+        request = _actor_request(batch_of(target.sequences([(2, 2)])), 1.0)
+        request.reference = True
+        if target.status().answers_as_reference:
+            ACTOR_LOG_PROBS.read(target.call(target.stub.LogProbs, request), 2)
+            return
+        refusal = target.refusal(target.stub.LogProbs, request)
+        expect(
+            refusal.code in (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.INVALID_ARGUMENT),
+            f"log-probs of the reference without an adapter are refused with {refusal}; expected FAILED_PRECONDITION",
+        )
+
+    return [
+        *log_probs_checks(_actor_request, ACTOR),
+        Check("log_probs.version", "The response has the number of updates of the policy.", ACTOR, version),
+        Check(
+            "log_probs.reference",
+            "The actor answers as the reference if the status says so, and refuses it otherwise.",
+            "proto/quartet/v1/status.proto: answers_as_reference",
+            reference,
+        ),
+    ]

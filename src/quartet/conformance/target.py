@@ -1,0 +1,188 @@
+"""The service under test: its channel, its status, and calls whose errors are values."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+import numpy as np
+from google.rpc.error_details_pb2 import ErrorInfo
+from grpc_health.v1 import health_pb2_grpc
+from grpc_status import rpc_status
+
+from quartet.conformance.check import Skipped, Violation, expect
+from quartet.rpc.security.credentials import LOCAL, Credentials
+from quartet.types import Role
+from quartet.v1 import (
+    actor_pb2_grpc,
+    critic_pb2_grpc,
+    generation_pb2_grpc,
+    reference_pb2_grpc,
+    reward_pb2_grpc,
+    status_pb2,
+    status_pb2_grpc,
+)
+
+_STUBS: dict[Role, Any] = {
+    Role.ACTOR: actor_pb2_grpc.ActorServiceStub,
+    Role.CRITIC: critic_pb2_grpc.CriticServiceStub,
+    Role.REWARD: reward_pb2_grpc.RewardServiceStub,
+    Role.REFERENCE: reference_pb2_grpc.ReferenceServiceStub,
+    Role.GENERATOR: generation_pb2_grpc.GenerationServiceStub,
+}
+SERVICES = {
+    role: f"quartet.v1.{'Generation' if role is Role.GENERATOR else role.capitalize()}Service" for role in _STUBS
+}
+"""Name of the gRPC service of each role."""
+MAX_TOKENS = 512
+"""Maximum length of a long sequence, for models that take longer ones."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Limits of the checks.
+
+    ``seconds``: time for one call. ``vocabulary_size`` and ``max_tokens`` replace those of the status. ``allow_changes``: run the
+    checks that train, save or generate. ``buffer_url``: the service's Redis, for these. ``tolerance``: difference of two results
+    that count as equal, relative to the larger of 1 and their size. ``fields``: those of every prompt, as a JSON object.
+    """
+
+    seconds: float = 30.0
+    vocabulary_size: int | None = None
+    max_tokens: int | None = None
+    allow_changes: bool = False
+    buffer_url: str | None = None
+    tolerance: float = 2e-3
+    fields: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Error of a call: its status code, its text, and the class in its details, which is empty without one."""
+
+    code: grpc.StatusCode
+    text: str
+    reason: str = ""
+    domain: str = ""
+
+    @classmethod
+    def of(cls, error: grpc.RpcError) -> Refusal:
+        """Return the error of a call."""
+        call: Any = error
+        info = ErrorInfo()
+        try:
+            status = rpc_status.from_call(call)
+            for packed in status.details if status is not None else ():
+                if packed.Unpack(info):
+                    break
+        except ValueError as mismatch:
+            raise Violation(f"the details of an error do not fit its status: {mismatch}") from None
+        return cls(call.code(), call.details() or "", info.reason, info.domain)
+
+    def __str__(self) -> str:
+        return f"{self.code.name} ({self.text[:200]})"
+
+
+class Target:
+    """A service at an address."""
+
+    def __init__(self, role: Role, address: str, limits: Limits = Limits(), credentials: Credentials = LOCAL) -> None:
+        """Connect. The service is not called yet."""
+        self.role, self.address, self.limits, self.credentials = role, address, limits, credentials
+        self.channel = credentials.channel(role, address)
+        self.stub: Any = _STUBS[role](self.channel)
+        self.generation: Any = generation_pb2_grpc.GenerationServiceStub(self.channel)
+        self.status_stub = status_pb2_grpc.StatusServiceStub(self.channel)
+        self.health_stub = health_pb2_grpc.HealthStub(self.channel)
+        self._random = np.random.default_rng(0)
+
+    @property
+    def service(self) -> str:
+        """Name of the gRPC service of the role."""
+        return SERVICES[self.role]
+
+    def call(self, method: Any, request: Any, seconds: float | None = None) -> Any:
+        """Return the response of a call. Raises Violation if it fails."""
+        try:
+            return method(request, timeout=seconds or self.limits.seconds, metadata=self.credentials.metadata)
+        except grpc.RpcError as error:
+            raise Violation(f"a valid call failed with {Refusal.of(error)}") from None
+
+    def start(self, method: Any, request: Any, seconds: float | None = None) -> Any:
+        """Start a call of a unary method, and return its future."""
+        return method.future(request, timeout=seconds or self.limits.seconds, metadata=self.credentials.metadata)
+
+    def refusal(self, method: Any, request: Any) -> Refusal:
+        """Return the error of a call. Raises Violation if it succeeds, or gets no answer in time."""
+        try:
+            response = method(request, timeout=self.limits.seconds, metadata=self.credentials.metadata)
+            if not hasattr(response, "SerializeToString"):  # A stream: it fails with its first message.
+                list(response)
+        except grpc.RpcError as error:
+            refusal = Refusal.of(error)
+            expect(
+                refusal.code is not grpc.StatusCode.DEADLINE_EXCEEDED,
+                f"an invalid call had no answer within {self.limits.seconds:g} s",
+            )
+            return refusal
+        raise Violation("an invalid call succeeded; expected an error")
+
+    def process_status(self) -> Any:
+        """Return the message with the status of the process."""
+        return self.call(self.status_stub.GetStatus, status_pb2.GetStatusRequest())
+
+    def status(self) -> Any:
+        """Return the message with the status of the role. Raises Violation if the process does not have the role."""
+        number = status_pb2.Role.Value(f"ROLE_{self.role.upper()}")
+        roles = self.process_status().roles
+        for status in roles:
+            if status.role == number:
+                return status
+        names = ", ".join(status_pb2.Role.Name(status.role) for status in roles) or "none"
+        raise Violation(f"the status names the roles {names}; expected ROLE_{self.role.upper()}")
+
+    @property
+    def vocabulary_size(self) -> int:
+        """Number of token ids. Raises Skipped if neither the status nor an option has it."""
+        size = self.limits.vocabulary_size or int(self.status().vocabulary_size)
+        if size < 2:
+            raise Skipped("the status has no vocabulary_size; give --vocabulary-size")
+        return size
+
+    @property
+    def max_tokens(self) -> int:
+        """Maximum tokens of a sequence, prompt and response together; 0 for no limit."""
+        return self.limits.max_tokens or int(self.status().max_sequence_tokens)
+
+    @property
+    def long_tokens(self) -> int:
+        """Tokens of a long sequence that the service must take."""
+        return min(self.max_tokens or MAX_TOKENS, MAX_TOKENS)
+
+    def tokens(self, count: int) -> np.ndarray[Any, np.dtype[np.int32]]:
+        """Return random token ids, int32 [count]. They repeat from run to run."""
+        return self._random.integers(0, self.vocabulary_size, count).astype(np.int32)
+
+    def sequences(self, lengths: Sequence[tuple[int, int]]) -> list[TokenPair]:
+        """Return random sequences with these numbers of prompt and response tokens."""
+        return [(self.tokens(prompt), self.tokens(response)) for prompt, response in lengths]
+
+    def wait_for(self, condition: Callable[[], bool], seconds: float) -> bool:
+        """Return whether the condition becomes true in this time."""
+        deadline = time.monotonic() + seconds
+        while not condition():
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.02)
+        return True
+
+    def close(self) -> None:
+        """Close the connection."""
+        self.channel.close()
+
+
+TokenPair = tuple[np.ndarray[Any, np.dtype[np.int32]], np.ndarray[Any, np.dtype[np.int32]]]
+"""Prompt and response, int32 each."""

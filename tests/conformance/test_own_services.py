@@ -1,0 +1,66 @@
+"""The project's own services pass every check: real processes with tiny models."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+import pytest
+
+from quartet.codec import WeightUpdate
+from quartet.config import TimeoutsConfig
+from quartet.conformance import Limits, Outcome, Target, as_text, checks_of, run_checks
+from quartet.rpc.clients import GenerationClient
+from quartet.types import MODEL_ROLES, Role
+from tests.fuzz.environment import config_tree, generator_config_tree, published_policies, service_process
+from tests.fuzz.seeds import RUN
+
+ALLOWED_SKIPS = {"tls.required", "tls.client_certificate", "tls.token"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("conformance")
+
+
+@pytest.fixture(scope="module")
+def address(folder: Path, redis_url: str) -> Iterator[str]:
+    """The address of a process with the four model roles."""
+    config = config_tree(folder, redis_url)
+    Path(config["run"]["directory"], config["run"]["name"]).mkdir(parents=True)
+    with service_process(folder, config, list(MODEL_ROLES)) as (_, ready):
+        yield ready()["address"]
+
+
+def require_conformance(role: Role, address: str, redis_url: str, allowed_skips: set[str] = ALLOWED_SKIPS) -> None:
+    with closing(Target(role, address, Limits(allow_changes=True, buffer_url=redis_url))) as target:
+        results = run_checks(target, checks_of(role))
+        report = as_text(target, results)
+    assert not [result for result in results if result.outcome is Outcome.FAILED], report
+    assert {result.check.id for result in results if result.outcome is Outcome.SKIPPED} <= allowed_skips, report
+
+
+@pytest.mark.parametrize("role", MODEL_ROLES)
+def test_a_model_service_conforms(role: Role, address: str, redis_url: str) -> None:
+    require_conformance(role, address, redis_url)
+
+
+@contextmanager
+def generator(folder: Path, redis_url: str) -> Iterator[str]:
+    """Start a generator, and load weights into it."""
+    with (
+        service_process(folder, generator_config_tree(folder, redis_url), [Role.GENERATOR]) as (_, ready),
+        published_policies(folder) as policies,
+    ):
+        address = ready()["address"]
+        with closing(GenerationClient(address, TimeoutsConfig())) as client:
+            sources = ((Role.ACTOR, policies.address),)
+            client.update_weights(WeightUpdate(RUN, 1, 0, policies.digests[0], sources)).result()
+        yield address
+
+
+def test_a_generator_conforms(folder: Path, redis_url: str) -> None:
+    config_tree(folder, redis_url)
+    with generator(folder, redis_url) as address:
+        require_conformance(Role.GENERATOR, address, redis_url, ALLOWED_SKIPS | {"generate.log_probs"})
