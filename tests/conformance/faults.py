@@ -14,6 +14,7 @@ import numpy as np
 from quartet import codec
 from quartet.errors import Cancelled, FailedPrecondition, InvalidRequest, QuartetError
 from quartet.types import Scores, ServiceStatus, UpdateResult
+from quartet.v1 import trajectory_pb2
 from tests.conformance.models import Service
 
 
@@ -104,6 +105,20 @@ def refuses(condition: Callable[[Any], bool], error: type[QuartetError] = Invali
 def tokens_of(batch: Any) -> np.ndarray[Any, Any]:
     data = batch.token_ids.data
     return np.frombuffer(data[: len(data) // 4 * 4], "<i4")
+
+
+def outcomes(change: Callable[[list[int]], list[int]]) -> Callable[[Service], None]:
+    """Return a mutation of the outcomes, which are all ok, while the scores stay numbers."""
+
+    def add(answer: Any) -> None:
+        answer.outcomes[:] = change([trajectory_pb2.OUTCOME_OK] * answer.scores.shape[0])
+
+    return response("Score", add)
+
+
+def without_number(answer: Any) -> None:
+    """Put NaN in the place of the first score, which is still ok."""
+    answer.scores.data = np.float32(np.nan).tobytes() + answer.scores.data[4:]
 
 
 def wrong_shape(answer: Any) -> None:
@@ -400,8 +415,9 @@ def writes_before_refusal(service: Service) -> None:
 
 
 def longer(trajectory: Any) -> Any:
-    extra = replace(trajectory, response_ids=np.append(trajectory.response_ids, np.int32(1)))
-    return replace(extra, log_probs=np.append(trajectory.log_probs, np.float32(-1)))
+    prompt, turn = trajectory.segments
+    ids, log_probs = np.append(turn.token_ids, np.int32(1)), np.append(turn.log_probs, np.float32(-1))
+    return replace(trajectory, segments=(prompt, replace(turn, token_ids=ids, log_probs=log_probs)))
 
 
 def sampled_greedy(service: Service) -> None:

@@ -170,7 +170,7 @@ class TinyEngine(TinyModel):
             ids.append(min(token, VOCABULARY - 1))
             log_probs.append(row[ids[-1]])
         response = np.array(ids[len(request.prompt_ids) :], np.int32)
-        return Trajectory(
+        return Trajectory.of_response(
             request.id,
             batch.policy_version,
             request.prompt_ids,

@@ -10,6 +10,7 @@ from grpc_health.v1 import health_pb2
 
 from quartet.errors import FailedPrecondition, InvalidRequest
 from quartet.types import Role
+from quartet.v1 import trajectory_pb2
 from tests.conformance.faults import (
     Misnamed,
     accepts,
@@ -39,6 +40,7 @@ from tests.conformance.faults import (
     no_sequences,
     noisy,
     other_error,
+    outcomes,
     padded,
     positions,
     refuses,
@@ -59,6 +61,7 @@ from tests.conformance.faults import (
     unseeded,
     values,
     without_metric,
+    without_number,
     without_sha,
     writes_before_refusal,
     wrong_shape,
@@ -87,9 +90,11 @@ MUTANTS = [
     Mutant("one score too few", REWARD, "score.shape", scores(drop_last)),
     Mutant("scores padded with zeros", REWARD, "score.shape", response("Score", padded)),
     Mutant("scores in double precision", REWARD, "score.shape", response("Score", doubles)),
+    Mutant("NaN without a failure", REWARD, "score.shape", response("Score", without_number)),
     Mutant(
-        "NaN for a failure", REWARD, "score.shape", scores(lambda total: np.where(total == total[0], np.nan, total))
+        "a number for a failure", REWARD, "score.shape", outcomes(lambda ok: [trajectory_pb2.OUTCOME_REFUSED, *ok[1:]])
     ),
+    Mutant("an outcome too few", REWARD, "score.shape", outcomes(lambda ok: ok[1:])),
     Mutant("a part with a score too few", REWARD, "score.shape", response("Score", short_part)),
     Mutant("scores in the opposite order", REWARD, "score.independence", scores(lambda total: total[::-1])),
     Mutant("scores sorted by size", REWARD, "score.order", scores(np.sort)),
@@ -274,7 +279,7 @@ MUTANTS = [
         "log-probs of another policy",
         ACTOR,
         "generate.log_probs",
-        each_trajectory(lambda each: replace(each, log_probs=each.log_probs - 1)),
+        each_trajectory(lambda each: each.with_log_probs(each.log_probs - 1)),
     ),
     Mutant("random responses", ACTOR, "generate.repeatable", unseeded),
     Mutant("responses that depend on the batch", ACTOR, "generate.split", neighbours),

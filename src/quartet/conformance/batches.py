@@ -36,8 +36,8 @@ def batch_of(sequences: Sequence[TokenPair]) -> trajectory_pb2.TokenBatch:
     )
 
 
-def floats(message: tensor_pb2.Tensor, name: str, length: int) -> NDArray[np.float32]:
-    """Return a float32 tensor of one dimension with ``length`` finite elements. Raises Violation."""
+def floats(message: tensor_pb2.Tensor, name: str, length: int, finite: bool = True) -> NDArray[np.float32]:
+    """Return a float32 tensor of one dimension with ``length`` elements, which are all ``finite``. Raises Violation."""
     expect(
         message.dtype == tensor_pb2.DATA_TYPE_FLOAT32,
         f"{name}: dtype is {tensor_pb2.DataType.Name(message.dtype)}; expected DATA_TYPE_FLOAT32",
@@ -48,7 +48,7 @@ def floats(message: tensor_pb2.Tensor, name: str, length: int) -> NDArray[np.flo
         f"{name}: data has {len(message.data)} bytes; expected {4 * length}, 4 for each of {length} elements",
     )
     values: NDArray[np.float32] = np.frombuffer(message.data, "<f4")
-    expect(np.isfinite(values).all(), f"{name}: contains NaN or infinity; expected finite numbers")
+    expect(not finite or np.isfinite(values).all(), f"{name}: contains NaN or infinity; expected finite numbers")
     return values
 
 

@@ -13,7 +13,7 @@ from quartet.conformance.batch_checks import RAGGED, BatchMethod, require_equal
 from quartet.conformance.batches import batch_of, floats
 from quartet.conformance.check import Check, Skipped, Violation, expect
 from quartet.conformance.target import Target, TokenPair
-from quartet.v1 import actor_pb2, critic_pb2, reference_pb2, reward_pb2
+from quartet.v1 import actor_pb2, critic_pb2, reference_pb2, reward_pb2, trajectory_pb2
 
 REWARD = "proto/quartet/v1/reward.proto: ScoreResponse"
 REFERENCE = "proto/quartet/v1/reference.proto: LogProbsResponse"
@@ -27,9 +27,35 @@ Request = Callable[[Any, float], Any]
 
 
 def _read_scores(response: Any, count: int) -> NDArray[np.float32]:
+    """Return the scores. Raises Violation, and Skipped if the source has no score for a sequence."""
+    if response.outcomes:
+        _require_scores(response, count)
     for name, part in response.parts.items():
         floats(part, f"parts[{name!r}]", count)
     return floats(response.scores, "scores", count)
+
+
+def _require_scores(response: Any, count: int) -> None:
+    """Raise Violation if scores and outcomes contradict each other, and Skipped if a sequence has no score."""
+    scores = floats(response.scores, "scores", count, finite=False)
+    for name in ("outcomes", "details"):
+        given = len(getattr(response, name))
+        expect(given in (0, count), f"{name}: has {given} entries; expected none, or {count}")
+    names = [trajectory_pb2.Outcome.Name(outcome) for outcome in response.outcomes]
+    failures = [name != "OUTCOME_OK" for name in names]
+    for index, (score, name, failed) in enumerate(zip(scores, names, failures, strict=True)):
+        expect(
+            np.isnan(score) if failed else np.isfinite(score),
+            f"sequence {index} has the score {score:g} with {name}; expected a finite number with OUTCOME_OK, and NaN with any "
+            "other",
+        )
+        expect(name != "OUTCOME_UNSPECIFIED", f"sequence {index} has {name}, which is never valid")
+    if any(failures):
+        first = failures.index(True)
+        detail = response.details[first] if response.details else "no detail"
+        raise Skipped(
+            f"sequence {first} has no score: {names[first]}, {detail[:200]}; give --fields if the source needs them"
+        )
 
 
 SCORE = BatchMethod(
