@@ -100,7 +100,17 @@ def test_messages_are_named_after_their_methods(protos: list[FileDescriptorProto
     services = [service for file in protos for service in file.service]
     assert {service.name for service in services} == {
         f"{name}Service"
-        for name in ("Actor", "Critic", "Reward", "Reference", "Orchestrator", "Status", "Generation", "Weight")
+        for name in (
+            "Actor",
+            "Critic",
+            "Environment",
+            "Generation",
+            "Orchestrator",
+            "Reference",
+            "Reward",
+            "Status",
+            "Weight",
+        )
     }
     used: list[str] = []
     for service in services:

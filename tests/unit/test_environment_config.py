@@ -11,7 +11,7 @@ from quartet.config import Config, parse_config
 from quartet.data import PromptSettings
 from quartet.errors import ConfigError
 from quartet.preflight import check_separate_orchestrator
-from quartet.preflight.functions import named_functions
+from quartet.preflight.functions import FunctionCall, named_functions
 from quartet.topology import listen_address, num_threads, service_roles
 from quartet.types import Role
 
@@ -28,7 +28,7 @@ def test_the_number_of_turns_is_the_switch() -> None:
     played = config(rollout=TURNS, environment=GAME)
     assert played.has_environment
     assert service_roles(played)[-1] is Role.ENVIRONMENT
-    assert named_functions(played)["environment.class_name"] == "my_game:Game"
+    assert named_functions(played)["environment.class_name"] == FunctionCall("my_game:Game")
     assert num_threads(played, Role.ENVIRONMENT) == 1
     assert listen_address(played.services.environment) == "127.0.0.1:0"
     # An address that a deployment sets for all runs changes nothing without turns.
@@ -72,7 +72,7 @@ def test_a_separate_orchestrator_needs_the_address() -> None:
 @pytest.mark.parametrize(("observations", "opens"), [("text", True), ("chat", False)])
 def test_the_environment_opens_the_first_turn_of_a_chat(observations: str, opens: bool) -> None:
     played = config(rollout=TURNS, environment={**GAME, "observations": observations})
-    assert PromptSettings.for_training(played).opens_response is opens
+    assert [each.opens_response for each in PromptSettings.for_training(played)] == [opens]
     assert PromptSettings(Path("p"), "m", 10).opens_response
 
 

@@ -262,11 +262,11 @@ STEP_METRICS = (
     *(
         _metric(f"outcome_{name}", "trajectories", f"Failed trajectories {reason}", "0", "above 0")
         for name, reason in (
-            ("timeout", "whose score did not arrive in time."),
+            ("timeout", "whose score or environment did not answer in time."),
             ("scorer_error", "for which the reward source failed or returned no finite number."),
             ("sandbox_error", "for which the sandbox of a verifier failed."),
             ("environment_error", "whose environment failed."),
-            ("cancelled", "whose scoring was cancelled."),
+            ("cancelled", "whose scoring or episode was cancelled."),
             ("refused", "that the reward source declined to score."),
         )
     ),
