@@ -125,7 +125,8 @@ def _value(expression: str) -> int | float:
 
 
 def _compute(node: ast.AST) -> int | float:
-    if isinstance(node, ast.Constant) and type(node.value) in (int, float):
+    result: int | float
+    if isinstance(node, ast.Constant) and isinstance(node.value, int | float) and not isinstance(node.value, bool):
         result = node.value
     elif isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
         result = _OPERATORS[type(node.op)](_compute(node.left), _compute(node.right))

@@ -123,10 +123,7 @@ class OpenEnvHTTP(OpenEnv):
     def __init__(self, *arguments: Any, **settings: Any) -> None:
         super().__init__(*arguments, **settings)
         self._client = httpx2.Client(
-            timeout=self._timeout,
-            headers=self._headers,
-            trust_env=False,
-            **({"verify": self._tls} if self._tls else {}),
+            timeout=self._timeout, headers=self._headers, trust_env=False, verify=self._tls or True
         )
         self._episode, self._steps = "", 0
 
