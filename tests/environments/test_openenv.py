@@ -210,7 +210,13 @@ def test_a_dead_server_is_an_outcome(kind: type[OpenEnv], scheme: str) -> None:
 
 @pytest.mark.parametrize(
     "url",
-    ["ftp://127.0.0.1:1", "127.0.0.1:1", "http://user:word@127.0.0.1:1", "http://127.0.0.1:1/?a=b", "http://host:1"],
+    [
+        "ftp://127.0.0.1:1",
+        "127.0.0.1:1",
+        "http://user:word@127.0.0.1:1",  # pragma: allowlist secret - an example
+        "http://127.0.0.1:1/?a=b",
+        "http://host:1",
+    ],
 )
 def test_an_unusable_url_is_refused(url: str) -> None:
     with pytest.raises(ValueError, match=r"^url: "):
