@@ -126,24 +126,26 @@ def test_only_the_actor_may_call_its_ranks_and_only_to_generate(folder: Path) ->
     assert permitted == {("actor", "quartet.v1.GenerationService/Generate")}
 
 
-def test_model_services_call_no_service_except_a_reward_another_reward_and_only_generators_read_weights() -> None:
-    assert not any({Role.REFERENCE, Role.ACTOR, Role.CRITIC, PROMETHEUS, REDIS} & c for c in CALLERS.values())
-    score = "quartet.v1.RewardService/Score"
+def test_services_call_others_only_for_scores_episodes_and_weights() -> None:
+    score, weights = "quartet.v1.RewardService/Score", "quartet.v1.WeightService/GetWeights"
+    episodes = {f"quartet.v1.EnvironmentService/{name}" for name in ("Reset", "Step", "CloseSession")}
+    silent = {Role.REFERENCE, Role.CRITIC, Role.ENVIRONMENT, PROMETHEUS, REDIS}
+    assert not any(silent & callers for callers in CALLERS.values())
     assert CALLERS[score] == {Role.ORCHESTRATOR, Role.REWARD}
-    assert {method for method, callers in CALLERS.items() if Role.REWARD in callers} == {
-        score,
-        "quartet.v1.StatusService/GetStatus",
-    }
+    assert methods_of(Role.REWARD) == {score, "quartet.v1.StatusService/GetStatus"}
+    assert methods_of(Role.ACTOR) == episodes
+    assert methods_of(Role.GENERATOR) == episodes | {weights}
     assert {method for method, callers in CALLERS.items() if callers == {Role.ORCHESTRATOR}} == {
         method
-        for method in METHODS.keys() - {score}
+        for method in METHODS.keys() - {score} - episodes
         if not method.startswith(("quartet.v1.Status", "quartet.v1.Orchestrator", "quartet.v1.Weight"))
     }
-    assert {method for method, callers in CALLERS.items() if Role.GENERATOR in callers} == {
-        "quartet.v1.WeightService/GetWeights"
-    }
-    assert CALLERS["quartet.v1.WeightService/GetWeights"] == {Role.GENERATOR}
+    assert CALLERS[weights] == {Role.GENERATOR}
     assert CALLERS["quartet.v1.OrchestratorService/Stop"] == {GATEWAY, OPERATOR}
+
+
+def methods_of(role: Role) -> set[str]:
+    return {method for method, callers in CALLERS.items() if role in callers}
 
 
 @pytest.mark.parametrize("caller", ["without a certificate", "in plaintext", "expired", "forged"])
