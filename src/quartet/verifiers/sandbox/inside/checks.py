@@ -73,8 +73,9 @@ class Channel:
         except (KeyError, TypeError, ValueError, RecursionError, AttributeError):
             raise ProgramError("the program wrote to the channel of its results") from None
         kind = getattr(builtins, name, None)
-        is_known = isinstance(kind, type) and issubclass(kind, Exception) and kind is not AssertionError
-        raise kind(text) if is_known and not issubclass(kind, UnicodeError) else ProgramError(name)
+        if isinstance(kind, type) and issubclass(kind, Exception) and not issubclass(kind, (AssertionError, UnicodeError)):
+            raise kind(text)
+        raise ProgramError(name)
 
 
 class Remote:
@@ -177,7 +178,8 @@ def _update(own: Any, changed: Any) -> None:
 
 def names_to_provide(text: str, entry_point: str) -> set[str]:
     """Return the names that a test reads but neither it nor Python defines."""
-    read, defined = set(), set()
+    read: set[str] = set()
+    defined: set[str] = set()
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Name):
             (read if isinstance(node.ctx, ast.Load) else defined).add(node.id)
