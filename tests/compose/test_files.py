@@ -333,19 +333,20 @@ def test_prometheus_scrapes_every_container() -> None:
             for target in group["targets"]
         }
 
-    single = {role.value for role in Role} - {"generator"}
+    # The name of a service that may be scaled or absent resolves to an address for each container.
+    resolved = {"generator", "environment"}
+    single = {role.value for role in Role} - resolved
     expected = {*((role, f"{role}:9100") for role in single), ("gateway", "gateway:8080")}
     assert targets(plain) == targets(tls) == expected
     for jobs in (plain, tls):
-        # The name of a scaled service resolves to an address for each container.
-        (generators,) = (job for job in jobs if "dns_sd_configs" in job)
-        assert [(job["names"], job["type"], job["port"]) for job in generators["dns_sd_configs"]] == [
-            (["generator"], "A", 9100)
-        ]
-        assert {"target_label": "role", "replacement": "generator"} in generators["relabel_configs"]
+        by_name = {job["dns_sd_configs"][0]["names"][0]: job for job in jobs if "dns_sd_configs" in job}
+        assert by_name.keys() == resolved
+        for role, job in by_name.items():
+            assert job["dns_sd_configs"] == [{"names": [role], "type": "A", "port": 9100, "refresh_interval": "15s"}]
+            assert {"target_label": "role", "replacement": role} in job["relabel_configs"]
     for job in tls:
-        groups = job.get("static_configs", [{"labels": {"role": "generator"}}])
-        (role,) = (group["labels"]["role"] for group in groups)
+        roles = [group["labels"]["role"] for group in job.get("static_configs", ())]
+        (role,) = roles or job["dns_sd_configs"][0]["names"]
         assert (job["scheme"], job["tls_config"]["server_name"]) == ("https", f"{role}.{DOMAIN}")
         if role != "gateway":
             assert {"target_label": "job", "replacement": "quartet"} in job["relabel_configs"]
