@@ -35,7 +35,7 @@ INVALID: dict[str, tuple[dict[str, Any], str]] = {
         {"critic": {"optimizer": {"betas": [0.9]}}},
         "'/config/critic/optimizer/betas': minItems: got 1, want 2",
     ),
-    "left out": ({"data": {"max_prompt_tokens": 8}}, "'/config/data': missing property 'prompts'"),
+    "left out": ({"actor": {"lora": {"rank": 8}}}, "'/config/actor': missing property 'model'"),
 }
 
 
