@@ -35,8 +35,8 @@ def expected_edges(values: Values, components: dict[str, str]) -> set[Edge]:
         for method, callers in CALLERS.items()
         if method.partition("/")[0] in served_by(role)
         for caller in callers
-        # The operator connects through kubectl, and only generators call each other.
-        if caller in components and (caller != role or method.startswith(WEIGHTS))
+        # The operator connects through kubectl. Only generators call each other. A reward calls services outside the release.
+        if caller in components and (caller != role or method.startswith(WEIGHTS)) and caller != Role.REWARD
     }
     port = 6379 if values.get("redis", {}).get("enabled", True) else 6380
     edges |= {(components[role], "redis", port) for role in BUFFER_USERS if role in components}
