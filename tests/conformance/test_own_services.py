@@ -10,7 +10,7 @@ import pytest
 
 from quartet.codec import WeightUpdate
 from quartet.config import TimeoutsConfig
-from quartet.conformance import Limits, Outcome, Target, as_text, checks_of, run_checks
+from quartet.conformance import CheckOutcome, Limits, Target, as_text, checks_of, run_checks
 from quartet.rpc.clients import GenerationClient
 from quartet.types import MODEL_ROLES, Role
 from tests.fuzz.environment import config_tree, generator_config_tree, published_policies, service_process
@@ -37,8 +37,8 @@ def require_conformance(role: Role, address: str, redis_url: str, allowed_skips:
     with closing(Target(role, address, Limits(allow_changes=True, buffer_url=redis_url))) as target:
         results = run_checks(target, checks_of(role))
         report = as_text(target, results)
-    assert not [result for result in results if result.outcome is Outcome.FAILED], report
-    assert {result.check.id for result in results if result.outcome is Outcome.SKIPPED} <= allowed_skips, report
+    assert not [result for result in results if result.outcome is CheckOutcome.FAILED], report
+    assert {result.check.id for result in results if result.outcome is CheckOutcome.SKIPPED} <= allowed_skips, report
 
 
 @pytest.mark.parametrize("role", MODEL_ROLES)

@@ -13,7 +13,7 @@ import pytest
 
 from quartet.child_processes import tied_to_parent
 from quartet.config import load_config
-from quartet.conformance import Limits, Outcome, Target, as_text, checks_of, run_checks
+from quartet.conformance import CheckOutcome, Limits, Target, as_text, checks_of, run_checks
 from quartet.models.weights.tokenizer import load_tokenizer, tokenizer_fingerprint
 from quartet.run_directory.run_files import RunFiles
 from quartet.types import Role
@@ -54,7 +54,7 @@ def test_the_service_conforms_and_its_report_is_the_one_in_the_example(toy_task:
         results = run_checks(target, checks_of(Role.REWARD))
         report = as_text(target, results)
         status = target.status()
-    assert not [result for result in results if result.outcome is Outcome.FAILED], report
+    assert not [result for result in results if result.outcome is CheckOutcome.FAILED], report
     assert status.tokenizer_fingerprint == tokenizer_fingerprint(load_tokenizer(toy_task.policy))
     stored = (EXAMPLE / "conformance.txt").read_text(encoding="utf-8").splitlines()
     assert [line[:120] for line in report.splitlines()[:-1]] == [line[:120] for line in stored[:-1]]

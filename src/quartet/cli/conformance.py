@@ -11,7 +11,7 @@ import grpc
 import typer
 
 from quartet.config import SecurityConfig
-from quartet.conformance import ROLES, Limits, Outcome, Target, as_json, checks_of, run_checks
+from quartet.conformance import ROLES, CheckOutcome, Limits, Target, as_json, checks_of, run_checks
 from quartet.conformance.report import line_of, summary_of
 from quartet.errors import ConfigError
 from quartet.rpc.security.credentials import Credentials
@@ -59,7 +59,7 @@ def conformance(
         typer.echo(json.dumps(as_json(target, results), indent=2) if show_json else summary_of(target, results))
     finally:
         target.close()
-    return all(result.outcome is not Outcome.FAILED for result in results)
+    return all(result.outcome is not CheckOutcome.FAILED for result in results)
 
 
 def _is_json_object(text: str) -> bool:

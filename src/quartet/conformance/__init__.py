@@ -3,7 +3,7 @@
 The checks are a client that sees the messages themselves, also those that Quartet's own clients never send.
 """
 
-from quartet.conformance.check import Check, CheckResult, Outcome, Skipped, Violation
+from quartet.conformance.check import Check, CheckOutcome, CheckResult, Skipped, Violation
 from quartet.conformance.report import as_json, as_text
 from quartet.conformance.runner import ROLES, checks_of, run_checks
 from quartet.conformance.target import Limits, Target
@@ -11,9 +11,9 @@ from quartet.conformance.target import Limits, Target
 __all__ = [
     "ROLES",
     "Check",
+    "CheckOutcome",
     "CheckResult",
     "Limits",
-    "Outcome",
     "Skipped",
     "Target",
     "Violation",

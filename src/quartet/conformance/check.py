@@ -19,8 +19,8 @@ class Skipped(Exception):
     """The check does not apply to this service, or needs an option. The message says why."""
 
 
-class Outcome(enum.StrEnum):
-    """Outcome of a check."""
+class CheckOutcome(enum.StrEnum):
+    """CheckOutcome of a check."""
 
     PASSED = "passed"
     FAILED = "failed"
@@ -44,10 +44,10 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class CheckResult:
-    """Outcome of a check, the reason if it has not passed, and its duration in seconds."""
+    """CheckOutcome of a check, the reason if it has not passed, and its duration in seconds."""
 
     check: Check
-    outcome: Outcome
+    outcome: CheckOutcome
     detail: str
     seconds: float
 

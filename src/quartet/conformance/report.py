@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from quartet import __version__
-from quartet.conformance.check import CheckResult, Outcome
+from quartet.conformance.check import CheckOutcome, CheckResult
 from quartet.conformance.target import Target
 
-_MARKS = {Outcome.PASSED: "ok", Outcome.FAILED: "FAILED", Outcome.SKIPPED: "skipped"}
+_MARKS = {CheckOutcome.PASSED: "ok", CheckOutcome.FAILED: "FAILED", CheckOutcome.SKIPPED: "skipped"}
 
 
 def line_of(result: CheckResult) -> str:
@@ -19,7 +19,7 @@ def line_of(result: CheckResult) -> str:
     lines = [f"{_MARKS[result.outcome]:8}{check.id:32}{check.requirement}"]
     if result.detail:
         lines.append(f"{'':8}{'':32}{result.detail}")
-    if result.outcome is Outcome.FAILED:
+    if result.outcome is CheckOutcome.FAILED:
         lines.append(f"{'':8}{'':32}see {check.source}")
     return "\n".join(lines)
 
@@ -27,8 +27,8 @@ def line_of(result: CheckResult) -> str:
 def summary_of(target: Target, results: Sequence[CheckResult]) -> str:
     """Return the last line of a report."""
     counts = Counter(result.outcome for result in results)
-    numbers = ", ".join(f"{counts[outcome]} {outcome}" for outcome in Outcome if counts[outcome])
-    verdict = "does not conform" if counts[Outcome.FAILED] else "conforms"
+    numbers = ", ".join(f"{counts[outcome]} {outcome}" for outcome in CheckOutcome if counts[outcome])
+    verdict = "does not conform" if counts[CheckOutcome.FAILED] else "conforms"
     return f"{target.role} at {target.address} {verdict}: {numbers}"
 
 
@@ -44,8 +44,8 @@ def as_json(target: Target, results: Sequence[CheckResult]) -> dict[str, Any]:
         "role": str(target.role),
         "address": target.address,
         "quartet": __version__,
-        "conforms": not counts[Outcome.FAILED],
-        "counts": {str(outcome): counts[outcome] for outcome in Outcome},
+        "conforms": not counts[CheckOutcome.FAILED],
+        "counts": {str(outcome): counts[outcome] for outcome in CheckOutcome},
         "checks": [
             {
                 "id": result.check.id,

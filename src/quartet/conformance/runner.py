@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 
 from quartet.conformance.batch_checks import batch_checks
-from quartet.conformance.check import Check, CheckResult, Outcome, Skipped, Violation
+from quartet.conformance.check import Check, CheckOutcome, CheckResult, Skipped, Violation
 from quartet.conformance.generation_checks import generation_checks
 from quartet.conformance.model_checks import (
     ACTOR_LOG_PROBS,
@@ -60,13 +60,13 @@ def _results(
         yield result
 
 
-def _run(target: Target, check: Check) -> tuple[Outcome, str]:
+def _run(target: Target, check: Check) -> tuple[CheckOutcome, str]:
     if check.changes_state and not target.limits.allow_changes:
-        return Outcome.SKIPPED, "changes the state of the service; give --allow-changes"
+        return CheckOutcome.SKIPPED, "changes the state of the service; give --allow-changes"
     try:
         check.run(target)
     except Violation as violation:
-        return Outcome.FAILED, str(violation)
+        return CheckOutcome.FAILED, str(violation)
     except Skipped as skipped:
-        return Outcome.SKIPPED, str(skipped)
-    return Outcome.PASSED, ""
+        return CheckOutcome.SKIPPED, str(skipped)
+    return CheckOutcome.PASSED, ""
