@@ -327,6 +327,7 @@ SECRETS = {"token", "gateway-token", "redis-password"}
 CERTIFICATE_OWNERS = {
     "actor",
     "critic",
+    "environment",
     "reference",
     "generator",
     "orchestrator",

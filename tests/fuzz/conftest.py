@@ -11,9 +11,11 @@ import torch
 
 from quartet.buffer.connection import connect
 from quartet.config import parse_config
+from quartet.environments.host import EnvironmentHost
 from quartet.rpc.compute_thread import ComputeThread
 from quartet.rpc.security.credentials import LOCAL
 from quartet.rpc.server import HostedRole, Server
+from quartet.services.environment.servicer import EnvironmentServicer
 from quartet.services.factories import build_model_role
 from quartet.services.generator.factory import build_generator
 from quartet.services.orchestrator.servicer import OrchestratorServicer
@@ -24,6 +26,7 @@ from tests.fuzz.environment import (
     Target,
     config_tree,
     create_run_directory,
+    environment_config_tree,
     generator_config_tree,
     published_policies,
     with_combined_reward,
@@ -55,6 +58,10 @@ def environment(tmp_path: Path, redis_url: str) -> Iterator[FuzzEnvironment]:
             parse_config(generator_config_tree(tmp_path, redis_url), "test"), ComputeThread(), 1, LOCAL
         )
         result.targets.append(Target(Role.GENERATOR, serve(stack, generator), policies=policies))
+        played = parse_config(environment_config_tree(tmp_path, redis_url), "test")
+        host = EnvironmentHost(played.environment, played.actor.model)
+        stack.callback(host.close)
+        result.targets.append(Target(Role.ENVIRONMENT, serve(stack, EnvironmentServicer(host, 1))))
         live = config_tree(tmp_path, redis_url)
         live["run"]["name"] = LIVE
         services = stack.enter_context(fleet(parse_config(live, "test")))

@@ -135,6 +135,14 @@ def generator_config_tree(folder: Path, redis_url: str) -> dict[str, Any]:
     return config
 
 
+def environment_config_tree(folder: Path, redis_url: str) -> dict[str, Any]:
+    """Return the config of a service with a small environment."""
+    config = config_tree(folder, redis_url)
+    config["rollout"]["max_turns"] = 2
+    config["environment"] = {"class_name": "quartet.environments.examples:GuessingGame", "num_workers": 1}
+    return config
+
+
 class WeightSourceRole(WeightServicer):
     """A server role with nothing but a weight source, in the place of an actor."""
 
@@ -193,7 +201,7 @@ def create_run_directory(config: dict[str, Any], folder: Path) -> Path:
 
 @contextmanager
 def processes(folder: Path) -> Iterator[FuzzEnvironment]:
-    """Start the six fuzzed processes: four model services, a generator, and an orchestrator with its own model services."""
+    """Start the fuzzed processes: four model services, a generator, an environment, and an orchestrator with its services."""
     folder = folder.absolute()
     folder.mkdir(parents=True)
     with ExitStack() as stack:
@@ -207,6 +215,9 @@ def processes(folder: Path) -> Iterator[FuzzEnvironment]:
         generator = stack.enter_context(
             service_process(folder, generator_config_tree(folder, redis.url), [Role.GENERATOR])
         )
+        played = stack.enter_context(
+            service_process(folder, environment_config_tree(folder, redis.url), [Role.ENVIRONMENT])
+        )
         policies = stack.enter_context(published_policies(folder))
         live = config_tree(folder, redis.url)
         live["run"] = {**live["run"], "name": LIVE}
@@ -218,6 +229,8 @@ def processes(folder: Path) -> Iterator[FuzzEnvironment]:
         pid, wait_until_ready = generator
         environment.targets.append(Target(Role.GENERATOR, wait_until_ready()["address"], None, pid, policies))
         model_services = ready()["address"]
+        pid, wait_until_ready = played
+        environment.targets.append(Target(Role.ENVIRONMENT, wait_until_ready()["address"], None, pid))
         live["services"] = {role: {"num_threads": 1, "address": model_services} for role in MODEL_ROLES}
         environment.targets.append(stack.enter_context(_orchestrator(folder, live)))
         environment.seal()

@@ -15,6 +15,7 @@ from quartet.types import TokenBatch
 from quartet.v1 import (
     actor_pb2,
     critic_pb2,
+    environment_pb2,
     generation_pb2,
     orchestrator_pb2,
     reference_pb2,
@@ -173,6 +174,25 @@ def _score(random: Random, state: ServiceState) -> Message:
     return reward_pb2.ScoreRequest(batch=batch, fields=[random.choice(fields) for _ in range(sequences)])
 
 
+def _session(random: Random) -> str:
+    """Return one of few sessions, so that steps follow resets."""
+    return f"{RUN}/1/{random.randrange(2)}/0/1.0"
+
+
+def _reset(random: Random, state: ServiceState) -> Message:
+    return environment_pb2.ResetRequest(
+        session=_session(random), seed=random.randrange(2**32), fields="{}", token_ids=ints([5, 7, 9])
+    )
+
+
+def _step(random: Random, state: ServiceState) -> Message:
+    return environment_pb2.StepRequest(session=_session(random), turn=random.choice([1, 1, 2]), token_ids=ints([6, 8]))
+
+
+def _close_session(random: Random, state: ServiceState) -> Message:
+    return environment_pb2.CloseSessionRequest(session=_session(random))
+
+
 def _weights(random: Random, state: ServiceState) -> Message:
     have = {} if random.random() < 0.5 else {"have_version": 0, "have_digest": bytes(16)}
     return weights_pb2.GetWeightsRequest(run=RUN, version=random.choice([0, state.policy_version]), **have)
@@ -211,6 +231,9 @@ SEEDS: dict[str, Callable[[Random, ServiceState], Message]] = {
     "/quartet.v1.CriticService/Restore": _restore,
     "/quartet.v1.RewardService/Score": _score,
     "/quartet.v1.ReferenceService/LogProbs": _log_probs(reference_pb2.ReferenceServiceLogProbsRequest),
+    "/quartet.v1.EnvironmentService/Reset": _reset,
+    "/quartet.v1.EnvironmentService/Step": _step,
+    "/quartet.v1.EnvironmentService/CloseSession": _close_session,
     "/quartet.v1.OrchestratorService/GetProgress": _constant(orchestrator_pb2.GetProgressRequest()),
     "/quartet.v1.OrchestratorService/GetGenerators": _constant(orchestrator_pb2.GetGeneratorsRequest()),
     "/quartet.v1.OrchestratorService/WatchProgress": lambda random, state: orchestrator_pb2.WatchProgressRequest(

@@ -16,6 +16,7 @@ TORCH_MODULES = {
     "quartet.cli.inference.generate",
     "quartet.completions",
     "quartet.cli.inference.chat",
+    "quartet.environments.host",
     # Only vLLM imports it.
     "quartet.engines.vllm_worker",
 }

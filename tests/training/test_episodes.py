@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from quartet.demo.toy_task import ToyTask
 from quartet.run_directory.run_files import RunFiles
 from quartet.services import factories
 from quartet.services.generator.episodes import EnvironmentAccess
@@ -91,8 +92,9 @@ def test_a_run_that_loses_the_actor_is_bit_identical(
         assert_same(active.finish(), finished)
 
 
-def test_evaluations_play_episodes(make: MakeConfig) -> None:
-    config = make(**EPISODES, evaluation={"every_steps": STEPS, "max_prompts": 3})
+def test_evaluations_play_episodes(make: MakeConfig, toy_task: ToyTask) -> None:
+    data = {"validation": str(toy_task.prompts)}
+    config = make(**EPISODES, data=data, evaluation={"every_steps": STEPS, "max_prompts": 3})
     with environment() as echo:
         run = run_to_completion(config)
     assert any("evaluation" in call.session for call in echo.calls)

@@ -47,8 +47,9 @@ def config_of(make: MakeConfig, server: ScorerServer, **changes: Any) -> Config:
 
 
 def failed_rows(run: Run) -> list[dict[str, Any]]:
+    """Return the failed trajectories. Their ids are without the name of the run."""
     return [
-        {name: line[name] for name in ("id", "outcome", "attempts")}
+        {"id": line["id"].partition("/")[2], "outcome": line["outcome"], "attempts": line["attempts"]}
         for line in json_lines(run.files.failed_trajectories)
     ]
 

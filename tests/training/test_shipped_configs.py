@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,9 @@ import pytest
 import yaml
 
 from quartet.config import ServiceConfig
+from quartet.environments.host import EnvironmentHost
+from quartet.rpc.server import Server
+from quartet.services.environment.servicer import EnvironmentServicer
 from tests.training.runs import merged, parsed, run_to_completion
 
 ROOT = Path(__file__).parents[2]
@@ -24,9 +28,30 @@ def test_every_shipped_config_takes_two_steps(
 ) -> None:
     monkeypatch.chdir(ROOT)
     shipped = yaml.safe_load(path.read_text(encoding="utf-8"))
+    # They are those of a function or class that the toy task does not use.
+    for section in ("reward", "environment"):
+        shipped.get(section, {}).pop("arguments", None)
     tree = merged(shipped, toy_task_changes(toy_task_tree(), shipped))
-    run = run_to_completion(parsed(tree))
+    with environment(tree) as address:
+        run = run_to_completion(
+            parsed(merged(tree, {"services": {"environment": {"address": address}}} if address else {}))
+        )
     assert [step["step"] for step in run.metrics] == [1, 2]
+
+
+@contextmanager
+def environment(tree: dict[str, Any]) -> Iterator[str | None]:
+    """Serve the environment of a config, if it has one. Yield its address."""
+    if "environment" not in tree:
+        yield None
+        return
+    config = parsed(tree)
+    with closing(EnvironmentHost(config.environment, config.actor.model)) as host:
+        server = Server([EnvironmentServicer(host, 1)], "127.0.0.1:0")
+        try:
+            yield server.address
+        finally:
+            server.stop(5.0)
 
 
 def toy_task_changes(toy_task: dict[str, Any], shipped: dict[str, Any]) -> dict[str, Any]:
@@ -38,7 +63,13 @@ def toy_task_changes(toy_task: dict[str, Any], shipped: dict[str, Any]) -> dict[
             **toy_task["data"],
             **({"validation": toy_task["data"]["prompts"]} if "validation" in shipped["data"] else {}),
         },
-        "rollout": {**toy_task["rollout"], "samples_per_prompt": min(samples, 2), "engine": "torch", "generators": 0},
+        "rollout": {
+            **toy_task["rollout"],
+            "samples_per_prompt": min(samples, 2),
+            "engine": "torch",
+            "generators": 0,
+            **({"max_turn_tokens": 4, "max_response_tokens": 24} if "environment" in shipped else {}),
+        },
         "actor": {"model": toy_task["actor"]["model"]},
         "buffer": toy_task["buffer"],
     }
@@ -53,6 +84,8 @@ def toy_task_changes(toy_task: dict[str, Any], shipped: dict[str, Any]) -> dict[
     else:
         # The prompts of the toy task have no fields for a verifier.
         changes["reward"] = {"function": "quartet.rewards.examples:length_target", "batched": False}
+    if "environment" in shipped:
+        changes["environment"] = {"class_name": "quartet.environments.examples:WordPuzzle"}
     for role in ("critic", "reference"):
         if shipped.get(role, {}).get("model"):
             changes[role] = {"model": toy_task["actor"]["model"]}

@@ -217,7 +217,12 @@ def test_yaml_examples_are_accepted_as_configs() -> None:
 
 def _with_required_sections(example: dict[str, Any]) -> dict[str, Any]:
     """Return an example with the sections that every config needs."""
-    required: dict[str, Any] = {"data": {"prompts": "p", "validation": "v"}, "actor": {"model": "a"}}
+    data = example.get("data", {})
+    prompts = {} if "sets" in data else {"prompts": "p"}
+    validation = {} if "validation_set" in data else {"validation": "v"}
+    required: dict[str, Any] = {"data": {**prompts, **validation}, "actor": {"model": "a"}}
+    if "environment" in example:
+        required |= {"rollout": {"max_turns": 4}, "environment": {"class_name": "my_game:Game"}}
     if example.get("reward", {}).get("source", "model") == "model":
         required["reward"] = {"model": "r"}
     return {name: required.get(name, {}) | example.get(name, {}) for name in {**required, **example}}
@@ -234,7 +239,7 @@ def test_python_examples_of_the_extension_pages_run() -> None:
     from quartet.ppo.advantages import EstimatorInput
     from quartet.ppo.losses import checked_policy_loss
 
-    [reward] = code_blocks(TEXTS["docs/rewards.md"], "python")
+    reward = "".join(code_blocks(TEXTS["docs/rewards.md"], "python"))
     [estimator] = code_blocks(TEXTS["docs/extend.md"], "python")
     names: dict[str, Any] = {}
     exec(reward + estimator, names)  # noqa: S102 - the pages are part of the repository
@@ -338,7 +343,8 @@ def _spellings(metric: str) -> list[str]:
     pattern = re.sub(r"[A-Z]+", r"\\{[^{}]+\\}", metric)
     by_role = [rf'"{stem}"', rf'"{stem}_\{{'] if stem != metric else []
     by_phase = [r'_seconds"'] if metric.endswith("_seconds") else []
-    return [rf'"{metric}"', rf'f"{pattern}"', *by_role, *by_phase]
+    by_outcome = [r'f"outcome_\{'] if metric.startswith("outcome_") else []
+    return [rf'"{metric}"', rf'f"{pattern}"', *by_role, *by_phase, *by_outcome]
 
 
 def test_every_metric_of_an_experience_is_defined() -> None:

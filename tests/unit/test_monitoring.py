@@ -100,10 +100,11 @@ def test_queried_states_exist(subject: str, possible: type[RunState | GeneratorS
 
 def test_prometheus_scrapes_every_process() -> None:
     assert PROMETHEUS["rule_files"] == ["rules.yml"]
-    services, generators, gateway = PROMETHEUS["scrape_configs"]
+    services, generators, environments, gateway = PROMETHEUS["scrape_configs"]
     roles = {target["labels"]["role"] for target in services["static_configs"]}
-    assert roles == {role.value for role in Role} - {"generator"}
-    assert [(job["names"], job["port"]) for job in generators["dns_sd_configs"]] == [(["generator"], 9100)]
+    assert roles == {role.value for role in Role} - {"generator", "environment"}
+    for role, jobs in (("generator", generators), ("environment", environments)):
+        assert [(job["names"], job["port"]) for job in jobs["dns_sd_configs"]] == [([role], 9100)]
     assert all(target["targets"] == [f"{target['labels']['role']}:9100"] for target in services["static_configs"])
     assert gateway["authorization"]["credentials_file"], "the config must not contain a token"
 

@@ -102,7 +102,7 @@ def test_a_config_of_another_type_is_refused() -> None:
     ("prompts", "message"),
     [
         ([[]], "prompt 1: messages is empty"),
-        (["a", [{"content": "hello"}]], "prompt 2: message 1: role is missing"),
+        (["a", [{"content": "hello"}]], "prompt 2: messages: message 1: role is missing"),
         ([3], "prompt 1: is of type int; expected a text or a list of messages"),
         (["\ud800"], "prompt 1: is not valid Unicode"),
         ([[{"role": "user", "content": "\ud800"}]], "prompt 1: is not valid Unicode"),

@@ -8,7 +8,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +18,7 @@ from quartet.config import RecoveryConfig
 from quartet.errors import ComputationFailed, QuartetError, ServiceFailed
 from quartet.rewards.reward_source import RewardSource
 from quartet.services.orchestrator.rollout.scoring import Scoring, ScoringServices
-from quartet.types import Outcome, Scores, TokenBatch, Trajectory
-from tests.buffer.samples import trajectory
+from quartet.types import FinishReason, Outcome, Scores, TokenBatch, Trajectory, TrajectoryId
 from tests.rewards.scorers.conftest import Build
 from tests.rewards.scorers.faults import FAULTS, HANG_TIMEOUT, MARK, TIMEOUT, responses
 from tests.rewards.scorers.function_faults import FUNCTIONS
@@ -128,7 +126,9 @@ class LocalReward:
 def trajectories() -> list[Trajectory]:
     sequences = responses()
     return [
-        replace(trajectory("run", index), prompt_ids=ids[:prompt], response_ids=ids[prompt:])
+        Trajectory.of_response(
+            TrajectoryId("run", 1, index, 0), 0, ids[:prompt], ids[prompt:], np.zeros(0, np.float32), FinishReason.EOS
+        )
         for index, (ids, prompt) in enumerate(
             zip(sequences.batch.sequences(), sequences.batch.prompt_lengths, strict=True)
         )

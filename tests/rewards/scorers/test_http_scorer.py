@@ -188,8 +188,9 @@ def test_the_circuit_breaker_lets_one_request_try_for_all(build: Build) -> None:
         source = build(section("slime", server.url, **limits))
         with pytest.raises(ServiceFailed, match="status 503"):
             source.score(BATCH)
-        # Two tries for all, or one more on a busy machine, instead of two more requests for each response.
-        assert 7 + 2 <= len(server.requests) <= 7 + 4, "requests went to a scorer behind an open circuit breaker"
+        # Two tries for all instead of two more requests for each response. On a busy machine, six more requests may be on their
+        # way when the breaker opens, and a third try may be needed.
+        assert 7 + 2 <= len(server.requests) <= 7 + 6 + 3, "requests went to a scorer behind an open circuit breaker"
         server.fault = ""
         started = time.monotonic()
         np.testing.assert_array_equal(source.score(BATCH).total, EXPECTED)

@@ -122,7 +122,7 @@ def test_a_duplicate_is_scored_once_and_all_its_entries_are_acknowledged(stream:
 def test_a_trajectory_of_an_abandoned_call_is_dropped_whatever_it_contains(stream: RolloutStream, run: str) -> None:
     written = [trajectory(run, prompt) for prompt in range(3)]
     late = [
-        replace(written[0], policy_version=9, attempt=7, response_ids=written[2].response_ids + 1),
+        replace(written[0], policy_version=9, attempt=7, segments=written[2].segments),
         replace(trajectory(run, 8), attempt=7),
     ]
     stream.append([*late, *written])

@@ -73,7 +73,11 @@ class Channel:
         except (KeyError, TypeError, ValueError, RecursionError, AttributeError):
             raise ProgramError("the program wrote to the channel of its results") from None
         kind = getattr(builtins, name, None)
-        if isinstance(kind, type) and issubclass(kind, Exception) and not issubclass(kind, (AssertionError, UnicodeError)):
+        if (
+            isinstance(kind, type)
+            and issubclass(kind, Exception)
+            and not issubclass(kind, (AssertionError, UnicodeError))
+        ):
             raise kind(text)
         raise ProgramError(name)
 
