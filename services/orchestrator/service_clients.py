@@ -47,7 +47,7 @@ BUFFER_POLL_SECONDS = 0.1
 
 
 class ServiceClients:
-    """Clients of the run's model services. ``critic`` is None for an estimator without one."""
+    """Clients of the run's model services. ``critic`` is None for an estimator without one, ``reward`` for source none."""
 
     def __init__(
         self, config: Config, credentials: Credentials = LOCAL, note: Callable[[str], None] = lambda line: None
@@ -60,14 +60,16 @@ class ServiceClients:
         self._roles, self._credentials = model_roles(config), credentials
         timeouts = config.timeouts
         self.actor = ActorClient(self._address(Role.ACTOR), timeouts, credentials)
-        # A source that is no model may take its time limit for each response, so a batch waits for the batches before it.
-        rewards = config.services.reward.addresses
-        source_seconds = max_batches_in_flight(len(rewards)) * config.reward.source_seconds(
-            config.rollout.score_batch_size
-        )
-        self.reward = RewardReplicas(
-            Role.REWARD, rewards, lambda address: RewardClient(address, timeouts, credentials, source_seconds), note
-        )
+        self.reward: RewardReplicas | None = None
+        if Role.REWARD in self._roles:
+            # A source that is no model may take its time limit for each response, so a batch waits for the batches before it.
+            rewards = config.services.reward.addresses
+            source_seconds = max_batches_in_flight(len(rewards)) * config.reward.source_seconds(
+                config.rollout.score_batch_size
+            )
+            self.reward = RewardReplicas(
+                Role.REWARD, rewards, lambda address: RewardClient(address, timeouts, credentials, source_seconds), note
+            )
         self.critic: CriticClient | None = None
         self._reference: ReferenceReplicas | None = None
         self._environment: EnvironmentStatusClient | None = None
@@ -141,9 +143,9 @@ class ServiceClients:
 
     def close_replicas(self) -> None:
         """Stop watching the replicas of frozen models."""
-        self.reward.close()
-        if self._reference is not None:
-            self._reference.close()
+        for replicas in (self.reward, self._reference):
+            if replicas is not None:
+                replicas.close()
 
     def _wait_until_connected(self, client: _Client) -> ServiceStatus:
         timeout = self._config.timeouts.load_seconds

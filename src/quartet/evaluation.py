@@ -129,20 +129,20 @@ def texts_of(tokenizer: Any, token_ids: Sequence[IntArray], special_tokens: bool
 class Response:
     """A response with its metrics.
 
-    ``score`` is in units of reward, ``tokens`` is the number of the policy's tokens. ``finished``: the model or the environment
-    ended the response, not a limit. ``kl``: sum of log π − log π_ref over these tokens, in nats; None for greedy responses, for
-    which it is not an estimate of the KL.
+    ``score`` is in units of reward, None in a run without scores. ``tokens`` is the number of the policy's tokens. ``finished``:
+    the model or the environment ended the response, not a limit. ``kl``: sum of log π − log π_ref over these tokens, in nats;
+    None for greedy responses, for which it is not an estimate of the KL.
     """
 
     text: str
-    score: float
+    score: float | None
     tokens: int
     finished: bool
     kl: float | None = None
 
     @classmethod
     def of(
-        cls, trajectory: Trajectory, text: str, score: float, reference_log_probs: FloatArray | None = None
+        cls, trajectory: Trajectory, text: str, score: float | None, reference_log_probs: FloatArray | None = None
     ) -> Response:
         """Create a response from a trajectory. ``reference_log_probs``: float32 [response tokens], for sampled responses."""
         kl = None
@@ -176,13 +176,19 @@ class Comparison:
     judge: float | None = None
 
     @property
-    def win_greedy(self) -> float:
-        """1 if the greedy response scores higher than that of the initial policy, 0 if lower, 0.5 for a tie."""
+    def win_greedy(self) -> float | None:
+        """1 if the greedy response scores higher than that of the initial policy, 0 if lower, 0.5 for a tie.
+
+        None without scores.
+        """
         return win(self.policy.greedy.score, self.initial.greedy.score)
 
     @property
-    def win_sampled(self) -> float:
-        """1 if the sampled response scores higher than that of the initial policy, 0 if lower, 0.5 for a tie."""
+    def win_sampled(self) -> float | None:
+        """1 if the sampled response scores higher than that of the initial policy, 0 if lower, 0.5 for a tie.
+
+        None without scores.
+        """
         return win(self.policy.sampled.score, self.initial.sampled.score)
 
 
@@ -221,8 +227,10 @@ class Judge:
         return float(preference)
 
 
-def win(score: float, other: float) -> float:
-    """Return 1 if ``score`` is higher than ``other``, 0 if it is lower, 0.5 for a tie."""
+def win(score: float | None, other: float | None) -> float | None:
+    """Return 1 if ``score`` is higher than ``other``, 0 if it is lower, 0.5 for a tie, None without scores."""
+    if score is None or other is None:
+        return None
     return 1.0 if score > other else 0.5 if score == other else 0.0
 
 
@@ -256,23 +264,24 @@ def compare(
 def summarize(comparisons: Sequence[Comparison]) -> dict[str, float]:
     """Return the means over all prompts, by metric name: scores in units of reward, KL in nats per response, lengths in tokens.
 
-    ``eval_eos_rate`` covers the sampled responses, like ``eos_rate``. Raises ComputationFailed if a mean is not finite.
+    Metrics of scores are absent without scores, and that of the judge without a judge. ``eval_eos_rate`` covers the sampled
+    responses, like ``eos_rate``. Raises ComputationFailed if a mean is not finite.
     """
     greedy = [item.policy.greedy for item in comparisons]
     sampled = [item.policy.sampled for item in comparisons]
-    means = {
-        "eval_reward_greedy": fmean(response.score for response in greedy),
-        "eval_reward_sampled": fmean(response.score for response in sampled),
-        "eval_kl": fmean(response.kl or 0.0 for response in sampled),
-        "eval_tokens_greedy": fmean(response.tokens for response in greedy),
-        "eval_tokens_sampled": fmean(response.tokens for response in sampled),
-        "eval_eos_rate": fmean(response.finished for response in sampled),
-        "eval_win_rate_greedy": fmean(item.win_greedy for item in comparisons),
-        "eval_win_rate_sampled": fmean(item.win_sampled for item in comparisons),
+    values: dict[str, list[float | None]] = {
+        "eval_reward_greedy": [response.score for response in greedy],
+        "eval_reward_sampled": [response.score for response in sampled],
+        "eval_kl": [response.kl or 0.0 for response in sampled],
+        "eval_tokens_greedy": [response.tokens for response in greedy],
+        "eval_tokens_sampled": [response.tokens for response in sampled],
+        "eval_eos_rate": [response.finished for response in sampled],
+        "eval_win_rate_greedy": [item.win_greedy for item in comparisons],
+        "eval_win_rate_sampled": [item.win_sampled for item in comparisons],
+        "eval_judge_win_rate": [item.judge for item in comparisons],
     }
-    judged = [item.judge for item in comparisons if item.judge is not None]
-    if judged:
-        means["eval_judge_win_rate"] = fmean(judged)
+    given = {name: [value for value in each if value is not None] for name, each in values.items()}
+    means = {name: fmean(each) for name, each in given.items() if each}
     for name, value in means.items():
         if not math.isfinite(value):
             raise ComputationFailed(f"evaluation: {name} is {value}; a score or log-prob is not finite")
@@ -313,7 +322,7 @@ def responses_of(rows: Sequence[Mapping[str, Any]], source: str) -> dict[int, Pr
             greedy, sampled = (
                 Response(
                     text=_typed(item[kind], str),
-                    score=float(item[f"score_{kind}"]),
+                    score=None if item[f"score_{kind}"] is None else float(item[f"score_{kind}"]),
                     tokens=_typed(item[f"tokens_{kind}"], int),
                     finished=_typed(item[f"finished_{kind}"], bool),
                     kl=float(item["kl"]) if kind == "sampled" else None,

@@ -68,8 +68,14 @@ def free_memory_bytes(root: Path = Path("/")) -> int:
 
 
 def model_roles(config: Config) -> tuple[Role, ...]:
-    """Return the model services of this run. Estimators without a critic, or an actor that serves the reference, need fewer."""
-    absent = {Role.CRITIC: not config.has_critic, Role.REFERENCE: not config.has_reference}
+    """Return the model services of this run. Fewer are needed with an estimator without a critic, with reward.source none, or
+    with an actor that serves the reference.
+    """
+    absent = {
+        Role.CRITIC: not config.has_critic,
+        Role.REWARD: not config.has_reward,
+        Role.REFERENCE: not config.has_reference,
+    }
     return tuple(role for role in MODEL_ROLES if not absent.get(role))
 
 

@@ -476,10 +476,11 @@ class TokenBatch:
 class Experience:
     """Data of one step's update. The orchestrator writes it to the buffer; actor and critic read it.
 
-    ``scores`` float32 [sequences]. The other arrays are float32 [response tokens], flat: ``log_probs`` and ``values`` at
-    generation, ``reference_log_probs``, ``advantages``, ``returns``, and ``actor_mask``, which is 1 for a token in the policy
-    loss and 0 for a masked one. ``response_mask``, bool [response tokens], is True at the policy's own tokens; bool [0] if all
-    tokens are. At the other tokens, those of observations, all arrays are 0, and no loss or metric counts them.
+    ``scores`` float32 [sequences], or [0] in a run without scores. The other arrays are float32 [response tokens], flat:
+    ``log_probs`` and ``values`` at generation, ``reference_log_probs``, ``advantages``, ``returns``, and ``actor_mask``, which is
+    1 for a token in the policy loss and 0 for a masked one. ``response_mask``, bool [response tokens], is True at the policy's
+    own tokens; bool [0] if all tokens are. At the other tokens, those of observations, all arrays are 0, and no loss or metric
+    counts them.
     """
 
     run: str

@@ -132,7 +132,7 @@ def experiences(draw: st.DrawFn) -> Experience:
         draw(uint64),
         tuple(draw(st.lists(names, min_size=len(batch), max_size=len(batch)))),
         batch,
-        draw(floats(len(batch))),
+        draw(floats(draw(st.sampled_from([0, len(batch)])))),
         *(draw(floats(tokens)) for _ in range(6)),
         np.array(draw(st.lists(st.booleans(), min_size=tokens, max_size=tokens)), np.bool_)
         if draw(st.booleans())

@@ -89,6 +89,19 @@ def test_without_a_judge_there_is_no_judge_win_rate() -> None:
     assert "eval_judge_win_rate" not in summarize(comparisons(judged=False))
 
 
+def unscored(responses: PromptResponses) -> PromptResponses:
+    greedy, sampled = replace(responses.greedy, score=None), replace(responses.sampled, score=None)
+    return replace(responses, greedy=greedy, sampled=sampled)
+
+
+def test_without_scores_there_are_no_means_of_scores_and_records_can_be_read_back() -> None:
+    items = [replace(item, policy=unscored(item.policy), initial=unscored(item.initial)) for item in comparisons()]
+    names = {"eval_kl", "eval_tokens_greedy", "eval_tokens_sampled", "eval_eos_rate", "eval_judge_win_rate"}
+    assert summarize(items).keys() == names
+    rows = [json.loads(json.dumps(row(item))) for item in items]
+    assert responses_of(rows, "test") == {item.index: item.policy for item in items}
+
+
 @pytest.mark.parametrize(("score", "other", "expected"), [(1.0, 0.5, 1.0), (0.5, 0.5, 0.5), (-1.0, 0.5, 0.0)])
 def test_a_tie_counts_as_half_a_win(score: float, other: float, expected: float) -> None:
     assert win(score, other) == expected

@@ -10,6 +10,7 @@ import torch
 
 from quartet.config import AlgorithmConfig
 from quartet.ppo import kl, ragged, rewards, statistics
+from quartet.ppo.distillation import distillation_advantages
 from quartet.ppo.rewards import RunningMoments
 from quartet.services.orchestrator.algorithm.advantages import estimate_advantages, score_factor, treat_scores
 from quartet.services.orchestrator.algorithm.episodes import PolicyTokens, early_rewards, episode_metrics
@@ -43,7 +44,7 @@ def prepare_step(
 
     All numbers are computed over the policy's own tokens, as if the observations between them were not there. The experience
     holds 0 at observation tokens. ``moments`` normalise the scores; None leaves them unchanged. ``max_response_tokens`` is the
-    limit of overlong penalties.
+    limit of overlong penalties. Without scores, their metrics are absent, and the experience has no scores.
     """
     trajectories = [item.trajectory for item in scored]
     batch = TokenBatch.of(trajectories)
@@ -54,7 +55,8 @@ def prepare_step(
     log_probs = tokens.select([t.log_probs for t in trajectories])
     reference_log_probs = tokens.select([item.reference_log_probs for item in scored])
     values = tokens.select([item.values for item in scored])
-    raw_scores = torch.tensor([item.score for item in scored])
+    # Without scores, rewards are sums without a term.
+    raw_scores = torch.tensor([0.0 if item.score is None else item.score for item in scored])
 
     response_lengths = torch.from_numpy(batch.response_lengths).long()
     scores = treat_scores(raw_scores, truncated, lengths, response_lengths, algorithm, moments, max_response_tokens)
@@ -66,23 +68,29 @@ def prepare_step(
     advantages = estimate.advantages
     if algorithm.normalizes_advantages:
         advantages = statistics.whiten(advantages, shift_mean=True, mask=actor_mask)
+    distillation = algorithm.distillation
+    if distillation is not None:
+        # After the normalization, which would scale up the noise of a student that has reached its teacher.
+        advantages = advantages + distillation_advantages(
+            log_probs, reference_log_probs, lengths, distillation.coefficient, distillation.discount
+        )
 
     response_kl = ragged.sequence_sum(kl.kl_estimate(log_probs, reference_log_probs, "k1"), lengths)
+    has_scores = scored[0].score is not None
     metrics = {
-        "reward_mean": float(raw_scores.double().mean()),
-        "reward_std": float(raw_scores.double().std(correction=0)),
-        **_part_means(scored),
-        "score_mean": float(scores.double().mean()),
+        **(_score_metrics(scored, raw_scores, scores, lengths) if has_scores else {}),
         "kl_mean": float(response_kl.double().mean()),
         "kl_coefficient": kl_coefficient,
-        "advantage_std": float(estimate.advantages.double().std(correction=0)),
         "response_tokens_mean": float(lengths.double().mean()),
         "eos_rate": float((~truncated).double().mean()),
-        "length_reward_correlation": statistics.correlation(lengths.double(), raw_scores.double()),
         "prompt_tokens": int(batch.prompt_lengths.sum()),
         "response_tokens": int(lengths.sum()),
         **episode_metrics(trajectories),
     }
+    if has_scores:
+        metrics["advantage_std"] = float(estimate.advantages.double().std(correction=0))
+    if distillation is not None:
+        metrics["teacher_kl"] = float((log_probs.double() - reference_log_probs.double()).mean())
     if algorithm.has_critic:
         metrics["explained_variance"] = statistics.explained_variance(values, estimate.returns)
     experience = Experience(
@@ -91,7 +99,7 @@ def prepare_step(
         policy_version=policy_version,
         ids=tuple(str(t.id) for t in trajectories),
         batch=batch,
-        scores=_array(scores),
+        scores=_array(scores if has_scores else scores[:0]),
         log_probs=tokens.spread(log_probs),
         reference_log_probs=tokens.spread(reference_log_probs),
         values=tokens.spread(values),
@@ -109,6 +117,19 @@ def response_metrics(responses: Sequence[IntArray]) -> dict[str, float]:
         "repetition": statistics.repetition(responses),
         "distinct_1": statistics.distinct(responses, 1),
         "distinct_2": statistics.distinct(responses, 2),
+    }
+
+
+def _score_metrics(
+    scored: Sequence[ScoredTrajectory], raw_scores: torch.Tensor, scores: torch.Tensor, lengths: torch.Tensor
+) -> dict[str, float]:
+    """Return metrics of the raw and the treated scores, both [sequences]."""
+    return {
+        "reward_mean": float(raw_scores.double().mean()),
+        "reward_std": float(raw_scores.double().std(correction=0)),
+        **_part_means(scored),
+        "score_mean": float(scores.double().mean()),
+        "length_reward_correlation": statistics.correlation(lengths.double(), raw_scores.double()),
     }
 
 

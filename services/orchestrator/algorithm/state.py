@@ -31,7 +31,8 @@ class AlgorithmState:
         )
         self._normalize = algorithm.score.normalize
         self._moments = RunningMoments()
-        self._guards = Guards(config.guards)
+        # The student of a distillation starts far from its teacher.
+        self._guards = Guards(config.guards, ignored=() if algorithm.distillation is None else ("kl_runaway",))
 
     @property
     def kl_coefficient(self) -> float:
@@ -42,7 +43,7 @@ class AlgorithmState:
         """Set β of the next step. The controller continues from it."""
         self._kl.load({"value": value})
 
-    def moments(self, scores: Sequence[float]) -> RunningMoments | None:
+    def moments(self, scores: Sequence[float | None]) -> RunningMoments | None:
         """Return the moments that normalise the next step's ``scores``, or None without normalisation.
 
         These are the running moments over all scores so far, or the moments of the first batch.
@@ -58,15 +59,16 @@ class AlgorithmState:
         """Return the slope of the entropy, in nats per token and step, over the guard window that ends with ``entropy``."""
         return self._guards.entropy_slope(entropy)
 
-    def commit(self, metrics: Metrics, scores: Sequence[float]) -> list[Alert]:
-        """Advance by the step with these ``metrics`` and raw ``scores`` [sequences]. Returns the alerts of the guards."""
+    def commit(self, metrics: Metrics, scores: Sequence[float | None]) -> list[Alert]:
+        """Advance by the step with these ``metrics`` and raw ``scores`` [sequences], None without scores. Returns the alerts of
+        the guards."""
         self._moments = self.moments(scores) or self._moments
         self._kl.update(metrics["kl_mean"], len(scores))
         self.step = int(metrics["step"])
         self.alerts = self._guards.check(metrics)
         return self.alerts
 
-    def replay(self, metrics: Metrics, scores: Sequence[float]) -> None:
+    def replay(self, metrics: Metrics, scores: Sequence[float | None]) -> None:
         """Advance by a step of an earlier process, as ``commit``, with the β that the step was taken with."""
         self.set_kl_coefficient(metrics["kl_coefficient"])
         self.commit(metrics, scores)

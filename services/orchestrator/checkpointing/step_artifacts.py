@@ -60,7 +60,7 @@ def set_metrics(scored: Sequence[ScoredTrajectory], prompt_sets: Mapping[int, st
     """Return the mean score of each set of prompts that the step has prompts of."""
     scores: defaultdict[str, list[float]] = defaultdict(list)
     for item in scored:
-        if (name := prompt_sets.get(item.trajectory.id.prompt)) is not None:
+        if (name := prompt_sets.get(item.trajectory.id.prompt)) is not None and item.score is not None:
             scores[name].append(item.score)
     return {f"set_{name}_reward_mean": float(np.mean(values, dtype=np.float64)) for name, values in scores.items()}
 

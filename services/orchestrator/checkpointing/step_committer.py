@@ -90,7 +90,7 @@ class StepCommitter:
         log.info(
             "step committed",
             step=step,
-            reward_mean=metrics["reward_mean"],
+            **{name: metrics[name] for name in ("reward_mean",) if name in metrics},
             kl_mean=metrics["kl_mean"],
             seconds=time.perf_counter() - started,
             **self._profiler.take_seconds(),

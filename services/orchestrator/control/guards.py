@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
@@ -68,8 +68,9 @@ BASELINE_STEPS = 2
 class Guards:
     """Rules over the metrics of every step. A rule that keeps firing raises at most one alert per window."""
 
-    def __init__(self, config: GuardsConfig) -> None:
-        self._config = config
+    def __init__(self, config: GuardsConfig, ignored: Collection[str] = ()) -> None:
+        """``ignored``: names of rules that do not apply to the run."""
+        self._config, self._ignored = config, ignored
         self._half = config.window_steps // 2
         self._recent: deque[Metrics] = deque(maxlen=2 * self._half)
         self._first: list[Metrics] = []
@@ -90,7 +91,11 @@ class Guards:
         for name, evidence, remedy in self._findings():
             rule: GuardConfig = getattr(self._config, name)
             last = self._last_alert.get(name)
-            if rule.action == "off" or (last is not None and step - last < self._config.window_steps):
+            if (
+                rule.action == "off"
+                or name in self._ignored
+                or (last is not None and step - last < self._config.window_steps)
+            ):
                 continue
             self._last_alert[name] = step
             alerts.append(Alert(step, name, rule.action, evidence, remedy))
@@ -124,6 +129,8 @@ class Guards:
             (before, rule.min_length_rise, f"within {2 * self._half} steps"),
             (since_start, rule.min_length_rise_since_start, "since the first steps"),
         ):
+            if not all("reward_mean" in metrics for metrics in (*baseline, *after)):
+                return
             reward = [_mean(steps, "reward_mean") for steps in (baseline, after)]
             kl = [_mean(steps, "kl_mean") for steps in (baseline, after)]
             length = [_mean(steps, "response_tokens_mean") for steps in (baseline, after)]

@@ -119,7 +119,8 @@ class LiveSettings:
 
     def _names(self) -> list[str]:
         roles = [Role.ACTOR, *([Role.CRITIC] if self._config.has_critic else [])]
-        return [KL_COEFFICIENT, *(learning_rate_setting(role) for role in roles)]
+        penalties = [KL_COEFFICIENT] if self._config.algorithm.distillation is None else []
+        return [*penalties, *(learning_rate_setting(role) for role in roles)]
 
     def _checked(self, name: str, value: float) -> Setting:
         if name not in self._names():

@@ -49,11 +49,12 @@ class ScoredTrajectory:
     """A trajectory with the results of the scoring services.
 
     ``score`` in units of reward, with ``parts`` by name if it is a weighted sum. The environment's rewards are part of the score.
+    None if the run has neither a reward service nor an environment.
     ``reference_log_probs`` and ``values`` are float32 [response tokens]; values are 0 without a critic.
     """
 
     trajectory: Trajectory
-    score: float
+    score: float | None
     reference_log_probs: FloatArray
     values: FloatArray
     parts: dict[str, float] = field(default_factory=dict)
@@ -90,13 +91,13 @@ class ActorAsReference:
 
 @dataclass(frozen=True, slots=True)
 class ScoringServices:
-    """The services that score a batch: reward, reference and, if any, critic. ``temperature`` is that of the rollouts.
+    """The services that score a batch: reference and, if any, reward and critic. ``temperature`` is that of the rollouts.
 
     ``actor``, whose parameters are of ``dtype``, computes the log-probs of responses whose engine reports none, and verifies
     those that generators report.
     """
 
-    reward: RewardReplicas
+    reward: RewardReplicas | None
     reference: ReferencePolicy
     critic: CriticClient | None
     temperature: float
@@ -141,6 +142,7 @@ class Scoring:
         self._batches: list[_Batch] = []
 
         def request_scores(trajectories: Sequence[Trajectory], batch: TokenBatch) -> PendingResult[Scores]:
+            assert services.reward is not None
             call = services.reward.score(batch, [fields[item.id.prompt] for item in trajectories] if fields else [])
             observe(Role.REWARD, "score", call)
             return call
@@ -160,14 +162,15 @@ class Scoring:
         def queue(send: StartCall, split_result: SplitResult, replicas: int) -> ServiceQueue:
             return ServiceQueue(send, split_result, replicas, recovery, self._record_failure, on_response, clock)
 
-        self._reward = queue(request_scores, _split_scores, services.reward.replicas())
+        self._reward = queue(request_scores, _split_scores, services.reward.replicas()) if services.reward else None
         self._reference = queue(request_log_probs, _split_tokens, services.reference.replicas())
         self._critic = queue(request_values, _split_tokens, services.critic.replicas()) if services.critic else None
 
     def start(self, trajectories: Sequence[Trajectory]) -> None:
         """Send one ragged batch to all services, to each as soon as it has room for it."""
         batch = TokenBatch.of(trajectories)
-        scores, log_probs = self._reward.add(trajectories, batch), self._reference.add(trajectories, batch)
+        scores = self._reward.add(trajectories, batch) if self._reward else None
+        log_probs = self._reference.add(trajectories, batch)
         values = self._critic.add(trajectories, batch) if self._critic else None
         self._batches.append(_Batch(trajectories, scores, log_probs, values))
 
@@ -249,13 +252,13 @@ class _Batch:
     """One batch at all services."""
 
     trajectories: Sequence[Trajectory]
-    scores: BatchCall
+    scores: BatchCall | None
     log_probs: BatchCall
     values: BatchCall | None
 
     @property
     def ended(self) -> bool:
-        return self.scores.ended and self.log_probs.ended and (self.values is None or self.values.ended)
+        return all(call is None or call.ended for call in (self.scores, self.log_probs, self.values))
 
     def split(self) -> tuple[list[ScoredTrajectory], list[FailedTrajectory]]:
         """Return the scored trajectories and the failed ones."""
@@ -265,9 +268,8 @@ class _Batch:
             if self.values
             else [np.zeros(len(item.response_ids), np.float32) for item in self.trajectories]
         )
-        for trajectory, *results in zip(
-            self.trajectories, self.scores.results, self.log_probs.results, values, strict=True
-        ):
+        scores = self.scores.results if self.scores else [(None, {})] * len(self.trajectories)
+        for trajectory, *results in zip(self.trajectories, scores, self.log_probs.results, values, strict=True):
             failed = next((result for result in results if isinstance(result, FailedTrajectory)), None)
             if failed is not None:
                 failed_trajectories.append(failed)
@@ -275,7 +277,8 @@ class _Batch:
             (score, parts), log_probs, value = results
             if trajectory.turn_rewards:
                 earned = sum(trajectory.turn_rewards)
-                score, parts = score + earned, {**parts, ENVIRONMENT_PART: earned}
+                # Without a reward service, the score has no part beside the environment's.
+                score, parts = (earned, {}) if score is None else (score + earned, {**parts, ENVIRONMENT_PART: earned})
             scored.append(ScoredTrajectory(trajectory, score, log_probs, value, parts))
         return scored, failed_trajectories
 

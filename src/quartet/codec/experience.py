@@ -77,7 +77,7 @@ def decode_experience(manifest: bytes, read_chunk: Callable[[str], bytes | memor
         policy_version=message.policy_version,
         ids=tuple(message.ids),
         batch=batch,
-        scores=read("scores", _FLOAT32, len(batch)),
+        scores=read("scores", _FLOAT32, len(batch) if message.scores.length else 0),
         **{name: read(name, _FLOAT32, tokens) for name in _PER_TOKEN},
         response_mask=mask,
     )

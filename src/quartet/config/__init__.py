@@ -2,6 +2,7 @@
 
 from quartet.config.algorithm import (
     AlgorithmConfig,
+    DistillationConfig,
     KLControllerConfig,
     LengthPenaltyConfig,
     OverlongPenaltyConfig,
@@ -81,6 +82,7 @@ __all__ = [
     "Config",
     "CriticConfig",
     "DataConfig",
+    "DistillationConfig",
     "EngineServerConfig",
     "EnvironmentConfig",
     "EnvironmentServiceConfig",

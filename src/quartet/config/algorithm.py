@@ -107,6 +107,15 @@ class KLControllerConfig(Section):
     """Time scale of the adaptation: responses for adaptive, steps for simple."""
 
 
+class DistillationConfig(Section):
+    """On-policy distillation: the reference is a teacher, whose log-probs are a reward at each of the policy's own tokens."""
+
+    coefficient: Positive = 1.0
+    """Weight of log π_teacher − log π at each token. The term is added to the advantages after their normalization."""
+    discount: Fraction = 0.0
+    """Discount factor of the term at later tokens of the response. 0: each token gets its own term only."""
+
+
 class AlgorithmConfig(Section):
     """Advantages, KL and losses."""
 
@@ -136,6 +145,8 @@ class AlgorithmConfig(Section):
     """KL estimate in the policy loss. k2 and k3: the estimators of Schulman (2020). none: no KL term in the loss."""
     kl_loss_coefficient: NonNegative = 0.0
     """Weight of the KL term in the policy loss."""
+    distillation: DistillationConfig | None = None
+    """On-policy distillation from reference.model, the teacher. Null disables it."""
     score: ScoreConfig = ScoreConfig()
     """Transformation of scores."""
     truncation: TruncationConfig = TruncationConfig()

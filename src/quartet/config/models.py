@@ -116,11 +116,11 @@ class CriticConfig(TrainedModelConfig):
 
 
 class ReferenceConfig(Section):
-    """The frozen initial policy."""
+    """The frozen initial policy, or the teacher of a distillation."""
 
     model: str | None = None
     """Path or hub id. Null: the initial weights of the actor. An actor with lora then serves them itself, with its adapter
-    disabled."""
+    disabled. For algorithm.distillation: the teacher, which may be larger and has the tokenizer of the actor."""
     dtype: Dtype | None = None
     """Data type of the parameters. Null: that of the actor."""
     micro_batch_tokens: Count = 16384

@@ -269,10 +269,10 @@ class RewardPartConfig(RewardSourceConfig):
 class RewardConfig(RewardSourceConfig):
     """The source of scores for responses."""
 
-    source: Literal[RewardKind, "ensemble"] = "model"  # type: ignore[assignment]
+    source: Literal[RewardKind, "ensemble", "none"] = "model"  # type: ignore[assignment]
     """model: a sequence classifier. function: a Python function. http: a scorer over HTTP. triton: a reward model on a Triton
     server. service: a RewardService at an address. judge: a language model that scores by a rubric. ensemble: the weighted sum of
-    `parts`."""
+    `parts`. none: no reward service; scores come from an environment only, or there are none (algorithm.distillation)."""
     parts: tuple[RewardPartConfig, ...] = ()
     """Sources of an ensemble, each with `name`, `weight`, `source`, and the keys of that source."""
     tokenizer: str | None = None
@@ -282,6 +282,8 @@ class RewardConfig(RewardSourceConfig):
     @property
     def sources(self) -> dict[str, RewardSourceConfig]:
         """Every single source by its config key."""
+        if self.source == "none":
+            return {}
         if self.source != "ensemble":
             return {"reward": self}
         return {f"reward.parts.{part.name}": part for part in self.parts}
@@ -307,7 +309,9 @@ class RewardConfig(RewardSourceConfig):
             self.check_unused((*_MODEL_ONLY, *_FUNCTION_ONLY), "set it in the parts")
             if not self.parts:
                 raise ValueError("parts: source ensemble needs at least one")
-        elif self.parts:
+        elif self.source == "none":
+            self.check_unused((*_MODEL_ONLY, *_FUNCTION_ONLY), "remove it")
+        if self.source != "ensemble" and self.parts:
             raise ValueError(f"parts: not used with source {self.source}; set source ensemble, or remove them")
         names = [part.name for part in self.parts]
         repeated = sorted({name for name in names if names.count(name) > 1})

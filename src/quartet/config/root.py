@@ -26,6 +26,7 @@ from quartet.config.rollout import MAX_RESPONSES, EngineServerConfig, RolloutCon
 from quartet.config.run import CheckpointConfig, DataConfig, EvaluationConfig, RunConfig
 from quartet.config.section import Section, is_loopback
 from quartet.config.telemetry import TelemetryConfig
+from quartet.config.training_signal import check_distillation, check_scores
 from quartet.config.url_redaction import redact_url
 
 
@@ -60,6 +61,8 @@ class Config(Section):
         self._check_engine()
         self._check_services()
         self._check_reward()
+        check_distillation(self)
+        check_scores(self)
         return self
 
     def _check_sizes(self) -> None:
@@ -397,6 +400,16 @@ class Config(Section):
         return self.algorithm.has_critic
 
     @property
+    def has_reward(self) -> bool:
+        """Return whether the run has a reward service."""
+        return self.reward.source != "none"
+
+    @property
+    def has_scores(self) -> bool:
+        """Return whether responses get scores: from a reward service or an environment."""
+        return self.has_reward or self.has_environment
+
+    @property
     def has_reference(self) -> bool:
         """Return whether the run has a reference service. If not, the actor serves the reference with its adapter
         disabled."""
@@ -419,7 +432,7 @@ class Config(Section):
 
     @property
     def reference_model(self) -> str:
-        """Checkpoint of the frozen initial policy."""
+        """Checkpoint of the reference: the frozen initial policy, or a teacher."""
         return self.reference.model or self.actor.model
 
     @property

@@ -35,6 +35,18 @@ def _ineffective(config: Config) -> Iterator[tuple[str, tuple[str, ...], str]]:
         reason = "the actor serves the reference, with its adapter disabled"
         yield "reference", (), reason
         yield "services.reference", (), reason
+    if not config.has_reward:
+        reason = "reward.source is none"
+        yield "services.reward", (), reason
+        yield "reward", ("tokenizer",), reason
+    if not config.has_scores:
+        reason = "reward.source is none, so there are no scores"
+        yield "guards.reward_hacking", (), reason
+        yield "guards.length_reward", (), reason
+        yield "algorithm", ("normalize_advantages", "whiten_rewards", "gamma"), reason
+    if algorithm.distillation is not None:
+        yield "guards.kl_runaway", (), "the KL to a teacher starts high and falls"
+        yield "algorithm", ("kl_estimator",), "algorithm.distillation replaces the KL penalty"
     if not config.has_environment:
         reason = "rollout.max_turns is 0, so no environment is used"
         yield "environment", (), reason

@@ -140,8 +140,8 @@ class RunFiles:
             rewrite_step_lines(self.metrics, steps)
         return steps
 
-    def read_scores(self, step: int, count: int) -> list[float]:
-        """Return the raw score of each of the ``count`` trajectories of a committed step, in order.
+    def read_scores(self, step: int, count: int) -> list[float | None]:
+        """Return the raw score of each of the ``count`` trajectories of a committed step, in order; None in a run without scores.
 
         Raises ConfigError if they cannot be read, or if there is another number of them.
         """
@@ -149,7 +149,8 @@ class RunFiles:
         remedy = "put the file back, roll back to a checkpoint with quartet rollback, or start a new run"
         try:
             lines = path.read_text(encoding="utf-8").split("\n")
-            scores = [float(json.loads(line)["score"]) for line in lines if line]
+            given = [json.loads(line)["score"] for line in lines if line]
+            scores = [None if score is None else float(score) for score in given]
         except (OSError, ValueError, KeyError, TypeError):
             raise ConfigError(f"trajectories {path}: cannot be read; {remedy}") from None
         if len(scores) != count:

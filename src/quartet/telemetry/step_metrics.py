@@ -68,6 +68,13 @@ STEP_METRICS = (
         "rises without end, jumps, or stays at 0",
     ),
     _metric(
+        "teacher_kl",
+        "nats per token",
+        "Reverse KL to the teacher. Only with algorithm.distillation; kl_mean has it per response.",
+        "falls, then settles above 0",
+        "rises, or does not fall: raise actor.learning_rate",
+    ),
+    _metric(
         "kl_coefficient",
         "reward per nat",
         "KL coefficient β of this step.",
@@ -296,7 +303,7 @@ STEP_METRICS = (
         "grows: the network or the disk of the generators is slow",
     ),
 )
-"""Metrics of metrics.jsonl. Those of the critic, of episodes and of generators in separate processes are absent without them."""
+"""Metrics of metrics.jsonl. Those of critic, scores, episodes and generators in separate processes are absent without them."""
 
 _MEASURED = ("generators", "weight_update_bytes")
 

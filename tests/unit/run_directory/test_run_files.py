@@ -283,6 +283,8 @@ def test_another_number_of_scores_than_trajectories_is_an_error(tmp_path: Path) 
     files = RunFiles(tmp_path)
     files.write_trajectories(3, [{"score": 1.5}, {"score": -2}, {"score": 0.25}])
     assert files.read_scores(3, 3) == [1.5, -2.0, 0.25]
+    files.write_trajectories(4, [{"score": None}])
+    assert files.read_scores(4, 1) == [None]
     path = files.trajectories / "step-000003.jsonl"
     path.write_text("".join(path.read_text().splitlines(keepends=True)[:2]))
     with pytest.raises(

@@ -52,6 +52,14 @@ def test_a_healthy_run_raises_no_alert() -> None:
     assert run(rising(60, reward_mean=(0.0, 3.0), kl_mean=(0.0, 11.0), response_tokens_mean=(20.0, 24.0))) == []
 
 
+def test_a_rule_that_does_not_apply_and_metrics_that_are_absent_raise_no_alert() -> None:
+    far = {"kl_mean": 500.0}
+    assert names(run([far] * 20)) != []
+    guards = Guards(GuardsConfig(window_steps=8), ignored=("kl_runaway",))
+    healthy = {name: value for name, value in HEALTHY.items() if name not in ("reward_mean", "reward_std")}
+    assert [alert for step in range(1, 21) for alert in guards.check({"step": step, **healthy, **far})] == []
+
+
 REWARD_HACKING = rising(10, reward_mean=(0.0, 4.0), kl_mean=(2.0, 8.0), response_tokens_mean=(10.0, 40.0))
 
 

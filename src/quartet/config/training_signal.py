@@ -1,0 +1,66 @@
+"""Conditions on the training signal: the scores of a run, and the teacher of a distillation."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from quartet.config.root import Config
+
+
+def check_distillation(config: Config) -> None:
+    """Raise ValueError if the other sections do not fit algorithm.distillation."""
+    algorithm = config.algorithm
+    if algorithm.distillation is None:
+        return
+    if config.reference.model is None:
+        raise ValueError(
+            "algorithm.distillation: the reference is the teacher, and reference.model is null; set reference.model to a model "
+            "with the tokenizer of actor.model"
+        )
+    if algorithm.kl_coefficient:
+        raise ValueError(
+            f"algorithm.kl_coefficient {algorithm.kl_coefficient:g}: with algorithm.distillation the reference is the teacher, "
+            "so the KL penalty is the same term again; set kl_coefficient 0"
+        )
+    if algorithm.kl_loss != "none":
+        raise ValueError(
+            f"algorithm.kl_loss {algorithm.kl_loss}: with algorithm.distillation the reference is the teacher; set kl_loss none "
+            "and kl_loss_coefficient 0"
+        )
+    if algorithm.ratio_level == "sequence":
+        raise ValueError(
+            "algorithm.ratio_level sequence: algorithm.distillation gives each token its own advantage; set ratio_level token"
+        )
+
+
+def check_scores(config: Config) -> None:
+    """Raise ValueError if the other sections do not fit reward.source none."""
+    if config.has_scores:
+        return
+    algorithm = config.algorithm
+    if algorithm.distillation is None:
+        raise ValueError(
+            "reward.source none: there is nothing to learn from; set algorithm.distillation, an environment with rewards "
+            "(rollout.max_turns), or another source"
+        )
+    if algorithm.has_critic:
+        raise ValueError(
+            f"algorithm.estimator {algorithm.estimator}: its critic predicts scores, and with reward.source none there are none; "
+            "set estimator reinforce"
+        )
+    for setting, given in (
+        ("score.normalize", algorithm.score.normalize != "none"),
+        ("score.scale", algorithm.score.scale != 1),
+        ("score.clip", algorithm.score.clip is not None),
+        (
+            f"truncation.treatment {algorithm.truncation.treatment}",
+            algorithm.truncation.treatment in ("penalty", "scale"),
+        ),
+        ("length_penalty.per_token", algorithm.length_penalty.per_token > 0),
+        ("overlong_penalty.buffer_tokens", algorithm.overlong_penalty.buffer_tokens > 0),
+    ):
+        if given:
+            raise ValueError(
+                f"algorithm.{setting}: changes scores, and with reward.source none there are none; remove it"
+            )
