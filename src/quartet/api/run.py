@@ -54,7 +54,7 @@ class RunTrajectory:
     step: int
     prompt: str
     response: str
-    score: float
+    score: float | None
     parts: dict[str, float]
     kl: float
     response_tokens: int

@@ -76,8 +76,9 @@ def _num_seen(before: tuple[int, Sequence[object]], now: tuple[int, Sequence[obj
 def step_line(progress: Progress, pace: Pace) -> str:
     """Return one line about a committed step. ``progress`` has its metrics."""
     metrics = progress.metrics
+    reward = f"reward {metrics['reward_mean']:+.3f}  " if "reward_mean" in metrics else ""
     return (
-        f"step {progress.step}/{progress.total_steps}  reward {metrics['reward_mean']:+.3f}  "
+        f"step {progress.step}/{progress.total_steps}  {reward}"
         f"kl {metrics['kl_mean']:.3f}  entropy {metrics.get('entropy', math.nan):.2f}  eos {metrics['eos_rate']:.2f}  "
         f"{pace.tokens_per_second:.0f} tokens/s  left {pace.time_left(progress.total_steps - progress.step)}"
     )

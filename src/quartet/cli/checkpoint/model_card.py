@@ -127,6 +127,8 @@ def _reward(config: Config, hub_models: Collection[str]) -> str:
         # Addresses are not public.
         return f"judge `{given.judge.model}`" if given.judge is not None else "reward service"
 
+    if config.reward.source == "none":
+        return "none"
     if config.reward.source != "ensemble":
         return source(config.reward)
     return " + ".join(f"{part.weight:g} x {part.name} ({source(part)})" for part in config.reward.parts)

@@ -111,8 +111,9 @@ def compare_with_initial(checkpoint: str, config: Config, device: str) -> tuple[
         policy = load_causal_lm(checkpoint, config.actor.dtype, device)
         vocabulary = int(policy.get_input_embeddings().weight.shape[0])
         prompt_set = read_validation_prompts(config, lambda: load_tokenizer(config.actor.model), vocabulary)
-        reward = build_reward(config, device)
-        stack.callback(reward.close)
+        reward = build_reward(config, device) if config.has_reward else None
+        if reward is not None:
+            stack.callback(reward.close)
         evaluator = _LocalEvaluator(config, tokenizer, prompt_set.prompts, reward, device)
         responses = evaluator.responses(policy)
         del policy  # Free its memory before the initial policy generates.
@@ -124,7 +125,7 @@ class _LocalEvaluator:
     """Evaluator that generates responses with a policy and scores them with reward and reference, as the services do."""
 
     def __init__(
-        self, config: Config, tokenizer: Any, prompts: Sequence[Prompt], reward: RewardSource, device: str
+        self, config: Config, tokenizer: Any, prompts: Sequence[Prompt], reward: RewardSource | None, device: str
     ) -> None:
         self._config, self._tokenizer, self._prompts, self._reward = config, tokenizer, prompts, reward
         self._fields = {prompt.index: prompt.fields for prompt in prompts} if config.reward.needs_fields else {}
@@ -168,14 +169,16 @@ class _LocalEvaluator:
     def _scored(self, trajectories: list[Trajectory], sampled: bool) -> dict[int, Response]:
         batch = TokenBatch.of(trajectories)
         fields = [self._fields[trajectory.id.prompt] for trajectory in trajectories] if self._fields else []
-        scores = self._reward.score(batch, fields).total
+        scores: list[float | None] = [None] * len(trajectories)
+        if self._reward is not None:
+            scores = self._reward.score(batch, fields).total.tolist()
         references: list[Any] = [None] * len(trajectories)
         if sampled:
             flat = response_log_probs(self._reference, batch, self._config.rollout.temperature, self._reference_tokens)
             references = np.split(flat, np.cumsum(batch.response_lengths)[:-1])
         texts = texts_of(self._tokenizer, [item.response_ids for item in trajectories], special_tokens=False)
         return {
-            item.id.prompt: Response.of(item, text, float(score), reference)
+            item.id.prompt: Response.of(item, text, score, reference)
             for item, text, score, reference in zip(trajectories, texts, scores, references, strict=True)
         }
 
@@ -193,6 +196,10 @@ def _summary_table(comparisons: Sequence[Comparison]) -> Table:
     return table
 
 
+def _shown(score: float | None) -> str:
+    return "" if score is None else f"{score:+.2f}"
+
+
 def _responses_table(comparisons: Sequence[Comparison]) -> Table:
     """Return a table of sampled responses side by side."""
     table = Table(title="sampled responses", show_lines=True)
@@ -203,9 +210,9 @@ def _responses_table(comparisons: Sequence[Comparison]) -> Table:
         cells = (
             item.policy.prompt,
             before.text.strip(),
-            f"{before.score:+.2f}",
+            _shown(before.score),
             after.text.strip(),
-            f"{after.score:+.2f}",
+            _shown(after.score),
         )
         # Text: generated text must not be read as markup.
         table.add_row(*(Text(cell) for cell in cells))

@@ -245,7 +245,7 @@ def _time(files: RunFiles, steps: Sequence[Mapping[str, float]]) -> str:
 
 
 def _trajectories(files: RunFiles) -> str:
-    """Return the best, median and worst response of the last and the first recorded step."""
+    """Return the best, median and worst response of the last and the first recorded step, or the first one without scores."""
     paths = sorted(files.trajectories.glob("step-*.jsonl"), key=lambda path: int(path.stem.removeprefix("step-")))
     samples = "".join(_samples(path) for path in dict.fromkeys([*paths[-1:], *paths[:1]]))
     return samples or paragraph("None were recorded.")
@@ -254,14 +254,17 @@ def _trajectories(files: RunFiles) -> str:
 def _samples(path: Path) -> str:
     try:
         lines = [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
-        ranked = sorted(lines, key=lambda line: line["score"])
-        if not ranked:
+        if not lines:
             return ""
-        chosen = {"best": ranked[-1], "median": ranked[len(ranked) // 2], "worst": ranked[0]}
-        shown = "".join(
-            texts(f"{rank}: score {number(line['score'])}", _about(line), line["prompt"], line["response"])
-            for rank, line in chosen.items()
-        )
+        if lines[0]["score"] is None:
+            chosen = {"first": lines[0]}
+        else:
+            ranked = sorted(lines, key=lambda line: line["score"])
+            chosen = {
+                f"{rank}: score {number(line['score'])}": line
+                for rank, line in (("best", ranked[-1]), ("median", ranked[len(ranked) // 2]), ("worst", ranked[0]))
+            }
+        shown = "".join(texts(title, _about(line), line["prompt"], line["response"]) for title, line in chosen.items())
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(
             f"trajectories {path}: cannot be read ({type(error).__name__}); repair or remove the file"
