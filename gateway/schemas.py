@@ -261,8 +261,8 @@ class TrajectorySummary(Model):
     policy_version: int
     prompt: str
     response: str
-    score: float
-    """Raw score: of the reward service, plus the rewards of the environment."""
+    score: float | None
+    """Raw score: of the reward service, plus the rewards of the environment. Null in a run without scores."""
     parts: dict[str, float]
     """Unweighted score of each part of a reward ensemble, and "environment"; empty with a single reward source."""
     kl: float

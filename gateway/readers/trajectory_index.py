@@ -33,6 +33,7 @@ class StepIndex:
     prompts: NDArray[np.int64]
     samples: NDArray[np.int64]
     score: NDArray[np.float64]
+    """NaN in a run without scores."""
     kl: NDArray[np.float64]
     response_tokens: NDArray[np.int64]
     finished: NDArray[np.bool_]
@@ -46,7 +47,12 @@ class StepIndex:
         return int(lines[0]) if len(lines) else None
 
     def neighbours(self, line: int) -> tuple[int | None, int | None]:
-        """Return the lines with the next lower and the next higher score. Of equal scores, the earlier line is lower."""
+        """Return the lines with the next lower and the next higher score. Of equal scores, the earlier line is lower.
+
+        Both are None without scores.
+        """
+        if np.isnan(self.score[line]):
+            return None, None
         order = np.argsort(self.score, kind="stable")
         rank = int(np.flatnonzero(order == line)[0])
         lower = int(order[rank - 1]) if rank > 0 else None
@@ -184,7 +190,8 @@ def _sort_columns(indexes: list[StepIndex], matches: list[NDArray[np.int64]], so
     if not pairs:
         return [np.empty(0) for _ in range(4)]
     values = [
-        sign * getattr(index, name)[lines].astype(np.float64) if name != "id" else np.zeros(len(lines))
+        # Without scores, all are equal.
+        sign * np.nan_to_num(getattr(index, name)[lines].astype(np.float64)) if name != "id" else np.zeros(len(lines))
         for index, lines in pairs
     ]
     return [
@@ -233,13 +240,13 @@ def _index_row(path: Path, record: Record, number: int) -> tuple[int, int, float
         prompt, sample = (int(part) for part in str(record["id"]).rsplit("/", 2)[1:])
         if not (isinstance(record["prompt"], str) and isinstance(record["response"], str)):
             raise TypeError
-        score, kl = float(record["score"]), float(record["kl"])
-        if not (math.isfinite(score) and math.isfinite(kl)):
+        score, kl = (None if record["score"] is None else float(record["score"])), float(record["kl"])
+        if not (math.isfinite(score or 0.0) and math.isfinite(kl)):
             raise ValueError
         return (
             prompt,
             sample,
-            score,
+            math.nan if score is None else score,
             kl,
             int(record["response_tokens"]),
             bool(record["finished"]),

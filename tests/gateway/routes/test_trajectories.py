@@ -179,6 +179,18 @@ def test_a_damaged_line_is_reported_with_its_number(tmp_path: Path, line: str) -
         assert f"step-000001.jsonl:{PROMPTS * SAMPLES + 1}" in response.json()["detail"]
 
 
+@pytest.mark.parametrize("sort", ["score", "-score"])
+def test_trajectories_without_scores_are_listed_and_have_no_neighbours(tmp_path: Path, sort: str) -> None:
+    files, rows = with_trajectories(tmp_path, 1)
+    lines = [{**row, "score": None} for row in rows]
+    (files.trajectories / "step-000001.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with serving(tmp_path) as gateway:
+        assert pages(gateway, sort=sort) == [row["id"] for row in rows]
+        assert pages(gateway, min_score=-9) == []
+        detail = gateway.client.get("/runs/some/trajectories/1/0/1").json()
+    assert (detail["score"], detail["lower"], detail["higher"]) == (None, None, None)
+
+
 def test_a_trajectory_shows_its_generator_and_the_versions_of_its_weights(tmp_path: Path) -> None:
     files, rows = with_trajectories(tmp_path, 1)
     spans = [{"policy_version": 0, "weights_digest": "0b", "tokens": 2}]
