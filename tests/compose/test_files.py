@@ -189,13 +189,24 @@ def test_deployments_fit_every_kind_of_run(tmp_path: Path, run: str, devices: st
     assert (config.security.certificates is None) == (security == "plaintext") == config.security.allow_plaintext
     assert str(config.buffer.url).startswith("redis://" if security == "plaintext" else "rediss://")
     header = (DEPLOYMENT / f"{run}.yaml").read_text().splitlines()[0]
-    optional = [role for role in ("critic", "reference") if role in used]
+    optional = [role for role in ("critic", "reward", "reference") if role in used]
     assert header.endswith(f"COMPOSE_PROFILES={','.join(optional)}")
-    assert [name for name in ("critic", "reference") if SERVICES[name].get("profiles") == [name]] == [
-        "critic",
-        "reference",
-    ]
+    assert all(SERVICES[name].get("profiles") == [name] for name in ("critic", "reward", "reference"))
     assert run in (ROOT / ".env.example").read_text()
+
+
+def test_a_run_without_a_reward_needs_the_profile_of_the_reference_only(tmp_path: Path) -> None:
+    distillation = (
+        ", algorithm: {estimator: reinforce, kl_coefficient: 0, distillation: {}}, reference: {model: models/t}"
+    )
+    config = POLICY % ("", distillation)
+    (tmp_path / "config.yaml").write_text(config.replace("{model: models/reward}", "{source: none}"))
+    layers = [DEPLOYMENT / f"{layer}.yaml" for layer in ("services", "critic-free", "generation-actor", "plaintext")]
+    loaded = load_config(tmp_path / "config.yaml", layers=layers)
+    assert model_roles(loaded) == (Role.ACTOR, Role.REFERENCE)
+    check_separate_orchestrator(loaded)
+    assert "reward" not in SERVICES["orchestrator"]["depends_on"]
+    assert "remove reward from COMPOSE_PROFILES" in (ROOT / ".env.example").read_text()
 
 
 @pytest.mark.parametrize("devices", ["gpu", "cpu"])

@@ -101,7 +101,7 @@ def settings(engine: None) -> Iterator[tuple[Path, int]]:
             "QUARTET_DATA": data,
             "QUARTET_PORT": port,
             "QUARTET_TORCH_INDEX": os.environ.get("QUARTET_TORCH_INDEX", ""),
-            "COMPOSE_PROFILES": "critic,reference",
+            "COMPOSE_PROFILES": "critic,reward,reference",
         }
         (folder / ".env").write_text("".join(f"{name}={value}\n" for name, value in lines.items()))
         yield folder / ".env", port
@@ -119,7 +119,9 @@ def critic_free_lora(settings: Path) -> Path:
     other = settings.parent / "other.yaml"
     other.write_text(yaml.safe_dump(config))
     text = settings.read_text().replace(str(settings.parent / "config.yaml"), str(other))
-    text = text.replace("COMPOSE_PROFILES=critic,reference", "COMPOSE_PROFILES=\nQUARTET_ROLES=critic-free-lora")
+    text = text.replace(
+        "COMPOSE_PROFILES=critic,reward,reference", "COMPOSE_PROFILES=reward\nQUARTET_ROLES=critic-free-lora"
+    )
     changed = settings.with_name(".env.other")
     changed.write_text(text)
     return changed

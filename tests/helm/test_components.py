@@ -41,6 +41,12 @@ RUNS: dict[str, Values] = {
         "single-node-4-gpus", config__actor=LORA, config__reference={"model": "models/reference"}
     ),
     "environment": changed("cpu-kind", **TURNS),
+    "distillation": changed(
+        "single-node-4-gpus",
+        config__algorithm={"estimator": "reinforce", "kl_coefficient": 0, "distillation": {}},
+        config__reference={"model": "models/teacher"},
+        config__reward={"source": "none"},
+    ),
     "adapter is null": changed("single-node-4-gpus", config__actor={"model": "models/policy", "lora": None}),
 }
 
@@ -78,6 +84,13 @@ def test_the_pods_run_the_roles_of_the_config(name: str, tmp_path: Path) -> None
     result = sorted(role for container in containers(RUNS[name]).values() for role in roles_of(container))
     generators = ["generator"] if name in ("vllm-generators", "leader-worker-set") else []
     assert result == sorted([*(role.value for role in service_roles(config)), *generators, "orchestrator"])
+
+
+def test_a_run_without_a_reward_has_no_reward_pod() -> None:
+    result = containers(RUNS["distillation"])
+    assert "reference" in result
+    assert "reward" not in result
+    assert "reward" not in yaml.safe_load(files(RUNS["distillation"])["deployment.yaml"])["services"]
 
 
 def test_roles_of_one_pod_share_its_certificate() -> None:

@@ -48,12 +48,13 @@ All other templates loop over this map.
 {{- $componentsByName | toJson -}}
 {{- end -}}
 
-{{/* Roles that this run does not need, as has_critic, has_reference and has_environment of the config tree. */}}
+{{/* Roles that this run does not need, as has_critic, has_reward, has_reference and has_environment of the config tree. */}}
 {{- define "quartet.absentRoles" -}}
 {{- $absent := list -}}
 {{- $withCritic := (.Files.Get "files/estimators.json" | fromJson).with_critic -}}
 {{- $custom := default dict (dig "algorithm" "custom_estimator" dict .Values.config) -}}
 {{- if not (or (has (dig "algorithm" "estimator" "gae" .Values.config) $withCritic) $custom.needs_critic) }}{{ $absent = append $absent "critic" }}{{ end -}}
+{{- if eq (dig "reward" "source" "model" .Values.config) "none" }}{{ $absent = append $absent "reward" }}{{ end -}}
 {{- $lora := dig "actor" "lora" nil .Values.config -}}
 {{- if and (not (kindIs "invalid" $lora)) (empty (dig "reference" "model" "" .Values.config)) }}{{ $absent = append $absent "reference" }}{{ end -}}
 {{- if not (gt (int (dig "rollout" "max_turns" 0 .Values.config)) 0) }}{{ $absent = append $absent "environment" }}{{ end -}}
