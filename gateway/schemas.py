@@ -141,6 +141,10 @@ class RunDetail(RunSummary):
     kl_target: float | None
     """Target of the adaptive KL controller, in nats per response; null with a fixed coefficient."""
     has_critic: bool
+    has_scores: bool
+    """False with reward.source none and no environment."""
+    has_teacher: bool
+    """True with algorithm.distillation."""
     metric_names: list[str]
     checkpoints: int
     evaluations: int

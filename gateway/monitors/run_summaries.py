@@ -48,6 +48,8 @@ class RunSummaries:
             progress=progress,
             kl_target=None if controller.kind == "fixed" else controller.target,
             has_critic=config.has_critic,
+            has_scores=config.has_scores,
+            has_teacher=config.algorithm.distillation is not None,
             metric_names=self._readers.metrics.of(files.metrics).names(),
             checkpoints=len(checkpoint_folders(files)),
             evaluations=len(self._readers.records.of(files.evaluation_summaries)),

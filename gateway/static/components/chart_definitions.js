@@ -12,19 +12,22 @@ const plain = (title, unit, names, rest = {}) => ({
   ...rest,
 });
 
-/** Return the charts of a run. They depend on its KL target and on whether it has a critic. */
+const REWARD = {
+  title: "Reward",
+  names: ["reward_mean", "reward_std"],
+  main: 0,
+  series: [
+    { label: "mean over the step's responses", colour: "blue" },
+    { label: "± standard deviation", colour: "blue", area: true, always: true, unlisted: true },
+  ],
+  lines: (data) => [withBand(data)],
+};
+
+/** Return the charts of a run. They depend on its KL target and on whether it has scores, a teacher and a critic. */
 export function chartsOf(detail) {
   return [
-    {
-      title: "Reward",
-      names: ["reward_mean", "reward_std"],
-      main: 0,
-      series: [
-        { label: "mean over the step's responses", colour: "blue" },
-        { label: "± standard deviation", colour: "blue", area: true, always: true, unlisted: true },
-      ],
-      lines: (data) => [withBand(data)],
-    },
+    ...(detail.has_scores ? [REWARD] : []),
+    ...(detail.has_teacher ? [plain("KL to the teacher", "nats per token", [["teacher_kl", "reverse KL", "blue"]], { zero: true })] : []),
     {
       title: "KL to the reference",
       unit: "nats per response",

@@ -45,7 +45,12 @@ class ComparePage {
       ]);
       this.details = details;
       this.configs = configs.map((item) => item.config);
-      this.base = chartsOf({ has_critic: details.some((run) => run.has_critic), kl_target: null });
+      this.base = chartsOf({
+        has_critic: details.some((run) => run.has_critic),
+        has_scores: details.some((run) => run.has_scores),
+        has_teacher: details.some((run) => run.has_teacher),
+        kl_target: null,
+      });
       this.draw();
       await this.readCurves();
     } catch (problem) {

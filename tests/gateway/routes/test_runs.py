@@ -26,6 +26,7 @@ def test_a_finished_run_has_all_details(run_gateway: Gateway, finished_run: Run)
         None,
         None,
     )
+    assert (result["has_scores"], result["has_teacher"]) == (True, False)
     assert (result["alerts"], result["failed_trajectories"]) == (2, 2)
     assert result["evaluations"] == len(lines_of(finished_run.files.evaluation_summaries))
     assert result["checkpoints"] == len(checkpoint_folders(finished_run.files)) > 0

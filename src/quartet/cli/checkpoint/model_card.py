@@ -23,7 +23,7 @@ WINDOW_STEPS = 10
 """Number of first and last steps whose means the card compares."""
 _METRICS = {
     "reward_mean": "reward",
-    "kl_mean": "KL to the initial policy, nats per response",
+    "kl_mean": "KL to the reference, nats per response",
     "entropy": "entropy, nats per token",
     "response_tokens_mean": "tokens per response",
 }
