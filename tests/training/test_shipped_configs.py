@@ -81,7 +81,7 @@ def toy_task_changes(toy_task: dict[str, Any], shipped: dict[str, Any]) -> dict[
         changes["reward"] = {"parts": parts}
     elif "model" in reward:
         changes["reward"] = {"model": toy_task["reward"]["model"]}
-    else:
+    elif reward.get("source") != "none":
         # The prompts of the toy task have no fields for a verifier.
         changes["reward"] = {"function": "quartet.rewards.examples:length_target", "batched": False}
     if "environment" in shipped:

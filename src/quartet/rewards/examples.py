@@ -49,8 +49,3 @@ def shorter(prompt: str, response: str, initial_response: str, fields: dict[str,
 
 def _share(text: str, words: Sequence[str]) -> float:
     return sum(word.lower() in text for word in words) / len(words) if words else 0.0
-
-
-def zero(prompt: str, response: str, fields: dict[str, Any]) -> float:
-    """Return 0, for a run whose rewards come from its environment only."""
-    return 0.0
