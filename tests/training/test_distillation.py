@@ -11,12 +11,12 @@ import pytest
 from quartet.config import Config
 from quartet.demo.toy_task import ToyTask
 from quartet.errors import MismatchError
-from quartet.models.weights.loading import load_causal_lm
 from quartet.run_directory.run_files import RunFiles
 from quartet.services.orchestrator.service_clients import check_agreement
 from quartet.types import Role, ServiceStatus
 from tests.training.conftest import MakeConfig
 from tests.training.runs import Fleet, Run, active_run, assert_same, json_lines, run_to_completion
+from tests.training.teachers import make_teacher
 from tests.training.test_recovery import run_with_fault
 
 STEPS = 4
@@ -33,18 +33,7 @@ DISTILLATION: dict[str, Any] = {
 @pytest.fixture(scope="module")
 def teacher(toy_task: ToyTask, tmp_path_factory: pytest.TempPathFactory) -> str:
     """Save a teacher: the student with other weights."""
-    import torch
-
-    folder = tmp_path_factory.mktemp("teacher") / "teacher"
-    model = load_causal_lm(str(toy_task.policy))
-    generator = torch.Generator().manual_seed(4)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter += 0.05 * torch.randn(parameter.shape, generator=generator)
-    model.save_pretrained(folder)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        (folder / name).write_bytes((toy_task.policy / name).read_bytes())
-    return str(folder)
+    return str(make_teacher(toy_task.policy, tmp_path_factory.mktemp("teacher")))
 
 
 @pytest.fixture(scope="module")
