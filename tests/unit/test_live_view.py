@@ -31,6 +31,13 @@ def alert(step: int, guard: str) -> Alert:
     return Alert(step=step, guard=guard, action="warn", evidence="it rises", remedy="lower it")
 
 
+def test_a_step_without_scores_is_shown_without_a_reward() -> None:
+    output = io.StringIO()
+    with LineView(Console(file=output, width=200), "runs/tiny") as view:
+        view.show(progress(1, **{name: value for name, value in METRICS.items() if name != "reward_mean"}))
+    assert "step 1/9  kl 0.100  entropy 2.00" in output.getvalue()
+
+
 def test_each_note_is_printed_once_per_orchestrator() -> None:
     messages = Messages(Path("runs/tiny"))
     assert messages.new_lines(progress(1, "a", "b")) == ["note: a", "note: b"]

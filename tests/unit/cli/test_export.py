@@ -137,6 +137,24 @@ def exported(tmp_path: Path) -> Path:
     return tmp_path / "exported"
 
 
+def test_the_model_card_of_a_distillation_names_its_teacher_and_no_reward(tmp_path: Path) -> None:
+    tree = {
+        "run": {"name": "tiny", "steps": 1},
+        "data": {"prompts": "prompts.jsonl"},
+        "actor": {"model": "someone/student"},
+        "reference": {"model": str(tmp_path / "private" / "teacher")},
+        "algorithm": {"estimator": "reinforce", "kl_coefficient": 0, "distillation": {}},
+        "reward": {"source": "none"},
+    }
+    files = RunFiles(tmp_path / "run")
+    files.write_config(parse_config(tree, "test").to_yaml())
+    files.append_metrics({"step": 1, "kl_mean": 0.5})
+    write_model_card(tmp_path, files, 1)
+    card = (tmp_path / "README.md").read_text()
+    assert "| teacher | `teacher` |" in card
+    assert "| reward | none |" in card
+
+
 def test_the_model_card_describes_the_run_up_to_the_step(exported: Path) -> None:
     card = ModelCard.load(exported / "README.md")
     assert card.data.to_dict() == {

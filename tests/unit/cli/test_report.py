@@ -90,6 +90,16 @@ def test_a_report_shows_the_progress_of_the_run(files: RunFiles) -> None:
     assert "Finished after 4 steps" in files.report.read_text()
 
 
+def test_a_run_without_scores_shows_its_first_responses(files: RunFiles) -> None:
+    for step in range(1, STEPS + 1):
+        files.write_trajectories(step, [{**trajectory(step, sample), "score": None} for sample in range(5)])
+    report(files.root, None)
+    text = files.report.read_text()
+    assert "response 0 of 4" in text
+    assert "response 1 of 4" not in text
+    assert "score None" not in text
+
+
 def test_an_ensemble_is_summarized_by_its_parts(tmp_path: Path) -> None:
     parts = [
         {"name": "quality", "weight": 0.7, "source": "model", "model": "m/quality"},

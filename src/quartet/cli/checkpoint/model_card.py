@@ -56,6 +56,11 @@ def _card(
     facts = {
         "initial policy": f"`{base}`",
         "algorithm": f"{algorithm}, {rollout.prompts_per_step} x {rollout.samples_per_prompt} responses per step",
+        **(
+            {"teacher": f"`{_public_name(config.reference_model, hub_models)}`"}
+            if config.algorithm.distillation is not None
+            else {}
+        ),
         "reward": _reward(config, hub_models),
         "prompts": _prompts(config, identity),
         "run": f"`{config.run.name}`, step {step} of {config.run.steps}, seed {config.run.seed}",
