@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from quartet.config import AlgorithmConfig
+from quartet.config import AlgorithmConfig, parse_config
 from quartet.services.orchestrator.algorithm.experience import PreparedStep, prepare_step
+from quartet.services.orchestrator.algorithm.state import AlgorithmState
 from quartet.services.orchestrator.rollout.scoring import ScoredTrajectory
 from tests.services.orchestrator.algorithm.test_episodes import LIMIT, episodes, kl_of
 
@@ -86,3 +87,18 @@ def test_masked_truncated_responses_are_not_trained_on() -> None:
     mask = experience.actor_mask[experience.response_mask]
     assert not mask[own[1] : own[2]].any()
     assert mask.sum() == own[-1] - (own[2] - own[1])
+
+
+@pytest.mark.parametrize("distilled", [True, False])
+def test_a_student_far_from_its_teacher_raises_no_alert(distilled: bool) -> None:
+    distillation = {"distillation": {"coefficient": 1.0}} if distilled else {}
+    tree = {
+        "data": {"prompts": "p"},
+        "actor": {"model": "a"},
+        "reward": {"model": "r"},
+        "reference": {"model": "t"},
+        "algorithm": {"kl_coefficient": 0.0, **distillation},
+    }
+    state = AlgorithmState(parse_config(tree, "test"))
+    alerts = [alert for step in range(1, 31) for alert in state.commit({"step": step, "kl_mean": 500.0}, [None])]
+    assert bool(alerts) != distilled
