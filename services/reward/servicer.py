@@ -8,7 +8,9 @@ from typing import Any
 import grpc
 
 from quartet import codec
+from quartet.errors import MismatchError
 from quartet.failpoints import failpoint
+from quartet.rewards.ensemble import EnsembleReward
 from quartet.rewards.reward_source import RewardSource, never
 from quartet.rpc.base_servicers import ModelServicer
 from quartet.rpc.commands import CommandHandler
@@ -44,10 +46,15 @@ class RewardServicer(ModelServicer[RewardSource], reward_pb2_grpc.RewardServiceS
         return {"score": lambda request: self._score(request)(never)}
 
     def _score(self, request: Any) -> Callable[[Callable[[], bool]], Scores]:
-        batch, fields = codec.score_request_from_proto(request)
+        batch, fields, weights = codec.score_request_from_proto(request)
+        source = self.core
+        if weights and not isinstance(source, EnsembleReward):
+            raise MismatchError("weights: this service has a single source; start it with the config of the run")
 
         def score(cancelled: Callable[[], bool]) -> Scores:
             failpoint("reward.scoring")
-            return self.core.score(batch, fields, cancelled)
+            if isinstance(source, EnsembleReward):
+                return source.score(batch, fields, cancelled, weights or None)
+            return source.score(batch, fields, cancelled)
 
         return score

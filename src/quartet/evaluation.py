@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from statistics import fmean
+from types import MappingProxyType
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
-from quartet.config import Config, RolloutConfig
+from quartet.config import ENVIRONMENT_PART, Config, RolloutConfig
 from quartet.data import NO_REVISIONS, PromptEncoder, PromptSet, PromptSettings, load_prompts, select_prompts
-from quartet.errors import ComputationFailed, ConfigError, FunctionFailed
+from quartet.errors import ComputationFailed, ConfigError, FunctionFailed, ScorerFailed
 from quartet.types import (
     EpisodeSettings,
     FinishReason,
@@ -29,6 +30,7 @@ from quartet.types import (
     TrajectoryId,
 )
 
+NO_PARTS: Mapping[str, float] = MappingProxyType({})
 STEP = 0
 """Step in the ids of evaluation trajectories. All evaluations use the same random numbers, which differ from those of
 training."""
@@ -131,7 +133,8 @@ class Response:
 
     ``score`` is in units of reward, None in a run without scores. ``tokens`` is the number of the policy's tokens. ``finished``:
     the model or the environment ended the response, not a limit. ``kl``: sum of log π − log π_ref over these tokens, in nats;
-    None for greedy responses, for which it is not an estimate of the KL.
+    None for greedy responses, for which it is not an estimate of the KL. ``parts``: unweighted scores of an ensemble's sources by
+    name, as far as there are any.
     """
 
     text: str
@@ -139,10 +142,16 @@ class Response:
     tokens: int
     finished: bool
     kl: float | None = None
+    parts: Mapping[str, float] = field(default_factory=dict)
 
     @classmethod
     def of(
-        cls, trajectory: Trajectory, text: str, score: float | None, reference_log_probs: FloatArray | None = None
+        cls,
+        trajectory: Trajectory,
+        text: str,
+        score: float | None,
+        reference_log_probs: FloatArray | None = None,
+        parts: Mapping[str, float] = NO_PARTS,
     ) -> Response:
         """Create a response from a trajectory. ``reference_log_probs``: float32 [response tokens], for sampled responses."""
         kl = None
@@ -151,7 +160,7 @@ class Response:
             difference = trajectory.log_probs[own].astype(np.float64) - reference_log_probs[own].astype(np.float64)
             kl = float(np.sum(difference))
         finished = trajectory.finish_reason is not FinishReason.LENGTH
-        return cls(text, score, len(trajectory.policy_ids), finished, kl)
+        return cls(text, score, len(trajectory.policy_ids), finished, kl, parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,6 +319,8 @@ def row(comparison: Comparison) -> dict[str, Any]:
         "win_greedy": comparison.win_greedy,
         "win_sampled": comparison.win_sampled,
         "judge": comparison.judge,
+        **({"parts_greedy": dict(policy.greedy.parts)} if policy.greedy.parts else {}),
+        **({"parts_sampled": dict(policy.sampled.parts)} if policy.sampled.parts else {}),
     }
 
 
@@ -326,6 +337,7 @@ def responses_of(rows: Sequence[Mapping[str, Any]], source: str) -> dict[int, Pr
                     tokens=_typed(item[f"tokens_{kind}"], int),
                     finished=_typed(item[f"finished_{kind}"], bool),
                     kl=float(item["kl"]) if kind == "sampled" else None,
+                    parts=_typed(item.get(f"parts_{kind}", {}), dict),
                 )
                 for kind in ("greedy", "sampled")
             )
@@ -335,6 +347,33 @@ def responses_of(rows: Sequence[Mapping[str, Any]], source: str) -> dict[int, Pr
                 f"evaluation {source}:{number}: damaged record ({type(error).__name__}: {error}); start a new run"
             ) from None
     return responses
+
+
+def rescored(
+    responses: Mapping[int, PromptResponses], weights: Mapping[str, float], optional: Collection[str]
+) -> dict[int, PromptResponses]:
+    """Return ``responses`` with the scores that the ``weights`` of an ensemble's parts give them, by name.
+
+    ``optional`` parts without a score are left out. Raises ScorerFailed if another part with a weight has none.
+    """
+
+    def score(response: Response, index: int) -> Response:
+        total = 0.0
+        for name, weight in weights.items():
+            if weight and (name in response.parts or name not in optional):
+                if name not in response.parts:
+                    raise ScorerFailed(
+                        f"reward.parts.{name}: has no score of the initial policy's response to prompt {index + 1}, because it "
+                        "failed before the first step; start a new run to compare with the initial policy"
+                    )
+                total += weight * response.parts[name]
+        earned = response.parts.get(ENVIRONMENT_PART, 0.0)
+        return replace(response, score=float(np.float32(total)) + earned)
+
+    return {
+        index: replace(each, greedy=score(each.greedy, index), sampled=score(each.sampled, index))
+        for index, each in responses.items()
+    }
 
 
 T = TypeVar("T")

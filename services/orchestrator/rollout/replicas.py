@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
@@ -350,9 +350,11 @@ class _ReplicatedCall(PendingResult[Result]):
 class RewardReplicas(Replicas[RewardClient]):
     """The replicas of the reward service."""
 
-    def score(self, batch: TokenBatch, fields: Sequence[str] = ()) -> PendingResult[Scores]:
+    def score(
+        self, batch: TokenBatch, fields: Sequence[str] = (), weights: Mapping[str, float] | None = None
+    ) -> PendingResult[Scores]:
         """Start to score on one of the replicas. See ``RewardClient.score``."""
-        return self.start(lambda client: client.score(batch, fields))
+        return self.start(lambda client: client.score(batch, fields, weights))
 
 
 class ReferenceReplicas(Replicas[ReferenceClient]):

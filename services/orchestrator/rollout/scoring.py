@@ -12,8 +12,8 @@ from typing import Any, Protocol
 import numpy as np
 import structlog
 
-from quartet.config import RecoveryConfig
-from quartet.errors import ScorerFailed, ServiceFailed, TooManyFailedTrajectories
+from quartet.config import ENVIRONMENT_PART, RecoveryConfig
+from quartet.errors import MismatchError, ScorerFailed, ServiceFailed, TooManyFailedTrajectories
 from quartet.rpc.clients import ActorClient, CriticClient
 from quartet.rpc.pending_calls import PendingResult
 from quartet.services.orchestrator.rollout.replicas import RewardReplicas
@@ -40,8 +40,8 @@ from quartet.types import (
 
 log = structlog.get_logger()
 
-ENVIRONMENT_PART = "environment"
-"""Name of the part of a score that the environment gave: the sum of its rewards."""
+SUM_TOLERANCE = 1e-3
+"""Largest difference between a score and the weighted sum of its parts, relative to the largest of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,8 +129,11 @@ class Scoring:
         clock: Callable[[], float] = time.monotonic,
         observe: CallObserver = ignore_call,
         on_response: Callable[[], None] = lambda: None,
+        weights: Mapping[str, float] | None = None,
     ) -> None:
         """``fields`` are the prompts' own fields by prompt index, for reward functions. ``observe`` receives every call.
+
+        ``weights`` of an ensemble's parts in this step, by name; None or empty for a single source.
 
         ``recovery`` limits the attempts and the failed trajectories, and sets the pauses by ``clock`` (seconds). Without it, any
         failure is raised. ``on_response`` is called on another thread when a response arrives.
@@ -143,7 +146,8 @@ class Scoring:
 
         def request_scores(trajectories: Sequence[Trajectory], batch: TokenBatch) -> PendingResult[Scores]:
             assert services.reward is not None
-            call = services.reward.score(batch, [fields[item.id.prompt] for item in trajectories] if fields else [])
+            lines = [fields[item.id.prompt] for item in trajectories] if fields else []
+            call = services.reward.score(batch, lines, weights or None)
             observe(Role.REWARD, "score", call)
             return call
 
@@ -162,7 +166,11 @@ class Scoring:
         def queue(send: StartCall, split_result: SplitResult, replicas: int) -> ServiceQueue:
             return ServiceQueue(send, split_result, replicas, recovery, self._record_failure, on_response, clock)
 
-        self._reward = queue(request_scores, _split_scores, services.reward.replicas()) if services.reward else None
+        def split_scores(scores: Scores, _: Sequence[Trajectory]) -> list[Any]:
+            check_weighted_sum(scores, weights or {})
+            return _split_scores(scores)
+
+        self._reward = queue(request_scores, split_scores, services.reward.replicas()) if services.reward else None
         self._reference = queue(request_log_probs, _split_tokens, services.reference.replicas())
         self._critic = queue(request_values, _split_tokens, services.critic.replicas()) if services.critic else None
 
@@ -283,7 +291,21 @@ class _Batch:
         return scored, failed_trajectories
 
 
-def _split_scores(scores: Scores, _: Sequence[Trajectory]) -> list[Any]:
+def check_weighted_sum(scores: Scores, weights: Mapping[str, float]) -> None:
+    """Raise MismatchError if ``scores`` are not the sum of their parts by the ``weights`` that the service was sent."""
+    ok = np.isfinite(scores.total)
+    total = largest = np.zeros(len(ok))
+    for name, weight in weights.items():
+        part = weight * np.nan_to_num(scores.parts.get(name, largest * 0).astype(np.float64))
+        total, largest = total + part, np.maximum(largest, np.abs(part))
+    if weights and (np.abs(total - scores.total) > SUM_TOLERANCE * largest)[ok].any():
+        raise MismatchError(
+            "reward: a score is not the sum of its parts by the weights of this step; use a reward service that supports the "
+            "weights of a request, or reward.parts with source service"
+        )
+
+
+def _split_scores(scores: Scores) -> list[Any]:
     """Return (score, its parts by name) of each trajectory, or a Failure. A part without a score is left out."""
     return [
         (

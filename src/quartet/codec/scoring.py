@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 
 from quartet.codec.checks import positive
 from quartet.codec.outcomes import details_from_proto, details_to_proto, outcome_from_proto, outcome_to_proto
@@ -13,16 +14,22 @@ from quartet.types import FloatArray, Scores, TokenBatch
 from quartet.v1 import actor_pb2, critic_pb2, reference_pb2, reward_pb2
 
 
-def score_request_to_proto(batch: TokenBatch, fields: Sequence[str]) -> reward_pb2.ScoreRequest:
+def score_request_to_proto(
+    batch: TokenBatch, fields: Sequence[str], weights: Mapping[str, float] | None = None
+) -> reward_pb2.ScoreRequest:
     """Convert the arguments of a Score call."""
-    message = reward_pb2.ScoreRequest(fields=fields)
+    message = reward_pb2.ScoreRequest(fields=fields, weights=weights or {})
     write_batch(message.batch, batch)
     return message
 
 
-def score_request_from_proto(message: reward_pb2.ScoreRequest) -> tuple[TokenBatch, list[str]]:
-    """Return the sequences and the fields of their prompts. Raises InvalidRequest."""
-    return batch_from_proto(message.batch), list(message.fields)
+def score_request_from_proto(message: reward_pb2.ScoreRequest) -> tuple[TokenBatch, list[str], dict[str, float]]:
+    """Return the sequences, the fields of their prompts, and the weights of an ensemble's parts. Raises InvalidRequest."""
+    weights = dict(message.weights)
+    for name, weight in weights.items():
+        if not math.isfinite(weight):
+            raise InvalidRequest(f"weights: {name!r} is {weight:g}, expected a finite number")
+    return batch_from_proto(message.batch), list(message.fields), weights
 
 
 def scores_to_proto(scores: Scores) -> reward_pb2.ScoreResponse:

@@ -40,6 +40,7 @@ from quartet.config.models import (
 )
 from quartet.config.prompt_sets import PROMPT_KEYS, SET_FIELD, MessageConfig, PromptSetConfig, placeholders
 from quartet.config.rewards import (
+    ENVIRONMENT_PART,
     HttpRewardConfig,
     HttpScorerConfig,
     JudgeConfig,
@@ -69,6 +70,7 @@ from quartet.config.telemetry import MLflowConfig, TelemetryConfig, WandbConfig
 from quartet.config.url_redaction import is_redacted, redact_url
 
 __all__ = [
+    "ENVIRONMENT_PART",
     "MAX_MICRO_BATCH_TOKENS",
     "MAX_MICRO_BATCH_TOKENS_GPU",
     "MAX_RESPONSES",

@@ -26,6 +26,8 @@ RewardKind = Literal["model", "function", "http", "triton", "service", "judge"]
 _KEYS = ("model", "function", "http", "triton", "service", "judge")
 _FUNCTION_ONLY = ("signature", "arguments", "batched", "timeout_seconds", "quote_texts")
 _MODEL_ONLY = ("dtype", "micro_batch_tokens")
+ENVIRONMENT_PART = "environment"
+"""Name of the part of a score that the environment gave: the sum of its rewards."""
 MAX_CONCURRENCY = 4096
 """Maximum number of requests in flight to a scorer."""
 
@@ -255,7 +257,8 @@ class RewardPartConfig(RewardSourceConfig):
     name: Name
     """Name of the source. Its scores are recorded under this name."""
     weight: Finite = 1.0
-    """Weight of its scores in the sum."""
+    """Weight of its scores in the sum. It can change during the run. With 0 the source is a shadow: it is scored and logged, and
+    nothing depends on its scores or its failures."""
     optional: bool = False
     """If the source declines to score a response (outcome refused), leave it out of the sum, as TRL does for None. False: the
     response then has no score."""
@@ -278,6 +281,14 @@ class RewardConfig(RewardSourceConfig):
     tokenizer: str | None = None
     """Path or hub id of the tokenizer that decodes responses for functions, scorers and judges. Null: that of the reward model,
     or else of the actor."""
+    shadow_timeout_seconds: Positive = 60.0
+    """Time for which the scores of a batch wait for parts with weight 0, in seconds. A part that does not respond in time is then
+    left out for ten times as long."""
+
+    @property
+    def part_weights(self) -> dict[str, float]:
+        """Weight of each part of an ensemble by name; empty for a single source."""
+        return {part.name: part.weight for part in self.parts}
 
     @property
     def sources(self) -> dict[str, RewardSourceConfig]:
@@ -309,14 +320,22 @@ class RewardConfig(RewardSourceConfig):
             self.check_unused((*_MODEL_ONLY, *_FUNCTION_ONLY), "set it in the parts")
             if not self.parts:
                 raise ValueError("parts: source ensemble needs at least one")
+            if not any(part.weight for part in self.parts):
+                raise ValueError("parts: every weight is 0, so nothing is trained on; give one part another weight")
         elif self.source == "none":
             self.check_unused((*_MODEL_ONLY, *_FUNCTION_ONLY), "remove it")
-        if self.source != "ensemble" and self.parts:
-            raise ValueError(f"parts: not used with source {self.source}; set source ensemble, or remove them")
+        if self.source != "ensemble":
+            if self.parts:
+                raise ValueError(f"parts: not used with source {self.source}; set source ensemble, or remove them")
+            self.check_unused(("shadow_timeout_seconds",), "only a part of an ensemble can be a shadow; remove it")
         names = [part.name for part in self.parts]
         repeated = sorted({name for name in names if names.count(name) > 1})
         if repeated:
             raise ValueError(f"parts: the name {repeated[0]} is used twice; give each part its own name")
+        if ENVIRONMENT_PART in names:
+            raise ValueError(
+                f"parts: the name {ENVIRONMENT_PART} is that of the environment's rewards; choose another name"
+            )
         return self
 
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from quartet.errors import ComputationFailed
+from quartet.errors import ComputationFailed, MismatchError, QuartetError
 from quartet.rewards.reward_source import RewardSource, never
+from quartet.rewards.shadow import SourceThread, failed_scores, report
 from quartet.types import FloatArray, Outcome, Role, Scores, ServiceStatus, TokenBatch
 
 
@@ -23,65 +24,108 @@ class EnsemblePart:
     optional: bool = False
 
     @property
+    def key(self) -> str:
+        """Config key of the source."""
+        return f"reward.parts.{self.name}"
+
+    @property
     def is_model(self) -> bool:
         """Return whether the source is a model, which computes in this process. Functions run in separate processes."""
         return self.source.status().parameters > 0
 
 
 class EnsembleReward:
-    """score = sum of weight x score over the parts, summed in float64 in their order. Closes its parts."""
+    """score = sum of weight x score over the parts, summed in float64 in their order. Closes its parts.
 
-    def __init__(self, parts: Sequence[EnsemblePart]) -> None:
-        self._parts = tuple(parts)
-        functions = sum(not part.is_model for part in self._parts)
-        self._waiting = ThreadPoolExecutor(max_workers=max(1, functions), thread_name_prefix="reward-part")
+    A part with weight 0 is a shadow: it is scored, and nothing depends on its scores or its failures.
+    """
 
-    def score(self, batch: TokenBatch, fields: Sequence[str] = (), cancelled: Callable[[], bool] = never) -> Scores:
+    def __init__(self, parts: Sequence[EnsemblePart], shadow_timeout_seconds: float = 60.0) -> None:
+        """``shadow_timeout_seconds``: time for which a batch waits for shadows, once the other parts have scored it."""
+        self._parts, self._shadow_timeout = tuple(parts), shadow_timeout_seconds
+        self._threads = {part.name: SourceThread(part.key, part.source) for part in self._parts if not part.is_model}
+
+    def score(
+        self,
+        batch: TokenBatch,
+        fields: Sequence[str] = (),
+        cancelled: Callable[[], bool] = never,
+        weights: Mapping[str, float] | None = None,
+    ) -> Scores:
         """Return the weighted sums and, as ``parts``, each source's unweighted scores. Functions and models run concurrently.
 
-        The outcome of a sequence is the first failure among the parts, in their order.
+        ``weights`` of all parts by name replace those of the config. The outcome of a sequence is the first failure among the
+        parts whose weight is not 0, in their order. Raises MismatchError if ``weights`` are not those of the parts.
         """
-        functions = {
-            part.name: self._waiting.submit(part.source.score, batch, fields, cancelled)
-            for part in self._parts
-            if not part.is_model
+        used = self._used_weights(weights)
+        weighted = [part for part in self._parts if used[part.name]]
+        shadows = [part for part in self._parts if not used[part.name]]
+        calls = {
+            part.name: self._threads[part.name].start_shadow(batch, fields, cancelled)
+            for part in shadows
+            if part.name in self._threads
+        }
+        try:
+            results = self._score_weighted(weighted, batch, fields, cancelled)
+            deadline = time.monotonic() + self._shadow_timeout
+            results |= {
+                part.name: _model_shadow(part, batch, fields) for part in shadows if part.name not in self._threads
+            }
+            results |= {name: self._threads[name].finish(call, deadline, cancelled) for name, call in calls.items()}
+        finally:
+            # If a part with a weight has failed, no one needs the scores of the shadows.
+            for call in calls.values():
+                call.abandoned.set()
+        scores = [results[part.name] for part in weighted]
+        parts = {part.name: results[part.name].total for part in self._parts}
+        total = self._sum(weighted, used, scores)
+        if not any(each.outcomes for each in scores):
+            return Scores(total, parts)
+        firsts = [_first_failure(weighted, scores, index) for index in range(len(batch))]
+        ok = np.array([outcome is Outcome.OK for outcome, _ in firsts])
+        total = np.where(ok, total, np.float32(np.nan))
+        return Scores(total, parts, tuple(outcome for outcome, _ in firsts), tuple(detail for _, detail in firsts))
+
+    def _score_weighted(
+        self, parts: Sequence[EnsemblePart], batch: TokenBatch, fields: Sequence[str], cancelled: Callable[[], bool]
+    ) -> dict[str, Scores]:
+        """Return the scores of parts by name. Raises the first failure of a whole part, once all calls have ended."""
+        calls = {
+            part.name: self._threads[part.name].start(batch, fields, cancelled)
+            for part in parts
+            if part.name in self._threads
         }
         results: dict[str, Scores] = {}
         try:
-            for part in self._parts:
-                if part.is_model:
+            for part in parts:
+                if part.name not in calls:
                     results[part.name] = part.source.score(batch, fields, cancelled)
         finally:
             # Also if a model fails: wait for every call.
-            failures = [future.exception() for future in functions.values()]
+            failures = [call.exception() for call in calls.values()]
         for failure in failures:
             if failure is not None:
                 raise failure
-        results |= {name: future.result() for name, future in functions.items()}
-        scores = [results[part.name] for part in self._parts]
-        parts = {part.name: results[part.name].total for part in self._parts}
-        if not any(each.outcomes for each in scores):
-            return Scores(self._sum(list(parts.values())), parts)
-        firsts = [self._first_failure(scores, index) for index in range(len(batch))]
-        ok = np.array([outcome is Outcome.OK for outcome, _ in firsts])
-        total = np.where(ok, self._sum(list(parts.values())), np.float32(np.nan))
-        return Scores(total, parts, tuple(outcome for outcome, _ in firsts), tuple(detail for _, detail in firsts))
+        return results | {name: call.result() for name, call in calls.items()}
 
-    def _first_failure(self, scores: Sequence[Scores], index: int) -> tuple[Outcome, str]:
-        """Return the outcome of one sequence and its detail. A sum of no part at all is a refusal."""
-        outcomes = [each.all_outcomes[index] for each in scores]
-        left_out = [part.optional and each is Outcome.REFUSED for part, each in zip(self._parts, outcomes, strict=True)]
-        for part, outcome, each, skipped in zip(self._parts, outcomes, scores, left_out, strict=True):
-            if outcome is not Outcome.OK and (not skipped or all(left_out)):
-                return outcome, each.all_details[index] or f"reward.parts.{part.name}: {outcome}"
-        return Outcome.OK, ""
+    def _used_weights(self, weights: Mapping[str, float] | None) -> Mapping[str, float]:
+        if weights is None:
+            return {part.name: part.weight for part in self._parts}
+        names = [part.name for part in self._parts]
+        if weights.keys() != set(names) or not any(weights.values()):
+            given = ", ".join(f"{name} {weight:g}" for name, weight in weights.items())
+            raise MismatchError(
+                f"weights: got {given}; expected one for each of {', '.join(names)}, not all 0; "
+                "start the reward service with the config of the run"
+            )
+        return weights
 
-    def _sum(self, parts: Sequence[FloatArray]) -> FloatArray:
+    def _sum(self, parts: Sequence[EnsemblePart], weights: Mapping[str, float], scores: Sequence[Scores]) -> FloatArray:
         """Return the weighted sum, NaN where a part that is not optional has no score."""
-        total = np.zeros(len(parts[0]), np.float64)
-        for part, values in zip(self._parts, parts, strict=True):
-            known = np.where(np.isnan(values), 0, values) if part.optional else values
-            total += part.weight * known.astype(np.float64)
+        total = np.zeros(len(scores[0].total), np.float64)
+        for part, each in zip(parts, scores, strict=True):
+            known = np.where(np.isnan(each.total), 0, each.total) if part.optional else each.total
+            total += weights[part.name] * known.astype(np.float64)
         with np.errstate(over="ignore"):
             narrow = total.astype(np.float32)
         if (too_large := np.isinf(narrow)).any():
@@ -111,5 +155,28 @@ class EnsembleReward:
     def close(self) -> None:
         """Close every part."""
         for part in self._parts:
-            part.source.close()
-        self._waiting.shutdown(wait=False)
+            thread = self._threads.get(part.name)
+            if thread is not None:
+                thread.close()
+            else:
+                part.source.close()
+
+
+def _model_shadow(part: EnsemblePart, batch: TokenBatch, fields: Sequence[str]) -> Scores:
+    """Return the scores of a model that is a shadow, none if it fails. Other errors are those of the process: they are raised."""
+    try:
+        return part.source.score(batch, fields)
+    except QuartetError as error:
+        scores = failed_scores(error, len(batch))
+        report(part.key, scores)
+        return scores
+
+
+def _first_failure(parts: Sequence[EnsemblePart], scores: Sequence[Scores], index: int) -> tuple[Outcome, str]:
+    """Return the outcome of one sequence and its detail. A sum of no part at all is a refusal."""
+    outcomes = [each.all_outcomes[index] for each in scores]
+    left_out = [part.optional and each is Outcome.REFUSED for part, each in zip(parts, outcomes, strict=True)]
+    for part, outcome, each, skipped in zip(parts, outcomes, scores, left_out, strict=True):
+        if outcome is not Outcome.OK and (not skipped or all(left_out)):
+            return outcome, each.all_details[index] or f"{part.key}: {outcome}"
+    return Outcome.OK, ""

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack
 
+import structlog
+
 from quartet.config import Config, RewardSourceConfig
-from quartet.errors import MismatchError
+from quartet.errors import MismatchError, QuartetError, ServiceUnavailable
 from quartet.models.weights.tokenizer import load_tokenizer, tokenizer_fingerprint
 from quartet.models.workers.workers import SINGLE, Workers
 from quartet.rewards.ensemble import EnsemblePart, EnsembleReward
@@ -20,6 +22,9 @@ from quartet.rewards.reward_source import RewardSource
 from quartet.rewards.service_scorer import ServiceScorer
 from quartet.rewards.triton_scorer import TritonScorer
 from quartet.rpc.security.credentials import LOCAL, Credentials
+from quartet.types import ServiceStatus
+
+log = structlog.get_logger()
 
 
 def build_reward(
@@ -27,7 +32,8 @@ def build_reward(
 ) -> RewardSource:
     """Load models on ``device``, start the processes of functions, and connect to scorers. The caller must close the source.
 
-    The ``workers`` hold the models together. ``credentials`` are those of this process. Raises ModelError; ConfigError if a
+    The ``workers`` hold the models together. ``credentials`` are those of this process. A RewardService that is a part of an
+    ensemble may be unreachable, because the weights of a request say whether it is needed. Raises ModelError; ConfigError if a
     function cannot be imported or a file cannot be used; MismatchError if sources have different vocabularies. After an error
     nothing is left running.
     """
@@ -37,11 +43,11 @@ def build_reward(
     with ExitStack() as built:
         parts = []
         for part in config.reward.parts:
-            source = build(f"reward.parts.{part.name}", part)
+            source = build(f"reward.parts.{part.name}", part, part.weight)
             built.callback(source.close)
             parts.append(EnsemblePart(part.name, part.weight, source, part.optional))
         _check_tokenizers(config, parts)
-        ensemble = EnsembleReward(parts)
+        ensemble = EnsembleReward(parts, config.reward.shadow_timeout_seconds)
         built.pop_all()
         return ensemble
 
@@ -52,21 +58,21 @@ class _Builder:
     def __init__(self, config: Config, device: str, workers: Workers, credentials: Credentials) -> None:
         self._config, self._device, self._workers, self._credentials = config, device, workers, credentials
 
-    def __call__(self, key: str, source: RewardSourceConfig) -> RewardSource:
-        """Build one source. ``key`` is its config key."""
+    def __call__(self, key: str, source: RewardSourceConfig, weight: float | None = None) -> RewardSource:
+        """Build one source. ``key`` is its config key, ``weight`` that of a part of an ensemble."""
         tokenizer = self._config.reward_tokenizer
         if source.source == "model":
             return ModelReward(source, self._device, self._workers)
         if source.source == "function":
             return FunctionReward(source, tokenizer, key)
-        return self._remote(key, source, ResponseTexts(tokenizer))
+        return self._remote(key, source, ResponseTexts(tokenizer), weight)
 
-    def _remote(self, key: str, source: RewardSourceConfig, texts: ResponseTexts) -> RewardSource:
+    def _remote(self, key: str, source: RewardSourceConfig, texts: ResponseTexts, weight: float | None) -> RewardSource:
         http, triton, service, judge = source.http, source.triton, source.service, source.judge
         create: Callable[[], Scorer]
         if service is not None:
             scorer = ServiceScorer(service, f"{key}.service", self._credentials)
-            status = scorer.wait_until_ready()
+            status = _service_status(scorer, f"{key}.service", texts.status(service.address), weight)
             return RemoteReward(lambda: scorer, f"{key}.service", texts, status)
         if http is not None:
             name, create = f"{http.dialect} at {', '.join(http.urls)}", lambda: HttpScorer(http, f"{key}.http")
@@ -79,6 +85,21 @@ class _Builder:
             file = self._config.run_directory / f"{key}.judge.sqlite3"
             create = lambda: Judge(judge, f"{key}.judge", file)  # noqa: E731
         return RemoteReward(create, f"{key}.{source.source}", texts, texts.status(name))
+
+
+def _service_status(scorer: ServiceScorer, key: str, expected: ServiceStatus, weight: float | None) -> ServiceStatus:
+    """Return the status of a RewardService. One that cannot be reached, and may not be needed, is checked at its first call.
+
+    ``expected`` is its status then.
+    """
+    try:
+        return scorer.wait_until_ready() if weight != 0 else scorer.status_now()
+    except QuartetError as error:
+        if weight is None or (weight and not isinstance(error, ServiceUnavailable)):
+            raise
+        log.warning("reward source not reached", source=key, error=str(error))
+        scorer.check_later(expected)
+        return expected
 
 
 def _check_tokenizers(config: Config, parts: list[EnsemblePart]) -> None:

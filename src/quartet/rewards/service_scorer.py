@@ -18,6 +18,7 @@ from quartet.errors import (
     ConfigError,
     DeadlinePassed,
     InvalidRequest,
+    MismatchError,
     NoResponse,
     QuartetError,
     ServiceBusy,
@@ -44,12 +45,19 @@ class ServiceScorer:
         self._where = f"{key}: {config.address}"
         self._attempts = Attempts(config, self._where)
         self.batch_size = config.batch_size
+        self._unchecked: ServiceStatus | None = None
 
     def wait_until_ready(self) -> ServiceStatus:
         """Wait until the service responds, and return its status as that of this source. Raises MismatchError."""
-        status = self._client.wait_until_ready()
-        # The model computes elsewhere.
-        return replace(status, parameters=0, device="cpu", dtype="")
+        return _as_source(self._client.wait_until_ready())
+
+    def status_now(self) -> ServiceStatus:
+        """Return the status of the service as that of this source. Raises the error of the call."""
+        return _as_source(self._client.status())
+
+    def check_later(self, expected: ServiceStatus) -> None:
+        """Compare the vocabulary of the service with that of ``expected`` before the first call. It raises MismatchError."""
+        self._unchecked = expected
 
     async def score(self, texts: Sequence[ScoredText]) -> list[Result]:
         """See ``Scorer.score``."""
@@ -62,6 +70,7 @@ class ServiceScorer:
 
         async def send(_: int) -> Scores:
             try:
+                await self._check()
                 return await _result(self._client.score(batch, fields))
             except ConfigError:
                 raise
@@ -78,6 +87,17 @@ class ServiceScorer:
         """Close the connection."""
         self._client.close()
 
+    async def _check(self) -> None:
+        if self._unchecked is None:
+            return
+        _, status = await _result(self._client.start_status())
+        if status.tokenizer_fingerprint != self._unchecked.tokenizer_fingerprint:
+            raise MismatchError(
+                f"{self._where}: its vocabulary is not that of reward.tokenizer, so token ids would be misread; use a service "
+                "with the tokenizer of the policy"
+            )
+        self._unchecked = None
+
     def _failure(self, error: QuartetError) -> RequestFailed:
         """Convert an error of the call. Its text is left out: the service may quote a response."""
         kind = type(error).__name__
@@ -90,6 +110,11 @@ class ServiceScorer:
             return RequestFailed(Outcome.CANCELLED, f"{self._where}: the service cancelled the call", retry=True)
         retry = not isinstance(error, InvalidRequest | ComputationFailed)
         return RequestFailed(Outcome.SCORER_ERROR, f"{self._where}: failed ({kind})", retry=retry)
+
+
+def _as_source(status: ServiceStatus) -> ServiceStatus:
+    """Return the status of a source whose model computes elsewhere."""
+    return replace(status, parameters=0, device="cpu", dtype="")
 
 
 async def _result(pending: PendingResult[Value]) -> Value:

@@ -295,9 +295,14 @@ class RewardClient(ServiceClient):
         self._seconds = timeouts.score_seconds + source_seconds
         self._stub = reward_pb2_grpc.RewardServiceStub(self.channel.grpc_channel)
 
-    def score(self, batch: TokenBatch, fields: Sequence[str] = ()) -> PendingResult[Scores]:
-        """Start to score. ``fields``: the fields of each sequence's prompt as a JSON object, or empty."""
-        request = codec.score_request_to_proto(batch, fields)
+    def score(
+        self, batch: TokenBatch, fields: Sequence[str] = (), weights: Mapping[str, float] | None = None
+    ) -> PendingResult[Scores]:
+        """Start to score. ``fields``: the fields of each sequence's prompt as a JSON object, or empty.
+
+        ``weights`` of an ensemble's parts by name; None for those of the service's config.
+        """
+        request = codec.score_request_to_proto(batch, fields, weights)
         pending = self.channel.start(self._stub.Score, request, self._seconds, "Score")
         return PendingResult(pending, lambda response: codec.scores_from_proto(response, len(batch)))
 

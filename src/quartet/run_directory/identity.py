@@ -32,6 +32,7 @@ CHANGEABLE_SETTINGS = (
     "environment.max_sessions",
     "environment.session_idle_seconds",
     "environment.quote_texts",
+    "reward.shadow_timeout_seconds",
     "rollout.triton.url",
     "rollout.triton.timeout_seconds",
     "rollout.triton.certificate_authority_file",

@@ -26,8 +26,29 @@ class ScoreRequest(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class WeightsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     BATCH_FIELD_NUMBER: _builtins.int
     FIELDS_FIELD_NUMBER: _builtins.int
+    WEIGHTS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def batch(self) -> _trajectory_pb2.TokenBatch:
         """The sequences."""
@@ -36,15 +57,23 @@ class ScoreRequest(_message.Message):
     def fields(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """[sequences] or empty: the fields of each sequence's prompt, as one JSON object. Used by reward functions only."""
 
+    @_builtins.property
+    def weights(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
+        """Weight of each part of an ensemble, by name: finite, and not all 0. Empty: those of the service's config. A part with weight 0
+        is scored as a shadow: it contributes nothing, and its failure is no failure of a sequence. A service with a single source
+        gets none, and need not read this field.
+        """
+
     def __init__(
         self,
         *,
         batch: _trajectory_pb2.TokenBatch | None = ...,
         fields: _abc.Iterable[_builtins.str] | None = ...,
+        weights: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "fields", b"fields"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "fields", b"fields", "weights", b"weights"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -89,8 +118,8 @@ class ScoreResponse(_message.Message):
 
     @_builtins.property
     def parts(self) -> _containers.MessageMap[_builtins.str, _tensor_pb2.Tensor]:
-        """float32 [sequences] each: unweighted scores of an ensemble's sources, by name. NaN where a source has no score. Empty for a
-        single source.
+        """float32 [sequences] each: unweighted scores of an ensemble's sources, by name, also of those with weight 0. NaN where a source
+        has no score. Empty for a single source.
         """
 
     @_builtins.property
