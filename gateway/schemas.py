@@ -145,6 +145,8 @@ class RunDetail(RunSummary):
     """False with reward.source none and no environment."""
     has_teacher: bool
     """True with algorithm.distillation."""
+    reward_parts: list[str]
+    """Names of the parts of an ensemble of rewards; empty for a single source."""
     metric_names: list[str]
     checkpoints: int
     evaluations: int
@@ -495,47 +497,6 @@ class LogTail(Model):
     lines: list[str]
     truncated: bool
     """True if the log has earlier lines."""
-
-
-class SettingInfo(Model):
-    """A setting that can be changed during training."""
-
-    name: Literal["kl_coefficient", "actor.learning_rate", "critic.learning_rate"]
-    value: float
-    """Value for the next step. For a learning rate, the initial value of its schedule."""
-    low: float
-    high: float
-
-
-class SettingChange(Model):
-    """A change of a setting."""
-
-    setting: str
-    before: float
-    after: float
-    step: int
-    """First step with the new value."""
-    user: str
-    """Access of the token and network address of the client."""
-    at: float
-    """Time in seconds since 1970."""
-
-
-class Settings(Model):
-    """The settings that can be changed during training, and past changes."""
-
-    settings: list[SettingInfo]
-    """Empty unless the run is active."""
-    changes: list[SettingChange]
-    """The newest 200 changes, oldest first."""
-
-
-class ChangeSettingsRequest(RequestBody):
-    """New values of settings. If one value is refused, none is changed."""
-
-    kl_coefficient: float | None = None
-    actor_learning_rate: Annotated[float | None, Field(alias="actor.learning_rate")] = None
-    critic_learning_rate: Annotated[float | None, Field(alias="critic.learning_rate")] = None
 
 
 class RollbackRequest(RequestBody):

@@ -11,7 +11,7 @@ from quartet.gateway.commands.audit_log import audited
 from quartet.gateway.http.http_errors import ProblemError, WrongField
 from quartet.gateway.monitors.run_progress import END_STATES, RunMonitor
 from quartet.gateway.readers.run_catalog import RunCatalog
-from quartet.gateway.schemas import ChangeSettingsRequest, SettingChange, SettingInfo
+from quartet.gateway.setting_schemas import ChangeSettingsRequest, SettingChange, SettingInfo
 from quartet.rpc.clients import OrchestratorClient
 
 T = TypeVar("T")
@@ -64,7 +64,9 @@ class RunCommands:
         values = {name: value for name, value in request.model_dump(by_alias=True).items() if value is not None}
         if not values:
             raise WrongField(
-                "body", "contains no setting; send kl_coefficient, actor.learning_rate or critic.learning_rate"
+                "body",
+                "contains no setting; send kl_coefficient, actor.learning_rate, critic.learning_rate or "
+                "reward.parts.NAME.weight",
             )
         changes, _ = self._command(run, user, "set", dict(values), lambda client: client.change_settings(values, user))
         return [

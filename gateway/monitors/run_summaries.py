@@ -50,6 +50,7 @@ class RunSummaries:
             has_critic=config.has_critic,
             has_scores=config.has_scores,
             has_teacher=config.algorithm.distillation is not None,
+            reward_parts=list(config.reward.part_weights),
             metric_names=self._readers.metrics.of(files.metrics).names(),
             checkpoints=len(checkpoint_folders(files)),
             evaluations=len(self._readers.records.of(files.evaluation_summaries)),

@@ -23,16 +23,14 @@ from quartet.gateway.routes.dependencies import (
 )
 from quartet.gateway.schemas import (
     AuditEntry,
-    ChangeSettingsRequest,
     CommandAccepted,
     Page,
     RollbackRequest,
     RunSummary,
-    SettingChange,
-    Settings,
     StartRunRequest,
     State,
 )
+from quartet.gateway.setting_schemas import ChangeSettingsRequest, SettingChange, Settings
 from quartet.run_directory.run_files import RunFiles
 
 router = api_router("commands")

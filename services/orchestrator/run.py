@@ -97,13 +97,19 @@ class TrainingRun:
         self._profiler = StepProfiler(traces)
         self._telemetry = RunTelemetry(config, self._files, board, self._profiler.timeline)
         self._generation = self._service_clients.generation(board.note, self._profiler.observe)
+        self.live_settings = LiveSettings(config, self._files, control)
         self._preparation = StepPreparation(
-            config, self._service_clients, self._generation, self._stream, board, self._profiler
+            config,
+            self._service_clients,
+            self._generation,
+            self._stream,
+            board,
+            self._profiler,
+            self.live_settings.part_weights,
         )
         self._checkpoints = CheckpointScheduler(
             config, self._files, self._service_clients, self._experience, board, self._profiler
         )
-        self.live_settings = LiveSettings(config, self._files, control)
         self._alerts = AlertHandler(self._files, board, self._telemetry, control)
         self._off_policy = OffPolicySchedule.of(config)
         self._attempts = RecoveryAttempts(config.recovery)
@@ -214,6 +220,7 @@ class TrainingRun:
             validation_prompts(self._config, statuses, self._board.note, revisions),
             tokenizer,
             self._files,
+            self.live_settings.part_weights,
         )
 
     def _pause_after(self, error: QuartetError) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from quartet.data import StepPrompts
 from quartet.errors import TooManyFailedTrajectories
 from quartet.failpoints import failpoint
+from quartet.services.orchestrator.algorithm.reward_parts import part_metrics
 from quartet.services.orchestrator.algorithm.update_request import ModelUpdater
 from quartet.services.orchestrator.checkpointing.checkpoint_scheduler import CheckpointScheduler
 from quartet.services.orchestrator.checkpointing.recovery import RecoveryAttempts
@@ -150,6 +151,7 @@ class StepTransaction:
         return {
             "step": step,
             **prepared.metrics,
+            **part_metrics(pending.collected.scored, pending.part_weights),
             **record.metrics,
             "failed_trajectories": len(pending.collected.failed_trajectories),
             **outcome_metrics(pending.collected.failed_trajectories),

@@ -23,10 +23,23 @@ const REWARD = {
   lines: (data) => [withBand(data)],
 };
 
-/** Return the charts of a run. They depend on its KL target and on whether it has scores, a teacher and a critic. */
+const PART_COLOURS = ["blue", "orange", "green", "pink", "yellow", "grey"];
+
+/** Return the charts of an ensemble's parts: their scores, and their weights, which can change. */
+function partCharts(parts) {
+  if (!parts.length) return [];
+  const series = (suffix) => parts.map((part, index) => [`reward_${part}_${suffix}`, part, PART_COLOURS[index % PART_COLOURS.length]]);
+  return [
+    plain("Reward parts", "unweighted", series("mean")),
+    plain("Reward weights", "0 is a shadow", series("weight"), { zero: true }),
+  ];
+}
+
+/** Return the charts of a run. They depend on its KL target, its reward parts, and on whether it has scores, a teacher and a critic. */
 export function chartsOf(detail) {
   return [
     ...(detail.has_scores ? [REWARD] : []),
+    ...partCharts(detail.reward_parts ?? []),
     ...(detail.has_teacher ? [plain("KL to the teacher", "nats per token", [["teacher_kl", "reverse KL", "blue"]], { zero: true })] : []),
     {
       title: "KL to the reference",

@@ -12,6 +12,8 @@ const LABELS = {
   "critic.learning_rate": "Critic learning rate",
 };
 
+const label = (name) => LABELS[name] ?? name;
+
 /** Form for `settings`, a list of SettingInfo objects. Calls `done(answer)` with the settings after a change. */
 export function settingsForm(run, settings, mayCommand, done) {
   const rows = settings.map((setting) => row(setting, mayCommand));
@@ -25,7 +27,7 @@ export function settingsForm(run, settings, mayCommand, done) {
     if (!(await confirmChanges(changed))) return;
     try {
       const answer = await api.changeSettings(run, Object.fromEntries(changed.map((item) => [item.setting.name, item.value()])));
-      toast(`Changed: ${changed.map((item) => `${LABELS[item.setting.name]} is now ${exact(item.value())}`).join("; ")}.`);
+      toast(`Changed: ${changed.map((item) => `${label(item.setting.name)} is now ${exact(item.value())}`).join("; ")}.`);
       done(answer);
     } catch (problem) {
       if (!(problem.status >= 0)) throw problem;
@@ -48,7 +50,7 @@ function confirmChanges(changed) {
   return confirm(
     changed.length > 1 ? "Change these settings?" : "Change this setting?",
     [
-      h("dl", { class: "facts" }, changed.map(({ setting, value }) => [h("dt", {}, LABELS[setting.name]), h("dd", {}, `${exact(setting.value)} → `, h("b", {}, exact(value())))])),
+      h("dl", { class: "facts" }, changed.map(({ setting, value }) => [h("dt", {}, label(setting.name)), h("dd", {}, `${exact(setting.value)} → `, h("b", {}, exact(value())))])),
       h("p", { class: "muted small" }, "The new values apply from the next step that has not started. The audit log records your access and address."),
     ],
     { verb: "Change" },
@@ -81,7 +83,7 @@ function row(setting, mayCommand) {
   item.element = h(
     "div",
     { class: "setting" },
-    h("label", { for: id }, LABELS[name] ?? name),
+    h("label", { for: id }, label(name)),
     input,
     h("span", { id: bounds, class: "muted small" }, `${exact(low)} to ${exact(high)}`),
     problemText,

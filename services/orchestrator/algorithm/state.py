@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -11,10 +12,12 @@ import torch
 from quartet.config import Config
 from quartet.ppo import kl
 from quartet.ppo.rewards import RunningMoments
+from quartet.services.orchestrator.algorithm.reward_parts import weights_in
 from quartet.services.orchestrator.control.guards import Guards
 from quartet.types import Alert
 
 Metrics = dict[str, float]
+NO_WEIGHTS: Mapping[str, float] = MappingProxyType({})
 
 
 class AlgorithmState:
@@ -31,6 +34,8 @@ class AlgorithmState:
         )
         self._normalize = algorithm.score.normalize
         self._moments = RunningMoments()
+        self._weights: Mapping[str, float] | None = None
+        """Weights of the parts of an ensemble in the last step, by name. Empty for a single source."""
         # The student of a distillation starts far from its teacher.
         self._guards = Guards(config.guards, ignored=() if algorithm.distillation is None else ("kl_runaway",))
 
@@ -43,14 +48,18 @@ class AlgorithmState:
         """Set β of the next step. The controller continues from it."""
         self._kl.load({"value": value})
 
-    def moments(self, scores: Sequence[float | None]) -> RunningMoments | None:
+    def moments(
+        self, scores: Sequence[float | None], weights: Mapping[str, float] = NO_WEIGHTS
+    ) -> RunningMoments | None:
         """Return the moments that normalise the next step's ``scores``, or None without normalisation.
 
-        These are the running moments over all scores so far, or the moments of the first batch.
+        These are the running moments over all scores so far, or the moments of the first batch. They reset if the ``weights`` of
+        an ensemble's parts differ from those of the step before: the scores may have another scale.
         """
         if self._normalize == "none":
             return None
-        moments = deepcopy(self._moments)
+        has_switched = self._weights is not None and weights != self._weights
+        moments = RunningMoments() if has_switched else deepcopy(self._moments)
         if moments.count == 0 or self._normalize == "running":
             moments.update(torch.tensor(scores))
         return moments
@@ -62,7 +71,8 @@ class AlgorithmState:
     def commit(self, metrics: Metrics, scores: Sequence[float | None]) -> list[Alert]:
         """Advance by the step with these ``metrics`` and raw ``scores`` [sequences], None without scores. Returns the alerts of
         the guards."""
-        self._moments = self.moments(scores) or self._moments
+        weights = weights_in(metrics)
+        self._moments, self._weights = self.moments(scores, weights) or self._moments, weights
         self._kl.update(metrics["kl_mean"], len(scores))
         self.step = int(metrics["step"])
         self.alerts = self._guards.check(metrics)
@@ -91,4 +101,5 @@ class AlgorithmState:
                 self._moments.load(state["score_moments"])
         for metrics in history:
             self.alerts = self._guards.check(metrics)
+            self._weights = weights_in(metrics)
         self.step = step

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
 from quartet.config import GuardConfig, GuardsConfig
 from quartet.ppo.statistics import slope
+from quartet.services.orchestrator.algorithm.reward_parts import weights_in
 from quartet.types import Alert
 
 Metrics = dict[str, float]
@@ -16,11 +17,12 @@ Metrics = dict[str, float]
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """A metric whose mean over half a window is compared with a bound."""
+    """A metric whose mean over half a window is compared with a bound. ``of_reward``: it depends on the reward source."""
 
     metric: str
     unit: str
     remedy: str
+    of_reward: bool = False
 
 
 BOUNDS = {
@@ -51,12 +53,14 @@ BOUNDS = {
         "length_reward_correlation",
         "Pearson",
         "the reward favours length: fix the reward, or set algorithm.length_penalty.per_token",
+        of_reward=True,
     ),
     "critic_lost": Bound(
         "explained_variance",
         "explained variance",
         "the critic is worse than a constant: raise critic.learning_rate, set algorithm.critic_warmup_steps, "
         "or initialise it from the reward model",
+        of_reward=True,
     ),
 }
 
@@ -74,6 +78,10 @@ class Guards:
         self._half = config.window_steps // 2
         self._recent: deque[Metrics] = deque(maxlen=2 * self._half)
         self._first: list[Metrics] = []
+        # Steps with the same weights of reward sources: scores under others cannot be compared.
+        self._recent_same: deque[Metrics] = deque(maxlen=2 * self._half)
+        self._first_same: list[Metrics] = []
+        self._weights: Mapping[str, float] = {}
         self._last_alert: dict[str, int] = {}
 
     def entropy_slope(self, entropy: float) -> float:
@@ -86,6 +94,13 @@ class Guards:
         self._recent.append(metrics)
         if len(self._first) < self._half:
             self._first.append(metrics)
+        if (weights := weights_in(metrics)) != self._weights:
+            self._recent_same.clear()
+            self._first_same.clear()
+        self._weights = weights
+        self._recent_same.append(metrics)
+        if len(self._first_same) < min(BASELINE_STEPS, self._half):
+            self._first_same.append(metrics)
         step = int(metrics["step"])
         alerts = []
         for name, evidence, remedy in self._findings():
@@ -120,11 +135,14 @@ class Guards:
             )
 
     def _reward_hacking(self) -> Iterator[tuple[str, str, str]]:
-        """Detect a spike within the window, and a slow rise or an early jump since the first steps of the run."""
-        if len(self._recent) < 2 * self._half:
+        """Detect a spike within the window, and a slow rise or an early jump since the first steps of the run.
+
+        A switch of the reward source starts both anew.
+        """
+        if len(self._recent_same) < 2 * self._half:
             return
-        rule, (before, after) = self._config.reward_hacking, self._halves()
-        since_start = self._first[:BASELINE_STEPS]
+        rule, (before, after) = self._config.reward_hacking, self._halves(self._recent_same)
+        since_start = self._first_same
         for baseline, min_length_rise, period in (
             (before, rule.min_length_rise, f"within {2 * self._half} steps"),
             (since_start, rule.min_length_rise_since_start, "since the first steps"),
@@ -151,7 +169,8 @@ class Guards:
                 return
 
     def _entropy_collapse(self) -> Iterator[tuple[str, str, str]]:
-        seen = [[metrics for metrics in part if "entropy" in metrics] for part in (self._first, self._halves()[1])]
+        halves = self._halves(self._recent)
+        seen = [[metrics for metrics in part if "entropy" in metrics] for part in (self._first, halves[1])]
         if len(self._recent) < 2 * self._half or not all(seen):
             return
         first, now = (_mean(part, "entropy") for part in seen)
@@ -164,8 +183,9 @@ class Guards:
             )
 
     def _out_of_bound(self, name: str, bound: Bound) -> Iterator[tuple[str, str, str]]:
-        seen = [metrics for metrics in self._halves()[1] if bound.metric in metrics]
-        if len(self._recent) < 2 * self._half or not seen:
+        recent = self._recent_same if bound.of_reward else self._recent
+        seen = [metrics for metrics in self._halves(recent)[1] if bound.metric in metrics]
+        if len(recent) < 2 * self._half or not seen:
             return
         rule, value = getattr(self._config, name), _mean(seen, bound.metric)
         above: float | None = getattr(rule, "above", None)
@@ -177,9 +197,9 @@ class Guards:
                 bound.remedy,
             )
 
-    def _halves(self) -> tuple[list[Metrics], list[Metrics]]:
-        recent = list(self._recent)
-        return recent[: self._half], recent[self._half :]
+    def _halves(self, recent: Iterable[Metrics]) -> tuple[list[Metrics], list[Metrics]]:
+        steps = list(recent)
+        return steps[: self._half], steps[self._half :]
 
 
 def _mean(steps: Sequence[Metrics], name: str) -> float:

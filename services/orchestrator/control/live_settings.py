@@ -1,4 +1,4 @@
-"""Settings that can be changed during a run: the KL coefficient and the learning rates.
+"""Settings that can be changed during a run: the KL coefficient, the learning rates, and the weights of reward sources.
 
 Each change names the first step that it applies to, and is on disk before it is confirmed. So a step that is recomputed uses the
 same settings, and a run is a function of its config, its seed and its changes.
@@ -21,7 +21,8 @@ from quartet.types import Role, Setting, SettingChange
 
 KL_COEFFICIENT = "kl_coefficient"
 MAX_GROWTH = 10.0
-"""Largest value of a setting, as a multiple of its configured value. The KL coefficient may always be raised to 1."""
+"""Largest value of a setting, as a multiple of its configured value. The KL coefficient may always be raised to 1, and a
+weight to 10."""
 MIN_ADAPTIVE_KL_COEFFICIENT = 1e-6
 """Smallest KL coefficient with an adaptive controller. The controller multiplies, so it could never leave 0."""
 MAX_USER_LENGTH = 200
@@ -31,6 +32,11 @@ MAX_USER_LENGTH = 200
 def learning_rate_setting(role: Role) -> str:
     """Return the name of the setting for a model's configured learning rate, from which its schedule starts."""
     return f"{role}.learning_rate"
+
+
+def part_weight_setting(name: str) -> str:
+    """Return the name of the setting for the weight of an ensemble's part."""
+    return f"reward.parts.{name}.weight"
 
 
 class LiveSettings:
@@ -73,6 +79,11 @@ class LiveSettings:
         with self._lock:
             return self._learning_rate(role, step) / self._trained(role).learning_rate
 
+    def part_weights(self, step: int) -> dict[str, float]:
+        """Return the weight of each part of an ensemble in ``step``, by name; empty for a single source."""
+        with self._lock:
+            return self._part_weights(step)
+
     def settings(self) -> list[Setting]:
         """Return the settings that can be changed now; none before the run has started."""
         with self._lock:
@@ -104,6 +115,7 @@ class LiveSettings:
                 SettingChange(name, self._checked(name, after).value, after, first, user, at)
                 for name, after in values.items()
             ]
+            self._check_weights(values, first)
             self._files.append_changes([asdict(change) for change in made])
             self._changes += made
             return made
@@ -120,7 +132,19 @@ class LiveSettings:
     def _names(self) -> list[str]:
         roles = [Role.ACTOR, *([Role.CRITIC] if self._config.has_critic else [])]
         penalties = [KL_COEFFICIENT] if self._config.algorithm.distillation is None else []
-        return [*penalties, *(learning_rate_setting(role) for role in roles)]
+        weights = [part_weight_setting(name) for name in self._config.reward.part_weights]
+        return [*penalties, *(learning_rate_setting(role) for role in roles), *weights]
+
+    def _check_weights(self, values: Mapping[str, float], step: int) -> None:
+        """Raise InvalidRequest if ``values`` would leave no source to train on from ``step`` on."""
+        weights = self._part_weights(step)
+        after = {name: values.get(part_weight_setting(name), weight) for name, weight in weights.items()}
+        if after != weights and not any(after.values()):
+            first = next(name for name in map(part_weight_setting, weights) if name in values)
+            raise InvalidRequest(
+                f"{first} 0: all weights would be 0 from step {step} on, so nothing would be trained on; "
+                "give another part a weight in the same command"
+            )
 
     def _checked(self, name: str, value: float) -> Setting:
         if name not in self._names():
@@ -137,14 +161,32 @@ class LiveSettings:
             low = 0.0 if algorithm.kl_controller.kind == "fixed" else MIN_ADAPTIVE_KL_COEFFICIENT
             value = pending[-1] if pending else self._kl_coefficient()
             return Setting(name, value, low, max(1.0, _max_value(algorithm.kl_coefficient)))
+        if (part := self._part_of(name)) is not None:
+            limit = _max_value(max(1.0, *map(abs, self._config.reward.part_weights.values())))
+            value = self._part_weights((self._started_step or 0) + 1)[part]
+            return Setting(name, value, -limit, limit)
         role = Role(name.partition(".")[0])
         value = self._learning_rate(role, (self._started_step or 0) + 1)
         return Setting(name, value, 0.0, _max_value(self._trained(role).learning_rate))
 
     def _learning_rate(self, role: Role, step: int) -> float:
-        name = learning_rate_setting(role)
-        values = [change.after for change in self._changes if change.setting == name and change.step <= step]
-        return values[-1] if values else self._trained(role).learning_rate
+        return self._value(learning_rate_setting(role), step, self._trained(role).learning_rate)
+
+    def _part_weights(self, step: int) -> dict[str, float]:
+        return {
+            name: self._value(part_weight_setting(name), step, weight)
+            for name, weight in self._config.reward.part_weights.items()
+        }
+
+    def _part_of(self, setting: str) -> str | None:
+        """Return the part of an ensemble whose weight a setting is, or None."""
+        names = self._config.reward.part_weights
+        return next((name for name in names if part_weight_setting(name) == setting), None)
+
+    def _value(self, setting: str, step: int, configured: float) -> float:
+        """Return the value of a setting in ``step``: that of the last change up to it, or the configured one."""
+        values = [change.after for change in self._changes if change.setting == setting and change.step <= step]
+        return values[-1] if values else configured
 
     def _trained(self, role: Role) -> TrainedModelConfig:
         return self._config.actor if role is Role.ACTOR else self._config.critic

@@ -111,17 +111,18 @@ class Collector:
         on_progress: Callable[[int], None],
         fields: Mapping[int, str] | None = None,
         replacement: ReplacementRule | None = None,
+        weights: Mapping[str, float] | None = None,
     ) -> CollectedStep:
         """Wait for every trajectory of ``batch`` and its scores. ``on_progress`` receives the number scored so far.
 
         ``generation`` generates them. ``fields`` are the prompts' own fields by prompt index, for reward functions. Without
-        ``replacement``, a trajectory that cannot be scored is an error.
+        ``replacement``, a trajectory that cannot be scored is an error. ``weights`` of an ensemble's parts, by name.
 
         A scoring batch holds ``score_batch_size`` trajectories that are neighbours in the order of their ids, so its composition
         depends neither on timing nor on the number of generators. Raises the error of generation or scoring, BufferFailed if the
         stream holds an unexpected trajectory, and TooManyFailedTrajectories.
         """
-        return _Collection(self, batch, generation, on_progress, fields or {}, replacement).run()
+        return _Collection(self, batch, generation, on_progress, fields or {}, replacement, weights).run()
 
 
 class _Collection:
@@ -135,6 +136,7 @@ class _Collection:
         on_progress: Callable[[int], None],
         fields: Mapping[int, str],
         replacement: ReplacementRule | None,
+        weights: Mapping[str, float] | None,
     ) -> None:
         self._collector, self._services = collector, collector._services
         self._stream, self._early, self._size = collector._stream, collector._early, collector._score_batch_size
@@ -144,7 +146,12 @@ class _Collection:
         self._events = collector._events
         recovery = replacement.recovery if replacement else None
         self._scoring = Scoring(
-            collector._services, fields, recovery, observe=collector._observe, on_response=self._wake
+            collector._services,
+            fields,
+            recovery,
+            observe=collector._observe,
+            on_response=self._wake,
+            weights=weights,
         )
         self._first = collector._services.first_trajectories(batch.sampling, self._wake)
         self._arrivals = _Arrivals()

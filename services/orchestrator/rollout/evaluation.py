@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import structlog
@@ -18,6 +18,7 @@ from quartet.evaluation import (
     compare,
     episode_settings,
     greedy_sampling,
+    rescored,
     responses_of,
     row,
     run_sampling,
@@ -54,8 +55,11 @@ class Evaluator:
         prompts: Sequence[Prompt],
         tokenizer: Any,
         files: RunFiles,
+        part_weights: Callable[[int], Mapping[str, float]],
     ) -> None:
         """``stream`` is that of ``quartet.evaluation.stream_name``. ``prompts`` come from ``read_validation_prompts``, in order.
+
+        ``part_weights`` returns the weights of an ensemble's parts in a step, by name. An evaluation uses those of the last step.
 
         Starts the judge's process, if a judge is configured; ``close`` ends it. Raises ConfigError if the judge cannot be
         imported.
@@ -65,6 +69,7 @@ class Evaluator:
         self._prompts = list(prompts)
         self._tokenizer, self._files = tokenizer, files
         self._baseline: dict[int, PromptResponses] | None = None
+        self._part_weights = part_weights
         judge = config.evaluation.judge
         self._worker = (
             FunctionWorker(judge, "evaluation.judge", quotes=config.evaluation.quote_texts) if judge else None
@@ -89,9 +94,10 @@ class Evaluator:
         error of generation, scoring or judge; nothing is written then.
         """
         rollout, count = self._config.rollout, len(self._prompts)
-        greedy = self._responses(policy_version, leader_epoch, greedy_sampling(rollout), on_progress)
+        weights = self._part_weights(max(1, step))
+        greedy = self._responses(policy_version, leader_epoch, greedy_sampling(rollout), on_progress, weights)
         sampled = self._responses(
-            policy_version, leader_epoch, run_sampling(rollout), lambda scored: on_progress(count + scored)
+            policy_version, leader_epoch, run_sampling(rollout), lambda scored: on_progress(count + scored), weights
         )
         texts = texts_of(self._tokenizer, [prompt.token_ids for prompt in self._prompts], special_tokens=True)
         policy = {
@@ -99,7 +105,7 @@ class Evaluator:
             for prompt, text, *responses in zip(self._prompts, texts, greedy, sampled, strict=True)
         }
         baseline = policy if step == 0 else self._read_baseline()
-        comparisons = compare(self._prompts, policy, baseline, self._judge)
+        comparisons = compare(self._prompts, policy, self._by_weights(baseline, weights), self._judge)
         summary = summarize(comparisons)
         self._files.write_evaluation(step, summary, [row(comparison) for comparison in comparisons])
         self._baseline = baseline
@@ -113,12 +119,21 @@ class Evaluator:
     def _read_baseline(self) -> dict[int, PromptResponses]:
         return self._baseline or responses_of(self._files.read_evaluation(0), "step-000000.jsonl")
 
+    def _by_weights(
+        self, baseline: dict[int, PromptResponses], weights: Mapping[str, float]
+    ) -> dict[int, PromptResponses]:
+        """Return the initial policy's responses with their scores under ``weights``, which may have changed since."""
+        if weights == self._part_weights(1):
+            return baseline
+        return rescored(baseline, weights, {part.name for part in self._config.reward.parts if part.optional})
+
     def _responses(
         self,
         policy_version: int,
         leader_epoch: int,
         sampling: SamplingParameters,
         on_progress: Callable[[int], None],
+        weights: Mapping[str, float],
     ) -> list[Response]:
         """Return one response to each prompt, in the order of the prompts."""
         run = self._config.run
@@ -138,13 +153,19 @@ class Evaluator:
             )
         )
         fields = {prompt.index: prompt.fields for prompt in self._prompts} if self._config.reward.needs_fields else {}
-        collected = self._collector.collect(batch, generation, on_progress, fields)
+        collected = self._collector.collect(batch, generation, on_progress, fields, weights=weights)
         self._collector.reset()
         self._stream.acknowledge(collected.entry_ids)
         responses = [item.trajectory.response_ids for item in collected.scored]
         texts = texts_of(self._tokenizer, responses, special_tokens=False)
         return [
-            Response.of(item.trajectory, text, item.score, item.reference_log_probs if sampling.temperature else None)
+            Response.of(
+                item.trajectory,
+                text,
+                item.score,
+                item.reference_log_probs if sampling.temperature else None,
+                item.parts,
+            )
             for item, text in zip(collected.scored, texts, strict=True)
         ]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from quartet.buffer.rollout_stream import RolloutStream
@@ -20,12 +20,16 @@ from quartet.types import GenerationBatch, GenerationRequest, Prompt, Role, requ
 
 @dataclass(frozen=True, slots=True)
 class PendingStep:
-    """A step that is prepared and not committed. ``prompt_sets``: set of each prompt, by index; empty without sets."""
+    """A step that is prepared and not committed. ``prompt_sets``: set of each prompt, by index; empty without sets.
+
+    ``part_weights``: weight of each part of an ensemble, by name; empty for a single source.
+    """
 
     step: int
     collected: CollectedStep
     prepared: PreparedStep
     prompt_sets: Mapping[int, str] = field(default_factory=dict)
+    part_weights: Mapping[str, float] = field(default_factory=dict)
 
 
 class StepPreparation:
@@ -39,7 +43,10 @@ class StepPreparation:
         stream: RolloutStream,
         board: ProgressBoard,
         profiler: StepProfiler,
+        part_weights: Callable[[int], Mapping[str, float]],
     ) -> None:
+        """``part_weights`` returns the weights of an ensemble's parts in a step, by name."""
+        self._part_weights = part_weights
         self._config, self._generation, self._board, self._profiler = config, generation, board, profiler
         self._started: dict[int, tuple[GenerationBatch, PendingTrajectories]] = {}
         self._collector = Collector(
@@ -76,8 +83,9 @@ class StepPreparation:
         algorithm_state: AlgorithmState,
     ) -> PendingStep:
         """Return the experience of ``step``. Raises like ``Collector.collect``."""
+        weights = self._part_weights(step)
         with self._profiler.span(Role.ORCHESTRATOR, "collect", waits=True):
-            collected = self._collect(step, prompts, leader_epoch, policy_version)
+            collected = self._collect(step, prompts, leader_epoch, policy_version, weights)
         with self._profiler.span(Role.ORCHESTRATOR, "prepare"):
             prepared = prepare_step(
                 self._config.run.name,
@@ -86,13 +94,20 @@ class StepPreparation:
                 collected.scored,
                 self._config.algorithm,
                 algorithm_state.kl_coefficient,
-                algorithm_state.moments([item.score for item in collected.scored]),
+                algorithm_state.moments([item.score for item in collected.scored], weights),
                 self._config.rollout.max_response_tokens,
             )
             sets = {prompt.index: prompt.prompt_set for prompt in prompts if prompt.prompt_set}
-            return PendingStep(step, collected, prepared, sets)
+            return PendingStep(step, collected, prepared, sets, weights)
 
-    def _collect(self, step: int, prompts: Sequence[Prompt], leader_epoch: int, policy_version: int) -> CollectedStep:
+    def _collect(
+        self,
+        step: int,
+        prompts: Sequence[Prompt],
+        leader_epoch: int,
+        policy_version: int,
+        weights: Mapping[str, float],
+    ) -> CollectedStep:
         config = self._config
         self._board.update(
             phase="generate", num_scored=0, num_expected=len(prompts) * config.rollout.samples_per_prompt
@@ -112,6 +127,7 @@ class StepPreparation:
             self._board.show_scored,
             {prompt.index: prompt.fields for prompt in prompts} if config.reward.needs_fields else {},
             ReplacementRule(config.recovery, replace),
+            weights,
         )
 
     def _generate(

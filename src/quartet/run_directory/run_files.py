@@ -18,6 +18,7 @@ from quartet.run_directory.step_lines import (
     rewrite_step_lines,
     to_json_lines,
     truncate_step_lines,
+    without_incomplete_command,
 )
 from quartet.run_directory.timeline_file import append_timeline, truncate_timeline
 from quartet.run_directory.token_files import TrajectoryTokens, read_tokens, token_files, write_tokens
@@ -220,18 +221,21 @@ class RunFiles:
             append_step_lines(self.failed_trajectories, [row])
 
     def append_changes(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Append changes of settings to ``changes.jsonl``, each an object with a ``step``.
+        """Append the changes of settings of one command to ``changes.jsonl``, each an object with a ``step`` and its time ``at``.
 
-        Appends all of them or, if the disk refuses, none. A crash before this returns may leave some of them.
+        Appends all of them or, if the disk refuses, none. What a crash leaves of several, ``read_changes`` removes.
         """
-        append_step_lines(self.changes, rows)
+        lines = list(rows)
+        several = {"together": len(lines)} if len(lines) > 1 else {}
+        append_step_lines(self.changes, [{**line, **several} for line in lines])
 
     def read_changes(self) -> list[dict[str, Any]]:
-        """Return the lines of ``changes.jsonl``. Removes a last line that a crash cut off: it was never confirmed."""
-        changes = read_step_lines(self.changes)
-        if self.changes.exists() and not self.changes.read_bytes().endswith(b"\n"):
+        """Return the changes in ``changes.jsonl``. Removes a last command that a crash cut off: it was never confirmed."""
+        lines = read_step_lines(self.changes)
+        changes = without_incomplete_command(lines)
+        if len(changes) < len(lines) or (self.changes.exists() and not self.changes.read_bytes().endswith(b"\n")):
             rewrite_step_lines(self.changes, changes)
-        return changes
+        return [{name: value for name, value in line.items() if name != "together"} for line in changes]
 
     def truncate_changes_after(self, step: int) -> None:
         """Remove the changes for steps after ``step``. For a rollback, after which these steps may use other settings."""

@@ -55,5 +55,19 @@ def read_step_lines(path: Path) -> list[dict[str, Any]]:
     return lines
 
 
+def without_incomplete_command(changes: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return ``changes`` without those of the last command if some of them are missing.
+
+    All changes of a command have one time ``at``, and their number ``together`` if it is not 1.
+    """
+    if not changes:
+        return changes
+    last = len(changes)
+    while last and changes[last - 1].get("at") == changes[-1].get("at"):
+        last -= 1
+    complete = len(changes) - last >= changes[-1].get("together", 1)
+    return changes if complete else changes[:last]
+
+
 def _damaged(path: Path, number: int, problem: str) -> ConfigError:
     return ConfigError(f"{path.stem} {path}:{number}: {problem}; repair the file, or start a new run")

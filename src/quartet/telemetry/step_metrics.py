@@ -47,6 +47,19 @@ STEP_METRICS = (
         "one part rises at the expense of the others",
     ),
     _metric(
+        "reward_NAME_weight",
+        "",
+        "Weight of the ensemble part NAME in this step. With 0 the part is a shadow: nothing is trained on its scores.",
+        "steady, or changed by a user",
+    ),
+    _metric(
+        "reward_NAME_missing",
+        "responses",
+        "Responses of the step that the ensemble part NAME has not scored: a shadow that failed, or an optional part.",
+        "0",
+        "above 0: the shadow fails, see the log of the reward service",
+    ),
+    _metric(
         "set_NAME_reward_mean",
         "reward",
         "Mean score of the responses to prompts of the set NAME. Absent in steps without its prompts.",

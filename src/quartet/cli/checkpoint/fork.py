@@ -156,6 +156,9 @@ def _copy_changes(before: Config, config: Config, old: RunFiles, new: RunFiles, 
         for role, was, now in ((Role.ACTOR, before.actor, config.actor), (Role.CRITIC, before.critic, config.critic))
         if was.learning_rate != now.learning_rate
     }
-    kept = [change for change in old.read_changes() if change["step"] <= step and change["setting"] not in overridden]
-    if kept:
-        new.append_changes(kept)
+    if before.reward != config.reward:
+        # The weights of the parts belong together.
+        overridden |= {f"reward.parts.{name}.weight" for name in before.reward.part_weights}
+    for change in old.read_changes():
+        if change["step"] <= step and change["setting"] not in overridden:
+            new.append_changes([change])

@@ -165,7 +165,8 @@ def _reward(config: Mapping[str, Any]) -> str | None:
     reward = _setting(config, "reward") or {}
     if parts := reward.get("parts"):
         return " + ".join(
-            f"{part['weight']:g} × {part['name']} ({part['model'] or part['function']})" for part in parts
+            f"{part['weight']:g} × {part['name']} ({part['model'] or part['function'] or part['source']})"
+            for part in parts
         )
     return reward.get("model") or reward.get("function")
 
