@@ -317,3 +317,22 @@ def test_removing_a_run_leaves_other_files(tmp_path: Path) -> None:
     (files.root / "evaluations").mkdir()
     remove_run(files)
     assert names(files.root) == ["config.yaml", "evaluations", "thesis.tex"]
+
+
+def change(name: str, step: int, at: float) -> dict[str, Any]:
+    return {"setting": name, "before": 0.0, "after": 1.0, "step": step, "user": "me", "at": at}
+
+
+def test_a_crash_leaves_all_changes_of_a_command_or_none(tmp_path: Path) -> None:
+    files = RunFiles(tmp_path)
+    first, second = [change("a", 2, 1.0), change("b", 2, 1.0)], [change("a", 3, 2.0), change("b", 3, 2.0)]
+    files.append_changes(first)
+    files.append_changes(second)
+    complete = files.changes.read_bytes()
+    assert files.read_changes() == [*first, *second]
+    for size in range(len(complete) - 1, len(complete) // 2, -7):
+        files.changes.write_bytes(complete[:size])
+        assert files.read_changes() == first
+        assert len(files.changes.read_bytes().splitlines()) == 2
+    files.append_changes([change("c", 4, 3.0)])
+    assert files.read_changes() == [*first, change("c", 4, 3.0)]

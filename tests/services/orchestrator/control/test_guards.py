@@ -194,3 +194,36 @@ def test_the_entropy_slope_covers_the_window() -> None:
         guards.check({"step": step, **HEALTHY, "entropy": entropy})
     # Least squares over the last four values: (-1.5 a - 0.5 b + 0.5 c + 1.5 d) / 5.
     assert slopes == pytest.approx([0.0, -2.0, -1.5, -1.3, -1.0, -0.7])
+
+
+SWITCH = [{"reward_old_weight": 1.0, "reward_new_weight": 0.0}] * 10 + [
+    {"reward_old_weight": 0.0, "reward_new_weight": 1.0}
+] * 20
+
+
+def test_a_switch_of_the_reward_source_is_no_reward_hacking() -> None:
+    healthy = rising(10, reward_mean=(0.0, 0.5), kl_mean=(1.0, 4.0), response_tokens_mean=(10.0, 14.0))
+    # The new source has another scale. KL and length rise on, as in a run that learns.
+    jumped = rising(20, reward_mean=(50.0, 50.5), kl_mean=(6.0, 7.0), response_tokens_mean=(16.0, 18.0))
+    steps = [*healthy, *jumped]
+    assert "reward_hacking" in names(run(steps))
+    assert run([{**step, **weights} for step, weights in zip(steps, SWITCH, strict=True)]) == []
+
+
+def test_reward_hacking_after_a_switch_is_detected() -> None:
+    steps = [{}] * 10 + rising(20, reward_mean=(50.0, 80.0), kl_mean=(2.0, 12.0), response_tokens_mean=(10.0, 60.0))
+    alerts = run([{**step, **weights} for step, weights in zip(steps, SWITCH, strict=True)])
+    assert alerts[0].guard == "reward_hacking"
+    assert alerts[0].step >= 18
+
+
+@pytest.mark.parametrize("guard", ["length_reward", "critic_lost"])
+def test_bounds_that_depend_on_the_reward_start_anew_at_a_switch(guard: str) -> None:
+    changes = BOUNDS[guard][0]
+    steps = [{**(changes if number >= 10 else {}), **weights} for number, weights in enumerate(SWITCH)]
+    assert run(steps)[0].step == 18
+
+
+def test_the_entropy_is_compared_with_the_start_of_the_run_also_after_a_switch() -> None:
+    steps = [{**({"entropy": 0.01} if number >= 10 else {}), **weights} for number, weights in enumerate(SWITCH)]
+    assert names(run(steps))[0] == "entropy_collapse"

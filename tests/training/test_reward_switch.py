@@ -1,0 +1,126 @@
+"""Shadows and switches of the reward source: no fault of a shadow changes a bit, and a switch is part of the record of a run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from quartet.config import Config
+from quartet.services.orchestrator.step import StepTransaction
+from tests.training.conftest import MakeConfig
+from tests.training.runs import Run, json_lines, run_to_completion, step_metrics, weights
+from tests.training.test_live_control import changed, run_with_commands
+from tests.training.test_resume import crash_run
+
+STEPS = 5
+MODULE = "tests.training.switch_functions"
+OLD = {"name": "old", "weight": 1.0, "source": "function", "function": f"{MODULE}:length"}
+NEW = {"name": "new", "weight": 0.0, "source": "function", "function": f"{MODULE}:letters"}
+SWITCH = {"reward.parts.old.weight": 0.0, "reward.parts.new.weight": 1.0}
+UNREACHABLE = {"address": "127.0.0.1:1", "timeout_seconds": 1, "max_attempts": 1, "backoff_seconds": 0.001}
+
+
+def config_of(make: MakeConfig, reward: dict[str, Any], **changes: Any) -> Config:
+    return make(
+        **{
+            "run": {"steps": STEPS},
+            "reward": {"model": None, **reward},
+            "critic": {"model": None},
+            "algorithm": {"score": {"normalize": "running"}},
+            "checkpoint": {"every_steps": 2},
+            "recovery": {"backoff_seconds": 0.01},
+            **changes,
+        }
+    )
+
+
+def ensemble(*parts: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    return {"source": "ensemble", "parts": list(parts), **changes}
+
+
+def trained(run: Run) -> list[dict[str, float]]:
+    """Return the metrics of a run without those of the parts of an ensemble."""
+    own = ("reward_mean", "reward_std")
+    return [
+        {name: value for name, value in step.items() if not name.startswith("reward_") or name in own}
+        for step in step_metrics(run)
+    ]
+
+
+@pytest.fixture(scope="module")
+def plain(make: MakeConfig) -> Run:
+    """The run with one source and no shadow."""
+    return run_to_completion(config_of(make, {"source": "function", "function": f"{MODULE}:length"}, run={"steps": 2}))
+
+
+@pytest.mark.parametrize("fault", ["none", "raise", "nan", "refuse", "exit", "hang", "unreachable"])
+@pytest.mark.sampled(3)
+def test_no_fault_of_a_shadow_changes_a_bit_of_training(fault: str, plain: Run, make: MakeConfig) -> None:
+    shadow: dict[str, Any] = {**NEW, "function": f"{MODULE}:faulty", "arguments": {"fault": fault}}
+    if fault == "none":
+        shadow = NEW
+    if fault == "unreachable":
+        shadow = {"name": "new", "weight": 0.0, "source": "service", "service": UNREACHABLE}
+    run = run_to_completion(
+        config_of(
+            make, ensemble(OLD, shadow, shadow_timeout_seconds=0.3), run={"steps": 2}, recovery={"max_recoveries": 0}
+        )
+    )
+    assert trained(run) == trained(plain)
+    assert weights(run) == weights(plain)
+    assert not run.files.failed_trajectories.exists()
+    missing = [step["reward_new_missing"] for step in run.metrics]
+    assert sum(missing) == 0 if fault == "none" else sum(missing) > 0
+
+
+def test_a_switch_applies_from_one_step_on_and_resets_the_statistics(
+    make: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_of(make, ensemble(OLD, NEW))
+    with run_with_commands(config, {3: changed(SWITCH, "alice")}, monkeypatch) as active:
+        run = active.finish()
+    assert run.code == 0, run.progress.error
+    assert [(step["reward_old_weight"], step["reward_new_weight"]) for step in run.metrics] == [(1, 0)] * 3 + [
+        (0, 1)
+    ] * 2
+    for step in run.metrics:
+        source = "old" if step["step"] <= 3 else "new"
+        assert step["reward_mean"] == pytest.approx(step[f"reward_{source}_mean"], rel=1e-6)
+        assert step["reward_old_missing"] == step["reward_new_missing"] == 0
+        for row in run.trajectories(int(step["step"])):
+            assert row["score"] == row["parts"][source]
+    # Normalized by the step's own statistics alone, the scores have the mean 0.
+    assert run.metrics[3]["score_mean"] == pytest.approx(0, abs=1e-6)
+    lines = [(line["setting"], line["before"], line["after"], line["step"]) for line in json_lines(run.files.changes)]
+    assert lines == [("reward.parts.old.weight", 1, 0, 4), ("reward.parts.new.weight", 0, 1, 4)]
+    assert {line["user"] for line in json_lines(run.files.changes)} == {"alice"}
+
+
+@pytest.mark.parametrize("crash_point", ["generate", "sealed", "updated", "committed"])
+@pytest.mark.parametrize("step", [3, 4, 5])
+@pytest.mark.sampled(3)
+def test_a_run_that_is_killed_around_a_switch_resumes_bit_identically(
+    step: int, crash_point: str, make: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with (
+        monkeypatch.context() as patch,
+        run_with_commands(config_of(make, ensemble(OLD, NEW)), {3: changed(SWITCH)}, patch) as active,
+    ):
+        expected = active.finish()
+    assert expected.code == 0, expected.progress.error
+    crashed = config_of(make, ensemble(OLD, NEW))
+    with monkeypatch.context() as patch:
+        real = StepTransaction._prepare
+
+        def prepare(self: Any, now: int, leadership: Any) -> Any:
+            live = self._updater._live_settings
+            if now == 3 and live.part_weights(4)["new"] == 0:
+                live.change(SWITCH, "alice")
+            return real(self, now, leadership)
+
+        patch.setattr(StepTransaction, "_prepare", prepare)
+        crash_run(crashed, crash_point, step, patch)
+    run = run_to_completion(crashed)
+    assert step_metrics(run) == step_metrics(expected)
+    assert weights(run) == weights(expected)
