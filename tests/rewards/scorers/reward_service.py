@@ -52,7 +52,7 @@ class FaultyRewardService(grpc.GenericRpcHandler):
         return codec.process_status_to_proto(ProcessStatus((status,), "0")).SerializeToString()
 
     def _score(self, request: bytes, context: grpc.ServicerContext) -> bytes:
-        batch, _ = codec.score_request_from_proto(reward_pb2.ScoreRequest.FromString(request))
+        batch, *_ = codec.score_request_from_proto(reward_pb2.ScoreRequest.FromString(request))
         marked = np.array(
             [MARK_ID in ids[prompt:] for ids, prompt in zip(batch.sequences(), batch.prompt_lengths, strict=True)]
         )

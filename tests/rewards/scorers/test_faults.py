@@ -111,7 +111,7 @@ class LocalReward:
     def replicas(self) -> int:
         return 1
 
-    def score(self, batch: TokenBatch, fields: Sequence[str] = ()) -> Any:
+    def score(self, batch: TokenBatch, fields: Sequence[str] = (), weights: Any = None) -> Any:
         try:
             scores = self._source.score(batch, fields)
         except QuartetError as error:

@@ -100,7 +100,7 @@ class Scorer:
             call.complete()
         return call
 
-    def score(self, batch: TokenBatch, fields: Sequence[str] = ()) -> Any:
+    def score(self, batch: TokenBatch, fields: Sequence[str] = (), weights: Any = None) -> Any:
         self.batches.append(batch)
         self.fields.append(list(fields))
         first = np.array([sequence[0] for sequence in batch.sequences()], np.float32)

@@ -95,7 +95,7 @@ class FailingScorer:
     def _error_for(self, batch_names: list[Name]) -> QuartetError:
         return type(self._error)(f"{self._error} of {len(batch_names)}")
 
-    def score(self, batch: TokenBatch, fields: Sequence[str] = ()) -> Any:
+    def score(self, batch: TokenBatch, fields: Sequence[str] = (), weights: Any = None) -> Any:
         self.fields.append(list(fields))
         result = np.array([prompt + sample / 8 for prompt, sample in names(batch)], np.float32)
         return self._call("score", batch, lambda: Scores(result, {"half": result / 2}))

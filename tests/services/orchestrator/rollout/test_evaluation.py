@@ -109,6 +109,7 @@ def build(services: Services, clients: dict[Role, Any], redis_client: Redis, red
                 prompts,
                 tiny.tokenizer(),
                 files,
+                lambda _: config.reward.part_weights,
             )
             stack.callback(evaluator.close)
             return evaluator

@@ -39,7 +39,7 @@ class OutcomeScorer(FailingScorer):
         super().__init__(ServiceFailed("unused"))
         self._outcomes = dict(failures)
 
-    def score(self, batch: TokenBatch, fields: Sequence[str] = ()) -> Any:
+    def score(self, batch: TokenBatch, fields: Sequence[str] = (), weights: Any = None) -> Any:
         outcomes = []
         for name in names(batch):
             outcome, left = self._outcomes.get(name, (Outcome.OK, 0))
