@@ -95,6 +95,8 @@ def _prometheus() -> Iterator[tuple[str, str, list[Any]]]:
     from quartet.rpc.call_interceptors import CallMetrics
     from quartet.services.orchestrator.control.progress import ProgressBoard
     from quartet.services.orchestrator.telemetry.run_metrics import RunMetrics
+    from quartet.services.reward.metrics import SharingMetrics
+    from quartet.services.reward.sharing import RunUsage
     from quartet.telemetry.prometheus import ServiceMetrics, process_registry
 
     calls = CollectorRegistry()
@@ -102,6 +104,8 @@ def _prometheus() -> Iterator[tuple[str, str, list[Any]]]:
     standard = [family for family in process_registry("actor").collect() if family.name != "python_info"]
     yield "Every process", "", [*_with_labels(calls), *sorted(standard, key=lambda family: not _is_own(family))]
     yield "Model services", "", list(ServiceMetrics(list).collect())
+    about = "A reward service with `services.reward.sharing` serves these for each run."
+    yield "Shared reward service", about, list(SharingMetrics(lambda: [RunUsage("my", 0, 0, 0, 0.0)]).collect())
     config = parse_config(
         {
             "data": {"prompts": "p"},

@@ -137,6 +137,11 @@ def _serve(roles: list[Role], options: argparse.Namespace, notifier: ReadyNotifi
             f"services.{groups[0]}: a role of several processes or devices needs a separate service; start the other roles "
             "in another one, or set processes 1 and one device"
         )
+    sharing = config.services.reward.sharing if Role.REWARD in roles else None
+    if sharing is not None and len(roles) > 1:
+        raise ConfigError(
+            "services.reward.sharing: a shared reward service needs a separate process; start the other roles in another one"
+        )
     service = getattr(config.services, roles[0])
     listen = listen_address(service)
     threads = num_threads(config, roles[0])
@@ -169,7 +174,7 @@ def _serve(roles: list[Role], options: argparse.Namespace, notifier: ReadyNotifi
     from quartet.rpc.security.credentials import Credentials
     from quartet.services.observability import Observability
 
-    credentials = Credentials(roles[0], config.security)
+    credentials = Credentials(roles[0], config.security, config.run.name)
     if config.security.certificates is not None:
         check_certificates(config.security.certificates, roles[:1])
     if ranks.rank:
@@ -195,7 +200,12 @@ def _serve(roles: list[Role], options: argparse.Namespace, notifier: ReadyNotifi
                 hosted = _models(roles, config, threads, credentials, ranks, notifier)
             background, publish = None, None
             observability.add_services(hosted)
+            if sharing is not None:
+                from quartet.services.reward.metrics import SharingMetrics
 
+                observability.registry.register(SharingMetrics(hosted[0].shared.usage))
+
+        from quartet.rpc.limits import shared_limits
         from quartet.rpc.server import Server
 
         gc.enable()
@@ -204,6 +214,7 @@ def _serve(roles: list[Role], options: argparse.Namespace, notifier: ReadyNotifi
         server = Server(
             *(hosted, listen, credentials, observability.interceptors, observability.address, service.health_listen),
             bind_seconds=RESTART_BIND_SECONDS if _is_restart(options) else 0.0,
+            limits=None if sharing is None else shared_limits(sharing.max_runs, sharing.max_pending_calls),
         )
         log.info("ready", address=server.address, metrics=observability.address, threads=threads)
         notifier.notify(address=server.address, metrics_address=observability.address)

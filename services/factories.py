@@ -41,6 +41,7 @@ from quartet.services.memory_budget import UpdateLimits
 from quartet.services.reference.reference import Reference
 from quartet.services.reference.servicer import ReferenceServicer
 from quartet.services.reward.servicer import RewardServicer
+from quartet.services.reward.sharing import SharedTurns
 from quartet.topology import (
     device_of_rank,
     generates_during_updates,
@@ -187,7 +188,9 @@ def _build_reward(
 ) -> RewardServicer:
     source = build_reward(config, device_of(config.services.reward, workers.rank), workers, credentials)
     # Functions and scorers run in separate processes. Their callers wait on a separate thread, not on the models' compute thread.
-    return RewardServicer(source, compute if source.status().parameters else ComputeThread(), threads, commands)
+    thread = compute if source.status().parameters else ComputeThread()
+    sharing = config.services.reward.sharing
+    return RewardServicer(source, thread, threads, commands, SharedTurns(sharing) if sharing is not None else None)
 
 
 def _build_reference(

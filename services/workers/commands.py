@@ -33,7 +33,7 @@ class GroupCommands(Commands):
     """The commands of a group. Rank 0 calls ``run``, the others ``follow``."""
 
     def __init__(self, group: WorkerGroup, failures: GroupFailures) -> None:
-        self._group, self._failures = group, failures
+        self._group, self._failures, self.size = group, failures, group.size
         self._succeeded = True
 
     @property

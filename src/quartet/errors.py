@@ -71,6 +71,15 @@ class ServiceBusy(QuartetError):
     """A service has reached its limit of pending calls. The same call may succeed later."""
 
 
+class QuotaExceeded(ServiceBusy):
+    """A run has used its quota of a service that several runs share. The same call succeeds later."""
+
+    def __init__(self, text: str, retry_seconds: float = 1.0) -> None:
+        """``retry_seconds``: time after which the caller should try again."""
+        super().__init__(text)
+        self.retry_seconds = retry_seconds
+
+
 class ServiceFailed(QuartetError):
     """A service responded with an error, or its process died."""
 

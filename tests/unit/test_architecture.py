@@ -223,6 +223,7 @@ ALLOWED: dict[str, set[str]] = {
         "quartet.services.generator",
         "quartet.services.orchestrator",
         "quartet.services.observability",
+        "quartet.services.reward",
         "quartet.services.workers",
     },
 }

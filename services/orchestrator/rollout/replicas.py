@@ -16,10 +16,19 @@ from typing import Any, Generic, TypeVar
 
 import structlog
 
-from quartet.errors import Cancelled, MismatchError, NoResponse, QuartetError, ServiceBusy, ServiceUnavailable
+from quartet.errors import (
+    Cancelled,
+    MismatchError,
+    NoResponse,
+    QuartetError,
+    QuotaExceeded,
+    ServiceBusy,
+    ServiceUnavailable,
+)
 from quartet.rpc.call_interceptors import CallTracer
 from quartet.rpc.clients import ReferenceClient, RewardClient, ServiceClient
 from quartet.rpc.pending_calls import PendingResult
+from quartet.rpc.refused_calls import RepeatedCall
 from quartet.rpc.service_channel import endpoints_at
 from quartet.services.orchestrator.rollout.generator_members import CHECK_SECONDS, RESOLVE_SECONDS, SETTLE_SECONDS
 from quartet.types import FloatArray, ProcessStatus, Role, Scores, ServiceStatus, TokenBatch
@@ -292,6 +301,7 @@ class _ReplicatedCall(PendingResult[Result]):
         self._lock = threading.RLock()
         self._call: PendingResult[Result] | None = None
         self._cancelled = False
+        self._refused: QuotaExceeded | None = None
         self._next(None)
 
     def done(self) -> bool:
@@ -338,7 +348,10 @@ class _ReplicatedCall(PendingResult[Result]):
             result = call.result()
         except _LOST as error:
             self._replicas.release(replica, error)
-            self._next(error)
+            if isinstance(error, QuotaExceeded):
+                self._refused = error
+            # A replica that refuses is there: the call waits for it, also if another one is lost.
+            self._next(self._refused or error)
         except Exception as error:
             self._replicas.release(replica, None)
             self._ended.set_exception(error)
@@ -353,8 +366,11 @@ class RewardReplicas(Replicas[RewardClient]):
     def score(
         self, batch: TokenBatch, fields: Sequence[str] = (), weights: Mapping[str, float] | None = None
     ) -> PendingResult[Scores]:
-        """Start to score on one of the replicas. See ``RewardClient.score``."""
-        return self.start(lambda client: client.score(batch, fields, weights))
+        """Start to score on one of the replicas. See ``RewardClient.score``.
+
+        Replicas that other runs share may refuse a call because of this run's quota. It is repeated until one accepts it.
+        """
+        return RepeatedCall(lambda: self.start(lambda client: client.score(batch, fields, weights)))
 
 
 class ReferenceReplicas(Replicas[ReferenceClient]):

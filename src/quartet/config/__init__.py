@@ -20,6 +20,7 @@ from quartet.config.deployment import (
     OutcomesConfig,
     ParallelConfig,
     RecoveryConfig,
+    RewardServiceConfig,
     SecurityConfig,
     ServiceConfig,
     ServicesConfig,
@@ -65,7 +66,8 @@ from quartet.config.rollout import (
 from quartet.config.root import Config
 from quartet.config.run import CheckpointConfig, DataConfig, EvaluationConfig, RunConfig
 from quartet.config.schema import json_schema
-from quartet.config.section import Section, is_loopback
+from quartet.config.section import NAME_PATTERN, Section, is_loopback
+from quartet.config.sharing import SharingConfig
 from quartet.config.telemetry import MLflowConfig, TelemetryConfig, WandbConfig
 from quartet.config.url_redaction import is_redacted, redact_url
 
@@ -75,6 +77,7 @@ __all__ = [
     "MAX_MICRO_BATCH_TOKENS_GPU",
     "MAX_RESPONSES",
     "MAX_TURNS",
+    "NAME_PATTERN",
     "PROMPT_KEYS",
     "SET_FIELD",
     "ActorConfig",
@@ -114,6 +117,7 @@ __all__ = [
     "RetryConfig",
     "RewardConfig",
     "RewardPartConfig",
+    "RewardServiceConfig",
     "RewardSourceConfig",
     "RolloutConfig",
     "RunConfig",
@@ -124,6 +128,7 @@ __all__ = [
     "ServiceConfig",
     "ServiceRewardConfig",
     "ServicesConfig",
+    "SharingConfig",
     "TelemetryConfig",
     "TensorRTLLMConfig",
     "TimeoutsConfig",

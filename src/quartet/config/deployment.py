@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from quartet.config.section import Count, Positive, Section, WholeNumber
+from quartet.config.sharing import SharingConfig
 
 MAX_BACKOFF_SECONDS = 30.0
 """Maximum pause before another attempt, in seconds."""
@@ -177,6 +178,13 @@ class ServiceConfig(Section):
         return self.nodes * (len(self.devices) or self.processes)
 
 
+class RewardServiceConfig(ServiceConfig):
+    """Address and hardware of the reward service."""
+
+    sharing: SharingConfig | None = None
+    """Quotas of the runs that share this service. Such a service is started by itself. Null: it belongs to one run."""
+
+
 class GeneratorServiceConfig(Section):
     """Hardware and environment of the generators that are started on this machine, and the listen address of each generator."""
 
@@ -221,7 +229,7 @@ class ServicesConfig(Section):
     """Service of the policy."""
     critic: ServiceConfig = ServiceConfig()
     """Service of the value model."""
-    reward: ServiceConfig = ServiceConfig()
+    reward: RewardServiceConfig = RewardServiceConfig()
     """Service that scores responses."""
     reference: ServiceConfig = ServiceConfig()
     """Service of the frozen initial policy."""

@@ -18,7 +18,8 @@ MAX_INTEGER = 1_000_000_000
 """Upper limit of integers. Messages and tensors have 32 bits for them and for the sum of two."""
 Count = Annotated[int, Field(ge=1, le=MAX_INTEGER)]
 WholeNumber = Annotated[int, Field(ge=0, le=MAX_INTEGER)]
-Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
+NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
+Name = Annotated[str, Field(pattern=NAME_PATTERN)]
 
 
 IMPORT_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")

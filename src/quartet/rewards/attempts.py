@@ -29,6 +29,17 @@ class RequestFailed(Exception):
         self.outcome, self.detail, self.retry, self.unreachable = outcome, detail, retry, unreachable
 
 
+class RequestRefused(Exception):
+    """A request that the scorer refused because of a quota, which says nothing about its responses.
+
+    ``seconds``: time after which it should be sent again.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(f"refused for {seconds:g} s")
+        self.seconds = seconds
+
+
 class CircuitBreaker:
     """Protection of a scorer that does not respond: after several failures in a row, one request tries for all.
 
@@ -103,22 +114,34 @@ class Attempts:
         raise AssertionError("max_attempts is at least 1")
 
     async def _attempt(self, send: Callable[[int], Awaitable[Answer]], attempt: int) -> Answer:
+        """Send the request until it is not refused. A refused request keeps its place among those in flight while it waits."""
         async with self._turns:
-            trial = await self._breaker.admit()
-            try:
-                async with asyncio.timeout(self._config.timeout_seconds):
-                    answer = await send(attempt)
-            except TimeoutError:
-                text = f"{self._name}: no response within {self._config.timeout_seconds:g} s"
-                failure = RequestFailed(Outcome.TIMEOUT, text, retry=True)
-                self._breaker.record(trial, failure)
-                raise failure from None
-            except RequestFailed as failure:
-                self._breaker.record(trial, failure)
-                raise
-            except BaseException:
-                # Cancelled, or a config error: neither says whether the scorer is reachable.
-                self._breaker.abandon(trial)
-                raise
+            while True:
+                try:
+                    return await self._send(send, attempt)
+                except RequestRefused as refused:
+                    await asyncio.sleep(refused.seconds * random.uniform(1.0, 1.5))
+
+    async def _send(self, send: Callable[[int], Awaitable[Answer]], attempt: int) -> Answer:
+        trial = await self._breaker.admit()
+        try:
+            async with asyncio.timeout(self._config.timeout_seconds):
+                answer = await send(attempt)
+        except TimeoutError:
+            text = f"{self._name}: no response within {self._config.timeout_seconds:g} s"
+            failure = RequestFailed(Outcome.TIMEOUT, text, retry=True)
+            self._breaker.record(trial, failure)
+            raise failure from None
+        except RequestFailed as failure:
+            self._breaker.record(trial, failure)
+            raise
+        except RequestRefused:
+            # The scorer responds.
             self._breaker.record(trial, None)
-            return answer
+            raise
+        except BaseException:
+            # Cancelled, or a config error: neither says whether the scorer is reachable.
+            self._breaker.abandon(trial)
+            raise
+        self._breaker.record(trial, None)
+        return answer

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from quartet.errors import ComputationFailed, MismatchError, QuartetError
-from quartet.rewards.reward_source import RewardSource, never
+from quartet.rewards.reward_source import RewardSource, Units, never, score_in_units
 from quartet.rewards.shadow import SourceThread, failed_scores, report
 from quartet.types import FloatArray, Outcome, Role, Scores, ServiceStatus, TokenBatch
 
@@ -76,12 +76,52 @@ class EnsembleReward:
             # If a part with a weight has failed, no one needs the scores of the shadows.
             for call in calls.values():
                 call.abandoned.set()
+        return self._combine(weighted, used, results, len(batch))
+
+    def score_in_units(
+        self,
+        batch: TokenBatch,
+        fields: Sequence[str] = (),
+        cancelled: Callable[[], bool] = never,
+        weights: Mapping[str, float] | None = None,
+    ) -> Units[Scores]:
+        """See ``DivisibleSource.score_in_units``, and ``score`` for ``weights``. The parts compute one after the other.
+
+        A part that is not a model is one unit: it computes on its thread, which may still have a call of another run.
+        """
+        used = self._used_weights(weights)
+        weighted = [part for part in self._parts if used[part.name]]
+        results: dict[str, Scores] = {}
+        for index, part in enumerate(weighted):
+            if index:
+                yield
+            if part.name in self._threads:
+                results[part.name] = self._threads[part.name].start(batch, fields, cancelled).result()
+            else:
+                results[part.name] = yield from score_in_units(part.source, batch, fields, cancelled)
+        deadline = time.monotonic() + self._shadow_timeout
+        for part in self._parts:
+            if used[part.name]:
+                continue
+            yield
+            thread = self._threads.get(part.name)
+            results[part.name] = (
+                _model_shadow(part, batch, fields)
+                if thread is None
+                else thread.finish(thread.start_shadow(batch, fields, cancelled), deadline, cancelled)
+            )
+        return self._combine(weighted, used, results, len(batch))
+
+    def _combine(
+        self, weighted: Sequence[EnsemblePart], weights: Mapping[str, float], results: Mapping[str, Scores], count: int
+    ) -> Scores:
+        """Return the weighted sums of ``count`` sequences, with the scores of all parts."""
         scores = [results[part.name] for part in weighted]
         parts = {part.name: results[part.name].total for part in self._parts}
-        total = self._sum(weighted, used, scores)
+        total = self._sum(weighted, weights, scores)
         if not any(each.outcomes for each in scores):
             return Scores(total, parts)
-        firsts = [_first_failure(weighted, scores, index) for index in range(len(batch))]
+        firsts = [_first_failure(weighted, scores, index) for index in range(count)]
         ok = np.array([outcome is Outcome.OK for outcome, _ in firsts])
         total = np.where(ok, total, np.float32(np.nan))
         return Scores(total, parts, tuple(outcome for outcome, _ in firsts), tuple(detail for _, detail in firsts))

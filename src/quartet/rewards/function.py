@@ -12,7 +12,7 @@ from quartet.errors import Cancelled, ConfigError, FunctionFailed
 from quartet.rewards.function_worker import FunctionWorker
 from quartet.rewards.numbers import is_score, shown
 from quartet.rewards.response_texts import ResponseTexts, ScoredText
-from quartet.rewards.reward_source import Result, never, scores_of
+from quartet.rewards.reward_source import Result, Units, completed, never, scores_of
 from quartet.rewards.signatures import SIGNATURES, Signature
 from quartet.types import Outcome, Scores, ServiceStatus, TokenBatch
 
@@ -40,11 +40,19 @@ class FunctionReward:
 
         Raises FunctionFailed if a function of lists fails for several sequences, because the cause may be any of them.
         """
+        return completed(self.score_in_units(batch, fields, cancelled))
+
+    def score_in_units(
+        self, batch: TokenBatch, fields: Sequence[str] = (), cancelled: Callable[[], bool] = never
+    ) -> Units[Scores]:
+        """See ``DivisibleSource.score_in_units``. A unit is a call of the function."""
         texts = self._texts.of(batch, fields)
         if self._signature.takes_lists and len(texts) > 1:
             return scores_of(self._call(texts, f"a batch of {len(texts)}"))
         results = list[Result]()
         for index, text in enumerate(texts):
+            if index:
+                yield
             if cancelled():
                 raise Cancelled(f"{self._name}: cancelled by its caller")
             try:

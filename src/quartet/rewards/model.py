@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 from quartet.config import RewardSourceConfig
 from quartet.errors import ModelError
 from quartet.models.forward.model_capabilities import max_positions, vocabulary_size
-from quartet.models.forward.scoring import sequence_scores
+from quartet.models.forward.scoring import sequence_score_passes
 from quartet.models.weights.loading import count_parameters, load_reward_model
 from quartet.models.weights.tokenizer import load_tokenizer, tokenizer_fingerprint
 from quartet.models.workers.frozen import shard_frozen
 from quartet.models.workers.workers import SINGLE, Workers
-from quartet.rewards.reward_source import never, parse_fields
+from quartet.rewards.reward_source import Units, completed, never, parse_fields
 from quartet.types import Role, Scores, ServiceStatus, TokenBatch
 
 
@@ -40,8 +40,14 @@ class ModelReward:
 
     def score(self, batch: TokenBatch, fields: Sequence[str] = (), cancelled: Callable[[], bool] = never) -> Scores:
         """Return the score of each prompt+response. ``fields`` are checked but not used."""
+        return completed(self.score_in_units(batch, fields))
+
+    def score_in_units(
+        self, batch: TokenBatch, fields: Sequence[str] = (), cancelled: Callable[[], bool] = never
+    ) -> Units[Scores]:
+        """See ``DivisibleSource.score_in_units``. A unit is a micro-batch."""
         parse_fields(fields, len(batch))
-        return Scores(sequence_scores(self._model, batch, self._micro_batch_tokens, self._workers))
+        return Scores((yield from sequence_score_passes(self._model, batch, self._micro_batch_tokens, self._workers)))
 
     def status(self) -> ServiceStatus:
         """Return the status of the model."""

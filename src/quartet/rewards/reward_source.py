@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
-from typing import Any, NoReturn, Protocol
+from collections.abc import Callable, Generator, Sequence
+from typing import Any, NoReturn, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 
@@ -36,6 +36,40 @@ class RewardSource(Protocol):
 
     def close(self) -> None:
         """End the processes that the source started. A call in progress fails. May be called again."""
+
+
+Value = TypeVar("Value")
+Units = Generator[None, None, Value]
+"""A computation in units of work, which yields between two of them. The caller may compute something else then."""
+
+
+@runtime_checkable
+class DivisibleSource(Protocol):
+    """A reward source whose work on a batch can be interrupted."""
+
+    def score_in_units(
+        self, batch: TokenBatch, fields: Sequence[str] = (), cancelled: Callable[[], bool] = never
+    ) -> Units[Scores]:
+        """Compute the scores of ``RewardSource.score``, with the same bits. Yields between two units of work."""
+
+
+def score_in_units(
+    source: RewardSource, batch: TokenBatch, fields: Sequence[str], cancelled: Callable[[], bool] = never
+) -> Units[Scores]:
+    """Return the scores of a source in units of work. A source that cannot be interrupted has one unit."""
+    if isinstance(source, DivisibleSource):
+        return (yield from source.score_in_units(batch, fields, cancelled))
+    return source.score(batch, fields, cancelled)
+
+
+def completed(units: Units[Value]) -> Value:
+    """Return the result of a computation in units, without a pause."""
+    while True:
+        try:
+            next(units)
+        except StopIteration as end:
+            result: Value = end.value
+            return result
 
 
 Result = float | tuple[Outcome, str]

@@ -21,10 +21,11 @@ from quartet.errors import (
     MismatchError,
     NoResponse,
     QuartetError,
+    QuotaExceeded,
     ServiceBusy,
     ServiceUnavailable,
 )
-from quartet.rewards.attempts import Attempts, RequestFailed
+from quartet.rewards.attempts import Attempts, RequestFailed, RequestRefused
 from quartet.rewards.response_texts import ScoredText
 from quartet.rewards.reward_source import Result
 from quartet.rpc.clients import RewardClient
@@ -74,6 +75,8 @@ class ServiceScorer:
                 return await _result(self._client.score(batch, fields))
             except ConfigError:
                 raise
+            except QuotaExceeded as error:
+                raise RequestRefused(error.retry_seconds) from None
             except QuartetError as error:
                 raise self._failure(error) from None
 

@@ -16,6 +16,8 @@ class Commands:
     Call the methods on the compute thread, or before and after it.
     """
 
+    size = 1
+    """Number of processes."""
     failure = ""
     """Error after which the processes may no longer be at the same place, so that only a restart helps."""
 

@@ -12,13 +12,13 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from quartet.errors import ConfigError
-from quartet.rpc.limits import SERVER_OPTIONS
+from quartet.rpc.limits import CallLimits
 
 TIMEOUT = 5.0
 """Seconds for one check."""
 _WORKERS = 16
 _OPTIONS = {
-    **dict(SERVER_OPTIONS),
+    **dict(CallLimits().options()),
     "grpc.max_receive_message_length": 4096,
     # An unfinished request occupies a worker until the connection reaches its maximum age.
     "grpc.max_connection_age_ms": 15_000,

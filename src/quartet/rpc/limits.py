@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 MAX_MESSAGE_BYTES = 256 * 1024 * 1024
 """Maximum message size in both directions."""
 
@@ -26,20 +28,21 @@ MAX_CALL_SECONDS = 24 * 3600.0
 MAX_PENDING_SAVES = 4
 """Maximum pending saves of one role, including the running one."""
 
+SPARE_CALLS = 4
+"""Calls of one connection beyond the quota of a shared service that reach it, so that it can refuse them."""
+
 _MESSAGE_OPTIONS = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
 )
 
-SERVER_OPTIONS = (
+_SERVER_OPTIONS = (
     *_MESSAGE_OPTIONS,
     # With port reuse, a second server could bind the same port silently and would receive half of the calls.
     ("grpc.so_reuseport", 0),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
     ("grpc.http2.max_ping_strikes", 0),
-    # Per connection.
-    ("grpc.max_concurrent_streams", 128),
     # A caller reconnects after this time and resolves the name again, so that new replicas get their share. Running calls finish.
     ("grpc.max_connection_age_ms", 300_000),
     ("grpc.max_metadata_size", 16 * 1024),
@@ -62,3 +65,26 @@ CHANNEL_OPTIONS = (
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 2_000),
 )
+
+
+@dataclass(frozen=True, slots=True)
+class CallLimits:
+    """Limits of the calls of a server."""
+
+    calls: int = MAX_CONCURRENT_CALLS
+    """Calls that are handled at once, each in its own thread. Further calls fail with RESOURCE_EXHAUSTED."""
+    calls_per_connection: int = 128
+    """Calls of one connection that reach the server. Further calls wait at the client."""
+
+    def options(self) -> tuple[tuple[str, int], ...]:
+        """Return the options of the gRPC server."""
+        return (*_SERVER_OPTIONS, ("grpc.max_concurrent_streams", self.calls_per_connection))
+
+
+def shared_limits(max_runs: int, calls_per_run: int) -> CallLimits:
+    """Return the limits of a service that ``max_runs`` runs share, each with a quota of ``calls_per_run`` pending calls.
+
+    A connection that sends more calls than its quota leaves threads for the other runs, and for health and status.
+    """
+    per_connection = calls_per_run + SPARE_CALLS
+    return CallLimits(max_runs * per_connection + MAX_STREAMS, per_connection)

@@ -19,7 +19,7 @@ from quartet import __version__, codec
 from quartet.errors import ConfigError, InvalidRequest, ServiceBusy
 from quartet.rpc.call_interceptors import CallInterceptor, wrap_handler
 from quartet.rpc.health import HealthListener
-from quartet.rpc.limits import MAX_CONCURRENT_CALLS, MAX_STREAMS, SERVER_OPTIONS, WORKERS
+from quartet.rpc.limits import MAX_STREAMS, CallLimits
 from quartet.rpc.security.allow_list import CALLERS
 from quartet.rpc.security.credentials import LOCAL, AccessControl, Credentials
 from quartet.rpc.status_codes import status_of
@@ -167,22 +167,25 @@ class Server:
         health_listen: str | None = None,
         allowed: Mapping[str, frozenset[str]] = CALLERS,
         bind_seconds: float = 0.0,
+        limits: CallLimits | None = None,
     ) -> None:
         """Bind and start.
 
         ``metrics_address`` is part of the status. ``health_listen``: HOST:PORT of a separate listener for health checks.
-        ``allowed``: the processes that may call each method. ``bind_seconds``: time to wait for a port that is in use. Raises
-        ConfigError if an address is taken or invalid, or is not loopback without certificates and without ``allow_plaintext``.
+        ``allowed``: the processes that may call each method. ``bind_seconds``: time to wait for a port that is in use.
+        ``limits`` default to those of a service of one run. Raises ConfigError if an address is taken or invalid, or is not
+        loopback without certificates and without ``allow_plaintext``.
         """
+        limits = limits or CallLimits()
         if not credentials.encrypted:
             check_listen_address(listen, credentials.allow_plaintext)
         self._roles = roles
         self._stopping = threading.Event()
         self._server = grpc.server(
-            ThreadPoolExecutor(max_workers=WORKERS, thread_name_prefix="rpc"),
+            ThreadPoolExecutor(max_workers=limits.calls, thread_name_prefix="rpc"),
             interceptors=[*interceptors, AccessControl(credentials, allowed), ErrorInterceptor()],
-            options=SERVER_OPTIONS,
-            maximum_concurrent_rpcs=MAX_CONCURRENT_CALLS,
+            options=limits.options(),
+            maximum_concurrent_rpcs=limits.calls,
         )
         self._health = health.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)

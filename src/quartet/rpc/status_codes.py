@@ -1,6 +1,7 @@
 """Domain exceptions on the wire: the gRPC status code for any client, and the exception's class for Quartet's own clients.
 
 The class travels as ``google.rpc.ErrorInfo`` in the ``grpc-status-details-bin`` trailer: domain ``quartet``, reason = class name.
+The time after which a caller over its quota should try again travels there as ``google.rpc.RetryInfo``.
 """
 
 from __future__ import annotations
@@ -9,8 +10,8 @@ from typing import cast
 
 import grpc
 from google.protobuf.any_pb2 import Any as AnyMessage
-from google.protobuf.message import DecodeError
-from google.rpc.error_details_pb2 import ErrorInfo
+from google.protobuf.message import DecodeError, Message
+from google.rpc.error_details_pb2 import ErrorInfo, RetryInfo
 from google.rpc.status_pb2 import Status
 from grpc_status import rpc_status
 
@@ -47,6 +48,8 @@ MAX_TEXT_BYTES = 1024
 gRPC sends the text as a header, with three bytes for each byte of a character beyond ASCII, and once more inside the details. It
 may drop headers over 8 KiB: the caller would then get neither text nor status.
 """
+MAX_RETRY_SECONDS = 60.0
+"""Maximum time that a caller waits before it tries again, whatever the service says."""
 INTERNAL_TEXT = "internal error; the service's log has the cause"
 
 _BY_NAME = {
@@ -63,9 +66,18 @@ def status_of(error: BaseException) -> Status:
     if known is None:
         return Status(code=_number(grpc.StatusCode.INTERNAL), message=INTERNAL_TEXT)
     code = next(code for kind, code in CODES if isinstance(known, kind))
-    details = AnyMessage()
-    details.Pack(ErrorInfo(domain=DOMAIN, reason=_wire_name(type(known))))
-    return Status(code=_number(code), message=shorten(str(known)), details=[details])
+    details = [_packed(ErrorInfo(domain=DOMAIN, reason=_wire_name(type(known))))]
+    if isinstance(known, errors.QuotaExceeded):
+        retry = RetryInfo()
+        retry.retry_delay.FromMilliseconds(round(1000 * known.retry_seconds))
+        details.append(_packed(retry))
+    return Status(code=_number(code), message=shorten(str(known)), details=details)
+
+
+def _packed(message: Message) -> AnyMessage:
+    packed = AnyMessage()
+    packed.Pack(message)
+    return packed
 
 
 def shorten(text: str) -> str:
@@ -82,7 +94,10 @@ def error_of(call: grpc.RpcError, where: str, timeout: float) -> errors.QuartetE
     ``where`` names service, address and method. ``timeout`` is the timeout of the call in seconds.
     """
     code, text = call.code(), call.details() or "no details"
-    kind = _class_on_wire(call)
+    kind, retry_seconds = _details_on_wire(call)
+    if code is grpc.StatusCode.RESOURCE_EXHAUSTED and retry_seconds is not None:
+        # Also from a service in another language, which sends no class.
+        return errors.QuotaExceeded(f"{where}: {text}", retry_seconds)
     # The caller did not cancel: a service that stopped at its own limit or deadline has not responded.
     if kind is None or issubclass(kind, errors.Cancelled):
         return _error_by_code(code, text, where, timeout)
@@ -90,18 +105,24 @@ def error_of(call: grpc.RpcError, where: str, timeout: float) -> errors.QuartetE
     return kind(text if issubclass(kind, errors.ScorerFailed) else f"{where}: {text}")
 
 
-def _class_on_wire(call: grpc.RpcError) -> type[errors.QuartetError] | None:
-    """Return the domain class in the details of a failed call; None without a class that this version knows."""
+def _details_on_wire(call: grpc.RpcError) -> tuple[type[errors.QuartetError] | None, float | None]:
+    """Return the domain class in the details of a failed call, and the seconds until a retry.
+
+    None for a class that is missing or that this version does not know, and for a missing time.
+    """
+    kind, seconds = None, None
     try:
         status = rpc_status.from_call(cast("grpc.Call", call))
         for packed in status.details if status is not None else ():
-            info = ErrorInfo()
-            if packed.Unpack(info) and info.domain == DOMAIN:
-                return _BY_NAME.get(info.reason)
+            info, retry = ErrorInfo(), RetryInfo()
+            if packed.Unpack(info) and info.domain == DOMAIN and kind is None:
+                kind = _BY_NAME.get(info.reason)
+            elif packed.Unpack(retry):
+                seconds = min(max(0.0, retry.retry_delay.ToMilliseconds() / 1000), MAX_RETRY_SECONDS)
     except (ValueError, DecodeError):
         # A proxy replaced the status or the trailer, or the trailer is damaged. The status code remains.
-        return None
-    return None
+        return None, None
+    return kind, seconds
 
 
 def _wire_name(kind: type[errors.QuartetError]) -> str:

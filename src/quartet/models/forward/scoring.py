@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from functools import partial
 from typing import Any
 
@@ -80,9 +80,21 @@ def _by_token(
         return workers.sum(torch.from_numpy(result)).float().numpy()
 
 
-@onednn_linear()
 def sequence_scores(reward_model: Any, batch: TokenBatch, max_tokens: int, workers: Workers = SINGLE) -> FloatArray:
-    """Return the reward model's score of every prompt + response: float32 [sequences].
+    """Return the reward model's score of every prompt + response: float32 [sequences]. See ``sequence_score_passes``."""
+    passes = sequence_score_passes(reward_model, batch, max_tokens, workers)
+    while True:
+        try:
+            next(passes)
+        except StopIteration as end:
+            scores: FloatArray = end.value
+            return scores
+
+
+def sequence_score_passes(
+    reward_model: Any, batch: TokenBatch, max_tokens: int, workers: Workers = SINGLE
+) -> Generator[None, None, FloatArray]:
+    """Compute the reward model's score of every prompt + response: float32 [sequences]. Yields between two forward passes.
 
     The score of a decoder classifier is read at the last token, which the length determines. A search for pad ids would skip an
     EOS with the same id. An encoder classifier reads the whole sequence under an attention mask. ``workers``: see
@@ -92,11 +104,15 @@ def sequence_scores(reward_model: Any, batch: TokenBatch, max_tokens: int, worke
     result = np.zeros(len(batch), np.float32)
     is_decoder = isinstance(getattr(reward_model, "score", None), nn.Module)
     passes = _decoder_passes if is_decoder else _encoder_passes
-    with torch.inference_mode():
-        for rows, compute, counts in passes(reward_model, batch, max_tokens, workers):
+    for index, (rows, compute, counts) in enumerate(passes(reward_model, batch, max_tokens, workers)):
+        if index:
+            yield
+        # Entered for each pass: the modes belong to the thread, which may do other work in between.
+        with torch.inference_mode(), onednn_linear():
             scores = workers.forward(compute)
             if counts:
                 result[rows] = scores.squeeze(-1).float().cpu().numpy()
+    with torch.inference_mode():
         result = workers.sum(torch.from_numpy(result)).float().numpy()
     return _finite(result, "scores", reward_model)
 

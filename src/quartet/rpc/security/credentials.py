@@ -7,6 +7,7 @@ actor expects actor.quartet at any address.
 from __future__ import annotations
 
 import hmac
+import re
 import ssl
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -17,8 +18,8 @@ from typing import cast
 import grpc
 import structlog
 
-from quartet.config import SecurityConfig
-from quartet.errors import ConfigError
+from quartet.config import NAME_PATTERN, SecurityConfig
+from quartet.errors import ConfigError, InvalidRequest
 from quartet.rpc.call_interceptors import CallContext, CallInterceptor, Metadata
 from quartet.rpc.limits import CHANNEL_OPTIONS
 from quartet.rpc.security.allow_list import CALLERS, OPERATOR, may_call
@@ -29,13 +30,20 @@ log = structlog.get_logger()
 DOMAIN = "quartet"
 """Domain of the process names in certificates."""
 _TOKEN = "authorization"
+RUN = "quartet-run"
+"""Key of the metadata with the name of the caller's run."""
+RUN_NAME = re.compile(NAME_PATTERN)
+_RUN_DOMAIN = f"run.{DOMAIN}"
 
 
 class Credentials:
     """Credentials of one process. They never appear in its ``repr``."""
 
-    def __init__(self, process: str, security: SecurityConfig | None = None) -> None:
-        """``process`` is the name of its folder of certificates: its first role, gateway or operator. Raises ConfigError."""
+    def __init__(self, process: str, security: SecurityConfig | None = None, run: str = "") -> None:
+        """``process`` is the name of its folder of certificates: its first role, gateway or operator. Raises ConfigError.
+
+        ``run``: name of the run for which the process makes calls, or "".
+        """
         security = security or SecurityConfig()
         self.folder = None if security.certificates is None else security.certificates / process
         self.allow_plaintext = security.allow_plaintext
@@ -44,14 +52,16 @@ class Credentials:
             _check(self.folder)
         token = None if security.token_file is None else read_token(security.token_file, "security.token_file")
         self._token = None if token is None else f"Bearer {token}"
+        self._run = run
 
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
-        """Metadata of every call: the token, if there is one.
+        """Metadata of every call: the token and the name of the run, if there are any.
 
         A client interceptor would create the method again for each call, which is unsafe; see ``ServiceChannel``.
         """
-        return () if self._token is None else ((_TOKEN, self._token),)
+        token = () if self._token is None else ((_TOKEN, self._token),)
+        return (*token, (RUN, self._run)) if self._run else token
 
     @property
     def encrypted(self) -> bool:
@@ -94,6 +104,31 @@ class Credentials:
         return grpc.StatusCode.PERMISSION_DENIED, f"{'+'.join(sorted(callers)) or 'an unknown caller'} is not allowed"
 
 
+def caller_run(context: grpc.ServicerContext) -> str:
+    """Return the name of the caller's run; "" if it gives none.
+
+    A certificate may name runs, as NAME.run.quartet. Then it decides: the caller must give one of them, or there must be one
+    only. Raises InvalidRequest.
+    """
+    sent = str(dict(context.invocation_metadata()).get(RUN, ""))
+    names = cast("Iterable[bytes]", context.auth_context().get("x509_subject_alternative_name", ()))
+    suffix = f".{_RUN_DOMAIN}"
+    allowed = sorted({text.removesuffix(suffix) for text in map(_decoded, names) if text.endswith(suffix)})
+    if not allowed:
+        if sent and not RUN_NAME.fullmatch(sent):
+            raise InvalidRequest(
+                f"metadata {RUN}: expected the name of a run: up to 64 letters, digits, '.', '_' and '-'"
+            )
+        return sent
+    if sent in allowed or (not sent and len(allowed) == 1):
+        return sent or allowed[0]
+    raise InvalidRequest(f"metadata {RUN} {sent!r}: the certificate of the caller is for run {', '.join(allowed)}")
+
+
+def _decoded(name: bytes) -> str:
+    return name.decode(errors="replace")
+
+
 LOCAL = Credentials(OPERATOR)
 """Credentials without certificates and token, for loopback addresses: only users of this machine can connect."""
 
@@ -123,7 +158,7 @@ class AccessControl(CallInterceptor):
 
 def _roles(names: Iterable[bytes]) -> frozenset[str]:
     """Return the process names among the alternative names of a certificate."""
-    parts = (name.decode(errors="replace").rpartition(".") for name in names)
+    parts = (_decoded(name).rpartition(".") for name in names)
     return frozenset(role for role, _, domain in parts if domain == DOMAIN)
 
 
