@@ -9,7 +9,7 @@ from typing import Any
 import grpc
 
 from quartet import codec
-from quartet.errors import Cancelled, DeadlinePassed, MismatchError
+from quartet.errors import Cancelled, DeadlinePassed, MismatchError, QuotaExceeded
 from quartet.failpoints import failpoint
 from quartet.rewards.ensemble import EnsembleReward
 from quartet.rewards.reward_source import RewardSource, Units, never, score_in_units
@@ -20,6 +20,9 @@ from quartet.rpc.security.credentials import caller_run
 from quartet.services.reward.sharing import SharedCall, SharedTurns
 from quartet.types import Role, Scores, TokenBatch
 from quartet.v1 import reward_pb2_grpc
+
+REFUSAL_SECONDS = 0.2
+"""Time until a refused call is answered. A connection has few calls beyond its quota, see ``quartet.rpc.limits.SPARE_CALLS``."""
 
 
 class RewardServicer(ModelServicer[RewardSource], reward_pb2_grpc.RewardServiceServicer):
@@ -84,7 +87,12 @@ class RewardServicer(ModelServicer[RewardSource], reward_pb2_grpc.RewardServiceS
 
     def _score_shared(self, shared: SharedTurns, request: Any, context: grpc.ServicerContext) -> Scores:
         batch, fields, weights = self._read(request)
-        call = shared.admit(caller_run(context), len(batch))
+        try:
+            call = shared.admit(caller_run(context), len(batch))
+        except QuotaExceeded:
+            # A caller that ignores the time to wait would keep the process busy with refusals.
+            time.sleep(REFUSAL_SECONDS)
+            raise
         scores: Scores | None = None
         try:
             scores = self._compute_in_turns(shared, call, self._units(request, batch, fields, weights), context)
