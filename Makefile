@@ -27,7 +27,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .PHONY: help install demo test test-fast test-all test-e2e chaos faults soak durability-cost startup end-to-end generation precision gpu update sharding plan plan-memory \
 	groups growth reward-node \
-	transport weights buffer sandbox learning-curves gae orchestration overlap architectures gateway-load gateway-metrics browser screenshots notebook fuzz-api fuzz-rpc helm-golden \
+	transport weights buffer sandbox reward-sharing learning-curves gae orchestration overlap architectures gateway-load gateway-metrics browser screenshots notebook fuzz-api fuzz-rpc helm-golden \
 	helm-schema e2e-compose check docs docs-reference wheel format proto acceptance parity engines clean
 .DEFAULT_GOAL := help
 
@@ -132,6 +132,9 @@ buffer: $(VENV)/.installed ## Measure trajectories per second and experience in 
 
 sandbox: $(VENV)/.installed ## Measure programs per second in the sandbox; write docs/verifiers.md; needs bubblewrap, Docker or Podman
 	$(BIN)/python -m benchmarks.sandbox $(BENCHMARK_ARGS)
+
+reward-sharing: $(VENV)/.installed ## Measure a run at a reward service that another run floods; write docs/rewards.md; two minutes
+	$(BIN)/python -m benchmarks.reward_sharing $(BENCHMARK_ARGS)
 
 learning-curves: $(VENV)/.installed-dev ## Train the examples with verifiers, three seeds each; write docs/verifiers.md; ten minutes
 	$(BIN)/python -m benchmarks.learning_curves $(BENCHMARK_ARGS)

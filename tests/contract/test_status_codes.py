@@ -9,12 +9,12 @@ import grpc
 import pytest
 import torch
 from google.protobuf.any_pb2 import Any as AnyMessage
-from google.rpc.error_details_pb2 import ErrorInfo
+from google.rpc.error_details_pb2 import ErrorInfo, RetryInfo
 from google.rpc.status_pb2 import Status
 from grpc_status import rpc_status
 
 from quartet import errors
-from quartet.rpc.status_codes import CODES, DOMAIN, INTERNAL_TEXT, MAX_TEXT, error_of, status_of
+from quartet.rpc.status_codes import CODES, DOMAIN, INTERNAL_TEXT, MAX_RETRY_SECONDS, MAX_TEXT, error_of, status_of
 
 CALL = "critic at 127.0.0.1:1: Values"
 CLASSES: list[type[errors.QuartetError]] = [
@@ -75,6 +75,26 @@ def test_a_caller_raises_the_class_of_the_service_with_the_service_name() -> Non
         if kind is not errors.DeadlinePassed and "the cause" not in str(raised):
             problems.append(f"{kind.__name__} loses its text: {raised}")
     assert problems == []
+
+
+def test_the_time_of_a_retry_arrives() -> None:
+    raised = round_trip(errors.QuotaExceeded("run a: too many calls", 2.5))
+    assert isinstance(raised, errors.QuotaExceeded)
+    assert (raised.retry_seconds, str(raised)) == (2.5, f"{CALL}: run a: too many calls")
+
+
+@pytest.mark.parametrize(("seconds", "expected"), [(3, 3.0), (-1, 0.0), (10**9, MAX_RETRY_SECONDS)])
+def test_a_service_in_another_language_may_send_the_time_of_a_retry_without_a_class(
+    seconds: int, expected: float
+) -> None:
+    packed, retry = AnyMessage(), RetryInfo()
+    retry.retry_delay.FromSeconds(seconds)
+    packed.Pack(retry)
+    code = grpc.StatusCode.RESOURCE_EXHAUSTED
+    status = Status(code=code.value[0], message="slow down", details=[packed])
+    raised = error_of(FailedCall(code, "slow down", status), CALL, 3.0)
+    assert isinstance(raised, errors.QuotaExceeded)
+    assert raised.retry_seconds == expected
 
 
 def test_a_class_of_another_module_is_sent_as_its_nearest_base_class() -> None:

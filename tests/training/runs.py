@@ -16,6 +16,7 @@ import grpc
 from quartet.config import Config, load_config, parse_config
 from quartet.models.weights.tokenizer import load_tokenizer, tokenizer_fingerprint
 from quartet.rpc.compute_thread import ComputeThread
+from quartet.rpc.security.credentials import Credentials
 from quartet.rpc.server import HostedRole, Server
 from quartet.run_directory.run_files import RunFiles
 from quartet.services.factories import build_model_role
@@ -140,7 +141,9 @@ class Fleet:
         built: HostedRole = (
             EnvironmentStandIn(own)
             if role is Role.ENVIRONMENT
-            else build_model_role(role, own, compute or ComputeThread(), threads=1)
+            else build_model_role(
+                role, own, compute or ComputeThread(), threads=1, credentials=Credentials(role, run=own.run.name)
+            )
         )
         self._servers[role] = Server([built], self._addresses.get(role, "127.0.0.1:0"))
         self._addresses[role] = self._servers[role].address
@@ -184,7 +187,8 @@ def orchestrator(config: Config, control: RunControl | None = None) -> Iterator[
     control = control or RunControl(RunFiles(config.run_directory), persist=False)
     board, exit_codes = ProgressBoard(config.run.name, config.run.steps), list[int]()
     assert config.buffer.url is not None
-    training = TrainingRun(config, config.buffer.url, board, control)
+    credentials = Credentials(Role.ORCHESTRATOR, run=config.run.name)
+    training = TrainingRun(config, config.buffer.url, board, control, credentials=credentials)
     thread = threading.Thread(target=run_training, args=(training, board, exit_codes.append), daemon=True)
     thread.start()
     yield ActiveRun(config, board, control, thread, exit_codes, training.live_settings, training.generators)
