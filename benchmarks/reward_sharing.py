@@ -24,7 +24,7 @@ import numpy as np
 from benchmarks import machine, page
 from benchmarks.options import add_shared, page_of, parser_of, positive
 from quartet.config import TimeoutsConfig
-from quartet.errors import QuartetError, ServiceBusy
+from quartet.errors import Cancelled, QuartetError, ServiceBusy
 from quartet.rpc.clients import RewardClient
 from quartet.rpc.pending_calls import PendingResult
 from quartet.rpc.refused_calls import RepeatedCall
@@ -173,7 +173,7 @@ def flood(address: str, fraction: float, options: argparse.Namespace) -> None:
     """Flood a service by the commands start, stop and count on standard input. Answers with the number of scored responses."""
     client, batch = client_of(address, "flood"), batch_of(options.sequences)
     calls: list[PendingResult[Scores]] = []
-    active, scored = False, 0
+    active, scored, failures = False, 0, list[str]()
 
     def begin() -> None:
         call: PendingResult[Scores] = RepeatedCall(lambda: client.score(batch), lambda: fraction)
@@ -186,7 +186,7 @@ def flood(address: str, fraction: float, options: argparse.Namespace) -> None:
             scored += len(call.result().total)
         except ServiceBusy:
             time.sleep(0.05)
-        except QuartetError:
+        except Cancelled:
             return
         if active:
             begin()
@@ -202,10 +202,22 @@ def flood(address: str, fraction: float, options: argparse.Namespace) -> None:
                 call.cancel()
             while not all(call.done() for call in calls):
                 time.sleep(0.01)
+            failures += [error for call in calls if (error := failure_of(call))]
             calls.clear()
             # The last unit of work ends at the service.
             time.sleep(SETTLE_SECONDS)
-        print(scored, flush=True)
+        print(json.dumps({"scored": scored, "failures": failures}), flush=True)
+
+
+def failure_of(call: PendingResult[Scores]) -> str:
+    """Return the error of a call that has ended; "" if it has none, was cancelled or met a busy service."""
+    try:
+        call.result()
+    except (Cancelled, ServiceBusy):
+        return ""
+    except QuartetError as error:
+        return str(error)
+    return ""
 
 
 @contextmanager
@@ -226,7 +238,10 @@ def flooding(address: str, kind: str, options: argparse.Namespace) -> Iterator[A
             assert process.stdout is not None
             process.stdin.write(f"{text}\n")
             process.stdin.flush()
-            return int(process.stdout.readline())
+            answer = json.loads(process.stdout.readline())
+            if answer["failures"]:
+                raise RuntimeError(f"calls of the flood failed: {answer['failures'][:3]}")
+            return int(answer["scored"])
 
         try:
             command("count")

@@ -43,6 +43,8 @@ _SERVER_OPTIONS = (
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
     ("grpc.http2.max_ping_strikes", 0),
+    # Otherwise a server that has just reached the limit of streams of a connection resets some that the client may still start.
+    ("grpc.http.overload_protection", 0),
     # A caller reconnects after this time and resolves the name again, so that new replicas get their share. Running calls finish.
     ("grpc.max_connection_age_ms", 300_000),
     ("grpc.max_metadata_size", 16 * 1024),

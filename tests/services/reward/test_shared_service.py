@@ -18,6 +18,7 @@ from quartet.config import Config, SecurityConfig, SharingConfig
 from quartet.errors import Cancelled, InvalidRequest, NoResponse, QuotaExceeded
 from quartet.rpc.clients import RewardClient
 from quartet.rpc.compute_thread import ComputeThread
+from quartet.rpc.limits import shared_limits
 from quartet.rpc.refused_calls import RepeatedCall
 from quartet.rpc.security.certificate_authority import Authority
 from quartet.rpc.security.credentials import Credentials
@@ -80,8 +81,9 @@ def batch_of(sequences: int, length: int) -> TokenBatch:
 def gated(**limits: Any) -> Iterator[tuple[GatedSource, SharedTurns, Callable[[str], RewardClient]]]:
     """Serve a gated source. Yield it, its turns, and a function that returns the client of a run."""
     source, turns = GatedSource(), SharedTurns(SharingConfig.model_validate(limits))
+    allowed = shared_limits(2, limits.get("max_pending_calls", 8))
     with ExitStack() as stack:
-        server = Server([RewardServicer(source, ComputeThread(), 1, shared=turns)], "127.0.0.1:0")
+        server = Server([RewardServicer(source, ComputeThread(), 1, shared=turns)], "127.0.0.1:0", limits=allowed)
         stack.callback(server.stop, 5.0)
         stack.callback(source.gate.release, 1000)
 
@@ -170,6 +172,15 @@ def test_a_flooding_run_finishes_if_it_repeats_its_refused_calls() -> None:
         wait_for(lambda: "flood" in usage(turns) and usage(turns)["flood"].refused_calls > 0)
         source.gate.release(1000)
         assert [call.result().total.tolist() for call in calls] == [[float(length)] for length in range(1, 13)]
+
+
+def test_more_calls_in_flight_than_a_connection_may_have_are_all_answered() -> None:
+    with gated(max_pending_calls=2) as (source, turns, client):
+        source.gate.release(1000)
+        flood = client("flood")
+        calls = [RepeatedCall(lambda: flood.score(batch_of(1, 1))) for _ in range(200)]
+        assert [call.result().total.tolist() for call in calls] == [[1.0]] * 200
+        assert usage(turns)["flood"].scored_sequences == 200
 
 
 def test_a_repeated_call_can_be_cancelled_while_it_waits() -> None:
