@@ -45,12 +45,12 @@ FLOOD_FRACTIONS = {"flood": 1.0, "impatient flood": 0.0}
 class Latencies:
     """Seconds of the calls of one run, without and with the flood."""
 
-    alone: list[float] = field(default_factory=list)
+    undisturbed: list[float] = field(default_factory=list)
     flooded: list[float] = field(default_factory=list)
 
     def quantile(self, q: float, flooded: bool) -> float:
         """Return a quantile in seconds."""
-        return float(np.quantile(self.flooded if flooded else self.alone, q))
+        return float(np.quantile(self.flooded if flooded else self.undisturbed, q))
 
     def ratio(self, q: float) -> float:
         """Return the quantile with the flood, relative to that without."""
@@ -104,7 +104,7 @@ def table(options: argparse.Namespace, host: str) -> str:
         f"and with the flood, which keeps {options.in_flight} calls in flight. An impatient flood ignores the time "
         "after which it should try again.",
         "",
-        "| source | quotas | other run | p50 alone | p50 | p95 alone | p95 | ratio of p95 | responses/s of the flood |",
+        "| source | quotas | other run | p50 without | p50 | p95 without | p95 | ratio of p95 | responses/s of the flood |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for name, reward, quotas, kind in cases:
@@ -129,7 +129,7 @@ def measure(
         for _ in range(5):
             client.score(batch).result()
         for _ in range(options.rounds):
-            latencies.alone += timed(client, batch, options.calls)
+            latencies.undisturbed += timed(client, batch, options.calls)
             command("start")
             time.sleep(SETTLE_SECONDS)
             before, start = command("count"), time.perf_counter()

@@ -201,7 +201,7 @@ def _serve(roles: list[Role], options: argparse.Namespace, notifier: ReadyNotifi
             background, publish = None, None
             observability.add_services(hosted)
             if sharing is not None:
-                from quartet.services.reward.metrics import SharingMetrics
+                from quartet.services.reward.sharing_metrics import SharingMetrics
 
                 observability.registry.register(SharingMetrics(hosted[0].shared.usage))
 

@@ -24,9 +24,9 @@ from quartet.rpc.security.certificate_authority import Authority
 from quartet.rpc.security.credentials import Credentials
 from quartet.rpc.server import Server
 from quartet.services.factories import build_model_role
-from quartet.services.reward.metrics import SharingMetrics
 from quartet.services.reward.servicer import RewardServicer
 from quartet.services.reward.sharing import RunUsage, SharedTurns
+from quartet.services.reward.sharing_metrics import SharingMetrics
 from quartet.types import Role, Scores, ServiceStatus, TokenBatch
 from tests.rewards.processes import wait_for
 from tests.services.model_services import TIMEOUTS, Services
@@ -116,15 +116,15 @@ def test_a_shared_service_gives_the_same_bits_as_one_of_a_single_run(
         },
     }[kind]
     fields = ['{"bonus": 2}', "{}", "{}", "{}", '{"bonus": 7}']
-    alone = services.start(Role.REWARD, make_config(reward=reward)).score(BATCH, fields).result()
+    expected = services.start(Role.REWARD, make_config(reward=reward)).score(BATCH, fields).result()
     shared_config = make_config(reward=reward, services={"reward": {"sharing": {}}})
     shared = services.start(Role.REWARD, shared_config)
     with ThreadPoolExecutor(4) as pool:
         results = list(pool.map(lambda _: shared.score(BATCH, fields).result(), range(4)))
     for result in results:
-        assert result.total.tobytes() == alone.total.tobytes()
+        assert result.total.tobytes() == expected.total.tobytes()
         assert {name: part.tobytes() for name, part in result.parts.items()} == {
-            name: part.tobytes() for name, part in alone.parts.items()
+            name: part.tobytes() for name, part in expected.parts.items()
         }
 
 
