@@ -111,6 +111,7 @@ GROUP_KEYS = (
 ALLOWED |= {
     f"config__services__{role}__{key}" for role in ("actor", "critic", "reward", "reference") for key in GROUP_KEYS
 }
+ALLOWED.add("config__services__reward__sharing")
 CHART_KEYS = keys_of({section: FULL_CONFIG[section] for section in SECTIONS}) - ALLOWED
 CHART_KEYS |= {"config__run__directory", "config__timeouts__drain_seconds"}
 # Valid values by the last part of the key. Other keys have a path as their value.
