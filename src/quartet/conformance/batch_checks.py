@@ -11,15 +11,13 @@ import grpc
 import numpy as np
 from numpy.typing import NDArray
 
-from quartet import errors
 from quartet.conformance.batches import batch_of, padded, tensor
 from quartet.conformance.check import Check, Skipped, Violation, expect
+from quartet.conformance.error_checks import ERRORS, require_class, require_garbage_refused, require_text
 from quartet.conformance.target import Refusal, Target, TokenPair
-from quartet.rpc.status_codes import CODES, DOMAIN, MAX_TEXT
 
 TRAJECTORY = "proto/quartet/v1/trajectory.proto"
 TENSOR = "proto/quartet/v1/tensor.proto"
-ERRORS = "docs/adr/0028-errors-cross-the-wire-with-their-class.md"
 LIMITS = "docs/conformance.md"
 MANY_SEQUENCES = 256
 LARGE_MESSAGE = 8 * 1024 * 1024
@@ -201,32 +199,11 @@ def _invalid(method: BatchMethod) -> list[tuple[str, str, str, Callable[[Target]
     def matrix(batch: Any, _: Target) -> None:
         batch.token_ids.shape[:] = [2, 4]
 
-    def error_class(target: Target) -> None:
-        refusal = target.refusal(method.method(target), method.message(target, batch_of([])))
-        if not refusal.domain and not refusal.reason:
-            raise Skipped("its errors have no google.rpc.ErrorInfo, which is optional")
-        expect(refusal.domain == DOMAIN, f"ErrorInfo.domain is {refusal.domain!r}; expected {DOMAIN!r}")
-        expect(
-            _fits(refusal), f"ErrorInfo.reason is {refusal.reason!r}; expected a class of the code {refusal.code.name}"
-        )
-
-    def error_text(target: Target) -> None:
-        text = target.refusal(method.method(target), method.message(target, batch_of([]))).text
-        expect(text.strip(), "an error has no text; expected one that says what was wrong")
-        expect(
-            len(text) <= MAX_TEXT + 100, f"the text of an error has {len(text)} characters; expected at most {MAX_TEXT}"
-        )
-        expect("\n" not in text, f"the text of an error has several lines; expected one: {text[:100]!r}")
+    def refusal(target: Target) -> Refusal:
+        return target.refusal(method.method(target), method.message(target, batch_of([])))
 
     def garbage(target: Target) -> None:
-        call = target.channel.unary_unary(
-            f"/{target.service}/{method.rpc}", request_serializer=bytes, response_deserializer=bytes
-        )
-        refusal = target.refusal(call, b"\x0a\xff\xff\xff\xff\x0fthis is no message")
-        expect(
-            refusal.code in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.INTERNAL),
-            f"bytes that are no message are refused with {refusal}; expected INVALID_ARGUMENT or INTERNAL",
-        )
+        require_garbage_refused(target, method.rpc)
         method.values(target, target.sequences([(2, 2)]))
 
     lengths = "prompt_lengths and response_lengths"
@@ -317,9 +294,14 @@ def _invalid(method: BatchMethod) -> list[tuple[str, str, str, Callable[[Target]
             "error_class",
             "The class of an error in google.rpc.ErrorInfo is of the domain quartet, and fits the status code.",
             ERRORS,
-            error_class,
+            lambda target: require_class(refusal(target)),
         ),
-        ("error_text", "The text of an error is one line that is not too long.", ERRORS, error_text),
+        (
+            "error_text",
+            "The text of an error is one line that is not too long.",
+            ERRORS,
+            lambda target: require_text(refusal(target)),
+        ),
         (
             "garbage",
             "A request that is not the message fails, and the service continues.",
@@ -327,14 +309,6 @@ def _invalid(method: BatchMethod) -> list[tuple[str, str, str, Callable[[Target]
             garbage,
         ),
     ]
-
-
-def _fits(refusal: Refusal) -> bool:
-    """Return whether the class in an error's details has the error's status code."""
-    kind = getattr(errors, refusal.reason, None)
-    if not isinstance(kind, type) or not issubclass(kind, errors.QuartetError):
-        return False
-    return next(code for base, code in CODES if issubclass(kind, base)) is refusal.code
 
 
 def _calls(method: BatchMethod) -> list[tuple[str, str, str, Callable[[Target], None]]]:
@@ -359,7 +333,7 @@ def _calls(method: BatchMethod) -> list[tuple[str, str, str, Callable[[Target], 
                 f"a call with a deadline of {seconds:g} s ends with {code.name}; expected DEADLINE_EXCEEDED",
             )
         require_service(target, "calls whose deadline has passed")
-        _require_idle(target, "calls whose deadline has passed")
+        require_idle(target, "calls whose deadline has passed")
 
     def cancel(target: Target) -> None:
         request = method.message(target, batch_of(large(target)))
@@ -368,7 +342,7 @@ def _calls(method: BatchMethod) -> list[tuple[str, str, str, Callable[[Target], 
             time.sleep(0.02)
             call.cancel()
         require_service(target, "cancelled calls")
-        _require_idle(target, "cancelled calls")
+        require_idle(target, "cancelled calls")
 
     def concurrent(target: Target) -> None:
         batches = [target.sequences([(2, 1 + number), (3, 2)]) for number in range(CONCURRENT_CALLS)]
@@ -414,7 +388,7 @@ def _calls(method: BatchMethod) -> list[tuple[str, str, str, Callable[[Target], 
     ]
 
 
-def _require_idle(target: Target, after: str) -> None:
+def require_idle(target: Target, after: str) -> None:
     """Raise Violation if the status shows pending work of callers that are gone. Services may leave work_pending at 0."""
     idle = target.wait_for(lambda: target.status().work_pending == 0, target.limits.seconds)
     expect(idle, f"work_pending is {target.status().work_pending} after {after}; expected 0")

@@ -52,6 +52,25 @@ def floats(message: tensor_pb2.Tensor, name: str, length: int, finite: bool = Tr
     return values
 
 
+def token_ids(message: tensor_pb2.Tensor, name: str, vocabulary_size: int) -> NDArray[np.int32]:
+    """Return an int32 tensor of one dimension with ids of the vocabulary, which may be empty. Raises Violation."""
+    expect(
+        message.dtype == tensor_pb2.DATA_TYPE_INT32,
+        f"{name}: dtype is {tensor_pb2.DataType.Name(message.dtype)}; expected DATA_TYPE_INT32",
+    )
+    expect(len(message.shape) == 1, f"{name}: shape is {list(message.shape)}; expected one dimension")
+    expect(
+        len(message.data) == 4 * message.shape[0],
+        f"{name}: data has {len(message.data)} bytes; expected {4 * message.shape[0]}, 4 for each of {message.shape[0]} elements",
+    )
+    ids: NDArray[np.int32] = np.frombuffer(message.data, "<i4")
+    expect(
+        not len(ids) or (ids.min() >= 0 and ids.max() < vocabulary_size),
+        f"{name}: has ids from {ids.min(initial=0)} to {ids.max(initial=0)}; expected ids in 0..{vocabulary_size - 1}",
+    )
+    return ids
+
+
 def padded(request: Any, size: int) -> Any:
     """Return a request of the same meaning that is ``size`` bytes longer, in an unknown field."""
     key = PADDING_FIELD << 3 | 2

@@ -30,17 +30,17 @@ class EnvironmentReply(_message.Message):
     OUTCOME_FIELD_NUMBER: _builtins.int
     DETAIL_FIELD_NUMBER: _builtins.int
     reward: _builtins.float
-    """Reward of the policy's last turn, 0 for Reset. NaN unless the outcome is OK."""
+    """Reward of the policy's last turn, finite; 0 for Reset. NaN unless the outcome is OK."""
     done: _builtins.bool
-    """Whether the episode is over. Always set unless the outcome is OK."""
+    """Whether the episode is over. Not set for a Reset that is OK. Always set unless the outcome is OK."""
     outcome: _trajectory_pb2.Outcome.ValueType
     """Outcome of the call. Any but OK ends the episode without a reward: a failure is not a number."""
     detail: _builtins.str
     """Cause of an outcome other than OK, at most 1024 characters. Empty for OK."""
     @_builtins.property
     def observation(self) -> _tensor_pb2.Tensor:
-        """int32 [tokens], may be empty: the observation, encoded once, to be appended to the trajectory's tokens as they are. Empty
-        unless the outcome is OK.
+        """int32 [tokens], may be empty: the observation, encoded once, to be appended to the trajectory's tokens as they are. Each id is
+        below vocabulary_size of the status. Empty unless the outcome is OK.
         """
 
     def __init__(
@@ -62,7 +62,7 @@ Global___EnvironmentReply: _TypeAlias = EnvironmentReply  # noqa: Y015
 
 @_typing.final
 class ResetRequest(_message.Message):
-    """Starts an episode. Equal arguments give an equal episode if the environment is deterministic."""
+    """Starts an episode."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -71,14 +71,18 @@ class ResetRequest(_message.Message):
     FIELDS_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     session: _builtins.str
-    """Name of the session: RUN/STEP/PROMPT/SAMPLE/ATTEMPT, 1 to 512 characters."""
+    """Name of the session: RUN/STEP/PROMPT/SAMPLE/ATTEMPT, 1 to 512 printable characters. Names that differ in one character are
+    different sessions.
+    """
     seed: _builtins.int
-    """Seed of the episode."""
+    """Seed of the episode, below 2^63. All bits count."""
     fields: _builtins.str
     """Fields of the prompt's line as a JSON object, or empty."""
     @_builtins.property
     def token_ids(self) -> _tensor_pb2.Tensor:
-        """int32 [tokens], at least one: the prompt."""
+        """int32 [tokens], at least one: the prompt. Ids are 0 or more. One at or above vocabulary_size is valid and has no text: a
+        policy may embed more ids than its tokenizer has.
+        """
 
     def __init__(
         self,
@@ -132,11 +136,11 @@ class StepRequest(_message.Message):
     session: _builtins.str
     """Name of the session."""
     turn: _builtins.int
-    """Number of the policy's turn, from 1."""
+    """Number of the policy's turn, from 1: that of the next turn, or of the last one to repeat it."""
     @_builtins.property
     def token_ids(self) -> _tensor_pb2.Tensor:
         """int32 [tokens], at least one: the tokens that the policy generated in this turn, with the end-of-sequence token if there is
-        one.
+        one. Ids as in ResetRequest. The same ids repeat the last turn; others with its number are INVALID_ARGUMENT.
         """
 
     def __init__(

@@ -26,11 +26,20 @@ if _version_not_supported:
 
 
 class EnvironmentServiceStub:
-    """Environments for trajectories of several turns. A session is one episode.
+    """Environments for trajectories of several turns. A session is one episode. Sessions do not affect each other.
 
-    Repeating the last call of a session has no effect and returns the same answer. Sessions live in memory: after a restart, or if
-    it was idle too long, a session is unknown, and Step fails with FAILED_PRECONDITION and the reason SessionLost. The caller may
-    then start it again with the same Reset and the same Steps.
+    Equal seeds, fields, prompts and turns give equal answers, in every session: randomness comes from the seed. An environment that
+    cannot do so works, but loses its episodes with its process, and its runs do not repeat.
+
+    Repeating the last call of a session has no effect and returns the same answer, also if the caller gave up on the first one. Any
+    other Reset starts the episode again.
+
+    Sessions live in memory: after a restart, or if it was idle too long, a session is unknown, and Step fails with
+    FAILED_PRECONDITION and the reason SessionLost in its ErrorInfo. The caller may then start it again with the same Reset and the
+    same Steps. A service without room for another session fails with RESOURCE_EXHAUSTED, and the caller tries again.
+
+    An invalid request is INVALID_ARGUMENT and changes nothing: a malformed message, a turn that is not the next or the last one, or
+    a turn after the end of the episode. An environment that fails is no error of the call but an outcome.
     """
 
     def __init__(self, channel):
@@ -57,11 +66,20 @@ class EnvironmentServiceStub:
 
 
 class EnvironmentServiceServicer:
-    """Environments for trajectories of several turns. A session is one episode.
+    """Environments for trajectories of several turns. A session is one episode. Sessions do not affect each other.
 
-    Repeating the last call of a session has no effect and returns the same answer. Sessions live in memory: after a restart, or if
-    it was idle too long, a session is unknown, and Step fails with FAILED_PRECONDITION and the reason SessionLost. The caller may
-    then start it again with the same Reset and the same Steps.
+    Equal seeds, fields, prompts and turns give equal answers, in every session: randomness comes from the seed. An environment that
+    cannot do so works, but loses its episodes with its process, and its runs do not repeat.
+
+    Repeating the last call of a session has no effect and returns the same answer, also if the caller gave up on the first one. Any
+    other Reset starts the episode again.
+
+    Sessions live in memory: after a restart, or if it was idle too long, a session is unknown, and Step fails with
+    FAILED_PRECONDITION and the reason SessionLost in its ErrorInfo. The caller may then start it again with the same Reset and the
+    same Steps. A service without room for another session fails with RESOURCE_EXHAUSTED, and the caller tries again.
+
+    An invalid request is INVALID_ARGUMENT and changes nothing: a malformed message, a turn that is not the next or the last one, or
+    a turn after the end of the episode. An environment that fails is no error of the call but an outcome.
     """
 
     def Reset(self, request, context):
@@ -112,11 +130,20 @@ def add_EnvironmentServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class EnvironmentService:
-    """Environments for trajectories of several turns. A session is one episode.
+    """Environments for trajectories of several turns. A session is one episode. Sessions do not affect each other.
 
-    Repeating the last call of a session has no effect and returns the same answer. Sessions live in memory: after a restart, or if
-    it was idle too long, a session is unknown, and Step fails with FAILED_PRECONDITION and the reason SessionLost. The caller may
-    then start it again with the same Reset and the same Steps.
+    Equal seeds, fields, prompts and turns give equal answers, in every session: randomness comes from the seed. An environment that
+    cannot do so works, but loses its episodes with its process, and its runs do not repeat.
+
+    Repeating the last call of a session has no effect and returns the same answer, also if the caller gave up on the first one. Any
+    other Reset starts the episode again.
+
+    Sessions live in memory: after a restart, or if it was idle too long, a session is unknown, and Step fails with
+    FAILED_PRECONDITION and the reason SessionLost in its ErrorInfo. The caller may then start it again with the same Reset and the
+    same Steps. A service without room for another session fails with RESOURCE_EXHAUSTED, and the caller tries again.
+
+    An invalid request is INVALID_ARGUMENT and changes nothing: a malformed message, a turn that is not the next or the last one, or
+    a turn after the end of the episode. An environment that fails is no error of the call but an outcome.
     """
 
     @staticmethod

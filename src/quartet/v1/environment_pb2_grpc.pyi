@@ -27,11 +27,20 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class EnvironmentServiceStub:
-    """Environments for trajectories of several turns. A session is one episode.
+    """Environments for trajectories of several turns. A session is one episode. Sessions do not affect each other.
 
-    Repeating the last call of a session has no effect and returns the same answer. Sessions live in memory: after a restart, or if
-    it was idle too long, a session is unknown, and Step fails with FAILED_PRECONDITION and the reason SessionLost. The caller may
-    then start it again with the same Reset and the same Steps.
+    Equal seeds, fields, prompts and turns give equal answers, in every session: randomness comes from the seed. An environment that
+    cannot do so works, but loses its episodes with its process, and its runs do not repeat.
+
+    Repeating the last call of a session has no effect and returns the same answer, also if the caller gave up on the first one. Any
+    other Reset starts the episode again.
+
+    Sessions live in memory: after a restart, or if it was idle too long, a session is unknown, and Step fails with
+    FAILED_PRECONDITION and the reason SessionLost in its ErrorInfo. The caller may then start it again with the same Reset and the
+    same Steps. A service without room for another session fails with RESOURCE_EXHAUSTED, and the caller tries again.
+
+    An invalid request is INVALID_ARGUMENT and changes nothing: a malformed message, a turn that is not the next or the last one, or
+    a turn after the end of the episode. An environment that fails is no error of the call but an outcome.
     """
 
     @_typing.overload
@@ -47,11 +56,20 @@ class EnvironmentServiceStub:
 
 @_typing.type_check_only
 class EnvironmentServiceAsyncStub(EnvironmentServiceStub):
-    """Environments for trajectories of several turns. A session is one episode.
+    """Environments for trajectories of several turns. A session is one episode. Sessions do not affect each other.
 
-    Repeating the last call of a session has no effect and returns the same answer. Sessions live in memory: after a restart, or if
-    it was idle too long, a session is unknown, and Step fails with FAILED_PRECONDITION and the reason SessionLost. The caller may
-    then start it again with the same Reset and the same Steps.
+    Equal seeds, fields, prompts and turns give equal answers, in every session: randomness comes from the seed. An environment that
+    cannot do so works, but loses its episodes with its process, and its runs do not repeat.
+
+    Repeating the last call of a session has no effect and returns the same answer, also if the caller gave up on the first one. Any
+    other Reset starts the episode again.
+
+    Sessions live in memory: after a restart, or if it was idle too long, a session is unknown, and Step fails with
+    FAILED_PRECONDITION and the reason SessionLost in its ErrorInfo. The caller may then start it again with the same Reset and the
+    same Steps. A service without room for another session fails with RESOURCE_EXHAUSTED, and the caller tries again.
+
+    An invalid request is INVALID_ARGUMENT and changes nothing: a malformed message, a turn that is not the next or the last one, or
+    a turn after the end of the episode. An environment that fails is no error of the call but an outcome.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
@@ -63,11 +81,20 @@ class EnvironmentServiceAsyncStub(EnvironmentServiceStub):
     """Ends a session. A session that does not exist is no error."""
 
 class EnvironmentServiceServicer(metaclass=_abc_1.ABCMeta):
-    """Environments for trajectories of several turns. A session is one episode.
+    """Environments for trajectories of several turns. A session is one episode. Sessions do not affect each other.
 
-    Repeating the last call of a session has no effect and returns the same answer. Sessions live in memory: after a restart, or if
-    it was idle too long, a session is unknown, and Step fails with FAILED_PRECONDITION and the reason SessionLost. The caller may
-    then start it again with the same Reset and the same Steps.
+    Equal seeds, fields, prompts and turns give equal answers, in every session: randomness comes from the seed. An environment that
+    cannot do so works, but loses its episodes with its process, and its runs do not repeat.
+
+    Repeating the last call of a session has no effect and returns the same answer, also if the caller gave up on the first one. Any
+    other Reset starts the episode again.
+
+    Sessions live in memory: after a restart, or if it was idle too long, a session is unknown, and Step fails with
+    FAILED_PRECONDITION and the reason SessionLost in its ErrorInfo. The caller may then start it again with the same Reset and the
+    same Steps. A service without room for another session fails with RESOURCE_EXHAUSTED, and the caller tries again.
+
+    An invalid request is INVALID_ARGUMENT and changes nothing: a malformed message, a turn that is not the next or the last one, or
+    a turn after the end of the episode. An environment that fails is no error of the call but an outcome.
     """
 
     @_abc_1.abstractmethod
