@@ -1,4 +1,4 @@
-"""Services of the five roles with models of a few numbers, in this process: correct, fast, and easy to make wrong."""
+"""Services of the roles with models of a few numbers, in this process: correct, fast, and easy to make wrong."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from quartet.rpc.compute_thread import ComputeThread
 from quartet.rpc.server import Server
 from quartet.services.actor.servicer import ActorServicer
 from quartet.services.critic.servicer import CriticServicer
+from quartet.services.environment.servicer import EnvironmentServicer
 from quartet.services.reference.servicer import ReferenceServicer
 from quartet.services.reward.servicer import RewardServicer
 from quartet.types import (
@@ -37,8 +38,11 @@ from quartet.types import (
     Trajectory,
     UpdateResult,
 )
+from tests.conformance.environments import TinyEnvironment
 
 VOCABULARY, MAX_TOKENS = 24, 40
+FAILING = '{"fail": true}'
+"""Fields with which rewards and environments of the tests fail."""
 
 
 class TinyModel:
@@ -223,19 +227,25 @@ class Service:
     after_start: list[Callable[[Server], None]] = field(default_factory=list)
 
 
+def _service(role: Role, folder: Path, url: str) -> Service:
+    if role is Role.ENVIRONMENT:
+        host: Any = TinyEnvironment()
+        return Service(role, host, EnvironmentServicer(host, 1))
+    model = TinyEngine(folder, url) if role is Role.ACTOR else TinyModel(folder, url)
+    model.role = role
+    trained = (lambda: False,) if role in (Role.ACTOR, Role.CRITIC) else ()
+    return Service(role, model, _SERVICERS[role](model, ComputeThread(), 1, *trained))
+
+
 @contextmanager
 def serving(role: Role, folder: Path, url: str, mutate: Callable[[Service], None] = lambda _: None) -> Iterator[Target]:
     """Serve a tiny model, changed by ``mutate``, and yield a connected target."""
-    model = TinyEngine(folder, url) if role is Role.ACTOR else TinyModel(folder, url)
-    model.role = role
-    compute = ComputeThread()
-    trained = (lambda: False,) if role in (Role.ACTOR, Role.CRITIC) else ()
-    service = Service(role, model, _SERVICERS[role](model, compute, 1, *trained))
+    service = _service(role, folder, url)
     mutate(service)
     server = Server([service.servicer], "127.0.0.1:0")
     for change in service.after_start:
         change(server)
-    limits = Limits(seconds=3.0, allow_changes=True, buffer_url=url)
+    limits = Limits(seconds=3.0, allow_changes=True, buffer_url=url, failing_fields=FAILING)
     target = Target(role, server.address, limits)
     try:
         yield target

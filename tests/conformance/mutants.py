@@ -11,6 +11,7 @@ from grpc_health.v1 import health_pb2
 from quartet.errors import FailedPrecondition, InvalidRequest
 from quartet.types import Role
 from quartet.v1 import trajectory_pb2
+from tests.conformance.environment_mutants import ENVIRONMENT_MUTANTS
 from tests.conformance.faults import (
     Misnamed,
     accepts,
@@ -293,4 +294,5 @@ MUTANTS = [
     Mutant("the epoch of a generation ignored", ACTOR, "generate.fencing", model("fence", lambda *_: None)),
     Mutant("any policy version", ACTOR, "generate.version", model("admit", lambda *_: None)),
     Mutant("trajectories of a refused request", ACTOR, "generate.version", writes_before_refusal),
+    *(Mutant(name, Role.ENVIRONMENT, check, fault) for name, check, fault in ENVIRONMENT_MUTANTS),
 ]

@@ -12,7 +12,7 @@ from tests.conformance.models import serving
 from tests.conformance.mutants import MUTANTS, Mutant
 
 
-@pytest.mark.parametrize("role", [Role.REWARD, Role.REFERENCE, Role.CRITIC, Role.ACTOR])
+@pytest.mark.parametrize("role", [Role.REWARD, Role.REFERENCE, Role.CRITIC, Role.ACTOR, Role.ENVIRONMENT])
 def test_a_correct_service_passes_every_check(role: Role, tmp_path: Path, redis_url: str) -> None:
     with serving(role, tmp_path, redis_url) as target:
         results = run_checks(target, checks_of(role))

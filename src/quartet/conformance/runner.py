@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from quartet.conformance.batch_checks import batch_checks
 from quartet.conformance.check import Check, CheckOutcome, CheckResult, Skipped, Violation
+from quartet.conformance.environment_checks import environment_checks
 from quartet.conformance.generation_checks import generation_checks
 from quartet.conformance.model_checks import (
     ACTOR_LOG_PROBS,
@@ -29,6 +30,7 @@ _CHECKS: dict[Role, Callable[[], list[Check]]] = {
     Role.CRITIC: lambda: [*batch_checks(VALUES), *values_checks(), *update_checks()],
     Role.ACTOR: lambda: [*batch_checks(ACTOR_LOG_PROBS), *actor_checks(), *generation_checks(), *update_checks()],
     Role.GENERATOR: generation_checks,
+    Role.ENVIRONMENT: environment_checks,
 }
 ROLES = tuple(_CHECKS)
 """Roles that have checks."""

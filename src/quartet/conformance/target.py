@@ -19,6 +19,7 @@ from quartet.types import Role
 from quartet.v1 import (
     actor_pb2_grpc,
     critic_pb2_grpc,
+    environment_pb2_grpc,
     generation_pb2_grpc,
     reference_pb2_grpc,
     reward_pb2_grpc,
@@ -32,6 +33,7 @@ _STUBS: dict[Role, Any] = {
     Role.REWARD: reward_pb2_grpc.RewardServiceStub,
     Role.REFERENCE: reference_pb2_grpc.ReferenceServiceStub,
     Role.GENERATOR: generation_pb2_grpc.GenerationServiceStub,
+    Role.ENVIRONMENT: environment_pb2_grpc.EnvironmentServiceStub,
 }
 SERVICES = {
     role: f"quartet.v1.{'Generation' if role is Role.GENERATOR else role.capitalize()}Service" for role in _STUBS
@@ -48,6 +50,7 @@ class Limits:
     ``seconds``: time for one call. ``vocabulary_size`` and ``max_tokens`` replace those of the status. ``allow_changes``: run the
     checks that train, save or generate. ``buffer_url``: the service's Redis, for these. ``tolerance``: difference of two results
     that count as equal, relative to the larger of 1 and their size. ``fields``: those of every prompt, as a JSON object.
+    ``failing_fields``: those of a prompt for which the reward or the environment fails.
     """
 
     seconds: float = 30.0
@@ -57,6 +60,7 @@ class Limits:
     buffer_url: str | None = None
     tolerance: float = 2e-3
     fields: str | None = None
+    failing_fields: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,14 +93,25 @@ class Refusal:
 class Target:
     """A service at an address."""
 
-    def __init__(self, role: Role, address: str, limits: Limits = Limits(), credentials: Credentials = LOCAL) -> None:
-        """Connect. The service is not called yet."""
+    def __init__(
+        self,
+        role: Role,
+        address: str,
+        limits: Limits = Limits(),
+        credentials: Credentials = LOCAL,
+        status_credentials: Credentials | None = None,
+    ) -> None:
+        """Connect. The service is not called yet.
+
+        ``status_credentials`` are those for status and health. Defaults to ``credentials``: most callers may call both.
+        """
         self.role, self.address, self.limits, self.credentials = role, address, limits, credentials
         self.channel = credentials.channel(role, address)
         self.stub: Any = _STUBS[role](self.channel)
         self.generation: Any = generation_pb2_grpc.GenerationServiceStub(self.channel)
-        self.status_stub = status_pb2_grpc.StatusServiceStub(self.channel)
-        self.health_stub = health_pb2_grpc.HealthStub(self.channel)
+        self._status_channel = (status_credentials or credentials).channel(role, address)
+        self.status_stub = status_pb2_grpc.StatusServiceStub(self._status_channel)
+        self.health_stub = health_pb2_grpc.HealthStub(self._status_channel)
         self._random = np.random.default_rng(0)
 
     @property
@@ -180,8 +195,9 @@ class Target:
         return True
 
     def close(self) -> None:
-        """Close the connection."""
+        """Close the connections."""
         self.channel.close()
+        self._status_channel.close()
 
 
 TokenPair = tuple[np.ndarray[Any, np.dtype[np.int32]], np.ndarray[Any, np.dtype[np.int32]]]
