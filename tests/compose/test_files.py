@@ -383,7 +383,12 @@ def test_the_build_context_has_only_the_files_that_images_copy() -> None:
     included = {line[1:] for line in ignored if line.startswith("!")}
     copied = {
         source
-        for path in ("docker/Dockerfile", "docker/Dockerfile.generator", "docker/redis/Dockerfile")
+        for path in (
+            "docker/Dockerfile",
+            "docker/Dockerfile.generator",
+            "docker/redis/Dockerfile",
+            "examples/reward-node/Dockerfile",
+        )
         for line in re.findall(r"^COPY (?!--from)(.*) \S+$", (ROOT / path).read_text(), re.M)
         for source in line.split()
     }
