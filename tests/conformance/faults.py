@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from quartet import codec
-from quartet.errors import Cancelled, FailedPrecondition, InvalidRequest, QuartetError
-from quartet.types import Scores, ServiceStatus, UpdateResult
+from quartet.errors import Cancelled, FailedPrecondition, InvalidRequest, QuartetError, ScorerFailed, ServiceFailed
+from quartet.types import Outcome, Scores, ServiceStatus, UpdateResult
 from quartet.v1 import trajectory_pb2
 from tests.conformance.models import Service
 
@@ -119,6 +119,28 @@ def outcomes(change: Callable[[list[int]], list[int]]) -> Callable[[Service], No
 def without_number(answer: Any) -> None:
     """Put NaN in the place of the first score, which is still ok."""
     answer.scores.data = np.float32(np.nan).tobytes() + answer.scores.data[4:]
+
+
+def zeros_for_failures(answer: Any) -> None:
+    scores = np.nan_to_num(np.frombuffer(answer.scores.data, "<f4"))
+    answer.scores.data = scores.astype("<f4").tobytes()
+    del answer.outcomes[:], answer.details[:]
+
+
+def fails_together(_: Any, right: Any, *arguments: Any) -> Scores:
+    """Give no response a score if one has none."""
+    scores: Scores = right(*arguments)
+    if not scores.outcomes:
+        return scores
+    count = len(scores.total)
+    return Scores(np.full(count, np.nan, np.float32), outcomes=(Outcome.SCORER_ERROR,) * count)
+
+
+def raises_together(_: Any, right: Any, *arguments: Any) -> Scores:
+    scores: Scores = right(*arguments)
+    if scores.outcomes:
+        raise ScorerFailed("one response has no score")
+    return scores
 
 
 def wrong_shape(answer: Any) -> None:
@@ -427,6 +449,28 @@ def sampled_greedy(service: Service) -> None:
         return right(one, replace(batch, sampling=replace(batch.sampling, temperature=3.0)))
 
     model("sample", wrong)(service)
+
+
+def any_sampling(service: Service) -> None:
+    """Generate one token if a request asks for none."""
+    right = service.servicer.Generate
+
+    def wrong(message: Any, context: Any) -> Any:
+        message.sampling.max_response_tokens = max(1, message.sampling.max_response_tokens)
+        return right(message, context)
+
+    service.servicer.Generate = wrong
+
+
+def hangs_after_cancellation(service: Service) -> None:
+    """Work for a while on the first request, whether its caller is there or not."""
+    model("trajectories", lambda _, right, batch: time.sleep(4) or right(batch))(service)
+
+
+def confused_by_fields(_: Any, right: Any, batch: Any, fields: Any, cancelled: Any) -> Scores:
+    if len(fields) not in (0, len(batch)):
+        raise ServiceFailed("list index out of range")
+    return right(batch, fields, cancelled)  # type: ignore[no-any-return]
 
 
 def neighbours(service: Service) -> None:

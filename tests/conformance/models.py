@@ -20,6 +20,7 @@ from quartet.models.training.update_idempotency import UpdateLog
 from quartet.random_streams import uniforms
 from quartet.rpc.base_servicers import ModelServicer
 from quartet.rpc.compute_thread import ComputeThread
+from quartet.rpc.security.credentials import LOCAL, Credentials
 from quartet.rpc.server import Server
 from quartet.services.actor.servicer import ActorServicer
 from quartet.services.critic.servicer import CriticServicer
@@ -30,6 +31,7 @@ from quartet.types import (
     EngineProperties,
     FinishReason,
     FloatArray,
+    Outcome,
     Role,
     SavedFile,
     Scores,
@@ -102,7 +104,12 @@ class TinyModel:
             raise InvalidRequest(f"fields: expected {len(batch)}, got {len(fields)}")
         totals = [self.logits(ids)[:, 3].mean() for ids in batch.sequences()]
         total = np.array(totals, np.float32)
-        return Scores(total, {"half": total / 2, "rest": total / 2})
+        parts = {"half": total / 2, "rest": total / 2}
+        failed = [each == FAILING for each in fields]
+        if not any(failed):
+            return Scores(total, parts)
+        outcomes = tuple(Outcome.SCORER_ERROR if each else Outcome.OK for each in failed)
+        return Scores(np.where(failed, np.float32(np.nan), total), outcomes=outcomes)
 
     def log_probs(self, batch: TokenBatch, temperature: float, reference: bool = False) -> FloatArray:
         self.check(batch)
@@ -238,11 +245,17 @@ def _service(role: Role, folder: Path, url: str) -> Service:
 
 
 @contextmanager
-def serving(role: Role, folder: Path, url: str, mutate: Callable[[Service], None] = lambda _: None) -> Iterator[Target]:
-    """Serve a tiny model, changed by ``mutate``, and yield a connected target."""
+def serving(
+    role: Role,
+    folder: Path,
+    url: str,
+    mutate: Callable[[Service], None] = lambda _: None,
+    credentials: Credentials = LOCAL,
+) -> Iterator[Target]:
+    """Serve a tiny model, changed by ``mutate``, and yield a target without credentials. ``credentials``: the server's."""
     service = _service(role, folder, url)
     mutate(service)
-    server = Server([service.servicer], "127.0.0.1:0")
+    server = Server([service.servicer], "127.0.0.1:0", credentials)
     for change in service.after_start:
         change(server)
     limits = Limits(seconds=3.0, allow_changes=True, buffer_url=url, failing_fields=FAILING)

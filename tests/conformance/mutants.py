@@ -16,18 +16,22 @@ from tests.conformance.faults import (
     Misnamed,
     accepts,
     any_run,
+    any_sampling,
     any_settings,
     any_step,
     anywhere,
     border,
+    confused_by_fields,
     constant_state,
     doubles,
     drop_last,
     each_trajectory,
     elsewhere,
     events,
+    fails_together,
     forgetful,
     hangs,
+    hangs_after_cancellation,
     hangs_after_deadline,
     has_empty,
     health,
@@ -44,6 +48,7 @@ from tests.conformance.faults import (
     outcomes,
     padded,
     positions,
+    raises_together,
     refuses,
     request,
     response,
@@ -66,8 +71,10 @@ from tests.conformance.faults import (
     without_sha,
     writes_before_refusal,
     wrong_shape,
+    zeros_for_failures,
 )
 from tests.conformance.models import MAX_TOKENS, VOCABULARY, Service
+from tests.conformance.server_mutants import SERVER_MUTANTS
 
 REWARD, REFERENCE, CRITIC, ACTOR = Role.REWARD, Role.REFERENCE, Role.CRITIC, Role.ACTOR
 
@@ -134,6 +141,10 @@ MUTANTS = [
         "score.fields",
         request("Score", lambda message: message.fields.append("{}") if message.fields else None),
     ),
+    Mutant("a score of 0 for a failure", REWARD, "score.failure", response("Score", zeros_for_failures)),
+    Mutant("a failure for the whole batch", REWARD, "score.failure", model("score", fails_together)),
+    Mutant("an error for one failure", REWARD, "score.failure", model("score", raises_together)),
+    Mutant("INTERNAL for another number of fields", REWARD, "score.fields_count", model("score", confused_by_fields)),
     Mutant("no sequences accepted", REWARD, "score.refuses_no_sequences", accepts(no_sequences)),
     Mutant("INTERNAL for an invalid batch", REWARD, "score.refuses_no_sequences", other_error(ZeroDivisionError())),
     Mutant(
@@ -292,7 +303,10 @@ MUTANTS = [
     ),
     Mutant("sampling at temperature 0", ACTOR, "generate.greedy", sampled_greedy),
     Mutant("the epoch of a generation ignored", ACTOR, "generate.fencing", model("fence", lambda *_: None)),
+    Mutant("invalid samplings replaced", ACTOR, "generate.invalid", any_sampling),
+    Mutant("generation that continues without its caller", ACTOR, "generate.cancel", hangs_after_cancellation),
     Mutant("any policy version", ACTOR, "generate.version", model("admit", lambda *_: None)),
     Mutant("trajectories of a refused request", ACTOR, "generate.version", writes_before_refusal),
+    *(Mutant(name, role, check, fault) for name, role, check, fault in SERVER_MUTANTS),
     *(Mutant(name, Role.ENVIRONMENT, check, fault) for name, check, fault in ENVIRONMENT_MUTANTS),
 ]

@@ -9,7 +9,9 @@ import typer
 
 
 def check_conformance(
-    role: Annotated[str, typer.Argument(metavar="ROLE", help="reward, reference, critic, actor or generator.")],
+    role: Annotated[
+        str, typer.Argument(metavar="ROLE", help="reward, reference, critic, actor, generator or environment.")
+    ],
     address: Annotated[str, typer.Argument(metavar="ADDRESS", help="HOST:PORT of the service.")],
     only: Annotated[
         Optional[list[str]],  # noqa: UP045
@@ -37,24 +39,37 @@ def check_conformance(
         Optional[str],  # noqa: UP045
         typer.Option(metavar="JSON", help="Fields of every prompt, for a reward that needs them. Default: none."),
     ] = None,
+    failing_fields: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(metavar="JSON", help="Fields with which a reward or an environment fails. Default: not checked."),
+    ] = None,
     certificates: Annotated[
         Optional[Path],  # noqa: UP045
         typer.Option(metavar="DIR", help="Folder that `quartet certificates` has written. Default: no TLS."),
     ] = None,
     identity: Annotated[
-        str, typer.Option(metavar="NAME", help="Certificate in that folder that the calls use.")
-    ] = "orchestrator",
+        Optional[str],  # noqa: UP045
+        typer.Option(
+            metavar="NAME",
+            help="Certificate in that folder that the calls use. Default: orchestrator; actor for the calls of an environment.",
+        ),
+    ] = None,
     token_file: Annotated[
         Optional[Path],  # noqa: UP045
         typer.Option(metavar="FILE", help="File with the token of the services. Default: no token."),
     ] = None,
 ) -> None:
-    """Hold a service, in any language, to the contract in proto/quartet/v1. Exit with 1 if it does not conform."""
+    """Hold a service, in any language, to the contract in proto/quartet/v1.
+
+    Exit with 0 if it conforms, with 1 if it does not, and with 2 for a wrong argument or an address without such a server.
+    """
     from quartet.cli.conformance import Access
     from quartet.cli.conformance import conformance as check
     from quartet.conformance import Limits
 
-    limits = Limits(seconds, vocabulary_size, max_tokens, allow_changes, buffer, fields=fields)
+    limits = Limits(
+        seconds, vocabulary_size, max_tokens, allow_changes, buffer, fields=fields, failing_fields=failing_fields
+    )
     access = Access(certificates, identity, token_file)
     if not check(role, address, limits, access, only or [], show_json):
         raise typer.Exit(1)

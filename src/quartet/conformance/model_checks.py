@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from quartet.conformance.batch_checks import RAGGED, BatchMethod, require_equal
 from quartet.conformance.batches import batch_of, floats
 from quartet.conformance.check import Check, Skipped, Violation, expect
+from quartet.conformance.episodes import MAX_DETAIL
 from quartet.conformance.target import Target, TokenPair
 from quartet.v1 import actor_pb2, critic_pb2, reference_pb2, reward_pb2, trajectory_pb2
 
@@ -28,19 +29,28 @@ Request = Callable[[Any, float], Any]
 
 def _read_scores(response: Any, count: int) -> NDArray[np.float32]:
     """Return the scores. Raises Violation, and Skipped if the source has no score for a sequence."""
-    if response.outcomes:
-        _require_scores(response, count)
+    if problem := _require_valid(response, count):
+        raise Skipped(f"{problem}; give --fields if the source needs them")
     for name, part in response.parts.items():
-        floats(part, f"parts[{name!r}]", count)
+        floats(part, f"parts[{name!r}]", count, finite=False)
     return floats(response.scores, "scores", count)
 
 
-def _require_scores(response: Any, count: int) -> None:
-    """Raise Violation if scores and outcomes contradict each other, and Skipped if a sequence has no score."""
-    scores = floats(response.scores, "scores", count, finite=False)
+def _require_valid(response: Any, count: int) -> str:
+    """Raise Violation if scores and outcomes contradict each other. Return the cause of the first missing score, or ""."""
+    scores = floats(response.scores, "scores", count, finite=not response.outcomes)
+    if not response.outcomes:
+        return ""
     for name in ("outcomes", "details"):
         given = len(getattr(response, name))
         expect(given in (0, count), f"{name}: has {given} entries; expected none, or {count}")
+    known = trajectory_pb2.Outcome.values()
+    unknown = [outcome for outcome in response.outcomes if outcome not in known]
+    expect(not unknown, f"outcomes: has {unknown[:1]}; expected numbers of Outcome")
+    for index, detail in enumerate(response.details):
+        expect(
+            len(detail) <= MAX_DETAIL, f"details[{index}] has {len(detail)} characters; expected at most {MAX_DETAIL}"
+        )
     names = [trajectory_pb2.Outcome.Name(outcome) for outcome in response.outcomes]
     failures = [name != "OUTCOME_OK" for name in names]
     for index, (score, name, failed) in enumerate(zip(scores, names, failures, strict=True)):
@@ -50,12 +60,11 @@ def _require_scores(response: Any, count: int) -> None:
             "other",
         )
         expect(name != "OUTCOME_UNSPECIFIED", f"sequence {index} has {name}, which is never valid")
-    if any(failures):
-        first = failures.index(True)
-        detail = response.details[first] if response.details else "no detail"
-        raise Skipped(
-            f"sequence {first} has no score: {names[first]}, {detail[:200]}; give --fields if the source needs them"
-        )
+    if not any(failures):
+        return ""
+    first = failures.index(True)
+    detail = response.details[first] if response.details else "no detail"
+    return f"sequence {first} has no score: {names[first]}, {detail[:200]}"
 
 
 SCORE = BatchMethod(
@@ -121,7 +130,31 @@ def reward_checks() -> list[Check]:
             # A source that does not use fields need not look at them.
             _read_scores(response, len(RAGGED))
 
+    def failure(target: Target) -> None:
+        if (failing := target.limits.failing_fields) is None:
+            raise Skipped("needs fields with which the reward fails; give --failing-fields")
+        sequences, usual = target.sequences(RAGGED), target.limits.fields or "{}"
+        first, second = (
+            target.call(target.stub.Score, reward_pb2.ScoreRequest(batch=batch_of(sequences), fields=fields))
+            for fields in ([usual] * len(sequences), [usual, failing, *[usual] * (len(sequences) - 2)])
+        )
+        before = _read_scores(first, len(sequences))
+        _require_valid(second, len(sequences))
+        failed = [index for index, outcome in enumerate(second.outcomes) if outcome != trajectory_pb2.OUTCOME_OK]
+        expect(
+            failed == [1], f"sequences {failed} have no score; expected [1], which has the fields of --failing-fields"
+        )
+        after = floats(second.scores, "scores", len(sequences), finite=False)
+        others = [0, *range(2, len(sequences))]
+        require_equal(target, before[others], after[others], "a sequence has another score beside one that failed")
+
     return [
+        Check(
+            "score.failure",
+            "A sequence without a score has NaN and an outcome; the others have scores.",
+            REWARD,
+            failure,
+        ),
         Check("score.fields", "A request may have the fields of each prompt as a JSON object.", REWARD, fields),
         Check(
             "score.fields_count",

@@ -1,16 +1,56 @@
-"""The report of a conformance run: text for a terminal, and JSON."""
+"""The report of a conformance run: text for a terminal, and JSON. See docs/conformance.md for the JSON."""
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from typing import Any
 
 from quartet import __version__
 from quartet.conformance.check import CheckOutcome, CheckResult
 from quartet.conformance.target import Target
+from quartet.v1 import (
+    actor_pb2,
+    critic_pb2,
+    environment_pb2,
+    experience_pb2,
+    generation_pb2,
+    reference_pb2,
+    reward_pb2,
+    status_pb2,
+    tensor_pb2,
+    trajectory_pb2,
+    update_pb2,
+    weights_pb2,
+)
 
 _MARKS = {CheckOutcome.PASSED: "ok", CheckOutcome.FAILED: "FAILED", CheckOutcome.SKIPPED: "skipped"}
+CONTRACT = "quartet.v1"
+"""Protobuf package of the contract."""
+_MESSAGES = (
+    actor_pb2,
+    critic_pb2,
+    environment_pb2,
+    experience_pb2,
+    generation_pb2,
+    reference_pb2,
+    reward_pb2,
+    status_pb2,
+    tensor_pb2,
+    trajectory_pb2,
+    update_pb2,
+    weights_pb2,
+)
+
+
+def contract_digest() -> str:
+    """Return 12 hexadecimal digits that change if a message or a method of the contract changes."""
+    digest = hashlib.sha256()
+    for module in _MESSAGES:
+        digest.update(module.DESCRIPTOR.serialized_pb)
+    return digest.hexdigest()[:12]
 
 
 def line_of(result: CheckResult) -> str:
@@ -24,6 +64,11 @@ def line_of(result: CheckResult) -> str:
     return "\n".join(lines)
 
 
+def header_of(started: datetime) -> str:
+    """Return the first line of a report: the contract, the version of the checks, and the time, which has a time zone."""
+    return f"contract {CONTRACT} {contract_digest()}, quartet {__version__}, {_shown(started)}"
+
+
 def summary_of(target: Target, results: Sequence[CheckResult]) -> str:
     """Return the last line of a report."""
     counts = Counter(result.outcome for result in results)
@@ -32,18 +77,24 @@ def summary_of(target: Target, results: Sequence[CheckResult]) -> str:
     return f"{target.role} at {target.address} {verdict}: {numbers}"
 
 
-def as_text(target: Target, results: Sequence[CheckResult]) -> str:
+def as_text(target: Target, results: Sequence[CheckResult], started: datetime) -> str:
     """Return the whole report as text."""
-    return "\n".join([*map(line_of, results), summary_of(target, results)])
+    return "\n".join([header_of(started), *map(line_of, results), summary_of(target, results)])
 
 
-def as_json(target: Target, results: Sequence[CheckResult]) -> dict[str, Any]:
+def as_json(target: Target, results: Sequence[CheckResult], started: datetime) -> dict[str, Any]:
     """Return the report as a JSON object."""
     counts = Counter(result.outcome for result in results)
     return {
+        "format": 1,
+        "contract": CONTRACT,
+        "contract_digest": contract_digest(),
+        "quartet": __version__,
+        "started": _shown(started),
+        "seconds": round(sum(result.seconds for result in results), 3),
         "role": str(target.role),
         "address": target.address,
-        "quartet": __version__,
+        "service_version": target.version(),
         "conforms": not counts[CheckOutcome.FAILED],
         "counts": {str(outcome): counts[outcome] for outcome in CheckOutcome},
         "checks": [
@@ -58,3 +109,7 @@ def as_json(target: Target, results: Sequence[CheckResult]) -> dict[str, Any]:
             for result in results
         ],
     }
+
+
+def _shown(time: datetime) -> str:
+    return f"{time.astimezone(UTC):%Y-%m-%dT%H:%M:%SZ}"

@@ -149,6 +149,13 @@ class Target:
         """Return the message with the status of the process."""
         return self.call(self.status_stub.GetStatus, status_pb2.GetStatusRequest())
 
+    def version(self) -> str:
+        """Return the version that the status of the process has, or "" without a status."""
+        try:
+            return str(self.process_status().version)
+        except Violation:
+            return ""
+
     def status(self) -> Any:
         """Return the message with the status of the role. Raises Violation if the process does not have the role."""
         number = status_pb2.Role.Value(f"ROLE_{self.role.upper()}")
