@@ -192,6 +192,7 @@ docs: $(VENV)/.installed-docs ## Build the documentation site into build/docs; f
 
 docs-reference: $(VENV)/.installed-dev ## Write docs/reference again from the code
 	$(BIN)/python docs/generate_reference.py --write
+	$(BIN)/python -m tests.conformance.check_table --write
 
 check: $(VENV)/.installed-dev ## Run linters, type checks and the repository's own checks; change nothing
 	$(BIN)/ruff check
@@ -202,6 +203,7 @@ check: $(VENV)/.installed-dev ## Run linters, type checks and the repository's o
 		diff -r -x __init__.py -x __pycache__ "$$scratch/quartet/v1" src/quartet/v1 || \
 		{ echo "error: src/quartet/v1 differs from proto/; run make proto and commit the result" >&2; exit 1; }
 	$(BIN)/python docs/generate_reference.py
+	$(BIN)/python -m tests.conformance.check_table
 	$(BIN)/python helm/values_schema.py
 	$(BIN)/python -m tests.helm.golden
 	PATH="$(abspath $(BIN)):$$PATH" .ci/forbidden $$(git ls-files | grep -vxE "src/quartet/(services|gateway)")
