@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
+from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,7 +18,8 @@ from quartet.types import MODEL_ROLES, Role
 from tests.fuzz.environment import config_tree, generator_config_tree, published_policies, service_process
 from tests.fuzz.seeds import RUN
 
-ALLOWED_SKIPS = {"tls.required", "tls.client_certificate", "tls.token"}
+ALLOWED_SKIPS = {"tls.required", "tls.client_certificate", "tls.token", "score.failure"}
+"""Without certificates, and for a reward model, which cannot fail."""
 
 
 @pytest.fixture(scope="module")
@@ -33,14 +36,38 @@ def address(folder: Path, redis_url: str) -> Iterator[str]:
         yield ready()["address"]
 
 
-def require_conformance(role: Role, address: str, redis_url: str, allowed_skips: set[str] = ALLOWED_SKIPS) -> None:
-    with closing(Target(role, address, Limits(allow_changes=True, buffer_url=redis_url))) as target:
-        results = run_checks(target, checks_of(role))
-        report = as_text(target, results)
+def require_conformance(
+    role: Role,
+    address: str,
+    redis_url: str,
+    allowed_skips: set[str] = ALLOWED_SKIPS,
+    only: Callable[[str], bool] = lambda _: True,
+    **limits: Any,
+) -> None:
+    """Require that a service passes the checks whose names ``only`` selects."""
+    with closing(Target(role, address, Limits(allow_changes=True, buffer_url=redis_url, **limits))) as target:
+        results = run_checks(target, [check for check in checks_of(role) if only(check.id)])
+        report = as_text(target, results, datetime.now(UTC))
     assert not [result for result in results if result.outcome is CheckOutcome.FAILED], report
     assert {result.check.id for result in results if result.outcome is CheckOutcome.SKIPPED} <= allowed_skips, report
 
 
+def is_fast(check: str) -> bool:
+    """Return whether a check of a model takes less than about a tenth of a second."""
+    area, _, name = check.partition(".")
+    return area in FAST_UPDATES or (area not in ("update", "restore", "save", "generate") and name not in SLOW)
+
+
+SLOW = {"many", "status", "deadline", "cancel", "large_message", "concurrent"}
+FAST_UPDATES = {"restore"}
+
+
+@pytest.mark.parametrize("role", MODEL_ROLES)
+def test_a_model_service_passes_the_fast_checks(role: Role, address: str, redis_url: str) -> None:
+    require_conformance(role, address, redis_url, only=is_fast)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("role", MODEL_ROLES)
 def test_a_model_service_conforms(role: Role, address: str, redis_url: str) -> None:
     require_conformance(role, address, redis_url)
@@ -60,7 +87,16 @@ def generator(folder: Path, redis_url: str) -> Iterator[str]:
         yield address
 
 
+@pytest.mark.slow
 def test_a_generator_conforms(folder: Path, redis_url: str) -> None:
     config_tree(folder, redis_url)
     with generator(folder, redis_url) as address:
         require_conformance(Role.GENERATOR, address, redis_url, ALLOWED_SKIPS | {"generate.log_probs"})
+
+
+def test_an_environment_conforms(folder: Path, redis_url: str) -> None:
+    config = config_tree(folder, redis_url)
+    config["rollout"]["max_turns"] = 4
+    config["environment"] = {"class_name": "tests.conformance.game:Game", "num_workers": 2}
+    with service_process(folder, config, [Role.ENVIRONMENT]) as (_, ready):
+        require_conformance(Role.ENVIRONMENT, ready()["address"], redis_url, failing_fields='{"level": -1}')
