@@ -197,7 +197,7 @@ class TrainingRun:
         steps = StepTransaction(
             order,
             self._off_policy,
-            config.rollout.in_flight_updates,
+            config.rollout,
             self._preparation,
             ModelUpdater(config, identity, self._service_clients, self.live_settings, profiler),
             StepCommitter(config, tokenizer, files, self._stream, self._experience, self._telemetry, board, profiler),

@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 
-from quartet.data import StepPrompts
+from quartet.config import RolloutConfig
+from quartet.data import PromptSequence, StepPrompts
 from quartet.errors import TooManyFailedTrajectories
 from quartet.failpoints import failpoint
 from quartet.services.orchestrator.algorithm.reward_parts import part_metrics
@@ -21,11 +22,12 @@ from quartet.services.orchestrator.checkpointing.step_artifacts import (
 from quartet.services.orchestrator.checkpointing.step_committer import StepCommitter
 from quartet.services.orchestrator.control.progress import ProgressBoard
 from quartet.services.orchestrator.leadership import Leadership
+from quartet.services.orchestrator.rollout.dynamic_sampling import SamplingRounds
 from quartet.services.orchestrator.rollout.off_policy import OffPolicySchedule
 from quartet.services.orchestrator.rollout.step_preparation import PendingStep, StepPreparation
 from quartet.services.orchestrator.service_clients import wait_for_all
 from quartet.services.orchestrator.telemetry.step_profiler import StepProfiler
-from quartet.types import Alert, Role, UpdateResult
+from quartet.types import Alert, Prompt, Role, UpdateResult
 
 
 class StepTransaction:
@@ -38,7 +40,7 @@ class StepTransaction:
         self,
         order: StepPrompts,
         off_policy: OffPolicySchedule,
-        in_flight_updates: bool,
+        rollout: RolloutConfig,
         preparation: StepPreparation,
         updater: ModelUpdater,
         committer: StepCommitter,
@@ -49,7 +51,7 @@ class StepTransaction:
     ) -> None:
         """``checkpoints`` finishes the checkpoint in progress before the models change. ``attempts`` records every commit."""
         self._order, self._off_policy, self._preparation = order, off_policy, preparation
-        self._in_flight = in_flight_updates
+        self._rollout, self._sequence = rollout, PromptSequence(order, rollout.prompts_per_step)
         self._updater, self._committer, self._checkpoints = updater, committer, checkpoints
         self._attempts, self._board, self._profiler = attempts, board, profiler
         self._pending: PendingStep | None = None
@@ -70,9 +72,8 @@ class StepTransaction:
     def start_generations(self, step: int, newest: int, leadership: Leadership) -> None:
         """Start the generation of ``step`` and of later steps, as far as the schedule allows with ``newest`` updates taken."""
         for each in self._off_policy.startable(step, self._checkpoints.newest_step, newest):
-            self._preparation.start_generation(
-                each, self._order.of_step(each), leadership.epoch, self.policy_version(each)
-            )
+            prompts, _ = self._prompts(each, leadership)
+            self._preparation.start_generation(each, prompts, leadership.epoch, self.policy_version(each))
 
     def take(self, step: int, leadership: Leadership, continues_directly: Callable[[int], bool]) -> list[Alert]:
         """Take one step, or finish it if it is pending. Returns the alerts of the guards.
@@ -104,10 +105,22 @@ class StepTransaction:
         self._pending = None
         return leadership.algorithm_state.commit(metrics, [item.score for item in pending.collected.scored])
 
+    def _prompts(self, step: int, leadership: Leadership) -> tuple[list[Prompt], SamplingRounds | None]:
+        """Return the prompts with which ``step`` begins, and its rounds of dynamic sampling, if any."""
+        if not self._rollout.dynamic_sampling:
+            return self._order.of_step(step), None
+        consumed = leadership.algorithm_state.prompts_consumed
+        if self._pending is not None and self._pending.rounds is not None and step > self._pending.step:
+            consumed = self._pending.rounds.consumed
+        rounds = SamplingRounds(step, self._rollout, self._sequence, consumed)
+        return rounds.prompts, rounds
+
     def _prepare(self, step: int, leadership: Leadership) -> PendingStep:
-        version, prompts = self.policy_version(step), self._order.of_step(step)
+        version, (prompts, rounds) = self.policy_version(step), self._prompts(step, leadership)
         try:
-            return self._preparation.prepare(step, prompts, leadership.epoch, version, leadership.algorithm_state)
+            return self._preparation.prepare(
+                step, prompts, leadership.epoch, version, leadership.algorithm_state, rounds
+            )
         except TooManyFailedTrajectories as error:
             self._committer.write_failed_trajectories(step, error.failed_trajectories)
             raise
@@ -146,17 +159,18 @@ class StepTransaction:
     ) -> dict[str, float]:
         prepared = pending.prepared
         trajectories = [item.trajectory for item in pending.collected.scored]
-        lag = step - 1 - prepared.experience.policy_version
+        lag, in_flight = step - 1 - prepared.experience.policy_version, self._rollout.in_flight_updates
         rates = {f"learning_rate_{role}": rate for role, rate in self._updater.learning_rates(step).items()}
         return {
             "step": step,
             **prepared.metrics,
             **part_metrics(pending.collected.scored, pending.part_weights),
             **record.metrics,
+            **(pending.rounds.metrics() if pending.rounds else {}),
             "failed_trajectories": len(pending.collected.failed_trajectories),
             **outcome_metrics(pending.collected.failed_trajectories),
             **({"off_policy_steps": lag} if self._off_policy.max_off_policy_steps else {}),
-            **(in_flight_metrics(step, prepared.experience.policy_version, trajectories) if self._in_flight else {}),
+            **(in_flight_metrics(step, prepared.experience.policy_version, trajectories) if in_flight else {}),
             **update_metrics(updates),
             **rates,
             **self._preparation.take_metrics(prepared.experience.policy_version),

@@ -130,5 +130,9 @@ class TooManyFailedTrajectories(QuartetError):
         self.failed_trajectories = failed_trajectories
 
 
+class TooManyEqualGroups(QuartetError):
+    """A step needs more rounds of dynamic sampling than ``rollout.max_sampling_rounds`` allows."""
+
+
 class BufferFailed(QuartetError):
     """The rollout buffer responded, but with an error or with other data than was stored."""

@@ -130,6 +130,15 @@ def test_the_tree_is_immutable(minimal: Path) -> None:
             "services.actor.processes 2: engine triton needs an actor with all of its weights in one process",
         ),
         (
+            {"rollout": {"dynamic_sampling": True}},
+            "rollout.dynamic_sampling: compares the scores of a prompt's responses; set rollout.samples_per_prompt to 2 or more, "
+            "not 1",
+        ),
+        (
+            {"rollout": {"dynamic_sampling": True, "samples_per_prompt": 2, "max_off_policy_steps": 1}},
+            "rollout.dynamic_sampling: the scores of a step decide .* set rollout.max_off_policy_steps to 0, not 1",
+        ),
+        (
             {"services": {"actor": {"processes": 4, "parallel": {"shard": 1, "tensor": 2}}}},
             "services.actor.parallel: replicate 1 x shard 1 x tensor 2 must be the number of ranks, which is 4; change the "
             "sizes, or set services.actor.processes 2",

@@ -38,6 +38,9 @@ class AlgorithmState:
         """Weights of the parts of an ensemble in the last step, by name. Empty for a single source."""
         # The student of a distillation starts far from its teacher.
         self._guards = Guards(config.guards, ignored=() if algorithm.distillation is None else ("kl_runaway",))
+        self._prompts_per_step = config.rollout.prompts_per_step
+        self.prompts_consumed = 0
+        """Number of prompts that the steps so far have consumed, used or not. The committed metrics record it."""
 
     @property
     def kl_coefficient(self) -> float:
@@ -75,6 +78,7 @@ class AlgorithmState:
         self._moments, self._weights = self.moments(scores, weights) or self._moments, weights
         self._kl.update(metrics["kl_mean"], len(scores))
         self.step = int(metrics["step"])
+        self._consume(metrics)
         self.alerts = self._guards.check(metrics)
         return self.alerts
 
@@ -100,6 +104,11 @@ class AlgorithmState:
             if state["score_moments"] is not None:
                 self._moments.load(state["score_moments"])
         for metrics in history:
+            self._consume(metrics)
             self.alerts = self._guards.check(metrics)
             self._weights = weights_in(metrics)
         self.step = step
+
+    def _consume(self, metrics: Metrics) -> None:
+        # Only steps with dynamic sampling record a number.
+        self.prompts_consumed += int(metrics.get("prompts_consumed", self._prompts_per_step))

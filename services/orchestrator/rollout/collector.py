@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from itertools import count
 
 import numpy as np
 import structlog
@@ -16,6 +15,7 @@ import structlog
 from quartet.buffer.rollout_stream import Delivery, RolloutStream
 from quartet.config import RecoveryConfig
 from quartet.errors import BufferFailed
+from quartet.services.orchestrator.rollout.dynamic_sampling import SamplingRounds
 from quartet.services.orchestrator.rollout.generation import PendingTrajectories
 from quartet.services.orchestrator.rollout.scoring import ScoredTrajectory, Scoring, ScoringServices
 from quartet.services.orchestrator.rollout.scoring_queue import FailedTrajectory
@@ -44,11 +44,22 @@ class ReplacementRule:
     """Rule for a trajectory that cannot be scored: the next sample of its prompt replaces it.
 
     ``recovery`` limits the attempts and the failed trajectories. ``generate`` starts the generation of one trajectory for each of
-    the given prompt indices, with the given sample index, by the policy of the returned batch.
+    the given prompt indices, with the sample index given for it, by the policy of the returned batch.
     """
 
     recovery: RecoveryConfig
-    generate: Callable[[set[int], int], tuple[GenerationBatch, PendingTrajectories]]
+    generate: Callable[[Mapping[int, int]], tuple[GenerationBatch, PendingTrajectories]]
+
+
+@dataclass(frozen=True, slots=True)
+class DynamicSampling:
+    """Rule for groups whose scores are all equal: ``rounds`` decides, ``generate`` starts the generation of the next round.
+
+    ``generate`` receives the first sample index of each prompt index, 0 for those that are absent.
+    """
+
+    rounds: SamplingRounds
+    generate: Callable[[Mapping[int, int]], tuple[GenerationBatch, PendingTrajectories]]
 
 
 class Collector:
@@ -112,17 +123,19 @@ class Collector:
         fields: Mapping[int, str] | None = None,
         replacement: ReplacementRule | None = None,
         weights: Mapping[str, float] | None = None,
+        dynamic: DynamicSampling | None = None,
     ) -> CollectedStep:
         """Wait for every trajectory of ``batch`` and its scores. ``on_progress`` receives the number scored so far.
 
         ``generation`` generates them. ``fields`` are the prompts' own fields by prompt index, for reward functions. Without
-        ``replacement``, a trajectory that cannot be scored is an error. ``weights`` of an ensemble's parts, by name.
+        ``replacement``, a trajectory that cannot be scored is an error. ``weights`` of an ensemble's parts, by name. With
+        ``dynamic``, further rounds follow.
 
         A scoring batch holds ``score_batch_size`` trajectories that are neighbours in the order of their ids, so its composition
         depends neither on timing nor on the number of generators. Raises the error of generation or scoring, BufferFailed if the
-        stream holds an unexpected trajectory, and TooManyFailedTrajectories.
+        stream holds an unexpected trajectory, TooManyFailedTrajectories and TooManyEqualGroups.
         """
-        return _Collection(self, batch, generation, on_progress, fields or {}, replacement, weights).run()
+        return _Collection(self, batch, generation, on_progress, fields or {}, replacement, weights, dynamic).run()
 
 
 class _Collection:
@@ -137,12 +150,14 @@ class _Collection:
         fields: Mapping[int, str],
         replacement: ReplacementRule | None,
         weights: Mapping[str, float] | None,
+        dynamic: DynamicSampling | None,
     ) -> None:
         self._collector, self._services = collector, collector._services
         self._stream, self._early, self._size = collector._stream, collector._early, collector._score_batch_size
         self._run, self._step = batch.requests[0].id.run, batch.step
-        self._on_progress, self._replacement = on_progress, replacement
-        self._samples = 1 + max(request.id.sample for request in batch.requests)
+        self._on_progress, self._replacement, self._dynamic = on_progress, replacement, dynamic
+        # By prompt index: the first sample index that is not taken, and the number of replaced trajectories.
+        self._next_sample, self._replaced = Counter[int](), Counter[int]()
         self._events = collector._events
         recovery = replacement.recovery if replacement else None
         self._scoring = Scoring(
@@ -162,17 +177,17 @@ class _Collection:
     def run(self) -> CollectedStep:
         """See ``Collector.collect``."""
         start = time.perf_counter()
-        generated = 0.0
+        generate_seconds = 0.0
         try:
             self._receive([*self._early.pop(self._step, []), *self._collector._start_reading()])
-            for replaced in count():
-                self._wait_for(lambda: self._arrivals.complete)
-                generated = generated or time.perf_counter()
-                self._wait_for(lambda: self._generation.done() and not self._scoring.batches_in_flight)
-                prompts = {prompt for prompt, failed in _failed_by_prompt(self._scoring).items() if failed > replaced}
-                if self._replacement is None or not prompts:
+            generate_seconds += self._finish_round(start)
+            while self._dynamic is not None:
+                self._scoring.scored = self._dynamic.rounds.keep(self._scoring.scored)
+                if not self._dynamic.rounds.next_round():
                     break
-                self._expect(*self._replacement.generate(prompts, self._samples + replaced))
+                round_start = time.perf_counter()
+                self._expect(*self._dynamic.generate(self._next_sample))
+                generate_seconds += self._finish_round(round_start)
         except BaseException:
             self._collector.reset()
             self._generation.cancel()
@@ -183,9 +198,25 @@ class _Collection:
             sorted(self._scoring.scored, key=lambda item: item.trajectory.id),
             sorted(self._scoring.failed_trajectories, key=lambda item: item.trajectory.id),
             self._entry_ids,
-            generated - start,
-            time.perf_counter() - generated,
+            generate_seconds,
+            time.perf_counter() - start - generate_seconds,
         )
+
+    def _finish_round(self, start: float) -> float:
+        """Wait for the expected trajectories and their scores, and replace those that cannot be scored.
+
+        Return the seconds from ``start`` until all were generated, without the replacements.
+        """
+        generated = 0.0
+        while True:
+            self._wait_for(lambda: self._arrivals.complete)
+            generated = generated or time.perf_counter()
+            self._wait_for(lambda: self._generation.done() and not self._scoring.batches_in_flight)
+            prompts = (_failed_by_prompt(self._scoring) - self._replaced).keys()
+            if self._replacement is None or not prompts:
+                return generated - start
+            self._replaced.update(prompts)
+            self._expect(*self._replacement.generate({prompt: self._next_sample[prompt] for prompt in prompts}))
 
     def _wake(self) -> None:
         self._events.put(None)
@@ -193,6 +224,8 @@ class _Collection:
     def _expect(self, batch: GenerationBatch, generation: PendingTrajectories) -> None:
         """Expect the trajectories of another batch of this step."""
         self._generation = generation
+        for id in (request.id for request in batch.requests):
+            self._next_sample[id.prompt] = max(self._next_sample[id.prompt], id.sample + 1)
         self._arrivals.expect(batch, self._size)
         generation.when_done(self._wake)
 

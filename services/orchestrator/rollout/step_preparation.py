@@ -11,7 +11,8 @@ from quartet.evaluation import episode_settings, run_sampling
 from quartet.services.orchestrator.algorithm.experience import PreparedStep, prepare_step
 from quartet.services.orchestrator.algorithm.state import AlgorithmState
 from quartet.services.orchestrator.control.progress import ProgressBoard
-from quartet.services.orchestrator.rollout.collector import CollectedStep, Collector, ReplacementRule
+from quartet.services.orchestrator.rollout.collector import CollectedStep, Collector, DynamicSampling, ReplacementRule
+from quartet.services.orchestrator.rollout.dynamic_sampling import SamplingRounds
 from quartet.services.orchestrator.rollout.generation import Generation, PendingTrajectories
 from quartet.services.orchestrator.service_clients import ServiceClients
 from quartet.services.orchestrator.telemetry.step_profiler import StepProfiler
@@ -20,9 +21,10 @@ from quartet.types import GenerationBatch, GenerationRequest, Prompt, Role, requ
 
 @dataclass(frozen=True, slots=True)
 class PendingStep:
-    """A step that is prepared and not committed. ``prompt_sets``: set of each prompt, by index; empty without sets.
+    """A step that is prepared and not committed.
 
-    ``part_weights``: weight of each part of an ensemble, by name; empty for a single source.
+    ``prompt_sets``: set of each prompt, by index; empty without sets. ``part_weights``: weight of each part of an ensemble, by
+    name; empty for a single source. ``rounds``: its rounds of dynamic sampling, if any.
     """
 
     step: int
@@ -30,6 +32,7 @@ class PendingStep:
     prepared: PreparedStep
     prompt_sets: Mapping[int, str] = field(default_factory=dict)
     part_weights: Mapping[str, float] = field(default_factory=dict)
+    rounds: SamplingRounds | None = None
 
 
 class StepPreparation:
@@ -81,11 +84,16 @@ class StepPreparation:
         leader_epoch: int,
         policy_version: int,
         algorithm_state: AlgorithmState,
+        rounds: SamplingRounds | None = None,
     ) -> PendingStep:
-        """Return the experience of ``step``. Raises like ``Collector.collect``."""
+        """Return the experience of ``step``, whose ``prompts`` are those of the first of the ``rounds``, if any.
+
+        Raises like ``Collector.collect``.
+        """
         weights = self._part_weights(step)
+        all_prompts = {prompt.index: prompt for prompt in prompts}
         with self._profiler.span(Role.ORCHESTRATOR, "collect", waits=True):
-            collected = self._collect(step, prompts, leader_epoch, policy_version, weights)
+            collected = self._collect(step, all_prompts, leader_epoch, policy_version, weights, rounds)
         with self._profiler.span(Role.ORCHESTRATOR, "prepare"):
             prepared = prepare_step(
                 self._config.run.name,
@@ -97,37 +105,56 @@ class StepPreparation:
                 algorithm_state.moments([item.score for item in collected.scored], weights),
                 self._config.rollout.max_response_tokens,
             )
-            sets = {prompt.index: prompt.prompt_set for prompt in prompts if prompt.prompt_set}
-            return PendingStep(step, collected, prepared, sets, weights)
+            sets = {prompt.index: prompt.prompt_set for prompt in all_prompts.values() if prompt.prompt_set}
+            return PendingStep(step, collected, prepared, sets, weights, rounds)
 
     def _collect(
         self,
         step: int,
-        prompts: Sequence[Prompt],
+        prompts: dict[int, Prompt],
         leader_epoch: int,
         policy_version: int,
         weights: Mapping[str, float],
+        rounds: SamplingRounds | None,
     ) -> CollectedStep:
-        config = self._config
-        self._board.update(
-            phase="generate", num_scored=0, num_expected=len(prompts) * config.rollout.samples_per_prompt
-        )
-        self.start_generation(step, prompts, leader_epoch, policy_version)
+        """Collect a step. Adds the prompts of further rounds to ``prompts``, which are by index."""
+        config, samples = self._config, self._config.rollout.samples_per_prompt
+        self._board.update(phase="generate", num_scored=0, num_expected=len(prompts) * samples)
+        self.start_generation(step, [*prompts.values()], leader_epoch, policy_version)
         batch, generation = self._started.pop(step)
+        fields = {prompt.index: prompt.fields for prompt in prompts.values()} if config.reward.needs_fields else {}
 
-        def replace(indices: set[int], sample: int) -> tuple[GenerationBatch, PendingTrajectories]:
-            failed = [prompt for prompt in prompts if prompt.index in indices]
+        def generate(
+            chosen: Sequence[Prompt], count: int, first_samples: Mapping[int, int]
+        ) -> tuple[GenerationBatch, PendingTrajectories]:
+            requests = [
+                request
+                for prompt in chosen
+                for request in requests_of(config.run.name, step, [prompt], count, first_samples.get(prompt.index, 0))
+            ]
             # By now the policy has taken all updates before this step, whichever version generated the other samples.
-            requests = requests_of(config.run.name, step, failed, 1, sample)
-            return self._generate(step, failed, requests, leader_epoch, step - 1)
+            return self._generate(step, chosen, requests, leader_epoch, step - 1)
+
+        def replace(first_samples: Mapping[int, int]) -> tuple[GenerationBatch, PendingTrajectories]:
+            return generate([prompts[index] for index in prompts if index in first_samples], 1, first_samples)
+
+        def next_round(first_samples: Mapping[int, int]) -> tuple[GenerationBatch, PendingTrajectories]:
+            assert rounds is not None
+            for prompt in rounds.prompts:
+                prompts[prompt.index] = prompt
+                if config.reward.needs_fields:
+                    fields[prompt.index] = prompt.fields
+            self._board.update(num_expected=(rounds.num_kept + len(rounds.prompts)) * samples)
+            return generate(rounds.prompts, samples, first_samples)
 
         return self._collector.collect(
             batch,
             generation,
             self._board.show_scored,
-            {prompt.index: prompt.fields for prompt in prompts} if config.reward.needs_fields else {},
+            fields,
             ReplacementRule(config.recovery, replace),
             weights,
+            DynamicSampling(rounds, next_round) if rounds else None,
         )
 
     def _generate(

@@ -14,6 +14,8 @@ MAX_RESPONSES = 65_536
 """Maximum number of responses per step."""
 MAX_TURNS = 1024
 """Maximum number of turns of a trajectory."""
+MAX_SAMPLING_ROUNDS = 1000
+"""Maximum number of rounds of dynamic sampling per step."""
 MAX_OFF_POLICY_STEPS = 32
 """Maximum number of updates by which the generating policy may lag behind."""
 Responses = Annotated[int, Field(ge=1, le=MAX_RESPONSES)]
@@ -174,6 +176,12 @@ class RolloutConfig(Section):
     """Number of prompts per step."""
     samples_per_prompt: Responses = 1
     """Number of responses per prompt."""
+    dynamic_sampling: bool = False
+    """Replace prompts whose responses all have the same score by further prompts, until the step has prompts_per_step prompts.
+    Needs samples_per_prompt 2 or more, and max_off_policy_steps 0."""
+    max_sampling_rounds: Annotated[int, Field(ge=1, le=MAX_SAMPLING_ROUNDS)] = 10
+    """With dynamic_sampling: maximum number of rounds of generation per step, with at most prompts_per_step prompts each. Beyond
+    it, the run fails."""
     max_response_tokens: Count = 64
     """Maximum length of a response in tokens. With max_turns: of all turns and observations together."""
     max_turns: Annotated[int, Field(ge=0, le=MAX_TURNS)] = 0

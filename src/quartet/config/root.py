@@ -179,6 +179,8 @@ class Config(Section):
                 key = name.replace("-", "_")
                 raise ValueError(f"rollout.{key}: not used with engine {engine}; set engine {name}, or remove it")
         self._check_generators()
+        if self.rollout.dynamic_sampling:
+            self._check_dynamic_sampling()
         if self.rollout.max_off_policy_steps:
             self._check_off_policy()
         if self.rollout.in_flight_updates:
@@ -259,6 +261,20 @@ class Config(Section):
             raise ValueError(
                 f"{section}.url {server.url}: not a loopback address, and calls are not encrypted; use https://, or set "
                 "security.allow_plaintext"
+            )
+
+    def _check_dynamic_sampling(self) -> None:
+        setting, samples = "rollout.dynamic_sampling", self.rollout.samples_per_prompt
+        if samples < 2:
+            raise ValueError(
+                f"{setting}: compares the scores of a prompt's responses; set rollout.samples_per_prompt to 2 or more, not "
+                f"{samples}"
+            )
+        if self.rollout.max_off_policy_steps:
+            raise ValueError(
+                f"{setting}: the scores of a step decide which prompts the next one takes, so no later step can be generated "
+                f"ahead; set rollout.max_off_policy_steps to 0, not {self.rollout.max_off_policy_steps}, or dynamic_sampling "
+                "false"
             )
 
     def _check_off_policy(self) -> None:

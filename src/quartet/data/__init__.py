@@ -25,7 +25,7 @@ from quartet.data.prompt_lines import (
     read_prompt_lines,
 )
 from quartet.data.prompt_mixing import MixedPromptOrder, WeightedPrompts, max_parts, shares_of_rest
-from quartet.data.prompt_order import PromptOrder, StepPrompts
+from quartet.data.prompt_order import PromptDraw, PromptOrder, PromptSequence, StepPrompts
 from quartet.data.prompt_settings import NO_REVISIONS, PromptSettings
 
 __all__ = [
@@ -37,9 +37,11 @@ __all__ = [
     "NO_REVISIONS",
     "EncodedPrompts",
     "MixedPromptOrder",
+    "PromptDraw",
     "PromptEncoder",
     "PromptLine",
     "PromptOrder",
+    "PromptSequence",
     "PromptSet",
     "PromptSettings",
     "PromptSummary",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import count
 from typing import Protocol
 
 from quartet.errors import ConfigError
@@ -40,3 +42,46 @@ class PromptOrder:
         order = prompt_order(self._seed, number, len(self._prompts))
         chosen = order[index_in_pass * self._per_step : (index_in_pass + 1) * self._per_step]
         return [self._prompts[index] for index in chosen]
+
+
+@dataclass(frozen=True, slots=True)
+class PromptDraw:
+    """Prompts taken from a ``PromptSequence``. ``consumed``: number of its prompts that are used up after this draw."""
+
+    prompts: list[Prompt]
+    consumed: int
+
+
+class PromptSequence:
+    """The prompts of all steps, one step after the other, for steps that take more than ``prompts_per_step``.
+
+    A draw depends only on the order and on its arguments, so a resumed run that knows the number of consumed prompts sees the
+    same ones. If every step takes ``prompts_per_step``, each gets the prompts that ``order`` has for it.
+    """
+
+    def __init__(self, order: StepPrompts, prompts_per_step: int) -> None:
+        self._order, self._per_step = order, prompts_per_step
+
+    def draw(self, consumed: int, number: int, excluded: Collection[int] = ()) -> PromptDraw:
+        """Return the next ``number`` different prompts after the first ``consumed`` ones.
+
+        Prompts whose index is in ``excluded``, fewer than ``prompts_per_step``, are skipped and count as consumed. Returns fewer
+        prompts, but at least one, if it has to skip ``prompts_per_step`` prompts in a row: the data set is too small.
+        """
+        drawn: dict[int, Prompt] = {}
+        skipped = 0
+        for prompt in self._after(consumed):
+            consumed += 1
+            if prompt.index in drawn or prompt.index in excluded:
+                skipped += 1
+            else:
+                drawn[prompt.index], skipped = prompt, 0
+            if len(drawn) == number or (drawn and skipped == self._per_step):
+                break
+        return PromptDraw([*drawn.values()], consumed)
+
+    def _after(self, consumed: int) -> Iterator[Prompt]:
+        steps, offset = divmod(consumed, self._per_step)
+        for step in count(steps + 1):
+            yield from self._order.of_step(step)[offset:]
+            offset = 0

@@ -37,6 +37,7 @@ CODES: tuple[tuple[type[errors.QuartetError], grpc.StatusCode], ...] = (
     (errors.StorageFailed, grpc.StatusCode.INTERNAL),
     (errors.OutOfMemory, grpc.StatusCode.INTERNAL),
     (errors.TooManyFailedTrajectories, grpc.StatusCode.INTERNAL),
+    (errors.TooManyEqualGroups, grpc.StatusCode.INTERNAL),
     (errors.QuartetError, grpc.StatusCode.INTERNAL),
 )
 

@@ -33,6 +33,7 @@ CHANGEABLE_SETTINGS = (
     "environment.session_idle_seconds",
     "environment.quote_texts",
     "reward.shadow_timeout_seconds",
+    "rollout.max_sampling_rounds",
     "rollout.triton.url",
     "rollout.triton.timeout_seconds",
     "rollout.triton.certificate_authority_file",

@@ -168,6 +168,7 @@ def test_every_exception_class_has_a_status_or_is_unexpected() -> None:
         errors.FunctionFailed,
         errors.OutOfMemory,
         errors.ScorerFailed,
+        errors.TooManyEqualGroups,
         errors.TooManyFailedTrajectories,
     }
     kinds = [kind for _, kind in inspect.getmembers(errors, inspect.isclass) if issubclass(kind, errors.QuartetError)]

@@ -39,3 +39,13 @@ def test_an_added_or_removed_section_is_reported() -> None:
     adapted = settings(actor={"model": "a", "lora": {"rank": 4}})
     assert refusal(settings(), adapted).startswith("--resume: actor.lora.")
     assert refusal(adapted, settings()).startswith("--resume: actor.lora.")
+
+
+def test_a_run_may_resume_with_another_limit_of_rounds_but_not_with_another_sampling() -> None:
+    groups: dict[str, Any] = {"samples_per_prompt": 2, "dynamic_sampling": True}
+    one, other = settings(rollout=groups), settings(rollout={**groups, "max_sampling_rounds": 30})
+    check_settings(one, other, Path("runs/tiny"))
+    without = settings(rollout={"samples_per_prompt": 2})
+    assert refusal(one, without).startswith(
+        "--resume: rollout.dynamic_sampling is False, the run in runs/tiny had True;"
+    )

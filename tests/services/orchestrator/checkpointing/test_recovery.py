@@ -18,6 +18,7 @@ PERMANENT = (
     errors.StorageFailed,
     errors.ComputationFailed,
     errors.InvalidRequest,
+    errors.TooManyEqualGroups,
     errors.TooManyFailedTrajectories,
 )
 

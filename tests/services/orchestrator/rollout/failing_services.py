@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -114,7 +114,8 @@ class Actor:
         self._stream, self._run, self._failure = stream, run, failure
         self.requests: list[tuple[set[int], int]] = []
 
-    def generate(self, prompts: set[int], sample: int) -> tuple[GenerationBatch, FakeGeneration]:
+    def generate(self, first_samples: Mapping[int, int]) -> tuple[GenerationBatch, FakeGeneration]:
+        prompts, [sample] = set(first_samples), set(first_samples.values())
         self.requests.append((prompts, sample))
         assert len(self.requests) < 20, self.requests
         requested = [sampled(self._run, prompt, sample) for prompt in sorted(prompts)]
