@@ -60,8 +60,13 @@ class Result:
 class ChaosSetup:
     """Folder with the toy task, the config, and the undisturbed run of each seed, which all cases share."""
 
-    def __init__(self, folder: Path, stale: bool = False, ranks: int = 1, turns: int = 0) -> None:
-        """``stale``: train one step off-policy. ``ranks``: processes of actor and of critic. ``turns``: with an environment."""
+    def __init__(
+        self, folder: Path, stale: bool = False, ranks: int = 1, turns: int = 0, dynamic_sampling: bool = False
+    ) -> None:
+        """``stale``: train one step off-policy. ``ranks``: processes of actor and of critic. ``turns``: with an environment.
+
+        ``dynamic_sampling``: groups of two responses, with a reward function that scores some of them alike.
+        """
         self.folder = folder.absolute()
         self.folder.mkdir(parents=True, exist_ok=True)
         toy_task = self._toy_task()
@@ -98,6 +103,11 @@ class ChaosSetup:
                 "arguments": {"turns": turns},
                 "num_workers": 2,
             }
+        if dynamic_sampling:
+            groups = {"prompts_per_step": PROMPTS_PER_STEP // 2, "samples_per_prompt": 2}
+            tree["rollout"] |= {**groups, "dynamic_sampling": True}
+            tree["reward"] = {"source": "function", "function": "quartet.rewards.examples:length_target"}
+            tree["critic"]["model"] = str(toy_task.reward)
         self.config = self.folder / "chaos.yaml"
         self.config.write_text(yaml.safe_dump(tree, sort_keys=False))
 
