@@ -2,8 +2,8 @@
 
     python examples/arithmetic/prepare.py OUT
 
-writes OUT/policy (a Llama of 2 layers that answers about a third of the sums right) and OUT/prompts.jsonl, lines such as
-{"text": "7 + 12 =", "answer": 19}. The same seed gives the same files. It takes a few seconds on one CPU core.
+writes OUT/policy (a Llama of 2 layers that answers about a fifth of the sums right) and OUT/prompts.jsonl, lines such as
+{"text": "7 + 5 =", "answer": 12}. The same seed gives the same files. It takes a few seconds on one CPU core.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from pathlib import Path
 from quartet.atomic_directory import staged_directory
 from quartet.errors import DataError, QuartetError
 
-LARGEST = 12
+LARGEST = 9
 """Both numbers of a sum are from 0 to this one."""
-RIGHT = 0.35
-"""Share of right answers in the text that the model learns from. The others are off by up to 9."""
+RIGHT = 0.4
+"""Share of right answers in the text that the model learns from. The others are off by up to 3."""
 SENTENCES = 10_000
 OUTPUTS = frozenset({"policy", "prompts.jsonl"})
 
@@ -37,7 +37,7 @@ def sentences(seed: int) -> list[str]:
     for _ in range(SENTENCES):
         problem, answer = draw.choice(problems())
         if draw.random() >= RIGHT:
-            answer = max(0, answer + draw.choice([-9, -5, -3, -2, -1, 1, 2, 3, 5, 9]))
+            answer = max(0, answer + draw.choice([-3, -2, -1, 1, 2, 3]))
         texts.append(f"{problem} {answer}")
     return texts
 
