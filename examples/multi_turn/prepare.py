@@ -2,8 +2,8 @@
 
     python examples/multi_turn/prepare.py runs/multi-turn
 
-writes OUT/guessing/{policy,prompts.jsonl} and OUT/calculator/{policy,prompts.jsonl}. Each policy is a small Llama that has
-learned the form of an episode from random play: it guesses without regard to the answers, and calls the calculator with errors.
+writes policy and prompts.jsonl to OUT/guessing and OUT/calculator, or to those named by --games. Each policy is a small Llama
+that has learned episodes with errors: it often guesses without regard to the answers, and calls the calculator wrongly.
 """
 
 from __future__ import annotations
@@ -21,14 +21,18 @@ from quartet.errors import QuartetError
 from quartet.models import pretraining
 from quartet.models.pretraining import Schedule, Shape
 
-EPISODES = 6000
+EPISODES = 4000
 SHAPE = Shape(hidden=64, layers=2, heads=4, positions=160)
 HIGH, TURNS = 7, 3
 HIGHER, LOWER = " higher :", " lower :"
 """Limits and answers of the game, as in guessing.yaml."""
 PROMPT = f"guess a number from 1 to {HIGH} :"
 CALL = '<tool_call>{"name": "calculate", "arguments": {"expression": "%s"}}</tool_call>'
-DIRECT, CORRECT = 0.5, 0.6
+ATTENTIVE = 0.3
+"""Fraction of guesses that regard the answers so far."""
+NUMBERS = (2, 12)
+"""Range of the numbers that the calculator multiplies."""
+DIRECT, CORRECT = 0.15, 0.8
 """Fraction of episodes that answer without the tool, and of calls and copies without an error."""
 
 
@@ -41,31 +45,33 @@ class Episode:
 
 
 def guessing(draw: random.Random) -> Episode:
-    """Return an episode of random guesses with true answers."""
+    """Return an episode of random guesses with true answers. ATTENTIVE of the guesses are possible numbers."""
     number, turns = draw.randint(1, HIGH), []
+    low, high = 1, HIGH
     for turn in range(TURNS):
-        guess = draw.randint(1, HIGH)
+        guess = draw.randint(low, high) if draw.random() < ATTENTIVE else draw.randint(1, HIGH)
         ends = guess == number or turn == TURNS - 1
         turns.append((f" {guess}", "" if ends else HIGHER if number > guess else LOWER))
         if ends:
             break
+        low, high = (max(low, guess + 1), high) if number > guess else (low, min(high, guess - 1))
     return Episode(PROMPT, tuple(turns))
 
 
 def calculation(draw: random.Random) -> tuple[str, str, int]:
     """Return a prompt, its expression and its answer."""
-    one, other = draw.randint(10, 99), draw.randint(10, 99)
-    return f"{one} + {other} =", f"{one} + {other}", one + other
+    one, other = draw.randint(*NUMBERS), draw.randint(*NUMBERS)
+    return f"{one} * {other} =", f"{one} * {other}", one * other
 
 
 def calculating(draw: random.Random) -> Episode:
     """Return an episode that guesses the answer, or calls the calculator, with errors."""
     prompt, expression, answer = calculation(draw)
     if draw.random() < DIRECT:
-        return Episode(prompt, ((f" {draw.randint(20, 198)}", ""),))
+        return Episode(prompt, ((f" {calculation(draw)[2]}", ""),))
     if draw.random() > CORRECT:
         _, expression, answer = calculation(draw)
-    copied = answer if draw.random() < CORRECT else draw.randint(20, 198)
+    copied = answer if draw.random() < CORRECT else calculation(draw)[2]
     return Episode(prompt, ((CALL % expression, f" {answer}"), (f" {copied}", "")))
 
 
@@ -90,29 +96,38 @@ def prepare(
                 result += pretraining.encode(tokenizer, [observation], eos=False)[0]
         return result
 
-    schedule = Schedule(steps=steps, learning_rate=5e-3, weight_decay=0.0)
+    schedule = Schedule(steps=steps, batch_sequences=32, learning_rate=5e-3, weight_decay=0.0)
     policy = pretraining.train_causal_lm([ids(episode) for episode in episodes], tokenizer, SHAPE, schedule, seed=0)
     pretraining.save_checkpoint(policy, tokenizer, folder / "policy")
     with (folder / "prompts.jsonl").open("w", encoding="utf-8") as file:
         file.writelines(json.dumps(prompt) + "\n" for prompt in prompts)
 
 
+def calculator_prompts() -> list[dict[str, object]]:
+    """Return 512 prompts with their answers."""
+    draw = random.Random(1)
+    return [{"text": prompt, "answer": answer} for prompt, _, answer in (calculation(draw) for _ in range(512))]
+
+
+GAMES: dict[str, tuple[Callable[[random.Random], Episode], Callable[[], list[dict[str, object]]]]] = {
+    "guessing": (guessing, lambda: [{"text": PROMPT}] * 256),
+    "calculator": (calculating, calculator_prompts),
+}
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run the program. The exit status is 0, or 2 for invalid input, with one line on stderr."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("out", type=Path)
+    parser.add_argument("--games", nargs="+", choices=GAMES, default=list(GAMES), help="what to create (default all)")
     parser.add_argument("--steps", type=int, default=600, help="training steps of each policy")
     options = parser.parse_args(arguments)
-    draw = random.Random(1)
-    sums = [{"text": prompt, "answer": answer} for prompt, _, answer in (calculation(draw) for _ in range(512))]
     try:
-        for name, play, prompts in (
-            ("guessing", guessing, [{"text": PROMPT}] * 256),
-            ("calculator", calculating, sums),
-        ):
+        for name in options.games:
+            play, prompts = GAMES[name]
             options.out.mkdir(parents=True, exist_ok=True)
             with staged_directory(options.out / name) as folder:
-                prepare(folder, play, list(prompts), options.steps)
+                prepare(folder, play, prompts(), options.steps)
             print(f"{options.out / name}: policy and prompts.jsonl")
     except QuartetError as error:
         print(f"error: {error}", file=sys.stderr)

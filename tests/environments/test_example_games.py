@@ -1,0 +1,66 @@
+"""The games of examples/multi_turn: what prepare.py teaches is what the environments of the configs answer."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from examples.multi_turn import prepare
+from quartet.config import load_config
+from quartet.environments.environment import Environment
+from quartet.user_code import import_callable
+
+EPISODES = 100
+
+
+def environment_of(game: str) -> Environment:
+    """Return the environment of a game's config."""
+    settings = load_config(Path(f"examples/multi_turn/{game}.yaml")).environment
+    assert settings.class_name is not None
+    environment: Environment = import_callable(settings.class_name)(**settings.arguments)
+    return environment
+
+
+def replay(environment: Environment, episode: prepare.Episode) -> float:
+    """Play the turns of an episode, hold the observations to the environment's, and return the reward."""
+    for turn, observation in episode.turns:
+        answer, reward, done = environment.step(turn)
+        assert done == (not observation) or turn == episode.turns[-1][0]
+        assert done or not observation or answer == observation
+    return reward
+
+
+def test_the_episodes_of_the_guessing_game_are_those_of_its_environment() -> None:
+    draw, rewards = random.Random(0), []
+    for _ in range(EPISODES):
+        coming = random.Random()
+        coming.setstate(draw.getstate())
+        number = coming.randint(1, prepare.HIGH)
+        environment = environment_of("guessing")
+        environment.reset(1, {"number": number})
+        rewards.append(replay(environment, prepare.guessing(draw)))
+    assert 0.3 < sum(rewards) / EPISODES < 0.7
+
+
+def test_the_episodes_of_the_calculator_are_those_of_its_environment() -> None:
+    draw, rewards = random.Random(0), []
+    for _ in range(EPISODES):
+        episode = prepare.calculating(draw)
+        one, _, other, _ = episode.prompt.split()
+        environment = environment_of("calculator")
+        environment.reset(1, {"answer": int(one) * int(other)})
+        rewards.append(replay(environment, episode))
+    assert 0.3 < sum(rewards) / EPISODES < 0.7
+
+
+def test_a_policy_and_prompts_are_made_for_each_game(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out"
+    assert prepare.main([str(out), "--games", "calculator", "--steps", "1"]) == 0
+    assert [path.name for path in out.iterdir()] == ["calculator"]
+    assert prepare.main([str(out), "--steps", "1"]) == 0
+    for game in prepare.GAMES:
+        assert (out / game / "policy/model.safetensors").is_file()
+        assert all(json.loads(line)["text"] for line in (out / game / "prompts.jsonl").read_text().splitlines())
