@@ -136,7 +136,7 @@ sandbox: $(VENV)/.installed ## Measure programs per second in the sandbox; write
 reward-sharing: $(VENV)/.installed ## Measure a run at a reward service that another run floods; write docs/rewards.md; two minutes
 	$(BIN)/python -m benchmarks.reward_sharing $(BENCHMARK_ARGS)
 
-learning-curves: $(VENV)/.installed-dev ## Train the examples with verifiers, three seeds each; write docs/verifiers.md; ten minutes
+learning-curves: $(VENV)/.installed-dev ## Train the examples with verifiers and environments, three seeds each; write their tables; 20 minutes
 	$(BIN)/python -m benchmarks.learning_curves $(BENCHMARK_ARGS)
 
 gae: $(VENV)/.installed ## Measure advantages of a million tokens; write docs/performance.md

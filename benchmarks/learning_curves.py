@@ -1,88 +1,176 @@
 """Learning curves of examples whose model and prompts the example makes, for three seeds each.
 
 `make learning-curves`, or python -m benchmarks.learning_curves. For each example: prepare.py, then for each seed a run of the
-example's config. Writes the mean reward of each PART steps to docs/verifiers.md.
+example's config with one thread per process. Writes the mean score of each PART steps, and a plot, to docs/verifiers.md and
+docs/environments.md.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import resource
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
+
+import matplotlib
 
 from benchmarks import machine, page
 from benchmarks.options import add_shared, page_of, parser_of
 from quartet.run_directory.step_lines import read_step_lines
 
-EXAMPLES = ("arithmetic", "code")
+matplotlib.use("svg")
+import matplotlib.pyplot as plt
+
 SEEDS = (0, 1, 2)
 PART = 10
 """Steps of which the table has the mean."""
+VERIFIERS, ENVIRONMENTS = Path("docs/verifiers.md"), Path("docs/environments.md")
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """An example: its config, its page, and the arguments of prepare.py that create a folder with the example's name."""
+
+    config: str
+    prepare: tuple[str, ...]
+    page: Path
+
+
+EXAMPLES = {
+    "arithmetic": Example("examples/arithmetic/arithmetic.yaml", ("arithmetic",), VERIFIERS),
+    "code": Example("examples/code/code.yaml", ("code",), VERIFIERS),
+    "guessing": Example("examples/multi_turn/guessing.yaml", (".", "--games", "guessing"), ENVIRONMENTS),
+    "calculator": Example("examples/multi_turn/calculator.yaml", (".", "--games", "calculator"), ENVIRONMENTS),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """The mean score of each step, and what the run took, its start and end included."""
+
+    scores: list[float]
+    seconds: float
+    cpu_seconds: float
+
+
+Curves = Mapping[tuple[str, int], Curve]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = parser_of("learning_curves", __doc__)
     parser.add_argument("--examples", nargs="+", choices=EXAMPLES, default=list(EXAMPLES))
     parser.add_argument("--seeds", nargs="+", type=int, default=list(SEEDS))
-    add_shared(parser, "build/learning-curves", Path("docs/verifiers.md"))
+    add_shared(parser, "build/learning-curves", VERIFIERS, contents="models, runs and results")
     options = parser.parse_args(arguments)
+    folder: Path = options.folder.absolute()
     host = machine.describe()
+    folder.mkdir(parents=True, exist_ok=True)
+    curves = {}
     for example in options.examples:
-        prepare = [sys.executable, f"examples/{example}/prepare.py", str(options.folder.absolute() / example)]
-        subprocess.run(prepare, check=True)
-    curves = {
-        (example, seed): curve(example, seed, options.folder) for example in options.examples for seed in options.seeds
-    }
-    (options.folder / "results.json").write_text(
-        json.dumps({f"{example} {seed}": rewards for (example, seed), (rewards, _) in curves.items()}, indent=1) + "\n"
-    )
-    text = table(curves, host)
-    print(text)
-    page.write(page_of(parser, options), "learning-curves", text)
+        prepare(example, folder)
+        for seed in options.seeds:
+            curves[example, seed] = curve(example, seed, folder)
+            results = {f"{name} {of}": asdict(each) for (name, of), each in curves.items()}
+            (folder / "results.json").write_text(json.dumps(results, indent=1) + "\n")
+    print(table(curves, host))
+    plot(curves, folder / "curves.svg")
+    if (chosen := page_of(parser, options)) is not None:
+        for path, part in by_page(curves).items() if chosen == VERIFIERS else [(chosen, curves)]:
+            picture = path.with_name(f"{path.stem}-curves.svg")
+            plot(part, picture)
+            text = f"{table(part, host)}\n\n![score of each step, a line for each seed]({picture.name})"
+            page.write(path, "learning-curves", text)
     return 0
 
 
-def curve(example: str, seed: int, folder: Path) -> tuple[list[float], float]:
-    """Train an example. Return the mean reward of each step and the seconds of the run. Raises CalledProcessError."""
-    inputs = folder.absolute() / example
-    begun = time.monotonic()
+def prepare(example: str, folder: Path) -> None:
+    """Create ``folder/example`` with the policy and the prompts. Raises CalledProcessError."""
+    each = EXAMPLES[example]
+    out, *others = each.prepare
+    program = Path(each.config).with_name("prepare.py")
+    subprocess.run([sys.executable, program, folder / out, *others], check=True, env=environment())
+
+
+def curve(example: str, seed: int, folder: Path) -> Curve:
+    """Train an example. Raises CalledProcessError."""
+    begun, cpu_before = time.monotonic(), cpu_seconds_of_children()
+    name = f"{example}-{seed}"
     settings = {
-        "run.name": f"{example}-{seed}",
-        "run.seed": str(seed),
-        "run.directory": str(folder.absolute() / "runs"),
-        "actor.model": str(inputs / "policy"),
-        "data.prompts": str(inputs / "prompts.jsonl"),
+        "run.name": name,
+        "run.seed": seed,
+        "run.directory": folder / "runs",
+        "actor.model": folder / example / "policy",
+        "data.prompts": folder / example / "prompts.jsonl",
     }
-    command = [
-        str(Path(sys.executable).with_name("quartet")),
-        "train",
-        f"examples/{example}/{example}.yaml",
-        "--overwrite",
-    ]
-    subprocess.run([*command, *(f"{name}={value}" for name, value in settings.items())], check=True)
-    seconds = time.monotonic() - begun
-    steps = read_step_lines(folder / "runs" / f"{example}-{seed}" / "metrics.jsonl")
-    return [step["score_mean"] for step in steps], seconds
+    command: list[str | Path] = [Path(sys.executable).with_name("quartet"), "train", EXAMPLES[example].config]
+    for setting, value in settings.items():
+        command += ["--set", f"{setting}={value}"]
+    subprocess.run([*command, "--overwrite"], check=True, env=environment())
+    steps = read_step_lines(folder / "runs" / name / "metrics.jsonl")
+    scores = [step["score_mean"] for step in steps]
+    return Curve(scores, time.monotonic() - begun, cpu_seconds_of_children() - cpu_before)
 
 
-def table(curves: dict[tuple[str, int], tuple[list[float], float]], host: str) -> str:
+def environment() -> dict[str, str]:
+    """Return the environment of the programs: one thread per process."""
+    return {**os.environ, "OMP_NUM_THREADS": "1"}
+
+
+def cpu_seconds_of_children() -> float:
+    """Return the CPU time of all processes that have ended below this one."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
+
+
+def by_page(curves: Curves) -> dict[Path, Curves]:
+    """Return the curves of each page."""
+    pages = dict.fromkeys(EXAMPLES[example].page for example, _ in curves)
+    return {path: {key: curves[key] for key in curves if EXAMPLES[key[0]].page == path} for path in pages}
+
+
+def table(curves: Curves, host: str) -> str:
     """Return the table for the page."""
-    longest = max(len(rewards) for rewards, _ in curves.values())
+    longest = max(len(each.scores) for each in curves.values())
     parts = range(0, longest, PART)
+    columns = " | ".join(f"{at + 1}-{min(at + PART, longest)}" for at in parts)
     lines = [
-        f"{host}. Mean score of each {PART} steps, from 0 to 1.",
+        f"{host}, one thread per process. Mean score, from 0 to 1, of the first step and of each {PART} steps.",
         "",
-        f"| example | seed | {' | '.join(f'{at + 1}-{min(at + PART, longest)}' for at in parts)} | seconds |",
-        f"|---|---|{'---|' * len(parts)}---|",
+        f"| example | seed | step 1 | {columns} | CPU seconds | seconds |",
+        f"|---|---|---|{'---|' * len(parts)}---|---|",
     ]
-    for (example, seed), (rewards, seconds) in curves.items():
-        means = [f"{statistics.fmean(rewards[at : at + PART]):.2f}" if rewards[at:] else "" for at in parts]
-        lines.append(f"| {example} | {seed} | {' | '.join(means)} | {seconds:.0f} |")
+    for (example, seed), each in curves.items():
+        means = [f"{statistics.fmean(part):.2f}" if (part := each.scores[at : at + PART]) else "" for at in parts]
+        lines.append(
+            f"| {example} | {seed} | {each.scores[0]:.2f} | {' | '.join(means)} | {each.cpu_seconds:.0f} | {each.seconds:.0f} |",
+        )
     return "\n".join(lines)
+
+
+def plot(curves: Curves, path: Path) -> None:
+    """Write a plot with a panel for each example and a line for each seed."""
+    examples = list(dict.fromkeys(example for example, _ in curves))
+    figure, axes = plt.subplots(
+        1, len(examples), figsize=(4.5 * len(examples), 3.2), layout="constrained", squeeze=False
+    )
+    for axis, example in zip(axes[0], examples, strict=True):
+        for (name, seed), each in curves.items():
+            if name == example:
+                axis.plot(range(1, len(each.scores) + 1), each.scores, label=f"seed {seed}", linewidth=1.2)
+        axis.set_title(f"{example}: mean score of a step")
+        axis.set_xlabel("step")
+        axis.set_ylim(0, 1.02)
+        axis.grid(alpha=0.3)
+    axes[0][0].legend(frameon=False)
+    with plt.rc_context({"svg.hashsalt": "quartet"}):
+        figure.savefig(path, metadata={"Date": None})
+    plt.close(figure)
 
 
 if __name__ == "__main__":

@@ -3,18 +3,68 @@
 from __future__ import annotations
 
 import argparse
+import json
+from itertools import pairwise
+from pathlib import Path
 
 import pytest
 
 from benchmarks import learning_curves, sandbox
+from benchmarks.learning_curves import Curve
+from benchmarks.page import begin, end
+from quartet.config import load_config
 from quartet.verifiers.programs import Kind, Report
 
 
 def test_a_learning_curve_has_the_mean_of_each_part() -> None:
-    curves = {("code", 0): ([0.0] * 10 + [1.0] * 5, 61.2), ("arithmetic", 1): ([0.25] * 10, 9.0)}
+    curves = {
+        ("code", 0): Curve([0.0] * 10 + [1.0] * 5, 61.2, 40.0),
+        ("arithmetic", 1): Curve([0.25] * 10, 9.0, 8.6),
+    }
     lines = learning_curves.table(curves, "a machine").splitlines()
-    assert lines[2] == "| example | seed | 1-10 | 11-15 | seconds |"
-    assert lines[4:] == ["| code | 0 | 0.00 | 1.00 | 61 |", "| arithmetic | 1 | 0.25 |  | 9 |"]
+    assert lines[2] == "| example | seed | step 1 | 1-10 | 11-15 | CPU seconds | seconds |"
+    assert lines[4:] == ["| code | 0 | 0.00 | 0.00 | 1.00 | 40 | 61 |", "| arithmetic | 1 | 0.25 | 0.25 |  | 9 | 9 |"]
+
+
+def test_each_page_gets_the_table_and_the_plot_of_its_examples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(learning_curves, "prepare", lambda *_: None)
+    monkeypatch.setattr(learning_curves, "curve", lambda *_: Curve([0.2, 0.6], 9.0, 8.0))
+    pages = (learning_curves.VERIFIERS, learning_curves.ENVIRONMENTS)
+    pages[0].parent.mkdir()
+    for path in pages:
+        path.write_text(f"{begin('learning-curves')}\n{end('learning-curves')}")
+    assert learning_curves.main(["--folder", "out"]) == 0
+    verifiers, environments = (path.read_text() for path in pages)
+    assert "| code | 2 | 0.20 | 0.40 |" in verifiers
+    assert "guessing" not in verifiers
+    assert "| guessing | 2 | 0.20 | 0.40 |" in environments
+    assert "code" not in environments
+    assert "](verifiers-curves.svg)" in verifiers
+    assert Path("docs/verifiers-curves.svg").is_file()
+    assert "](environments-curves.svg)" in environments
+    assert Path("docs/environments-curves.svg").is_file()
+    assert len(json.loads(Path("out/results.json").read_text())) == 12
+
+
+def test_a_run_gets_its_seed_and_the_models_of_its_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    commands = []
+
+    def run(command: list[str | Path], check: bool, env: dict[str, str]) -> None:
+        commands.append([str(part) for part in command])
+        folder = tmp_path / "runs/guessing-1"
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "metrics.jsonl").write_text('{"step": 1, "score_mean": 0.5}\n')
+
+    monkeypatch.setattr(learning_curves.subprocess, "run", run)
+    learning_curves.prepare("guessing", tmp_path)
+    assert learning_curves.curve("guessing", 1, tmp_path).scores == [0.5]
+    assert commands[0][1:] == ["examples/multi_turn/prepare.py", str(tmp_path), "--games", "guessing"]
+    config = commands[1][2]
+    settings = [value for option, value in pairwise(commands[1]) if option == "--set"]
+    loaded = load_config(Path(config), settings)
+    assert (loaded.run.name, loaded.run.seed) == ("guessing-1", 1)
+    assert loaded.actor.model == str(tmp_path / "guessing/policy")
 
 
 def test_throughput_is_measured_for_each_number_of_workers(monkeypatch: pytest.MonkeyPatch) -> None:
