@@ -12,6 +12,7 @@ import pytest
 from quartet.verifiers.errors import SandboxFailed
 from quartet.verifiers.sandbox import bubblewrap
 from quartet.verifiers.sandbox.backend import START_SCRIPT, Sandbox
+from quartet.verifiers.sandbox.bubblewrap import UNPRIVILEGED
 from quartet.verifiers.sandbox.selection import open_sandbox
 
 MARKER = f"quartet-test-{uuid.uuid4().hex}"
@@ -31,9 +32,25 @@ def leftovers() -> list[str]:
     return lines
 
 
-def mounts() -> int:
-    """Return the number of mounts of this process."""
-    return len(Path("/proc/self/mountinfo").read_text().splitlines())
+def mounts() -> set[str]:
+    """Return the mount points of this process, without those of container engines, which come and go by themselves."""
+    points = {line.split()[4] for line in Path("/proc/self/mountinfo").read_text().splitlines()}
+    return {point for point in points if not point.startswith(("/var/lib/docker/", "/var/lib/containers/", "/run/"))}
+
+
+def files() -> set[Path]:
+    """Return the files of the sandboxes' user in the folders that every user may write to. Only root's sandboxes have a user."""
+    folders = [
+        folder for folder in map(Path, ("/tmp", "/var/tmp", "/dev/shm")) if folder.is_dir() and os.geteuid() == 0
+    ]
+    result = set()
+    for path in (path for folder in folders for path in folder.iterdir()):
+        try:
+            if path.lstat().st_uid == UNPRIVILEGED:
+                result.add(path)
+        except FileNotFoundError:
+            continue
+    return result
 
 
 @pytest.fixture(scope="session")

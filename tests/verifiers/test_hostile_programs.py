@@ -15,7 +15,7 @@ import pytest
 from quartet.verifiers.programs import InputOutput, Kind, Program, run_with_calls, run_with_input
 from quartet.verifiers.sandbox.backend import Sandbox
 from quartet.verifiers.sandbox.limits import Limits
-from tests.verifiers.conftest import MARKER, leftovers, mounts
+from tests.verifiers.conftest import MARKER, files, leftovers, mounts
 from tests.verifiers.hostile_programs import ATTACKS, CHEATS, LIMITED
 
 LIMITS = Limits(seconds=1.0, cpu_seconds=1, memory_mb=400)
@@ -36,15 +36,15 @@ def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         hidden.bind(f"\0{name}")
         hidden.listen()
         server.setblocking(False)
-        before = mounts(), sorted(Path("/tmp").iterdir())
+        mounts_before, files_before = mounts(), files()
         yield f"{server.getsockname()[1]}\n{victim.pid}\n{secret}\n{name}\n"
         survived = victim.poll() is None
         victim.kill()
         victim.wait()
         assert survived
         assert leftovers() == []
-        assert mounts() == before[0]
-        assert {path.name for path in set(Path("/tmp").iterdir()) - set(before[1]) if MARKER in path.name} == set()
+        assert mounts() <= mounts_before
+        assert files() <= files_before
         with pytest.raises(BlockingIOError):
             server.accept()
     assert secret.read_text() == "do not read"
