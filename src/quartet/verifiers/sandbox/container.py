@@ -54,7 +54,7 @@ class Container:
         ]
         command += ["--cap-drop", "ALL", "--security-opt", "no-new-privileges", "--user", "65534:65534"]
         command += ["--ulimit", "nofile=64:64", "--ulimit", "nproc=4096:4096", "--ulimit", "core=0:0"]
-        command += ["--memory", memory, "--memory-swap", memory, "--pids-limit", str(limits.processes + 1)]
+        command += ["--memory", memory, "--memory-swap", memory, "--pids-limit", str(limits.processes)]
         command += ["--tmpfs", f"/tmp:rw,nosuid,nodev,mode=1777,size={limits.files_mb}m", "--workdir", "/tmp"]  # noqa: S108
         command += ["--env", "HOME=/tmp", "--env", "LANG=C.UTF-8", "--entrypoint", "python3", self._image]
         return SandboxProcess(

@@ -99,7 +99,8 @@ class SandboxProcess:
         self._closes_input = closes_input
         self._pump(time.monotonic() + START_SECONDS, lambda: len(self._output) >= len(STARTED))
         if not self._output.startswith(STARTED):
-            # First, so that all of its errors have been read.
+            # What it writes before its end explains the failure.
+            self._pump(time.monotonic() + 1.0, lambda: False)
             self.close()
             raise SandboxFailed(f"{self._name}: did not start: {self._reason()}")
         del self._output[: len(STARTED)]
@@ -158,19 +159,18 @@ class SandboxProcess:
             return
         try:
             if self._process.poll() is None:
+                # An engine waits for its client, which cannot end while it writes to a pipe that is full.
+                self._close_output()
                 self._kill(self._process)
                 self._process.wait(END_SECONDS)
         except subprocess.TimeoutExpired:
             self._process.kill()
             raise SandboxFailed(f"{self._name}: did not end within {END_SECONDS:g} s of its kill") from None
         finally:
-            # What it wrote before its end explains a failed start.
-            self._pump(time.monotonic() + 1.0, lambda: False)
+            self._close_output()
             self._selector.close()
-            for pipe in (self._process.stdin, self._process.stdout, self._process.stderr):
-                assert pipe is not None
-                with contextlib.suppress(OSError):
-                    pipe.close()
+            with contextlib.suppress(OSError):
+                self._input.close()
             self._on_close()
             self._on_close = None
 
@@ -188,6 +188,14 @@ class SandboxProcess:
             if time.monotonic() >= deadline:
                 return
             open_pipes = self._open_pipes()
+
+    def _close_output(self) -> None:
+        """Read no more. What was read stays in ``output`` and ``errors``."""
+        for descriptor in self._open_pipes():
+            self._selector.unregister(descriptor)
+        for pipe in (self._process.stdout, self._process.stderr):
+            assert pipe is not None
+            pipe.close()
 
     def _open_pipes(self) -> list[int]:
         return [descriptor for descriptor in self._pipes if descriptor in self._selector.get_map()]
