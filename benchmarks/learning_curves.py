@@ -47,6 +47,7 @@ EXAMPLES = {
     "code": Example("examples/code/code.yaml", ("code",), VERIFIERS),
     "guessing": Example("examples/multi_turn/guessing.yaml", (".", "--games", "guessing"), ENVIRONMENTS),
     "calculator": Example("examples/multi_turn/calculator.yaml", (".", "--games", "calculator"), ENVIRONMENTS),
+    "puzzle": Example("examples/multi_turn/puzzle.yaml", (".", "--games", "puzzle"), ENVIRONMENTS),
 }
 
 

@@ -2,8 +2,9 @@
 
     python examples/multi_turn/prepare.py runs/multi-turn
 
-writes policy and prompts.jsonl to OUT/guessing and OUT/calculator, or to those named by --games. Each policy is a small Llama
-that has learned episodes with errors: it often guesses without regard to the answers, and calls the calculator wrongly.
+writes policy and prompts.jsonl to OUT/guessing, OUT/calculator and OUT/puzzle, or to those named by --games. Each policy is a
+small Llama that has learned episodes with errors: it often guesses without regard to the answers, and calls the calculator
+wrongly.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from quartet.atomic_directory import staged_directory
+from quartet.environments.examples import WordPuzzle
 from quartet.errors import QuartetError
 from quartet.models import pretraining
 from quartet.models.pretraining import Schedule, Shape
@@ -28,6 +30,7 @@ HIGHER, LOWER = " higher :", " lower :"
 """Limits and answers of the game, as in guessing.yaml."""
 PROMPT = f"guess a number from 1 to {HIGH} :"
 CALL = '<tool_call>{"name": "calculate", "arguments": {"expression": "%s"}}</tool_call>'
+PUZZLE_PROMPT, PUZZLE_TURNS = "find the word :", 3
 ATTENTIVE = 0.3
 """Fraction of guesses that regard the answers so far."""
 NUMBERS = (2, 12)
@@ -38,10 +41,14 @@ DIRECT, CORRECT = 0.15, 0.8
 
 @dataclass(frozen=True, slots=True)
 class Episode:
-    """Texts of one episode: the prompt, then turns of the policy, each with the observation after it, empty at the end."""
+    """Texts of one episode: the prompt, then turns of the policy, each with the observation after it, empty at the end.
+
+    ``opening`` is the observation before the first turn.
+    """
 
     prompt: str
     turns: tuple[tuple[str, str], ...]
+    opening: str = ""
 
 
 def guessing(draw: random.Random) -> Episode:
@@ -75,6 +82,19 @@ def calculating(draw: random.Random) -> Episode:
     return Episode(prompt, ((CALL % expression, f" {answer}"), (f" {copied}", "")))
 
 
+def puzzling(draw: random.Random) -> Episode:
+    """Return an episode of random words. ATTENTIVE of them fit the letters that are shown."""
+    puzzle = WordPuzzle(turns=PUZZLE_TURNS)
+    opening = shown = puzzle.reset(draw.getrandbits(32), {})
+    turns, done = [], False
+    while not done:
+        fits = [word for word in puzzle.WORDS if all(s in ("_", c) for s, c in zip(str(shown), word, strict=True))]
+        word = draw.choice(fits if draw.random() < ATTENTIVE else puzzle.WORDS)
+        shown, _, done = puzzle.step(word)
+        turns.append((f" {word}", "" if done else str(shown)))
+    return Episode(PUZZLE_PROMPT, tuple(turns), str(opening))
+
+
 def prepare(
     folder: Path, play: Callable[[random.Random], Episode], prompts: list[dict[str, object]], steps: int
 ) -> None:
@@ -82,14 +102,17 @@ def prepare(
     draw = random.Random(0)
     episodes = [play(draw) for _ in range(EPISODES)]
     texts = [
-        text for episode in episodes for text in (episode.prompt, *(part for turn in episode.turns for part in turn))
+        text
+        for episode in episodes
+        for text in (episode.prompt, episode.opening, *(part for turn in episode.turns for part in turn))
     ]
     tokenizer = pretraining.train_tokenizer([text for text in texts if text], 512)
 
     def ids(episode: Episode) -> list[int]:
         # Each part is encoded separately, as in a run. A turn ends with EOS.
-        parts = [episode.prompt]
-        result = list(pretraining.encode(tokenizer, parts, eos=False)[0])
+        result = list(pretraining.encode(tokenizer, [episode.prompt], eos=False)[0])
+        if episode.opening:
+            result += pretraining.encode(tokenizer, [episode.opening], eos=False)[0]
         for turn, observation in episode.turns:
             result += pretraining.encode(tokenizer, [turn], eos=True)[0]
             if observation:
@@ -112,6 +135,7 @@ def calculator_prompts() -> list[dict[str, object]]:
 GAMES: dict[str, tuple[Callable[[random.Random], Episode], Callable[[], list[dict[str, object]]]]] = {
     "guessing": (guessing, lambda: [{"text": PROMPT}] * 256),
     "calculator": (calculating, calculator_prompts),
+    "puzzle": (puzzling, lambda: [{"text": PUZZLE_PROMPT}] * 256),
 }
 
 

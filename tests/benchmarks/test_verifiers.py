@@ -44,7 +44,7 @@ def test_each_page_gets_the_table_and_the_plot_of_its_examples(tmp_path: Path, m
     assert Path("docs/verifiers-curves.svg").is_file()
     assert "](environments-curves.svg)" in environments
     assert Path("docs/environments-curves.svg").is_file()
-    assert len(json.loads(Path("out/results.json").read_text())) == 12
+    assert len(json.loads(Path("out/results.json").read_text())) == 15
 
 
 def test_a_run_gets_its_seed_and_the_models_of_its_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

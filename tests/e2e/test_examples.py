@@ -18,7 +18,13 @@ from tests.e2e.commands import QUARTET, Command, settings
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("example", "steps", "gain"),
-    [("arithmetic", 25, 0.12), ("code", 8, 0.12), ("guessing", 15, 0.08), ("calculator", 8, 0.15)],
+    [
+        ("arithmetic", 25, 0.12),
+        ("code", 8, 0.12),
+        ("guessing", 15, 0.08),
+        ("calculator", 8, 0.15),
+        ("puzzle", 25, 0.03),
+    ],
 )
 def test_an_example_learns_in_its_first_steps(example: str, steps: int, gain: float, tmp_path: Path) -> None:
     if example == "code":
