@@ -135,6 +135,14 @@ def test_the_tree_is_immutable(minimal: Path) -> None:
             "not 1",
         ),
         (
+            {
+                "algorithm": {"distillation": {}},
+                "reward": {"source": "none", "model": None},
+                "rollout": {"dynamic_sampling": True, "samples_per_prompt": 2},
+            },
+            "rollout.dynamic_sampling: compares scores, and with reward.source none there are none",
+        ),
+        (
             {"rollout": {"dynamic_sampling": True, "samples_per_prompt": 2, "max_off_policy_steps": 1}},
             "rollout.dynamic_sampling: the scores of a step decide .* set rollout.max_off_policy_steps to 0, not 1",
         ),

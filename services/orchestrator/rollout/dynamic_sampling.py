@@ -56,6 +56,7 @@ class SamplingRounds:
         """
         groups = defaultdict[int, list[float]](list)
         for item in scored:
+            assert item.score is not None  # The config refuses dynamic sampling without scores.
             groups[item.trajectory.id.prompt].append(item.score)
         for prompt in self.prompts:
             scores = groups[prompt.index]

@@ -270,6 +270,11 @@ class Config(Section):
                 f"{setting}: compares the scores of a prompt's responses; set rollout.samples_per_prompt to 2 or more, not "
                 f"{samples}"
             )
+        if not self.has_scores:
+            raise ValueError(
+                f"{setting}: compares scores, and with reward.source none there are none; set another source, or "
+                "dynamic_sampling false"
+            )
         if self.rollout.max_off_policy_steps:
             raise ValueError(
                 f"{setting}: the scores of a step decide which prompts the next one takes, so no later step can be generated "

@@ -78,7 +78,7 @@ class ExperienceManifest(_message.Message):
 
     @_builtins.property
     def scores(self) -> Global___SealedArray:
-        """float32 [sequences]: score of each response, after normalisation and truncation treatment."""
+        """float32 [sequences]: score of each response, after normalisation and truncation treatment. Empty without scores."""
 
     @_builtins.property
     def log_probs(self) -> Global___SealedArray:
