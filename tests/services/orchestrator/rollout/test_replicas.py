@@ -10,7 +10,15 @@ import numpy as np
 import pytest
 
 from quartet.config import TimeoutsConfig
-from quartet.errors import Cancelled, ComputationFailed, MismatchError, NoResponse, QuartetError, ServiceUnavailable
+from quartet.errors import (
+    Cancelled,
+    ComputationFailed,
+    MismatchError,
+    NoResponse,
+    QuartetError,
+    QuotaExceeded,
+    ServiceUnavailable,
+)
 from quartet.rpc.clients import ReferenceClient
 from quartet.rpc.compute_thread import ComputeThread
 from quartet.rpc.server import Server
@@ -240,3 +248,20 @@ def test_a_name_with_several_addresses_stands_for_a_replica_at_each(
     known[:] = [service.address for service in services[1:]]
     assert wait_until(lambda: set(replicas._members) == set(known), 20)
     assert wait_until(lambda: replicas.replicas() == 2, 20)
+
+
+def test_a_refusal_by_quota_counts_more_than_the_loss_of_another_replica(
+    serve: Callable[..., Service], connect: Callable[..., ReferenceReplicas]
+) -> None:
+    """A call that one replica refuses for a moment, while another one is lost, waits instead of failing."""
+    refusing, lost = serve(), serve()
+    replicas = connect(refusing.address, lost.address)
+    replicas.wait_until_ready()
+    refusing.model.error = QuotaExceeded("run a: too many calls", 2.0)
+    lost.end()
+    for _ in range(4):
+        with pytest.raises(QuotaExceeded) as refused:
+            replicas.log_probs(BATCH, 1.0).result()
+        assert refused.value.retry_seconds == 2.0
+    refusing.model.error = None
+    assert replicas.log_probs(BATCH, 1.0).result().tolist() == [1.0] * 5
