@@ -90,7 +90,7 @@ def test_a_switch_applies_from_one_step_on_and_resets_the_statistics(
         assert step["reward_old_missing"] == step["reward_new_missing"] == 0
         for row in run.trajectories(int(step["step"])):
             assert row["score"] == row["parts"][source]
-    # Normalized by the step's own statistics alone, the scores have the mean 0.
+    # Normalized by the statistics of this step only, the scores have the mean 0.
     assert run.metrics[3]["score_mean"] == pytest.approx(0, abs=1e-6)
     lines = [(line["setting"], line["before"], line["after"], line["step"]) for line in json_lines(run.files.changes)]
     assert lines == [("reward.parts.old.weight", 1, 0, 4), ("reward.parts.new.weight", 0, 1, 4)]

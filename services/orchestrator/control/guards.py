@@ -137,7 +137,7 @@ class Guards:
     def _reward_hacking(self) -> Iterator[tuple[str, str, str]]:
         """Detect a spike within the window, and a slow rise or an early jump since the first steps of the run.
 
-        A switch of the reward source starts both anew.
+        A switch of the reward source resets both.
         """
         if len(self._recent_same) < 2 * self._half:
             return
