@@ -143,6 +143,10 @@ def raises_together(_: Any, right: Any, *arguments: Any) -> Scores:
     return scores
 
 
+def unknown_type(answer: Any) -> None:
+    answer.scores.dtype = 99
+
+
 def wrong_shape(answer: Any) -> None:
     answer.scores.shape.append(1)
 

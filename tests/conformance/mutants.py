@@ -64,6 +64,7 @@ from tests.conformance.faults import (
     tokens_of,
     trajectories,
     unfenced,
+    unknown_type,
     unseeded,
     values,
     without_metric,
@@ -97,6 +98,7 @@ MUTANTS = [
     Mutant("scores with a dimension of 1", REWARD, "score.shape", response("Score", wrong_shape)),
     Mutant("one score too few", REWARD, "score.shape", scores(drop_last)),
     Mutant("scores padded with zeros", REWARD, "score.shape", response("Score", padded)),
+    Mutant("an unknown type of a tensor", REWARD, "score.shape", response("Score", unknown_type)),
     Mutant("scores in double precision", REWARD, "score.shape", response("Score", doubles)),
     Mutant("NaN without a failure", REWARD, "score.shape", response("Score", without_number)),
     Mutant(

@@ -65,6 +65,8 @@ def test_checks_that_change_the_service_need_a_flag(tmp_path: Path, redis_url: s
         assert "needs the service's buffer; give --buffer" in invoke(*arguments, "--allow-changes")[1]
         assert "1 passed" in invoke(*arguments, "--allow-changes", "--buffer", redis_url)[1]
         assert target.status().policy_version == 0
+        code, output = invoke(*arguments, "--allow-changes", "--buffer", "redis://127.0.0.1:1")
+        assert (code, "--buffer: rollout buffer at redis://127.0.0.1:1: unreachable" in output) == (2, True), output
 
 
 @pytest.mark.parametrize(

@@ -10,11 +10,12 @@ from pathlib import Path
 
 import typer
 
+from quartet.buffer.connection import connect as connect_buffer
 from quartet.config import SecurityConfig
 from quartet.conformance import ROLES, CheckOutcome, Limits, Target, as_json, checks_of, run_checks
 from quartet.conformance.connection import connect, host_and_port
 from quartet.conformance.report import header_of, line_of, summary_of
-from quartet.errors import ConfigError
+from quartet.errors import ConfigError, ServiceUnavailable
 from quartet.rpc.security.credentials import Credentials
 from quartet.types import Role
 
@@ -56,6 +57,8 @@ def conformance(
     target = _target(known[role], address, limits, access)
     try:
         connect(target)
+        if limits.buffer_url is not None:
+            _check_buffer(limits.buffer_url)
         started = datetime.now(UTC)
         if show_json:
             results = run_checks(target, checks)
@@ -76,6 +79,14 @@ def _target(role: Role, address: str, limits: Limits, access: Access) -> Target:
     caller = Credentials(access.identity or (PLAYERS if role is Role.ENVIRONMENT else orchestrator), security)
     watcher = caller if access.identity or role is not Role.ENVIRONMENT else Credentials(orchestrator, security)
     return Target(role, address, limits, caller, watcher)
+
+
+def _check_buffer(url: str) -> None:
+    """Raise ConfigError unless the buffer answers."""
+    try:
+        connect_buffer(url).close()
+    except ServiceUnavailable as error:
+        raise ConfigError(f"--buffer: {error}") from None
 
 
 def _is_json_object(text: str) -> bool:

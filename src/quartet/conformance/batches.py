@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from quartet.conformance.check import expect
+from quartet.conformance.check import expect, name_of
 from quartet.conformance.target import TokenPair
 from quartet.v1 import tensor_pb2, trajectory_pb2
 
@@ -40,7 +40,7 @@ def floats(message: tensor_pb2.Tensor, name: str, length: int, finite: bool = Tr
     """Return a float32 tensor of one dimension with ``length`` elements, which are all ``finite``. Raises Violation."""
     expect(
         message.dtype == tensor_pb2.DATA_TYPE_FLOAT32,
-        f"{name}: dtype is {tensor_pb2.DataType.Name(message.dtype)}; expected DATA_TYPE_FLOAT32",
+        f"{name}: dtype is {name_of(tensor_pb2.DataType, message.dtype)}; expected DATA_TYPE_FLOAT32",
     )
     expect(list(message.shape) == [length], f"{name}: shape is {list(message.shape)}; expected [{length}]")
     expect(
@@ -56,7 +56,7 @@ def token_ids(message: tensor_pb2.Tensor, name: str, vocabulary_size: int) -> ND
     """Return an int32 tensor of one dimension with ids of the vocabulary, which may be empty. Raises Violation."""
     expect(
         message.dtype == tensor_pb2.DATA_TYPE_INT32,
-        f"{name}: dtype is {tensor_pb2.DataType.Name(message.dtype)}; expected DATA_TYPE_INT32",
+        f"{name}: dtype is {name_of(tensor_pb2.DataType, message.dtype)}; expected DATA_TYPE_INT32",
     )
     expect(len(message.shape) == 1, f"{name}: shape is {list(message.shape)}; expected one dimension")
     expect(

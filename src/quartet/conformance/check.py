@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from quartet.conformance.target import Target
@@ -56,3 +56,8 @@ def expect(condition: object, message: str) -> None:
     """Raise Violation with ``message`` unless the condition holds."""
     if not condition:
         raise Violation(message)
+
+
+def name_of(enum: Any, number: int) -> str:
+    """Return the name of a value of a protobuf enum, or the number itself if it has none."""
+    return str(enum.Name(number)) if number in enum.values() else str(number)

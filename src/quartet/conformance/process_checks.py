@@ -7,7 +7,7 @@ import re
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from quartet.conformance.check import Check, Skipped, Violation, expect
+from quartet.conformance.check import Check, Skipped, Violation, expect, name_of
 from quartet.conformance.target import Refusal, Target
 from quartet.secret_files import AUTHORITY
 from quartet.v1 import status_pb2, status_pb2_grpc
@@ -22,7 +22,7 @@ def _health(target: Target, service: str) -> None:
     request = health_pb2.HealthCheckRequest(service=service)
     response = target.call(target.health_stub.Check, request, STATUS_SECONDS)
     serving = health_pb2.HealthCheckResponse.SERVING
-    name = health_pb2.HealthCheckResponse.ServingStatus.Name(response.status)
+    name = name_of(health_pb2.HealthCheckResponse.ServingStatus, response.status)
     expect(response.status == serving, f"the health of {service or 'the server'!r} is {name}; expected SERVING")
 
 

@@ -13,7 +13,7 @@ from google.rpc.error_details_pb2 import ErrorInfo
 from grpc_health.v1 import health_pb2_grpc
 from grpc_status import rpc_status
 
-from quartet.conformance.check import Skipped, Violation, expect
+from quartet.conformance.check import Skipped, Violation, expect, name_of
 from quartet.rpc.security.credentials import LOCAL, Credentials
 from quartet.types import Role
 from quartet.v1 import (
@@ -163,7 +163,7 @@ class Target:
         for status in roles:
             if status.role == number:
                 return status
-        names = ", ".join(status_pb2.Role.Name(status.role) for status in roles) or "none"
+        names = ", ".join(name_of(status_pb2.Role, status.role) for status in roles) or "none"
         raise Violation(f"the status names the roles {names}; expected ROLE_{self.role.upper()}")
 
     @property
