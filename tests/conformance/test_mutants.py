@@ -52,7 +52,9 @@ def security(tmp_path_factory: pytest.TempPathFactory) -> SecurityConfig:
     return SecurityConfig(certificates=folder, token_file=folder / "token")
 
 
-@pytest.mark.parametrize(("name", "check", "server"), ACCESS_MUTANTS, ids=lambda value: str(value).replace(" ", "_"))
+@pytest.mark.parametrize(
+    ("name", "check", "server"), ACCESS_MUTANTS, ids=[name.replace(" ", "_") for name, _, _ in ACCESS_MUTANTS]
+)
 def test_a_server_that_lets_callers_in_fails_the_check_that_names_it(
     name: str, check: str, server: Any, security: SecurityConfig, tmp_path: Path
 ) -> None:
