@@ -13,8 +13,8 @@ def part_metrics(scored: Sequence[ScoredTrajectory], weights: Mapping[str, float
     """Return the weight of each part, and the number of trained responses without a score of it."""
     metrics: dict[str, float] = {}
     for name, weight in weights.items():
-        metrics[f"{PREFIX}{name}{SUFFIX}"] = weight
-        metrics[f"{PREFIX}{name}_missing"] = sum(name not in item.parts for item in scored)
+        metrics[f"reward_{name}_weight"] = weight
+        metrics[f"reward_{name}_missing"] = sum(name not in item.parts for item in scored)
     return metrics
 
 
