@@ -134,11 +134,11 @@ def test_runs_take_turns_between_the_responses_of_their_calls() -> None:
         wait_for(lambda: source.units == [1])
         second = client("b").score(batch_of(2, length=9))
         third = client("a").score(batch_of(2, length=3))
-        wait_for(lambda: [each.pending_sequences for each in turns.usage()] == [2, 6])
+        wait_for(lambda: {run: each.pending_sequences for run, each in usage(turns).items()} == {"a": 6, "b": 2})
         for call in (second, first, third):
             while not call.done():
-                source.gate.release()
                 known = len(source.units)
+                source.gate.release()
                 wait_for(lambda call=call, known=known: call.done() or len(source.units) > known)  # type: ignore[misc]
         assert source.units.index(9) == 1
         assert [each for each in source.units if each != 9] == [1, 1, 1, 1, 3, 3]
