@@ -71,7 +71,7 @@ class RewardServicer(ModelServicer[RewardSource], reward_pb2_grpc.RewardServiceS
         source = self.core
 
         def score(cancelled: Callable[[], bool]) -> Scores:
-            failpoint("reward.scoring")
+            _reach_scoring()
             if isinstance(source, EnsembleReward):
                 return source.score(batch, fields, cancelled, weights or None)
             return source.score(batch, fields, cancelled)
@@ -112,7 +112,7 @@ class RewardServicer(ModelServicer[RewardSource], reward_pb2_grpc.RewardServiceS
             yield  # A generator without a pause.
 
         def divided(cancelled: Callable[[], bool]) -> Units[Scores]:
-            failpoint("reward.scoring")
+            _reach_scoring()
             if isinstance(source, EnsembleReward):
                 return (yield from source.score_in_units(batch, fields, cancelled, weights or None))
             return (yield from score_in_units(source, batch, fields, cancelled))
@@ -143,6 +143,10 @@ class RewardServicer(ModelServicer[RewardSource], reward_pb2_grpc.RewardServiceS
             scores = self.compute.run("score", context, lambda _: _next_unit(units, shared, call))
             if scores is not None:
                 return scores
+
+
+def _reach_scoring() -> None:
+    failpoint("reward.scoring")
 
 
 def _next_unit(units: Units[Scores], shared: SharedTurns, call: SharedCall) -> Scores | None:

@@ -111,9 +111,12 @@ class LiveSettings:
                 raise InvalidRequest(f"settings: none given; expected some of {', '.join(self._names())}")
             if first > self._config.run.steps:
                 raise FailedPrecondition("settings: the last step has started, so a change would have no effect")
+            before = {name: self._checked(name, after).value for name, after in values.items()}
+            # In the order of the settings: a map of the contract has none.
             made = [
-                SettingChange(name, self._checked(name, after).value, after, first, user, at)
-                for name, after in values.items()
+                SettingChange(name, before[name], values[name], first, user, at)
+                for name in self._names()
+                if name in before
             ]
             self._check_weights(values, first)
             self._files.append_changes([asdict(change) for change in made])

@@ -103,15 +103,19 @@ def sequence_score_passes(
     check_batch(reward_model, batch)
     result = np.zeros(len(batch), np.float32)
     is_decoder = isinstance(getattr(reward_model, "score", None), nn.Module)
-    passes = _decoder_passes if is_decoder else _encoder_passes
-    for index, (rows, compute, counts) in enumerate(passes(reward_model, batch, max_tokens, workers)):
-        if index:
-            yield
+    passes = (_decoder_passes if is_decoder else _encoder_passes)(reward_model, batch, max_tokens, workers)
+    with torch.inference_mode():
+        following = next(passes, None)
+    while following is not None:
+        rows, compute, counts = following
         # Entered for each pass: the modes belong to the thread, which may do other work in between.
         with torch.inference_mode(), onednn_linear():
             scores = workers.forward(compute)
             if counts:
                 result[rows] = scores.squeeze(-1).float().cpu().numpy()
+            following = next(passes, None)
+        if following is not None:
+            yield
     with torch.inference_mode():
         result = workers.sum(torch.from_numpy(result)).float().numpy()
     return _finite(result, "scores", reward_model)

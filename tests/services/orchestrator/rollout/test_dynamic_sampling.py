@@ -149,7 +149,9 @@ class GroupScorer(FailingScorer):
         super().__init__(ComputationFailed("no"), **failures)
         self._equal = equal
 
-    def score(self, batch: TokenBatch, fields: Sequence[str] = ()) -> object:
+    def score(
+        self, batch: TokenBatch, fields: Sequence[str] = (), weights: Mapping[str, float] | None = None
+    ) -> object:
         numbers = [0.5 if self._equal(name) else name[1] / 8 for name in names(batch)]
         return self._call("score", batch, lambda: Scores(np.array(numbers, np.float32)))
 
