@@ -20,6 +20,25 @@ from pathlib import Path
 from quartet.environments import Environment, EnvironmentFailed
 
 
+class Refusing(Environment):
+    def __init__(self):
+        raise ValueError("no such level")
+
+    def reset(self, seed, fields):
+        return ""
+
+    def step(self, text):
+        return "", 0.0, True
+
+
+class Failing(Environment):
+    def reset(self, seed, fields):
+        raise ValueError("secret")
+
+    def step(self, text):
+        return "", 0.0, True
+
+
 class Echo(Environment):
     def __init__(self, prefix="", turns=3):
         self.prefix, self.turns, self.number = prefix, turns, 0

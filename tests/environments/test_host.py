@@ -296,6 +296,19 @@ def test_a_class_that_cannot_be_used_is_refused_and_leaves_no_process(host: Host
     assert children() == before
 
 
+def test_arguments_that_the_class_does_not_take_are_refused(host: Host) -> None:
+    with pytest.raises(ConfigError, match=r"^environment\.class_name worlds:Echo: environment\.arguments: .*'levle'"):
+        host("Echo", arguments={"levle": 2})
+
+
+def test_the_text_of_an_exception_is_shown_if_no_prompt_was_seen_and_else_the_setting_for_it(host: Host) -> None:
+    refused = host("Refusing", arguments={}).reset("run/1/0/0/1.0", 1, "{}", PROMPT)
+    assert refused.detail.endswith(": no such level")
+    raised = host("Failing").reset("run/1/0/0/1.0", 1, "{}", PROMPT)
+    assert raised.detail.endswith("set environment.quote_texts: true to see it")
+    assert "secret" not in raised.detail
+
+
 def test_closing_ends_the_workers(host: Host) -> None:
     before = children()
     played: EnvironmentHost = host(num_workers=2)

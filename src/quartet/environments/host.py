@@ -11,7 +11,7 @@ import math
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -60,7 +60,7 @@ class EnvironmentHost:
         self._calls = threading.BoundedSemaphore(MAX_CALLS)
         self._pending = 0
         self._closing = ThreadPoolExecutor(max_workers=1, thread_name_prefix="session-closer")
-        self._workers = _start_workers(self._class, config.num_workers)
+        self._workers = _start_workers(self._class, config.arguments, config.num_workers)
         self._decoder = TurnDecoder(tokenizer, self._workers[0].keeps_special_tokens)
         self._status = ServiceStatus(
             role=Role.ENVIRONMENT,
@@ -269,9 +269,9 @@ class _Session:
 class _Worker:
     """A worker process with the environments of some sessions."""
 
-    def __init__(self, class_name: str) -> None:
-        """Start the process and import the class. Raises ConfigError."""
-        self._class = class_name
+    def __init__(self, class_name: str, settings: Mapping[str, Any]) -> None:
+        """Start the process and import the class, whose keyword arguments are ``settings``. Raises ConfigError."""
+        self._class, self._settings = class_name, dict(settings)
         self.num_sessions = 0
         self.busy_seconds: dict[str, float] = {"reset": 0.0, "step": 0.0, "close": 0.0}
         self._lock = threading.Lock()
@@ -306,16 +306,16 @@ class _Worker:
         self._worker.close()
 
     def _import_class(self) -> bool:
-        answer = self._worker.call(["describe", {"name": self._class}], START_TIMEOUT)
+        answer = self._worker.call(["describe", {"name": self._class, "settings": self._settings}], START_TIMEOUT)
         if "problem" in answer:
             raise ConfigError(f"environment.class_name {self._class}: {answer['problem']}")
         return bool(answer["keeps_special_tokens"])
 
 
-def _start_workers(class_name: str, count: int) -> list[_Worker]:
+def _start_workers(class_name: str, settings: Mapping[str, Any], count: int) -> list[_Worker]:
     """Start the workers in parallel. After an error none is left."""
     with ThreadPoolExecutor(max_workers=count) as pool:
-        starts = [pool.submit(_Worker, class_name) for _ in range(count)]
+        starts = [pool.submit(_Worker, class_name, settings) for _ in range(count)]
     failures = [error for start in starts if (error := start.exception()) is not None]
     if failures:
         for start in starts:

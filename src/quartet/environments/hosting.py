@@ -8,12 +8,15 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-from quartet.environments.environment import EnvironmentFailed
-from quartet.user_code import NotImportable, import_callable, location_of, text_of
+from quartet.environments.environment import Environment, EnvironmentFailed
+from quartet.user_code import NotImportable, import_callable, location_of, text_of, wrong_arguments
 
 _OUTCOMES = ("timeout", "scorer_error", "sandbox_error", "environment_error", "cancelled", "refused")
 _LARGEST = 3.4028234663852886e38
 """Maximum of float32."""
+
+HINT = "; the text is left out because it may quote a response: set environment.quote_texts: true to see it"
+"""End of a message about an exception without its text."""
 
 Answer = dict[str, Any]
 """``observation``, ``reward`` and ``done``; or ``outcome`` and ``detail`` of a failure; or ``unknown`` for a lost session."""
@@ -27,8 +30,8 @@ def call(method: str, arguments: dict[str, Any]) -> Answer:
     return _METHODS[method](**arguments)
 
 
-def describe(name: str) -> Answer:
-    """Import the class ``name``. Return why it cannot be used as ``problem``, or its attributes."""
+def describe(name: str, settings: dict[str, Any]) -> Answer:
+    """Import the class ``name``. Return why it cannot be used with ``settings`` as ``problem``, or its attributes."""
     try:
         kind = import_callable(name)
     except NotImportable as error:
@@ -39,6 +42,11 @@ def describe(name: str) -> Answer:
             "problem": f"is not an environment: {'no method ' + missing[0] if missing else 'not a class'}; derive a class from "
             "quartet.environments.Environment"
         }
+    undefined = [method for method in ("reset", "step") if getattr(kind, method) is getattr(Environment, method)]
+    if undefined:
+        return {"problem": f"does not define {undefined[0]}"}
+    if problem := wrong_arguments(kind, 0, tuple(settings)):
+        return {"problem": f"environment.arguments: {problem}"}
     return {"keeps_special_tokens": bool(getattr(kind, "keeps_special_tokens", False))}
 
 
@@ -46,12 +54,16 @@ def reset(session: str, name: str, settings: dict[str, Any], seed: int, fields: 
     """Create the environment of a session, in the place of an earlier one, and reset it."""
     close(session)
 
-    def start() -> Answer:
-        environment = import_callable(name)(**settings)
-        _episodes[session] = environment
-        return {"observation": _observation(environment.reset(seed, fields), "reset"), "reward": 0.0, "done": False}
+    def create() -> Answer:
+        _episodes[session] = import_callable(name)(**settings)
+        return {}
 
-    return _guarded(session, start, quotes)
+    def start() -> Answer:
+        observation = _episodes[session].reset(seed, fields)
+        return {"observation": _observation(observation, "reset"), "reward": 0.0, "done": False}
+
+    # The text of its exceptions quotes no prompt: it has seen none.
+    return _guarded(session, create, quotes=True) or _guarded(session, start, quotes)
 
 
 def step(session: str, text: str, quotes: bool) -> Answer:
@@ -112,7 +124,7 @@ def _guarded(session: str, work: Callable[[], Answer], quotes: bool) -> Answer:
         outcome = getattr(error, "outcome", None)
         answer = {
             "outcome": outcome if outcome in _OUTCOMES else "environment_error",
-            "detail": text if explained and text else f"raised {kind}{where}{': ' + text if text else ''}",
+            "detail": text if explained and text else f"raised {kind}{where}{': ' + text if text else HINT}",
         }
     close(session)
     return answer

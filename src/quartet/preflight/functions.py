@@ -23,8 +23,6 @@ REWARD_ARGUMENTS = {
 """Arguments of a reward function by reward.signature. The first are given by position, the others by name."""
 JUDGE_ARGUMENTS = ("prompt", "response", "initial_response", "fields")
 """Arguments of a judge: prompt, response, the initial policy's response, and the fields of the prompt's line."""
-ENVIRONMENT_KEY = "environment.class_name"
-"""Key of the class of the environment."""
 IMPORT_SECONDS = 60.0
 """Maximum seconds to import the module of a function."""
 
@@ -54,7 +52,9 @@ def named_functions(config: Config) -> dict[str, FunctionCall]:
             if source.function is not None
         }
     if config.environment.class_name is not None and config.services.environment.address is None:
-        functions[ENVIRONMENT_KEY] = FunctionCall(config.environment.class_name)
+        functions["environment.class_name"] = FunctionCall(
+            config.environment.class_name, keywords=tuple(config.environment.arguments)
+        )
     return functions
 
 
@@ -74,7 +74,7 @@ def check_function(key: str, call: FunctionCall) -> str:
             "correct the name, run the command in the directory of the module, or add that directory to PYTHONPATH"
             f"{_shadowing(module)}"
         )
-    if key.startswith("algorithm.") or key == ENVIRONMENT_KEY:
+    if key.startswith("algorithm."):
         # It may need torch, whose import takes seconds.
         return f"{key} {function}: module exists, and is imported when its process starts"
     if problem := _import_problem(call):

@@ -194,7 +194,7 @@ def collect(
             lambda _: None,
             None,
             ReplacementRule(recovery_config(), actor.replacement),
-            DynamicSampling(rounds, actor.group),
+            dynamic=DynamicSampling(rounds, actor.group),
         )
     finally:
         collector.reset()
