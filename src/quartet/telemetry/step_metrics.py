@@ -283,7 +283,7 @@ STEP_METRICS = (
         "equal_groups",
         "prompts",
         "Prompts that were replaced because all their responses have the same score.",
-        "falls at first, rises as the policy masters the prompts",
+        "falls at first, rises as the policy learns the prompts",
         "a multiple of rollout.prompts_per_step: prompts are too easy or too hard",
     ),
     _metric(
