@@ -16,7 +16,7 @@ from quartet.config import SharingConfig
 from quartet.errors import InvalidRequest, QuotaExceeded
 
 OVER_QUOTA_SECONDS = 10.0
-"""Time after a refused call for which a run counts as over its quota."""
+"""Time for which a run counts as over its quota, after the time at which the refused caller should try again."""
 CREDIT_SECONDS = 1.0
 """Time that a run saves at most while it is idle. It keeps its turn in the moment between two calls."""
 MIN_RETRY_SECONDS, MAX_RETRY_SECONDS = 0.05, 30.0
@@ -57,7 +57,12 @@ class _Run:
     """Admitted calls, in order. The first one computes."""
     used: float = 0.0
     """Weighted seconds of work, on the virtual clock."""
-    refused_at: float | None = None
+    over_quota_until: float = 0.0
+    """End of the time for which the run counts as over its quota because of a refused call."""
+    refused_since_turn: bool = False
+    """A call has been refused since the run's last turn began. The run counts as over its quota, however long the unit takes."""
+    weight: float = 1.0
+    """Weight of the unit in progress. It does not change during the unit."""
     call_seconds: float = 0.0
     """Duration of the last call that has ended."""
     scored_sequences: int = 0
@@ -98,6 +103,7 @@ class SharedTurns:
             run = self._run(name or UNNAMED, now)
             self._check(run, sequences, now)
             if not run.calls:
+                run.refused_since_turn = False
                 run.used = max(run.used, self._virtual - CREDIT_SECONDS)
             run.budget -= sequences
             call = SharedCall(run, sequences, now)
@@ -111,7 +117,7 @@ class SharedTurns:
             if call is not self._current:
                 return
             run = call.run
-            run.used += seconds / self._weight(run)
+            run.used += seconds / run.weight
             run.seconds += seconds
             call.turn.clear()
             self._current = None
@@ -172,9 +178,9 @@ class SharedTurns:
                 reason, wait = f"more than {rate:g} responses per second (sequences_per_second)", -run.budget / rate
         if not reason:
             return
-        run.refused_at = now
-        run.refused_calls += 1
         wait = min(max(wait, MIN_RETRY_SECONDS), MAX_RETRY_SECONDS)
+        run.over_quota_until, run.refused_since_turn = now + wait + OVER_QUOTA_SECONDS, True
+        run.refused_calls += 1
         raise QuotaExceeded(f"run {run.name}: {reason}; try again in {wait:.2g} s", wait)
 
     def _give_turn(self) -> None:
@@ -185,14 +191,16 @@ class SharedTurns:
         if waiting:
             run = min(waiting, key=lambda each: each.used)
             self._virtual = max(self._virtual, run.used)
+            run.weight = self._weight(run)
+            run.refused_since_turn = False
             self._current = run.calls[0]
             self._current.turn.set()
 
     def _is_over_quota(self, run: _Run) -> bool:
-        return run.refused_at is not None and self._clock() - run.refused_at < OVER_QUOTA_SECONDS
+        return run.refused_since_turn or self._clock() < run.over_quota_until
 
     def _weight(self, run: _Run) -> float:
-        """Return the share of ``run`` relative to a run within its quota.
+        """Return the share of ``run`` relative to a run within its quota, for the turn that it gets now.
 
         All runs over their quota together have ``over_quota_share``, even if there is only one other run.
         """

@@ -9,6 +9,7 @@ from quartet.errors import InvalidRequest, QuotaExceeded
 from quartet.services.reward.sharing import (
     CREDIT_SECONDS,
     CROWDED_RETRY_SECONDS,
+    MIN_RETRY_SECONDS,
     OVER_QUOTA_SECONDS,
     UNNAMED,
     RunUsage,
@@ -137,6 +138,24 @@ def test_an_idle_run_saves_little_time_for_later() -> None:
     assert bench.order.count("busy") == pytest.approx(50 - CREDIT_SECONDS / 2 / 0.1, abs=8)
 
 
+@pytest.mark.parametrize("unit_seconds", [0.01, 5.0, 20.0, 120.0])
+def test_a_run_over_its_quota_has_its_share_however_long_its_units_are(unit_seconds: float) -> None:
+    bench = Bench(max_pending_calls=2)
+    for run in ("flood", "normal") * 2:
+        bench.start(run, units=1)
+    bench.refused("flood")
+    seconds = {"flood": 0.0, "normal": 0.0}
+    while sum(seconds.values()) < 400 * unit_seconds:
+        [name] = [each.run.name for each in bench.calls if each.turn.is_set()]
+        unit = unit_seconds if name == "flood" else unit_seconds / 50
+        bench.compute(unit)
+        seconds[name] += unit
+        bench.start(name, units=1)
+        if name == "flood":
+            bench.refused("flood")
+    assert seconds["flood"] / sum(seconds.values()) == pytest.approx(0.1, abs=0.02), seconds
+
+
 def test_a_flooding_run_has_the_whole_service_if_no_other_run_waits() -> None:
     bench = Bench(max_pending_calls=2)
     exceed(bench, "flood")
@@ -148,8 +167,11 @@ def test_a_flooding_run_has_the_whole_service_if_no_other_run_waits() -> None:
 def test_a_run_has_its_full_share_again_some_time_after_it_exceeded_its_quota() -> None:
     bench = Bench(max_pending_calls=1)
     exceed(bench, "once")
-    bench.clock.now += OVER_QUOTA_SECONDS
+    bench.clock.now += MIN_RETRY_SECONDS + OVER_QUOTA_SECONDS
     bench.start("other", units=1000)
+    for _ in range(20):  # The unit after the refused call still has the low weight.
+        bench.compute(seconds=0.01)
+    bench.order.clear()
     for _ in range(20):
         bench.compute(seconds=0.01)
     assert 9 <= bench.order.count("once") <= 11
