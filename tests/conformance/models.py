@@ -258,7 +258,7 @@ def serving(
     server = Server([service.servicer], "127.0.0.1:0", credentials)
     for change in service.after_start:
         change(server)
-    limits = Limits(seconds=3.0, allow_changes=True, buffer_url=url, failing_fields=FAILING)
+    limits = Limits(seconds=3.0, allow_changes=True, buffer_url=url, failing_fields=FAILING, distinct_response=(1, 2))
     target = Target(role, server.address, limits)
     try:
         yield target

@@ -116,6 +116,7 @@ MUTANTS = [
         scores(lambda total: np.where(np.arange(len(total)) < 200, total, 0)),
     ),
     Mutant("the same value everywhere", CRITIC, "values.distinct", values(np.zeros_like)),
+    Mutant("a constant score", REWARD, "score.not_constant", scores(np.zeros_like)),
     Mutant("another score each time", REWARD, "score.repeatable", noisy),
     Mutant(
         "a response of one token refused",

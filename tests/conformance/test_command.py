@@ -26,7 +26,7 @@ from tests.conformance.mutants import MUTANTS
 
 DOCS = Path(__file__).parents[2]
 JSON_KEYS = {"format", "contract", "contract_digest", "quartet", "started", "seconds", "role", "address"}
-JSON_KEYS |= {"service_version", "conforms", "counts", "checks"}
+JSON_KEYS |= {"service_version", "conforms", "counts", "not_shown", "checks"}
 CHECK_KEYS = {"id", "requirement", "source", "outcome", "detail", "seconds"}
 
 
@@ -69,6 +69,33 @@ def test_checks_that_change_the_service_need_a_flag(tmp_path: Path, redis_url: s
         assert (code, "--buffer: rollout buffer at redis://127.0.0.1:1: unreachable" in output) == (2, True), output
 
 
+def test_the_report_ends_with_what_was_not_shown(tmp_path: Path, redis_url: str) -> None:
+    [mutant] = [mutant for mutant in MUTANTS if mutant.name == "a constant score"]
+    constant = (
+        "64 random responses have the same score, 0, so a constant would pass as well; give --fields with which they differ, or "
+        "--distinct-response"
+    )
+    failure = "needs fields with which the reward fails; give --failing-fields"
+    with serving(Role.REWARD, tmp_path, redis_url, mutant.mutate) as target:
+        arguments = ("reward", target.address, "--only", "score.not_constant", "--only", "score.failure")
+        code, output = invoke(*arguments)
+        report = json.loads(invoke(*arguments, "--json")[1])
+        failed, told = invoke(*arguments, "--distinct-response", "[1, 2]")
+    assert code == 0
+    assert output.splitlines()[-4:] == [
+        "not shown: 2 of 2 checks",
+        f"        score.not_constant: {constant}",
+        f"        score.failure: {failure}",
+        f"reward at {target.address} conforms: 2 skipped",
+    ]
+    assert report["not_shown"] == [
+        {"reason": constant, "checks": ["score.not_constant"]},
+        {"reason": failure, "checks": ["score.failure"]},
+    ]
+    assert failed == 1
+    assert "have the same score, 0, and so has that of --distinct-response; expected another one" in told
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -89,6 +116,8 @@ def test_checks_that_change_the_service_need_a_flag(tmp_path: Path, redis_url: s
         (("reward", "127.0.0.1:1", "--token-file", "absent"), "absent"),
         (("reward", "127.0.0.1:1", "--fields", "[1]"), "--fields [1]: expected a JSON object"),
         (("reward", "127.0.0.1:1", "--failing-fields", "{"), "--failing-fields {: expected a JSON object"),
+        (("reward", "127.0.0.1:1", "--distinct-response", "[-1]"), "--distinct-response [-1]: expected token ids as a"),
+        (("reward", "127.0.0.1:1", "--distinct-response", "1,2"), "--distinct-response 1,2: expected token ids as a"),
     ],
 )
 def test_wrong_arguments_exit_with_2(arguments: tuple[str, ...], message: str) -> None:

@@ -89,6 +89,19 @@ def _check_buffer(url: str) -> None:
         raise ConfigError(f"--buffer: {error}") from None
 
 
+def token_ids(text: str | None) -> tuple[int, ...]:
+    """Return the token ids of --distinct-response. Raises ConfigError."""
+    if text is None:
+        return ()
+    try:
+        ids = json.loads(text)
+    except ValueError:
+        ids = None
+    if not isinstance(ids, list) or not ids or any(type(each) is not int or not 0 <= each < 2**31 for each in ids):
+        raise ConfigError(f"--distinct-response {text[:80]}: expected token ids as a JSON list, such as [12, 7]")
+    return tuple(ids)
+
+
 def _is_json_object(text: str) -> bool:
     try:
         return isinstance(json.loads(text), dict)

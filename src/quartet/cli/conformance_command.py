@@ -43,6 +43,13 @@ def check_conformance(
         Optional[str],  # noqa: UP045
         typer.Option(metavar="JSON", help="Fields with which a reward or an environment fails. Default: not checked."),
     ] = None,
+    distinct_response: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(
+            metavar="IDS",
+            help="Token ids of a response whose score is not that of random ones, such as [12, 7]. Default: unknown.",
+        ),
+    ] = None,
     certificates: Annotated[
         Optional[Path],  # noqa: UP045
         typer.Option(metavar="DIR", help="Folder that `quartet certificates` has written. Default: no TLS."),
@@ -63,12 +70,19 @@ def check_conformance(
 
     Exit with 0 if it conforms, with 1 if it does not, and with 2 for a wrong argument or an address without such a server.
     """
-    from quartet.cli.conformance import Access
+    from quartet.cli.conformance import Access, token_ids
     from quartet.cli.conformance import conformance as check
     from quartet.conformance import Limits
 
     limits = Limits(
-        seconds, vocabulary_size, max_tokens, allow_changes, buffer, fields=fields, failing_fields=failing_fields
+        seconds,
+        vocabulary_size,
+        max_tokens,
+        allow_changes,
+        buffer,
+        fields=fields,
+        failing_fields=failing_fields,
+        distinct_response=token_ids(distinct_response),
     )
     access = Access(certificates, identity, token_file)
     if not check(role, address, limits, access, only or [], show_json):

@@ -23,6 +23,8 @@ CRITIC = "proto/quartet/v1/critic.proto: ValuesResponse"
 MAX_VOCABULARY = 2048
 """Largest vocabulary whose whole distribution is computed."""
 PROBABILITY_TOLERANCE = 0.01
+NUM_RANDOM_RESPONSES = 64
+"""Random responses whose scores are compared with each other."""
 
 Request = Callable[[Any, float], Any]
 
@@ -112,6 +114,21 @@ ACTOR_LOG_PROBS = log_probs_method(ACTOR, _actor_request)
 def reward_checks() -> list[Check]:
     """Return the checks of scores."""
 
+    def not_constant(target: Target) -> None:
+        sequences = target.sequences([(6, 6)] * NUM_RANDOM_RESPONSES)
+        if ids := target.limits.distinct_response:
+            sequences.append((sequences[0][0], np.array(ids, np.int32)))
+        scores = SCORE.values(target, sequences)
+        size = max(1.0, float(np.abs(scores).max()))
+        if np.ptp(scores) > target.limits.tolerance * size:
+            return
+        equal = f"{NUM_RANDOM_RESPONSES} random responses have the same score, {scores[0]:g}"
+        expect(not ids, f"{equal}, and so has that of --distinct-response; expected another one")
+        # A reward may be 0 for all random responses.
+        raise Skipped(
+            f"{equal}, so a constant would pass as well; give --fields with which they differ, or --distinct-response"
+        )
+
     def fields(target: Target) -> None:
         sequences = target.sequences(RAGGED)
         objects = [
@@ -149,6 +166,7 @@ def reward_checks() -> list[Check]:
         require_equal(target, before[others], after[others], "a sequence has another score beside one that failed")
 
     return [
+        Check("score.not_constant", "Different responses can get different scores.", REWARD, not_constant),
         Check(
             "score.failure",
             "A sequence without a score has NaN and an outcome; the others have scores.",

@@ -69,12 +69,25 @@ def header_of(started: datetime) -> str:
     return f"contract {CONTRACT} {contract_digest()}, quartet {__version__}, {_shown(started)}"
 
 
+def _not_shown(results: Sequence[CheckResult]) -> dict[str, list[str]]:
+    """Return the ids of the skipped checks by reason. The report shows nothing about what they require."""
+    reasons: dict[str, list[str]] = {}
+    for result in results:
+        if result.outcome is CheckOutcome.SKIPPED:
+            reasons.setdefault(result.detail, []).append(result.check.id)
+    return reasons
+
+
 def summary_of(target: Target, results: Sequence[CheckResult]) -> str:
-    """Return the last line of a report."""
+    """Return the last lines of a report: the checks that were not shown with their reasons, and the verdict."""
+    lines = [f"        {', '.join(checks)}: {reason}" for reason, checks in _not_shown(results).items()]
+    if lines:
+        skipped = sum(result.outcome is CheckOutcome.SKIPPED for result in results)
+        lines.insert(0, f"not shown: {skipped} of {len(results)} checks")
     counts = Counter(result.outcome for result in results)
     numbers = ", ".join(f"{counts[outcome]} {outcome}" for outcome in CheckOutcome if counts[outcome])
     verdict = "does not conform" if counts[CheckOutcome.FAILED] else "conforms"
-    return f"{target.role} at {target.address} {verdict}: {numbers}"
+    return "\n".join([*lines, f"{target.role} at {target.address} {verdict}: {numbers}"])
 
 
 def as_text(target: Target, results: Sequence[CheckResult], started: datetime) -> str:
@@ -97,6 +110,7 @@ def as_json(target: Target, results: Sequence[CheckResult], started: datetime) -
         "service_version": target.version(),
         "conforms": not counts[CheckOutcome.FAILED],
         "counts": {str(outcome): counts[outcome] for outcome in CheckOutcome},
+        "not_shown": [{"reason": reason, "checks": checks} for reason, checks in _not_shown(results).items()],
         "checks": [
             {
                 "id": result.check.id,

@@ -50,7 +50,8 @@ class Limits:
     ``seconds``: time for one call. ``vocabulary_size`` and ``max_tokens`` replace those of the status. ``allow_changes``: run the
     checks that train, save or generate. ``buffer_url``: the service's Redis, for these. ``tolerance``: difference of two results
     that count as equal, relative to the larger of 1 and their size. ``fields``: those of every prompt, as a JSON object.
-    ``failing_fields``: those of a prompt for which the reward or the environment fails.
+    ``failing_fields``: those of a prompt for which the reward or the environment fails. ``distinct_response``: token ids of a
+    response whose score is not that of random responses; empty if it is unknown.
     """
 
     seconds: float = 30.0
@@ -61,6 +62,7 @@ class Limits:
     tolerance: float = 2e-3
     fields: str | None = None
     failing_fields: str | None = None
+    distinct_response: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
