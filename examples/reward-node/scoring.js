@@ -45,6 +45,45 @@ export function tensorOf(scores) {
   return { dtype: "DATA_TYPE_FLOAT32", shape: [values.length], data: Buffer.from(values.buffer) };
 }
 
+// Return the wanted words of each sequence as a set: those of the field "words" of its prompt, or the usual ones without it. A
+// sequence whose field is no text with a word has null: it cannot be scored. Throws InvalidRequest.
+export function wordsOf(fields, count, usual) {
+  if (fields.length === 0) return Array(count).fill(usual);
+  if (fields.length !== count) throw new InvalidRequest(`fields: expected none, or ${count}, one for each sequence`);
+  return fields.map((text, index) => {
+    const { words } = objectOf(text, `fields[${index}]`);
+    if (words === undefined) return usual;
+    return typeof words === "string" && /\p{L}/u.test(words) ? wordSet(words) : null;
+  });
+}
+
+// Return words that are separated by commas as a set.
+export function wordSet(text) {
+  return new Set(text.toLowerCase().split(","));
+}
+
+// Return the JSON object in a text. The error does not quote the text, which is part of a prompt.
+function objectOf(text, name) {
+  try {
+    const object = JSON.parse(text);
+    if (object !== null && typeof object === "object" && !Array.isArray(object)) return object;
+  } catch {
+    // Refused below.
+  }
+  throw new InvalidRequest(`${name}: expected a JSON object`);
+}
+
+// Return the scores of a response message. A text without wanted words has NaN and the outcome REFUSED: a failure is never a number.
+export function scoresOf(texts, words) {
+  const scores = texts.map((text, index) => (words[index] ? scoreOf(text, words[index]) : NaN));
+  if (!words.includes(null)) return { scores: tensorOf(scores) };
+  return {
+    scores: tensorOf(scores),
+    outcomes: words.map((each) => (each ? "OUTCOME_OK" : "OUTCOME_REFUSED")),
+    details: words.map((each) => (each ? "" : "the field words has no word")),
+  };
+}
+
 // Return the score of a text: the letters of wanted words, per letter of the text.
 export function scoreOf(text, words) {
   const letters = text.toLowerCase().match(/\p{L}+/gu) ?? [];

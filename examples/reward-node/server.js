@@ -11,7 +11,7 @@ import { parseArgs } from "node:util";
 import grpc from "@grpc/grpc-js";
 import loader from "@grpc/proto-loader";
 
-import { InvalidRequest, responsesOf, scoreOf, tensorOf } from "./scoring.js";
+import { InvalidRequest, responsesOf, scoresOf, wordSet, wordsOf } from "./scoring.js";
 import { Vocabulary } from "./vocabulary.js";
 
 const HERE = dirname(fileURLToPath(import.meta.url));
@@ -35,7 +35,7 @@ if (!options.certificates && !/^(127\.|localhost:|\[::1\])/.test(options.listen)
 }
 
 const vocabulary = readVocabulary(options.tokenizer);
-const words = new Set(options.words.toLowerCase().split(","));
+const words = wordSet(options.words);
 const maxTokens = Number(options["max-tokens"]);
 const instance = randomBytes(8).toString("hex");
 const token = options["token-file"] ? `Bearer ${readFileSync(options["token-file"], "utf8").trim()}` : null;
@@ -80,7 +80,9 @@ function method(answer) {
 
 function score(request, callback) {
   const responses = responsesOf(request.batch, vocabulary.size, maxTokens);
-  callback(null, { scores: tensorOf(responses.map((ids) => scoreOf(vocabulary.decode(ids), words))) });
+  const wanted = wordsOf(request.fields, responses.length, words);
+  const texts = responses.map((ids) => vocabulary.decode(ids));
+  callback(null, scoresOf(texts, wanted));
 }
 
 function status(_, callback) {

@@ -1,7 +1,7 @@
 import assert from "node:assert/strict";
 import { test } from "node:test";
 
-import { InvalidRequest, responsesOf, scoreOf, tensorOf } from "./scoring.js";
+import { InvalidRequest, responsesOf, scoreOf, scoresOf, tensorOf, wordsOf } from "./scoring.js";
 import { pythonLiteral } from "./vocabulary.js";
 
 const integers = (...values) => ({
@@ -30,6 +30,23 @@ test("invalid batches are refused", () => {
 test("a score is the share of letters in wanted words", () => {
   assert.equal(scoreOf("Great, a fox", new Set(["great"])), 5 / 9);
   assert.equal(scoreOf("", new Set(["great"])), 0);
+});
+
+test("the field words replaces the wanted words of a sequence", () => {
+  const usual = new Set(["great"]);
+  assert.deepEqual(wordsOf([], 2, usual), [usual, usual]);
+  assert.deepEqual(wordsOf(['{"words": "Fox,owl"}', '{"answer": 1}'], 2, usual), [new Set(["fox", "owl"]), usual]);
+  for (const wrong of [["{}"], ["[1]", "{}"], ["{", "{}"]]) assert.throws(() => wordsOf(wrong, 2, usual), InvalidRequest);
+});
+
+test("a sequence without wanted words has NaN and an outcome", () => {
+  const words = wordsOf(['{"words": "fox"}', '{"words": ""}', '{"words": 3}'], 3, new Set());
+  const { scores, outcomes, details } = scoresOf(["fox", "fox", "fox"], words);
+  const numbers = [0, 4, 8].map((start) => scores.data.readFloatLE(start));
+  assert.deepEqual(numbers, [1, NaN, NaN]);
+  assert.deepEqual(outcomes, ["OUTCOME_OK", "OUTCOME_REFUSED", "OUTCOME_REFUSED"]);
+  assert.deepEqual(details, ["", "the field words has no word", "the field words has no word"]);
+  assert.equal(scoresOf(["fox"], [new Set(["fox"])]).outcomes, undefined);
 });
 
 test("scores travel as little-endian float32", () => {

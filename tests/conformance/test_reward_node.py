@@ -30,6 +30,8 @@ from tests.training.runs import Run, orchestrator, services
 
 EXAMPLE = Path(__file__).parents[2] / "examples/reward-node"
 RLOO = {"algorithm": {"estimator": "rloo"}, "rollout": {"samples_per_prompt": 2}, "run": {"steps": 3}}
+LIMITS = Limits(fields='{"words": "a,e,i,o,s,t"}', failing_fields='{"words": ""}')
+"""Fields with which random responses get different scores, and those of a response without a score, as in the README."""
 pytestmark = pytest.mark.skipif(
     shutil.which("node") is None or not (EXAMPLE / "node_modules").is_dir(),
     reason="needs Node and its packages; run make reward-node",
@@ -105,13 +107,13 @@ def test_the_container_conforms_over_tls(image: str, toy_task: Any, tmp_path: Pa
     credentials = Credentials(Role.ORCHESTRATOR, SecurityConfig(certificates=tmp_path))
     with (
         container(image, toy_task.policy, options, []),
-        closing(Target(Role.REWARD, f"127.0.0.1:{port}", Limits(), credentials)) as target,
+        closing(Target(Role.REWARD, f"127.0.0.1:{port}", LIMITS, credentials)) as target,
     ):
         results = run_checks(target, checks_of(Role.REWARD))
         report = as_text(target, results, datetime.now(UTC))
     assert not [result for result in results if result.outcome is CheckOutcome.FAILED], report
     skipped = {result.check.id for result in results if result.outcome is CheckOutcome.SKIPPED}
-    assert skipped == {"tls.token", "score.error_class", "score.failure"}
+    assert skipped == {"tls.token", "score.error_class"}
 
 
 @pytest.mark.slow
@@ -128,7 +130,7 @@ def test_the_container_scores_a_run_as_a_reward_source(image: str, make: Any) ->
 def test_the_service_conforms_and_its_report_is_the_one_in_the_example(toy_task: Any) -> None:  # noqa: F811
     with (
         reward_node(toy_task.policy / "tokenizer.json") as address,
-        closing(Target(Role.REWARD, address, Limits())) as target,
+        closing(Target(Role.REWARD, address, LIMITS)) as target,
     ):
         results = run_checks(target, checks_of(Role.REWARD))
         report = as_text(target, results, datetime.now(UTC))
@@ -136,6 +138,8 @@ def test_the_service_conforms_and_its_report_is_the_one_in_the_example(toy_task:
     assert not [result for result in results if result.outcome is CheckOutcome.FAILED], report
     assert status.tokenizer_fingerprint == tokenizer_fingerprint(load_tokenizer(toy_task.policy))
     stored = (EXAMPLE / "conformance.txt").read_text(encoding="utf-8").splitlines()
+    assert "ok      score.not_constant " in report
+    assert "ok      score.failure " in report
     # The first line has the time, and the last one the address.
     assert [line[:120] for line in report.splitlines()[1:-1]] == [line[:120] for line in stored[1:-1]]
 
