@@ -15,10 +15,10 @@ from quartet.demo.toy_task import ToyTask
 from quartet.run_directory.run_files import RunFiles
 from quartet.services import factories
 from quartet.services.generator.episodes import EnvironmentAccess
-from quartet.types import Role
-from tests.services.generator.environments import EchoEnvironment
+from quartet.types import EnvironmentReply, Role
+from tests.services.generator.environments import EchoEnvironment, failure
 from tests.training.conftest import MakeConfig
-from tests.training.runs import Fleet, Run, assert_same, run_to_completion
+from tests.training.runs import Fleet, Run, assert_same, json_lines, run_to_completion
 from tests.training.test_recovery import run_with_fault
 
 STEPS = 4
@@ -100,3 +100,24 @@ def test_evaluations_play_episodes(make: MakeConfig, toy_task: ToyTask) -> None:
     assert any("evaluation" in call.session for call in echo.calls)
     assert (RunFiles(config.run_directory).evaluation_summaries).exists()
     assert run.code == 0
+
+
+def test_a_failed_episode_of_an_evaluation_does_not_stop_training(make: MakeConfig, toy_task: ToyTask) -> None:
+    data = {"validation": str(toy_task.prompts)}
+    config = make(**EPISODES, data=data, evaluation={"every_steps": 1, "max_prompts": 3})
+    evaluated = set[str]()
+
+    def fail(session: str, turn: int) -> EnvironmentReply | None:
+        """Fail from the second evaluation on: the first is the baseline."""
+        if "evaluation" not in session or turn:
+            return None
+        evaluated.add(session)
+        return failure() if len(evaluated) > 6 else None
+
+    with environment(fail=fail):
+        run = run_to_completion(config)
+    assert run.code == 0
+    assert len(run.metrics) == STEPS
+    rows = json_lines(run.files.failed_trajectories)
+    assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
+    assert all("environment_error" in row["error"] for row in rows)

@@ -185,11 +185,15 @@ class Scoring:
     def reject(self, trajectory: Trajectory) -> None:
         """Record an episode that failed, which has no score.
 
-        Raises ServiceFailed without recovery, and the errors of ``advance``.
+        Raises ScorerFailed without recovery, and the errors of ``advance``.
         """
-        error = f"{trajectory.id}: {trajectory.outcome}: {trajectory.detail or 'no detail'}"
         if self._recovery is None:
-            raise ServiceFailed(error)
+            # The detail may quote the policy.
+            raise ScorerFailed(
+                f"environment: the episode of {trajectory.id} failed with outcome {trajectory.outcome}; see the log of the "
+                "environment service"
+            )
+        error = f"{trajectory.id}: {trajectory.outcome}: {trajectory.detail or 'no detail'}"
         failed = FailedTrajectory(trajectory, 1, error, ServiceFailed, trajectory.outcome)
         self._record_failure(failed)
         self.failed_trajectories.append(failed)

@@ -8,7 +8,7 @@ import pytest
 
 from quartet.buffer.rollout_stream import RolloutStream
 from quartet.config import OutcomeConfig, OutcomesConfig
-from quartet.errors import ComputationFailed, ServiceFailed, TooManyFailedTrajectories
+from quartet.errors import ComputationFailed, ScorerFailed, ServiceFailed, TooManyFailedTrajectories
 from quartet.services.orchestrator.rollout.collector import Collector
 from quartet.services.orchestrator.rollout.scoring import ScoringServices
 from quartet.types import FinishReason, Outcome, Trajectory
@@ -102,13 +102,14 @@ def test_the_environments_rewards_are_part_of_the_score(stream: RolloutStream, r
     ]
 
 
-def test_a_failed_episode_of_an_evaluation_is_an_error(stream: RolloutStream, run: str) -> None:
+def test_a_failed_episode_of_an_evaluation_is_an_error_that_quotes_nothing(stream: RolloutStream, run: str) -> None:
     written = [failed(sampled(run, 0))]
     stream.append(written)
     scorer = FailingScorer(ComputationFailed("no"))
     collector = Collector(stream, ScoringServices(scorer, scorer, scorer, 0.7), 1)  # type: ignore[arg-type]
     try:
-        with pytest.raises(ServiceFailed, match="the dice are lost"):
+        with pytest.raises(ScorerFailed, match=rf"{run}/1/0/0 failed with outcome environment_error") as raised:
             collector.collect(batch_of(written), ended_generation(), lambda scored: None)
+        assert "dice" not in str(raised.value)
     finally:
         collector.reset()
