@@ -20,4 +20,5 @@ def environment_access(config: Config, credentials: Credentials) -> EnvironmentA
         address, config.environment.timeout_seconds, config.timeouts, config.recovery, credentials
     )
     decoded = config.rollout.max_concurrent_sequences
-    return EnvironmentAccess(client, min(OPEN_PER_DECODED * decoded, config.environment.max_sessions))
+    max_open = min(OPEN_PER_DECODED * decoded, config.environment.max_sessions)
+    return EnvironmentAccess(client, max_open, config.recovery.max_attempts)

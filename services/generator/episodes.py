@@ -59,10 +59,11 @@ GenerateTurns = Callable[[Sequence[GenerationRequest], TurnSource], Iterator[Tra
 
 @dataclass(slots=True)
 class _Episode:
-    """A trajectory in progress. ``request`` is that of its last turn."""
+    """A trajectory in progress. ``request`` is that of its last turn. ``attempt`` counts from 1."""
 
     id: TrajectoryId
     session: str
+    attempt: int
     segments: list[Segment]
     rewards: list[float] = field(default_factory=list)
     spans: list[VersionSpan] = field(default_factory=list)
@@ -86,11 +87,13 @@ _Answer = tuple[_Episode, EnvironmentReply | BaseException]
 class EnvironmentAccess:
     """The environment of a run, and the maximum number of episodes that are open at once.
 
-    More than the engine decodes at once, so that its batch stays full while some wait for the environment.
+    More than the engine decodes at once, so that its batch stays full while some wait for the environment. ``max_attempts``
+    returns the number of times that an episode may be played, by the outcome of its failure.
     """
 
     environment: Environment
     max_open: int
+    max_attempts: Callable[[Outcome], int] = lambda outcome: 1
 
 
 class Episodes:
@@ -113,6 +116,7 @@ class Episodes:
         """
         assert batch.episode is not None
         self._environment, self._batch, self._settings = access.environment, batch, batch.episode
+        self._max_attempts = access.max_attempts
         self._vocabulary_size, self._on_finished = vocabulary_size, on_finished
         self._waiting = deque(requests)
         self._episodes: dict[TrajectoryId, _Episode] = {}
@@ -177,12 +181,15 @@ class Episodes:
 
     def _start_next(self) -> None:
         """Start the episode of the next waiting request."""
-        request, batch = self._waiting.popleft(), self._batch
-        session = f"{request.id}/{batch.leader_epoch}.{batch.attempt}"
-        prompt_ids = np.asarray(request.prompt_ids, np.int32)
-        episode = _Episode(request.id, session, [Segment(SegmentRole.PROMPT, prompt_ids)])
-        self._episodes[request.id] = episode
-        seed, fields = environment_seed(batch.seed, request.id), self._settings.fields.get(request.id.prompt, "{}")
+        request = self._waiting.popleft()
+        self._start(request.id, Segment(SegmentRole.PROMPT, np.asarray(request.prompt_ids, np.int32)), 1)
+
+    def _start(self, id: TrajectoryId, prompt: Segment, attempt: int) -> None:
+        """Start an episode in a session of this attempt. Every attempt has the same seed."""
+        batch, prompt_ids = self._batch, prompt.token_ids
+        session = f"{id}/{batch.leader_epoch}.{batch.attempt}" + (f".{attempt}" if attempt > 1 else "")
+        episode = self._episodes[id] = _Episode(id, session, attempt, [prompt])
+        seed, fields = environment_seed(batch.seed, id), self._settings.fields.get(id.prompt, "{}")
         self._call(self._resets, episode, lambda: self._environment.reset(session, seed, fields, prompt_ids))
 
     def _call(self, pool: ThreadPoolExecutor, episode: _Episode, call: Callable[[], EnvironmentReply]) -> None:
@@ -207,10 +214,14 @@ class Episodes:
         return episode, reply
 
     def _continue(self, episode: _Episode, reply: EnvironmentReply) -> GenerationRequest | None:
-        """Return the next turn of an episode, or end it."""
+        """Return the next turn of an episode, or end it. A failed one starts again, if another attempt is left."""
         if reply.outcome is Outcome.OK and episode.last is not None:
             episode.rewards.append(float(reply.reward))
         if (failure := self._failure(episode, reply)) is not None:
+            if episode.attempt < self._max_attempts(failure[0]):
+                self._environment.end(episode.session)
+                self._start(episode.id, episode.segments[0], episode.attempt + 1)
+                return None
             episode.rewards = []
             self._end(episode, FinishReason.FAILED, *failure)
             return None

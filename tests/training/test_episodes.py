@@ -37,7 +37,11 @@ def environment(**options: Any) -> Iterator[EchoEnvironment]:
     """Give an environment to the actors that are created inside the context."""
     echo = EchoEnvironment(**options)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(factories, "environment_access", lambda config, credentials: EnvironmentAccess(echo, 6))
+        patch.setattr(
+            factories,
+            "environment_access",
+            lambda config, credentials: EnvironmentAccess(echo, 6, config.recovery.max_attempts),
+        )
         yield echo
 
 
@@ -79,6 +83,21 @@ def test_a_run_with_several_turns_records_them(finished: Run) -> None:
 def test_the_time_of_answers_changes_no_bit(make: MakeConfig, finished: Run) -> None:
     with environment(wait=slow):
         assert_same(run_to_completion(make(**EPISODES)), finished)
+
+
+def test_an_environment_that_fails_once_changes_no_bit(make: MakeConfig, finished: Run) -> None:
+    failed = set[str]()
+
+    def fail(session: str, turn: int) -> EnvironmentReply | None:
+        trajectory = session.rpartition("/")[0]
+        if turn != 1 or zlib.crc32(trajectory.encode()) % 3 or trajectory in failed:
+            return None
+        failed.add(trajectory)
+        return failure()
+
+    with environment(fail=fail):
+        assert_same(run_to_completion(make(**EPISODES)), finished)
+    assert failed
 
 
 @pytest.mark.parametrize("moment", ["generate", "update"])

@@ -183,7 +183,7 @@ class Scoring:
         self._batches.append(_Batch(trajectories, scores, log_probs, values))
 
     def reject(self, trajectory: Trajectory) -> None:
-        """Record an episode that failed, which has no score.
+        """Record an episode that failed in all its attempts, which has no score.
 
         Raises ScorerFailed without recovery, and the errors of ``advance``.
         """
@@ -194,7 +194,8 @@ class Scoring:
                 "environment service"
             )
         error = f"{trajectory.id}: {trajectory.outcome}: {trajectory.detail or 'no detail'}"
-        failed = FailedTrajectory(trajectory, 1, error, ServiceFailed, trajectory.outcome)
+        attempts = self._recovery.max_attempts(trajectory.outcome)
+        failed = FailedTrajectory(trajectory, attempts, error, ServiceFailed, trajectory.outcome)
         self._record_failure(failed)
         self.failed_trajectories.append(failed)
 

@@ -165,10 +165,9 @@ class BatchCall:
         self._failures += 1
         for index, result in zip(self._sent, results, strict=True):
             # An error of the whole call may be the fault of one trajectory. The others are not given up with it.
-            if self.results[index] is None and (len(results) == 1 or result.fault is ScorerFailed):
-                no_retry = recovery.outcomes.action(result.outcome) != "retry"
-                if no_retry or self._failures >= recovery.max_scoring_attempts:
-                    self._give_up(index, result)
+            at_fault = self.results[index] is None and (len(results) == 1 or result.fault is ScorerFailed)
+            if at_fault and self._failures >= recovery.max_attempts(result.outcome):
+                self._give_up(index, result)
         missing = self._first_missing()
         if missing is None or (len(results) == 1 and missing != self._sent.start):
             self._continue()

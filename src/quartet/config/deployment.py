@@ -266,7 +266,8 @@ class OutcomeConfig(Section):
     """Action for a response that has no score."""
 
     action: Literal["retry", "replace", "stop"] = "retry"
-    """retry: score it again, up to recovery.max_scoring_attempts, then replace it. replace: record it as failed, and generate
+    """retry: score it again, or play its episode again from the start, up to recovery.max_scoring_attempts, then replace it.
+    replace: record it as failed, and generate
     another response to the same prompt at once. stop: record it and end the run."""
 
 
@@ -280,7 +281,7 @@ class OutcomesConfig(Section):
     sandbox_error: OutcomeConfig = OutcomeConfig()
     """The sandbox of a verifier failed."""
     environment_error: OutcomeConfig = OutcomeConfig()
-    """The environment failed. An episode is never repeated from its middle: with retry, too, it is replaced."""
+    """The environment failed."""
     cancelled: OutcomeConfig = OutcomeConfig()
     """The work was cancelled."""
     refused: OutcomeConfig = OutcomeConfig(action="replace")
@@ -308,12 +309,16 @@ class RecoveryConfig(Section):
     service also exits if a call keeps running for this long after its deadline and its caller is gone, or if one of its processes
     makes no progress for this long while the others wait for it."""
     max_scoring_attempts: Count = 3
-    """Maximum number of attempts to score a trajectory. After that it is recorded as failed, and a new response to the same
-    prompt replaces it."""
+    """Maximum number of attempts to score a trajectory, or to play its episode with an environment. After that it is recorded as
+    failed, and a new response to the same prompt replaces it."""
     max_failed_trajectories: WholeNumber = 4
     """Maximum number of failed trajectories per step. One more ends the run."""
     outcomes: OutcomesConfig = OutcomesConfig()
     """Actions for responses without a score, by the kind of failure."""
+
+    def max_attempts(self, outcome: str) -> int:
+        """Return how often to score a response, or to play an episode, whose failures have this outcome."""
+        return self.max_scoring_attempts if self.outcomes.action(outcome) == "retry" else 1
 
     def pause(self, failures: int) -> float:
         """Return the pause before the next attempt, in seconds, after this many consecutive failures (at least 1)."""

@@ -57,6 +57,7 @@ def episodes(
     rounds: bool = False,
     cancelled: Callable[[], bool] = lambda: False,
     on_turn: Callable[[Trajectory], None] = lambda turn: None,
+    max_attempts: Callable[[Outcome], int] = lambda outcome: 1,
 ) -> list[Trajectory]:
     """Generate the episodes of ``batch`` and return them, ordered by id. ``rounds``: as with an engine without turns."""
     engine._max_concurrent = slots
@@ -74,7 +75,7 @@ def episodes(
         return observed(engine.generate_turns(prompts, batch.sampling, batch.seed, 2, cancelled, turns))
 
     generate_episodes(
-        EnvironmentAccess(environment, max_open),
+        EnvironmentAccess(environment, max_open, max_attempts),
         batch,
         batch.requests,
         tiny.VOCABULARY,
@@ -236,6 +237,45 @@ def test_a_failed_environment_is_an_outcome_and_no_reward(
         assert item.turn_rewards == ()
         assert len(item.turns) == failing_turn
         assert encoded([codec.trajectory_from_bytes(codec.trajectory_to_bytes(item))]) == encoded([item])
+
+
+@pytest.mark.parametrize("rounds", [False, True])
+@pytest.mark.parametrize("failing_turn", [0, 1, 2])
+def test_an_episode_that_fails_once_is_played_again_to_the_same_bits(
+    engine: TorchEngine, failing_turn: int, rounds: bool
+) -> None:
+    def fail(session: str, turn: int) -> EnvironmentReply | None:
+        first = session.endswith("/1.4")
+        return failure() if first and turn == failing_turn and zlib.crc32(session.encode()) % 2 else None
+
+    expected = episodes(engine, EchoEnvironment(turns=3), batch_of(), rounds=rounds)
+    environment = EchoEnvironment(turns=3, fail=fail)
+    result = episodes(engine, environment, batch_of(), 3, 5, rounds, max_attempts=lambda outcome: 3)
+    assert encoded(result) == encoded(expected)
+    sessions = {call.session for call in environment.calls}
+    assert len(REQUESTS) < len(sessions) < 2 * len(REQUESTS)
+    assert environment.most_open <= 5
+
+
+def test_an_episode_that_fails_again_ends_after_the_attempts_of_its_outcome(engine: TorchEngine) -> None:
+    dead, slow = REQUESTS[4].id, REQUESTS[7].id
+
+    def fail(session: str, turn: int) -> EnvironmentReply | None:
+        outcomes = {f"{dead}/": Outcome.ENVIRONMENT_ERROR, f"{slow}/": Outcome.TIMEOUT}
+        return next(
+            (failure(outcome) for start, outcome in outcomes.items() if turn and session.startswith(start)), None
+        )
+
+    environment = EchoEnvironment(turns=3, fail=fail)
+    attempts = {Outcome.ENVIRONMENT_ERROR: 3, Outcome.TIMEOUT: 1}
+    result = episodes(engine, environment, batch_of(), max_attempts=attempts.__getitem__)
+    failed = {item.id: item for item in result if item.outcome is not Outcome.OK}
+    assert {id: (item.outcome, len(item.turns)) for id, item in failed.items()} == {
+        dead: (Outcome.ENVIRONMENT_ERROR, 1),
+        slow: (Outcome.TIMEOUT, 1),
+    }
+    sessions = sorted({call.session for call in environment.calls if call.session.startswith((f"{dead}/", f"{slow}/"))})
+    assert sessions == [f"{dead}/1.4", f"{dead}/1.4.2", f"{dead}/1.4.3", f"{slow}/1.4"]
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,8 @@ def test_a_failed_episode_is_not_scored_and_is_replaced(
     written[1] = failed(written[1], outcome, turns)
     step = collect(stream, scorer, written, actor)
     assert scored(step) == [(1, 0), (2, 0), (3, 0), (4, 1), (8, 0)]
-    assert failed_trajectories(step) == [((4, 0), 1)]
+    # The generator has played it as often as the default action, retry, allows.
+    assert failed_trajectories(step) == [((4, 0), 3)]
     assert step.failed_trajectories[0].outcome is outcome
     assert step.failed_trajectories[0].error == f"{run}/1/4/0: {outcome}: the dice are lost"
     assert actor.requests == [({4}, 1)]
