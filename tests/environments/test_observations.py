@@ -59,11 +59,12 @@ def test_neighbouring_tool_messages_are_written_together() -> None:
     )
 
 
-def test_the_observation_closes_a_turn_that_was_cut_off() -> None:
+@pytest.mark.parametrize("last", ["a", "<"])
+def test_the_observation_closes_a_turn_that_was_cut_off(last: str) -> None:
     tokenizer = chats.tokenizer(chats.CHATML)
     encoder = ChatObservations(tokenizer, "test")
     closed = encoder.next("x", ids(tokenizer, "<|im_end|>")[0])
-    cut = encoder.next("x", ids(tokenizer, "a")[0])
+    cut = encoder.next("x", ids(tokenizer, last)[0])
     assert cut.tolist() == [*ids(tokenizer, "<|im_end|>"), *closed.tolist()]
 
 

@@ -83,6 +83,7 @@ class ChatObservations:
             ) from None
         # Text with which the template closes a turn, such as "<|im_end|>\n".
         self._closing = self._rendered.partition(_TURN)[2]
+        self._closing_ids = self._ids(self._closing)
         self._first_opening = opening
 
     def first(self, observation: str | Sequence[Message]) -> IntArray:
@@ -94,8 +95,10 @@ class ChatObservations:
         """See ``ObservationEncoder``."""
         messages = _messages(observation)
         closing, ended = self._closing, str(self._tokenizer.convert_ids_to_tokens(int(last_id)))
-        # A turn that was cut off has no end-of-sequence token: the observation closes it.
-        missing = closing[len(ended) :] if ended and closing.startswith(ended) else closing
+        # A turn that was cut off has no end-of-sequence token, but may end with the token's first characters. The observation
+        # closes it.
+        is_closed = last_id in self._closing_ids[:1] and closing.startswith(ended)
+        missing = closing[len(ended) :] if is_closed else closing
         return self._ids(missing + self._difference(self._dialogue, self._rendered, messages))
 
     def _ids(self, text: str) -> IntArray:
