@@ -61,6 +61,12 @@ class Echo(Environment):
         note("close")
 
 
+class SlowToClose(Echo):
+    def close(self):
+        note("close")
+        time.sleep(60)
+
+
 class Unsteady(Echo):
     def step(self, text):
         observation, reward, done = super().step(text)

@@ -17,6 +17,7 @@ from quartet.errors import ConfigError, InvalidRequest, ServiceBusy, SessionLost
 from quartet.types import EnvironmentReply, IntArray, Outcome, Role
 from tests.environments import chats
 from tests.environments.conftest import Host
+from tests.environments.openenv_servers import wait_until
 from tests.rewards.processes import children
 
 TOKENIZER = chats.tokenizer()
@@ -120,6 +121,16 @@ def test_an_unknown_or_closed_session_is_lost(host: Host, folder: Path) -> None:
     # The next call of the worker comes after the close.
     played.reset("t", 1, "", PROMPT)
     assert "close" in events(folder)
+
+
+def test_a_slow_close_ends_no_other_session_of_its_worker(host: Host, folder: Path) -> None:
+    played, before = host("SlowToClose", num_workers=1), children()
+    for session in "st":
+        played.reset(session, 1, "", PROMPT)
+    played.close_session("s")
+    wait_until(lambda: "close" in events(folder))
+    assert played.step("t", 1, ids("a")).outcome is Outcome.OK
+    assert children() == before
 
 
 FAILURES: dict[str, tuple[Outcome, str]] = {

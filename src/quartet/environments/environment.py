@@ -45,4 +45,4 @@ class Environment:
         raise NotImplementedError
 
     def close(self) -> None:
-        """Release what the episode holds. Called once, unless its process is killed."""
+        """Release what the episode holds. Called once, unless its process is killed. Interrupted after 2 seconds."""

@@ -36,8 +36,8 @@ HOSTING = "quartet.environments.hosting:call"
 """Function that a worker process calls."""
 MAX_CALLS = 48
 """Maximum calls at once, so that health and status always find a free thread."""
-CLOSE_SECONDS = 10.0
-"""Time for the close method of an environment."""
+CLOSE_TIMEOUT = 10.0
+"""Time limit of a call that closes an environment, in seconds. The worker interrupts the close method much earlier, if it can."""
 
 
 class EnvironmentHost:
@@ -202,7 +202,7 @@ class EnvironmentHost:
 
     def _close_environment(self, own: _Session) -> None:
         try:
-            own.worker.call("close", {"session": own.key}, CLOSE_SECONDS)
+            own.worker.call("close", {"session": own.key}, CLOSE_TIMEOUT)
         except Exception as error:
             log.warning("an environment does not close", error=str(error))
 

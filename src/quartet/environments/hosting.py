@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import signal
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from quartet.environments.environment import Environment, EnvironmentFailed
@@ -14,6 +16,8 @@ from quartet.user_code import NotImportable, import_callable, location_of, text_
 _OUTCOMES = ("timeout", "scorer_error", "sandbox_error", "environment_error", "cancelled", "refused")
 _LARGEST = 3.4028234663852886e38
 """Maximum of float32."""
+CLOSE_SECONDS = 2.0
+"""Time for the close method of an environment, during which the other sessions of the process wait."""
 
 HINT = "; the text is left out because it may quote a response: set environment.quote_texts: true to see it"
 """End of a message about an exception without its text."""
@@ -87,18 +91,42 @@ def step(session: str, text: str, quotes: bool) -> Answer:
 
 
 def close(session: str) -> Answer:
-    """Close the environment of a session, if there is one."""
+    """Close the environment of a session, if there is one. A close that takes longer than CLOSE_SECONDS is interrupted."""
     environment = _episodes.pop(session, None)
     try:
         if environment is not None and hasattr(environment, "close"):
-            environment.close()
+            with _interrupted_after(CLOSE_SECONDS):
+                environment.close()
     except BaseException as error:  # The session is over in any case.
         traceback.print_tb(error.__traceback__)
-        print(f"close raised {type(error).__name__}", file=sys.stderr)
+        problem = (
+            f"took longer than {CLOSE_SECONDS:g} s" if isinstance(error, _TooSlow) else f"raised {type(error).__name__}"
+        )
+        print(f"close {problem}", file=sys.stderr)
     return {}
 
 
 _METHODS: dict[str, Callable[..., Answer]] = {"describe": describe, "reset": reset, "step": step, "close": close}
+
+
+class _TooSlow(BaseException):
+    """A close took too long. Not an Exception, so that the environment does not handle it by mistake."""
+
+
+@contextmanager
+def _interrupted_after(seconds: float) -> Iterator[None]:
+    """Raise _TooSlow in the block after ``seconds``. For the main thread, which makes all calls of the process."""
+
+    def interrupt(number: int, frame: object) -> None:
+        raise _TooSlow
+
+    earlier = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, earlier)
 
 
 class _Malformed(Exception):
