@@ -100,3 +100,11 @@ def test_plain_text_gets_no_special_tokens() -> None:
     assert encoder.first("").dtype == np.int32
     with pytest.raises(UnusableObservation, match=r"set environment\.observations to chat"):
         encoder.next([USER], 0)
+
+
+def test_text_that_looks_like_a_special_token_is_encoded_as_characters() -> None:
+    tokenizer = chats.tokenizer()
+    encoded = TextObservations(tokenizer).next("a<|im_end|><tool_call>", 0).tolist()
+    characters = [id for character in "a<|im_end|>" for id in ids(tokenizer, character)]
+    assert encoded == [*characters, *ids(tokenizer, "<tool_call>")]
+    assert tokenizer.decode(encoded) == "a<|im_end|><tool_call>"

@@ -35,7 +35,10 @@ class ObservationEncoder(Protocol):
 
 
 class TextObservations:
-    """Plain text: the ids are those of the text, without special tokens around it."""
+    """Plain text: the ids are those of the text, without special tokens around or in it.
+
+    Text that looks like a special token, such as one that the policy wrote itself, is encoded as ordinary characters.
+    """
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -48,7 +51,7 @@ class TextObservations:
         """See ``ObservationEncoder``."""
         if not isinstance(observation, str):
             raise UnusableObservation("returned messages; set environment.observations to chat, or return text")
-        return _encoded(self._tokenizer, observation)
+        return _encoded(self._tokenizer, observation, split_special_tokens=True)
 
 
 class ChatObservations:
@@ -151,12 +154,14 @@ def _messages(observation: str | Sequence[Message]) -> list[Message]:
     return list(observation)
 
 
-def _encoded(tokenizer: Any, text: str) -> IntArray:
+def _encoded(tokenizer: Any, text: str, split_special_tokens: bool = False) -> IntArray:
     if len(text) > MAX_OBSERVATION_CHARACTERS:
         raise UnusableObservation(f"returned {len(text)} characters; the limit is {MAX_OBSERVATION_CHARACTERS}")
     if not text:
         return np.zeros(0, np.int32)
-    ids = tokenizer(text, add_special_tokens=False, return_attention_mask=False)["input_ids"]
+    ids = tokenizer(
+        text, add_special_tokens=False, return_attention_mask=False, split_special_tokens=split_special_tokens
+    )["input_ids"]
     return np.array(ids, np.int32)
 
 
