@@ -158,7 +158,8 @@ class Judge:
             return None
         if self._cache is None:
             # By the first score the run's directory exists. Created earlier, it would look like an existing run.
-            self._cache = JudgeCache(self._cache_file, self._config.cache_entries)
+            config = self._config
+            self._cache = JudgeCache(self._cache_file, config.cache_entries, config.min_score, config.max_score)
         return self._cache.get(key)
 
     def _count(self, answer: Any) -> None:

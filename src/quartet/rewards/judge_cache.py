@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sqlite3
 from pathlib import Path
 
@@ -11,29 +12,53 @@ log = structlog.get_logger()
 
 
 class JudgeCache:
-    """At most ``entries`` scores. The oldest make way for new ones. To be used on one thread."""
+    """At most ``entries`` scores. The oldest make way for new ones. To be used on one thread.
 
-    def __init__(self, path: Path | None, entries: int) -> None:
-        """``path`` is the file; None, or a folder that does not exist, keeps the scores in memory."""
-        self._entries = entries
-        on_disk = path is not None and path.parent.is_dir()
-        self._database = sqlite3.connect(path if path is not None and on_disk else ":memory:", isolation_level=None)
+    A file that is missing, damaged, locked or full costs requests. It changes no score and raises nothing.
+    """
+
+    def __init__(self, path: Path | None, entries: int, min_score: float, max_score: float) -> None:
+        """``path`` is the file; None, or a folder that does not exist, keeps the scores in memory.
+
+        A stored value that is not a number from ``min_score`` to ``max_score`` is removed and not returned.
+        """
+        self._path, self._entries, self._min_score, self._max_score = path, entries, min_score, max_score
         try:
-            self._create()
-        except sqlite3.DatabaseError as error:
-            # A cache is no record of the run: a damaged file costs requests and changes no score.
-            log.warning("judge cache is unusable; scores are kept in memory", path=str(path), error=str(error))
-            self._database.close()
-            self._database = sqlite3.connect(":memory:", isolation_level=None)
-            self._create()
+            if path is None or not path.parent.is_dir():
+                self._database = self._open_in_memory("the run's directory does not exist here")
+            else:
+                self._database = _open(path)
+        except (sqlite3.Error, OSError) as error:
+            self._database = self._open_in_memory(str(error))
 
     def get(self, key: str) -> float | None:
         """Return the score of a request, or None."""
-        row = self._database.execute("SELECT score FROM scores WHERE key = ?", (key,)).fetchone()
-        return None if row is None else float(row[0])
+        try:
+            row = self._database.execute("SELECT score FROM scores WHERE key = ?", (key,)).fetchone()
+            if row is None:
+                return None
+            [score] = row
+            if isinstance(score, float) and self._min_score <= score <= self._max_score:
+                return score
+            self._database.execute("DELETE FROM scores WHERE key = ?", (key,))
+        except sqlite3.Error as error:
+            self._fall_back(error)
+        return None
 
     def put(self, key: str, score: float) -> None:
-        """Keep the score of a request. It is on the disk when this returns."""
+        """Keep the score of a request. It is on the disk when this returns, if the cache is a file."""
+        try:
+            self._put(key, score)
+        except sqlite3.Error as error:
+            self._fall_back(error)
+            self._put(key, score)
+
+    def close(self) -> None:
+        """Close the file."""
+        with contextlib.suppress(sqlite3.Error):
+            self._database.close()
+
+    def _put(self, key: str, score: float) -> None:
         self._database.execute("BEGIN IMMEDIATE")
         self._database.execute("INSERT OR IGNORE INTO scores (key, score) VALUES (?, ?)", (key, score))
         self._database.execute(
@@ -41,12 +66,29 @@ class JudgeCache:
         )
         self._database.execute("COMMIT")
 
-    def close(self) -> None:
-        """Close the file."""
-        self._database.close()
+    def _fall_back(self, error: sqlite3.Error) -> None:
+        """Use memory from now on: each further call could wait for the lock again."""
+        self.close()
+        self._database = self._open_in_memory(str(error))
 
-    def _create(self) -> None:
-        self._database.execute("PRAGMA busy_timeout = 10000")
-        self._database.execute(
+    def _open_in_memory(self, reason: str) -> sqlite3.Connection:
+        log.warning(
+            "judge cache is only in memory; after a restart, responses are judged again",
+            path=str(self._path),
+            reason=reason,
+        )
+        return _open(":memory:")
+
+
+def _open(path: Path | str) -> sqlite3.Connection:
+    """Open a database and create its table. Raises sqlite3.Error."""
+    database = sqlite3.connect(path, isolation_level=None)
+    try:
+        database.execute("PRAGMA busy_timeout = 10000")
+        database.execute(
             "CREATE TABLE IF NOT EXISTS scores (number INTEGER PRIMARY KEY AUTOINCREMENT, key TEXT UNIQUE, score REAL)"
         )
+    except sqlite3.Error:
+        database.close()
+        raise
+    return database

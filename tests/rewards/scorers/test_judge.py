@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sqlite3
 from pathlib import Path
 from typing import Any
 
@@ -156,24 +157,82 @@ def test_the_log_has_tokens_and_cost(build: Build) -> None:
 
 
 def test_the_cache_keeps_the_newest_scores(tmp_path: Path) -> None:
-    cache = JudgeCache(tmp_path / "cache", 3)
+    cache = JudgeCache(tmp_path / "cache", 3, 0.0, 1.0)
     for index in range(5):
         cache.put(str(index), index / 4)
-    cache.put("4", 99.0)
+    cache.put("4", 0.1)
     assert [cache.get(str(index)) for index in range(5)] == [None, None, 0.5, 0.75, 1.0]
     cache.close()
-    again = JudgeCache(tmp_path / "cache", 3)
+    again = JudgeCache(tmp_path / "cache", 3, 0.0, 1.0)
     assert again.get("4") == 1.0
     again.close()
 
 
-@pytest.mark.parametrize("folder", [False, True])
-def test_a_cache_that_cannot_be_used_is_in_memory(folder: bool, tmp_path: Path) -> None:
-    path = tmp_path / "none" / "cache"
-    if folder:
-        path = tmp_path / "cache"
+def _make_unusable(fault: str, path: Path) -> Path:
+    """Return a path of a cache with the fault."""
+    if fault == "no folder":
+        return path / "cache"
+    if fault == "a folder":
+        path.mkdir()
+    elif fault == "damaged":
         path.write_bytes(b"no database at all" * 99)
-    cache = JudgeCache(path, 3)
+    else:
+        database = sqlite3.connect(path)
+        database.execute("CREATE TABLE scores (number INTEGER)")
+        database.close()
+    return path
+
+
+@pytest.mark.parametrize("fault", ["no folder", "a folder", "damaged", "another table"])
+def test_a_cache_that_cannot_be_used_is_in_memory_with_one_warning(fault: str, tmp_path: Path) -> None:
+    path = _make_unusable(fault, tmp_path / "cache")
+    with structlog.testing.capture_logs() as lines:
+        cache = JudgeCache(path, 3, 0.0, 1.0)
+        assert cache.get("a") is None
+        cache.put("a", 0.5)
+        assert cache.get("a") == 0.5
+        cache.close()
+    [line] = lines
+    assert line["log_level"] == "warning"
+    assert line["event"].startswith("judge cache is only in memory")
+    assert line["path"] == str(path)
+
+
+@pytest.mark.parametrize("fault", ["locked", "full"])
+def test_a_cache_that_cannot_be_written_is_in_memory(fault: str, tmp_path: Path) -> None:
+    path = tmp_path / "cache"
+    cache, other = JudgeCache(path, 3, 0.0, 1.0), sqlite3.connect(path, isolation_level=None)
+    cache._database.execute("PRAGMA busy_timeout = 0")
+    if fault == "locked":
+        other.execute("BEGIN EXCLUSIVE")
+    else:
+        cache._database.execute("PRAGMA max_page_count = 1")
+    key = "a" * 10_000
+    with structlog.testing.capture_logs() as lines:
+        cache.put(key, 0.5)
+    assert [line["reason"] for line in lines] == [
+        "database is locked" if fault == "locked" else "database or disk is full"
+    ]
+    assert cache.get(key) == 0.5
+    cache.close()
+    other.close()
+
+
+@pytest.mark.parametrize("stored", [None, "high", b"0.5", -0.1, 1.1, float("inf")])
+def test_a_stored_value_that_is_not_a_score_is_judged_again(stored: Any, tmp_path: Path) -> None:
+    path = tmp_path / "cache"
+    JudgeCache(path, 3, 0.0, 1.0).close()
+    other = sqlite3.connect(path, isolation_level=None)
+    other.execute("INSERT INTO scores (key, score) VALUES ('a', ?)", (stored,))
+    other.close()
+    cache = JudgeCache(path, 3, 0.0, 1.0)
+    assert cache.get("a") is None
     cache.put("a", 0.5)
     assert cache.get("a") == 0.5
     cache.close()
+
+
+def test_an_unusable_cache_costs_no_score(build: Build, tmp_path: Path) -> None:
+    (tmp_path / "run/reward.judge.sqlite3").mkdir()
+    with ScorerServer(DIALECTS["judge"]).running() as server:
+        np.testing.assert_array_equal(build(section("judge", server.url)).score(BATCH).total, EXPECTED)
