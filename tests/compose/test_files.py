@@ -140,8 +140,7 @@ def test_a_service_has_only_the_secrets_that_it_needs() -> None:
 
 def test_a_service_may_write_only_the_runs_or_its_volume() -> None:
     assert {name: writable(service) for name, service in SERVICES.items() if name != "setup"} == {
-        **{name: {"/quartet/runs"} for name in ("actor", "critic", "orchestrator", "gateway")},
-        "reward": set(),
+        **{name: {"/quartet/runs"} for name in ("actor", "critic", "reward", "orchestrator", "gateway")},
         "reference": set(),
         "generator": set(),
         "environment": set(),

@@ -13,6 +13,7 @@ from quartet.config import Config, load_config
 from quartet.topology import service_roles
 from tests.helm.rendering import EXAMPLES, Manifest, Values, changed, example, manifests, of_kind, pod_templates
 
+JUDGE = {"url": "https://judge.example/v1", "model": "m", "rubric": "r"}
 LORA = {"model": "models/policy", "lora": {"rank": 8}}
 TURNS: dict[str, Any] = {
     "config__rollout__max_turns": 3,
@@ -135,6 +136,26 @@ def test_only_pods_that_need_a_volume_mount_it() -> None:
     for name, result in volumes.items():
         certificates = {item for item in result if item.startswith("secret quartet-certificate-")}
         assert certificates == {f"secret quartet-certificate-{'gateway' if name == 'test' else name}"}
+
+
+@pytest.mark.parametrize(
+    ("reward", "mounted"),
+    [
+        ({"source": "model", "model": "models/reward"}, False),
+        ({"source": "judge", "judge": JUDGE}, True),
+        ({"source": "ensemble", "parts": [{"name": "j", "source": "judge", "judge": JUDGE}]}, True),
+        ({"source": "ensemble", "parts": [{"name": "m", "model": "models/reward"}]}, False),
+    ],
+)
+def test_the_reward_mounts_the_runs_for_the_cache_of_a_judge(reward: dict[str, Any], mounted: bool) -> None:
+    values = changed("single-node-4-gpus", config__reward=None)
+    values["config"]["reward"] = reward
+    volumes = {
+        template["spec"]["containers"][0]["name"]: _volumes(template)
+        for _, template in pod_templates(manifests(values))
+    }
+    assert ("claim quartet-runs" in volumes["reward"]) is mounted
+    assert "claim quartet-runs" not in volumes["reference"]
 
 
 def test_probes_use_grpc_and_allow_for_the_load_time() -> None:

@@ -126,9 +126,18 @@ All other templates loop over this map.
   "drainSeconds" (int $drain)
   "terminationGracePeriodSeconds" (int $grace)
   "probes" (dict "startup" (dict "failureThreshold" (int $patience)))
+  "caching" (and (has "reward" $roles) (eq (include "quartet.hasJudge" $root) "true"))
   "usesBuffer" (or (has "actor" $roles) (has "critic" $roles) $generating (has $name (list "orchestrator" "gateway")))
   "image" (mergeOverwrite (deepCopy $root.Values.image) (deepCopy (default dict $component.image)))
   | toJson -}}
+{{- end -}}
+
+{{/* "true" if a language model judges responses. Its cache is in the folder of the run. */}}
+{{- define "quartet.hasJudge" -}}
+{{- $reward := default dict .Values.config.reward -}}
+{{- $judges := eq (default "" $reward.source) "judge" -}}
+{{- range default list $reward.parts }}{{ if eq (default "" .source) "judge" }}{{ $judges = true }}{{ end }}{{ end -}}
+{{- $judges -}}
 {{- end -}}
 
 {{/* Processes with a certificate, and the names in it: {process: [names]}. */}}

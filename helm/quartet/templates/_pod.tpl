@@ -161,7 +161,7 @@ spec:
 {{- $claims := list -}}
 {{- if or .model .playing (eq .name "orchestrator") }}{{ $claims = append $claims "models" }}{{ end -}}
 {{- if eq .name "orchestrator" }}{{ $claims = append $claims "data" }}{{ end -}}
-{{- if and .usesBuffer (not .generating) }}{{ $claims = append $claims "runs" }}{{ end -}}
+{{- if or .caching (and .usesBuffer (not .generating)) }}{{ $claims = append $claims "runs" }}{{ end -}}
 {{- toJson $claims -}}
 {{- end -}}
 
