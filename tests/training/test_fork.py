@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -334,6 +335,19 @@ def test_evaluations_without_a_baseline_are_refused(
     with pytest.raises(ConfigError) as error:
         fork(run.files.root, str(FORK_STEP), "new", [f"run.directory={tmp_path}", *all_overrides])
     assert str(error.value).startswith(message)
+    assert not (tmp_path / "new").exists()
+
+
+def test_another_set_of_evaluation_prompts_is_refused(evaluated: Run, toy_task: ToyTask, tmp_path: Path) -> None:
+    original = tmp_path / evaluated.files.root.name
+    shutil.copytree(evaluated.files.root, original)
+    prompt_set = f"{{name: v, path: {toy_task.prompts}}}"
+    config = load_config(original / "config.yaml", ["data.validation=null", f"data.validation_set={prompt_set}"])
+    RunFiles(original).write_config(config.to_yaml())
+    with pytest.raises(
+        ConfigError, match=r'^data\.validation_set \{"name":"v",.*"take":3\}: .*, which used \{"name":"v",'
+    ):
+        fork(original, str(FORK_STEP), "new", ["data.validation_set.take=3"])
     assert not (tmp_path / "new").exists()
 
 

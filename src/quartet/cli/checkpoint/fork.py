@@ -100,16 +100,23 @@ def _check_evaluations(before: Config, config: Config) -> None:
             f"evaluation.every_steps {config.evaluation.every_steps}: evaluations are compared with one before the first step, "
             "and the original run has none; leave it at 0, or start a new run"
         )
-    old, new = (
-        {"evaluation.max_prompts": given.evaluation.max_prompts, "data.validation": given.data.validation}
-        for given in (before, config)
-    )
+    old, new = _evaluation_settings(before), _evaluation_settings(config)
     for key in new:
         if new[key] != old[key]:
             raise ConfigError(
                 f"{key} {new[key]}: evaluations are compared with the one before the first step, which used {old[key]}; "
                 "use that value, or start a new run"
             )
+
+
+def _evaluation_settings(config: Config) -> dict[str, Any]:
+    """Return the settings that select the evaluation prompts, by key."""
+    prompts = config.data.validation_set
+    return {
+        "evaluation.max_prompts": config.evaluation.max_prompts,
+        "data.validation": config.data.validation,
+        "data.validation_set": None if prompts is None else prompts.model_dump_json(exclude_defaults=True),
+    }
 
 
 def _trained_parts(config: Config) -> dict[str, Any]:
