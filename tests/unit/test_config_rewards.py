@@ -61,6 +61,13 @@ def test_a_source_needs_its_own_section_and_refuses_the_others(kind: str) -> Non
             "batched: not used with signature trl",
         ),
         ({"source": "function", "function": "a:b", "timeout": 3}, "timeout"),
+        *(
+            (
+                {"source": "ensemble", "parts": [{"name": "a", "source": kind, "optional": True, kind: section}]},
+                f"optional: not with source {kind}, whose refusal may be an error",
+            )
+            for kind, section in {**SECTIONS, "model": "m"}.items()
+        ),
         (
             {"source": "ensemble", "arguments": {"a": 1}, "parts": [{"name": "a", "source": "model", "model": "m"}]},
             "arguments: not used with source ensemble; set it in the parts",
@@ -92,6 +99,11 @@ def test_plaintext_is_for_loopback_only(reward: dict[str, Any], key: str) -> Non
     assert key in text
     assert "not a loopback address, and calls are not encrypted" in text
     config_of(reward, security={"allow_plaintext": True})
+
+
+def test_a_function_may_be_an_optional_part() -> None:
+    part = {"name": "a", "source": "function", "function": "a:b", "signature": "trl", "optional": True}
+    assert config_of({"source": "ensemble", "parts": [part]}).reward.parts[0].optional
 
 
 def test_certificates_encrypt_a_service() -> None:

@@ -260,12 +260,17 @@ class RewardPartConfig(RewardSourceConfig):
     """Weight of its scores in the sum. It can change during the run. With 0 the source is a shadow: it is scored and logged, and
     nothing depends on its scores or its failures."""
     optional: bool = False
-    """If the source declines to score a response (outcome refused), leave it out of the sum, as TRL does for None. False: the
-    response then has no score."""
+    """If the function declines to score a response (None, or outcome refused), leave it out of the sum, as TRL does. It then
+    counts as 0 for this response. Only for source function. False: the response then has no score."""
 
     @model_validator(mode="after")
     def _consistent(self) -> RewardPartConfig:
         self.check_source()
+        if self.optional and self.source != "function":
+            raise ValueError(
+                f"optional: not with source {self.source}, whose refusal may be an error, such as a rejected request, and would "
+                "count as a score of 0; only a function declines on purpose (None); remove it"
+            )
         return self
 
 

@@ -16,7 +16,7 @@ from quartet.types import FloatArray, Outcome, Role, Scores, ServiceStatus, Toke
 
 @dataclass(frozen=True, slots=True)
 class EnsemblePart:
-    """One source under its name, with its weight in the sum. An ``optional`` source that refuses is left out of the sum."""
+    """One source under its name, with its weight in the sum. An ``optional`` function that refuses counts as 0."""
 
     name: str
     weight: float
