@@ -80,12 +80,28 @@ def test_rewards_of_an_environment_need_no_reward_service() -> None:
         ({"algorithm": {"overlong_penalty": {"buffer_tokens": 4}}}, r"algorithm\.overlong_penalty\.buffer_tokens: ch"),
         ({"reward": {"model": "r"}}, r"reward\.model: not used with source none|model: not used with source none"),
         ({"reward": {"parts": [{"name": "a", "model": "m"}]}}, r"parts: not used with source none"),
+        ({"services": {"reward": {"sharing": {}}}}, r"services\.reward\.sharing: with reward\.source none there is no"),
+        (
+            {"services": {"reward": {"processes": 2}}},
+            r"services\.reward\.processes: with reward\.source none there is no",
+        ),
+        (
+            {"services": {"reward": {"devices": [0, 1]}}},
+            r"services\.reward\.devices: with reward\.source none there is no",
+        ),
         ({"reward": {"signature": "trl"}}, r"signature: not used with source none"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         config_of(**changes)
+
+
+def test_addresses_of_a_deployment_that_the_run_does_not_use_are_named() -> None:
+    services = {"reward": {"address": "reward:50051", "devices": [0]}, "environment": {"address": "environment:50051"}}
+    lines = unused_settings(config_of(services=services, security={"allow_plaintext": True}))
+    assert "not used: services.reward.address, services.reward.devices: reward.source is none" in lines
+    assert "not used: services.environment.address: rollout.max_turns is 0, so no environment is used" in lines
 
 
 def test_settings_without_effect_are_named() -> None:

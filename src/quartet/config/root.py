@@ -26,7 +26,7 @@ from quartet.config.rollout import MAX_RESPONSES, EngineServerConfig, RolloutCon
 from quartet.config.run import CheckpointConfig, DataConfig, EvaluationConfig, RunConfig
 from quartet.config.section import Section, is_loopback
 from quartet.config.telemetry import TelemetryConfig
-from quartet.config.training_signal import check_distillation, check_scores
+from quartet.config.training_signal import check_distillation, check_reward_service, check_scores
 from quartet.config.url_redaction import redact_url
 
 
@@ -59,6 +59,7 @@ class Config(Section):
         self._check_estimator()
         self._check_kl()
         self._check_engine()
+        check_reward_service(self)
         self._check_services()
         self._check_reward()
         check_distillation(self)

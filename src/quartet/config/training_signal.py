@@ -34,6 +34,27 @@ def check_distillation(config: Config) -> None:
         )
 
 
+def check_reward_service(config: Config) -> None:
+    """Raise ValueError if reward.source none comes with settings of a shared or divided reward service.
+
+    Its address and a single device are allowed, because the layers of a deployment give them to all runs.
+    """
+    if config.has_reward:
+        return
+    service = config.services.reward
+    for key, given in (
+        ("sharing", service.sharing is not None),
+        ("nodes", service.nodes > 1),
+        ("processes", service.processes > 1),
+        ("devices", len(service.devices) > 1),
+    ):
+        if given:
+            raise ValueError(
+                f"services.reward.{key}: with reward.source none there is no reward service; remove it, or set another "
+                "reward.source"
+            )
+
+
 def check_scores(config: Config) -> None:
     """Raise ValueError if the other sections do not fit reward.source none."""
     if config.has_scores:
