@@ -208,7 +208,7 @@ def test_the_timeout_applies_to_each_call_and_the_next_batch_is_scored(start: St
         (["{}", "[1]"], r"fields\[1\]: found list, expected a JSON object"),
         (["", "{}"], r"fields\[0\]: not JSON"),
         (["{}", '{"a": secret}'], r"fields\[1\]: not JSON \(Expecting value\), expected a JSON object$"),
-        (["{}", '{"a": NaN}'], r"fields\[1\]: not JSON \(NaN is no number\)"),
+        (["{}", '{"a": NaN}'], r"fields\[1\]: not JSON \(NaN is not a number\)"),
         (["[" * 100_000, "{}"], r"fields\[0\]: not JSON"),
     ],
 )

@@ -94,7 +94,7 @@ def test_the_fields_are_compact_json_of_everything_except_token_ids(line: str, f
         ('{"prompt": ["a"]}', "prompt: message 1 is not an object"),
         ('{"text": "a", "token_ids": [1]}', "found text and token_ids; keep one of them"),
         ('{"messages": [], "token_ids": [1]}', "found messages and token_ids"),
-        ('{"text": "a", "score": NaN}', "not JSON (NaN is no number in JSON)"),
+        ('{"text": "a", "score": NaN}', "not JSON (NaN is not a number in JSON)"),
         ('{"text": ""}', "text is empty"),
         ('{"text": 3}', "text is not a string"),
         ('{"text": "\\ud800"}', "contains half of a character (a lone surrogate)"),

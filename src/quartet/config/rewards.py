@@ -315,7 +315,7 @@ class RewardConfig(RewardSourceConfig):
         return all(source.source == "model" for source in self.sources.values())
 
     def source_seconds(self, batch_size: int) -> float:
-        """Return the total time limit of all sources that are no models for one batch of responses, in seconds."""
+        """Return the total time limit of all sources other than models for one batch of responses, in seconds."""
         return sum(source.score_seconds(batch_size) for source in self.sources.values())
 
     @model_validator(mode="after")

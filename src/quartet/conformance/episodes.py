@@ -50,7 +50,7 @@ def read_reply(response: Any, target: Target, is_first: bool) -> Reply:
     expect(len(reply.detail) <= MAX_DETAIL, f"detail has {len(reply.detail)} characters; expected at most {MAX_DETAIL}")
     if reply.outcome != trajectory_pb2.OUTCOME_OK:
         expect(
-            math.isnan(reply.reward), f"reward is {reply.reward:g} with {name}; expected NaN: a failure is no number"
+            math.isnan(reply.reward), f"reward is {reply.reward:g} with {name}; expected NaN: a failure is not a number"
         )
         expect(not len(ids), f"observation has {len(ids)} tokens with {name}; expected none")
         expect(reply.done, f"done is not set with {name}; expected the end of the episode")

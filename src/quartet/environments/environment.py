@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 Message = dict[str, Any]
 """A message of a chat: ``role``, such as user or tool, and ``content``."""
 Observation = str | Sequence[Message] | None
-"""Text, or messages of a chat. None and "" are no observation."""
+"""Text, or messages of a chat. None and "" mean that there is no observation."""
 
 
 class EnvironmentFailed(Exception):

@@ -115,7 +115,7 @@ class EnvironmentHost:
                 return self._answered(session, own, answer, lambda value: self._encoder.next(value, last_id))
 
     def close_session(self, session: str) -> None:
-        """End a session. A session that does not exist is no error."""
+        """End a session. A session that does not exist is not an error."""
         with self._lock:
             own = self._sessions.pop(session, None)
             if own is not None:

@@ -78,7 +78,7 @@ class OpenEnv(Environment):
         return {**self._reset_arguments, "seed": seed, **own}
 
     def action(self, text: str) -> dict[str, Any] | None:
-        """Return the action of a turn, or None for a text that is no JSON object."""
+        """Return the action of a turn, or None for a text that is not a JSON object."""
         if self._action_key is not None:
             return {self._action_key: text}
         try:
@@ -211,4 +211,4 @@ def parsed_answer(body: bytes | str, where: str) -> Any:
 
 
 def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON")
+    raise ValueError(f"{name} is not JSON")

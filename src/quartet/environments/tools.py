@@ -140,7 +140,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Malformed:
-    """A text that looks like a call and is none."""
+    """A text that looks like a call and is not a valid one."""
 
     reason: str
 
@@ -160,7 +160,7 @@ def parse_llama3(text: str) -> Calls:
     while text.startswith("{"):
         value, text = _first_value(text)
         if isinstance(value, dict) and "name" not in value:
-            return []  # JSON that is no call is an answer.
+            return []  # JSON that is not a call is an answer.
         calls.append(_call_of(value))
         text = text.strip()
         if not text.startswith(";"):
@@ -263,7 +263,7 @@ def _first_value(text: str) -> tuple[Any, str]:
 
 
 def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON")
+    raise ValueError(f"{name} is not JSON")
 
 
 _DECODER = json.JSONDecoder(parse_constant=_refuse_constant)

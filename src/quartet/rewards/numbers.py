@@ -1,4 +1,4 @@
-"""Strict reading of scores: whatever is no finite number is an error, never a score."""
+"""Strict reading of scores: a value that is not a finite number is an error, never a score."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from quartet.rewards.reward_source import LARGEST
 
 
 def is_score(value: Any) -> bool:
-    """Return whether a value is a finite number in the range of float32. A boolean is none, although Python calls it an int."""
+    """Return whether a value is a finite number in the range of float32. A boolean is not a score, although
+    Python calls it an int."""
     return isinstance(value, int | float) and not isinstance(value, bool) and -LARGEST <= value <= LARGEST
 
 
@@ -40,4 +41,4 @@ def strict_json(content: bytes | str) -> Any:
 
 
 def _refuse(name: str) -> NoReturn:
-    raise json.JSONDecodeError(f"{name} is no number", name, 0)
+    raise json.JSONDecodeError(f"{name} is not a number", name, 0)

@@ -118,4 +118,4 @@ def _parse_object(text: str, name: str) -> dict[str, Any]:
 
 def _refuse_constant(name: str) -> NoReturn:
     """Raise JSONDecodeError for NaN and Infinity, which Python reads but JSON does not allow."""
-    raise json.JSONDecodeError(f"{name} is no number", name, 0)
+    raise json.JSONDecodeError(f"{name} is not a number", name, 0)

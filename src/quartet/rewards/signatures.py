@@ -17,7 +17,7 @@ class Signature:
     """Way to call a function.
 
     ``arguments`` of one text, or of several if the function ``takes_lists``; it raises ValueError if a prompt line lacks a field.
-    ``score_key``: key of the score if the function returns an object. ``may_decline``: None is no score.
+    ``score_key``: key of the score if the function returns an object. ``may_decline``: None means that there is no score.
     """
 
     arguments: Callable[[Sequence[ScoredText]], Arguments]
