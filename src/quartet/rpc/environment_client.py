@@ -204,13 +204,20 @@ class EnvironmentClient:
                 if time.monotonic() > deadline:
                     raise
                 self._pause(BUSY_SECONDS)
+            except NoResponse:
+                self._check_open(title)
+                raise
             except ServiceUnavailable:
-                if self._closed.is_set():
-                    raise Cancelled(f"{self._where(title)}: the channel is closed") from None
+                self._check_open(title)
                 if time.monotonic() - self._last_answer > self._patience:
                     raise
                 failures += 1
                 self._pause(self._recovery.pause(failures))
+
+    def _check_open(self, title: str) -> None:
+        """Raise Cancelled after ``close``, which fails calls in progress."""
+        if self._closed.is_set():
+            raise Cancelled(f"{self._where(title)}: the channel is closed") from None
 
     def _pause(self, seconds: float) -> None:
         if self._closed.wait(seconds):
