@@ -98,6 +98,84 @@ def test_statements_call_functions_and_classes(box: Sandbox) -> None:
     assert kinds == ("passed",) * 9 + ("wrong answer", "runtime error", "runtime error", "passed")
 
 
+OBJECTS = """
+import itertools, math
+from collections import deque
+from decimal import Decimal
+from fractions import Fraction
+def half(kind): return {"f": Fraction, "d": Decimal}[kind]("0.5")
+def factorial(n): return math.factorial(n)
+def count(): return itertools.count(1)
+def line(): return deque([1, 2]), range(3)
+def same(value): return value
+class V:
+    def __init__(self, x): self.x = x
+    def __add__(self, other): return V(self.x + other.x)
+    def __rmul__(self, other): return V(other * self.x)
+    def __eq__(self, other): return self.x == getattr(other, "x", other)
+    def __lt__(self, other): return self.x < other.x
+    def __hash__(self): return hash(self.x)
+    def __neg__(self): return V(-self.x)
+    def __getitem__(self, index): return [self.x][index]
+    def __contains__(self, item): return item == self.x
+    def __bool__(self): return self.x != 0
+    def __float__(self): return float(self.x)
+    def __repr__(self): return f"V({self.x})"
+    def __enter__(self): return self
+    def __exit__(self, *error): self.x = 0
+def sort(values): values.sort()
+"""
+
+
+def test_numbers_and_objects_of_a_right_program_work_as_in_its_process(box: Sandbox) -> None:
+    tests = (
+        "assert half('f') == 0.5 and half('f') > 0 and half('d') * 2 == 1 and float(half('d')) == 0.5",
+        "from fractions import Fraction\nassert same(Fraction(1, 3)) == Fraction(1, 3)",
+        "import math\nassert factorial(2000) == math.factorial(2000) and same(-10**6000) == -10**6000",
+        "numbers = count()\nassert next(numbers) == 1 and next(numbers) == 2",
+        "from itertools import islice\nassert list(islice(count(), 3)) == [1, 2, 3]",
+        "from collections import deque\nassert line() == (deque([1, 2]), range(3))",
+        "assert (V(1) + V(2)).x == 3 and V(1) + V(2) == V(3) and V(1) != V(2) and 2 * V(3) == V(6) and V(3) == 3",
+        "assert V(1) < V(2) and sorted([V(2), V(1)]) == [V(1), V(2)] and max(V(1), V(2)) == V(2)",
+        "assert -V(1) == V(-1) and {V(1): 2}[V(1)] == 2 and len({V(1), V(1)}) == 1 and bool(V(0)) is False",
+        "assert V(4)[0] == 4 and 4 in V(4) and 5 not in V(4) and float(V(4)) == 4.0 and f'{V(4)}' == 'V(4)'",
+        "v = V(1)\nv.x = 7\nassert v.x == 7 and isinstance(v, V) and not isinstance(3, V)",
+        "import copy\nv = V([1])\nw = copy.deepcopy(v)\nv.x.append(2)\nassert w == V([1])",
+        "with V(1) as v:\n    assert v.x == 1\nassert v.x == 0",
+        "values = [V(2), V(1)]\nsort(values)\nassert values == [V(1), V(2)]",
+    )
+    assert calls(box, OBJECTS, *tests) == ("passed",) * len(tests)
+    assert calls(box, OBJECTS, "V(1) + 1", "V(1)[3]", "assert V(1) == V(2)", "assert half('f') == 0.25") == (
+        "runtime error",
+        "runtime error",
+        "wrong answer",
+        "wrong answer",
+    )
+
+
+def test_an_object_of_the_program_does_not_decide_how_a_result_compares(box: Sandbox) -> None:
+    source = (
+        "class Any:\n"
+        "    def true(self, *other): return True\n"
+        "    __eq__ = __lt__ = __gt__ = __contains__ = true\n"
+        "    def zero(self, *other): return 0\n"
+        "    __sub__ = __rsub__ = __len__ = __hash__ = zero\n"
+        "    def __iter__(self): return iter([Any()])\n"
+        "def add(a, b): return Any()\n"
+        "class Solution(Any):\n    def add(self, a, b): return self.__class__()\n"
+    )
+    tests = (
+        "assert add(2, 3) == 5",
+        "assert 5 in add(2, 3)",
+        "assert abs(add(2, 3) - 5) < 1e-6",
+        "assert 4 < add(2, 3) < 6",
+        "assert add(2, 3) in [5]",
+        "assert Solution().add(2, 3) == 5",
+        "assert abs(Solution().add(2, 3) - 5) < 1e-6",
+    )
+    assert "passed" not in calls(box, source, *tests)
+
+
 def test_a_test_file_checks_the_entry_point(box: Sandbox) -> None:
     test = "def check(candidate):\n    for n in range(5):\n        assert candidate(n, 1) == n + 1\n"
     assert calls(box, ADD, test, entry_point="add") == ("passed",)
@@ -118,7 +196,13 @@ def test_a_program_that_ends_in_a_test_is_started_again_for_the_next(box: Sandbo
 
 @pytest.mark.parametrize(
     ("test", "reason"),
-    [("assert add(", "is not Python"), ("add(1, lambda: 2)", "gives the program a value of type function")],
+    [
+        ("assert add(", "is not Python"),
+        ("add(1, lambda: 2)", "gives the program a value of type function"),
+        ("class Mine(add):\n    pass", "derives a class from one of the program's"),
+        ("try:\n    add(1)\nexcept add:\n    pass", "catches an exception class of the program"),
+        ("async def wait():\n    await add\nwait().send(None)", "awaits the program"),
+    ],
 )
 def test_an_unusable_test_is_an_error_and_no_score(test: str, reason: str, box: Sandbox) -> None:
     with pytest.raises(InvalidField, match=reason):

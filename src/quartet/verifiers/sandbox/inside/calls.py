@@ -7,11 +7,15 @@ here, and the checker gets its number.
 
 from __future__ import annotations
 
+import builtins
 import json
+import operator
 import os
 import sys
 from typing import Any
 
+MAX_JSON_BITS = 1024
+"""Longer integers are sent in hexadecimal, because Python limits the length of decimal integers that it reads."""
 _OBJECTS: dict[int, Any] = {}
 _COLLECTIONS: dict[str, Any] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
 
@@ -23,7 +27,8 @@ def encode(value: Any) -> Any:
     if isinstance(value, str):
         return str.__str__(value)
     if isinstance(value, int):
-        return int.__index__(value)
+        number = int.__index__(value)
+        return number if number.bit_length() <= MAX_JSON_BITS else {"int": hex(number)}
     if isinstance(value, float):
         return float.__float__(value)
     if isinstance(value, complex):
@@ -35,8 +40,21 @@ def encode(value: Any) -> Any:
             return {name: [encode(each) for each in kind.__iter__(value)]}
     if isinstance(value, dict):
         return {"dict": [[encode(key), encode(each)] for key, each in dict.items(value)]}
+    if isinstance(value, range):
+        return {"range": [encode(each) for each in (value.start, value.stop, value.step)]}
+    if _is_a(value, "fractions", "Fraction"):
+        return {"Fraction": [encode(value.numerator), encode(value.denominator)]}
+    if _is_a(value, "decimal", "Decimal"):
+        return {"Decimal": str(value)}
+    if _is_a(value, "collections", "deque"):
+        return {"deque": [encode(each) for each in value]}
     _OBJECTS[id(value)] = value
     return {"object": id(value)}
+
+
+def _is_a(value: Any, module: str, name: str) -> bool:
+    """Return whether a value is of a class. Does not import the module, because that takes time."""
+    return module in sys.modules and isinstance(value, getattr(sys.modules[module], name))
 
 
 def decode(value: Any) -> Any:
@@ -52,6 +70,22 @@ def decode(value: Any) -> Any:
         return (bytes if kind == "bytes" else bytearray).fromhex(content)
     if kind == "dict":
         return {decode(key): decode(each) for key, each in content}
+    if kind == "int":
+        return int(content, 16)
+    if kind == "range":
+        return range(*map(decode, content))
+    if kind == "Fraction":
+        from fractions import Fraction
+
+        return Fraction(*map(decode, content))
+    if kind == "Decimal":
+        from decimal import Decimal
+
+        return Decimal(content)
+    if kind == "deque":
+        from collections import deque
+
+        return deque(map(decode, content))
     return _COLLECTIONS[kind](map(decode, content))
 
 
@@ -68,20 +102,19 @@ def _answer(call: dict[str, Any], program: dict[str, Any]) -> dict[str, Any]:
             result = arguments[0](*arguments[1:], **named)
             # Arguments that the function changed in place: the checker changes its own copies.
             return {"value": encode(result), "arguments": [encode(value) for value in arguments[1:]]}
-        target = arguments[0]
-        if what == "getattr":
-            return {"value": encode(getattr(target, arguments[1]))}
-        if what == "iterate":
-            return {"value": encode(list(target))}
-        if what == "item":
-            return {"value": encode(target[arguments[1]])}
-        if what == "text":
-            return {"value": str(target)}
-        return {"value": encode(len(target))}
+        # A function of Python, such as len or operator.add.
+        function = getattr(operator, what, None) or getattr(builtins, what, None) or _copier(what)
+        return {"value": encode(function(*arguments))}
     except MemoryError:
         return {"raised": "MemoryError", "text": ""}
     except BaseException as error:  # Also sys.exit().
         return {"raised": type(error).__name__, "text": ""}
+
+
+def _copier(name: str) -> Any:
+    import copy
+
+    return getattr(copy, name)
 
 
 def _serve(source: str) -> None:

@@ -12,11 +12,14 @@ import json
 import os
 import sys
 import types
+from collections import deque
 from typing import Any
 
 MODULE = "solution"
 """Name under which tests can import the program."""
-PLAIN: tuple[Any, ...] = (list, tuple, set, frozenset)
+PLAIN: tuple[Any, ...] = (list, tuple, set, frozenset, deque)
+MAX_JSON_BITS = 1024
+"""Longer integers are sent in hexadecimal, see calls.py."""
 
 
 class ProgramError(Exception):
@@ -24,7 +27,7 @@ class ProgramError(Exception):
 
 
 class Unsupported(BaseException):
-    """A test passes a value to the program that cannot be sent."""
+    """A test does something with the program that a checker in another sandbox cannot do. The text says what."""
 
 
 class Channel:
@@ -50,6 +53,13 @@ class Channel:
         """Send a message to the host."""
         self._output.write(letter.encode() + json.dumps(message).encode() + b"\n")
         self._output.flush()
+
+    def lookup(self, name: str) -> Any:
+        """Return what the program defines under a name. A name with a capital letter is that of a class."""
+        value = self.call("name", name)
+        if isinstance(value, Remote):
+            value.__dict__["_is_class"] = name[:1].isupper()
+        return value
 
     def call(self, what: str, *arguments: Any, **named: Any) -> Any:
         """Make a call and return its result. Raises the exception of the program."""
@@ -78,45 +88,120 @@ class Channel:
             and issubclass(kind, Exception)
             and not issubclass(kind, (AssertionError, UnicodeError))
         ):
-            raise kind(text)
+            raise kind(text if kind is NameError else "")
         raise ProgramError(name)
 
 
 class Remote:
-    """An object of the program, for example one of its functions. Equal only to itself."""
+    """An object of the program, for example one of its functions. Python's functions and operators run in the program.
+
+    The program must not decide how a result compares with expected data. So an operator gets plain data only for an object
+    that the test makes by calling a class, as in ``Vector(1, 2) * 3``.
+    """
 
     def __init__(self, channel: Channel, number: int) -> None:
-        self.__dict__.update(_channel=channel, _number=number)
+        self.__dict__.update(_channel=channel, _number=number, _is_class=False, _is_made=False)
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
-        return self._channel.call("call", self, *arguments, **named)
+        return _mark(self._channel.call("call", self, *arguments, **named), self._is_class)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
         return self._channel.call("getattr", self, name)
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Remote) and other._number == self._number
+    def __setattr__(self, name: str, value: Any) -> None:
+        self._channel.call("setattr", self, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        self._channel.call("delattr", self, name)
+
+    def __eq__(self, other: object) -> Any:
+        if isinstance(other, Remote) and other._number == self._number:
+            return True
+        return _operate("eq", self, self, other)
+
+    def __ne__(self, other: object) -> Any:
+        return not self == other
 
     def __hash__(self) -> int:
-        return hash(self._number)
+        number: int = self._channel.call("hash", self)
+        return number
 
-    def __iter__(self) -> Any:
-        return iter(self._channel.call("iterate", self))
+    def __contains__(self, item: Any) -> Any:
+        if self._is_made or isinstance(item, Remote):
+            return self._channel.call("contains", self, item)
+        return any(item is each or item == each for each in self._channel.call("iter", self))
 
-    def __len__(self) -> int:
-        length = self._channel.call("length", self)
-        return length if isinstance(length, int) else -1
+    def __instancecheck__(self, instance: Any) -> Any:
+        return isinstance(instance, Remote) and self._channel.call("isinstance", instance, self)
 
-    def __bool__(self) -> bool:
-        return True
+    def __subclasscheck__(self, subclass: Any) -> Any:
+        return isinstance(subclass, Remote) and self._channel.call("issubclass", subclass, self)
 
-    def __getitem__(self, key: Any) -> Any:
-        return self._channel.call("item", self, key)
+    def __enter__(self) -> Any:
+        return self._channel.call("getattr", self, "__enter__")()
 
-    def __str__(self) -> str:
-        return str(self._channel.call("text", self))
+    def __exit__(self, *exception: object) -> None:
+        self._channel.call("getattr", self, "__exit__")(None, None, None)
+
+    def __deepcopy__(self, memo: object) -> Any:
+        return _mark(self._channel.call("deepcopy", self), self._is_made)
+
+    def __mro_entries__(self, bases: object) -> Any:
+        raise Unsupported("derives a class from one of the program's, which the checker cannot do")
+
+    def __await__(self) -> Any:
+        raise Unsupported("awaits the program, which the checker cannot do")
+
+
+def _mark(value: Any, is_made: bool) -> Any:
+    """Return a result, marked if it is an object that the test made."""
+    if is_made and isinstance(value, Remote):
+        value.__dict__["_is_made"] = True
+    return value
+
+
+def _operate(name: str, target: Remote, *operands: Any) -> Any:
+    """Apply an operator in the program. It gets plain data only if the test made the object, see ``Remote``."""
+    if not target._is_made and not all(isinstance(each, Remote) for each in operands):
+        return NotImplemented
+    is_made = any(isinstance(each, Remote) and each._is_made for each in operands)
+    return _mark(target._channel.call(name, *operands), is_made)
+
+
+UNARY = (
+    *("len", "iter", "next", "reversed", "bool", "str", "repr", "format", "float", "int", "complex", "index", "round"),
+    *("abs", "neg", "pos", "invert", "getitem", "setitem", "delitem", "copy"),
+)
+"""Operators without plain operands, except for indices, digits and formats."""
+ORDERING = ("lt", "le", "gt", "ge")
+BINARY = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "lshift", "rshift", "and", "or", "xor")
+
+
+def _add_operators() -> None:
+    def unary(name: str) -> Any:
+        return lambda self, *arguments: _mark(self._channel.call(name, self, *arguments), self._is_made)
+
+    def binary(name: str) -> Any:
+        return lambda self, other: _operate(name, self, self, other)
+
+    def reflected(name: str) -> Any:
+        return lambda self, other: _operate(name, self, other, self)
+
+    for name in UNARY:
+        setattr(Remote, f"__{name}__", unary(name))
+    for name in ORDERING:
+        setattr(Remote, f"__{name}__", binary(name))
+    for name in (*BINARY, "divmod"):
+        function = f"{name}_" if name in ("and", "or") else name
+        setattr(Remote, f"__{name}__", binary(function))
+        setattr(Remote, f"__r{name}__", reflected(function))
+    for name in BINARY:
+        setattr(Remote, f"__i{name}__", binary(f"i{name}"))
+
+
+_add_operators()
 
 
 class Module(types.ModuleType):
@@ -127,11 +212,13 @@ class Module(types.ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return self.channel.call("name", name)
+        return self.channel.lookup(name)
 
 
 def encode(value: Any) -> Any:
     """Return a value as JSON. Raises Unsupported if it is neither plain data nor an object of the program."""
+    if isinstance(value, int) and value.bit_length() > MAX_JSON_BITS:
+        return {"int": hex(value)}
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, Remote):
@@ -146,8 +233,19 @@ def encode(value: Any) -> Any:
     if isinstance(value, dict):
         return {"dict": [[encode(key), encode(each)] for key, each in value.items()]}
     if isinstance(value, range):
-        return {"list": list(value)}
-    raise Unsupported(type(value).__name__)
+        return {"range": [encode(each) for each in (value.start, value.stop, value.step)]}
+    if _is_a(value, "fractions", "Fraction"):
+        return {"Fraction": [encode(value.numerator), encode(value.denominator)]}
+    if _is_a(value, "decimal", "Decimal"):
+        return {"Decimal": str(value)}
+    raise Unsupported(
+        f"gives the program a value of type {type(value).__name__}, expected plain data such as numbers, text and lists"
+    )
+
+
+def _is_a(value: Any, module: str, name: str) -> bool:
+    """Return whether a value is of a class. Does not import the module, because that takes time."""
+    return module in sys.modules and isinstance(value, getattr(sys.modules[module], name))
 
 
 def decode(value: Any, channel: Channel) -> Any:
@@ -163,6 +261,18 @@ def decode(value: Any, channel: Channel) -> Any:
         return (bytes if kind == "bytes" else bytearray).fromhex(content)
     if kind == "dict":
         return {decode(key, channel): decode(each, channel) for key, each in content}
+    if kind == "int":
+        return int(content, 16)
+    if kind == "range":
+        return range(*[decode(each, channel) for each in content])
+    if kind == "Fraction":
+        from fractions import Fraction
+
+        return Fraction(*[decode(each, channel) for each in content])
+    if kind == "Decimal":
+        from decimal import Decimal
+
+        return Decimal(content)
     for plain in PLAIN:
         if plain.__name__ == kind:
             return plain(decode(each, channel) for each in content)
@@ -170,11 +280,14 @@ def decode(value: Any, channel: Channel) -> Any:
 
 
 def _update(own: Any, changed: Any) -> None:
-    """Give a list, dict or set of the test the content that the program left in its copy."""
+    """Give a list, deque, dict or set of the test the content that the program left in its copy."""
     if type(own) is not type(changed) or own == changed:
         return
     if isinstance(own, (list, bytearray)):
         own[:] = changed
+    elif isinstance(own, deque):
+        own.clear()
+        own.extend(changed)
     elif isinstance(own, (dict, set)):
         own.clear()
         own.update(changed)
@@ -204,7 +317,7 @@ def _verdict(
     before = channel.calls
     try:
         for name in sorted(names_to_provide(text, entry_point) - (set(space) - provided)):
-            space[name] = channel.call("name", name)
+            space[name] = channel.lookup(name)
             provided.add(name)
         exec(compile(text, "<test>", "exec"), space)  # noqa: S102 - the sandbox exists to run it
         if entry_point and isinstance(space.get("check"), types.FunctionType):
@@ -214,12 +327,14 @@ def _verdict(
     except MemoryError:
         return {"kind": "memory limit"}
     except Unsupported as error:
-        return {
-            "unusable": f"gives the program a value of type {error}, expected plain data such as numbers, text and lists"
-        }
+        return {"unusable": str(error)}
     except SyntaxError as error:
         return {"unusable": f"is not Python (line {error.lineno})"}
     except BaseException as error:
+        if isinstance(error, TypeError) and str(error).startswith("catching classes that do not inherit"):
+            return {
+                "unusable": "catches an exception class of the program, which the checker cannot do; catch Exception"
+            }
         return {"kind": "runtime error", "detail": type(error).__name__}
     return {"kind": "passed"} if channel.calls > before else {"unusable": "uses nothing of the program"}
 
