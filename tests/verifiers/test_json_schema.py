@@ -35,6 +35,18 @@ def test_other_responses_score_0(response: str) -> None:
     assert valid("", response, {"schema": SCHEMA}) == 0.0
 
 
+@pytest.mark.parametrize("response", ["1e400", "1" + "0" * 400, "-1e999", "1" + "0" * 5000])
+@pytest.mark.parametrize("step", [0.01, 2, 0.5, 1e-300])
+def test_a_number_that_is_too_large_to_check_scores_0(response: str, step: float) -> None:
+    expected = float(response == "1" + "0" * 400 and step == 2)
+    assert valid("", response, {}, schema={"multipleOf": step}) == expected
+
+
+def test_a_number_of_the_schema_that_is_too_large_is_an_error() -> None:
+    with pytest.raises(InvalidField, match="too large"):
+        valid("", "0.5", {"schema": {"multipleOf": 10**400}})
+
+
 @pytest.mark.parametrize(
     "fields",
     [

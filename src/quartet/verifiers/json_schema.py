@@ -26,7 +26,8 @@ def valid(
     """Return 1 if the response is JSON that the schema accepts, or a single Markdown block with such JSON; otherwise 0.
 
     The schema is the setting ``schema``, or else ``fields["schema"]``. It may refer only to itself. A response of more than
-    ``max_characters`` scores 0. Raises InvalidField, and VerifierTimeout if the check takes longer than ``seconds``.
+    ``max_characters`` scores 0, and so does one with a number that is too large to check. Raises InvalidField, and
+    VerifierTimeout if the check takes longer than ``seconds``.
     """
     chosen = field(fields, schema_field) if schema is None else schema
     name = f"fields: {schema_field!r}" if schema is None else "schema"
@@ -57,6 +58,8 @@ def check(schema: dict[str, Any] | bool, text: str) -> bool | str:
         value = json.loads(_without_fence(text), parse_constant=_refuse)
         # An empty registry: a reference is never fetched.
         return bool(kind(schema, registry=Registry()).is_valid(value))
+    except OverflowError:  # For example multipleOf: 0.01 of a number with 400 digits.
+        return False if _has_only_doubles(schema) else "has a number that is too large, expected at most about 1.8e308"
     except (ValueError, RecursionError):
         return False
     except Unresolvable as error:
@@ -74,6 +77,15 @@ def _without_fence(text: str) -> str:
     if stripped.startswith("```") and stripped.endswith("```") and "\n" in stripped:
         return stripped[stripped.index("\n") : -3]
     return stripped
+
+
+def _has_only_doubles(schema: dict[str, Any] | bool) -> bool:
+    """Return whether each number of a schema is a finite double."""
+    try:
+        json.loads(json.dumps(schema), parse_constant=_refuse, parse_int=lambda digits: int(float(digits)))
+    except (ValueError, OverflowError):
+        return False
+    return True
 
 
 def _refuse(name: str) -> None:
