@@ -27,6 +27,10 @@ class VerifierTimeout(VerifierError):
     outcome = "timeout"
 
 
+class ComputationTooLarge(VerifierTimeout):
+    """A comparison took too much CPU time, or ended its process. Says that the input is at fault, not a busy machine."""
+
+
 class SandboxFailed(VerifierError):
     """The sandbox itself failed: it is missing, forbidden by the system, or did not start. Says nothing about the program."""
 

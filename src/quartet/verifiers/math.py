@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from quartet.verifiers.bounded import call_bounded
-from quartet.verifiers.errors import InvalidField
+from quartet.verifiers.errors import ComputationTooLarge, InvalidField
 from quartet.verifiers.extra_packages import require
 from quartet.verifiers.fields import answer_text
 
 require("math_verify")
+WALL_FACTOR = 10.0
+"""Wall time of a comparison per second of its CPU time."""
 
 
 def final_answer(
@@ -26,13 +28,28 @@ def final_answer(
 
     The final answer is in \boxed{...}, else it follows "answer is", else it is the last number. Boxes side by side are one answer
     with several values. 1/2, 0.5, 50% and \frac{1}{2} are equal. Numbers are compared after rounding to ``decimals``. Only
-    the last ``max_characters`` of the response are read. Raises InvalidField, and VerifierTimeout if a comparison takes
-    longer than ``seconds``.
+    the last ``max_characters`` of the response are read. A response that needs more than ``seconds`` of CPU time, or that is
+    beyond the bounds of ``math_comparison``, scores 0. Raises InvalidField; ComputationTooLarge if the answer itself takes too
+    long; VerifierTimeout if the machine is too busy.
     """
     answer = answer_text(fields, answer_field)
-    result = call_bounded(
-        "quartet.verifiers.math_comparison:compare", [answer, response[-max_characters:], decimals], seconds
-    )
+    result = _compare(answer, response[-max_characters:], decimals, seconds)
     if result is None:
         raise InvalidField(f"fields: {answer_field!r} is neither a number nor an expression in LaTeX")
     return float(result)
+
+
+def _compare(answer: str, response: str, decimals: int, seconds: float) -> bool | None:
+    """Return the result of ``math_comparison.compare``. Raises ComputationTooLarge if the answer is too large for it."""
+
+    def compared(other: str) -> bool | None:
+        result: bool | None = call_bounded(
+            "quartet.verifiers.math_comparison:compare", [answer, other, decimals, seconds], WALL_FACTOR * seconds
+        )
+        return result
+
+    try:
+        return compared(response)
+    except ComputationTooLarge:
+        # The response is at fault, unless the comparison of the answer with a small number is too large, too.
+        return None if compared("0") is None else False
