@@ -75,7 +75,7 @@ def test_only_the_end_of_a_long_response_is_read() -> None:
     ],
 )
 def test_a_final_answer_beyond_the_bounds_scores_0_at_once(response: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(math_comparison.math_verify, "verify", pytest.fail)
+    monkeypatch.setattr("math_verify.verify", pytest.fail)
     assert math_comparison.compare("3", response, 6, 60.0) is False
     assert final_answer("", response, {"answer": 3}) == 0.0
 

@@ -106,6 +106,7 @@ from fractions import Fraction
 def half(kind): return {"f": Fraction, "d": Decimal}[kind]("0.5")
 def factorial(n): return math.factorial(n)
 def count(): return itertools.count(1)
+def many(): yield from range(20000)
 def line(): return deque([1, 2]), range(3)
 def same(value): return value
 class V:
@@ -133,6 +134,8 @@ def test_numbers_and_objects_of_a_right_program_work_as_in_its_process(box: Sand
         "from fractions import Fraction\nassert same(Fraction(1, 3)) == Fraction(1, 3)",
         "import math\nassert factorial(2000) == math.factorial(2000) and same(-10**6000) == -10**6000",
         "numbers = count()\nassert next(numbers) == 1 and next(numbers) == 2",
+        "assert sum(many()) == 199990000",
+        "numbers = many()\nassert sum(next(numbers) for _ in range(300)) == 44850 and next(numbers) == 300",
         "from itertools import islice\nassert list(islice(count(), 3)) == [1, 2, 3]",
         "from collections import deque\nassert line() == (deque([1, 2]), range(3))",
         "assert (V(1) + V(2)).x == 3 and V(1) + V(2) == V(3) and V(1) != V(2) and 2 * V(3) == V(6) and V(3) == 3",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 from quartet.verifiers.bounded import call_bounded
@@ -41,15 +42,21 @@ def final_answer(
 
 def _compare(answer: str, response: str, decimals: int, seconds: float) -> bool | None:
     """Return the result of ``math_comparison.compare``. Raises ComputationTooLarge if the answer is too large for it."""
-
-    def compared(other: str) -> bool | None:
-        result: bool | None = call_bounded(
-            "quartet.verifiers.math_comparison:compare", [answer, other, decimals, seconds], WALL_FACTOR * seconds
-        )
-        return result
-
     try:
-        return compared(response)
+        return _compare_once(answer, response, decimals, seconds)
     except ComputationTooLarge:
         # The response is at fault, unless the comparison of the answer with a small number is too large, too.
-        return None if compared("0") is None else False
+        return False if _is_expression(answer, decimals, seconds) else None
+
+
+@lru_cache(maxsize=1024)
+def _is_expression(answer: str, decimals: int, seconds: float) -> bool:
+    """Return whether an answer can be read and compared. Raises ComputationTooLarge."""
+    return _compare_once(answer, "0", decimals, seconds) is not None
+
+
+def _compare_once(answer: str, response: str, decimals: int, seconds: float) -> bool | None:
+    result: bool | None = call_bounded(
+        "quartet.verifiers.math_comparison:compare", [answer, response, decimals, seconds], WALL_FACTOR * seconds
+    )
+    return result

@@ -102,6 +102,8 @@ def _answer(call: dict[str, Any], program: dict[str, Any]) -> dict[str, Any]:
             result = arguments[0](*arguments[1:], **named)
             # Arguments that the function changed in place: the checker changes its own copies.
             return {"value": encode(result), "arguments": [encode(value) for value in arguments[1:]]}
+        if what == "take":
+            return {"value": encode(_take(*arguments))}
         # A function of Python, such as len or operator.add.
         function = getattr(operator, what, None) or getattr(builtins, what, None) or _copier(what)
         return {"value": encode(function(*arguments))}
@@ -109,6 +111,17 @@ def _answer(call: dict[str, Any], program: dict[str, Any]) -> dict[str, Any]:
         return {"raised": "MemoryError", "text": ""}
     except BaseException as error:  # Also sys.exit().
         return {"raised": type(error).__name__, "text": ""}
+
+
+def _take(iterator: Any, number: int) -> list[Any]:
+    """Return up to ``number`` items of an iterator. Raises StopIteration if there are none."""
+    items = [next(iterator)]
+    try:
+        while len(items) < number:
+            items.append(next(iterator))
+    except StopIteration:
+        pass
+    return items
 
 
 def _copier(name: str) -> Any:

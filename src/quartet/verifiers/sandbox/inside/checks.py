@@ -21,6 +21,11 @@ PLAIN: tuple[Any, ...] = (list, tuple, set, frozenset, deque)
 MAX_JSON_BITS = 1024
 """Longer integers are sent in hexadecimal, see calls.py."""
 
+FIRST_ITEMS = 64
+"""Number of items of an iterator that are fetched one at a time."""
+MAX_ITEMS = 256
+"""Maximum number of items of an iterator in a call."""
+
 
 class ProgramError(Exception):
     """An exception of the program that Python does not define."""
@@ -41,6 +46,8 @@ class Channel:
             os.dup2(nothing, descriptor)
         self.calls = 0
         """Number of calls that were made."""
+        self._ahead: dict[int, list[Any]] = {}
+        self._taken: dict[int, int] = {}
 
     def read(self) -> Any:
         """Return the next object from the host. Ends the process at the end of the input."""
@@ -60,6 +67,16 @@ class Channel:
         if isinstance(value, Remote):
             value.__dict__["_is_class"] = name[:1].isupper()
         return value
+
+    def next_item(self, iterator: Remote) -> Any:
+        """Return the next item of an iterator. Fetches several at a time of one that gave many, because each call takes time."""
+        number = iterator._number
+        if not self._ahead.get(number):
+            taken = self._taken.get(number, 0)
+            items = self.call("take", iterator, 1 if taken < FIRST_ITEMS else min(taken, MAX_ITEMS))
+            self._ahead[number] = items[::-1]
+            self._taken[number] = taken + len(items)
+        return self._ahead[number].pop()
 
     def call(self, what: str, *arguments: Any, **named: Any) -> Any:
         """Make a call and return its result. Raises the exception of the program."""
@@ -128,6 +145,9 @@ class Remote:
         number: int = self._channel.call("hash", self)
         return number
 
+    def __next__(self) -> Any:
+        return self._channel.next_item(self)
+
     def __contains__(self, item: Any) -> Any:
         if self._is_made or isinstance(item, Remote):
             return self._channel.call("contains", self, item)
@@ -171,7 +191,7 @@ def _operate(name: str, target: Remote, *operands: Any) -> Any:
 
 
 UNARY = (
-    *("len", "iter", "next", "reversed", "bool", "str", "repr", "format", "float", "int", "complex", "index", "round"),
+    *("len", "iter", "reversed", "bool", "str", "repr", "format", "float", "int", "complex", "index", "round"),
     *("abs", "neg", "pos", "invert", "getitem", "setitem", "delitem", "copy"),
 )
 """Operators without plain operands, except for indices, digits and formats."""
@@ -331,7 +351,7 @@ def _verdict(
     except SyntaxError as error:
         return {"unusable": f"is not Python (line {error.lineno})"}
     except BaseException as error:
-        if isinstance(error, TypeError) and str(error).startswith("catching classes that do not inherit"):
+        if type(error) is TypeError and str(error).startswith("catching classes that do not inherit"):
             return {
                 "unusable": "catches an exception class of the program, which the checker cannot do; catch Exception"
             }
