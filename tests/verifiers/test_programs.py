@@ -156,6 +156,10 @@ def test_numbers_and_objects_of_a_right_program_work_as_in_its_process(box: Sand
     )
 
 
+def test_a_program_that_raises_syntax_error_fails_the_test(box: Sandbox) -> None:
+    assert calls(box, "def add(a, b): raise SyntaxError", "assert add(1, 2) == 3") == ("runtime error",)
+
+
 def test_an_object_of_the_program_does_not_decide_how_a_result_compares(box: Sandbox) -> None:
     source = (
         "class Any:\n"

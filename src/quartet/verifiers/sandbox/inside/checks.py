@@ -336,10 +336,14 @@ def _verdict(
     """Run a test. ``space`` has the names of the tests before it, of which ``provided`` are the program's."""
     before = channel.calls
     try:
+        code = compile(text, "<test>", "exec")
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        return {"unusable": f"is not Python (line {getattr(error, 'lineno', None) or 1})"}
+    try:
         for name in sorted(names_to_provide(text, entry_point) - (set(space) - provided)):
             space[name] = channel.lookup(name)
             provided.add(name)
-        exec(compile(text, "<test>", "exec"), space)  # noqa: S102 - the sandbox exists to run it
+        exec(code, space)  # noqa: S102 - the sandbox exists to run it
         if entry_point and isinstance(space.get("check"), types.FunctionType):
             space["check"](space[entry_point])
     except AssertionError:
@@ -348,8 +352,6 @@ def _verdict(
         return {"kind": "memory limit"}
     except Unsupported as error:
         return {"unusable": str(error)}
-    except SyntaxError as error:
-        return {"unusable": f"is not Python (line {error.lineno})"}
     except BaseException as error:
         if type(error) is TypeError and str(error).startswith("catching classes that do not inherit"):
             return {
