@@ -251,6 +251,12 @@ def test_inconsistent_settings_are_refused(changes: dict[str, Any], message: str
         parse_config({**REQUIRED, **changes}, "test")
 
 
+def test_every_setting_has_one_line_in_the_reference() -> None:
+    lines = [line for line in reference().splitlines() if line.startswith("| `reward.judge.template`")]
+    assert len(lines) == 1
+    assert lines[0].count("|") == 5
+
+
 def test_the_reference_of_settings_in_the_docs_is_current() -> None:
     page = Path(__file__).parents[2] / "docs" / "reference" / "configuration.md"
     assert page.read_text(encoding="utf-8") == reference(), "run: make docs-reference"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import types
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -149,4 +150,6 @@ def _shown(value: Any) -> str:
         return "null"
     if isinstance(value, bool):
         return str(value).lower()
+    if isinstance(value, str) and "\n" in value:
+        return json.dumps(value)  # In one line, as in a table.
     return str(list(value)) if isinstance(value, tuple) else str(value)
