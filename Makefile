@@ -25,7 +25,7 @@ REVIEW_RUNS := $(addprefix runs/reviews-,ppo reinforce rloo grpo dr-grpo reinfor
 PYTEST := $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help install demo test test-fast test-all test-e2e chaos faults soak durability-cost startup end-to-end generation precision gpu update sharding plan plan-memory \
+.PHONY: help install demo test test-fast test-all test-e2e chaos faults soak durability-cost startup end-to-end evidence generation precision gpu update sharding plan plan-memory \
 	groups growth reward-node \
 	transport weights buffer sandbox reward-sharing learning-curves gae orchestration overlap architectures gateway-load gateway-metrics browser screenshots notebook fuzz-api fuzz-rpc helm-golden \
 	helm-schema e2e-compose check docs docs-reference wheel format proto acceptance parity engines clean
@@ -81,6 +81,9 @@ durability-cost: $(VENV)/.installed ## Measure what durability costs the review 
 
 end-to-end: $(VENV)/.installed $(PARITY)/.installed ## Compare episodes per second with TRL, in pairs of runs; write docs/performance.md
 	$(BIN)/python -m benchmarks.end_to_end $(BENCHMARK_ARGS)
+
+evidence: $(VENV)/.installed-dev $(PARITY)/.installed ## Train each algorithm over seeds, and beside TRL; POSITIVE=file NEGATIVE=file; write docs/evidence.md; hours
+	$(BIN)/python -m benchmarks.evidence $(if $(POSITIVE),--positive "$(POSITIVE)") $(if $(NEGATIVE),--negative "$(NEGATIVE)") $(BENCHMARK_ARGS)
 
 generation: $(VENV)/.installed ## Compare generated tokens per second with transformers; write docs/performance.md
 	$(BIN)/python -m benchmarks.generation $(BENCHMARK_ARGS)

@@ -21,6 +21,7 @@ from pathlib import Path
 
 from benchmarks import machine, page
 from benchmarks.options import add_shared, page_of, parser_of, positive
+from benchmarks.trl_settings import equal_settings
 from quartet.child_processes import tied_to_parent
 from quartet.config import Config, load_config
 from quartet.errors import ConfigError
@@ -93,8 +94,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         shutil.rmtree(options.folder, ignore_errors=True)
         options.folder.mkdir(parents=True)
         for number in range(options.pairs):
-            for path in paths:
-                settings = [*options.set, f"run.seed={number}"]
+            for path, config in zip(paths, configs, strict=True):
+                # The options come last, so that they may override what makes the sides equal.
+                settings = [*equal_settings(config), *options.set, f"run.seed={number}"]
                 pair = measure(path, settings, options.steps, options.trl, options.folder / f"{path.stem}-{number}")
                 results.setdefault(str(path), []).append(pair)
                 print(f"{path}: {pair.ratio:.2f} times TRL's episodes per second", flush=True)

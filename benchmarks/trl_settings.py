@@ -7,6 +7,31 @@ from typing import Any
 from quartet.config import Config
 
 
+def equal_settings(config: Config) -> list[str]:
+    """Return overrides of a config for gae or rloo, so that a run does what TRL's trainer does with the same settings.
+
+    TRL's trainers have no KL controller. Its PPO has one optimizer and learning rate for policy and value model, and clips no
+    gradients. Its RLOO has one ratio per response, and a mean over responses.
+    """
+    rate = config.actor.learning_rate
+    settings = [
+        f"actor.learning_rate={rate}",
+        "actor.schedule=constant",
+        "actor.optimizer.betas=[0.9,0.999]",
+        "algorithm.kl_controller.kind=fixed",
+    ]
+    if config.algorithm.estimator == "rloo":
+        return [*settings, "algorithm.ratio_level=sequence", "algorithm.loss_aggregation=sequence_mean"]
+    return [
+        *settings,
+        "actor.optimizer.max_grad_norm=0",
+        f"critic.learning_rate={rate}",
+        "critic.schedule=constant",
+        "critic.optimizer.betas=[0.9,0.999]",
+        "critic.optimizer.max_grad_norm=0",
+    ]
+
+
 def ppo_settings(config: Config, folder: str) -> dict[str, Any]:
     """Return arguments of a PPOConfig whose output directory is ``folder``."""
     algorithm = config.algorithm
@@ -42,13 +67,18 @@ def rloo_settings(config: Config, folder: str) -> dict[str, Any]:
 
 
 def _common(config: Config, folder: str) -> dict[str, Any]:
+    optimizer = config.actor.optimizer
     return {
         "output_dir": folder,
         "seed": config.run.seed,
         "learning_rate": config.actor.learning_rate,
-        "lr_scheduler_type": "constant",
+        "lr_scheduler_type": config.actor.schedule,
+        "adam_beta1": optimizer.betas[0],
+        "adam_beta2": optimizer.betas[1],
+        "adam_epsilon": optimizer.eps,
+        "weight_decay": optimizer.weight_decay,
         "temperature": config.rollout.temperature,
-        "max_grad_norm": config.actor.optimizer.max_grad_norm,
+        "max_grad_norm": optimizer.max_grad_norm,
         "bf16": False,
         "gradient_checkpointing": False,
         "use_cpu": not config.services.actor.devices,

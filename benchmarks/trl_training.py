@@ -1,20 +1,22 @@
 """Training with TRL on a Quartet config, with the duration of each step.
 
-python -m benchmarks.trl_training CONFIG STEPS OUT [KEY=VALUE...] needs an environment with TRL. `make parity` creates it, and
-benchmarks.end_to_end runs this module in it. The estimator gae selects PPO, rloo selects RLOO. Training uses the actor's dtype,
-and all CPU cores or the actor's GPU. On the CPU, each forward pass has a whole mini-batch, which is fastest for TRL. On a GPU,
-whose memory is too small for those logits, it has as many tokens as Quartet's. OUT gets a JSON object per step.
+python -m benchmarks.trl_training CONFIG STEPS OUT [--policy DIRECTORY] [KEY=VALUE...] needs an environment with TRL, which
+`make parity` creates. benchmarks.end_to_end and benchmarks.evidence run this module in it. The estimator gae selects PPO, rloo
+selects RLOO. Training uses the actor's dtype, and all CPU cores or the actor's GPU. On the CPU, each forward pass has a whole
+mini-batch, which is fastest for TRL. On a GPU, whose memory is too small for those logits, it has as many tokens as Quartet's.
+OUT gets a JSON object per step, DIRECTORY the final policy.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,10 +39,17 @@ class Clock:
         self._since = time.perf_counter()
 
 
-def main(path: str, steps: str, out: str, *settings: str) -> None:
-    """Train for ``steps`` steps. ``settings`` override the config."""
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Train. See the module's docstring."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.trl_training", description=__doc__)
+    parser.add_argument("config", type=Path)
+    parser.add_argument("steps", type=int)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("settings", nargs="*", metavar="KEY=VALUE")
+    parser.add_argument("--policy", type=Path)
+    options = parser.parse_intermixed_args(arguments)
     os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1"}
-    config = load_config(Path(path), list(settings))
+    config = load_config(options.config, options.settings)
     os.environ |= {"CUDA_VISIBLE_DEVICES": ",".join(map(str, config.services.actor.devices))}
     warnings.simplefilter("ignore")
     import transformers
@@ -49,7 +58,10 @@ def main(path: str, steps: str, out: str, *settings: str) -> None:
     transformers.utils.logging.disable_progress_bar()
     with tempfile.TemporaryDirectory() as folder:
         train = _ppo if config.algorithm.estimator == "gae" else _rloo
-        train(config, int(steps), folder, Clock(Path(out)))
+        policy, tokenizer = train(config, options.steps, folder, Clock(options.out))
+        if options.policy is not None:
+            policy.save_pretrained(options.policy)
+            tokenizer.save_pretrained(options.policy)
 
 
 def _rows(config: Config) -> int:
@@ -88,7 +100,8 @@ def _texts(config: Config) -> list[str]:
     return [json.loads(line)["text"] for line in Path(config.data.prompts).read_text().splitlines()]
 
 
-def _ppo(config: Config, steps: int, folder: str, clock: Clock) -> None:
+def _ppo(config: Config, steps: int, folder: str, clock: Clock) -> tuple[Any, Any]:
+    """Train with PPO, and return the policy and its tokenizer."""
     import datasets
     from trl.experimental.ppo import PPOConfig, PPOTrainer
 
@@ -118,9 +131,11 @@ def _ppo(config: Config, steps: int, folder: str, clock: Clock) -> None:
         train_dataset=datasets.Dataset.from_dict({"input_ids": prompts}),
     )
     trainer.train()
+    return trainer.policy_model, tokenizer
 
 
-def _rloo(config: Config, steps: int, folder: str, clock: Clock) -> None:
+def _rloo(config: Config, steps: int, folder: str, clock: Clock) -> tuple[Any, Any]:
+    """Train with RLOO, and return the policy and its tokenizer."""
     import datasets
     import transformers
     from trl import RLOOConfig, RLOOTrainer
@@ -163,6 +178,7 @@ def _rloo(config: Config, steps: int, folder: str, clock: Clock) -> None:
         callbacks=[StepTimer()],
     )
     trainer.train()
+    return trainer.accelerator.unwrap_model(trainer.model), tokenizer
 
 
 def _scorer(config: Config, tokenizer: Any) -> Callable[..., list[float]]:
@@ -195,4 +211,4 @@ def _scorer(config: Config, tokenizer: Any) -> Callable[..., list[float]]:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()

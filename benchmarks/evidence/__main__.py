@@ -1,0 +1,154 @@
+"""Evidence that runs learn: `make evidence POSITIVE=... NEGATIVE=...`, or python -m benchmarks.evidence.
+
+Runs of each algorithm on several model seeds and run seeds, runs of the default config, and PPO and RLOO beside TRL with equal
+settings. Every final policy answers the same 2,000 prompts. It takes hours. If it is interrupted, the same command continues.
+Writes docs/evidence.md and its plots.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from benchmarks import machine, page
+from benchmarks.evidence.experiments import (
+    ALGORITHMS,
+    LEARNING_RATES,
+    Experiment,
+    algorithm_runs,
+    default_runs,
+    trl_runs,
+    variation_runs,
+)
+from benchmarks.evidence.runs import Result, prepare_models, take
+from benchmarks.evidence.tables import (
+    algorithm_table,
+    beside_table,
+    default_table,
+    plot_algorithms,
+    plot_beside,
+    variation_table,
+)
+from benchmarks.options import add_shared, page_of, parser_of, positive
+from quartet.errors import ConfigError
+
+PAGE = Path("docs/evidence.md")
+PARTS = ("default", "algorithm", "beside", "variation")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = parser_of("evidence", __doc__)
+    parser.add_argument("--positive", type=Path, help="favourable sentences, one per line; needed to make the models")
+    parser.add_argument("--negative", type=Path, help="unfavourable sentences, one per line")
+    parser.add_argument("--algorithms", nargs="+", choices=ALGORITHMS, default=list(ALGORITHMS))
+    parser.add_argument("--model-seeds", nargs="+", type=int, default=[1, 2, 3])
+    parser.add_argument("--run-seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--steps", type=positive, default=100, help="steps of the runs that compare algorithms")
+    parser.add_argument("--pairs", type=positive, default=8, help="runs of each side beside TRL")
+    parser.add_argument("--pair-steps", type=positive, default=60, help="steps of the runs beside TRL")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument(
+        "--jobs", type=positive, default=2, help="runs at the same time, each with one thread per process"
+    )
+    parser.add_argument(
+        "--trl", type=Path, default=Path("build/parity-venv/bin/python"), help="Python interpreter with TRL"
+    )
+    add_shared(parser, "build/evidence", PAGE, contents="models, runs and results")
+    options = parser.parse_args(arguments)
+    folder: Path = options.folder.absolute()
+    host = machine.describe()
+    experiments = []
+    if "default" in options.parts:
+        experiments += default_runs(folder, options.model_seeds)
+    if "algorithm" in options.parts:
+        experiments += algorithm_runs(folder, options.algorithms, options.model_seeds, options.run_seeds, options.steps)
+    if "beside" in options.parts:
+        experiments += trl_runs(folder, list(LEARNING_RATES), options.model_seeds, options.pairs, options.pair_steps)
+    if "variation" in options.parts:
+        experiments += variation_runs(folder, options.model_seeds, options.steps)
+    try:
+        _prepare(options.positive, options.negative, folder, options.model_seeds)
+        results = _take_all(experiments, options.jobs, options.trl.absolute())
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    parts = {
+        part: {each: result for each, result in results.items() if each.group.startswith(part)}
+        for part in options.parts
+    }
+    text = report(parts, host, options.page or PAGE)
+    print(text)
+    page.write(page_of(parser, options), "evidence", text)
+    return 0
+
+
+def _prepare(positive_file: Path | None, negative_file: Path | None, folder: Path, seeds: Sequence[int]) -> None:
+    for seed in seeds:
+        if (folder / "models" / str(seed) / "training.jsonl").exists():
+            continue
+        if positive_file is None or negative_file is None:
+            raise ConfigError(
+                f"{folder}: no models of seed {seed}; give two files of sentences: "
+                "make evidence POSITIVE=positive.txt NEGATIVE=negative.txt"
+            )
+        print(f"models of seed {seed}", flush=True)
+        prepare_models(positive_file, negative_file, folder, seed)
+
+
+def _take_all(experiments: Sequence[Experiment], jobs: int, trl: Path) -> dict[Experiment, Result]:
+    if any(each.side == "trl" for each in experiments) and not trl.exists():
+        raise ConfigError(f"--trl {trl}: not found; make parity creates an environment with TRL")
+
+    def report_taken(experiment: Experiment) -> Result:
+        result = take(experiment, trl)
+        final = result.final
+        print(
+            f"{experiment.name}: reward {final.reward:.2f}, KL {final.kl:.2f}, EOS rate {final.eos_rate:.2f}",
+            flush=True,
+        )
+        return result
+
+    pool = ThreadPoolExecutor(jobs)
+    try:
+        return dict(zip(experiments, pool.map(report_taken, experiments), strict=True))
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def report(parts: dict[str, dict[Experiment, Result]], host: str, page_path: Path) -> str:
+    """Return the part of the page that the command writes, and write its plots beside the page."""
+    machine_name = host.rpartition(", load")[0]
+    lines = [f"{machine_name}, one thread per process, float32. ± is the half width of a 95 % confidence interval."]
+    if runs := parts.get("default"):
+        lines += ["", "### The default run", "", default_table(runs)]
+    if runs := parts.get("algorithm"):
+        picture = page_path.with_name("evidence-algorithms.svg")
+        plot_algorithms(runs, picture)
+        lines += [
+            "",
+            "### Each algorithm",
+            "",
+            algorithm_table(runs),
+            "",
+            f"![reward over steps and over KL]({picture.name})",
+        ]
+    if runs := parts.get("beside"):
+        picture = page_path.with_name("evidence-trl.svg")
+        plot_beside(runs, picture)
+        lines += [
+            "",
+            "### Beside TRL",
+            "",
+            beside_table(runs),
+            "",
+            f"![score over steps of both sides]({picture.name})",
+        ]
+    if runs := parts.get("variation"):
+        lines += ["", "### Variations of the default", "", variation_table(runs)]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,153 @@
+"""The experiments of the evidence: which configs, with which settings and seeds, and where their files are."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Literal
+
+from benchmarks.trl_settings import equal_settings
+from quartet.config import Config, load_config
+
+Side = Literal["quartet", "trl"]
+
+VALIDATION = 2000
+"""Number of prompts that final policies answer. No run trains on them."""
+ALGORITHMS = ("ppo", "rloo", "grpo", "reinforce_plus_plus", "gspo", "cispo", "lora")
+"""Configs in configs/reviews that are compared with each other."""
+VARIATIONS: dict[str, tuple[str, ...]] = {
+    "as shipped": (),
+    "half the learning rate": ("actor.learning_rate=5e-5", "critic.learning_rate=2.5e-4"),
+    "twice the learning rate": ("actor.learning_rate=2e-4", "critic.learning_rate=1e-3"),
+    "β₂ 0.999": ("actor.optimizer.betas=[0.9,0.999]", "critic.optimizer.betas=[0.9,0.999]"),
+    "1 epoch": ("algorithm.num_epochs=1",),
+    "2 epochs": ("algorithm.num_epochs=2",),
+    "4 mini-batches": ("algorithm.num_mini_batches=4",),
+    "clip ratio 0.1": ("algorithm.clip_ratio=0.1",),
+    "constant learning rate": ("actor.schedule=constant", "critic.schedule=constant"),
+    "fixed KL coefficient 0.05": ("algorithm.kl_controller.kind=fixed",),
+}
+"""Variations of configs/reviews/ppo.yaml, to choose its settings."""
+LEARNING_RATES = {"ppo": 3.4e-5, "rloo": 6e-5}
+"""Learning rates beside TRL, whose trainers have no KL controller: with those of the configs, the KL of both sides would grow
+without a limit."""
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """One run of one side, on the models of ``model_seed``. ``settings`` override ``config``."""
+
+    group: str
+    config: Path
+    model_seed: int
+    run_seed: int
+    steps: int
+    settings: tuple[str, ...]
+    folder: Path
+    side: Side = "quartet"
+
+    @property
+    def name(self) -> str:
+        """Return the name of the run and of its files."""
+        return (
+            f"{self.group}-{self.config.stem.replace('_', '-')}-{self.side}-model{self.model_seed}-seed{self.run_seed}"
+        )
+
+    @property
+    def models(self) -> Path:
+        """Return the directory of policy, reward model and prompts."""
+        return self.folder / "models" / str(self.model_seed)
+
+    @property
+    def result(self) -> Path:
+        return self.folder / "results" / f"{self.name}.json"
+
+    @property
+    def run_directory(self) -> Path:
+        return self.folder / "runs" / self.name
+
+    @property
+    def overrides(self) -> list[str]:
+        """Return all overrides of the config."""
+        return [
+            *self.settings,
+            f"run.name={self.name}",
+            f"run.directory={self.folder / 'runs'}",
+            f"run.seed={self.run_seed}",
+            f"run.steps={self.steps}",
+            f"data.prompts={self.models / 'training.jsonl'}",
+            f"data.validation={self.models / 'validation.jsonl'}",
+            f"evaluation.max_prompts={VALIDATION}",
+            f"actor.model={self.models / 'policy'}",
+            f"reward.model={self.models / 'reward'}",
+            "gateway.enabled=false",
+        ]
+
+    def load(self) -> Config:
+        """Return the config. Raises ConfigError."""
+        return load_config(self.config, self.overrides)
+
+    @cached_property
+    def digest(self) -> str:
+        """Return a digest of the settings: a result with another one is of another experiment."""
+        settings = self.load().model_dump(mode="json")
+        return hashlib.sha256(json.dumps([self.side, settings], sort_keys=True).encode()).hexdigest()[:16]
+
+
+def algorithm_runs(
+    folder: Path, names: Sequence[str], model_seeds: Sequence[int], run_seeds: Sequence[int], steps: int
+) -> list[Experiment]:
+    """Return the runs that compare algorithms, all with ``steps`` steps."""
+    return [
+        Experiment("algorithm", _config(name), model, seed, steps, (), folder)
+        for seed in run_seeds
+        for model in model_seeds
+        for name in names
+    ]
+
+
+def variation_runs(folder: Path, model_seeds: Sequence[int], steps: int) -> list[Experiment]:
+    """Return runs of each variation of the default config, one on each model seed."""
+    config = _config("ppo")
+    return [
+        Experiment(f"variation{number}", config, model, 0, steps, settings, folder)
+        for number, settings in enumerate(VARIATIONS.values())
+        for model in model_seeds
+    ]
+
+
+def default_runs(folder: Path, model_seeds: Sequence[int]) -> list[Experiment]:
+    """Return runs of configs/reviews/ppo.yaml as it is, on each model seed."""
+    config = _config("ppo")
+    steps = load_config(config).run.steps
+    return [Experiment("default", config, model, 0, steps, (), folder) for model in model_seeds]
+
+
+def trl_runs(
+    folder: Path, names: Sequence[str], model_seeds: Sequence[int], pairs: int, steps: int
+) -> list[Experiment]:
+    """Return ``pairs`` runs of each side and config with equal settings. The model seeds alternate."""
+    sides: tuple[Side, ...] = ("quartet", "trl")
+    return [
+        Experiment(
+            "beside",
+            _config(name),
+            model_seeds[seed % len(model_seeds)],
+            seed,
+            steps,
+            tuple(equal_settings(load_config(_config(name), [f"actor.learning_rate={LEARNING_RATES[name]}"]))),
+            folder,
+            side,
+        )
+        for seed in range(pairs)
+        for name in names
+        for side in sides
+    ]
+
+
+def _config(name: str) -> Path:
+    return Path("configs/reviews") / f"{name}.yaml"

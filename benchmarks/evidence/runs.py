@@ -1,0 +1,112 @@
+"""Train and score one experiment, or continue it after an interruption. A finished experiment is a file of results."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from benchmarks.evidence.experiments import VALIDATION, Experiment
+from benchmarks.evidence.scoring import Scores
+from quartet.child_processes import tied_to_parent
+from quartet.durable_files import write_durably
+from quartet.errors import ConfigError
+from quartet.run_directory.step_lines import read_step_lines
+
+CURVES = ("score_mean", "reward_mean", "kl_mean", "kl_coefficient", "entropy", "eos_rate", "response_tokens_mean")
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """Curves of a run by metric (a number per step), and the scores of its final policy."""
+
+    digest: str
+    curves: dict[str, list[float]]
+    final: Scores
+
+
+def prepare_models(positive: Path, negative: Path, folder: Path, seed: int) -> None:
+    """Create policy, reward model and prompts of a model seed, and split off the validation prompts."""
+    directory = folder / "models" / str(seed)
+    if not (directory / "prompts.jsonl").exists():
+        program = ["examples/reviews/prepare.py", str(positive), str(negative), str(directory), "--seed", str(seed)]
+        run_program([sys.executable, *program], folder / "logs" / f"models-{seed}.log")
+    lines = (directory / "prompts.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
+    write_durably(directory / "validation.jsonl", "".join(lines[-VALIDATION:]))
+    write_durably(directory / "training.jsonl", "".join(lines[:-VALIDATION]))
+
+
+def read_result(experiment: Experiment) -> Result | None:
+    """Return the result of a finished experiment with the same settings, or None."""
+    if not experiment.result.exists():
+        return None
+    stored = json.loads(experiment.result.read_text())
+    if stored["digest"] != experiment.digest:
+        return None
+    return Result(stored["digest"], stored["curves"], Scores(**stored["final"]))
+
+
+def take(experiment: Experiment, trl: Path) -> Result:
+    """Return the result of the experiment, after the part of its work that is not done. Raises ConfigError if a run fails."""
+    if (done := read_result(experiment)) is not None:
+        return done
+    policy, curves = _quartet(experiment) if experiment.side == "quartet" else _trl(experiment, trl)
+    scores = experiment.result.with_suffix(".scores")
+    scores.parent.mkdir(parents=True, exist_ok=True)
+    scoring = [sys.executable, "-m", "benchmarks.evidence.scoring", str(experiment.config), str(policy), str(scores)]
+    run_program([*scoring, *experiment.overrides], _log(experiment, "scoring"))
+    result = Result(experiment.digest, curves, Scores(**json.loads(scores.read_text())))
+    scores.unlink()
+    write_durably(experiment.result, json.dumps(asdict(result)))
+    return result
+
+
+def run_program(command: Sequence[str], log: Path) -> None:
+    """Run a program with one thread per process. Raises ConfigError if it fails."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("wb") as output:
+        result = subprocess.run(
+            tied_to_parent(list(command)),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+    if result.returncode:
+        raise ConfigError(f"{' '.join(command[:4])} ended with status {result.returncode}; see {log}")
+
+
+def _log(experiment: Experiment, part: str) -> Path:
+    return experiment.folder / "logs" / f"{experiment.name}-{part}.log"
+
+
+def _quartet(experiment: Experiment) -> tuple[Path, dict[str, list[float]]]:
+    marker = experiment.run_directory.with_suffix(".digest")
+    same = marker.exists() and marker.read_text() == experiment.digest
+    if not same:
+        shutil.rmtree(experiment.run_directory, ignore_errors=True)
+        marker.parent.mkdir(parents=True, exist_ok=True)
+        write_durably(marker, experiment.digest)
+    command = [str(Path(sys.executable).with_name("quartet")), "train", str(experiment.config)]
+    command += [part for setting in experiment.overrides for part in ("--set", setting)]
+    # A run that was cut off continues from its last commit.
+    started = (experiment.run_directory / "metrics.jsonl").exists()
+    run_program([*command, "--resume" if started else "--overwrite"], _log(experiment, "train"))
+    steps = read_step_lines(experiment.run_directory / "metrics.jsonl")
+    curves = {name: [step[name] for step in steps] for name in CURVES if name in steps[0]}
+    return experiment.run_directory / "policy", curves
+
+
+def _trl(experiment: Experiment, python: Path) -> tuple[Path, dict[str, list[float]]]:
+    shutil.rmtree(experiment.run_directory, ignore_errors=True)
+    experiment.run_directory.mkdir(parents=True)
+    out, policy = experiment.run_directory / "trl.jsonl", experiment.run_directory / "policy"
+    command = [str(python), "-m", "benchmarks.trl_training", str(experiment.config), str(experiment.steps), str(out)]
+    run_program([*command, "--policy", str(policy), *experiment.overrides], _log(experiment, "train"))
+    steps = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
+    return policy, {"score_mean": [step["reward_mean"] for step in steps]}
