@@ -150,8 +150,9 @@ class Step:
         generation_end = time.perf_counter()
         experience = self._experience(generated, step)
         update_start = time.perf_counter()
-        actor, algorithm = self._config.actor, self._config.algorithm
-        settings, loss = optimization_at(self._config, actor, 1), policy_loss_of(algorithm, 1.0)
+        actor = self._config.actor
+        settings = optimization_at(self._config, actor, 1)
+        loss = policy_loss_of(self._config.algorithm, self._config.rollout)
         update_policy(self._model, self._optimizer, experience, settings, loss, actor.max_forward_tokens)
         end = time.perf_counter()
         return {"generation": generation_end - start, "update": end - update_start, "step": end - start}

@@ -212,7 +212,7 @@ def make_update(case: Case, workers: Workers = SINGLE) -> tuple[Any, Callable[[]
     def update() -> None:
         with activation_checkpointing(model, case.checkpointing):
             if case.role == "actor":
-                loss = policy_loss_of(config.algorithm, 1.0)
+                loss = policy_loss_of(config.algorithm, config.rollout)
                 update_policy(model, optimizer, experience, optimization, loss, case.tokens, workers=workers)
             else:
                 value_loss = value_loss_of(config.algorithm)

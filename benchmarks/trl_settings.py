@@ -44,7 +44,7 @@ def ppo_settings(config: Config, folder: str) -> dict[str, Any]:
         "stop_token": "eos",
         "missing_eos_penalty": algorithm.truncation.penalty if algorithm.truncation.treatment == "penalty" else None,
         "kl_coef": algorithm.kl_coefficient,
-        "cliprange": algorithm.clip_ratio,
+        "cliprange": algorithm.clip_range[0],
         "cliprange_value": algorithm.value_clip,
         "vf_coef": 1.0,
         "gamma": algorithm.gamma,
@@ -61,7 +61,7 @@ def rloo_settings(config: Config, folder: str) -> dict[str, Any]:
         "num_iterations": config.algorithm.num_epochs,
         "max_completion_length": config.rollout.max_response_tokens,
         "beta": config.algorithm.kl_coefficient,
-        "epsilon": config.algorithm.clip_ratio,
+        "epsilon": config.algorithm.clip_range[0],
         "disable_dropout": True,
     }
 

@@ -175,7 +175,8 @@ def policy_update_of(config: Config, device: str, full: bool) -> RepeatableUpdat
     model = load_causal_lm(config.actor.model, config.actor.dtype, device)
     optimizer = create_optimizer(model, config.actor.learning_rate)
     experience = make_experience(config, model, full)
-    settings, loss = optimization_at(config, config.actor, STEP), policy_loss_of(config.algorithm, 1.0)
+    settings = optimization_at(config, config.actor, STEP)
+    loss = policy_loss_of(config.algorithm, config.rollout)
     head = model.get_output_embeddings().weight.numel()
     body = _weights(model.base_model)
 

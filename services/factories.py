@@ -123,6 +123,7 @@ def _build_actor(
         workers,
         config.services.actor.offload,
         environment,
+        config.algorithm.loss_parameters,
     )
     if shares_weights:
         return ActorServicer(actor, compute, threads, monitor.is_lost, commands=commands)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 from quartet.buffer.experience_store import ExperienceStore
 from quartet.buffer.rollout_stream import RolloutStream
 from quartet.config import ActorConfig, OffloadConfig
-from quartet.config.estimators import BUILT_IN_POLICY_LOSSES
+from quartet.config.policy_losses import BUILT_IN_POLICY_LOSSES, policy_loss_spec
 from quartet.engines.engine import ServedModel, TurnSource
 from quartet.errors import ConfigError, FailedPrecondition, InvalidRequest, MismatchError
 from quartet.models.forward.batching import MicroBatch
@@ -78,16 +78,21 @@ class Actor(TrainableModel):
         workers: Workers = SINGLE,
         offload: OffloadConfig | None = None,
         environment: EnvironmentAccess | None = None,
+        policy_loss_parameters: Mapping[str, float] | None = None,
     ) -> None:
         """Load the model. ``buffer`` returns the access to the buffer of a run by its name.
 
         ``create_engine`` creates the generation engine that shares the policy model; None is the torch engine. ``policy_loss`` is
-        the name or import path of the only policy loss that updates may request. ``environment`` answers the turns of episodes.
+        the name or import path of the only policy loss that updates may request; a custom one is tried with
+        ``policy_loss_parameters``. ``environment`` answers the turns of episodes.
         See TrainableModel for the other arguments. Raises ModelError, ConfigError.
         """
         self._config, self._buffer, self._environment = config, buffer, environment
         self._publication: Publication | None = None
-        self._policy_loss, self._loss_function = policy_loss, _import_policy_loss(policy_loss)
+        self._policy_loss, self._loss_function = (
+            policy_loss,
+            _import_policy_loss(policy_loss, policy_loss_parameters or {}),
+        )
         self._create_engine = create_engine or torch_engine(max_concurrent_sequences)
         super().__init__(config, config.model, device, run_directory, seed, update_threads, limits, workers, offload)
 
@@ -240,6 +245,11 @@ class Actor(TrainableModel):
                 f"algorithm.policy_loss {loss.policy_loss}: this actor was started with {self._policy_loss}; start actor and "
                 "orchestrator with the same config"
             )
+        if loss.policy_loss in BUILT_IN_POLICY_LOSSES:
+            try:
+                loss = replace(loss, parameters=policy_loss_spec(loss.policy_loss).resolve(loss.parameters))
+            except ValueError as error:
+                raise InvalidRequest(f"algorithm.{error}") from None
 
         def apply() -> dict[str, float]:
             experience = self._workers.agreed(lambda: self._buffer(run).experience.load(step))
@@ -279,12 +289,12 @@ class Actor(TrainableModel):
         )
 
 
-def _import_policy_loss(name: str) -> PolicyLossFunction:
+def _import_policy_loss(name: str, parameters: Mapping[str, float]) -> PolicyLossFunction:
     """Return the policy loss of this name or import path. A custom loss is tried on a few tokens. Raises ConfigError."""
     try:
-        function = import_callable(BUILT_IN_POLICY_LOSSES.get(name, name))
+        function = import_callable(policy_loss_spec(name).function)
     except NotImportable as error:
         raise ConfigError(f"algorithm.policy_loss {name}: {error}") from None
-    return (
-        function if name in BUILT_IN_POLICY_LOSSES else checked_policy_loss(function, f"algorithm.policy_loss {name}")
-    )
+    if name in BUILT_IN_POLICY_LOSSES:
+        return function
+    return checked_policy_loss(function, f"algorithm.policy_loss {name}", parameters)

@@ -16,6 +16,12 @@ from numpy.typing import NDArray
 
 from quartet.errors import ComputationFailed, InvalidRequest
 
+LossAggregation = Literal[
+    "token_mean", "sequence_mean", "token_sum", "sequence_mean_token_sum", "sequence_mean_token_sum_norm"
+]
+"""Reduction of the token losses of a mini-batch. See ``quartet.ppo.losses.loss_weights``."""
+RatioLevel = Literal["token", "sequence"]
+"""Unit of the probability ratio of the clipped policy loss: a token, or a response."""
 IntArray = NDArray[np.int32]
 FloatArray = NDArray[np.float32]
 BoolArray = NDArray[np.bool_]
@@ -523,13 +529,13 @@ class OptimizationSettings:
 
 @dataclass(frozen=True, slots=True)
 class PolicyLossSettings:
-    """PPO policy loss. See ``PolicyLossSettings`` in proto/quartet/v1/update.proto for the formulas.
+    """Policy loss. See ``PolicyLossSettings`` in proto/quartet/v1/update.proto for the formulas.
 
     ``dual_clip`` 0 is off. ``kl_loss`` is added with weight ``kl_loss_coefficient``. ``ratio_level`` "sequence" is the product of
-    the token ratios of a response; GSPO's ratio differs, because it is normalised by the response length.
-    ``importance_sampling_cap`` limits the token weights that correct the difference between generation engine and trainer; 0 is
-    off. ``target_kl``, in nats per token, ends the update early; 0 is off. ``policy_loss`` is the name of a built-in loss, or the
-    import path that the actor was started with.
+    the token ratios of a response. ``importance_sampling_cap`` limits the token weights that correct the difference between
+    generation engine and trainer; 0 is off. ``target_kl``, in nats per token, ends the update early; 0 is off. ``policy_loss`` is
+    the name of a built-in loss, or the import path that the actor was started with, and ``parameters`` are that loss's own.
+    ``loss_divisor`` is the constant of aggregation "sequence_mean_token_sum_norm"; the others do not read it.
     """
 
     temperature: float = 1.0
@@ -539,11 +545,13 @@ class PolicyLossSettings:
     entropy_coefficient: float = 0.0
     kl_loss: Literal["none", "k2", "k3"] = "none"
     kl_loss_coefficient: float = 0.0
-    ratio_level: Literal["token", "sequence"] = "token"
-    aggregation: Literal["token_mean", "sequence_mean"] = "token_mean"
+    ratio_level: RatioLevel = "token"
+    aggregation: LossAggregation = "token_mean"
     importance_sampling_cap: float = 0.0
     target_kl: float = 0.0
     policy_loss: str = "clipped"
+    parameters: Mapping[str, float] = field(default_factory=dict)
+    loss_divisor: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import string
+from typing import get_args
 
 import hypothesis.strategies as st
 import numpy as np
@@ -19,6 +20,7 @@ from quartet.types import (
     GenerationBatch,
     GenerationRequest,
     IntArray,
+    LossAggregation,
     OptimizationSettings,
     Outcome,
     PolicyLossSettings,
@@ -221,10 +223,16 @@ policy_losses = st.builds(
     kl_loss=st.sampled_from(["none", "k2", "k3"]),
     kl_loss_coefficient=non_negative32,
     ratio_level=st.sampled_from(["token", "sequence"]),
-    aggregation=st.sampled_from(["token_mean", "sequence_mean"]),
+    aggregation=st.sampled_from(get_args(LossAggregation)),
     importance_sampling_cap=non_negative32,
     target_kl=non_negative32,
     policy_loss=st.sampled_from(["clipped", "package.module:loss"]),
+    parameters=st.dictionaries(
+        st.text(st.characters(codec="utf-8"), min_size=1, max_size=64),
+        st.floats(allow_nan=False, allow_infinity=False),
+        max_size=32,
+    ),
+    loss_divisor=st.floats(1.0, 2.0**40),
 )
 value_losses = st.builds(ValueLossSettings, non_negative32)
 

@@ -526,12 +526,17 @@ def update(**loss: Any) -> update_pb2.UpdateRequest:
             "kl_loss_coefficient",
             "importance_sampling_cap",
             "target_kl",
+            "loss_divisor",
         )
         for value in (-0.1, NAN, INFINITY)
     ]
-    + [{"policy_loss": ""}],
+    + [{"policy_loss": ""}]
+    + [{"parameters": {"tau": value}} for value in (NAN, INFINITY)]
+    + [{"parameters": {"": 1.0}}, {"parameters": {"x" * 65: 1.0}}]
+    + [{"parameters": {f"p{number}": 1.0 for number in range(33)}}]
+    + [{"loss_divisor": 0.0, "aggregation": update_pb2.LOSS_AGGREGATION_SEQUENCE_MEAN_TOKEN_SUM_NORM}],
 )
-def test_policy_loss_settings_out_of_range_are_refused(invalid: dict[str, float]) -> None:
+def test_policy_loss_settings_out_of_range_are_refused(invalid: dict[str, Any]) -> None:
     valid: dict[str, Any] = {
         "temperature": 1.0,
         "kl_loss": update_pb2.KL_LOSS_NONE,

@@ -19,7 +19,8 @@ from quartet.models.training import updates as training
 from quartet.models.training.optimizer import create_optimizer
 from quartet.models.weights.loading import load_causal_lm, load_critic, load_reward_model
 from quartet.ppo.kl import kl_estimate
-from quartet.ppo.losses import policy_loss
+from quartet.ppo.losses import PolicyLoss, PolicyLossInput
+from quartet.ppo.policy_losses import clipped
 from quartet.services.orchestrator.algorithm.experience import prepare_step
 from quartet.services.orchestrator.algorithm.update_request import optimization_at, policy_loss_of, value_loss_of
 from quartet.services.orchestrator.rollout.scoring import ScoredTrajectory
@@ -116,10 +117,10 @@ def _update_policy(
     """
     sums = {"kl": 0.0, "tokens": 0}
 
-    def recorded(log_probs: torch.Tensor, old_log_probs: torch.Tensor, *rest: Any, **named: Any) -> Any:
-        sums["kl"] += kl_estimate(log_probs.detach(), old_log_probs, "k2").double().sum().item()
-        sums["tokens"] += len(log_probs)
-        return policy_loss(log_probs, old_log_probs, *rest, **named)
+    def recorded(inputs: PolicyLossInput) -> PolicyLoss:
+        sums["kl"] += kl_estimate(inputs.log_probs.detach(), inputs.old_log_probs, "k2").double().sum().item()
+        sums["tokens"] += len(inputs.log_probs)
+        return clipped(inputs)
 
     with contextlib.ExitStack() as stack:
         if same_order:
@@ -129,7 +130,7 @@ def _update_policy(
             _optimizer(policy, config.actor),
             experience,
             optimization_at(config, config.actor, STEP),
-            policy_loss_of(config.algorithm, config.rollout.temperature),
+            policy_loss_of(config.algorithm, config.rollout),
             config.actor.micro_batch_tokens,
             recorded,
         )

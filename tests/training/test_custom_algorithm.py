@@ -15,7 +15,8 @@ from tests.training.test_resume import crash_run
 MODULE = '''
 import torch
 from quartet.ppo.gae import Advantages, generalized_advantages
-from quartet.ppo.losses import PolicyLoss, policy_loss
+from quartet.ppo.losses import PolicyLoss
+from quartet.ppo.policy_losses import clipped
 
 
 def leave_one_out(inputs):
@@ -32,20 +33,26 @@ def with_critic(inputs):
     return generalized_advantages(inputs.rewards, inputs.values, inputs.lengths, inputs.gamma, inputs.gae_lambda)
 
 
-def same_loss(*tensors, **settings):
-    return policy_loss(*tensors, **settings)
+def same_loss(inputs):
+    return clipped(inputs)
 
 
-def unclipped(log_probs, old_log_probs, advantages, weights, lengths, *, clip_low, clip_high, dual_clip, ratio_level):
-    ratio = (log_probs - old_log_probs).exp()
-    return PolicyLoss((-advantages * ratio * weights).sum(), torch.zeros(()), (old_log_probs - log_probs).detach().sum())
+def scaled(inputs):
+    result = clipped(inputs)
+    return PolicyLoss(inputs.parameters["scale"] * result.loss, result.clipped_tokens, result.approx_kl_sum)
+
+
+def unclipped(inputs):
+    log_ratio = inputs.log_probs - inputs.old_log_probs
+    loss = (-inputs.advantages * log_ratio.exp() * inputs.weights).sum()
+    return PolicyLoss(loss, torch.zeros(()), -log_ratio.detach().sum())
 
 
 def per_token(inputs):
     return torch.zeros_like(inputs.values)
 
 
-def number(*tensors, **settings):
+def number(inputs):
     return 1.0
 
 
@@ -95,6 +102,17 @@ def test_another_loss_gives_other_weights(make: MakeConfig) -> None:
     )
 
 
+def test_a_custom_loss_reads_its_own_parameters(make: MakeConfig) -> None:
+    built_in = run_to_completion(make())
+    scaled = {"policy_loss": "my_algorithm:scaled"}
+    same, half = (
+        run_to_completion(make(algorithm={**scaled, "policy_loss_parameters": {"scale": scale}}))
+        for scale in (1.0, 0.5)
+    )
+    assert weights(same) == weights(built_in)
+    assert weights(half) != weights(built_in)
+
+
 @pytest.mark.parametrize(
     ("estimator", "message"),
     [
@@ -113,7 +131,9 @@ def test_an_invalid_estimator_ends_the_run_at_its_start(estimator: str, message:
         raise AssertionError(run.progress.error)
 
 
-@pytest.mark.parametrize("loss", ["my_algorithm:nothing", "my_algorithm:number", "my_algorithm:per_token"])
+@pytest.mark.parametrize(
+    "loss", ["my_algorithm:nothing", "my_algorithm:number", "my_algorithm:per_token", "my_algorithm:scaled"]
+)
 def test_an_invalid_loss_stops_the_start_of_the_actor(loss: str, make: MakeConfig) -> None:
     from quartet.errors import ConfigError
 

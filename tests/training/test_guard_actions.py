@@ -9,7 +9,7 @@ import pytest
 import safetensors.torch
 
 from quartet.demo.toy_task import ToyTask
-from quartet.ppo import losses
+from quartet.ppo import policy_losses
 from quartet.types import RunState
 from tests.training.conftest import MakeConfig
 from tests.training.runs import active_run, json_lines, run_to_completion, wait_for
@@ -86,14 +86,14 @@ def test_a_nan_stops_the_run_with_its_cause(make: MakeConfig) -> None:
 @pytest.fixture
 def nan_losses(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make every second policy loss NaN, like an overflow in half precision."""
-    real, calls = losses.policy_loss, [0]
+    real, calls = policy_losses.clipped, [0]
 
     def loss(*arguments: Any, **options: Any) -> Any:
         result = real(*arguments, **options)
         calls[0] += 1
         return type(result)(result.loss * float("nan"), *tuple_of(result)[1:]) if calls[0] % 2 == 0 else result
 
-    monkeypatch.setattr(losses, "policy_loss", loss)
+    monkeypatch.setattr(policy_losses, "clipped", loss)
 
 
 def tuple_of(result: Any) -> tuple[Any, ...]:

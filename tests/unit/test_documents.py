@@ -237,7 +237,7 @@ def test_python_examples_of_the_extension_pages_run() -> None:
     import torch
 
     from quartet.ppo.advantages import EstimatorInput
-    from quartet.ppo.losses import checked_policy_loss
+    from quartet.ppo.losses import PolicyLossInput, checked_policy_loss
 
     reward = "".join(code_blocks(TEXTS["docs/rewards.md"], "python"))
     [estimator] = code_blocks(TEXTS["docs/extend.md"], "python")
@@ -250,10 +250,16 @@ def test_python_examples_of_the_extension_pages_run() -> None:
     )
     assert names["minus_median"](inputs).tolist() == [-1.0, 0.0, 4.0]
     log_probs = torch.tensor([-1.0, -2.0], requires_grad=True)
-    batch = (log_probs, log_probs.detach(), torch.tensor([1.0, 3.0]), torch.full((2,), 0.5), torch.tensor([2]))
-    loss = checked_policy_loss(names["unclipped"], "my_algorithm:unclipped")(
-        *batch, clip_low=0.2, clip_high=0.2, dual_clip=0.0, ratio_level="token"
+    batch = PolicyLossInput(
+        log_probs=log_probs,
+        old_log_probs=log_probs.detach(),
+        rollout_log_probs=log_probs.detach(),
+        advantages=torch.tensor([1.0, 3.0]),
+        mask=torch.ones(2, dtype=torch.bool),
+        weights=torch.full((2,), 0.5),
+        lengths=torch.tensor([2]),
     )
+    loss = checked_policy_loss(names["unclipped"], "my_algorithm:unclipped")(batch)
     assert loss.loss.item() == -2.0
     assert loss.approx_kl_sum.item() == 0.0
 

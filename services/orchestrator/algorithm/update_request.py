@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quartet.config import AlgorithmConfig, Config, TrainedModelConfig
+from quartet.config import AlgorithmConfig, Config, RolloutConfig, TrainedModelConfig
 from quartet.ppo.learning_rate import scheduled_learning_rate
 from quartet.rpc.clients import ActorClient, CriticClient
 from quartet.rpc.pending_calls import PendingResult
@@ -49,21 +49,25 @@ def optimization_at(
     )
 
 
-def policy_loss_of(algorithm: AlgorithmConfig, temperature: float) -> PolicyLossSettings:
-    """Return the configured policy loss."""
+def policy_loss_of(algorithm: AlgorithmConfig, rollout: RolloutConfig) -> PolicyLossSettings:
+    """Return the configured policy loss, with the defaults of the loss for settings that are null."""
+    clip_low, clip_high = algorithm.clip_range
+    has_divisor = algorithm.aggregation == "sequence_mean_token_sum_norm"
     return PolicyLossSettings(
-        temperature=temperature,
-        clip_low=algorithm.clip_ratio,
-        clip_high=algorithm.clip_ratio_high or algorithm.clip_ratio,
+        temperature=rollout.temperature,
+        clip_low=clip_low,
+        clip_high=clip_high,
         dual_clip=algorithm.dual_clip or 0.0,
         entropy_coefficient=algorithm.entropy_coefficient,
         kl_loss=algorithm.kl_loss,
         kl_loss_coefficient=algorithm.kl_loss_coefficient,
         ratio_level=algorithm.ratio_level,
-        aggregation=algorithm.loss_aggregation,
+        aggregation=algorithm.aggregation,
         importance_sampling_cap=algorithm.importance_sampling_cap or 0.0,
         target_kl=algorithm.target_kl or 0.0,
         policy_loss=algorithm.policy_loss,
+        parameters=algorithm.loss_parameters,
+        loss_divisor=(algorithm.loss_divisor or float(rollout.max_response_tokens)) if has_divisor else 0.0,
     )
 
 
@@ -83,7 +87,7 @@ def start_update(
     """Start the update of ``step``. The same ``learning_rate`` always gives the same request."""
     if isinstance(client, ActorClient):
         optimization = optimization_at(config, config.actor, step, learning_rate, micro_batch_tokens)
-        loss = policy_loss_of(config.algorithm, config.rollout.temperature)
+        loss = policy_loss_of(config.algorithm, config.rollout)
         return client.update(config.run.name, step, leader_epoch, optimization, loss)
     optimization = optimization_at(config, config.critic, step, learning_rate, micro_batch_tokens)
     return client.update(config.run.name, step, leader_epoch, optimization, value_loss_of(config.algorithm))

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 from quartet.codec.checks import positive, require_non_negative
 from quartet.errors import InvalidRequest, ServiceFailed
 from quartet.types import OptimizationSettings, PolicyLossSettings, UpdateRequest, UpdateResult, ValueLossSettings
 from quartet.v1 import update_pb2
 
+MAX_LOSS_PARAMETERS = 32
+"""Maximum number of parameters of a policy loss in a request."""
+MAX_NAME = 64
+"""Maximum characters of the name of a parameter."""
 MAX_EPOCHS = 1000
 """Maximum passes over one step's experience in a request. An update cannot be interrupted, so its length needs a limit."""
 
@@ -21,6 +26,9 @@ _RATIO_LEVEL_NAMES = {number: name for name, number in _RATIO_LEVELS.items()}
 _AGGREGATIONS = {
     "token_mean": update_pb2.LOSS_AGGREGATION_TOKEN_MEAN,
     "sequence_mean": update_pb2.LOSS_AGGREGATION_SEQUENCE_MEAN,
+    "token_sum": update_pb2.LOSS_AGGREGATION_TOKEN_SUM,
+    "sequence_mean_token_sum": update_pb2.LOSS_AGGREGATION_SEQUENCE_MEAN_TOKEN_SUM,
+    "sequence_mean_token_sum_norm": update_pb2.LOSS_AGGREGATION_SEQUENCE_MEAN_TOKEN_SUM_NORM,
 }
 _AGGREGATION_NAMES = {number: name for name, number in _AGGREGATIONS.items()}
 
@@ -120,6 +128,8 @@ def _policy_loss_to_proto(loss: PolicyLossSettings) -> update_pb2.PolicyLossSett
         importance_sampling_cap=loss.importance_sampling_cap,
         target_kl=loss.target_kl,
         policy_loss=loss.policy_loss,
+        parameters=loss.parameters,
+        loss_divisor=loss.loss_divisor,
     )
 
 
@@ -133,6 +143,7 @@ def _policy_loss_from_proto(message: update_pb2.PolicyLossSettings) -> PolicyLos
         "kl_loss_coefficient",
         "importance_sampling_cap",
         "target_kl",
+        "loss_divisor",
     )
     if 0 < message.dual_clip <= 1:
         raise InvalidRequest(f"policy_loss.dual_clip {message.dual_clip}: expected 0 (off) or more than 1")
@@ -147,6 +158,8 @@ def _policy_loss_from_proto(message: update_pb2.PolicyLossSettings) -> PolicyLos
     aggregation = _AGGREGATION_NAMES.get(message.aggregation)
     if aggregation is None:
         raise InvalidRequest(f"policy_loss.aggregation {message.aggregation}: unknown")
+    if aggregation == "sequence_mean_token_sum_norm" and message.loss_divisor == 0:
+        raise InvalidRequest(f"policy_loss.loss_divisor 0: expected more than 0 with aggregation {aggregation}")
     return PolicyLossSettings(
         temperature=positive(message.temperature, "policy_loss.temperature"),
         clip_low=message.clip_low,
@@ -160,7 +173,20 @@ def _policy_loss_from_proto(message: update_pb2.PolicyLossSettings) -> PolicyLos
         importance_sampling_cap=message.importance_sampling_cap,
         target_kl=message.target_kl,
         policy_loss=message.policy_loss,
+        parameters=_loss_parameters(message.parameters),
+        loss_divisor=message.loss_divisor,
     )
+
+
+def _loss_parameters(message: Mapping[str, float]) -> dict[str, float]:
+    if len(message) > MAX_LOSS_PARAMETERS:
+        raise InvalidRequest(f"policy_loss.parameters: {len(message)}, expected at most {MAX_LOSS_PARAMETERS}")
+    for name, value in message.items():
+        if not math.isfinite(value):
+            raise InvalidRequest(f"policy_loss.parameters {name[:MAX_NAME]} {value}: expected a finite number")
+        if not 0 < len(name) <= MAX_NAME:
+            raise InvalidRequest(f"policy_loss.parameters: a name of {len(name)} characters, expected 1 to {MAX_NAME}")
+    return dict(message)
 
 
 def _value_loss_from_proto(message: update_pb2.ValueLossSettings) -> ValueLossSettings:

@@ -7,8 +7,16 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, WithJsonSchema, model_validator
 
-from quartet.config.estimators import BUILT_IN_ESTIMATORS, BUILT_IN_POLICY_LOSSES, EstimatorSpec
-from quartet.config.section import IMPORT_PATH, Count, Fraction, NonNegative, Positive, Section, WholeNumber
+from quartet.config.estimators import BUILT_IN_ESTIMATORS, EstimatorSpec
+from quartet.config.policy_losses import (
+    BUILT_IN_POLICY_LOSSES,
+    MAX_PARAMETERS,
+    Aggregation,
+    PolicyLossSpec,
+    RatioLevel,
+    policy_loss_spec,
+)
+from quartet.config.section import IMPORT_PATH, Count, Finite, Fraction, NonNegative, Positive, Section, WholeNumber
 
 
 def _built_in_or_path(known: Iterable[str]) -> Callable[[str], str]:
@@ -157,17 +165,24 @@ class AlgorithmConfig(Section):
     """Penalty close to the token limit."""
     policy_loss: PolicyLossName = "clipped"
     """Policy loss. clipped: the clipped surrogate loss of PPO. Or the import path of a custom one (package.module:callable)."""
-    clip_ratio: Positive = 0.2
-    """ε: the policy loss clips ratios to [1 − ε, 1 + clip_ratio_high]."""
+    policy_loss_parameters: Annotated[dict[str, Finite], Field(max_length=MAX_PARAMETERS)] = Field(default_factory=dict)
+    """Parameters of the policy loss, by name. Those not given have the default of the loss. A custom loss takes any names."""
+    clip_ratio: Positive | None = None
+    """ε: the policy loss clips ratios to [1 − ε, 1 + clip_ratio_high]. Null: the default of the loss, 0.2 for clipped."""
     clip_ratio_high: Positive | None = None
-    """Upper ε. Null: clip_ratio."""
+    """Upper ε. Null: clip_ratio, or if that is null, the default of the loss."""
     dual_clip: Annotated[float, Field(gt=1, allow_inf_nan=False)] | None = None
     """Dual-clip PPO: for a negative advantage A the policy loss is at most −dual_clip·A. Null disables it."""
-    ratio_level: Literal["token", "sequence"] = "token"
+    ratio_level: RatioLevel = "token"
     """token: one importance ratio per token. sequence: one ratio per response, the product of the token ratios. This is not the
     ratio of GSPO, which is length-normalized, the geometric mean of the token ratios."""
-    loss_aggregation: Literal["token_mean", "sequence_mean"] = "token_mean"
-    """token_mean: all tokens of a mini-batch have the same weight. sequence_mean: all responses have the same weight."""
+    loss_aggregation: Aggregation | None = None
+    """Reduction of the token losses of a mini-batch. token_mean: mean over its tokens. sequence_mean: mean over its responses of
+    each response's token mean. token_sum: sum over its tokens. sequence_mean_token_sum: mean over its responses of each
+    response's token sum. sequence_mean_token_sum_norm: the same, divided by loss_divisor (Dr. GRPO). Null: the default of the
+    loss, token_mean for clipped."""
+    loss_divisor: Positive | None = None
+    """Constant divisor of loss_aggregation sequence_mean_token_sum_norm. Null: rollout.max_response_tokens."""
     importance_sampling_cap: Positive | None = 2.0
     """Truncated importance sampling: the policy loss weighs each token by min(π_trainer/π_engine, cap). Null disables it."""
     value_clip: NonNegative = 0.2
@@ -197,6 +212,54 @@ class AlgorithmConfig(Section):
         if not is_custom and self.custom_estimator is not None:
             raise ValueError(f"custom_estimator: estimator {self.estimator} is built in; leave it out")
         return self
+
+    @model_validator(mode="after")
+    def _check_policy_loss(self) -> AlgorithmConfig:
+        spec, name = self.policy_loss_spec, f"policy loss {self.policy_loss}"
+        if self.policy_loss in BUILT_IN_POLICY_LOSSES:
+            spec.resolve(self.policy_loss_parameters)
+        if spec.clip_low is None and (self.clip_ratio is not None or self.clip_ratio_high is not None):
+            raise ValueError(f"clip_ratio: {name} does not clip ratios; leave clip_ratio and clip_ratio_high null")
+        if self.dual_clip is not None and not spec.reads_dual_clip:
+            raise ValueError(f"dual_clip: {name} has no dual clip; leave it null")
+        if self.ratio_level != "token" and not spec.reads_ratio_level:
+            raise ValueError(f"ratio_level {self.ratio_level}: {name} has its own ratio; leave ratio_level at token")
+        if self.loss_divisor is not None and self.aggregation != "sequence_mean_token_sum_norm":
+            raise ValueError(
+                f"loss_divisor: loss_aggregation {self.aggregation} has no constant divisor; set loss_aggregation "
+                "sequence_mean_token_sum_norm, or leave loss_divisor null"
+            )
+        return self
+
+    @property
+    def policy_loss_spec(self) -> PolicyLossSpec:
+        """Return the needs and defaults of the policy loss, and the import path of its function."""
+        return policy_loss_spec(self.policy_loss)
+
+    @property
+    def loss_parameters(self) -> dict[str, float]:
+        """Return all parameters of the policy loss: policy_loss_parameters, and the defaults of the others."""
+        given = self.policy_loss_parameters
+        return self.policy_loss_spec.resolve(given) if self.policy_loss in BUILT_IN_POLICY_LOSSES else dict(given)
+
+    @property
+    def clip_range(self) -> tuple[float, float]:
+        """Return the lower and the upper ε of the policy loss. Both are 0 if it has none."""
+        spec, low, high = self.policy_loss_spec, self.clip_ratio, self.clip_ratio_high
+        default_high = spec.clip_high if low is None else low
+        return (spec.clip_low if low is None else low) or 0.0, (default_high if high is None else high) or 0.0
+
+    @property
+    def aggregation(self) -> Aggregation:
+        """Return loss_aggregation, or else the default of the policy loss."""
+        return self.loss_aggregation or self.policy_loss_spec.aggregation
+
+    @property
+    def response_ratio(self) -> str:
+        """Return the setting that gives a response one ratio, which needs one advantage per response; "" if there is none."""
+        if self.policy_loss_spec.one_advantage_per_response:
+            return f"policy_loss {self.policy_loss}"
+        return f"ratio_level {self.ratio_level}" if self.ratio_level == "sequence" else ""
 
     @property
     def estimator_spec(self) -> EstimatorSpec:

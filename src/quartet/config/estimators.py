@@ -49,6 +49,3 @@ BUILT_IN_ESTIMATORS: dict[str, EstimatorSpec] = {
     )
 }
 """The estimators that a config can name without an import path."""
-
-BUILT_IN_POLICY_LOSSES: dict[str, str] = {"clipped": "quartet.ppo.losses:policy_loss"}
-"""The policy losses that a config can name without an import path, with the import path of each."""

@@ -107,10 +107,10 @@ class Config(Section):
                 )
             if algorithm.whiten_rewards:
                 raise ValueError(f"algorithm.whiten_rewards: {setting} has no token rewards; leave it false")
-        elif algorithm.ratio_level == "sequence":
+        elif algorithm.response_ratio:
             raise ValueError(
-                f"algorithm.ratio_level sequence: {setting} gives each token its own advantage; "
-                "use one with an advantage per response, such as reinforce, rloo or grpo, or ratio_level token"
+                f"algorithm.{algorithm.response_ratio}: {setting} gives each token its own advantage; "
+                "use one with an advantage per response, such as reinforce, rloo or grpo, or a loss with one ratio per token"
             )
         if algorithm.critic_warmup_steps >= self.run.steps:
             raise ValueError(

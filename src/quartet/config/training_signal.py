@@ -28,9 +28,10 @@ def check_distillation(config: Config) -> None:
             f"algorithm.kl_loss {algorithm.kl_loss}: with algorithm.distillation the reference is the teacher; set kl_loss none "
             "and kl_loss_coefficient 0"
         )
-    if algorithm.ratio_level == "sequence":
+    if algorithm.response_ratio:
         raise ValueError(
-            "algorithm.ratio_level sequence: algorithm.distillation gives each token its own advantage; set ratio_level token"
+            f"algorithm.{algorithm.response_ratio}: algorithm.distillation gives each token its own advantage; use a loss with "
+            "one ratio per token, such as clipped with ratio_level token"
         )
 
 

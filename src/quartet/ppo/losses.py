@@ -1,4 +1,7 @@
-"""Losses of one micro-batch, each a weighted sum over its tokens.
+"""Losses of one micro-batch, each a weighted sum over its tokens: the interface of policy losses, value loss and KL loss.
+
+A policy loss is a function ``f(inputs: PolicyLossInput) -> PolicyLoss``. ``quartet.ppo.policy_losses`` has the built-in ones. The
+config names it, ``algorithm.policy_loss: clipped``, or ``my_package.my_module:my_loss`` for a custom one.
 
 ``loss_weights`` computes the weights over a whole mini-batch. So the losses and gradients of its micro-batches add up to those of
 the mini-batch, regardless of the split (numerics item 11). A token of weight 0 is ignored: even a NaN there does not reach a
@@ -7,8 +10,8 @@ gradient.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Literal, assert_never
 
 import torch
@@ -18,25 +21,85 @@ from quartet.errors import ComputationFailed, ConfigError, InvalidRequest, Quart
 from quartet.ppo.critic_free_advantages import broadcast_to_tokens
 from quartet.ppo.kl import LOG_RATIO_LIMIT, kl_estimate
 from quartet.ppo.ragged import check_flat, sequence_sum
+from quartet.types import LossAggregation, RatioLevel
 from quartet.user_code import describe
 
-Aggregation = Literal["token_mean", "sequence_mean"]
-RatioLevel = Literal["token", "sequence"]
+
+@dataclass(frozen=True, slots=True)
+class PolicyLossInput:
+    """Input of a policy loss: one micro-batch of whole responses. All tensors are [tokens], except ``lengths`` [sequences].
+
+    ``log_probs`` have a gradient. ``old_log_probs`` are those of the policy before the update, ``rollout_log_probs`` those of the
+    engine that sampled. ``mask``, bool: the tokens in the loss; observations and masked responses are not. ``weights``: the
+    weight of each token in the mini-batch's loss, times its correction weight; 0 outside the mask and at tokens that a
+    correction masks. ``selected``, bool: tokens that the loss's selection has picked from the mini-batch; None without one.
+    ``parameters`` are the loss's own, see algorithm.policy_loss_parameters. The other settings are those of the config.
+
+    Raises InvalidRequest if a tensor is not flat or has another length, or if ``dual_clip`` is in (0, 1].
+    """
+
+    log_probs: Tensor
+    old_log_probs: Tensor
+    rollout_log_probs: Tensor
+    advantages: Tensor
+    mask: Tensor
+    weights: Tensor
+    lengths: Tensor
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    dual_clip: float = 0.0
+    ratio_level: RatioLevel = "token"
+    parameters: Mapping[str, float] = field(default_factory=dict)
+    selected: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        check_flat(
+            log_probs=self.log_probs,
+            old_log_probs=self.old_log_probs,
+            rollout_log_probs=self.rollout_log_probs,
+            advantages=self.advantages,
+            mask=self.mask,
+            weights=self.weights,
+        )
+        if self.mask.dtype != torch.bool:
+            raise InvalidRequest(f"mask {self.mask.dtype}: expected bool")
+        if self.dual_clip != 0 and not self.dual_clip > 1:
+            raise InvalidRequest(f"dual_clip {self.dual_clip}: expected 0 (off) or more than 1")
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyLoss:
-    """``loss`` [] has a gradient. ``clipped_tokens`` [] and ``approx_kl_sum`` [] (nats) are sums without a gradient."""
+    """Result of a policy loss. ``loss`` [] has a gradient.
+
+    ``clipped_tokens`` [] counts the tokens that a clip, a mask or a selection of the loss affects. ``approx_kl_sum`` [] is the k3
+    estimate of KL(old || new) in nats, the sum over the tokens of the mask. Neither has a gradient.
+    """
 
     loss: Tensor
     clipped_tokens: Tensor
     approx_kl_sum: Tensor
 
 
-PolicyLossFunction = Callable[..., PolicyLoss]
-"""Function with the parameters of ``policy_loss``. It is called with positional arguments up to ``lengths``, and keywords after
-it.
-"""
+PolicyLossFunction = Callable[[PolicyLossInput], PolicyLoss]
+"""Function of a policy loss. ``quartet.config.policy_losses`` lists the built-in ones."""
+
+
+@dataclass(frozen=True, slots=True)
+class SelectionInput:
+    """Input of a token selection: the n tokens of a whole mini-batch in the loss, in an order that no split changes.
+
+    ``old_log_probs`` and ``advantages`` [n]. ``parameters`` are those of the policy loss. ``order(m)`` returns a random order of
+    m items, int64 [m] on the CPU, which only the seed, the step, the epoch and the mini-batch decide.
+    """
+
+    old_log_probs: Tensor
+    advantages: Tensor
+    parameters: Mapping[str, float]
+    order: Callable[[int], Tensor]
+
+
+TokenSelector = Callable[[SelectionInput], Tensor]
+"""Function that selects tokens of a mini-batch: bool [n]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +111,21 @@ class ValueLoss:
 
 
 @torch.no_grad()
-def loss_weights(mask: Tensor, lengths: Tensor, aggregation: Aggregation) -> Tensor:
+def loss_weights(mask: Tensor, lengths: Tensor, aggregation: LossAggregation, divisor: float = 1.0) -> Tensor:
     """Return the weight of each token in the loss of a mini-batch: [tokens], [sequences] -> [tokens], in the dtype of ``mask``.
 
-    A token counts if its ``mask`` is not 0; all other tokens get weight 0. token_mean: 1 / (number of counted tokens).
-    sequence_mean: 1 / (counted tokens of the sequence * sequences with a counted token). The weights add up to 1, or to 0 if no
-    token counts. Sources: Yu et al. 2025 (DAPO), section 3.3; numerics item 11. Raises InvalidRequest.
+    A token counts if its ``mask`` is not 0; all other tokens get weight 0. Weight of a counted token, with S the number of
+    sequences with a counted token:
+
+    - token_mean: 1 / (number of counted tokens). The weights add up to 1.
+    - sequence_mean: 1 / (counted tokens of the sequence * S). The weights add up to 1.
+    - token_sum: 1.
+    - sequence_mean_token_sum: 1 / S.
+    - sequence_mean_token_sum_norm: 1 / (``divisor`` * number of sequences). Masked sequences count, so that only the number of
+      sequences decides the weight.
+
+    Sources: Yu et al. 2025 (DAPO), section 3.3; Liu et al. 2025 (Dr. GRPO), appendix; verl's agg_loss; numerics item 11. Raises
+    InvalidRequest.
     """
     check_flat(mask=mask)
     keep = (mask != 0).double()
@@ -63,6 +135,14 @@ def loss_weights(mask: Tensor, lengths: Tensor, aggregation: Aggregation) -> Ten
             shares = torch.ones_like(kept) / kept.sum().clamp(min=1)
         case "sequence_mean":
             shares = 1 / (kept.clamp(min=1) * (kept > 0).sum().clamp(min=1))
+        case "token_sum":
+            shares = torch.ones_like(kept)
+        case "sequence_mean_token_sum":
+            shares = torch.ones_like(kept) / (kept > 0).sum().clamp(min=1)
+        case "sequence_mean_token_sum_norm":
+            if not divisor > 0:
+                raise InvalidRequest(f"loss divisor {divisor}: expected more than 0")
+            shares = torch.ones_like(kept) / (divisor * len(lengths))
         case _:
             assert_never(aggregation)
     return (keep * broadcast_to_tokens(shares, lengths)).to(mask.dtype)
@@ -91,70 +171,19 @@ def weighted_sum(values: Tensor, weights: Tensor) -> Tensor:
     return (torch.where(weights != 0, values, 0.0) * weights).sum()
 
 
-def policy_loss(
-    log_probs: Tensor,
-    old_log_probs: Tensor,
-    advantages: Tensor,
-    weights: Tensor,
-    lengths: Tensor,
-    clip_low: float,
-    clip_high: float,
-    dual_clip: float,
-    ratio_level: RatioLevel,
-) -> PolicyLoss:
-    """Return the clipped surrogate loss, the sum over tokens times their ``weights``.
-
-    Loss of a token: -min(ratio A, clip(ratio, 1 - clip_low, 1 + clip_high) A). If A < 0 and ``dual_clip`` c is not 0, it is at
-    most -c A. At level "token", ratio = exp(log_probs - old_log_probs). At level "sequence", all tokens of a response have the
-    same ratio, the exponential of the sum of these differences over its tokens of nonzero weight. Both exponents are clamped to
-    +-20. If the tokens of a response share one advantage, level "sequence" has one term per response. Under sequence_mean every
-    term has the same weight; under token_mean its weight grows with the response's tokens. Sources: Schulman et al. 2017,
-    equation 7; Ye et al. 2020, equation 5 (dual clip); Ahmadian et al. 2024 (whole responses); numerics items 7, 11, 12 and 17.
-
-    All tensors are [tokens], except ``lengths`` [sequences], which only level "sequence" reads. Tokens of observations have
-    weight 0. For truncated importance sampling, the caller multiplies ``weights`` by ``importance_weights``. ``clipped_tokens``
-    counts the tokens whose gradient is 0 because of a clip. ``approx_kl_sum`` is the unweighted k3 estimate of KL(old || new),
-    in nats. Both cover the tokens of nonzero weight.
-
-    Raises InvalidRequest.
-    """
-    check_flat(log_probs=log_probs, old_log_probs=old_log_probs, advantages=advantages, weights=weights)
-    if dual_clip != 0 and not dual_clip > 1:
-        raise InvalidRequest(f"dual_clip {dual_clip}: expected 0 (off) or more than 1")
-    keep = weights != 0
-    # Values of tokens with weight 0 are replaced first, so that even a NaN there does not reach a gradient.
-    log_ratio = torch.where(keep, log_probs - old_log_probs, 0.0)
-    advantages = torch.where(keep, advantages, 0.0)
-
-    exponent = (
-        broadcast_to_tokens(sequence_sum(log_ratio, lengths), lengths) if ratio_level == "sequence" else log_ratio
-    )
-    ratio = exponent.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
-    unclipped = -advantages * ratio
-    clipped = -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
-    per_token = torch.maximum(unclipped, clipped)
-    was_clipped = clipped > unclipped
-    if dual_clip != 0:
-        cap = torch.where(advantages < 0, -dual_clip * advantages, torch.inf)
-        was_clipped = was_clipped | (per_token > cap)
-        per_token = torch.minimum(per_token, cap)
-
-    with torch.no_grad():
-        approx_kl = kl_estimate(torch.zeros_like(log_ratio), log_ratio, "k3")
-    return PolicyLoss((per_token * weights).sum(), was_clipped.sum(), approx_kl.sum())
-
-
-def checked_policy_loss(function: PolicyLossFunction, name: str) -> PolicyLossFunction:
+def checked_policy_loss(
+    function: PolicyLossFunction, name: str, parameters: Mapping[str, float] | None = None
+) -> PolicyLossFunction:
     """Return a custom policy loss with a check of each result.
 
-    The function is first called with a few tokens. If this trial fails, raises ConfigError with ``name`` in the message. Later
-    calls raise ComputationFailed if the function raises, or returns anything but a ``PolicyLoss`` of scalars whose ``loss`` has a
-    gradient.
+    The function is first called with a few tokens and ``parameters``. If this trial fails, raises ConfigError with ``name`` in
+    the message. Later calls raise ComputationFailed if the function raises, or returns anything but a ``PolicyLoss`` of scalars
+    whose ``loss`` has a gradient.
     """
 
-    def checked(*tensors: Tensor, **settings: object) -> PolicyLoss:
+    def checked(inputs: PolicyLossInput) -> PolicyLoss:
         try:
-            result = function(*tensors, **settings)
+            result = function(inputs)
         except (QuartetError, torch.OutOfMemoryError):
             raise
         except Exception as error:  # A user's function may raise anything.
@@ -169,11 +198,18 @@ def checked_policy_loss(function: PolicyLossFunction, name: str) -> PolicyLossFu
             raise ComputationFailed(f"{name}: loss has no gradient; compute it from log_probs without detach or item")
         return result
 
-    lengths = torch.tensor([2, 1])
-    log_probs = torch.tensor([-1.0, -2.0, -3.0], requires_grad=True)
-    flat = (torch.tensor([-1.1, -2.0, -2.9]), torch.tensor([0.5, -1.0, 2.0]), torch.full((3,), 1 / 3))
+    trial = PolicyLossInput(
+        log_probs=torch.tensor([-1.0, -2.0, -3.0], requires_grad=True),
+        old_log_probs=torch.tensor([-1.1, -2.0, -2.9]),
+        rollout_log_probs=torch.tensor([-1.1, -2.1, -2.9]),
+        advantages=torch.tensor([0.5, -1.0, 2.0]),
+        mask=torch.ones(3, dtype=torch.bool),
+        weights=torch.full((3,), 1 / 3),
+        lengths=torch.tensor([2, 1]),
+        parameters=parameters or {},
+    )
     try:
-        checked(log_probs, *flat, lengths, clip_low=0.2, clip_high=0.2, dual_clip=0.0, ratio_level="token")
+        checked(trial)
     except (QuartetError, torch.OutOfMemoryError) as error:
         raise ConfigError(f"{error} (in a trial with 3 tokens)") from None
     return checked

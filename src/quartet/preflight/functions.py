@@ -10,7 +10,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 
 from quartet.config import Config, RewardSourceConfig
-from quartet.config.estimators import BUILT_IN_POLICY_LOSSES
+from quartet.config.policy_losses import BUILT_IN_POLICY_LOSSES
 from quartet.errors import ConfigError
 from quartet.preflight.checking_process import checking_process
 from quartet.user_code import CHECKED

@@ -24,43 +24,47 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17quartet/v1/update.proto\x12\nquartet.v1\"\xb5\x01\n\x14OptimizationSettings\x12\x12\n\nnum_epochs\x18\x01 \x01(\r\x12\x18\n\x10num_mini_batches\x18\x02 \x01(\r\x12\x15\n\rlearning_rate\x18\x03 \x01(\x01\x12\x15\n\rmax_grad_norm\x18\x04 \x01(\x01\x12\x0c\n\x04seed\x18\x05 \x01(\x04\x12\x17\n\x0fskip_non_finite\x18\x06 \x01(\x08\x12\x1a\n\x12micro_batch_tokens\x18\x07 \x01(\r\"\xe8\x02\n\x12PolicyLossSettings\x12\x13\n\x0btemperature\x18\x01 \x01(\x01\x12\x10\n\x08\x63lip_low\x18\x02 \x01(\x01\x12\x11\n\tclip_high\x18\x03 \x01(\x01\x12\x11\n\tdual_clip\x18\x04 \x01(\x01\x12\x1b\n\x13\x65ntropy_coefficient\x18\x05 \x01(\x01\x12#\n\x07kl_loss\x18\x06 \x01(\x0e\x32\x12.quartet.v1.KlLoss\x12\x1b\n\x13kl_loss_coefficient\x18\x07 \x01(\x01\x12+\n\x0bratio_level\x18\x08 \x01(\x0e\x32\x16.quartet.v1.RatioLevel\x12\x30\n\x0b\x61ggregation\x18\t \x01(\x0e\x32\x1b.quartet.v1.LossAggregation\x12\x1f\n\x17importance_sampling_cap\x18\n \x01(\x01\x12\x11\n\ttarget_kl\x18\x0b \x01(\x01\x12\x13\n\x0bpolicy_loss\x18\x0c \x01(\t\"\'\n\x11ValueLossSettings\x12\x12\n\nvalue_clip\x18\x01 \x01(\x01\"\xec\x01\n\rUpdateRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\x14\n\x0cleader_epoch\x18\x03 \x01(\x04\x12\x36\n\x0coptimization\x18\x04 \x01(\x0b\x32 .quartet.v1.OptimizationSettings\x12\x35\n\x0bpolicy_loss\x18\x05 \x01(\x0b\x32\x1e.quartet.v1.PolicyLossSettingsH\x00\x12\x33\n\nvalue_loss\x18\x06 \x01(\x0b\x32\x1d.quartet.v1.ValueLossSettingsH\x00\x42\x06\n\x04loss\"\xa0\x01\n\x0eUpdateResponse\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x16\n\x0epolicy_version\x18\x02 \x01(\x04\x12\x38\n\x07metrics\x18\x03 \x03(\x0b\x32\'.quartet.v1.UpdateResponse.MetricsEntry\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"8\n\tSavedFile\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\x12\x0e\n\x06sha256\x18\x03 \x01(\t\"\x83\x01\n\x0bSaveRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x11\n\tdirectory\x18\x02 \x01(\t\x12\"\n\x04kind\x18\x03 \x01(\x0e\x32\x14.quartet.v1.SaveKind\x12\x14\n\x0cleader_epoch\x18\x04 \x01(\x04\x12\x11\n\x04step\x18\x05 \x01(\x04H\x00\x88\x01\x01\x42\x07\n\x05_step\"L\n\x0cSaveResponse\x12$\n\x05\x66iles\x18\x01 \x03(\x0b\x32\x15.quartet.v1.SavedFile\x12\x16\n\x0epolicy_version\x18\x02 \x01(\x04\"T\n\x0eRestoreRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\x11\n\tdirectory\x18\x03 \x01(\t\x12\x14\n\x0cleader_epoch\x18\x04 \x01(\x04\")\n\x0fRestoreResponse\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x04*S\n\x06KlLoss\x12\x17\n\x13KL_LOSS_UNSPECIFIED\x10\x00\x12\x10\n\x0cKL_LOSS_NONE\x10\x01\x12\x0e\n\nKL_LOSS_K2\x10\x02\x12\x0e\n\nKL_LOSS_K3\x10\x03*Z\n\nRatioLevel\x12\x1b\n\x17RATIO_LEVEL_UNSPECIFIED\x10\x00\x12\x15\n\x11RATIO_LEVEL_TOKEN\x10\x01\x12\x18\n\x14RATIO_LEVEL_SEQUENCE\x10\x02*x\n\x0fLossAggregation\x12 \n\x1cLOSS_AGGREGATION_UNSPECIFIED\x10\x00\x12\x1f\n\x1bLOSS_AGGREGATION_TOKEN_MEAN\x10\x01\x12\"\n\x1eLOSS_AGGREGATION_SEQUENCE_MEAN\x10\x02*k\n\x08SaveKind\x12\x19\n\x15SAVE_KIND_UNSPECIFIED\x10\x00\x12\x18\n\x14SAVE_KIND_CHECKPOINT\x10\x01\x12\x13\n\x0fSAVE_KIND_MODEL\x10\x02\x12\x15\n\x11SAVE_KIND_ADAPTER\x10\x03\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17quartet/v1/update.proto\x12\nquartet.v1\"\xb5\x01\n\x14OptimizationSettings\x12\x12\n\nnum_epochs\x18\x01 \x01(\r\x12\x18\n\x10num_mini_batches\x18\x02 \x01(\r\x12\x15\n\rlearning_rate\x18\x03 \x01(\x01\x12\x15\n\rmax_grad_norm\x18\x04 \x01(\x01\x12\x0c\n\x04seed\x18\x05 \x01(\x04\x12\x17\n\x0fskip_non_finite\x18\x06 \x01(\x08\x12\x1a\n\x12micro_batch_tokens\x18\x07 \x01(\r\"\xf5\x03\n\x12PolicyLossSettings\x12\x13\n\x0btemperature\x18\x01 \x01(\x01\x12\x10\n\x08\x63lip_low\x18\x02 \x01(\x01\x12\x11\n\tclip_high\x18\x03 \x01(\x01\x12\x11\n\tdual_clip\x18\x04 \x01(\x01\x12\x1b\n\x13\x65ntropy_coefficient\x18\x05 \x01(\x01\x12#\n\x07kl_loss\x18\x06 \x01(\x0e\x32\x12.quartet.v1.KlLoss\x12\x1b\n\x13kl_loss_coefficient\x18\x07 \x01(\x01\x12+\n\x0bratio_level\x18\x08 \x01(\x0e\x32\x16.quartet.v1.RatioLevel\x12\x30\n\x0b\x61ggregation\x18\t \x01(\x0e\x32\x1b.quartet.v1.LossAggregation\x12\x1f\n\x17importance_sampling_cap\x18\n \x01(\x01\x12\x11\n\ttarget_kl\x18\x0b \x01(\x01\x12\x13\n\x0bpolicy_loss\x18\x0c \x01(\t\x12\x42\n\nparameters\x18\r \x03(\x0b\x32..quartet.v1.PolicyLossSettings.ParametersEntry\x12\x14\n\x0closs_divisor\x18\x0e \x01(\x01\x1a\x31\n\x0fParametersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\'\n\x11ValueLossSettings\x12\x12\n\nvalue_clip\x18\x01 \x01(\x01\"\xec\x01\n\rUpdateRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\x14\n\x0cleader_epoch\x18\x03 \x01(\x04\x12\x36\n\x0coptimization\x18\x04 \x01(\x0b\x32 .quartet.v1.OptimizationSettings\x12\x35\n\x0bpolicy_loss\x18\x05 \x01(\x0b\x32\x1e.quartet.v1.PolicyLossSettingsH\x00\x12\x33\n\nvalue_loss\x18\x06 \x01(\x0b\x32\x1d.quartet.v1.ValueLossSettingsH\x00\x42\x06\n\x04loss\"\xa0\x01\n\x0eUpdateResponse\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x16\n\x0epolicy_version\x18\x02 \x01(\x04\x12\x38\n\x07metrics\x18\x03 \x03(\x0b\x32\'.quartet.v1.UpdateResponse.MetricsEntry\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"8\n\tSavedFile\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\x12\x0e\n\x06sha256\x18\x03 \x01(\t\"\x83\x01\n\x0bSaveRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x11\n\tdirectory\x18\x02 \x01(\t\x12\"\n\x04kind\x18\x03 \x01(\x0e\x32\x14.quartet.v1.SaveKind\x12\x14\n\x0cleader_epoch\x18\x04 \x01(\x04\x12\x11\n\x04step\x18\x05 \x01(\x04H\x00\x88\x01\x01\x42\x07\n\x05_step\"L\n\x0cSaveResponse\x12$\n\x05\x66iles\x18\x01 \x03(\x0b\x32\x15.quartet.v1.SavedFile\x12\x16\n\x0epolicy_version\x18\x02 \x01(\x04\"T\n\x0eRestoreRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\x11\n\tdirectory\x18\x03 \x01(\t\x12\x14\n\x0cleader_epoch\x18\x04 \x01(\x04\")\n\x0fRestoreResponse\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x04*S\n\x06KlLoss\x12\x17\n\x13KL_LOSS_UNSPECIFIED\x10\x00\x12\x10\n\x0cKL_LOSS_NONE\x10\x01\x12\x0e\n\nKL_LOSS_K2\x10\x02\x12\x0e\n\nKL_LOSS_K3\x10\x03*Z\n\nRatioLevel\x12\x1b\n\x17RATIO_LEVEL_UNSPECIFIED\x10\x00\x12\x15\n\x11RATIO_LEVEL_TOKEN\x10\x01\x12\x18\n\x14RATIO_LEVEL_SEQUENCE\x10\x02*\xf9\x01\n\x0fLossAggregation\x12 \n\x1cLOSS_AGGREGATION_UNSPECIFIED\x10\x00\x12\x1f\n\x1bLOSS_AGGREGATION_TOKEN_MEAN\x10\x01\x12\"\n\x1eLOSS_AGGREGATION_SEQUENCE_MEAN\x10\x02\x12\x1e\n\x1aLOSS_AGGREGATION_TOKEN_SUM\x10\x03\x12,\n(LOSS_AGGREGATION_SEQUENCE_MEAN_TOKEN_SUM\x10\x04\x12\x31\n-LOSS_AGGREGATION_SEQUENCE_MEAN_TOKEN_SUM_NORM\x10\x05*k\n\x08SaveKind\x12\x19\n\x15SAVE_KIND_UNSPECIFIED\x10\x00\x12\x18\n\x14SAVE_KIND_CHECKPOINT\x10\x01\x12\x13\n\x0fSAVE_KIND_MODEL\x10\x02\x12\x15\n\x11SAVE_KIND_ADAPTER\x10\x03\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'quartet.v1.update_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
+  _globals['_POLICYLOSSSETTINGS_PARAMETERSENTRY']._loaded_options = None
+  _globals['_POLICYLOSSSETTINGS_PARAMETERSENTRY']._serialized_options = b'8\001'
   _globals['_UPDATERESPONSE_METRICSENTRY']._loaded_options = None
   _globals['_UPDATERESPONSE_METRICSENTRY']._serialized_options = b'8\001'
-  _globals['_KLLOSS']._serialized_start=1428
-  _globals['_KLLOSS']._serialized_end=1511
-  _globals['_RATIOLEVEL']._serialized_start=1513
-  _globals['_RATIOLEVEL']._serialized_end=1603
-  _globals['_LOSSAGGREGATION']._serialized_start=1605
-  _globals['_LOSSAGGREGATION']._serialized_end=1725
-  _globals['_SAVEKIND']._serialized_start=1727
-  _globals['_SAVEKIND']._serialized_end=1834
+  _globals['_KLLOSS']._serialized_start=1569
+  _globals['_KLLOSS']._serialized_end=1652
+  _globals['_RATIOLEVEL']._serialized_start=1654
+  _globals['_RATIOLEVEL']._serialized_end=1744
+  _globals['_LOSSAGGREGATION']._serialized_start=1747
+  _globals['_LOSSAGGREGATION']._serialized_end=1996
+  _globals['_SAVEKIND']._serialized_start=1998
+  _globals['_SAVEKIND']._serialized_end=2105
   _globals['_OPTIMIZATIONSETTINGS']._serialized_start=40
   _globals['_OPTIMIZATIONSETTINGS']._serialized_end=221
   _globals['_POLICYLOSSSETTINGS']._serialized_start=224
-  _globals['_POLICYLOSSSETTINGS']._serialized_end=584
-  _globals['_VALUELOSSSETTINGS']._serialized_start=586
-  _globals['_VALUELOSSSETTINGS']._serialized_end=625
-  _globals['_UPDATEREQUEST']._serialized_start=628
-  _globals['_UPDATEREQUEST']._serialized_end=864
-  _globals['_UPDATERESPONSE']._serialized_start=867
-  _globals['_UPDATERESPONSE']._serialized_end=1027
-  _globals['_UPDATERESPONSE_METRICSENTRY']._serialized_start=981
-  _globals['_UPDATERESPONSE_METRICSENTRY']._serialized_end=1027
-  _globals['_SAVEDFILE']._serialized_start=1029
-  _globals['_SAVEDFILE']._serialized_end=1085
-  _globals['_SAVEREQUEST']._serialized_start=1088
-  _globals['_SAVEREQUEST']._serialized_end=1219
-  _globals['_SAVERESPONSE']._serialized_start=1221
-  _globals['_SAVERESPONSE']._serialized_end=1297
-  _globals['_RESTOREREQUEST']._serialized_start=1299
-  _globals['_RESTOREREQUEST']._serialized_end=1383
-  _globals['_RESTORERESPONSE']._serialized_start=1385
-  _globals['_RESTORERESPONSE']._serialized_end=1426
+  _globals['_POLICYLOSSSETTINGS']._serialized_end=725
+  _globals['_POLICYLOSSSETTINGS_PARAMETERSENTRY']._serialized_start=676
+  _globals['_POLICYLOSSSETTINGS_PARAMETERSENTRY']._serialized_end=725
+  _globals['_VALUELOSSSETTINGS']._serialized_start=727
+  _globals['_VALUELOSSSETTINGS']._serialized_end=766
+  _globals['_UPDATEREQUEST']._serialized_start=769
+  _globals['_UPDATEREQUEST']._serialized_end=1005
+  _globals['_UPDATERESPONSE']._serialized_start=1008
+  _globals['_UPDATERESPONSE']._serialized_end=1168
+  _globals['_UPDATERESPONSE_METRICSENTRY']._serialized_start=1122
+  _globals['_UPDATERESPONSE_METRICSENTRY']._serialized_end=1168
+  _globals['_SAVEDFILE']._serialized_start=1170
+  _globals['_SAVEDFILE']._serialized_end=1226
+  _globals['_SAVEREQUEST']._serialized_start=1229
+  _globals['_SAVEREQUEST']._serialized_end=1360
+  _globals['_SAVERESPONSE']._serialized_start=1362
+  _globals['_SAVERESPONSE']._serialized_end=1438
+  _globals['_RESTOREREQUEST']._serialized_start=1440
+  _globals['_RESTOREREQUEST']._serialized_end=1524
+  _globals['_RESTORERESPONSE']._serialized_start=1526
+  _globals['_RESTORERESPONSE']._serialized_end=1567
 # @@protoc_insertion_point(module_scope)

@@ -58,7 +58,7 @@ class _RatioLevelEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RatioLevel
     RATIO_LEVEL_TOKEN: _RatioLevel.ValueType  # 1
     """One ratio per token."""
     RATIO_LEVEL_SEQUENCE: _RatioLevel.ValueType  # 2
-    """One ratio per response: the product of its token ratios. This is not GSPO's ratio, which is normalised by the response length."""
+    """One ratio per response: the product of its token ratios. The ratio of policy loss "gspo" is its geometric mean."""
 
 class RatioLevel(_RatioLevel, metaclass=_RatioLevelEnumTypeWrapper):
     """Unit of the probability ratio between the new and the old policy."""
@@ -68,7 +68,7 @@ RATIO_LEVEL_UNSPECIFIED: RatioLevel.ValueType  # 0
 RATIO_LEVEL_TOKEN: RatioLevel.ValueType  # 1
 """One ratio per token."""
 RATIO_LEVEL_SEQUENCE: RatioLevel.ValueType  # 2
-"""One ratio per response: the product of its token ratios. This is not GSPO's ratio, which is normalised by the response length."""
+"""One ratio per response: the product of its token ratios. The ratio of policy loss "gspo" is its geometric mean."""
 Global___RatioLevel: _TypeAlias = RatioLevel  # noqa: Y015
 
 class _LossAggregation:
@@ -83,6 +83,12 @@ class _LossAggregationEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_LossA
     """Mean over all response tokens."""
     LOSS_AGGREGATION_SEQUENCE_MEAN: _LossAggregation.ValueType  # 2
     """Mean over responses of each response's token mean."""
+    LOSS_AGGREGATION_TOKEN_SUM: _LossAggregation.ValueType  # 3
+    """Sum over all response tokens."""
+    LOSS_AGGREGATION_SEQUENCE_MEAN_TOKEN_SUM: _LossAggregation.ValueType  # 4
+    """Mean over responses of each response's token sum."""
+    LOSS_AGGREGATION_SEQUENCE_MEAN_TOKEN_SUM_NORM: _LossAggregation.ValueType  # 5
+    """Sum over all response tokens, divided by loss_divisor times the number of responses, masked responses included."""
 
 class LossAggregation(_LossAggregation, metaclass=_LossAggregationEnumTypeWrapper):
     """Reduction of a mini-batch's token losses. Masked tokens are excluded."""
@@ -93,6 +99,12 @@ LOSS_AGGREGATION_TOKEN_MEAN: LossAggregation.ValueType  # 1
 """Mean over all response tokens."""
 LOSS_AGGREGATION_SEQUENCE_MEAN: LossAggregation.ValueType  # 2
 """Mean over responses of each response's token mean."""
+LOSS_AGGREGATION_TOKEN_SUM: LossAggregation.ValueType  # 3
+"""Sum over all response tokens."""
+LOSS_AGGREGATION_SEQUENCE_MEAN_TOKEN_SUM: LossAggregation.ValueType  # 4
+"""Mean over responses of each response's token sum."""
+LOSS_AGGREGATION_SEQUENCE_MEAN_TOKEN_SUM_NORM: LossAggregation.ValueType  # 5
+"""Sum over all response tokens, divided by loss_divisor times the number of responses, masked responses included."""
 Global___LossAggregation: _TypeAlias = LossAggregation  # noqa: Y015
 
 class _SaveKind:
@@ -173,9 +185,29 @@ Global___OptimizationSettings: _TypeAlias = OptimizationSettings  # noqa: Y015
 
 @_typing.final
 class PolicyLossSettings(_message.Message):
-    """PPO policy loss."""
+    """Policy loss."""
 
     DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class ParametersEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
 
     TEMPERATURE_FIELD_NUMBER: _builtins.int
     CLIP_LOW_FIELD_NUMBER: _builtins.int
@@ -189,12 +221,14 @@ class PolicyLossSettings(_message.Message):
     IMPORTANCE_SAMPLING_CAP_FIELD_NUMBER: _builtins.int
     TARGET_KL_FIELD_NUMBER: _builtins.int
     POLICY_LOSS_FIELD_NUMBER: _builtins.int
+    PARAMETERS_FIELD_NUMBER: _builtins.int
+    LOSS_DIVISOR_FIELD_NUMBER: _builtins.int
     temperature: _builtins.float
     """Sampling temperature of the rollouts, more than 0."""
     clip_low: _builtins.float
-    """Lower clip range: ratios are clipped at 1 - clip_low."""
+    """Lower clip range: ratios are clipped at 1 - clip_low. 0 if the policy loss does not clip."""
     clip_high: _builtins.float
-    """Upper clip range: ratios are clipped at 1 + clip_high."""
+    """Upper clip range: ratios are clipped at 1 + clip_high. 0 if the policy loss does not clip."""
     dual_clip: _builtins.float
     """Dual clip: for a negative advantage A, the loss is at most -dual_clip * A. More than 1, or 0 for off."""
     entropy_coefficient: _builtins.float
@@ -215,6 +249,14 @@ class PolicyLossSettings(_message.Message):
     """Early stop, in nats per token: the update ends before an optimizer step whose mini-batch has a larger KL(old || new). 0 is off."""
     policy_loss: _builtins.str
     """Name of a built-in policy loss, or an import path (package.module:callable). Must equal the one in the actor's own config."""
+    loss_divisor: _builtins.float
+    """Constant divisor of LOSS_AGGREGATION_SEQUENCE_MEAN_TOKEN_SUM_NORM, more than 0. Not read with other aggregations."""
+    @_builtins.property
+    def parameters(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
+        """Parameters of the policy loss by name: at most 32 finite numbers. A parameter of a built-in loss that is absent has its
+        default.
+        """
+
     def __init__(
         self,
         *,
@@ -230,10 +272,12 @@ class PolicyLossSettings(_message.Message):
         importance_sampling_cap: _builtins.float = ...,
         target_kl: _builtins.float = ...,
         policy_loss: _builtins.str = ...,
+        parameters: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
+        loss_divisor: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["aggregation", b"aggregation", "clip_high", b"clip_high", "clip_low", b"clip_low", "dual_clip", b"dual_clip", "entropy_coefficient", b"entropy_coefficient", "importance_sampling_cap", b"importance_sampling_cap", "kl_loss", b"kl_loss", "kl_loss_coefficient", b"kl_loss_coefficient", "policy_loss", b"policy_loss", "ratio_level", b"ratio_level", "target_kl", b"target_kl", "temperature", b"temperature"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["aggregation", b"aggregation", "clip_high", b"clip_high", "clip_low", b"clip_low", "dual_clip", b"dual_clip", "entropy_coefficient", b"entropy_coefficient", "importance_sampling_cap", b"importance_sampling_cap", "kl_loss", b"kl_loss", "kl_loss_coefficient", b"kl_loss_coefficient", "loss_divisor", b"loss_divisor", "parameters", b"parameters", "policy_loss", b"policy_loss", "ratio_level", b"ratio_level", "target_kl", b"target_kl", "temperature", b"temperature"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

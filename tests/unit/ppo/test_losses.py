@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Literal
+from typing import Literal, get_args
 
 import hypothesis.strategies as st
 import pytest
@@ -15,21 +15,39 @@ from torch import Tensor
 from quartet.errors import InvalidRequest
 from quartet.ppo.critic_free_advantages import broadcast_to_tokens
 from quartet.ppo.losses import (
-    Aggregation,
-    RatioLevel,
+    PolicyLoss,
+    PolicyLossInput,
     importance_weights,
     kl_loss,
     loss_weights,
-    policy_loss,
     value_loss,
     weighted_sum,
 )
+from quartet.ppo.policy_losses import clipped
+from quartet.types import LossAggregation, RatioLevel
 from tests.unit.ppo.batches import check, draw, draw_mask, gradient, ragged_lengths, seeds, split
 
 sizes = st.integers(1, 40)
 DUAL = pytest.mark.parametrize("dual_clip", [0.0, 1.5])
 LEVEL = pytest.mark.parametrize("level", ["token", "sequence"])
-AGGREGATION = pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean"])
+AGGREGATION = pytest.mark.parametrize("aggregation", get_args(LossAggregation))
+DIVISOR = 7.0
+
+
+def policy_loss(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    weights: Tensor,
+    lengths: Tensor,
+    clip_low: float,
+    clip_high: float,
+    dual_clip: float,
+    ratio_level: RatioLevel,
+) -> PolicyLoss:
+    """Return the clipped loss of tokens that are in the mask exactly if their weight is not 0."""
+    tensors = (log_probs, old_log_probs, old_log_probs, advantages, weights != 0, weights, lengths)
+    return clipped(PolicyLossInput(*tensors, clip_low, clip_high, dual_clip, ratio_level))
 
 
 def policy_term(new: float, old: float, advantage: float, low: float, high: float, dual: float) -> tuple[float, bool]:
@@ -43,12 +61,19 @@ def policy_term(new: float, old: float, advantage: float, low: float, high: floa
     return -objective, is_clipped
 
 
-def weights_by_definition(mask: list[list[float]], aggregation: Aggregation) -> list[list[float]]:
+def weights_by_definition(mask: list[list[float]], aggregation: LossAggregation) -> list[list[float]]:
     """Return the weights by their definition, one response at a time."""
     counts = [sum(value != 0 for value in row) for row in mask]
     total, responses = sum(counts), sum(count > 0 for count in counts)
     share = [
-        1 / total if aggregation == "token_mean" else 1 / (count * responses) if count else 0.0 for count in counts
+        {
+            "token_mean": 1 / total,
+            "sequence_mean": 1 / (max(count, 1) * responses),
+            "token_sum": 1.0,
+            "sequence_mean_token_sum": 1 / responses,
+            "sequence_mean_token_sum_norm": 1 / (len(mask) * DIVISOR),
+        }[aggregation]
+        for count in counts
     ]
     return [[s if value != 0 else 0.0 for value in row] for s, row in zip(share, mask, strict=True)]
 
@@ -56,28 +81,33 @@ def weights_by_definition(mask: list[list[float]], aggregation: Aggregation) -> 
 @AGGREGATION
 @check
 @given(lengths=ragged_lengths, seed=seeds)
-def test_loss_weights_follow_their_definition_and_add_up_to_one(
-    aggregation: Aggregation, lengths: list[int], seed: int
-) -> None:
+def test_loss_weights_follow_their_definition(aggregation: LossAggregation, lengths: list[int], seed: int) -> None:
     mask = draw_mask(seed, sum(lengths))
-    weights = loss_weights(mask, torch.tensor(lengths), aggregation)
+    weights = loss_weights(mask, torch.tensor(lengths), aggregation, DIVISOR)
     expected = weights_by_definition(split(mask, lengths), aggregation)
     assert weights.dtype == torch.float32
     assert weights.tolist() == pytest.approx([value for row in expected for value in row])
-    assert weights.sum().item() == pytest.approx(1.0)
+    if aggregation in ("token_mean", "sequence_mean"):
+        assert weights.sum().item() == pytest.approx(1.0)
 
 
 def test_loss_weights_of_a_worked_example() -> None:
     # Two tokens of the first response count, one of the second, none of the third.
     mask, lengths = torch.tensor([1.0, 0.0, 1.0, 1.0, 0.0, 0.0]), torch.tensor([3, 1, 2])
-    by_token, by_response = (loss_weights(mask, lengths, name) for name in ("token_mean", "sequence_mean"))  # type: ignore[arg-type]
-    assert by_token.tolist() == pytest.approx([1 / 3, 0, 1 / 3, 1 / 3, 0, 0])
-    assert by_response.tolist() == pytest.approx([1 / 4, 0, 1 / 4, 1 / 2, 0, 0])
+    by_name = {name: loss_weights(mask, lengths, name, 10.0).tolist() for name in get_args(LossAggregation)}
+    counted = [1, 0, 1, 1, 0, 0]
+    assert by_name["token_mean"] == pytest.approx([value / 3 for value in counted])
+    assert by_name["sequence_mean"] == pytest.approx([1 / 4, 0, 1 / 4, 1 / 2, 0, 0])
+    assert by_name["token_sum"] == counted
+    # Two responses have a counted token.
+    assert by_name["sequence_mean_token_sum"] == pytest.approx([value / 2 for value in counted])
+    # The masked response counts: 3 responses times the divisor 10.
+    assert by_name["sequence_mean_token_sum_norm"] == pytest.approx([value / 30 for value in counted])
 
 
 @AGGREGATION
-def test_all_weights_are_zero_if_no_token_counts(aggregation: Aggregation) -> None:
-    assert loss_weights(torch.zeros(3), torch.tensor([2, 1]), aggregation).tolist() == [0.0, 0.0, 0.0]
+def test_all_weights_are_zero_if_no_token_counts(aggregation: LossAggregation) -> None:
+    assert loss_weights(torch.zeros(3), torch.tensor([2, 1]), aggregation, DIVISOR).tolist() == [0.0, 0.0, 0.0]
 
 
 @check
@@ -101,7 +131,7 @@ def test_importance_weights_are_finite_and_have_no_gradient() -> None:
 @check
 @given(lengths=ragged_lengths, seed=seeds)
 def test_the_policy_loss_follows_its_definition(
-    level: RatioLevel, aggregation: Aggregation, dual_clip: float, lengths: list[int], seed: int
+    level: RatioLevel, aggregation: LossAggregation, dual_clip: float, lengths: list[int], seed: int
 ) -> None:
     tokens, sizes = sum(lengths), torch.tensor(lengths)
     new, old, mask = draw(seed, tokens, 0.5), draw(seed + 1, tokens, 0.5), draw_mask(seed + 3, tokens)
@@ -110,7 +140,7 @@ def test_the_policy_loss_follows_its_definition(
         draw(seed + 2, tokens) if level == "token" else broadcast_to_tokens(draw(seed + 2, len(lengths)), sizes)
     )
     result = policy_loss(
-        new, old, advantages, loss_weights(mask, sizes, aggregation), sizes, 0.2, 0.28, dual_clip, level
+        new, old, advantages, loss_weights(mask, sizes, aggregation, DIVISOR), sizes, 0.2, 0.28, dual_clip, level
     )
 
     loss, clipped, approx_kl = 0.0, 0, 0.0
@@ -249,11 +279,11 @@ def same_whole_as_parts(loss: Callable[[Tensor, Tensor], Tensor], at: Tensor, mi
 @check
 @given(lengths=ragged_lengths, seed=seeds)
 def test_policy_loss_and_gradient_do_not_depend_on_the_split_into_micro_batches(
-    level: RatioLevel, aggregation: Aggregation, cap: float, lengths: list[int], seed: int
+    level: RatioLevel, aggregation: LossAggregation, cap: float, lengths: list[int], seed: int
 ) -> None:
     tokens, sizes = sum(lengths), torch.tensor(lengths)
     new, old, advantages = draw(seed, tokens, 0.5), draw(seed + 1, tokens, 0.5), draw(seed + 2, tokens)
-    weights = loss_weights(draw_mask(seed + 3, tokens), sizes, aggregation)
+    weights = loss_weights(draw_mask(seed + 3, tokens), sizes, aggregation, DIVISOR)
     weighted = weights * importance_weights(old, draw(seed + 4, tokens), cap) if cap else weights
     of_response = [
         torch.arange(tokens)[end - length : end] for length, end in zip(lengths, sizes.cumsum(0), strict=True)
@@ -412,5 +442,9 @@ def test_invalid_settings_and_shapes_are_refused() -> None:
         loss_weights(two, lengths, "token_mean")
     with pytest.raises(InvalidRequest, match="same length"):
         importance_weights(two, one, 2.0)
+    with pytest.raises(InvalidRequest, match=r"loss divisor 0\.0: expected more than 0"):
+        loss_weights(two, torch.tensor([2]), "sequence_mean_token_sum_norm", 0.0)
+    with pytest.raises(InvalidRequest, match="expected bool"):
+        PolicyLossInput(one, one, one, one, one, one, lengths)
     with pytest.raises(InvalidRequest, match="cap"):
         importance_weights(one, one, 0.0)

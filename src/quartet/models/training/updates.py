@@ -24,13 +24,14 @@ from quartet.models.workers.workers import SINGLE, Workers
 from quartet.ppo.losses import (
     PolicyLoss,
     PolicyLossFunction,
+    PolicyLossInput,
     importance_weights,
     kl_loss,
     loss_weights,
-    policy_loss,
     value_loss,
     weighted_sum,
 )
+from quartet.ppo.policy_losses import clipped
 from quartet.types import (
     Experience,
     FloatArray,
@@ -50,7 +51,7 @@ def update_policy(
     settings: OptimizationSettings,
     loss: PolicyLossSettings,
     max_tokens: int,
-    loss_function: PolicyLossFunction = policy_loss,
+    loss_function: PolicyLossFunction = clipped,
     workers: Workers = SINGLE,
 ) -> dict[str, float]:
     """Take the policy's optimizer steps on one step's experience and return their metrics.
@@ -258,15 +259,20 @@ class _PolicyExperience:
         loss, token_indices = self._loss, micro_batch.token_indices
         weights = self._weights[token_indices]
         result = self._loss_function(
-            log_probs,
-            self.old[token_indices],
-            self._advantages[token_indices],
-            self._importance_weighted(weights, token_indices),
-            micro_batch.lengths,
-            clip_low=loss.clip_low,
-            clip_high=loss.clip_high,
-            dual_clip=loss.dual_clip,
-            ratio_level=loss.ratio_level,
+            PolicyLossInput(
+                log_probs=log_probs,
+                old_log_probs=self.old[token_indices],
+                rollout_log_probs=self._rollout[token_indices],
+                advantages=self._advantages[token_indices],
+                mask=self._mask[token_indices] != 0,
+                weights=self._importance_weighted(weights, token_indices),
+                lengths=micro_batch.lengths,
+                clip_low=loss.clip_low,
+                clip_high=loss.clip_high,
+                dual_clip=loss.dual_clip,
+                ratio_level=loss.ratio_level,
+                parameters=loss.parameters,
+            )
         )
         total = result.loss
         if loss.entropy_coefficient and entropies is not None:
@@ -319,7 +325,9 @@ class _PolicyExperience:
         token_indices, lengths = (
             torch.from_numpy(values).to(self._mask.device) for values in (mini_batch.token_indices, mini_batch.lengths)
         )
-        self._weights[token_indices] = loss_weights(self._mask[token_indices], lengths, self._loss.aggregation)
+        self._weights[token_indices] = loss_weights(
+            self._mask[token_indices], lengths, self._loss.aggregation, self._loss.loss_divisor
+        )
 
     def _importance_weighted(self, weights: torch.Tensor, token_indices: torch.Tensor) -> torch.Tensor:
         """Return ``weights`` [n] of the tokens at ``token_indices`` times their truncated importance weights."""

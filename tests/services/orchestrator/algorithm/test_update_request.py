@@ -109,9 +109,21 @@ def test_every_policy_loss_setting_is_sent() -> None:
         "importance_sampling_cap": 3.0,
         "target_kl": 0.5,
         "policy_loss": "package.module:loss",
+        "policy_loss_parameters": {"strength": 2.5},
     }
-    assert policy_loss_of(config(algorithm=options).algorithm, 0.7) == PolicyLossSettings(
-        0.7, 0.1, 0.3, 4.0, 0.01, "k3", 0.2, "sequence", "sequence_mean", 3.0, 0.5, "package.module:loss"
+    whole = config(algorithm=options, rollout={"temperature": 0.7})
+    assert policy_loss_of(whole.algorithm, whole.rollout) == PolicyLossSettings(
+        *(0.7, 0.1, 0.3, 4.0, 0.01, "k3", 0.2, "sequence", "sequence_mean", 3.0, 0.5, "package.module:loss"),
+        parameters={"strength": 2.5},
     )
-    disabled = {"importance_sampling_cap": None, "clip_ratio": 0.1}
-    assert policy_loss_of(config(algorithm=disabled).algorithm, 1.0) == PolicyLossSettings(clip_low=0.1, clip_high=0.1)
+    disabled = config(algorithm={"importance_sampling_cap": None, "clip_ratio": 0.1})
+    assert policy_loss_of(disabled.algorithm, disabled.rollout) == PolicyLossSettings(clip_low=0.1, clip_high=0.1)
+
+
+@pytest.mark.parametrize(("given", "divisor"), [(None, 24.0), (100.0, 100.0)])
+def test_the_constant_divisor_of_the_loss_is_the_response_limit_by_default(given: float | None, divisor: float) -> None:
+    whole = config(
+        algorithm={"loss_aggregation": "sequence_mean_token_sum_norm", "loss_divisor": given},
+        rollout={"max_response_tokens": 24},
+    )
+    assert policy_loss_of(whole.algorithm, whole.rollout).loss_divisor == divisor

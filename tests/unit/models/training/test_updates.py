@@ -15,7 +15,8 @@ from quartet.models.training import updates as training
 from quartet.models.training.optimizer import create_optimizer
 from quartet.models.training.updates import update_policy, update_value
 from quartet.models.value_head import ValueModel
-from quartet.ppo.losses import PolicyLoss, policy_loss
+from quartet.ppo.losses import PolicyLoss, PolicyLossInput
+from quartet.ppo.policy_losses import clipped
 from quartet.random_streams import permutation
 from quartet.types import PolicyLossSettings, ValueLossSettings
 from tests.unit.models import tiny
@@ -131,9 +132,9 @@ def test_the_micro_batch_size_does_not_change_the_weights(num_mini_batches: int,
 def test_the_ratio_starts_at_exactly_one(num_mini_batches: int) -> None:
     deviations: list[float] = []
 
-    def record_ratio(log_probs: torch.Tensor, old: torch.Tensor, *tensors: Any, **settings: Any) -> PolicyLoss:
-        deviations.append(float((log_probs.detach() - old).exp().sub(1).abs().max()))
-        return policy_loss(log_probs, old, *tensors, **settings)
+    def record_ratio(inputs: PolicyLossInput) -> PolicyLoss:
+        deviations.append(float((inputs.log_probs.detach() - inputs.old_log_probs).exp().sub(1).abs().max()))
+        return clipped(inputs)
 
     model = tiny.causal("llama")
     data = experience(model)

@@ -19,7 +19,8 @@ from quartet.models.training.optimizer import create_optimizer
 from quartet.models.training.updates import update_policy
 from quartet.models.workers.group import WorkerGroup, join_group
 from quartet.models.workers.sharding import ShardedAdamW, shard_model
-from quartet.ppo.losses import PolicyLoss, checked_policy_loss, policy_loss
+from quartet.ppo.losses import PolicyLoss, PolicyLossInput, checked_policy_loss
+from quartet.ppo.policy_losses import clipped
 from tests.unit.models import tiny, updates
 
 MAX_TOKENS = 8
@@ -38,12 +39,12 @@ def main(
     optimizer = create_optimizer(model, 1e-3, kind=partial(ShardedAdamW, workers=workers))
     calls = []
 
-    def loss(*tensors: torch.Tensor, **settings: Any) -> PolicyLoss:
+    def loss(inputs: PolicyLossInput) -> PolicyLoss:
         calls.append(0)
         # The first call is the trial, before the update.
         if rank in failing and len(calls) == 2:
             raise ValueError(f"wrong data {'x' * 1000}")
-        return policy_loss(*tensors, **settings)
+        return clipped(inputs)
 
     checked = checked_policy_loss(loss, "algorithm.policy_loss x")
     update = partial(update_policy, model, optimizer, data, updates.settings(), updates.with_options(), MAX_TOKENS)
@@ -52,7 +53,7 @@ def main(
         update(checked, workers)
     except ComputationFailed as raised:
         error = str(raised)
-    metrics = update(policy_loss, workers)
+    metrics = update(clipped, workers)
     (folder / f"{rank}.json").write_text(json.dumps({"error": error, "metrics": metrics}))
 
 

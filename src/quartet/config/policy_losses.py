@@ -1,0 +1,81 @@
+"""The table of policy losses: the parameters and defaults of each, and the import path of its function. Does not import torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+Aggregation = Literal[
+    "token_mean", "sequence_mean", "token_sum", "sequence_mean_token_sum", "sequence_mean_token_sum_norm"
+]
+RatioLevel = Literal["token", "sequence"]
+MAX_PARAMETERS = 32
+"""Maximum number of parameters of a policy loss."""
+
+
+@dataclass(frozen=True, slots=True)
+class LossParameter:
+    """A parameter of a policy loss: its default, and the range ``above`` < value <= ``most``."""
+
+    default: float
+    above: float = 0.0
+    most: float = math.inf
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyLossSpec:
+    """Properties of a policy loss that other modules depend on.
+
+    ``function`` is the import path of the function, see ``quartet.ppo.losses`` for its signature. ``clip_low``, ``clip_high`` and
+    ``aggregation`` are the defaults of algorithm.clip_ratio, clip_ratio_high and loss_aggregation; a loss that reads no clip
+    range has None. ``reads_dual_clip`` and ``reads_ratio_level``: it reads these settings. ``one_advantage_per_response``: all
+    tokens of a response must have the same advantage. ``select_tokens`` is the import path of a function that selects tokens of
+    each mini-batch from its old log-probs; None if the loss needs none. ``needs_old_log_probs``: the old log-probs of a whole
+    mini-batch must be known before its first token is in a loss; for the first mini-batch this takes one more forward pass.
+    """
+
+    name: str
+    function: str
+    parameters: Mapping[str, LossParameter] = field(default_factory=dict)
+    clip_low: float | None = 0.2
+    clip_high: float | None = 0.2
+    aggregation: Aggregation = "token_mean"
+    reads_dual_clip: bool = False
+    reads_ratio_level: bool = False
+    one_advantage_per_response: bool = False
+    select_tokens: str | None = None
+    needs_old_log_probs: bool = False
+
+    def resolve(self, parameters: Mapping[str, float]) -> dict[str, float]:
+        """Return all parameters of the loss: ``parameters``, and the defaults of the others.
+
+        Raises ValueError if a name is unknown or a value is out of range.
+        """
+        for name, value in parameters.items():
+            parameter = self.parameters.get(name)
+            if parameter is None:
+                known = f"its parameters are {', '.join(self.parameters)}" if self.parameters else "it has none"
+                raise ValueError(
+                    f"policy_loss_parameters.{name}: policy loss {self.name} has no such parameter; {known}"
+                )
+            if not (math.isfinite(value) and parameter.above < value <= parameter.most):
+                most = f" and at most {parameter.most:g}" if math.isfinite(parameter.most) else ""
+                above = f"more than {parameter.above:g}" if math.isfinite(parameter.above) else "a finite number"
+                raise ValueError(f"policy_loss_parameters.{name} {value:g}: expected {above}{most}")
+        return {name: parameter.default for name, parameter in self.parameters.items()} | dict(parameters)
+
+
+BUILT_IN_POLICY_LOSSES: dict[str, PolicyLossSpec] = {
+    spec.name: spec
+    for spec in (
+        PolicyLossSpec("clipped", "quartet.ppo.policy_losses:clipped", reads_dual_clip=True, reads_ratio_level=True),
+    )
+}
+"""The policy losses that a config can name without an import path."""
+
+
+def policy_loss_spec(name: str) -> PolicyLossSpec:
+    """Return the spec of a built-in loss. A custom loss has the defaults of ``clipped`` and reads all settings."""
+    return BUILT_IN_POLICY_LOSSES.get(name) or PolicyLossSpec(name, name, reads_dual_clip=True, reads_ratio_level=True)
