@@ -27,7 +27,7 @@ from quartet.models.weights.lora import Adapter
 from quartet.models.weights.snapshot import Writer
 from quartet.models.weights.streamed_model import write_config
 from quartet.models.workers.workers import SINGLE, Workers
-from quartet.ppo.losses import PolicyLossFunction, checked_policy_loss
+from quartet.ppo.losses import PolicyLossFunction, TokenSelector, checked_policy_loss
 from quartet.services.actor.engines import torch_engine
 from quartet.services.actor.publication import Publication
 from quartet.services.generator.episodes import EnvironmentAccess, generate_episodes
@@ -93,6 +93,8 @@ class Actor(TrainableModel):
             policy_loss,
             _import_policy_loss(policy_loss, policy_loss_parameters or {}),
         )
+        selector = policy_loss_spec(policy_loss).select_tokens
+        self._select_tokens: TokenSelector | None = import_callable(selector) if selector else None
         self._create_engine = create_engine or torch_engine(max_concurrent_sequences)
         super().__init__(config, config.model, device, run_directory, seed, update_threads, limits, workers, offload)
 
@@ -265,6 +267,8 @@ class Actor(TrainableModel):
                     tokens,
                     self._loss_function,
                     self._workers,
+                    self._select_tokens,
+                    policy_loss_spec(self._policy_loss).needs_old_log_probs,
                 )
             self._engine.weights_changed()
             if settings.num_epochs:

@@ -40,6 +40,11 @@ def permutation(seed: int, step: int, epoch: int, n: int) -> NDArray[np.int64]:
     return np.argsort(_stream("permutation", seed, step, epoch).random_raw(n), kind="stable")
 
 
+def selection_order(seed: int, step: int, epoch: int, mini_batch: int, n: int) -> NDArray[np.int64]:
+    """Return a random order of ``n`` tokens of one mini-batch of a step's update, int64 [n]."""
+    return np.argsort(_stream("selection", seed, step, epoch, mini_batch).random_raw(n), kind="stable")
+
+
 def prompt_order(seed: int, number: int, n: int, prompt_set: str = "") -> NDArray[np.int64]:
     """Return the order of ``n`` prompts in one pass over the data set or over one of its sets, int64 [n]."""
     name = [prompt_set] if prompt_set else []

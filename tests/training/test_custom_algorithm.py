@@ -120,7 +120,7 @@ def test_a_custom_loss_reads_its_own_parameters(make: MakeConfig) -> None:
         ("no_such_module:f", "No module named 'no_such_module'"),
         ("my_algorithm:value", "expected a function"),
         ("my_algorithm:per_token", r"advantages: \[3\] torch.float32, expected \[2\]"),
-        ("my_algorithm:same_loss", "a trial with 2 responses failed: TypeError"),
+        ("my_algorithm:same_loss", "a trial with 2 responses failed: AttributeError"),
     ],
 )
 def test_an_invalid_estimator_ends_the_run_at_its_start(estimator: str, message: str, make: MakeConfig) -> None:

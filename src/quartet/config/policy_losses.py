@@ -71,6 +71,62 @@ BUILT_IN_POLICY_LOSSES: dict[str, PolicyLossSpec] = {
     spec.name: spec
     for spec in (
         PolicyLossSpec("clipped", "quartet.ppo.policy_losses:clipped", reads_dual_clip=True, reads_ratio_level=True),
+        PolicyLossSpec(
+            "gspo",
+            "quartet.ppo.policy_losses:gspo",
+            clip_low=3e-4,
+            clip_high=4e-4,
+            aggregation="sequence_mean",
+            reads_dual_clip=True,
+            one_advantage_per_response=True,
+        ),
+        PolicyLossSpec(
+            "gspo_token",
+            "quartet.ppo.policy_losses:gspo_token",
+            clip_low=3e-4,
+            clip_high=4e-4,
+            aggregation="sequence_mean",
+            reads_dual_clip=True,
+        ),
+        PolicyLossSpec("cispo", "quartet.ppo.policy_losses:cispo", clip_low=1.0, clip_high=4.0),
+        PolicyLossSpec(
+            "sapo",
+            "quartet.ppo.policy_losses:sapo",
+            {"tau_positive": LossParameter(1.0), "tau_negative": LossParameter(1.05)},
+            clip_low=None,
+            clip_high=None,
+            aggregation="sequence_mean",
+        ),
+        PolicyLossSpec(
+            "gmpo",
+            "quartet.ppo.policy_losses:gmpo",
+            clip_low=0.4,
+            clip_high=0.4,
+            aggregation="sequence_mean",
+            one_advantage_per_response=True,
+        ),
+        PolicyLossSpec(
+            "clip_cov",
+            "quartet.ppo.policy_losses:clip_cov",
+            {
+                "clip_cov_ratio": LossParameter(0.0002, most=1.0),
+                "clip_cov_lb": LossParameter(1.0, above=-math.inf),
+                "clip_cov_ub": LossParameter(5.0, above=-math.inf),
+            },
+            select_tokens="quartet.ppo.policy_losses:select_clip_cov",
+            needs_old_log_probs=True,
+        ),
+        PolicyLossSpec(
+            "kl_cov",
+            "quartet.ppo.policy_losses:kl_cov",
+            {"kl_cov_ratio": LossParameter(0.0002, most=1.0), "ppo_kl_coef": LossParameter(0.1)},
+            clip_low=None,
+            clip_high=None,
+            # Before the first optimizer step, ratio 1 makes the penalty and its gradient 0, so no selection is needed there.
+            select_tokens="quartet.ppo.policy_losses:select_kl_cov",
+        ),
+        PolicyLossSpec("dppo_tv", "quartet.ppo.policy_losses:dppo_tv", {"ratio_cap": LossParameter(20.0)}),
+        PolicyLossSpec("dppo_kl", "quartet.ppo.policy_losses:dppo_kl", {"ratio_cap": LossParameter(20.0)}),
     )
 }
 """The policy losses that a config can name without an import path."""

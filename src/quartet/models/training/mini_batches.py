@@ -80,6 +80,11 @@ class MiniBatchIterator:
         # With one mini-batch the order has no effect: every epoch is the same and is built once.
         self._only = [self._mini_batch(np.arange(sequences))] if settings.num_mini_batches == 1 else None
 
+    @property
+    def step(self) -> int:
+        """Return the training step of the experience."""
+        return self._step
+
     def mini_batches(self, epoch: int) -> list[MiniBatch]:
         """Return the epoch's mini-batches, of nearly equal numbers of sequences."""
         if self._only is not None:

@@ -6,6 +6,7 @@ not change the result.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -25,6 +26,8 @@ from quartet.ppo.losses import (
     PolicyLoss,
     PolicyLossFunction,
     PolicyLossInput,
+    SelectionInput,
+    TokenSelector,
     importance_weights,
     kl_loss,
     loss_weights,
@@ -32,6 +35,7 @@ from quartet.ppo.losses import (
     weighted_sum,
 )
 from quartet.ppo.policy_losses import clipped
+from quartet.random_streams import selection_order
 from quartet.types import (
     Experience,
     FloatArray,
@@ -53,11 +57,14 @@ def update_policy(
     max_tokens: int,
     loss_function: PolicyLossFunction = clipped,
     workers: Workers = SINGLE,
+    select_tokens: TokenSelector | None = None,
+    needs_old_log_probs: bool = False,
 ) -> dict[str, float]:
     """Take the policy's optimizer steps on one step's experience and return their metrics.
 
-    ``loss_function`` is the function that ``loss.policy_loss`` names. The trainer computes the old log-probs in the micro-batches
-    of the first epoch, before the first optimizer step, so the ratio starts at exactly 1. A mini-batch without a token under
+    ``loss_function`` is the function that ``loss.policy_loss`` names, ``select_tokens`` and ``needs_old_log_probs`` are as in its
+    ``PolicyLossSpec``. The trainer computes the old log-probs in the micro-batches of the first epoch, before the first optimizer
+    step, so the ratio starts at exactly 1. A mini-batch without a token under
     ``actor_mask`` takes no step. The result does not depend on ``max_tokens``, which limits a micro-batch, pads included. Except
     at the first step, the update ends at a mini-batch whose mean KL(old || new) over its masked tokens exceeds
     ``loss.target_kl`` (Spinning Up's target_kl, without its factor of 1.5). With 0 epochs it only runs one forward pass. The
@@ -74,14 +81,14 @@ def update_policy(
     ``settings.skip_non_finite`` that step is skipped instead.
     """
     batches = MiniBatchIterator(model, experience, settings, max_tokens, workers)
-    policy = _PolicyExperience(model, batches, experience, loss, loss_function, workers)
+    policy = _PolicyExperience(model, batches, experience, loss, loss_function, workers, select_tokens)
     stats = UpdateStats()
     if settings.num_epochs == 0:
         policy.recompute(batches.mini_batches(0), settings.skip_non_finite)
     else:
         set_learning_rate(optimizer, settings.learning_rate)
         optimizer.zero_grad(set_to_none=True)
-        _take_policy_steps(batches, policy, optimizer, settings, loss, stats, workers)
+        _take_policy_steps(batches, policy, optimizer, settings, loss, stats, workers, needs_old_log_probs)
     return {
         **stats.means(per_step={"policy_loss": "policy_loss"}, per_token=_POLICY_TOKEN_MEANS),
         **policy.observations(),
@@ -145,18 +152,24 @@ def _take_policy_steps(
     loss: PolicyLossSettings,
     stats: UpdateStats,
     workers: Workers,
+    needs_old_log_probs: bool,
 ) -> None:
     for epoch in range(settings.num_epochs):
         mini_batches = batches.mini_batches(epoch)
         counts = [policy.masked_tokens(mini_batch) for mini_batch in mini_batches]
-        # The first mini-batch with a step is computed at the old weights, so its forward pass also provides the old log-probs.
+        # The first mini-batch with a step is computed at the old weights, so its forward pass also provides the old log-probs,
+        # unless the loss needs them before it.
         first = next((index for index, count in enumerate(counts) if count), None) if epoch == 0 else None
+        if needs_old_log_probs:
+            first = None
         if epoch == 0:
             others = [mini_batch for index, mini_batch in enumerate(mini_batches) if index != first]
             policy.recompute(others, settings.skip_non_finite)
         for index, (mini_batch, count) in enumerate(zip(mini_batches, counts, strict=True)):
             if count == 0:
                 continue
+            if index != first:
+                policy.select(mini_batch, partial(selection_order, settings.seed, batches.step, epoch, index))
             losses, seen = policy.backward(mini_batch, index == first)
             if loss.target_kl and stats.steps and seen["approx_kl"] / count > loss.target_kl:
                 optimizer.zero_grad(set_to_none=True)
@@ -177,8 +190,9 @@ class _PolicyExperience:
         loss: PolicyLossSettings,
         loss_function: PolicyLossFunction,
         workers: Workers,
+        select_tokens: TokenSelector | None,
     ) -> None:
-        self._workers = workers
+        self._workers, self._select_tokens = workers, select_tokens
         self._model, self._loss, self._actor_mask = model, loss, experience.actor_mask
         self._loss_function = loss_function
         self._mask, self._advantages = batches.tensor(experience.actor_mask), batches.tensor(experience.advantages)
@@ -188,6 +202,7 @@ class _PolicyExperience:
         )
         self._own_tokens = batches.own_tokens()
         self._weights = torch.zeros_like(self._mask)
+        self._selected = torch.zeros_like(self._mask, dtype=torch.bool) if select_tokens else None
         self._rollout_log_probs, self._response_mask = experience.log_probs, experience.response_mask
         self._entropy = MetricSums()
         self.old = torch.full_like(self._mask, torch.nan)
@@ -219,6 +234,26 @@ class _PolicyExperience:
                 f"policy update: {seen['not_finite']:g} old log-probs are not finite: the weights diverged before this step, "
                 "which has not changed them; restore a checkpoint"
             )
+        if self._select_tokens is not None:
+            self.exchange_old()
+
+    def select(self, mini_batch: MiniBatch, order: Callable[[int], np.ndarray[Any, np.dtype[np.int64]]]) -> None:
+        """Select tokens of the whole mini-batch, if the loss does, from its old log-probs, which must be known.
+
+        ``order(n)`` returns a random order of n tokens.
+        """
+        if self._select_tokens is None or self._selected is None:
+            return
+        token_indices = mini_batch.token_indices[self._actor_mask[mini_batch.token_indices] != 0]
+        tokens = torch.from_numpy(token_indices).to(self._mask.device)
+        self._selected[tokens] = self._select_tokens(
+            SelectionInput(
+                self.old[tokens],
+                self._advantages[tokens],
+                self._loss.parameters,
+                lambda count: torch.from_numpy(order(count)),
+            )
+        )
 
     def backward(self, mini_batch: MiniBatch, is_first: bool) -> tuple[list[torch.Tensor], MetricSums]:
         """Add the mini-batch's gradients to the model's. Return the loss [] of each micro-batch of this rank, and metrics of all
@@ -272,6 +307,7 @@ class _PolicyExperience:
                 dual_clip=loss.dual_clip,
                 ratio_level=loss.ratio_level,
                 parameters=loss.parameters,
+                selected=None if self._selected is None else self._selected[token_indices],
             )
         )
         total = result.loss
