@@ -21,7 +21,7 @@ GATEWAY_ARGS ?=
 BENCHMARK_ARGS ?=
 FUZZ_ARGS ?=
 ARCHITECTURES_ARGS ?=
-REVIEW_RUNS := $(addprefix runs/reviews-,ppo reinforce rloo grpo dr-grpo reinforce-plus-plus lora)
+REVIEW_RUNS := $(addprefix runs/reviews-,ppo reinforce rloo grpo dr-grpo reinforce-plus-plus gspo cispo lora)
 PYTEST := $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
