@@ -15,7 +15,7 @@ from pathlib import Path
 from benchmarks import machine, page
 from benchmarks.evidence.experiments import (
     ALGORITHMS,
-    LEARNING_RATES,
+    BESIDE_TRL,
     Experiment,
     algorithm_runs,
     default_runs,
@@ -65,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if "algorithm" in options.parts:
         experiments += algorithm_runs(folder, options.algorithms, options.model_seeds, options.run_seeds, options.steps)
     if "beside" in options.parts:
-        experiments += trl_runs(folder, list(LEARNING_RATES), options.model_seeds, options.pairs, options.pair_steps)
+        experiments += trl_runs(folder, list(BESIDE_TRL), options.model_seeds, options.pairs, options.pair_steps)
     if "variation" in options.parts:
         experiments += variation_runs(folder, options.model_seeds, options.steps)
     try:

@@ -32,9 +32,12 @@ VARIATIONS: dict[str, tuple[str, ...]] = {
     "fixed KL coefficient 0.05": ("algorithm.kl_controller.kind=fixed",),
 }
 """Variations of configs/reviews/ppo.yaml, to choose its settings."""
-LEARNING_RATES = {"ppo": 3.4e-5, "rloo": 6e-5}
-"""Learning rates beside TRL, whose trainers have no KL controller: with those of the configs, the KL of both sides would grow
-without a limit."""
+BESIDE_TRL: dict[str, tuple[str, ...]] = {
+    "ppo": ("actor.learning_rate=3.4e-5", "algorithm.kl_coefficient=0.05"),
+    "rloo": ("actor.learning_rate=6e-5", "algorithm.kl_coefficient=0.05"),
+}
+"""Settings beside TRL, whose trainers have no KL controller: with the learning rates of the configs, the KL would grow without a
+limit on both sides."""
 
 
 @dataclass(frozen=True)
@@ -139,7 +142,7 @@ def trl_runs(
             model_seeds[seed % len(model_seeds)],
             seed,
             steps,
-            tuple(equal_settings(load_config(_config(name), [f"actor.learning_rate={LEARNING_RATES[name]}"]))),
+            (*BESIDE_TRL[name], *equal_settings(load_config(_config(name), list(BESIDE_TRL[name])))),
             folder,
             side,
         )
