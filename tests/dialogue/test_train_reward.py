@@ -43,7 +43,7 @@ def test_the_reward_model_prefers_the_better_answers_of_unseen_prompts(prepared:
     summary = json.loads((prepared / "reward/training.json").read_text())
     assert summary["before"]["accuracy"] < 0.75
     assert summary["after"]["accuracy"] > 0.95
-    assert abs(summary["after"]["longer"] - 0.5) < 0.2
+    assert summary["after"]["accuracy"] > summary["after"]["longer"] + 0.1
     assert summary["after"]["loss"] < 0.3
 
 
@@ -71,16 +71,16 @@ def test_the_reward_service_scores_the_checkpoint(prepared: Path) -> None:
 def test_training_repeats_and_does_not_depend_on_the_micro_batch(
     programs: Programs, prepared: Path, tmp_path: Path
 ) -> None:
-    weights = []
-    for number, size in enumerate(("16", "16", "5")):
+    options = ["--learning-rate", "2e-2", "--batch-pairs", "64"]
+    weights, losses = [], []
+    for number, size in enumerate(("64", "64", "20")):
         out = tmp_path / f"reward{number}"
-        options = [*REWARD[:4], "--micro-batch-pairs", size]
-        assert programs["train_reward"].main([f"{prepared}/policy", f"{prepared}/data", str(out), *options]) == 0
+        arguments = [f"{prepared}/policy", f"{prepared}/data", str(out), *options, "--micro-batch-pairs", size]
+        assert programs["train_reward"].main(arguments) == 0
         weights.append((out / "model.safetensors").read_bytes())
-        losses = [json.loads((out / "training.json").read_text())["after"]["loss"]]
-    assert weights[0] == weights[1]
-    same = json.loads((tmp_path / "reward0/training.json").read_text())["after"]["loss"]
-    assert losses[-1] == pytest.approx(same, rel=1e-2)
+        losses.append(json.loads((out / "training.json").read_text())["after"]["loss"])
+    assert weights[0] == weights[1] != weights[2]
+    assert losses[2] == pytest.approx(losses[0], rel=1e-3)
 
 
 def test_the_loss_of_a_pair_by_hand(programs: Programs) -> None:
