@@ -205,46 +205,49 @@ def stderr_of_refused(call: Call, *arguments: str | Path) -> str:
 
 
 def test_checkpoints_can_be_tagged_and_untagged(call: Call, run_copy: Path) -> None:
-    for step, name in (("6", "best"), ("8", "last"), ("best", "first.of_two")):
+    for step, name in (("6", "good"), ("8", "last"), ("good", "first.of_two")):
         assert call("checkpoints", "tag", run_copy, step, name).code == 0
-    assert {name: (run_copy / "checkpoints" / name).readlink() for name in ("best", "last", "first.of_two")} == {
-        "best": Path("step-000006"),
+    assert {name: (run_copy / "checkpoints" / name).readlink() for name in ("good", "last", "first.of_two")} == {
+        "good": Path("step-000006"),
         "last": Path("step-000008"),
         "first.of_two": Path("step-000006"),
     }
     listed = call("checkpoints", "list", run_copy)
-    assert all(name in listed.out for name in ("best", "last", "first.of_two"))
-    assert call("checkpoints", "tag", run_copy, "6", "best").code == 0, "tagging again changes nothing"
-    assert "tag best: belongs to step-000006; remove it there first" in stderr_of_refused(
-        call, "checkpoints", "tag", run_copy, "8", "best"
+    assert all(name in listed.out for name in ("good", "last", "first.of_two"))
+    assert call("checkpoints", "tag", run_copy, "6", "good").code == 0, "tagging again changes nothing"
+    assert "tag good: belongs to step-000006; remove it there first" in stderr_of_refused(
+        call, "checkpoints", "tag", run_copy, "8", "good"
     )
     assert "names the newest checkpoint" in stderr_of_refused(call, "checkpoints", "tag", run_copy, "6", "latest")
-    for bad in ("7", "step-000007", "../best", "a b", ".best", ""):
+    assert "the run sets it by checkpoint.best_metric" in stderr_of_refused(
+        call, "checkpoints", "tag", run_copy, "6", "best"
+    )
+    for bad in ("7", "step-000007", "../good", "a b", ".good", ""):
         assert "expected up to 64 letters" in stderr_of_refused(call, "checkpoints", "tag", run_copy, "6", bad)
-    assert "no checkpoint of step 7; available steps: 6, 8; tags: best, first.of_two, last" in stderr_of_refused(
+    assert "no checkpoint of step 7; available steps: 6, 8; tags: first.of_two, good, last" in stderr_of_refused(
         call, "checkpoints", "tag", run_copy, "7", "new"
     )
     # Rollback never deletes a tagged checkpoint.
-    assert "step-000008 is tagged last" in stderr_of_refused(call, "rollback", run_copy, "best", "--yes")
+    assert "step-000008 is tagged last" in stderr_of_refused(call, "rollback", run_copy, "good", "--yes")
     assert committed_steps(run_copy) == 8
     assert call("checkpoints", "untag", run_copy, "last").code == 0
-    assert call("rollback", run_copy, "best", "--yes").code == 0
-    assert (committed_steps(run_copy), checkpoint_folders(run_copy)) == (6, ["best", "first.of_two", "step-000006"])
-    assert call("checkpoints", "untag", run_copy, "best").code == 0
+    assert call("rollback", run_copy, "good", "--yes").code == 0
+    assert (committed_steps(run_copy), checkpoint_folders(run_copy)) == (6, ["first.of_two", "good", "step-000006"])
+    assert call("checkpoints", "untag", run_copy, "good").code == 0
     assert checkpoint_folders(run_copy) == ["first.of_two", "step-000006"]
-    assert "no checkpoint has the tag best; available steps: 6; tags: first.of_two" in stderr_of_refused(
-        call, "checkpoints", "untag", run_copy, "best"
+    assert "no checkpoint has the tag good; available steps: 6; tags: first.of_two" in stderr_of_refused(
+        call, "checkpoints", "untag", run_copy, "good"
     )
 
 
 @pytest.mark.slow  # tests/services/orchestrator/checkpointing keeps tagged checkpoints.
 def test_a_tagged_checkpoint_is_kept_regardless_of_keep_last(start: Start, config: Path, run_copy: Path) -> None:
-    assert start("checkpoints", "tag", run_copy, "6", "best").wait().code == 0
+    assert start("checkpoints", "tag", run_copy, "6", "good").wait().code == 0
     longer = settings("run.steps=13", "checkpoint.every_steps=3")
     assert start("train", config, *longer, "--resume").wait().code == 0
-    assert checkpoint_folders(run_copy) == ["best", "step-000006", "step-000012", "step-000013"]
+    assert checkpoint_folders(run_copy) == ["good", "step-000006", "step-000012", "step-000013"]
     assert start("checkpoints", "verify", run_copy).wait().out.count("verified") == 3
-    forked_result = start("fork", run_copy, "best", "--name", "other").wait()
+    forked_result = start("fork", run_copy, "good", "--name", "other").wait()
     assert (forked_result.code, checkpoint_folders(run_copy.with_name("other"))) == (0, ["step-000006"])
 
 
@@ -288,8 +291,8 @@ def test_export_refuses_a_non_empty_directory_and_a_damaged_checkpoint(
     assert "actor/model.safetensors does not match the manifest" in stderr_of_refused(
         call, "checkpoints", "export", run_copy, "8", "new"
     )
-    assert "no checkpoint with the tag best; available steps: 6, 8" in stderr_of_refused(
-        call, "checkpoints", "export", run_copy, "best", "new"
+    assert "no checkpoint with the tag good; available steps: 6, 8" in stderr_of_refused(
+        call, "checkpoints", "export", run_copy, "good", "new"
     )
     assert not (tmp_path / "new").exists()
 

@@ -261,7 +261,7 @@ def test_a_rollback_is_refused_without_a_checkpoint_and_past_a_tagged_checkpoint
     def command(running: Any) -> None:
         with pytest.raises(InvalidRequest) as missing:
             running.control.roll_back(3)
-        (RunFiles(running.config.run_directory).checkpoints / "best").symlink_to("step-000004")
+        (RunFiles(running.config.run_directory).checkpoints / "good").symlink_to("step-000004")
         with pytest.raises(FailedPrecondition) as tagged:
             running.control.roll_back(2)
         refused.extend([str(missing.value), str(tagged.value)])
@@ -270,7 +270,7 @@ def test_a_rollback_is_refused_without_a_checkpoint_and_past_a_tagged_checkpoint
         run = active.finish()
     assert run.code == 0, run.progress.error
     assert refused[0] == "step 3: has no checkpoint; checkpoints exist for: 2, 4"
-    assert "step-000004 is tagged best" in refused[1]
+    assert "step-000004 is tagged good" in refused[1]
     assert len(run.metrics) == STEPS
 
 

@@ -11,6 +11,7 @@ from quartet.buffer.experience_store import ExperienceStore
 from quartet.config import Config
 from quartet.durable_files import check_saved_files
 from quartet.errors import StorageFailed
+from quartet.run_directory.best_checkpoint import tag_best
 from quartet.run_directory.checkpoints import Checkpoint
 from quartet.run_directory.run_files import RunFiles
 from quartet.services.orchestrator.checkpointing.checkpoint_writer import CheckpointWriter, PendingCheckpoint
@@ -37,7 +38,7 @@ class CheckpointScheduler:
         self._config, self._run, self._files = config, config.run.name, files
         self._service_clients, self._experience = service_clients, experience
         self._board, self._profiler = board, profiler
-        self._writer = CheckpointWriter(files, config.checkpoint.keep_last, config.to_yaml())
+        self._writer = CheckpointWriter(files, config.checkpoint.keep_last, config.to_yaml(), self._tag_best)
         self._saved_step = self._failed_step = 0
         self._pending: PendingCheckpoint | None = None
 
@@ -60,6 +61,7 @@ class CheckpointScheduler:
         self._saved_step = checkpoint_step
         if step < self._failed_step:
             self._failed_step = 0
+        self._tag_best()
 
     @property
     def newest_step(self) -> int:
@@ -108,6 +110,19 @@ class CheckpointScheduler:
             covered, self._saved_step = range(self._saved_step + 1, pending.step + 1), pending.step
             with self._profiler.span("redis", "discard"):
                 self._experience.discard(covered)
+
+    def _tag_best(self) -> None:
+        """Give the tag ``best`` to the best checkpoint. If the disk refuses it, the next checkpoint tries again."""
+        config = self._config.checkpoint
+        try:
+            best = tag_best(self._files, config)
+        except StorageFailed as error:
+            self._board.note(f"the best checkpoint is not tagged: {error}")
+            log.warning("best checkpoint not tagged", error=str(error))
+            return
+        if best is not None:
+            log.info("best checkpoint", step=best.step, metric=config.best_metric, value=best.value)
+            self._board.note(f"checkpoint of step {best.step} is the best: {config.best_metric} {best.value:.4g}")
 
     def save_policy(self, step: int, leader_epoch: int) -> None:
         """Write the policy after ``step`` in Hugging Face format, its adapter if it has one, and then their step."""

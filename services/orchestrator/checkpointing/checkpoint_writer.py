@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +40,11 @@ log = structlog.get_logger()
 class CheckpointWriter:
     """Writer of the checkpoints of one run: ``checkpoints/step-000020/{actor,critic}/`` with a ``manifest.json``."""
 
-    def __init__(self, files: RunFiles, keep: int, config_yaml: str) -> None:
-        self._files, self._keep = files, keep
+    def __init__(
+        self, files: RunFiles, keep: int, config_yaml: str, tag_best: Callable[[], None] = lambda: None
+    ) -> None:
+        """``tag_best`` is called after each checkpoint, before the oldest one is dropped."""
+        self._files, self._keep, self._tag_best = files, keep, tag_best
         self._skipped: dict[str, bool] = {}
         """Notes on skipped checkpoints, and whether each has been reported."""
         self._config_hash = hashlib.sha256(config_yaml.encode()).hexdigest()
@@ -80,7 +83,7 @@ class CheckpointWriter:
             client.save(run, leader_epoch, f"{directory}/{client.role}", SaveKind.CHECKPOINT, step)
             for client in trained
         ]
-        return PendingCheckpoint(self._files, step, partial, manifest, calls, self._keep)
+        return PendingCheckpoint(self._files, step, partial, manifest, calls, self._keep, self._tag_best)
 
     def newest(self, run: str, verify: bool = True) -> Checkpoint | None:
         """Return the newest checkpoint whose files match their checksums. Damaged checkpoints are skipped and noted.
@@ -119,8 +122,9 @@ class PendingCheckpoint:
         manifest: dict[str, Any],
         calls: Sequence[PendingResult[list[SavedFile]]],
         keep: int,
+        tag_best: Callable[[], None],
     ) -> None:
-        self.step = step
+        self.step, self._tag_best = step, tag_best
         self._files, self._partial, self._manifest, self._calls, self._keep = files, partial, manifest, calls, keep
 
     @property
@@ -149,6 +153,8 @@ class PendingCheckpoint:
             shutil.rmtree(self._partial, ignore_errors=True)
             raise
         failpoint("orchestrator.checkpointed")
+        # The best checkpoint keeps its tag until the better one has it, so it is never dropped.
+        self._tag_best()
         self._drop_oldest()
 
     def abandon(self) -> None:

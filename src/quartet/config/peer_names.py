@@ -60,6 +60,8 @@ _NAMES_BY_KEY = {
     "reward.http.reward_key": "reward_key",
     "checkpoint.every_steps": "save_freq save_steps save_interval",
     "checkpoint.keep_last": "save_total_limit max_ckpt_num max_actor_ckpt_to_keep",
+    "checkpoint.best_metric": "metric_for_best_model best_metric_key metric_name",
+    "checkpoint.best_mode": "greater_is_better best_metric_mode higher_is_better",
     "evaluation.every_steps": "test_freq eval_steps val_check_interval",
     "telemetry.wandb": "report_to use_wandb",
 }

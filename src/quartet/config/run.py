@@ -88,3 +88,16 @@ class CheckpointConfig(Section):
     """Steps between checkpoints. 0: write no checkpoints, only the final policy."""
     keep_last: Count = 2
     """Number of latest checkpoints to keep. Tagged checkpoints are kept as well."""
+    best_metric: str | None = None
+    """Metric of a step or of an evaluation, such as eval_reward_sampled. The checkpoint with the best value so far is kept and has
+    the tag best. Null: no checkpoint is the best."""
+    best_mode: Literal["max", "min"] = "max"
+    """max: the largest value of best_metric is the best. min: the smallest."""
+
+    @model_validator(mode="after")
+    def _has_checkpoints(self) -> CheckpointConfig:
+        if self.best_metric is not None and self.every_steps == 0:
+            raise ValueError(
+                f"best_metric {self.best_metric}: every_steps is 0, so there are no checkpoints; set every_steps above 0"
+            )
+        return self

@@ -10,6 +10,7 @@ from quartet.config import Config, EnvironmentServiceConfig, ServiceConfig
 from quartet.data import set_contents
 from quartet.errors import ConfigError
 from quartet.preflight.addresses import check_gateway, check_port
+from quartet.preflight.best_metric import check_best_metric
 from quartet.preflight.functions import check_function, named_functions
 from quartet.preflight.generators import check_generators
 from quartet.preflight.ineffective_settings import unused_settings
@@ -73,6 +74,7 @@ def check_inputs(config: Config, report: Callable[[str], None] = lambda _: None)
                 if address is not None:
                     check_port(f"services.{role}.{name}", address)
     notes += check_generators(config)
+    check_best_metric(config)
     return check_prompts(config, report) + notes + unused_settings(config)
 
 

@@ -16,6 +16,8 @@ from quartet.run_directory.run_files import RunFiles
 FORMAT = 1
 """Version of the manifest."""
 MANIFEST = "manifest.json"
+BEST = "best"
+"""Tag of the best checkpoint by ``checkpoint.best_metric``. The run sets it, and a rollback may remove it."""
 _FOLDER = re.compile(r"step-\d+", re.ASCII)
 
 
@@ -103,10 +105,10 @@ def rollback_target(files: RunFiles) -> int:
 
 
 def checkpoints_after(files: RunFiles, step: int) -> list[Path]:
-    """Return the checkpoints that a rollback to ``step`` deletes. Raises ConfigError if one of them is tagged."""
+    """Return the checkpoints that a rollback to ``step`` deletes. Raises ConfigError if a user has tagged one of them."""
     later = [path for path in checkpoint_folders(files) if checkpoint_step(path) > step]
     for name, folder in tagged_checkpoints(files).items():
-        if folder in [path.name for path in later]:
+        if name != BEST and folder in [path.name for path in later]:
             raise ConfigError(
                 f"rollback to step {step}: {folder} is tagged {name}; remove the tag with quartet checkpoints untag "
                 f"{files.root} {name} first, or fork"
@@ -121,7 +123,10 @@ def roll_back(files: RunFiles, step: int) -> None:
     The file ``rolling_back`` is removed last, so that a rollback that a crash interrupted is completed later. Raises ConfigError
     if a later checkpoint is tagged.
     """
-    for path in checkpoints_after(files, step):
+    later = checkpoints_after(files, step)
+    if tagged_checkpoints(files).get(BEST) in [path.name for path in later]:
+        (files.checkpoints / BEST).unlink(missing_ok=True)
+    for path in later:
         delete_checkpoint(path)
     # A policy that was saved at this very step stays.
     if files.policy_step() != step:

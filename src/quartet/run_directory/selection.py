@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from quartet.config import load_config
 from quartet.errors import ConfigError
+from quartet.run_directory.best_checkpoint import tag_best
 from quartet.run_directory.checkpoints import (
     Checkpoint,
     DamagedCheckpoint,
@@ -60,5 +62,7 @@ def roll_back_to(files: RunFiles, which: str) -> int:
     """
     with lock_run_directory(files):
         step = checkpoint_at(files, which).step
+        config = load_config(files.config)
         roll_back(files, step)
+        tag_best(files, config.checkpoint)
     return step

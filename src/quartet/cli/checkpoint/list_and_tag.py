@@ -12,7 +12,9 @@ from rich.table import Table
 
 from quartet.config import Config, is_redacted, load_config, redact_url
 from quartet.errors import ConfigError
+from quartet.run_directory.best_checkpoint import tag_best
 from quartet.run_directory.checkpoints import (
+    BEST,
     DamagedCheckpoint,
     checkpoint_folders,
     checkpoint_step,
@@ -61,6 +63,8 @@ def tag_checkpoint(run: Path, which: str, tag: str) -> None:
     files = run_files(run)
     if tag == LATEST:
         raise ConfigError(f"tag {tag}: names the newest checkpoint of every run; choose another tag")
+    if tag == BEST:
+        raise ConfigError(f"tag {tag}: the run sets it by checkpoint.best_metric; choose another tag")
     if not _TAG.fullmatch(tag) or tag.startswith("step-") or tag.isdecimal():
         raise ConfigError(
             f"tag {tag!r}: expected up to 64 letters, digits, '.', '_' and '-'; not only digits, and not step-..."
@@ -109,6 +113,7 @@ def rollback(run: Path, which: str, yes: bool = False) -> None:
         if (removed := _removed_by_rollback(files, step)) and not yes:
             _ask_before_removal(run, step, removed)
         roll_back(files, step)
+        tag_best(files, config.checkpoint)
     outcome = f"is back at step {step}" if removed else f"is at step {step} already, nothing was removed"
     console.print(f"{run}: {outcome}; {how_to_resume(files, config)}", highlight=False, soft_wrap=True)
 
