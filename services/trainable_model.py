@@ -226,7 +226,7 @@ class TrainableModel(ABC):
         A checkpoint includes the optimizer state. The function may run on any thread while the model continues. With an adapter,
         a checkpoint has only the adapter (and a critic's head), and a model has the merged weights. Raises InvalidRequest for a
         directory outside the run's, and FailedPrecondition if the model is not at ``step``, belongs to another run, has a newer
-        leader, has a failed update, or has no adapter to save. The function raises StorageFailed.
+        leader, has a failed update, or has no adapter or average to save. The function raises StorageFailed.
 
         In a group, each rank writes its part of a checkpoint in the background. A model is written here, one tensor after the
         other. Only rank 0 may call the function.
@@ -239,17 +239,30 @@ class TrainableModel(ABC):
             )
         # A saved model is complete only with its tokenizer.
         writers: list[Writer] = [self._tokenizer.save_pretrained]
+        if kind is SaveKind.EMA:
+            writers.append(self._snapshot_average())
+            return partial(self._write, target, writers)
         if self._group is not None and kind is not SaveKind.ADAPTER:
             return self._snapshot_group(self._group, target, kind, writers)
         writers.append(self._snapshot(self._adapter, merged=kind is SaveKind.MODEL))
         if kind is SaveKind.CHECKPOINT:
             writers += [lambda _: failpoint(self.saving), snapshot_optimizer(self._optimizer)]
+            writers += self._snapshot_state()
+        return partial(self._write, target, writers)
 
-        def write() -> list[SavedFile]:
-            write_model(target, *writers)
-            return describe_files(self._root, target)
+    def _write(self, target: Path, writers: list[Writer]) -> list[SavedFile]:
+        write_model(target, *writers)
+        return describe_files(self._root, target)
 
-        return write
+    def _snapshot_average(self) -> Writer:
+        """Copy the moving average of the weights as a model. Raises FailedPrecondition if there is none."""
+        raise FailedPrecondition(
+            f"save of the average: this {self.role} keeps none; set actor.ema_decay, or save the model"
+        )
+
+    def _snapshot_state(self) -> list[Writer]:
+        """Copy what a checkpoint has besides weights and optimizer state."""
+        return []
 
     def _snapshot_group(
         self, group: GroupSaves, target: Path, kind: SaveKind, writers: list[Writer]

@@ -20,6 +20,7 @@ from quartet.models.generation.engine import EngineFactory, Policy, TurnEngine
 from quartet.models.generation.validation import served_model
 from quartet.models.training.update_memory import UpdateMemory, measure_policy
 from quartet.models.training.updates import update_policy
+from quartet.models.training.weight_average import WeightAverage
 from quartet.models.weights.device_copy import copy_to_device
 from quartet.models.weights.host_tensors import adapter_settings, complete_tensors, named_weights
 from quartet.models.weights.loading import check_causal_lm, load_causal_lm, snapshot_model, stop_token_ids
@@ -96,6 +97,11 @@ class Actor(TrainableModel):
         selector = policy_loss_spec(policy_loss).select_tokens
         self._select_tokens: TokenSelector | None = import_callable(selector) if selector else None
         self._create_engine = create_engine or torch_engine(max_concurrent_sequences)
+        if config.ema_decay is not None and workers.size > 1:
+            raise ConfigError(
+                f"actor.ema_decay {config.ema_decay:g}: one process keeps the average of all weights, and this actor has "
+                f"{workers.size} ranks; set ema_decay null"
+            )
         super().__init__(config, config.model, device, run_directory, seed, update_threads, limits, workers, offload)
 
     def _read(self, source: str | Path) -> Any:
@@ -119,6 +125,15 @@ class Actor(TrainableModel):
             return adapter.snapshot()
         return snapshot_model(self._model, adapter)
 
+    def _snapshot_average(self) -> Writer:
+        if self._average is None:
+            return super()._snapshot_average()
+        with self._average.applied():
+            return self._snapshot(self._adapter, merged=True)
+
+    def _snapshot_state(self) -> list[Writer]:
+        return [] if self._average is None else [self._average.snapshot()]
+
     def _snapshot_rest(self, dtype: Any) -> Writer:
         return lambda directory: write_config(self._model, directory, dtype)
 
@@ -129,7 +144,12 @@ class Actor(TrainableModel):
         # The engine references the previous model, which must be released first.
         if "_engine" in vars(self):
             vars(self).pop("_engine").close()
+        self._average: WeightAverage | None = None
         super()._load(checkpoint)
+        if self._config.ema_decay is not None:
+            self._average = WeightAverage(self._model, self._optimizer, self._config.ema_decay)
+            if checkpoint is not None:
+                self._average.read(checkpoint)
         stop_ids = stop_token_ids(self._model, self._tokenizer)
         self._engine = self._create_engine(Policy(self._model, self._tokenizer, self._adapter, stop_ids, self._score))
         self._stop_ids = stop_ids
@@ -271,6 +291,8 @@ class Actor(TrainableModel):
                     policy_loss_spec(self._policy_loss).needs_old_log_probs,
                 )
             self._engine.weights_changed()
+            if settings.num_epochs and self._average is not None:
+                self._average.update()
             if settings.num_epochs:
                 self._tokens["trained"] += experience.policy_tokens
             return metrics

@@ -602,12 +602,14 @@ class Alert:
 class SaveKind(enum.StrEnum):
     """Content of a save.
 
-    A checkpoint is enough to continue training. A model is in Hugging Face format. An adapter is only the LoRA adapter.
+    A checkpoint is enough to continue training. A model is in Hugging Face format. An adapter is only the LoRA adapter. The EMA is a
+    model with the moving average of the weights.
     """
 
     CHECKPOINT = "checkpoint"
     MODEL = "model"
     ADAPTER = "adapter"
+    EMA = "ema"
 
 
 @dataclass(frozen=True, slots=True)

@@ -557,7 +557,7 @@ def test_a_value_clip_out_of_range_is_refused(value: float) -> None:
 
 @pytest.mark.parametrize("kind", [0, 4, 99])
 def test_an_unknown_save_kind_is_refused(kind: int) -> None:
-    with pytest.raises(InvalidRequest, match=f"kind {kind}: expected SAVE_KIND_CHECKPOINT, _MODEL or _ADAPTER"):
+    with pytest.raises(InvalidRequest, match=f"kind {kind}: expected SAVE_KIND_CHECKPOINT, _MODEL, _ADAPTER or _EMA"):
         codec.save_request_from_proto(update_pb2.SaveRequest(kind=kind))  # type: ignore[arg-type]
 
 

@@ -125,11 +125,13 @@ class CheckpointScheduler:
             self._board.note(f"checkpoint of step {best.step} is the best: {config.best_metric} {best.value:.4g}")
 
     def save_policy(self, step: int, leader_epoch: int) -> None:
-        """Write the policy after ``step`` in Hugging Face format, its adapter if it has one, and then their step."""
+        """Write the policy after ``step`` in Hugging Face format, its adapter and its average if it has them, and their step."""
         self._board.update(phase="save")
         kinds = {self._files.policy: SaveKind.MODEL}
         if self._config.actor.lora is not None:
             kinds[self._files.adapter] = SaveKind.ADAPTER
+        if self._config.actor.ema_decay is not None:
+            kinds[self._files.policy_ema] = SaveKind.EMA
         self._files.remove_policy_step()
         for path, kind in kinds.items():
             call = self._service_clients.actor.save(self._run, leader_epoch, path.name, kind, step)

@@ -288,11 +288,14 @@ def checkpoints_export(
     private: Annotated[
         bool, typer.Option("--private/--public", help="Visibility of a model that --push creates.")
     ] = True,
+    ema: Annotated[
+        bool, typer.Option("--ema", help="Export the moving average of the weights, which actor.ema_decay keeps.")
+    ] = False,
 ) -> None:
     """Export the policy of a checkpoint as a Hugging Face model with a model card. An adapter is merged into the weights."""
     from quartet.cli.checkpoint.export import export
 
-    export(run, step, directory, push, private)
+    export(run, step, directory, push, private, ema)
 
 
 @app.command()

@@ -12,6 +12,7 @@ _SAVE_KINDS = {
     SaveKind.CHECKPOINT: update_pb2.SAVE_KIND_CHECKPOINT,
     SaveKind.MODEL: update_pb2.SAVE_KIND_MODEL,
     SaveKind.ADAPTER: update_pb2.SAVE_KIND_ADAPTER,
+    SaveKind.EMA: update_pb2.SAVE_KIND_EMA,
 }
 _SAVE_KIND_NAMES = {number: kind for kind, number in _SAVE_KINDS.items()}
 
@@ -31,7 +32,7 @@ def save_request_from_proto(message: update_pb2.SaveRequest) -> SaveRequest:
     """Convert and validate the arguments of a Save call. Raises InvalidRequest."""
     kind = _SAVE_KIND_NAMES.get(message.kind)
     if kind is None:
-        raise InvalidRequest(f"kind {message.kind}: expected SAVE_KIND_CHECKPOINT, _MODEL or _ADAPTER")
+        raise InvalidRequest(f"kind {message.kind}: expected SAVE_KIND_CHECKPOINT, _MODEL, _ADAPTER or _EMA")
     step = message.step if message.HasField("step") else None
     return SaveRequest(message.run, message.directory, kind, message.leader_epoch, step)
 

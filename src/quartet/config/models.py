@@ -105,6 +105,9 @@ class ActorConfig(TrainedModelConfig):
 
     model: str
     """Path or Hugging Face hub id of a causal language model. The page Tested architectures lists the model types that work."""
+    ema_decay: Annotated[float, Field(gt=0, lt=1, allow_inf_nan=False)] | None = None
+    """Decay d of a moving average of the trained weights: after each update, average <- d average + (1 - d) weights. The run saves
+    it as a second model, policy-ema. Nothing is generated or trained with it. Null: no average."""
 
 
 class CriticConfig(TrainedModelConfig):

@@ -24,6 +24,7 @@ from quartet.config.models import ActorConfig, CriticConfig, ReferenceConfig
 from quartet.config.rewards import RewardConfig, is_encrypted_or_local
 from quartet.config.rollout import MAX_RESPONSES, EngineServerConfig, RolloutConfig
 from quartet.config.run import CheckpointConfig, DataConfig, EvaluationConfig, RunConfig
+from quartet.config.saved_models import check_average, check_best_checkpoint
 from quartet.config.section import Section, is_loopback
 from quartet.config.telemetry import TelemetryConfig
 from quartet.config.training_signal import check_distillation, check_reward_service, check_scores
@@ -64,22 +65,9 @@ class Config(Section):
         self._check_reward()
         check_distillation(self)
         check_scores(self)
-        self._check_best_checkpoint()
+        check_best_checkpoint(self)
+        check_average(self)
         return self
-
-    def _check_best_checkpoint(self) -> None:
-        metric, every = self.checkpoint.best_metric, self.evaluation.every_steps
-        if metric is None or not metric.startswith("eval_"):
-            return
-        if not every:
-            raise ValueError(
-                f"checkpoint.best_metric {metric}: evaluation.every_steps is 0, so there are no evaluations; set it above 0"
-            )
-        if self.checkpoint.every_steps % every:
-            raise ValueError(
-                f"checkpoint.best_metric {metric}: each checkpoint needs an evaluation; set checkpoint.every_steps, which is "
-                f"{self.checkpoint.every_steps}, to a multiple of evaluation.every_steps {every}"
-            )
 
     def _check_sizes(self) -> None:
         samples = self.rollout.prompts_per_step * self.rollout.samples_per_prompt

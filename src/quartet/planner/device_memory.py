@@ -24,6 +24,7 @@ PARTS = (
     "master weights",
     "gradients",
     "optimizer",
+    "weight average",
     "activations",
     "logits",
     "KV cache",
@@ -33,7 +34,7 @@ PARTS = (
     "context",
 )
 """Parts of the memory of a device, in the order of the tables."""
-KEPT_PARTS = ("parameters", "master weights", "optimizer", "KV cache", "generation copy", "context")
+KEPT_PARTS = ("parameters", "master weights", "optimizer", "weight average", "KV cache", "generation copy", "context")
 """Parts that a role keeps while another role computes on the same device."""
 CONTEXT_BYTES = 700 * 2**20
 """CUDA context of a process with the kernels and workspaces of cuBLAS. One process for each role. An estimate."""
@@ -99,6 +100,9 @@ def trained_state(work: RoleWork, on_cpu: bool, parallel: Parallel, offload: boo
         "gradients": state.gradients,
         "optimizer": 0.0 if offload else state.moments,
     }
+    if on_cpu and work.has_average:
+        # The average is in host memory, which is not counted for GPUs.
+        parts["weight average"] = float(FLOAT32_BYTES * work.trained)
     return parts, state.step_gradients
 
 

@@ -86,10 +86,14 @@ def make_plan(
 def best_plan(config: Config, cluster: Cluster, load: Workload, one_device_per_role: bool = False) -> Plan:
     """Return the plan of a workload with the shortest step. Raises ConfigError if nothing fits."""
     needs_generators = load.generates and (config.rollout.generators > 0 or load.engine != "torch")
+    # One process keeps the moving average of all weights.
+    actor = load.role(Role.ACTOR)
+    whole_actor = actor is not None and actor.has_average
     candidates = [
         layout
         for layout in layouts(cluster, load, needs_generators)
         if not (one_device_per_role and any(group.size > 1 for group in _model_groups(layout)))
+        and not (whole_actor and layout.actor.size > 1)
     ]
     # Moments in host memory cost time at every step, so they are the last resort.
     plans: list[Plan] = []
@@ -124,6 +128,7 @@ def _does_not_fit(config: Config, cluster: Cluster, load: Workload, tried: bool,
     state = sum(16 * each.trained for each in trained) / 2**30
     memory = USABLE_FRACTION * cluster.device.memory / 2**30
     lora = "" if config.actor.lora else "train an adapter (actor.lora), "
+    lora += "set actor.ema_decay null to divide the actor, " if config.actor.ema_decay else ""
     one = " with one device per role" if one_device_per_role else ""
     return (
         f"--gpus {cluster}: the run does not fit{one}: weights, gradients and optimizer of {', '.join(w.name for w in trained)} "

@@ -7,6 +7,7 @@ from typing import Any
 import yaml
 
 from quartet.config import Config, parse_config, redact_url
+from quartet.planner.model_shape import FLOAT32_BYTES
 from quartet.planner.placement import Placement
 from quartet.planner.plan import Plan
 from quartet.types import TRAINED_ROLES, Role
@@ -60,6 +61,9 @@ def requirements(plan: Plan) -> list[str]:
                 f"{size:,.0f} GiB of host memory per node while the {each.role} loads: it is tensor parallel, so each of its "
                 f"{ranks} ranks there reads the whole model"
             )
+        if each.work.has_average:
+            size = FLOAT32_BYTES * each.work.trained / 2**30
+            lines.append(f"{size:,.1f} GiB of host memory for the moving average of the actor, twice that while it is saved")
     return lines
 
 

@@ -26,7 +26,8 @@ class RoleWork:
     """A model of a run. ``trained``: parameters that the optimizer trains, 0 for a frozen model.
 
     ``micro_batch_tokens``: configured maximum, None if the service chooses. ``has_logits``: the role needs log-probs.
-    ``merges_adapter``: it decodes with copies of its adapted weights. ``trains_entropy``: its loss has the entropy.
+    ``merges_adapter``: it decodes with copies of its adapted weights. ``trains_entropy``: its loss has the entropy. ``has_average``: it keeps a float32
+    moving average of its trained weights in host memory.
     """
 
     role: Role
@@ -41,6 +42,7 @@ class RoleWork:
     is_lora: bool = False
     merges_adapter: bool = False
     trains_entropy: bool = False
+    has_average: bool = False
 
     @property
     def dtype_bytes(self) -> int:
@@ -212,6 +214,7 @@ def role_work(config: Config, key: str, role: Role, shape: ModelShape, starts_fr
             is_lora=section.lora is not None,
             merges_adapter=role is Role.ACTOR and config.rollout.merge_adapter,
             trains_entropy=role is Role.ACTOR and config.algorithm.entropy_coefficient > 0,
+            has_average=role is Role.ACTOR and config.actor.ema_decay is not None,
         )
     if role is Role.REFERENCE:
         tokens = config.reference.micro_batch_tokens

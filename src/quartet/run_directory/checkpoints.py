@@ -131,7 +131,7 @@ def roll_back(files: RunFiles, step: int) -> None:
     # A policy that was saved at this very step stays.
     if files.policy_step() != step:
         files.policy_record.unlink(missing_ok=True)
-        for result in (files.policy, files.adapter):
+        for result in (files.policy, files.adapter, files.policy_ema):
             shutil.rmtree(result, ignore_errors=True)
     # Before the steps that they belong to: otherwise a crash in between would apply them to recomputed steps.
     files.truncate_changes_after(step)

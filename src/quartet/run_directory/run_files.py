@@ -56,6 +56,7 @@ class RunFiles:
         self.policy_record = root / "policy.json"
         """States the step of the saved policy. Missing while a policy is being saved."""
         self.adapter = root / "adapter"
+        self.policy_ema = root / "policy-ema"
         self.alerts = root / "alerts.jsonl"
         self.failed_trajectories = root / "failed_trajectories.jsonl"
         self.services = root / "services.json"

@@ -121,6 +121,8 @@ class _SaveKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_SaveKind.Val
     """Only the model, in Hugging Face format."""
     SAVE_KIND_ADAPTER: _SaveKind.ValueType  # 3
     """Only the LoRA adapter, in peft format. Requires a model with an adapter."""
+    SAVE_KIND_EMA: _SaveKind.ValueType  # 4
+    """The moving average of the weights as a model in Hugging Face format, with its adapter merged. Requires an actor that keeps one."""
 
 class SaveKind(_SaveKind, metaclass=_SaveKindEnumTypeWrapper):
     """Content of a save."""
@@ -133,6 +135,8 @@ SAVE_KIND_MODEL: SaveKind.ValueType  # 2
 """Only the model, in Hugging Face format."""
 SAVE_KIND_ADAPTER: SaveKind.ValueType  # 3
 """Only the LoRA adapter, in peft format. Requires a model with an adapter."""
+SAVE_KIND_EMA: SaveKind.ValueType  # 4
+"""The moving average of the weights as a model in Hugging Face format, with its adapter merged. Requires an actor that keeps one."""
 Global___SaveKind: _TypeAlias = SaveKind  # noqa: Y015
 
 @_typing.final

@@ -228,6 +228,15 @@ def test_an_adapter_scores_as_the_reference_and_trains_less(make_config: Any) ->
     assert actor.memory["optimizer"] == 8 * actor.work.trained < 0.1 * actor.memory["parameters"]
 
 
+def test_a_moving_average_keeps_the_actor_on_one_device_and_needs_host_memory(make_config: Any) -> None:
+    config = make_config("algorithm.estimator=reinforce", "actor.ema_decay=0.992")
+    plan = make_plan(config, parse_gpus("4xH100-80GB"))
+    actor = plan.placed.placements[0]
+    assert (actor.role, actor.group.size) == (Role.ACTOR, 1)
+    [line] = [line for line in requirements(plan) if "moving average" in line]
+    assert line.startswith(f"{4 * actor.work.trained / 2**30:,.1f} GiB of host memory")
+
+
 def test_shared_prompts_are_computed_once(make_config: Any) -> None:
     estimator = ("algorithm.estimator=rloo", "rollout.prompts_per_step=16")
     separate = make_plan(

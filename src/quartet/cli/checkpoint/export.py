@@ -13,6 +13,7 @@ from quartet.cli.checkpoint.push import check_push, push
 from quartet.config import load_config
 from quartet.errors import ConfigError
 from quartet.models.training.optimizer import OPTIMIZER_FILE
+from quartet.models.training.weight_average import EMA_FILE, apply_average
 from quartet.models.weights.loading import load_causal_lm, snapshot_model, write_consolidated
 from quartet.models.weights.lora import add_adapter
 from quartet.models.weights.snapshot import Writer, write_model
@@ -24,10 +25,17 @@ from quartet.sharded_files import is_sharded
 from quartet.types import Role
 
 
-def export(run: Path, which: str, directory: Path | None, hub_id: str | None = None, private: bool = True) -> None:
+def export(
+    run: Path,
+    which: str,
+    directory: Path | None,
+    hub_id: str | None = None,
+    private: bool = True,
+    ema: bool = False,
+) -> None:
     """Write the policy of a checkpoint in Hugging Face format, with a model card. Upload it if ``hub_id`` is given.
 
-    The model's files are the same as those of the final policy of a run. Without a directory they are only uploaded. Raises
+    ``ema``: the moving average of its weights instead. The model's files are the same as those that a run saves at its end. Without a directory they are only uploaded. Raises
     ConfigError, also if the directory is not empty or the hub refuses the upload, StorageFailed if it cannot be written, and
     ServiceUnavailable if the hub cannot be reached.
     """
@@ -35,13 +43,13 @@ def export(run: Path, which: str, directory: Path | None, hub_id: str | None = N
     if hub_id is not None:
         check_push(hub_id)
     if directory is not None:
-        step = _write(files, which, directory)
+        step = _write(files, which, directory, ema)
         console.print(f"{directory}: the policy of {run} after step {step}", highlight=False, soft_wrap=True)
         if hub_id is not None:
             _upload(files, directory, hub_id, private, step)
     elif hub_id is not None:
         with TemporaryDirectory(prefix="quartet-export-") as folder:
-            step = _write(files, which, Path(folder) / "policy")
+            step = _write(files, which, Path(folder) / "policy", ema)
             _upload(files, Path(folder) / "policy", hub_id, private, step)
     else:
         raise ConfigError("export: expected a DIRECTORY to write to, or --push OWNER/NAME")
@@ -52,14 +60,16 @@ def _upload(files: RunFiles, directory: Path, hub_id: str, private: bool, step: 
     console.print(f"{push(directory, hub_id, private, message)}: uploaded", highlight=False, soft_wrap=True)
 
 
-def _write(files: RunFiles, which: str, directory: Path) -> int:
-    """Write the policy of a checkpoint and its model card. Returns its step."""
+def _write(files: RunFiles, which: str, directory: Path, ema: bool) -> int:
+    """Write the policy of a checkpoint, or its average, and the model card. Returns its step."""
     if directory.exists() and not (directory.is_dir() and not any(directory.iterdir())):
         raise ConfigError(f"export to {directory}: not an empty directory; choose a new or empty one")
     checkpoint = checkpoint_at(files, which)
     policy = checkpoint.path / Role.ACTOR
-    if is_adapter(policy):
-        writers = _merged(files, checkpoint)
+    if ema and not (policy / EMA_FILE).is_file():
+        raise ConfigError(f"--ema: checkpoint {checkpoint.path} has no average; it is kept with actor.ema_decay")
+    if ema or is_adapter(policy):
+        writers = _loaded(files, checkpoint, ema)
     else:
         writers = [_copy_of(policy)]
         if is_sharded(policy):
@@ -71,21 +81,27 @@ def _write(files: RunFiles, which: str, directory: Path) -> int:
 def _copy_of(policy: Path) -> Writer:
     def write(target: Path) -> None:
         for file in sorted(policy.iterdir()):
-            if file.is_file() and file.name != OPTIMIZER_FILE:
+            if file.is_file() and file.name not in (OPTIMIZER_FILE, EMA_FILE):
                 shutil.copyfile(file, target / file.name)
 
     return write
 
 
-def _merged(files: RunFiles, checkpoint: Checkpoint) -> list[Writer]:
-    """Merge the adapter in the same way as the actor does, so that the same weights give the same bytes."""
-    config = load_config(files.config, [])
-    actor, lora = config.actor, config.actor.lora
+def _loaded(files: RunFiles, checkpoint: Checkpoint, ema: bool) -> list[Writer]:
+    """Merge the adapter, and round the average, in the same way as the actor does. So the same weights give the same bytes."""
+    actor, policy = load_config(files.config, []).actor, checkpoint.path / Role.ACTOR
+    lora = actor.lora
+    if not is_adapter(policy):
+        model = load_causal_lm(policy, actor.dtype)
+        apply_average(model, policy)
+        return [snapshot_model(model), load_tokenizer(actor.model).save_pretrained]
     if lora is None:
         raise ConfigError(
             f"{files.config}: actor.lora is null, but checkpoint {checkpoint.path} holds an adapter; restore actor.lora"
         )
     model = load_causal_lm(actor.model, actor.dtype)
     adapter = add_adapter(model, actor.model, lora.rank, lora.alpha, lora.target_modules)
-    adapter.read(checkpoint.path / Role.ACTOR)
+    adapter.read(policy)
+    if ema:
+        apply_average(model, policy)
     return [snapshot_model(model, adapter), load_tokenizer(actor.model).save_pretrained]
