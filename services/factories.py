@@ -203,6 +203,7 @@ def _build_reference(
         device_of(config.services.reference, workers.rank),
         config.reference.micro_batch_tokens,
         workers,
+        run_root(config),
     )
     return ReferenceServicer(reference, compute, threads, commands)
 

@@ -29,6 +29,7 @@ from quartet.services.orchestrator.algorithm.state import AlgorithmState
 from quartet.services.orchestrator.algorithm.update_request import ModelUpdater
 from quartet.services.orchestrator.checkpointing.checkpoint_scheduler import CheckpointScheduler
 from quartet.services.orchestrator.checkpointing.recovery import TRANSIENT_ERRORS, Recovery, RecoveryAttempts
+from quartet.services.orchestrator.checkpointing.reference_synchronizer import ReferenceSynchronizer
 from quartet.services.orchestrator.checkpointing.step_committer import StepCommitter
 from quartet.services.orchestrator.control.alert_actions import AlertHandler
 from quartet.services.orchestrator.control.live_settings import LiveSettings
@@ -334,12 +335,14 @@ class TrainingLoop:
         self._preparation, self._checkpoints, self._live_settings = preparation, checkpoints, live_settings
         self._alerts, self._control, self._board, self._profiler = alerts, control, board, profiler
         self._files = RunFiles(config.run_directory)
+        self._reference = ReferenceSynchronizer(config, self._files, service_clients, board, profiler)
 
     def run(self) -> int:
         """Take steps until the end of the run or a stop. Returns the last step."""
         algorithm_state = self._leadership.algorithm_state
         step = algorithm_state.step
         # An interrupted process may have skipped what was due after the last committed step.
+        self._synchronize_reference(step)
         self._evaluate_if_due(step)
         self._checkpoint_if_due(step, unprotected=not self._leadership.recovery_point.replayable)
         self._process_commands(step)
@@ -350,6 +353,7 @@ class TrainingLoop:
                     algorithm_state.set_kl_coefficient(value)
                 alerts = self._steps.take(step, self._leadership, self._continues_directly)
             self._alerts.apply(alerts)
+            self._synchronize_reference(step)
             self._evaluate_if_due(step)
             self._process_commands(step)
         self._preparation.discard()
@@ -365,7 +369,12 @@ class TrainingLoop:
         """Return whether the next step can start directly after ``step``, as currently known."""
         evaluates = self._evaluations.is_due(step, last=False)
         saves = self._checkpoints.is_due(step, last=False, requested=False)
-        return step < self._run.steps and self._control.idle and not evaluates and not saves
+        waits = evaluates or saves or self._reference.is_due(step)
+        return step < self._run.steps and self._control.idle and not waits
+
+    def _synchronize_reference(self, step: int) -> None:
+        """Bring the reference to its version for the next step, before anything is scored."""
+        self._reference.synchronize(step, self._leadership.epoch, self._leadership.check)
 
     def _checkpoint_if_due(self, step: int, unprotected: bool = False) -> None:
         """Start a checkpoint if one is due. The next step continues in parallel, up to its update.

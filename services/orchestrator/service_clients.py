@@ -33,12 +33,13 @@ from quartet.services.orchestrator.rollout.scoring import (
     ActorAsReference,
     ReferencePolicy,
     ScoringServices,
+    SynchronizedReference,
 )
 from quartet.services.orchestrator.rollout.scoring_queue import max_batches_in_flight
 from quartet.services.orchestrator.telemetry.step_profiler import CallObserver
 from quartet.tokenizer_check import first_difference
 from quartet.topology import generates_in_actor, model_roles
-from quartet.types import TRAINED_ROLES, PromptSetContent, Role, ServiceStatus
+from quartet.types import TRAINED_ROLES, PromptSetContent, ReferenceVersion, Role, ServiceStatus
 
 ServiceStatuses = dict[Role, ServiceStatus]
 
@@ -72,6 +73,8 @@ class ServiceClients:
             )
         self.critic: CriticClient | None = None
         self._reference: ReferenceReplicas | None = None
+        self.reference_version: ReferenceVersion | None = None
+        """Version of the reference that scores, None if the reference is frozen."""
         self._environment: EnvironmentStatusClient | None = None
         if config.has_environment:
             self._environment = EnvironmentStatusClient(self._address(Role.ENVIRONMENT), timeouts, credentials)
@@ -93,7 +96,9 @@ class ServiceClients:
     @property
     def reference(self) -> ReferencePolicy:
         """The reference service, or the actor with its adapter off."""
-        return self._reference or ActorAsReference(self.actor)
+        if self._reference is None:
+            return ActorAsReference(self.actor)
+        return SynchronizedReference(self._reference, lambda: self.reference_version)
 
     @property
     def trained(self) -> list[ActorClient | CriticClient]:

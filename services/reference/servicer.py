@@ -27,15 +27,16 @@ class ReferenceServicer(ModelServicer[Reference], reference_pb2_grpc.ReferenceSe
     def LogProbs(self, request: Any, context: grpc.ServicerContext) -> Any:
         """Compute the log-probs of given responses."""
         work = self._log_probs(request)
+        step = request.version.step
         log_probs = self.compute.run(
             "log_probs", context, lambda _: self._commands.run("reference_log_probs", request, work)
         )
-        return codec.reference_log_probs_response_to_proto(log_probs)
+        return codec.reference_log_probs_response_to_proto(log_probs, step)
 
     def handlers(self) -> dict[str, CommandHandler]:
         """See ``ModelServicer.handlers``."""
         return {"reference_log_probs": lambda request: self._log_probs(request)()}
 
     def _log_probs(self, request: Any) -> Callable[[], FloatArray]:
-        batch, temperature = codec.reference_log_probs_from_proto(request)
-        return lambda: self.core.log_probs(batch, temperature)
+        batch, temperature, version = codec.reference_log_probs_from_proto(request)
+        return lambda: self.core.log_probs(batch, temperature, version)

@@ -599,11 +599,20 @@ class Alert:
         return f"guard {self.guard} ({self.action}) after step {self.step}: {self.evidence}; {self.remedy}"
 
 
+@dataclass(frozen=True, slots=True)
+class ReferenceVersion:
+    """A version of a synchronized reference: step of its newest policy, folder below the run's directory, and digest."""
+
+    step: int
+    directory: str
+    digest: bytes
+
+
 class SaveKind(enum.StrEnum):
     """Content of a save.
 
-    A checkpoint is enough to continue training. A model is in Hugging Face format. An adapter is only the LoRA adapter. The EMA is a
-    model with the moving average of the weights.
+    A checkpoint is enough to continue training. A model is in Hugging Face format. An adapter is only the LoRA adapter.
+    The EMA is a model with the moving average of the weights.
     """
 
     CHECKPOINT = "checkpoint"

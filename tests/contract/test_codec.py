@@ -21,6 +21,7 @@ from quartet.types import (
     Outcome,
     ProcessStatus,
     Progress,
+    ReferenceVersion,
     RestoreRequest,
     Role,
     RunState,
@@ -41,6 +42,7 @@ from quartet.v1 import experience_pb2, status_pb2, tensor_pb2, trajectory_pb2, u
 from tests.contract import strategies
 from tests.contract.strategies import check
 from tests.every_case import every_case
+from tests.unit.models import tiny
 
 FLOAT, INT = tensor_pb2.DATA_TYPE_FLOAT32, tensor_pb2.DATA_TYPE_INT32
 
@@ -238,6 +240,21 @@ def test_a_detail_is_one_line_of_limited_length() -> None:
 def test_save_requests_round_trip(kind: SaveKind, step: int | None) -> None:
     request = SaveRequest("run", "policy", kind, 3, step)
     assert codec.save_request_from_proto(codec.save_request_to_proto(request)) == request
+
+
+@pytest.mark.parametrize("version", [None, ReferenceVersion(20, "reference/step-000020", bytes(range(32)))])
+def test_reference_requests_name_their_version(version: ReferenceVersion | None) -> None:
+    batch = tiny.batch([2], [3])
+    message = codec.reference_log_probs_to_proto(batch, 0.5, version)
+    _, temperature, read = codec.reference_log_probs_from_proto(message)
+    assert (temperature, read) == (0.5, version)
+
+
+@pytest.mark.parametrize("digest", [b"", bytes(31), bytes(33)])
+def test_a_reference_version_without_a_whole_digest_is_refused(digest: bytes) -> None:
+    message = codec.reference_log_probs_to_proto(tiny.batch([2], [3]), 1.0, ReferenceVersion(1, "reference/a", digest))
+    with pytest.raises(InvalidRequest, match=f"version.digest of {len(digest)} bytes: expected 32"):
+        codec.reference_log_probs_from_proto(message)
 
 
 def test_restore_requests_round_trip() -> None:
@@ -555,7 +572,7 @@ def test_a_value_clip_out_of_range_is_refused(value: float) -> None:
         codec.update_request_from_proto(update(value_loss=update_pb2.ValueLossSettings(value_clip=value)))
 
 
-@pytest.mark.parametrize("kind", [0, 4, 99])
+@pytest.mark.parametrize("kind", [0, 5, 99])
 def test_an_unknown_save_kind_is_refused(kind: int) -> None:
     with pytest.raises(InvalidRequest, match=f"kind {kind}: expected SAVE_KIND_CHECKPOINT, _MODEL, _ADAPTER or _EMA"):
         codec.save_request_from_proto(update_pb2.SaveRequest(kind=kind))  # type: ignore[arg-type]

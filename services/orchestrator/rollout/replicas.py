@@ -31,7 +31,7 @@ from quartet.rpc.pending_calls import PendingResult
 from quartet.rpc.refused_calls import RepeatedCall
 from quartet.rpc.service_channel import endpoints_at
 from quartet.services.orchestrator.rollout.generator_members import CHECK_SECONDS, RESOLVE_SECONDS, SETTLE_SECONDS
-from quartet.types import FloatArray, ProcessStatus, Role, Scores, ServiceStatus, TokenBatch
+from quartet.types import FloatArray, ProcessStatus, ReferenceVersion, Role, Scores, ServiceStatus, TokenBatch
 
 log = structlog.get_logger()
 
@@ -376,6 +376,8 @@ class RewardReplicas(Replicas[RewardClient]):
 class ReferenceReplicas(Replicas[ReferenceClient]):
     """The replicas of the reference service."""
 
-    def log_probs(self, batch: TokenBatch, temperature: float) -> PendingResult[FloatArray]:
+    def log_probs(
+        self, batch: TokenBatch, temperature: float, version: ReferenceVersion | None = None
+    ) -> PendingResult[FloatArray]:
         """Start to compute log-probs on one of the replicas. See ``ReferenceClient.log_probs``."""
-        return self.start(lambda client: client.log_probs(batch, temperature))
+        return self.start(lambda client: client.log_probs(batch, temperature, version))

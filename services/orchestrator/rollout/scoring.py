@@ -16,7 +16,7 @@ from quartet.config import ENVIRONMENT_PART, RecoveryConfig
 from quartet.errors import MismatchError, ScorerFailed, ServiceFailed, TooManyFailedTrajectories
 from quartet.rpc.clients import ActorClient, CriticClient
 from quartet.rpc.pending_calls import PendingResult
-from quartet.services.orchestrator.rollout.replicas import RewardReplicas
+from quartet.services.orchestrator.rollout.replicas import ReferenceReplicas, RewardReplicas
 from quartet.services.orchestrator.rollout.scoring_queue import (
     BatchCall,
     FailedTrajectory,
@@ -30,6 +30,7 @@ from quartet.services.orchestrator.telemetry.step_profiler import CallObserver, 
 from quartet.types import (
     FloatArray,
     Outcome,
+    ReferenceVersion,
     Role,
     SamplingParameters,
     Scores,
@@ -87,6 +88,24 @@ class ActorAsReference:
     def replicas(self) -> int:
         """Return 1: there is a single policy."""
         return 1
+
+
+class SynchronizedReference:
+    """A reference service whose version changes during the run."""
+
+    role = Role.REFERENCE
+
+    def __init__(self, replicas: ReferenceReplicas, version: Callable[[], ReferenceVersion | None]) -> None:
+        """``version`` returns the current version, None for the initial model."""
+        self._replicas, self._version = replicas, version
+
+    def log_probs(self, batch: TokenBatch, temperature: float) -> PendingResult[FloatArray]:
+        """Start to compute log-probs, float32 [response tokens], under the current version."""
+        return self._replicas.log_probs(batch, temperature, self._version())
+
+    def replicas(self) -> int:
+        """Return the number of processes that share the calls."""
+        return self._replicas.replicas()
 
 
 @dataclass(frozen=True, slots=True)

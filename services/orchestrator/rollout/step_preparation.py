@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from quartet.buffer.rollout_stream import RolloutStream
 from quartet.config import Config
+from quartet.errors import FailedPrecondition
 from quartet.evaluation import episode_settings, run_sampling
 from quartet.services.orchestrator.algorithm.experience import PreparedStep, prepare_step
 from quartet.services.orchestrator.algorithm.state import AlgorithmState
@@ -51,6 +52,7 @@ class StepPreparation:
         """``part_weights`` returns the weights of an ensemble's parts in a step, by name."""
         self._part_weights = part_weights
         self._config, self._generation, self._board, self._profiler = config, generation, board, profiler
+        self._service_clients = service_clients
         self._started: dict[int, tuple[GenerationBatch, PendingTrajectories]] = {}
         self._collector = Collector(
             stream, service_clients.scoring(), config.rollout.score_batch_size, profiler.observe
@@ -90,6 +92,7 @@ class StepPreparation:
 
         Raises like ``Collector.collect``.
         """
+        version = self._check_reference(step)
         weights = self._part_weights(step)
         all_prompts = {prompt.index: prompt for prompt in prompts}
         with self._profiler.span(Role.ORCHESTRATOR, "collect", waits=True):
@@ -105,8 +108,20 @@ class StepPreparation:
                 algorithm_state.moments([item.score for item in collected.scored], weights),
                 self._config.rollout.max_response_tokens,
             )
+            if version is not None:
+                prepared.metrics["reference_version"] = version
             sets = {prompt.index: prompt.prompt_set for prompt in all_prompts.values() if prompt.prompt_set}
             return PendingStep(step, collected, prepared, sets, weights, rounds)
+
+    def _check_reference(self, step: int) -> int | None:
+        """Return the version of the reference that scores ``step``. Raises FailedPrecondition if it is not the current one."""
+        version, current = self._config.reference.version_of(step), self._service_clients.reference_version
+        held = None if current is None else current.step
+        if version != held:
+            raise FailedPrecondition(
+                f"step {step}: is scored by version {version} of the reference, not by version {held}"
+            )
+        return version
 
     def _collect(
         self,

@@ -10,7 +10,7 @@ from quartet.codec.outcomes import details_from_proto, details_to_proto, outcome
 from quartet.codec.tensors import floats_from_proto, scores_or_nan_from_proto, tensor_to_proto
 from quartet.codec.trajectories import batch_from_proto, write_batch
 from quartet.errors import ComputationFailed, InvalidRequest
-from quartet.types import FloatArray, Scores, TokenBatch
+from quartet.types import FloatArray, ReferenceVersion, Scores, TokenBatch
 from quartet.v1 import actor_pb2, critic_pb2, reference_pb2, reward_pb2
 
 
@@ -110,24 +110,36 @@ def actor_log_probs_response_to_proto(
 
 
 def reference_log_probs_to_proto(
-    batch: TokenBatch, temperature: float
+    batch: TokenBatch, temperature: float, version: ReferenceVersion | None = None
 ) -> reference_pb2.ReferenceServiceLogProbsRequest:
     """Convert the arguments of the reference's LogProbs call."""
     message = reference_pb2.ReferenceServiceLogProbsRequest(temperature=temperature)
     write_batch(message.batch, batch)
+    if version is not None:
+        message.version.step, message.version.directory = version.step, version.directory
+        message.version.digest = version.digest
     return message
 
 
 def reference_log_probs_from_proto(
     message: reference_pb2.ReferenceServiceLogProbsRequest,
-) -> tuple[TokenBatch, float]:
-    """Return the sequences and the temperature. Raises InvalidRequest."""
-    return batch_from_proto(message.batch), positive(message.temperature, "temperature")
+) -> tuple[TokenBatch, float, ReferenceVersion | None]:
+    """Return the sequences, the temperature and the version, None for the initial model. Raises InvalidRequest."""
+    version = None
+    if message.HasField("version"):
+        version = ReferenceVersion(message.version.step, message.version.directory, message.version.digest)
+        if len(version.digest) != 32:
+            raise InvalidRequest(f"version.digest of {len(version.digest)} bytes: expected 32")
+    return batch_from_proto(message.batch), positive(message.temperature, "temperature"), version
 
 
-def reference_log_probs_response_to_proto(log_probs: FloatArray) -> reference_pb2.ReferenceServiceLogProbsResponse:
-    """Convert log-probs float32 [response tokens]."""
-    return reference_pb2.ReferenceServiceLogProbsResponse(log_probs=tensor_to_proto(log_probs))
+def reference_log_probs_response_to_proto(
+    log_probs: FloatArray, version_step: int = 0
+) -> reference_pb2.ReferenceServiceLogProbsResponse:
+    """Convert log-probs float32 [response tokens] and the step of the version that computed them."""
+    return reference_pb2.ReferenceServiceLogProbsResponse(
+        log_probs=tensor_to_proto(log_probs), version_step=version_step
+    )
 
 
 def log_probs_from_proto(

@@ -106,8 +106,8 @@ class ActorConfig(TrainedModelConfig):
     model: str
     """Path or Hugging Face hub id of a causal language model. The page Tested architectures lists the model types that work."""
     ema_decay: Annotated[float, Field(gt=0, lt=1, allow_inf_nan=False)] | None = None
-    """Decay d of a moving average of the trained weights: after each update, average <- d average + (1 - d) weights. The run saves
-    it as a second model, policy-ema. Nothing is generated or trained with it. Null: no average."""
+    """Decay d of a moving average of the trained weights: after each update, average <- d average + (1 - d) weights. The run
+    saves it as a second model, policy-ema. Nothing is generated or trained with it. Null: no average."""
 
 
 class CriticConfig(TrainedModelConfig):
@@ -119,12 +119,21 @@ class CriticConfig(TrainedModelConfig):
 
 
 class ReferenceConfig(Section):
-    """The frozen initial policy, or the teacher of a distillation."""
+    """The initial policy, frozen or synchronized with the policy, or the teacher of a distillation."""
 
     model: str | None = None
     """Path or hub id. Null: the initial weights of the actor. An actor with lora then serves them itself, with its adapter
     disabled. For algorithm.distillation: the teacher, which may be larger and has the tokenizer of the actor."""
     dtype: Dtype | None = None
     """Data type of the parameters. Null: that of the actor."""
+    sync_steps: Count | None = None
+    """Steps between synchronizations with the policy: reference <- sync_alpha policy + (1 - sync_alpha) reference. Null: the
+    reference is frozen."""
+    sync_alpha: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] = 0.6
+    """Weight of the policy in a synchronization. 1: the reference becomes the policy."""
     micro_batch_tokens: Count = 16384
     """Maximum number of tokens per forward pass, including padding if the model needs it."""
+
+    def version_of(self, step: int) -> int | None:
+        """Return the step after which the version that scores ``step`` was made, None for a frozen reference."""
+        return None if self.sync_steps is None else (step - 1) - (step - 1) % self.sync_steps

@@ -55,6 +55,8 @@ _NAMES_BY_KEY = {
     "actor.optimizer.weight_decay": "weight_decay",
     "actor.lora.rank": "lora_rank lora_r r",
     "actor.lora.alpha": "lora_alpha",
+    "reference.sync_steps": "sync_ref_model ref_model_sync_steps",
+    "reference.sync_alpha": "ref_model_mixup_alpha",
     "reward.model": "reward_model_path reward_pretrain reward_model",
     "reward.function": "reward_funcs reward_function custom_reward_function",
     "reward.http.urls": "remote_rm_url remote_url rm_url",

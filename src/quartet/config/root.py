@@ -24,7 +24,7 @@ from quartet.config.models import ActorConfig, CriticConfig, ReferenceConfig
 from quartet.config.rewards import RewardConfig, is_encrypted_or_local
 from quartet.config.rollout import MAX_RESPONSES, EngineServerConfig, RolloutConfig
 from quartet.config.run import CheckpointConfig, DataConfig, EvaluationConfig, RunConfig
-from quartet.config.saved_models import check_average, check_best_checkpoint
+from quartet.config.saved_models import check_average, check_best_checkpoint, check_synchronization
 from quartet.config.section import Section, is_loopback
 from quartet.config.telemetry import TelemetryConfig
 from quartet.config.training_signal import check_distillation, check_reward_service, check_scores
@@ -67,6 +67,7 @@ class Config(Section):
         check_scores(self)
         check_best_checkpoint(self)
         check_average(self)
+        check_synchronization(self)
         return self
 
     def _check_sizes(self) -> None:

@@ -89,8 +89,8 @@ class CheckpointConfig(Section):
     keep_last: Count = 2
     """Number of latest checkpoints to keep. Tagged checkpoints are kept as well."""
     best_metric: str | None = None
-    """Metric of a step or of an evaluation, such as eval_reward_sampled. The checkpoint with the best value so far is kept and has
-    the tag best. Null: no checkpoint is the best."""
+    """Metric of a step or of an evaluation, such as eval_reward_sampled. The checkpoint with the best value so far is kept and
+    has the tag best. Null: no checkpoint is the best."""
     best_mode: Literal["max", "min"] = "max"
     """max: the largest value of best_metric is the best. min: the smallest."""
 

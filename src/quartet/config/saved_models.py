@@ -1,4 +1,4 @@
-"""Conditions on the models that a run saves: the best checkpoint, and the moving average of the policy."""
+"""Conditions on the models that a run saves: the best checkpoint, the average of the policy, and versions of the reference."""
 
 from __future__ import annotations
 
@@ -31,4 +31,27 @@ def check_average(config: Config) -> None:
         raise ValueError(
             f"actor.ema_decay {decay:g}: one process keeps the average of all weights, and services.actor divides them over "
             f"{service.num_ranks} ranks; give the actor one device or process, or set ema_decay null"
+        )
+
+
+def check_synchronization(config: Config) -> None:
+    """Raise ValueError if the reference cannot take over a part of the policy, as reference.sync_steps demands."""
+    steps = config.reference.sync_steps
+    if steps is None:
+        return
+    setting = f"reference.sync_steps {steps}"
+    if config.actor.lora is not None:
+        raise ValueError(
+            f"{setting}: the base model of actor.lora is the reference, and an adapter has no part of its weights; set "
+            "sync_steps null, or lora null"
+        )
+    if config.reference.model is not None:
+        raise ValueError(
+            f"{setting}: a part of the policy is mixed into the initial policy, and reference.model names another model; set "
+            "sync_steps null, or reference.model null"
+        )
+    if (ranks := config.services.reference.num_ranks) > 1:
+        raise ValueError(
+            f"{setting}: one process loads each version, and services.reference divides its model over {ranks} ranks; give the "
+            "reference one device or process, or several addresses"
         )

@@ -63,7 +63,9 @@ def requirements(plan: Plan) -> list[str]:
             )
         if each.work.has_average:
             size = FLOAT32_BYTES * each.work.trained / 2**30
-            lines.append(f"{size:,.1f} GiB of host memory for the moving average of the actor, twice that while it is saved")
+            lines.append(
+                f"{size:,.1f} GiB of host memory for the moving average of the actor, twice that while it is saved"
+            )
     return lines
 
 

@@ -26,8 +26,8 @@ class RoleWork:
     """A model of a run. ``trained``: parameters that the optimizer trains, 0 for a frozen model.
 
     ``micro_batch_tokens``: configured maximum, None if the service chooses. ``has_logits``: the role needs log-probs.
-    ``merges_adapter``: it decodes with copies of its adapted weights. ``trains_entropy``: its loss has the entropy. ``has_average``: it keeps a float32
-    moving average of its trained weights in host memory.
+    ``merges_adapter``: it decodes with copies of its adapted weights. ``trains_entropy``: its loss has the entropy.
+    ``has_average``: it keeps a float32 moving average of its trained weights in host memory.
     """
 
     role: Role

@@ -35,6 +35,8 @@ def _ineffective(config: Config) -> Iterator[tuple[str, tuple[str, ...], str]]:
         reason = "the actor serves the reference, with its adapter disabled"
         yield "reference", (), reason
         yield "services.reference", (), reason
+    elif config.reference.sync_steps is None:
+        yield "reference", ("sync_alpha",), "reference.sync_steps is null, so the reference is frozen"
     if not config.has_reward:
         reason = "reward.source is none"
         yield "services.reward", (), reason

@@ -22,6 +22,7 @@ from quartet.types import (
     PolicyLossSettings,
     ProcessStatus,
     Progress,
+    ReferenceVersion,
     RestoreRequest,
     Role,
     SavedFile,
@@ -308,7 +309,7 @@ class RewardClient(ServiceClient):
 
 
 class ReferenceClient(ServiceClient):
-    """Client of the frozen initial policy."""
+    """Client of the reference."""
 
     role = Role.REFERENCE
 
@@ -316,12 +317,27 @@ class ReferenceClient(ServiceClient):
         super().__init__(address, timeouts, credentials)
         self._stub = reference_pb2_grpc.ReferenceServiceStub(self.channel.grpc_channel)
 
-    def log_probs(self, batch: TokenBatch, temperature: float) -> PendingResult[FloatArray]:
-        """Start to compute log-probs, float32 [response tokens]."""
-        request = codec.reference_log_probs_to_proto(batch, temperature)
+    def log_probs(
+        self, batch: TokenBatch, temperature: float, version: ReferenceVersion | None = None
+    ) -> PendingResult[FloatArray]:
+        """Start to compute log-probs, float32 [response tokens], under a ``version``, None for the initial model.
+
+        The result raises MismatchError if another version has computed them.
+        """
+        request = codec.reference_log_probs_to_proto(batch, temperature, version)
+        step = version.step if version else 0
         tokens = int(batch.response_lengths.sum())
         pending = self.channel.start(self._stub.LogProbs, request, self.timeouts.score_seconds, "LogProbs")
-        return PendingResult(pending, lambda response: codec.log_probs_from_proto(response, tokens))
+
+        def log_probs_of(response: Any) -> FloatArray:
+            if response.version_step != step:
+                raise MismatchError(
+                    f"{self.role} at {self.channel.address}: LogProbs of version {response.version_step}, expected {step}; use a "
+                    "reference service that supports reference.sync_steps"
+                )
+            return codec.log_probs_from_proto(response, tokens)
+
+        return PendingResult(pending, log_probs_of)
 
 
 class EnvironmentStatusClient(ServiceClient):

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from quartet.durable_files import storage_errors, write_durably
 from quartet.errors import ConfigError
+from quartet.run_directory.reference_versions import remove_versions, versions
 from quartet.run_directory.step_lines import (
     append_step_lines,
     read_step_lines,
@@ -57,6 +58,7 @@ class RunFiles:
         """States the step of the saved policy. Missing while a policy is being saved."""
         self.adapter = root / "adapter"
         self.policy_ema = root / "policy-ema"
+        self.references = root / "reference"
         self.alerts = root / "alerts.jsonl"
         self.failed_trajectories = root / "failed_trajectories.jsonl"
         self.services = root / "services.json"
@@ -193,6 +195,8 @@ class RunFiles:
             if token_step > step:
                 with storage_errors(path):
                     path.unlink(missing_ok=True)
+        with storage_errors(self.references):
+            remove_versions(self.references, [each for each in versions(self.references) if each > step])
         if self.timeline.is_file():
             with storage_errors(self.timeline):
                 truncate_timeline(self.timeline, step)

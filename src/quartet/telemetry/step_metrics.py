@@ -81,6 +81,12 @@ STEP_METRICS = (
         "rises without end, jumps, or stays at 0",
     ),
     _metric(
+        "reference_version",
+        "step",
+        "Step after which the reference was last synchronized with the policy, 0 before. Only with reference.sync_steps.",
+        "rises by reference.sync_steps",
+    ),
+    _metric(
         "teacher_kl",
         "nats per token",
         "Reverse KL to the teacher. Only with algorithm.distillation; kl_mean has it per response.",

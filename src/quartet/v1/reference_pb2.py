@@ -26,17 +26,19 @@ from quartet.v1 import tensor_pb2 as quartet_dot_v1_dot_tensor__pb2
 from quartet.v1 import trajectory_pb2 as quartet_dot_v1_dot_trajectory__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1aquartet/v1/reference.proto\x12\nquartet.v1\x1a\x17quartet/v1/tensor.proto\x1a\x1bquartet/v1/trajectory.proto\"]\n\x1fReferenceServiceLogProbsRequest\x12%\n\x05\x62\x61tch\x18\x01 \x01(\x0b\x32\x16.quartet.v1.TokenBatch\x12\x13\n\x0btemperature\x18\x02 \x01(\x01\"I\n ReferenceServiceLogProbsResponse\x12%\n\tlog_probs\x18\x01 \x01(\x0b\x32\x12.quartet.v1.Tensor2y\n\x10ReferenceService\x12\x65\n\x08LogProbs\x12+.quartet.v1.ReferenceServiceLogProbsRequest\x1a,.quartet.v1.ReferenceServiceLogProbsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1aquartet/v1/reference.proto\x12\nquartet.v1\x1a\x17quartet/v1/tensor.proto\x1a\x1bquartet/v1/trajectory.proto\"C\n\x10ReferenceVersion\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x11\n\tdirectory\x18\x02 \x01(\t\x12\x0e\n\x06\x64igest\x18\x03 \x01(\x0c\"\x8c\x01\n\x1fReferenceServiceLogProbsRequest\x12%\n\x05\x62\x61tch\x18\x01 \x01(\x0b\x32\x16.quartet.v1.TokenBatch\x12\x13\n\x0btemperature\x18\x02 \x01(\x01\x12-\n\x07version\x18\x03 \x01(\x0b\x32\x1c.quartet.v1.ReferenceVersion\"_\n ReferenceServiceLogProbsResponse\x12%\n\tlog_probs\x18\x01 \x01(\x0b\x32\x12.quartet.v1.Tensor\x12\x14\n\x0cversion_step\x18\x02 \x01(\x04\x32y\n\x10ReferenceService\x12\x65\n\x08LogProbs\x12+.quartet.v1.ReferenceServiceLogProbsRequest\x1a,.quartet.v1.ReferenceServiceLogProbsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'quartet.v1.reference_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_REFERENCESERVICELOGPROBSREQUEST']._serialized_start=96
-  _globals['_REFERENCESERVICELOGPROBSREQUEST']._serialized_end=189
-  _globals['_REFERENCESERVICELOGPROBSRESPONSE']._serialized_start=191
-  _globals['_REFERENCESERVICELOGPROBSRESPONSE']._serialized_end=264
-  _globals['_REFERENCESERVICE']._serialized_start=266
-  _globals['_REFERENCESERVICE']._serialized_end=387
+  _globals['_REFERENCEVERSION']._serialized_start=96
+  _globals['_REFERENCEVERSION']._serialized_end=163
+  _globals['_REFERENCESERVICELOGPROBSREQUEST']._serialized_start=166
+  _globals['_REFERENCESERVICELOGPROBSREQUEST']._serialized_end=306
+  _globals['_REFERENCESERVICELOGPROBSRESPONSE']._serialized_start=308
+  _globals['_REFERENCESERVICELOGPROBSRESPONSE']._serialized_end=403
+  _globals['_REFERENCESERVICE']._serialized_start=405
+  _globals['_REFERENCESERVICE']._serialized_end=526
 # @@protoc_insertion_point(module_scope)

@@ -19,6 +19,38 @@ else:
 DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
+class ReferenceVersion(_message.Message):
+    """A version of a reference that takes over a part of the policy every few steps."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STEP_FIELD_NUMBER: _builtins.int
+    DIRECTORY_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
+    step: _builtins.int
+    """Updates of the policy that is its newest part."""
+    directory: _builtins.str
+    """Folder of the model in Hugging Face format, relative to the run's directory and confined to it."""
+    digest: _builtins.bytes
+    """SHA-256 over one line for each file of the folder except reference.json, sorted by name: its SHA-256 in hexadecimal, a space,
+    its name, a line feed. 32 bytes. A folder with another digest fails with FAILED_PRECONDITION.
+    """
+    def __init__(
+        self,
+        *,
+        step: _builtins.int = ...,
+        directory: _builtins.str = ...,
+        digest: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "directory", b"directory", "step", b"step"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReferenceVersion: _TypeAlias = ReferenceVersion  # noqa: Y015
+
+@_typing.final
 class ReferenceServiceLogProbsRequest(_message.Message):
     """Requests log-probs under the reference."""
 
@@ -26,21 +58,27 @@ class ReferenceServiceLogProbsRequest(_message.Message):
 
     BATCH_FIELD_NUMBER: _builtins.int
     TEMPERATURE_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
     temperature: _builtins.float
     """Divisor of the logits, more than 0: the sampling temperature of the rollouts."""
     @_builtins.property
     def batch(self) -> _trajectory_pb2.TokenBatch:
         """The sequences."""
 
+    @_builtins.property
+    def version(self) -> Global___ReferenceVersion:
+        """The version that computes them. A service that holds another one loads it first. Absent: the initial model."""
+
     def __init__(
         self,
         *,
         batch: _trajectory_pb2.TokenBatch | None = ...,
         temperature: _builtins.float = ...,
+        version: Global___ReferenceVersion | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "temperature", b"temperature"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "temperature", b"temperature", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -53,6 +91,9 @@ class ReferenceServiceLogProbsResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     LOG_PROBS_FIELD_NUMBER: _builtins.int
+    VERSION_STEP_FIELD_NUMBER: _builtins.int
+    version_step: _builtins.int
+    """Step of the version that computed them, 0 without one. The caller refuses any other than the requested one."""
     @_builtins.property
     def log_probs(self) -> _tensor_pb2.Tensor:
         """float32 [response tokens], in nats."""
@@ -61,10 +102,11 @@ class ReferenceServiceLogProbsResponse(_message.Message):
         self,
         *,
         log_probs: _tensor_pb2.Tensor | None = ...,
+        version_step: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["log_probs", b"log_probs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["log_probs", b"log_probs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["log_probs", b"log_probs", "version_step", b"version_step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class ReferenceServiceStub:
-    """The frozen initial policy.
+    """The frozen initial policy, or versions between it and the policy.
     """
 
     def __init__(self, channel):
@@ -43,7 +43,7 @@ class ReferenceServiceStub:
 
 
 class ReferenceServiceServicer:
-    """The frozen initial policy.
+    """The frozen initial policy, or versions between it and the policy.
     """
 
     def LogProbs(self, request, context):
@@ -70,7 +70,7 @@ def add_ReferenceServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class ReferenceService:
-    """The frozen initial policy.
+    """The frozen initial policy, or versions between it and the policy.
     """
 
     @staticmethod

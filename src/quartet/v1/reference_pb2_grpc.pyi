@@ -27,7 +27,7 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class ReferenceServiceStub:
-    """The frozen initial policy."""
+    """The frozen initial policy, or versions between it and the policy."""
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
@@ -38,14 +38,14 @@ class ReferenceServiceStub:
 
 @_typing.type_check_only
 class ReferenceServiceAsyncStub(ReferenceServiceStub):
-    """The frozen initial policy."""
+    """The frozen initial policy, or versions between it and the policy."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     LogProbs: _aio.UnaryUnaryMultiCallable[_reference_pb2.ReferenceServiceLogProbsRequest, _reference_pb2.ReferenceServiceLogProbsResponse]  # type: ignore[assignment]
     """Computes the log-probs of given responses."""
 
 class ReferenceServiceServicer(metaclass=_abc_1.ABCMeta):
-    """The frozen initial policy."""
+    """The frozen initial policy, or versions between it and the policy."""
 
     @_abc_1.abstractmethod
     def LogProbs(

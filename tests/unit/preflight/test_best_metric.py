@@ -43,7 +43,11 @@ def test_an_unknown_metric_is_refused_with_similar_names() -> None:
     [
         ({"best_metric": "reward_mean", "every_steps": 0}, {}, "every_steps is 0, so there are no checkpoints"),
         ({"best_metric": "eval_kl"}, {}, "evaluation.every_steps is 0"),
-        ({"best_metric": "eval_kl", "every_steps": 30}, {"every_steps": 20}, "to a multiple of evaluation.every_steps 20"),
+        (
+            {"best_metric": "eval_kl", "every_steps": 30},
+            {"every_steps": 20},
+            "to a multiple of evaluation.every_steps 20",
+        ),
     ],
 )
 def test_settings_without_values_of_the_metric_are_refused(

@@ -35,9 +35,9 @@ def export(
 ) -> None:
     """Write the policy of a checkpoint in Hugging Face format, with a model card. Upload it if ``hub_id`` is given.
 
-    ``ema``: the moving average of its weights instead. The model's files are the same as those that a run saves at its end. Without a directory they are only uploaded. Raises
-    ConfigError, also if the directory is not empty or the hub refuses the upload, StorageFailed if it cannot be written, and
-    ServiceUnavailable if the hub cannot be reached.
+    ``ema``: the moving average of its weights instead. The model's files are the same as those that a run saves at its end.
+    Without a directory they are only uploaded. Raises ConfigError, also if the directory is not empty or the hub refuses the
+    upload, StorageFailed if it cannot be written, and ServiceUnavailable if the hub cannot be reached.
     """
     files = run_files(run)
     if hub_id is not None:

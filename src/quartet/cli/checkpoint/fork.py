@@ -121,10 +121,12 @@ def _evaluation_settings(config: Config) -> dict[str, Any]:
 
 def _trained_parts(config: Config) -> dict[str, Any]:
     """Return the settings that decide which weights are trained, by key."""
+    reference = config.reference
     settings: dict[str, Any] = {"actor.model": config.actor.model, "critic.model": config.critic_model}
     for role, trained in ((Role.ACTOR, config.actor), (Role.CRITIC, config.critic)):
         settings |= {f"{role}.freeze": trained.freeze, f"{role}.lora": trained.lora}
-    return settings
+    # The versions of the reference follow each other.
+    return settings | {"reference.sync_steps": reference.sync_steps, "reference.sync_alpha": reference.sync_alpha}
 
 
 def _algorithm_state(before: Config, config: Config, state: dict[str, Any]) -> dict[str, Any]:
@@ -150,7 +152,11 @@ def _copy_until(old: RunFiles, new: RunFiles, step: int) -> None:
     ):
         if source.exists():
             shutil.copyfile(source, target)
-    for source, target in ((old.trajectories, new.trajectories), (old.evaluations, new.evaluations)):
+    for source, target in (
+        (old.trajectories, new.trajectories),
+        (old.evaluations, new.evaluations),
+        (old.references, new.references),
+    ):
         if source.exists():
             shutil.copytree(source, target)
     new.truncate_after(step)

@@ -45,7 +45,10 @@ class WeightAverage:
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Give the model the averaged weights, rounded to its precision, inside the context. No other thread may use the model."""
+        """Give the model the averaged weights, rounded to its precision, inside the context.
+
+        No other thread may use the model inside the context.
+        """
         before = {name: host_copy(parameter) for name, parameter in self._parameters.items()}
         try:
             _copy(self._values, self._parameters)
@@ -77,7 +80,9 @@ def _read(path: Path, expected: Mapping[str, torch.Tensor]) -> dict[str, torch.T
     saved = _load(path)
     if saved.keys() != expected.keys():
         name = min(saved.keys() ^ expected.keys())
-        raise ModelError(f"average {path}: {name} is only in the file or only in the model; expected that of this model")
+        raise ModelError(
+            f"average {path}: {name} is only in the file or only in the model; expected that of this model"
+        )
     for name, value in saved.items():
         if value.dtype != torch.float32 or value.shape != expected[name].shape:
             raise ModelError(

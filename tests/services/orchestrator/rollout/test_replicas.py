@@ -25,7 +25,7 @@ from quartet.rpc.server import Server
 from quartet.services.orchestrator.rollout import replicas as module
 from quartet.services.orchestrator.rollout.replicas import ReferenceReplicas
 from quartet.services.reference.servicer import ReferenceServicer
-from quartet.types import FloatArray, Role, ServiceStatus, TokenBatch
+from quartet.types import FloatArray, ReferenceVersion, Role, ServiceStatus, TokenBatch
 from tests.e2e.commands import wait_until
 from tests.unit.models import tiny
 
@@ -43,7 +43,7 @@ class Model:
     def status(self) -> ServiceStatus:
         return self._status
 
-    def log_probs(self, batch: TokenBatch, temperature: float) -> FloatArray:
+    def log_probs(self, batch: TokenBatch, temperature: float, version: ReferenceVersion | None = None) -> FloatArray:
         self.calls += 1
         assert self.free.wait(20)
         if self.error is not None:
