@@ -17,6 +17,9 @@ from quartet.config import is_loopback as is_loopback
 from quartet.errors import ConfigError
 from quartet.types import MODEL_ROLES, TRAINED_ROLES, Role
 
+CONCURRENT_RUNS_VARIABLE = "QUARTET_CONCURRENT_RUNS"
+"""Environment variable with the number of runs that share this machine. `quartet sweep --jobs` sets it."""
+
 
 def listen_address(
     service: ServiceConfig | OrchestratorServiceConfig | GeneratorServiceConfig | EnvironmentServiceConfig,
@@ -38,21 +41,37 @@ def check_listen_address(listen: str, allow_plaintext: bool) -> None:
 
 
 def available_cores() -> int:
-    """Return the number of cores that this process may use, by its affinity and its control group's quota."""
+    """Return the number of cores that this process may use, by its affinity and its control group's quota.
+
+    Concurrent runs divide them.
+    """
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        usable = usable if quota == "max" else min(usable, round(int(quota) / int(period)))
     except (OSError, ValueError):
-        return usable
-    return usable if quota == "max" else max(1, min(usable, round(int(quota) / int(period))))
+        pass
+    return max(1, usable // concurrent_runs())
+
+
+def concurrent_runs() -> int:
+    """Return the number of runs that share this machine. Raises ConfigError if the variable is not a number."""
+    text = os.environ.get(CONCURRENT_RUNS_VARIABLE, "1")
+    if not (text.isascii() and text.isdecimal() and 1 <= int(text) <= 1024):
+        raise ConfigError(f"{CONCURRENT_RUNS_VARIABLE} {text}: expected a number from 1 to 1024; unset it for one run")
+    return int(text)
 
 
 def free_memory_bytes(root: Path = Path("/")) -> int:
     """Return the bytes of free memory on this machine, limited by the control group (a container's limit).
 
-    Page cache that can be dropped counts as free. If the system does not report free memory, return all memory. ``root`` is the
-    root of the file system, for tests.
+    Page cache that can be dropped counts as free. If the system does not report free memory, return all memory. Concurrent runs
+    divide it. ``root`` is the root of the file system, for tests.
     """
+    return _free_memory_bytes(root) // concurrent_runs()
+
+
+def _free_memory_bytes(root: Path) -> int:
     try:
         lines = dict(line.split(":") for line in (root / "proc/meminfo").read_text().splitlines())
         free = 1024 * int(lines["MemAvailable"].split()[0])

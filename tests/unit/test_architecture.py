@@ -185,6 +185,7 @@ ALLOWED: dict[str, set[str]] = {
         "quartet.run_directory",
         "quartet.runs",
     },
+    "quartet.sweep": FOUNDATION | {"quartet.durable_files", "quartet.run_directory", "quartet.runs", "quartet.topology"},
     "quartet.completions": FOUNDATION | {"quartet.data", "quartet.models"},
     "quartet.cli": FOUNDATION
     | FILES
@@ -196,6 +197,7 @@ ALLOWED: dict[str, set[str]] = {
         "quartet.launcher",
         "quartet.preflight",
         "quartet.runs",
+        "quartet.sweep",
     },
     "quartet.services": set(),
     "quartet.services.memory_budget": SERVICE,

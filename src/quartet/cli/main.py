@@ -13,6 +13,7 @@ import typer
 
 from quartet import __version__
 from quartet.cli.conformance_command import check_conformance
+from quartet.cli.sweep.arguments import sweep
 from quartet.durable_files import describe_os_error
 from quartet.errors import ConfigError, QuartetError
 from quartet.missing_packages import explain_missing_package
@@ -115,6 +116,8 @@ def up(config: ConfigPath, overrides: Overrides = None, overwrite: Overwrite = F
 
     start(config, overrides or [], overwrite, resume)
 
+
+app.command()(sweep)
 
 RunOrURL = Annotated[
     str,

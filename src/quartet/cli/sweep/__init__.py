@@ -1,0 +1,1 @@
+"""`quartet sweep`: runs over a grid of settings and seeds."""

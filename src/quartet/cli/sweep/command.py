@@ -1,0 +1,290 @@
+"""`quartet sweep`: check all configs, train the runs, print the table."""
+
+from __future__ import annotations
+
+import datetime
+import difflib
+import os
+import re
+import subprocess
+import time
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from shlex import quote
+
+import typer
+from rich.console import Console
+from rich.status import Status
+
+from quartet.child_processes import module_command, tied_to_parent
+from quartet.cli.sweep.table import error_lines, make_console, make_table
+from quartet.config.section import NAME_PATTERN
+from quartet.durable_files import storage_errors, write_durably
+from quartet.errors import ConfigError, QuartetError, ServiceFailed
+from quartet.launcher.security_checks import check_access
+from quartet.preflight import check_gateway, check_inputs, unused_settings
+from quartet.run_directory.locking_and_removal import is_used
+from quartet.run_directory.run_files import RunFiles
+from quartet.sweep.definition import Definition, SweepFiles, check_usable, lock_sweep
+from quartet.sweep.grid import Grid, PlannedRun, describe, load_setting, parse_grid, plan_runs
+from quartet.sweep.jobs import run_jobs
+from quartet.sweep.machine import slot_environments
+from quartet.sweep.results import (
+    STOPPED,
+    Direction,
+    SettingResult,
+    as_csv,
+    as_json,
+    is_finished,
+    run_result,
+    setting_results,
+)
+from quartet.telemetry.step_metrics import EVALUATION_METRICS, STEP_METRICS
+
+STATUS_SECONDS = 5.0
+"""Interval of the status line in a terminal."""
+MAX_ERROR = 500
+"""Maximum number of characters of a run's error in the table."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """The arguments of the command. ``metric`` None: the reward, if the runs have one."""
+
+    target: Path
+    overrides: list[str]
+    seeds: str | None
+    jobs: int | None
+    name: str | None
+    table: bool
+    metric: str | None
+    direction: Direction
+    table_format: str
+
+
+@dataclass(frozen=True, slots=True)
+class Sweep:
+    """A sweep whose runs all have a valid config."""
+
+    files: SweepFiles
+    config: Path
+    definition: Definition
+    runs: list[PlannedRun]
+    is_new: bool
+
+
+def run_sweep(request: Request) -> None:
+    """Train all runs that have not finished, then write and print the table. Raises ServiceFailed if runs failed."""
+    sweep = _open(request)
+    metric = _metric(request, sweep.runs)
+    if request.table:
+        if sweep.is_new:
+            raise ConfigError(f"--table: {sweep.files.root} has no sweep yet; start it without --table")
+        _print_table(sweep, metric, request)
+        return
+    console = Console(stderr=request.table_format != "text", highlight=False)
+    execution = _Execution(sweep, console)
+    execution.check()
+    with lock_sweep(sweep.files):
+        execution.run()
+        results = _print_table(sweep, metric, request, write=True)
+    failed = sum(result.count("failed") for result in results)
+    if failed:
+        raise ServiceFailed(
+            f"sweep {sweep.files.root}: {failed} of {len(sweep.runs)} runs failed; see {sweep.files.logs}; to retry them: "
+            f"{_continuation(sweep)}"
+        )
+
+
+def _open(request: Request) -> Sweep:
+    """Return the sweep with the arguments, or the one in a folder. Raises ConfigError."""
+    if request.target.is_dir():
+        given = {"--set": request.overrides, "--seeds": request.seeds, "--name": request.name}
+        if wrong := next((option for option, value in given.items() if value), None):
+            raise ConfigError(f"{wrong}: {request.target} is the folder of a sweep, which has its own; remove {wrong}")
+        files = SweepFiles(request.target)
+        before = Definition.read(files)
+        if before is None:
+            raise ConfigError(
+                f"sweep {files.root}: has no sweep.json; expected a config file, or the folder of a sweep"
+            )
+        config, grid = files.config, before.grid
+    else:
+        grid = parse_grid(request.overrides, request.seeds)
+        config = request.target
+        files = SweepFiles(_folder(config, grid, request.name))
+        before = Definition.read(files)
+    runs = plan_runs(config, grid, files.root)
+    jobs = request.jobs or (before.jobs if before is not None else 1)
+    definition = Definition.new(grid, jobs, runs[0].config)
+    if before is not None:
+        before.check(definition, files.root)
+    else:
+        check_usable(files)
+    return Sweep(files, config, definition, runs, before is None)
+
+
+def _folder(config: Path, grid: Grid, name: str | None) -> Path:
+    first = load_setting(config, grid, grid.settings()[0])
+    chosen = name if name is not None else f"{first.run.name}-sweep"
+    if not re.fullmatch(NAME_PATTERN[:-1], chosen):
+        raise ConfigError(
+            f"--name {chosen}: expected 1 to 64 letters, digits, '.', '_' and '-', first a letter or digit"
+        )
+    return first.run.directory / chosen
+
+
+def _metric(request: Request, runs: Sequence[PlannedRun]) -> str | None:
+    """Return the metric by which settings are compared. Raises ConfigError if there is no such metric."""
+    metric = request.metric
+    if metric is None:
+        return "reward_mean" if runs[0].config.has_scores else None
+    names = [definition.name for definition in (*STEP_METRICS, *EVALUATION_METRICS)]
+    if not any(re.fullmatch(re.escape(name).replace("NAME", ".+"), metric) for name in names):
+        close = difflib.get_close_matches(metric, names, n=1)
+        hint = f"did you mean {close[0]}?" if close else "docs/reference/metrics.md lists the metrics"
+        raise ConfigError(f"--metric {metric}: unknown metric; {hint}")
+    if metric.startswith("eval_") and not runs[0].config.evaluation.every_steps:
+        raise ConfigError(
+            f"--metric {metric}: the runs are not evaluated; set evaluation.every_steps and data.validation"
+        )
+    return metric
+
+
+class _Execution:
+    """The processes of a sweep's open runs."""
+
+    def __init__(self, sweep: Sweep, console: Console) -> None:
+        self._sweep, self._files, self._console = sweep, sweep.files, console
+        self._started: dict[str, float] = {}
+        self._log_ends: dict[str, int] = {}
+        self._shown = 0.0
+        self._status: Status | None = None
+        self._slots: list[dict[str, str]] = []
+
+    def check(self) -> None:
+        """Check the inputs of all settings whose runs have not finished. Raises the error of the first that is wrong."""
+        open_runs = self._open_runs()
+        if open_runs:
+            self._slots = slot_environments([run.config for run in open_runs], self._sweep.definition.jobs, os.environ)
+            self._check_inputs(open_runs)
+
+    def run(self) -> None:
+        """Train the runs that have not finished."""
+        sweep, open_runs, jobs = self._sweep, self._open_runs(), self._sweep.definition.jobs
+        if not open_runs:
+            self._print(f"{self._files.root}: all {len(sweep.runs)} runs are finished")
+            return
+        text = sweep.config.read_text(encoding="utf-8")
+        sweep.definition.write(self._files, text)
+        self._files.logs.mkdir(exist_ok=True)
+        done = len(sweep.runs) - len(open_runs)
+        self._print(
+            f"{self._files.root}: {len(sweep.runs)} runs, {done} finished, {jobs} at once; "
+            f"dashboard: quartet view {quote(str(self._files.root))}"
+        )
+        try:
+            with self._console.status("") if self._console.is_terminal else nullcontext() as self._status:
+                run_jobs(open_runs, jobs, self._start, self._ended, self._show)
+        except KeyboardInterrupt:
+            self._print(f"to continue: {_continuation(sweep)}")
+            raise
+
+    def _open_runs(self) -> list[PlannedRun]:
+        return [run for run in self._sweep.runs if not is_finished(run)]
+
+    def _check_inputs(self, runs: Sequence[PlannedRun]) -> None:
+        settings = {tuple(run.setting.items()): run for run in reversed(runs)}
+        notes: dict[str, None] = {}
+        for run in reversed(settings.values()):
+            try:
+                check_access(run.config)
+                check_gateway(run.config)
+                check_inputs(run.config, self._print)
+            except QuartetError as error:
+                if not run.setting:
+                    raise
+                raise type(error)(f"{error}\n  in the setting {describe(run.setting)} of the sweep") from error
+            notes |= dict.fromkeys(unused_settings(run.config))
+        for note in notes:
+            self._print(note)
+
+    def _start(self, run: PlannedRun, slot: int) -> subprocess.Popen[bytes]:
+        files, config = RunFiles(run.config.run_directory), self._files.run_config(run.name)
+        write_durably(config, run.config.to_yaml())
+        resume = is_used(files)
+        options = ["--resume"] if resume else []
+        with self._files.run_log(run.name).open("ab") as log:
+            self._log_ends[run.name] = log.seek(0, os.SEEK_END)
+            process = subprocess.Popen(
+                tied_to_parent(module_command("quartet.cli.main", "train", str(config), *options)),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env={**os.environ, **self._slots[slot]},
+                # Ctrl-C in the terminal reaches this process only, which then ends the runs.
+                start_new_session=True,
+            )
+        self._started[run.name] = time.monotonic()
+        self._print(f"{run.name}: {f'resumed at step {files.last_step()}' if resume else 'started'}")
+        return process
+
+    def _ended(self, run: PlannedRun, code: int) -> None:
+        seconds = round(time.monotonic() - self._started[run.name])
+        if is_finished(run):
+            outcome, text = None, f"finished in {datetime.timedelta(seconds=seconds)}"
+        elif code == 0:
+            outcome, text = STOPPED, "stopped before its last step"
+        else:
+            outcome = self._error(run, code)
+            text = f"failed: {outcome}"
+        self._files.write_outcome(run.name, outcome)
+        self._print(f"{run.name}: {text}")
+
+    def _error(self, run: PlannedRun, code: int) -> str:
+        """Return the error that `quartet train` printed last, or its exit status."""
+        with self._files.run_log(run.name).open("rb") as log:
+            log.seek(self._log_ends[run.name])
+            lines = log.read().decode(errors="replace").splitlines()
+        errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+        return (errors[-1] if errors else f"exit status {code}")[:MAX_ERROR]
+
+    def _show(self, active: Sequence[PlannedRun]) -> None:
+        if self._status is None or time.monotonic() - self._shown < STATUS_SECONDS:
+            return
+        self._shown = time.monotonic()
+        steps = (
+            f"{run.name} {RunFiles(run.config.run_directory).last_step()}/{run.config.run.steps}" for run in active
+        )
+        self._status.update(", ".join(steps))
+
+    def _print(self, line: str) -> None:
+        self._console.print(line, soft_wrap=True, markup=False)
+
+
+def _continuation(sweep: Sweep) -> str:
+    return f"quartet sweep {quote(str(sweep.files.root))}"
+
+
+def _print_table(sweep: Sweep, metric: str | None, request: Request, write: bool = False) -> list[SettingResult]:
+    outcomes = sweep.files.read_outcomes()
+    results = setting_results(
+        [run_result(run, outcomes.get(run.name)) for run in sweep.runs], metric, request.direction
+    )
+    csv, json = as_csv(results, metric), as_json(results, metric, request.direction)
+    if write:
+        for path, text in ((sweep.files.table_csv, csv), (sweep.files.table_json, json)):
+            with storage_errors(path):
+                write_durably(path, text)
+    if request.table_format != "text":
+        typer.echo({"csv": csv, "json": json}[request.table_format], nl=False)
+        return results
+    console = make_console()
+    console.print(make_table(results, metric))
+    for line in error_lines(results):
+        console.print(line, soft_wrap=True, markup=False)
+    if write:
+        console.print(f"table: {sweep.files.table_csv} {sweep.files.table_json}", soft_wrap=True, markup=False)
+    return results

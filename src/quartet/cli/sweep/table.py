@@ -1,0 +1,61 @@
+"""The table of a sweep for people."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+from quartet.sweep.grid import short_keys
+from quartet.sweep.results import Estimate, SettingResult, columns
+
+MAX_SHOWN_ERRORS = 20
+WIDTH = 160
+"""Columns of the table if the output is not a terminal."""
+SHOWN = ("reward_mean", "kl_mean", "eval_reward_sampled", "eval_reward_greedy", "eval_judge_win_rate")
+"""Metrics in the table for people. The files have all."""
+_TITLES = {"reward_mean": "reward", "kl_mean": "KL"}
+
+
+def make_console() -> Console:
+    """Return a console that does not break the rows of a table in a file."""
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=WIDTH)
+
+
+def make_table(results: Sequence[SettingResult], metric: str | None) -> Table:
+    """Return one row for each setting: its values, its runs, and mean ± half width of the 95 % interval of metrics."""
+    names = [name for name in columns(results, metric) if name in SHOWN or name == metric]
+    labels = short_keys(list(results[0].setting)) if results else {}
+    table = Table(box=None, pad_edge=False)
+    for label in labels.values():
+        table.add_column(label)
+    for title in ("finished", "failed", *(_TITLES.get(name, name) for name in names)):
+        table.add_column(title, justify="right")
+    table.add_column("")
+    for result in results:
+        failed = str(result.count("failed") or "")
+        finished = f"{result.count('finished')} of {len(result.runs)}"
+        numbers = (_text(result.metrics.get(name)) for name in names)
+        table.add_row(*result.setting.values(), finished, failed, *numbers, "best" if result.best else "")
+    return table
+
+
+def _text(estimate: Estimate | None) -> str:
+    if estimate is None:
+        return ""
+    width = "" if estimate.half_width is None else f" ± {estimate.half_width:.2g}"
+    return f"{estimate.mean:.4g}{width}"
+
+
+def error_lines(results: Sequence[SettingResult]) -> Iterator[str]:
+    """Yield a line for each run that has not finished, up to a limit."""
+    open_runs = [
+        each for result in results for each in result.runs if each.state in ("failed", "stopped", "unfinished")
+    ]
+    for each in open_runs[:MAX_SHOWN_ERRORS]:
+        error = f": {each.error}" if each.error else ""
+        yield f"{each.run.name}: {each.state} at step {each.step} of {each.run.config.run.steps}{error}"
+    if len(open_runs) > MAX_SHOWN_ERRORS:
+        yield f"... and {len(open_runs) - MAX_SHOWN_ERRORS} more"

@@ -1,0 +1,1 @@
+"""Sweeps: runs over a grid of settings and seeds. Imports no torch."""

@@ -1,0 +1,116 @@
+"""`quartet sweep`: real runs over a grid, their table, and what an interruption or a failure leaves."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+
+from quartet.run_directory.locking_and_removal import lock_run_directory
+from quartet.run_directory.run_files import RunFiles
+from tests.e2e.commands import committed_steps, settings, wait_until
+from tests.e2e.conftest import LONGER, Call, Run, Start, weights
+
+SWEEP = Path("runs", "tiny-sweep")
+
+
+def test_failed_runs_do_not_end_the_sweep_and_a_second_call_retries_only_them(
+    start: Start, call: Call, config: Path, few_processes: list[str], tmp_path: Path
+) -> None:
+    arguments = [*few_processes, *settings("run.steps=1"), "--seeds", "3"]
+    folder = tmp_path / SWEEP
+    command = start("sweep", config, *arguments)
+    command.wait_for(lambda: (folder / "sweep.json").exists())
+    # While the first run starts: a run does not start in a directory that another process has locked.
+    with lock_run_directory(RunFiles(folder / "seed-1")), lock_run_directory(RunFiles(folder / "seed-2")):
+        result = command.wait(120)
+    assert result.code == 1, result
+    assert "2 of 3 runs failed" in result.err
+    assert "seed-1: failed: run directory" in result.out
+    assert result.leftovers == []
+    first = (folder / "seed-0" / "metrics.jsonl").read_bytes()
+    result = start("sweep", SWEEP, "--jobs", "2").wait(120)
+    assert result.code == 0, result
+    assert "seed-0" not in result.out
+    assert result.out.index("seed-2: started") < result.out.index("finished in")
+    assert result.leftovers == []
+    assert (folder / "seed-0" / "metrics.jsonl").read_bytes() == first
+    (row,) = csv.DictReader((folder / "table.csv").open())
+    assert (row["runs"], row["finished"], row["failed"], row["best"]) == ("3", "3", "0", "1")
+    values = [json.loads((folder / f"seed-{seed}" / "metrics.jsonl").read_text())["reward_mean"] for seed in range(3)]
+    assert float(row["reward_mean"]) == pytest.approx(sum(values) / 3)
+    assert f"{sum(values) / 3:.4g} ± " in call("sweep", SWEEP, "--table").out
+    # The same arguments are the same sweep, which has nothing left to do.
+    repeated = call("sweep", config, *arguments)
+    assert (repeated.code, "all 3 runs are finished" in repeated.out) == (0, True)
+    other = call("sweep", config, *few_processes, "--seeds", "2")
+    assert other.code == 2
+    assert "has another grid, --seeds 3, not --seeds 2; continue it with quartet sweep" in other.err
+    changed = call("sweep", config, *arguments, *settings("actor.learning_rate=2e-3"))
+    assert changed.code == 2
+    assert "actor.learning_rate is 0.002, the sweep has 0.001" in changed.err
+
+
+def test_a_killed_sweep_leaves_no_process_and_continues_with_the_same_bits(
+    start: Start, config: Path, few_processes: list[str], uninterrupted_run: Run, tmp_path: Path
+) -> None:
+    command = start("sweep", config, *few_processes, *LONGER)
+    run = tmp_path / SWEEP / "seed-0"
+    command.wait_for(lambda: committed_steps(run) >= 2)
+    command.process.kill()
+    assert wait_until(lambda: not command.processes(), 10), command.processes()
+    assert committed_steps(run) < 8
+    result = start("sweep", SWEEP).wait(120)
+    assert result.code == 0, result
+    assert "seed-0: resumed at step" in result.out
+    assert result.leftovers == []
+    assert weights(run) == weights(uninterrupted_run.directory)
+
+
+def test_sigterm_ends_the_runs_of_a_sweep_and_says_how_to_continue(
+    start: Start, config: Path, few_processes: list[str], tmp_path: Path
+) -> None:
+    command = start("sweep", config, *few_processes, *settings("run.steps=1000000"), "--name", "long")
+    run = tmp_path / "runs" / "long" / "seed-0"
+    command.wait_for(lambda: committed_steps(run) >= 1)
+    command.process.terminate()
+    result = command.wait(30)
+    assert (result.code, result.err, result.leftovers) == (130, "stopped\n", [])
+    assert result.out.rstrip().endswith("to continue: quartet sweep runs/long")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--set", "actor.learning_rat=1,2"], "--set actor.learning_rat: unknown key; did you mean 'learning_rate'?"),
+        (["--set", "actor.learning_rate=1e-5,fast"], "--set actor.learning_rate: expected a number, not 'fast'"),
+        (["--set", "actor.model=nowhere,elsewhere"], "in the setting actor.model=nowhere of the sweep"),
+        (["--seeds", "many"], "--seeds many: expected a number of seeds, such as 3, or seeds, such as 0,7"),
+        (["--name", "a/b"], "--name a/b: expected 1 to 64 letters"),
+        (["--metric", "reward"], "--metric reward: unknown metric; did you mean reward_"),
+        (["--metric", "eval_kl"], "--metric eval_kl: the runs are not evaluated"),
+        (["--table"], "has no sweep yet; start it without --table"),
+    ],
+)
+def test_wrong_arguments_are_refused_before_the_first_run(
+    options: list[str], message: str, call: Call, config: Path, tmp_path: Path
+) -> None:
+    result = call("sweep", config, *options)
+    assert (result.code, message in result.err) == (2, True), result.err
+    assert not list(tmp_path.glob("runs/*/*/config.yaml"))
+    assert not list(tmp_path.glob("runs/*/sweep.json"))
+
+
+def test_a_folder_that_is_no_sweep_is_refused(call: Call, config: Path, tmp_path: Path) -> None:
+    folder = tmp_path / SWEEP
+    folder.mkdir(parents=True)
+    assert "has no sweep.json; expected a config file, or the folder of a sweep" in call("sweep", SWEEP).err
+    (folder / "notes.txt").touch()
+    result = call("sweep", config)
+    assert (result.code, "other files, such as notes.txt" in result.err) == (2, True), result.err
+    (folder / "notes.txt").unlink()
+    (folder / "sweep.json").write_text("{}")
+    result = call("sweep", SWEEP)
+    assert (result.code, "sweep.json: cannot be read; put the file back" in result.err) == (2, True), result.err
