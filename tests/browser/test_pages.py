@@ -28,6 +28,7 @@ PAGES = (
     "runs/finished/logs?log=actor",
     "runs/finished/config",
     "compare?runs=finished,finished",
+    "compare?runs=finished,finished&group=setting",
 )
 
 

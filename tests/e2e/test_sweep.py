@@ -30,6 +30,8 @@ def test_failed_runs_do_not_end_the_sweep_and_a_second_call_retries_only_them(
     assert "2 of 3 runs failed" in result.err
     assert "seed-1: failed: run directory" in result.out
     assert result.leftovers == []
+    # The output of a run has the token of its gateway.
+    assert (folder / "logs" / "seed-0.log").stat().st_mode & 0o777 == 0o600
     first = (folder / "seed-0" / "metrics.jsonl").read_bytes()
     result = start("sweep", SWEEP, "--jobs", "2").wait(120)
     assert result.code == 0, result
@@ -86,7 +88,7 @@ def test_sigterm_ends_the_runs_of_a_sweep_and_says_how_to_continue(
     [
         (["--set", "actor.learning_rat=1,2"], "--set actor.learning_rat: unknown key; did you mean 'learning_rate'?"),
         (["--set", "actor.learning_rate=1e-5,fast"], "--set actor.learning_rate: expected a number, not 'fast'"),
-        (["--set", "actor.model=nowhere,elsewhere"], "in the setting actor.model=nowhere of the sweep"),
+        (["--set", "actor.model=./nowhere,./elsewhere"], "in the setting actor.model=./nowhere of the sweep"),
         (["--seeds", "many"], "--seeds many: expected a number of seeds, such as 3, or seeds, such as 0,7"),
         (["--name", "a/b"], "--name a/b: expected 1 to 64 letters"),
         (["--metric", "reward"], "--metric reward: unknown metric; did you mean reward_"),

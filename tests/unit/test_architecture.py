@@ -185,7 +185,8 @@ ALLOWED: dict[str, set[str]] = {
         "quartet.run_directory",
         "quartet.runs",
     },
-    "quartet.sweep": FOUNDATION | {"quartet.durable_files", "quartet.run_directory", "quartet.runs", "quartet.topology"},
+    "quartet.sweep": FOUNDATION
+    | {"quartet.durable_files", "quartet.run_directory", "quartet.runs", "quartet.topology"},
     "quartet.completions": FOUNDATION | {"quartet.data", "quartet.models"},
     "quartet.cli": FOUNDATION
     | FILES

@@ -27,6 +27,7 @@ class RunsPage {
     this.chosen = new Set();
     this.search = h("input", { type: "search", placeholder: "Filter by name", "aria-label": "Filter by name", "data-filter": true, oninput: () => this.draw() });
     this.compare = h("a", { class: "button", role: "link", "aria-disabled": "true" }, icon("chart"), "Compare");
+    this.settings = h("a", { class: "button", href: to(["compare"], { group: "setting" }) }, "Compare settings");
     this.list = h("div", { class: "panel" }, loading());
     const mayStart = session.may_start_runs && session.access === "operator";
     this.element = h(
@@ -41,6 +42,7 @@ class RunsPage {
           { class: "end" },
           this.search,
           this.compare,
+          this.settings,
           mayStart ? h("button", { class: "button primary", type: "button", onclick: () => this.start() }, icon("plus"), "Start a run") : null,
         ),
       ),
@@ -128,6 +130,7 @@ class RunsPage {
     this.compare.title = ready ? "" : "Select at least two runs in the list";
     replace(this.compare, icon("chart"), names.length ? `Compare ${names.length}` : "Compare");
     this.compare.classList.toggle("muted", !ready);
+    this.settings.href = to(["compare"], { runs: names.join(","), group: "setting" });
   }
 
   async start() {

@@ -97,7 +97,9 @@ def parse_grid(overrides: Sequence[str], seeds: str | None) -> Grid:
 
 def split_values(key: str, text: str) -> tuple[str, ...]:
     """Return the values of one ``--set`` option. Raises ConfigError."""
-    values, start, closing, quoted, opens = [], 0, [], "", True
+    values: list[str] = []
+    closing: list[str] = []
+    start, quoted, opens = 0, "", True
     for position, character in enumerate(text):
         if quoted:
             quoted = "" if character == quoted else quoted

@@ -21,7 +21,7 @@ def write_config(tmp_path: Path) -> WriteConfig:
     """Function that writes a config file with these sections added."""
 
     def write(**sections: Any) -> Path:
-        tree = {
+        tree: dict[str, dict[str, Any]] = {
             "run": {"name": "my", "steps": 20, "directory": str(tmp_path / "runs")},
             "data": {"prompts": "prompts.jsonl"},
             "actor": {"model": "policy"},

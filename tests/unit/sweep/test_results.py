@@ -11,7 +11,7 @@ import pytest
 
 from quartet.errors import ConfigError
 from quartet.sweep.grid import PlannedRun, parse_grid, plan_runs
-from quartet.sweep.results import STOPPED, as_csv, as_json, is_finished, run_result, setting_results
+from quartet.sweep.results import STOPPED, Direction, as_csv, as_json, is_finished, run_result, setting_results
 from tests.unit.sweep.conftest import write_run
 
 
@@ -29,7 +29,8 @@ def test_a_setting_has_the_mean_of_the_last_tenth_of_steps_with_its_interval(run
     reward = first.metrics["reward_mean"]
     assert reward.values == (2.0, 4.0)
     # Standard deviation sqrt(2), standard error 1, quantile of one degree of freedom 12.706205.
-    assert (reward.mean, reward.half_width) == (3.0, pytest.approx(12.706204736))
+    assert reward.mean == 3.0
+    assert reward.half_width == pytest.approx(12.706204736)
     assert first.metrics["kl_mean"].mean == pytest.approx(1.95)
     assert first.metrics["kl_mean"].half_width == pytest.approx(0.0)
     assert (first.best, second.best, second.metrics) == (True, False, {})
@@ -66,8 +67,8 @@ def test_the_best_setting_follows_the_metric_and_its_direction(runs: list[Planne
         write_run(run, [reward] * 20, {"eval_judge_win_rate": win_rate})
     results = [run_result(run, None) for run in runs]
 
-    def best(*arguments: str) -> list[bool]:
-        return [each.best for each in setting_results(results, *arguments)]
+    def best(metric: str = "reward_mean", direction: Direction = "max") -> list[bool]:
+        return [each.best for each in setting_results(results, metric, direction)]
 
     assert best() == [False, True]
     assert best("eval_judge_win_rate") == [True, False]

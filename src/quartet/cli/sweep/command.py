@@ -216,7 +216,7 @@ class _Execution:
         write_durably(config, run.config.to_yaml())
         resume = is_used(files)
         options = ["--resume"] if resume else []
-        with self._files.run_log(run.name).open("ab") as log:
+        with open(self._files.run_log(run.name), "ab", opener=_private) as log:
             self._log_ends[run.name] = log.seek(0, os.SEEK_END)
             process = subprocess.Popen(
                 tied_to_parent(module_command("quartet.cli.main", "train", str(config), *options)),
@@ -262,6 +262,11 @@ class _Execution:
 
     def _print(self, line: str) -> None:
         self._console.print(line, soft_wrap=True, markup=False)
+
+
+def _private(path: str, flags: int) -> int:
+    """Open a file that only its owner can read: the output of a run has the link with the token of its gateway."""
+    return os.open(path, flags, 0o600)
 
 
 def _continuation(sweep: Sweep) -> str:
