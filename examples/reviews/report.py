@@ -57,7 +57,11 @@ class Run:
     def title(self) -> str:
         """Return the estimator, and the setting that distinguishes the run."""
         algorithm = self.config.algorithm
-        name = algorithm.estimator if algorithm.grpo_normalize_std else "grpo without the std"
+        name = (
+            algorithm.estimator
+            if algorithm.estimator_spec.parameters.get("normalize_std", True)
+            else "grpo without the std"
+        )
         return f"{name}, LoRA" if self.config.actor.lora else name
 
 

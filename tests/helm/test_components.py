@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from quartet.config import Config, load_config
+from quartet.config.estimators import BUILT_IN_ESTIMATORS
 from quartet.topology import service_roles
 from tests.helm.rendering import EXAMPLES, Manifest, Values, changed, example, manifests, of_kind, pod_templates
 
@@ -27,7 +28,7 @@ RUNS: dict[str, Values] = {
             config__algorithm={"estimator": estimator},
             config__rollout={"prompts_per_step": 8, "samples_per_prompt": 4},
         )
-        for estimator in ("gae", "reinforce", "rloo", "grpo", "reinforce_plus_plus")
+        for estimator in BUILT_IN_ESTIMATORS
     },
     "custom estimator": changed(
         "single-node-4-gpus",

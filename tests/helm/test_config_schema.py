@@ -78,7 +78,7 @@ def test_an_outdated_schema_is_reported(
     monkeypatch.setattr(values_schema, "SCHEMA", other)
     assert values_schema.main([]) == 1
     output = capsys.readouterr()
-    assert '+              "examples": ["gae", "reinforce", "rloo", "grpo", "reinforce_plus_plus"]' in output.out
+    assert '+              "examples": ["gae", "reinforce", "rloo", "grpo", "opo", ' in output.out
     assert "make helm-schema" in output.err
     assert values_schema.main(["--write"]) == 0
     assert values_schema.main([]) == 0

@@ -25,7 +25,12 @@ ESTIMATORS: dict[str, dict[str, Any]] = {
         "algorithm": {"estimator": "grpo", "kl_coefficient": 0, "kl_loss": "k3", "kl_loss_coefficient": 0.04},
         "rollout": GROUPS,
     },
-    "dr_grpo": {"algorithm": {"estimator": "grpo", "grpo_normalize_std": False}, "rollout": GROUPS},
+    "dr_grpo": {
+        "algorithm": {"estimator": "grpo", "estimator_parameters": {"normalize_std": False}},
+        "rollout": GROUPS,
+    },
+    "opo": {"algorithm": {"estimator": "opo"}, "rollout": GROUPS},
+    "reinforce_plus_plus_baseline": {"algorithm": {"estimator": "reinforce_plus_plus_baseline"}, "rollout": GROUPS},
     "reinforce_plus_plus": {"algorithm": {"estimator": "reinforce_plus_plus", "gamma": 0.99}},
 }
 
@@ -57,8 +62,10 @@ def test_samples_of_one_prompt_are_adjacent(make: MakeConfig) -> None:
     assert len({item["response"] for item in run.trajectories(1)}) > 2, "samples must have separate random streams"
 
 
-def test_the_policy_is_frozen_while_the_critic_warms_up(make: MakeConfig, toy_task: ToyTask) -> None:
-    run = run_to_completion(make(run={"steps": 3}, algorithm={"critic_warmup_steps": 2}, checkpoint={"every_steps": 2}))
+def test_values_are_pretrained_before_the_policy_moves(make: MakeConfig, toy_task: ToyTask) -> None:
+    run = run_to_completion(
+        make(run={"steps": 3}, algorithm={"value_pretraining_steps": 2}, checkpoint={"every_steps": 2})
+    )
     after_warmup = safetensors.torch.load_file(run.files.checkpoints / "step-000002" / "actor" / "model.safetensors")
     initial = safetensors.torch.load_file(toy_task.policy / "model.safetensors")
     assert all(torch.equal(after_warmup[name], initial[name]) for name in after_warmup)

@@ -69,7 +69,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "importance_sampling_cap": 3.0,
         "target_kl": 50.0,
         "value_clip": 0.4,
-        "critic_warmup_steps": 1,
+        "value_pretraining_steps": 1,
         "non_finite": "skip",
     },
     "rollout": {"temperature": 0.5, "top_p": 0.9, "top_k": 7, "max_response_tokens": 6},

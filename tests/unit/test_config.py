@@ -202,7 +202,7 @@ def test_the_tree_is_immutable(minimal: Path) -> None:
         ({"algorithm": {"estimator": "reinforce", "gamma": 0.9}}, "algorithm.gamma 0.9: .* leave gamma at 1"),
         ({"algorithm": {"estimator": "reinforce", "whiten_rewards": True}}, "has no token rewards"),
         ({"algorithm": {"ratio_level": "sequence"}}, "gives each token its own advantage"),
-        ({"algorithm": {"estimator": "reinforce", "critic_warmup_steps": 2}}, "has no critic"),
+        ({"algorithm": {"estimator": "reinforce", "value_pretraining_steps": 2}}, "has no critic"),
         (
             {
                 "algorithm": {"estimator": "reinforce"},
@@ -212,7 +212,7 @@ def test_the_tree_is_immutable(minimal: Path) -> None:
             "services.critic.address: .* has no critic",
         ),
         (
-            {"algorithm": {"critic_warmup_steps": 100}},
+            {"algorithm": {"value_pretraining_steps": 100}},
             "the policy would never be trained; expected less than run.steps 100",
         ),
         (
@@ -299,6 +299,8 @@ def test_setting_the_action_of_a_guard_keeps_its_bound() -> None:
     [
         ("gae", None, True),
         ("reinforce_plus_plus", None, True),
+        ("reinforce_plus_plus_baseline", None, True),
+        ("opo", None, False),
         ("rloo", None, False),
         ("grpo", True, True),
         ("gae", False, False),

@@ -12,6 +12,7 @@ from typing import Any
 
 from quartet.cli.config_reference import settings
 from quartet.config import json_schema
+from quartet.config.estimators import BUILT_IN_ESTIMATORS
 
 SCHEMA = json_schema()
 ALGORITHM = SCHEMA["properties"]["algorithm"]["properties"]
@@ -65,7 +66,7 @@ def test_every_integer_has_a_bound_that_fits_into_messages() -> None:
 
 
 def test_ranges_choices_and_null_match_the_config_tree() -> None:
-    assert ALGORITHM["estimator"]["examples"] == ["gae", "reinforce", "rloo", "grpo", "reinforce_plus_plus"]
+    assert ALGORITHM["estimator"]["examples"] == list(BUILT_IN_ESTIMATORS)
     for name, known in (("gae", True), ("package.module:function", True), ("ppo", False), ("package:a b", False)):
         assert bool(re.search(ALGORITHM["estimator"]["pattern"], name)) is known
     assert ALGORITHM["dual_clip"]["type"] == ["number", "null"]

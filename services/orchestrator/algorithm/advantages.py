@@ -66,11 +66,13 @@ def estimate_advantages(
     algorithm: AlgorithmConfig,
     kl_coefficient: float,
     early: EarlyRewards | None = None,
+    pretrains_values: bool = False,
 ) -> Advantages:
     """Return advantages and value targets [tokens] by the configured estimator. Value targets are 0 without a critic.
 
     ``scores`` [sequences]; ``kl`` and ``values`` [tokens]; ``groups`` [sequences], the prompt of each response. All tokens are
-    the policy's own. ``early``: the part of the scores that belongs to turns before the last one.
+    the policy's own. ``early``: the part of the scores that belongs to turns before the last one. ``pretrains_values``: the value
+    targets are returns without values, of lambda 1.
     """
     spec = algorithm.estimator_spec
     if spec.granularity == "token":
@@ -80,7 +82,15 @@ def estimate_advantages(
     else:
         step_rewards = estimators.sequence_rewards(scores, kl, lengths, kl_coefficient)
     inputs = EstimatorInput(
-        step_rewards, values, lengths, groups, algorithm.gamma, algorithm.gae_lambda, algorithm.grpo_normalize_std
+        step_rewards,
+        values,
+        lengths,
+        groups,
+        algorithm.gamma,
+        algorithm.gae_lambda,
+        1.0 if pretrains_values else algorithm.value_lambda,
+        algorithm.length_adaptive_alpha,
+        parameters=spec.parameters,
     )
     name = f"algorithm.estimator {spec.name}"
     return estimate(import_estimator(spec), inputs, spec.needs_critic, spec.granularity, name)
@@ -94,5 +104,5 @@ def import_estimator(spec: EstimatorSpec) -> Estimator:
         function = import_callable(spec.function)
     except NotImportable as error:
         raise ConfigError(f"{name}: {error}") from None
-    check_estimator(function, spec.needs_critic, spec.granularity, spec.min_samples, name)
+    check_estimator(function, spec.needs_critic, spec.granularity, spec.min_samples, name, spec.parameters)
     return function

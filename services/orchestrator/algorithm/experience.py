@@ -62,7 +62,10 @@ def prepare_step(
     scores = treat_scores(raw_scores, truncated, lengths, response_lengths, algorithm, moments, max_response_tokens)
     token_kl = kl.kl_estimate(log_probs, reference_log_probs, algorithm.kl_estimator)
     early = early_rewards(trajectories, score_factor(algorithm, moments))
-    estimate = estimate_advantages(scores, token_kl, values, lengths, groups, algorithm, kl_coefficient, early)
+    pretrains = algorithm.pretrains_values(step)
+    estimate = estimate_advantages(
+        scores, token_kl, values, lengths, groups, algorithm, kl_coefficient, early, pretrains
+    )
     masked = algorithm.truncation.treatment == "mask"
     actor_mask = rewards.mask_truncated(truncated if masked else torch.zeros_like(truncated), lengths)
     advantages = estimate.advantages

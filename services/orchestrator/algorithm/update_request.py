@@ -7,6 +7,7 @@ from quartet.ppo.learning_rate import scheduled_learning_rate
 from quartet.rpc.clients import ActorClient, CriticClient
 from quartet.rpc.pending_calls import PendingResult
 from quartet.run_directory.identity import Identity
+from quartet.services.orchestrator.algorithm.state import AlgorithmState
 from quartet.services.orchestrator.control.live_settings import LiveSettings
 from quartet.services.orchestrator.service_clients import ServiceClients
 from quartet.services.orchestrator.telemetry.step_profiler import StepProfiler
@@ -32,12 +33,12 @@ def optimization_at(
     learning_rate: float | None = None,
     micro_batch_tokens: int = 0,
 ) -> OptimizationSettings:
-    """Return the optimisation settings of ``step``. The policy is not updated while the critic warms up.
+    """Return the optimisation settings of ``step``. The policy is not updated while the values are pretrained.
 
     ``learning_rate`` overrides the schedule. ``micro_batch_tokens`` is the run's own number; 0 leaves it to the service.
     """
     algorithm = config.algorithm
-    frozen = trained is config.actor and step <= algorithm.critic_warmup_steps
+    frozen = trained is config.actor and algorithm.pretrains_values(step)
     return OptimizationSettings(
         num_epochs=0 if frozen else algorithm.num_epochs,
         num_mini_batches=algorithm.num_mini_batches,
@@ -108,8 +109,10 @@ class ModelUpdater:
         self._config, self._identity, self._service_clients = config, identity, service_clients
         self._live_settings, self._profiler = live_settings, profiler
 
-    def start(self, step: int, leader_epoch: int) -> dict[Role, PendingResult[UpdateResult]]:
-        """Start the updates of ``step`` at all trained models together."""
+    def start(
+        self, step: int, leader_epoch: int, algorithm_state: AlgorithmState
+    ) -> dict[Role, PendingResult[UpdateResult]]:
+        """Start the updates of ``step``, the next after ``algorithm_state``, at all trained models together."""
         rates = self.learning_rates(step)
         calls = {
             client.role: start_update(

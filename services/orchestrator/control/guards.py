@@ -58,7 +58,7 @@ BOUNDS = {
     "critic_lost": Bound(
         "explained_variance",
         "explained variance",
-        "the critic is worse than a constant: raise critic.learning_rate, set algorithm.critic_warmup_steps, "
+        "the critic is worse than a constant: raise critic.learning_rate, set algorithm.value_pretraining_steps, "
         "or initialise it from the reward model",
         of_reward=True,
     ),

@@ -222,7 +222,8 @@ actor:
 reward:
 {reward}
 algorithm:
-  # gae is PPO, with a critic. Without: reinforce, rloo, grpo, reinforce_plus_plus. rloo and grpo need several samples per prompt.
+  # gae is PPO, with a critic. Without: reinforce, reinforce_plus_plus. With several samples per prompt: rloo, grpo, opo,
+  # reinforce_plus_plus_baseline.
   estimator: {_scalar(estimator)}
   # The weight of the KL penalty. Raise it if the policy exploits the reward, or its responses degenerate.
   kl_coefficient: 0.05

@@ -87,7 +87,10 @@ def init_config(
     ] = None,
     estimator: Annotated[
         Optional[str],  # noqa: UP045
-        typer.Option(help="Advantage estimator: ppo, reinforce, rloo, grpo or reinforce_plus_plus. Default: ppo."),
+        typer.Option(
+            help="Advantage estimator: ppo, reinforce, rloo, grpo, opo, reinforce_plus_plus or reinforce_plus_plus_baseline. "
+            "Default: ppo."
+        ),
     ] = None,
     steps: Annotated[Optional[int], typer.Option(min=1, help="Training steps. Default: 200.")] = None,  # noqa: UP045
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing file.")] = False,

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field, WithJsonSchema, model_validator
+from pydantic import AfterValidator, Field, StrictBool, WithJsonSchema, model_validator
 
 from quartet.config.estimators import BUILT_IN_ESTIMATORS, EstimatorSpec
 from quartet.config.policy_losses import (
@@ -128,12 +129,14 @@ class AlgorithmConfig(Section):
     """Advantages, KL and losses."""
 
     estimator: EstimatorName = "gae"
-    """Advantage estimator: gae (the only one with a critic), reinforce, rloo, grpo, reinforce_plus_plus, or the import path of a
-    custom one (package.module:callable)."""
+    """Advantage estimator: gae (the only one with a critic), reinforce, rloo, grpo, opo, reinforce_plus_plus,
+    reinforce_plus_plus_baseline, or the import path of a custom one (package.module:callable)."""
     custom_estimator: CustomEstimatorConfig | None = None
     """Needs of the custom estimator. Required if `estimator` is an import path, else null."""
-    grpo_normalize_std: bool = True
-    """For grpo: divide by the standard deviation of the scores of the same prompt. False is Dr. GRPO."""
+    estimator_parameters: dict[str, StrictBool | Finite] = Field(default={})
+    """Parameters of the estimator, by name. A custom estimator takes any. grpo takes normalize_std (true), which divides by the
+    standard deviation of the prompt's rewards, false is Dr. GRPO; leave_one_out (false), which takes mean and standard deviation
+    from the other responses of the prompt; and std_epsilon (0.0001), which is added to the standard deviation."""
     gamma: Fraction = 1.0
     """Discount factor."""
     gae_lambda: Fraction = 0.95
@@ -154,6 +157,11 @@ class AlgorithmConfig(Section):
     kl_loss_coefficient: NonNegative = 0.0
     """Weight of the KL term in the policy loss."""
     distillation: DistillationConfig | None = None
+    value_lambda: Fraction | None = None
+    """λ of the critic's value targets (decoupled GAE of VAPO, where it is 1). Null: gae_lambda."""
+    length_adaptive_alpha: Positive | None = None
+    """α of VAPO's length-adaptive λ: the advantages of a response of l tokens use 1 − 1/(α·l), at least 0, instead of gae_lambda.
+    Null disables it."""
     """On-policy distillation from reference.model, the teacher. Null disables it."""
     score: ScoreConfig = ScoreConfig()
     """Transformation of scores."""
@@ -195,8 +203,8 @@ class AlgorithmConfig(Section):
     """Number of optimizer steps per pass."""
     target_kl: Positive | None = None
     """Early stopping: the policy update of a step ends when KL(old ‖ new) exceeds this, in nats per token. Null disables it."""
-    critic_warmup_steps: WholeNumber = 0
-    """Number of first steps that update only the critic."""
+    value_pretraining_steps: WholeNumber = 0
+    """Number of first steps that update only the critic, with the returns of the responses as value targets (λ 1)."""
     non_finite: Literal["stop", "skip"] = "stop"
     """Reaction to a NaN or infinite loss or gradient, which never reaches the weights. stop: end the run. skip: skip the
     optimizer step."""
@@ -263,10 +271,12 @@ class AlgorithmConfig(Section):
 
     @property
     def estimator_spec(self) -> EstimatorSpec:
-        """Return the needs of the estimator, and the import path of its function."""
+        """Return the needs and the parameters of the estimator, and the import path of its function."""
+        given = self.estimator_parameters
         if self.custom_estimator is None:
-            return BUILT_IN_ESTIMATORS[self.estimator]
-        return EstimatorSpec(self.estimator, self.estimator, **self.custom_estimator.model_dump())
+            spec = BUILT_IN_ESTIMATORS[self.estimator]
+            return replace(spec, parameters={**spec.parameters, **given})
+        return EstimatorSpec(self.estimator, self.estimator, **self.custom_estimator.model_dump(), parameters=given)
 
     @property
     def has_critic(self) -> bool:
@@ -278,3 +288,25 @@ class AlgorithmConfig(Section):
         """Return whether advantages are normalized, by normalize_advantages or else by the default of the estimator."""
         chosen = self.normalize_advantages
         return self.estimator_spec.normalizes_advantages if chosen is None else chosen
+    @model_validator(mode="after")
+    def _check_estimator_parameters(self) -> AlgorithmConfig:
+        if self.estimator not in BUILT_IN_ESTIMATORS:
+            return self
+        known = BUILT_IN_ESTIMATORS[self.estimator].parameters
+        for name, value in self.estimator_parameters.items():
+            where = f"estimator_parameters.{name}"
+            if name not in known:
+                expected = f"expected {', '.join(known)}" if known else "it has no parameters"
+                raise ValueError(f"{where}: estimator {self.estimator} has no such parameter; {expected}")
+            if isinstance(known[name], bool) != isinstance(value, bool):
+                raise ValueError(
+                    f"{where}: expected {'true or false' if isinstance(known[name], bool) else 'a number'}"
+                )
+            if not isinstance(value, bool) and value <= 0:
+                raise ValueError(f"{where} {value:g}: expected more than 0")
+        return self
+
+    def pretrains_values(self, step: int) -> bool:
+        """Return whether ``step``, counted from 1, updates only the critic."""
+        return step <= self.value_pretraining_steps
+

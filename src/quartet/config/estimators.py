@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
 Granularity = Literal["token", "sequence"]
@@ -16,6 +17,7 @@ class EstimatorSpec:
     values, so the run has a critic. ``granularity``: it gets one reward per token or one per response, and returns the same
     number of advantages. ``uses_groups``: it compares the samples of one prompt. ``normalizes_advantages``: the default of
     algorithm.normalize_advantages. ``min_samples``: minimum number of responses, per prompt if it uses groups, else per step.
+    ``parameters``: its own parameters with their values, which are true, false, or numbers above 0.
     """
 
     name: str
@@ -25,6 +27,7 @@ class EstimatorSpec:
     uses_groups: bool = False
     normalizes_advantages: bool = False
     min_samples: int = 1
+    parameters: Mapping[str, bool | float] = field(default_factory=dict, hash=False)
 
 
 BUILT_IN_ESTIMATORS: dict[str, EstimatorSpec] = {
@@ -39,12 +42,26 @@ BUILT_IN_ESTIMATORS: dict[str, EstimatorSpec] = {
         ),
         EstimatorSpec("reinforce", "quartet.ppo.advantages:reinforce", min_samples=2),
         EstimatorSpec("rloo", "quartet.ppo.advantages:rloo", uses_groups=True, min_samples=2),
-        EstimatorSpec("grpo", "quartet.ppo.advantages:grpo", uses_groups=True, min_samples=2),
+        EstimatorSpec(
+            "grpo",
+            "quartet.ppo.advantages:grpo",
+            uses_groups=True,
+            min_samples=2,
+            parameters={"normalize_std": True, "leave_one_out": False, "std_epsilon": 1e-4},
+        ),
+        EstimatorSpec("opo", "quartet.ppo.advantages:opo", uses_groups=True, min_samples=2),
         EstimatorSpec(
             "reinforce_plus_plus",
             "quartet.ppo.advantages:reinforce_plus_plus",
             granularity="token",
             normalizes_advantages=True,
+        ),
+        EstimatorSpec(
+            "reinforce_plus_plus_baseline",
+            "quartet.ppo.advantages:reinforce_plus_plus_baseline",
+            uses_groups=True,
+            normalizes_advantages=True,
+            min_samples=2,
         ),
     )
 }

@@ -24,9 +24,15 @@ _NAMES_BY_KEY = {
     "rollout.engine": "use_vllm",
     "algorithm.estimator": "adv_estimator advantage_estimator",
     "algorithm.policy_loss": "loss_type policy_loss_type loss_mode",
-    "algorithm.grpo_normalize_std": "scale_rewards norm_adv_by_std_in_grpo",
+    "algorithm.estimator_parameters": (
+        "scale_rewards norm_adv_by_std_in_grpo normalize_rewards use_leave_one_out_baseline"
+    ),
     "algorithm.gamma": "discount_factor",
-    "algorithm.gae_lambda": "lam lambd",
+    "algorithm.gae_lambda": "lam lambd gae_lambda_policy",
+    "algorithm.value_lambda": "gae_lambda_value lambd_critic critic_lambda",
+    "algorithm.value_pretraining_steps": (
+        "critic_warmup critic_warmup_steps freezing_steps policy_training_start_step value_pretrain_steps"
+    ),
     "algorithm.kl_coefficient": "kl_coef init_kl_coef init_coef beta initial_policy_kl_penalty reference_policy_kl_penalty",
     "algorithm.kl_loss_coefficient": "kl_loss_coef",
     "algorithm.kl_loss": "use_kl_loss use_loss",

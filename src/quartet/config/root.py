@@ -116,13 +116,15 @@ class Config(Section):
                 f"algorithm.{algorithm.response_ratio}: {setting} gives each token its own advantage; "
                 "use one with an advantage per response, such as reinforce, rloo or grpo, or a loss with one ratio per token"
             )
-        if algorithm.critic_warmup_steps >= self.run.steps:
+        if algorithm.value_pretraining_steps >= self.run.steps:
             raise ValueError(
-                f"algorithm.critic_warmup_steps {algorithm.critic_warmup_steps}: the policy would never be trained; expected "
-                f"less than run.steps {self.run.steps}"
+                f"algorithm.value_pretraining_steps {algorithm.value_pretraining_steps}: the policy would never be trained; "
+                f"expected less than run.steps {self.run.steps}"
             )
-        if algorithm.critic_warmup_steps and not algorithm.has_critic:
-            raise ValueError(f"algorithm.critic_warmup_steps {algorithm.critic_warmup_steps}: {setting} has no critic")
+        if algorithm.value_pretraining_steps and not algorithm.has_critic:
+            raise ValueError(
+                f"algorithm.value_pretraining_steps {algorithm.value_pretraining_steps}: {setting} has no critic"
+            )
         if not algorithm.has_critic and self.services.critic.address:
             raise ValueError(f"services.critic.address: {setting} has no critic; leave it null")
 

@@ -7,8 +7,8 @@ names it, ``algorithm.estimator: my_package.my_module:my_estimator``, and declar
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from quartet.errors import ComputationFailed, ConfigError
 from quartet.ppo import critic_free_advantages as estimators
-from quartet.ppo.gae import Advantages, generalized_advantages
+from quartet.ppo.gae import Advantages, generalized_advantages, length_adaptive_lambda
 from quartet.user_code import describe
 
 
@@ -29,7 +29,9 @@ class EstimatorInput:
     response; with an environment, its rewards are at the last token of each turn); float32 [sequences] if it is "sequence" (the
     score minus beta times the response's KL). ``values``: float32 [tokens], from the critic at generation time; 0 without a
     critic. ``lengths``: int64 [sequences], tokens of each response. ``groups``: int64 [sequences], the prompt of each response.
-    ``gamma``, ``gae_lambda`` and ``divide_by_std`` are algorithm.gamma, algorithm.gae_lambda and algorithm.grpo_normalize_std.
+    ``gamma``, ``gae_lambda``, ``value_lambda`` and ``length_adaptive_alpha`` are the settings of these names below ``algorithm``.
+    While the values are pretrained, ``value_lambda`` is 1. ``parameters`` are the estimator's own, by name:
+    algorithm.estimator_parameters, for a built-in estimator with the defaults of the others.
     """
 
     rewards: Tensor
@@ -38,7 +40,9 @@ class EstimatorInput:
     groups: Tensor
     gamma: float = 1.0
     gae_lambda: float = 0.95
-    divide_by_std: bool = True
+    value_lambda: float | None = None
+    length_adaptive_alpha: float | None = None
+    parameters: Mapping[str, bool | float] = field(default_factory=dict)
 
 
 Estimator = Callable[[EstimatorInput], Tensor | Advantages]
@@ -48,8 +52,18 @@ targets.
 
 
 def gae(inputs: EstimatorInput) -> Advantages:
-    """Generalized advantage estimation (GAE): [tokens] -> both [tokens]. See ``quartet.ppo.gae``."""
-    return generalized_advantages(inputs.rewards, inputs.values, inputs.lengths, inputs.gamma, inputs.gae_lambda)
+    """Generalized advantage estimation (GAE): [tokens] -> both [tokens]. See ``quartet.ppo.gae``.
+
+    The value targets use ``value_lambda``, or ``gae_lambda`` if it is None, also if the advantages use a lambda by length.
+    """
+    value_lambda = inputs.value_lambda
+    policy_lambda: float | Tensor = inputs.gae_lambda
+    if inputs.length_adaptive_alpha is not None:
+        value_lambda = inputs.gae_lambda if value_lambda is None else value_lambda
+        policy_lambda = length_adaptive_lambda(inputs.lengths, inputs.length_adaptive_alpha)
+    return generalized_advantages(
+        inputs.rewards, inputs.values, inputs.lengths, inputs.gamma, policy_lambda, value_lambda
+    )
 
 
 def reinforce(inputs: EstimatorInput) -> Tensor:
@@ -63,8 +77,25 @@ def rloo(inputs: EstimatorInput) -> Tensor:
 
 
 def grpo(inputs: EstimatorInput) -> Tensor:
-    """GRPO, or Dr. GRPO without ``divide_by_std``: [sequences] -> [sequences]."""
-    return estimators.grpo_advantages(inputs.rewards, inputs.groups, inputs.divide_by_std)
+    """GRPO, or Dr. GRPO without ``normalize_std``: [sequences] -> [sequences]."""
+    chosen = inputs.parameters
+    return estimators.grpo_advantages(
+        inputs.rewards,
+        inputs.groups,
+        bool(chosen["normalize_std"]),
+        bool(chosen["leave_one_out"]),
+        chosen["std_epsilon"],
+    )
+
+
+def opo(inputs: EstimatorInput) -> Tensor:
+    """OPO, whose baseline is the mean reward of the prompt's samples, weighted by length: [sequences] -> [sequences]."""
+    return estimators.opo_advantages(inputs.rewards, inputs.lengths, inputs.groups)
+
+
+def reinforce_plus_plus_baseline(inputs: EstimatorInput) -> Tensor:
+    """REINFORCE++-baseline, rewards minus the mean of their prompt, to be whitened over the step: [sequences] -> [sequences]."""
+    return estimators.group_mean_advantages(inputs.rewards, inputs.groups)
 
 
 def reinforce_plus_plus(inputs: EstimatorInput) -> Tensor:
@@ -101,7 +132,12 @@ def estimate(
 
 
 def check_estimator(
-    estimator: Estimator, needs_critic: bool, granularity: Literal["token", "sequence"], min_samples: int, name: str
+    estimator: Estimator,
+    needs_critic: bool,
+    granularity: Literal["token", "sequence"],
+    min_samples: int,
+    name: str,
+    parameters: Mapping[str, bool | float],
 ) -> None:
     """Try an estimator on a few responses, so that a wrong signature or result fails at the start of a run.
 
@@ -112,10 +148,9 @@ def check_estimator(
     tokens = int(lengths.sum())
     rewards = torch.linspace(-1, 1, tokens if granularity == "token" else samples)
     groups = torch.zeros(samples, dtype=torch.int64)
+    inputs = EstimatorInput(rewards, torch.zeros(tokens), lengths, groups, parameters=parameters)
     try:
-        estimate(
-            estimator, EstimatorInput(rewards, torch.zeros(tokens), lengths, groups), needs_critic, granularity, name
-        )
+        estimate(estimator, inputs, needs_critic, granularity, name)
     except ComputationFailed as error:
         raise ConfigError(f"{error} (in a trial with {samples} responses)") from None
     except Exception as error:  # A user's function may raise anything.

@@ -8,8 +8,8 @@ from torch import Tensor
 from quartet.errors import InvalidRequest
 from quartet.ppo.ragged import check_flat, check_lengths, discounted_sum, sequence_sum
 
-# Limits the advantages of a group whose rewards are nearly equal.
-_STD_FLOOR = 1e-4
+STD_EPSILON = 1e-4
+"""Default addend of a group's standard deviation. It limits the advantages of a group whose rewards are nearly equal."""
 
 
 @torch.no_grad()
@@ -49,19 +49,64 @@ def rloo_advantages(sequence_rewards: Tensor, groups: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def grpo_advantages(sequence_rewards: Tensor, groups: Tensor, divide_by_std: bool) -> Tensor:
-    """Return (reward - mean) / (std + 1e-4) over the samples of the same prompt: [sequences] -> [sequences].
+def grpo_advantages(
+    sequence_rewards: Tensor,
+    groups: Tensor,
+    divide_by_std: bool,
+    leave_one_out: bool = False,
+    epsilon: float = STD_EPSILON,
+) -> Tensor:
+    """Return (reward - mean) / (std + epsilon) over the samples of the same prompt: [sequences] -> [sequences].
 
-    The standard deviation divides by n - 1. Without ``divide_by_std`` the result is Dr. GRPO's reward - mean. ``groups`` as in
-    ``rloo_advantages``. Sources: Shao et al. 2024, section 4.1.2; Liu et al. 2025; the 1e-4 is TRL's; numerics item 17. Raises
-    InvalidRequest.
+    The standard deviation divides by n - 1. Without ``divide_by_std`` the result is Dr. GRPO's reward - mean. With
+    ``leave_one_out``, mean and standard deviation of a sample are those of the prompt's other samples. Then a sample whose others
+    have no standard deviation above 0 is not divided; this includes groups of 2. ``groups`` as in ``rloo_advantages``. Sources:
+    Shao et al. 2024, section 4.1.2; Liu et al. 2025; epsilon 1e-4 is TRL's; leave-one-out as in NeMo-RL,
+    algorithms/utils.calculate_baseline_and_std_per_prompt; numerics item 17. Raises InvalidRequest.
     """
     exact, index, sizes = _grouped(sequence_rewards, groups)
     centred = exact - (_group_sum(exact, index, sizes) / sizes)[index]
+    squares = _group_sum(centred.square(), index, sizes)
+    if leave_one_out:
+        count = sizes[index]
+        # Without a sample at distance c from the mean of n, the sum of squares falls by c^2 n / (n - 1).
+        others = squares[index] - centred.square() * count / (count - 1)
+        std = (others.clamp(min=0) / (count - 2).clamp(min=1)).sqrt()
+        centred = centred * count / (count - 1)
+        if divide_by_std:
+            centred = centred / torch.where(_others_are_equal(exact, index, sizes), 1.0, std + epsilon)
+        return centred.to(sequence_rewards.dtype)
     if divide_by_std:
-        std = (_group_sum(centred.square(), index, sizes) / (sizes - 1)).sqrt()
-        centred = centred / (std[index] + _STD_FLOOR)
+        std = (squares / (sizes - 1)).sqrt()
+        centred = centred / (std[index] + epsilon)
     return centred.to(sequence_rewards.dtype)
+
+
+@torch.no_grad()
+def group_mean_advantages(sequence_rewards: Tensor, groups: Tensor) -> Tensor:
+    """Return rewards minus the mean over all samples of the same prompt, the sample included: [sequences] -> [sequences].
+
+    REINFORCE++-baseline whitens the result over the tokens of the step. ``groups`` as in ``rloo_advantages``. Source: Hu 2025
+    (REINFORCE++); verl, core_algos (reinforce_plus_plus_baseline); numerics item 17. Raises InvalidRequest.
+    """
+    return grpo_advantages(sequence_rewards, groups, divide_by_std=False)
+
+
+@torch.no_grad()
+def opo_advantages(sequence_rewards: Tensor, lengths: Tensor, groups: Tensor) -> Tensor:
+    """Return rewards minus the optimal baseline of their prompt, the sum of length times reward over the sum of lengths, both
+    over all samples of the prompt: [sequences] -> [sequences].
+
+    The baseline minimizes the variance of the gradient if the squared norm of a response's gradient is proportional to its
+    length. ``lengths`` [sequences] in tokens; ``groups`` as in ``rloo_advantages``. Source: Hao et al. 2025 (OPO);
+    verl, core_algos (opo); numerics item 17. Raises InvalidRequest.
+    """
+    exact, index, sizes = _grouped(sequence_rewards, groups)
+    check_flat(sequence_rewards=sequence_rewards, lengths=lengths)
+    check_lengths(int(lengths.sum()), lengths)
+    weights = lengths.double()
+    baselines = _group_sum(weights * exact, index, sizes) / _group_sum(weights, index, sizes)
+    return (exact - baselines[index]).to(sequence_rewards.dtype)
 
 
 @torch.no_grad()
@@ -97,3 +142,15 @@ def _grouped(sequence_rewards: Tensor, groups: Tensor) -> tuple[Tensor, Tensor, 
 def _group_sum(values: Tensor, index: Tensor, sizes: Tensor) -> Tensor:
     """Return the sums of ``values`` float64 [sequences] over groups: [groups]."""
     return values.new_zeros(sizes.shape[0]).index_add(0, index, values)
+
+
+def _others_are_equal(values: Tensor, index: Tensor, sizes: Tensor) -> Tensor:
+    """Return whether all other values of each one's group are equal: bool [sequences]. Compares, because a rounded standard
+    deviation of equal values may differ from 0."""
+    bounds = values.new_empty(sizes.shape[0])
+    low = bounds.scatter_reduce(0, index, values, "amin", include_self=False)[index]
+    high = bounds.scatter_reduce(0, index, values, "amax", include_self=False)[index]
+    at_low = _group_sum((values == low).double(), index, sizes)[index]
+    at_high = _group_sum((values == high).double(), index, sizes)[index]
+    rest = sizes[index] - 1
+    return (low == high) | ((values == high) & (at_low == rest)) | ((values == low) & (at_high == rest))

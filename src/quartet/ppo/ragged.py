@@ -27,13 +27,16 @@ def sequence_sum(values: Tensor, lengths: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def discounted_sum(values: Tensor, lengths: Tensor, discount: float) -> Tensor:
+def discounted_sum(values: Tensor, lengths: Tensor, discount: float | Tensor) -> Tensor:
     """Return S(t) = values(t) + discount S(t+1) within each sequence, with S = 0 after its last token: float64 [tokens] ->
     [tokens].
 
+    ``discount`` is one number, or float64 [sequences].
     Other sequences do not change the bits of a sequence's result. The result has no gradient. Raises InvalidRequest.
     """
     check_lengths(values.shape[0], lengths)
+    if isinstance(discount, Tensor):
+        check_flat(discount=discount, lengths=lengths)
     sizes = lengths.long().cpu()
     last = sizes.cumsum(0) - 1
     # Row 0 has the last token of every sequence, row 1 the second-to-last tokens, and so on; the longest sequence comes first in
@@ -45,21 +48,27 @@ def discounted_sum(values: Tensor, lengths: Tensor, discount: float) -> Tensor:
     from_last = last.repeat_interleave(sizes) - torch.arange(len(values))
     indices = starts.gather(0, from_last) + rank.repeat_interleave(sizes)
     sums = torch.empty(len(values), dtype=torch.float64).scatter_(0, indices, values.double().cpu())
+    # In the order of a row's tokens. A single number for all of them is faster.
+    discounts = discount.double().cpu()[order].numpy() if isinstance(discount, Tensor) else None
     many = int((rows > FEW).sum())
-    _accumulate_rows(sums.numpy(), starts[: many + 1].tolist(), rows[: many + 1].tolist(), discount)
+    factors: Any = discount if discounts is None else discounts
+    _accumulate_rows(sums.numpy(), starts[: many + 1].tolist(), rows[: many + 1].tolist(), factors)
     for row, size in enumerate(sizes[order[:FEW]].tolist()):
         if size > many:
-            _accumulate_sequence(sums, starts[many:size] + row, discount)
+            factor = float(factors if discounts is None else discounts[row])
+            _accumulate_sequence(sums, starts[many:size] + row, factor)
     return sums.gather(0, indices).to(values.device)
 
 
-def _accumulate_rows(sums: Any, starts: Sequence[int], rows: Sequence[int], discount: float) -> None:
-    """Add to each row the discounted first part of the row before it. ``sums`` is a NumPy array, which is fast for small sums."""
+def _accumulate_rows(sums: Any, starts: Sequence[int], rows: Sequence[int], discount: Any) -> None:
+    """Add to each row the discounted first part of the row before it. ``sums`` is a NumPy array, which is fast for small sums.
+    ``discount`` is a number, or a NumPy array with one for each token of the first row."""
     # Two operations, each rounded by IEEE 754. The rounding of a fused operation depends on the CPU.
     after = sums[: rows[0]]
+    varies = not isinstance(discount, int | float)
     for start, count in zip(starts[1:], rows[1:], strict=True):
         now = sums[start : start + count]
-        now += discount * after[:count]
+        now += (discount[:count] if varies else discount) * after[:count]
         after = now
 
 

@@ -26,11 +26,12 @@ def _ineffective(config: Config) -> Iterator[tuple[str, tuple[str, ...], str]]:
     if not config.has_critic:
         reason = f"algorithm.estimator {algorithm.estimator} has no critic"
         yield "critic", (), reason
-        yield "algorithm", ("gae_lambda", "value_clip", "critic_warmup_steps"), reason
+        names = ("gae_lambda", "value_lambda", "length_adaptive_alpha", "value_clip", "value_pretraining_steps")
+        yield "algorithm", names, reason
         yield "services.critic", (), reason
         yield "guards.critic_lost", (), reason
-    if algorithm.estimator != "grpo" and algorithm.custom_estimator is None:
-        yield "algorithm", ("grpo_normalize_std",), f"algorithm.estimator is {algorithm.estimator}"
+    if config.has_critic and algorithm.length_adaptive_alpha is not None and algorithm.value_lambda is not None:
+        yield "algorithm", ("gae_lambda",), "algorithm.length_adaptive_alpha and value_lambda replace it"
     if not config.has_reference:
         reason = "the actor serves the reference, with its adapter disabled"
         yield "reference", (), reason

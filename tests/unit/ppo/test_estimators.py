@@ -16,7 +16,9 @@ from quartet.errors import InvalidRequest
 from quartet.ppo.critic_free_advantages import (
     broadcast_to_tokens,
     discounted_returns,
+    group_mean_advantages,
     grpo_advantages,
+    opo_advantages,
     reinforce_advantages,
     rloo_advantages,
     sequence_rewards,
@@ -92,6 +94,54 @@ def test_group_advantages_of_a_worked_example() -> None:
     assert result == pytest.approx([-first, -second, first, 0.0, second], rel=1e-6)
 
 
+@check
+@given(group_sizes, seeds)
+def test_leave_one_out_normalizes_by_the_other_samples(sizes: list[int], seed: int) -> None:
+    groups, rewards = draw_groups(seed, sizes), draw(seed, sum(sizes), scale=3.0)
+    expected = []
+    for row in range(len(rewards)):
+        own, *others = same_prompt(rewards.tolist(), groups.tolist(), row)
+        scale = statistics.stdev(others) + 1e-6 if len(others) > 1 else 1.0
+        expected.append((own - statistics.fmean(others)) / scale)
+    result = grpo_advantages(rewards, groups, True, leave_one_out=True, epsilon=1e-6)
+    assert result.tolist() == pytest.approx(expected, rel=1e-5, abs=1e-5)
+
+
+def test_leave_one_out_without_the_standard_deviation_is_rloo() -> None:
+    groups, rewards = draw_groups(3, [4, 2, 5]), draw(3, 11, scale=3.0)
+    result = grpo_advantages(rewards, groups, False, leave_one_out=True)
+    assert result.tolist() == pytest.approx(rloo_advantages(rewards, groups).tolist(), abs=1e-6)
+
+
+def test_leave_one_out_of_a_worked_example() -> None:
+    # Prompt 1 has rewards 0, 2, 4: the others of 0 have mean 3 and standard deviation sqrt(2), those of 2 mean 2 and sqrt(8).
+    # Prompt 2 has rewards 0.1, 0.1, 1: the others of 1 are equal, so its advantage 0.9 is not divided.
+    rewards, groups = torch.tensor([0.0, 2.0, 4.0, 0.1, 0.1, 1.0]), torch.tensor([1, 1, 1, 2, 2, 2])
+    result = grpo_advantages(rewards, groups, True, leave_one_out=True, epsilon=0.5).tolist()
+    outer, unequal = 3 / (math.sqrt(2) + 0.5), -0.45 / (0.45 * math.sqrt(2) + 0.5)
+    assert result == pytest.approx([-outer, 0.0, outer, unequal, unequal, 0.9], abs=1e-6)
+
+
+@check
+@given(group_sizes, seeds)
+def test_the_baseline_of_opo_is_weighted_by_length(sizes: list[int], seed: int) -> None:
+    groups, rewards = draw_groups(seed, sizes), draw(seed, sum(sizes), scale=3.0)
+    lengths = torch.from_numpy(np.random.default_rng(seed).integers(1, 50, sum(sizes)))
+    expected = []
+    for row in range(len(rewards)):
+        same = [other for other in range(len(rewards)) if groups[other] == groups[row]]
+        weighted = math.fsum(int(lengths[other]) * float(rewards[other]) for other in same)
+        expected.append(float(rewards[row]) - weighted / sum(int(lengths[other]) for other in same))
+    assert opo_advantages(rewards, lengths, groups).tolist() == pytest.approx(expected, rel=1e-5, abs=1e-5)
+
+
+def test_opo_and_the_group_mean_of_a_worked_example() -> None:
+    # One prompt: rewards 1, 0, 2 of 2, 1 and 5 tokens. Optimal baseline (2 + 0 + 10) / 8 = 1.5; mean 1.
+    rewards, lengths, groups = torch.tensor([1.0, 0.0, 2.0]), torch.tensor([2, 1, 5]), torch.zeros(3, dtype=torch.int64)
+    assert opo_advantages(rewards, lengths, groups).tolist() == [-0.5, -1.5, 0.5]
+    assert group_mean_advantages(rewards, groups).tolist() == [0.0, -1.0, 1.0]
+
+
 @pytest.mark.parametrize("reward", [0.0, 0.1, -1234.567])
 def test_samples_of_equal_reward_have_zero_advantage(reward: float) -> None:
     rewards, groups = torch.full((7,), reward), torch.tensor([1, 2, 1, 2, 2, 1, 1])
@@ -99,6 +149,8 @@ def test_samples_of_equal_reward_have_zero_advantage(reward: float) -> None:
         rloo_advantages(rewards, groups),
         grpo_advantages(rewards, groups, divide_by_std=True),
         grpo_advantages(rewards, groups, divide_by_std=False),
+        grpo_advantages(rewards, groups, divide_by_std=True, leave_one_out=True),
+        group_mean_advantages(rewards, groups),
     ):
         assert result.tolist() == [0.0] * 7
 
@@ -113,6 +165,8 @@ def test_other_prompts_do_not_change_the_bits_of_a_group(sizes: list[int], other
         rloo_advantages,
         lambda r, g: grpo_advantages(r, g, True),
         lambda r, g: grpo_advantages(r, g, False),
+        lambda r, g: grpo_advantages(r, g, True, leave_one_out=True),
+        lambda r, g: opo_advantages(r, torch.arange(len(r)) + 1, g),
     ):
         assert torch.equal(estimate(with_more, more)[: len(rewards)], estimate(rewards, groups))
 
@@ -161,6 +215,8 @@ def test_advantages_have_no_gradient() -> None:
         reinforce_advantages(rewards),
         rloo_advantages(rewards, groups),
         grpo_advantages(rewards, groups, True),
+        grpo_advantages(rewards, groups, True, leave_one_out=True),
+        opo_advantages(rewards, torch.ones(4, dtype=torch.long), groups),
         discounted_returns(rewards, torch.tensor([4]), 1.0),
     )
     assert not any(tensor.requires_grad for tensor in result)
@@ -173,12 +229,18 @@ def test_a_prompt_with_one_sample_is_refused() -> None:
         rloo_advantages(rewards, groups)
     with pytest.raises(InvalidRequest, match="prompt 9"):
         grpo_advantages(rewards, groups, True)
+    with pytest.raises(InvalidRequest, match="prompt 9"):
+        opo_advantages(rewards, torch.ones(3, dtype=torch.int64), groups)
 
 
 def test_mismatched_tensors_are_refused() -> None:
     two, three = torch.zeros(2), torch.zeros(3)
     with pytest.raises(InvalidRequest, match="same length"):
         rloo_advantages(three, torch.tensor([1, 1]))
+    with pytest.raises(InvalidRequest, match="same length"):
+        opo_advantages(two, torch.tensor([1, 2, 3]), torch.tensor([1, 1]))
+    with pytest.raises(InvalidRequest, match="at least one token"):
+        opo_advantages(two, torch.tensor([1, 0]), torch.tensor([1, 1]))
     with pytest.raises(InvalidRequest, match="int64"):
         rloo_advantages(two, two)
     with pytest.raises(InvalidRequest, match="same length"):

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 
 from quartet.errors import InvalidRequest
-from quartet.ppo.gae import generalized_advantages
+from quartet.ppo.gae import generalized_advantages, length_adaptive_lambda
 from quartet.ppo.ragged import sequence_sum
 from quartet.ppo.rewards import token_rewards
 from tests.unit.ppo.batches import check, draw, ragged_lengths, seeds, split
@@ -53,6 +53,53 @@ def test_a_worked_example_with_two_tokens() -> None:
     result = generalized_advantages(torch.tensor([0.1, 2.0]), torch.tensor([1.0, 0.5]), torch.tensor([2]), 0.9, 0.5)
     assert result.advantages.tolist() == pytest.approx([0.225, 1.5])
     assert result.returns.tolist() == pytest.approx([1.225, 2.0])
+
+
+def test_a_worked_example_with_a_second_lambda_for_the_values() -> None:
+    # The advantages are those of the example above. With lambda 1: A = [-0.45 + 0.9*1.5, 1.5] = [0.9, 1.5], plus V = [1.0, 0.5].
+    rewards, values = torch.tensor([0.1, 2.0]), torch.tensor([1.0, 0.5])
+    result = generalized_advantages(rewards, values, torch.tensor([2]), 0.9, 0.5, 1.0)
+    assert result.advantages.tolist() == pytest.approx([0.225, 1.5])
+    # The discounted returns: 0.1 + 0.9 * 2 and 2.
+    assert result.returns.tolist() == pytest.approx([1.9, 2.0])
+
+
+@check
+@given(ragged_lengths, seeds, fractions, fractions)
+def test_each_response_may_have_its_own_lambda(
+    lengths: list[int], seed: int, gamma: float, value_lambda: float
+) -> None:
+    rewards, values, sizes = draw(seed, sum(lengths)), draw(seed + 1, sum(lengths)), torch.tensor(lengths)
+    lambdas = draw(seed + 2, len(lengths)).sigmoid().double()
+    together = generalized_advantages(rewards, values, sizes, gamma, lambdas, value_lambda)
+    rows = zip(split(rewards, lengths), split(values, lengths), lambdas.tolist(), strict=True)
+    expected = [advantage for r, v, each in rows for advantage in advantages_by_definition(r, v, gamma, each)]
+    assert together.advantages.tolist() == pytest.approx(expected, rel=1e-6, abs=1e-6)
+    assert torch.equal(together.returns, generalized_advantages(rewards, values, sizes, gamma, value_lambda).returns)
+
+
+def test_lambda_grows_with_the_length_and_is_never_negative() -> None:
+    # 1 - 1/(0.05 l): l = 40 gives 1/2, 100 gives 0.8, 2000 gives 0.99; up to 20 tokens it is 0.
+    result = length_adaptive_lambda(torch.tensor([1, 20, 40, 100, 2000]), 0.05)
+    assert result.dtype == torch.float64
+    assert result.tolist() == pytest.approx([0.0, 0.0, 0.5, 0.8, 0.99])
+
+
+@check
+@given(ragged_lengths, ragged_lengths, seeds)
+def test_other_sequences_do_not_change_the_bits_with_a_lambda_by_length(
+    lengths: list[int], others: list[int], seed: int
+) -> None:
+    rewards, values = draw(seed, sum(lengths)), draw(seed + 1, sum(lengths))
+
+    def estimate(r: torch.Tensor, v: torch.Tensor, sizes: list[int]) -> torch.Tensor:
+        tensor = torch.tensor(sizes)
+        return generalized_advantages(r, v, tensor, 0.99, length_adaptive_lambda(tensor, 0.5), 1.0).advantages
+
+    nan = torch.full((sum(others),), math.nan)
+    together = estimate(torch.cat([nan, rewards, nan]), torch.cat([nan, values, nan]), others + lengths + others)
+    selected = slice(sum(others), sum(others) + sum(lengths))
+    assert torch.equal(together[selected], estimate(rewards, values, lengths))
 
 
 @check

@@ -36,6 +36,30 @@ def test_other_sequences_do_not_change_the_bits_of_a_sum(lengths: list[int], oth
 
 @check
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=3 * FEW), st.lists(st.integers(20, 60), max_size=3), seeds)
+def test_sequences_with_their_own_discount_match_a_loop_to_the_bit(
+    short: list[int], long: list[int], seed: int
+) -> None:
+    random_order = random.Random(seed)
+    lengths = random_order.sample(short + long, len(short + long))
+    discounts = [random_order.random() for _ in lengths]
+    values = draw(seed, sum(lengths))
+    expected = []
+    for sequence, discount in zip(split(values, lengths), discounts, strict=True):
+        later = [0.0]
+        for value in reversed(sequence):
+            later.append(value + discount * later[-1])
+        expected += later[:0:-1]
+    sums = discounted_sum(values, torch.tensor(lengths), torch.tensor(discounts, dtype=torch.float64))
+    assert sums.tolist() == expected
+
+
+def test_a_discount_for_each_sequence_has_as_many_numbers() -> None:
+    with pytest.raises(InvalidRequest, match="same length"):
+        discounted_sum(torch.zeros(3), torch.tensor([1, 2]), torch.ones(3, dtype=torch.float64))
+
+
+@check
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=3 * FEW), st.lists(st.integers(20, 60), max_size=3), seeds)
 def test_a_discounted_sum_is_bit_identical_to_a_loop_over_tokens(short: list[int], long: list[int], seed: int) -> None:
     lengths = random.Random(seed).sample(short + long, len(short + long))
     values = draw(seed, sum(lengths))

@@ -36,10 +36,9 @@ RLOO = {"estimator": "rloo"}
          "critic.schedule, critic.final_learning_rate, critic.model", NO_CRITIC),
         ({"algorithm": {**RLOO, "value_clip": 0.3, "gae_lambda": 0.95}}, "algorithm.gae_lambda, algorithm.value_clip",
          NO_CRITIC),
-        ({"algorithm": {**RLOO, "critic_warmup_steps": 0}}, "algorithm.critic_warmup_steps", NO_CRITIC),
+        ({"algorithm": {**RLOO, "value_pretraining_steps": 0}}, "algorithm.value_pretraining_steps", NO_CRITIC),
         ({"services": {"critic": {"num_threads": 2}}}, "services.critic.num_threads", NO_CRITIC),
         ({"guards": {"critic_lost": {"action": "stop"}}}, "guards.critic_lost.action", NO_CRITIC),
-        ({"algorithm": {**RLOO, "grpo_normalize_std": False}}, "algorithm.grpo_normalize_std", "algorithm.estimator is rloo"),
         ({"actor": {"model": "a/b", "lora": {}}, "reference": {"dtype": "float32", "micro_batch_tokens": 9}},
          "reference.dtype, reference.micro_batch_tokens", "the actor serves the reference, with its adapter disabled"),
         ({"actor": {"model": "a/b", "lora": {}}, "services": {"reference": {"devices": [1]}}},
@@ -64,7 +63,8 @@ def test_settings_without_effect_are_reported_with_the_reason(
 def test_settings_with_an_effect_are_not_reported(models: Path) -> None:
     sections: dict[str, Any] = {
         "algorithm": {
-            "gae_lambda": 0.9, "value_clip": 0.1, "critic_warmup_steps": 1, "kl_controller": {"kind": "simple", "target": 3.0},
+            "gae_lambda": 0.9, "value_clip": 0.1, "value_pretraining_steps": 1,
+            "kl_controller": {"kind": "simple", "target": 3.0},
             "truncation": {"treatment": "penalty", "penalty": 2.0},
         },
         "actor": {"model": "a/b", "schedule": "linear", "final_learning_rate": 1e-6, "lora": {"rank": 2}},
@@ -77,7 +77,7 @@ def test_settings_with_an_effect_are_not_reported(models: Path) -> None:
     grpo = {
         "algorithm": {
             "estimator": "grpo",
-            "grpo_normalize_std": False,
+            "estimator_parameters": {"normalize_std": False},
             "truncation": {"treatment": "scale", "scale": 0.1},
         }
     }

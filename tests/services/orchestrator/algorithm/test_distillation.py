@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from quartet.config import AlgorithmConfig, parse_config
+from quartet.config.estimators import BUILT_IN_ESTIMATORS
 from quartet.services.orchestrator.algorithm.experience import PreparedStep, prepare_step
 from quartet.services.orchestrator.algorithm.state import AlgorithmState
 from quartet.services.orchestrator.rollout.scoring import ScoredTrajectory
@@ -41,7 +42,7 @@ def terms(items: list[ScoredTrajectory], discount: float) -> list[float]:
 
 
 @pytest.mark.parametrize("discount", [0.0, 0.8])
-@pytest.mark.parametrize("estimator", ["gae", "reinforce", "rloo", "grpo", "reinforce_plus_plus"])
+@pytest.mark.parametrize("estimator", BUILT_IN_ESTIMATORS)
 def test_the_term_is_added_to_the_advantages_of_any_estimator_at_the_policys_own_tokens(
     estimator: str, discount: float
 ) -> None:
@@ -55,7 +56,7 @@ def test_the_term_is_added_to_the_advantages_of_any_estimator_at_the_policys_own
     np.testing.assert_array_equal(distilled.experience.returns, plain.experience.returns)
 
 
-@pytest.mark.parametrize("estimator", ["reinforce", "rloo", "grpo", "reinforce_plus_plus"])
+@pytest.mark.parametrize("estimator", [name for name in BUILT_IN_ESTIMATORS if name != "gae"])
 def test_without_scores_the_advantage_is_exactly_the_term(estimator: str) -> None:
     items = without_scores(episodes())
     prepared = prepare(items, {"coefficient": 1.0}, estimator=estimator)

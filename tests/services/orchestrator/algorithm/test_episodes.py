@@ -117,7 +117,7 @@ def test_an_observation_may_come_first() -> None:
     assert_at_own_tokens(prepared, "advantages", [value for advantages, _ in pairs for value in advantages])
 
 
-@pytest.mark.parametrize("estimator", ["reinforce", "rloo", "grpo", "reinforce_plus_plus"])
+@pytest.mark.parametrize("estimator", ["reinforce", "rloo", "grpo", "opo", "reinforce_plus_plus"])
 def test_critic_free_advantages_are_at_the_policys_own_tokens(estimator: str) -> None:
     items = episodes()
     rows = [rewards_of(item, item.score) for item in items]
@@ -125,6 +125,7 @@ def test_critic_free_advantages_are_at_the_policys_own_tokens(estimator: str) ->
     expected = list[float]()
     for index, row in enumerate(rows):
         other = totals[index ^ 1]
+        tokens, other_tokens = len(row), len(rows[index ^ 1])
         if estimator == "reinforce_plus_plus":
             expected += [
                 math.fsum(GAMMA ** (later - at) * row[later] for later in range(at, len(row))) for at in range(len(row))
@@ -133,6 +134,7 @@ def test_critic_free_advantages_are_at_the_policys_own_tokens(estimator: str) ->
         advantage = {
             "reinforce": totals[index] - math.fsum(totals) / 4,
             "rloo": totals[index] - other,
+            "opo": (totals[index] - other) * other_tokens / (tokens + other_tokens),
             "grpo": (totals[index] - other) / 2 / (abs(totals[index] - other) / math.sqrt(2) + 1e-4),
         }[estimator]
         expected += [advantage] * len(row)

@@ -152,10 +152,16 @@ def expected_without_critic(
         elif algorithm.estimator == "rloo":
             others = [totals[j] for j in group if j != index]
             advantage = totals[index] - math.fsum(others) / len(others)
+        elif algorithm.estimator == "opo":
+            tokens = [len(rewards[j]) for j in group]
+            baseline = math.fsum(n * totals[j] for n, j in zip(tokens, group, strict=True)) / sum(tokens)
+            advantage = totals[index] - baseline
+        elif algorithm.estimator == "reinforce_plus_plus_baseline":
+            advantage = totals[index] - math.fsum(totals[j] for j in group) / len(group)
         else:
             mean = math.fsum(totals[j] for j in group) / len(group)
             advantage = totals[index] - mean
-            if algorithm.grpo_normalize_std:
+            if algorithm.estimator_spec.parameters["normalize_std"]:
                 variance = math.fsum((totals[j] - mean) ** 2 for j in group) / (len(group) - 1)
                 advantage /= math.sqrt(variance) + 1e-4
         result += [advantage] * len(row)
@@ -203,7 +209,7 @@ by_token = st.fixed_dictionaries(
     }
 )
 by_response = st.fixed_dictionaries(
-    {**treatments, "estimator": st.sampled_from(["reinforce", "rloo", "grpo"]), "grpo_normalize_std": st.booleans()}
+    {**treatments, "estimator": st.sampled_from(["reinforce", "rloo", "grpo", "opo", "reinforce_plus_plus_baseline"])}
 )
 
 
@@ -221,9 +227,7 @@ def test_experience_matches_the_formulas(
     expected = expected_flat(items, coefficient, running, tree)
     experience = prepare(items, coefficient, running, **algorithm).experience
     # Division by the standard deviation of almost equal numbers amplifies rounding errors.
-    divides = (
-        tree.whiten_rewards or tree.normalizes_advantages or (tree.estimator == "grpo" and tree.grpo_normalize_std)
-    )
+    divides = tree.whiten_rewards or tree.normalizes_advantages or tree.estimator == "grpo"
     for name, numbers in expected.items():
         result = getattr(experience, name)
         assert result.dtype == np.float32
@@ -236,10 +240,14 @@ def test_experience_matches_the_formulas(
         {"estimator": "reinforce"},
         {"estimator": "rloo"},
         {"estimator": "grpo"},
-        {"estimator": "grpo", "grpo_normalize_std": False},
+        {"estimator": "grpo", "estimator_parameters": {"normalize_std": False}},
+        {"estimator": "grpo", "estimator_parameters": {"leave_one_out": True}},
+        {"estimator": "opo"},
+        {"estimator": "reinforce_plus_plus_baseline"},
         {"estimator": "reinforce_plus_plus"},
         {"gamma": 0.9},
         {"gae_lambda": 0.5},
+        {"length_adaptive_alpha": 0.6},
         {"kl_estimator": "absolute"},
         {"normalize_advantages": True},
         {"whiten_rewards": True},

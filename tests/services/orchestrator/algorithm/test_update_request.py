@@ -51,7 +51,7 @@ def test_a_cosine_schedule_ends_after_the_last_step() -> None:
 
 
 def test_the_policy_is_frozen_while_the_critic_warms_up() -> None:
-    result = config(algorithm={"critic_warmup_steps": 2, "num_epochs": 3})
+    result = config(algorithm={"value_pretraining_steps": 2, "num_epochs": 3})
     assert [optimization_at(result, result.actor, step).num_epochs for step in (1, 2, 3)] == [0, 0, 3]
     assert [optimization_at(result, result.critic, step).num_epochs for step in (1, 2, 3)] == [3, 3, 3]
 
