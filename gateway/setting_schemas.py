@@ -21,7 +21,8 @@ class SettingInfo(Model):
     """A setting that can be changed during training."""
 
     name: str
-    """kl_coefficient, actor.learning_rate, critic.learning_rate, or reward.parts.NAME.weight for a part of an ensemble."""
+    """kl_coefficient, entropy_coefficient, actor.learning_rate, critic.learning_rate, or reward.parts.NAME.weight for a part of
+    an ensemble."""
     value: float
     """Value for the next step. For a learning rate, the initial value of its schedule."""
     low: float
@@ -69,5 +70,6 @@ class ChangeSettingsRequest(RequestBody):
     )
     __pydantic_extra__: dict[Annotated[str, Field(pattern=_PART_WEIGHT)], float]
     kl_coefficient: float | None = None
+    entropy_coefficient: float | None = None
     actor_learning_rate: Annotated[float | None, Field(alias="actor.learning_rate")] = None
     critic_learning_rate: Annotated[float | None, Field(alias="critic.learning_rate")] = None

@@ -243,7 +243,7 @@ def limits_of(config: Config, role: Role, rank: int = 0) -> UpdateLimits:
     memory = role_memory(config, role) if generates else None
     return UpdateLimits(
         max_sequence_tokens=config.data.max_prompt_tokens + config.rollout.max_response_tokens,
-        trains_entropy=config.algorithm.entropy_coefficient != 0,
+        trains_entropy=config.algorithm.trains_entropy,
         num_sharers=num_memory_sharers(config, role, rank),
         share=gpu_share(config, role, rank) if on_gpu else None,
         max_micro_batch_tokens=MAX_MICRO_BATCH_TOKENS_GPU if on_gpu else MAX_MICRO_BATCH_TOKENS,

@@ -65,7 +65,7 @@ class RunCommands:
         if not values:
             raise WrongField(
                 "body",
-                "contains no setting; send kl_coefficient, actor.learning_rate, critic.learning_rate or "
+                "contains no setting; send kl_coefficient, entropy_coefficient, actor.learning_rate, critic.learning_rate or "
                 "reward.parts.NAME.weight",
             )
         changes, _ = self._command(run, user, "set", dict(values), lambda client: client.change_settings(values, user))

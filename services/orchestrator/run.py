@@ -206,6 +206,7 @@ class TrainingRun:
             self._attempts,
             board,
             profiler,
+            config.algorithm.trains_entropy,
         )
         return LoadedRun(identity, EvaluationSchedule(config, self._evaluator, files, board, self._telemetry), steps)
 

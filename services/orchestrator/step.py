@@ -48,10 +48,14 @@ class StepTransaction:
         attempts: RecoveryAttempts,
         board: ProgressBoard,
         profiler: StepProfiler,
+        trains_entropy: bool,
     ) -> None:
-        """``checkpoints`` finishes the checkpoint in progress before the models change. ``attempts`` records every commit."""
+        """``checkpoints`` finishes the checkpoint in progress before the models change. ``attempts`` records every commit.
+
+        ``trains_entropy``: a metric records the entropy coefficient of each step."""
         self._order, self._off_policy, self._preparation = order, off_policy, preparation
         self._rollout, self._sequence = rollout, PromptSequence(order, rollout.prompts_per_step)
+        self._trains_entropy = trains_entropy
         self._updater, self._committer, self._checkpoints = updater, committer, checkpoints
         self._attempts, self._board, self._profiler = attempts, board, profiler
         self._pending: PendingStep | None = None
@@ -91,8 +95,10 @@ class StepTransaction:
         with self._profiler.span(Role.ORCHESTRATOR, "update", waits=True) as updating:
             updates, record = self._update(step, leadership, pending, continues_directly)
         failpoint("orchestrator.updated")
+        entropy_coefficient = self._updater.entropy_coefficient(step, leadership.algorithm_state)
         metrics = {
             **self._metrics(step, pending, record, updates),
+            **({"entropy_coefficient": entropy_coefficient} if self._trains_entropy else {}),
             "seconds": time.perf_counter() - started,
             "generate_seconds": pending.collected.generate_seconds,
             "score_seconds": pending.collected.score_seconds,
@@ -130,7 +136,7 @@ class StepTransaction:
     ) -> tuple[dict[Role, UpdateResult], StepRecord]:
         """Update the models, and compute the diagnostics of the step while they train."""
         self._board.update(phase="update")
-        calls = self._updater.start(step, leadership.epoch)
+        calls = self._updater.start(step, leadership.epoch, leadership.algorithm_state)
         record = self._committer.record(pending)
         published = False
 

@@ -8,6 +8,7 @@ import { toast, toastProblem } from "./toast.js";
 
 const LABELS = {
   kl_coefficient: "KL coefficient β",
+  entropy_coefficient: "Entropy coefficient",
   "actor.learning_rate": "Actor learning rate",
   "critic.learning_rate": "Critic learning rate",
 };

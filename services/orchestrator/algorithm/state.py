@@ -1,7 +1,8 @@
-"""State of the algorithm between steps: KL coefficient, score statistics and guard history."""
+"""State of the algorithm between steps: KL and entropy coefficients, score statistics and guard history."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from types import MappingProxyType
@@ -9,8 +10,9 @@ from typing import Any
 
 import torch
 
-from quartet.config import Config
+from quartet.config import AlgorithmConfig, Config
 from quartet.ppo import kl
+from quartet.ppo.entropy import AdaptiveEntropyController
 from quartet.ppo.rewards import RunningMoments
 from quartet.services.orchestrator.algorithm.reward_parts import weights_in
 from quartet.services.orchestrator.control.guards import Guards
@@ -32,6 +34,8 @@ class AlgorithmState:
         self._kl = kl.make_kl_controller(
             controller.kind, algorithm.kl_coefficient, controller.target, controller.horizon
         )
+        self._entropy = _entropy_controller(algorithm)
+        self._pretrains_values = algorithm.pretrains_values
         self._normalize = algorithm.score.normalize
         self._moments = RunningMoments()
         self._weights: Mapping[str, float] | None = None
@@ -50,6 +54,11 @@ class AlgorithmState:
     def set_kl_coefficient(self, value: float) -> None:
         """Set β of the next step. The controller continues from it."""
         self._kl.load({"value": value})
+
+    @property
+    def entropy_coefficient(self) -> float | None:
+        """Entropy coefficient of the next step's policy loss, by an adaptive controller. None without one."""
+        return None if self._entropy is None else self._entropy.value
 
     def moments(
         self, scores: Sequence[float | None], weights: Mapping[str, float] = NO_WEIGHTS
@@ -76,8 +85,13 @@ class AlgorithmState:
         the guards."""
         weights = weights_in(metrics)
         self._moments, self._weights = self.moments(scores, weights) or self._moments, weights
-        self._kl.update(metrics["kl_mean"], len(scores))
         self.step = int(metrics["step"])
+        # The policy does not react to a coefficient while it is not updated.
+        if not self._pretrains_values(self.step):
+            self._kl.update(metrics["kl_mean"], len(scores))
+            # A skipped update may have no finite entropy.
+            if self._entropy is not None and math.isfinite(metrics.get("entropy", math.nan)):
+                self._entropy.update(metrics["entropy"])
         self._consume(metrics)
         self.alerts = self._guards.check(metrics)
         return self.alerts
@@ -90,7 +104,8 @@ class AlgorithmState:
     def state(self) -> dict[str, Any]:
         """Return the state for a checkpoint. The guards restore their history from the metrics."""
         moments = None if self._normalize == "none" else self._moments.state()
-        return {"kl_controller": self._kl.state(), "score_moments": moments}
+        entropy = None if self._entropy is None else self._entropy.state()
+        return {"kl_controller": self._kl.state(), "entropy_controller": entropy, "score_moments": moments}
 
     def restore(self, step: int, state: dict[str, Any] | None, history: Sequence[Metrics]) -> None:
         """Go to ``step``, whose checkpoint stored ``state`` (None for step 0). ``history`` holds the metrics up to that step.
@@ -101,6 +116,8 @@ class AlgorithmState:
         if state is not None:
             if state["kl_controller"] is not None:
                 self._kl.load(state["kl_controller"])
+            if self._entropy is not None and state["entropy_controller"] is not None:
+                self._entropy.load(state["entropy_controller"])
             if state["score_moments"] is not None:
                 self._moments.load(state["score_moments"])
         for metrics in history:
@@ -112,3 +129,17 @@ class AlgorithmState:
     def _consume(self, metrics: Metrics) -> None:
         # Only steps with dynamic sampling record a number.
         self.prompts_consumed += int(metrics.get("prompts_consumed", self._prompts_per_step))
+
+
+def _entropy_controller(algorithm: AlgorithmConfig) -> AdaptiveEntropyController | None:
+    """Return the adaptive controller of the entropy coefficient, or None if the coefficient is fixed."""
+    settings = algorithm.entropy_controller
+    if settings.kind == "fixed":
+        return None
+    return AdaptiveEntropyController(
+        algorithm.entropy_coefficient,
+        settings.target,
+        settings.step_size,
+        settings.min_coefficient,
+        settings.max_coefficient,
+    )

@@ -50,8 +50,13 @@ def optimization_at(
     )
 
 
-def policy_loss_of(algorithm: AlgorithmConfig, rollout: RolloutConfig) -> PolicyLossSettings:
-    """Return the configured policy loss, with the defaults of the loss for settings that are null."""
+def policy_loss_of(
+    algorithm: AlgorithmConfig, rollout: RolloutConfig, entropy_coefficient: float | None = None
+) -> PolicyLossSettings:
+    """Return the configured policy loss, with the defaults of the loss for settings that are null.
+
+    ``entropy_coefficient`` overrides the configured one.
+    """
     clip_low, clip_high = algorithm.clip_range
     has_divisor = algorithm.aggregation == "sequence_mean_token_sum_norm"
     return PolicyLossSettings(
@@ -59,7 +64,7 @@ def policy_loss_of(algorithm: AlgorithmConfig, rollout: RolloutConfig) -> Policy
         clip_low=clip_low,
         clip_high=clip_high,
         dual_clip=algorithm.dual_clip or 0.0,
-        entropy_coefficient=algorithm.entropy_coefficient,
+        entropy_coefficient=algorithm.entropy_coefficient if entropy_coefficient is None else entropy_coefficient,
         kl_loss=algorithm.kl_loss,
         kl_loss_coefficient=algorithm.kl_loss_coefficient,
         ratio_level=algorithm.ratio_level,
@@ -84,11 +89,12 @@ def start_update(
     leader_epoch: int,
     learning_rate: float | None = None,
     micro_batch_tokens: int = 0,
+    entropy_coefficient: float | None = None,
 ) -> PendingResult[UpdateResult]:
-    """Start the update of ``step``. The same ``learning_rate`` always gives the same request."""
+    """Start the update of ``step``. The same ``learning_rate`` and ``entropy_coefficient`` always give the same request."""
     if isinstance(client, ActorClient):
         optimization = optimization_at(config, config.actor, step, learning_rate, micro_batch_tokens)
-        loss = policy_loss_of(config.algorithm, config.rollout)
+        loss = policy_loss_of(config.algorithm, config.rollout, entropy_coefficient)
         return client.update(config.run.name, step, leader_epoch, optimization, loss)
     optimization = optimization_at(config, config.critic, step, learning_rate, micro_batch_tokens)
     return client.update(config.run.name, step, leader_epoch, optimization, value_loss_of(config.algorithm))
@@ -122,12 +128,19 @@ class ModelUpdater:
                 leader_epoch,
                 rates[client.role],
                 self._identity.micro_batch_tokens_of(client.role),
+                self.entropy_coefficient(step, algorithm_state),
             )
             for client in self._service_clients.trained
         }
         for role, call in calls.items():
             self._profiler.observe(role, "update", call)
         return calls
+
+    def entropy_coefficient(self, step: int, algorithm_state: AlgorithmState) -> float:
+        """Return the entropy coefficient of ``step``, the next after ``algorithm_state``: that of the controller, or the
+        configured one with live changes."""
+        adapted = algorithm_state.entropy_coefficient
+        return self._live_settings.entropy_coefficient(step) if adapted is None else adapted
 
     def learning_rates(self, step: int) -> dict[Role, float]:
         """Return the learning rate of each trained model in ``step``: its schedule, scaled by live changes."""

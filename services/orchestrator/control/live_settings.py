@@ -1,4 +1,4 @@
-"""Settings that can be changed during a run: the KL coefficient, the learning rates, and the weights of reward sources.
+"""Settings that can be changed during a run: coefficients of KL and entropy, learning rates, and weights of reward sources.
 
 Each change names the first step that it applies to, and is on disk before it is confirmed. So a step that is recomputed uses the
 same settings, and a run is a function of its config, its seed and its changes.
@@ -20,6 +20,7 @@ from quartet.services.orchestrator.control.run_control import RunControl
 from quartet.types import Role, Setting, SettingChange
 
 KL_COEFFICIENT = "kl_coefficient"
+ENTROPY_COEFFICIENT = "entropy_coefficient"
 MAX_GROWTH = 10.0
 """Largest value of a setting, as a multiple of its configured value. The KL coefficient may always be raised to 1, and a
 weight to 10."""
@@ -79,6 +80,11 @@ class LiveSettings:
         with self._lock:
             return self._learning_rate(role, step) / self._trained(role).learning_rate
 
+    def entropy_coefficient(self, step: int) -> float:
+        """Return the entropy coefficient of ``step`` without an adaptive controller."""
+        with self._lock:
+            return self._value(ENTROPY_COEFFICIENT, step, self._config.algorithm.entropy_coefficient)
+
     def part_weights(self, step: int) -> dict[str, float]:
         """Return the weight of each part of an ensemble in ``step``, by name; empty for a single source."""
         with self._lock:
@@ -135,6 +141,10 @@ class LiveSettings:
     def _names(self) -> list[str]:
         roles = [Role.ACTOR, *([Role.CRITIC] if self._config.has_critic else [])]
         penalties = [KL_COEFFICIENT] if self._config.algorithm.distillation is None else []
+        # The actor has planned its memory for an entropy in the loss only if it is configured.
+        is_fixed = self._config.algorithm.entropy_controller.kind == "fixed"
+        if is_fixed and self._config.algorithm.trains_entropy:
+            penalties.append(ENTROPY_COEFFICIENT)
         weights = [part_weight_setting(name) for name in self._config.reward.part_weights]
         return [*penalties, *(learning_rate_setting(role) for role in roles), *weights]
 
@@ -164,6 +174,10 @@ class LiveSettings:
             low = 0.0 if algorithm.kl_controller.kind == "fixed" else MIN_ADAPTIVE_KL_COEFFICIENT
             value = pending[-1] if pending else self._kl_coefficient()
             return Setting(name, value, low, max(1.0, _max_value(algorithm.kl_coefficient)))
+        if name == ENTROPY_COEFFICIENT:
+            configured = self._config.algorithm.entropy_coefficient
+            value = self._value(name, (self._started_step or 0) + 1, configured)
+            return Setting(name, value, 0.0, _max_value(configured))
         if (part := self._part_of(name)) is not None:
             limit = _max_value(max(1.0, *map(abs, self._config.reward.part_weights.values())))
             value = self._part_weights((self._started_step or 0) + 1)[part]

@@ -116,6 +116,22 @@ class KLControllerConfig(Section):
     """Time scale of the adaptation: responses for adaptive, steps for simple."""
 
 
+class EntropyControllerConfig(Section):
+    """Controller of the entropy coefficient."""
+
+    kind: Literal["fixed", "adaptive"] = "fixed"
+    """fixed: constant. adaptive: raise the coefficient while the entropy is at or below `target`, else lower it and leave the
+    entropy out of the loss (Skywork-OR1)."""
+    target: Positive = 0.2
+    """Target entropy of the policy, in nats per token."""
+    step_size: Positive = 0.005
+    """Change of the coefficient after each step."""
+    min_coefficient: NonNegative = 0.0
+    """Minimum of the coefficient."""
+    max_coefficient: Positive = 1.0
+    """Maximum of the coefficient."""
+
+
 class DistillationConfig(Section):
     """On-policy distillation: the reference is a teacher, whose log-probs are a reward at each of the policy's own tokens."""
 
@@ -141,6 +157,11 @@ class AlgorithmConfig(Section):
     """Discount factor."""
     gae_lambda: Fraction = 0.95
     """λ of generalized advantage estimation."""
+    value_lambda: Fraction | None = None
+    """λ of the critic's value targets (decoupled GAE of VAPO, where it is 1). Null: gae_lambda."""
+    length_adaptive_alpha: Positive | None = None
+    """α of VAPO's length-adaptive λ: the advantages of a response of l tokens use 1 − 1/(α·l), at least 0, instead of gae_lambda.
+    Null disables it."""
     normalize_advantages: bool | None = None
     """Shift and scale advantages to mean 0 and standard deviation 1 over the response tokens of a step. Null: the default of the
     estimator."""
@@ -157,11 +178,6 @@ class AlgorithmConfig(Section):
     kl_loss_coefficient: NonNegative = 0.0
     """Weight of the KL term in the policy loss."""
     distillation: DistillationConfig | None = None
-    value_lambda: Fraction | None = None
-    """λ of the critic's value targets (decoupled GAE of VAPO, where it is 1). Null: gae_lambda."""
-    length_adaptive_alpha: Positive | None = None
-    """α of VAPO's length-adaptive λ: the advantages of a response of l tokens use 1 − 1/(α·l), at least 0, instead of gae_lambda.
-    Null disables it."""
     """On-policy distillation from reference.model, the teacher. Null disables it."""
     score: ScoreConfig = ScoreConfig()
     """Transformation of scores."""
@@ -196,7 +212,9 @@ class AlgorithmConfig(Section):
     value_clip: NonNegative = 0.2
     """Maximum distance of new values from the values at generation time in the value loss. 0 disables it."""
     entropy_coefficient: NonNegative = 0.0
-    """Weight of the entropy in the policy loss."""
+    """Weight of the entropy in the policy loss. With an adaptive controller, its initial value."""
+    entropy_controller: EntropyControllerConfig = EntropyControllerConfig()
+    """Controller of the entropy coefficient."""
     num_epochs: Annotated[int, Field(ge=1, le=1000)] = 4
     """Number of passes over the experience of a step."""
     num_mini_batches: Count = 1
@@ -269,25 +287,6 @@ class AlgorithmConfig(Section):
             return f"policy_loss {self.policy_loss}"
         return f"ratio_level {self.ratio_level}" if self.ratio_level == "sequence" else ""
 
-    @property
-    def estimator_spec(self) -> EstimatorSpec:
-        """Return the needs and the parameters of the estimator, and the import path of its function."""
-        given = self.estimator_parameters
-        if self.custom_estimator is None:
-            spec = BUILT_IN_ESTIMATORS[self.estimator]
-            return replace(spec, parameters={**spec.parameters, **given})
-        return EstimatorSpec(self.estimator, self.estimator, **self.custom_estimator.model_dump(), parameters=given)
-
-    @property
-    def has_critic(self) -> bool:
-        """Return whether the estimator needs values."""
-        return self.estimator_spec.needs_critic
-
-    @property
-    def normalizes_advantages(self) -> bool:
-        """Return whether advantages are normalized, by normalize_advantages or else by the default of the estimator."""
-        chosen = self.normalize_advantages
-        return self.estimator_spec.normalizes_advantages if chosen is None else chosen
     @model_validator(mode="after")
     def _check_estimator_parameters(self) -> AlgorithmConfig:
         if self.estimator not in BUILT_IN_ESTIMATORS:
@@ -310,3 +309,27 @@ class AlgorithmConfig(Section):
         """Return whether ``step``, counted from 1, updates only the critic."""
         return step <= self.value_pretraining_steps
 
+    @property
+    def estimator_spec(self) -> EstimatorSpec:
+        """Return the needs and the parameters of the estimator, and the import path of its function."""
+        given = self.estimator_parameters
+        if self.custom_estimator is None:
+            spec = BUILT_IN_ESTIMATORS[self.estimator]
+            return replace(spec, parameters={**spec.parameters, **given})
+        return EstimatorSpec(self.estimator, self.estimator, **self.custom_estimator.model_dump(), parameters=given)
+
+    @property
+    def has_critic(self) -> bool:
+        """Return whether the estimator needs values."""
+        return self.estimator_spec.needs_critic
+
+    @property
+    def normalizes_advantages(self) -> bool:
+        """Return whether advantages are normalized, by normalize_advantages or else by the default of the estimator."""
+        chosen = self.normalize_advantages
+        return self.estimator_spec.normalizes_advantages if chosen is None else chosen
+
+    @property
+    def trains_entropy(self) -> bool:
+        """Return whether the entropy may be part of the policy loss in any step."""
+        return self.entropy_coefficient > 0 or self.entropy_controller.kind == "adaptive"

@@ -213,7 +213,7 @@ def role_work(config: Config, key: str, role: Role, shape: ModelShape, starts_fr
             has_logits=role is Role.ACTOR,
             is_lora=section.lora is not None,
             merges_adapter=role is Role.ACTOR and config.rollout.merge_adapter,
-            trains_entropy=role is Role.ACTOR and config.algorithm.entropy_coefficient > 0,
+            trains_entropy=role is Role.ACTOR and config.algorithm.trains_entropy,
             has_average=role is Role.ACTOR and config.actor.ema_decay is not None,
         )
     if role is Role.REFERENCE:

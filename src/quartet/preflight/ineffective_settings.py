@@ -61,6 +61,9 @@ def _ineffective(config: Config) -> Iterator[tuple[str, tuple[str, ...], str]]:
         yield "services.generator", ("python",), "rollout.generators is 0, so no generator is started on this machine"
     if algorithm.kl_controller.kind == "fixed":
         yield "algorithm.kl_controller", ("target", "horizon"), "algorithm.kl_controller.kind is fixed"
+    if algorithm.entropy_controller.kind == "fixed":
+        unused = ("target", "step_size", "min_coefficient", "max_coefficient")
+        yield "algorithm.entropy_controller", unused, "algorithm.entropy_controller.kind is fixed"
     treatment = algorithm.truncation.treatment
     for name in ("penalty", "scale"):
         if treatment != name:

@@ -101,6 +101,13 @@ STEP_METRICS = (
         "grows or shrinks without end: the target is out of reach",
     ),
     _metric(
+        "entropy_coefficient",
+        "loss per nat",
+        "Weight of the entropy in the policy loss of this step. Only if it can be above 0.",
+        "steady, or moves around a value",
+        "stays at algorithm.entropy_controller.max_coefficient: the target is out of reach",
+    ),
+    _metric(
         "entropy",
         "nats per token",
         "Entropy of the policy.",

@@ -135,6 +135,8 @@ def _algorithm_state(before: Config, config: Config, state: dict[str, Any]) -> d
     forked = dict(state)
     if (old.kl_coefficient, old.kl_controller) != (new.kl_coefficient, new.kl_controller):
         forked["kl_controller"] = None
+    if (old.entropy_coefficient, old.entropy_controller) != (new.entropy_coefficient, new.entropy_controller):
+        forked["entropy_controller"] = None
     # Score moments belong to one reward.
     if (old.score.normalize, before.reward) != (new.score.normalize, config.reward):
         forked["score_moments"] = None
@@ -169,6 +171,8 @@ def _copy_changes(before: Config, config: Config, old: RunFiles, new: RunFiles, 
         for role, was, now in ((Role.ACTOR, before.actor, config.actor), (Role.CRITIC, before.critic, config.critic))
         if was.learning_rate != now.learning_rate
     }
+    if before.algorithm.entropy_coefficient != config.algorithm.entropy_coefficient:
+        overridden.add("entropy_coefficient")
     if before.reward != config.reward:
         # The weights of the parts belong together.
         overridden |= {f"reward.parts.{name}.weight" for name in before.reward.part_weights}

@@ -1,0 +1,88 @@
+"""State of the algorithm between steps: the controllers of the KL and entropy coefficients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from quartet.config import Config, parse_config
+from quartet.services.orchestrator.algorithm.state import AlgorithmState
+from quartet.services.orchestrator.algorithm.update_request import policy_loss_of
+
+ADAPTIVE = {"entropy_controller": {"kind": "adaptive", "target": 0.5, "step_size": 0.25}}
+
+
+def config(**algorithm: Any) -> Config:
+    tree = {"run": {"steps": 9}, "data": {"prompts": "p"}, "actor": {"model": "a"}, "reward": {"model": "r"}}
+    return parse_config({**tree, "algorithm": algorithm}, "test")
+
+
+def metrics(step: int, entropy: float, **more: float) -> dict[str, float]:
+    return {"step": step, "kl_mean": 3.0, "kl_coefficient": 0.05, "entropy": entropy, **more}
+
+
+def test_the_entropy_coefficient_follows_the_committed_entropies() -> None:
+    state = AlgorithmState(config(**ADAPTIVE))
+    applied = []
+    for step, entropy in enumerate([0.4, 0.4, 0.6, 0.5], 1):
+        applied.append(state.entropy_coefficient)
+        state.commit(metrics(step, entropy), [1.0])
+    assert [*applied, state.entropy_coefficient] == [0.0, 0.25, 0.5, 0.0, 0.5]
+
+
+def test_a_fixed_coefficient_has_no_state() -> None:
+    state = AlgorithmState(config(entropy_coefficient=0.01))
+    state.commit(metrics(1, 0.1), [1.0])
+    assert state.entropy_coefficient is None
+    assert state.state()["entropy_controller"] is None
+
+
+@pytest.mark.parametrize("checkpoint", [0, 1, 3])
+def test_a_restored_state_continues_with_the_same_coefficients(checkpoint: int) -> None:
+    settings = config(**ADAPTIVE, kl_controller={"kind": "adaptive", "horizon": 100})
+    original, saved = AlgorithmState(settings), None
+    history = []
+    for step, entropy in enumerate([0.4, 0.3, 0.6, 0.2], 1):
+        history.append(metrics(step, entropy, kl_coefficient=original.kl_coefficient))
+        original.commit(history[-1], [1.0])
+        saved = original.state() if step == checkpoint else saved
+    restored = AlgorithmState(settings)
+    restored.restore(checkpoint, saved, history[:checkpoint])
+    for line in history[checkpoint:]:
+        restored.replay(line, [1.0])
+    assert restored.state() == original.state()
+    assert restored.entropy_coefficient == original.entropy_coefficient == 0.5
+
+
+def test_a_fork_with_another_controller_starts_anew() -> None:
+    state = AlgorithmState(config(**ADAPTIVE))
+    state.commit(metrics(1, 0.1), [1.0])
+    forked = AlgorithmState(config(**ADAPTIVE))
+    forked.restore(1, {**state.state(), "entropy_controller": None}, [metrics(1, 0.1)])
+    assert forked.entropy_coefficient == 0.0
+
+
+def test_the_coefficients_stay_while_the_values_are_pretrained() -> None:
+    kl = {"kl_controller": {"kind": "adaptive", "horizon": 100}}
+    state = AlgorithmState(config(**ADAPTIVE, **kl, value_pretraining_steps=2))
+    for step in (1, 2):
+        state.commit(metrics(step, 0.1), [1.0])
+        assert (state.kl_coefficient, state.entropy_coefficient) == (0.05, 0.0)
+    state.commit(metrics(3, 0.1), [1.0])
+    assert state.kl_coefficient < 0.05
+    assert state.entropy_coefficient == 0.25
+
+
+def test_a_step_without_a_finite_entropy_changes_nothing() -> None:
+    state = AlgorithmState(config(**ADAPTIVE))
+    state.commit(metrics(1, 0.1), [1.0])
+    state.commit(metrics(2, float("nan")), [1.0])
+    state.commit({"step": 3, "kl_mean": 3.0}, [1.0])
+    assert state.entropy_coefficient == 0.25
+
+
+def test_the_coefficient_of_the_controller_is_sent() -> None:
+    algorithm = config(entropy_coefficient=0.01).algorithm
+    assert policy_loss_of(algorithm, 1.0).entropy_coefficient == 0.01
+    assert policy_loss_of(algorithm, 1.0, 0.0).entropy_coefficient == 0.0
