@@ -218,7 +218,7 @@ class TrainingRun:
             self._config,
             self._generation,
             RolloutStream(self._redis, self._url, stream_name(self._run)),
-            self._service_clients.scoring(with_critic=False),
+            self._service_clients.scoring(for_training=False),
             validation_prompts(self._config, statuses, self._board.note, revisions),
             tokenizer,
             self._files,

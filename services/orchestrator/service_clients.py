@@ -105,11 +105,12 @@ class ServiceClients:
         """Clients of the models that take updates and are saved."""
         return [self.actor] if self.critic is None else [self.actor, self.critic]
 
-    def scoring(self, with_critic: bool = True) -> ScoringServices:
-        """Return the services that score a batch. Training needs the critic's values, evaluation does not."""
-        critic = self.critic if with_critic else None
+    def scoring(self, for_training: bool = True) -> ScoringServices:
+        """Return the services that score a batch. Training may need values and the actor's log-probs, evaluation does not."""
+        critic = self.critic if for_training else None
         temperature, dtype = self._config.rollout.temperature, self._config.actor.dtype
-        return ScoringServices(self.reward, self.reference, critic, temperature, self.actor, dtype)
+        scores_policy = for_training and self._config.algorithm.kl_log_probs == "trainer"
+        return ScoringServices(self.reward, self.reference, critic, temperature, self.actor, dtype, scores_policy)
 
     def generation(self, note: Callable[[str], None], observe: CallObserver) -> Generation:
         """Return the run's generators: those in separate processes, or the actor. ``note`` shows a line to the user."""

@@ -12,6 +12,7 @@ import torch
 import transformers
 
 from quartet.config import Config
+from quartet.errors import FailedPrecondition
 from quartet.types import Role, TokenBatch
 from tests.services.model_services import Services
 from tests.unit.models import tiny
@@ -49,6 +50,13 @@ def test_reference_log_probs_match_a_plain_forward_pass(
     reference = services.start(Role.REFERENCE, make_config(reference={"model": str(checkpoints[kind])}))
     result = reference.log_probs(BATCH, 1.3).result()
     np.testing.assert_allclose(result, plain_log_probs(checkpoints[kind], BATCH, 1.3), atol=1e-5, rtol=0)
+
+
+def test_log_probs_of_another_policy_version_than_the_expected_are_refused(clients: dict[Role, Any]) -> None:
+    actor = clients[Role.ACTOR]
+    np.testing.assert_array_equal(actor.log_probs_of_version(BATCH, 1.0, 0).result(), actor.log_probs(BATCH, 1.0))
+    with pytest.raises(FailedPrecondition, match="LogProbs: the policy is version 0, expected 3"):
+        actor.log_probs_of_version(BATCH, 1.0, 3).result()
 
 
 def test_scores_match_the_classifier_output_at_the_last_token(

@@ -126,3 +126,29 @@ def test_an_adapter_run_with_a_reference_service_has_the_same_metrics(make: Make
     for left, right in zip(own.metrics, other.metrics, strict=True):
         assert left["kl_mean"] == pytest.approx(right["kl_mean"], abs=1e-4)
         assert left["reward_mean"] == pytest.approx(right["reward_mean"], abs=1e-6)
+
+
+def test_the_critic_explains_more_of_the_returns_after_pretraining(make: MakeConfig) -> None:
+    algorithm = {"value_pretraining_steps": 7, "num_epochs": 4, "value_clip": 0.0}
+    run = run_to_completion(
+        make(run={"steps": 8}, algorithm=algorithm, rollout={"prompts_per_step": 16}, critic={"learning_rate": 3e-3})
+    )
+    explained = [step["explained_variance"] for step in run.metrics]
+    assert max(explained[-2:]) > explained[0] + 0.1
+    assert [step["optimizer_steps_actor"] for step in run.metrics] == [0] * 7 + [4]
+
+
+def test_a_run_with_the_log_probs_of_the_trainer_sees_no_kl_before_its_first_update(make: MakeConfig) -> None:
+    settings = {"actor": {"dtype": "bfloat16"}, "algorithm": {"kl_estimator": "absolute", "kl_log_probs": "trainer"}}
+    run = run_to_completion(make(**settings))
+    assert run.metrics[0]["kl_mean"] == 0.0, "policy and reference are equal, and both compute alike"
+    assert run.metrics[1]["kl_mean"] != 0.0
+
+
+def test_the_entropy_coefficient_adapts_and_is_recorded(make: MakeConfig) -> None:
+    controller = {"kind": "adaptive", "target": 100.0, "step_size": 0.01, "max_coefficient": 0.02}
+    run = run_to_completion(make(run={"steps": 4}, algorithm={"entropy_controller": controller}))
+    assert [step["entropy_coefficient"] for step in run.metrics] == pytest.approx([0.0, 0.01, 0.02, 0.02])
+    plain = run_to_completion(make(run={"steps": 4}))
+    assert "entropy_coefficient" not in plain.metrics[0]
+    assert plain.metrics[1]["policy_loss"] != run.metrics[1]["policy_loss"]

@@ -39,6 +39,14 @@ KINDS: dict[str, dict[str, Any]] = {
     },
     "rloo": {"algorithm": {"estimator": "rloo"}, "rollout": {"prompts_per_step": 2, "samples_per_prompt": 2}},
     "lora": {"actor": {"lora": {"rank": 2}, "learning_rate": 0.01}},
+    "controlled": {
+        "algorithm": {
+            "value_pretraining_steps": 1,
+            "length_adaptive_alpha": 0.5,
+            "entropy_controller": {"kind": "adaptive", "target": 3.0, "step_size": 0.02},
+            "kl_log_probs": "trainer",
+        }
+    },
     "bfloat16": {"actor": {"dtype": "bfloat16"}, "critic": {"dtype": "bfloat16"}},
 }
 

@@ -55,12 +55,15 @@ def prepare_step(
     log_probs = tokens.select([t.log_probs for t in trajectories])
     reference_log_probs = tokens.select([item.reference_log_probs for item in scored])
     values = tokens.select([item.values for item in scored])
+    policy_log_probs = log_probs
+    if algorithm.kl_log_probs == "trainer":
+        policy_log_probs = tokens.select([part for item in scored if (part := item.policy_log_probs) is not None])
     # Without scores, rewards are sums without a term.
     raw_scores = torch.tensor([0.0 if item.score is None else item.score for item in scored])
 
     response_lengths = torch.from_numpy(batch.response_lengths).long()
     scores = treat_scores(raw_scores, truncated, lengths, response_lengths, algorithm, moments, max_response_tokens)
-    token_kl = kl.kl_estimate(log_probs, reference_log_probs, algorithm.kl_estimator)
+    token_kl = kl.kl_estimate(policy_log_probs, reference_log_probs, algorithm.kl_estimator)
     early = early_rewards(trajectories, score_factor(algorithm, moments))
     pretrains = algorithm.pretrains_values(step)
     estimate = estimate_advantages(
@@ -75,10 +78,10 @@ def prepare_step(
     if distillation is not None:
         # After the normalization, which would scale up the noise of a student that has reached its teacher.
         advantages = advantages + distillation_advantages(
-            log_probs, reference_log_probs, lengths, distillation.coefficient, distillation.discount
+            policy_log_probs, reference_log_probs, lengths, distillation.coefficient, distillation.discount
         )
 
-    response_kl = ragged.sequence_sum(kl.kl_estimate(log_probs, reference_log_probs, "k1"), lengths)
+    response_kl = ragged.sequence_sum(kl.kl_estimate(policy_log_probs, reference_log_probs, "k1"), lengths)
     has_scores = scored[0].score is not None
     metrics = {
         **(_score_metrics(scored, raw_scores, scores, lengths) if has_scores else {}),
@@ -93,7 +96,7 @@ def prepare_step(
     if has_scores:
         metrics["advantage_std"] = float(estimate.advantages.double().std(correction=0))
     if distillation is not None:
-        metrics["teacher_kl"] = float((log_probs.double() - reference_log_probs.double()).mean())
+        metrics["teacher_kl"] = float((policy_log_probs.double() - reference_log_probs.double()).mean())
     if algorithm.has_critic:
         metrics["explained_variance"] = statistics.explained_variance(values, estimate.returns)
     experience = Experience(

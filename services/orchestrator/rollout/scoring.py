@@ -51,7 +51,8 @@ class ScoredTrajectory:
 
     ``score`` in units of reward, with ``parts`` by name if it is a weighted sum. The environment's rewards are part of the score.
     None if the run has neither a reward service nor an environment.
-    ``reference_log_probs`` and ``values`` are float32 [response tokens]; values are 0 without a critic.
+    ``reference_log_probs`` and ``values`` are float32 [response tokens]; values are 0 without a critic. ``policy_log_probs``, in
+    the same shape, are those of the actor before the update of the step; None unless algorithm.kl_log_probs is trainer.
     """
 
     trajectory: Trajectory
@@ -59,6 +60,7 @@ class ScoredTrajectory:
     reference_log_probs: FloatArray
     values: FloatArray
     parts: dict[str, float] = field(default_factory=dict)
+    policy_log_probs: FloatArray | None = None
 
 
 class ReferencePolicy(Protocol):
@@ -113,7 +115,7 @@ class ScoringServices:
     """The services that score a batch: reference and, if any, reward and critic. ``temperature`` is that of the rollouts.
 
     ``actor``, whose parameters are of ``dtype``, computes the log-probs of responses whose engine reports none, and verifies
-    those that generators report.
+    those that generators report. With ``scores_policy`` it computes those of all responses.
     """
 
     reward: RewardReplicas | None
@@ -122,6 +124,7 @@ class ScoringServices:
     temperature: float
     actor: ActorClient | None = None
     dtype: str = "float32"
+    scores_policy: bool = False
 
     def first_trajectories(self, sampling: SamplingParameters, on_response: Callable[[], None]) -> FirstTrajectories:
         """Return the check of the generators of one step."""
@@ -175,6 +178,15 @@ class Scoring:
             observe(services.reference.role, "log_probs", call)
             return call
 
+        def request_policy_log_probs(
+            trajectories: Sequence[Trajectory], batch: TokenBatch
+        ) -> PendingResult[FloatArray]:
+            assert services.actor is not None
+            # By now the policy has taken all updates before this step, also if an older policy generated it.
+            call = services.actor.log_probs_of_version(batch, services.temperature, trajectories[0].id.step - 1)
+            observe(Role.ACTOR, "log_probs", call)
+            return call
+
         def request_values(trajectories: Sequence[Trajectory], batch: TokenBatch) -> PendingResult[FloatArray]:
             assert services.critic is not None
             # The critic has learned from all earlier steps, even if an older policy generated this one.
@@ -191,6 +203,7 @@ class Scoring:
 
         self._reward = queue(request_scores, split_scores, services.reward.replicas()) if services.reward else None
         self._reference = queue(request_log_probs, _split_tokens, services.reference.replicas())
+        self._policy = queue(request_policy_log_probs, _split_tokens, 1) if services.scores_policy else None
         self._critic = queue(request_values, _split_tokens, services.critic.replicas()) if services.critic else None
 
     def start(self, trajectories: Sequence[Trajectory]) -> None:
@@ -199,7 +212,8 @@ class Scoring:
         scores = self._reward.add(trajectories, batch) if self._reward else None
         log_probs = self._reference.add(trajectories, batch)
         values = self._critic.add(trajectories, batch) if self._critic else None
-        self._batches.append(_Batch(trajectories, scores, log_probs, values))
+        policy = self._policy.add(trajectories, batch) if self._policy else None
+        self._batches.append(_Batch(trajectories, scores, log_probs, values, policy))
 
     def reject(self, trajectory: Trajectory) -> None:
         """Record an episode that failed in all its attempts, which has no score.
@@ -249,7 +263,7 @@ class Scoring:
         return len(self._batches)
 
     def _queues(self) -> list[ServiceQueue]:
-        return [queue for queue in (self._reward, self._reference, self._critic) if queue is not None]
+        return [queue for queue in (self._reward, self._reference, self._critic, self._policy) if queue is not None]
 
     def _record_failure(self, failed: FailedTrajectory) -> None:
         id = failed.trajectory.id
@@ -287,10 +301,11 @@ class _Batch:
     scores: BatchCall | None
     log_probs: BatchCall
     values: BatchCall | None
+    policy_log_probs: BatchCall | None
 
     @property
     def ended(self) -> bool:
-        return all(call is None or call.ended for call in (self.scores, self.log_probs, self.values))
+        return all(call is None or call.ended for call in self._calls())
 
     def split(self) -> tuple[list[ScoredTrajectory], list[FailedTrajectory]]:
         """Return the scored trajectories and the failed ones."""
@@ -301,18 +316,22 @@ class _Batch:
             else [np.zeros(len(item.response_ids), np.float32) for item in self.trajectories]
         )
         scores = self.scores.results if self.scores else [(None, {})] * len(self.trajectories)
-        for trajectory, *results in zip(self.trajectories, scores, self.log_probs.results, values, strict=True):
+        policy = self.policy_log_probs.results if self.policy_log_probs else [None] * len(self.trajectories)
+        for trajectory, *results in zip(self.trajectories, scores, self.log_probs.results, values, policy, strict=True):
             failed = next((result for result in results if isinstance(result, FailedTrajectory)), None)
             if failed is not None:
                 failed_trajectories.append(failed)
                 continue
-            (score, parts), log_probs, value = results
+            (score, parts), log_probs, value, policy_log_probs = results
             if trajectory.turn_rewards:
                 earned = sum(trajectory.turn_rewards)
                 # Without a reward service, the score has no part beside the environment's.
                 score, parts = (earned, {}) if score is None else (score + earned, {**parts, ENVIRONMENT_PART: earned})
-            scored.append(ScoredTrajectory(trajectory, score, log_probs, value, parts))
+            scored.append(ScoredTrajectory(trajectory, score, log_probs, value, parts, policy_log_probs))
         return scored, failed_trajectories
+
+    def _calls(self) -> tuple[BatchCall | None, ...]:
+        return self.scores, self.log_probs, self.values, self.policy_log_probs
 
 
 def check_weighted_sum(scores: Scores, weights: Mapping[str, float]) -> None:

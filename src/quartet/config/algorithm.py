@@ -170,7 +170,11 @@ class AlgorithmConfig(Section):
     kl_coefficient: NonNegative = 0.05
     """β, the weight of the KL penalty in the token rewards."""
     kl_estimator: Literal["k1", "absolute"] = "k1"
-    """KL estimate per token in the reward. k1: log π − log π_ref. absolute: its absolute value."""
+    """KL estimate per token in the reward. k1: log π − log π_ref. absolute: its absolute value, which rounding errors of half
+    precision bias."""
+    kl_log_probs: Literal["rollout", "trainer"] = "rollout"
+    """Source of log π in the reward's KL. rollout: the engine, as it sampled. trainer: the actor, with one more forward pass. Use
+    it if engine and actor round differently."""
     kl_controller: KLControllerConfig = KLControllerConfig()
     """Controller of β."""
     kl_loss: Literal["none", "k2", "k3"] = "none"
@@ -305,10 +309,6 @@ class AlgorithmConfig(Section):
                 raise ValueError(f"{where} {value:g}: expected more than 0")
         return self
 
-    def pretrains_values(self, step: int) -> bool:
-        """Return whether ``step``, counted from 1, updates only the critic."""
-        return step <= self.value_pretraining_steps
-
     @property
     def estimator_spec(self) -> EstimatorSpec:
         """Return the needs and the parameters of the estimator, and the import path of its function."""
@@ -322,6 +322,10 @@ class AlgorithmConfig(Section):
     def has_critic(self) -> bool:
         """Return whether the estimator needs values."""
         return self.estimator_spec.needs_critic
+
+    def pretrains_values(self, step: int) -> bool:
+        """Return whether ``step``, counted from 1, updates only the critic."""
+        return step <= self.value_pretraining_steps
 
     @property
     def normalizes_advantages(self) -> bool:

@@ -21,6 +21,7 @@ from quartet.config.deployment import (
 from quartet.config.environment import EnvironmentConfig
 from quartet.config.guards import GuardsConfig
 from quartet.config.models import ActorConfig, CriticConfig, ReferenceConfig
+from quartet.config.penalties import check_penalties
 from quartet.config.rewards import RewardConfig, is_encrypted_or_local
 from quartet.config.rollout import MAX_RESPONSES, EngineServerConfig, RolloutConfig
 from quartet.config.run import CheckpointConfig, DataConfig, EvaluationConfig, RunConfig
@@ -58,7 +59,7 @@ class Config(Section):
     def _is_consistent(self) -> Config:
         self._check_sizes()
         self._check_estimator()
-        self._check_kl()
+        check_penalties(self)
         self._check_engine()
         check_reward_service(self)
         self._check_services()
@@ -127,31 +128,6 @@ class Config(Section):
             )
         if not algorithm.has_critic and self.services.critic.address:
             raise ValueError(f"services.critic.address: {setting} has no critic; leave it null")
-
-    def _check_kl(self) -> None:
-        algorithm = self.algorithm
-        if algorithm.kl_loss != "none" and algorithm.kl_loss_coefficient == 0:
-            raise ValueError(f"algorithm.kl_loss {algorithm.kl_loss}: set kl_loss_coefficient above 0, or kl_loss none")
-        if algorithm.kl_loss == "none" and algorithm.kl_loss_coefficient > 0:
-            raise ValueError("algorithm.kl_loss_coefficient: has no effect with kl_loss none; set kl_loss to k2 or k3")
-        self._check_kl_controller(self.rollout.prompts_per_step * self.rollout.samples_per_prompt)
-
-    def _check_kl_controller(self, samples: int) -> None:
-        controller, coefficient = self.algorithm.kl_controller, self.algorithm.kl_coefficient
-        if controller.kind == "fixed":
-            return
-        setting = f"algorithm.kl_controller.kind {controller.kind}"
-        if coefficient == 0:
-            raise ValueError(
-                f"{setting}: it scales kl_coefficient, which is 0; set kl_coefficient above 0, or kind fixed"
-            )
-        if controller.kind == "adaptive" and controller.horizon <= 0.2 * samples:
-            raise ValueError(
-                f"{setting}: horizon {controller.horizon:g}: expected more than {0.2 * samples:g}, a fifth of the responses "
-                "of a step"
-            )
-        if controller.kind == "simple" and controller.horizon <= 1:
-            raise ValueError(f"{setting}: horizon {controller.horizon:g}: expected more than 1 step")
 
     def _check_turns(self) -> None:
         rollout = self.rollout

@@ -168,6 +168,27 @@ class ActorClient(TrainableClient):
             pending, lambda response: (codec.log_probs_from_proto(response, tokens), int(response.policy_version))
         )
 
+    def log_probs_of_version(
+        self, batch: TokenBatch, temperature: float, policy_version: int
+    ) -> PendingResult[FloatArray]:
+        """Start log-probs under the policy, float32 [response tokens]. They wait for a running generation.
+
+        The result raises FailedPrecondition unless the policy is of ``policy_version``, as ``CriticClient.values``.
+        """
+        request = codec.actor_log_probs_to_proto(batch, temperature, False)
+        tokens = int(batch.response_lengths.sum())
+        seconds = self.timeouts.generate_seconds + self.timeouts.score_seconds
+
+        def convert(response: Any) -> FloatArray:
+            if response.policy_version != policy_version:
+                raise FailedPrecondition(
+                    f"actor at {self.channel.address}: LogProbs: the policy is version {response.policy_version}, "
+                    f"expected {policy_version}"
+                )
+            return codec.log_probs_from_proto(response, tokens)
+
+        return PendingResult(self.channel.start(self._actor.LogProbs, request, seconds, "LogProbs"), convert)
+
     def reference_log_probs(self, batch: TokenBatch, temperature: float) -> PendingResult[FloatArray]:
         """Start log-probs with the adapter disabled, float32 [response tokens]. They wait for a running generation."""
         seconds = self.timeouts.generate_seconds + self.timeouts.score_seconds

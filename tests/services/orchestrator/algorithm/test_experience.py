@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import hypothesis.strategies as st
@@ -12,6 +14,7 @@ import torch
 from hypothesis import given, settings
 
 from quartet.config import AlgorithmConfig
+from quartet.errors import ConfigError
 from quartet.ppo.rewards import RunningMoments
 from quartet.services.orchestrator.algorithm.experience import PreparedStep, prepare_step, response_metrics
 from quartet.services.orchestrator.rollout.scoring import ScoredTrajectory
@@ -282,6 +285,56 @@ def test_a_step_computed_by_hand() -> None:
     assert experience.returns.tolist() == pytest.approx([2.025, 2.05, -0.975], abs=1e-6)
     assert experience.advantages.tolist() == pytest.approx([1.525, 1.8, -1.975], abs=1e-6)
     assert experience.actor_mask.tolist() == [1, 1, 1]
+
+
+def test_a_custom_estimator_receives_its_parameters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = "def scaled(inputs):\n    return inputs.parameters['factor'] * inputs.rewards\n"
+    (tmp_path / "parameterized.py").write_text(module)
+    monkeypatch.syspath_prepend(tmp_path)
+    custom = {"estimator": "parameterized:scaled", "custom_estimator": {}}
+    # Rewards by hand: 2 - 0.1 * (0.25 - 0.5) = 2.025 and -1 - 0.1 * -0.25 = -0.975.
+    advantages = prepare(TWO, **custom, estimator_parameters={"factor": 2.0}).experience.advantages
+    assert advantages.tolist() == pytest.approx([4.05, 4.05, -1.95], abs=1e-6)
+    with pytest.raises(ConfigError, match="parameterized:scaled: a trial with 2 responses failed: KeyError: 'factor'"):
+        prepare(TWO, **custom)
+
+
+def test_value_targets_may_have_their_own_lambda() -> None:
+    plain = prepare(TWO, normalize_advantages=False, gae_lambda=0.0).experience
+    decoupled = prepare(TWO, normalize_advantages=False, gae_lambda=0.0, value_lambda=1.0).experience
+    assert decoupled.advantages.tolist() == plain.advantages.tolist()
+    # With lambda 1 the targets are the returns of the step computed by hand; with 0 the first one is r + V of the next token.
+    assert decoupled.returns.tolist() == pytest.approx([2.025, 2.05, -0.975], abs=1e-6)
+    assert plain.returns[0] == pytest.approx(-0.025 + 0.25, abs=1e-6)
+
+
+def test_a_lambda_by_length_leaves_the_value_targets() -> None:
+    settings = {"normalize_advantages": False, "gae_lambda": 0.5}
+    plain, adaptive = prepare(TWO, **settings), prepare(TWO, **settings, length_adaptive_alpha=2.0)
+    assert adaptive.experience.returns.tolist() == plain.experience.returns.tolist()
+    # The first response has 2 tokens: lambda 1 - 1/4. Its errors: -0.025 + 0.25 - 0.5 = -0.275 and 2.05 - 0.25 = 1.8.
+    assert adaptive.experience.advantages.tolist() == pytest.approx([-0.275 + 0.75 * 1.8, 1.8, -1.975], abs=1e-6)
+
+
+@pytest.mark.parametrize(("last", "expected"), [(3, -0.025 + 0.25), (4, 2.025)])
+def test_while_values_are_pretrained_their_targets_are_returns(last: int, expected: float) -> None:
+    # The step is step 4.
+    step = prepare(TWO, normalize_advantages=False, gae_lambda=0.0, value_pretraining_steps=last)
+    assert step.experience.returns[0] == pytest.approx(expected, abs=1e-6)
+
+
+def test_the_kl_may_use_the_log_probs_of_the_trainer() -> None:
+    trained = [[-1.1, -1.25], [-0.25]]
+    items = [
+        replace(item, policy_log_probs=np.array(numbers, np.float32))
+        for item, numbers in zip(TWO, trained, strict=True)
+    ]
+    rollout, trainer = prepare(items, **RAW), prepare(items, **RAW, kl_log_probs="trainer")
+    assert rollout.experience.returns.tolist() == prepare(TWO, **RAW).experience.returns.tolist()
+    # KL at the tokens: -1.1 + 1.25 = 0.15, -1.25 + 1.0 = -0.25, and 0. Rewards: -0.015, 0.025 + 2, and -1.
+    assert trainer.experience.returns.tolist() == pytest.approx([2.01, 2.025, -1.0], abs=1e-6)
+    assert trainer.response_kl.tolist() == pytest.approx([-0.1, 0.0], abs=1e-6)
+    assert trainer.experience.log_probs.tolist() == [-1.0, -1.5, -0.5], "the loss compares with the engine's"
 
 
 def test_the_experience_carries_the_results_of_the_services_unchanged() -> None:

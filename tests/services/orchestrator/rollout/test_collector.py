@@ -17,9 +17,9 @@ from quartet.services.orchestrator.rollout.collector import CollectedStep, Colle
 from quartet.services.orchestrator.rollout.scoring import Scoring, ScoringServices
 from quartet.services.orchestrator.rollout.scoring_queue import max_batches_in_flight
 from quartet.services.orchestrator.service_clients import wait_for_all, wait_until_ended
-from quartet.types import Trajectory
+from quartet.types import TokenBatch, Trajectory
 from tests.buffer.samples import trajectory
-from tests.services.orchestrator.fake_services import FakeCall, FakeGeneration, Scorer
+from tests.services.orchestrator.fake_services import FakeCall, FakeGeneration, Scorer, responses
 from tests.services.orchestrator.rollout.failing_services import batch_of, ended_generation
 
 
@@ -344,3 +344,38 @@ def test_the_fields_of_a_prompt_are_sent_with_its_trajectories(stream: RolloutSt
     scorer = Scorer()
     collect(stream, scorer, written, score_batch_size=2, fields={1: '{"a":1}', 2: '{"a":2}', 3: '{"a":3}'})
     assert scorer.fields == [['{"a":3}'], ['{"a":1}', '{"a":2}']]
+
+
+class FakeActor(Scorer):
+    """Actor that scores each response token with minus twice its id. ``versions`` are those requested."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.versions: list[int] = []
+
+    def log_probs_of_version(self, batch: TokenBatch, temperature: float, policy_version: int) -> Any:
+        self.versions.append(policy_version)
+        return self._call("log_probs", lambda: -2 * responses(batch))
+
+
+def test_the_actor_scores_each_response_if_the_kl_needs_it(run: str) -> None:
+    scorer, actor = Scorer(), FakeActor()
+    services = ScoringServices(scorer, scorer, scorer, 0.7, actor, scores_policy=True)  # type: ignore[arg-type]
+    scoring = Scoring(services, {})
+    scoring.start([trajectory(run, prompt, response=3) for prompt in range(2)])
+    scoring.advance()
+    assert len(scoring.scored) == 2
+    for item in scoring.scored:
+        assert item.policy_log_probs is not None
+        np.testing.assert_array_equal(item.policy_log_probs, -2 * item.trajectory.response_ids.astype(np.float32))
+    # The policy before the update of the step.
+    assert actor.versions == [scoring.scored[0].trajectory.id.step - 1]
+
+
+def test_the_actor_is_not_asked_for_the_log_probs_of_an_engine(run: str) -> None:
+    scorer, actor = Scorer(), FakeActor()
+    scoring = Scoring(ScoringServices(scorer, scorer, scorer, 0.7, actor), {})  # type: ignore[arg-type]
+    scoring.start([trajectory(run, 0)])
+    scoring.advance()
+    assert scoring.scored[0].policy_log_probs is None
+    assert not actor.calls

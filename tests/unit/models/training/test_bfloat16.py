@@ -17,6 +17,7 @@ from quartet.models.generation.torch_engine import TorchEngine
 from quartet.models.training.optimizer import create_optimizer
 from quartet.models.training.updates import update_policy
 from quartet.models.weights.lora import add_adapter
+from quartet.ppo.kl import kl_estimate
 from quartet.types import SamplingParameters, TokenBatch
 from tests.unit.models import tiny, updates
 
@@ -114,3 +115,20 @@ def test_an_adapter_learns_at_rates_below_the_resolution_of_bfloat16_weights() -
     now = dict(adapter.model.named_parameters())
     moved = [float((now[name].detach() - before).abs().max()) for name, before in trained.items() if "lora_B" in name]
     assert all(1e-6 < move < 1e-5 for move in moved)
+
+
+def test_rounding_biases_even_estimates_of_the_kl_and_not_k1() -> None:
+    # The policy is its reference. The engine decodes token by token, and the reference scores whole sequences.
+    model = tiny.causal("llama", initializer_range=0.1).bfloat16()
+    result = tiny.generated(TorchEngine(model, STOPS, 8), tiny.requests(96))
+    batch = TokenBatch.of(result)
+    drawn = torch.from_numpy(np.concatenate([trajectory.log_probs for trajectory in result]))
+    reference = torch.from_numpy(response_log_probs(model, batch, 1.0, 256))
+    trainer = torch.from_numpy(response_log_probs(model, batch, 1.0, 256))
+    k1, absolute, k2 = (kl_estimate(drawn, reference, kind).double() for kind in ("k1", "absolute", "k2"))
+    error = float(k1.std() / len(k1) ** 0.5)
+    assert abs(float(k1.mean())) < 3 * error, "k1 is unbiased"
+    assert float(absolute.mean()) > 10 * error, "|d| counts each rounding error as KL"
+    assert float(k2.mean()) > 3 * float(k2.std() / len(k2) ** 0.5)
+    # The trainer scores as the reference does.
+    assert kl_estimate(trainer, reference, "absolute").tolist() == [0.0] * len(k1)

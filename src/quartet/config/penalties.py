@@ -1,0 +1,74 @@
+"""Conditions on the KL penalty and the entropy in the loss."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from quartet.config.root import Config
+
+
+def check_penalties(config: Config) -> None:
+    """Raise ValueError if the settings of the KL penalty or of the entropy contradict each other or the rest of the config."""
+    algorithm = config.algorithm
+    if algorithm.kl_loss != "none" and algorithm.kl_loss_coefficient == 0:
+        raise ValueError(f"algorithm.kl_loss {algorithm.kl_loss}: set kl_loss_coefficient above 0, or kl_loss none")
+    if algorithm.kl_loss == "none" and algorithm.kl_loss_coefficient > 0:
+        raise ValueError("algorithm.kl_loss_coefficient: has no effect with kl_loss none; set kl_loss to k2 or k3")
+    if algorithm.kl_estimator == "absolute":
+        _check_rounding(config)
+    _check_kl_controller(config)
+    _check_entropy_controller(config)
+
+
+def _check_rounding(config: Config) -> None:
+    """Refuse log-probs whose rounding errors differ between policy and reference: each error would count as KL."""
+    setting = "algorithm.kl_estimator absolute"
+    rollout, dtype = config.rollout, config.actor.dtype
+    if config.algorithm.kl_log_probs == "rollout":
+        for cause, differs in (
+            (f"actor.dtype {dtype}", dtype != "float32"),
+            (f"rollout.engine {rollout.engine}", rollout.engine != "torch"),
+            ("rollout.merge_adapter", rollout.merge_adapter),
+        ):
+            if differs:
+                raise ValueError(
+                    f"{setting}: with {cause} the log-probs of the engine round differently from those of the reference, and "
+                    "each rounding error counts as KL; set kl_estimator k1, or kl_log_probs trainer"
+                )
+    if config.has_reference and config.reference.dtype not in (None, dtype):
+        raise ValueError(
+            f"{setting}: actor.dtype {dtype} and reference.dtype {config.reference.dtype} round differently, and each "
+            "rounding error counts as KL; set kl_estimator k1, or reference.dtype null"
+        )
+
+
+def _check_kl_controller(config: Config) -> None:
+    controller, coefficient = config.algorithm.kl_controller, config.algorithm.kl_coefficient
+    if controller.kind == "fixed":
+        return
+    samples = config.rollout.prompts_per_step * config.rollout.samples_per_prompt
+    setting = f"algorithm.kl_controller.kind {controller.kind}"
+    if coefficient == 0:
+        raise ValueError(f"{setting}: it scales kl_coefficient, which is 0; set kl_coefficient above 0, or kind fixed")
+    if controller.kind == "adaptive" and controller.horizon <= 0.2 * samples:
+        raise ValueError(
+            f"{setting}: horizon {controller.horizon:g}: expected more than {0.2 * samples:g}, a fifth of the responses "
+            "of a step"
+        )
+    if controller.kind == "simple" and controller.horizon <= 1:
+        raise ValueError(f"{setting}: horizon {controller.horizon:g}: expected more than 1 step")
+
+
+def _check_entropy_controller(config: Config) -> None:
+    controller, coefficient = config.algorithm.entropy_controller, config.algorithm.entropy_coefficient
+    low, high = controller.min_coefficient, controller.max_coefficient
+    if low > high:
+        raise ValueError(
+            f"algorithm.entropy_controller.min_coefficient {low:g}: expected at most max_coefficient {high:g}"
+        )
+    if controller.kind == "adaptive" and not low <= coefficient <= high:
+        raise ValueError(
+            f"algorithm.entropy_coefficient {coefficient:g}: expected {low:g} to {high:g}, the bounds of "
+            "algorithm.entropy_controller"
+        )

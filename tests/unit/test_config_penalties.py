@@ -1,0 +1,99 @@
+"""Conditions on the KL penalty, the entropy and the parameters of estimators."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from quartet.config import Config, parse_config
+from quartet.errors import ConfigError
+
+ABSOLUTE = {"kl_estimator": "absolute"}
+
+
+def config(**sections: Any) -> Config:
+    tree = {"data": {"prompts": "p"}, "actor": {"model": "a"}, "reward": {"model": "r"}}
+    for name, values in sections.items():
+        tree[name] = {**tree.get(name, {}), **values}
+    return parse_config(tree, "test")
+
+
+@pytest.mark.parametrize(
+    ("sections", "cause"),
+    [
+        ({"actor": {"dtype": "bfloat16"}}, "actor.dtype bfloat16"),
+        ({"actor": {"dtype": "float16"}}, "actor.dtype float16"),
+        ({"rollout": {"engine": "vllm", "generators": 1}}, "rollout.engine vllm"),
+        ({"rollout": {"merge_adapter": True}, "actor": {"lora": {}}}, "rollout.merge_adapter"),
+    ],
+)
+def test_an_estimate_that_rounding_biases_needs_the_log_probs_of_the_trainer(
+    sections: dict[str, Any], cause: str
+) -> None:
+    with pytest.raises(
+        ConfigError, match=f"kl_estimator absolute: with {cause} .* set kl_estimator k1, or kl_log_probs"
+    ):
+        config(**sections, algorithm=ABSOLUTE)
+    assert config(**sections, algorithm={**ABSOLUTE, "kl_log_probs": "trainer"}).algorithm.kl_log_probs == "trainer"
+    assert config(**sections).algorithm.kl_estimator == "k1"
+
+
+@pytest.mark.parametrize("source", ["rollout", "trainer"])
+def test_an_estimate_that_rounding_biases_needs_a_reference_of_the_same_dtype(source: str) -> None:
+    algorithm = {**ABSOLUTE, "kl_log_probs": source}
+    with pytest.raises(ConfigError, match=r"actor.dtype float32 and reference.dtype bfloat16 .* reference.dtype null"):
+        config(algorithm=algorithm, reference={"dtype": "bfloat16"})
+    config(algorithm=algorithm, reference={"dtype": "float32"})
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "message"),
+    [
+        (
+            {"entropy_coefficient": 2.0, "entropy_controller": {"kind": "adaptive"}},
+            r"algorithm.entropy_coefficient 2: expected 0 to 1, the bounds of algorithm.entropy_controller",
+        ),
+        (
+            {"entropy_controller": {"min_coefficient": 0.5, "max_coefficient": 0.1}},
+            r"min_coefficient 0.5: expected at most max_coefficient 0.1",
+        ),
+        (
+            {"estimator": "rloo", "estimator_parameters": {"normalize_std": False}},
+            "estimator_parameters.normalize_std: estimator rloo has no such parameter; it has no parameters",
+        ),
+        (
+            {"estimator": "grpo", "estimator_parameters": {"normalise_std": False}},
+            "no such parameter; expected normalize_std, leave_one_out, std_epsilon",
+        ),
+        (
+            {"estimator": "grpo", "estimator_parameters": {"normalize_std": 1.0}},
+            "normalize_std: expected true or false",
+        ),
+        ({"estimator": "grpo", "estimator_parameters": {"std_epsilon": True}}, "std_epsilon: expected a number"),
+        ({"estimator": "grpo", "estimator_parameters": {"std_epsilon": 0}}, "std_epsilon 0: expected more than 0"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(algorithm: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        config(algorithm=algorithm, rollout={"samples_per_prompt": 4})
+
+
+def test_given_parameters_replace_the_defaults_of_a_built_in_estimator() -> None:
+    algorithm = config(
+        algorithm={"estimator": "grpo", "estimator_parameters": {"leave_one_out": True}},
+        rollout={"samples_per_prompt": 4},
+    ).algorithm
+    assert algorithm.estimator_spec.parameters == {"normalize_std": True, "leave_one_out": True, "std_epsilon": 1e-4}
+
+
+def test_a_custom_estimator_takes_any_parameters() -> None:
+    parameters = {"anything": 3, "flag": True}
+    algorithm = {"estimator": "a:b", "custom_estimator": {}, "estimator_parameters": parameters}
+    assert config(algorithm=algorithm).algorithm.estimator_spec.parameters == parameters
+
+
+def test_memory_is_planned_for_an_entropy_that_the_controller_may_add() -> None:
+    assert not config().algorithm.trains_entropy
+    assert config(algorithm={"entropy_coefficient": 0.01}).algorithm.trains_entropy
+    assert config(algorithm={"entropy_controller": {"kind": "adaptive"}}).algorithm.trains_entropy
