@@ -29,9 +29,9 @@ _NAMES_BY_KEY = {
     ),
     "algorithm.gamma": "discount_factor",
     "algorithm.gae_lambda": "lam lambd gae_lambda_policy",
-    "algorithm.value_lambda": "gae_lambda_value lambd_critic critic_lambda",
+    "algorithm.value_lambda": "gae_lambda_value",
     "algorithm.value_pretraining_steps": (
-        "critic_warmup critic_warmup_steps freezing_steps policy_training_start_step value_pretrain_steps"
+        "critic_warmup critic_warmup_steps freezing_steps policy_training_start_step"
     ),
     "algorithm.kl_coefficient": "kl_coef init_kl_coef init_coef beta initial_policy_kl_penalty reference_policy_kl_penalty",
     "algorithm.kl_loss_coefficient": "kl_loss_coef",
@@ -41,7 +41,7 @@ _NAMES_BY_KEY = {
     "algorithm.dual_clip": "clip_ratio_c delta",
     "algorithm.value_clip": "cliprange_value vf_clip loss_clip_val",
     "algorithm.entropy_coefficient": "entropy_coeff entropy_coef ent_coef",
-    "algorithm.entropy_controller": "use_adaptive_entropy adaptive_entropy_ctrl",
+    "algorithm.entropy_controller": "use_adaptive_entropy",
     "algorithm.entropy_controller.target": "entropy_target",
     "algorithm.entropy_controller.step_size": "entropy_coef_delta",
     "algorithm.entropy_controller.min_coefficient": "entropy_coef_min",
