@@ -359,7 +359,7 @@ class EngineInfo(Model):
     batch_invariant: bool
     """True if the other requests in a batch change no bit of a response."""
     log_probs: Literal["whole", "truncated", "none"]
-    """Distribution of the log-probs: the whole one, the one truncated by top_k and top_p, or none."""
+    """Distribution of the log-probs: the whole one, the one truncated by top_k, top_p and min_p, or none."""
     weights: Literal["shared", "tensors", "folder", "adapter", "restart", "static"]
     """Way of a new policy version into the engine."""
     digest: Literal["read back", "reported", "none"]

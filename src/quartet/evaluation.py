@@ -107,7 +107,9 @@ def greedy_sampling(rollout: RolloutConfig) -> SamplingParameters:
 
 def run_sampling(rollout: RolloutConfig) -> SamplingParameters:
     """Return the sampling settings of the run."""
-    return SamplingParameters(rollout.max_response_tokens, rollout.temperature, rollout.top_p, rollout.top_k)
+    return SamplingParameters(
+        rollout.max_response_tokens, rollout.temperature, rollout.top_p, rollout.top_k, min_p=rollout.min_p
+    )
 
 
 def episode_settings(rollout: RolloutConfig, prompts: Sequence[Prompt]) -> EpisodeSettings | None:

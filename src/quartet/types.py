@@ -175,13 +175,19 @@ class Scores:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParameters:
-    """Sampling of response tokens. ``temperature`` 0 is greedy; ``top_k`` 0 and ``top_p`` 1 are off."""
+    """Sampling of response tokens. ``temperature`` 0 is greedy; ``top_k`` 0, ``top_p`` 1 and ``min_p`` 0 are off."""
 
     max_response_tokens: int
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
     ignore_eos: bool = False
+    min_p: float = 0.0
+
+    @property
+    def truncates(self) -> bool:
+        """Return whether top_k, top_p or min_p removes tokens from the distribution. Greedy sampling ignores them."""
+        return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -660,7 +666,7 @@ class EngineProperties:
 
     ``seeded``: the seed of a trajectory decides its random numbers. ``batch_invariant``: the other requests in a batch change no
     bit of a response. ``log_probs``: of the sampled tokens, at the sampling temperature, over the "whole" distribution or over
-    the one that top_k and top_p "truncated"; "none" if the engine reports none or others. ``weights``: way of a new policy
+    the one that top_k, top_p and min_p "truncated"; "none" if the engine reports none or others. ``weights``: way of a new policy
     version into the engine. ``digest``: "read back" if the engine computes it from the weights that it holds after loading,
     "reported" if a server names a version, "none" otherwise. ``in_flight_updates``: takes new weights in the middle of a
     response.

@@ -504,6 +504,9 @@ NAN, INFINITY = float("nan"), float("inf")
         {"top_p": 0.0},
         {"top_p": 1.5},
         {"top_p": NAN},
+        {"min_p": -0.1},
+        {"min_p": 1.1},
+        {"min_p": NAN},
     ],
 )
 def test_sampling_parameters_out_of_range_are_refused(invalid: dict[str, float]) -> None:

@@ -81,7 +81,7 @@ def test_log_probs_are_those_of_the_whole_distribution_at_the_temperature(engine
 
 def test_a_truncated_distribution_gives_no_log_probs_or_those_of_the_whole(engine: Engine, folder: Path) -> None:
     reference = Reference(folder, VALUES)
-    for truncation in ({"top_k": 3}, {"top_p": 0.4}):
+    for truncation in ({"top_k": 3}, {"top_p": 0.4}, {"min_p": 0.3}):
         for response in run(engine, requests(6), **truncation):
             if response.log_probs is not None:
                 expected = reference.log_probs(response.request, list(response.token_ids), 0.8)
@@ -91,6 +91,8 @@ def test_a_truncated_distribution_gives_no_log_probs_or_those_of_the_whole(engin
 def test_top_k_1_is_greedy(engine: Engine) -> None:
     batch = requests(8)
     assert tokens(run(engine, batch, top_k=1)) == tokens(run(engine, batch, temperature=0.0))
+    if engine.properties.name != "tensorrt-llm":
+        assert tokens(run(engine, batch, min_p=1.0)) == tokens(run(engine, batch, temperature=0.0))
 
 
 def test_the_seed_decides_the_response(engine: Engine) -> None:

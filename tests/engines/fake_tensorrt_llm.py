@@ -49,6 +49,7 @@ class _SamplingParams:
     temperature: float | None = None
     top_k: int | None = None
     top_p: float | None = None
+    min_p: float | None = None
     seed: int | None = None
     end_id: int | None = None
     pad_id: int | None = None

@@ -36,6 +36,7 @@ class Sampling(BaseModel):
     stop_token_ids: set[int] | None = None
     temperature: float = 1.0
     top_p: float = 1.0
+    min_p: float = 0.0
     top_k: int = -1
     ignore_eos: bool = False
     stream_interval: int | None = None
@@ -341,6 +342,7 @@ class SGLangServer:
         kept[probabilities.cumsum(0) - probabilities > sampling.top_p] = 0
         if sampling.top_k > 0:
             kept[sampling.top_k :] = 0
+        kept[probabilities < sampling.min_p * probabilities[0]] = 0
         generator = None
         if self.launch.enable_deterministic_inference:
             seed = 42 if sampling.sampling_seed is None else sampling.sampling_seed

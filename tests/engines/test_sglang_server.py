@@ -61,7 +61,7 @@ def engine(server: SGLangServer, tmp_path: Path) -> Iterator[SGLangServerEngine]
 
 
 def test_log_probs_are_those_of_the_whole_distribution_at_the_temperature(engine: SGLangServerEngine) -> None:
-    for sampling in ({"temperature": 0.0}, {"temperature": 0.7}, {"top_k": 5}, {"top_p": 0.6}):
+    for sampling in ({"temperature": 0.0}, {"temperature": 0.7}, {"top_k": 5}, {"top_p": 0.6}, {"min_p": 0.2}):
         for response in run(engine, requests(4), **sampling):
             assert response.log_probs is not None
             expected = log_probs(policy(1), response, sampling.get("temperature", 0.8) or 1.0)

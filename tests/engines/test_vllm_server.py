@@ -70,6 +70,7 @@ def test_log_probs_are_those_of_the_policy_at_the_temperature(engine: VLLMServer
 def test_truncated_sampling_reports_no_log_probs(engine: VLLMServerEngine) -> None:
     assert {response.log_probs for response in run(engine, requests(4), top_p=0.6)} == {None}
     assert {response.log_probs for response in run(engine, requests(4), top_k=5)} == {None}
+    assert {response.log_probs for response in run(engine, requests(4), min_p=0.2)} == {None}
 
 
 def test_new_weights_reset_the_prefix_cache(server: VLLMServer, engine: VLLMServerEngine) -> None:

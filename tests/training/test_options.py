@@ -72,7 +72,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "value_pretraining_steps": 1,
         "non_finite": "skip",
     },
-    "rollout": {"temperature": 0.5, "top_p": 0.9, "top_k": 7, "max_response_tokens": 6},
+    "rollout": {"temperature": 0.5, "top_p": 0.9, "top_k": 7, "min_p": 0.05, "max_response_tokens": 6},
     "actor": {
         "learning_rate": 2e-3,
         "warmup_steps": 2,
@@ -92,7 +92,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 def test_requests_of_a_step_follow_the_config(make: MakeConfig, requests: Requests) -> None:
     run_to_completion(make(**OPTIONS))
-    sampling = SamplingParameters(max_response_tokens=6, temperature=0.5, top_p=0.9, top_k=7)
+    sampling = SamplingParameters(max_response_tokens=6, temperature=0.5, top_p=0.9, top_k=7, min_p=0.05)
     batches = arguments_of(requests["Actor.generate"], "batch")
     assert [(batch.sampling, batch.seed, batch.policy_version) for batch in batches] == [
         (sampling, 11, version) for version in range(4)
@@ -133,8 +133,8 @@ def test_engine_trainer_and_reference_agree_at_any_temperature(lora: dict[str, A
     assert (step["approx_kl"], step["clip_fraction"]) == (0, 0)
 
 
-@pytest.mark.parametrize("option", [{"top_k": 1}, {"top_p": 1e-6}], ids=str)
-def test_samples_are_identical_with_top_k_1_or_a_tiny_top_p(option: dict[str, float], make: MakeConfig) -> None:
+@pytest.mark.parametrize("option", [{"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}], ids=str)
+def test_samples_are_identical_if_only_the_likeliest_token_is_kept(option: dict[str, float], make: MakeConfig) -> None:
     rollout = {"prompts_per_step": 2, "samples_per_prompt": 4, **option}
     run = run_to_completion(make(run={"steps": 1}, rollout=rollout))
     responses: dict[str, set[str]] = defaultdict(set)

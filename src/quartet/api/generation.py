@@ -39,6 +39,7 @@ def generate(
     temperature: float = 1.0,
     top_p: float = 1.0,
     top_k: int = 0,
+    min_p: float = 0.0,
     samples: int = 1,
     seed: int = 0,
     device: str = "cpu",
@@ -47,8 +48,8 @@ def generate(
     """Complete prompts with a model in this process, in the order of the prompts, ``samples`` for each.
 
     ``model`` is a run, or the directory of a run, a checkpoint or a model, or a Hugging Face hub id. A prompt is a text, or a
-    list of chat messages with ``role`` and ``content``. ``temperature`` 0 is greedy; ``top_p`` 1 and ``top_k`` 0 sample from all
-    tokens. The same seed gives the same completions. ``continue_final_message`` continues messages that end with the assistant's.
+    list of chat messages with ``role`` and ``content``. ``temperature`` 0 is greedy; ``top_p`` 1, ``top_k`` 0 and ``min_p`` 0
+    sample from all tokens. The same seed gives the same completions. ``continue_final_message`` continues messages that end with the assistant's.
     Needs the extra quartet-rlhf[train].
 
     Raises ConfigError, ModelError and DataError for invalid input.
@@ -71,7 +72,7 @@ def generate(
         raise explain_missing_package(error) from None
     lines = [prompt_of(prompt, f"generate: prompt {number}", number) for number, prompt in enumerate(prompts, 1)]
     directory = str(model.directory) if isinstance(model, Run) else os.fspath(model)
-    sampling = SamplingParameters(max_tokens, temperature, top_p, top_k)
+    sampling = SamplingParameters(max_tokens, temperature, top_p, top_k, min_p=min_p)
     source = Path("<prompts>")
     try:
         completions = complete(

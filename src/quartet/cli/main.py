@@ -349,6 +349,9 @@ def generate(
     temperature: Annotated[float, typer.Option(min=0.0, help="Sampling temperature. 0 is greedy.")] = 1.0,
     top_p: Annotated[float, typer.Option(min=0.0, max=1.0, help="Nucleus sampling probability. 1 disables it.")] = 1.0,
     top_k: Annotated[int, typer.Option(min=0, help="Sample from this many most likely tokens. 0 disables it.")] = 0,
+    min_p: Annotated[
+        float, typer.Option(min=0.0, max=1.0, help="Least probability, relative to the likeliest token. 0 disables it.")
+    ] = 0.0,
     samples: Annotated[int, typer.Option(min=1, help="Number of completions per prompt.")] = 1,
     seed: Annotated[int, typer.Option(min=0, help="Random seed.")] = 0,
     device: Annotated[str, typer.Option(help="Device, such as cpu or cuda:0.")] = "cpu",
@@ -371,7 +374,7 @@ def generate(
 
     if top_p == 0:
         raise ConfigError("--top-p 0: expected more than 0 and at most 1")
-    sampling = SamplingParameters(max_tokens, temperature, top_p, top_k)
+    sampling = SamplingParameters(max_tokens, temperature, top_p, top_k, min_p=min_p)
     if as_chat:
         if prompts or file or samples > 1:
             raise ConfigError("--chat: reads messages from standard input; remove PROMPT, --file and --samples")

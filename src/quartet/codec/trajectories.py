@@ -71,6 +71,7 @@ def sampling_to_proto(sampling: SamplingParameters) -> trajectory_pb2.SamplingPa
         top_p=sampling.top_p,
         top_k=sampling.top_k,
         ignore_eos=sampling.ignore_eos,
+        min_p=sampling.min_p,
     )
 
 
@@ -84,12 +85,15 @@ def sampling_from_proto(message: trajectory_pb2.SamplingParameters) -> SamplingP
         raise InvalidRequest(f"sampling.temperature {message.temperature}: expected 0 to {MAX_SETTING:g}")
     if not 0 < message.top_p <= 1:
         raise InvalidRequest(f"sampling.top_p {message.top_p}: expected more than 0 and at most 1")
+    if not 0 <= message.min_p <= 1:
+        raise InvalidRequest(f"sampling.min_p {message.min_p}: expected 0 to 1")
     return SamplingParameters(
         max_response_tokens=message.max_response_tokens,
         temperature=message.temperature,
         top_p=message.top_p,
         top_k=message.top_k,
         ignore_eos=message.ignore_eos,
+        min_p=message.min_p,
     )
 
 

@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field
 
-from quartet.config.section import Count, Positive, Section, WholeNumber
+from quartet.config.section import Count, Fraction, Positive, Section, WholeNumber
 
 MAX_RESPONSES = 65_536
 """Maximum number of responses per step."""
@@ -49,7 +49,7 @@ class TritonConfig(Section):
     """Name of the model on the server."""
     weights: Literal["lora", "static"] = "lora"
     """lora: send the adapter of each policy version with the requests. static: the weights of the server never change, and
-    importance sampling corrects for the difference. It needs a server that reports log-probs, and neither top_k nor top_p."""
+    importance sampling corrects for the difference. It needs a server that reports log-probs, and neither top_k, top_p nor min_p."""
     timeout_seconds: Positive = 60.0
     """Time without any output, in seconds, after which a pending request fails."""
     certificate_authority_file: Path | None = None
@@ -194,6 +194,8 @@ class RolloutConfig(Section):
     """Nucleus sampling: sample from the most likely tokens with this total probability. 1 disables it."""
     top_k: WholeNumber = 0
     """Sample from this many most likely tokens. 0 disables it."""
+    min_p: Fraction = 0.0
+    """Sample from the tokens whose probability is at least this fraction of the largest one. 0 disables it."""
     engine: Literal["torch", "vllm", "triton", "vllm-server", "sglang-server", "tensorrt-llm"] = "torch"
     """torch: PyTorch, in the actor or in generators. triton: the server of rollout.triton. vllm and tensorrt-llm: these engines,
     in generators. vllm-server and sglang-server: the servers of rollout.vllm_server and rollout.sglang_server, by a generator."""

@@ -25,6 +25,7 @@ from quartet.config.penalties import check_penalties
 from quartet.config.rewards import RewardConfig, is_encrypted_or_local
 from quartet.config.rollout import MAX_RESPONSES, EngineServerConfig, RolloutConfig
 from quartet.config.run import CheckpointConfig, DataConfig, EvaluationConfig, RunConfig
+from quartet.config.sampling_checks import check_sampling
 from quartet.config.saved_models import check_average, check_best_checkpoint, check_synchronization
 from quartet.config.section import Section, is_loopback
 from quartet.config.telemetry import TelemetryConfig
@@ -61,6 +62,7 @@ class Config(Section):
         self._check_estimator()
         check_penalties(self)
         self._check_engine()
+        check_sampling(self)
         check_reward_service(self)
         self._check_services()
         self._check_reward()

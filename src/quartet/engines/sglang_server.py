@@ -1,7 +1,7 @@
 """Generation by an SGLang server over HTTP, token ids in and out, streamed.
 
 New weights reach it through a folder that both see, by ``/update_weights_from_disk`` or ``/load_lora_adapter``. Seeds count only
-with ``--enable-deterministic-inference``. SGLang's log-probs are those at the temperature, before top_k and top_p, unless the
+with ``--enable-deterministic-inference``. SGLang's log-probs are those at the temperature, before top_k, top_p and min_p, unless the
 server has the environment variable SGLANG_RETURN_ORIGINAL_LOGPROB.
 """
 
@@ -54,7 +54,7 @@ class SGLangServerEngine(ServerEngine):
         return self._max_tokens
 
     def reports_log_probs(self, sampling: SamplingParameters) -> bool:
-        """Return True: log-probs are those before top_k and top_p."""
+        """Return True: log-probs are those before top_k, top_p and min_p."""
         return True
 
     def inspect(self) -> None:
@@ -99,6 +99,8 @@ class SGLangServerEngine(ServerEngine):
         }
         if self._deterministic:
             parameters["sampling_seed"] = engine_seed(seed, request.id, request.turn)
+        if sampling.min_p:
+            parameters["min_p"] = sampling.min_p
         if not sampling.ignore_eos:
             parameters["stop_token_ids"] = sorted(self.model.stop_ids)
         body = {

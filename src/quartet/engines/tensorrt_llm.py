@@ -248,6 +248,8 @@ class TensorRTLLMEngine:
             "detokenize": False,
             "add_special_tokens": False,
         }
+        if sampling.min_p and not greedy:
+            arguments["min_p"] = sampling.min_p
         if self._settings.sampler == "TRTLLMSampler":
             arguments["seed"] = engine_seed(seed, request.id, request.turn)
         mode = self._log_prob_mode(sampling)
@@ -261,12 +263,12 @@ class TensorRTLLMEngine:
     def _log_prob_mode(self, sampling: SamplingParameters) -> Literal["RAW", "PROCESSED"] | None:
         """Return which log-probs are those of the whole distribution at the sampling temperature, or None for neither.
 
-        RAW ones are before the temperature, PROCESSED ones after temperature, top_k and top_p.
+        RAW ones are before the temperature, PROCESSED ones after temperature, top_k, top_p and min_p.
         """
         if sampling.temperature == 0:
             # The C++ sampler counts greedy sampling as top_k 1, whose distribution has one token.
             return "RAW" if self._settings.sampler == "TorchSampler" else None
-        if sampling.top_k or sampling.top_p < 1:
+        if sampling.truncates:
             return None
         if sampling.temperature == 1:
             return "RAW"

@@ -24,6 +24,8 @@ def check_sampling(sampling: SamplingParameters) -> None:
         raise InvalidRequest(f"top_p {sampling.top_p}: expected more than 0, at most 1 (off)")
     if sampling.top_k < 0:
         raise InvalidRequest(f"top_k {sampling.top_k}: expected 0 (off) or more")
+    if not 0 <= sampling.min_p <= 1:
+        raise InvalidRequest(f"min_p {sampling.min_p}: expected 0 (off) to 1")
 
 
 def check_requests(

@@ -181,7 +181,7 @@ class VLLMEngine:
     ) -> Iterator[EngineResponse]:
         """Yield each response as soon as it is finished. See ``Engine.generate``.
 
-        The log-probs are those of the whole distribution at the temperature. With top_k or top_p vLLM only has those of the
+        The log-probs are those of the whole distribution at the temperature. With top_k, top_p or min_p vLLM only has those of the
         truncated distribution, so the responses have none.
         """
         check_requests(self._served, requests, sampling)
@@ -258,7 +258,6 @@ class VLLMEngine:
             self._process.mark_active()
             work = self._process.run(self._run_requests(requests, sampling, seed, self._cache_salt(), results))
             self._generations += 1
-        truncated = sampling.temperature != 0 and (sampling.top_k > 0 or sampling.top_p < 1)
         try:
             for _ in requests:
                 while True:
@@ -271,7 +270,7 @@ class VLLMEngine:
                         break
                     except queue.Empty:
                         self._check_progress()
-                yield self._response(request, result, truncated)
+                yield self._response(request, result, sampling.truncates)
         finally:
             # vLLM aborts the rest: no request of this call runs after it.
             work.cancel()
@@ -348,6 +347,7 @@ class VLLMEngine:
             temperature=sampling.temperature,
             top_k=0 if greedy else sampling.top_k,
             top_p=1.0 if greedy else sampling.top_p,
+            min_p=0.0 if greedy else sampling.min_p,
             seed=engine_seed(seed, request.id, request.turn),
             # Stop tokens end a response and stay in it. The EOS of the model's own config is not among them by itself.
             ignore_eos=True,

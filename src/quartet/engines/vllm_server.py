@@ -64,8 +64,8 @@ class VLLMServerEngine(ServerEngine):
         return self._max_tokens
 
     def reports_log_probs(self, sampling: SamplingParameters) -> bool:
-        """Return whether log-probs are those of the whole distribution. vLLM reports those after top_k and top_p."""
-        return sampling.top_p == 1 and sampling.top_k == 0
+        """Return whether log-probs are those of the whole distribution. vLLM reports those after top_k, top_p and min_p."""
+        return not sampling.truncates
 
     def body(self, key: str, request: GenerationRequest, sampling: SamplingParameters, seed: int) -> dict[str, Any]:
         """Return the body of a request for a stream of events."""
@@ -79,6 +79,8 @@ class VLLMServerEngine(ServerEngine):
             "ignore_eos": True,
             "detokenize": False,
         }
+        if sampling.min_p:
+            parameters["min_p"] = sampling.min_p
         if not sampling.ignore_eos:
             parameters["stop_token_ids"] = sorted(self.model.stop_ids)
         if self.reports_log_probs(sampling):

@@ -169,6 +169,7 @@ class SamplingParameters(_message.Message):
     TOP_P_FIELD_NUMBER: _builtins.int
     TOP_K_FIELD_NUMBER: _builtins.int
     IGNORE_EOS_FIELD_NUMBER: _builtins.int
+    MIN_P_FIELD_NUMBER: _builtins.int
     max_response_tokens: _builtins.int
     """Maximum tokens of a response, including the end-of-sequence token. With an environment, of all turns and observations
     together. At least 1.
@@ -181,6 +182,10 @@ class SamplingParameters(_message.Message):
     """Keeps this number of most probable tokens. 0 is off."""
     ignore_eos: _builtins.bool
     """Whether generation continues after an end-of-sequence token, up to max_response_tokens."""
+    min_p: _builtins.float
+    """Keeps the tokens whose probability is at least this fraction of the largest one, of those that top_k and top_p keep. In [0, 1].
+    0 is off.
+    """
     def __init__(
         self,
         *,
@@ -189,10 +194,11 @@ class SamplingParameters(_message.Message):
         top_p: _builtins.float = ...,
         top_k: _builtins.int = ...,
         ignore_eos: _builtins.bool = ...,
+        min_p: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ignore_eos", b"ignore_eos", "max_response_tokens", b"max_response_tokens", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ignore_eos", b"ignore_eos", "max_response_tokens", b"max_response_tokens", "min_p", b"min_p", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -14,7 +14,7 @@ def sample_tokens(
 
     Shapes: logits [n, vocabulary], uniforms float64 [n, 1] -> int64 [n], float32 [n]. The token is the first whose cumulative
     probability exceeds the uniform number, so its probability is never 0. The log-probs are of the whole distribution at the
-    temperature (1 when greedy), before top_k and top_p, because the trainer computes the same. NaN logits give NaN log-probs;
+    temperature (1 when greedy), before top_k, top_p and min_p, because the trainer computes the same. NaN logits give NaN log-probs;
     the caller must check for them.
     """
     # Few passes over [n, vocabulary]: on a CPU each costs as much as a layer of a small model.
@@ -30,8 +30,11 @@ def sample_tokens(
     # float64, so that the sum does not lose thousands of tiny probabilities to rounding.
     cumulative = weights.cumsum(-1, dtype=torch.float64)
     total = cumulative[:, -1:]
-    if sampling.top_k or sampling.top_p < 1:
-        kept = _truncate(weights, sampling)
+    if sampling.truncates:
+        kept = _truncate(weights, sampling) if sampling.top_k or sampling.top_p < 1 else weights
+        if sampling.min_p:
+            # The likeliest token has weight 1. Source: Nguyen et al. 2024.
+            kept = kept.where(weights >= sampling.min_p, 0.0)
         cumulative = kept.cumsum(-1, dtype=torch.float64)
     tokens = torch.searchsorted(cumulative, uniforms * cumulative[:, -1:], right=True)
     # Only NaN can give an index past the end. It is clamped, so that the caller's check reports it instead of a device assertion.

@@ -118,7 +118,7 @@ class TorchEngine:
         """Yield each trajectory as soon as it is finished; trajectories that finish at the same token are ordered by id.
 
         ``log_probs`` are of the sampled tokens at the sampling temperature (1 when greedy). They refer to the whole distribution
-        even if top_k or top_p truncated it, because the trainer computes the same. Raises InvalidRequest at the call. While
+        even if top_k, top_p or min_p truncated it, because the trainer computes the same. Raises InvalidRequest at the call. While
         iterating, raises Cancelled (``cancelled`` is checked before every token), or ComputationFailed if logits are not finite.
         """
         ordered = validate_requests(self._model, requests, sampling)

@@ -29,7 +29,7 @@ from quartet.errors import (
 )
 from quartet.models.generation.engine import Policy
 from quartet.models.generation.lora_tensors import LoraTensors, lora_tensors
-from quartet.models.generation.triton_tensors import Dialect, Partial, Served, Tensors, dialect_of, is_truncated
+from quartet.models.generation.triton_tensors import Dialect, Partial, Served, Tensors, dialect_of
 from quartet.models.generation.validation import trajectories, validate_requests
 from quartet.types import GenerationRequest, SamplingParameters, Trajectory
 
@@ -219,7 +219,7 @@ class TritonEngine:
         """
         if self._server.weights != "static" or sampling.temperature == 0 or dialect.reports_log_probs(sampling):
             return
-        if is_truncated(sampling):
+        if sampling.truncates:
             reason = (
                 "log-probs of a distribution that top_k and top_p truncate; set rollout.top_k 0 and rollout.top_p 1"
             )

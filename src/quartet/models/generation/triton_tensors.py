@@ -148,7 +148,7 @@ class TokenDialect(Dialect):
 
     def reports_log_probs(self, sampling: SamplingParameters) -> bool:
         """Return whether the model reports them and nothing is truncated, which ``normalize_log_probs`` would change."""
-        return self._returns_log_probs and sampling.temperature > 0 and not is_truncated(sampling)
+        return self._returns_log_probs and sampling.temperature > 0 and not sampling.truncates
 
     def receive(self, partial: Partial, outputs: Tensors) -> None:
         """Add new tokens, and log-probs, which a server sends for the new tokens or for all tokens so far."""
@@ -290,7 +290,7 @@ class VllmDialect(Dialect):
 
     def reports_log_probs(self, sampling: SamplingParameters) -> bool:
         """Return whether the log-probs are the same before and after temperature and truncation."""
-        return sampling.temperature in (0, 1) and not is_truncated(sampling)
+        return sampling.temperature in (0, 1) and not sampling.truncates
 
     def receive(self, partial: Partial, outputs: Tensors) -> None:
         """Add the new tokens, which are the keys of the log-probs, and the finish reason."""
@@ -322,11 +322,6 @@ class VllmDialect(Dialect):
         if partial.token_ids and partial.finish_reason not in ("stop", "length"):
             raise self._failed(partial.request, f"finish_reason {partial.finish_reason!r}; expected stop or length")
         return EngineResponse(partial.request, partial.token_ids, partial.log_probs or None)
-
-
-def is_truncated(sampling: SamplingParameters) -> bool:
-    """Return whether top_k or top_p removes tokens from the distribution."""
-    return sampling.top_k > 0 or sampling.top_p < 1
 
 
 def dialect_of(served: Served, policy: Policy) -> Dialect:

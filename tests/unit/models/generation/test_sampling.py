@@ -51,6 +51,21 @@ def test_top_p_applies_to_the_tokens_that_top_k_keeps() -> None:
     assert np.flatnonzero(drawn(2_000, top_k=2, top_p=0.63)).tolist() == [3, 6]
 
 
+def test_min_p_keeps_tokens_relative_to_the_likeliest() -> None:
+    # Relative to token 3: token 6 has e^-0.5 = 0.607, token 0 e^-1 = 0.368, token 2 e^-1.7 = 0.183.
+    assert np.flatnonzero(drawn(2_000, min_p=0.6)).tolist() == [3, 6]
+    assert np.flatnonzero(drawn(2_000, min_p=0.61)).tolist() == [3]
+    assert np.flatnonzero(drawn(2_000, min_p=0.36)).tolist() == [0, 3, 6]
+    assert np.flatnonzero(drawn(100, min_p=1.0)).tolist() == [3]
+    # At temperature 2 token 6 has e^-0.25 = 0.779, token 0 0.607, token 2 0.427.
+    assert np.flatnonzero(drawn(2_000, min_p=0.6, temperature=2.0)).tolist() == [0, 3, 6]
+
+
+def test_min_p_and_top_k_keep_the_tokens_that_both_keep() -> None:
+    assert np.flatnonzero(drawn(2_000, min_p=0.36, top_k=2)).tolist() == [3, 6]
+    assert np.flatnonzero(drawn(2_000, min_p=0.6, top_k=5)).tolist() == [3, 6]
+
+
 def test_a_tie_at_the_edge_of_top_k_goes_to_the_earlier_token() -> None:
     sampling = SamplingParameters(1, top_k=2)
     numbers = torch.linspace(0, 0.999, 50, dtype=torch.float64)[:, None]
@@ -73,6 +88,7 @@ def test_log_probs_are_of_the_whole_distribution() -> None:
         SamplingParameters(1, 0.7),
         SamplingParameters(1, 0.7, top_k=3),
         SamplingParameters(1, 0.7, top_p=0.5),
+        SamplingParameters(1, 0.7, min_p=0.3),
     ):
         tokens, log_probs = sample_tokens(LOGITS.expand(40, -1), numbers, sampling)
         assert torch.allclose(log_probs.double(), expected[tokens], atol=1e-6)
@@ -87,7 +103,7 @@ def test_temperature_zero_is_greedy_with_log_probs_at_temperature_one() -> None:
 
 @pytest.mark.parametrize(
     "parameters",
-    [{"max_response_tokens": 0}, {"temperature": -1}, {"temperature": float("nan")}, {"top_p": 0}, {"top_k": -1}],
+    [{"max_response_tokens": 0}, {"temperature": -1}, {"temperature": float("nan")}, {"top_p": 0}, {"top_k": -1}, {"min_p": 1.1}],
 )
 def test_parameters_outside_their_range_are_refused(parameters: dict[str, float]) -> None:
     with pytest.raises(InvalidRequest, match=next(iter(parameters))):
