@@ -141,7 +141,7 @@ def _build_actor(
         served, model, adapter = actor.separate_model(device)
         rollout = config.rollout
         engine = DetachedTorchEngine(
-            model, adapter, served.stop_ids, rollout.max_concurrent_sequences, rollout.merge_adapter
+            model, adapter, served.stop_ids, rollout.max_concurrent_sequences, rollout.merge_adapter, served.decode
         )
     generator = Generator(engine, served, ServiceStatus(Role.ACTOR), lambda run: access(run).rollouts, environment)
     own: LocalGenerator | EnginePublication

@@ -12,6 +12,7 @@ from quartet.buffer.rollout_stream import RolloutStream
 from quartet.config import ActorConfig, OffloadConfig
 from quartet.config.policy_losses import BUILT_IN_POLICY_LOSSES, policy_loss_spec
 from quartet.engines.engine import ServedModel, TurnSource
+from quartet.engines.stop_strings import token_decoder
 from quartet.errors import ConfigError, FailedPrecondition, InvalidRequest, MismatchError
 from quartet.models.forward.batching import MicroBatch
 from quartet.models.forward.log_probs import EntropyUse, forward_log_probs
@@ -172,7 +173,7 @@ class Actor(TrainableModel):
         """Return a copy of the policy on ``device`` for an engine with its own weights: description, model and adapter."""
         # Copied together, so that the adapter's copy refers to the model's copy.
         model, adapter = copy_to_device((self._model, self._adapter), self._model, device)
-        return served_model(model, self._stop_ids), model.to(device), adapter
+        return served_model(model, self._stop_ids, token_decoder(self._tokenizer)), model.to(device), adapter
 
     def generate(
         self,

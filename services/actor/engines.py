@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from quartet.config import Config
+from quartet.engines.stop_strings import token_decoder
 from quartet.errors import ConfigError, FailedPrecondition
 from quartet.models.generation.engine import EngineFactory
 from quartet.models.generation.merged_torch import shared_torch_engine
@@ -49,7 +50,12 @@ class NoEngine:
 def torch_engine(max_concurrent_sequences: int, merge_adapter: bool = False) -> EngineFactory:
     """Return the factory of the engine that decodes with the policy model itself, or with its adapter merged."""
     return lambda policy: shared_torch_engine(
-        policy.model, policy.adapter, policy.stop_ids, max_concurrent_sequences, merge_adapter
+        policy.model,
+        policy.adapter,
+        policy.stop_ids,
+        max_concurrent_sequences,
+        merge_adapter,
+        token_decoder(policy.tokenizer),
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from quartet.buffer.connection import ConnectionMonitor, connect
 from quartet.buffer.redis_url import required_buffer_url
@@ -11,6 +12,7 @@ from quartet.buffer.rollout_stream import RolloutStream
 from quartet.config import Config, VLLMConfig
 from quartet.engines.engine import Engine, ServedModel
 from quartet.engines.served_model import read_served_model
+from quartet.engines.stop_strings import token_decoder
 from quartet.errors import ConfigError
 from quartet.rpc.clients import WeightClient
 from quartet.rpc.compute_thread import ComputeThread
@@ -88,7 +90,7 @@ def create_engine(config: Config) -> tuple[Engine, ServedModel, ServiceStatus]:
         if len(devices) > 1:
             raise ConfigError(f"services.generator.devices {list(devices)}: engine torch uses one device per generator")
         return create_torch_engine(config, f"cuda:{devices[0]}" if devices else "cpu")
-    model = read_served_model(config.actor.model, config.actor.dtype)
+    model = _served_model(config)
     device = f"cuda:{','.join(map(str, devices))}" if devices else "default"
     status = ServiceStatus(
         Role.GENERATOR,
@@ -99,6 +101,20 @@ def create_engine(config: Config) -> tuple[Engine, ServedModel, ServiceStatus]:
         max_sequence_tokens=model.max_sequence_tokens,
     )
     return _external_engine(config, model), model, status
+
+
+def _served_model(config: Config) -> ServedModel:
+    """Return the description of the policy, with its tokenizer if there are stop strings. Raises ConfigError, ModelError."""
+    model = read_served_model(config.actor.model, config.actor.dtype)
+    if not config.rollout.stop_strings:
+        return model
+    try:
+        from quartet.models.weights.tokenizer import load_tokenizer
+    except ImportError as error:
+        raise ConfigError(
+            f"rollout.stop_strings: a generator needs the tokenizer for them: {error}; install transformers in its environment"
+        ) from None
+    return replace(model, decode=token_decoder(load_tokenizer(config.actor.model)))
 
 
 def _external_engine(config: Config, model: ServedModel) -> Engine:

@@ -13,6 +13,7 @@ import structlog
 
 from quartet.buffer.rollout_stream import RolloutStream
 from quartet.engines.engine import Engine, EngineResponse, ServedModel, TurnEngine, TurnSource
+from quartet.engines.stop_strings import StopStringCache
 from quartet.engines.validation import check_requests, check_response
 from quartet.errors import Cancelled, FailedPrecondition, InvalidRequest, MismatchError
 from quartet.failpoints import failpoint
@@ -70,6 +71,7 @@ class Generator:
         """
         self._engine, self._model, self._status, self._stream = engine, model, status, stream
         self._environment = environment
+        self._stop_strings = StopStringCache(model.decode, model.vocabulary_size)
         self._fence = LeaderFence()
         # Held while the engine loads weights and they are verified.
         self._loading = threading.Lock()
@@ -156,6 +158,7 @@ class Generator:
             self._check_requested(batch)
             self._verified = {batch.weights_digest: batch.policy_version}
         requests = check_requests(self._model, batch.requests, batch.sampling)
+        self._stop_strings.of(batch.sampling)
         on_start()
         writer = TrajectoryWriter(self._stream(batch.run), batch, self._tokens, on_progress)
         try:
@@ -220,7 +223,12 @@ class Generator:
     def _trajectory(self, response: EngineResponse, batch: GenerationBatch) -> Trajectory:
         """Return a response as a trajectory with the versions that generated it."""
         checked = check_response(
-            response, self._model, batch.sampling, batch.policy_version, self._engine.properties.name
+            response,
+            self._model,
+            batch.sampling,
+            batch.policy_version,
+            self._engine.properties.name,
+            self._stop_strings.of(batch.sampling),
         )
         checked = replace(checked, weights_digest=batch.weights_digest, generator=batch.generator)
         if not response.spans:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from quartet.config import Config
 from quartet.engines.engine import ServedModel
+from quartet.engines.stop_strings import token_decoder
 from quartet.models.generation.detached_torch import DetachedTorchEngine
 from quartet.models.generation.validation import served_model
 from quartet.models.weights.loading import check_cacheable_config, load_causal_lm, stop_token_ids
@@ -22,10 +23,10 @@ def create_torch_engine(config: Config, device: str) -> tuple[DetachedTorchEngin
         add_adapter(model, actor.model, lora.rank, lora.alpha, lora.target_modules, config.run.seed) if lora else None
     )
     tokenizer = load_tokenizer(actor.model)
-    served = served_model(model, stop_token_ids(model, tokenizer))
+    served = served_model(model, stop_token_ids(model, tokenizer), token_decoder(tokenizer))
     rollout = config.rollout
     engine = DetachedTorchEngine(
-        model, adapter, served.stop_ids, rollout.max_concurrent_sequences, rollout.merge_adapter
+        model, adapter, served.stop_ids, rollout.max_concurrent_sequences, rollout.merge_adapter, served.decode
     )
     status = ServiceStatus(
         Role.GENERATOR,

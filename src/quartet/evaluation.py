@@ -102,13 +102,18 @@ def stream_name(run: str) -> str:
 
 def greedy_sampling(rollout: RolloutConfig) -> SamplingParameters:
     """Return the settings for greedy responses."""
-    return SamplingParameters(rollout.max_response_tokens, temperature=0.0)
+    return SamplingParameters(rollout.max_response_tokens, temperature=0.0, stop_strings=rollout.stop_strings)
 
 
 def run_sampling(rollout: RolloutConfig) -> SamplingParameters:
     """Return the sampling settings of the run."""
     return SamplingParameters(
-        rollout.max_response_tokens, rollout.temperature, rollout.top_p, rollout.top_k, min_p=rollout.min_p
+        rollout.max_response_tokens,
+        rollout.temperature,
+        rollout.top_p,
+        rollout.top_k,
+        min_p=rollout.min_p,
+        stop_strings=rollout.stop_strings,
     )
 
 

@@ -46,7 +46,7 @@ TRAINED_ROLES = (Role.ACTOR, Role.CRITIC)
 class FinishReason(enum.StrEnum):
     """Reason for the end of a response.
 
-    eos: an end-of-sequence token. length: the limit of tokens or turns. done: its environment ended the episode. failed: see the
+    eos: an end-of-sequence token, or the token that completes a stop string. length: the limit of tokens or turns. done: its environment ended the episode. failed: see the
     trajectory's ``outcome``.
     """
 
@@ -175,7 +175,10 @@ class Scores:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParameters:
-    """Sampling of response tokens. ``temperature`` 0 is greedy; ``top_k`` 0, ``top_p`` 1 and ``min_p`` 0 are off."""
+    """Sampling of response tokens. ``temperature`` 0 is greedy; ``top_k`` 0, ``top_p`` 1 and ``min_p`` 0 are off.
+
+    ``stop_strings``: a response ends after the token that completes one of them in its text.
+    """
 
     max_response_tokens: int
     temperature: float = 1.0
@@ -183,6 +186,7 @@ class SamplingParameters:
     top_k: int = 0
     ignore_eos: bool = False
     min_p: float = 0.0
+    stop_strings: tuple[str, ...] = ()
 
     @property
     def truncates(self) -> bool:

@@ -507,9 +507,13 @@ NAN, INFINITY = float("nan"), float("inf")
         {"min_p": -0.1},
         {"min_p": 1.1},
         {"min_p": NAN},
+        {"stop_strings": [""]},
+        {"stop_strings": ["a" * 65]},
+        {"stop_strings": ["a\ufffd"]},
+        {"stop_strings": ["a"] * 17},
     ],
 )
-def test_sampling_parameters_out_of_range_are_refused(invalid: dict[str, float]) -> None:
+def test_sampling_parameters_out_of_range_are_refused(invalid: dict[str, Any]) -> None:
     valid = {"max_response_tokens": 1, "temperature": 1.0, "top_p": 1.0}
     codec.sampling_from_proto(trajectory_pb2.SamplingParameters(**valid))  # type: ignore[arg-type]
     with pytest.raises(InvalidRequest, match=f"sampling.{next(iter(invalid))}"):

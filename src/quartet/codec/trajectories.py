@@ -10,6 +10,7 @@ from google.protobuf.message import DecodeError
 from quartet.codec.checks import DIGEST_BYTES, MAX_SETTING
 from quartet.codec.outcomes import details_from_proto, details_to_proto, outcome_from_proto, outcome_to_proto
 from quartet.codec.tensors import floats_from_proto, ints_from_proto, write_tensor
+from quartet.config import check_stop_strings
 from quartet.errors import InvalidRequest
 from quartet.types import (
     NO_LOG_PROBS,
@@ -72,6 +73,7 @@ def sampling_to_proto(sampling: SamplingParameters) -> trajectory_pb2.SamplingPa
         top_k=sampling.top_k,
         ignore_eos=sampling.ignore_eos,
         min_p=sampling.min_p,
+        stop_strings=sampling.stop_strings,
     )
 
 
@@ -87,6 +89,10 @@ def sampling_from_proto(message: trajectory_pb2.SamplingParameters) -> SamplingP
         raise InvalidRequest(f"sampling.top_p {message.top_p}: expected more than 0 and at most 1")
     if not 0 <= message.min_p <= 1:
         raise InvalidRequest(f"sampling.min_p {message.min_p}: expected 0 to 1")
+    try:
+        check_stop_strings(message.stop_strings)
+    except ValueError as error:
+        raise InvalidRequest(f"sampling.stop_strings: {error}") from None
     return SamplingParameters(
         max_response_tokens=message.max_response_tokens,
         temperature=message.temperature,
@@ -94,6 +100,7 @@ def sampling_from_proto(message: trajectory_pb2.SamplingParameters) -> SamplingP
         top_k=message.top_k,
         ignore_eos=message.ignore_eos,
         min_p=message.min_p,
+        stop_strings=tuple(message.stop_strings),
     )
 
 

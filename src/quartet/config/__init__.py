@@ -62,6 +62,7 @@ from quartet.config.rollout import (
     TritonConfig,
     VLLMConfig,
     VLLMServerConfig,
+    check_stop_strings,
 )
 from quartet.config.root import Config
 from quartet.config.run import CheckpointConfig, DataConfig, EvaluationConfig, RunConfig
@@ -140,6 +141,8 @@ __all__ = [
     "VLLMServerConfig",
     "WandbConfig",
     "config_of",
+    "check_stop_strings",
+    "check_stop_strings",
     "copy_sections",
     "invalid_keys",
     "is_loopback",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
@@ -169,6 +170,22 @@ class VLLMConfig(Section):
     """Further arguments of vLLM's engine, by the names of its EngineArgs."""
 
 
+MAX_STOP_STRINGS, MAX_STOP_CHARACTERS = 16, 64
+"""Limits on the number of stop strings, and on the length of each."""
+
+
+def check_stop_strings(strings: Sequence[str]) -> Sequence[str]:
+    """Return the stop strings. Raises ValueError for too many, and for one that is too long or can never occur."""
+    if len(strings) > MAX_STOP_STRINGS:
+        raise ValueError(f"{len(strings)} stop strings; expected at most {MAX_STOP_STRINGS}")
+    for string in strings:
+        if not 1 <= len(string) <= MAX_STOP_CHARACTERS or "\ufffd" in string:
+            raise ValueError(
+                f"{string!r}: expected 1 to {MAX_STOP_CHARACTERS} characters, without the replacement character U+FFFD"
+            )
+    return strings
+
+
 class RolloutConfig(Section):
     """Number of responses, sampling and engine."""
 
@@ -196,6 +213,9 @@ class RolloutConfig(Section):
     """Sample from this many most likely tokens. 0 disables it."""
     min_p: Fraction = 0.0
     """Sample from the tokens whose probability is at least this fraction of the largest one. 0 disables it."""
+    stop_strings: Annotated[tuple[str, ...], AfterValidator(check_stop_strings)] = ()
+    """Texts that end a response, or a turn: the token that completes one is its last, as if it were the end-of-sequence token. At
+    most 16 of 1 to 64 characters."""
     engine: Literal["torch", "vllm", "triton", "vllm-server", "sglang-server", "tensorrt-llm"] = "torch"
     """torch: PyTorch, in the actor or in generators. triton: the server of rollout.triton. vllm and tensorrt-llm: these engines,
     in generators. vllm-server and sglang-server: the servers of rollout.vllm_server and rollout.sglang_server, by a generator."""

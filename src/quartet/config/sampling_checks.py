@@ -13,6 +13,11 @@ if TYPE_CHECKING:
 def check_sampling(config: Config) -> None:
     """Raise ValueError for a setting of the sampling that the engine of the run does not support."""
     rollout = config.rollout
+    if rollout.stop_strings and rollout.engine == "triton":
+        raise ValueError(
+            "rollout.stop_strings: not with engine triton, whose models cannot keep the tokens of a stop string in the response; "
+            "set another rollout.engine, or remove them"
+        )
     if rollout.min_p:
         if rollout.engine == "triton":
             raise ValueError(

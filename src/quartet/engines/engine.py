@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
 from quartet.types import EngineProperties as EngineProperties
@@ -14,12 +14,17 @@ Cancelled = Callable[[], bool]
 """Function that returns True once the caller no longer waits."""
 
 
+TokenDecoder = Callable[[Sequence[int] | IntArray], str]
+"""Function that returns the text of token ids, special tokens included."""
+
+
 @dataclass(frozen=True, slots=True)
 class ServedModel:
     """Description of the policy for an engine. ``model``: path or hub id whose config.json describes the architecture.
 
     ``stop_ids`` end a response. ``vocabulary_size``: number of token ids that the model embeds. ``max_sequence_tokens``: longest
-    prompt and response together; 0 is no limit. ``dtype``: "float32", "bfloat16" or "float16".
+    prompt and response together; 0 is no limit. ``dtype``: "float32", "bfloat16" or "float16". ``decode``: the tokenizer,
+    for stop strings; None in a process without one.
     """
 
     model: str
@@ -27,6 +32,7 @@ class ServedModel:
     stop_ids: frozenset[int]
     vocabulary_size: int
     max_sequence_tokens: int
+    decode: TokenDecoder | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,13 +41,15 @@ class EngineResponse:
 
     ``token_ids`` include the stop token if there is one. ``log_probs`` are in nats, one for each token; None if the engine
     reports none of the whole distribution. An engine with ``properties.in_flight_updates`` names in ``spans`` the weights of each
-    part of every response, in order. Others leave them empty: the loaded weights made all tokens.
+    part of every response, in order. Others leave them empty: the loaded weights made all tokens. ``stopped``: the engine reports
+    that a stop string ended the response.
     """
 
     request: GenerationRequest
     token_ids: Sequence[int] | IntArray
     log_probs: Sequence[float] | FloatArray | None
     spans: tuple[VersionSpan, ...] = ()
+    stopped: bool = False
 
 
 class TurnSource(Protocol):

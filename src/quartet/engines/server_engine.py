@@ -27,12 +27,13 @@ ABORT_SECONDS = 5.0
 
 @dataclass(slots=True)
 class Partial:
-    """Response that is not finished."""
+    """Response that is not finished. ``stopped``: the server reports that a stop token or stop string ended it."""
 
     request: GenerationRequest
     token_ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     finished: bool = False
+    stopped: bool = False
 
 
 class ServerEngine(abc.ABC):
@@ -234,7 +235,8 @@ class ServerEngine(abc.ABC):
         if not partial.finished:
             raise ServiceFailed(f"{self.server}: response to {partial.request.id}: ends without a reason")
         log_probs = partial.log_probs if self.reports_log_probs(sampling) else None
-        return EngineResponse(partial.request, partial.token_ids, log_probs)
+        stopped = partial.stopped and bool(sampling.stop_strings)
+        return EngineResponse(partial.request, partial.token_ids, log_probs, stopped=stopped)
 
     def check_versions(self, partial: Partial, spans: Any, version: str) -> None:
         """Raise ServiceFailed unless a whole response was generated with the weights of ``version``.

@@ -99,6 +99,13 @@ class SGLangServerEngine(ServerEngine):
         }
         if self._deterministic:
             parameters["sampling_seed"] = engine_seed(seed, request.id, request.turn)
+        if sampling.stop_strings:
+            parameters |= {
+                "stop": list(sampling.stop_strings),
+                "no_stop_trim": True,
+                "skip_special_tokens": False,
+                "spaces_between_special_tokens": False,
+            }
         if sampling.min_p:
             parameters["min_p"] = sampling.min_p
         if not sampling.ignore_eos:
@@ -134,13 +141,13 @@ class SGLangServerEngine(ServerEngine):
         if reason is None:
             return
         last = partial.token_ids[-1]
-        if reason["type"] == "stop" and last not in self.model.stop_ids:
+        if reason["type"] == "stop" and last not in self.model.stop_ids and not sampling.stop_strings:
             raise ServiceFailed(
                 f"{where}: stopped at token {last}, which is a stop token of the served checkpoint and not of the policy; "
                 "correct eos_token_id in the server's generation_config.json and config.json"
             )
         self.check_versions(partial, meta.get("weight_versions"), version)
-        partial.finished = True
+        partial.finished, partial.stopped = True, reason["type"] == "stop"
 
     def abort(self, keys: Sequence[str]) -> None:
         """Abort requests."""

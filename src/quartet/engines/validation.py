@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from quartet.engines.engine import EngineResponse, ServedModel
+from quartet.engines.stop_strings import StopStrings, cut
 from quartet.errors import ComputationFailed, InvalidRequest
 from quartet.types import FinishReason, GenerationRequest, SamplingParameters, Trajectory
 
@@ -50,13 +51,25 @@ def check_requests(
 
 
 def check_response(
-    response: EngineResponse, model: ServedModel, sampling: SamplingParameters, policy_version: int, engine: str
+    response: EngineResponse,
+    model: ServedModel,
+    sampling: SamplingParameters,
+    policy_version: int,
+    engine: str,
+    stop_strings: StopStrings | None = None,
 ) -> Trajectory:
     """Return a response as a trajectory, with log-probs float32 [0] if the engine reports none.
 
-    ``engine`` names the engine in error messages. Raises ComputationFailed if the response is empty, ends neither with a stop
-    token nor at the limit, or has invalid tokens, log-probs or spans.
+    Tokens after the one that completes a stop string are dropped. ``engine`` names the engine in error messages. Raises
+    ComputationFailed if the response is empty, ends neither with a stop token or stop string nor at the limit, or has invalid
+    tokens, log-probs or spans.
     """
+    if response.log_probs is not None and len(response.log_probs) != len(response.token_ids):
+        raise ComputationFailed(
+            f"{engine}: response to {response.request.id}: {len(response.log_probs)} log-probs for "
+            f"{len(response.token_ids)} tokens"
+        )
+    response = cut(response, stop_strings)
     ids, limit = np.asarray(response.token_ids, np.int64), response.request.limited(sampling).max_response_tokens
     where = f"{engine}: response to {response.request.id}"
     if not 1 <= len(ids) <= limit:
@@ -69,19 +82,17 @@ def check_response(
     stops = [] if sampling.ignore_eos else np.flatnonzero(np.isin(ids, list(model.stop_ids))).tolist()
     if stops and stops[0] != len(ids) - 1:
         raise ComputationFailed(f"{where}: continues after the stop token {ids[stops[0]]}")
-    if not stops and len(ids) < limit:
+    if not (stops or response.stopped) and len(ids) < limit:
         raise ComputationFailed(
             f"{where}: ends after {len(ids)} of {limit} tokens without a stop token; check the engine's own token limit"
         )
     log_probs = np.asarray([] if response.log_probs is None else response.log_probs, np.float32)
-    if response.log_probs is not None and len(log_probs) != len(ids):
-        raise ComputationFailed(f"{where}: {len(log_probs)} log-probs for {len(ids)} tokens")
     # Engines that compute in half precision may round log-probs up to slightly above 0.
     if not ((log_probs > MIN_LOG_PROB) & (log_probs < 0.1)).all():
         raise ComputationFailed(f"{where}: log-probs that are not finite, too low, or positive")
     spans = [span.tokens for span in response.spans]
     if spans and (min(spans) < 1 or sum(spans) != len(ids)):
         raise ComputationFailed(f"{where}: versions of the weights for {sum(spans)} of {len(ids)} tokens")
-    reason = FinishReason.EOS if stops else FinishReason.LENGTH
+    reason = FinishReason.EOS if stops or response.stopped else FinishReason.LENGTH
     prompt = np.asarray(response.request.prompt_ids, np.int32)
     return Trajectory.of_response(response.request.id, policy_version, prompt, ids.astype(np.int32), log_probs, reason)

@@ -83,6 +83,14 @@ class VLLMServerEngine(ServerEngine):
             parameters["min_p"] = sampling.min_p
         if not sampling.ignore_eos:
             parameters["stop_token_ids"] = sorted(self.model.stop_ids)
+        if sampling.stop_strings:
+            parameters |= {
+                "stop": list(sampling.stop_strings),
+                "include_stop_str_in_output": True,
+                "detokenize": True,
+                "skip_special_tokens": False,
+                "spaces_between_special_tokens": False,
+            }
         if self.reports_log_probs(sampling):
             parameters["logprobs"] = 0
         return {
@@ -110,7 +118,7 @@ class VLLMServerEngine(ServerEngine):
             if reason not in ("stop", "length"):
                 raise ServiceFailed(f"{where}: ended by the server with reason {reason!r}")
             self.check_versions(partial, choice.get("weight_versions"), version)
-            partial.finished = True
+            partial.finished, partial.stopped = True, reason == "stop"
 
     def abort(self, keys: Sequence[str]) -> None:
         """Abort requests. The server has prepended a prefix to their ids."""

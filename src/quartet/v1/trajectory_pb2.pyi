@@ -29,7 +29,7 @@ class _FinishReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FinishRe
     FINISH_REASON_UNSPECIFIED: _FinishReason.ValueType  # 0
     """Never valid in a message."""
     FINISH_REASON_EOS: _FinishReason.ValueType  # 1
-    """Without an environment: its last token is an end-of-sequence token."""
+    """Without an environment: its last token is an end-of-sequence token, or completes a stop string."""
     FINISH_REASON_LENGTH: _FinishReason.ValueType  # 2
     """It reached max_response_tokens, or max_turns before its environment ended the episode."""
     FINISH_REASON_DONE: _FinishReason.ValueType  # 3
@@ -43,7 +43,7 @@ class FinishReason(_FinishReason, metaclass=_FinishReasonEnumTypeWrapper):
 FINISH_REASON_UNSPECIFIED: FinishReason.ValueType  # 0
 """Never valid in a message."""
 FINISH_REASON_EOS: FinishReason.ValueType  # 1
-"""Without an environment: its last token is an end-of-sequence token."""
+"""Without an environment: its last token is an end-of-sequence token, or completes a stop string."""
 FINISH_REASON_LENGTH: FinishReason.ValueType  # 2
 """It reached max_response_tokens, or max_turns before its environment ended the episode."""
 FINISH_REASON_DONE: FinishReason.ValueType  # 3
@@ -170,6 +170,7 @@ class SamplingParameters(_message.Message):
     TOP_K_FIELD_NUMBER: _builtins.int
     IGNORE_EOS_FIELD_NUMBER: _builtins.int
     MIN_P_FIELD_NUMBER: _builtins.int
+    STOP_STRINGS_FIELD_NUMBER: _builtins.int
     max_response_tokens: _builtins.int
     """Maximum tokens of a response, including the end-of-sequence token. With an environment, of all turns and observations
     together. At least 1.
@@ -186,6 +187,12 @@ class SamplingParameters(_message.Message):
     """Keeps the tokens whose probability is at least this fraction of the largest one, of those that top_k and top_p keep. In [0, 1].
     0 is off.
     """
+    @_builtins.property
+    def stop_strings(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Texts that end a response, up to 16 of 1 to 64 characters. The token that completes one of them is the last one. The text is
+        that of the response's tokens, special tokens included. With an environment, they end a turn.
+        """
+
     def __init__(
         self,
         *,
@@ -195,10 +202,11 @@ class SamplingParameters(_message.Message):
         top_k: _builtins.int = ...,
         ignore_eos: _builtins.bool = ...,
         min_p: _builtins.float = ...,
+        stop_strings: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ignore_eos", b"ignore_eos", "max_response_tokens", b"max_response_tokens", "min_p", b"min_p", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ignore_eos", b"ignore_eos", "max_response_tokens", b"max_response_tokens", "min_p", b"min_p", "stop_strings", b"stop_strings", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from quartet.config import Config, load_config
+from quartet.engines.stop_strings import token_decoder
 from quartet.errors import ConfigError, InvalidRequest, MismatchError, ModelError
 from quartet.evaluation import (
     Comparison,
@@ -146,7 +147,8 @@ class _LocalEvaluator:
     def responses(self, policy: Any) -> dict[int, PromptResponses]:
         """Return the responses of the policy, by prompt index."""
         rollout = self._config.rollout
-        engine = TorchEngine(policy, stop_token_ids(policy, self._tokenizer), rollout.max_concurrent_sequences)
+        stop_ids, decode = stop_token_ids(policy, self._tokenizer), token_decoder(self._tokenizer)
+        engine = TorchEngine(policy, stop_ids, rollout.max_concurrent_sequences, decode=decode)
         greedy = self._generate(engine, greedy_sampling(rollout))
         sampled = self._generate(engine, run_sampling(rollout))
         texts = texts_of(self._tokenizer, [prompt.token_ids for prompt in self._prompts], special_tokens=True)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from quartet.engines.engine import Cancelled, EngineResponse, TurnSource
+from quartet.engines.engine import Cancelled, EngineResponse, TokenDecoder, TurnSource
 from quartet.errors import MismatchError
 from quartet.models.generation.merged_torch import shared_torch_engine
 from quartet.models.weights.host_tensors import host_tensor, named_weights, write_tensor
@@ -28,10 +28,11 @@ class DetachedTorchEngine:
         stop_ids: frozenset[int],
         max_concurrent_sequences: int,
         merge_adapter: bool = False,
+        decode: TokenDecoder | None = None,
     ) -> None:
         """Own ``model`` from now on, with its ``adapter`` if it has one. For the other parameters see ``shared_torch_engine``."""
         model.requires_grad_(False)
-        self._engine = shared_torch_engine(model, adapter, stop_ids, max_concurrent_sequences, merge_adapter)
+        self._engine = shared_torch_engine(model, adapter, stop_ids, max_concurrent_sequences, merge_adapter, decode)
         self._weights = named_weights(model, adapter)
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from quartet.engines.engine import TurnSource
+from quartet.engines.engine import TokenDecoder, TurnSource
 from quartet.models.generation.torch_engine import TorchEngine
 from quartet.models.weights.lora import Adapter
 from quartet.models.weights.merged_weights import MergedWeights
@@ -19,11 +19,17 @@ class MergedTorchEngine(TorchEngine):
     slightly different distribution than the one that is trained.
     """
 
-    def __init__(self, adapter: Adapter, stop_ids: frozenset[int], max_concurrent_sequences: int) -> None:
+    def __init__(
+        self,
+        adapter: Adapter,
+        stop_ids: frozenset[int],
+        max_concurrent_sequences: int,
+        decode: TokenDecoder | None = None,
+    ) -> None:
         """``adapter`` on the policy's model. Raises ModelError if parameters of experts have adapters."""
         self._merged = MergedWeights(adapter)
         self._is_current = True
-        super().__init__(self._merged.model, stop_ids, max_concurrent_sequences)
+        super().__init__(self._merged.model, stop_ids, max_concurrent_sequences, decode=decode)
 
     def _generate(
         self,
@@ -52,9 +58,14 @@ class MergedTorchEngine(TorchEngine):
 
 
 def shared_torch_engine(
-    model: Any, adapter: Adapter | None, stop_ids: frozenset[int], max_concurrent_sequences: int, merge_adapter: bool
+    model: Any,
+    adapter: Adapter | None,
+    stop_ids: frozenset[int],
+    max_concurrent_sequences: int,
+    merge_adapter: bool,
+    decode: TokenDecoder | None = None,
 ) -> TorchEngine:
     """Return the engine that decodes with ``model`` itself, or with its ``adapter`` merged. See ``TorchEngine``."""
     if adapter is not None and merge_adapter:
-        return MergedTorchEngine(adapter, stop_ids, max_concurrent_sequences)
-    return TorchEngine(model, stop_ids, max_concurrent_sequences)
+        return MergedTorchEngine(adapter, stop_ids, max_concurrent_sequences, decode)
+    return TorchEngine(model, stop_ids, max_concurrent_sequences, decode=decode)

@@ -16,7 +16,8 @@ import structlog
 import torch
 from numpy.typing import NDArray
 
-from quartet.engines.engine import TurnSource
+from quartet.engines.engine import TokenDecoder, TurnSource
+from quartet.engines.stop_strings import StopStringCache, StopStrings
 from quartet.errors import Cancelled, ComputationFailed, InvalidRequest, ModelError
 from quartet.models.forward.batching import micro_batches, right_pad
 from quartet.models.forward.model_capabilities import (
@@ -65,12 +66,17 @@ class TorchEngine:
     """Engine that generates with a transformers causal LM in this process.
 
     ``stop_ids`` end a response. ``max_concurrent_sequences`` limits the rows decoded at once, and so the memory of the cache.
-    ``static``: decode in buffers that are allocated once, if the model supports it, with CUDA graphs on a GPU. Not thread-safe.
-    Raises ModelError for a model whose state is more than keys and values.
+    ``static``: decode in buffers that are allocated once, if the model supports it, with CUDA graphs on a GPU.
+    ``decode`` is needed for stop strings. Not thread-safe. Raises ModelError for a model whose state is more than keys and values.
     """
 
     def __init__(
-        self, model: Any, stop_ids: frozenset[int], max_concurrent_sequences: int, static: bool = True
+        self,
+        model: Any,
+        stop_ids: frozenset[int],
+        max_concurrent_sequences: int,
+        static: bool = True,
+        decode: TokenDecoder | None = None,
     ) -> None:
         if max_concurrent_sequences < 1:
             raise InvalidRequest(f"max_concurrent_sequences {max_concurrent_sequences}: expected at least 1")
@@ -79,6 +85,7 @@ class TorchEngine:
             raise ModelError(f"{type(model).__name__}: expected a causal language model with a key-value cache")
         self._model = model
         self._stop_ids = stop_ids
+        self._stop_strings = StopStringCache(decode, vocabulary_size(model))
         self._max_concurrent = max_concurrent_sequences
         self._graphs = device_of(model).type == "cuda"
         self._static: StaticDecoder | None = None
@@ -144,7 +151,10 @@ class TorchEngine:
         """Yield the token ids of one response as they are sampled, the same as ``generate`` does. For errors see ``generate``."""
         requests = validate_requests(self._model, [request], sampling)
         static = None if self._graphs else self._static
-        slots = _Slots(self._model, self._stop_ids, requests, sampling, seed, 1, static)
+        stop_strings = self._stop_strings.of(sampling)
+        slots = _Slots(
+            self._model, self._stop_ids, requests, sampling, seed, 1, static, stop_strings=stop_strings
+        )
         self._generations += 1
         number = self._generations
         while slots.active:
@@ -163,7 +173,17 @@ class TorchEngine:
     ) -> Iterator[Trajectory]:
         stop_ids = frozenset[int]() if sampling.ignore_eos else self._stop_ids
         self._try_static()
-        slots = _Slots(self._model, stop_ids, requests, sampling, seed, self._max_concurrent, self._static, turns)
+        slots = _Slots(
+            self._model,
+            stop_ids,
+            requests,
+            sampling,
+            seed,
+            self._max_concurrent,
+            self._static,
+            turns,
+            self._stop_strings.of(sampling),
+        )
         self._generations += 1
         number = self._generations
         while slots.active:
@@ -284,12 +304,13 @@ class _Slots:
         slots: int,
         static: StaticDecoder | None,
         turns: TurnSource | None = None,
+        stop_strings: StopStrings | None = None,
     ) -> None:
         """``requests`` are queued, or only decide the sizes if the requests come from ``turns``."""
         self._model, self._sampling, self._seed, self._device = model, sampling, seed, device_of(model)
         self._stops = np.zeros(vocabulary_size(model), np.bool_)
         self._stops[[index for index in stop_ids if index < len(self._stops)]] = True
-        self._turns = turns
+        self._stop_strings, self._turns = stop_strings, turns
         self._queue = deque(requests if turns is None else ())
         slots, limit = min(slots, len(requests)), sampling.max_response_tokens
         self._slots = slots
@@ -371,6 +392,10 @@ class _Slots:
         self._counts[live] += 1
 
         stopped = self._stops[tokens]
+        if self._stop_strings is not None:
+            for slot in live[self._stop_strings.candidates(tokens[live])].tolist():
+                response = self._token_ids[slot, : self._counts[slot]]
+                stopped[slot] = stopped[slot] or self._stop_strings.completed_by(response)
         ended = slots[self._alive & (stopped | (self._counts[slots] == self._limits[slots]))]
         finished: list[Finished] = []
         for slot in sorted(ended.tolist(), key=lambda slot: self._rows[slot].id):

@@ -7,18 +7,20 @@ from typing import Any
 
 import numpy as np
 
-from quartet.engines.engine import EngineResponse, ServedModel
+from quartet.engines.engine import EngineResponse, ServedModel, TokenDecoder
 from quartet.engines.validation import check_requests, check_response
 from quartet.models.forward.model_capabilities import max_positions, vocabulary_size
 from quartet.models.generation.engine import Policy
 from quartet.types import GenerationRequest, SamplingParameters, TokenBatch, Trajectory
 
 
-def served_model(model: Any, stop_ids: frozenset[int] = frozenset()) -> ServedModel:
-    """Return the description of a loaded model."""
+def served_model(
+    model: Any, stop_ids: frozenset[int] = frozenset(), decode: TokenDecoder | None = None
+) -> ServedModel:
+    """Return the description of a loaded model. ``decode`` as in ``ServedModel``."""
     dtype = str(model.get_input_embeddings().weight.dtype).removeprefix("torch.")
     return ServedModel(
-        str(model.config.name_or_path), dtype, stop_ids, vocabulary_size(model), max_positions(model) or 0
+        str(model.config.name_or_path), dtype, stop_ids, vocabulary_size(model), max_positions(model) or 0, decode
     )
 
 
