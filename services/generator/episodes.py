@@ -119,6 +119,7 @@ class Episodes:
         self._max_attempts = access.max_attempts
         self._vocabulary_size, self._on_finished = vocabulary_size, on_finished
         self._waiting = deque(requests)
+        self._greedy = {request.id for request in requests if request.greedy}
         self._episodes: dict[TrajectoryId, _Episode] = {}
         self._answers: queue.SimpleQueue[_Answer] = queue.SimpleQueue()
         self._pending_calls = 0
@@ -232,7 +233,7 @@ class Episodes:
         if len(reply.observation):
             episode.segments.append(Segment(SegmentRole.OBSERVATION, np.asarray(reply.observation, np.int32)))
         tokens = min(room, self._settings.max_turn_tokens or room)
-        episode.request = GenerationRequest(episode.id, episode.token_ids, turns, tokens)
+        episode.request = GenerationRequest(episode.id, episode.token_ids, turns, tokens, episode.id in self._greedy)
         return episode.request
 
     def _room(self, episode: _Episode, reply: EnvironmentReply) -> int:

@@ -46,8 +46,8 @@ TRAINED_ROLES = (Role.ACTOR, Role.CRITIC)
 class FinishReason(enum.StrEnum):
     """Reason for the end of a response.
 
-    eos: an end-of-sequence token, or the token that completes a stop string. length: the limit of tokens or turns. done: its environment ended the episode. failed: see the
-    trajectory's ``outcome``.
+    eos: an end-of-sequence token, or the token that completes a stop string. length: the limit of tokens or turns. done: its
+    environment ended the episode. failed: see the trajectory's ``outcome``.
     """
 
     EOS = "eos"
@@ -199,19 +199,23 @@ class GenerationRequest:
     """One trajectory, or one turn of it, to generate. Its random stream depends on (seed, step, prompt, sample, turn) only.
 
     ``prompt_ids``: all tokens before the turn. ``turn`` counts from 0. ``max_tokens`` limits the turn; 0 leaves the limit to the
-    sampling parameters.
+    sampling parameters. ``greedy``: take the likeliest token at each position, with its log-prob at temperature 1.
     """
 
     id: TrajectoryId
     prompt_ids: IntArray
     turn: int = 0
     max_tokens: int = 0
+    greedy: bool = False
 
-    def limited(self, sampling: SamplingParameters) -> SamplingParameters:
-        """Return ``sampling`` with the token limit of this request."""
-        if self.max_tokens in (0, sampling.max_response_tokens):
+    def own_sampling(self, sampling: SamplingParameters) -> SamplingParameters:
+        """Return ``sampling`` with the token limit of this request, at temperature 0 if it is greedy."""
+        limit = self.max_tokens or sampling.max_response_tokens
+        if limit == sampling.max_response_tokens and not self.greedy:
             return sampling
-        return replace(sampling, max_response_tokens=self.max_tokens)
+        if self.greedy:
+            sampling = replace(sampling, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0)
+        return replace(sampling, max_response_tokens=limit)
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,13 +257,17 @@ class GenerationBatch:
 
 
 def requests_of(
-    run: str, step: int, prompts: Sequence[Prompt], samples: int, first_sample: int = 0
+    run: str, step: int, prompts: Sequence[Prompt], samples: int, first_sample: int = 0, greedy: int = 0
 ) -> list[GenerationRequest]:
-    """Return one request per trajectory: prompt after prompt, each with its samples from ``first_sample`` on."""
+    """Return one request per trajectory: prompt after prompt, each with its samples from ``first_sample`` on.
+
+    After them, each prompt has ``greedy`` greedy ones.
+    """
+    end = first_sample + samples
     return [
-        GenerationRequest(TrajectoryId(run, step, prompt.index, sample), prompt.token_ids)
+        GenerationRequest(TrajectoryId(run, step, prompt.index, sample), prompt.token_ids, greedy=sample >= end)
         for prompt in prompts
-        for sample in range(first_sample, first_sample + samples)
+        for sample in range(first_sample, end + greedy)
     ]
 
 

@@ -200,6 +200,10 @@ samplings = st.builds(
     st.floats(2.0**-20, 1, width=32),
     uint32,
     st.booleans(),
+    st.floats(0, 1),
+    st.lists(
+        st.text(st.characters(codec="utf-8", exclude_characters="\ufffd"), min_size=1, max_size=64), max_size=16
+    ).map(tuple),
 )
 _settings = st.floats(0, codec.MAX_SETTING)
 optimizations = st.builds(
@@ -263,7 +267,7 @@ update_requests = st.builds(
 def generation_batches(draw: st.DrawFn) -> GenerationBatch:
     run, step = draw(names), draw(uint64)
     requests = [
-        GenerationRequest(TrajectoryId(run, step, prompt, sample), ids)
+        GenerationRequest(TrajectoryId(run, step, prompt, sample), ids, greedy=draw(st.booleans()))
         for prompt in draw(st.lists(uint64, min_size=1, max_size=4, unique=True))
         for ids in [draw(ints(draw(st.integers(1, 5))))]
         for sample in draw(st.lists(uint32, min_size=1, max_size=4, unique=True))

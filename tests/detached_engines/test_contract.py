@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -219,3 +220,15 @@ def test_sleep_is_followed_by_the_same_responses(engine: Engine) -> None:
     engine.sleep()
     engine.sleep()
     assert tokens(run(engine, batch)) == before
+
+
+def test_a_greedy_request_is_greedy_among_sampled_ones(engine: Engine, folder: Path) -> None:
+    batch = requests(9)
+    mixed = [dataclasses.replace(request, greedy=index % 3 == 0) for index, request in enumerate(batch)]
+    responses = run(engine, mixed)
+    assert tokens(responses[::3]) == greedy(folder, VALUES, batch)[::3]
+    reference = Reference(folder, VALUES)
+    for response in responses[::3]:
+        if response.log_probs is not None:
+            expected = reference.log_probs(response.request, list(response.token_ids), 1.0)
+            assert np.allclose(response.log_probs, expected, atol=1e-3)

@@ -88,7 +88,12 @@ def _generate(random: Random, state: ServiceState) -> Message:
         trajectory_prompts=[index for index in range(len(lengths)) for _ in range(samples)],
         trajectory_samples=[*range(samples)] * len(lengths),
         sampling=trajectory_pb2.SamplingParameters(
-            max_response_tokens=random.randint(1, 6), temperature=1.0, top_p=0.9, top_k=random.choice([0, 5]), min_p=0.1, stop_strings=["a", "bc"]
+            max_response_tokens=random.randint(1, 6),
+            temperature=1.0,
+            top_p=0.9,
+            top_k=random.choice([0, 5]),
+            min_p=0.1,
+            stop_strings=["a", "bc"],
         ),
         seed=1,
         policy_version=state.policy_version,

@@ -87,11 +87,20 @@ def test_a_malformed_server_address_is_refused(url: str) -> None:
             {"rollout": {"triton": {"url": URL, "weights": "static"}, "top_p": 0.9}},
             r"weights static: .*log-probs of the sampled distribution.*set rollout\.top_k 0 and rollout\.top_p 1",
         ),
-        ({"lora": LORA, "rollout": {"triton": {"url": URL}, "stop_strings": ["a"]}}, r"rollout\.stop_strings: not with engine triton"),
-        ({"engine": "torch", "rollout": {"stop_strings": ["a", ""]}}, r"rollout\.stop_strings: '': expected 1 to 64 characters"),
+        (
+            {"lora": LORA, "rollout": {"triton": {"url": URL}, "stop_strings": ["a"]}},
+            r"rollout\.stop_strings: not with engine triton",
+        ),
+        (
+            {"engine": "torch", "rollout": {"stop_strings": ["a", ""]}},
+            r"rollout\.stop_strings: '': expected 1 to 64 characters",
+        ),
         ({"engine": "torch", "rollout": {"stop_strings": ["a"] * 17}}, r"rollout\.stop_strings: 17 stop strings"),
         ({"lora": LORA, "rollout": {"triton": {"url": URL}, "min_p": 0.1}}, r"rollout\.min_p 0\.1: .*Triton"),
-        ({"engine": "tensorrt-llm", "rollout": {"generators": 1, "min_p": 0.1}}, r"rollout\.min_p 0\.1: .*TRTLLMSampler"),
+        (
+            {"engine": "tensorrt-llm", "rollout": {"generators": 1, "min_p": 0.1}},
+            r"rollout\.min_p 0\.1: .*TRTLLMSampler",
+        ),
         (
             {"engine": "torch", "rollout": {"triton": {"url": URL}}},
             r"rollout\.triton: not used with engine torch; set engine triton",

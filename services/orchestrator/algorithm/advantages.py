@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 
 from torch import Tensor
@@ -67,12 +68,13 @@ def estimate_advantages(
     kl_coefficient: float,
     early: EarlyRewards | None = None,
     pretrains_values: bool = False,
+    baselines: Tensor | None = None,
 ) -> Advantages:
     """Return advantages and value targets [tokens] by the configured estimator. Value targets are 0 without a critic.
 
     ``scores`` [sequences]; ``kl`` and ``values`` [tokens]; ``groups`` [sequences], the prompt of each response. All tokens are
     the policy's own. ``early``: the part of the scores that belongs to turns before the last one. ``pretrains_values``: the value
-    targets are returns without values, of lambda 1.
+    targets are returns without values, of lambda 1. ``baselines`` [sequences], for an estimator that needs them.
     """
     spec = algorithm.estimator_spec
     if spec.granularity == "token":
@@ -92,6 +94,8 @@ def estimate_advantages(
         algorithm.length_adaptive_alpha,
         parameters=spec.parameters,
     )
+    if baselines is not None:
+        inputs = replace(inputs, baselines=baselines)
     name = f"algorithm.estimator {spec.name}"
     return estimate(import_estimator(spec), inputs, spec.needs_critic, spec.granularity, name)
 
@@ -104,5 +108,13 @@ def import_estimator(spec: EstimatorSpec) -> Estimator:
         function = import_callable(spec.function)
     except NotImportable as error:
         raise ConfigError(f"{name}: {error}") from None
-    check_estimator(function, spec.needs_critic, spec.granularity, spec.min_samples, name, spec.parameters)
+    check_estimator(
+        function,
+        spec.needs_critic,
+        spec.granularity,
+        spec.min_samples,
+        name,
+        spec.parameters,
+        spec.needs_greedy_baseline,
+    )
     return function

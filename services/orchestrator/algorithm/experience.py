@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import fsum
 
 import numpy as np
 import torch
@@ -13,6 +14,7 @@ from quartet.ppo import kl, ragged, rewards, statistics
 from quartet.ppo.distillation import distillation_advantages
 from quartet.ppo.rewards import RunningMoments
 from quartet.services.orchestrator.algorithm.advantages import estimate_advantages, score_factor, treat_scores
+from quartet.services.orchestrator.algorithm.baselines import baseline_scores
 from quartet.services.orchestrator.algorithm.episodes import PolicyTokens, early_rewards, episode_metrics
 from quartet.services.orchestrator.rollout.scoring import ScoredTrajectory
 from quartet.types import Experience, FinishReason, FloatArray, IntArray, TokenBatch
@@ -39,12 +41,14 @@ def prepare_step(
     kl_coefficient: float,
     moments: RunningMoments | None,
     max_response_tokens: int,
+    baselines: Sequence[ScoredTrajectory] = (),
 ) -> PreparedStep:
     """Compute treated scores, advantages and value targets of a step's trajectories, which are sorted by id.
 
     All numbers are computed over the policy's own tokens, as if the observations between them were not there. The experience
     holds 0 at observation tokens. ``moments`` normalise the scores; None leaves them unchanged. ``max_response_tokens`` is the
-    limit of overlong penalties. Without scores, their metrics are absent, and the experience has no scores.
+    limit of overlong penalties. ``baselines`` are the greedy responses, for an estimator that needs them. Without scores,
+    their metrics are absent, and the experience has no scores.
     """
     trajectories = [item.trajectory for item in scored]
     batch = TokenBatch.of(trajectories)
@@ -66,8 +70,9 @@ def prepare_step(
     token_kl = kl.kl_estimate(policy_log_probs, reference_log_probs, algorithm.kl_estimator)
     early = early_rewards(trajectories, score_factor(algorithm, moments))
     pretrains = algorithm.pretrains_values(step)
+    greedy = baseline_scores(scored, baselines, algorithm, moments, max_response_tokens) if baselines else None
     estimate = estimate_advantages(
-        scores, token_kl, values, lengths, groups, algorithm, kl_coefficient, early, pretrains
+        scores, token_kl, values, lengths, groups, algorithm, kl_coefficient, early, pretrains, greedy
     )
     masked = algorithm.truncation.treatment == "mask"
     actor_mask = rewards.mask_truncated(truncated if masked else torch.zeros_like(truncated), lengths)
@@ -93,6 +98,8 @@ def prepare_step(
         "response_tokens": int(lengths.sum()),
         **episode_metrics(trajectories),
     }
+    if baselines:
+        metrics["baseline_reward_mean"] = fsum(item.score or 0.0 for item in baselines) / len(baselines)
     if has_scores:
         metrics["advantage_std"] = float(estimate.advantages.double().std(correction=0))
     if distillation is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
@@ -30,13 +30,17 @@ QUIET_SECONDS = 1.0
 
 @dataclass(frozen=True, slots=True)
 class CollectedStep:
-    """Scored and failed trajectories of a step, each sorted by id, the stream entries to acknowledge, and seconds spent."""
+    """Scored and failed trajectories of a step, each sorted by id, the stream entries to acknowledge, and seconds spent.
+
+    ``baselines``: the scored greedy responses, which are not among ``scored``.
+    """
 
     scored: list[ScoredTrajectory]
     failed_trajectories: list[FailedTrajectory]
     entry_ids: list[str]
     generate_seconds: float
     score_seconds: float
+    baselines: list[ScoredTrajectory] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +48,12 @@ class ReplacementRule:
     """Rule for a trajectory that cannot be scored: the next sample of its prompt replaces it.
 
     ``recovery`` limits the attempts and the failed trajectories. ``generate`` starts the generation of one trajectory for each of
-    the given prompt indices, with the sample index given for it, by the policy of the returned batch.
+    the given prompt indices, with the sample index given for it, by the policy of the returned batch. Those of the prompts in the
+    second argument are greedy.
     """
 
     recovery: RecoveryConfig
-    generate: Callable[[Mapping[int, int]], tuple[GenerationBatch, PendingTrajectories]]
+    generate: Callable[[Mapping[int, int], Collection[int]], tuple[GenerationBatch, PendingTrajectories]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,8 +161,9 @@ class _Collection:
         self._stream, self._early, self._size = collector._stream, collector._early, collector._score_batch_size
         self._run, self._step = batch.requests[0].id.run, batch.step
         self._on_progress, self._replacement, self._dynamic = on_progress, replacement, dynamic
-        # By prompt index: the first sample index that is not taken, and the number of replaced trajectories.
-        self._next_sample, self._replaced = Counter[int](), Counter[int]()
+        # By prompt index: the first sample index that is not taken, and the number of replaced trajectories, greedy ones apart.
+        self._next_sample, self._replaced = Counter[int](), Counter[tuple[int, bool]]()
+        self._greedy: set[TrajectoryId] = set()
         self._events = collector._events
         recovery = replacement.recovery if replacement else None
         self._scoring = Scoring(
@@ -194,12 +200,14 @@ class _Collection:
             self._scoring.cancel()
             self._first.cancel()
             raise
+        scored = sorted(self._scoring.scored, key=lambda item: item.trajectory.id)
         return CollectedStep(
-            sorted(self._scoring.scored, key=lambda item: item.trajectory.id),
+            [item for item in scored if item.trajectory.id not in self._greedy],
             sorted(self._scoring.failed_trajectories, key=lambda item: item.trajectory.id),
             self._entry_ids,
             generate_seconds,
             time.perf_counter() - start - generate_seconds,
+            [item for item in scored if item.trajectory.id in self._greedy],
         )
 
     def _finish_round(self, start: float) -> float:
@@ -212,11 +220,19 @@ class _Collection:
             self._wait_for(lambda: self._arrivals.complete)
             generated = generated or time.perf_counter()
             self._wait_for(lambda: self._generation.done() and not self._scoring.batches_in_flight)
-            prompts = (_failed_by_prompt(self._scoring) - self._replaced).keys()
-            if self._replacement is None or not prompts:
+            failed = (self._failed_by_prompt() - self._replaced).keys()
+            if self._replacement is None or not failed:
                 return generated - start
-            self._replaced.update(prompts)
-            self._expect(*self._replacement.generate({prompt: self._next_sample[prompt] for prompt in prompts}))
+            # One at a time for each prompt, because it takes the next sample index.
+            chosen = dict(sorted(failed))
+            self._replaced.update(chosen.items())
+            indices = {prompt: self._next_sample[prompt] for prompt in chosen}
+            self._expect(*self._replacement.generate(indices, {prompt for prompt, greedy in chosen.items() if greedy}))
+
+    def _failed_by_prompt(self) -> Counter[tuple[int, bool]]:
+        """Return the number of failed trajectories by prompt index, sampled and greedy ones apart."""
+        ids = [item.trajectory.id for item in self._scoring.failed_trajectories]
+        return Counter((id.prompt, id in self._greedy) for id in ids)
 
     def _wake(self) -> None:
         self._events.put(None)
@@ -224,6 +240,7 @@ class _Collection:
     def _expect(self, batch: GenerationBatch, generation: PendingTrajectories) -> None:
         """Expect the trajectories of another batch of this step."""
         self._generation = generation
+        self._greedy |= {request.id for request in batch.requests if request.greedy}
         for id in (request.id for request in batch.requests):
             self._next_sample[id.prompt] = max(self._next_sample[id.prompt], id.sample + 1)
         self._arrivals.expect(batch, self._size)
@@ -311,7 +328,7 @@ class _Collection:
             elif (
                 trajectory.outcome is not Outcome.OK
                 or not self._arrivals.is_as_requested(trajectory)
-                or self._first.admit(trajectory)
+                or self._first.admit(trajectory, trajectory.id in self._greedy)
             ):
                 self._accept(trajectory)
 
@@ -331,7 +348,9 @@ class _Collection:
 
     def _with_log_probs(self, trajectories: list[Trajectory]) -> list[Trajectory]:
         """Return the trajectories with the policy's log-probs where the engine reported none."""
-        absent = [index for index, item in enumerate(trajectories) if not item.has_log_probs]
+        absent = [
+            index for index, item in enumerate(trajectories) if not item.has_log_probs and item.id not in self._greedy
+        ]
         if absent:
             batch = TokenBatch.of([trajectories[index] for index in absent])
             log_probs = self._services.policy_log_probs(batch)
@@ -404,7 +423,3 @@ class _Arrivals:
         if any(id not in self._waiting for id in group):
             return []
         return [self._waiting.pop(id) for id in group]
-
-
-def _failed_by_prompt(scoring: Scoring) -> Counter[int]:
-    return Counter(item.trajectory.id.prompt for item in scoring.failed_trajectories)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from quartet.buffer.rollout_stream import RolloutStream
 from quartet.config import Config
@@ -61,7 +61,8 @@ class StepPreparation:
     def start_generation(self, step: int, prompts: Sequence[Prompt], leader_epoch: int, policy_version: int) -> None:
         """Start the generation of ``step`` before ``prepare``, while earlier steps end. Has no effect if it has started."""
         if step not in self._started:
-            requests = requests_of(self._config.run.name, step, prompts, self._config.rollout.samples_per_prompt)
+            samples, greedy = self._config.rollout.samples_per_prompt, self._config.num_greedy_baselines
+            requests = requests_of(self._config.run.name, step, prompts, samples, greedy=greedy)
             self._started[step] = self._generate(step, prompts, requests, leader_epoch, policy_version)
 
     def discard(self) -> None:
@@ -107,6 +108,7 @@ class StepPreparation:
                 algorithm_state.kl_coefficient,
                 algorithm_state.moments([item.score for item in collected.scored], weights),
                 self._config.rollout.max_response_tokens,
+                collected.baselines,
             )
             if version is not None:
                 prepared.metrics["reference_version"] = version
@@ -134,7 +136,9 @@ class StepPreparation:
     ) -> CollectedStep:
         """Collect a step. Adds the prompts of further rounds to ``prompts``, which are by index."""
         config, samples = self._config, self._config.rollout.samples_per_prompt
-        self._board.update(phase="generate", num_scored=0, num_expected=len(prompts) * samples)
+        self._board.update(
+            phase="generate", num_scored=0, num_expected=len(prompts) * (samples + config.num_greedy_baselines)
+        )
         self.start_generation(step, [*prompts.values()], leader_epoch, policy_version)
         batch, generation = self._started.pop(step)
         fields = {prompt.index: prompt.fields for prompt in prompts.values()} if config.reward.needs_fields else {}
@@ -150,8 +154,16 @@ class StepPreparation:
             # By now the policy has taken all updates before this step, whichever version generated the other samples.
             return self._generate(step, chosen, requests, leader_epoch, step - 1)
 
-        def replace(first_samples: Mapping[int, int]) -> tuple[GenerationBatch, PendingTrajectories]:
-            return generate([prompts[index] for index in prompts if index in first_samples], 1, first_samples)
+        def replacement(
+            samples: Mapping[int, int], greedy: Collection[int]
+        ) -> tuple[GenerationBatch, PendingTrajectories]:
+            chosen = [prompts[index] for index in prompts if index in samples]
+            requests = [
+                replace(request, greedy=prompt.index in greedy)
+                for prompt in chosen
+                for request in requests_of(config.run.name, step, [prompt], 1, samples[prompt.index])
+            ]
+            return self._generate(step, chosen, requests, leader_epoch, step - 1)
 
         def next_round(first_samples: Mapping[int, int]) -> tuple[GenerationBatch, PendingTrajectories]:
             assert rounds is not None
@@ -167,7 +179,7 @@ class StepPreparation:
             generation,
             self._board.show_scored,
             fields,
-            ReplacementRule(config.recovery, replace),
+            ReplacementRule(config.recovery, replacement),
             weights,
             DynamicSampling(rounds, next_round) if rounds else None,
         )

@@ -38,8 +38,8 @@ class FirstTrajectories:
         self._held: dict[str, list[Trajectory]] = {}
         self._calls: dict[str, PendingResult[tuple[FloatArray, int]]] = {}
 
-    def admit(self, trajectory: Trajectory) -> bool:
-        """Return whether a trajectory can be used now. Otherwise hold it."""
+    def admit(self, trajectory: Trajectory, greedy: bool = False) -> bool:
+        """Return whether a trajectory can be used now. Otherwise hold it. ``greedy``: its log-probs are at temperature 1."""
         generator = trajectory.generator
         if self._actor is None or not generator or generator in self._verified or not len(trajectory.log_probs):
             return True
@@ -48,7 +48,7 @@ class FirstTrajectories:
         if all((item.id, item.attempt) != (trajectory.id, trajectory.attempt) for item in held):
             held.append(trajectory)
         if generator not in self._calls:
-            call = self._actor.versioned_log_probs(TokenBatch.of([trajectory]), self._temperature)
+            call = self._actor.versioned_log_probs(TokenBatch.of([trajectory]), 1.0 if greedy else self._temperature)
             self._calls[generator] = call
             call.when_done(self._on_response)
         return False

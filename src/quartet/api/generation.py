@@ -49,8 +49,8 @@ def generate(
 
     ``model`` is a run, or the directory of a run, a checkpoint or a model, or a Hugging Face hub id. A prompt is a text, or a
     list of chat messages with ``role`` and ``content``. ``temperature`` 0 is greedy; ``top_p`` 1, ``top_k`` 0 and ``min_p`` 0
-    sample from all tokens. The same seed gives the same completions. ``continue_final_message`` continues messages that end with the assistant's.
-    Needs the extra quartet-rlhf[train].
+    sample from all tokens. The same seed gives the same completions. ``continue_final_message`` continues messages that end with
+    the assistant's. Needs the extra quartet-rlhf[train].
 
     Raises ConfigError, ModelError and DataError for invalid input.
     """

@@ -50,6 +50,7 @@ def generation_batch_to_proto(batch: GenerationBatch) -> generation_pb2.Generate
         if request.id.prompt not in positions:
             positions[request.id.prompt] = len(prompts)
             prompts.append(request.prompt_ids)
+    greedy = [request.greedy for request in batch.requests]
     return generation_pb2.GenerateRequest(
         run=batch.run,
         step=batch.step,
@@ -65,6 +66,7 @@ def generation_batch_to_proto(batch: GenerationBatch) -> generation_pb2.Generate
         weights_digest=batch.weights_digest,
         generator=batch.generator,
         attempt=batch.attempt,
+        trajectory_greedy=greedy if any(greedy) else [],
         episode=_episode_to_proto(batch.episode, list(positions)) if batch.episode else None,
     )
 
@@ -104,9 +106,16 @@ def generation_batch_from_proto(message: generation_pb2.GenerateRequest) -> Gene
         raise InvalidRequest(f"trajectory_prompts: expected positions below the number of prompts, {len(lengths)}")
     flat = ints_from_proto(message.prompt_ids, "prompt_ids", int(lengths.sum(dtype=np.int64)))
     prompts = np.split(flat, np.cumsum(lengths)[:-1])
+    greedy = message.trajectory_greedy or [False] * count
+    if len(greedy) != count:
+        raise InvalidRequest(
+            f"trajectory_greedy: {len(greedy)} for {count} trajectories; expected one for each, or none"
+        )
     requests = [
-        GenerationRequest(TrajectoryId(message.run, message.step, message.prompts[position], sample), prompts[position])
-        for position, sample in zip(message.trajectory_prompts, message.trajectory_samples, strict=True)
+        GenerationRequest(
+            TrajectoryId(message.run, message.step, message.prompts[position], sample), prompts[position], greedy=flag
+        )
+        for position, sample, flag in zip(message.trajectory_prompts, message.trajectory_samples, greedy, strict=True)
     ]
     if len({request.id for request in requests}) != count:
         raise InvalidRequest("generate: a pair of prompt and sample repeats; expected each trajectory once")

@@ -60,6 +60,9 @@ class CustomEstimatorConfig(Section):
     """Default of algorithm.normalize_advantages."""
     min_samples: Count = 1
     """Minimum number of responses: per prompt if `uses_groups` is true, else per step."""
+    needs_greedy_baseline: bool = False
+    """True if it reads the reward of a greedy response to each prompt. Each step then generates and scores one more response per
+    prompt, which is not trained on."""
 
 
 class ScoreConfig(Section):
@@ -146,7 +149,7 @@ class AlgorithmConfig(Section):
 
     estimator: EstimatorName = "gae"
     """Advantage estimator: gae (the only one with a critic), reinforce, rloo, grpo, opo, reinforce_plus_plus,
-    reinforce_plus_plus_baseline, or the import path of a custom one (package.module:callable)."""
+    reinforce_plus_plus_baseline, remax, or the import path of a custom one (package.module:callable)."""
     custom_estimator: CustomEstimatorConfig | None = None
     """Needs of the custom estimator. Required if `estimator` is an import path, else null."""
     estimator_parameters: dict[str, StrictBool | Finite] = Field(default={})
@@ -237,7 +240,7 @@ class AlgorithmConfig(Section):
         if is_custom and self.custom_estimator is None:
             raise ValueError(
                 f"estimator {self.estimator}: declare what it needs under custom_estimator (needs_critic, granularity, "
-                "uses_groups, normalizes_advantages, min_samples; {} for the defaults)"
+                "uses_groups, normalizes_advantages, min_samples, needs_greedy_baseline; {} for the defaults)"
             )
         if not is_custom and self.custom_estimator is not None:
             raise ValueError(f"custom_estimator: estimator {self.estimator} is built in; leave it out")

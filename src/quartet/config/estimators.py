@@ -18,6 +18,7 @@ class EstimatorSpec:
     number of advantages. ``uses_groups``: it compares the samples of one prompt. ``normalizes_advantages``: the default of
     algorithm.normalize_advantages. ``min_samples``: minimum number of responses, per prompt if it uses groups, else per step.
     ``parameters``: its own parameters with their values, which are true, false, or numbers above 0.
+    ``needs_greedy_baseline``: it reads the reward of a greedy response to each prompt, which every step generates for it.
     """
 
     name: str
@@ -28,6 +29,7 @@ class EstimatorSpec:
     normalizes_advantages: bool = False
     min_samples: int = 1
     parameters: Mapping[str, bool | float] = field(default_factory=dict, hash=False)
+    needs_greedy_baseline: bool = False
 
 
 BUILT_IN_ESTIMATORS: dict[str, EstimatorSpec] = {
@@ -63,6 +65,7 @@ BUILT_IN_ESTIMATORS: dict[str, EstimatorSpec] = {
             normalizes_advantages=True,
             min_samples=2,
         ),
+        EstimatorSpec("remax", "quartet.ppo.advantages:remax", granularity="token", needs_greedy_baseline=True),
     )
 }
 """The estimators that a config can name without an import path."""

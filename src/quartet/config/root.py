@@ -406,6 +406,11 @@ class Config(Section):
         return self.algorithm.has_critic
 
     @property
+    def num_greedy_baselines(self) -> int:
+        """Return the number of greedy responses per prompt that a step generates and does not train on."""
+        return int(self.algorithm.estimator_spec.needs_greedy_baseline)
+
+    @property
     def has_reward(self) -> bool:
         """Return whether the run has a reward service."""
         return self.reward.source != "none"

@@ -93,7 +93,7 @@ class Engine(Protocol):
         """Yield each response as soon as it is finished.
 
         The seed of a request is ``random_streams.engine_seed(seed, id, turn)``. Its token limit is that of
-        ``GenerationRequest.limited``. Raises InvalidRequest at the call. While iterating,
+        ``GenerationRequest.own_sampling``. Raises InvalidRequest at the call. While iterating,
         raises Cancelled, ServiceFailed with the engine's error, or EngineFailed if only a restart of this process helps. A failed
         generation is an error, never an empty response.
 

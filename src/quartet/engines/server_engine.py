@@ -209,7 +209,7 @@ class ServerEngine(abc.ABC):
                     request = waiting.popleft()
                     key = f"{request.id}/{call}"
                     running[key] = Partial(request)
-                    streams.start(key, self.body(key, request, request.limited(sampling), seed))
+                    streams.start(key, self.body(key, request, request.own_sampling(sampling), seed))
                 for event in streams.wait(cancelled) if running else ():
                     if event.data is not None:
                         self._receive(running[event.key], event.data, sampling, version)
@@ -222,19 +222,20 @@ class ServerEngine(abc.ABC):
                     self.abort(list(running))
 
     def _receive(self, partial: Partial, data: Mapping[str, Any], sampling: SamplingParameters, version: str) -> None:
-        where = f"{self.server}: response to {partial.request.id}"
+        where, sampling = f"{self.server}: response to {partial.request.id}", partial.request.own_sampling(sampling)
         try:
             self.receive(partial, data, sampling, version)
         except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
             raise ServiceFailed(f"{where}: a malformed event ({type(error).__name__}: {error})") from None
-        limit = partial.request.limited(sampling).max_response_tokens
+        limit = sampling.max_response_tokens
         if len(partial.token_ids) > limit:
             raise ServiceFailed(f"{where}: more than {limit} tokens")
 
     def _finish(self, partial: Partial, sampling: SamplingParameters) -> EngineResponse:
         if not partial.finished:
             raise ServiceFailed(f"{self.server}: response to {partial.request.id}: ends without a reason")
-        log_probs = partial.log_probs if self.reports_log_probs(sampling) else None
+        reports = self.reports_log_probs(partial.request.own_sampling(sampling))
+        log_probs = partial.log_probs if reports else None
         stopped = partial.stopped and bool(sampling.stop_strings)
         return EngineResponse(partial.request, partial.token_ids, log_probs, stopped=stopped)
 

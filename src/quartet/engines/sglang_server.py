@@ -1,8 +1,8 @@
 """Generation by an SGLang server over HTTP, token ids in and out, streamed.
 
 New weights reach it through a folder that both see, by ``/update_weights_from_disk`` or ``/load_lora_adapter``. Seeds count only
-with ``--enable-deterministic-inference``. SGLang's log-probs are those at the temperature, before top_k, top_p and min_p, unless the
-server has the environment variable SGLANG_RETURN_ORIGINAL_LOGPROB.
+with ``--enable-deterministic-inference``. SGLang's log-probs are those at the temperature, before top_k, top_p and min_p, unless
+the server has the environment variable SGLANG_RETURN_ORIGINAL_LOGPROB.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ class StopStrings:
 
     def covers(self, token_ids: NDArray[np.int64]) -> bool:
         """Return whether all ids, int64 [tokens], are in the vocabulary."""
-        return bool(len(token_ids)) and 0 <= int(token_ids.min()) and int(token_ids.max()) < len(self._kinds)
+        return bool(len(token_ids)) and int(token_ids.min()) >= 0 and int(token_ids.max()) < len(self._kinds)
 
     def candidates(self, token_ids: NDArray[Any]) -> BoolArray:
         """Return for each token whether it can complete a stop string: bool [tokens]."""

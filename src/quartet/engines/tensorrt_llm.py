@@ -232,10 +232,11 @@ class TensorRTLLMEngine:
             running[asyncio.create_task(future.aresult())] = request, future
 
     def _parameters(self, request: GenerationRequest, sampling: SamplingParameters, seed: int) -> Any:
+        sampling = request.own_sampling(sampling)
         greedy = sampling.temperature == 0
         stops = sorted(self._served_model.stop_ids)
         arguments: dict[str, Any] = {
-            "max_tokens": request.limited(sampling).max_response_tokens,
+            "max_tokens": sampling.max_response_tokens,
             "temperature": 1.0 if greedy else sampling.temperature,
             "top_k": 1 if greedy else sampling.top_k,
             "top_p": None if greedy else sampling.top_p,
@@ -279,7 +280,7 @@ class TensorRTLLMEngine:
         if output.finish_reason not in ENDED:
             raise ServiceFailed(f"{NAME}: response to {request.id}: ended by {output.finish_reason}")
         ids = list(output.token_ids)
-        if self._log_prob_mode(sampling) is None:
+        if self._log_prob_mode(request.own_sampling(sampling)) is None:
             return EngineResponse(request, ids, None)
         if len(output.logprobs or ()) != len(ids):
             raise ServiceFailed(

@@ -41,7 +41,7 @@ def check_requests(
             raise InvalidRequest(f"prompt of {request.id}: expected at least one token id in one dimension")
         if int(prompt.min()) < 0 or int(prompt.max()) >= size:
             raise InvalidRequest(f"prompt of {request.id}: a token id is outside the vocabulary 0..{size - 1}")
-        tokens = len(prompt) + request.limited(sampling).max_response_tokens
+        tokens = len(prompt) + request.own_sampling(sampling).max_response_tokens
         if 0 < model.max_sequence_tokens < tokens:
             raise InvalidRequest(
                 f"a sequence of {tokens} tokens: the model has positions for {model.max_sequence_tokens}; "
@@ -70,7 +70,7 @@ def check_response(
             f"{len(response.token_ids)} tokens"
         )
     response = cut(response, stop_strings)
-    ids, limit = np.asarray(response.token_ids, np.int64), response.request.limited(sampling).max_response_tokens
+    ids, limit = np.asarray(response.token_ids, np.int64), response.request.own_sampling(sampling).max_response_tokens
     where = f"{engine}: response to {response.request.id}"
     if not 1 <= len(ids) <= limit:
         raise ComputationFailed(f"{where}: {len(ids)} tokens; expected 1 to {limit}")

@@ -181,8 +181,8 @@ class VLLMEngine:
     ) -> Iterator[EngineResponse]:
         """Yield each response as soon as it is finished. See ``Engine.generate``.
 
-        The log-probs are those of the whole distribution at the temperature. With top_k, top_p or min_p vLLM only has those of the
-        truncated distribution, so the responses have none.
+        The log-probs are those of the whole distribution at the temperature. With top_k, top_p or min_p vLLM only has those of
+        the truncated distribution, so the responses have none.
         """
         check_requests(self._served, requests, sampling)
         if not self._salt:
@@ -270,7 +270,7 @@ class VLLMEngine:
                         break
                     except queue.Empty:
                         self._check_progress()
-                yield self._response(request, result, sampling.truncates)
+                yield self._response(request, result, request.own_sampling(sampling).truncates)
         finally:
             # vLLM aborts the rest: no request of this call runs after it.
             work.cancel()
@@ -339,11 +339,12 @@ class VLLMEngine:
         results.put((request, result))
 
     def _parameters(self, request: GenerationRequest, sampling: SamplingParameters, seed: int) -> Any:
+        sampling = request.own_sampling(sampling)
         greedy = sampling.temperature == 0
         from vllm.sampling_params import RequestOutputKind
 
         return self._vllm.SamplingParams(
-            max_tokens=request.limited(sampling).max_response_tokens,
+            max_tokens=sampling.max_response_tokens,
             temperature=sampling.temperature,
             top_k=0 if greedy else sampling.top_k,
             top_p=1.0 if greedy else sampling.top_p,

@@ -188,7 +188,10 @@ def max_concurrent_sequences(config: Config) -> int:
     rollout = config.rollout
     if config.data.has_validation:
         return rollout.max_concurrent_sequences
-    return min(rollout.max_concurrent_sequences, rollout.prompts_per_step * rollout.samples_per_prompt)
+    return min(
+        rollout.max_concurrent_sequences,
+        rollout.prompts_per_step * (rollout.samples_per_prompt + config.num_greedy_baselines),
+    )
 
 
 def role_work(config: Config, key: str, role: Role, shape: ModelShape, starts_from_reward: bool = False) -> RoleWork:

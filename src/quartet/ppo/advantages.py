@@ -29,9 +29,10 @@ class EstimatorInput:
     response; with an environment, its rewards are at the last token of each turn); float32 [sequences] if it is "sequence" (the
     score minus beta times the response's KL). ``values``: float32 [tokens], from the critic at generation time; 0 without a
     critic. ``lengths``: int64 [sequences], tokens of each response. ``groups``: int64 [sequences], the prompt of each response.
-    ``gamma``, ``gae_lambda``, ``value_lambda`` and ``length_adaptive_alpha`` are the settings of these names below ``algorithm``.
-    While the values are pretrained, ``value_lambda`` is 1. ``parameters`` are the estimator's own, by name:
-    algorithm.estimator_parameters, for a built-in estimator with the defaults of the others.
+    ``baselines``: float32 [sequences], the score of a greedy response to the prompt of each response, without a KL; empty without
+    needs_greedy_baseline. ``gamma``, ``gae_lambda``, ``value_lambda`` and ``length_adaptive_alpha`` are the settings of these
+    names below ``algorithm``. While the values are pretrained, ``value_lambda`` is 1. ``parameters`` are the estimator's own, by
+    name: algorithm.estimator_parameters, for a built-in estimator with the defaults of the others.
     """
 
     rewards: Tensor
@@ -43,6 +44,7 @@ class EstimatorInput:
     value_lambda: float | None = None
     length_adaptive_alpha: float | None = None
     parameters: Mapping[str, bool | float] = field(default_factory=dict)
+    baselines: Tensor = field(default_factory=lambda: torch.zeros(0))
 
 
 Estimator = Callable[[EstimatorInput], Tensor | Advantages]
@@ -103,6 +105,11 @@ def reinforce_plus_plus(inputs: EstimatorInput) -> Tensor:
     return estimators.discounted_returns(inputs.rewards, inputs.lengths, inputs.gamma)
 
 
+def remax(inputs: EstimatorInput) -> Tensor:
+    """ReMax, the discounted return minus the score of the prompt's greedy response: [tokens] -> [tokens]."""
+    return estimators.remax_advantages(inputs.rewards, inputs.baselines, inputs.lengths, inputs.gamma)
+
+
 @torch.no_grad()
 def estimate(
     estimator: Estimator,
@@ -138,6 +145,7 @@ def check_estimator(
     min_samples: int,
     name: str,
     parameters: Mapping[str, bool | float],
+    needs_greedy_baseline: bool = False,
 ) -> None:
     """Try an estimator on a few responses, so that a wrong signature or result fails at the start of a run.
 
@@ -148,7 +156,14 @@ def check_estimator(
     tokens = int(lengths.sum())
     rewards = torch.linspace(-1, 1, tokens if granularity == "token" else samples)
     groups = torch.zeros(samples, dtype=torch.int64)
-    inputs = EstimatorInput(rewards, torch.zeros(tokens), lengths, groups, parameters=parameters)
+    inputs = EstimatorInput(
+        rewards,
+        torch.zeros(tokens),
+        lengths,
+        groups,
+        parameters=parameters,
+        baselines=torch.zeros(samples if needs_greedy_baseline else 0),
+    )
     try:
         estimate(estimator, inputs, needs_critic, granularity, name)
     except ComputationFailed as error:

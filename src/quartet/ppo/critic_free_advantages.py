@@ -120,6 +120,20 @@ def discounted_returns(token_rewards: Tensor, lengths: Tensor, gamma: float) -> 
     return discounted_sum(token_rewards.double(), lengths, gamma).to(token_rewards.dtype)
 
 
+@torch.no_grad()
+def remax_advantages(token_rewards: Tensor, baselines: Tensor, lengths: Tensor, gamma: float) -> Tensor:
+    """Return the discounted return from each token on minus the baseline of its response: [tokens].
+
+    ``token_rewards`` [tokens]; ``baselines`` and ``lengths`` [sequences]. A baseline is the score of a greedy response to the
+    same prompt. Sources: Li et al. 2023 (ReMax), algorithm 1, with gamma 1; verl's compute_remax_outcome_advantage,
+    whose returns include the KL penalties and whose baselines do not. Raises InvalidRequest.
+    """
+    check_flat(token_rewards=token_rewards)
+    check_flat(baselines=baselines, lengths=lengths)
+    returns = discounted_sum(token_rewards.double(), lengths, gamma)
+    return (returns - broadcast_to_tokens(baselines.double(), lengths)).to(token_rewards.dtype)
+
+
 def broadcast_to_tokens(per_sequence: Tensor, lengths: Tensor) -> Tensor:
     """Repeat each response's number for each of its tokens: [sequences] -> [tokens]. Differentiable. Raises InvalidRequest."""
     check_flat(per_sequence=per_sequence, lengths=lengths)

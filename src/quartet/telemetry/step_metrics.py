@@ -307,6 +307,13 @@ STEP_METRICS = (
         "a multiple of it",
     ),
     _metric(
+        "baseline_reward_mean",
+        "reward",
+        "Mean score of the greedy responses that estimator remax compares with.",
+        "rises, above reward_mean",
+        "below reward_mean: the greedy response is worse than a sampled one",
+    ),
+    _metric(
         "generated_reward_mean",
         "reward",
         "Mean score of all responses that were generated, those to replaced prompts included.",

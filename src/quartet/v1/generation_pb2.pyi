@@ -41,6 +41,7 @@ class GenerateRequest(_message.Message):
     GENERATOR_FIELD_NUMBER: _builtins.int
     ATTEMPT_FIELD_NUMBER: _builtins.int
     EPISODE_FIELD_NUMBER: _builtins.int
+    TRAJECTORY_GREEDY_FIELD_NUMBER: _builtins.int
     run: _builtins.str
     """Name of the run."""
     step: _builtins.int
@@ -87,6 +88,12 @@ class GenerateRequest(_message.Message):
     def episode(self) -> Global___EpisodeSettings:
         """Settings of episodes with the environment. Absent: one response to each prompt, without an environment."""
 
+    @_builtins.property
+    def trajectory_greedy(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bool]:
+        """[trajectories]: whether each trajectory is greedy: at every position the most probable token, with its log-prob at temperature
+        1, whatever `sampling` says. Empty: none is.
+        """
+
     def __init__(
         self,
         *,
@@ -105,10 +112,11 @@ class GenerateRequest(_message.Message):
         generator: _builtins.str = ...,
         attempt: _builtins.int = ...,
         episode: Global___EpisodeSettings | None = ...,
+        trajectory_greedy: _abc.Iterable[_builtins.bool] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["episode", b"episode", "prompt_ids", b"prompt_ids", "prompt_lengths", b"prompt_lengths", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "episode", b"episode", "generator", b"generator", "leader_epoch", b"leader_epoch", "policy_version", b"policy_version", "prompt_ids", b"prompt_ids", "prompt_lengths", b"prompt_lengths", "prompts", b"prompts", "run", b"run", "sampling", b"sampling", "seed", b"seed", "step", b"step", "trajectory_prompts", b"trajectory_prompts", "trajectory_samples", b"trajectory_samples", "weights_digest", b"weights_digest"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "episode", b"episode", "generator", b"generator", "leader_epoch", b"leader_epoch", "policy_version", b"policy_version", "prompt_ids", b"prompt_ids", "prompt_lengths", b"prompt_lengths", "prompts", b"prompts", "run", b"run", "sampling", b"sampling", "seed", b"seed", "step", b"step", "trajectory_greedy", b"trajectory_greedy", "trajectory_prompts", b"trajectory_prompts", "trajectory_samples", b"trajectory_samples", "weights_digest", b"weights_digest"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

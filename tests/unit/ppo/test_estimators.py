@@ -20,6 +20,7 @@ from quartet.ppo.critic_free_advantages import (
     grpo_advantages,
     opo_advantages,
     reinforce_advantages,
+    remax_advantages,
     rloo_advantages,
     sequence_rewards,
 )
@@ -253,3 +254,25 @@ def test_mismatched_tensors_are_refused() -> None:
         reinforce_advantages(torch.zeros(2, 2))
     with pytest.raises(InvalidRequest, match="at least one token"):
         broadcast_to_tokens(two, torch.tensor([2, 0]))
+
+
+def test_remax_subtracts_the_score_of_the_greedy_response_from_the_return() -> None:
+    """Two responses to one prompt, whose greedy response scored 0.5, and one to a prompt with 2."""
+    lengths, baselines = torch.tensor([2, 1, 3]), torch.tensor([0.5, 0.5, 2.0])
+    # Token rewards: a KL penalty of -0.1 at each token, plus the scores 1, 0 and 3 at the last tokens.
+    rewards = torch.tensor([-0.1, 0.9, -0.1, -0.1, -0.1, 2.9])
+    expected = [0.8 - 0.5, 0.9 - 0.5, -0.1 - 0.5, 2.7 - 2, 2.8 - 2, 2.9 - 2]
+    assert remax_advantages(rewards, baselines, lengths, 1.0).tolist() == pytest.approx(expected)
+    # With gamma 0.5 the first token gets -0.1 + 0.5 * 0.9.
+    assert remax_advantages(rewards, baselines, lengths, 0.5)[0].item() == pytest.approx(0.35 - 0.5)
+
+
+@check
+@given(ragged_lengths, seeds)
+def test_remax_equals_a_loop_over_tokens(lengths: list[int], seed: int) -> None:
+    rewards, baselines = draw(seed, sum(lengths)), draw(seed + 1, len(lengths))
+    expected = []
+    for row, baseline in zip(split(rewards, lengths), baselines.tolist(), strict=True):
+        expected += [math.fsum(row[index:]) - baseline for index in range(len(row))]
+    result = remax_advantages(rewards, baselines, torch.tensor(lengths), 1.0)
+    assert result.tolist() == pytest.approx(expected, rel=1e-5, abs=1e-5)

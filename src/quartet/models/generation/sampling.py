@@ -8,23 +8,28 @@ from quartet.types import SamplingParameters
 
 
 def sample_tokens(
-    logits: torch.Tensor, uniforms: torch.Tensor, sampling: SamplingParameters
+    logits: torch.Tensor,
+    uniforms: torch.Tensor,
+    sampling: SamplingParameters,
+    greedy_rows: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draw one token per row, with its log-prob in nats.
+    """Draw one token per row, with its log-prob in nats. ``greedy_rows`` int64 [rows] are greedy in any case.
 
     Shapes: logits [n, vocabulary], uniforms float64 [n, 1] -> int64 [n], float32 [n]. The token is the first whose cumulative
     probability exceeds the uniform number, so its probability is never 0. The log-probs are of the whole distribution at the
-    temperature (1 when greedy), before top_k, top_p and min_p, because the trainer computes the same. NaN logits give NaN log-probs;
-    the caller must check for them.
+    temperature (1 when greedy), before top_k, top_p and min_p, because the trainer computes the same. NaN logits give NaN
+    log-probs; the caller must check for them.
     """
+    if greedy_rows is not None:
+        tokens, log_probs = sample_tokens(logits, uniforms, sampling)
+        tokens[greedy_rows], log_probs[greedy_rows] = _likeliest(logits[greedy_rows].float())
+        return tokens, log_probs
     # Few passes over [n, vocabulary]: on a CPU each costs as much as a layer of a small model.
     scaled = logits.float()
     if sampling.temperature not in (0.0, 1.0):
         scaled = scaled / sampling.temperature
     if sampling.temperature == 0:
-        tokens = scaled.argmax(-1, keepdim=True)
-        log_probs = scaled.gather(1, tokens) - scaled.logsumexp(-1, keepdim=True)
-        return tokens.squeeze(1), log_probs.squeeze(1)
+        return _likeliest(scaled)
     shifted = scaled - scaled.amax(-1, keepdim=True)
     weights = shifted.exp()
     # float64, so that the sum does not lose thousands of tiny probabilities to rounding.
@@ -41,6 +46,13 @@ def sample_tokens(
     tokens = tokens.clamp_(max=logits.shape[1] - 1)
     log_probs = shifted.gather(1, tokens) - total.log()
     return tokens.squeeze(1), log_probs.squeeze(1).float()
+
+
+def _likeliest(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the likeliest token of each row of ``logits`` float32 [n, vocabulary], with its log-prob: int64 [n], float32 [n]."""
+    tokens = logits.argmax(-1, keepdim=True)
+    log_probs = logits.gather(1, tokens) - logits.logsumexp(-1, keepdim=True)
+    return tokens.squeeze(1), log_probs.squeeze(1)
 
 
 def _truncate(weights: torch.Tensor, sampling: SamplingParameters) -> torch.Tensor:

@@ -67,7 +67,8 @@ class TorchEngine:
 
     ``stop_ids`` end a response. ``max_concurrent_sequences`` limits the rows decoded at once, and so the memory of the cache.
     ``static``: decode in buffers that are allocated once, if the model supports it, with CUDA graphs on a GPU.
-    ``decode`` is needed for stop strings. Not thread-safe. Raises ModelError for a model whose state is more than keys and values.
+    ``decode`` is needed for stop strings. Not thread-safe. Raises ModelError for a model whose state is more than keys and
+    values.
     """
 
     def __init__(
@@ -125,8 +126,9 @@ class TorchEngine:
         """Yield each trajectory as soon as it is finished; trajectories that finish at the same token are ordered by id.
 
         ``log_probs`` are of the sampled tokens at the sampling temperature (1 when greedy). They refer to the whole distribution
-        even if top_k, top_p or min_p truncated it, because the trainer computes the same. Raises InvalidRequest at the call. While
-        iterating, raises Cancelled (``cancelled`` is checked before every token), or ComputationFailed if logits are not finite.
+        even if it is truncated by top_k and the like, because the trainer computes the same. Raises InvalidRequest at the call.
+        While iterating, raises Cancelled (``cancelled`` is checked before every token), or ComputationFailed if logits are not
+        finite.
         """
         ordered = validate_requests(self._model, requests, sampling)
         return self._generate(ordered, sampling, seed, policy_version, cancelled)
@@ -151,10 +153,8 @@ class TorchEngine:
         """Yield the token ids of one response as they are sampled, the same as ``generate`` does. For errors see ``generate``."""
         requests = validate_requests(self._model, [request], sampling)
         static = None if self._graphs else self._static
-        stop_strings = self._stop_strings.of(sampling)
-        slots = _Slots(
-            self._model, self._stop_ids, requests, sampling, seed, 1, static, stop_strings=stop_strings
-        )
+        options = 1, static, self._stop_strings.of(sampling)
+        slots = _Slots(self._model, self._stop_ids, requests, sampling, seed, *options)
         self._generations += 1
         number = self._generations
         while slots.active:
@@ -173,17 +173,8 @@ class TorchEngine:
     ) -> Iterator[Trajectory]:
         stop_ids = frozenset[int]() if sampling.ignore_eos else self._stop_ids
         self._try_static()
-        slots = _Slots(
-            self._model,
-            stop_ids,
-            requests,
-            sampling,
-            seed,
-            self._max_concurrent,
-            self._static,
-            turns,
-            self._stop_strings.of(sampling),
-        )
+        options = self._max_concurrent, self._static, self._stop_strings.of(sampling), turns
+        slots = _Slots(self._model, stop_ids, requests, sampling, seed, *options)
         self._generations += 1
         number = self._generations
         while slots.active:
@@ -303,8 +294,8 @@ class _Slots:
         seed: int,
         slots: int,
         static: StaticDecoder | None,
-        turns: TurnSource | None = None,
         stop_strings: StopStrings | None = None,
+        turns: TurnSource | None = None,
     ) -> None:
         """``requests`` are queued, or only decide the sizes if the requests come from ``turns``."""
         self._model, self._sampling, self._seed, self._device = model, sampling, seed, device_of(model)
@@ -317,6 +308,7 @@ class _Slots:
 
         self._rows: list[GenerationRequest] = []
         self._alive = np.zeros(0, np.bool_)
+        self._greedy = np.zeros(slots, np.bool_)
         self._counts = np.zeros(slots, np.int64)
         self._limits = np.full(slots, limit, np.int64)
         self._token_ids = np.zeros((slots, limit), np.int32)
@@ -369,7 +361,9 @@ class _Slots:
         assert logits is not None
         rows = len(self._rows)
         uniform = self._streams[:rows].gather(1, self._draw_indices[:rows])
-        chosen, log_probs = sample_tokens(logits, uniform, self._sampling)
+        greedy = np.flatnonzero(self._greedy[:rows])
+        greedy_rows = torch.from_numpy(greedy).to(self._device) if len(greedy) else None
+        chosen, log_probs = sample_tokens(logits, uniform, self._sampling, greedy_rows)
         self._chosen[:rows] = chosen
         self._draw_indices[:rows] += 1
         finished = self._record(chosen.cpu().numpy(), log_probs.cpu().numpy())
@@ -413,7 +407,8 @@ class _Slots:
         self._rows += requests
         self._alive = np.concatenate([self._alive, np.ones(len(requests), np.bool_)])
         self._counts[slots] = 0
-        self._limits[slots] = [request.limited(self._sampling).max_response_tokens for request in requests]
+        self._greedy[slots] = [request.greedy for request in requests]
+        self._limits[slots] = [request.own_sampling(self._sampling).max_response_tokens for request in requests]
         streams = np.stack([uniforms(self._seed, request.id, limit, request.turn) for request in requests])
         self._streams[slots] = torch.from_numpy(streams).to(self._device)
         self._draw_indices[slots] = 0
@@ -489,7 +484,7 @@ class _Slots:
             self._rows[hole] = self._rows[mover]
         self._rows = self._rows[:alive]
         self._alive = np.ones(alive, np.bool_)
-        for array in (self._counts, self._limits, self._token_ids, self._log_probs):
+        for array in (self._greedy, self._counts, self._limits, self._token_ids, self._log_probs):
             array[holes] = array[movers]
         to, source = torch.from_numpy(holes).to(self._device), torch.from_numpy(movers).to(self._device)
         for tensor in (self._chosen, self._streams, self._draw_indices):

@@ -136,7 +136,7 @@ class TritonEngine:
                 while waiting or running:
                     while waiting and len(running) < limit:
                         request = waiting.popleft()
-                        tensors = dialect.request(request, sampling, seed) | adapter
+                        tensors = dialect.request(request, request.own_sampling(sampling), seed) | adapter
                         self._send(client, served, dialect, str(request.id), tensors)
                         running[str(request.id)] = Partial(request)
                     finished = []
@@ -161,7 +161,7 @@ class TritonEngine:
             raise ComputationFailed(f"{self._server}: response to {partial.request.id}: more than {limit} tokens")
 
     def _finished(self, dialect: Dialect, partial: Partial, sampling: SamplingParameters) -> EngineResponse:
-        answer = dialect.finish(partial)
+        answer, sampling = dialect.finish(partial), partial.request.own_sampling(sampling)
         if not dialect.reports_log_probs(sampling):
             return replace(answer, log_probs=None)
         if answer.log_probs is None and answer.token_ids and self._server.weights == "static":

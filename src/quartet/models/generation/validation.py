@@ -14,9 +14,7 @@ from quartet.models.generation.engine import Policy
 from quartet.types import GenerationRequest, SamplingParameters, TokenBatch, Trajectory
 
 
-def served_model(
-    model: Any, stop_ids: frozenset[int] = frozenset(), decode: TokenDecoder | None = None
-) -> ServedModel:
+def served_model(model: Any, stop_ids: frozenset[int] = frozenset(), decode: TokenDecoder | None = None) -> ServedModel:
     """Return the description of a loaded model. ``decode`` as in ``ServedModel``."""
     dtype = str(model.get_input_embeddings().weight.dtype).removeprefix("torch.")
     return ServedModel(

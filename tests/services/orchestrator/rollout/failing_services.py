@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -113,17 +114,23 @@ class Actor:
     def __init__(self, stream: RolloutStream, run: str, failure: Exception | None = None) -> None:
         self._stream, self._run, self._failure = stream, run, failure
         self.requests: list[tuple[set[int], int]] = []
+        self.greedy: list[set[int]] = []
 
-    def generate(self, first_samples: Mapping[int, int]) -> tuple[GenerationBatch, FakeGeneration]:
+    def generate(
+        self, first_samples: Mapping[int, int], greedy: Collection[int] = ()
+    ) -> tuple[GenerationBatch, FakeGeneration]:
         prompts, [sample] = set(first_samples), set(first_samples.values())
         self.requests.append((prompts, sample))
+        self.greedy.append(set(greedy))
         assert len(self.requests) < 20, self.requests
         requested = [sampled(self._run, prompt, sample) for prompt in sorted(prompts)]
         generation = FakeGeneration()
         if self._failure is None:
             self.write(requested)
         generation.complete(self._failure)
-        return batch_of(requested), generation
+        batch = batch_of(requested)
+        marked = [replace(request, greedy=request.id.prompt in greedy) for request in batch.requests]
+        return replace(batch, requests=marked), generation
 
     def write(self, requested: list[Trajectory]) -> None:
         self._stream.append(requested)
@@ -138,13 +145,16 @@ def collect(
     recovery: RecoveryConfig | None = None,
     progress: list[int] | None = None,
     fields: dict[int, str] | None = None,
+    greedy: Collection[Name] = (),
 ) -> CollectedStep:
     stream.append(written)
     services = ScoringServices(scorer, scorer, scorer, 0.7)  # type: ignore[arg-type]
     collector = Collector(stream, services, score_batch_size)
     try:
+        batch = batch_of(written)
+        requests = [replace(item, greedy=(item.id.prompt, item.id.sample) in greedy) for item in batch.requests]
         return collector.collect(
-            batch_of(written),
+            replace(batch, requests=requests),
             ended_generation(),
             (progress if progress is not None else []).append,
             fields,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import numpy as np
 import pytest
@@ -178,7 +178,9 @@ class Groups:
             ]
         )
 
-    def replacement(self, first_samples: Mapping[int, int]) -> tuple[GenerationBatch, FakeGeneration]:
+    def replacement(
+        self, first_samples: Mapping[int, int], greedy: Collection[int]
+    ) -> tuple[GenerationBatch, FakeGeneration]:
         return self.write(sorted(first_samples.items()))
 
 

@@ -34,6 +34,32 @@ from tests.services.orchestrator.rollout.failing_services import (
 )
 
 
+def test_greedy_responses_are_collected_apart_from_sampled_ones(stream: RolloutStream, run: str) -> None:
+    written = [sampled(run, prompt, sample) for prompt in (2, 1) for sample in (1, 0)]
+    step = collect(stream, FailingScorer(ComputationFailed("")), written, Actor(stream, run), greedy={(1, 1), (2, 1)})
+    assert scored(step) == [(1, 0), (2, 0)]
+    assert [(item.trajectory.id.prompt, item.trajectory.id.sample) for item in step.baselines] == [(1, 1), (2, 1)]
+    assert len(step.entry_ids) == 4
+
+
+def test_failed_greedy_and_sampled_responses_are_replaced_by_their_own_kind(stream: RolloutStream, run: str) -> None:
+    """Prompt 1 loses both, prompt 2 the greedy one."""
+    scorer = FailingScorer(ServiceFailed("raised"), score=dict.fromkeys(((1, 0), (1, 1), (2, 1)), ALWAYS))
+    actor = Actor(stream, run)
+    written = [sampled(run, prompt, sample) for prompt in (1, 2) for sample in (0, 1)]
+    step = collect(
+        stream,
+        scorer,
+        written,
+        actor,
+        greedy={(1, 1), (2, 1)},
+        recovery=recovery_config(max_failed_trajectories=9),
+    )
+    assert list(zip(actor.requests, actor.greedy, strict=True)) == [(({1, 2}, 2), {1, 2}), (({1}, 3), set())]
+    assert scored(step) == [(1, 3), (2, 0)]
+    assert [(item.trajectory.id.prompt, item.trajectory.id.sample) for item in step.baselines] == [(1, 2), (2, 2)]
+
+
 @pytest.mark.parametrize("service", SERVICES)
 @pytest.mark.parametrize("error", [ComputationFailed("not finite"), ServiceFailed("raised"), InvalidRequest("no")])
 def test_a_failed_trajectory_is_replaced_by_the_next_sample(

@@ -103,7 +103,14 @@ def test_temperature_zero_is_greedy_with_log_probs_at_temperature_one() -> None:
 
 @pytest.mark.parametrize(
     "parameters",
-    [{"max_response_tokens": 0}, {"temperature": -1}, {"temperature": float("nan")}, {"top_p": 0}, {"top_k": -1}, {"min_p": 1.1}],
+    [
+        {"max_response_tokens": 0},
+        {"temperature": -1},
+        {"temperature": float("nan")},
+        {"top_p": 0},
+        {"top_k": -1},
+        {"min_p": 1.1},
+    ],
 )
 def test_parameters_outside_their_range_are_refused(parameters: dict[str, float]) -> None:
     with pytest.raises(InvalidRequest, match=next(iter(parameters))):

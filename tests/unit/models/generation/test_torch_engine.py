@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -276,3 +277,18 @@ def test_a_model_that_ignores_padding_is_refused() -> None:
     model.transformer.forward = ignores
     with pytest.raises(ModelError, match=r"GPT2LMHeadModel: generation .* differs from a forward pass over the whole"):
         TorchEngine(model, STOPS, 4)
+
+
+@pytest.mark.parametrize("static", [True, False])
+@pytest.mark.parametrize("slots", [2, 32])
+def test_greedy_and_sampled_requests_share_a_batch(slots: int, static: bool) -> None:
+    model, requests = tiny.causal("llama"), tiny.requests(12)
+    engine = TorchEngine(model, STOPS, slots, static)
+    mixed = [replace(request, greedy=index % 3 == 0) for index, request in enumerate(requests)]
+    result = tiny.generated(engine, mixed, seed=4, temperature=0.8, top_k=9)
+    sampled = tiny.generated(engine, requests, seed=4, temperature=0.8, top_k=9)
+    greedy = tiny.generated(engine, requests, seed=4, temperature=0.0)
+    for request, item, *others in zip(mixed, result, sampled, greedy, strict=True):
+        expected = others[request.greedy]
+        assert item.response_ids.tolist() == expected.response_ids.tolist()
+        assert np.allclose(item.log_probs, expected.log_probs, atol=1e-5)
