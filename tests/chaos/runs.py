@@ -61,11 +61,18 @@ class ChaosSetup:
     """Folder with the toy task, the config, and the undisturbed run of each seed, which all cases share."""
 
     def __init__(
-        self, folder: Path, stale: bool = False, ranks: int = 1, turns: int = 0, dynamic_sampling: bool = False
+        self,
+        folder: Path,
+        stale: bool = False,
+        ranks: int = 1,
+        turns: int = 0,
+        dynamic_sampling: bool = False,
+        greedy_baselines: bool = False,
     ) -> None:
         """``stale``: train one step off-policy. ``ranks``: processes of actor and of critic. ``turns``: with an environment.
 
         ``dynamic_sampling``: groups of two responses, with a reward function that scores some of them alike.
+        ``greedy_baselines``: estimator remax.
         """
         self.folder = folder.absolute()
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -108,6 +115,8 @@ class ChaosSetup:
             tree["rollout"] |= {**groups, "dynamic_sampling": True}
             tree["reward"] = {"source": "function", "function": "quartet.rewards.examples:length_target"}
             tree["critic"]["model"] = str(toy_task.reward)
+        if greedy_baselines:
+            tree["algorithm"]["estimator"] = "remax"
         self.config = self.folder / "chaos.yaml"
         self.config.write_text(yaml.safe_dump(tree, sort_keys=False))
 

@@ -233,11 +233,17 @@ def _seeds(each: Generation) -> None:
 
 def _greedy(each: Generation) -> None:
     responses: dict[int, list[Trajectory]] = {}
-    for trajectory in each.trajectories(each.request(temperature=0.0)).values():
+    greedy = each.trajectories(each.request(temperature=0.0))
+    for trajectory in greedy.values():
         responses.setdefault(trajectory.id.prompt, []).append(trajectory)
     for samples in responses.values():
         same = all(np.array_equal(samples[0].response_ids, other.response_ids) for other in samples)
         expect(same, "two greedy responses to a prompt differ")
+    request = each.request()
+    request.trajectory_greedy.extend(sample == 0 for sample in request.trajectory_samples)
+    for name, trajectory in each.trajectories(request).items():
+        same = np.array_equal(trajectory.response_ids, greedy[name].response_ids)
+        expect(same or trajectory.id.sample > 0, "trajectory_greedy gives another response than temperature 0")
 
 
 def _refused(each: Generation, request: Any, code: grpc.StatusCode, what: str) -> Refusal:
@@ -322,7 +328,7 @@ _LISTED: list[tuple[str, str, str, Callable[[Generation], None]]] = [
         _split,
     ),
     ("generate.seeds", "Another seed gives other responses.", GENERATION, _seeds),
-    ("generate.greedy", "Temperature 0 selects the most probable token.", TRAJECTORY, _greedy),
+    ("generate.greedy", "Temperature 0 and trajectory_greedy select the most probable token.", TRAJECTORY, _greedy),
     ("generate.fencing", "A lower leader_epoch than the highest seen is refused.", GENERATION, _fencing),
     (
         "generate.version",
