@@ -17,7 +17,7 @@ from tests.training.runs import assert_same, run_to_completion
 from tests.training.test_episodes import EPISODES, environment
 
 STRINGS = [*"aeiouylnrs", "th", "\ufb01"]
-"""So many, because the policy of the tests writes nearly random bytes."""
+"""Many strings, because the policy of the tests writes nearly random bytes."""
 
 
 @pytest.fixture
