@@ -364,3 +364,21 @@ def test_episodes_need_an_environment(engine: TorchEngine) -> None:
         generate_episodes(
             None, batch_of(), REQUESTS, 61, lambda turns: iter(()), None, lambda trajectory: None, lambda: False
         )
+
+
+@pytest.mark.parametrize("rounds", [False, True])
+def test_all_turns_of_a_greedy_request_are_greedy(rounds: bool, engine: TorchEngine) -> None:
+    mixed = [replace(request, greedy=index % 2 == 0) for index, request in enumerate(REQUESTS)]
+    result = episodes(engine, EchoEnvironment(turns=3), batch_of(mixed), rounds=rounds)
+    sampled = episodes(engine, EchoEnvironment(turns=3), batch_of(), rounds=rounds)
+    batch = batch_of()
+    greedy = episodes(
+        engine,
+        EchoEnvironment(turns=3),
+        replace(batch, sampling=replace(batch.sampling, temperature=0.0)),
+        rounds=rounds,
+    )
+    for index, item in enumerate(result):
+        expected = (greedy if index % 2 == 0 else sampled)[index]
+        assert item.response_ids.tolist() == expected.response_ids.tolist()
+        assert len(item.turns) == 3
