@@ -545,6 +545,49 @@ class OptimizationSettings:
     micro_batch_tokens: int = 0
 
 
+CorrectionLevel = Literal["none", "token", "sequence", "geometric_mean"]
+CorrectionTreatment = Literal["truncate", "mask", "seq_mask"]
+RejectionStatistic = Literal[
+    "token_k1",
+    "token_k2",
+    "token_k3",
+    "seq_sum_k1",
+    "seq_sum_k2",
+    "seq_sum_k3",
+    "seq_mean_k1",
+    "seq_mean_k2",
+    "seq_mean_k3",
+    "seq_max_k2",
+    "seq_max_k3",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class RejectionRule:
+    """Bounds on a statistic of the difference between trainer and engine. ``lower`` is for k1 only; 0 means 1/``upper``."""
+
+    statistic: RejectionStatistic
+    upper: float
+    lower: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutCorrection:
+    """Correction for the difference between the policy that sampled and the trainer's old policy.
+
+    See ``RolloutCorrection`` in proto/quartet/v1/update.proto for the formulas. A bound of 0 is off. ``off_policy_mask`` is in
+    nats per token; 0 is off.
+    """
+
+    level: CorrectionLevel = "none"
+    treatment: CorrectionTreatment = "truncate"
+    lower: float = 0.0
+    upper: float = 0.0
+    normalize: bool = False
+    rejection: tuple[RejectionRule, ...] = ()
+    off_policy_mask: float = 0.0
+
+
 @dataclass(frozen=True, slots=True)
 class PolicyLossSettings:
     """Policy loss. See ``PolicyLossSettings`` in proto/quartet/v1/update.proto for the formulas.
