@@ -593,10 +593,11 @@ class PolicyLossSettings:
     """Policy loss. See ``PolicyLossSettings`` in proto/quartet/v1/update.proto for the formulas.
 
     ``dual_clip`` 0 is off. ``kl_loss`` is added with weight ``kl_loss_coefficient``. ``ratio_level`` "sequence" is the product of
-    the token ratios of a response. ``importance_sampling_cap`` limits the token weights that correct the difference between
-    generation engine and trainer; 0 is off. ``target_kl``, in nats per token, ends the update early; 0 is off. ``policy_loss`` is
-    the name of a built-in loss, or the import path that the actor was started with, and ``parameters`` are that loss's own.
+    the token ratios of a response. ``target_kl``, in nats per token, ends the update early; 0 is off. ``policy_loss`` is the name
+    of a built-in loss, or the import path that the actor was started with, and ``parameters`` are that loss's own.
     ``loss_divisor`` is the constant of aggregation "sequence_mean_token_sum_norm"; the others do not read it.
+    ``rollout_correction`` corrects for the difference between generation engine and trainer. ``old_log_probs``: computed by the
+    trainer, or those of the engine.
     """
 
     temperature: float = 1.0
@@ -608,11 +609,12 @@ class PolicyLossSettings:
     kl_loss_coefficient: float = 0.0
     ratio_level: RatioLevel = "token"
     aggregation: LossAggregation = "token_mean"
-    importance_sampling_cap: float = 0.0
     target_kl: float = 0.0
     policy_loss: str = "clipped"
     parameters: Mapping[str, float] = field(default_factory=dict)
     loss_divisor: float = 0.0
+    rollout_correction: RolloutCorrection = RolloutCorrection()
+    old_log_probs: Literal["trainer", "rollout"] = "trainer"
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,8 @@ from hypothesis import settings
 from quartet import codec
 from quartet.types import (
     Alert,
+    CorrectionLevel,
+    CorrectionTreatment,
     EngineProperties,
     EpisodeSettings,
     Experience,
@@ -25,7 +27,10 @@ from quartet.types import (
     Outcome,
     PolicyLossSettings,
     Progress,
+    RejectionRule,
+    RejectionStatistic,
     Role,
+    RolloutCorrection,
     RunState,
     SamplingParameters,
     Scores,
@@ -217,6 +222,26 @@ optimizations = st.builds(
     uint32,
 )
 non_negative32 = st.floats(0, 2.0**40, width=32)
+_statistics = st.sampled_from(get_args(RejectionStatistic))
+_upper32, _lower32 = st.floats(1, 2.0**40, width=32), st.one_of(st.just(0.0), st.floats(2.0**-20, 1, width=32))
+rejection_rules = _statistics.flatmap(
+    lambda name: st.builds(RejectionRule, st.just(name), _upper32, _lower32 if name.endswith("k1") else st.just(0.0))
+)
+rollout_corrections = st.builds(
+    RolloutCorrection,
+    level=st.just("token"),
+    treatment=st.sampled_from(get_args(CorrectionTreatment)),
+    lower=_lower32,
+    upper=st.one_of(st.just(0.0), _upper32),
+    normalize=st.booleans(),
+    rejection=st.lists(rejection_rules, max_size=3, unique_by=lambda rule: rule.statistic).map(tuple),
+    off_policy_mask=non_negative32,
+) | st.builds(
+    RolloutCorrection,
+    level=st.sampled_from(get_args(CorrectionLevel)),
+    treatment=st.sampled_from(["truncate", "mask"]),
+    upper=st.one_of(st.just(0.0), _upper32),
+)
 policy_losses = st.builds(
     PolicyLossSettings,
     temperature=positive32,
@@ -228,7 +253,6 @@ policy_losses = st.builds(
     kl_loss_coefficient=non_negative32,
     ratio_level=st.sampled_from(["token", "sequence"]),
     aggregation=st.sampled_from(get_args(LossAggregation)),
-    importance_sampling_cap=non_negative32,
     target_kl=non_negative32,
     policy_loss=st.sampled_from(["clipped", "package.module:loss"]),
     parameters=st.dictionaries(
@@ -237,7 +261,8 @@ policy_losses = st.builds(
         max_size=32,
     ),
     loss_divisor=st.floats(1.0, 2.0**40),
-)
+    rollout_correction=rollout_corrections,
+) | st.builds(PolicyLossSettings, old_log_probs=st.just("rollout"))
 value_losses = st.builds(ValueLossSettings, non_negative32)
 
 

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 
 from quartet import codec
+from quartet.codec.rollout_correction import rollout_correction_from_proto
 from quartet.errors import InvalidRequest, ServiceFailed
 from quartet.types import (
     Experience,
@@ -19,11 +20,13 @@ from quartet.types import (
     GenerationBatch,
     OptimizationSettings,
     Outcome,
+    PolicyLossSettings,
     ProcessStatus,
     Progress,
     ReferenceVersion,
     RestoreRequest,
     Role,
+    RolloutCorrection,
     RunState,
     SamplingParameters,
     SavedFile,
@@ -539,7 +542,7 @@ def update(**loss: Any) -> update_pb2.UpdateRequest:
 @every_case(
     "invalid",
     [{"temperature": 0.0}, {"temperature": NAN}, {"dual_clip": 1.0}, {"dual_clip": 0.5}]
-    + [{name: number} for name in ("kl_loss", "ratio_level", "aggregation") for number in (0, 9)]
+    + [{name: number} for name in ("kl_loss", "ratio_level", "aggregation", "old_log_probs") for number in (0, 9)]
     + [
         {name: value}
         for name in (
@@ -548,7 +551,6 @@ def update(**loss: Any) -> update_pb2.UpdateRequest:
             "dual_clip",
             "entropy_coefficient",
             "kl_loss_coefficient",
-            "importance_sampling_cap",
             "target_kl",
             "loss_divisor",
         )
@@ -567,10 +569,50 @@ def test_policy_loss_settings_out_of_range_are_refused(invalid: dict[str, Any]) 
         "ratio_level": update_pb2.RATIO_LEVEL_TOKEN,
         "aggregation": update_pb2.LOSS_AGGREGATION_TOKEN_MEAN,
         "policy_loss": "clipped",
+        "old_log_probs": update_pb2.OLD_LOG_PROBS_TRAINER,
+        "rollout_correction": update_pb2.RolloutCorrection(level=1, treatment=1),
     }
     codec.update_request_from_proto(update(policy_loss=update_pb2.PolicyLossSettings(**valid)))
     with pytest.raises(InvalidRequest, match=next(iter(invalid))):
         codec.update_request_from_proto(update(policy_loss=update_pb2.PolicyLossSettings(**{**valid, **invalid})))
+
+
+RULE: dict[str, Any] = {"statistic": update_pb2.REJECTION_STATISTIC_TOKEN_K1, "upper": 2.0}
+
+
+@every_case(
+    "invalid",
+    [{name: number} for name in ("level", "treatment") for number in (0, 9)]
+    + [{name: value} for name in ("lower", "upper", "off_policy_mask") for value in (-0.1, NAN, INFINITY)]
+    + [
+        {"lower": 2.5},
+        {"treatment": update_pb2.CORRECTION_TREATMENT_SEQ_MASK, "level": update_pb2.CORRECTION_LEVEL_SEQUENCE},
+        {"rejection": [RULE, RULE]},
+        {"rejection": [RULE] * 100},
+        {"rejection": [{}]},
+        {"rejection": [RULE | {"statistic": 99}]},
+        *({"rejection": [RULE | {"upper": value}]} for value in (0.0, 0.5, -1.0, NAN, INFINITY)),
+        *({"rejection": [RULE | {"lower": value}]} for value in (3.0, -1.0, NAN)),
+        {"rejection": [RULE | {"statistic": update_pb2.REJECTION_STATISTIC_TOKEN_K2, "lower": 0.5}]},
+    ],
+)
+def test_a_rollout_correction_out_of_range_is_refused(invalid: dict[str, Any]) -> None:
+    valid = {
+        "level": update_pb2.CORRECTION_LEVEL_TOKEN,
+        "treatment": update_pb2.CORRECTION_TREATMENT_TRUNCATE,
+        "upper": 2.0,
+    }
+    rollout_correction_from_proto(update_pb2.RolloutCorrection(**valid))
+    with pytest.raises(InvalidRequest, match=next(iter(invalid))):
+        rollout_correction_from_proto(update_pb2.RolloutCorrection(**{**valid, **invalid}))
+
+
+def test_importance_weights_and_the_old_log_probs_of_the_engine_exclude_each_other() -> None:
+    correction = RolloutCorrection("token", upper=2.0)
+    loss = PolicyLossSettings(rollout_correction=correction, old_log_probs="rollout")
+    request = UpdateRequest("r", 1, 0, OptimizationSettings(1, 1, 0.1, 1.0, 0), loss)
+    with pytest.raises(InvalidRequest, match="old_log_probs rollout"):
+        codec.update_request_from_proto(codec.update_request_to_proto(request))
 
 
 @pytest.mark.parametrize("value", [-0.1, NAN, INFINITY])

@@ -145,7 +145,7 @@ def test_a_group_that_generates_while_it_trains_ends_bit_identically_after_a_los
     start: Start, config: Path, few_processes: list[str], tmp_path: Path
 ) -> None:
     (tmp_path / "undisturbed").mkdir()
-    off_policy = settings("rollout.max_off_policy_steps=1", "algorithm.importance_sampling_cap=2")
+    off_policy = settings("rollout.max_off_policy_steps=1", "algorithm.rollout_correction.upper=2")
     undisturbed = train(tmp_path / "undisturbed", config, *few_processes, *LONGER, *GROUPS, *off_policy)
     assert undisturbed.result.code == 0, undisturbed.result
     command = start("train", config, *few_processes, *LONGER, *GROUPS, *off_policy)

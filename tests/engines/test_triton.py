@@ -32,6 +32,7 @@ from quartet.types import (
     GenerationRequest,
     OptimizationSettings,
     PolicyLossSettings,
+    RolloutCorrection,
     SamplingParameters,
     TokenBatch,
     Trajectory,
@@ -169,6 +170,9 @@ def test_with_sent_adapters_the_mismatch_is_only_rounding(
     assert metrics["importance_weight"] == pytest.approx(1.0, abs=1e-4)
 
 
+CORRECTION = RolloutCorrection("token", upper=2.0)
+
+
 def update_metrics(subject: Policy, result: list[Trajectory]) -> dict[str, float]:
     """Return the metrics of an update without optimizer steps."""
     batch = TokenBatch.of(result)
@@ -181,7 +185,7 @@ def update_metrics(subject: Policy, result: list[Trajectory]) -> dict[str, float
     optimizer = create_optimizer(subject.model, 1e-3, (0.9, 0.95), 1e-8, 0.0)
     settings = OptimizationSettings(num_epochs=0, num_mini_batches=1, learning_rate=1e-3, max_grad_norm=1.0, seed=0)
     return update_policy(
-        subject.model, optimizer, experience, settings, PolicyLossSettings(importance_sampling_cap=2.0), 4096
+        subject.model, optimizer, experience, settings, PolicyLossSettings(rollout_correction=CORRECTION), 4096
     )
 
 

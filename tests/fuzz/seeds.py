@@ -123,6 +123,19 @@ def _optimization(random: Random) -> update_pb2.OptimizationSettings:
     )
 
 
+def _rollout_correction(random: Random) -> update_pb2.RolloutCorrection:
+    rule = update_pb2.RejectionRule(statistic=random.randrange(1, 12), upper=1.5)  # type: ignore[arg-type]
+    return update_pb2.RolloutCorrection(
+        level=random.randrange(1, 5),  # type: ignore[arg-type]
+        treatment=random.choice([update_pb2.CORRECTION_TREATMENT_TRUNCATE, update_pb2.CORRECTION_TREATMENT_MASK]),
+        lower=0.5,
+        upper=2.0,
+        normalize=random.random() < 0.5,
+        rejection=[rule],
+        off_policy_mask=random.choice([0.0, 0.1]),
+    )
+
+
 def _actor_update(random: Random, state: ServiceState) -> Message:
     loss = update_pb2.PolicyLossSettings(
         temperature=1.0,
@@ -133,6 +146,8 @@ def _actor_update(random: Random, state: ServiceState) -> Message:
         ratio_level=random.choice([update_pb2.RATIO_LEVEL_TOKEN, update_pb2.RATIO_LEVEL_SEQUENCE]),
         aggregation=random.choice([update_pb2.LOSS_AGGREGATION_TOKEN_MEAN, update_pb2.LOSS_AGGREGATION_SEQUENCE_MEAN]),
         policy_loss="clipped",
+        rollout_correction=_rollout_correction(random),
+        old_log_probs=update_pb2.OLD_LOG_PROBS_TRAINER,
     )
     return update_pb2.UpdateRequest(
         run=RUN,

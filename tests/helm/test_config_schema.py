@@ -60,8 +60,12 @@ def test_a_resolved_config_is_valid(tmp_path: Path) -> None:
 
 def test_a_meaningful_null_is_preserved(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
-    path.write_text(files(changed("cpu-kind", config__algorithm={"importance_sampling_cap": None}))["config.yaml"])
-    assert load_config(path).algorithm.importance_sampling_cap is None
+    path.write_text(
+        files(changed("cpu-kind", config__algorithm={"rollout_correction": {"upper": None, "lower": 0.5}}))[
+            "config.yaml"
+        ]
+    )
+    assert load_config(path).algorithm.rollout_correction.upper is None
 
 
 def test_the_schema_matches_the_config() -> None:

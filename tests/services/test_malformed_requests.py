@@ -62,6 +62,10 @@ def valid_requests() -> dict[str, Any]:
         ratio_level=update_pb2.RATIO_LEVEL_TOKEN,
         aggregation=update_pb2.LOSS_AGGREGATION_TOKEN_MEAN,
         policy_loss="clipped",
+        rollout_correction=update_pb2.RolloutCorrection(
+            level=update_pb2.CORRECTION_LEVEL_TOKEN, treatment=update_pb2.CORRECTION_TREATMENT_TRUNCATE, upper=2.0
+        ),
+        old_log_probs=update_pb2.OLD_LOG_PROBS_TRAINER,
     )
     update = {"run": RUN, "step": 1, "leader_epoch": 1, "optimization": optimization}
     save = {"run": RUN, "leader_epoch": 1, "directory": "saved", "kind": update_pb2.SAVE_KIND_MODEL}
@@ -199,7 +203,18 @@ POLICY_LOSS: dict[str, tuple[Change, str]] = {
     "an unknown KL loss": (put("policy_loss.kl_loss", 9), "kl_loss 9"),
     "no ratio level": (put("policy_loss.ratio_level", 0), "ratio_level 0"),
     "an unknown aggregation": (put("policy_loss.aggregation", 9), "aggregation 9"),
-    "a negative importance cap": (put("policy_loss.importance_sampling_cap", -1.0), "importance_sampling_cap"),
+    "no rollout correction": (
+        lambda message: message.policy_loss.ClearField("rollout_correction"),
+        "rollout_correction.level 0",
+    ),
+    "an unknown correction level": (put("policy_loss.rollout_correction.level", 9), "level 9"),
+    "an unknown treatment": (put("policy_loss.rollout_correction.treatment", 9), "treatment 9"),
+    "a negative weight bound": (put("policy_loss.rollout_correction.upper", -1.0), "upper"),
+    "a lower bound above the upper one": (
+        all_of(put("policy_loss.rollout_correction.lower", 3.0), put("policy_loss.rollout_correction.upper", 2.0)),
+        "lower 3.0: expected at most upper 2.0",
+    ),
+    "no old log-probs": (put("policy_loss.old_log_probs", 0), "old_log_probs 0"),
     "a limit of NaN": (put("policy_loss.target_kl", NAN), "target_kl"),
 }
 SAVE: dict[str, tuple[Change, str]] = {

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 import time
 from collections import defaultdict
 from typing import Any
 
+import numpy as np
 import pytest
 
 from quartet import codec
 from quartet.demo.toy_task import ToyTask
+from quartet.models.forward.scoring import response_log_probs
 from quartet.models.generation.detached_torch import DetachedTorchEngine
+from quartet.models.training.updates import update_policy
+from quartet.services.actor import actor
 from quartet.services.critic.critic import Critic
 from quartet.services.orchestrator.rollout.off_policy import OffPolicySchedule
-from quartet.types import Role
+from quartet.types import Experience, Role
 from tests.training.conftest import MakeConfig
 from tests.training.runs import Run, active_run, assert_same, json_lines, orchestrator, run_to_completion, services
 from tests.training.test_live_control import checkpoint_names, run_with_commands
@@ -49,6 +54,37 @@ def test_a_step_is_generated_one_update_behind_with_importance_weights(uninterru
     assert [metrics["off_policy_steps"] for metrics in uninterrupted.metrics] == off_policy_steps
     mismatch = [metrics["rollout_mismatch_kl"] for metrics in uninterrupted.metrics]
     assert [kl > 1e-9 for kl in mismatch] == [bool(steps) for steps in off_policy_steps], mismatch
+
+
+def test_the_weights_cover_the_distance_to_the_older_policy_to_the_digit(
+    make: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Decoupled loss: the old policy is the one at the start of the update, the weight is that policy to the one that sampled."""
+    before: list[tuple[Any, Experience, dict[str, float]]] = []
+
+    def recorded(
+        model: Any, optimizer: Any, experience: Experience, *arguments: Any, **options: Any
+    ) -> dict[str, float]:
+        policy = copy.deepcopy(model)
+        before.append((policy, experience, update_policy(model, optimizer, experience, *arguments, **options)))
+        return before[-1][2]
+
+    monkeypatch.setattr(actor, "update_policy", recorded)
+    changes: dict[str, Any] = {"actor": {"learning_rate": 0.02}, "algorithm": {"rollout_correction": {"upper": 1.01}}}
+    config = off_policy_config(make, run={"steps": 4}, **changes)
+    assert run_to_completion(config).code == 0
+    assert [experience.policy_version for _, experience, _ in before] == VERSIONS[:4]
+    for old, experience, metrics in before:
+        sampler = before[experience.policy_version][0]
+        proximal, behavior = (
+            response_log_probs(policy, experience.batch, config.rollout.temperature, 4096) for policy in (old, sampler)
+        )
+        np.testing.assert_allclose(experience.log_probs, behavior, atol=1e-4)
+        ratios = np.exp(proximal.astype(np.float64) - experience.log_probs)[experience.actor_mask != 0]
+        assert metrics["importance_weight"] == pytest.approx(np.minimum(ratios, 1.01).mean(), rel=1e-5)
+        assert metrics["importance_weight_max"] == pytest.approx(ratios.max(), rel=1e-4)
+        assert metrics["importance_truncated_fraction"] == pytest.approx((ratios > 1.01).mean(), abs=0.02)
+    assert before[-1][2]["importance_weight_max"] > 1.01, "the policies are too close for this test"
 
 
 def test_a_generation_starts_as_soon_as_its_policy_version_exists(uninterrupted: Run) -> None:

@@ -14,7 +14,13 @@ import torch
 from quartet.services.actor.actor import Actor
 from quartet.services.critic.critic import Critic
 from quartet.services.reference.reference import Reference
-from quartet.types import OptimizationSettings, PolicyLossSettings, SamplingParameters, ValueLossSettings
+from quartet.types import (
+    OptimizationSettings,
+    PolicyLossSettings,
+    RolloutCorrection,
+    SamplingParameters,
+    ValueLossSettings,
+)
 from tests.training.conftest import MakeConfig
 from tests.training.runs import Run, run_to_completion
 
@@ -66,7 +72,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "kl_loss": "k3",
         "kl_loss_coefficient": 0.2,
         "loss_aggregation": "sequence_mean",
-        "importance_sampling_cap": 3.0,
+        "rollout_correction": {"upper": 3.0},
         "target_kl": 50.0,
         "value_clip": 0.4,
         "value_pretraining_steps": 1,
@@ -99,7 +105,10 @@ def test_requests_of_a_step_follow_the_config(make: MakeConfig, requests: Reques
     ]
     assert len(requests["Reference.log_probs"]) >= 4
     assert set(arguments_of(requests["Reference.log_probs"], "temperature")) == {0.5}
-    loss = PolicyLossSettings(0.5, 0.15, 0.3, 4.0, 0.01, "k3", 0.2, "token", "sequence_mean", 3.0, 50.0)
+    loss = PolicyLossSettings(
+        0.5, 0.15, 0.3, 4.0, 0.01, "k3", 0.2, "token", "sequence_mean", 50.0,
+        rollout_correction=RolloutCorrection("token", upper=3.0),
+    )  # fmt: skip
     actor = [
         OptimizationSettings(epochs, 2, pytest.approx(rate), 0.7, 11, True, 512)  # type: ignore[arg-type]
         for epochs, rate in ((0, 1e-3), (3, 2e-3), (3, 2e-3), (3, 1.25e-3))

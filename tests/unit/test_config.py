@@ -117,7 +117,7 @@ def test_the_tree_is_immutable(minimal: Path) -> None:
             {
                 "services": {"actor": {"devices": [3, 5]}},
                 "rollout": {"max_off_policy_steps": 1},
-                "algorithm": {"importance_sampling_cap": 2},
+                "algorithm": {"rollout_correction": {"upper": 2}},
             },
             "on device 5, set services.actor.devices \\[3\\], rollout.generators 1 and services.generator.devices \\[5\\]",
         ),

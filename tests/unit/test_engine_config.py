@@ -80,8 +80,11 @@ def test_a_malformed_server_address_is_refused(url: str) -> None:
         ({}, r"rollout\.triton: missing; engine triton needs it"),
         ({"rollout": {"triton": {"url": URL}}}, r"weights lora: .*actor\.lora is null"),
         (
-            {"rollout": {"triton": {"url": URL, "weights": "static"}}, "algorithm": {"importance_sampling_cap": None}},
-            r"weights static: .*set algorithm\.importance_sampling_cap",
+            {
+                "rollout": {"triton": {"url": URL, "weights": "static"}},
+                "algorithm": {"rollout_correction": {"level": "none"}},
+            },
+            r"weights static: .*set algorithm\.rollout_correction\.level",
         ),
         (
             {"rollout": {"triton": {"url": URL, "weights": "static"}, "top_p": 0.9}},
@@ -241,7 +244,7 @@ def test_an_unreadable_certificate_authority_is_reported(tmp_path: Path) -> None
     ("changes", "word"),
     [
         ({"engine": "triton", "rollout": {"triton": {"url": URL}}, "lora": LORA}, "engine triton"),
-        ({"engine": "torch", "algorithm": {"importance_sampling_cap": None}}, "importance_sampling_cap"),
+        ({"engine": "torch", "algorithm": {"rollout_correction": {"level": "none"}}}, "rollout_correction.level"),
         ({"engine": "torch", "rollout": {"max_off_policy_steps": 33}}, "rollout.max_off_policy_steps"),
     ],
 )

@@ -78,6 +78,13 @@ export function chartsOf(detail) {
     ], { zero: true }),
     plain("Clip fraction", "fraction of tokens", [["clip_fraction", "clip fraction", "pink"]], { zero: true, format: percent, ticks: ".0%" }),
     plain("Approximate KL", "between old and new policy, nats per token", [["approx_kl", "approximate KL", "orange"]]),
+    plain("Correction for the engine", "effective sample size, and tokens outside the bounds", [
+      ["importance_ess", "effective sample size", "blue"],
+      ["importance_truncated_fraction", "truncated", "orange"],
+      ["importance_masked_fraction", "masked", "pink"],
+      ["rejected_fraction", "rejected", "yellow"],
+      ["off_policy_masked_fraction", "off-policy", "grey"],
+    ], { zero: true, format: percent, ticks: ".0%" }),
     ...(detail.has_critic ? [plain("Explained variance", "of returns by the critic", [["explained_variance", "explained variance", "green"]])] : []),
     plain("KL coefficient", "β", [["kl_coefficient", "β", "grey"]]),
     plain("Learning rate", "", [

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quartet.config import AlgorithmConfig, Config, RolloutConfig, TrainedModelConfig
+from quartet.config import AlgorithmConfig, Config, RolloutConfig, RolloutCorrectionConfig, TrainedModelConfig
 from quartet.ppo.learning_rate import scheduled_learning_rate
 from quartet.rpc.clients import ActorClient, CriticClient
 from quartet.rpc.pending_calls import PendingResult
@@ -11,7 +11,15 @@ from quartet.services.orchestrator.algorithm.state import AlgorithmState
 from quartet.services.orchestrator.control.live_settings import LiveSettings
 from quartet.services.orchestrator.service_clients import ServiceClients
 from quartet.services.orchestrator.telemetry.step_profiler import StepProfiler
-from quartet.types import OptimizationSettings, PolicyLossSettings, Role, UpdateResult, ValueLossSettings
+from quartet.types import (
+    OptimizationSettings,
+    PolicyLossSettings,
+    RejectionRule,
+    Role,
+    RolloutCorrection,
+    UpdateResult,
+    ValueLossSettings,
+)
 
 
 def learning_rate_at(config: Config, trained: TrainedModelConfig, step: int) -> float:
@@ -69,11 +77,26 @@ def policy_loss_of(
         kl_loss_coefficient=algorithm.kl_loss_coefficient,
         ratio_level=algorithm.ratio_level,
         aggregation=algorithm.aggregation,
-        importance_sampling_cap=algorithm.importance_sampling_cap or 0.0,
         target_kl=algorithm.target_kl or 0.0,
         policy_loss=algorithm.policy_loss,
         parameters=algorithm.loss_parameters,
         loss_divisor=(algorithm.loss_divisor or float(rollout.max_response_tokens)) if has_divisor else 0.0,
+        rollout_correction=rollout_correction_of(algorithm.rollout_correction),
+        old_log_probs=algorithm.old_log_probs,
+    )
+
+
+def rollout_correction_of(config: RolloutCorrectionConfig) -> RolloutCorrection:
+    """Return the configured correction for the difference between engine and trainer. Without weights it has no bounds."""
+    has_weights = config.level != "none"
+    return RolloutCorrection(
+        level=config.level,
+        treatment=config.treatment,
+        lower=config.lower or 0.0,
+        upper=(config.upper or 0.0) if has_weights else 0.0,
+        normalize=config.normalize,
+        rejection=tuple(RejectionRule(rule.statistic, rule.upper, rule.lower or 0.0) for rule in config.rejection),
+        off_policy_mask=config.off_policy_mask or 0.0,
     )
 
 

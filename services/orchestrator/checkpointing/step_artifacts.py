@@ -30,7 +30,20 @@ from quartet.types import (
 )
 
 _METRICS = {
-    Role.ACTOR: ("policy_loss", "clip_fraction", "approx_kl", "entropy", "rollout_mismatch_kl", "importance_weight"),
+    Role.ACTOR: (
+        "policy_loss",
+        "clip_fraction",
+        "approx_kl",
+        "entropy",
+        "rollout_mismatch_kl",
+        "importance_weight",
+        "importance_weight_max",
+        "importance_ess",
+        "importance_truncated_fraction",
+        "importance_masked_fraction",
+        "rejected_fraction",
+        "off_policy_masked_fraction",
+    ),
     Role.CRITIC: ("value_loss", "value_clip_fraction"),
 }
 _METRICS_OF_BOTH = ("grad_norm", "optimizer_steps", "skipped_steps")

@@ -36,7 +36,7 @@ BOUNDS = {
         "rollout_mismatch_kl",
         "nats per token",
         "engine and trainer disagree: use float32 or bfloat16 rather than float16 (actor.dtype), "
-        "or lower algorithm.importance_sampling_cap",
+        "or lower algorithm.rollout_correction.upper",
     ),
     "repetition": Bound(
         "repetition",

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 
 from quartet.codec.checks import positive, require_non_negative
+from quartet.codec.rollout_correction import rollout_correction_from_proto, rollout_correction_to_proto
 from quartet.errors import InvalidRequest, ServiceFailed
 from quartet.types import OptimizationSettings, PolicyLossSettings, UpdateRequest, UpdateResult, ValueLossSettings
 from quartet.v1 import update_pb2
@@ -31,6 +32,8 @@ _AGGREGATIONS = {
     "sequence_mean_token_sum_norm": update_pb2.LOSS_AGGREGATION_SEQUENCE_MEAN_TOKEN_SUM_NORM,
 }
 _AGGREGATION_NAMES = {number: name for name, number in _AGGREGATIONS.items()}
+_OLD_LOG_PROBS = {"trainer": update_pb2.OLD_LOG_PROBS_TRAINER, "rollout": update_pb2.OLD_LOG_PROBS_ROLLOUT}
+_OLD_LOG_PROBS_NAMES = {number: name for name, number in _OLD_LOG_PROBS.items()}
 
 
 def optimization_to_proto(settings: OptimizationSettings) -> update_pb2.OptimizationSettings:
@@ -125,11 +128,12 @@ def _policy_loss_to_proto(loss: PolicyLossSettings) -> update_pb2.PolicyLossSett
         kl_loss_coefficient=loss.kl_loss_coefficient,
         ratio_level=_RATIO_LEVELS[loss.ratio_level],
         aggregation=_AGGREGATIONS[loss.aggregation],
-        importance_sampling_cap=loss.importance_sampling_cap,
         target_kl=loss.target_kl,
         policy_loss=loss.policy_loss,
         parameters=loss.parameters,
         loss_divisor=loss.loss_divisor,
+        rollout_correction=rollout_correction_to_proto(loss.rollout_correction),
+        old_log_probs=_OLD_LOG_PROBS[loss.old_log_probs],
     )
 
 
@@ -141,7 +145,6 @@ def _policy_loss_from_proto(message: update_pb2.PolicyLossSettings) -> PolicyLos
         "dual_clip",
         "entropy_coefficient",
         "kl_loss_coefficient",
-        "importance_sampling_cap",
         "target_kl",
         "loss_divisor",
     )
@@ -160,6 +163,14 @@ def _policy_loss_from_proto(message: update_pb2.PolicyLossSettings) -> PolicyLos
         raise InvalidRequest(f"policy_loss.aggregation {message.aggregation}: unknown")
     if aggregation == "sequence_mean_token_sum_norm" and message.loss_divisor == 0:
         raise InvalidRequest(f"policy_loss.loss_divisor 0: expected more than 0 with aggregation {aggregation}")
+    old_log_probs = _OLD_LOG_PROBS_NAMES.get(message.old_log_probs)
+    if old_log_probs is None:
+        raise InvalidRequest(f"policy_loss.old_log_probs {message.old_log_probs}: unknown")
+    correction = rollout_correction_from_proto(message.rollout_correction)
+    if old_log_probs == "rollout" and correction.level != "none":
+        raise InvalidRequest(
+            "policy_loss.old_log_probs rollout: the ratio compares with the engine; expected rollout_correction.level none"
+        )
     return PolicyLossSettings(
         temperature=positive(message.temperature, "policy_loss.temperature"),
         clip_low=message.clip_low,
@@ -170,11 +181,12 @@ def _policy_loss_from_proto(message: update_pb2.PolicyLossSettings) -> PolicyLos
         kl_loss_coefficient=message.kl_loss_coefficient,
         ratio_level=ratio_level,  # type: ignore[arg-type]
         aggregation=aggregation,  # type: ignore[arg-type]
-        importance_sampling_cap=message.importance_sampling_cap,
         target_kl=message.target_kl,
         policy_loss=message.policy_loss,
         parameters=_loss_parameters(message.parameters),
         loss_divisor=message.loss_divisor,
+        rollout_correction=correction,
+        old_log_probs=old_log_probs,  # type: ignore[arg-type]
     )
 
 

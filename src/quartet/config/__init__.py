@@ -64,6 +64,7 @@ from quartet.config.rollout import (
     VLLMServerConfig,
     check_stop_strings,
 )
+from quartet.config.rollout_correction import RejectionConfig, RolloutCorrectionConfig
 from quartet.config.root import Config
 from quartet.config.run import CheckpointConfig, DataConfig, EvaluationConfig, RunConfig
 from quartet.config.schema import json_schema
@@ -115,12 +116,14 @@ __all__ = [
     "PromptSetConfig",
     "RecoveryConfig",
     "ReferenceConfig",
+    "RejectionConfig",
     "RetryConfig",
     "RewardConfig",
     "RewardPartConfig",
     "RewardServiceConfig",
     "RewardSourceConfig",
     "RolloutConfig",
+    "RolloutCorrectionConfig",
     "RunConfig",
     "SGLangServerConfig",
     "ScoreConfig",

@@ -17,6 +17,7 @@ from quartet.config.policy_losses import (
     RatioLevel,
     policy_loss_spec,
 )
+from quartet.config.rollout_correction import RolloutCorrectionConfig
 from quartet.config.section import IMPORT_PATH, Count, Finite, Fraction, NonNegative, Positive, Section, WholeNumber
 
 
@@ -214,8 +215,12 @@ class AlgorithmConfig(Section):
     loss, token_mean for clipped."""
     loss_divisor: Positive | None = None
     """Constant divisor of loss_aggregation sequence_mean_token_sum_norm. Null: rollout.max_response_tokens."""
-    importance_sampling_cap: Positive | None = 2.0
-    """Truncated importance sampling: the policy loss weighs each token by min(π_trainer/π_engine, cap). Null disables it."""
+    old_log_probs: Literal["trainer", "rollout"] = "trainer"
+    """Old policy in the ratio of the policy loss. trainer: the policy at the start of the update, whose log-probs the trainer
+    computes (AReaL's proximal policy and decoupled loss). rollout: the policy that sampled, with the engine's log-probs (verl's
+    bypass_mode)."""
+    rollout_correction: RolloutCorrectionConfig = RolloutCorrectionConfig()
+    """Correction for the difference between engine and trainer."""
     value_clip: NonNegative = 0.2
     """Maximum distance of new values from the values at generation time in the value loss. 0 disables it."""
     entropy_coefficient: NonNegative = 0.0

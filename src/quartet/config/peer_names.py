@@ -40,6 +40,21 @@ _NAMES_BY_KEY = {
     "algorithm.clip_ratio": "cliprange clip_range eps_clip epsilon ratio_eps clip_ratio_low ratio_clip_min",
     "algorithm.clip_ratio_high": "epsilon_high ratio_clip_max",
     "algorithm.dual_clip": "clip_ratio_c delta",
+    "algorithm.old_log_probs": "bypass_mode use_decoupled_loss recompute_logprob",
+    "algorithm.rollout_correction.level": (
+        "rollout_is vllm_importance_sampling_correction is_correction_level use_importance_sampling_correction"
+    ),
+    "algorithm.rollout_correction.treatment": (
+        "vllm_importance_sampling_mode is_correction_mode truncated_importance_sampling_type behave_imp_weight_mode"
+    ),
+    "algorithm.rollout_correction.upper": (
+        "rollout_is_threshold vllm_importance_sampling_clip_max vllm_importance_sampling_cap is_correction_threshold "
+        "truncated_importance_sampling_ratio behave_imp_weight_cap"
+    ),
+    "algorithm.rollout_correction.lower": ("vllm_importance_sampling_clip_min truncated_importance_sampling_ratio_min"),
+    "algorithm.rollout_correction.normalize": "rollout_is_batch_normalize",
+    "algorithm.rollout_correction.rejection": "rollout_rs rollout_rs_threshold rejection_sampling",
+    "algorithm.rollout_correction.off_policy_mask": "off_policy_mask_threshold",
     "algorithm.value_clip": "cliprange_value vf_clip loss_clip_val",
     "algorithm.entropy_coefficient": "entropy_coeff entropy_coef ent_coef",
     "algorithm.entropy_controller": "use_adaptive_entropy",
@@ -81,7 +96,7 @@ _NAMES_BY_KEY = {
     "telemetry.wandb": "report_to use_wandb",
 }
 KEYS_BY_PEER_NAME = MappingProxyType({name: key for key, names in _NAMES_BY_KEY.items() for name in names.split()})
-"""Setting by its name in TRL, verl, OpenRLHF, NeMo-Aligner, NeMo-RL or prime-rl, without the sections before it.
+"""Setting by its name in TRL, verl, OpenRLHF, NeMo-Aligner, NeMo-RL, AReaL or prime-rl, without the sections before it.
 
 Sources: the projects' config references, as cited in docs/hyperparameters.md.
 """

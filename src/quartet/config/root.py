@@ -24,6 +24,7 @@ from quartet.config.models import ActorConfig, CriticConfig, ReferenceConfig
 from quartet.config.penalties import check_penalties
 from quartet.config.rewards import RewardConfig, is_encrypted_or_local
 from quartet.config.rollout import MAX_RESPONSES, EngineServerConfig, RolloutConfig
+from quartet.config.rollout_correction import check_rollout_correction
 from quartet.config.run import CheckpointConfig, DataConfig, EvaluationConfig, RunConfig
 from quartet.config.sampling_checks import check_sampling
 from quartet.config.saved_models import check_average, check_best_checkpoint, check_synchronization
@@ -63,6 +64,7 @@ class Config(Section):
         check_penalties(self)
         self._check_engine()
         check_sampling(self)
+        check_rollout_correction(self)
         check_reward_service(self)
         self._check_services()
         self._check_reward()
@@ -181,11 +183,6 @@ class Config(Section):
                 "rollout.triton.weights lora: the server needs an adapter for each policy version, and actor.lora is null; set "
                 "actor.lora, or weights static for a server whose weights never change"
             )
-        if triton.weights == "static" and self.algorithm.importance_sampling_cap is None:
-            raise ValueError(
-                "rollout.triton.weights static: the server samples from another policy than the trained one, which needs "
-                "importance sampling; set algorithm.importance_sampling_cap, such as 2"
-            )
         if triton.weights == "static" and (self.rollout.top_k or self.rollout.top_p < 1):
             raise ValueError(
                 "rollout.triton.weights static: importance sampling needs log-probs of the sampled distribution, and servers "
@@ -272,11 +269,6 @@ class Config(Section):
         if self.rollout.engine == "triton":
             raise ValueError(
                 f"{setting}: engine triton cannot generate during an update; set another engine, or max_off_policy_steps 0"
-            )
-        if self.algorithm.importance_sampling_cap is None:
-            raise ValueError(
-                f"{setting}: responses come from an older policy than the trained one, which needs importance sampling; "
-                "set algorithm.importance_sampling_cap, such as 2"
             )
 
     def _check_in_flight_updates(self) -> None:

@@ -68,6 +68,10 @@ class TrainedModel:
                     ratio_level=update_pb2.RATIO_LEVEL_TOKEN,
                     aggregation=update_pb2.LOSS_AGGREGATION_TOKEN_MEAN,
                     policy_loss="clipped",
+                    rollout_correction=update_pb2.RolloutCorrection(
+                        level=update_pb2.CORRECTION_LEVEL_NONE, treatment=update_pb2.CORRECTION_TREATMENT_TRUNCATE
+                    ),
+                    old_log_probs=update_pb2.OLD_LOG_PROBS_TRAINER,
                 )
             )
         else:

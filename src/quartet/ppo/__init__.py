@@ -15,7 +15,7 @@ One PPO step, from scores to gradients::
 
     for each mini-batch, over all micro-batches and ranks:
         weights = losses.loss_weights(mask, lengths, "token_mean")
-        trust = weights * losses.importance_weights(old_log_probs, log_probs, cap)             # or only weights
+        trust = weights * rollout_correction.importance_weights(old_log_probs, log_probs, mask, lengths, correction).weights
         for each micro-batch of whole responses:
             new = distributions.token_log_probs(logits, token_ids, temperature)
             losses.policy_loss(new, old_log_probs, advantages, trust, lengths, 0.2, 0.2, 0.0, "token").loss.backward()

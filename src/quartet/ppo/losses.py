@@ -19,7 +19,7 @@ from torch import Tensor
 
 from quartet.errors import ComputationFailed, ConfigError, InvalidRequest, QuartetError
 from quartet.ppo.critic_free_advantages import broadcast_to_tokens
-from quartet.ppo.kl import LOG_RATIO_LIMIT, kl_estimate
+from quartet.ppo.kl import kl_estimate
 from quartet.ppo.ragged import check_flat, sequence_sum
 from quartet.types import LossAggregation, RatioLevel
 from quartet.user_code import describe
@@ -146,20 +146,6 @@ def loss_weights(mask: Tensor, lengths: Tensor, aggregation: LossAggregation, di
         case _:
             assert_never(aggregation)
     return (keep * broadcast_to_tokens(shares, lengths)).to(mask.dtype)
-
-
-@torch.no_grad()
-def importance_weights(old_log_probs: Tensor, rollout_log_probs: Tensor, cap: float) -> Tensor:
-    """Return the ratio of trainer to engine, min(exp(old_log_probs - rollout_log_probs), cap): [tokens], [tokens] -> [tokens].
-
-    The exponent is clamped to +-20. The result has no gradient. Source: Ionides 2008 (truncated importance sampling); numerics
-    item 18. Raises InvalidRequest.
-    """
-    check_flat(old_log_probs=old_log_probs, rollout_log_probs=rollout_log_probs)
-    if not cap > 0:
-        raise InvalidRequest(f"importance cap {cap}: expected more than 0")
-    log_ratio = (old_log_probs - rollout_log_probs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-    return log_ratio.exp().clamp(max=cap)
 
 
 def weighted_sum(values: Tensor, weights: Tensor) -> Tensor:

@@ -188,9 +188,52 @@ STEP_METRICS = (
     _metric(
         "importance_weight",
         "",
-        "Mean weight of truncated importance sampling, which corrects for the mismatch.",
+        "Mean importance weight, which corrects for the mismatch, within its bounds. 1 with algorithm.rollout_correction.level "
+        "none.",
         "1",
         "away from 1",
+    ),
+    _metric(
+        "importance_weight_max",
+        "",
+        "Largest importance weight, before the bounds. Only with importance weights, as the next three.",
+        "near 1; larger with rollout.max_off_policy_steps and at level sequence",
+        "grows: single tokens or responses differ between engine and trainer",
+    ),
+    _metric(
+        "importance_ess",
+        "share",
+        "Effective sample size of the importance weights: a share of the tokens, or of the responses if each has one weight.",
+        "near 1",
+        "falls: few tokens or responses carry the update",
+    ),
+    _metric(
+        "importance_truncated_fraction",
+        "share of tokens",
+        "Share of tokens whose importance weight is moved to a bound. Only with treatment truncate.",
+        "near 0",
+        "rises: the bounds decide the weights",
+    ),
+    _metric(
+        "importance_masked_fraction",
+        "share of tokens",
+        "Share of tokens whose importance weight is 0. Only with treatment mask or seq_mask.",
+        "near 0",
+        "rises: the update loses its data",
+    ),
+    _metric(
+        "rejected_fraction",
+        "share of tokens",
+        "Share of tokens that algorithm.rollout_correction.rejection leaves out.",
+        "near 0",
+        "rises: the update loses its data",
+    ),
+    _metric(
+        "off_policy_masked_fraction",
+        "share of tokens",
+        "Share of tokens that off-policy sequence masking leaves out, over all epochs.",
+        "near 0",
+        "rises: the policy leaves the one that sampled, or engine and trainer differ",
     ),
     _metric(
         "off_policy_steps",

@@ -107,6 +107,152 @@ LOSS_AGGREGATION_SEQUENCE_MEAN_TOKEN_SUM_NORM: LossAggregation.ValueType  # 5
 """Sum over all response tokens, divided by loss_divisor times the number of responses, masked responses included."""
 Global___LossAggregation: _TypeAlias = LossAggregation  # noqa: Y015
 
+class _CorrectionLevel:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _CorrectionLevelEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_CorrectionLevel.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    CORRECTION_LEVEL_UNSPECIFIED: _CorrectionLevel.ValueType  # 0
+    """Never valid in a message."""
+    CORRECTION_LEVEL_NONE: _CorrectionLevel.ValueType  # 1
+    """No weights."""
+    CORRECTION_LEVEL_TOKEN: _CorrectionLevel.ValueType  # 2
+    """exp(r) for each token."""
+    CORRECTION_LEVEL_SEQUENCE: _CorrectionLevel.ValueType  # 3
+    """exp(sum of r) over the response's tokens in the loss: the product of the token weights."""
+    CORRECTION_LEVEL_GEOMETRIC_MEAN: _CorrectionLevel.ValueType  # 4
+    """exp(mean of r) over the response's tokens in the loss."""
+
+class CorrectionLevel(_CorrectionLevel, metaclass=_CorrectionLevelEnumTypeWrapper):
+    """Unit of the importance weights, with r = log-prob of the trainer's old policy - log-prob of the engine at a token."""
+
+CORRECTION_LEVEL_UNSPECIFIED: CorrectionLevel.ValueType  # 0
+"""Never valid in a message."""
+CORRECTION_LEVEL_NONE: CorrectionLevel.ValueType  # 1
+"""No weights."""
+CORRECTION_LEVEL_TOKEN: CorrectionLevel.ValueType  # 2
+"""exp(r) for each token."""
+CORRECTION_LEVEL_SEQUENCE: CorrectionLevel.ValueType  # 3
+"""exp(sum of r) over the response's tokens in the loss: the product of the token weights."""
+CORRECTION_LEVEL_GEOMETRIC_MEAN: CorrectionLevel.ValueType  # 4
+"""exp(mean of r) over the response's tokens in the loss."""
+Global___CorrectionLevel: _TypeAlias = CorrectionLevel  # noqa: Y015
+
+class _CorrectionTreatment:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _CorrectionTreatmentEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_CorrectionTreatment.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    CORRECTION_TREATMENT_UNSPECIFIED: _CorrectionTreatment.ValueType  # 0
+    """Never valid in a message."""
+    CORRECTION_TREATMENT_TRUNCATE: _CorrectionTreatment.ValueType  # 1
+    """The nearest bound."""
+    CORRECTION_TREATMENT_MASK: _CorrectionTreatment.ValueType  # 2
+    """0."""
+    CORRECTION_TREATMENT_SEQ_MASK: _CorrectionTreatment.ValueType  # 3
+    """Only with CORRECTION_LEVEL_TOKEN: 0 for all tokens of a response whose exp(mean of r) is outside the bounds."""
+
+class CorrectionTreatment(_CorrectionTreatment, metaclass=_CorrectionTreatmentEnumTypeWrapper):
+    """Treatment of importance weights outside the bounds."""
+
+CORRECTION_TREATMENT_UNSPECIFIED: CorrectionTreatment.ValueType  # 0
+"""Never valid in a message."""
+CORRECTION_TREATMENT_TRUNCATE: CorrectionTreatment.ValueType  # 1
+"""The nearest bound."""
+CORRECTION_TREATMENT_MASK: CorrectionTreatment.ValueType  # 2
+"""0."""
+CORRECTION_TREATMENT_SEQ_MASK: CorrectionTreatment.ValueType  # 3
+"""Only with CORRECTION_LEVEL_TOKEN: 0 for all tokens of a response whose exp(mean of r) is outside the bounds."""
+Global___CorrectionTreatment: _TypeAlias = CorrectionTreatment  # noqa: Y015
+
+class _RejectionStatistic:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _RejectionStatisticEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RejectionStatistic.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    REJECTION_STATISTIC_UNSPECIFIED: _RejectionStatistic.ValueType  # 0
+    """Never valid in a message."""
+    REJECTION_STATISTIC_TOKEN_K1: _RejectionStatistic.ValueType  # 1
+    """k1 of each token."""
+    REJECTION_STATISTIC_TOKEN_K2: _RejectionStatistic.ValueType  # 2
+    """k2 of each token."""
+    REJECTION_STATISTIC_TOKEN_K3: _RejectionStatistic.ValueType  # 3
+    """k3 of each token."""
+    REJECTION_STATISTIC_SEQ_SUM_K1: _RejectionStatistic.ValueType  # 4
+    """Sum of k1."""
+    REJECTION_STATISTIC_SEQ_SUM_K2: _RejectionStatistic.ValueType  # 5
+    """Sum of k2."""
+    REJECTION_STATISTIC_SEQ_SUM_K3: _RejectionStatistic.ValueType  # 6
+    """Sum of k3."""
+    REJECTION_STATISTIC_SEQ_MEAN_K1: _RejectionStatistic.ValueType  # 7
+    """Mean of k1."""
+    REJECTION_STATISTIC_SEQ_MEAN_K2: _RejectionStatistic.ValueType  # 8
+    """Mean of k2."""
+    REJECTION_STATISTIC_SEQ_MEAN_K3: _RejectionStatistic.ValueType  # 9
+    """Mean of k3."""
+    REJECTION_STATISTIC_SEQ_MAX_K2: _RejectionStatistic.ValueType  # 10
+    """Maximum of k2."""
+    REJECTION_STATISTIC_SEQ_MAX_K3: _RejectionStatistic.ValueType  # 11
+    """Maximum of k3."""
+
+class RejectionStatistic(_RejectionStatistic, metaclass=_RejectionStatisticEnumTypeWrapper):
+    """KL estimate that rejects tokens or whole responses: k1 = -r, k2 = r^2 / 2, k3 = exp(r) - 1 - r, of each token, or their sum, mean
+    or maximum over the response's tokens in the loss.
+    """
+
+REJECTION_STATISTIC_UNSPECIFIED: RejectionStatistic.ValueType  # 0
+"""Never valid in a message."""
+REJECTION_STATISTIC_TOKEN_K1: RejectionStatistic.ValueType  # 1
+"""k1 of each token."""
+REJECTION_STATISTIC_TOKEN_K2: RejectionStatistic.ValueType  # 2
+"""k2 of each token."""
+REJECTION_STATISTIC_TOKEN_K3: RejectionStatistic.ValueType  # 3
+"""k3 of each token."""
+REJECTION_STATISTIC_SEQ_SUM_K1: RejectionStatistic.ValueType  # 4
+"""Sum of k1."""
+REJECTION_STATISTIC_SEQ_SUM_K2: RejectionStatistic.ValueType  # 5
+"""Sum of k2."""
+REJECTION_STATISTIC_SEQ_SUM_K3: RejectionStatistic.ValueType  # 6
+"""Sum of k3."""
+REJECTION_STATISTIC_SEQ_MEAN_K1: RejectionStatistic.ValueType  # 7
+"""Mean of k1."""
+REJECTION_STATISTIC_SEQ_MEAN_K2: RejectionStatistic.ValueType  # 8
+"""Mean of k2."""
+REJECTION_STATISTIC_SEQ_MEAN_K3: RejectionStatistic.ValueType  # 9
+"""Mean of k3."""
+REJECTION_STATISTIC_SEQ_MAX_K2: RejectionStatistic.ValueType  # 10
+"""Maximum of k2."""
+REJECTION_STATISTIC_SEQ_MAX_K3: RejectionStatistic.ValueType  # 11
+"""Maximum of k3."""
+Global___RejectionStatistic: _TypeAlias = RejectionStatistic  # noqa: Y015
+
+class _OldLogProbs:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _OldLogProbsEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_OldLogProbs.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    OLD_LOG_PROBS_UNSPECIFIED: _OldLogProbs.ValueType  # 0
+    """Never valid in a message."""
+    OLD_LOG_PROBS_TRAINER: _OldLogProbs.ValueType  # 1
+    """The trainer computes them at the start of the update."""
+    OLD_LOG_PROBS_ROLLOUT: _OldLogProbs.ValueType  # 2
+    """Those of the generation engine. Requires CORRECTION_LEVEL_NONE."""
+
+class OldLogProbs(_OldLogProbs, metaclass=_OldLogProbsEnumTypeWrapper):
+    """Source of the old log-probs."""
+
+OLD_LOG_PROBS_UNSPECIFIED: OldLogProbs.ValueType  # 0
+"""Never valid in a message."""
+OLD_LOG_PROBS_TRAINER: OldLogProbs.ValueType  # 1
+"""The trainer computes them at the start of the update."""
+OLD_LOG_PROBS_ROLLOUT: OldLogProbs.ValueType  # 2
+"""Those of the generation engine. Requires CORRECTION_LEVEL_NONE."""
+Global___OldLogProbs: _TypeAlias = OldLogProbs  # noqa: Y015
+
 class _SaveKind:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -188,6 +334,86 @@ class OptimizationSettings(_message.Message):
 Global___OptimizationSettings: _TypeAlias = OptimizationSettings  # noqa: Y015
 
 @_typing.final
+class RejectionRule(_message.Message):
+    """One condition for tokens or responses to be trained on."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STATISTIC_FIELD_NUMBER: _builtins.int
+    UPPER_FIELD_NUMBER: _builtins.int
+    LOWER_FIELD_NUMBER: _builtins.int
+    statistic: Global___RejectionStatistic.ValueType
+    """The statistic."""
+    upper: _builtins.float
+    """Maximum of k2 or k3, in nats. For k1 the maximum of exp(k1). More than 0."""
+    lower: _builtins.float
+    """Minimum of exp(k1). 0 means 1 / upper. Must be 0 for k2 and k3."""
+    def __init__(
+        self,
+        *,
+        statistic: Global___RejectionStatistic.ValueType = ...,
+        upper: _builtins.float = ...,
+        lower: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lower", b"lower", "statistic", b"statistic", "upper", b"upper"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RejectionRule: _TypeAlias = RejectionRule  # noqa: Y015
+
+@_typing.final
+class RolloutCorrection(_message.Message):
+    """Correction for the difference between the policy that sampled the responses and the trainer's old policy."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LEVEL_FIELD_NUMBER: _builtins.int
+    TREATMENT_FIELD_NUMBER: _builtins.int
+    LOWER_FIELD_NUMBER: _builtins.int
+    UPPER_FIELD_NUMBER: _builtins.int
+    NORMALIZE_FIELD_NUMBER: _builtins.int
+    REJECTION_FIELD_NUMBER: _builtins.int
+    OFF_POLICY_MASK_FIELD_NUMBER: _builtins.int
+    level: Global___CorrectionLevel.ValueType
+    """Unit of the weights that multiply the policy loss."""
+    treatment: Global___CorrectionTreatment.ValueType
+    """Treatment of weights outside the bounds."""
+    lower: _builtins.float
+    """Lower bound of the weights. 0 is off."""
+    upper: _builtins.float
+    """Upper bound of the weights. 0 is off."""
+    normalize: _builtins.bool
+    """Whether weights are divided by their mean over the step."""
+    off_policy_mask: _builtins.float
+    """Off-policy sequence masking: tokens of negative advantage have no policy loss if the mean of (log-prob of the engine - log-prob of
+    the current policy) over the response's tokens in the loss is larger, in nats. 0 is off.
+    """
+    @_builtins.property
+    def rejection(self) -> _containers.RepeatedCompositeFieldContainer[Global___RejectionRule]:
+        """Conditions for tokens or responses to be trained on. At most one per statistic."""
+
+    def __init__(
+        self,
+        *,
+        level: Global___CorrectionLevel.ValueType = ...,
+        treatment: Global___CorrectionTreatment.ValueType = ...,
+        lower: _builtins.float = ...,
+        upper: _builtins.float = ...,
+        normalize: _builtins.bool = ...,
+        rejection: _abc.Iterable[Global___RejectionRule] | None = ...,
+        off_policy_mask: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["level", b"level", "lower", b"lower", "normalize", b"normalize", "off_policy_mask", b"off_policy_mask", "rejection", b"rejection", "treatment", b"treatment", "upper", b"upper"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RolloutCorrection: _TypeAlias = RolloutCorrection  # noqa: Y015
+
+@_typing.final
 class PolicyLossSettings(_message.Message):
     """Policy loss."""
 
@@ -222,11 +448,12 @@ class PolicyLossSettings(_message.Message):
     KL_LOSS_COEFFICIENT_FIELD_NUMBER: _builtins.int
     RATIO_LEVEL_FIELD_NUMBER: _builtins.int
     AGGREGATION_FIELD_NUMBER: _builtins.int
-    IMPORTANCE_SAMPLING_CAP_FIELD_NUMBER: _builtins.int
     TARGET_KL_FIELD_NUMBER: _builtins.int
     POLICY_LOSS_FIELD_NUMBER: _builtins.int
     PARAMETERS_FIELD_NUMBER: _builtins.int
     LOSS_DIVISOR_FIELD_NUMBER: _builtins.int
+    ROLLOUT_CORRECTION_FIELD_NUMBER: _builtins.int
+    OLD_LOG_PROBS_FIELD_NUMBER: _builtins.int
     temperature: _builtins.float
     """Sampling temperature of the rollouts, more than 0."""
     clip_low: _builtins.float
@@ -245,21 +472,23 @@ class PolicyLossSettings(_message.Message):
     """Unit of the ratio: token or response."""
     aggregation: Global___LossAggregation.ValueType
     """Reduction of the token losses."""
-    importance_sampling_cap: _builtins.float
-    """Maximum token weight that corrects for the generation engine: min(exp(log-prob of the trainer - log-prob of the engine),
-    importance_sampling_cap). 0 is off.
-    """
     target_kl: _builtins.float
     """Early stop, in nats per token: the update ends before an optimizer step whose mini-batch has a larger KL(old || new). 0 is off."""
     policy_loss: _builtins.str
     """Name of a built-in policy loss, or an import path (package.module:callable). Must equal the one in the actor's own config."""
     loss_divisor: _builtins.float
     """Constant divisor of LOSS_AGGREGATION_SEQUENCE_MEAN_TOKEN_SUM_NORM, more than 0. Not read with other aggregations."""
+    old_log_probs: Global___OldLogProbs.ValueType
+    """Log-probs of the old policy, with which the ratio compares the new one."""
     @_builtins.property
     def parameters(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
         """Parameters of the policy loss by name: at most 32 finite numbers. A parameter of a built-in loss that is absent has its
         default.
         """
+
+    @_builtins.property
+    def rollout_correction(self) -> Global___RolloutCorrection:
+        """Correction for the difference between the generation engine and the trainer. Always present."""
 
     def __init__(
         self,
@@ -273,15 +502,16 @@ class PolicyLossSettings(_message.Message):
         kl_loss_coefficient: _builtins.float = ...,
         ratio_level: Global___RatioLevel.ValueType = ...,
         aggregation: Global___LossAggregation.ValueType = ...,
-        importance_sampling_cap: _builtins.float = ...,
         target_kl: _builtins.float = ...,
         policy_loss: _builtins.str = ...,
         parameters: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
         loss_divisor: _builtins.float = ...,
+        rollout_correction: Global___RolloutCorrection | None = ...,
+        old_log_probs: Global___OldLogProbs.ValueType = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["rollout_correction", b"rollout_correction"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["aggregation", b"aggregation", "clip_high", b"clip_high", "clip_low", b"clip_low", "dual_clip", b"dual_clip", "entropy_coefficient", b"entropy_coefficient", "importance_sampling_cap", b"importance_sampling_cap", "kl_loss", b"kl_loss", "kl_loss_coefficient", b"kl_loss_coefficient", "loss_divisor", b"loss_divisor", "parameters", b"parameters", "policy_loss", b"policy_loss", "ratio_level", b"ratio_level", "target_kl", b"target_kl", "temperature", b"temperature"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["aggregation", b"aggregation", "clip_high", b"clip_high", "clip_low", b"clip_low", "dual_clip", b"dual_clip", "entropy_coefficient", b"entropy_coefficient", "kl_loss", b"kl_loss", "kl_loss_coefficient", b"kl_loss_coefficient", "loss_divisor", b"loss_divisor", "old_log_probs", b"old_log_probs", "parameters", b"parameters", "policy_loss", b"policy_loss", "ratio_level", b"ratio_level", "rollout_correction", b"rollout_correction", "target_kl", b"target_kl", "temperature", b"temperature"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -396,7 +626,10 @@ class UpdateResponse(_message.Message):
     def metrics(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
         """Finite values by name. Always present: "optimizer_steps" (taken) and "skipped_steps" (because of NaN or infinity).
         If an optimizer step was taken, "grad_norm" and "learning_rate". Actor: "policy_loss", "clip_fraction", "approx_kl" (nats),
-        "entropy" (nats per token), "rollout_mismatch_kl" (nats per token), "importance_weight" (mean; 1 if off).
+        "entropy" (nats per token), "rollout_mismatch_kl" (nats per token), "importance_weight" (mean; 1 if off). If importance weights
+        are on also "importance_weight_max" (before the bounds), "importance_ess" (effective sample size, a share), and
+        "importance_truncated_fraction" or "importance_masked_fraction" (shares of tokens). With rejection "rejected_fraction", with
+        off-policy masking "off_policy_masked_fraction" (shares of tokens).
         Critic: "value_loss", "value_clip_fraction".
         """
 

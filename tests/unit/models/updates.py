@@ -11,7 +11,7 @@ import torch
 
 from quartet.models.forward.scoring import response_log_probs
 from quartet.random_streams import permutation
-from quartet.types import Experience, OptimizationSettings, PolicyLossSettings
+from quartet.types import Experience, OptimizationSettings, PolicyLossSettings, RejectionRule, RolloutCorrection
 from tests.unit.models import tiny
 
 PROMPTS, RESPONSES = [3, 1, 6, 4, 2, 5, 3], [5, 8, 1, 6, 2, 7, 4]
@@ -28,9 +28,44 @@ LOSS = PolicyLossSettings(
 OPTIONS = {
     "sequence_mean": {"aggregation": "sequence_mean"},
     "sequence_ratio": {"ratio_level": "sequence"},
-    "importance": {"importance_sampling_cap": 1.05},
-    "all": {"aggregation": "sequence_mean", "ratio_level": "sequence", "importance_sampling_cap": 1.05},
+    "importance": {"rollout_correction": RolloutCorrection("token", upper=1.05)},
+    "all": {
+        "aggregation": "sequence_mean",
+        "ratio_level": "sequence",
+        "rollout_correction": RolloutCorrection("token", upper=1.05),
+    },
 }
+CORRECTIONS: dict[str, dict[str, Any]] = {
+    "token_mask": {"rollout_correction": RolloutCorrection("token", "mask", 0.92, 1.08)},
+    "seq_mask": {"rollout_correction": RolloutCorrection("token", "seq_mask", 0.97, 1.03)},
+    "sequence": {"rollout_correction": RolloutCorrection("sequence", upper=1.1)},
+    "sequence_mask": {"rollout_correction": RolloutCorrection("sequence", "mask", upper=1.05)},
+    "geometric_mean": {"rollout_correction": RolloutCorrection("geometric_mean", "mask", 0.97, 1.03)},
+    "normalize": {"rollout_correction": RolloutCorrection("token", "mask", 0.9, 1.1, normalize=True)},
+    "normalize_sequence": {"rollout_correction": RolloutCorrection("sequence", upper=1.1, normalize=True)},
+    "reject_tokens": {
+        "rollout_correction": RolloutCorrection("token", upper=1.05, rejection=(RejectionRule("token_k3", 0.005),))
+    },
+    "reject_responses": {
+        "aggregation": "sequence_mean",
+        "rollout_correction": RolloutCorrection(
+            rejection=(RejectionRule("seq_sum_k2", 0.05), RejectionRule("seq_mean_k1", 1.04))
+        ),
+    },
+    "off_policy_mask": {"rollout_correction": RolloutCorrection("token", upper=2.0, off_policy_mask=0.01)},
+    "of_engine": {"old_log_probs": "rollout"},
+    "of_engine_with_masks": {
+        "old_log_probs": "rollout",
+        "rollout_correction": RolloutCorrection(rejection=(RejectionRule("token_k2", 0.01),), off_policy_mask=0.02),
+    },
+    "all": {
+        "aggregation": "sequence_mean",
+        "rollout_correction": RolloutCorrection(
+            "sequence", "mask", 0.9, 1.1, True, (RejectionRule("seq_max_k3", 0.003),), 0.01
+        ),
+    },
+}
+"""Corrections for the difference between engine and trainer, whose bounds are within the noise between the two."""
 
 
 def with_options(**changes: Any) -> PolicyLossSettings:
@@ -125,17 +160,19 @@ class ReferenceUpdate:
                 parameter -= self.optimization.learning_rate * scale * gradient
         return norm
 
-    def token_weights(self, group: Any) -> dict[int, torch.Tensor]:
-        masks = {row: self.of("actor_mask", row) for row in group}
+    def token_weights(self, group: Any, old: list[torch.Tensor]) -> dict[int, torch.Tensor]:
+        masks = {row: self.kept(row, old) for row in group}
         counts = {row: float(mask.sum()) for row, mask in masks.items()}
         if self.loss.aggregation == "token_mean":
             return {row: mask / sum(counts.values()) for row, mask in masks.items()}
         responses = sum(count > 0 for count in counts.values())
         return {row: mask / max(1.0, counts[row]) / responses for row, mask in masks.items()}
 
-    def surrogate(self, row: int, log_probs: torch.Tensor, old: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def surrogate(
+        self, row: int, log_probs: torch.Tensor, old: torch.Tensor, mask: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the objective at each token, and whether a clip is active."""
-        mask, advantage = self.of("actor_mask", row), self.of("advantages", row)
+        advantage = self.of("advantages", row)
         log_ratio = log_probs - old
         if self.loss.ratio_level == "sequence":
             log_ratio = (log_ratio * mask).sum().expand(len(mask))
@@ -146,35 +183,94 @@ class ReferenceUpdate:
         capped = torch.where(advantage < 0, lowest, objective)
         return capped, (capped != ratio * advantage) & (mask > 0)
 
+    def ratios(self, row: int, old: torch.Tensor, level: str) -> torch.Tensor:
+        """Return the ratios of trainer to engine of a response, with those outside of the loss."""
+        mask, log_ratio = self.of("actor_mask", row), old - self.of("log_probs", row)
+        total = (log_ratio * mask).sum()
+        if level == "geometric_mean":
+            total = total / mask.sum().clamp(min=1)
+        return torch.exp(log_ratio if level == "token" else total.expand(len(mask)))
+
     def trust(self, row: int, old: torch.Tensor) -> torch.Tensor:
-        weights = torch.exp(old - self.of("log_probs", row))
-        return (
-            weights.clamp(max=self.loss.importance_sampling_cap)
-            if self.loss.importance_sampling_cap
-            else torch.ones_like(weights)
-        )
+        """Return the importance weights of a response within their bounds."""
+        correction = self.loss.rollout_correction
+        if correction.level == "none":
+            return torch.ones_like(old)
+        ratios, upper = self.ratios(row, old, correction.level), correction.upper or torch.inf
+        if correction.treatment == "truncate":
+            return ratios.clamp(correction.lower, upper)
+        bounded = self.ratios(row, old, "geometric_mean") if correction.treatment == "seq_mask" else ratios
+        return ratios * ((bounded >= correction.lower) & (bounded <= upper))
+
+    def mean_trust(self, old: list[torch.Tensor]) -> float:
+        """Return the mean importance weight of the step."""
+        correction = self.loss.rollout_correction
+        if not correction.normalize:
+            return 1.0
+        rows = [(self.trust(row, old[row]), self.of("actor_mask", row) > 0) for row in range(len(old))]
+        if correction.level == "token":
+            return float(torch.cat([weights[mask] for weights, mask in rows]).mean())
+        return float(np.mean([float(weights[0]) for weights, mask in rows if mask.any()]))
+
+    def is_kept(self, row: int, log_probs: torch.Tensor) -> torch.Tensor:
+        """Return the tokens of a response that no rule rejects."""
+        mask, kept = self.of("actor_mask", row) > 0, torch.ones(len(log_probs), dtype=torch.bool)
+        log_ratio = log_probs - self.of("log_probs", row)
+        for rule in self.loss.rollout_correction.rejection:
+            *unit, kind = rule.statistic.split("_")
+            values = {"k1": -log_ratio, "k2": log_ratio**2 / 2, "k3": log_ratio.exp() - 1 - log_ratio}[kind]
+            if unit[0] == "seq":
+                own = values[mask] if mask.any() else torch.zeros(1)
+                values = {"sum": own.sum(), "mean": own.mean(), "max": own.max()}[unit[1]].expand(len(values))
+            if kind == "k1":
+                values = values.exp()
+                kept &= values >= (rule.lower or 1 / rule.upper)
+            kept &= values <= rule.upper
+        return kept
+
+    def kept(self, row: int, old: list[torch.Tensor]) -> torch.Tensor:
+        """Return the mask of the loss without rejected tokens."""
+        mask = self.of("actor_mask", row)
+        return mask if self.loss.old_log_probs == "rollout" else mask * self.is_kept(row, old[row])
+
+    def pass_mask(self, row: int, log_probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return which tokens off-policy masking drops at the current policy, and which are rejected there."""
+        correction, mask = self.loss.rollout_correction, self.of("actor_mask", row)
+        divergence = ((self.of("log_probs", row) - log_probs) * mask).sum() / mask.sum().clamp(min=1)
+        is_far = bool(correction.off_policy_mask) and bool(divergence > correction.off_policy_mask)
+        dropped = (self.of("advantages", row) < 0) & (mask > 0) & is_far
+        rejects = self.loss.old_log_probs == "rollout"
+        return dropped, (mask > 0) & ~self.is_kept(row, log_probs) & rejects
 
     def policy(self) -> dict[str, float]:
         with torch.no_grad():
             initial = [self.distribution(row) for row in range(len(self.sequences))]
-        old = [log_probs for log_probs, _ in initial]
-        losses, norms, kls, clipped, tokens = [], [], 0.0, 0, 0
+        trainer = [log_probs for log_probs, _ in initial]
+        from_engine = self.loss.old_log_probs == "rollout"
+        old = [self.of("log_probs", row) for row in range(len(trainer))] if from_engine else trainer
+        mean_trust = self.mean_trust(old)
+        losses, norms, kls, clipped, tokens, dropped, rejected = [], [], 0.0, 0, 0, 0, 0
         for group in (group for epoch in range(self.optimization.num_epochs) for group in self.groups(epoch)):
-            weights = self.token_weights(group)
+            weights = self.token_weights(group, old)
+            count = int(sum(self.kept(row, old).sum() for row in group))
+            if count == 0:
+                continue
             total, bonus, penalty = (torch.zeros((), dtype=torch.float64) for _ in range(3))
             step_kl, step_clipped = 0.0, 0
             for row in group:
                 log_probs, entropy = self.distribution(row)
-                mask = self.of("actor_mask", row)
-                objective, is_clipped = self.surrogate(row, log_probs, old[row])
-                total = total - (objective * weights[row] * self.trust(row, old[row])).sum()
+                mask = self.kept(row, old)
+                objective, is_clipped = self.surrogate(row, log_probs, old[row], mask)
+                is_dropped, is_rejected = self.pass_mask(row, log_probs.detach())
+                trust = self.trust(row, old[row]) / mean_trust * ~(is_dropped | is_rejected)
+                total = total - (objective * weights[row] * trust).sum()
                 bonus = bonus + (entropy * weights[row]).sum()
                 reference_log_ratio = self.of("reference_log_probs", row) - log_probs
                 penalty = penalty + ((reference_log_ratio.exp() - 1 - reference_log_ratio) * weights[row]).sum()
                 log_ratio = log_probs - old[row]
                 step_kl += ((log_ratio.exp() - 1 - log_ratio) * mask).sum().item()
-                step_clipped += int(is_clipped.sum())
-            count = int(sum(self.of("actor_mask", row).sum() for row in group))
+                step_clipped += int((is_clipped & (trust > 0)).sum())
+                dropped, rejected = dropped + int((is_dropped & (mask > 0)).sum()), rejected + int(is_rejected.sum())
             self.kl_seen.append(step_kl / count)
             if self.loss.target_kl and losses and step_kl / count > self.loss.target_kl:
                 break
@@ -183,10 +279,10 @@ class ReferenceUpdate:
             norms.append(
                 self.descend(total - self.loss.entropy_coefficient * bonus + self.loss.kl_loss_coefficient * penalty)
             )
-        drift = torch.cat(old) - torch.from_numpy(self.data.log_probs.astype(np.float64))
+        drift = torch.cat(trainer) - torch.from_numpy(self.data.log_probs.astype(np.float64))
         importance = torch.cat([self.trust(row, old[row]) for row in range(len(old))])
         is_counted = torch.from_numpy(self.data.actor_mask) > 0
-        return {
+        result = {
             "policy_loss": float(np.mean(losses)),
             "grad_norm": float(np.mean(norms)),
             "entropy": float(torch.cat([entropy for _, entropy in initial]).mean()),
@@ -196,6 +292,15 @@ class ReferenceUpdate:
             "importance_weight": float(importance[is_counted].mean()),
             "optimizer_steps": len(losses),
         }
+        correction = self.loss.rollout_correction
+        if correction.off_policy_mask:
+            result["off_policy_masked_fraction"] = dropped / tokens
+        if correction.rejection and from_engine:
+            result["rejected_fraction"] = rejected / tokens
+        elif correction.rejection:
+            kept = sum(float(self.kept(row, old).sum()) for row in range(len(old)))
+            result["rejected_fraction"] = 1 - kept / int(is_counted.sum())
+        return result
 
     def value(self, clip: float) -> dict[str, float]:
         losses = []

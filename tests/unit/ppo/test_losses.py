@@ -17,7 +17,6 @@ from quartet.ppo.critic_free_advantages import broadcast_to_tokens
 from quartet.ppo.losses import (
     PolicyLoss,
     PolicyLossInput,
-    importance_weights,
     kl_loss,
     loss_weights,
     value_loss,
@@ -108,21 +107,6 @@ def test_loss_weights_of_a_worked_example() -> None:
 @AGGREGATION
 def test_all_weights_are_zero_if_no_token_counts(aggregation: LossAggregation) -> None:
     assert loss_weights(torch.zeros(3), torch.tensor([2, 1]), aggregation, DIVISOR).tolist() == [0.0, 0.0, 0.0]
-
-
-@check
-@given(tokens=sizes, seed=seeds, cap=st.floats(0.1, 5))
-def test_importance_weights_follow_their_definition(tokens: int, seed: int, cap: float) -> None:
-    old, rollout = draw(seed, tokens), draw(seed + 1, tokens)
-    expected = [min(math.exp(o - r), cap) for o, r in zip(old.tolist(), rollout.tolist(), strict=True)]
-    assert importance_weights(old, rollout, cap).tolist() == pytest.approx(expected, rel=1e-5)
-
-
-def test_importance_weights_are_finite_and_have_no_gradient() -> None:
-    old = torch.tensor([0.0, -500.0], requires_grad=True)
-    weights = importance_weights(old, torch.tensor([-500.0, 0.0]), 1e30)
-    assert weights.tolist() == pytest.approx([math.exp(20), math.exp(-20)])
-    assert not weights.requires_grad
 
 
 @LEVEL
@@ -284,7 +268,7 @@ def test_policy_loss_and_gradient_do_not_depend_on_the_split_into_micro_batches(
     tokens, sizes = sum(lengths), torch.tensor(lengths)
     new, old, advantages = draw(seed, tokens, 0.5), draw(seed + 1, tokens, 0.5), draw(seed + 2, tokens)
     weights = loss_weights(draw_mask(seed + 3, tokens), sizes, aggregation, DIVISOR)
-    weighted = weights * importance_weights(old, draw(seed + 4, tokens), cap) if cap else weights
+    weighted = weights * draw(seed + 4, tokens).exp().clamp(max=cap) if cap else weights
     of_response = [
         torch.arange(tokens)[end - length : end] for length, end in zip(lengths, sizes.cumsum(0), strict=True)
     ]
@@ -440,11 +424,7 @@ def test_invalid_settings_and_shapes_are_refused() -> None:
         weighted_sum(two, one)
     with pytest.raises(InvalidRequest, match="add up to 1"):
         loss_weights(two, lengths, "token_mean")
-    with pytest.raises(InvalidRequest, match="same length"):
-        importance_weights(two, one, 2.0)
     with pytest.raises(InvalidRequest, match=r"loss divisor 0\.0: expected more than 0"):
         loss_weights(two, torch.tensor([2]), "sequence_mean_token_sum_norm", 0.0)
     with pytest.raises(InvalidRequest, match="expected bool"):
         PolicyLossInput(one, one, one, one, one, one, lengths)
-    with pytest.raises(InvalidRequest, match="cap"):
-        importance_weights(one, one, 0.0)

@@ -19,6 +19,17 @@ GROUPS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("Policy loss", "", ("policy_loss",)),
     ("Value loss", "", ("value_loss",)),
     ("Clipped", "share of tokens", ("clip_fraction", "value_clip_fraction")),
+    (
+        "Correction for the engine",
+        "effective sample size, and tokens outside the bounds",
+        (
+            "importance_ess",
+            "importance_truncated_fraction",
+            "importance_masked_fraction",
+            "rejected_fraction",
+            "off_policy_masked_fraction",
+        ),
+    ),
     ("Step of the policy", "nats per token, old policy to new", ("approx_kl",)),
     ("Explained variance of the critic", "", ("explained_variance",)),
     ("Gradient norm", "", ("grad_norm_actor", "grad_norm_critic")),

@@ -20,6 +20,7 @@ from quartet.models.forward.onednn_linear import onednn_linear
 from quartet.models.forward.scoring import forward_values
 from quartet.models.training.mini_batches import MetricSums, MiniBatch, MiniBatchIterator, UpdateStats
 from quartet.models.training.optimizer import set_learning_rate
+from quartet.models.training.policy_weights import MASKED_SUMS, PolicyWeights
 from quartet.models.value_head import ValueModel
 from quartet.models.workers.workers import SINGLE, Workers
 from quartet.ppo.losses import (
@@ -28,9 +29,7 @@ from quartet.ppo.losses import (
     PolicyLossInput,
     SelectionInput,
     TokenSelector,
-    importance_weights,
     kl_loss,
-    loss_weights,
     value_loss,
     weighted_sum,
 )
@@ -62,19 +61,22 @@ def update_policy(
 ) -> dict[str, float]:
     """Take the policy's optimizer steps on one step's experience and return their metrics.
 
-    ``loss_function`` is the function that ``loss.policy_loss`` names, ``select_tokens`` and ``needs_old_log_probs`` are as in its
-    ``PolicyLossSpec``. The trainer computes the old log-probs in the micro-batches of the first epoch, before the first optimizer
-    step, so the ratio starts at exactly 1. A mini-batch without a token under
-    ``actor_mask`` takes no step. The result does not depend on ``max_tokens``, which limits a micro-batch, pads included. Except
-    at the first step, the update ends at a mini-batch whose mean KL(old || new) over its masked tokens exceeds
+    ``loss_function`` is the function that ``loss.policy_loss`` names, ``select_tokens`` and ``needs_old_log_probs`` are as in
+    its ``PolicyLossSpec``. The trainer computes the old log-probs in the micro-batches of the first epoch, before the first
+    optimizer step, so the ratio starts at exactly 1. With ``loss.old_log_probs`` "rollout" they are those of the experience
+    instead. A mini-batch without a token under ``actor_mask`` that is not rejected takes no step. The result does not depend on
+    ``max_tokens``, which limits a micro-batch, pads included. Except at the first step, the update ends at a mini-batch whose
+    mean KL(old || new) over its masked tokens exceeds
     ``loss.target_kl`` (Spinning Up's target_kl, without its factor of 1.5). With 0 epochs it only runs one forward pass. The
     ``workers`` share each mini-batch. All of them return the same metrics, those of the whole step.
 
     Metrics, omitted if nothing was observed: ``policy_loss`` and ``grad_norm`` (before clipping), means over optimizer
     steps; ``clip_fraction`` and ``approx_kl`` (old to new, nats), means over masked tokens of all epochs; ``entropy`` (nats), of
-    the old policy, mean over the policy's tokens; ``rollout_mismatch_kl`` (nats), k3 between the engine's log-probs and the old
-    ones, mean over the policy's tokens; ``importance_weight``, mean over masked tokens, 1 without a cap; ``learning_rate``; and
-    always ``optimizer_steps`` and ``skipped_steps``. The other means do not include skipped steps.
+    the old policy, mean over the policy's tokens; ``rollout_mismatch_kl`` (nats), k3 between the engine's log-probs and the
+    trainer's old ones, mean over the policy's tokens; ``importance_weight`` and further metrics of the correction, see
+    ``quartet.ppo.rollout_correction.importance_metrics``; ``rejected_fraction`` and ``off_policy_masked_fraction``, shares of
+    masked tokens; ``learning_rate``; and always ``optimizer_steps`` and ``skipped_steps``. The other means do not include skipped
+    steps. If the old log-probs are the engine's, entropy and mismatch are those of the first pass over each mini-batch.
 
     Raises InvalidRequest before any computation. Raises ComputationFailed if an old log-prob, loss or gradient is not finite,
     before the step of that mini-batch. Earlier steps are not undone, so the caller must restore a checkpoint. With
@@ -90,7 +92,9 @@ def update_policy(
         optimizer.zero_grad(set_to_none=True)
         _take_policy_steps(batches, policy, optimizer, settings, loss, stats, workers, needs_old_log_probs)
     return {
-        **stats.means(per_step={"policy_loss": "policy_loss"}, per_token=_POLICY_TOKEN_MEANS),
+        **stats.means(
+            per_step={"policy_loss": "policy_loss"}, per_token=_POLICY_TOKEN_MEANS | policy.masked_fractions()
+        ),
         **policy.observations(),
         **stats.metrics(settings),
     }
@@ -156,21 +160,16 @@ def _take_policy_steps(
 ) -> None:
     for epoch in range(settings.num_epochs):
         mini_batches = batches.mini_batches(epoch)
-        counts = [policy.masked_tokens(mini_batch) for mini_batch in mini_batches]
-        # The first mini-batch with a step is computed at the old weights, so its forward pass also provides the old log-probs,
-        # unless the loss needs them before it.
-        first = next((index for index, count in enumerate(counts) if count), None) if epoch == 0 else None
-        if needs_old_log_probs:
-            first = None
+        observed = range(0)
         if epoch == 0:
-            others = [mini_batch for index, mini_batch in enumerate(mini_batches) if index != first]
-            policy.recompute(others, settings.skip_non_finite)
+            observed = policy.observe_old(mini_batches, settings.skip_non_finite, needs_old_log_probs)
+        counts = [policy.masked_tokens(mini_batch) for mini_batch in mini_batches]
         for index, (mini_batch, count) in enumerate(zip(mini_batches, counts, strict=True)):
             if count == 0:
                 continue
-            if index != first:
+            if policy.knows_old or index not in observed:
                 policy.select(mini_batch, partial(selection_order, settings.seed, batches.step, epoch, index))
-            losses, seen = policy.backward(mini_batch, index == first)
+            losses, seen = policy.backward(mini_batch, index in observed)
             if loss.target_kl and stats.steps and seen["approx_kl"] / count > loss.target_kl:
                 optimizer.zero_grad(set_to_none=True)
                 return
@@ -180,7 +179,11 @@ def _take_policy_steps(
 
 
 class _PolicyExperience:
-    """A step's experience on the policy's device, its old log-probs [response tokens] once computed, and the loss."""
+    """A step's experience on the policy's device, its old log-probs [response tokens] once known, and the loss.
+
+    ``_observed`` [response tokens] are the trainer's log-probs before the first optimizer step, or at the first pass if the old
+    log-probs are the engine's.
+    """
 
     def __init__(
         self,
@@ -193,25 +196,59 @@ class _PolicyExperience:
         select_tokens: TokenSelector | None,
     ) -> None:
         self._workers, self._select_tokens = workers, select_tokens
-        self._model, self._loss, self._actor_mask = model, loss, experience.actor_mask
-        self._loss_function = loss_function
-        self._mask, self._advantages = batches.tensor(experience.actor_mask), batches.tensor(experience.advantages)
+        self._model, self._loss, self._loss_function = model, loss, loss_function
+        self._actor_mask = experience.actor_mask
+        self._advantages = batches.tensor(experience.advantages)
         self._reference, self._rollout = (
             batches.tensor(experience.reference_log_probs),
             batches.tensor(experience.log_probs),
         )
         self._own_tokens = batches.own_tokens()
-        self._weights = torch.zeros_like(self._mask)
-        self._selected = torch.zeros_like(self._mask, dtype=torch.bool) if select_tokens else None
+        mask, lengths = (
+            batches.tensor(experience.actor_mask),
+            torch.from_numpy(experience.batch.response_lengths.copy()),
+        )
+        self._weights = PolicyWeights(loss, mask, self._rollout, self._advantages, lengths.to(mask.device))
+        self._selected = torch.zeros_like(mask, dtype=torch.bool) if select_tokens else None
         self._rollout_log_probs, self._response_mask = experience.log_probs, experience.response_mask
         self._entropy = MetricSums()
-        self.old = torch.full_like(self._mask, torch.nan)
-        # The tokens whose old log-prob this rank has computed.
-        self._computed = torch.zeros_like(self._mask, dtype=torch.bool)
+        self._observed = torch.full_like(mask, torch.nan)
+        # The tokens whose log-prob this rank has observed.
+        self._computed = torch.zeros_like(mask, dtype=torch.bool)
+        self.knows_old = loss.old_log_probs == "rollout"
+        """True if the old log-probs are known before the update: those of the engine."""
 
     def masked_tokens(self, mini_batch: MiniBatch) -> int:
         """Return the number of tokens of the mini-batch in the policy loss."""
         return int(np.count_nonzero(self._actor_mask[mini_batch.token_indices]))
+
+    def masked_fractions(self) -> dict[str, str]:
+        """Return the metrics that are shares of the tokens in the policy loss, with the names of their sums."""
+        return self._weights.masked_fractions()
+
+    @property
+    def _old(self) -> torch.Tensor:
+        """The old log-probs [response tokens]."""
+        return self._rollout if self.knows_old else self._observed
+
+    def observe_old(self, mini_batches: list[MiniBatch], skip_non_finite: bool, needs_old_log_probs: bool) -> range:
+        """Compute the old log-probs that are needed before the first optimizer step, which may be those of the whole step.
+
+        Return the indices of the mini-batches whose own forward pass with gradients provides the log-probs.
+        """
+        if self.knows_old:
+            return range(len(mini_batches))
+        if needs_old_log_probs or self._weights.needs_old_log_probs:
+            self.recompute(mini_batches, skip_non_finite)
+            self.exchange_old()
+            self._weights.prepare(self._observed)
+            self._actor_mask = self._weights.mask.cpu().numpy()
+            return range(0)
+        # The first mini-batch with a step is computed at the old weights, so its forward pass also provides the old log-probs.
+        counts = map(self.masked_tokens, mini_batches)
+        first = next((index for index, count in enumerate(counts) if count), len(mini_batches))
+        self.recompute(mini_batches[:first] + mini_batches[first + 1 :], skip_non_finite)
+        return range(first, first + 1)
 
     def recompute(self, mini_batches: list[MiniBatch], skip_non_finite: bool) -> None:
         """Compute the old log-probs and the entropy at the current weights, in the same micro-batches as in training.
@@ -245,34 +282,39 @@ class _PolicyExperience:
         if self._select_tokens is None or self._selected is None:
             return
         token_indices = mini_batch.token_indices[self._actor_mask[mini_batch.token_indices] != 0]
-        tokens = torch.from_numpy(token_indices).to(self._mask.device)
+        tokens = torch.from_numpy(token_indices).to(self._observed.device)
         self._selected[tokens] = self._select_tokens(
             SelectionInput(
-                self.old[tokens],
+                self._old[tokens],
                 self._advantages[tokens],
                 self._loss.parameters,
                 lambda count: torch.from_numpy(order(count)),
             )
         )
 
-    def backward(self, mini_batch: MiniBatch, is_first: bool) -> tuple[list[torch.Tensor], MetricSums]:
+    def backward(self, mini_batch: MiniBatch, observe: bool) -> tuple[list[torch.Tensor], MetricSums]:
         """Add the mini-batch's gradients to the model's. Return the loss [] of each micro-batch of this rank, and metrics of all
         ranks.
 
-        ``is_first``: the weights are the old ones, so this forward pass provides the old log-probs and the entropy.
+        ``observe``: this forward pass provides the trainer's log-probs and the entropy.
         """
         loss, losses, seen = self._loss, [], MetricSums()
         failure: QuartetError | None = None
-        self._weigh(mini_batch)
+        self._weights.start_mini_batch(
+            *(
+                torch.from_numpy(values).to(self._observed.device)
+                for values in (mini_batch.token_indices, mini_batch.lengths)
+            )
+        )
         for micro_batch, counts in mini_batch.share:
-            entropy_use: EntropyUse = "train" if loss.entropy_coefficient else "report" if is_first else "none"
+            entropy_use: EntropyUse = "train" if loss.entropy_coefficient else "report" if observe else "none"
             log_probs, entropies = self._forward(micro_batch, entropy_use)
-            if counts and is_first:
+            if counts and observe:
                 self._remember(micro_batch, log_probs.detach(), entropies)
             total: torch.Tensor | None = None
             if counts and failure is None:
                 try:
-                    total, result = self._total_loss(micro_batch, log_probs, entropies)
+                    total, result = self._total_loss(micro_batch, log_probs, entropies, seen)
                     seen.add(policy_loss=result.loss, clipped=result.clipped_tokens, approx_kl=result.approx_kl_sum)
                 except QuartetError as error:
                     if self._workers.size == 1:
@@ -285,22 +327,23 @@ class _PolicyExperience:
             total.backward()  # type: ignore[no-untyped-call]
             losses.append(total)
         self._workers.raise_on_all(failure)
-        return losses, seen.over(self._workers, "policy_loss", "clipped", "approx_kl")
+        return losses, seen.over(self._workers, "policy_loss", "clipped", "approx_kl", *MASKED_SUMS)
 
     def _total_loss(
-        self, micro_batch: MicroBatch, log_probs: torch.Tensor, entropies: torch.Tensor | None
+        self, micro_batch: MicroBatch, log_probs: torch.Tensor, entropies: torch.Tensor | None, seen: MetricSums
     ) -> tuple[torch.Tensor, PolicyLoss]:
-        """Return the loss [] of a micro-batch, and the part of it that is the policy loss."""
+        """Return the loss [] of a micro-batch, and the part of it that is the policy loss. Add masked tokens to ``seen``."""
         loss, token_indices = self._loss, micro_batch.token_indices
-        weights = self._weights[token_indices]
+        weights = self._weights.of_mean(token_indices)
+        old = self._old[token_indices]
         result = self._loss_function(
             PolicyLossInput(
                 log_probs=log_probs,
-                old_log_probs=self.old[token_indices],
+                old_log_probs=old,
                 rollout_log_probs=self._rollout[token_indices],
                 advantages=self._advantages[token_indices],
-                mask=self._mask[token_indices] != 0,
-                weights=self._importance_weighted(weights, token_indices),
+                mask=self._weights.mask[token_indices] != 0,
+                weights=self._weights.of_loss(token_indices, micro_batch.lengths, old, log_probs, seen),
                 lengths=micro_batch.lengths,
                 clip_low=loss.clip_low,
                 clip_high=loss.clip_high,
@@ -322,28 +365,22 @@ class _PolicyExperience:
         """Get the old log-probs that other ranks have computed. A later epoch splits its mini-batches in another way."""
         if self._workers.size > 1:
             computed = self._workers.sum(self._computed)
-            values = self._workers.sum(torch.where(self._computed, self.old, 0.0)).to(self.old)
-            self.old = torch.where(computed > 0, values, torch.nan)
+            values = self._workers.sum(torch.where(self._computed, self._observed, 0.0)).to(self._observed)
+            self._observed = torch.where(computed > 0, values, torch.nan)
 
     def observations(self) -> dict[str, float]:
-        """Return ``entropy``, ``rollout_mismatch_kl`` and ``importance_weight`` over the tokens with known old log-probs."""
+        """Return ``entropy``, ``rollout_mismatch_kl`` and metrics of the correction, over the tokens with known log-probs."""
         self.exchange_old()
         results = {}
         entropy = self._entropy.over(self._workers, "entropy", "tokens")
         if entropy["tokens"]:
             results["entropy"] = entropy["entropy"] / entropy["tokens"]
-        old, rollout = self.old.cpu().numpy(), self._rollout_log_probs
+        old, rollout = self._observed.cpu().numpy(), self._rollout_log_probs
         if len(self._response_mask):
             old, rollout = old[self._response_mask], rollout[self._response_mask]
         if np.isfinite(old).any():
             results["rollout_mismatch_kl"] = _mismatch(rollout, old)
-        known = (self._mask != 0) & self.old.isfinite()
-        if not self._loss.importance_sampling_cap:
-            results["importance_weight"] = 1.0
-        elif known.any():
-            weights = importance_weights(self.old[known], self._rollout[known], self._loss.importance_sampling_cap)
-            results["importance_weight"] = float(weights.double().mean())
-        return results
+        return results | self._weights.metrics(self._observed)
 
     def _forward(self, micro_batch: MicroBatch, entropy_use: EntropyUse) -> tuple[torch.Tensor, torch.Tensor | None]:
         temperature = self._loss.temperature
@@ -351,29 +388,11 @@ class _PolicyExperience:
 
     def _remember(self, micro_batch: MicroBatch, old: torch.Tensor, entropies: torch.Tensor | None) -> None:
         assert entropies is not None
-        self.old[micro_batch.token_indices] = old
+        self._observed[micro_batch.token_indices] = old
         self._computed[micro_batch.token_indices] = True
         _, own = self._own_tokens.select(micro_batch.token_indices, entropies)
         finite = own.isfinite()
         self._entropy.add(entropy=own[finite].sum(), tokens=finite.sum())
-
-    def _weigh(self, mini_batch: MiniBatch) -> None:
-        token_indices, lengths = (
-            torch.from_numpy(values).to(self._mask.device) for values in (mini_batch.token_indices, mini_batch.lengths)
-        )
-        self._weights[token_indices] = loss_weights(
-            self._mask[token_indices], lengths, self._loss.aggregation, self._loss.loss_divisor
-        )
-
-    def _importance_weighted(self, weights: torch.Tensor, token_indices: torch.Tensor) -> torch.Tensor:
-        """Return ``weights`` [n] of the tokens at ``token_indices`` times their truncated importance weights."""
-        if not self._loss.importance_sampling_cap:
-            return weights
-        importance = importance_weights(
-            self.old[token_indices], self._rollout[token_indices], self._loss.importance_sampling_cap
-        )
-        # Avoids 0 * NaN for masked tokens.
-        return torch.where(weights != 0, weights * importance, 0.0)
 
 
 def _mismatch(rollout: FloatArray, old: FloatArray) -> float:

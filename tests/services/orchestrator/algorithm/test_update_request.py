@@ -15,7 +15,13 @@ from quartet.services.orchestrator.algorithm.update_request import (
     policy_loss_of,
     value_loss_of,
 )
-from quartet.types import OptimizationSettings, PolicyLossSettings, ValueLossSettings
+from quartet.types import (
+    OptimizationSettings,
+    PolicyLossSettings,
+    RejectionRule,
+    RolloutCorrection,
+    ValueLossSettings,
+)
 
 
 def config(**sections: Any) -> Config:
@@ -106,18 +112,39 @@ def test_every_policy_loss_setting_is_sent() -> None:
         "estimator": "reinforce",
         "ratio_level": "sequence",
         "loss_aggregation": "sequence_mean",
-        "importance_sampling_cap": 3.0,
+        "rollout_correction": {
+            "level": "sequence",
+            "treatment": "mask",
+            "upper": 3.0,
+            "lower": 0.5,
+            "normalize": True,
+            "rejection": [{"statistic": "seq_mean_k1", "upper": 1.5}, {"statistic": "token_k3", "upper": 0.1}],
+            "off_policy_mask": 0.2,
+        },
         "target_kl": 0.5,
         "policy_loss": "package.module:loss",
         "policy_loss_parameters": {"strength": 2.5},
     }
+    rules = (RejectionRule("seq_mean_k1", 1.5), RejectionRule("token_k3", 0.1))
     whole = config(algorithm=options, rollout={"temperature": 0.7})
     assert policy_loss_of(whole.algorithm, whole.rollout) == PolicyLossSettings(
-        *(0.7, 0.1, 0.3, 4.0, 0.01, "k3", 0.2, "sequence", "sequence_mean", 3.0, 0.5, "package.module:loss"),
+        *(0.7, 0.1, 0.3, 4.0, 0.01, "k3", 0.2, "sequence", "sequence_mean", 0.5, "package.module:loss"),
         parameters={"strength": 2.5},
+        rollout_correction=RolloutCorrection("sequence", "mask", 0.5, 3.0, True, rules, 0.2),
     )
-    disabled = config(algorithm={"importance_sampling_cap": None, "clip_ratio": 0.1})
+    disabled = config(algorithm={"rollout_correction": {"level": "none"}, "clip_ratio": 0.1})
     assert policy_loss_of(disabled.algorithm, disabled.rollout) == PolicyLossSettings(clip_low=0.1, clip_high=0.1)
+
+
+def test_the_default_correction_truncates_the_weights_of_tokens_at_2() -> None:
+    default = config()
+    expected = PolicyLossSettings(rollout_correction=RolloutCorrection("token", upper=2.0))
+    assert policy_loss_of(default.algorithm, default.rollout) == expected
+
+
+def test_the_old_log_probs_of_the_engine_come_without_weights() -> None:
+    of_engine = config(algorithm={"old_log_probs": "rollout", "rollout_correction": {"level": "none"}})
+    assert policy_loss_of(of_engine.algorithm, of_engine.rollout) == PolicyLossSettings(old_log_probs="rollout")
 
 
 @pytest.mark.parametrize(("given", "divisor"), [(None, 24.0), (100.0, 100.0)])

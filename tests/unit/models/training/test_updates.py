@@ -224,14 +224,12 @@ def test_zero_epochs_change_no_weights_and_report_entropy_and_mismatch(monkeypat
     model, critic = tiny.causal("llama"), ValueModel.of_classifier(tiny.classifier("llama"))
     data, before, critic_before = experience(model), copy.deepcopy(model), copy.deepcopy(critic)
     once = settings(num_mini_batches=1, num_epochs=1, learning_rate=0.0)
-    expected = update_policy(
-        copy.deepcopy(model), sgd(model), data, once, with_options(importance_sampling_cap=1.05), 1000
-    )
+    expected = update_policy(copy.deepcopy(model), sgd(model), data, once, with_options(**OPTIONS["importance"]), 1000)
     policies, values = (forward_passes(monkeypatch, name) for name in ("forward_log_probs", "forward_values"))
     optimizer = create_optimizer(model, 0.5, weight_decay=0.1)
     none = settings(num_mini_batches=1, num_epochs=0)
-    result = update_policy(model, optimizer, data, none, with_options(importance_sampling_cap=1.05), 1000)
-    observed = ("entropy", "rollout_mismatch_kl", "importance_weight")
+    result = update_policy(model, optimizer, data, none, with_options(**OPTIONS["importance"]), 1000)
+    observed = {name for name in expected if name.startswith("importance_")} | {"entropy", "rollout_mismatch_kl"}
     assert result["entropy"] > 0
     assert {name: result[name] for name in observed} == pytest.approx({name: expected[name] for name in observed})
     assert {name: value for name, value in result.items() if name not in observed} == NO_STEP

@@ -55,6 +55,8 @@ CASES = (
     "bfloat16",
     "few-tokens",
     "not-finite",
+    "correction-all",
+    "correction-of_engine_with_masks",
 )
 REPEATED = ("ppo", "rloo-lora", "value")
 ARCHITECTURES = ("gpt2", "gpt_neox", "qwen3", "phi3", "phi")
@@ -84,6 +86,8 @@ def run(case: str, workers: Workers, folder: Path) -> tuple[dict[str, torch.Tens
     if case == "frozen":
         freeze_parameters(model, ["*embed_tokens*", "*.layers.0.*"])
     loss = updates.with_options(**RLOO) if case.startswith("rloo") else updates.with_options(target_kl=0.5)
+    if case.startswith("correction-"):
+        loss = updates.with_options(**updates.CORRECTIONS[case.removeprefix("correction-")])
     if case.startswith("rloo"):
         data = updates.with_outcome_advantages(data)
     if case == "not-finite":

@@ -1,0 +1,132 @@
+"""Settings of the correction for the difference between engine and trainer, and their conditions."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+from pydantic import model_validator
+
+from quartet.config.section import Positive, Section
+
+if TYPE_CHECKING:
+    from quartet.config.root import Config
+
+_UPPER = 2.0
+
+
+class RejectionConfig(Section):
+    """One condition that tokens or responses must meet, or else they are left out of the update of the policy."""
+
+    statistic: Literal[
+        "token_k1",
+        "token_k2",
+        "token_k3",
+        "seq_sum_k1",
+        "seq_sum_k2",
+        "seq_sum_k3",
+        "seq_mean_k1",
+        "seq_mean_k2",
+        "seq_mean_k3",
+        "seq_max_k2",
+        "seq_max_k3",
+    ]
+    """KL estimate between engine and trainer, as verl's rollout_rs: of each token, or its sum, mean or maximum over the response.
+    With r = log π_trainer − log π_engine: k1 is −r, k2 is r²/2, k3 is exp(r) − 1 − r."""
+    upper: Positive
+    """Maximum of k2 and k3, in nats. For k1 the maximum of exp(k1), a ratio."""
+    lower: Positive | None = None
+    """For k1: minimum of exp(k1). Null: 1/upper."""
+
+    @model_validator(mode="after")
+    def _check_bounds(self) -> RejectionConfig:
+        if not self.statistic.endswith("k1"):
+            if self.lower is not None:
+                raise ValueError(f"lower {self.lower:g}: {self.statistic} has an upper bound only; remove lower")
+        elif (self.lower or 1 / self.upper) > self.upper:
+            raise ValueError(
+                f"upper {self.upper:g}: {self.statistic} has bounds of a ratio; expected at least "
+                f"{'1' if self.lower is None else f'lower {self.lower:g}'}"
+            )
+        return self
+
+
+class RolloutCorrectionConfig(Section):
+    """Correction for the difference between the policy that sampled the responses and the trainer's old policy."""
+
+    level: Literal["none", "token", "sequence", "geometric_mean"] = "token"
+    """Importance weights in the policy loss. token: π_trainer/π_engine of each token. sequence: their product over the response.
+    geometric_mean: their geometric mean over the response. none: no weights."""
+    treatment: Literal["truncate", "mask", "seq_mask"] = "truncate"
+    """Treatment of weights outside the bounds. truncate: move them to the bound. mask: set them to 0 (IcePop; at level sequence
+    TRL's sequence_mask). seq_mask: set the token weights of a response to 0 if their geometric mean is outside (seq-mask-tis)."""
+    upper: Positive | None = _UPPER
+    """Upper bound of the weights. Null disables it."""
+    lower: Positive | None = None
+    """Lower bound of the weights. Null disables it."""
+    normalize: bool = False
+    """Divide the weights by their mean over the step, as verl's rollout_is_batch_normalize. Needs a forward pass more, for the
+    old log-probs of the whole step."""
+    rejection: tuple[RejectionConfig, ...] = ()
+    """Conditions that tokens and responses must meet, all of them. Others are left out of the policy loss, of the mean over its
+    tokens or responses, and of the KL and entropy terms. Needs a forward pass more."""
+    off_policy_mask: Positive | None = None
+    """Off-policy sequence masking: responses with a negative advantage have no policy loss if KL(engine ‖ current policy) exceeds
+    this, in nats per token. Null disables it."""
+
+    @model_validator(mode="after")
+    def _check_weights(self) -> RolloutCorrectionConfig:
+        if self.level == "none":
+            self._check_no_weights()
+            return self
+        if self.upper is None and self.lower is None:
+            raise ValueError(f"upper null: level {self.level} needs a bound; set upper or lower, or level none")
+        if self.upper is not None and self.lower is not None and self.lower > self.upper:
+            raise ValueError(f"lower {self.lower:g}: expected at most upper {self.upper:g}")
+        if self.treatment == "seq_mask" and self.level != "token":
+            raise ValueError(
+                f"treatment seq_mask: masks the token weights of whole responses; set level token, not {self.level}, or "
+                "treatment mask"
+            )
+        return self
+
+    def _check_no_weights(self) -> None:
+        for key, given in (
+            (f"treatment {self.treatment}", self.treatment != "truncate"),
+            (f"upper {self.upper}", self.upper not in (None, _UPPER)),
+            (f"lower {self.lower}", self.lower is not None),
+            ("normalize", self.normalize),
+        ):
+            if given:
+                raise ValueError(f"{key}: level none has no weights; remove it, or set level to token or sequence")
+
+    @model_validator(mode="after")
+    def _check_rejection(self) -> RolloutCorrectionConfig:
+        names = [rule.statistic for rule in self.rejection]
+        if repeated := sorted({name for name in names if names.count(name) > 1}):
+            raise ValueError(f"rejection: {repeated[0]} is there twice; expected each statistic once")
+        return self
+
+
+def check_rollout_correction(config: Config) -> None:
+    """Raise ValueError if algorithm.rollout_correction, algorithm.old_log_probs and the rollout do not fit each other."""
+    algorithm, rollout = config.algorithm, config.rollout
+    correction = algorithm.rollout_correction
+    uses_engine = algorithm.old_log_probs == "rollout"
+    if uses_engine and correction.level != "none":
+        raise ValueError(
+            "algorithm.old_log_probs rollout: the ratio of the policy loss then compares with the engine, and importance weights "
+            "would count the difference twice; set algorithm.rollout_correction.level none"
+        )
+    if uses_engine or correction.level != "none":
+        return
+    remedy = "set algorithm.rollout_correction.level, such as token"
+    if rollout.triton is not None and rollout.triton.weights == "static":
+        raise ValueError(
+            "rollout.triton.weights static: the server samples from another policy than the trained one, which needs "
+            f"importance sampling; {remedy}"
+        )
+    if rollout.max_off_policy_steps and not correction.rejection:
+        raise ValueError(
+            f"rollout.max_off_policy_steps {rollout.max_off_policy_steps}: responses come from an older policy than the trained "
+            f"one, which needs a correction; {remedy}"
+        )
