@@ -175,8 +175,9 @@ class TinyEngine(TinyModel):
         ids, log_probs = list(request.prompt_ids), []
         draws = uniforms(batch.seed, request.id, batch.sampling.max_response_tokens)
         for draw in draws:
-            row = self.distribution(np.array(ids), batch.sampling.temperature or 1.0)[-1]
-            greedy = batch.sampling.temperature == 0
+            temperature = request.own_sampling(batch.sampling).temperature
+            row = self.distribution(np.array(ids), temperature or 1.0)[-1]
+            greedy = temperature == 0
             token = int(row.argmax()) if greedy else int(np.searchsorted(np.exp(row).cumsum(), draw))
             ids.append(min(token, VOCABULARY - 1))
             log_probs.append(row[ids[-1]])

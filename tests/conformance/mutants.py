@@ -305,6 +305,12 @@ MUTANTS = [
         model("sample", lambda _, right, one, batch: right(one, replace(batch, seed=1))),
     ),
     Mutant("sampling at temperature 0", ACTOR, "generate.greedy", sampled_greedy),
+    Mutant(
+        "greedy trajectories sampled",
+        ACTOR,
+        "generate.greedy",
+        model("sample", lambda _, right, one, batch: right(replace(one, greedy=False), batch)),
+    ),
     Mutant("the epoch of a generation ignored", ACTOR, "generate.fencing", model("fence", lambda *_: None)),
     Mutant("invalid samplings replaced", ACTOR, "generate.invalid", any_sampling),
     Mutant("generation that continues without its caller", ACTOR, "generate.cancel", hangs_after_cancellation),
