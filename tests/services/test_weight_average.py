@@ -1,4 +1,4 @@
-"""The moving average of the actor: part of checkpoints, restored to the same bits, and saved as a model."""
+"""The moving average of the actor: part of checkpoints, restored bit-identical, and saved as a model."""
 
 from __future__ import annotations
 

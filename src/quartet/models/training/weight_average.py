@@ -39,7 +39,7 @@ class WeightAverage:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Add the current weights. Equal weights leave the average as it is, to the bit."""
+        """Add the current weights. Equal weights leave the average bit-identical."""
         for name, value in self._values.items():
             value.lerp_(self._weights[name].detach().to("cpu", torch.float32), 1 - self._decay)
 
