@@ -336,7 +336,7 @@ class TrainingLoop:
         self._preparation, self._checkpoints, self._live_settings = preparation, checkpoints, live_settings
         self._alerts, self._control, self._board, self._profiler = alerts, control, board, profiler
         self._files = RunFiles(config.run_directory)
-        self._reference = ReferenceSynchronizer(config, self._files, service_clients, board, profiler)
+        self._reference = ReferenceSynchronizer(config, self._files, service_clients, profiler)
 
     def run(self) -> int:
         """Take steps until the end of the run or a stop. Returns the last step."""

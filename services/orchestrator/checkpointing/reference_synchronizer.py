@@ -21,7 +21,6 @@ from quartet.run_directory.reference_versions import (
     write_record,
 )
 from quartet.run_directory.run_files import RunFiles
-from quartet.services.orchestrator.control.progress import ProgressBoard
 from quartet.services.orchestrator.service_clients import ServiceClients, wait_for_all
 from quartet.services.orchestrator.telemetry.step_profiler import StepProfiler
 from quartet.types import ReferenceVersion, Role, SaveKind
@@ -41,11 +40,10 @@ class ReferenceSynchronizer:
         config: Config,
         files: RunFiles,
         service_clients: ServiceClients,
-        board: ProgressBoard,
         profiler: StepProfiler,
     ) -> None:
         self._config, self._files, self._clients = config, files, service_clients
-        self._board, self._profiler = board, profiler
+        self._profiler = profiler
         self._every = config.reference.sync_steps
         self._current: int | None = None
 
