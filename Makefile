@@ -109,6 +109,9 @@ startup: $(VENV)/.installed-dev ## Measure the start of a run: seconds to the fi
 update: $(VENV)/.installed ## Compare packed with padded updates, and with the matmul peak; write docs/performance.md
 	$(BIN)/python -m benchmarks.update $(BENCHMARK_ARGS)
 
+losses: $(VENV)/.installed ## Compare the update with each policy loss and aggregation with PPO's; write docs/performance.md
+	$(BIN)/python -m benchmarks.losses $(BENCHMARK_ARGS)
+
 sharding: $(VENV)/.installed ## Measure memory and speed of a model in 1, 2 and 4 processes; write docs/performance.md
 	$(BIN)/python -m benchmarks.sharding $(BENCHMARK_ARGS)
 

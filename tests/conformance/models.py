@@ -137,6 +137,9 @@ class TinyModel:
         ExperienceStore(connect(self.url), self.url, run).load(step)
 
     def update(self, run: str, step: int, leader_epoch: int, settings: Any, loss: Any) -> UpdateResult:
+        if self.role is Role.ACTOR and loss.parameters:
+            raise InvalidRequest(f"policy_loss_parameters {', '.join(loss.parameters)}: the clipped loss has none")
+
         def apply() -> dict[str, float]:
             self.load(run, step)
             name = "policy_loss" if self.role is Role.ACTOR else "value_loss"

@@ -144,7 +144,7 @@ def _actor_update(random: Random, state: ServiceState) -> Message:
         kl_loss=random.choice([update_pb2.KL_LOSS_NONE, update_pb2.KL_LOSS_K2, update_pb2.KL_LOSS_K3]),
         kl_loss_coefficient=0.1,
         ratio_level=random.choice([update_pb2.RATIO_LEVEL_TOKEN, update_pb2.RATIO_LEVEL_SEQUENCE]),
-        aggregation=random.choice([update_pb2.LOSS_AGGREGATION_TOKEN_MEAN, update_pb2.LOSS_AGGREGATION_SEQUENCE_MEAN]),
+        aggregation=random.randint(update_pb2.LOSS_AGGREGATION_TOKEN_MEAN, update_pb2.LOSS_AGGREGATION_TOKEN_SUM),
         policy_loss="clipped",
         rollout_correction=_rollout_correction(random),
         old_log_probs=update_pb2.OLD_LOG_PROBS_TRAINER,

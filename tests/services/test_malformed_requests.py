@@ -216,6 +216,19 @@ POLICY_LOSS: dict[str, tuple[Change, str]] = {
     ),
     "no old log-probs": (put("policy_loss.old_log_probs", 0), "old_log_probs 0"),
     "a limit of NaN": (put("policy_loss.target_kl", NAN), "target_kl"),
+    "an unknown parameter of the loss": (
+        lambda message: message.policy_loss.parameters.update({"tau": 1.0}),
+        "policy_loss_parameters.tau: policy loss clipped has no such parameter",
+    ),
+    "a parameter of NaN": (lambda message: message.policy_loss.parameters.update({"tau": NAN}), "parameters tau nan"),
+    "many parameters": (
+        lambda message: message.policy_loss.parameters.update({f"p{number}": 1.0 for number in range(33)}),
+        "parameters: 33, expected at most 32",
+    ),
+    "no divisor": (
+        put("policy_loss.aggregation", update_pb2.LOSS_AGGREGATION_SEQUENCE_MEAN_TOKEN_SUM_NORM),
+        "loss_divisor 0: expected more than 0",
+    ),
 }
 SAVE: dict[str, tuple[Change, str]] = {
     **{

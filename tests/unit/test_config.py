@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import yaml
 
+from quartet import types
 from quartet.cli.config_reference import reference
-from quartet.config import Config, load_config, parse_config
+from quartet.config import AlgorithmConfig, Config, load_config, parse_config, policy_losses
 from quartet.errors import ConfigError
 from quartet.topology import model_roles
 from tests.every_case import every_case
@@ -195,13 +196,34 @@ def test_the_tree_is_immutable(minimal: Path) -> None:
         ({"algorithm": {"estimator": "ppo"}}, "expected gae \\(PPO\\), reinforce, .*, or the import path of your own"),
         ({"algorithm": {"estimator": "my.module:f"}}, "declare what it needs under custom_estimator"),
         ({"algorithm": {"custom_estimator": {}}}, "estimator gae is built in; leave it out"),
-        ({"algorithm": {"policy_loss": "my.module"}}, "expected clipped, or the import path of your own"),
+        ({"algorithm": {"policy_loss": "my.module"}}, "expected clipped, .*, or the import path of your own"),
         ({"algorithm": {"estimator": "rloo"}}, "compares the samples of a prompt; set rollout.samples_per_prompt to 2"),
         ({"algorithm": {"estimator": "grpo"}}, "compares the samples of a prompt"),
         ({"algorithm": {"estimator": "reinforce"}, "rollout": {"prompts_per_step": 1}}, "needs at least 2 responses"),
         ({"algorithm": {"estimator": "reinforce", "gamma": 0.9}}, "algorithm.gamma 0.9: .* leave gamma at 1"),
         ({"algorithm": {"estimator": "reinforce", "whiten_rewards": True}}, "has no token rewards"),
         ({"algorithm": {"ratio_level": "sequence"}}, "gives each token its own advantage"),
+        ({"algorithm": {"policy_loss": "gspo"}}, r"algorithm\.policy_loss gspo: .* or a loss with one ratio per token"),
+        ({"algorithm": {"policy_loss": "sapo", "clip_ratio": 0.2}}, "policy loss sapo does not clip ratios"),
+        ({"algorithm": {"policy_loss": "cispo", "dual_clip": 3.0}}, "policy loss cispo has no dual clip"),
+        (
+            {"algorithm": {"policy_loss": "cispo", "ratio_level": "sequence"}},
+            "policy loss cispo has its own ratio; leave ratio_level at token",
+        ),
+        (
+            {"algorithm": {"policy_loss": "sapo", "policy_loss_parameters": {"tau": 1.0}}},
+            r"policy_loss_parameters\.tau: .* its parameters are tau_positive, tau_negative",
+        ),
+        ({"algorithm": {"policy_loss_parameters": {"tau": 1.0}}}, "policy loss clipped has no such parameter"),
+        (
+            {"algorithm": {"policy_loss": "clip_cov", "policy_loss_parameters": {"clip_cov_lb": 6.0}}},
+            "clip_cov_lb 6: expected less than clip_cov_ub 5",
+        ),
+        (
+            {"algorithm": {"policy_loss": "m:f", "policy_loss_parameters": {f"p{n}": 1.0 for n in range(33)}}},
+            "at most 32 items",
+        ),
+        ({"algorithm": {"loss_divisor": 24.0}}, "loss_aggregation token_mean has no constant divisor"),
         ({"algorithm": {"estimator": "reinforce", "value_pretraining_steps": 2}}, "has no critic"),
         (
             {
@@ -318,3 +340,42 @@ def test_normalization_of_advantages_defaults_to_that_of_the_estimator(
 def test_the_gateway_needs_certificate_and_key_together(gateway_settings: dict[str, str]) -> None:
     with pytest.raises(ConfigError, match="certificate_file and key_file: only one of them is given"):
         parse_config({**REQUIRED, "gateway": gateway_settings}, "test")
+
+
+def algorithm_of(**changes: Any) -> AlgorithmConfig:
+    return parse_config({**REQUIRED, "algorithm": changes}, "test").algorithm
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "clip_range", "aggregation"),
+    [
+        ({}, (0.2, 0.2), "token_mean"),
+        ({"clip_ratio": 0.1}, (0.1, 0.1), "token_mean"),
+        ({"clip_ratio_high": 0.28}, (0.2, 0.28), "token_mean"),
+        ({"policy_loss": "gspo_token"}, (3e-4, 4e-4), "sequence_mean"),
+        (
+            {"policy_loss": "gspo_token", "clip_ratio": 1e-3, "loss_aggregation": "token_mean"},
+            (1e-3, 1e-3),
+            "token_mean",
+        ),
+        ({"policy_loss": "cispo"}, (1.0, 4.0), "token_mean"),
+        ({"policy_loss": "sapo"}, (0.0, 0.0), "sequence_mean"),
+        ({"policy_loss": "package.module:loss"}, (0.2, 0.2), "token_mean"),
+    ],
+)
+def test_clip_range_and_aggregation_have_the_defaults_of_the_loss(
+    algorithm: dict[str, Any], clip_range: tuple[float, float], aggregation: str
+) -> None:
+    parsed = algorithm_of(**algorithm)
+    assert parsed.clip_range == clip_range
+    assert parsed.aggregation == aggregation
+
+
+def test_parameters_of_a_loss_that_are_not_given_have_its_defaults() -> None:
+    parsed = algorithm_of(policy_loss="sapo", policy_loss_parameters={"tau_negative": 2.0})
+    assert parsed.loss_parameters == {"tau_positive": 1.0, "tau_negative": 2.0}
+
+
+def test_the_literals_of_the_config_and_of_the_messages_agree() -> None:
+    assert policy_losses.Aggregation == types.LossAggregation
+    assert policy_losses.RatioLevel == types.RatioLevel

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import yaml
 from typer.main import get_command
@@ -15,6 +15,7 @@ from quartet.cli.config_reference import settings
 from quartet.cli.main import app
 from quartet.config import Config, GuardConfig, GuardsConfig, parse_config
 from quartet.config.estimators import BUILT_IN_ESTIMATORS
+from quartet.config.policy_losses import BUILT_IN_POLICY_LOSSES, Aggregation
 from quartet.errors import ConfigError
 from quartet.telemetry.step_metrics import EVALUATION_METRICS, STEP_METRICS
 
@@ -297,6 +298,26 @@ def test_every_setting_is_listed_once_in_the_hyperparameters() -> None:
     assert len(keys) > 90
     assert len(keys) == len(set(keys))
     assert set(keys) - {setting.name for setting in settings()} == set()
+
+
+def test_the_page_of_policy_losses_has_every_loss_with_its_defaults_and_parameters() -> None:
+    defaults, parameters, aggregations = tables(TEXTS["docs/losses.md"])
+    assert [row["`policy_loss`"].strip("`") for row in defaults] == list(BUILT_IN_POLICY_LOSSES)
+    for row in defaults:
+        spec = BUILT_IN_POLICY_LOSSES[row["`policy_loss`"].strip("`")]
+        *clips, aggregation = row["clip range, aggregation"].split(", ")
+        assert aggregation == f"`{spec.aggregation}`"
+        expected = ["none"] if spec.clip_low is None else [f"{spec.clip_low:g}", f"{spec.clip_high:g}"]
+        assert [clip if clip == "none" else f"{float(clip):g}" for clip in clips] == expected
+    told = {
+        name: row["`policy_loss_parameters`"]
+        for row in parameters
+        for name in re.findall(r"`(\w+)`", row["`policy_loss`"])
+    }
+    for name, spec in BUILT_IN_POLICY_LOSSES.items():
+        values = dict(re.findall(r"`(\w+)` ([\d.]+)", told[name]))
+        assert {key: float(value) for key, value in values.items()} == spec.resolve({}), name
+    assert [row["`loss_aggregation`"].strip("`") for row in aggregations] == list(get_args(Aggregation))
 
 
 def test_ratio_level_sequence_is_not_mapped_to_gspo() -> None:

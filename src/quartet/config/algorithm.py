@@ -196,18 +196,20 @@ class AlgorithmConfig(Section):
     overlong_penalty: OverlongPenaltyConfig = OverlongPenaltyConfig()
     """Penalty close to the token limit."""
     policy_loss: PolicyLossName = "clipped"
-    """Policy loss. clipped: the clipped surrogate loss of PPO. Or the import path of a custom one (package.module:callable)."""
+    """Policy loss. clipped: the clipped surrogate loss of PPO. gspo, gspo_token, cispo, sapo, gmpo, clip_cov, kl_cov, dppo_tv,
+    dppo_kl: see docs/losses.md. Or the import path of a custom one (package.module:callable)."""
     policy_loss_parameters: Annotated[dict[str, Finite], Field(max_length=MAX_PARAMETERS)] = Field(default_factory=dict)
     """Parameters of the policy loss, by name. Those not given have the default of the loss. A custom loss takes any names."""
     clip_ratio: Positive | None = None
-    """ε: the policy loss clips ratios to [1 − ε, 1 + clip_ratio_high]. Null: the default of the loss, 0.2 for clipped."""
+    """ε: the policy loss clips ratios to [1 − ε, 1 + clip_ratio_high]. In gmpo, dppo_tv and dppo_kl it limits log-ratios,
+    probability differences and KL. Null: the default of the loss, 0.2 for clipped."""
     clip_ratio_high: Positive | None = None
     """Upper ε. Null: clip_ratio, or if that is null, the default of the loss."""
     dual_clip: Annotated[float, Field(gt=1, allow_inf_nan=False)] | None = None
     """Dual-clip PPO: for a negative advantage A the policy loss is at most −dual_clip·A. Null disables it."""
     ratio_level: RatioLevel = "token"
-    """token: one importance ratio per token. sequence: one ratio per response, the product of the token ratios. This is not the
-    ratio of GSPO, which is length-normalized, the geometric mean of the token ratios."""
+    """For policy_loss clipped. token: one importance ratio per token. sequence: one ratio per response, the product of the token
+    ratios. For their geometric mean, the length-normalized ratio of GSPO, set policy_loss gspo."""
     loss_aggregation: Aggregation | None = None
     """Reduction of the token losses of a mini-batch. token_mean: mean over its tokens. sequence_mean: mean over its responses of
     each response's token mean. token_sum: sum over its tokens. sequence_mean_token_sum: mean over its responses of each

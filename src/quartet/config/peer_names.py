@@ -24,7 +24,12 @@ _NAMES_BY_KEY = {
     "rollout.engine": "use_vllm",
     "rollout.stop_strings": "stop end_strings stop_token stop_sequences",
     "algorithm.estimator": "adv_estimator advantage_estimator",
-    "algorithm.policy_loss": "loss_type policy_loss_type loss_mode",
+    "algorithm.policy_loss": "loss_type policy_loss_type loss_mode importance_sampling_level use_cispo",
+    "algorithm.policy_loss_parameters": (
+        "sapo_temperature_pos sapo_temperature_neg tau_pos tau_neg clip_cov_ratio clip_cov_lb clip_cov_ub kl_cov_ratio "
+        "ppo_kl_coef"
+    ),
+    "algorithm.loss_divisor": "loss_scale_factor",
     "algorithm.estimator_parameters": (
         "scale_rewards norm_adv_by_std_in_grpo normalize_rewards use_leave_one_out_baseline"
     ),
@@ -37,8 +42,8 @@ _NAMES_BY_KEY = {
     "algorithm.kl_coefficient": "kl_coef init_kl_coef init_coef beta initial_policy_kl_penalty reference_policy_kl_penalty",
     "algorithm.kl_loss_coefficient": "kl_loss_coef",
     "algorithm.kl_loss": "use_kl_loss use_loss",
-    "algorithm.clip_ratio": "cliprange clip_range eps_clip epsilon ratio_eps clip_ratio_low ratio_clip_min",
-    "algorithm.clip_ratio_high": "epsilon_high ratio_clip_max",
+    "algorithm.clip_ratio": "cliprange clip_range eps_clip epsilon ratio_eps clip_ratio_low ratio_clip_min dppo_mask_low",
+    "algorithm.clip_ratio_high": "epsilon_high ratio_clip_max dppo_mask_high",
     "algorithm.dual_clip": "clip_ratio_c delta",
     "algorithm.old_log_probs": "bypass_mode use_decoupled_loss recompute_logprob",
     "algorithm.rollout_correction.level": (

@@ -33,7 +33,8 @@ class PolicyLossSpec:
     range has None. ``reads_dual_clip`` and ``reads_ratio_level``: it reads these settings. ``one_advantage_per_response``: all
     tokens of a response must have the same advantage. ``select_tokens`` is the import path of a function that selects tokens of
     each mini-batch from its old log-probs; None if the loss needs none. ``needs_old_log_probs``: the old log-probs of a whole
-    mini-batch must be known before its first token is in a loss; for the first mini-batch this takes one more forward pass.
+    mini-batch must be known before its first token is in a loss. For the first mini-batch this takes one more forward pass,
+    unless it has only one micro-batch in one process.
     """
 
     name: str
@@ -64,7 +65,13 @@ class PolicyLossSpec:
                 most = f" and at most {parameter.most:g}" if math.isfinite(parameter.most) else ""
                 above = f"more than {parameter.above:g}" if math.isfinite(parameter.above) else "a finite number"
                 raise ValueError(f"policy_loss_parameters.{name} {value:g}: expected {above}{most}")
-        return {name: parameter.default for name, parameter in self.parameters.items()} | dict(parameters)
+        result = {name: parameter.default for name, parameter in self.parameters.items()} | dict(parameters)
+        if self.name == "clip_cov" and not result["clip_cov_lb"] < result["clip_cov_ub"]:
+            raise ValueError(
+                f"policy_loss_parameters.clip_cov_lb {result['clip_cov_lb']:g}: expected less than clip_cov_ub "
+                f"{result['clip_cov_ub']:g}"
+            )
+        return result
 
 
 BUILT_IN_POLICY_LOSSES: dict[str, PolicyLossSpec] = {

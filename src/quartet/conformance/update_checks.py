@@ -262,6 +262,10 @@ def _invalid(model: TrainedModel) -> None:
     nan = model.request(1)
     nan.optimization.learning_rate = float("nan")
     model.refused(nan, invalid, "a learning rate that is NaN")
+    if model.target.role is Role.ACTOR:
+        unknown = model.request(1)
+        unknown.policy_loss.parameters["no such parameter"] = 1.0
+        model.refused(unknown, invalid, "an unknown parameter of the clipped policy loss")
 
 
 def _save(model: TrainedModel) -> None:

@@ -42,7 +42,8 @@ def gspo(inputs: PolicyLossInput) -> PolicyLoss:
     """GSPO: the clipped surrogate loss of ``clipped``, with the length-normalised ratio of each response.
 
     All tokens of a response have the ratio s = exp(mean of log_probs - old_log_probs over its tokens in the mask), the geometric
-    mean of the token ratios. Source: Zheng et al. 2025 (GSPO), equations 5 to 7.
+    mean of the token ratios. Source: Zheng et al. 2025 (GSPO); TRL's importance_sampling_level
+    "sequence".
     """
     mean = _response_mean(inputs, _log_ratio(inputs, inputs.mask))
     return _result(inputs, *_clipped_surrogate(inputs, _exp(mean)))
@@ -52,8 +53,7 @@ def gspo_token(inputs: PolicyLossInput) -> PolicyLoss:
     """GSPO-token: the value of ``gspo``, and a gradient at each token that has its own advantage.
 
     Ratio of a token: sg(s) exp(log_prob - sg(log_prob)), with s as in ``gspo`` and sg without a gradient. With one advantage per
-    response and sequence_mean, the gradient is that of ``gspo``. Source: Zheng et al. 2025 (GSPO), equations 13 and 14; verl's
-    ``gspo``.
+    response and sequence_mean, the gradient is that of ``gspo``. Source: Zheng et al. 2025 (GSPO); verl's ``gspo``.
     """
     mean = _response_mean(inputs, _log_ratio(inputs, inputs.mask)).detach()
     log_probs = torch.where(inputs.weights != 0, inputs.log_probs, 0.0)
@@ -65,8 +65,8 @@ def cispo(inputs: PolicyLossInput) -> PolicyLoss:
     """CISPO: -sg(clip(ratio, 1 - clip_low, 1 + clip_high)) A log_prob at each token, with sg without a gradient.
 
     The clip limits the weight of a token's gradient and never removes it. ``clipped_tokens`` counts the tokens with a limited
-    weight. ``clip_low`` 1 or more has no effect, as in TRL, which only caps the ratio. Source: MiniMax 2025 (MiniMax-M1),
-    equations 4 and 5.
+    weight. ``clip_low`` 1 or more has no effect, as in TRL, which only caps the ratio. Source: MiniMax 2025 (MiniMax-M1);
+    TRL's and verl's ``cispo``.
     """
     keep = inputs.weights != 0
     ratio = _exp(_log_ratio(inputs, keep)).detach()
@@ -77,8 +77,8 @@ def cispo(inputs: PolicyLossInput) -> PolicyLoss:
 def sapo(inputs: PolicyLossInput) -> PolicyLoss:
     """SAPO: -(4 / tau) sigmoid(tau (ratio - 1)) A at each token, a smooth gate in place of the clip.
 
-    tau is the parameter ``tau_positive`` if A > 0, else ``tau_negative``. No token is clipped. Source: Gao et al. 2025 (SAPO),
-    equations 5 and 6.
+    tau is the parameter ``tau_positive`` if A > 0, else ``tau_negative``. No token is clipped. Source: Gao et al. 2025 (SAPO);
+    TRL's and verl's ``sapo``.
     """
     keep = inputs.weights != 0
     ratio, advantages = _exp(_log_ratio(inputs, keep)), _at(keep, inputs.advantages)
@@ -92,8 +92,7 @@ def gmpo(inputs: PolicyLossInput) -> PolicyLoss:
 
     Log-ratio of a token: sign(A) min(sign(A) d, sign(A) clip(d, -clip_low, clip_high)), with d = log_prob - old_log_prob; its
     clip range is one of log-ratios. The ratio of a response is the exponential of their mean over its tokens in the mask.
-    ``clipped_tokens`` counts the tokens whose log-ratio is clipped. Source: Zhao et al. 2025 (GMPO), equation 4; verl's
-    ``geo_mean``.
+    ``clipped_tokens`` counts the tokens whose log-ratio is clipped. Source: Zhao et al. 2025 (GMPO); verl's ``geo_mean``.
     """
     log_ratio, sign = _log_ratio(inputs, inputs.mask), _at(inputs.mask, inputs.advantages).sign()
     bounded = log_ratio.clamp(-inputs.clip_low, inputs.clip_high)
@@ -107,7 +106,7 @@ def clip_cov(inputs: PolicyLossInput) -> PolicyLoss:
     """Clip-Cov: the loss of ``clipped`` without the selected tokens, see ``select_clip_cov``.
 
     A selected token adds neither loss nor gradient. ``clipped_tokens`` counts the selected and the clipped ones. Source: Cui et
-    al. 2025 (the entropy mechanism of RL), equations 10 and 11.
+    al. 2025 (the entropy mechanism of RL).
     """
     ratio = _exp(_log_ratio(inputs, inputs.weights != 0))
     per_token, was_clipped = _clipped_surrogate(inputs, ratio)
@@ -118,7 +117,7 @@ def clip_cov(inputs: PolicyLossInput) -> PolicyLoss:
 def kl_cov(inputs: PolicyLossInput) -> PolicyLoss:
     """KL-Cov: -ratio A at each token, plus ppo_kl_coef |log_prob - old_log_prob| at the selected tokens, see ``select_kl_cov``.
 
-    ``clipped_tokens`` counts the selected tokens. Source: Cui et al. 2025 (the entropy mechanism of RL), equations 12 and 13.
+    ``clipped_tokens`` counts the selected tokens. Source: Cui et al. 2025 (the entropy mechanism of RL).
     """
     keep, selected = inputs.weights != 0, _selected(inputs)
     log_ratio = _log_ratio(inputs, keep)
@@ -131,8 +130,7 @@ def dppo_tv(inputs: PolicyLossInput) -> PolicyLoss:
     """DPPO with the binary total variation: -sg(min(ratio, ratio_cap)) A log_prob at the tokens that are not masked.
 
     With p = exp(log_prob) and q = exp(old_log_prob), a token is masked if A > 0 and p - q > clip_high, or if A <= 0 and
-    q - p > clip_low. ``clipped_tokens`` counts the masked tokens. Source: Qi et al. 2026 (DPPO), arXiv 2602.04879; verl's
-    ``dppo_tv``.
+    q - p > clip_low. ``clipped_tokens`` counts the masked tokens. Source: DPPO, arXiv 2602.04879; verl's ``dppo_tv``.
     """
     keep = inputs.weights != 0
     change = _at(keep, inputs.log_probs.detach()).exp() - _at(keep, inputs.old_log_probs).exp()
@@ -144,8 +142,8 @@ def dppo_kl(inputs: PolicyLossInput) -> PolicyLoss:
     """DPPO with the binary KL: the loss of ``dppo_tv`` with another mask.
 
     With p and q as in ``dppo_tv``, the divergence is q log(q / p) + (1 - q) log((1 - q + 1e-8) / (1 - p + 1e-8)). A token is
-    masked if A > 0, p > q and it exceeds clip_high, or if A <= 0, p < q and it exceeds clip_low. Source: Qi et al. 2026 (DPPO),
-    arXiv 2602.04879; verl's ``dppo_kl``.
+    masked if A > 0, p > q and it exceeds clip_high, or if A <= 0, p < q and it exceeds clip_low. Source: DPPO, arXiv
+    2602.04879; verl's ``dppo_kl``.
     """
     keep = inputs.weights != 0
     new, old = _at(keep, inputs.log_probs.detach()), _at(keep, inputs.old_log_probs)
@@ -164,7 +162,7 @@ def select_clip_cov(inputs: SelectionInput) -> Tensor:
     """Return a random choice of the tokens whose covariance is between clip_cov_lb and clip_cov_ub: bool [n].
 
     The covariance of a token is (log-prob - mean log-prob) (A - mean A), over the whole mini-batch. The choice has
-    max(1, floor(clip_cov_ratio n)) tokens, or all of them if there are fewer. Source: Cui et al. 2025, equation 10; verl's
+    max(1, floor(clip_cov_ratio n)) tokens, or all of them if there are fewer. Source: Cui et al. 2025; verl's
     ``clip_cov``, which selects within a micro-batch, by the new log-probs, and among the tokens that no ratio clips. The new
     log-probs are the old ones before the first optimizer step.
     """
@@ -180,7 +178,7 @@ def select_clip_cov(inputs: SelectionInput) -> Tensor:
 def select_kl_cov(inputs: SelectionInput) -> Tensor:
     """Return the max(1, floor(kl_cov_ratio n)) tokens with the largest covariance, see ``select_clip_cov``: bool [n].
 
-    Source: Cui et al. 2025, equation 12; verl's ``kl_cov``, which selects within a micro-batch and by the new log-probs.
+    Source: Cui et al. 2025; verl's ``kl_cov``, which selects within a micro-batch and by the new log-probs.
     """
     covariance = _covariance(inputs)
     count = max(1, int(inputs.parameters["kl_cov_ratio"] * len(covariance)))

@@ -483,7 +483,7 @@ class PolicyLossSettings(_message.Message):
     @_builtins.property
     def parameters(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
         """Parameters of the policy loss by name: at most 32 finite numbers. A parameter of a built-in loss that is absent has its
-        default.
+        default, and one that the loss does not have is refused.
         """
 
     @_builtins.property

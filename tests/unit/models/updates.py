@@ -9,9 +9,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from quartet.config.policy_losses import BUILT_IN_POLICY_LOSSES
 from quartet.models.forward.scoring import response_log_probs
 from quartet.random_streams import permutation
 from quartet.types import Experience, OptimizationSettings, PolicyLossSettings, RejectionRule, RolloutCorrection
+from quartet.user_code import import_callable
 from tests.unit.models import tiny
 
 PROMPTS, RESPONSES = [3, 1, 6, 4, 2, 5, 3], [5, 8, 1, 6, 2, 7, 4]
@@ -70,6 +72,29 @@ CORRECTIONS: dict[str, dict[str, Any]] = {
 
 def with_options(**changes: Any) -> PolicyLossSettings:
     return dataclasses.replace(LOSS, **changes)
+
+
+WIDE_SELECTION = {"clip_cov_ratio": 0.3, "clip_cov_lb": -10.0, "clip_cov_ub": 10.0, "kl_cov_ratio": 0.3}
+"""Parameters with which Clip-Cov and KL-Cov select some of a few tokens."""
+
+
+def built_in_loss(name: str) -> tuple[PolicyLossSettings, dict[str, Any]]:
+    """Return the settings of a built-in policy loss with its defaults, and the options of ``update_policy`` for it."""
+    spec = BUILT_IN_POLICY_LOSSES[name]
+    changed = {parameter: value for parameter, value in WIDE_SELECTION.items() if parameter in spec.parameters}
+    loss = PolicyLossSettings(
+        temperature=LOSS.temperature,
+        clip_low=spec.clip_low or 0.0,
+        clip_high=spec.clip_high or 0.0,
+        aggregation=spec.aggregation,
+        policy_loss=name,
+        parameters=spec.resolve(changed),
+    )
+    return loss, {
+        "loss_function": import_callable(spec.function),
+        "select_tokens": import_callable(spec.select_tokens) if spec.select_tokens else None,
+        "needs_old_log_probs": spec.needs_old_log_probs,
+    }
 
 
 def with_outcome_advantages(data: Experience) -> Experience:

@@ -43,6 +43,8 @@ from quartet.types import (
     ValueLossSettings,
 )
 
+RandomOrder = Callable[[int], np.ndarray[Any, np.dtype[np.int64]]]
+
 _POLICY_TOKEN_MEANS = {"clip_fraction": "clipped", "approx_kl": "approx_kl"}
 
 
@@ -61,14 +63,14 @@ def update_policy(
 ) -> dict[str, float]:
     """Take the policy's optimizer steps on one step's experience and return their metrics.
 
-    ``loss_function`` is the function that ``loss.policy_loss`` names, ``select_tokens`` and ``needs_old_log_probs`` are as in
-    its ``PolicyLossSpec``. The trainer computes the old log-probs in the micro-batches of the first epoch, before the first
-    optimizer step, so the ratio starts at exactly 1. With ``loss.old_log_probs`` "rollout" they are those of the experience
-    instead. A mini-batch without a token under ``actor_mask`` that is not rejected takes no step. The result does not depend on
+    ``loss_function`` is the function that ``loss.policy_loss`` names, ``select_tokens`` and ``needs_old_log_probs`` are as in its
+    ``PolicyLossSpec``. The trainer computes the old log-probs in the micro-batches of the first epoch, before the first optimizer
+    step, so the ratio starts at exactly 1. With ``loss.old_log_probs`` "rollout" they are those of the experience instead. A
+    mini-batch without a token under ``actor_mask`` that is not rejected takes no step. The result does not depend on
     ``max_tokens``, which limits a micro-batch, pads included. Except at the first step, the update ends at a mini-batch whose
-    mean KL(old || new) over its masked tokens exceeds
-    ``loss.target_kl`` (Spinning Up's target_kl, without its factor of 1.5). With 0 epochs it only runs one forward pass. The
-    ``workers`` share each mini-batch. All of them return the same metrics, those of the whole step.
+    mean KL(old || new) over its masked tokens exceeds ``loss.target_kl`` (Spinning Up's target_kl, without its factor of 1.5).
+    With 0 epochs it only runs one forward pass. The ``workers`` share each mini-batch. All of them return the same metrics, those
+    of the whole step.
 
     Metrics, omitted if nothing was observed: ``policy_loss`` and ``grad_norm`` (before clipping), means over optimizer
     steps; ``clip_fraction`` and ``approx_kl`` (old to new, nats), means over masked tokens of all epochs; ``entropy`` (nats), of
@@ -83,14 +85,16 @@ def update_policy(
     ``settings.skip_non_finite`` that step is skipped instead.
     """
     batches = MiniBatchIterator(model, experience, settings, max_tokens, workers)
-    policy = _PolicyExperience(model, batches, experience, loss, loss_function, workers, select_tokens)
+    policy = _PolicyExperience(
+        model, batches, experience, loss, loss_function, workers, select_tokens, needs_old_log_probs
+    )
     stats = UpdateStats()
     if settings.num_epochs == 0:
         policy.recompute(batches.mini_batches(0), settings.skip_non_finite)
     else:
         set_learning_rate(optimizer, settings.learning_rate)
         optimizer.zero_grad(set_to_none=True)
-        _take_policy_steps(batches, policy, optimizer, settings, loss, stats, workers, needs_old_log_probs)
+        _take_policy_steps(batches, policy, optimizer, settings, loss, stats, workers)
     return {
         **stats.means(
             per_step={"policy_loss": "policy_loss"}, per_token=_POLICY_TOKEN_MEANS | policy.masked_fractions()
@@ -156,20 +160,18 @@ def _take_policy_steps(
     loss: PolicyLossSettings,
     stats: UpdateStats,
     workers: Workers,
-    needs_old_log_probs: bool,
 ) -> None:
     for epoch in range(settings.num_epochs):
         mini_batches = batches.mini_batches(epoch)
         observed = range(0)
         if epoch == 0:
-            observed = policy.observe_old(mini_batches, settings.skip_non_finite, needs_old_log_probs)
+            observed = policy.observe_old(mini_batches, settings.skip_non_finite)
         counts = [policy.masked_tokens(mini_batch) for mini_batch in mini_batches]
         for index, (mini_batch, count) in enumerate(zip(mini_batches, counts, strict=True)):
             if count == 0:
                 continue
-            if policy.knows_old or index not in observed:
-                policy.select(mini_batch, partial(selection_order, settings.seed, batches.step, epoch, index))
-            losses, seen = policy.backward(mini_batch, index in observed)
+            order = partial(selection_order, settings.seed, batches.step, epoch, index)
+            losses, seen = policy.backward(mini_batch, index in observed, order)
             if loss.target_kl and stats.steps and seen["approx_kl"] / count > loss.target_kl:
                 optimizer.zero_grad(set_to_none=True)
                 return
@@ -194,8 +196,9 @@ class _PolicyExperience:
         loss_function: PolicyLossFunction,
         workers: Workers,
         select_tokens: TokenSelector | None,
+        needs_old_log_probs: bool,
     ) -> None:
-        self._workers, self._select_tokens = workers, select_tokens
+        self._workers, self._select_tokens, self._needs_old = workers, select_tokens, needs_old_log_probs
         self._model, self._loss, self._loss_function = model, loss, loss_function
         self._actor_mask = experience.actor_mask
         self._advantages = batches.tensor(experience.advantages)
@@ -231,24 +234,32 @@ class _PolicyExperience:
         """The old log-probs [response tokens]."""
         return self._rollout if self.knows_old else self._observed
 
-    def observe_old(self, mini_batches: list[MiniBatch], skip_non_finite: bool, needs_old_log_probs: bool) -> range:
+    def observe_old(self, mini_batches: list[MiniBatch], skip_non_finite: bool) -> range:
         """Compute the old log-probs that are needed before the first optimizer step, which may be those of the whole step.
 
         Return the indices of the mini-batches whose own forward pass with gradients provides the log-probs.
         """
         if self.knows_old:
             return range(len(mini_batches))
-        if needs_old_log_probs or self._weights.needs_old_log_probs:
+        # The first mini-batch with a step is computed at the old weights, so its forward pass also provides the old log-probs,
+        # unless the loss or its weights need them before it.
+        counts = map(self.masked_tokens, mini_batches)
+        first = next((index for index, count in enumerate(counts) if count), len(mini_batches))
+        if self._weights.needs_old_log_probs or not all(map(self._in_time, mini_batches[first : first + 1])):
             self.recompute(mini_batches, skip_non_finite)
             self.exchange_old()
             self._weights.prepare(self._observed)
             self._actor_mask = self._weights.mask.cpu().numpy()
             return range(0)
-        # The first mini-batch with a step is computed at the old weights, so its forward pass also provides the old log-probs.
-        counts = map(self.masked_tokens, mini_batches)
-        first = next((index for index, count in enumerate(counts) if count), len(mini_batches))
         self.recompute(mini_batches[:first] + mini_batches[first + 1 :], skip_non_finite)
         return range(first, first + 1)
+
+    def _in_time(self, mini_batch: MiniBatch) -> bool:
+        """Return whether a forward pass at the old weights provides the old log-probs before the loss needs them.
+
+        A loss that needs those of the whole mini-batch gets them in time if it has only one micro-batch, in one process.
+        """
+        return not self._needs_old or (self._workers.size == 1 and len(mini_batch.share.micro_batches) == 1)
 
     def recompute(self, mini_batches: list[MiniBatch], skip_non_finite: bool) -> None:
         """Compute the old log-probs and the entropy at the current weights, in the same micro-batches as in training.
@@ -274,11 +285,8 @@ class _PolicyExperience:
         if self._select_tokens is not None:
             self.exchange_old()
 
-    def select(self, mini_batch: MiniBatch, order: Callable[[int], np.ndarray[Any, np.dtype[np.int64]]]) -> None:
-        """Select tokens of the whole mini-batch, if the loss does, from its old log-probs, which must be known.
-
-        ``order(n)`` returns a random order of n tokens.
-        """
+    def _select(self, mini_batch: MiniBatch, order: RandomOrder) -> None:
+        """Select tokens of the whole mini-batch, if the loss does, from its old log-probs, which must be known."""
         if self._select_tokens is None or self._selected is None:
             return
         token_indices = mini_batch.token_indices[self._actor_mask[mini_batch.token_indices] != 0]
@@ -292,25 +300,33 @@ class _PolicyExperience:
             )
         )
 
-    def backward(self, mini_batch: MiniBatch, observe: bool) -> tuple[list[torch.Tensor], MetricSums]:
+    def backward(
+        self, mini_batch: MiniBatch, observe: bool, order: RandomOrder
+    ) -> tuple[list[torch.Tensor], MetricSums]:
         """Add the mini-batch's gradients to the model's. Return the loss [] of each micro-batch of this rank, and metrics of all
         ranks.
 
-        ``observe``: this forward pass provides the trainer's log-probs and the entropy.
+        ``observe``: this forward pass provides the trainer's log-probs and the entropy. ``order(n)`` returns a random order of n
+        tokens, for a selection.
         """
         loss, losses, seen = self._loss, [], MetricSums()
         failure: QuartetError | None = None
+        is_first = observe and not self.knows_old
         self._weights.start_mini_batch(
             *(
                 torch.from_numpy(values).to(self._observed.device)
                 for values in (mini_batch.token_indices, mini_batch.lengths)
             )
         )
+        if not is_first:
+            self._select(mini_batch, order)
         for micro_batch, counts in mini_batch.share:
             entropy_use: EntropyUse = "train" if loss.entropy_coefficient else "report" if observe else "none"
             log_probs, entropies = self._forward(micro_batch, entropy_use)
             if counts and observe:
                 self._remember(micro_batch, log_probs.detach(), entropies)
+                if is_first and self._needs_old:
+                    self._select(mini_batch, order)
             total: torch.Tensor | None = None
             if counts and failure is None:
                 try:

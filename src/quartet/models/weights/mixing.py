@@ -44,7 +44,7 @@ def _mixed(new: Path, old: Path | None, alpha: float) -> dict[str, torch.Tensor]
 
 def _open(path: Path, names: list[str]) -> Any:
     try:
-        file: Any = safetensors.safe_open(path, framework="pt").__enter__()
+        file: Any = safetensors.safe_open(path, framework="pt").__enter__()  # type: ignore[no-untyped-call]
         same = sorted(file.keys()) == sorted(names)
     except Exception as error:  # safetensors raises its own error, or OSError
         raise ModelError(f"reference {path}: cannot be read: {error}; roll back to an earlier checkpoint") from error

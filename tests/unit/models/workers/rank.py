@@ -43,6 +43,8 @@ RATE, EPS = 1e-3, 1e-5
 RLOO = {"aggregation": "sequence_mean", "ratio_level": "sequence", "kl_loss": "none", "entropy_coefficient": 0.0}
 OFFLOADED = ("ppo-offload", "ppo")
 """A case with offload, and the one without, which has the same bits on CPUs."""
+SELECTIONS = ("clip_cov", "kl_cov")
+"""Cases whose loss selects tokens of each mini-batch, from the log-probs of all ranks."""
 CASES = (
     "ppo",
     "ppo-offload",
@@ -57,6 +59,7 @@ CASES = (
     "not-finite",
     "correction-all",
     "correction-of_engine_with_masks",
+    *SELECTIONS,
 )
 REPEATED = ("ppo", "rloo-lora", "value")
 ARCHITECTURES = ("gpt2", "gpt_neox", "qwen3", "phi3", "phi")
@@ -88,7 +91,10 @@ def run(case: str, workers: Workers, folder: Path) -> tuple[dict[str, torch.Tens
     loss = updates.with_options(**RLOO) if case.startswith("rloo") else updates.with_options(target_kl=0.5)
     if case.startswith("correction-"):
         loss = updates.with_options(**updates.CORRECTIONS[case.removeprefix("correction-")])
-    if case.startswith("rloo"):
+    options: dict[str, Any] = {}
+    if case in SELECTIONS:
+        loss, options = updates.built_in_loss(case)
+    if case.startswith("rloo") or case in SELECTIONS:
         data = updates.with_outcome_advantages(data)
     if case == "not-finite":
         advantages = data.advantages.copy()
@@ -116,7 +122,7 @@ def run(case: str, workers: Workers, folder: Path) -> tuple[dict[str, torch.Tens
                 result = update_value(model, optimizer, data, settings, ValueLossSettings(0.2), 12, workers)
             else:
                 tokens = 4 if case == "few-tokens" else 20
-                result = update_policy(model, optimizer, data, settings, loss, tokens, workers=workers)
+                result = update_policy(model, optimizer, data, settings, loss, tokens, workers=workers, **options)
         metrics |= {f"{step}/{name}": value for name, value in result.items()}
     if case.startswith("value"):
         scores = response_values(model, data.batch, 20, workers)
