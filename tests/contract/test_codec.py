@@ -570,7 +570,9 @@ def test_policy_loss_settings_out_of_range_are_refused(invalid: dict[str, Any]) 
         "aggregation": update_pb2.LOSS_AGGREGATION_TOKEN_MEAN,
         "policy_loss": "clipped",
         "old_log_probs": update_pb2.OLD_LOG_PROBS_TRAINER,
-        "rollout_correction": update_pb2.RolloutCorrection(level=1, treatment=1),
+        "rollout_correction": update_pb2.RolloutCorrection(
+            level=update_pb2.CORRECTION_LEVEL_NONE, treatment=update_pb2.CORRECTION_TREATMENT_TRUNCATE
+        ),
     }
     codec.update_request_from_proto(update(policy_loss=update_pb2.PolicyLossSettings(**valid)))
     with pytest.raises(InvalidRequest, match=next(iter(invalid))):
@@ -597,7 +599,7 @@ RULE: dict[str, Any] = {"statistic": update_pb2.REJECTION_STATISTIC_TOKEN_K1, "u
     ],
 )
 def test_a_rollout_correction_out_of_range_is_refused(invalid: dict[str, Any]) -> None:
-    valid = {
+    valid: dict[str, Any] = {
         "level": update_pb2.CORRECTION_LEVEL_TOKEN,
         "treatment": update_pb2.CORRECTION_TREATMENT_TRUNCATE,
         "upper": 2.0,

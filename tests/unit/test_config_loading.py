@@ -83,7 +83,7 @@ WRONG = {
     ),
     "a scalar instead of a section": (
         "checkpoint: 3\n",
-        ":7: checkpoint: expected a section with the keys every_steps, keep_last, not 3",
+        ":7: checkpoint: expected a section with the keys every_steps, keep_last, best_metric, best_mode, not 3",
     ),
     "true instead of a section": ("critic: {lora: true}\n", "lora: expected a section with the keys rank, alpha"),
     "another project's name": ("algorithm: {kl_coef: 0.1}\n", "did you mean 'algorithm.kl_coefficient'?"),

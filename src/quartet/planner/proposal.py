@@ -61,7 +61,7 @@ def requirements(plan: Plan) -> list[str]:
                 f"{size:,.0f} GiB of host memory per node while the {each.role} loads: it is tensor parallel, so each of its "
                 f"{ranks} ranks there reads the whole model"
             )
-        if each.work.has_average:
+        if each.role is Role.ACTOR and each.work.has_average:
             size = FLOAT32_BYTES * each.work.trained / 2**30
             lines.append(
                 f"{size:,.1f} GiB of host memory for the moving average of the actor, twice that while it is saved"

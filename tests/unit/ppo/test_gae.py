@@ -170,13 +170,15 @@ def test_the_inputs_are_not_modified() -> None:
     assert values.tolist() == [1.0, 1.0, 1.0]
 
 
-def test_a_million_tokens_are_computed_without_a_loop_over_sequences() -> None:
+@pytest.mark.parametrize("by_length", [False, True])
+def test_a_million_tokens_are_computed_without_a_loop_over_sequences(by_length: bool) -> None:
     lengths = torch.full((1000,), 1000)
+    policy_lambda = length_adaptive_lambda(lengths, 0.05) if by_length else 0.95
     rewards, values = draw(0, 1_000_000), draw(1, 1_000_000)
     seconds = []
     for _ in range(5):
         start = time.perf_counter()
-        generalized_advantages(rewards, values, lengths, 1.0, 0.95)
+        generalized_advantages(rewards, values, lengths, 1.0, policy_lambda)
         seconds.append(time.perf_counter() - start)
     # About 0.03 s on one idle core; a loop over a million tokens takes seconds. The bound leaves room for a busy machine.
     assert min(seconds) < 0.3

@@ -23,7 +23,7 @@ from quartet.ppo.rollout_correction import (
     off_policy_tokens,
     rejected_tokens,
 )
-from quartet.types import CorrectionLevel, RejectionRule, RejectionStatistic, RolloutCorrection
+from quartet.types import CorrectionLevel, CorrectionTreatment, RejectionRule, RejectionStatistic, RolloutCorrection
 from tests.unit.ppo.batches import check, draw, draw_mask, ragged_lengths, seeds, split
 
 # Two responses. The third token of the first one is not in the loss.
@@ -34,6 +34,8 @@ ROLLOUT = torch.tensor([-1.0, -2.0, -3.0, -4.0, -0.5])
 OLD = ROLLOUT + RATIOS.log()
 
 STATISTICS: tuple[RejectionStatistic, ...] = get_args(RejectionStatistic)
+LEVELS: tuple[CorrectionLevel, ...] = get_args(CorrectionLevel)
+TREATMENTS: tuple[CorrectionTreatment, ...] = get_args(CorrectionTreatment)
 
 
 def weights_of(**settings: Any) -> ImportanceWeights:
@@ -77,7 +79,7 @@ def test_weights_of_a_worked_example(settings: dict[str, Any], expected: list[fl
 def test_weights_have_no_gradient_and_a_bounded_exponent() -> None:
     old = torch.tensor([0.0, -500.0], requires_grad=True)
     rollout, mask, lengths = torch.tensor([-500.0, 0.0]), torch.ones(2), torch.tensor([1, 1])
-    for level in ("token", "sequence", "geometric_mean"):
+    for level in LEVELS[1:]:
         weights = importance_weights(old, rollout, mask, lengths, RolloutCorrection(level, upper=1e30)).weights
         assert weights.tolist() == pytest.approx([math.exp(20), math.exp(-20)])
         assert not weights.requires_grad
@@ -108,7 +110,7 @@ def test_metrics_of_a_worked_example() -> None:
 
 
 def test_metrics_of_weights_per_response_count_responses() -> None:
-    settings = {"level": "sequence", "treatment": "mask", "lower": 0.9, "upper": 5.0}
+    settings: dict[str, Any] = {"level": "sequence", "treatment": "mask", "lower": 0.9, "upper": 5.0}
     metrics = importance_metrics(weights_of(**settings), MASK, LENGTHS, RolloutCorrection(**settings))
     assert metrics == pytest.approx(
         {
@@ -121,7 +123,7 @@ def test_metrics_of_weights_per_response_count_responses() -> None:
 
 
 def test_metrics_of_weights_that_are_all_masked() -> None:
-    settings = {"treatment": "mask", "lower": 9.0, "upper": 10.0}
+    settings: dict[str, Any] = {"treatment": "mask", "lower": 9.0, "upper": 10.0}
     metrics = importance_metrics(weights_of(**settings), MASK, LENGTHS, RolloutCorrection("token", **settings))
     assert (metrics["importance_ess"], metrics["importance_masked_fraction"], metrics["importance_weight"]) == (0, 1, 0)
 
@@ -244,7 +246,7 @@ def test_numbers_outside_the_mask_change_nothing() -> None:
     hidden = MASK == 0
     for value in (torch.nan, -torch.inf, 50.0):
         old, rollout = (torch.where(hidden, value, values) for values in (OLD, ROLLOUT + 0.0))
-        for level in ("none", "token", "sequence", "geometric_mean"):
+        for level in LEVELS:
             ratios = importance_ratios(old, ROLLOUT, MASK, LENGTHS, level)
             assert ratios.equal(importance_ratios(OLD, ROLLOUT, MASK, LENGTHS, level))
         for statistic in STATISTICS:
@@ -258,7 +260,7 @@ def test_numbers_outside_the_mask_change_nothing() -> None:
 def test_a_nan_reaches_the_weights_and_is_never_masked_away() -> None:
     old = OLD.clone()
     old[3] = torch.nan
-    for treatment in ("truncate", "mask", "seq_mask"):
+    for treatment in TREATMENTS:
         correction = RolloutCorrection("token", treatment, 0.9, 1.1)
         assert importance_weights(old, ROLLOUT, MASK, LENGTHS, correction).weights[3].isnan()
     correction = RolloutCorrection("sequence", "mask", 0.9, 1.1)
@@ -280,7 +282,7 @@ def test_a_response_gets_the_same_bits_with_and_without_the_others(lengths: list
     old, rollout, mask = draw(seed, tokens), draw(seed + 1, tokens), draw_mask(seed + 2, tokens)
     rules = [RejectionRule(statistic, 1.5) for statistic in STATISTICS]
     advantages = draw(seed + 3, tokens)
-    for level in ("token", "sequence", "geometric_mean"):
+    for level in LEVELS[1:]:
         correction = RolloutCorrection(level, "mask", 0.5, 2.0)
         whole = importance_weights(old, rollout, mask, sizes, correction).weights
         parts, rejected, dropped, start = [], [], [], 0
