@@ -150,7 +150,7 @@ class _CorrectionTreatmentEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_C
     CORRECTION_TREATMENT_TRUNCATE: _CorrectionTreatment.ValueType  # 1
     """The nearest bound."""
     CORRECTION_TREATMENT_MASK: _CorrectionTreatment.ValueType  # 2
-    """0."""
+    """Weight 0."""
     CORRECTION_TREATMENT_SEQ_MASK: _CorrectionTreatment.ValueType  # 3
     """Only with CORRECTION_LEVEL_TOKEN: 0 for all tokens of a response whose exp(mean of r) is outside the bounds."""
 
@@ -162,7 +162,7 @@ CORRECTION_TREATMENT_UNSPECIFIED: CorrectionTreatment.ValueType  # 0
 CORRECTION_TREATMENT_TRUNCATE: CorrectionTreatment.ValueType  # 1
 """The nearest bound."""
 CORRECTION_TREATMENT_MASK: CorrectionTreatment.ValueType  # 2
-"""0."""
+"""Weight 0."""
 CORRECTION_TREATMENT_SEQ_MASK: CorrectionTreatment.ValueType  # 3
 """Only with CORRECTION_LEVEL_TOKEN: 0 for all tokens of a response whose exp(mean of r) is outside the bounds."""
 Global___CorrectionTreatment: _TypeAlias = CorrectionTreatment  # noqa: Y015
