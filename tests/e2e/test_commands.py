@@ -144,7 +144,7 @@ def test_config_show_prints_defaults_and_overrides_but_no_password(call: Call, c
     assert result.code == 0
     shown = yaml.safe_load(result.out)
     assert (shown["run"]["steps"], shown["actor"]["learning_rate"]) == (7, 1e-5)
-    assert shown["algorithm"]["clip_ratio"] == 0.2
+    assert shown["algorithm"]["value_clip"] == 0.2
     assert "secret" not in result.out
 
 

@@ -17,7 +17,7 @@ LOSSES = [
     for name in BUILT_IN_POLICY_LOSSES
     if name != "clipped"
 ]
-# Without epochs beyond the first, some losses are equal; without a wide selection, Clip-Cov selects nothing.
+# Without epochs beyond the first, some losses give equal weights; without a wide selection, Clip-Cov selects nothing.
 ALGORITHM: dict[str, Any] = {"estimator": "reinforce", "num_epochs": 2, "num_mini_batches": 2}
 PARAMETERS = {
     "clip_cov": {"clip_cov_lb": -1e9, "clip_cov_ub": 1e9, "clip_cov_ratio": 0.3},

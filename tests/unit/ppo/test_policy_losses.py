@@ -231,9 +231,9 @@ def test_loss_and_gradient_do_not_depend_on_the_split_into_micro_batches(
 def test_values_outside_the_mask_reach_neither_loss_nor_gradient(name: str, bad: float) -> None:
     new, old, values = torch.tensor([-0.9, bad, bad]), torch.tensor([-1.0, bad, -1.0]), torch.tensor([1.0, bad, bad])
     x = given_input(name, new, old, values, torch.tensor([1.0, 0.0, 0.0]), [3])
-    single = given_input(name, new[:1], old[:1], values[:1], torch.ones(1), [1])
-    assert loss_of(name, x).loss.item() == loss_of(name, single).loss.item()
-    assert loss_of(name, x).approx_kl_sum.item() == loss_of(name, single).approx_kl_sum.item()
+    counted = given_input(name, new[:1], old[:1], values[:1], torch.ones(1), [1])
+    assert loss_of(name, x).loss.item() == loss_of(name, counted).loss.item()
+    assert loss_of(name, x).approx_kl_sum.item() == loss_of(name, counted).approx_kl_sum.item()
     grads = gradient(lambda leaf: loss_of(name, dataclasses.replace(x, log_probs=leaf)).loss, new)
     assert math.isfinite(grads[0])
     assert grads[1:] == [0.0, 0.0]
