@@ -15,8 +15,8 @@ from tests.unit.models import tiny
 
 
 def saved(directory: Path, seed: int, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
-    torch.manual_seed(seed)
     model = tiny.causal("qwen2", **changes).to(dtype)
+    torch.manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter))
