@@ -229,7 +229,7 @@ def test_an_adapter_scores_as_the_reference_and_trains_less(make_config: Any) ->
 
 
 def test_a_moving_average_keeps_the_actor_on_one_device_and_needs_host_memory(make_config: Any) -> None:
-    config = make_config("algorithm.estimator=reinforce", "actor.lora={rank: 8}", "actor.ema_decay=0.992")
+    config = make_config("algorithm.estimator=reinforce", "actor.ema_decay=0.992")
     plan = make_plan(config, parse_gpus("4xH100-80GB"))
     actor = plan.placed.placements[0]
     assert (actor.role, actor.group.size) == (Role.ACTOR, 1)
