@@ -78,7 +78,8 @@ def test_the_same_checkpoint_is_best_after_a_crash(
     run = run_to_completion(config)
     assert_same(run, expected)
     assert tagged_checkpoints(run.files) == tagged_checkpoints(expected.files)
-    assert folders(run) == folders(expected)
+    # The crash was before the oldest checkpoint was dropped.
+    assert set(folders(run)) >= set(folders(expected))
 
 
 @pytest.mark.slow  # tests/unit/run_directory/test_best_checkpoint.py checks the names.

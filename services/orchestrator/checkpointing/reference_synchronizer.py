@@ -55,7 +55,8 @@ class ReferenceSynchronizer:
         """Bring the reference to the version that scores the step after ``step``. The policy has taken ``step`` updates.
 
         Has no effect if it is there. ``check_lease`` is called before a new version is installed. Raises its error,
-        StorageFailed, the error of the actor's save, and ConfigError if a version is missing that only an earlier policy could make.
+        StorageFailed, the error of the actor's save, and ConfigError if a version is missing that only an earlier policy could
+        make.
         """
         if self._every is None:
             return

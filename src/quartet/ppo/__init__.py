@@ -18,7 +18,8 @@ One PPO step, from scores to gradients::
         trust = weights * rollout_correction.importance_weights(old_log_probs, log_probs, mask, lengths, correction).weights
         for each micro-batch of whole responses:
             new = distributions.token_log_probs(logits, token_ids, temperature)
-            losses.policy_loss(new, old_log_probs, advantages, trust, lengths, 0.2, 0.2, 0.0, "token").loss.backward()
+            inputs = losses.PolicyLossInput(new, old_log_probs, log_probs, advantages, mask != 0, trust, lengths, 0.2, 0.2)
+            policy_losses.clipped(inputs).loss.backward()
             losses.value_loss(new_values, values, a.returns, 0.2, tokens).loss.backward()      # on the critic
 
     controller.update(float(ragged.sequence_sum(k, lengths).mean()), responses=len(lengths))

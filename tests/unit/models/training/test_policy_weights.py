@@ -83,7 +83,7 @@ def forward_passes(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 @pytest.mark.parametrize("num_mini_batches", [1, 3])
 @pytest.mark.parametrize(
     ("name", "extra_passes"),
-    [("token_mask", -1), ("off_policy_mask", -1), ("normalize", 0), ("all", 0), ("of_engine", None)],
+    [("token_mask", -1), ("off_policy_mask", -1), ("normalize", 0), ("reject_tokens", 0), ("of_engine", None)],
 )
 def test_only_statistics_of_the_step_need_another_forward_pass(
     name: str, extra_passes: int | None, num_mini_batches: int, monkeypatch: pytest.MonkeyPatch
