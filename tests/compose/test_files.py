@@ -150,6 +150,10 @@ def test_a_service_may_write_only_the_runs_or_its_volume() -> None:
     }
 
 
+def test_the_reference_reads_the_runs_for_the_versions_that_follow_the_policy() -> None:
+    assert "runs:/quartet/runs:ro" in SERVICES["reference"]["volumes"]
+
+
 def test_a_service_has_only_its_own_certificate() -> None:
     for name, service in TLS["services"].items():
         paths = {path: source for path, source in mounts(service).items() if "/certificates/" in path}

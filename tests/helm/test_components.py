@@ -257,6 +257,16 @@ def test_the_config_names_the_generators_and_starts_none(tmp_path: Path) -> None
     assert config.services.generator.devices == (0,)
 
 
+def test_a_reference_that_follows_the_policy_reads_the_folder_of_runs() -> None:
+    for settings, expected in (({}, []), ({"config__reference": {"sync_steps": 8}}, [True])):
+        template = of_kind(manifests(changed("single-node-4-gpus", **settings)), "Deployment")["quartet-reference"][
+            "spec"
+        ]["template"]
+        (container,) = template["spec"]["containers"]
+        mounts = [mount for mount in container["volumeMounts"] if mount["name"] == "runs"]
+        assert [mount.get("readOnly") for mount in mounts] == expected
+
+
 def test_the_environment_has_the_models_but_neither_gpu_nor_buffer(tmp_path: Path) -> None:
     values = changed("single-node-4-gpus", **TURNS)
     result = manifests(values)

@@ -25,7 +25,7 @@ INVALID: dict[str, tuple[dict[str, Any], str]] = {
     "too much": ({"algorithm": {"gamma": 1.5}}, "'/config/algorithm/gamma': maximum: got 1.5, want 1"),
     "too little": ({"run": {"steps": 0}}, "'/config/run/steps': minimum: got 0, want 1"),
     "not above": ({"algorithm": {"dual_clip": 1}}, "'/config/algorithm/dual_clip': exclusiveMinimum: got 1, want 1"),
-    "text": ({"algorithm": {"clip_ratio": "0.2"}}, "'/config/algorithm/clip_ratio': got string, want number"),
+    "text": ({"algorithm": {"clip_ratio": "0.2"}}, "'/config/algorithm/clip_ratio': got string, want null or number"),
     "null": ({"critic": None}, "'/config/critic': got null, want object"),
     "in a list": (
         {"reward": {"source": "ensemble", "parts": [{"name": "a", "wait": 1}]}},
@@ -78,11 +78,12 @@ def test_an_outdated_schema_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     other = tmp_path / "values.schema.json"
-    other.write_text((CHART / "values.schema.json").read_text(encoding="utf-8").replace('"rloo", ', ""))
+    text = (CHART / "values.schema.json").read_text(encoding="utf-8")
+    other.write_text(text.replace('"rloo",', '"other",'))
     monkeypatch.setattr(values_schema, "SCHEMA", other)
     assert values_schema.main([]) == 1
     output = capsys.readouterr()
-    assert '+              "examples": ["gae", "reinforce", "rloo", "grpo", "opo", ' in output.out
+    assert re.search(r'^\+ +"rloo",$', output.out, re.MULTILINE)
     assert "make helm-schema" in output.err
     assert values_schema.main(["--write"]) == 0
     assert values_schema.main([]) == 0

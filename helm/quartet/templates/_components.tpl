@@ -127,6 +127,7 @@ All other templates loop over this map.
   "terminationGracePeriodSeconds" (int $grace)
   "probes" (dict "startup" (dict "failureThreshold" (int $patience)))
   "caching" (and (has "reward" $roles) (eq (include "quartet.hasJudge" $root) "true"))
+  "following" (and (has "reference" $roles) (not (empty (dig "reference" "sync_steps" "" $root.Values.config))))
   "usesBuffer" (or (has "actor" $roles) (has "critic" $roles) $generating (has $name (list "orchestrator" "gateway")))
   "image" (mergeOverwrite (deepCopy $root.Values.image) (deepCopy (default dict $component.image)))
   | toJson -}}

@@ -2,6 +2,7 @@
 {{- define "quartet.pod" -}}
 {{- $root := .root -}}{{- $component := .component -}}{{- $part := default "" .part -}}
 {{- $gateway := eq $component.name "gateway" -}}
+{{- $readsRuns := not (or $component.caching (and $component.usesBuffer (not $component.generating))) -}}
 metadata:
   labels:
     {{- include "quartet.selector" $root | nindent 4 }}
@@ -94,7 +95,7 @@ spec:
           {{- with $storage.subPath }}
           subPath: {{ . }}
           {{- end }}
-          {{- if ne . "runs" }}
+          {{- if or (ne . "runs") $readsRuns }}
           readOnly: true
           {{- end }}
         {{- end }}
@@ -125,7 +126,7 @@ spec:
     - name: {{ . }}
       persistentVolumeClaim:
         claimName: {{ default (printf "%s-%s" (include "quartet.fullname" $root) .) (index $root.Values.storage .).existingClaim }}
-        {{- if ne . "runs" }}
+        {{- if or (ne . "runs") $readsRuns }}
         readOnly: true
         {{- end }}
     {{- end }}
@@ -161,7 +162,7 @@ spec:
 {{- $claims := list -}}
 {{- if or .model .playing (eq .name "orchestrator") }}{{ $claims = append $claims "models" }}{{ end -}}
 {{- if eq .name "orchestrator" }}{{ $claims = append $claims "data" }}{{ end -}}
-{{- if or .caching (and .usesBuffer (not .generating)) }}{{ $claims = append $claims "runs" }}{{ end -}}
+{{- if or .caching .following (and .usesBuffer (not .generating)) }}{{ $claims = append $claims "runs" }}{{ end -}}
 {{- toJson $claims -}}
 {{- end -}}
 
