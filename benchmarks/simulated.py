@@ -43,6 +43,7 @@ from quartet.types import (
     FinishReason,
     FloatArray,
     GenerationBatch,
+    ReferenceVersion,
     Role,
     SavedFile,
     Scores,
@@ -233,7 +234,7 @@ class SimulatedCritic(TrainedModel):
 class SimulatedReference(SimulatedModel):
     role = Role.REFERENCE
 
-    def log_probs(self, batch: TokenBatch, temperature: float) -> FloatArray:
+    def log_probs(self, batch: TokenBatch, temperature: float, version: ReferenceVersion | None = None) -> FloatArray:
         time.sleep(self.times.score * len(batch.token_ids))
         return np.full(int(batch.response_lengths.sum()), -1.0, np.float32)
 

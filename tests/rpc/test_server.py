@@ -35,7 +35,7 @@ from quartet.rpc.security.credentials import LOCAL, Credentials
 from quartet.rpc.server import Server
 from quartet.services.reference.servicer import ReferenceServicer
 from quartet.topology import check_listen_address
-from quartet.types import FloatArray, Role, ServiceStatus, TokenBatch
+from quartet.types import FloatArray, ReferenceVersion, Role, ServiceStatus, TokenBatch
 from quartet.v1 import actor_pb2, actor_pb2_grpc, update_pb2
 from tests.e2e.commands import wait_until
 from tests.services.model_services import TIMEOUTS, Services
@@ -51,7 +51,7 @@ class Gate:
         self.started, self.release = threading.Event(), threading.Event()
         self.failure: Exception | None = None
 
-    def log_probs(self, batch: TokenBatch, temperature: float) -> FloatArray:
+    def log_probs(self, batch: TokenBatch, temperature: float, version: ReferenceVersion | None = None) -> FloatArray:
         self.started.set()
         assert self.release.wait(20)
         if self.failure is not None:
