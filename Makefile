@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 PARITY := build/parity-venv
+PEERS := build/peers
 ENGINES := build/engines-venv
 TRITON := build/triton-venv
 PYTRITON := build/pytriton-venv
@@ -235,6 +236,7 @@ acceptance: $(VENV)/.installed-dev ## Train every estimator on real reviews (POS
 	$(BIN)/python examples/reviews/report.py $(REVIEW_RUNS)
 
 # TRL has many dependencies that Quartet does not need, so it gets a separate environment. TRL imports requests but does not declare it.
+# TRL 1.8.0 is compared as a whole; 1.16.0 has no PPO trainer.
 $(PARITY)/.installed: pyproject.toml constraints.txt | $(BIN)/python
 	@echo "installing into $(PARITY): takes a minute or more, mostly to download torch"
 	$(BIN)/python -m venv $(PARITY)
@@ -242,7 +244,19 @@ $(PARITY)/.installed: pyproject.toml constraints.txt | $(BIN)/python
 		$$(grep '^torch==' constraints.txt) trl==1.8.0 requests --editable '.[train]'
 	@touch $@
 
-parity: $(PARITY)/.installed ## Compare one update with TRL's trainers; write docs/parity.md
+# The libraries whose losses are compared, in a folder on the path of one command: their requirements contradict each other and
+# Quartet's. All three are pure Python; OpenRLHF's only wheel names a platform. The packages of the first command are those that verl's
+# losses import.
+$(PEERS)/.installed: $(PARITY)/.installed
+	rm -rf $(PEERS)
+	$(PARITY)/bin/python -m pip install --quiet --constraint constraints.txt $$(grep '^torch==' constraints.txt) \
+		ray==2.60.0 tensordict==0.15.3 omegaconf==2.4.0 codetiming==1.4.0 orjson==3.13.0
+	$(PARITY)/bin/python -m pip install --quiet --no-deps --only-binary=:all: --platform manylinux1_x86_64 --python-version 311 \
+		--target $(PEERS) trl==1.16.0 verl==0.9.1 openrlhf==0.11.2
+	@touch $@
+
+parity: $(PEERS)/.installed ## Compare an update with TRL, and each loss and estimator with TRL, verl and OpenRLHF; write docs/parity.md
+	PYTHONPATH=$(PEERS) $(PARITY)/bin/python -m tests.parity.losses
 	$(PARITY)/bin/python -m tests.parity
 
 # The Triton server's Python backend can only read arrays of NumPy below 2, so that NumPy is installed in a second environment, which

@@ -1,6 +1,7 @@
 """Compare one update with TRL's trainers, and write docs/parity.md: `make parity`, or python -m tests.parity.
 
-The exit status is 1 if a metric differs by more than its tolerance, and 2 if TRL is not installed.
+The exit status is 1 if a metric differs by more than its tolerance, and 2 if TRL is not installed. The page's section about
+losses and estimators stays as it is; tests.parity.losses writes it.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ def main() -> int:
 
     from tests.parity import page, scenarios
     from tests.parity.comparison import TOLERANCE
+    from tests.parity.losses import section
 
     results = []
     with tempfile.TemporaryDirectory() as folder:
@@ -46,7 +48,8 @@ def main() -> int:
             print(f"{scenario.name}: {len(results[-1].metrics)} metrics, {time.perf_counter() - started:.0f} s")
     versions = ", ".join(f"{name} {importlib.metadata.version(name).partition('+')[0]}" for name in PACKAGES)
     path = options.docs / "parity.md"
-    path.write_text(page.write(results, versions, TOLERANCE, WEIGHTS_TOLERANCE), encoding="utf-8")
+    losses = section.existing(path.read_text(encoding="utf-8")) if path.exists() else ""
+    path.write_text(page.write(results, versions, TOLERANCE, WEIGHTS_TOLERANCE, losses), encoding="utf-8")
     print(f"wrote {path}")
     failures = [failure for result in results for failure in result.failures]
     for failure in failures:

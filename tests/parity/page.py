@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from tests.parity import differences
 from tests.parity.comparison import MetricComparison
 from tests.parity.differences import Difference
+from tests.parity.losses import section
 
 LABELS = {
     "log_probs": "log-probs of the rollouts",
@@ -29,13 +30,12 @@ LABELS = {
     "critic_weights": "change of the value model's weights",
 }
 
-_DIFFERENCES = "## Differences\n"
-
 INTRODUCTION = """\
-# Parity with TRL
+# Parity with other libraries
 
 Does Quartet compute the same update as TRL? Yes, within rounding errors, apart from the differences listed [below](#differences).
-`make parity` measures this and writes this page:
+Does each loss, correction and estimator give the numbers of other libraries? See
+[Losses and estimators](#losses-and-estimators). `make parity` measures both and writes this page:
 
 - It runs one update of TRL's own trainers on tiny checkpoints, and captures the rollouts and all intermediate results. Policy,
   reference, reward and value model are seeded Llamas with a vocabulary of 256 tokens.
@@ -80,11 +80,13 @@ class ScenarioResult:
         return failed
 
 
-def write(results: Sequence[ScenarioResult], versions: str, tolerance: float, weights_tolerance: float) -> str:
-    """Return the page in Markdown."""
+def write(
+    results: Sequence[ScenarioResult], versions: str, tolerance: float, weights_tolerance: float, losses: str = ""
+) -> str:
+    """Return the page in Markdown, with the section ``losses`` of ``tests.parity.losses``."""
     parts = [INTRODUCTION.format(versions=versions, tolerance=tolerance, weights_tolerance=weights_tolerance)]
     parts += [_section(result) for result in results]
-    parts.append(_DIFFERENCES)
+    parts.append(losses + section.END)
     parts.append(_differences("PPO", differences.PPO))
     parts.append(_differences("RLOO", differences.RLOO))
     parts.append("### Not compared\n\n" + "\n".join(f"- {line}" for line in differences.NOT_COMPARED) + "\n")
@@ -96,7 +98,7 @@ def rows(page: str) -> dict[str, dict[str, tuple[float, bool]]]:
     names = {label: name for name, label in LABELS.items()}
     results: dict[str, dict[str, tuple[float, bool]]] = {}
     scenario = ""
-    for line in page.partition(_DIFFERENCES)[0].splitlines():
+    for line in page.partition(section.END)[0].partition(section.START)[0].splitlines():
         if line.startswith("## "):
             scenario = line.removeprefix("## ")
         cells = [cell.strip() for cell in line.strip("|").split("|")]

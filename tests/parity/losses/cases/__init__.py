@@ -1,0 +1,7 @@
+"""The groups of cases, in the order of the page."""
+
+from __future__ import annotations
+
+from tests.parity.losses.cases import aggregations, estimators, kl, values
+
+GROUPS = (aggregations.GROUP, kl.GROUP, values.GROUP, estimators.GROUP)
