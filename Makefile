@@ -4,6 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PARITY := build/parity-venv
 PEERS := build/peers
+MUTATION := build/mutation-venv
 ENGINES := build/engines-venv
 TRITON := build/triton-venv
 PYTRITON := build/pytriton-venv
@@ -21,6 +22,7 @@ DURABILITY_ARGS ?=
 GATEWAY_ARGS ?=
 BENCHMARK_ARGS ?=
 FUZZ_ARGS ?=
+MUTATION_ARGS ?=
 ARCHITECTURES_ARGS ?=
 REVIEW_RUNS := $(addprefix runs/reviews-,ppo reinforce rloo grpo dr-grpo reinforce-plus-plus gspo cispo lora)
 PYTEST := $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile
@@ -29,7 +31,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 .PHONY: help install demo test test-fast test-all test-e2e chaos faults soak durability-cost startup end-to-end evidence generation precision gpu update sharding plan plan-memory \
 	groups growth reward-node \
 	transport weights buffer sandbox reward-sharing learning-curves gae orchestration overlap architectures gateway-load gateway-metrics browser screenshots notebook fuzz-api fuzz-rpc helm-golden \
-	helm-schema e2e-compose check docs docs-reference wheel format proto acceptance parity engines clean
+	helm-schema e2e-compose check docs docs-reference wheel format proto acceptance parity mutation engines clean
 .DEFAULT_GOAL := help
 
 help: ## Show the commands
@@ -258,6 +260,14 @@ $(PEERS)/.installed: $(PARITY)/.installed
 parity: $(PEERS)/.installed ## Compare an update with TRL, and each loss and estimator with TRL, verl and OpenRLHF; write docs/parity.md
 	PYTHONPATH=$(PEERS) $(PARITY)/bin/python -m tests.parity.losses
 	$(PARITY)/bin/python -m tests.parity
+
+$(MUTATION)/.installed: constraints.txt | $(BIN)/python
+	$(BIN)/python -m venv $(MUTATION)
+	$(MUTATION)/bin/python -m pip install --quiet --constraint constraints.txt cosmic-ray==8.7.0
+	@touch $@
+
+mutation: $(VENV)/.installed-dev $(MUTATION)/.installed ## Change quartet.ppo in small ways and list what no test notices; write docs/mutation.md
+	$(BIN)/python -m tests.mutation $(MUTATION_ARGS)
 
 # The Triton server's Python backend can only read arrays of NumPy below 2, so that NumPy is installed in a second environment, which
 # finds all other packages in the first.

@@ -1,0 +1,66 @@
+"""Mutation testing without Cosmic Ray: replaced modules, the choice of tests, explanations, and the page."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.mutation import execute
+from tests.mutation.report import Mutant, Result, page, problems, read_explanations
+
+MUTANT = Mutant("kl", "NumberReplacer", "kl_estimate", "return x / 2", "return x / 3", "source")
+
+
+def test_a_survivor_without_an_explanation_is_a_problem(tmp_path: Path) -> None:
+    file = tmp_path / "equivalent.toml"
+    file.write_text('[[equivalent]]\nmodule = "kl"\nbefore = "return x / 2"\nreason = "unused"\n', encoding="utf-8")
+    explained, survived, killed = read_explanations(file), Result(MUTANT, "survived"), Result(MUTANT, "killed")
+    assert problems([survived], explained) == []
+    assert len(problems([survived], [])) == 1
+    assert "no survivor" in problems([killed], explained)[0]
+
+
+def test_an_explanation_may_name_the_changed_lines(tmp_path: Path) -> None:
+    file = tmp_path / "equivalent.toml"
+    entry = '[[equivalent]]\nmodule = "kl"\nbefore = "return x / 2"\nafter = ["return x / 1"]\nreason = "unused"\n'
+    file.write_text(entry, encoding="utf-8")
+    assert len(problems([Result(MUTANT, "survived")], read_explanations(file))) == 2
+
+
+def test_the_page_counts_outcomes_and_lists_survivors() -> None:
+    text = page([Result(MUTANT, "survived"), Result(MUTANT, "killed"), Result(MUTANT, "killed")], [])
+    assert "| kl | 3 | 2 | 1 |" in text
+    assert "| all | 3 | 2 | 1 |" in text
+    assert "| kl | kl_estimate | `return x / 2` | `return x / 3` | **none** |" in text
+
+
+def test_tests_of_a_module_come_before_those_of_its_users() -> None:
+    tests = execute.tests_of("kl")
+    assert tests[0] == "tests/unit/ppo/test_kl.py"
+    assert "tests/unit/ppo/test_losses.py" in tests[1:]
+    assert "tests/unit/ppo/test_statistics.py" not in tests
+
+
+@pytest.mark.parametrize(
+    ("code", "test", "outcome"),
+    [
+        ("def two(): return 2", "assert two() == 2", "survived"),
+        ("def two(): return 3", "assert two() == 2", "killed"),
+        ("def two():\n    while True: pass", "assert two() == 2", "killed"),
+        ("two = 1 / 0", "assert two", "killed"),
+    ],
+)
+def test_a_child_imports_the_replaced_module(code: str, test: str, outcome: str, tmp_path: Path) -> None:
+    file = tmp_path / "test_of_a_change.py"
+    file.write_text(f"from quartet.ppo.kl import two\n\ndef test(): {test}\n", encoding="utf-8")
+    script = (
+        "import sys, time\nfrom tests.mutation.execute import Child\nimport pytest\n"
+        "child = Child('kl', sys.argv[1], [sys.argv[2]], 4)\n"
+        "while (outcome := child.outcome()) is None: time.sleep(0.02)\nprint(outcome)\n"
+    )
+    command = [sys.executable, "-c", script, code, str(file)]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=120, cwd=execute.ROOT)
+    assert done.stdout == f"{outcome}\n"
