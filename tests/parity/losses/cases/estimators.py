@@ -2,33 +2,39 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
+from quartet.config.estimators import BUILT_IN_ESTIMATORS
 from quartet.ppo import advantages as estimators
 from quartet.ppo.advantages import EstimatorInput
 from quartet.ppo.critic_free_advantages import broadcast_to_tokens
+from quartet.ppo.entropy import AdaptiveEntropyController
 from quartet.ppo.gae import Advantages
 from quartet.ppo.rewards import token_rewards
 from quartet.ppo.statistics import whiten
 from tests.parity.losses.batch import Batch
 from tests.parity.losses.case import Case, Group, Results, unique
-from tests.parity.losses.peers import openrlhf, trl, verl
+from tests.parity.losses.peers import nemo_rl, openrlhf, trl, verl
 
 
 def _of_responses(name: str, broadcast: bool = True, **settings: Any) -> Callable[[Batch], Results]:
     """Return advantages of an estimator of responses: [tokens], or [sequences] without ``broadcast``."""
 
     def run(batch: Batch) -> Results:
-        result = getattr(estimators, name)(_input(batch, batch.scores, **settings))
+        parameters = dict(BUILT_IN_ESTIMATORS[name].parameters) | settings
+        result = getattr(estimators, name)(_input(batch, batch.scores, parameters=parameters))
         return {"advantages": broadcast_to_tokens(result, batch.lengths) if broadcast else result}
 
     return run
 
 
-def _gae(gamma: float, gae_lambda: float) -> Callable[[Batch], Results]:
+def _gae(gamma: float, gae_lambda: float, **settings: float) -> Callable[[Batch], Results]:
     def run(batch: Batch) -> Results:
-        result = estimators.gae(_input(batch, batch.token_rewards, gamma=gamma, gae_lambda=gae_lambda))
+        result = estimators.gae(_input(batch, batch.token_rewards, gamma=gamma, gae_lambda=gae_lambda, **settings))
         return {"advantages": result.advantages, "returns": result.returns}
 
     return run
@@ -57,10 +63,33 @@ def _discounted(gamma: float) -> Callable[[Batch], Results]:
     return run
 
 
+def _whitened(name: str, correction: int = 0) -> Callable[[Batch], Results]:
+    """Return advantages of responses, whitened over the tokens with the variance that divides by n - ``correction``."""
+    plain = _of_responses(name)
+
+    def run(batch: Batch) -> Results:
+        advantages = whiten(torch.as_tensor(plain(batch)["advantages"]), shift_mean=True)
+        tokens = int(batch.lengths.sum())
+        return {"advantages": advantages * math.sqrt((tokens - correction) / tokens)}
+
+    return run
+
+
+def _entropy_coefficients(batch: Batch) -> Results:
+    controller = AdaptiveEntropyController(0.01, 1.0, 0.005, 0.0, 0.02)
+    applied = []
+    for entropy in ENTROPIES:
+        applied.append(controller.value)
+        controller.update(entropy)
+    return {"coefficients": torch.tensor(applied, dtype=torch.float64)}
+
+
 def _input(batch: Batch, rewards: Any, **settings: Any) -> EstimatorInput:
     return EstimatorInput(rewards, batch.values, batch.lengths, batch.groups, **settings)
 
 
+ENTROPIES = (1.5, 0.9, 0.8, 1.0, 0.7, 0.6, 1.2, 1.4, 0.5, 2.0, 3.0, 0.9)
+"""Mean entropy of each step, in nats per token, around the target of 1."""
 NORMALIZED = "whitened on both sides"
 GROUP = Group(
     "Advantage estimators",
@@ -102,25 +131,25 @@ GROUP = Group(
                 "grpo",
                 verl.NAME,
                 "grpo",
-                _of_responses("grpo", divide_by_std=False),
+                _of_responses("grpo", normalize_std=False),
                 verl.outcome("grpo", norm_adv_by_std_in_grpo=False),
-                "grpo_normalize_std false (Dr. GRPO)",
+                "normalize_std false (Dr. GRPO)",
             ),
             Case(
                 "grpo",
                 trl.NAME,
                 "GRPOTrainer scale_rewards=none",
-                _of_responses("grpo", False, divide_by_std=False),
+                _of_responses("grpo", False, normalize_std=False),
                 trl.group_advantages("GRPOTrainer", scale_rewards="none"),
-                "grpo_normalize_std false (Dr. GRPO)",
+                "normalize_std false (Dr. GRPO)",
             ),
             Case(
                 "grpo",
                 openrlhf.NAME,
                 "dr_grpo",
-                _of_responses("grpo", divide_by_std=False),
+                _of_responses("grpo", normalize_std=False),
                 openrlhf.advantages("dr_grpo"),
-                "grpo_normalize_std false (Dr. GRPO)",
+                "normalize_std false (Dr. GRPO)",
             ),
             Case(
                 "reinforce_plus_plus",
@@ -140,6 +169,68 @@ GROUP = Group(
                 "KL 0.05",
                 NORMALIZED,
                 "float32",
+            ),
+            Case(
+                "reinforce_plus_plus_baseline",
+                openrlhf.NAME,
+                "reinforce_baseline",
+                _whitened("reinforce_plus_plus_baseline"),
+                openrlhf.advantages("reinforce_baseline", normalized=True),
+                "",
+                NORMALIZED,
+                "float32",
+            ),
+            Case(
+                "reinforce_plus_plus_baseline",
+                verl.NAME,
+                "reinforce_plus_plus_baseline",
+                _whitened("reinforce_plus_plus_baseline", correction=1),
+                verl.outcome("reinforce_plus_plus_baseline"),
+                "",
+                "whitened with verl's variance, which divides by n - 1",
+            ),
+            Case("opo", verl.NAME, "opo", _of_responses("opo"), verl.outcome("opo")),
+            Case(
+                "grpo",
+                nemo_rl.NAME,
+                "use_leave_one_out_baseline",
+                _of_responses("grpo", False, leave_one_out=True, std_epsilon=1e-6),
+                nemo_rl.leave_one_out(True),
+                "leave_one_out, std_epsilon 1e-6",
+                transcribed=True,
+            ),
+            Case(
+                "gae",
+                nemo_rl.NAME,
+                "gae_lambda_value",
+                _gae(0.97, 0.9, value_lambda=1.0),
+                nemo_rl.gae(0.97, 0.9, gae_lambda_value=1.0),
+                "lambda 0.9, value_lambda 1 (VAPO)",
+                transcribed=True,
+            ),
+            Case(
+                "gae",
+                nemo_rl.NAME,
+                "length_adaptive_alpha",
+                _gae(0.97, 0.9, value_lambda=1.0, length_adaptive_alpha=0.3),
+                nemo_rl.gae(0.97, 0.9, gae_lambda_value=1.0, length_adaptive_alpha=0.3),
+                "length_adaptive_alpha 0.3, value_lambda 1 (VAPO)",
+                transcribed=True,
+            ),
+            Case(
+                "adaptive entropy",
+                trl.NAME,
+                "use_adaptive_entropy",
+                _entropy_coefficients,
+                trl.entropy_controller(
+                    ENTROPIES,
+                    0.01,
+                    entropy_target=1.0,
+                    entropy_coef_delta=0.005,
+                    entropy_coef_min=0.0,
+                    entropy_coef_max=0.02,
+                ),
+                "target 1, step 0.005, range 0 to 0.02",
             ),
         )
     ),

@@ -155,7 +155,7 @@ def entropy_controller(entropies: Sequence[float], coefficient: float, **setting
         owner = _trainer("GRPOTrainer")
         config = _config({"use_adaptive_entropy": True, "entropy_coef": coefficient, **settings})
         stub = _stub(config, batch, batch.log_probs)
-        stub._entropy_bonus_enabled, stub._entropy_window_stats, stub._last_world_entropy = True, None, 0.0
+        stub._entropy_bonus_enabled, stub._entropy_window_stats, stub._last_world_entropy = True, None, math.inf
         inputs = _inputs(batch) | {
             "advantages": torch.zeros_like(batch.padded(batch.mask)),
             "old_per_token_logps": batch.padded(batch.log_probs),
