@@ -42,6 +42,13 @@ def _cases() -> list[Case]:
             level = name == "token_mean"
             setting = f"token_level_loss={level}"
             cases.append(Case(name, openrlhf.NAME, setting, ours, openrlhf.aggregation(level, mask), remark))
+    for name, theirs in (("token_sum", "token-sum"), ("sequence_mean_token_sum", "seq-mean-token-sum")):
+        ours = _ours(name, _mask_without_a_response)
+        theirs_of = verl.aggregation(theirs, _mask_without_a_response)
+        cases.append(Case(name, verl.NAME, theirs, ours, theirs_of, "one response is masked"))
+    name, theirs = "sequence_mean_token_sum_norm", "seq-mean-token-sum-norm"
+    peer = verl.aggregation(theirs, _mask, loss_scale_factor=16)
+    cases.append(Case(name, verl.NAME, theirs, _ours(name, _mask, divisor=16.0), peer, "divisor 16"))
     return cases
 
 

@@ -46,7 +46,9 @@ def policy_loss(
             )[0]
             return result
 
-        with mock.patch.object(torch, "randperm", (lambda n: order) if order is not None else torch.randperm):
+        with mock.patch.object(
+            torch, "randperm", (lambda n: order[order < n]) if order is not None else torch.randperm
+        ):
             return with_gradient(loss, batch.log_probs, batch)
 
     return run
