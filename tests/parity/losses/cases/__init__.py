@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from tests.parity.losses.cases import aggregations, estimators, kl, policy_losses, values
+from tests.parity.losses.cases import aggregations, corrections, estimators, kl, policy_losses, values
 
-GROUPS = (policy_losses.GROUP, aggregations.GROUP, kl.GROUP, values.GROUP, estimators.GROUP)
+GROUPS = (policy_losses.GROUP, corrections.GROUP, aggregations.GROUP, kl.GROUP, values.GROUP, estimators.GROUP)
