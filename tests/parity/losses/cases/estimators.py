@@ -63,6 +63,11 @@ def _discounted(gamma: float) -> Callable[[Batch], Results]:
     return run
 
 
+def _remax(batch: Batch) -> Results:
+    rewards = token_rewards(batch.scores, torch.zeros_like(batch.values), batch.lengths, 0.0)
+    return {"advantages": estimators.remax(_input(batch, rewards, baselines=batch.greedy_scores))}
+
+
 def _whitened(name: str, correction: int = 0) -> Callable[[Batch], Results]:
     """Return advantages of responses, whitened over the tokens with the variance that divides by n - ``correction``."""
     plain = _of_responses(name)
@@ -189,6 +194,7 @@ GROUP = Group(
                 "",
                 "whitened with verl's variance, which divides by n - 1",
             ),
+            Case("remax", verl.NAME, "remax", _remax, verl.outcome("remax"), "with scores of greedy responses"),
             Case("opo", verl.NAME, "opo", _of_responses("opo"), verl.outcome("opo")),
             Case(
                 "grpo",
