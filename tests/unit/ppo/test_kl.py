@@ -162,3 +162,27 @@ def test_a_horizon_too_short_for_the_batch_is_refused() -> None:
 def test_invalid_controller_settings_are_refused(kind: str, coefficient: float, target: float, horizon: float) -> None:
     with pytest.raises(ConfigError):
         make_kl_controller(kind, coefficient, target, horizon)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("kind", "coefficient", "target", "horizon"),
+    [("fixed", 0.0, 6.0, 10.0), ("adaptive", 1e-3, 0.5, 0.5), ("simple", 1e-3, 0.5, 1.5)],
+)
+def test_controller_settings_just_inside_their_bounds_are_taken(
+    kind: str, coefficient: float, target: float, horizon: float
+) -> None:
+    assert make_kl_controller(kind, coefficient, target, horizon).value == coefficient  # type: ignore[arg-type]
+
+
+def test_a_checkpoint_may_hold_a_coefficient_of_zero() -> None:
+    controller = make_kl_controller("fixed", 0.1, 6.0, 10.0)
+    controller.load({"value": 0.0})
+    assert controller.value == 0.0
+
+
+def test_an_update_needs_the_kl_of_at_least_one_response() -> None:
+    controller = make_kl_controller("adaptive", 0.1, 6.0, 10.0)
+    with pytest.raises(InvalidRequest, match="at least 1"):
+        controller.update(6.0, responses=0)
+    controller.update(12.0, responses=1)
+    assert controller.value == pytest.approx(0.1 * (1 + 0.2 / 10))
