@@ -47,9 +47,9 @@ def updates(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int]]:
     result: list[tuple[str, int, int]] = []
     real = update_request.start_update
 
-    def recorded_start(client: Any, config: Any, step: int, epoch: int, rate: Any, tokens: int) -> Any:
+    def recorded_start(client: Any, config: Any, step: int, epoch: int, rate: Any, tokens: int, *others: Any) -> Any:
         result.append((client.role.value, step, tokens))
-        return real(client, config, step, epoch, rate, tokens)
+        return real(client, config, step, epoch, rate, tokens, *others)
 
     for module in (update_request, recovery):
         monkeypatch.setattr(module, "start_update", recorded_start)

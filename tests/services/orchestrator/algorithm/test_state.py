@@ -83,6 +83,6 @@ def test_a_step_without_a_finite_entropy_changes_nothing() -> None:
 
 
 def test_the_coefficient_of_the_controller_is_sent() -> None:
-    algorithm = config(entropy_coefficient=0.01).algorithm
-    assert policy_loss_of(algorithm, 1.0).entropy_coefficient == 0.01
-    assert policy_loss_of(algorithm, 1.0, 0.0).entropy_coefficient == 0.0
+    whole = config(entropy_coefficient=0.01)
+    assert policy_loss_of(whole.algorithm, whole.rollout).entropy_coefficient == 0.01
+    assert policy_loss_of(whole.algorithm, whole.rollout, 0.0).entropy_coefficient == 0.0
