@@ -55,14 +55,16 @@ class Run:
 
     @property
     def title(self) -> str:
-        """Return the estimator, and the setting that distinguishes the run."""
+        """Return the estimator, and the settings that distinguish the run."""
         algorithm = self.config.algorithm
-        name = (
-            algorithm.estimator
-            if algorithm.estimator_spec.parameters.get("normalize_std", True)
-            else "grpo without the std"
-        )
-        return f"{name}, LoRA" if self.config.actor.lora else name
+        parts = [algorithm.estimator]
+        if not algorithm.estimator_spec.parameters.get("normalize_std", True):
+            parts = ["grpo without the std"]
+        if algorithm.policy_loss != "clipped":
+            parts.append(algorithm.policy_loss)
+        if self.config.actor.lora:
+            parts.append("LoRA")
+        return ", ".join(parts)
 
 
 def main() -> int:
@@ -101,7 +103,8 @@ def page(runs: list[Run], detailed: Run) -> str:
             "```",
             "",
             "A small Llama (width 128, 2 layers), pretrained on 10,662 film review sentences, learns to write more positive",
-            "ones. A step has 64 responses of at most 48 tokens and 4 epochs, with β 0.05, in float32 on two CPU cores.",
+            "ones. A step has 64 responses of at most 48 tokens and 4 epochs, in float32 on two CPU cores. β follows a KL",
+            "target of 6 nats.",
             "",
             *estimators(runs),
             "",
@@ -120,8 +123,7 @@ def estimators(runs: list[Run]) -> list[str]:
         "## Each estimator",
         "",
         f"The configs are in `configs/reviews`. Rewards and KL are means over {WINDOW} steps. The initial policy's reward is",
-        "about 0. Each run has seed 0, which also served to choose the learning rates. One seed per estimator is no",
-        "ranking.",
+        "about 0. Each run has seed 0. One seed per estimator is no ranking; [Evidence](evidence.md) compares several.",
         "",
         "| estimator | config | prompts × samples | learning rate | reward, last steps | KL there | EOS rate | tokens "
         f"| first at {TARGET_REWARD:g} | KL there |",
