@@ -43,10 +43,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--positive", type=Path, help="favourable sentences, one per line; needed to make the models")
     parser.add_argument("--negative", type=Path, help="unfavourable sentences, one per line")
     parser.add_argument("--algorithms", nargs="+", choices=ALGORITHMS, default=list(ALGORITHMS))
-    parser.add_argument("--model-seeds", nargs="+", type=int, default=[1, 2, 3])
+    parser.add_argument("--model-seeds", nargs="+", type=int, default=[1, 2, 3], help="for algorithms and variations")
+    parser.add_argument(
+        "--fresh-model-seeds",
+        nargs="+",
+        type=int,
+        default=list(range(11, 19)),
+        help="models that chose no setting: a pair beside TRL on each, and the default run on the first three",
+    )
     parser.add_argument("--run-seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--steps", type=positive, default=100, help="steps of the runs that compare algorithms")
-    parser.add_argument("--pairs", type=positive, default=8, help="runs of each side beside TRL")
     parser.add_argument("--pair-steps", type=positive, default=60, help="steps of the runs beside TRL")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument(
@@ -61,15 +67,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     host = machine.describe()
     experiments = []
     if "default" in options.parts:
-        experiments += default_runs(folder, options.model_seeds)
+        experiments += default_runs(folder, options.fresh_model_seeds[:3])
     if "algorithm" in options.parts:
         experiments += algorithm_runs(folder, options.algorithms, options.model_seeds, options.run_seeds, options.steps)
     if "beside" in options.parts:
-        experiments += trl_runs(folder, list(BESIDE_TRL), options.model_seeds, options.pairs, options.pair_steps)
+        experiments += trl_runs(folder, list(BESIDE_TRL), options.fresh_model_seeds, options.pair_steps)
     if "variation" in options.parts:
         experiments += variation_runs(folder, options.model_seeds, options.steps)
     try:
-        _prepare(options.positive, options.negative, folder, options.model_seeds)
+        _prepare(
+            options.positive, options.negative, folder, sorted({each.model_seed for each in experiments}), options.jobs
+        )
         results = _take_all(experiments, options.jobs, options.trl.absolute())
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -84,17 +92,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _prepare(positive_file: Path | None, negative_file: Path | None, folder: Path, seeds: Sequence[int]) -> None:
-    for seed in seeds:
-        if (folder / "models" / str(seed) / "training.jsonl").exists():
-            continue
-        if positive_file is None or negative_file is None:
-            raise ConfigError(
-                f"{folder}: no models of seed {seed}; give two files of sentences: "
-                "make evidence POSITIVE=positive.txt NEGATIVE=negative.txt"
-            )
-        print(f"models of seed {seed}", flush=True)
-        prepare_models(positive_file, negative_file, folder, seed)
+def _prepare(
+    positive_file: Path | None, negative_file: Path | None, folder: Path, seeds: Sequence[int], jobs: int
+) -> None:
+    missing = [seed for seed in seeds if not (folder / "models" / str(seed) / "training.jsonl").exists()]
+    if not missing:
+        return
+    if positive_file is None or negative_file is None:
+        raise ConfigError(
+            f"{folder}: no models of seed {missing[0]}; give two files of sentences: "
+            "make evidence POSITIVE=positive.txt NEGATIVE=negative.txt"
+        )
+    files = positive_file, negative_file
+    print(f"models of seeds {', '.join(map(str, missing))}", flush=True)
+    with ThreadPoolExecutor(jobs) as pool:
+        list(pool.map(lambda seed: prepare_models(*files, folder, seed), missing))
 
 
 def _take_all(experiments: Sequence[Experiment], jobs: int, trl: Path) -> dict[Experiment, Result]:

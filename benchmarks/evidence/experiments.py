@@ -17,6 +17,7 @@ Side = Literal["quartet", "trl"]
 
 VALIDATION = 2000
 """Number of prompts that final policies answer. No run trains on them."""
+MODEL_FILES = ("policy/model.safetensors", "reward/model.safetensors", "prompts.jsonl")
 ALGORITHMS = ("ppo", "rloo", "grpo", "reinforce_plus_plus", "gspo", "cispo", "lora")
 """Configs in configs/reviews that are compared with each other."""
 VARIATIONS: dict[str, tuple[str, ...]] = {
@@ -96,9 +97,10 @@ class Experiment:
 
     @cached_property
     def digest(self) -> str:
-        """Return a digest of the settings: a result with another one is of another experiment."""
+        """Return a digest of settings, models and prompts: a result with another one is of another experiment."""
         settings = self.load().model_dump(mode="json")
-        return hashlib.sha256(json.dumps([self.side, settings], sort_keys=True).encode()).hexdigest()[:16]
+        parts = [self.side, settings, [_digest(self.models / name) for name in MODEL_FILES]]
+        return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def algorithm_runs(
@@ -130,26 +132,29 @@ def default_runs(folder: Path, model_seeds: Sequence[int]) -> list[Experiment]:
     return [Experiment("default", config, model, 0, steps, (), folder) for model in model_seeds]
 
 
-def trl_runs(
-    folder: Path, names: Sequence[str], model_seeds: Sequence[int], pairs: int, steps: int
-) -> list[Experiment]:
-    """Return ``pairs`` runs of each side and config with equal settings. The model seeds alternate."""
+def trl_runs(folder: Path, names: Sequence[str], model_seeds: Sequence[int], steps: int) -> list[Experiment]:
+    """Return a pair of runs for each config and model seed, with equal settings: Quartet's and TRL's."""
     sides: tuple[Side, ...] = ("quartet", "trl")
     return [
         Experiment(
             "beside",
             _config(name),
-            model_seeds[seed % len(model_seeds)],
+            model,
             seed,
             steps,
             (*BESIDE_TRL[name], *equal_settings(load_config(_config(name), list(BESIDE_TRL[name])))),
             folder,
             side,
         )
-        for seed in range(pairs)
+        for seed, model in enumerate(model_seeds)
         for name in names
         for side in sides
     ]
+
+
+def _digest(path: Path) -> str:
+    """Return a digest of a file, or "" if there is none."""
+    return hashlib.sha256(path.read_bytes()).hexdigest() if path.exists() else ""
 
 
 def _config(name: str) -> Path:

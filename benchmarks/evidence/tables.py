@@ -67,20 +67,25 @@ def algorithm_table(results: Results) -> str:
 
 
 def variation_table(results: Results) -> str:
-    """Return the table of variations of the default config: one run on each model seed."""
+    """Return the table of variations of the default config: one run on each model seed, and differences on the same models."""
     titles = {settings: title for title, settings in VARIATIONS.items()}
     lines = [
-        f"| `ppo.yaml` with | runs | reward | KL, nats per response | reward per nat | EOS rate | {_kl_titles()} |",
-        f"|---|---|---|---|---|---|{'---|' * len(EQUAL_REWARDS)}",
+        "| `ppo.yaml` with | runs | reward | difference from as shipped | KL, nats per response | difference | EOS rate "
+        f"| {_kl_titles()} |",
+        f"|---|---|---|---|---|---|---|{'---|' * len(EQUAL_REWARDS)}",
     ]
-    groups: dict[str, list[Result]] = {}
+    groups: dict[str, dict[int, Result]] = {}
     for experiment, result in results.items():
-        groups.setdefault(titles[experiment.settings], []).append(result)
-    for title, runs in groups.items():
+        groups.setdefault(titles[experiment.settings], {})[experiment.model_seed] = result
+    shipped = groups[next(iter(VARIATIONS))]
+    for title, by_model in groups.items():
+        runs = list(by_model.values())
+        pairs = [(run.final, shipped[model].final) for model, run in by_model.items() if model in shipped]
         cells = [
             interval([run.final.reward for run in runs]),
+            interval([own.reward - other.reward for own, other in pairs]),
             interval([run.final.kl for run in runs]),
-            interval([run.final.reward / run.final.kl for run in runs]),
+            interval([own.kl - other.kl for own, other in pairs]),
             interval([run.final.eos_rate for run in runs]),
             *(_kl_cell(runs, reward) for reward in EQUAL_REWARDS),
         ]
@@ -114,7 +119,7 @@ def default_table(results: Results) -> str:
 
 
 def beside_table(results: Results) -> str:
-    """Return the table of Quartet beside TRL: final policies, and the differences of pairs with the same seeds."""
+    """Return the table of Quartet beside TRL: final policies, and the differences of pairs with the same models and seed."""
     lines = [
         "| config | pairs | reward, TRL | Quartet | difference | KL, TRL | Quartet | difference | EOS rate, TRL | Quartet |",
         "|---|---|---|---|---|---|---|---|---|---|",

@@ -9,10 +9,17 @@ from pathlib import Path
 import pytest
 
 from benchmarks.evidence import __main__ as evidence
-from benchmarks.evidence.experiments import ALGORITHMS, Experiment, algorithm_runs, default_runs, trl_runs
+from benchmarks.evidence.experiments import (
+    ALGORITHMS,
+    Experiment,
+    algorithm_runs,
+    default_runs,
+    trl_runs,
+    variation_runs,
+)
 from benchmarks.evidence.runs import Result, read_result
 from benchmarks.evidence.scoring import Scores
-from benchmarks.evidence.tables import algorithm_table, beside_table, default_table, kl_at
+from benchmarks.evidence.tables import algorithm_table, beside_table, default_table, kl_at, variation_table
 from benchmarks.trl_settings import ppo_settings, rloo_settings
 
 
@@ -43,7 +50,7 @@ def test_the_default_run_has_the_settings_of_the_config_as_it_is_shipped(tmp_pat
 
 @pytest.mark.parametrize("name", ["ppo", "rloo"])
 def test_both_sides_have_the_same_optimizer_schedule_and_clipping(name: str, tmp_path: Path) -> None:
-    ours, theirs = trl_runs(tmp_path, [name], [1, 2, 3], 1, 60)
+    ours, theirs = trl_runs(tmp_path, [name], [11], 60)
     assert (ours.side, theirs.side) == ("quartet", "trl")
     assert ours.load().algorithm == theirs.load().algorithm
     config = ours.load()
@@ -58,11 +65,11 @@ def test_both_sides_have_the_same_optimizer_schedule_and_clipping(name: str, tmp
         assert config.actor.optimizer.max_grad_norm == 0
 
 
-def test_pairs_have_the_same_models_and_seed(tmp_path: Path) -> None:
-    runs = trl_runs(tmp_path, ["ppo"], [1, 2, 3], 8, 60)
-    pairs = [[each for each in runs if each.run_seed == seed] for seed in range(8)]
-    assert [pair[0].model_seed for pair in pairs] == [1, 2, 3, 1, 2, 3, 1, 2]
-    assert all(ours.model_seed == theirs.model_seed for ours, theirs in pairs)
+def test_pairs_have_the_same_models_and_seed_and_no_two_pairs_do(tmp_path: Path) -> None:
+    runs = trl_runs(tmp_path, ["ppo"], range(11, 19), 60)
+    pairs = [(ours.model_seed, ours.run_seed) for ours in runs if ours.side == "quartet"]
+    assert pairs == [(theirs.model_seed, theirs.run_seed) for theirs in runs if theirs.side == "trl"]
+    assert len({model for model, _ in pairs}) == len({seed for _, seed in pairs}) == 8
 
 
 def test_a_result_with_other_settings_is_not_used(tmp_path: Path) -> None:
@@ -71,6 +78,9 @@ def test_a_result_with_other_settings_is_not_used(tmp_path: Path) -> None:
     run.result.write_text(json.dumps(asdict(result_of(run, 1.0))))
     assert read_result(run) == result_of(run, 1.0)
     assert read_result(replace(run, settings=("algorithm.clip_ratio=0.3",))) is None
+    (run.models / "policy").mkdir(parents=True)
+    (run.models / "policy/model.safetensors").write_bytes(b"other weights")
+    assert read_result(replace(run)) is None
 
 
 def test_kl_at_a_reward_is_the_first_window_that_reaches_it() -> None:
@@ -82,7 +92,7 @@ def test_kl_at_a_reward_is_the_first_window_that_reaches_it() -> None:
 
 def test_the_difference_beside_trl_is_that_of_pairs(tmp_path: Path) -> None:
     results = {}
-    for run in trl_runs(tmp_path, ["ppo"], [1], 3, 60):
+    for run in trl_runs(tmp_path, ["ppo"], [11, 12, 13], 60):
         reward = float(run.run_seed) + (0.5 if run.side == "quartet" else 0.0)
         results[run] = result_of(run, reward)
     row = beside_table(results).splitlines()[-1]
@@ -96,6 +106,14 @@ def test_tables_have_means_and_intervals(tmp_path: Path) -> None:
     assert "| 4 | 1.50 ± 0.92 | 1.50 ± 6.35 | 2.00 ± 0.00 |" in row
     default = default_runs(tmp_path, [1])
     assert "| 1 |" in default_table({run: result_of(run, 2.0) for run in default}).splitlines()[-1]
+
+
+def test_variations_are_compared_with_the_shipped_config_on_the_same_models(tmp_path: Path) -> None:
+    runs = variation_runs(tmp_path, [1, 2], 40)
+    results = {run: result_of(run, run.model_seed + (0.5 if run.settings else 0.0)) for run in runs}
+    shipped, other = variation_table(results).splitlines()[2:4]
+    assert "| as shipped | 2 | 1.50 ± 6.35 | 0.00 ± 0.00 |" in shipped
+    assert "| 2.00 ± 6.35 | 0.50 ± 0.00 |" in other
 
 
 def test_missing_models_are_an_error_that_names_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
