@@ -22,8 +22,6 @@ def config(**sections: Any) -> Config:
 @pytest.mark.parametrize(
     ("sections", "cause"),
     [
-        ({"actor": {"dtype": "bfloat16"}}, "actor.dtype bfloat16"),
-        ({"actor": {"dtype": "float16"}}, "actor.dtype float16"),
         ({"rollout": {"engine": "vllm", "generators": 1}}, "rollout.engine vllm"),
         ({"rollout": {"merge_adapter": True}, "actor": {"lora": {}}}, "rollout.merge_adapter"),
     ],
@@ -40,11 +38,14 @@ def test_an_estimate_that_rounding_biases_needs_the_log_probs_of_the_trainer(
 
 
 @pytest.mark.parametrize("source", ["rollout", "trainer"])
-def test_an_estimate_that_rounding_biases_needs_a_reference_of_the_same_dtype(source: str) -> None:
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("role", ["actor", "reference"])
+def test_an_estimate_that_rounding_biases_needs_float32(role: str, dtype: str, source: str) -> None:
     algorithm = {**ABSOLUTE, "kl_log_probs": source}
-    with pytest.raises(ConfigError, match=r"actor.dtype float32 and reference.dtype bfloat16 .* reference.dtype null"):
-        config(algorithm=algorithm, reference={"dtype": "bfloat16"})
-    config(algorithm=algorithm, reference={"dtype": "float32"})
+    with pytest.raises(ConfigError, match=rf"{role}.dtype {dtype} .* set kl_estimator k1, or {role}.dtype float32"):
+        config(algorithm=algorithm, **{role: {"dtype": dtype}})
+    config(algorithm=algorithm, **{role: {"dtype": "float32"}})
+    assert config(**{role: {"dtype": dtype}}).algorithm.kl_estimator == "k1"
 
 
 @pytest.mark.parametrize(

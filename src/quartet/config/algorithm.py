@@ -174,8 +174,8 @@ class AlgorithmConfig(Section):
     kl_coefficient: NonNegative = 0.05
     """β, the weight of the KL penalty in the token rewards."""
     kl_estimator: Literal["k1", "absolute"] = "k1"
-    """KL estimate per token in the reward. k1: log π − log π_ref. absolute: its absolute value, which rounding errors of half
-    precision bias."""
+    """KL estimate per token in the reward. k1: log π − log π_ref. absolute: its absolute value. It needs float32,
+    because rounding errors bias it."""
     kl_log_probs: Literal["rollout", "trainer"] = "rollout"
     """Source of log π in the reward's KL. rollout: the engine, as it sampled. trainer: the actor, with one more forward pass. Use
     it if engine and actor round differently."""

@@ -23,24 +23,25 @@ def check_penalties(config: Config) -> None:
 
 def _check_rounding(config: Config) -> None:
     """Refuse log-probs whose rounding errors differ between policy and reference: each error would count as KL."""
-    setting = "algorithm.kl_estimator absolute"
-    rollout, dtype = config.rollout, config.actor.dtype
-    if config.algorithm.kl_log_probs == "rollout":
-        for cause, differs in (
-            (f"actor.dtype {dtype}", dtype != "float32"),
-            (f"rollout.engine {rollout.engine}", rollout.engine != "torch"),
-            ("rollout.merge_adapter", rollout.merge_adapter),
-        ):
-            if differs:
-                raise ValueError(
-                    f"{setting}: with {cause} the log-probs of the engine round differently from those of the reference, and "
-                    "each rounding error counts as KL; set kl_estimator k1, or kl_log_probs trainer"
-                )
-    if config.has_reference and config.reference.dtype not in (None, dtype):
-        raise ValueError(
-            f"{setting}: actor.dtype {dtype} and reference.dtype {config.reference.dtype} round differently, and each "
-            "rounding error counts as KL; set kl_estimator k1, or reference.dtype null"
-        )
+    setting, remedy = "algorithm.kl_estimator absolute", "set kl_estimator k1"
+    rollout = config.rollout
+    for key, dtype in (("actor.dtype", config.actor.dtype), ("reference.dtype", config.reference.dtype)):
+        if dtype not in (None, "float32"):
+            raise ValueError(
+                f"{setting}: with {key} {dtype} the log-probs of policy and reference round differently once their weights "
+                f"differ, and each rounding error counts as KL; {remedy}, or {key} float32"
+            )
+    if config.algorithm.kl_log_probs == "trainer":
+        return
+    for cause, differs in (
+        (f"rollout.engine {rollout.engine}", rollout.engine != "torch"),
+        ("rollout.merge_adapter", rollout.merge_adapter),
+    ):
+        if differs:
+            raise ValueError(
+                f"{setting}: with {cause} the log-probs of the engine round differently from those of the reference, and "
+                f"each rounding error counts as KL; {remedy}, or kl_log_probs trainer"
+            )
 
 
 def _check_kl_controller(config: Config) -> None:

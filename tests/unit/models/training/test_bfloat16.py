@@ -132,3 +132,25 @@ def test_rounding_biases_even_estimates_of_the_kl_and_not_k1() -> None:
     assert float(k2.mean()) > 3 * float(k2.std() / len(k2) ** 0.5)
     # The trainer scores as the reference does.
     assert kl_estimate(trainer, reference, "absolute").tolist() == [0.0] * len(k1)
+
+
+def test_rounding_biases_the_absolute_kl_of_models_that_differ_slightly() -> None:
+    # The trainer scores the responses as the reference does, and still rounds in another way.
+    reference = tiny.causal("llama", initializer_range=0.1).bfloat16()
+    policy = copy.deepcopy(reference)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for weights in policy.parameters():
+            noise = 1e-4 * weights.float().std() * torch.randn(weights.shape, generator=generator)
+            weights.copy_(weights.float() + noise)
+    assert updates.largest_difference(policy, reference) > 0
+    batch = TokenBatch.of(tiny.generated(TorchEngine(policy, STOPS, 8), tiny.requests(96)))
+
+    def estimates(dtype: torch.dtype) -> list[float]:
+        scored = [response_log_probs(copy.deepcopy(model).to(dtype), batch, 1.0, 256) for model in (policy, reference)]
+        difference = torch.from_numpy(scored[0] - scored[1]).double()
+        return [float(difference.mean()), float(difference.abs().mean())]
+
+    (k1, absolute), (exact_k1, exact_absolute) = estimates(torch.bfloat16), estimates(torch.float32)
+    assert absolute > 5 * exact_absolute
+    assert abs(k1 - exact_k1) < 0.2 * absolute
