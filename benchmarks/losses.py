@@ -116,6 +116,7 @@ def measure(path: Path, settings: Sequence[str], device: str, rounds: int) -> li
                     function,
                     select_tokens=select_tokens,
                     needs_old_log_probs=spec.needs_old_log_probs,
+                    uses_geometric_mean=spec.uses_geometric_mean,
                 )
             machine.synchronize(device)
             return time.perf_counter() - start

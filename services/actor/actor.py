@@ -278,6 +278,7 @@ class Actor(TrainableModel):
             experience = self._workers.agreed(lambda: self._buffer(run).experience.load(step))
             self._engine.release(self._budget.frees_cache)
             tokens, checkpointing = self._budget.resolve(settings.micro_batch_tokens)
+            spec = policy_loss_spec(self._policy_loss)
             with self._passes_of_update(checkpointing):
                 metrics = update_policy(
                     self._model,
@@ -289,7 +290,8 @@ class Actor(TrainableModel):
                     self._loss_function,
                     self._workers,
                     self._select_tokens,
-                    policy_loss_spec(self._policy_loss).needs_old_log_probs,
+                    spec.needs_old_log_probs,
+                    spec.uses_geometric_mean,
                 )
             self._engine.weights_changed()
             if settings.num_epochs and self._average is not None:

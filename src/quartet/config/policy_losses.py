@@ -34,7 +34,8 @@ class PolicyLossSpec:
     tokens of a response must have the same advantage. ``select_tokens`` is the import path of a function that selects tokens of
     each mini-batch from its old log-probs; None if the loss needs none. ``needs_old_log_probs``: the old log-probs of a whole
     mini-batch must be known before its first token is in a loss. For the first mini-batch this takes one more forward pass,
-    unless it has only one micro-batch in one process.
+    unless it has only one micro-batch in one process. ``uses_geometric_mean``: the importance weight of a response is the
+    geometric mean of its tokens' weights, as its ratio is that of their ratios.
     """
 
     name: str
@@ -48,6 +49,7 @@ class PolicyLossSpec:
     one_advantage_per_response: bool = False
     select_tokens: str | None = None
     needs_old_log_probs: bool = False
+    uses_geometric_mean: bool = False
 
     def resolve(self, parameters: Mapping[str, float]) -> dict[str, float]:
         """Return all parameters of the loss: ``parameters``, and the defaults of the others.
@@ -111,6 +113,7 @@ BUILT_IN_POLICY_LOSSES: dict[str, PolicyLossSpec] = {
             clip_high=0.4,
             aggregation="sequence_mean",
             one_advantage_per_response=True,
+            uses_geometric_mean=True,
         ),
         PolicyLossSpec(
             "clip_cov",

@@ -92,7 +92,8 @@ def gmpo(inputs: PolicyLossInput) -> PolicyLoss:
 
     Log-ratio of a token: sign(A) min(sign(A) d, sign(A) clip(d, -clip_low, clip_high)), with d = log_prob - old_log_prob; its
     clip range is one of log-ratios. The ratio of a response is the exponential of their mean over its tokens in the mask.
-    ``clipped_tokens`` counts the tokens whose log-ratio is clipped. Source: Zhao et al. 2025 (GMPO); verl's ``geo_mean``.
+    ``clipped_tokens`` counts the tokens whose log-ratio is clipped. With an importance correction, the weights of a response's
+    tokens are first replaced by their geometric mean. Source: Zhao et al. 2025 (GMPO); verl's ``geo_mean``.
     """
     log_ratio, sign = _log_ratio(inputs, inputs.mask), _at(inputs.mask, inputs.advantages).sign()
     bounded = log_ratio.clamp(-inputs.clip_low, inputs.clip_high)

@@ -21,6 +21,8 @@ from quartet.ppo.ragged import check_flat, sequence_sum
 from quartet.types import CorrectionLevel, RejectionRule, RolloutCorrection
 
 _MIN_MEAN = 1e-8
+# Keeps the logarithm of a weight of 0 finite.
+_MIN_WEIGHT = 1e-10
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +99,20 @@ def mean_weight(weights: Tensor, mask: Tensor, lengths: Tensor, level: Correctio
     units = _units(weights, mask, lengths, level)
     mean = float(units.mean()) if units.numel() else 0.0
     return mean if mean > _MIN_MEAN else 1.0
+
+
+@torch.no_grad()
+def geometric_mean_weights(weights: Tensor, mask: Tensor, lengths: Tensor) -> Tensor:
+    """Return the geometric mean of each response's ``weights`` over its tokens under the mask: [tokens], 0 outside the mask.
+
+    It is for losses whose ratio is the geometric mean of token ratios. 1e-10 is added to each weight, so a weight of 0 makes the
+    mean small and not 0. Source: verl 0.9.1, ``compute_policy_loss_geo_mean``. Raises InvalidRequest.
+    """
+    check_flat(weights=weights, mask=mask)
+    keep = mask != 0
+    logs = torch.where(keep, weights.double() + _MIN_WEIGHT, 1.0).log()
+    means = broadcast_to_tokens(_over_sequences(logs, keep, lengths, "seq_mean"), lengths).exp()
+    return torch.where(keep, means, 0.0).to(weights.dtype)
 
 
 @torch.no_grad()

@@ -94,6 +94,7 @@ def built_in_loss(name: str) -> tuple[PolicyLossSettings, dict[str, Any]]:
         "loss_function": import_callable(spec.function),
         "select_tokens": import_callable(spec.select_tokens) if spec.select_tokens else None,
         "needs_old_log_probs": spec.needs_old_log_probs,
+        "uses_geometric_mean": spec.uses_geometric_mean,
     }
 
 

@@ -16,6 +16,7 @@ from quartet.errors import InvalidRequest
 from quartet.ppo.losses import loss_weights
 from quartet.ppo.rollout_correction import (
     ImportanceWeights,
+    geometric_mean_weights,
     importance_metrics,
     importance_ratios,
     importance_weights,
@@ -89,6 +90,16 @@ def test_the_mean_weight_counts_tokens_or_responses() -> None:
     by_token, by_response = weights_of(upper=2.0), weights_of(level="sequence", upper=2.0)
     assert mean_weight(by_token.weights, MASK, LENGTHS, "token") == pytest.approx((2 + 0.5 + 2 + 1) / 4)
     assert mean_weight(by_response.weights, MASK, LENGTHS, "sequence") == pytest.approx((1 + 2) / 2)
+
+
+def test_the_geometric_mean_weight_is_over_the_tokens_under_the_mask() -> None:
+    weights = torch.tensor([2.0, 0.5, 8.0, 4.0, 1.0])
+    assert geometric_mean_weights(weights, MASK, LENGTHS).tolist() == pytest.approx([1, 1, 0, 2, 2])
+    weights[4], weights[2] = 0.0, torch.nan
+    # verl adds 1e-10: the root of 4e-10.
+    assert geometric_mean_weights(weights, MASK, LENGTHS).tolist() == pytest.approx([1, 1, 0, 2e-5, 2e-5])
+    weights[0] = torch.nan
+    assert geometric_mean_weights(weights, MASK, LENGTHS).isnan().tolist() == [True, True, False, False, False]
 
 
 def test_a_batch_without_a_weight_is_not_normalized() -> None:

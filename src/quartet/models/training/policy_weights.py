@@ -8,6 +8,7 @@ from torch import Tensor
 from quartet.models.training.mini_batches import MetricSums
 from quartet.ppo.losses import loss_weights
 from quartet.ppo.rollout_correction import (
+    geometric_mean_weights,
     importance_metrics,
     importance_weights,
     mean_weight,
@@ -29,11 +30,21 @@ class PolicyWeights:
     """
 
     def __init__(
-        self, loss: PolicyLossSettings, mask: Tensor, rollout_log_probs: Tensor, advantages: Tensor, lengths: Tensor
+        self,
+        loss: PolicyLossSettings,
+        mask: Tensor,
+        rollout_log_probs: Tensor,
+        advantages: Tensor,
+        lengths: Tensor,
+        uses_geometric_mean: bool = False,
     ) -> None:
-        """``mask``: tokens in the policy loss. ``lengths`` [sequences]: response tokens of each sequence of the step."""
+        """``mask``: tokens in the policy loss. ``lengths`` [sequences]: response tokens of each sequence of the step.
+
+        ``uses_geometric_mean``: the importance weight of a response in the loss is the geometric mean of its tokens' weights.
+        """
         self._loss, self._correction = loss, loss.rollout_correction
         self._all, self._rollout, self._advantages, self._lengths = mask, rollout_log_probs, advantages, lengths
+        self._uses_geometric_mean = uses_geometric_mean
         self._from_engine = loss.old_log_probs == "rollout"
         self._weights = torch.zeros_like(mask)
         self._mean = 1.0
@@ -85,6 +96,8 @@ class PolicyWeights:
             importance = importance_weights(old_log_probs, rollout, mask, lengths, correction).weights
             if self._mean != 1:
                 importance = importance / self._mean
+            if self._uses_geometric_mean:
+                importance = geometric_mean_weights(importance, self.mask[token_indices], lengths)
             # Avoids 0 * NaN for masked tokens.
             weights = torch.where(weights != 0, weights * importance, 0.0)
         if correction.off_policy_mask:

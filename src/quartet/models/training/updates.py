@@ -60,11 +60,12 @@ def update_policy(
     workers: Workers = SINGLE,
     select_tokens: TokenSelector | None = None,
     needs_old_log_probs: bool = False,
+    uses_geometric_mean: bool = False,
 ) -> dict[str, float]:
     """Take the policy's optimizer steps on one step's experience and return their metrics.
 
-    ``loss_function`` is the function that ``loss.policy_loss`` names, ``select_tokens`` and ``needs_old_log_probs`` are as in its
-    ``PolicyLossSpec``. The trainer computes the old log-probs in the micro-batches of the first epoch, before the first optimizer
+    ``loss_function`` is the function that ``loss.policy_loss`` names. ``select_tokens``, ``needs_old_log_probs`` and
+    ``uses_geometric_mean`` are as in its ``PolicyLossSpec``. The trainer computes the old log-probs in the micro-batches of the first epoch, before the first optimizer
     step, so the ratio starts at exactly 1. With ``loss.old_log_probs`` "rollout" they are those of the experience instead. A
     mini-batch without a token under ``actor_mask`` that is not rejected takes no step. The result does not depend on
     ``max_tokens``, which limits a micro-batch, pads included. Except at the first step, the update ends at a mini-batch whose
@@ -86,7 +87,15 @@ def update_policy(
     """
     batches = MiniBatchIterator(model, experience, settings, max_tokens, workers)
     policy = _PolicyExperience(
-        model, batches, experience, loss, loss_function, workers, select_tokens, needs_old_log_probs
+        model,
+        batches,
+        experience,
+        loss,
+        loss_function,
+        workers,
+        select_tokens,
+        needs_old_log_probs,
+        uses_geometric_mean,
     )
     stats = UpdateStats()
     if settings.num_epochs == 0:
@@ -197,6 +206,7 @@ class _PolicyExperience:
         workers: Workers,
         select_tokens: TokenSelector | None,
         needs_old_log_probs: bool,
+        uses_geometric_mean: bool,
     ) -> None:
         self._workers, self._select_tokens, self._needs_old = workers, select_tokens, needs_old_log_probs
         self._model, self._loss, self._loss_function = model, loss, loss_function
@@ -211,7 +221,9 @@ class _PolicyExperience:
             batches.tensor(experience.actor_mask),
             torch.from_numpy(experience.batch.response_lengths.copy()),
         )
-        self._weights = PolicyWeights(loss, mask, self._rollout, self._advantages, lengths.to(mask.device))
+        self._weights = PolicyWeights(
+            loss, mask, self._rollout, self._advantages, lengths.to(mask.device), uses_geometric_mean
+        )
         self._selected = torch.zeros_like(mask, dtype=torch.bool) if select_tokens else None
         self._rollout_log_probs, self._response_mask = experience.log_probs, experience.response_mask
         self._entropy = MetricSums()

@@ -8,7 +8,9 @@ from typing import Any
 
 from torch import Tensor
 
+from quartet.config.policy_losses import BUILT_IN_POLICY_LOSSES
 from quartet.ppo.rollout_correction import (
+    geometric_mean_weights,
     importance_metrics,
     importance_weights,
     mean_weight,
@@ -18,6 +20,7 @@ from quartet.ppo.rollout_correction import (
 from quartet.types import RejectionRule, RolloutCorrection
 from tests.parity.losses.batch import Batch
 from tests.parity.losses.case import Case, Group, Results, unique
+from tests.parity.losses.cases.policy_losses import OFF
 from tests.parity.losses.cases.policy_losses import ours as policy_loss
 from tests.parity.losses.peers import openrlhf, trl, verl
 
@@ -31,12 +34,15 @@ METRICS = {
 
 def _weights(correction: RolloutCorrection, batch: Batch) -> Tensor:
     """Return the weights [tokens] as an update computes them: normalized over the batch, and 0 at rejected tokens."""
-    mask, lengths = batch.mask, batch.lengths
-    pair = (batch.old_log_probs, batch.rollout_log_probs, mask, lengths)
-    weights = importance_weights(*pair, correction).weights
+    weights = importance_weights(*_pair(batch), correction).weights
     if correction.normalize:
-        weights = weights / mean_weight(weights, mask, lengths, correction.level)
-    return weights * ~rejected_tokens(*pair, correction.rejection)
+        weights = weights / mean_weight(weights, batch.mask, batch.lengths, correction.level)
+    return weights * ~rejected_tokens(*_pair(batch), correction.rejection)
+
+
+def _pair(batch: Batch) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the log-probs of both sides, the mask and the lengths."""
+    return batch.old_log_probs, batch.rollout_log_probs, batch.mask, batch.lengths
 
 
 def _correction(
@@ -67,16 +73,61 @@ def _off_policy(threshold: float) -> Callable[[Batch], Results]:
 
 
 def _loss(
-    correction: RolloutCorrection, aggregation: str = "token_mean", token_level: bool = True
+    correction: RolloutCorrection,
+    aggregation: str = "token_mean",
+    token_level: bool = True,
+    name: str = "clipped",
+    low: float = 0.2,
+    high: float = 0.2,
 ) -> Callable[[Batch], Results]:
-    return policy_loss(
-        "clipped",
-        aggregation,
-        token_level,
-        factor=lambda batch: _weights(correction, batch),
-        clip_low=0.2,
-        clip_high=0.2,
-    )
+    """Return a policy loss as an update computes it: without rejected tokens, and with the importance weights."""
+
+    def run(batch: Batch) -> Results:
+        mask = batch.mask * ~rejected_tokens(*_pair(batch), correction.rejection)
+        weights = importance_weights(*_pair(batch), correction).weights
+        if BUILT_IN_POLICY_LOSSES[name].uses_geometric_mean:
+            weights = geometric_mean_weights(weights, mask, batch.lengths)
+        function = policy_loss(name, aggregation, token_level, factor=lambda _: weights, clip_low=low, clip_high=high)
+        return function(replace(batch, mask=mask))
+
+    return run
+
+
+def _weighted(
+    name: str, theirs: str, aggregation: tuple[str, str], token_level: bool = True, **settings: float
+) -> list[Case]:
+    """Return cases of a policy loss with weights of tokens: truncated; masked; and with rejected tokens.
+
+    ``aggregation``: Quartet's name and verl's. ``settings`` are the clip range. verl's clip_ratio_c is the ratio cap of DPPO, and
+    the dual clip of the others, which is off here.
+    """
+    truncated = RolloutCorrection("token", "truncate", 0.0, 1.5)
+    rejecting = replace(truncated, rejection=(RejectionRule("token_k2", 0.3),))
+    clip = {f"clip_ratio_{side}": value for side, value in settings.items()}
+    cap = BUILT_IN_POLICY_LOSSES[name].parameters.get("ratio_cap")
+    clip["clip_ratio_c"] = cap.default if cap else OFF
+    return [
+        Case(
+            f"{name}, token, {text}",
+            verl.NAME,
+            theirs,
+            _loss(correction, aggregation[0], token_level, name, **settings),
+            verl.policy_loss(
+                theirs, aggregation[1], token_level, rollout_correction={"rollout_is": "token", **bounds}, **clip
+            ),
+            f"{given}; {aggregation[0]}",
+        )
+        for text, given, correction, bounds in (
+            ("truncate", "upper 1.5", truncated, {"rollout_is_threshold": 1.5}),
+            ("mask", "bounds 0.8, 1.3", MASKED, {"rollout_is_threshold": "0.8_1.3"}),
+            (
+                "truncate and rejection",
+                "upper 1.5; token_k2 0.3",
+                rejecting,
+                {"rollout_is_threshold": 1.5, "rollout_rs": "token_k2", "rollout_rs_threshold": 0.3},
+            ),
+        )
+    ]
 
 
 def _keep_near(batch: Batch) -> Tensor:
@@ -112,6 +163,7 @@ def _trl_mode(mode: str, **settings: Any) -> Case:
 
 
 MASKED = RolloutCorrection("token", "mask", 0.8, 1.3)
+TOKEN_MEAN, SEQUENCE_MEAN = ("token_mean", "token-mean"), ("sequence_mean", "seq-mean-token-mean")
 GROUP = Group(
     "Corrections for the policy that sampled",
     "corrections",
@@ -207,6 +259,13 @@ GROUP = Group(
                 ),
                 "clipped; bounds 0.8, 1.3",
             ),
+            *_weighted("clipped", "vanilla", TOKEN_MEAN, low=0.2, high=0.28),
+            *_weighted("gspo_token", "gspo", SEQUENCE_MEAN, low=0.1, high=0.15),
+            *_weighted("cispo", "cispo", TOKEN_MEAN, low=0.2, high=0.28),
+            *_weighted("sapo", "sapo", SEQUENCE_MEAN),
+            *_weighted("gmpo", "geo_mean", SEQUENCE_MEAN, False, low=0.4, high=0.5),
+            *_weighted("dppo_tv", "dppo_tv", TOKEN_MEAN, low=0.1, high=0.15),
+            *_weighted("dppo_kl", "dppo_kl", TOKEN_MEAN, low=0.1, high=0.15),
             *(_rejection(name, 1.4, 0.7) for name in ("token_k1", "seq_sum_k1")),
             _rejection("seq_mean_k1", 1.15, 0.85),
             *(_rejection(name, 0.1) for name in ("token_k2", "token_k3", "seq_mean_k2", "seq_mean_k3")),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 from unittest import mock
 
@@ -16,9 +16,16 @@ NAME = "verl"
 
 
 def policy_loss(
-    mode: str, aggregation: str = "token-mean", token_level: bool = True, order: Tensor | None = None, **settings: Any
+    mode: str,
+    aggregation: str = "token-mean",
+    token_level: bool = True,
+    order: Tensor | None = None,
+    rollout_correction: Mapping[str, Any] | None = None,
+    **settings: Any,
 ) -> Callable[[Batch], Results]:
     """Return the policy loss of ``loss_mode`` and its gradient.
+
+    ``rollout_correction``: settings of ``compute_rollout_correction_and_rejection_mask``, whose weights and mask the loss gets.
 
     ``settings`` are those of the actor; names that the actor lacks are those of its ``policy_loss``. ``token_level``: with
     advantages that differ within a response. ``order`` replaces a random permutation.
@@ -34,15 +41,20 @@ def policy_loss(
             strategy="fsdp", rollout_n=2, ppo_micro_batch_size_per_gpu=1, policy_loss=PolicyLossConfig(**own), **actor
         )
         advantages = batch.token_advantages if token_level else batch.advantages
+        mask, weights = batch.padded(batch.mask), None
+        if rollout_correction is not None:
+            corrected, mask = _corrected(batch, rollout_correction)[:2]
+            weights = corrected.batch["rollout_is_weights"]
 
         def loss(log_probs: Tensor) -> Tensor:
             result: Tensor = get_policy_loss_fn(mode)(
                 old_log_prob=batch.padded(batch.old_log_probs),
                 log_prob=batch.padded(log_probs),
                 advantages=batch.padded(advantages),
-                response_mask=batch.padded(batch.mask),
+                response_mask=mask,
                 loss_agg_mode=aggregation,
                 config=config,
+                rollout_is_weights=weights,
             )[0]
             return result
 
@@ -168,20 +180,22 @@ def correction(metrics: tuple[str, ...] = (), weighted: bool = True, **settings:
     """Return the weights of the correction, 0 outside of the mask that it leaves: [tokens]; and some of its ``metrics``."""
 
     def run(batch: Batch) -> Results:
-        from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_rejection_mask
-
-        weights, mask, logged = compute_rollout_correction_and_rejection_mask(
-            batch.padded(batch.old_log_probs),
-            batch.padded(batch.rollout_log_probs),
-            batch.padded(batch.mask),
-            **settings,
-        )
+        weights, mask, logged = _corrected(batch, settings)
         kept = batch.flat(mask)
         if weighted:
             kept = kept * batch.flat(weights.batch["rollout_is_weights"])
         return {"weights": kept, **{name: logged[f"rollout_corr/{name}"] for name in metrics}}
 
     return run
+
+
+def _corrected(batch: Batch, settings: Mapping[str, Any]) -> Any:
+    """Return the weights, the mask and the metrics of the correction."""
+    from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_rejection_mask
+
+    return compute_rollout_correction_and_rejection_mask(
+        batch.padded(batch.old_log_probs), batch.padded(batch.rollout_log_probs), batch.padded(batch.mask), **settings
+    )
 
 
 def entropies() -> Callable[[Batch], Results]:

@@ -11,13 +11,14 @@ import pytest
 from quartet.models.training import updates as training
 from quartet.models.training.optimizer import create_optimizer
 from quartet.models.training.updates import update_policy
-from quartet.types import RejectionRule, RolloutCorrection
+from quartet.types import CorrectionLevel, RejectionRule, RolloutCorrection
 from tests.unit.models import tiny
 from tests.unit.models.updates import (
     CORRECTIONS,
     LOSS,
     RESPONSES,
     ReferenceUpdate,
+    built_in_loss,
     experience,
     largest_difference,
     settings,
@@ -141,6 +142,22 @@ def test_the_weights_of_an_older_policy_cover_its_distance() -> None:
     assert result["rollout_mismatch_kl"] > 0.05
     assert 0.1 < result["importance_masked_fraction"] < 0.5
     assert result["importance_ess"] < 0.9
+
+
+def test_the_importance_weight_of_a_response_in_gmpo_is_the_geometric_mean_of_its_tokens() -> None:
+    data = with_outcome_advantages(experience(tiny.causal("llama")))
+    noise = np.random.default_rng(2).standard_normal(len(data.log_probs)).astype(np.float32)
+    data = dataclasses.replace(data, log_probs=data.log_probs + noise)
+
+    def updated(name: str, level: CorrectionLevel) -> Any:
+        model, (loss, options) = tiny.causal("llama"), built_in_loss(name)
+        loss = dataclasses.replace(loss, rollout_correction=RolloutCorrection(level, upper=1e6))
+        update_policy(model, sgd(model), data, settings(num_mini_batches=3), loss, 40, **options)
+        return model
+
+    # No bound acts, so level geometric_mean gives the same weights.
+    assert largest_difference(updated("gmpo", "token"), updated("gmpo", "geometric_mean")) < 1e-6
+    assert largest_difference(updated("sapo", "token"), updated("sapo", "geometric_mean")) > 1e-5
 
 
 def test_a_step_whose_tokens_are_all_rejected_takes_no_optimizer_step() -> None:
