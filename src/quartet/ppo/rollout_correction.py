@@ -124,9 +124,8 @@ def rejected_tokens(
     With d = old_log_probs - rollout_log_probs, clamped to +-20, a statistic is computed from k1 = -d, k2 = d^2/2 or
     k3 = exp(d) - 1 - d of each token: "token_k" is that number, "seq_sum_k", "seq_mean_k" and "seq_max_k" are the sum, mean and
     maximum over the tokens of the response under the mask. k1 must lie within [log lower, log upper]; lower 0 means 1/upper.
-    k2 and k3 must be at most upper. Statistics of sequences reject whole responses. NaN rejects nothing, so that the loss shows
-    the error.
-    Source: verl 0.9.1, ``compute_rollout_rejection_mask``. Raises InvalidRequest.
+    k2 and k3 must be at most upper. Statistics of sequences reject whole responses. NaN rejects nothing; the caller must make the
+    loss show the error. Source: verl 0.9.1, ``compute_rollout_rejection_mask``. Raises InvalidRequest.
     """
     check_flat(old_log_probs=old_log_probs, rollout_log_probs=rollout_log_probs, mask=mask)
     keep = mask != 0
@@ -160,15 +159,14 @@ def off_policy_tokens(
 
     These are the tokens of negative advantage in the responses whose mean of rollout_log_probs - log_probs over the tokens under
     the mask is above ``threshold`` (nats per token). ``log_probs`` are those of the current policy. If the tokens of a response
-    share one advantage, all or none of them are dropped. A mean that is not finite drops nothing, so that the loss shows the
-    error.
-    Sources: DeepSeek-V3.2, equation 9; TRL 1.16, ``get_off_policy_mask``. Raises InvalidRequest.
+    share one advantage, all or none of them are dropped. A mean of NaN drops nothing; the caller must make the loss show
+    the error. Sources: DeepSeek-V3.2, equation 9; TRL 1.16, ``get_off_policy_mask``. Raises InvalidRequest.
     """
     check_flat(log_probs=log_probs, rollout_log_probs=rollout_log_probs, advantages=advantages, mask=mask)
     keep = mask != 0
     divergence = torch.where(keep, rollout_log_probs.double() - log_probs.double(), 0.0)
     mean = broadcast_to_tokens(_over_sequences(divergence, keep, lengths, "seq_mean"), lengths)
-    return keep & (advantages < 0) & (mean > threshold) & mean.isfinite()
+    return keep & (advantages < 0) & (mean > threshold)
 
 
 @torch.no_grad()

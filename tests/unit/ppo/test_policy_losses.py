@@ -298,6 +298,12 @@ def test_clip_cov_selects_at_random_between_two_covariances() -> None:
     assert both.tolist() == [True, True, False, False]
     none = select_clip_cov(selection(log_probs, advantages, clip_cov_ratio=1.0, clip_cov_lb=2.0, clip_cov_ub=5.0))
     assert not none.any()
+    # The covariances are 1.75 and 1.25. The bounds are not in the range.
+    for low, high, expected in ((1.25, 5.0, [True, False]), (1.0, 1.75, [False, True]), (1.25, 1.75, [False, False])):
+        chosen = select_clip_cov(
+            selection(log_probs, advantages, clip_cov_ratio=1.0, clip_cov_lb=low, clip_cov_ub=high)
+        )
+        assert chosen.tolist() == [*expected, False, False]
 
 
 @pytest.mark.parametrize(

@@ -77,6 +77,15 @@ def test_weights_of_a_worked_example(settings: dict[str, Any], expected: list[fl
     assert weights_of(**settings).weights.tolist() == pytest.approx(expected)
 
 
+@pytest.mark.parametrize("treatment", TREATMENTS)
+@pytest.mark.parametrize("level", ["token", "sequence", "geometric_mean"])
+def test_a_weight_at_a_bound_is_kept(treatment: CorrectionTreatment, level: CorrectionLevel) -> None:
+    ratios = importance_ratios(OLD, ROLLOUT, MASK, LENGTHS, level)
+    bounded = importance_ratios(OLD, ROLLOUT, MASK, LENGTHS, "geometric_mean" if treatment == "seq_mask" else level)
+    low, high = bounded[MASK != 0].min(), bounded[MASK != 0].max()
+    assert weights_of(level=level, treatment=treatment, lower=float(low), upper=float(high)).weights.equal(ratios)
+
+
 def test_weights_have_no_gradient_and_a_bounded_exponent() -> None:
     old = torch.tensor([0.0, -500.0], requires_grad=True)
     rollout, mask, lengths = torch.tensor([-500.0, 0.0]), torch.ones(2), torch.tensor([1, 1])
@@ -251,6 +260,9 @@ def test_off_policy_masking_of_a_worked_example() -> None:
     assert dropped([1.0] * 6, 0.05) == [0, 0, 0, 0, 0, 0], "responses with a positive advantage are kept"
     assert dropped([0.0] * 6, 0.05) == [0, 0, 0, 0, 0, 0], "an advantage of 0 is not negative"
     assert dropped([-1.0, 1.0, -1.0, 1.0, -1.0, -1.0], 0.05) == [1, 0, 0, 0, 1, 0]
+    for value, expected in ((-torch.inf, [1, 1, 0, 0, 0, 0]), (torch.inf, [0] * 6), (torch.nan, [0] * 6)):
+        current[1] = value
+        assert dropped(negative, 0.2) == expected, "a response that the current policy cannot give is infinitely far"
 
 
 def test_numbers_outside_the_mask_change_nothing() -> None:

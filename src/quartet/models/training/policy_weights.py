@@ -88,7 +88,8 @@ class PolicyWeights:
     ) -> Tensor:
         """Return the weights [n] of a micro-batch of whole responses in the policy loss.
 
-        ``old_log_probs`` and ``log_probs`` [n] are those of its tokens. Tokens that are masked here are added to ``seen``.
+        ``old_log_probs`` and ``log_probs`` [n] are those of its tokens. Tokens that are masked here are added to ``seen``. A NaN
+        among the engine's log-probs that a weight, a rejection or a mask depends on gives weight NaN.
         """
         weights, correction = self._weights[token_indices], self._correction
         mask, rollout = self._all[token_indices], self._rollout[token_indices]
@@ -110,6 +111,9 @@ class PolicyWeights:
             rejected = rejected_tokens(log_probs.detach(), rollout, mask, lengths, correction.rejection)
             seen.add(rejected=rejected.sum())
             weights = torch.where(rejected, 0.0, weights)
+        if correction.rejection or correction.off_policy_mask:
+            # A statistic of NaN keeps its tokens, and without importance weights no loss need read the engine's log-probs.
+            weights = torch.where((weights != 0) & rollout.isnan(), torch.nan, weights)
         return weights
 
     def metrics(self, old_log_probs: Tensor) -> dict[str, float]:

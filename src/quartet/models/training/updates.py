@@ -65,11 +65,12 @@ def update_policy(
     """Take the policy's optimizer steps on one step's experience and return their metrics.
 
     ``loss_function`` is the function that ``loss.policy_loss`` names. ``select_tokens``, ``needs_old_log_probs`` and
-    ``uses_geometric_mean`` are as in its ``PolicyLossSpec``. The trainer computes the old log-probs in the micro-batches of the first epoch, before the first optimizer
-    step, so the ratio starts at exactly 1. With ``loss.old_log_probs`` "rollout" they are those of the experience instead. A
-    mini-batch without a token under ``actor_mask`` that is not rejected takes no step. The result does not depend on
-    ``max_tokens``, which limits a micro-batch, pads included. Except at the first step, the update ends at a mini-batch whose
-    mean KL(old || new) over its masked tokens exceeds ``loss.target_kl`` (Spinning Up's target_kl, without its factor of 1.5).
+    ``uses_geometric_mean`` are as in its ``PolicyLossSpec``. The trainer computes the old log-probs in the micro-batches of the
+    first epoch, before the first optimizer step, so the ratio starts at exactly 1. With ``loss.old_log_probs`` "rollout" they are
+    those of the experience instead. A mini-batch without a token under ``actor_mask`` that is not rejected takes no step. The
+    result does not depend on ``max_tokens``, which limits a micro-batch, pads included. Except at the first step, the update ends
+    at a mini-batch whose mean KL(old || new) over its masked tokens exceeds ``loss.target_kl`` (Spinning Up's target_kl, without
+    its factor of 1.5).
     With 0 epochs it only runs one forward pass. The ``workers`` share each mini-batch. All of them return the same metrics, those
     of the whole step.
 

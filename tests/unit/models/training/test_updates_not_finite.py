@@ -16,7 +16,7 @@ from quartet.models.training.optimizer import create_optimizer
 from quartet.models.training.updates import update_policy, update_value
 from quartet.models.value_head import ValueModel
 from quartet.random_streams import permutation
-from quartet.types import Experience, PolicyLossSettings, ValueLossSettings
+from quartet.types import Experience, PolicyLossSettings, RejectionRule, RolloutCorrection, ValueLossSettings
 from tests.unit.models import tiny
 from tests.unit.models.updates import (
     LOSS,
@@ -133,6 +133,30 @@ def test_an_old_log_prob_of_minus_infinity_counts_as_non_finite(monkeypatch: pyt
     result = update_policy(model, sgd(model), data, optimization, LOSS, 1000)
     assert (result["optimizer_steps"], result["skipped_steps"]) == (1, 2)
     assert all(map(np.isfinite, result.values()))
+
+
+@pytest.mark.parametrize(
+    "correction",
+    [
+        RolloutCorrection(rejection=(RejectionRule("token_k2", 1e-9),)),
+        RolloutCorrection(rejection=(RejectionRule("seq_mean_k1", 1.5),)),
+        RolloutCorrection(off_policy_mask=0.01),
+        RolloutCorrection("token", "mask", 0.9, 1.1),
+    ],
+    ids=["token rejection", "response rejection", "off-policy mask", "importance weights"],
+)
+def test_a_nan_from_the_engine_that_decides_what_is_masked_stops_the_update(correction: RolloutCorrection) -> None:
+    model, loss = tiny.causal("llama"), with_options(rollout_correction=correction)
+    data = experience(model)
+    data.log_probs[np.flatnonzero(data.actor_mask)[7]] = np.nan
+    optimization = settings(num_epochs=1, num_mini_batches=1)
+    with pytest.raises(ComputationFailed, match="policy update"):
+        update_policy(model, sgd(model), data, optimization, loss, 40)
+    optimization = dataclasses.replace(optimization, skip_non_finite=True)
+    result = update_policy(model, sgd(model), data, optimization, loss, 40)
+    assert (result["optimizer_steps"], result["skipped_steps"]) == (0, 1)
+    assert all(map(np.isfinite, result.values()))
+    assert largest_difference(model, tiny.causal("llama")) == 0
 
 
 def test_a_nan_from_the_engine_at_a_masked_token_is_ignored() -> None:
