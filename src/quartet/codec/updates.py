@@ -7,12 +7,11 @@ from collections.abc import Mapping
 
 from quartet.codec.checks import positive, require_non_negative
 from quartet.codec.rollout_correction import rollout_correction_from_proto, rollout_correction_to_proto
+from quartet.config.policy_losses import MAX_PARAMETERS
 from quartet.errors import InvalidRequest, ServiceFailed
 from quartet.types import OptimizationSettings, PolicyLossSettings, UpdateRequest, UpdateResult, ValueLossSettings
 from quartet.v1 import update_pb2
 
-MAX_LOSS_PARAMETERS = 32
-"""Maximum number of parameters of a policy loss in a request."""
 MAX_NAME = 64
 """Maximum characters of the name of a parameter."""
 MAX_EPOCHS = 1000
@@ -191,8 +190,8 @@ def _policy_loss_from_proto(message: update_pb2.PolicyLossSettings) -> PolicyLos
 
 
 def _loss_parameters(message: Mapping[str, float]) -> dict[str, float]:
-    if len(message) > MAX_LOSS_PARAMETERS:
-        raise InvalidRequest(f"policy_loss.parameters: {len(message)}, expected at most {MAX_LOSS_PARAMETERS}")
+    if len(message) > MAX_PARAMETERS:
+        raise InvalidRequest(f"policy_loss.parameters: {len(message)}, expected at most {MAX_PARAMETERS}")
     for name, value in message.items():
         if not math.isfinite(value):
             raise InvalidRequest(f"policy_loss.parameters {name[:MAX_NAME]} {value}: expected a finite number")
