@@ -84,7 +84,7 @@ def test_a_malformed_server_address_is_refused(url: str) -> None:
                 "rollout": {"triton": {"url": URL, "weights": "static"}},
                 "algorithm": {"rollout_correction": {"level": "none"}},
             },
-            r"weights static: .*set algorithm\.rollout_correction\.level",
+            r"weights static: .*set algorithm\.rollout_correction\.level, .* or algorithm\.old_log_probs rollout with level none",
         ),
         (
             {"rollout": {"triton": {"url": URL, "weights": "static"}, "top_p": 0.9}},
@@ -121,6 +121,11 @@ def test_inconsistent_engine_settings_are_refused(settings: dict[str, Any], mess
 
 def test_static_weights_need_no_adapter() -> None:
     config(rollout={"triton": {"url": URL, "weights": "static"}})
+
+
+def test_static_weights_may_have_ratios_against_the_engine_instead_of_importance_weights() -> None:
+    algorithm = {"old_log_probs": "rollout", "rollout_correction": {"level": "none"}}
+    config(rollout={"triton": {"url": URL, "weights": "static"}}, algorithm=algorithm)
 
 
 def test_a_run_may_resume_with_another_server_address_but_not_another_engine() -> None:

@@ -50,7 +50,8 @@ class TritonConfig(Section):
     """Name of the model on the server."""
     weights: Literal["lora", "static"] = "lora"
     """lora: send the adapter of each policy version with the requests. static: the weights of the server never change, and
-    importance sampling corrects for the difference. It needs a server that reports log-probs, and no top_k, top_p and min_p."""
+    rollout_correction, or old_log_probs rollout, corrects for the difference. It needs a server that reports log-probs, and no
+    top_k, top_p and min_p."""
     timeout_seconds: Positive = 60.0
     """Time without any output, in seconds, after which a pending request fails."""
     certificate_authority_file: Path | None = None

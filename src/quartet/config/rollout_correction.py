@@ -119,11 +119,11 @@ def check_rollout_correction(config: Config) -> None:
         )
     if uses_engine or correction.level != "none":
         return
-    remedy = "set algorithm.rollout_correction.level, such as token"
+    remedy = "set algorithm.rollout_correction.level, such as token, or algorithm.old_log_probs rollout with level none"
     if rollout.triton is not None and rollout.triton.weights == "static":
         raise ValueError(
             "rollout.triton.weights static: the server samples from another policy than the trained one, which needs "
-            f"importance sampling; {remedy}"
+            f"a correction; {remedy}"
         )
     if rollout.max_off_policy_steps and not correction.rejection:
         raise ValueError(
