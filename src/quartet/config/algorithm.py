@@ -184,7 +184,7 @@ class AlgorithmConfig(Section):
     kl_loss: Literal["none", "k2", "k3"] = "none"
     """KL estimate in the policy loss. k2 and k3: the estimators of Schulman (2020). none: no KL term in the loss."""
     kl_loss_coefficient: NonNegative = 0.0
-    """Weight of the KL term in the policy loss."""
+    """Weight of the KL term in the policy loss. loss_aggregation reduces the KL of the tokens as it does their losses."""
     distillation: DistillationConfig | None = None
     """On-policy distillation from reference.model, the teacher. Null disables it."""
     score: ScoreConfig = ScoreConfig()
@@ -226,7 +226,8 @@ class AlgorithmConfig(Section):
     value_clip: NonNegative = 0.2
     """Maximum distance of new values from the values at generation time in the value loss. 0 disables it."""
     entropy_coefficient: NonNegative = 0.0
-    """Weight of the entropy in the policy loss. With an adaptive controller, its initial value."""
+    """Weight of the entropy in the policy loss. loss_aggregation reduces the entropies of the tokens as it does their losses.
+    With an adaptive controller, its initial value."""
     entropy_controller: EntropyControllerConfig = EntropyControllerConfig()
     """Controller of the entropy coefficient."""
     num_epochs: Annotated[int, Field(ge=1, le=1000)] = 4
