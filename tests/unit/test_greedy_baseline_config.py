@@ -30,6 +30,22 @@ def test_a_custom_estimator_declares_that_it_needs_baselines() -> None:
 
 
 @pytest.mark.parametrize(
+    "estimator",
+    [
+        {"estimator": "remax"},
+        {"estimator": "my:own", "custom_estimator": {"needs_greedy_baseline": True, "granularity": "token"}},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize(("key", "value"), [("gamma", 0.9), ("whiten_rewards", True)])
+def test_rewards_on_another_scale_than_the_greedy_baseline_are_refused(
+    estimator: dict[str, Any], key: str, value: float
+) -> None:
+    with pytest.raises(ConfigError, match=rf"algorithm\.{key}.*greedy baseline"):
+        config_of(algorithm={**estimator, key: value})
+
+
+@pytest.mark.parametrize(
     ("changes", "message"),
     [
         (

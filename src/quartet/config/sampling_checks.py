@@ -34,7 +34,18 @@ def check_sampling(config: Config) -> None:
 
 
 def _check_greedy_baselines(config: Config) -> None:
-    setting, rollout = f"algorithm.estimator {config.algorithm.estimator}", config.rollout
+    algorithm, rollout = config.algorithm, config.rollout
+    setting = f"algorithm.estimator {algorithm.estimator}"
+    if algorithm.gamma != 1:
+        raise ValueError(
+            f"algorithm.gamma {algorithm.gamma}: discounts the returns of sampled responses, and not the greedy baseline that "
+            f"{setting} subtracts from them; leave gamma at 1"
+        )
+    if algorithm.whiten_rewards:
+        raise ValueError(
+            "algorithm.whiten_rewards: scales the rewards of sampled responses, and not the greedy baseline that "
+            f"{setting} subtracts from them; leave it false"
+        )
     if not config.has_scores:
         raise ValueError(
             f"{setting}: compares the scores of sampled and greedy responses, and with reward.source none there are none; use "
