@@ -33,7 +33,10 @@ ENGINE = {"old_log_probs": "rollout", "correction": {"level": "none"}}
         ({"correction": {"level": "none", "lower": 0.5}}, r"lower 0\.5: level none has no weights"),
         ({"correction": {"level": "none", "normalize": True}}, r"normalize: level none has no weights"),
         ({"correction": {"upper": None}}, r"upper null: level token needs a bound; set upper or lower, or level none"),
-        ({"correction": {"lower": 3.0}}, r"lower 3: expected at most upper 2"),
+        ({"correction": {"lower": 1.5}}, r"lower 1\.5: .* expected at most 1"),
+        ({"correction": {"treatment": "seq_mask", "lower": 1.5}}, r"lower 1\.5: .* expected at most 1"),
+        ({"correction": {"treatment": "mask", "upper": 0.5}}, r"upper 0\.5: .* expected at least 1"),
+        ({"correction": {"treatment": "truncate", "upper": 0.1}}, r"upper 0\.1: .* expected at least 1"),
         ({"correction": {"level": "sequence", "treatment": "seq_mask"}}, r"treatment seq_mask: .* set level token"),
         ({"correction": {"upper": 0}}, r"rollout_correction\.upper"),
         ({"correction": {"off_policy_mask": -1}}, r"rollout_correction\.off_policy_mask"),
@@ -42,7 +45,11 @@ ENGINE = {"old_log_probs": "rollout", "correction": {"level": "none"}}
         ({"correction": {"rejection": [{"statistic": "seq_sum_k1", "upper": 0.9}]}}, r"expected at least 1"),
         (
             {"correction": {"rejection": [{"statistic": "seq_sum_k1", "upper": 1.5, "lower": 1.6}]}},
-            r"expected at least lower 1\.6",
+            r"lower 1\.6: .* expected at most 1",
+        ),
+        (
+            {"correction": {"rejection": [{"statistic": "token_k1", "upper": 0.9, "lower": 0.5}]}},
+            r"upper 0\.9: .* expected at least 1",
         ),
         ({"correction": {"rejection": [{"statistic": "seq_max_k1", "upper": 1.5}]}}, r"rejection\.0\.statistic"),
         (

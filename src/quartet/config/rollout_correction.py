@@ -14,6 +14,14 @@ if TYPE_CHECKING:
 _UPPER = 2.0
 
 
+def _check_contains_one(lower: float | None, upper: float | None) -> None:
+    """Raise ValueError if ratio 1, that of equal policies, is outside the bounds: no token would then have its full weight."""
+    if upper is not None and upper < 1:
+        raise ValueError(f"upper {upper:g}: equal policies have ratio 1; expected at least 1")
+    if lower is not None and lower > 1:
+        raise ValueError(f"lower {lower:g}: equal policies have ratio 1; expected at most 1")
+
+
 class RejectionConfig(Section):
     """One condition that tokens or responses must meet, or else they are left out of the update of the policy."""
 
@@ -33,20 +41,17 @@ class RejectionConfig(Section):
     """KL estimate between engine and trainer, as verl's rollout_rs: of each token, or its sum, mean or maximum over the response.
     With r = log π_trainer − log π_engine: k1 is −r, k2 is r²/2, k3 is exp(r) − 1 − r."""
     upper: Positive
-    """Maximum of k2 and k3, in nats. For k1 the maximum of exp(k1), a ratio."""
+    """Maximum of k2 and k3, in nats. For k1 the maximum of exp(k1), a ratio, at least 1."""
     lower: Positive | None = None
-    """For k1: minimum of exp(k1). Null: 1/upper."""
+    """For k1: minimum of exp(k1), at most 1. Null: 1/upper."""
 
     @model_validator(mode="after")
     def _check_bounds(self) -> RejectionConfig:
         if not self.statistic.endswith("k1"):
             if self.lower is not None:
                 raise ValueError(f"lower {self.lower:g}: {self.statistic} has an upper bound only; remove lower")
-        elif (self.lower or 1 / self.upper) > self.upper:
-            raise ValueError(
-                f"upper {self.upper:g}: {self.statistic} has bounds of a ratio; expected at least "
-                f"{'1' if self.lower is None else f'lower {self.lower:g}'}"
-            )
+        else:
+            _check_contains_one(self.lower, self.upper)
         return self
 
 
@@ -60,9 +65,9 @@ class RolloutCorrectionConfig(Section):
     """Treatment of weights outside the bounds. truncate: move them to the bound. mask: set them to 0 (IcePop; at level sequence
     TRL's sequence_mask). seq_mask: set the token weights of a response to 0 if their geometric mean is outside (seq-mask-tis)."""
     upper: Positive | None = _UPPER
-    """Upper bound of the weights. Null disables it."""
+    """Upper bound of the weights, at least 1. Null disables it."""
     lower: Positive | None = None
-    """Lower bound of the weights. Null disables it."""
+    """Lower bound of the weights, at most 1. Null disables it."""
     normalize: bool = False
     """Divide the weights by their mean over the step, as verl's rollout_is_batch_normalize. Needs a forward pass more, for the
     old log-probs of the whole step."""
@@ -80,8 +85,7 @@ class RolloutCorrectionConfig(Section):
             return self
         if self.upper is None and self.lower is None:
             raise ValueError(f"upper null: level {self.level} needs a bound; set upper or lower, or level none")
-        if self.upper is not None and self.lower is not None and self.lower > self.upper:
-            raise ValueError(f"lower {self.lower:g}: expected at most upper {self.upper:g}")
+        _check_contains_one(self.lower, self.upper)
         if self.treatment == "seq_mask" and self.level != "token":
             raise ValueError(
                 f"treatment seq_mask: masks the token weights of whole responses; set level token, not {self.level}, or "
