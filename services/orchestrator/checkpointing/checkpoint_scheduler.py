@@ -11,8 +11,8 @@ from quartet.buffer.experience_store import ExperienceStore
 from quartet.config import Config
 from quartet.durable_files import check_saved_files
 from quartet.errors import StorageFailed
-from quartet.run_directory.best_checkpoint import tag_best
-from quartet.run_directory.checkpoints import Checkpoint
+from quartet.run_directory.best_checkpoint import has_value, tag_best
+from quartet.run_directory.checkpoints import Checkpoint, checkpoint_folders, checkpoint_step
 from quartet.run_directory.run_files import RunFiles
 from quartet.services.orchestrator.checkpointing.checkpoint_writer import CheckpointWriter, PendingCheckpoint
 from quartet.services.orchestrator.control.progress import ProgressBoard
@@ -40,6 +40,7 @@ class CheckpointScheduler:
         self._board, self._profiler = board, profiler
         self._writer = CheckpointWriter(files, config.checkpoint.keep_last, config.to_yaml(), self._tag_best)
         self._saved_step = self._failed_step = 0
+        self._reported_missing = False
         self._pending: PendingCheckpoint | None = None
 
     def newest(self, verify: bool) -> Checkpoint | None:
@@ -123,6 +124,21 @@ class CheckpointScheduler:
         if best is not None:
             log.info("best checkpoint", step=best.step, metric=config.best_metric, value=best.value)
             self._board.note(f"checkpoint of step {best.step} is the best: {config.best_metric} {best.value:.4g}")
+        self._check_best_metric()
+
+    def _check_best_metric(self) -> None:
+        """Note once if the newest checkpoint has no value of checkpoint.best_metric."""
+        metric, newest = self._config.checkpoint.best_metric, checkpoint_folders(self._files)
+        if metric is None or self._reported_missing or not newest:
+            return
+        step = checkpoint_step(newest[-1])
+        if not has_value(self._files, metric, step):
+            self._reported_missing = True
+            self._board.note(
+                f"the checkpoint of step {step} cannot be the best: {metric} has no finite value in this step; if it never has "
+                "one, choose another checkpoint.best_metric"
+            )
+            log.warning("best metric missing", step=step, metric=metric)
 
     def save_policy(self, step: int, leader_epoch: int) -> None:
         """Write the policy after ``step`` in Hugging Face format, its adapter and its average if it has them, and their step."""

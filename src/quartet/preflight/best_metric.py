@@ -3,20 +3,94 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from difflib import get_close_matches
 
-from quartet.config import Config
+from quartet.config import ENVIRONMENT_PART, Config
 from quartet.errors import ConfigError
 from quartet.telemetry.step_metrics import EVALUATION_METRICS, STEP_METRICS
 
 
 def check_best_metric(config: Config) -> None:
-    """Check that checkpoint.best_metric is the name of a metric of a step or of an evaluation. Raises ConfigError."""
+    """Check that checkpoint.best_metric is a metric that this config produces. Raises ConfigError."""
     metric = config.checkpoint.best_metric
     names = [each.name for each in (*STEP_METRICS, *EVALUATION_METRICS)]
-    if metric is None or any(re.fullmatch(name.replace("NAME", ".+"), metric) for name in names):
+    if metric is None:
         return
-    similar = ", ".join(get_close_matches(metric, names, n=3, cutoff=0.4)) or "reward_mean, eval_reward_sampled"
-    raise ConfigError(
-        f"checkpoint.best_metric {metric}: no metric has this name; expected one of docs/reference/metrics.md, such as {similar}"
-    )
+    if not any(re.fullmatch(name.replace("NAME", ".+"), metric) for name in names):
+        similar = ", ".join(get_close_matches(metric, names, n=3, cutoff=0.4)) or "reward_mean, eval_reward_sampled"
+        raise ConfigError(
+            f"checkpoint.best_metric {metric}: no metric has this name; expected one of docs/reference/metrics.md, such as "
+            f"{similar}"
+        )
+    for pattern, reason in _missing_metrics(config):
+        if re.fullmatch(pattern, metric):
+            raise ConfigError(
+                f"checkpoint.best_metric {metric}: the run does not have this metric, because {reason}; choose another one "
+                "of docs/reference/metrics.md"
+            )
+
+
+def _missing_metrics(config: Config) -> Iterator[tuple[str, str]]:
+    """Yield a regular expression of metrics that the run does not have, and the reason."""
+    algorithm, rollout = config.algorithm, config.rollout
+    correction = algorithm.rollout_correction
+    weights, truncates = correction.level != "none", correction.treatment == "truncate"
+    # A reward service elsewhere may be an ensemble whose parts this config does not name.
+    unknown_parts = config.reward.source == "service" or config.services.reward.address is not None
+    estimator = f"algorithm.estimator is {algorithm.estimator}"
+    for pattern, given, reason in (
+        (
+            r"reward_.*|score_mean|length_reward_correlation|advantage_std|eval_reward_.*|eval_win_rate_.*",
+            config.has_scores,
+            "reward.source is none, so there are no scores",
+        ),
+        (r".*_critic|value_.*|explained_variance", config.has_critic, f"{estimator}, without a critic"),
+        ("baseline_reward_mean", config.num_greedy_baselines, f"{estimator}, without greedy responses"),
+        ("reference_version", config.reference.sync_steps, "reference.sync_steps is null"),
+        ("teacher_kl", algorithm.distillation, "algorithm.distillation is null"),
+        ("entropy_coefficient", algorithm.trains_entropy, "algorithm.entropy_coefficient is 0"),
+        (r"importance_weight_max|importance_(ess|.*_fraction)", weights, "algorithm.rollout_correction.level is none"),
+        (
+            "importance_truncated_fraction",
+            truncates,
+            f"algorithm.rollout_correction.treatment is {correction.treatment}",
+        ),
+        ("importance_masked_fraction", not truncates, "algorithm.rollout_correction.treatment is truncate"),
+        ("rejected_fraction", correction.rejection, "algorithm.rollout_correction.rejection is empty"),
+        (
+            "off_policy_masked_fraction",
+            correction.off_policy_mask,
+            "algorithm.rollout_correction.off_policy_mask is null",
+        ),
+        (
+            "off_policy_steps",
+            rollout.max_off_policy_steps or rollout.in_flight_updates,
+            "rollout.max_off_policy_steps is 0",
+        ),
+        ("in_flight_tokens", rollout.in_flight_updates, "rollout.in_flight_updates is false"),
+        ("turns_mean|observation_tokens", config.has_environment, "rollout.max_turns is 0"),
+        (
+            "sampling_rounds|equal_groups|prompts_consumed|generated_reward_mean",
+            rollout.dynamic_sampling,
+            "rollout.dynamic_sampling is false",
+        ),
+        ("generators|weight_update_.*", config.has_generators, "the actor generates"),
+        ("eval_judge_win_rate", config.evaluation.judge, "evaluation.judge is null"),
+        (_except("set", [each.name for each in config.data.sets], "reward_mean"), False, "data.sets has no such set"),
+        (_except("reward", list(config.reward.part_weights), "weight|missing"), False, "reward.parts has no such part"),
+        (_except("reward", _means(config), "mean"), unknown_parts, "reward.parts has no such part"),
+    ):
+        if not given:
+            yield pattern, reason
+
+
+def _except(prefix: str, names: list[str], suffixes: str) -> str:
+    """Return a regular expression of PREFIX_NAME_SUFFIX with any NAME but ``names``."""
+    known = "|".join(map(re.escape, names))
+    return rf"{prefix}_(?!({known})_({suffixes})$).+_({suffixes})" if names else rf"{prefix}_.+_({suffixes})"
+
+
+def _means(config: Config) -> list[str]:
+    """Return the rewards whose mean is a metric: those of an ensemble, and that of an environment beside another source."""
+    return [*config.reward.part_weights, *([ENVIRONMENT_PART] if config.has_environment and config.has_reward else [])]

@@ -65,19 +65,31 @@ def tag_best(files: RunFiles, config: CheckpointConfig) -> BestCheckpoint | None
     return best
 
 
-def _candidates(files: RunFiles, metric: str) -> Iterator[BestCheckpoint]:
+def has_value(files: RunFiles, metric: str, step: int) -> bool:
+    """Return whether ``metric`` has a finite value in ``step``. Raises ConfigError if the metrics are damaged."""
+    return step in _values(files, metric)
+
+
+def _values(files: RunFiles, metric: str) -> dict[int, float]:
+    """Return the finite values of the metric by step."""
     lines = read_step_lines(files.evaluation_summaries if metric.startswith(EVALUATION_PREFIX) else files.metrics)
-    values = {line["step"]: line[metric] for line in lines if metric in line}
+    values = {line["step"]: line.get(metric) for line in lines}
+    return {
+        step: float(value) for step, value in values.items() if isinstance(value, int | float) and math.isfinite(value)
+    }
+
+
+def _candidates(files: RunFiles, metric: str) -> Iterator[BestCheckpoint]:
+    values = _values(files, metric)
     for path in checkpoint_folders(files):
         step = checkpoint_step(path)
-        value = values.get(step)
-        if not isinstance(value, int | float) or not math.isfinite(value):
+        if step not in values:
             continue
         try:
             read_checkpoint(path)
         except DamagedCheckpoint:
             continue
-        yield BestCheckpoint(path.name, step, float(value))
+        yield BestCheckpoint(path.name, step, values[step])
 
 
 def _replace_link(link: Path, target: str) -> None:

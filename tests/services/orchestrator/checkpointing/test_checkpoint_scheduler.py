@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any, cast
 
@@ -31,13 +32,15 @@ class NoExperience:
         pass
 
 
-def scheduler(folder: Path, board: ProgressBoard, *savers: Saver) -> CheckpointScheduler:
+def scheduler(
+    folder: Path, board: ProgressBoard, *savers: Saver, best_metric: str | None = None
+) -> CheckpointScheduler:
     tree: dict[str, Any] = {
         "run": {"directory": str(folder), "name": "run"},
         "data": {"prompts": "p"},
         "actor": {"model": "a"},
         "reward": {"model": "r"},
-        "checkpoint": {"every_steps": 2},
+        "checkpoint": {"every_steps": 2, "best_metric": best_metric},
     }
     config = parse_config(tree, "test")
     return CheckpointScheduler(
@@ -74,3 +77,18 @@ def test_any_other_failure_of_a_save_is_raised(tmp_path: Path, failure: QuartetE
     checkpoints.start(2, 1, {})
     checkpoints.finish(no_lease)
     assert checkpoints.newest_step == 2
+
+
+@pytest.mark.parametrize("name", ["reward_mean", "kl_mean"])
+def test_the_first_checkpoint_without_a_value_of_the_best_metric_is_noted_once(name: str, tmp_path: Path) -> None:
+    saver, board = Saver(Role.ACTOR, tmp_path), ProgressBoard("run", 4)
+    checkpoints = scheduler(tmp_path, board, saver, best_metric="reward_mean")
+    RunFiles(tmp_path).metrics.write_text(
+        "".join(json.dumps({"step": step, name: 0.5}) + "\n" for step in (1, 2, 3, 4))
+    )
+    for step in (2, 4):
+        checkpoints.start(step, 1, {})
+        checkpoints.finish(no_lease)
+    missing = [note for note in board.current().notes if "reward_mean has no finite value" in note]
+    assert len(missing) == (0 if name == "reward_mean" else 1)
+    assert all("checkpoint of step 2 cannot be the best" in note for note in missing)
