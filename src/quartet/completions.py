@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from quartet.data import PromptEncoder, PromptLine, PromptSettings, encode_prompts
+from quartet.engines.stop_strings import token_decoder
 from quartet.models.generation.torch_engine import TorchEngine
 from quartet.models.weights.loading import load_causal_lm, stop_token_ids
 from quartet.models.weights.tokenizer import load_tokenizer
@@ -46,7 +47,7 @@ def complete(
         for prompt in prompts
         for sample in range(samples)
     ]
-    engine = TorchEngine(policy, stops, max_concurrent_sequences=64)
+    engine = TorchEngine(policy, stops, max_concurrent_sequences=64, decode=token_decoder(tokenizer))
     trajectories = {
         trajectory.id: trajectory for trajectory in engine.generate(requests, sampling, seed, 0, lambda: False)
     }

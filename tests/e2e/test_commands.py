@@ -97,6 +97,32 @@ def test_a_chat_needs_a_chat_template_and_no_prompts(call: Call, first_run: Run)
     assert "only used with --chat" in call("generate", first_run.directory, "hello", "--system", "be brief").err
 
 
+@pytest.mark.parametrize("options", [("hello",), ("--chat",)], ids=["text", "chat"])
+def test_a_completion_ends_with_a_stop_text(
+    options: tuple[str, ...], chat_model: Path, call: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def completion(*stop: str) -> str:
+        monkeypatch.setattr(sys, "stdin", io.StringIO("hello\n"))
+        result = call("generate", chat_model, *options, "--json", "--max-tokens", "12", *stop)
+        assert result.code == 0, result.err
+        text: str = json.loads(result.out)["completion"]
+        return text
+
+    whole = completion()
+    letter = next(character for character in whole if character.isascii() and character.isalpha())
+    stopped = completion("--stop", "not in the text", "--stop", letter)
+    assert letter in stopped
+    assert whole.startswith(stopped)
+    assert len(stopped) < len(whole)
+
+
+def test_stop_texts_have_the_limits_of_the_config(call: Call) -> None:
+    result = call("generate", "missing", "hello", "--stop", "a" * 65)
+    assert result.code == 2
+    assert "--stop" in result.err
+    assert "expected 1 to 64 characters" in result.err
+
+
 def test_the_version_is_printed(call: Call) -> None:
     result = call("--version")
     assert (result.code, result.out, result.err) == (0, f"quartet {__version__}\n", "")

@@ -187,7 +187,7 @@ ALLOWED: dict[str, set[str]] = {
     },
     "quartet.sweep": FOUNDATION
     | {"quartet.durable_files", "quartet.run_directory", "quartet.runs", "quartet.topology"},
-    "quartet.completions": FOUNDATION | {"quartet.data", "quartet.models"},
+    "quartet.completions": FOUNDATION | {"quartet.data", "quartet.engines", "quartet.models"},
     "quartet.cli": FOUNDATION
     | FILES
     | LIBRARY

@@ -123,6 +123,24 @@ def test_invalid_settings_of_generate_are_a_config_error(tmp_path: Path, setting
         quartet.generate(path, "hello", **settings)
 
 
+def test_a_completion_ends_with_the_stop_string(tmp_path: Path) -> None:
+    path = chat_model(tmp_path)
+    [whole] = quartet.generate(path, "w5 w6", max_tokens=12)
+    words = whole.text.split()
+    [stopped] = quartet.generate(path, "w5 w6", max_tokens=12, stop_strings=[words[3]])
+    end = words.index(words[3]) + 1
+    assert stopped.text.split() == words[:end]
+    assert (stopped.finish_reason, stopped.token_ids.tolist()) == ("eos", whole.token_ids[:end].tolist())
+
+
+@pytest.mark.parametrize(
+    "strings", ["w5", [5], [""], ["a" * 65], ["a"] * 17], ids=["text", "number", "empty", "long", "many"]
+)
+def test_invalid_stop_strings_are_refused_before_the_model_is_loaded(strings: Any) -> None:
+    with pytest.raises(ConfigError, match="generate: stop_strings"):
+        quartet.generate("missing", "hello", stop_strings=strings)
+
+
 def test_generate_continues_the_message_of_the_assistant(tmp_path: Path) -> None:
     path = chat_model(tmp_path)
     messages = [[{"role": "user", "content": "w5"}, {"role": "assistant", "content": "w7"}]]

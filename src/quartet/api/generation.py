@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from quartet.api.run import Run
+from quartet.config import check_stop_strings
 from quartet.data import prompt_of
 from quartet.errors import ConfigError, InvalidRequest
 from quartet.missing_packages import explain_missing_package
@@ -20,8 +21,8 @@ from quartet.types import FloatArray, IntArray, SamplingParameters
 class Completion:
     """A prompt and its completion.
 
-    ``token_ids`` int32 [response tokens], with the EOS if there is one. ``log_probs`` float32 [response tokens]: nats, at the
-    sampling temperature. ``finish_reason`` is "eos" or "length".
+    ``token_ids`` int32 [response tokens], with the EOS or the stop string if there is one. ``log_probs`` float32 [response
+    tokens]: nats, at the sampling temperature. ``finish_reason`` is "eos", also after a stop string, or "length".
     """
 
     prompt: str
@@ -40,6 +41,7 @@ def generate(
     top_p: float = 1.0,
     top_k: int = 0,
     min_p: float = 0.0,
+    stop_strings: Sequence[str] = (),
     samples: int = 1,
     seed: int = 0,
     device: str = "cpu",
@@ -49,8 +51,9 @@ def generate(
 
     ``model`` is a run, or the directory of a run, a checkpoint or a model, or a Hugging Face hub id. A prompt is a text, or a
     list of chat messages with ``role`` and ``content``. ``temperature`` 0 is greedy; ``top_p`` 1, ``top_k`` 0 and ``min_p`` 0
-    sample from all tokens. The same seed gives the same completions. ``continue_final_message`` continues messages that end with
-    the assistant's. Needs the extra quartet-rlhf[train].
+    sample from all tokens. The token that completes one of ``stop_strings`` is the last of a completion. The same seed gives the
+    same completions. ``continue_final_message`` continues messages that end with the assistant's. Needs the extra
+    quartet-rlhf[train].
 
     Raises ConfigError, ModelError and DataError for invalid input.
     """
@@ -66,13 +69,19 @@ def generate(
         raise ConfigError(f"generate: model is of type {type(model).__name__}; expected a run, a directory or a hub id")
     if type(samples) is not int or samples < 1 or not prompts:
         raise ConfigError("generate: expected at least one prompt and samples of at least 1")
+    if isinstance(stop_strings, str) or not all(isinstance(each, str) for each in stop_strings):
+        raise ConfigError(f"generate: stop_strings {stop_strings!r}: expected a list of texts")
+    try:
+        check_stop_strings(stop_strings)
+    except ValueError as error:
+        raise ConfigError(f"generate: stop_strings: {error}") from None
     try:
         from quartet.completions import complete
     except ModuleNotFoundError as error:
         raise explain_missing_package(error) from None
     lines = [prompt_of(prompt, f"generate: prompt {number}", number) for number, prompt in enumerate(prompts, 1)]
     directory = str(model.directory) if isinstance(model, Run) else os.fspath(model)
-    sampling = SamplingParameters(max_tokens, temperature, top_p, top_k, min_p=min_p)
+    sampling = SamplingParameters(max_tokens, temperature, top_p, top_k, min_p=min_p, stop_strings=tuple(stop_strings))
     source = Path("<prompts>")
     try:
         completions = complete(

@@ -13,6 +13,7 @@ import typer
 
 from quartet.data import PromptEncoder, PromptSettings, encode_prompts, prompt_of
 from quartet.data.prompt_lines import Message
+from quartet.engines.stop_strings import token_decoder
 from quartet.errors import ConfigError, DataError, InvalidRequest
 from quartet.models.generation.torch_engine import TorchEngine
 from quartet.models.weights.loading import load_causal_lm, stop_token_ids
@@ -89,7 +90,7 @@ class _Conversation:
         policy = load_causal_lm(model, "float32", device)
         self._vocabulary = int(policy.get_input_embeddings().weight.shape[0])
         self._stops = stop_token_ids(policy, tokenizer)
-        self._engine = TorchEngine(policy, self._stops, max_concurrent_sequences=1)
+        self._engine = TorchEngine(policy, self._stops, max_concurrent_sequences=1, decode=token_decoder(tokenizer))
         self._messages: list[Message] = []
         self._turns = 0
 

@@ -1,0 +1,75 @@
+"""The arguments of `quartet generate`. Its modules are imported when it runs, so that other commands start fast."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Optional
+
+import typer
+
+from quartet.errors import ConfigError
+
+
+def generate(
+    model: Annotated[str, typer.Argument(help="Directory of a model, run or checkpoint, or Hugging Face hub id.")],
+    prompts: Annotated[Optional[list[str]], typer.Argument(metavar="PROMPT...", help="Prompts to complete.")] = None,  # noqa: UP045
+    file: Annotated[Optional[Path], typer.Option(help="File of prompts, instead of PROMPT.")] = None,  # noqa: UP045
+    max_tokens: Annotated[int, typer.Option(min=1, help="Maximum length of a completion in tokens.")] = 64,
+    temperature: Annotated[float, typer.Option(min=0.0, help="Sampling temperature. 0 is greedy.")] = 1.0,
+    top_p: Annotated[float, typer.Option(min=0.0, max=1.0, help="Nucleus sampling probability. 1 disables it.")] = 1.0,
+    top_k: Annotated[int, typer.Option(min=0, help="Sample from this many most likely tokens. 0 disables it.")] = 0,
+    min_p: Annotated[
+        float, typer.Option(min=0.0, max=1.0, help="Least probability, relative to the likeliest token. 0 disables it.")
+    ] = 0.0,
+    stop: Annotated[
+        Optional[list[str]],  # noqa: UP045
+        typer.Option(
+            metavar="TEXT", help="Text that ends a completion, which keeps it. Repeatable, at most 16 of 64 characters."
+        ),
+    ] = None,
+    samples: Annotated[int, typer.Option(min=1, help="Number of completions per prompt.")] = 1,
+    seed: Annotated[int, typer.Option(min=0, help="Random seed.")] = 0,
+    device: Annotated[str, typer.Option(help="Device, such as cpu or cuda:0.")] = "cpu",
+    json_lines: Annotated[bool, typer.Option("--json", help="Print one JSON object per completion.")] = False,
+    continue_final_message: Annotated[
+        bool,
+        typer.Option(
+            "--continue-final-message", help="Continue the last message of prompts that end with the assistant."
+        ),
+    ] = False,
+    as_chat: Annotated[
+        bool, typer.Option("--chat", help="Chat through the model's chat template: answer each line of standard input.")
+    ] = False,
+    system: Annotated[Optional[str], typer.Option(metavar="TEXT", help="System message of --chat.")] = None,  # noqa: UP045
+) -> None:
+    """Complete prompts with a model, or chat with it."""
+    from quartet.cli.inference.chat import chat
+    from quartet.cli.inference.generate import generate as run
+    from quartet.config import check_stop_strings
+    from quartet.types import SamplingParameters
+
+    if top_p == 0:
+        raise ConfigError("--top-p 0: expected more than 0 and at most 1")
+    try:
+        check_stop_strings(stop or ())
+    except ValueError as error:
+        raise ConfigError(f"--stop {error}") from None
+    sampling = SamplingParameters(max_tokens, temperature, top_p, top_k, min_p=min_p, stop_strings=tuple(stop or ()))
+    if as_chat:
+        if prompts or file or samples > 1:
+            raise ConfigError("--chat: reads messages from standard input; remove PROMPT, --file and --samples")
+        chat(model, system, sampling, seed, device, json_lines)
+        return
+    if system is not None:
+        raise ConfigError("--system: only used with --chat")
+    run(
+        model,
+        prompts or [],
+        file,
+        sampling,
+        samples,
+        seed,
+        device,
+        json_lines,
+        continue_final_message,
+    )
