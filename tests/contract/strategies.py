@@ -10,6 +10,7 @@ import numpy as np
 from hypothesis import settings
 
 from quartet import codec
+from quartet.config import MAX_SETTING
 from quartet.types import (
     Alert,
     CorrectionLevel,
@@ -210,7 +211,7 @@ samplings = st.builds(
         st.text(st.characters(codec="utf-8", exclude_characters="\ufffd"), min_size=1, max_size=64), max_size=16
     ).map(tuple),
 )
-_settings = st.floats(0, codec.MAX_SETTING)
+_settings = st.floats(0, MAX_SETTING)
 optimizations = st.builds(
     OptimizationSettings,
     st.integers(0, codec.MAX_EPOCHS),

@@ -13,7 +13,7 @@ import annotated_types
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from quartet.config import Config
+from quartet.config import MAX_SETTING, Config
 from quartet.config.loading import section_of
 
 
@@ -60,7 +60,8 @@ def reference() -> str:
         "tree by `make docs-reference`; `quartet config reference` prints it.",
         "",
         "[Hyperparameters](../hyperparameters.md) says what TRL, OpenRLHF and NeMo-Aligner call these settings.",
-        "`quartet config check CONFIG` also checks the conditions between keys.",
+        "`quartet config check CONFIG` also checks the conditions between keys. Numbers without a maximum in the table are at",
+        f"most {MAX_SETTING:g}.",
         "",
         "To complete and check keys in an editor with a YAML language server, run `quartet config schema > quartet.schema.json`.",
         "Then start the config with `# yaml-language-server: $schema=quartet.schema.json`, a path relative to the config.",
@@ -122,7 +123,7 @@ def _number(kind: str, metadata: list[Any]) -> str:
     bounds = {}
     for item in metadata:
         for name in ("ge", "gt", "le", "lt"):
-            if isinstance(item, getattr(annotated_types, name.title())):
+            if isinstance(item, getattr(annotated_types, name.title())) and getattr(item, name) != MAX_SETTING:
                 bounds[name] = _bound(getattr(item, name))
     low, high = bounds.get("ge", bounds.get("gt")), bounds.get("le", bounds.get("lt"))
     if low and high:

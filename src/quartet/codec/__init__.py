@@ -1,6 +1,6 @@
 """Conversion between protobuf messages and ``quartet.types``. Only this package imports messages; it validates all input."""
 
-from quartet.codec.checks import MAX_SETTING, positive
+from quartet.codec.checks import positive
 from quartet.codec.commands import command_from_bytes, command_to_bytes
 from quartet.codec.environment import (
     EnvironmentReset,
@@ -122,7 +122,6 @@ __all__ = [
     "EXPERIENCE_CHUNK_BYTES",
     "MAX_EPOCHS",
     "MAX_RESPONSE_TOKENS",
-    "MAX_SETTING",
     "Command",
     "EncodedExperience",
     "EnvironmentReset",

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from quartet.config import MAX_SETTING
 from quartet.errors import InvalidRequest
-
-MAX_SETTING = 1e30
-"""Maximum of a setting in a request. Single precision, in which losses are computed, overflows at 3e38."""
 
 DIGEST_BYTES = 16
 """Size of a digest of weights."""

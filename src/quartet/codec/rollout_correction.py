@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import get_args
 
-from quartet.codec.checks import MAX_SETTING, positive, require_non_negative
+from quartet.codec.checks import positive, require_non_negative
+from quartet.config import MAX_SETTING
 from quartet.errors import InvalidRequest
 from quartet.types import (
     CorrectionLevel,

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 from google.protobuf.message import DecodeError
 
-from quartet.codec.checks import DIGEST_BYTES, MAX_SETTING
+from quartet.codec.checks import DIGEST_BYTES
 from quartet.codec.outcomes import details_from_proto, details_to_proto, outcome_from_proto, outcome_to_proto
 from quartet.codec.tensors import floats_from_proto, ints_from_proto, write_tensor
-from quartet.config import check_stop_strings
+from quartet.config import MAX_SETTING, check_stop_strings
 from quartet.errors import InvalidRequest
 from quartet.types import (
     NO_LOG_PROBS,

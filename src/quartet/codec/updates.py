@@ -7,13 +7,11 @@ from collections.abc import Mapping
 
 from quartet.codec.checks import positive, require_non_negative
 from quartet.codec.rollout_correction import rollout_correction_from_proto, rollout_correction_to_proto
-from quartet.config.policy_losses import MAX_PARAMETERS
+from quartet.config import MAX_PARAMETER_NAME, MAX_PARAMETERS
 from quartet.errors import InvalidRequest, ServiceFailed
 from quartet.types import OptimizationSettings, PolicyLossSettings, UpdateRequest, UpdateResult, ValueLossSettings
 from quartet.v1 import update_pb2
 
-MAX_NAME = 64
-"""Maximum characters of the name of a parameter."""
 MAX_EPOCHS = 1000
 """Maximum passes over one step's experience in a request. An update cannot be interrupted, so its length needs a limit."""
 
@@ -194,9 +192,13 @@ def _loss_parameters(message: Mapping[str, float]) -> dict[str, float]:
         raise InvalidRequest(f"policy_loss.parameters: {len(message)}, expected at most {MAX_PARAMETERS}")
     for name, value in message.items():
         if not math.isfinite(value):
-            raise InvalidRequest(f"policy_loss.parameters {name[:MAX_NAME]} {value}: expected a finite number")
-        if not 0 < len(name) <= MAX_NAME:
-            raise InvalidRequest(f"policy_loss.parameters: a name of {len(name)} characters, expected 1 to {MAX_NAME}")
+            raise InvalidRequest(
+                f"policy_loss.parameters {name[:MAX_PARAMETER_NAME]} {value}: expected a finite number"
+            )
+        if not 0 < len(name) <= MAX_PARAMETER_NAME:
+            raise InvalidRequest(
+                f"policy_loss.parameters: a name of {len(name)} characters, expected 1 to {MAX_PARAMETER_NAME}"
+            )
     return dict(message)
 
 

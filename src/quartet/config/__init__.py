@@ -39,6 +39,7 @@ from quartet.config.models import (
     ReferenceConfig,
     TrainedModelConfig,
 )
+from quartet.config.policy_losses import MAX_PARAMETERS
 from quartet.config.prompt_sets import PROMPT_KEYS, SET_FIELD, MessageConfig, PromptSetConfig, placeholders
 from quartet.config.rewards import (
     ENVIRONMENT_PART,
@@ -68,7 +69,7 @@ from quartet.config.rollout_correction import RejectionConfig, RolloutCorrection
 from quartet.config.root import Config
 from quartet.config.run import CheckpointConfig, DataConfig, EvaluationConfig, RunConfig
 from quartet.config.schema import json_schema
-from quartet.config.section import NAME_PATTERN, Section, is_loopback
+from quartet.config.section import MAX_PARAMETER_NAME, MAX_SETTING, NAME_PATTERN, Section, is_loopback
 from quartet.config.sharing import SharingConfig
 from quartet.config.telemetry import MLflowConfig, TelemetryConfig, WandbConfig
 from quartet.config.url_redaction import is_redacted, redact_url
@@ -77,7 +78,10 @@ __all__ = [
     "ENVIRONMENT_PART",
     "MAX_MICRO_BATCH_TOKENS",
     "MAX_MICRO_BATCH_TOKENS_GPU",
+    "MAX_PARAMETERS",
+    "MAX_PARAMETER_NAME",
     "MAX_RESPONSES",
+    "MAX_SETTING",
     "MAX_TURNS",
     "NAME_PATTERN",
     "PROMPT_KEYS",

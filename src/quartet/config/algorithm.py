@@ -18,7 +18,18 @@ from quartet.config.policy_losses import (
     policy_loss_spec,
 )
 from quartet.config.rollout_correction import RolloutCorrectionConfig
-from quartet.config.section import IMPORT_PATH, Count, Finite, Fraction, NonNegative, Positive, Section, WholeNumber
+from quartet.config.section import (
+    IMPORT_PATH,
+    MAX_SETTING,
+    Count,
+    Finite,
+    Fraction,
+    NonNegative,
+    ParameterName,
+    Positive,
+    Section,
+    WholeNumber,
+)
 
 
 def _built_in_or_path(known: Iterable[str]) -> Callable[[str], str]:
@@ -153,7 +164,9 @@ class AlgorithmConfig(Section):
     reinforce_plus_plus_baseline, remax, or the import path of a custom one (package.module:callable)."""
     custom_estimator: CustomEstimatorConfig | None = None
     """Needs of the custom estimator. Required if `estimator` is an import path, else null."""
-    estimator_parameters: dict[str, StrictBool | Finite] = Field(default={})
+    estimator_parameters: Annotated[dict[ParameterName, StrictBool | Finite], Field(max_length=MAX_PARAMETERS)] = Field(
+        default_factory=dict
+    )
     """Parameters of the estimator, by name. A custom estimator takes any. grpo takes normalize_std (true), which divides by the
     standard deviation of the prompt's rewards, false is Dr. GRPO; leave_one_out (false), which takes mean and standard deviation
     from the other responses of the prompt; and std_epsilon (0.0001), which is added to the standard deviation."""
@@ -198,14 +211,16 @@ class AlgorithmConfig(Section):
     policy_loss: PolicyLossName = "clipped"
     """Policy loss. clipped: the clipped surrogate loss of PPO. gspo, gspo_token, cispo, sapo, gmpo, clip_cov, kl_cov, dppo_tv,
     dppo_kl: see docs/losses.md. Or the import path of a custom one (package.module:callable)."""
-    policy_loss_parameters: Annotated[dict[str, Finite], Field(max_length=MAX_PARAMETERS)] = Field(default_factory=dict)
+    policy_loss_parameters: Annotated[dict[ParameterName, Finite], Field(max_length=MAX_PARAMETERS)] = Field(
+        default_factory=dict
+    )
     """Parameters of the policy loss, by name. Those not given have the default of the loss. A custom loss takes any names."""
     clip_ratio: Positive | None = None
     """ε: the policy loss clips ratios to [1 − ε, 1 + clip_ratio_high]. In gmpo, dppo_tv and dppo_kl it limits log-ratios,
     probability differences and KL. Null: the default of the loss, 0.2 for clipped."""
     clip_ratio_high: Positive | None = None
     """Upper ε. Null: clip_ratio, or if that is null, the default of the loss."""
-    dual_clip: Annotated[float, Field(gt=1, allow_inf_nan=False)] | None = None
+    dual_clip: Annotated[float, Field(gt=1, le=MAX_SETTING, allow_inf_nan=False)] | None = None
     """Dual-clip PPO: for a negative advantage A the policy loss is at most −dual_clip·A. Null disables it."""
     ratio_level: RatioLevel = "token"
     """For policy_loss clipped. token: one importance ratio per token. sequence: one ratio per response, the product of the token

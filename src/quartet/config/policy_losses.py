@@ -12,7 +12,7 @@ Aggregation = Literal[
 ]
 RatioLevel = Literal["token", "sequence"]
 MAX_PARAMETERS = 32
-"""Maximum number of parameters of a policy loss."""
+"""Maximum number of parameters of a policy loss, and of an estimator."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,8 +9,10 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidatorFunctionWrapHandler, field_validator
 
 Dtype = Literal["float32", "bfloat16", "float16"]
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+MAX_SETTING = 1e30
+"""Upper limit of numbers, in configs and requests. Single precision, in which losses are computed, overflows at 3e38."""
+Positive = Annotated[float, Field(gt=0, le=MAX_SETTING, allow_inf_nan=False)]
+NonNegative = Annotated[float, Field(ge=0, le=MAX_SETTING, allow_inf_nan=False)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 Decay = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)]
@@ -20,6 +22,9 @@ Count = Annotated[int, Field(ge=1, le=MAX_INTEGER)]
 WholeNumber = Annotated[int, Field(ge=0, le=MAX_INTEGER)]
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
 Name = Annotated[str, Field(pattern=NAME_PATTERN)]
+MAX_PARAMETER_NAME = 64
+"""Maximum characters of the name of a parameter of a policy loss or estimator."""
+ParameterName = Annotated[str, Field(min_length=1, max_length=MAX_PARAMETER_NAME)]
 
 
 IMPORT_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")

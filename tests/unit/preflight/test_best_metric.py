@@ -93,7 +93,7 @@ def test_a_metric_that_the_run_does_not_have_is_refused(metric: str, sections: d
 def test_the_verdict_of_a_judge_needs_a_judge() -> None:
     checkpoint = {"best_metric": "eval_judge_win_rate", "every_steps": 20}
     check_best_metric(config(checkpoint, {"every_steps": 10, "judge": "my:judge"}))
-    with pytest.raises(ConfigError, match="evaluation.judge is null"):
+    with pytest.raises(ConfigError, match=r"evaluation\.judge is null"):
         check_best_metric(config(checkpoint, {"every_steps": 10}))
 
 

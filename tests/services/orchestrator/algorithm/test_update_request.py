@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
-from quartet.config import Config, parse_config
+from quartet import codec
+from quartet.config import MAX_SETTING, Config, parse_config
+from quartet.errors import ConfigError
 from quartet.services.orchestrator.algorithm.update_request import (
     learning_rate_at,
     optimization_at,
@@ -20,6 +22,7 @@ from quartet.types import (
     PolicyLossSettings,
     RejectionRule,
     RolloutCorrection,
+    UpdateRequest,
     ValueLossSettings,
 )
 
@@ -154,3 +157,50 @@ def test_the_constant_divisor_of_the_loss_is_the_response_limit_by_default(given
         rollout={"max_response_tokens": 24},
     )
     assert policy_loss_of(whole.algorithm, whole.rollout).loss_divisor == divisor
+
+
+LIMIT_SETTINGS: list[dict[str, Any]] = [
+    {"clip_ratio": MAX_SETTING},
+    {"clip_ratio_high": MAX_SETTING},
+    {"dual_clip": MAX_SETTING},
+    {"entropy_coefficient": MAX_SETTING},
+    {"kl_loss": "k3", "kl_loss_coefficient": MAX_SETTING},
+    {"loss_aggregation": "sequence_mean_token_sum_norm", "loss_divisor": MAX_SETTING},
+    {"target_kl": MAX_SETTING},
+    {"rollout_correction": {"upper": MAX_SETTING}},
+    {"rollout_correction": {"off_policy_mask": MAX_SETTING}},
+    {"rollout_correction": {"rejection": [{"statistic": "token_k1", "upper": MAX_SETTING}]}},
+    {"rollout_correction": {"rejection": [{"statistic": "token_k2", "upper": MAX_SETTING}]}},
+]
+
+
+def beyond(settings: Any) -> Any:
+    if isinstance(settings, dict):
+        return {key: beyond(value) for key, value in settings.items()}
+    if isinstance(settings, list):
+        return [beyond(value) for value in settings]
+    return 1e300 if settings == MAX_SETTING else settings
+
+
+def request_of(settings: dict[str, Any]) -> UpdateRequest:
+    tree = config(algorithm=settings)
+    loss = policy_loss_of(tree.algorithm, tree.rollout)
+    return UpdateRequest("run", 1, 1, optimization_at(tree, tree.actor, 1), loss)
+
+
+@pytest.mark.parametrize("settings", LIMIT_SETTINGS, ids=str)
+def test_the_largest_settings_of_a_config_pass_the_checks_of_a_request(settings: dict[str, Any]) -> None:
+    request = request_of(settings)
+    assert codec.update_request_from_proto(codec.update_request_to_proto(request)) == request
+    with pytest.raises(ConfigError, match="less than or equal to 1000"):
+        config(algorithm=beyond(settings))
+
+
+@pytest.mark.parametrize("own", [{"policy_loss": "my:loss"}, {"estimator": "my:own", "custom_estimator": {}}], ids=str)
+def test_parameters_of_a_custom_function_are_limited(own: dict[str, Any]) -> None:
+    key = "policy_loss_parameters" if "policy_loss" in own else "estimator_parameters"
+    request = request_of({**own, key: {f"{number:064d}": 1.0 for number in range(32)}})
+    assert codec.update_request_from_proto(codec.update_request_to_proto(request)) == request
+    for parameters in ({"": 1.0}, {"a" * 65: 1.0}, {str(number): 1.0 for number in range(33)}):
+        with pytest.raises(ConfigError, match=key):
+            config(algorithm={**own, key: parameters})
