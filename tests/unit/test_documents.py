@@ -283,6 +283,23 @@ def test_every_built_in_estimator_has_a_recipe_that_is_a_config() -> None:
     assert used >= BUILT_IN_ESTIMATORS.keys()
 
 
+def test_the_table_of_estimators_has_every_built_in_one() -> None:
+    rows = table(HYPERPARAMETERS, "name", "advantage", "source", "other names")
+    assert list(dict.fromkeys(row["name"].split("`")[1] for row in rows)) == list(BUILT_IN_ESTIMATORS)
+
+
+def test_the_recipe_of_remax_sums_the_tokens_of_a_response() -> None:
+    [algorithm] = [yaml.safe_load(code)["algorithm"] for title, code in recipes() if title == "ReMax"]
+    assert algorithm["loss_aggregation"] == "sequence_mean_token_sum"
+
+
+def test_the_config_of_dr_grpo_has_the_aggregation_of_its_recipe() -> None:
+    [recipe] = [yaml.safe_load(code)["algorithm"] for title, code in recipes() if title == "Dr. GRPO"]
+    shipped = yaml.safe_load((ROOT / "configs/reviews/dr_grpo.yaml").read_text())["algorithm"]
+    for key in ("estimator", "estimator_parameters", "loss_aggregation"):
+        assert shipped[key] == recipe[key]
+
+
 def test_settings_of_other_projects_map_to_a_setting_or_an_explanation() -> None:
     rows = [row for rows in tables(HYPERPARAMETERS) for row in rows]
     missing = [
