@@ -66,6 +66,11 @@ class SettingResult:
         """Return the number of runs in a state."""
         return sum(result.state == state for result in self.runs)
 
+    @property
+    def is_complete(self) -> bool:
+        """True if all runs have finished."""
+        return self.count("finished") == len(self.runs)
+
 
 def is_finished(run: PlannedRun) -> bool:
     """Return whether a run has taken all its steps and has saved the policy of the last one. Raises ConfigError."""
@@ -105,13 +110,16 @@ def setting_results(
 ) -> list[SettingResult]:
     """Return the results by setting, in the order of the grid. The best by ``metric`` is marked; None marks none.
 
+    Only a setting whose runs have all finished can be the best: failures may depend on the metric, so the mean over the
+    other seeds is biased. Of settings with the same mean, the first of the grid is the best.
+
     Raises ConfigError if runs have finished and none of them has the metric.
     """
     groups: dict[tuple[tuple[str, str], ...], list[RunResult]] = {}
     for result in results:
         groups.setdefault(tuple(result.run.setting.items()), []).append(result)
     estimates = [_estimates(group) for group in groups.values()]
-    best = _best(estimates, metric, direction)
+    best = _best(list(groups.values()), estimates, metric, direction)
     return [
         SettingResult(dict(setting), tuple(group), estimate, index == best)
         for index, ((setting, group), estimate) in enumerate(zip(groups.items(), estimates, strict=True))
@@ -131,7 +139,12 @@ def _estimate(values: Sequence[float]) -> Estimate:
     return Estimate(mean, None if math.isnan(half_width) else half_width, tuple(values))
 
 
-def _best(estimates: Sequence[Mapping[str, Estimate]], metric: str | None, direction: Direction) -> int | None:
+def _best(
+    groups: Sequence[Sequence[RunResult]],
+    estimates: Sequence[Mapping[str, Estimate]],
+    metric: str | None,
+    direction: Direction,
+) -> int | None:
     if metric is None:
         return None
     known = {name for each in estimates for name in each}
@@ -142,9 +155,11 @@ def _best(estimates: Sequence[Mapping[str, Estimate]], metric: str | None, direc
     sign = 1 if direction == "max" else -1
     means = {
         index: sign * each[metric].mean
-        for index, each in enumerate(estimates)
-        if metric in each and not math.isnan(each[metric].mean)
+        for index, (group, each) in enumerate(zip(groups, estimates, strict=True))
+        # Only finished runs have metrics.
+        if metric in each and len(each[metric].values) == len(group) and math.isfinite(each[metric].mean)
     }
+    # ``max`` returns the first of equal ones, and the settings are in the order of the grid.
     return max(means, key=lambda index: means[index], default=None)
 
 

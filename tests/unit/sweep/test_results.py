@@ -5,10 +5,12 @@ from __future__ import annotations
 import csv
 import io
 import json
+import math
 from pathlib import Path
 
 import pytest
 
+from quartet.cli.sweep.table import best_note, make_table
 from quartet.errors import ConfigError
 from quartet.sweep.grid import PlannedRun, parse_grid, plan_runs
 from quartet.sweep.results import STOPPED, Direction, as_csv, as_json, is_finished, run_result, setting_results
@@ -34,6 +36,7 @@ def test_a_setting_has_the_mean_of_the_last_tenth_of_steps_with_its_interval(run
     assert first.metrics["kl_mean"].mean == pytest.approx(1.95)
     assert first.metrics["kl_mean"].half_width == pytest.approx(0.0)
     assert (first.best, second.best, second.metrics) == (True, False, {})
+    assert (first.is_complete, second.is_complete) == (True, False)
     assert [each.state for each in second.runs] == ["waiting", "waiting"]
 
 
@@ -75,6 +78,55 @@ def test_the_best_setting_follows_the_metric_and_its_direction(runs: list[Planne
     assert best("reward_mean", "min") == [True, False]
     with pytest.raises(ConfigError, match=r"--metric entropy: .* they have eval_judge_win_rate, kl_mean, reward_mean"):
         best("entropy")
+
+
+@pytest.mark.parametrize("outcome", ["actor: out of memory", STOPPED, None])
+def test_a_setting_with_runs_that_have_not_finished_is_never_the_best(
+    outcome: str | None, runs: list[PlannedRun]
+) -> None:
+    for run, reward, steps in zip(runs, (1.0, 1.0, 9.0, 9.0), (20, 20, 20, 5), strict=True):
+        write_run(run, [reward] * steps)
+    results = [*(run_result(run, None) for run in runs[:3]), run_result(runs[3], outcome)]
+    settings = setting_results(results)
+    assert [each.metrics["reward_mean"].mean for each in settings] == [1.0, 9.0]
+    assert [each.best for each in settings] == [True, False]
+    assert best_note(settings, "reward_mean") == (
+        "1 of 2 settings cannot be the best yet: not all of their runs have finished"
+    )
+    assert not any(each.best for each in setting_results(results[2:]))
+
+
+@pytest.mark.parametrize("value", [None, math.nan, math.inf])
+def test_a_setting_without_the_metric_of_every_seed_is_never_the_best(
+    value: float | None, runs: list[PlannedRun]
+) -> None:
+    rates = ({"eval_judge_win_rate": rate} for rate in (0.1, 0.2, 0.9))
+    last = {} if value is None else {"eval_judge_win_rate": value}
+    for run, evaluation in zip(runs, (*rates, last), strict=True):
+        write_run(run, [1.0] * 20, evaluation)
+    settings = setting_results([run_result(run, None) for run in runs], "eval_judge_win_rate")
+    assert [each.best for each in settings] == [True, False]
+
+
+@pytest.mark.parametrize("direction", ["max", "min"])
+def test_of_settings_with_the_same_mean_the_first_of_the_grid_is_the_best(
+    direction: Direction, runs: list[PlannedRun]
+) -> None:
+    for run in runs:
+        write_run(run, [1.0] * 20)
+    settings = setting_results([run_result(run, None) for run in runs], direction=direction)
+    assert [each.best for each in settings] == [True, False]
+    assert best_note(settings, "reward_mean") is None
+
+
+def test_the_table_says_how_many_runs_of_a_setting_failed(runs: list[PlannedRun]) -> None:
+    write_run(runs[0], [1.0] * 20)
+    results = setting_results(
+        [run_result(run, outcome) for run, outcome in zip(runs, (None, "x", "y", "z"), strict=True)]
+    )
+    table = make_table(results, "reward_mean")
+    cells = {str(column.header): list(column.cells) for column in table.columns}
+    assert (cells["finished"], cells["failed"], cells[""]) == (["1 of 2", "0 of 2"], ["1", "2"], ["", ""])
 
 
 def test_csv_and_json_have_the_numbers_of_the_table(runs: list[PlannedRun]) -> None:

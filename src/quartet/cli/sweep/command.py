@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.status import Status
 
 from quartet.child_processes import module_command, tied_to_parent
-from quartet.cli.sweep.table import error_lines, make_console, make_table
+from quartet.cli.sweep.table import best_note, error_lines, make_console, make_table
 from quartet.config.section import NAME_PATTERN
 from quartet.durable_files import storage_errors, write_durably
 from quartet.errors import ConfigError, QuartetError, ServiceFailed
@@ -288,6 +288,8 @@ def _print_table(sweep: Sweep, metric: str | None, request: Request, write: bool
         return results
     console = make_console()
     console.print(make_table(results, metric))
+    if note := best_note(results, metric):
+        console.print(note, soft_wrap=True, markup=False)
     for line in error_lines(results):
         console.print(line, soft_wrap=True, markup=False)
     if write:

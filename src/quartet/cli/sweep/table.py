@@ -49,6 +49,14 @@ def _text(estimate: Estimate | None) -> str:
     return f"{estimate.mean:.4g}{width}"
 
 
+def best_note(results: Sequence[SettingResult], metric: str | None) -> str | None:
+    """Return which settings cannot be the best, or None if all can."""
+    incomplete = sum(not result.is_complete for result in results)
+    if metric is None or not incomplete:
+        return None
+    return f"{incomplete} of {len(results)} settings cannot be the best yet: not all of their runs have finished"
+
+
 def error_lines(results: Sequence[SettingResult]) -> Iterator[str]:
     """Yield a line for each run that has not finished, up to a limit."""
     open_runs = [
