@@ -7,9 +7,10 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 import yaml
@@ -78,8 +79,13 @@ def start(tmp_path: Path) -> Iterator[Start]:
     """Start ``quartet ARGUMENTS`` in the folder of the test, and clean up after the test."""
     commands: list[Command] = []
 
-    def start_command(*arguments: str | Path, terminal: bool = False, cwd: Path = tmp_path) -> Command:
-        commands.append(Command(QUARTET, *arguments, cwd=cwd, terminal=terminal))
+    def start_command(
+        *arguments: str | Path,
+        terminal: bool = False,
+        cwd: Path = tmp_path,
+        environment: Mapping[str, str] = MappingProxyType({}),
+    ) -> Command:
+        commands.append(Command(QUARTET, *arguments, cwd=cwd, terminal=terminal, environment=environment))
         return commands[-1]
 
     yield start_command

@@ -174,6 +174,15 @@ def test_config_show_prints_defaults_and_overrides_but_no_password(call: Call, c
     assert "secret" not in result.out
 
 
+@pytest.mark.parametrize("command", ["train", "up"])
+def test_the_environment_gives_the_address_of_redis_with_its_password(
+    command: str, call: Call, config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("QUARTET_BUFFER_URL", "redis://me:secret@127.0.0.1:1/0")  # pragma: allowlist secret - an example
+    result = call(command, config, *settings("buffer.url=redis://me:***@127.0.0.1:1/0"))
+    assert (result.code, "redis://me:***@127.0.0.1:1/0: unreachable" in result.err) == (2, True), result.err
+
+
 def test_overlays_apply_to_config_show_config_check_and_doctor(call: Call, config: Path, tmp_path: Path) -> None:
     (tmp_path / "one.yaml").write_text("run: {steps: 5}\nsecurity: {token_file: /nowhere/token}\n")
     (tmp_path / "two.yaml").write_text("run: {steps: 6}\n")

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import csv
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 
+from quartet.buffer.connection import connect
+from quartet.buffer.embedded_redis import EmbeddedRedis
 from quartet.run_directory.locking_and_removal import lock_run_directory
 from quartet.run_directory.run_files import RunFiles
 from tests.e2e.commands import committed_steps, settings, wait_until
 from tests.e2e.conftest import LONGER, Call, Run, Start, weights
 
 SWEEP = Path("runs", "tiny-sweep")
+PASSWORD = "s3cret-of-the-tests"  # pragma: allowlist secret - an example
 
 
 def test_failed_runs_do_not_end_the_sweep_and_a_second_call_retries_only_them(
@@ -71,16 +76,29 @@ def test_a_killed_sweep_leaves_no_process_and_continues_with_the_same_bits(
     assert weights(run) == weights(uninterrupted_run.directory)
 
 
-def test_sigterm_ends_the_runs_of_a_sweep_and_says_how_to_continue(
-    start: Start, config: Path, few_processes: list[str], tmp_path: Path
+@pytest.fixture
+def secured(tmp_path: Path) -> Iterator[str]:
+    """The URL, with its password, of a Redis that requires one."""
+    with EmbeddedRedis(tmp_path / "redis", tmp_path / "redis.log") as server:
+        connect(server.url).config_set("requirepass", PASSWORD)
+        yield f"{server.url}?password={PASSWORD}"
+
+
+def test_runs_use_a_redis_whose_password_is_in_no_file_and_sigterm_ends_two_at_once(
+    start: Start, config: Path, few_processes: list[str], secured: str, tmp_path: Path
 ) -> None:
-    command = start("sweep", config, *few_processes, *settings("run.steps=1000000"), "--name", "long")
-    run = tmp_path / "runs" / "long" / "seed-0"
-    command.wait_for(lambda: committed_steps(run) >= 1)
+    options = [*settings("run.steps=1000000"), "--seeds", "2", "--jobs", "2", "--name", "long"]
+    protected = tmp_path / "protected.yaml"
+    protected.write_text(yaml.safe_dump({**yaml.safe_load(config.read_text()), "buffer": {"url": secured}}))
+    command = start("sweep", protected, *few_processes, *options)
+    folder = tmp_path / "runs" / "long"
+    command.wait_for(lambda: all(committed_steps(folder / f"seed-{seed}") >= 1 for seed in range(2)))
+    assert not [line for line in command.processes().values() if PASSWORD in line]
     command.process.terminate()
     result = command.wait(30)
     assert (result.code, result.err, result.leftovers) == (130, "stopped\n", [])
-    assert result.out.rstrip().endswith("to continue: quartet sweep runs/long")
+    assert "to continue: quartet sweep runs/long" in result.out
+    assert PASSWORD not in result.out
 
 
 @pytest.mark.parametrize(

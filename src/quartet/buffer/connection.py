@@ -36,7 +36,7 @@ def connect(url: str, timeout: float = COMMAND_TIMEOUT) -> Redis:
     if is_redacted(url):
         raise ConfigError(
             f"buffer.url {url}: the stars replace a password, which no file contains; "
-            "give the complete URL with --set buffer.url=URL"
+            "give the complete URL with --set buffer.url=URL, or in the environment variable QUARTET_BUFFER_URL"
         )
     try:
         client = _client(url, timeout, attempts=2)

@@ -10,6 +10,7 @@ from shlex import quote
 
 from rich.console import Console
 
+from quartet.buffer.redis_url import environment_overrides
 from quartet.cli.progress_view import make_view
 from quartet.config import Config, load_config, redact_url
 from quartet.launcher.launcher import Launcher
@@ -22,7 +23,7 @@ console = Console()
 
 def train(config_path: Path, overrides: list[str], overwrite: bool, resume: bool = False) -> None:
     """Train, then stop all processes that were started."""
-    config = load_config(config_path, overrides)
+    config = load_config(config_path, [*overrides, *environment_overrides()])
     files = RunFiles(config.run_directory)
     if resume and not overwrite and nothing_to_resume(config, files):
         steps = config.run.steps
@@ -37,7 +38,7 @@ def train(config_path: Path, overrides: list[str], overwrite: bool, resume: bool
 
 def up(config_path: Path, overrides: list[str], overwrite: bool, resume: bool = False) -> None:
     """Train, then keep the services running until interrupted."""
-    config = load_config(config_path, overrides)
+    config = load_config(config_path, [*overrides, *environment_overrides()])
     with _started(config, overwrite, resume) as (launcher, files):
         for role, addresses in launcher.addresses.items():
             console.print(f"{role:<13} {' '.join(addresses)}", highlight=False)

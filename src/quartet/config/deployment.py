@@ -25,7 +25,8 @@ class BufferConfig(Section):
     """Redis, which buffers rollouts."""
 
     url: str | None = None
-    """Address of the Redis server: redis://, rediss:// or unix://. Null: start an embedded server."""
+    """Address of the Redis server: redis://, rediss:// or unix://. Null: start an embedded server. The environment variable
+    `QUARTET_BUFFER_URL` replaces it."""
     password_file: Path | None = None
     """File with the password of the user in `url`, so that neither the config nor the environment contains it."""
 

@@ -143,19 +143,22 @@ def parse_seeds(text: str) -> tuple[int, ...]:
     return numbers
 
 
-def plan_runs(config_path: Path, grid: Grid, folder: Path) -> list[PlannedRun]:
-    """Return the runs of a sweep in ``folder``, by setting and seed, each with its valid config. Raises ConfigError."""
+def plan_runs(config_path: Path, grid: Grid, folder: Path, overrides: Sequence[str] = ()) -> list[PlannedRun]:
+    """Return the runs of a sweep in ``folder``, by setting and seed, each with its valid config. Raises ConfigError.
+
+    ``overrides``: KEY=VALUE for every run, in addition to the grid, such as those of the environment.
+    """
     settings = grid.settings()
     count = len(settings) * max(1, len(grid.seeds))
     if count > MAX_RUNS:
         raise ConfigError(f"--set, --seeds: the grid has {count} runs; expected at most {MAX_RUNS}; give fewer values")
-    own_seeds = [load_setting(config_path, grid, setting).run.seed for setting in settings]
+    own_seeds = [load_setting(config_path, grid, setting, overrides).run.seed for setting in settings]
     names = setting_names(grid, max(grid.seeds or own_seeds))
     runs = []
     for setting, name, own_seed in zip(settings, names, own_seeds, strict=True):
         for seed in grid.seeds or (own_seed,):
             run_name = f"{name}--seed-{seed}" if name else f"seed-{seed}"
-            place = [f"run.seed={seed}", f"run.name={run_name}", f"run.directory={_quoted(folder)}"]
+            place = [*overrides, f"run.seed={seed}", f"run.name={run_name}", f"run.directory={_quoted(folder)}"]
             runs.append(PlannedRun(run_name, setting, load_setting(config_path, grid, setting, place)))
     _check_different(runs)
     return runs

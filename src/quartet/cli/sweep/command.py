@@ -18,8 +18,10 @@ import typer
 from rich.console import Console
 from rich.status import Status
 
+from quartet.buffer.redis_url import BUFFER_URL_VARIABLE, environment_overrides
 from quartet.child_processes import module_command, tied_to_parent
 from quartet.cli.sweep.table import best_note, error_lines, make_console, make_table
+from quartet.config import Config
 from quartet.config.section import NAME_PATTERN
 from quartet.durable_files import storage_errors, write_durably
 from quartet.errors import ConfigError, QuartetError, ServiceFailed
@@ -116,7 +118,7 @@ def _open(request: Request) -> Sweep:
         config = request.target
         files = SweepFiles(_folder(config, grid, request.name))
         before = Definition.read(files)
-    runs = plan_runs(config, grid, files.root)
+    runs = plan_runs(config, grid, files.root, environment_overrides())
     jobs = request.jobs or (before.jobs if before is not None else 1)
     definition = Definition.new(grid, jobs, runs[0].config)
     if before is not None:
@@ -127,7 +129,7 @@ def _open(request: Request) -> Sweep:
 
 
 def _folder(config: Path, grid: Grid, name: str | None) -> Path:
-    first = load_setting(config, grid, grid.settings()[0])
+    first = load_setting(config, grid, grid.settings()[0], environment_overrides())
     chosen = name if name is not None else f"{first.run.name}-sweep"
     if not re.fullmatch(NAME_PATTERN[:-1], chosen):
         raise ConfigError(
@@ -223,7 +225,7 @@ class _Execution:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env={**os.environ, **self._slots[slot]},
+                env={**os.environ, **self._slots[slot], **_buffer_variable(run.config)},
                 # Ctrl-C in the terminal reaches this process only, which then ends the runs.
                 start_new_session=True,
             )
@@ -262,6 +264,11 @@ class _Execution:
 
     def _print(self, line: str) -> None:
         self._console.print(line, soft_wrap=True, markup=False)
+
+
+def _buffer_variable(config: Config) -> dict[str, str]:
+    """Return the variable with the URL of the buffer: the config file of a run does not contain its password."""
+    return {} if config.buffer.url is None else {BUFFER_URL_VARIABLE: config.buffer.url}
 
 
 def _private(path: str, flags: int) -> int:
