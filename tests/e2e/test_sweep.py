@@ -21,6 +21,15 @@ SWEEP = Path("runs", "tiny-sweep")
 PASSWORD = "s3cret-of-the-tests"  # pragma: allowlist secret - an example
 
 
+@pytest.fixture
+def secured(tmp_path: Path) -> Iterator[str]:
+    """The URL, with its password, of a Redis that requires one."""
+    with EmbeddedRedis(tmp_path / "redis", tmp_path / "redis.log") as server:
+        connect(server.url).config_set("requirepass", PASSWORD)
+        yield f"{server.url}?password={PASSWORD}"
+
+
+@pytest.mark.slow
 def test_failed_runs_do_not_end_the_sweep_and_a_second_call_retries_only_them(
     start: Start, call: Call, config: Path, few_processes: list[str], tmp_path: Path
 ) -> None:
@@ -60,32 +69,27 @@ def test_failed_runs_do_not_end_the_sweep_and_a_second_call_retries_only_them(
     assert "actor.learning_rate is 0.002, the sweep has 0.001" in changed.err
 
 
+@pytest.mark.slow
 def test_a_killed_sweep_leaves_no_process_and_continues_with_the_same_bits(
-    start: Start, config: Path, few_processes: list[str], uninterrupted_run: Run, tmp_path: Path
+    start: Start, config: Path, few_processes: list[str], secured: str, uninterrupted_run: Run, tmp_path: Path
 ) -> None:
-    command = start("sweep", config, *few_processes, *LONGER)
-    run = tmp_path / SWEEP / "seed-0"
-    command.wait_for(lambda: committed_steps(run) >= 2)
+    options = [*LONGER, "--seeds", "2", "--jobs", "2", *settings(f"buffer.url={secured}")]
+    command = start("sweep", config, *few_processes, *options)
+    run, other = (tmp_path / SWEEP / f"seed-{seed}" for seed in range(2))
+    command.wait_for(lambda: committed_steps(run) >= 2 and committed_steps(other) >= 1)
     command.process.kill()
     assert wait_until(lambda: not command.processes(), 10), command.processes()
     assert committed_steps(run) < 8
-    result = start("sweep", SWEEP).wait(120)
+    assert files_with(PASSWORD, tmp_path / SWEEP) == []
+    result = start("sweep", SWEEP, environment={"QUARTET_BUFFER_URL": secured}).wait(120)
     assert result.code == 0, result
     assert "seed-0: resumed at step" in result.out
     assert result.leftovers == []
     assert weights(run) == weights(uninterrupted_run.directory)
 
 
-@pytest.fixture
-def secured(tmp_path: Path) -> Iterator[str]:
-    """The URL, with its password, of a Redis that requires one."""
-    with EmbeddedRedis(tmp_path / "redis", tmp_path / "redis.log") as server:
-        connect(server.url).config_set("requirepass", PASSWORD)
-        yield f"{server.url}?password={PASSWORD}"
-
-
 def test_runs_use_a_redis_whose_password_is_in_no_file_and_sigterm_ends_two_at_once(
-    start: Start, config: Path, few_processes: list[str], secured: str, tmp_path: Path
+    start: Start, call: Call, config: Path, few_processes: list[str], secured: str, tmp_path: Path
 ) -> None:
     options = [*settings("run.steps=1000000"), "--seeds", "2", "--jobs", "2", "--name", "long"]
     protected = tmp_path / "protected.yaml"
@@ -97,8 +101,35 @@ def test_runs_use_a_redis_whose_password_is_in_no_file_and_sigterm_ends_two_at_o
     command.process.terminate()
     result = command.wait(30)
     assert (result.code, result.err, result.leftovers) == (130, "stopped\n", [])
-    assert "to continue: quartet sweep runs/long" in result.out
+    assert "to continue: quartet sweep runs/long, with QUARTET_BUFFER_URL set to unix://" in result.out
     assert PASSWORD not in result.out
+    assert files_with(PASSWORD, folder) == []
+    repeated = call("sweep", Path("runs", "long"))
+    assert (repeated.code, "give the complete URL in the environment variable QUARTET_BUFFER_URL" in repeated.err) == (
+        2,
+        True,
+    ), repeated
+    assert call("sweep", Path("runs", "long"), "--table").code == 0
+
+
+def files_with(text: str, folder: Path) -> list[Path]:
+    """Return the files below the folder that contain a text."""
+    return [path for path in folder.rglob("*") if path.is_file() and text.encode() in path.read_bytes()]
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_two_runs_at_once_in_order(
+    start: Start, config: Path, few_processes: list[str], tmp_path: Path
+) -> None:
+    options = [*settings("run.steps=1000000"), "--seeds", "2", "--jobs", "2", "--name", "long"]
+    command = start("sweep", config, *few_processes, *options, terminal=True)
+    folder = tmp_path / "runs" / "long"
+    command.wait_for(lambda: all(committed_steps(folder / f"seed-{seed}") >= 1 for seed in range(2)))
+    command.type("\x03")
+    result = command.wait(30)
+    assert (result.code, result.leftovers) == (130, []), result
+    assert "to continue: quartet sweep runs/long\r\n" in result.out
+    assert all("to continue:" in (folder / "logs" / f"seed-{seed}.log").read_text() for seed in range(2))
 
 
 @pytest.mark.parametrize(

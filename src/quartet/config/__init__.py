@@ -28,7 +28,7 @@ from quartet.config.deployment import (
 )
 from quartet.config.environment import EnvironmentConfig
 from quartet.config.guards import GuardConfig, GuardsConfig
-from quartet.config.loading import config_of, copy_sections, invalid_keys, load_config, parse_config
+from quartet.config.loading import config_of, copy_sections, invalid_keys, load_config, parse_config, shareable_yaml
 from quartet.config.models import (
     MAX_MICRO_BATCH_TOKENS,
     MAX_MICRO_BATCH_TOKENS_GPU,
@@ -158,4 +158,5 @@ __all__ = [
     "parse_config",
     "placeholders",
     "redact_url",
+    "shareable_yaml",
 ]

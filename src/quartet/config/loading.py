@@ -38,6 +38,20 @@ def load_config(path: Path, overrides: list[str] | None = None, layers: Sequence
     return parse_config(tree, source=" + ".join(map(str, (path, *layers))), locations=locations)
 
 
+def shareable_yaml(path: Path, overrides: Sequence[str] = ()) -> str:
+    """Return a config file with overrides as YAML, without defaults, and with the password in buffer.url redacted.
+
+    Raises ConfigError.
+    """
+    tree, _ = _read(path)
+    for override in overrides:
+        _apply_override(tree, override)
+    buffer = tree.get("buffer")
+    if isinstance(buffer, dict) and isinstance(buffer.get("url"), str):
+        tree["buffer"] = {**buffer, "url": redact_url(buffer["url"])}
+    return yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)
+
+
 def config_of(tree: Mapping[str, Any], overrides: Sequence[str] = ()) -> Config:
     """Return the config in nested mappings, with ``a.b=c`` overrides. Raises ConfigError that names every invalid key."""
     copy = copy_sections(tree)

@@ -1,4 +1,4 @@
-"""The folder of a sweep: its definition, a copy of its config file, the outcomes of its runs, and its lock."""
+"""The folder of a sweep: its definition, the config that its runs share, their outcomes, and its lock."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from shlex import quote
 from typing import Any
 
-from quartet.config import Config
+from quartet.config import Config, shareable_yaml
 from quartet.durable_files import write_durably
 from quartet.errors import ConfigError
 from quartet.run_directory.identity import fixed_settings
@@ -28,7 +28,7 @@ class SweepFiles:
         self.root = root
         self.definition = root / "sweep.json"
         self.config = root / "sweep.yaml"
-        """Copy of the config file, without the grid."""
+        """The config file with the settings of all runs, without the grid and without the password in buffer.url."""
         self.outcomes = root / "outcomes.json"
         self.logs = root / "logs"
         self.table_csv = root / "table.csv"
@@ -67,7 +67,8 @@ class SweepFiles:
 class Definition:
     """The content of ``sweep.json``: the grid, the number of runs at once, and the settings that all its runs share.
 
-    ``settings``: those of the first run that decide what a step learns, by key.
+    ``grid``: without fixed settings after it is read, because ``sweep.yaml`` contains them. ``settings``: those of the first
+    run that decide what a step learns, by key.
     """
 
     grid: Grid
@@ -81,11 +82,11 @@ class Definition:
         settings = json.loads(json.dumps(fixed_settings(first), default=str))
         return cls(grid, jobs, {key: value for key, value in settings.items() if not key.startswith("run.")})
 
-    def write(self, files: SweepFiles, config_text: str) -> None:
-        """Write ``sweep.json``, and the config file before it. Raises OSError."""
-        grid = {"axes": self.grid.axes, "fixed": self.grid.fixed, "seeds": self.grid.seeds}
+    def write(self, files: SweepFiles, config: Path) -> None:
+        """Write ``sweep.json``, and before it ``sweep.yaml``, from a config file. Raises OSError and ConfigError."""
+        grid = {"axes": self.grid.axes, "seeds": self.grid.seeds}
         content = {"format": FORMAT, "grid": grid, "jobs": self.jobs, "settings": self.settings}
-        write_durably(files.config, config_text)
+        write_durably(files.config, shareable_yaml(config, self.grid.fixed))
         write_durably(files.definition, json.dumps(content, indent=2) + "\n")
 
     @classmethod
@@ -97,7 +98,7 @@ class Definition:
                 raise ValueError
             given = content["grid"]
             axes = {str(key): tuple(map(str, values)) for key, values in given["axes"].items()}
-            grid = Grid(axes, tuple(map(str, given["fixed"])), tuple(map(int, given["seeds"])))
+            grid = Grid(axes, seeds=tuple(map(int, given["seeds"])))
             return cls(grid, int(content["jobs"]), dict(content["settings"]))
         except (FileNotFoundError, NotADirectoryError):
             return None

@@ -19,6 +19,8 @@ MAX_NAME = 64
 _BRACKETS = {"[": "]", "{": "}"}
 _REFUSED = {
     "run.name": "the sweep names its runs; name the sweep with --name",
+    "buffer": "all runs of a sweep use one Redis; give one value, in quotes if it contains a comma",
+    "buffer.url": "all runs of a sweep use one Redis; give one value, in quotes if it contains a comma",
     "run.directory": "all runs of a sweep are in its folder; give one value",
 }
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from quartet.config import load_config
+from quartet.config import load_config, redact_url
 from quartet.errors import ConfigError
 from quartet.sweep.definition import Definition, SweepFiles, check_usable, lock_sweep
 from quartet.sweep.grid import Grid, parse_grid
@@ -23,15 +23,32 @@ def files(tmp_path: Path) -> SweepFiles:
     return files
 
 
-def test_a_definition_is_read_as_it_was_written(files: SweepFiles, config: Path) -> None:
+def test_a_definition_is_read_as_it_was_written_and_its_fixed_settings_are_in_the_config(
+    files: SweepFiles, config: Path
+) -> None:
     assert Definition.read(files) is None
     definition = Definition.new(GRID, 2, load_config(config))
-    definition.write(files, config.read_text())
+    definition.write(files, config)
     again = Definition.read(files)
-    assert again == definition
-    assert again is not None
+    assert again == Definition(Grid(GRID.axes, seeds=GRID.seeds), 2, definition.settings)
     again.check(definition, files.root)
-    assert files.config.read_text() == config.read_text()
+    assert load_config(files.config) == load_config(config, list(GRID.fixed))
+    text = files.config.read_text()
+    again.write(files, files.config)
+    assert (files.config.read_text(), Definition.read(files)) == (text, again)
+
+
+@pytest.mark.parametrize("by_option", [True, False], ids=["option", "config file"])
+@pytest.mark.parametrize("url", ["redis://me:s3cret@host:1/0", "unix:///redis.sock?password=s3cret"])
+def test_the_files_of_a_sweep_do_not_contain_the_password_of_redis(
+    url: str, by_option: bool, files: SweepFiles, write_config: WriteConfig
+) -> None:
+    config = write_config() if by_option else write_config(buffer={"url": url})
+    grid = parse_grid([f"buffer.url={url}", "actor.learning_rate=1,2"] if by_option else [], None)
+    Definition.new(grid, 1, load_config(config, list(grid.fixed))).write(files, config)
+    assert files.config.exists()
+    assert "s3cret" not in files.config.read_text() + files.definition.read_text()
+    assert load_config(files.config).buffer.url == redact_url(url)
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": 2}', '{"format": 1, "grid": {"axes": []}}'])

@@ -63,6 +63,8 @@ def test_malformed_seeds_are_an_error(text: str) -> None:
         (["run.name=a,b"], None, "name the sweep with --name"),
         (["run.name=a"], None, "name the sweep with --name"),
         (["run.directory=a,b"], None, "in its folder"),
+        (["buffer.url=redis://a/0,redis://b/0"], None, "all runs of a sweep use one Redis"),
+        (["buffer={url: null},{}"], None, "all runs of a sweep use one Redis"),
         (["run.seed=1,2"], None, "--seeds 0,7"),
         (["run.seed=1"], "3", "give only one of them"),
     ],

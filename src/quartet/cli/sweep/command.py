@@ -21,7 +21,7 @@ from rich.status import Status
 from quartet.buffer.redis_url import BUFFER_URL_VARIABLE, environment_overrides
 from quartet.child_processes import module_command, tied_to_parent
 from quartet.cli.sweep.table import best_note, error_lines, make_console, make_table
-from quartet.config import Config
+from quartet.config import Config, is_redacted, redact_url
 from quartet.config.section import NAME_PATTERN
 from quartet.durable_files import storage_errors, write_durably
 from quartet.errors import ConfigError, QuartetError, ServiceFailed
@@ -170,6 +170,7 @@ class _Execution:
         """Check the inputs of all settings whose runs have not finished. Raises the error of the first that is wrong."""
         open_runs = self._open_runs()
         if open_runs:
+            _check_password(open_runs[0].config)
             self._slots = slot_environments([run.config for run in open_runs], self._sweep.definition.jobs, os.environ)
             self._check_inputs(open_runs)
 
@@ -179,8 +180,7 @@ class _Execution:
         if not open_runs:
             self._print(f"{self._files.root}: all {len(sweep.runs)} runs are finished")
             return
-        text = sweep.config.read_text(encoding="utf-8")
-        sweep.definition.write(self._files, text)
+        sweep.definition.write(self._files, sweep.config)
         self._files.logs.mkdir(exist_ok=True)
         done = len(sweep.runs) - len(open_runs)
         self._print(
@@ -266,6 +266,16 @@ class _Execution:
         self._console.print(line, soft_wrap=True, markup=False)
 
 
+def _check_password(config: Config) -> None:
+    """Raise ConfigError if the password in buffer.url is missing."""
+    url = config.buffer.url
+    if url is not None and is_redacted(url):
+        raise ConfigError(
+            f"buffer.url {url}: the stars replace a password, which the folder of a sweep does not contain; give the complete "
+            f"URL in the environment variable {BUFFER_URL_VARIABLE}, or repeat the command that started the sweep"
+        )
+
+
 def _buffer_variable(config: Config) -> dict[str, str]:
     """Return the variable with the URL of the buffer: the config file of a run does not contain its password."""
     return {} if config.buffer.url is None else {BUFFER_URL_VARIABLE: config.buffer.url}
@@ -277,7 +287,9 @@ def _private(path: str, flags: int) -> int:
 
 
 def _continuation(sweep: Sweep) -> str:
-    return f"quartet sweep {quote(str(sweep.files.root))}"
+    command = f"quartet sweep {quote(str(sweep.files.root))}"
+    url = redact_url(sweep.runs[0].config.buffer.url or "")
+    return f"{command}, with {BUFFER_URL_VARIABLE} set to {url} with its password" if is_redacted(url) else command
 
 
 def _print_table(sweep: Sweep, metric: str | None, request: Request, write: bool = False) -> list[SettingResult]:
