@@ -138,6 +138,14 @@ def test_ctrl_c_ends_two_runs_at_once_in_order(
         (["--set", "actor.learning_rat=1,2"], "--set actor.learning_rat: unknown key; did you mean 'learning_rate'?"),
         (["--set", "actor.learning_rate=1e-5,fast"], "--set actor.learning_rate: expected a number, not 'fast'"),
         (["--set", "actor.model=./nowhere,./elsewhere"], "in the setting actor.model=./nowhere of the sweep"),
+        (["--set", "actor.learning_rate=1e-5,1e-5"], "the value 1e-5 is given twice; remove one"),
+        (["--set", "actor.learning_rate=1e-5,0.00001"], "the same as actor.learning_rate=1e-5; remove one of the two"),
+        (["--set", "reference.model="], "--set reference.model=: an empty value; write null or a value"),
+        (["--set", "actor.model='a,b',c"], "in the setting actor.model='a,b' of the sweep"),
+        (["--set", "actor.model='a,b"], "is missing; close every bracket and quote"),
+        (["--seeds", "0"], "--seeds 0: expected 1 to 1000 seeds; for the one seed 0: --set run.seed=0"),
+        (["--seeds", "1,1"], "--seeds 1,1: a seed is given twice; remove one"),
+        (["--jobs", "0"], "Invalid value for '--jobs'"),
         (["--seeds", "many"], "--seeds many: expected a number of seeds, such as 3, or seeds, such as 0,7"),
         (["--name", "a/b"], "--name a/b: expected 1 to 64 letters"),
         (["--metric", "reward"], "--metric reward: unknown metric; did you mean reward_"),
@@ -152,6 +160,21 @@ def test_wrong_arguments_are_refused_before_the_first_run(
     assert (result.code, message in result.err) == (2, True), result.err
     assert not list(tmp_path.glob("runs/*/*/config.yaml"))
     assert not list(tmp_path.glob("runs/*/sweep.json"))
+
+
+def test_a_file_in_place_of_a_folder_and_a_missing_config_are_refused(call: Call, config: Path, tmp_path: Path) -> None:
+    (tmp_path / "runs").mkdir()
+    (tmp_path / SWEEP).touch()
+    is_file = call("sweep", config)
+    assert (is_file.code, is_file.err.startswith(f"error: sweep {SWEEP}: {SWEEP} exists and is not a folder")) == (
+        2,
+        True,
+    )
+    below = call("sweep", config, *settings(f"run.directory={SWEEP}"))
+    assert (below.code, f"{SWEEP} exists and is not a folder; set run.directory" in below.err) == (2, True), below.err
+    absent = call("sweep", "absent.yaml")
+    assert (absent.code, absent.err.count("\n")) == (2, 1)
+    assert absent.err.startswith("error: config absent.yaml: cannot be read (No such file or directory)")
 
 
 def test_a_folder_that_is_no_sweep_is_refused(call: Call, config: Path, tmp_path: Path) -> None:

@@ -123,10 +123,14 @@ class Definition:
 
 def check_usable(files: SweepFiles) -> None:
     """Raise ConfigError if a new sweep cannot be in the folder."""
-    if not files.root.exists():
+    existing = next(path for path in (files.root, *files.root.absolute().parents) if path.exists())
+    if not existing.is_dir():
+        remedy = (
+            "choose another one with --name" if existing == files.root else "set run.directory to a folder of yours"
+        )
+        raise ConfigError(f"sweep {files.root}: {existing} exists and is not a folder; {remedy}")
+    if existing != files.root:
         return
-    if not files.root.is_dir():
-        raise ConfigError(f"sweep {files.root}: exists and is not a folder; choose another one with --name")
     if RunFiles(files.root).is_run():
         raise ConfigError(f"sweep {files.root}: holds a run; choose another folder with --name")
     # A start that was interrupted has left the lock or the copy of the config.

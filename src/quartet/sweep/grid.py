@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from shlex import quote
 
-from quartet.config import Config, load_config
+from quartet.config import Config, load_config, redact_url
 from quartet.errors import ConfigError
 
 MAX_RUNS = 1000
@@ -117,14 +117,15 @@ def split_values(key: str, text: str) -> tuple[str, ...]:
         # A quote or a bracket inside a word, as in it's, opens nothing.
         opens = character in ",[{:" or (opens and character.isspace())
     values.append(text[start:].strip())
+    shown = redact_url(text)
     if quoted or closing:
-        raise ConfigError(f"--set {key}={text}: {(quoted or closing[-1])!r} is missing; close every bracket and quote")
-    if len(values) > 1 and not all(values):
+        raise ConfigError(f"--set {key}={shown}: {(quoted or closing[-1])!r} is missing; close every bracket and quote")
+    if not all(values):
         raise ConfigError(
-            f"--set {key}={text}: an empty value; remove the comma, or write null, or quote a value that contains a comma"
+            f"--set {key}={shown}: an empty value; write null or a value, and quote a value that contains a comma"
         )
     if repeated := sorted({value for value in values if values.count(value) > 1}):
-        raise ConfigError(f"--set {key}={text}: the value {repeated[0]} is given twice; remove one")
+        raise ConfigError(f"--set {key}={shown}: the value {redact_url(repeated[0])} is given twice; remove one")
     return tuple(values)
 
 

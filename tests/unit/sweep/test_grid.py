@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,8 @@ FOLDER = Path("runs/it's a # sweep")
         ("'a,b',\"c,d\"", ("'a,b'", '"c,d"')),
         ("['a,]',b],c", ("['a,]',b]", "c")),
         ("it's,a[0]", ("it's", "a[0]")),
-        ("", ("",)),
+        ("''", ("''",)),
+        ("null", ("null",)),
     ],
 )
 def test_commas_outside_brackets_and_quotes_separate_values(text: str, values: tuple[str, ...]) -> None:
@@ -36,12 +38,23 @@ def test_commas_outside_brackets_and_quotes_separate_values(text: str, values: t
         ("'a,b", '"\'" is missing'),
         ("1,,2", "an empty value"),
         ("1,2,", "an empty value"),
+        ("", "an empty value; write null or a value"),
+        (" ", "an empty value"),
         ("1,2,1", "the value 1 is given twice"),
     ],
 )
 def test_a_malformed_list_of_values_is_an_error(text: str, problem: str) -> None:
     with pytest.raises(ConfigError, match=f"--set key=.*{problem.replace('[', '.')}"):
         split_values("key", text)
+
+
+@pytest.mark.parametrize(
+    "text", ["redis://:s3,cret@h/0,", "redis://:s3cret@h/0,redis://:s3cret@h/0", "[redis://:s3cret@h/0"]
+)
+def test_the_error_of_a_malformed_list_of_values_shows_no_password(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"--set buffer\.url=") as error:
+        split_values("buffer.url", text)
+    assert not {"s3", "cret"} & set(re.findall("s3|cret", str(error.value)))
 
 
 @pytest.mark.parametrize(("text", "seeds"), [("3", (0, 1, 2)), ("1", (0,)), ("0,7", (0, 7)), ("7, 3", (7, 3))])

@@ -47,7 +47,7 @@ def sweep(
     ] = None,
     jobs: Annotated[
         Optional[int],  # noqa: UP045
-        typer.Option(min=1, max=64, help="Runs at once. They divide cores, memory and GPUs. Default: 1."),
+        typer.Option(min=1, max=64, help="Runs at once. They divide cores, memory and GPUs. Default: 1, or as before."),
     ] = None,
     name: Annotated[
         Optional[str],  # noqa: UP045
