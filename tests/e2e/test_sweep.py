@@ -91,7 +91,15 @@ def test_a_killed_sweep_leaves_no_process_and_continues_with_the_same_bits(
 def test_runs_use_a_redis_whose_password_is_in_no_file_and_sigterm_ends_two_at_once(
     start: Start, call: Call, config: Path, few_processes: list[str], secured: str, tmp_path: Path
 ) -> None:
-    options = [*settings("run.steps=1000000"), "--seeds", "2", "--jobs", "2", "--name", "long"]
+    options = [
+        *settings("run.steps=1000000", "algorithm.estimator=reinforce"),
+        "--seeds",
+        "2",
+        "--jobs",
+        "2",
+        "--name",
+        "long",
+    ]
     protected = tmp_path / "protected.yaml"
     protected.write_text(yaml.safe_dump({**yaml.safe_load(config.read_text()), "buffer": {"url": secured}}))
     command = start("sweep", protected, *few_processes, *options)
