@@ -15,6 +15,12 @@ from tests.unit.sweep.conftest import WriteConfig
 
 GRID = parse_grid(["run.steps=5", "actor.optimizer.betas=[0.9,0.95],[0.9,0.999]"], "0,7")
 
+URLS = (
+    "redis://me:s3cret@host:1/0",  # pragma: allowlist secret - an example
+    "unix:///redis.sock?password=s3cret",
+)
+"""Addresses of Redis with a password."""
+
 
 @pytest.fixture
 def files(tmp_path: Path) -> SweepFiles:
@@ -39,7 +45,7 @@ def test_a_definition_is_read_as_it_was_written_and_its_fixed_settings_are_in_th
 
 
 @pytest.mark.parametrize("by_option", [True, False], ids=["option", "config file"])
-@pytest.mark.parametrize("url", ["redis://me:s3cret@host:1/0", "unix:///redis.sock?password=s3cret"])
+@pytest.mark.parametrize("url", URLS)
 def test_the_files_of_a_sweep_do_not_contain_the_password_of_redis(
     url: str, by_option: bool, files: SweepFiles, write_config: WriteConfig
 ) -> None:
