@@ -179,3 +179,7 @@ def test_a_caller_that_no_longer_waits_does_not_wait_for_a_shadow(ensemble: Call
     source = ensemble(taught=(1.0, Source(TAUGHT)), shadow=(0.0, hanging))
     with pytest.raises(Cancelled):
         source.score(BATCH, cancelled=lambda: True)
+    # The shadow ends with this error before the caller waits for it.
+    cancelled_itself = ensemble(taught=(1.0, Source(TAUGHT)), shadow=(0.0, Source(Cancelled("by its caller"))))
+    with pytest.raises(Cancelled):
+        cancelled_itself.score(BATCH, cancelled=lambda: True)

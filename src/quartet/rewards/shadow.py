@@ -73,6 +73,9 @@ class SourceThread:
                 raise Cancelled("scoring was cancelled by its caller")
             wait([call.future], timeout=max(0.0, min(POLL_SECONDS, deadline - self._clock())))
         if call.future.done():
+            # The shadow may notice first that the caller no longer waits.
+            if isinstance(call.future.exception(), Cancelled) and cancelled():
+                raise Cancelled("scoring was cancelled by its caller")
             scores, responds = _result(call.future, call.sequences)
         else:
             call.abandoned.set()
