@@ -14,8 +14,8 @@ TRITON_PYTHON ?= /usr/bin/python3
 # Build of torch to install: empty for the default one, which includes CUDA on Linux; cpu; or one that `uv pip install --help` lists.
 TORCH ?=
 PYTEST_ARGS ?=
-# Two workers keep two cores busy. More do not help: most tests either compute or start processes that compute.
-TEST_WORKERS ?= 2
+# More workers than the two cores of a small machine: many tests wait for processes.
+TEST_WORKERS ?= 3
 CHAOS_ARGS ?=
 SOAK_ARGS ?=
 DURABILITY_ARGS ?=
@@ -61,7 +61,7 @@ demo: $(VENV)/.installed ## Train a tiny model from scratch and show what change
 test-fast: $(VENV)/.installed-dev ## Run the unit, contract and buffer tests; a minute
 	$(PYTEST) tests/unit tests/contract tests/buffer $(PYTEST_ARGS)
 
-test: $(VENV)/.installed-dev ## Run all tests except the slow suites; eight to ten minutes on two cores
+test: $(VENV)/.installed-dev ## Run all tests except the slow suites; a quarter of an hour on two cores
 	$(PYTEST) $(PYTEST_ARGS)
 
 test-all: $(VENV)/.installed-dev ## Run all tests and the slow suites that this machine has the tools for
