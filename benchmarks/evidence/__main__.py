@@ -43,13 +43,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--positive", type=Path, help="favourable sentences, one per line; needed to make the models")
     parser.add_argument("--negative", type=Path, help="unfavourable sentences, one per line")
     parser.add_argument("--algorithms", nargs="+", choices=ALGORITHMS, default=list(ALGORITHMS))
-    parser.add_argument("--model-seeds", nargs="+", type=int, default=[1, 2, 3], help="for algorithms and variations")
     parser.add_argument(
-        "--fresh-model-seeds",
+        "--model-seeds",
         nargs="+",
         type=int,
         default=list(range(11, 19)),
-        help="models that chose no setting: a pair beside TRL on each, and the default run on the first three",
+        help="a pair beside TRL on each; the other runs on the first three",
     )
     parser.add_argument("--run-seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--steps", type=positive, default=100, help="steps of the runs that compare algorithms")
@@ -65,15 +64,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     folder: Path = options.folder.absolute()
     host = machine.describe()
-    experiments = []
-    if "default" in options.parts:
-        experiments += default_runs(folder, options.fresh_model_seeds[:3])
-    if "algorithm" in options.parts:
-        experiments += algorithm_runs(folder, options.algorithms, options.model_seeds, options.run_seeds, options.steps)
-    if "beside" in options.parts:
-        experiments += trl_runs(folder, list(BESIDE_TRL), options.fresh_model_seeds, options.pair_steps)
-    if "variation" in options.parts:
-        experiments += variation_runs(folder, options.model_seeds, options.steps)
+    first = options.model_seeds[:3]
+    every_part = {
+        "default": default_runs(folder, first),
+        "algorithm": algorithm_runs(folder, options.algorithms, first, options.run_seeds, options.steps),
+        "beside": trl_runs(folder, list(BESIDE_TRL), options.model_seeds, options.pair_steps),
+        "variation": variation_runs(folder, first, options.steps),
+    }
+    parts = {part: every_part[part] for part in options.parts}
+    # The run as shipped is a variation, and one of its algorithm's runs.
+    experiments = list(dict.fromkeys(experiment for part in parts.values() for experiment in part))
     try:
         _prepare(
             options.positive, options.negative, folder, sorted({each.model_seed for each in experiments}), options.jobs
@@ -82,11 +82,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    parts = {
-        part: {each: result for each, result in results.items() if each.group.startswith(part)}
-        for part in options.parts
-    }
-    text = report(parts, host, options.page or PAGE)
+    by_part = {part: {each: results[each] for each in runs} for part, runs in parts.items()}
+    text = report(by_part, host, options.page or PAGE)
     print(text)
     page.write(page_of(parser, options), "evidence", text)
     return 0

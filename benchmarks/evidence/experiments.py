@@ -116,10 +116,10 @@ def algorithm_runs(
 
 
 def variation_runs(folder: Path, model_seeds: Sequence[int], steps: int) -> list[Experiment]:
-    """Return runs of each variation of the default config, one on each model seed."""
+    """Return runs of each variation of the default config, one on each model seed. Without changes, it is a run of its algorithm."""
     config = _config("ppo")
     return [
-        Experiment(f"variation{number}", config, model, 0, steps, settings, folder)
+        Experiment(f"variation{number}" if settings else "algorithm", config, model, 0, steps, settings, folder)
         for number, settings in enumerate(VARIATIONS.values())
         for model in model_seeds
     ]
