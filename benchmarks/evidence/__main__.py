@@ -47,10 +47,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--model-seeds",
         nargs="+",
         type=int,
-        default=list(range(11, 19)),
-        help="a pair beside TRL on each; the other runs on the first three",
+        default=[11, 12, 13, 14],
+        help="models of the runs beside TRL; the other runs use the first three",
     )
     parser.add_argument("--run-seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--pair-seeds", nargs="+", type=int, default=[0, 1], help="run seeds of the pairs beside TRL")
     parser.add_argument("--steps", type=positive, default=100, help="steps of the runs that compare algorithms")
     parser.add_argument("--pair-steps", type=positive, default=60, help="steps of the runs beside TRL")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
@@ -68,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     every_part = {
         "default": default_runs(folder, first),
         "algorithm": algorithm_runs(folder, options.algorithms, first, options.run_seeds, options.steps),
-        "beside": trl_runs(folder, list(BESIDE_TRL), options.model_seeds, options.pair_steps),
+        "beside": trl_runs(folder, list(BESIDE_TRL), options.model_seeds, options.pair_seeds, options.pair_steps),
         "variation": variation_runs(folder, first, options.steps),
     }
     parts = {part: every_part[part] for part in options.parts}

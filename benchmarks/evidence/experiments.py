@@ -116,7 +116,7 @@ def algorithm_runs(
 
 
 def variation_runs(folder: Path, model_seeds: Sequence[int], steps: int) -> list[Experiment]:
-    """Return runs of each variation of the default config, one on each model seed. Without changes, it is a run of its algorithm."""
+    """Return runs of each variation of the default config, one on each model seed; without changes, runs of the algorithm."""
     config = _config("ppo")
     return [
         Experiment(f"variation{number}" if settings else "algorithm", config, model, 0, steps, settings, folder)
@@ -132,8 +132,10 @@ def default_runs(folder: Path, model_seeds: Sequence[int]) -> list[Experiment]:
     return [Experiment("default", config, model, 0, steps, (), folder) for model in model_seeds]
 
 
-def trl_runs(folder: Path, names: Sequence[str], model_seeds: Sequence[int], steps: int) -> list[Experiment]:
-    """Return a pair of runs for each config and model seed, with equal settings: Quartet's and TRL's."""
+def trl_runs(
+    folder: Path, names: Sequence[str], model_seeds: Sequence[int], run_seeds: Sequence[int], steps: int
+) -> list[Experiment]:
+    """Return a pair of runs for each config, model and seed, with equal settings: Quartet's and TRL's."""
     sides: tuple[Side, ...] = ("quartet", "trl")
     return [
         Experiment(
@@ -146,7 +148,8 @@ def trl_runs(folder: Path, names: Sequence[str], model_seeds: Sequence[int], ste
             folder,
             side,
         )
-        for seed, model in enumerate(model_seeds)
+        for seed in run_seeds
+        for model in model_seeds
         for name in names
         for side in sides
     ]

@@ -121,23 +121,32 @@ def default_table(results: Results) -> str:
 def beside_table(results: Results) -> str:
     """Return the table of Quartet beside TRL: final policies, and the differences of pairs with the same models and seed."""
     lines = [
-        "| config | pairs | reward, TRL | Quartet | difference | KL, TRL | Quartet | difference | EOS rate, TRL | Quartet |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "| config | pairs | reward, TRL | Quartet | difference | over model seeds | KL, TRL | Quartet | difference "
+        "| over model seeds | EOS rate, TRL | Quartet |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for name, runs in _by(results, lambda each: each.config.stem).items():
         sides = {
-            side: {each.run_seed: run.final for each, run in runs.items() if each.side == side}
+            side: {(each.model_seed, each.run_seed): run.final for each, run in runs.items() if each.side == side}
             for side in ("trl", "quartet")
         }
-        seeds = sorted(sides["trl"].keys() & sides["quartet"].keys())
-        trl, quartet = ([sides[side][seed] for seed in seeds] for side in ("trl", "quartet"))
+        pairs = sorted(sides["trl"].keys() & sides["quartet"].keys())
+        trl, quartet = ([sides[side][pair] for pair in pairs] for side in ("trl", "quartet"))
         cells = []
         for metric in ("score", "kl"):
             ours, theirs = ([getattr(each, metric) for each in side] for side in (quartet, trl))
             difference = [own - other for own, other in zip(ours, theirs, strict=True)]
-            cells += [interval(theirs), interval(ours), f"**{interval(difference)}**"]
+            per_model: dict[int, list[float]] = {}
+            for (model, _), value in zip(pairs, difference, strict=True):
+                per_model.setdefault(model, []).append(value)
+            cells += [
+                interval(theirs),
+                interval(ours),
+                f"**{interval(difference)}**",
+                interval([fmean(values) for values in per_model.values()]),
+            ]
         cells += [interval([each.eos_rate for each in side]) for side in (trl, quartet)]
-        lines.append(f"| `{name}.yaml` | {len(seeds)} | {' | '.join(cells)} |")
+        lines.append(f"| `{name}.yaml` | {len(pairs)} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
