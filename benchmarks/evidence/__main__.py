@@ -29,6 +29,7 @@ from benchmarks.evidence.tables import (
     default_table,
     plot_algorithms,
     plot_beside,
+    plot_default,
     variation_table,
 )
 from benchmarks.options import add_shared, page_of, parser_of, positive
@@ -132,7 +133,16 @@ def report(parts: dict[str, dict[Experiment, Result]], host: str, page_path: Pat
     machine_name = host.rpartition(", load")[0]
     lines = [f"{machine_name}, one thread per process, float32. ± is the half width of a 95 % confidence interval."]
     if runs := parts.get("default"):
-        lines += ["", "### The default run", "", default_table(runs)]
+        picture = page_path.with_name("evidence-default.svg")
+        plot_default(runs, picture)
+        lines += [
+            "",
+            "### The default run",
+            "",
+            default_table(runs),
+            "",
+            f"![reward, KL, its coefficient and the EOS rate over steps]({picture.name})",
+        ]
     if runs := parts.get("algorithm"):
         picture = page_path.with_name("evidence-algorithms.svg")
         plot_algorithms(runs, picture)

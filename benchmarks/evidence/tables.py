@@ -150,6 +150,27 @@ def beside_table(results: Results) -> str:
     return "\n".join(lines)
 
 
+def plot_default(results: Results, path: Path) -> None:
+    """Plot reward, KL, KL coefficient and EOS rate of each default run over the steps."""
+    titles = {
+        "reward_mean": "reward",
+        "kl_mean": "KL, nats per response",
+        "kl_coefficient": "KL coefficient β",
+        "eos_rate": "EOS rate",
+    }
+    figure, axes = plt.subplots(1, len(titles), figsize=(13, 3.2), layout="constrained")
+    for axis, (name, title) in zip(axes, titles.items(), strict=True):
+        for experiment, run in results.items():
+            curve = _smooth(run.curves[name])
+            axis.plot(
+                range(WINDOW, WINDOW + len(curve)), curve, label=f"model seed {experiment.model_seed}", linewidth=1.2
+            )
+        axis.set_title(f"{title}, mean of {WINDOW} steps", fontsize=9)
+        axis.set_xlabel("step")
+    axes[0].legend(frameon=False, fontsize=8)
+    _save(figure, path)
+
+
 def plot_algorithms(results: Results, path: Path) -> None:
     """Plot reward over steps and reward over KL: the mean of each algorithm's runs, with the range of the runs over steps."""
     figure, (over_steps, over_kl) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")

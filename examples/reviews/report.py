@@ -1,4 +1,4 @@
-"""Write docs/results.md and its plots from finished runs, one for each config in configs/reviews.
+"""Write a page with table and plots of finished runs, one for each config in configs/reviews.
 
 python examples/reviews/report.py runs/reviews-*
 """
@@ -70,7 +70,9 @@ class Run:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", type=Path, nargs="+", help="the runs' directories")
-    parser.add_argument("--docs", type=Path, default=Path("docs"), help="folder of results.md")
+    parser.add_argument(
+        "--out", type=Path, default=Path("build/reviews-report"), help="folder of results.md and its plots"
+    )
     options = parser.parse_args()
     try:
         runs = [read(path) for path in options.runs]
@@ -78,10 +80,11 @@ def main() -> int:
         print(f"error: not a finished run: {error}", file=sys.stderr)
         return 2
     detailed = next((run for run in runs if run.name == DETAILED), runs[0])
-    plot_run(detailed.steps, options.docs / "results.svg")
-    plot_all_runs(runs, options.docs / "estimators.svg")
-    (options.docs / "results.md").write_text(page(runs, detailed), encoding="utf-8")
-    print(f"wrote {options.docs / 'results.md'}")
+    options.out.mkdir(parents=True, exist_ok=True)
+    plot_run(detailed.steps, options.out / "results.svg")
+    plot_all_runs(runs, options.out / "estimators.svg")
+    (options.out / "results.md").write_text(page(runs, detailed), encoding="utf-8")
+    print(f"wrote {options.out / 'results.md'}")
     return 0
 
 
@@ -102,9 +105,8 @@ def page(runs: list[Run], detailed: Run) -> str:
             "make acceptance POSITIVE=positive.txt NEGATIVE=negative.txt",
             "```",
             "",
-            "A small Llama (width 128, 2 layers), pretrained on 10,662 film review sentences, learns to write more positive",
-            "ones. A step has 64 responses of at most 48 tokens and 4 epochs, in float32 on two CPU cores. β follows a KL",
-            "target of 6 nats.",
+            "A small Llama (width 128, 2 layers), pretrained on film review sentences, learns to write more positive ones. A",
+            "step has 64 responses of at most 48 tokens and 4 epochs, in float32. β follows a KL target of 6 nats.",
             "",
             *estimators(runs),
             "",
@@ -123,7 +125,7 @@ def estimators(runs: list[Run]) -> list[str]:
         "## Each estimator",
         "",
         f"The configs are in `configs/reviews`. Rewards and KL are means over {WINDOW} steps. The initial policy's reward is",
-        "about 0. Each run has seed 0. One seed per estimator is no ranking; [Evidence](evidence.md) compares several.",
+        "about 0. Each run has seed 0. One seed per estimator is no ranking.",
         "",
         "| estimator | config | prompts × samples | learning rate | reward, last steps | KL there | EOS rate | tokens "
         f"| first at {TARGET_REWARD:g} | KL there |",
