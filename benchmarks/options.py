@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 PERFORMANCE = Path("docs/performance.md")
-_OUTPUT_OPTIONS = ("folder", "page")
+NOT_MEASURED = frozenset({"folder", "page"})
 """Options that do not change the measurement."""
 
 
@@ -54,13 +54,18 @@ def add_page(parser: argparse.ArgumentParser, page: Path) -> None:
     parser.set_defaults(usual_page=page)
 
 
-def page_of(parser: argparse.ArgumentParser, options: argparse.Namespace) -> Path | None:
-    """Return the page for the table: ``--page`` or the default page, or None if other options change the table."""
+def page_of(
+    parser: argparse.ArgumentParser, options: argparse.Namespace, not_measured: frozenset[str] = NOT_MEASURED
+) -> Path | None:
+    """Return the page for the table: ``--page`` or the default page, or None if other options change the table.
+
+    Options in ``not_measured`` do not change it.
+    """
     if options.page is not None:
         result: Path = options.page
         return result
     usual = vars(parser.parse_args([]))
-    if all(getattr(options, name) == value for name, value in usual.items() if name not in _OUTPUT_OPTIONS):
+    if all(getattr(options, name) == value for name, value in usual.items() if name not in not_measured):
         page: Path = options.usual_page
         return page
     print(

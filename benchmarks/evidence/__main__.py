@@ -19,6 +19,7 @@ from benchmarks.evidence.experiments import (
     Experiment,
     algorithm_runs,
     default_runs,
+    initial_policies,
     trl_runs,
     variation_runs,
 )
@@ -32,7 +33,7 @@ from benchmarks.evidence.tables import (
     plot_default,
     variation_table,
 )
-from benchmarks.options import add_shared, page_of, parser_of, positive
+from benchmarks.options import NOT_MEASURED, add_shared, page_of, parser_of, positive
 from quartet.errors import ConfigError
 
 PAGE = Path("docs/evidence.md")
@@ -53,8 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--run-seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--pair-seeds", nargs="+", type=int, default=[0, 1], help="run seeds of the pairs beside TRL")
-    parser.add_argument("--steps", type=positive, default=100, help="steps of the runs that compare algorithms")
-    parser.add_argument("--pair-steps", type=positive, default=60, help="steps of the runs beside TRL")
+    parser.add_argument("--steps", type=positive, default=60, help="steps of all runs but the default ones")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument(
         "--jobs", type=positive, default=2, help="runs at the same time, each with one thread per process"
@@ -70,10 +70,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     every_part = {
         "default": default_runs(folder, first),
         "algorithm": algorithm_runs(folder, options.algorithms, first, options.run_seeds, options.steps),
-        "beside": trl_runs(folder, list(BESIDE_TRL), options.model_seeds, options.pair_seeds, options.pair_steps),
+        "beside": trl_runs(folder, list(BESIDE_TRL), options.model_seeds, options.pair_seeds, options.steps),
         "variation": variation_runs(folder, first, options.steps),
     }
-    parts = {part: every_part[part] for part in options.parts}
+    parts = {"initial": initial_policies(folder, first)} | {part: every_part[part] for part in options.parts}
     # The run as shipped is a variation, and one of its algorithm's runs.
     experiments = list(dict.fromkeys(experiment for part in parts.values() for experiment in part))
     try:
@@ -85,9 +85,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     by_part = {part: {each: results[each] for each in runs} for part, runs in parts.items()}
-    text = report(by_part, host, options.page or PAGE)
+    page_path = page_of(parser, options, NOT_MEASURED | {"positive", "negative", "jobs", "trl"})
+    text = report(by_part, host, (page_path or folder / PAGE.name).parent)
     print(text)
-    page.write(page_of(parser, options), "evidence", text)
+    page.write(page_path, "evidence", text)
     return 0
 
 
@@ -128,12 +129,12 @@ def _take_all(experiments: Sequence[Experiment], jobs: int, trl: Path) -> dict[E
         pool.shutdown(cancel_futures=True)
 
 
-def report(parts: dict[str, dict[Experiment, Result]], host: str, page_path: Path) -> str:
-    """Return the part of the page that the command writes, and write its plots beside the page."""
+def report(parts: dict[str, dict[Experiment, Result]], host: str, folder: Path) -> str:
+    """Return the part of the page that the command writes, and write its plots to ``folder``."""
     machine_name = host.rpartition(", load")[0]
     lines = [f"{machine_name}, one thread per process, float32. ± is the half width of a 95 % confidence interval."]
     if runs := parts.get("default"):
-        picture = page_path.with_name("evidence-default.svg")
+        picture = folder / "evidence-default.svg"
         plot_default(runs, picture)
         lines += [
             "",
@@ -144,7 +145,7 @@ def report(parts: dict[str, dict[Experiment, Result]], host: str, page_path: Pat
             f"![reward, KL, its coefficient and the EOS rate over steps]({picture.name})",
         ]
     if runs := parts.get("algorithm"):
-        picture = page_path.with_name("evidence-algorithms.svg")
+        picture = folder / "evidence-algorithms.svg"
         plot_algorithms(runs, picture)
         lines += [
             "",
@@ -155,7 +156,7 @@ def report(parts: dict[str, dict[Experiment, Result]], host: str, page_path: Pat
             f"![reward over steps and over KL]({picture.name})",
         ]
     if runs := parts.get("beside"):
-        picture = page_path.with_name("evidence-trl.svg")
+        picture = folder / "evidence-trl.svg"
         plot_beside(runs, picture)
         lines += [
             "",

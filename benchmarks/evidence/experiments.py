@@ -6,18 +6,18 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Literal
 
 from benchmarks.trl_settings import equal_settings
 from quartet.config import Config, load_config
 
-Side = Literal["quartet", "trl"]
+Side = Literal["quartet", "trl", "initial"]
+"""Who trains the policy; ``initial`` is the policy before training."""
 
 VALIDATION = 2000
 """Number of prompts that final policies answer. No run trains on them."""
-MODEL_FILES = ("policy/model.safetensors", "reward/model.safetensors", "prompts.jsonl")
 ALGORITHMS = ("ppo", "rloo", "grpo", "reinforce_plus_plus", "gspo", "cispo", "lora")
 """Configs in configs/reviews that are compared with each other."""
 VARIATIONS: dict[str, tuple[str, ...]] = {
@@ -99,7 +99,8 @@ class Experiment:
     def digest(self) -> str:
         """Return a digest of settings, models and prompts: a result with another one is of another experiment."""
         settings = self.load().model_dump(mode="json")
-        parts = [self.side, settings, [_digest(self.models / name) for name in MODEL_FILES]]
+        files = sorted(path for path in self.models.rglob("*") if path.is_file())
+        parts = [self.side, settings, [[str(path.relative_to(self.models)), _digest(path)] for path in files]]
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -113,6 +114,11 @@ def algorithm_runs(
         for model in model_seeds
         for name in names
     ]
+
+
+def initial_policies(folder: Path, model_seeds: Sequence[int]) -> list[Experiment]:
+    """Return the policy of each model seed before any training, which is scored only."""
+    return [Experiment("initial", _config("ppo"), model, 0, 1, (), folder, "initial") for model in model_seeds]
 
 
 def variation_runs(folder: Path, model_seeds: Sequence[int], steps: int) -> list[Experiment]:
@@ -155,9 +161,9 @@ def trl_runs(
     ]
 
 
+@cache
 def _digest(path: Path) -> str:
-    """Return a digest of a file, or "" if there is none."""
-    return hashlib.sha256(path.read_bytes()).hexdigest() if path.exists() else ""
+    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def _config(name: str) -> Path:

@@ -55,7 +55,9 @@ def take(experiment: Experiment, trl: Path) -> Result:
     """Return the result of the experiment, after the part of its work that is not done. Raises ConfigError if a run fails."""
     if (done := read_result(experiment)) is not None:
         return done
-    policy, curves = _quartet(experiment) if experiment.side == "quartet" else _trl(experiment, trl)
+    policy, curves = _train(experiment, trl)
+    if any(len(curve) != experiment.steps for curve in curves.values()):
+        raise ConfigError(f"{experiment.name}: ended before step {experiment.steps}; see {_log(experiment, 'train')}")
     scores = experiment.result.with_suffix(".scores")
     scores.parent.mkdir(parents=True, exist_ok=True)
     scoring = [sys.executable, "-m", "benchmarks.evidence.scoring", str(experiment.config), str(policy), str(scores)]
@@ -64,6 +66,17 @@ def take(experiment: Experiment, trl: Path) -> Result:
     scores.unlink()
     write_durably(experiment.result, json.dumps(asdict(result)))
     return result
+
+
+def _train(experiment: Experiment, trl: Path) -> tuple[Path, dict[str, list[float]]]:
+    """Return the directory of the final policy, and the curves of its training. Raises ConfigError if the run fails."""
+    match experiment.side:
+        case "initial":
+            return experiment.models / "policy", {}
+        case "quartet":
+            return _quartet(experiment)
+        case "trl":
+            return _trl(experiment, trl)
 
 
 def run_program(command: Sequence[str], log: Path) -> None:
