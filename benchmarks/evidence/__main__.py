@@ -23,9 +23,10 @@ from benchmarks.evidence.experiments import (
     trl_runs,
     variation_runs,
 )
-from benchmarks.evidence.runs import Result, prepare_models, take
+from benchmarks.evidence.runs import Result, ResultsFile, prepare_models, take
 from benchmarks.evidence.tables import (
     algorithm_table,
+    beside_settings,
     beside_table,
     default_table,
     plot_algorithms,
@@ -37,6 +38,7 @@ from benchmarks.options import NOT_MEASURED, add_shared, page_of, parser_of, pos
 from quartet.errors import ConfigError
 
 PAGE = Path("docs/evidence.md")
+RESULTS = Path(__file__).with_name("results.jsonl")
 PARTS = ("default", "algorithm", "beside", "variation")
 
 
@@ -62,7 +64,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--trl", type=Path, default=Path("build/parity-venv/bin/python"), help="Python interpreter with TRL"
     )
-    add_shared(parser, "build/evidence", PAGE, contents="models, runs and results")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="file of finished runs, which are not repeated")
+    add_shared(parser, "build/evidence", PAGE, contents="models and runs")
     options = parser.parse_args(arguments)
     folder: Path = options.folder.absolute()
     host = machine.describe()
@@ -76,16 +79,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parts = {"initial": initial_policies(folder, first)} | {part: every_part[part] for part in options.parts}
     # The run as shipped is a variation, and one of its algorithm's runs.
     experiments = list(dict.fromkeys(experiment for part in parts.values() for experiment in part))
+    finished = ResultsFile(options.results)
+    waiting = [experiment for experiment in experiments if finished.get(experiment) is None]
     try:
         _prepare(
-            options.positive, options.negative, folder, sorted({each.model_seed for each in experiments}), options.jobs
+            options.positive, options.negative, folder, sorted({each.model_seed for each in waiting}), options.jobs
         )
-        results = _take_all(experiments, options.jobs, options.trl.absolute())
+        results = _take_all(experiments, finished, options.jobs, options.trl.absolute())
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     by_part = {part: {each: results[each] for each in runs} for part, runs in parts.items()}
-    page_path = page_of(parser, options, NOT_MEASURED | {"positive", "negative", "jobs", "trl"})
+    page_path = page_of(parser, options, NOT_MEASURED | {"positive", "negative", "jobs", "results", "trl"})
     text = report(by_part, host, (page_path or folder / PAGE.name).parent)
     print(text)
     page.write(page_path, "evidence", text)
@@ -109,12 +114,14 @@ def _prepare(
         list(pool.map(lambda seed: prepare_models(*files, folder, seed), missing))
 
 
-def _take_all(experiments: Sequence[Experiment], jobs: int, trl: Path) -> dict[Experiment, Result]:
-    if any(each.side == "trl" for each in experiments) and not trl.exists():
+def _take_all(
+    experiments: Sequence[Experiment], finished: ResultsFile, jobs: int, trl: Path
+) -> dict[Experiment, Result]:
+    if not trl.exists() and any(each.side == "trl" and finished.get(each) is None for each in experiments):
         raise ConfigError(f"--trl {trl}: not found; make parity creates an environment with TRL")
 
     def report_taken(experiment: Experiment) -> Result:
-        result = take(experiment, trl)
+        result = take(experiment, trl, finished)
         final = result.final
         print(
             f"{experiment.name}: reward {final.reward:.2f}, KL {final.kl:.2f}, EOS rate {final.eos_rate:.2f}",
@@ -140,6 +147,8 @@ def report(parts: dict[str, dict[Experiment, Result]], host: str, folder: Path) 
             "",
             "### The default run",
             "",
+            f"`configs/reviews/ppo.yaml` as it is, {_steps(runs)} steps.",
+            "",
             default_table(runs),
             "",
             f"![reward, KL, its coefficient and the EOS rate over steps]({picture.name})",
@@ -151,7 +160,9 @@ def report(parts: dict[str, dict[Experiment, Result]], host: str, folder: Path) 
             "",
             "### Each algorithm",
             "",
-            algorithm_table(runs),
+            f"The configs of `configs/reviews` with {_steps(runs)} steps, in which the learning rate falls to 0.",
+            "",
+            algorithm_table(runs, parts["initial"]),
             "",
             f"![reward over steps and over KL]({picture.name})",
         ]
@@ -162,13 +173,28 @@ def report(parts: dict[str, dict[Experiment, Result]], host: str, folder: Path) 
             "",
             "### Beside TRL",
             "",
+            *beside_settings(runs),
+            "",
             beside_table(runs),
             "",
             f"![score over steps of both sides]({picture.name})",
         ]
     if runs := parts.get("variation"):
-        lines += ["", "### Variations of the default", "", variation_table(runs)]
+        lines += [
+            "",
+            "### Variations of a setting",
+            "",
+            f"`ppo.yaml` with {_steps(runs)} steps and one change.",
+            "",
+            variation_table(runs, parts["initial"]),
+        ]
     return "\n".join(lines)
+
+
+def _steps(runs: dict[Experiment, Result]) -> int:
+    """Return the number of steps, which is the same for all runs of a part."""
+    (steps,) = {each.steps for each in runs}
+    return steps
 
 
 if __name__ == "__main__":

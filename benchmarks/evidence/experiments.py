@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
@@ -21,7 +21,7 @@ VALIDATION = 2000
 ALGORITHMS = ("ppo", "rloo", "grpo", "reinforce_plus_plus", "gspo", "cispo", "lora")
 """Configs in configs/reviews that are compared with each other."""
 VARIATIONS: dict[str, tuple[str, ...]] = {
-    "as shipped": (),
+    "no change": (),
     "half the learning rate": ("actor.learning_rate=5e-5", "critic.learning_rate=2.5e-4"),
     "twice the learning rate": ("actor.learning_rate=2e-4", "critic.learning_rate=1e-3"),
     "β₂ 0.999": ("actor.optimizer.betas=[0.9,0.999]", "critic.optimizer.betas=[0.9,0.999]"),
@@ -67,10 +67,6 @@ class Experiment:
         return self.folder / "models" / str(self.model_seed)
 
     @property
-    def result(self) -> Path:
-        return self.folder / "results" / f"{self.name}.json"
-
-    @property
     def run_directory(self) -> Path:
         return self.folder / "runs" / self.name
 
@@ -97,11 +93,12 @@ class Experiment:
 
     @cached_property
     def digest(self) -> str:
-        """Return a digest of settings, models and prompts: a result with another one is of another experiment."""
-        settings = self.load().model_dump(mode="json")
-        files = sorted(path for path in self.models.rglob("*") if path.is_file())
-        parts = [self.side, settings, [[str(path.relative_to(self.models)), _digest(path)] for path in files]]
-        return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
+        """Return a digest of the settings: a result with another one is of another experiment.
+
+        Models and prompts are part of it by the number of their seed only, so that a result is valid on other machines, too.
+        """
+        settings = json.dumps([self.side, self.load().model_dump(mode="json")], sort_keys=True)
+        return hashlib.sha256(settings.replace(str(self.folder), "").encode()).hexdigest()[:16]
 
 
 def algorithm_runs(
@@ -159,11 +156,6 @@ def trl_runs(
         for name in names
         for side in sides
     ]
-
-
-@cache
-def _digest(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def _config(name: str) -> Path:

@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,16 +19,38 @@ from quartet.durable_files import write_durably
 from quartet.errors import ConfigError
 from quartet.run_directory.step_lines import read_step_lines
 
-CURVES = ("score_mean", "reward_mean", "kl_mean", "kl_coefficient", "entropy", "eos_rate", "response_tokens_mean")
+CURVES = ("score_mean", "reward_mean", "kl_mean", "kl_coefficient", "eos_rate")
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
     """Curves of a run by metric (a number per step), and the scores of its final policy."""
 
-    digest: str
     curves: dict[str, list[float]]
     final: Scores
+
+
+class ResultsFile:
+    """File of the finished runs, a JSON object per line."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._lock = path, threading.Lock()
+        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+        self._results = {
+            (line["name"], line["digest"]): Result(line["curves"], Scores(**line["final"]))
+            for line in map(json.loads, lines)
+        }
+
+    def get(self, experiment: Experiment) -> Result | None:
+        """Return the result of a finished experiment with the same settings, or None."""
+        return self._results.get((experiment.name, experiment.digest))
+
+    def add(self, experiment: Experiment, result: Result) -> None:
+        """Write the result. The values of curves have five significant digits."""
+        curves = {name: [float(f"{value:.5g}") for value in curve] for name, curve in result.curves.items()}
+        line = {"name": experiment.name, "digest": experiment.digest, "curves": curves, "final": asdict(result.final)}
+        with self._lock, self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
 
 
 def prepare_models(positive: Path, negative: Path, folder: Path, seed: int) -> None:
@@ -41,30 +64,19 @@ def prepare_models(positive: Path, negative: Path, folder: Path, seed: int) -> N
     write_durably(directory / "training.jsonl", "".join(lines[:-VALIDATION]))
 
 
-def read_result(experiment: Experiment) -> Result | None:
-    """Return the result of a finished experiment with the same settings, or None."""
-    if not experiment.result.exists():
-        return None
-    stored = json.loads(experiment.result.read_text())
-    if stored["digest"] != experiment.digest:
-        return None
-    return Result(stored["digest"], stored["curves"], Scores(**stored["final"]))
-
-
-def take(experiment: Experiment, trl: Path) -> Result:
+def take(experiment: Experiment, trl: Path, results: ResultsFile) -> Result:
     """Return the result of the experiment, after the part of its work that is not done. Raises ConfigError if a run fails."""
-    if (done := read_result(experiment)) is not None:
+    if (done := results.get(experiment)) is not None:
         return done
     policy, curves = _train(experiment, trl)
     if any(len(curve) != experiment.steps for curve in curves.values()):
         raise ConfigError(f"{experiment.name}: ended before step {experiment.steps}; see {_log(experiment, 'train')}")
-    scores = experiment.result.with_suffix(".scores")
+    scores = experiment.folder / "scores" / f"{experiment.name}.json"
     scores.parent.mkdir(parents=True, exist_ok=True)
     scoring = [sys.executable, "-m", "benchmarks.evidence.scoring", str(experiment.config), str(policy), str(scores)]
     run_program([*scoring, *experiment.overrides], _log(experiment, "scoring"))
-    result = Result(experiment.digest, curves, Scores(**json.loads(scores.read_text())))
-    scores.unlink()
-    write_durably(experiment.result, json.dumps(asdict(result)))
+    result = Result(curves, Scores(**json.loads(scores.read_text())))
+    results.add(experiment, result)
     return result
 
 

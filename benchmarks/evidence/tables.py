@@ -18,8 +18,8 @@ from matplotlib.figure import Figure
 
 WINDOW = 10
 """Steps whose mean is one value of a curve in the tables."""
-EQUAL_REWARDS = (0.5, 1.0, 1.5)
-"""Rewards at which the KL is compared."""
+EQUAL_GAINS = (0.5, 1.0, 1.5)
+"""Gains of reward at which the KL is compared."""
 
 Results = Mapping[Experiment, Result]
 
@@ -33,61 +33,75 @@ def interval(values: Sequence[float], digits: int = 2) -> str:
 
 
 def kl_at(curves: Mapping[str, Sequence[float]], reward: float) -> float | None:
-    """Return the mean KL over the first ``WINDOW`` steps whose mean reward is at least ``reward``; None if there are none."""
-    rewards, kl = curves["reward_mean"], curves["kl_mean"]
-    for end in range(WINDOW, len(rewards) + 1):
-        if fmean(rewards[end - WINDOW : end]) >= reward:
-            return fmean(kl[end - WINDOW : end])
-    return None
+    """Return the KL at which the reward passes ``reward`` upwards; None if it never does.
 
-
-def algorithm_table(results: Results) -> str:
-    """Return the table of the final policies of each algorithm."""
-    groups = _by(results, lambda each: each.config.stem)
-    lines = [
-        f"| config | runs | reward | over model seeds | KL, nats per response | reward per nat | EOS rate | {_kl_titles()} |",
-        f"|---|---|---|---|---|---|---|{'---|' * len(EQUAL_REWARDS)}",
+    A noisy curve passes several times. The first time is too early and the last one too late, by the same amount on average,
+    so the mean of the two is returned. Rewards are means of ``WINDOW`` steps, with straight lines between them.
+    """
+    rewards, kl = _smooth(curves["reward_mean"]), _smooth(curves["kl_mean"])
+    crossings = [
+        kl[at - 1] + (kl[at] - kl[at - 1]) * (reward - rewards[at - 1]) / (rewards[at] - rewards[at - 1])
+        for at in range(1, len(rewards))
+        if rewards[at - 1] < reward <= rewards[at]
     ]
-    for name, runs in sorted(groups.items(), key=lambda item: -fmean(run.final.reward for run in item[1].values())):
-        final = [run.final for run in runs.values()]
-        per_model = [
-            fmean(run.final.reward for run in some.values())
-            for some in _by(runs, lambda each: str(each.model_seed)).values()
-        ]
+    return (crossings[0] + crossings[-1]) / 2 if crossings else None
+
+
+def algorithm_table(results: Results, initial: Results) -> str:
+    """Return the table of the final policies of each algorithm. ``initial``: the policy of each model before training."""
+    start = {each.model_seed: run.final.reward for each, run in initial.items()}
+    groups = _by(results, lambda each: each.config.stem)
+    gains = {
+        name: {each: run.final.reward - start[each.model_seed] for each, run in runs.items()}
+        for name, runs in groups.items()
+    }
+    ppo = _per_model(gains["ppo"]) if "ppo" in gains else {}
+    lines = [
+        "| config | runs | gain, ± over runs | ± over models | less the gain of PPO | KL, nats per response | gain per nat "
+        f"| EOS rate | {_kl_titles()} |",
+        f"|---|---|---|---|---|---|---|---|{'---|' * len(EQUAL_GAINS)}",
+    ]
+    for name, runs in sorted(groups.items(), key=lambda item: -fmean(gains[item[0]].values())):
+        per_model = _per_model(gains[name])
         cells = [
-            interval([each.reward for each in final]),
-            interval(per_model),
-            interval([each.kl for each in final]),
-            interval([each.reward / each.kl for each in final]),
-            interval([each.eos_rate for each in final]),
-            *(_kl_cell(list(runs.values()), reward) for reward in EQUAL_REWARDS),
+            interval(list(gains[name].values())),
+            interval(list(per_model.values())),
+            interval([gain - ppo[model] for model, gain in per_model.items() if model in ppo])
+            if name != "ppo"
+            else "–",
+            *(
+                interval(list(_per_model(values).values()))
+                for values in (
+                    {each: run.final.kl for each, run in runs.items()},
+                    {each: gains[name][each] / run.final.kl for each, run in runs.items()},
+                    {each: run.final.eos_rate for each, run in runs.items()},
+                )
+            ),
+            *_kl_cells(runs, start),
         ]
         lines.append(f"| `{name}.yaml` | {len(runs)} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
-def variation_table(results: Results) -> str:
-    """Return the table of variations of the default config: one run on each model seed, and differences on the same models."""
+def variation_table(results: Results, initial: Results) -> str:
+    """Return the table of variations of a config: one run on each model, and differences on the same models."""
+    start = {each.model_seed: run.final.reward for each, run in initial.items()}
     titles = {settings: title for title, settings in VARIATIONS.items()}
     lines = [
-        "| `ppo.yaml` with | runs | reward | difference from as shipped | KL, nats per response | difference | EOS rate "
-        f"| {_kl_titles()} |",
-        f"|---|---|---|---|---|---|---|{'---|' * len(EQUAL_REWARDS)}",
+        f"| `ppo.yaml` with | runs | gain | difference | KL, nats per response | difference | EOS rate | {_kl_titles()} |",
+        f"|---|---|---|---|---|---|---|{'---|' * len(EQUAL_GAINS)}",
     ]
-    groups: dict[str, dict[int, Result]] = {}
-    for experiment, result in results.items():
-        groups.setdefault(titles[experiment.settings], {})[experiment.model_seed] = result
-    shipped = groups[next(iter(VARIATIONS))]
-    for title, by_model in groups.items():
-        runs = list(by_model.values())
-        pairs = [(run.final, shipped[model].final) for model, run in by_model.items() if model in shipped]
+    groups = _by(results, lambda each: titles[each.settings])
+    shipped = {each.model_seed: run.final for each, run in groups[next(iter(VARIATIONS))].items()}
+    for title, runs in groups.items():
+        final = {each.model_seed: run.final for each, run in runs.items()}
         cells = [
-            interval([run.final.reward for run in runs]),
-            interval([own.reward - other.reward for own, other in pairs]),
-            interval([run.final.kl for run in runs]),
-            interval([own.kl - other.kl for own, other in pairs]),
-            interval([run.final.eos_rate for run in runs]),
-            *(_kl_cell(runs, reward) for reward in EQUAL_REWARDS),
+            interval([each.reward - start[model] for model, each in final.items()]),
+            interval([each.reward - shipped[model].reward for model, each in final.items()]),
+            interval([each.kl for each in final.values()]),
+            interval([each.kl - shipped[model].kl for model, each in final.items()]),
+            interval([each.eos_rate for each in final.values()]),
+            *_kl_cells(runs, start),
         ]
         lines.append(f"| {title} | {len(runs)} | {' | '.join(cells)} |")
     return "\n".join(lines)
@@ -118,11 +132,33 @@ def default_table(results: Results) -> str:
     return "\n".join(lines)
 
 
+def beside_settings(results: Results) -> list[str]:
+    """Return a list item for each config, with the settings that both sides have."""
+    items = []
+    for name, runs in _by(results, lambda each: each.config.stem).items():
+        experiment = next(iter(runs))
+        config = experiment.load()
+        algorithm, actor, optimizer = config.algorithm, config.actor, config.actor.optimizer
+        settings = [
+            f"learning rate {actor.learning_rate:g}, {actor.schedule}",
+            *([f"{config.critic.learning_rate:g} of the critic"] if algorithm.estimator == "gae" else []),
+            f"β {algorithm.kl_coefficient:g}, {algorithm.kl_controller.kind}",
+            f"Adam's β₁ {optimizer.betas[0]:g}, β₂ {optimizer.betas[1]:g}",
+            f"limit of the gradient norm {optimizer.max_grad_norm:g}"
+            if optimizer.max_grad_norm
+            else "no limit of the gradient norm",
+            f"ratio per {algorithm.ratio_level}",
+            f"`{algorithm.aggregation}`",
+        ]
+        items.append(f"- `{name}.yaml`, {experiment.steps} steps: {'; '.join(settings)}")
+    return items
+
+
 def beside_table(results: Results) -> str:
     """Return the table of Quartet beside TRL: final policies, and the differences of pairs with the same models and seed."""
     lines = [
-        "| config | pairs | reward, TRL | Quartet | difference | over model seeds | KL, TRL | Quartet | difference "
-        "| over model seeds | EOS rate, TRL | Quartet |",
+        "| config | pairs | score, TRL | Quartet | difference | ± over models | KL, TRL | Quartet | difference | ± over models "
+        "| EOS rate, TRL | Quartet |",
         "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for name, runs in _by(results, lambda each: each.config.stem).items():
@@ -136,15 +172,11 @@ def beside_table(results: Results) -> str:
         for metric in ("score", "kl"):
             ours, theirs = ([getattr(each, metric) for each in side] for side in (quartet, trl))
             difference = [own - other for own, other in zip(ours, theirs, strict=True)]
-            per_model: dict[int, list[float]] = {}
-            for (model, _), value in zip(pairs, difference, strict=True):
-                per_model.setdefault(model, []).append(value)
-            cells += [
-                interval(theirs),
-                interval(ours),
-                f"**{interval(difference)}**",
-                interval([fmean(values) for values in per_model.values()]),
+            by_model = [
+                fmean(value for (model, _), value in zip(pairs, difference, strict=True) if model == each)
+                for each in sorted({model for model, _ in pairs})
             ]
+            cells += [interval(theirs), interval(ours), f"**{interval(difference)}**", interval(by_model)]
         cells += [interval([each.eos_rate for each in side]) for side in (trl, quartet)]
         lines.append(f"| `{name}.yaml` | {len(pairs)} | {' | '.join(cells)} |")
     return "\n".join(lines)
@@ -208,14 +240,27 @@ def plot_beside(results: Results, path: Path) -> None:
     _save(figure, path)
 
 
+def _per_model(values: Mapping[Experiment, float]) -> dict[int, float]:
+    """Return the mean over the run seeds of each model."""
+    models = dict.fromkeys(each.model_seed for each in values)
+    return {model: fmean(value for each, value in values.items() if each.model_seed == model) for model in models}
+
+
 def _kl_titles() -> str:
-    return " | ".join(f"KL at reward {reward:g}" for reward in EQUAL_REWARDS)
+    return " | ".join(f"KL at gain {gain:g}" for gain in EQUAL_GAINS)
 
 
-def _kl_cell(runs: Sequence[Result], reward: float) -> str:
-    values = [value for run in runs if (value := kl_at(run.curves, reward)) is not None]
-    missing = len(runs) - len(values)
-    return interval(values) + (f" ({missing} below)" if missing else "")
+def _kl_cells(runs: Results, start: Mapping[int, float]) -> list[str]:
+    """Return the KL at each of ``EQUAL_GAINS``. Without all runs, the mean would be over other models than in the next row."""
+    cells = []
+    for gain in EQUAL_GAINS:
+        found = {each: kl_at(run.curves, start[each.model_seed] + gain) for each, run in runs.items()}
+        reached = {each: kl for each, kl in found.items() if kl is not None}
+        complete = len(reached) == len(runs)
+        cells.append(
+            interval(list(_per_model(reached).values())) if complete else f"{len(reached)} of {len(runs)} runs"
+        )
+    return cells
 
 
 def _smooth(values: Sequence[float]) -> list[float]:

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 
+import numpy as np
 import pytest
 
+from benchmarks import page
 from benchmarks.evidence import __main__ as evidence
 from benchmarks.evidence.experiments import (
     ALGORITHMS,
     Experiment,
     algorithm_runs,
     default_runs,
+    initial_policies,
     trl_runs,
     variation_runs,
 )
-from benchmarks.evidence.runs import Result, read_result
+from benchmarks.evidence.runs import Result, ResultsFile, take
 from benchmarks.evidence.scoring import Scores
 from benchmarks.evidence.tables import algorithm_table, beside_table, default_table, kl_at, variation_table
 from benchmarks.trl_settings import ppo_settings, rloo_settings
@@ -30,8 +33,9 @@ def result_of(experiment: Experiment, reward: float, kl: float = 2.0) -> Result:
         "score_mean": [reward] * steps,
         "kl_mean": [kl * step / steps for step in range(1, steps + 1)],
         "kl_coefficient": [0.05] * steps,
+        "eos_rate": [1.0] * steps,
     }
-    return Result(experiment.digest, curves, Scores(2000, reward, reward, kl, 1.0, 20.0))
+    return Result(curves, Scores(2000, reward, reward, kl, 1.0, 20.0))
 
 
 def test_every_algorithm_is_run_on_every_pair_of_seeds(tmp_path: Path) -> None:
@@ -72,22 +76,30 @@ def test_pairs_have_the_same_models_and_seed_and_no_two_pairs_do(tmp_path: Path)
     assert len(set(pairs)) == 8
 
 
-def test_a_result_with_other_settings_is_not_used(tmp_path: Path) -> None:
-    (run,) = algorithm_runs(tmp_path, ["rloo"], [1], [0], 100)
-    run.result.parent.mkdir()
-    run.result.write_text(json.dumps(asdict(result_of(run, 1.0))))
-    assert read_result(run) == result_of(run, 1.0)
-    assert read_result(replace(run, settings=("algorithm.clip_ratio=0.3",))) is None
-    (run.models / "policy").mkdir(parents=True)
-    (run.models / "policy/model.safetensors").write_bytes(b"other weights")
-    assert read_result(replace(run)) is None
+def test_a_finished_run_is_not_repeated_unless_its_settings_change(tmp_path: Path) -> None:
+    (run,) = algorithm_runs(tmp_path, ["rloo"], [1], [0], 60)
+    ResultsFile(tmp_path / "results.jsonl").add(run, result_of(run, 0.123456))
+    kept = ResultsFile(tmp_path / "results.jsonl")
+    (elsewhere,) = algorithm_runs(tmp_path / "another folder", ["rloo"], [1], [0], 60)
+    taken = take(elsewhere, Path("no interpreter"), kept)
+    assert taken.final == result_of(run, 0.123456).final
+    assert taken.curves["score_mean"] == [0.12346] * 60
+    assert kept.get(replace(run, settings=("algorithm.clip_ratio=0.3",))) is None
+    assert kept.get(replace(run, model_seed=2)) is None
 
 
-def test_kl_at_a_reward_is_the_first_window_that_reaches_it() -> None:
+def test_kl_at_a_reward_is_interpolated_where_the_curve_passes_it() -> None:
     curves = {"reward_mean": [float(step) for step in range(30)], "kl_mean": [2.0 * step for step in range(30)]}
-    # The mean of steps 6 to 15 is 10.5, the first that reaches 10.
-    assert kl_at(curves, 10.0) == pytest.approx(21.0)
+    # Means of ten steps: the reward of a window is its middle, and the KL twice that.
+    assert kl_at(curves, 10.25) == pytest.approx(20.5)
     assert kl_at(curves, 26.0) is None
+
+
+def test_kl_at_a_reward_does_not_depend_on_the_noise_of_the_reward() -> None:
+    noise = np.random.default_rng(0)
+    kl = [step / 10 for step in range(100)]
+    curves = [{"reward_mean": [value + noise.normal(0, 1.5) for value in kl], "kl_mean": kl} for _ in range(200)]
+    assert fmean(found for curve in curves if (found := kl_at(curve, 5.0)) is not None) == pytest.approx(5.0, abs=0.1)
 
 
 def test_the_difference_beside_trl_is_that_of_pairs(tmp_path: Path) -> None:
@@ -101,22 +113,57 @@ def test_the_difference_beside_trl_is_that_of_pairs(tmp_path: Path) -> None:
 
 
 def test_tables_have_means_and_intervals(tmp_path: Path) -> None:
-    runs = algorithm_runs(tmp_path, ["ppo"], [1, 2], [0, 1], 40)
-    row = algorithm_table({run: result_of(run, float(run.model_seed)) for run in runs}).splitlines()[-1]
-    # 1, 1, 2, 2: standard deviation 0.577, t(3) 3.182; over the models 1 and 2: 0.707, t(1) 12.71.
-    assert "| 4 | 1.50 ± 0.92 | 1.50 ± 6.35 | 2.00 ± 0.00 |" in row
+    runs = algorithm_runs(tmp_path, ["ppo", "rloo"], [1, 2], [0, 1], 40)
+    initial = {run: result_of(run, 0.5) for run in initial_policies(tmp_path, [1, 2])}
+    results = {run: result_of(run, run.model_seed + (0.25 if run.config.stem == "rloo" else 0.0)) for run in runs}
+    rloo, ppo = algorithm_table(results, initial).splitlines()[2:]
+    # 0.5, 0.5, 1.5, 1.5: standard deviation 0.577, t(3) 3.182; over the models 0.5 and 1.5: 0.707, t(1) 12.71.
+    assert ppo.startswith("| `ppo.yaml` | 4 | 1.00 ± 0.92 | 1.00 ± 6.35 | – | 2.00 ± 0.00 |")
+    assert rloo.startswith("| `rloo.yaml` | 4 | 1.25 ± 0.92 | 1.25 ± 6.35 | 0.25 ± 0.00 | 2.00 ± 0.00 |")
+    # Model 1 does not pass a gain of 1, and neither passes 1.5: no mean over other models than in the next row.
+    assert rloo.endswith("| 2 of 4 runs | 0 of 4 runs |")
     default = default_runs(tmp_path, [1])
     assert "| 1 |" in default_table({run: result_of(run, 2.0) for run in default}).splitlines()[-1]
 
 
-def test_variations_are_compared_with_the_shipped_config_on_the_same_models(tmp_path: Path) -> None:
+def test_variations_are_compared_with_the_unchanged_config_on_the_same_models(tmp_path: Path) -> None:
     runs = variation_runs(tmp_path, [1, 2], 40)
+    initial = {run: result_of(run, 0.0) for run in initial_policies(tmp_path, [1, 2])}
     results = {run: result_of(run, run.model_seed + (0.5 if run.settings else 0.0)) for run in runs}
-    shipped, other = variation_table(results).splitlines()[2:4]
-    assert "| as shipped | 2 | 1.50 ± 6.35 | 0.00 ± 0.00 |" in shipped
+    shipped, other = variation_table(results, initial).splitlines()[2:4]
+    assert "| no change | 2 | 1.50 ± 6.35 | 0.00 ± 0.00 |" in shipped
     assert "| 2.00 ± 6.35 | 0.50 ± 0.00 |" in other
 
 
+def test_the_page_is_written_with_the_files_of_sentences_and_not_with_other_seeds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written: list[Path | None] = []
+    monkeypatch.setattr(evidence, "_prepare", lambda *_: None)
+    monkeypatch.setattr(
+        evidence, "_take_all", lambda experiments, *_: {run: result_of(run, run.model_seed / 10) for run in experiments}
+    )
+    monkeypatch.setattr(page, "write", lambda path, name, text: written.append(path))
+    monkeypatch.setattr(evidence, "PAGE", tmp_path / "docs" / "evidence.md")
+    (tmp_path / "docs").mkdir()
+    sentences = [
+        "--folder",
+        str(tmp_path),
+        "--positive",
+        "positive.txt",
+        "--negative",
+        "negative.txt",
+        "--results",
+        str(tmp_path / "none"),
+    ]
+    assert evidence.main(sentences) == 0
+    assert evidence.main([*sentences, "--run-seeds", "5"]) == 0
+    assert written == [tmp_path / "docs" / "evidence.md", None]
+    plots = {"evidence-default.svg", "evidence-algorithms.svg", "evidence-trl.svg"}
+    assert {path.name for path in (tmp_path / "docs").glob("*.svg")} == plots
+    assert {path.name for path in tmp_path.glob("*.svg")} == plots
+
+
 def test_missing_models_are_an_error_that_names_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert evidence.main(["--folder", str(tmp_path), "--parts", "default"]) == 2
+    assert evidence.main(["--folder", str(tmp_path), "--results", str(tmp_path / "none"), "--parts", "default"]) == 2
     assert "make evidence POSITIVE=positive.txt NEGATIVE=negative.txt" in capsys.readouterr().err
