@@ -151,8 +151,12 @@ def _problem(item: dict[str, Any]) -> str:
     if isinstance(item["input"], dict) and item["type"] == "value_error":
         # A condition between the keys of a section: the message names them.
         return message
-    value = redact_url(item["input"]) if isinstance(item["input"], str) else item["input"]
-    return f"{message}, not {value!r}"
+    value = item["input"]
+    return (
+        f"{message}, not {redact_url(value)!r}"
+        if isinstance(value, str)
+        else f"{message}, not {redact_url(repr(value))}"
+    )
 
 
 _PLAIN_MESSAGES = {

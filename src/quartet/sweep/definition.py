@@ -46,11 +46,11 @@ class SweepFiles:
         """Return why runs ended before their last step, by name: "stopped", or an error."""
         try:
             content = json.loads(self.outcomes.read_text(encoding="utf-8"))
+            return {str(name): str(outcome) for name, outcome in content.items()}
         except FileNotFoundError:
             return {}
-        except (OSError, ValueError):
+        except (OSError, ValueError, AttributeError):
             raise ConfigError(f"{self.outcomes}: cannot be read; remove the file") from None
-        return {str(name): str(outcome) for name, outcome in content.items()}
 
     def write_outcome(self, name: str, outcome: str | None) -> None:
         """Record the outcome of a run; None removes it. Raises OSError."""

@@ -179,8 +179,8 @@ def load_setting(config_path: Path, grid: Grid, setting: Mapping[str, str], furt
 
 
 def describe(setting: Mapping[str, str]) -> str:
-    """Return the values of a setting in one line."""
-    return " ".join(f"{key}={value}" for key, value in setting.items())
+    """Return the values of a setting in one line, without passwords in URLs."""
+    return redact_url(" ".join(f"{key}={value}" for key, value in setting.items()))
 
 
 def setting_names(grid: Grid, max_seed: int) -> list[str]:

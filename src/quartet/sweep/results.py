@@ -73,10 +73,18 @@ class SettingResult:
 
 
 def is_finished(run: PlannedRun) -> bool:
-    """Return whether a run has taken all its steps and has saved the policy of the last one. Raises ConfigError."""
+    """Return whether a run has taken all its steps and has saved the policy of the last one.
+
+    Raises ConfigError if it has taken more steps.
+    """
     files = RunFiles(run.config.run_directory)
-    steps = run.config.run.steps
-    return files.last_step() == steps and files.policy_step() == steps and not files.rolling_back.exists()
+    steps, last = run.config.run.steps, files.last_step()
+    if last > steps:
+        raise ConfigError(
+            f"run.steps is {steps}, but {files.root} has already trained for {last} steps; set run.steps to at least {last}, "
+            "or choose another folder with --name"
+        )
+    return last == steps and files.policy_step() == steps and not files.rolling_back.exists()
 
 
 def run_result(run: PlannedRun, outcome: str | None) -> RunResult:

@@ -91,9 +91,10 @@ def test_outcomes_are_kept_until_they_are_removed(files: SweepFiles) -> None:
     files.write_outcome("a", None)
     assert files.read_outcomes() == {"b": "stopped"}
     assert json.loads(files.outcomes.read_text()) == {"b": "stopped"}
-    files.outcomes.write_text("{")
-    with pytest.raises(ConfigError, match="remove the file"):
-        files.read_outcomes()
+    for damaged in ("{", "[]"):
+        files.outcomes.write_text(damaged)
+        with pytest.raises(ConfigError, match="remove the file"):
+            files.read_outcomes()
 
 
 def test_two_processes_cannot_work_on_one_sweep(files: SweepFiles) -> None:

@@ -65,6 +65,14 @@ def test_a_run_without_its_policy_has_not_finished(runs: list[PlannedRun]) -> No
     assert not is_finished(runs[0])
 
 
+def test_a_sweep_is_refused_if_a_run_has_already_taken_more_steps(runs: list[PlannedRun]) -> None:
+    write_run(runs[0], [1.0] * 21)
+    with pytest.raises(
+        ConfigError, match=r"run\.steps is 20, but .* has already trained for 21 steps; set run.steps to at least 21"
+    ):
+        run_result(runs[0], None)
+
+
 def test_the_best_setting_follows_the_metric_and_its_direction(runs: list[PlannedRun]) -> None:
     for run, reward, win_rate in zip(runs, (1.0, 1.0, 2.0, 2.0), (0.9, 0.7, 0.4, 0.6), strict=True):
         write_run(run, [reward] * 20, {"eval_judge_win_rate": win_rate})
