@@ -136,7 +136,13 @@ BUILT_IN_POLICY_LOSSES: dict[str, PolicyLossSpec] = {
             select_tokens="quartet.ppo.policy_losses:select_kl_cov",
         ),
         PolicyLossSpec("dppo_tv", "quartet.ppo.policy_losses:dppo_tv", {"ratio_cap": LossParameter(20.0)}),
-        PolicyLossSpec("dppo_kl", "quartet.ppo.policy_losses:dppo_kl", {"ratio_cap": LossParameter(20.0)}),
+        PolicyLossSpec(
+            "dppo_kl",
+            "quartet.ppo.policy_losses:dppo_kl",
+            {"ratio_cap": LossParameter(20.0)},
+            clip_low=0.05,
+            clip_high=0.05,
+        ),
     )
 }
 """The policy losses that a config can name without an import path."""

@@ -36,6 +36,12 @@ def _ineffective(config: Config) -> Iterator[tuple[str, tuple[str, ...], str]]:
         reason = "the actor serves the reference, with its adapter disabled"
         yield "reference", (), reason
         yield "services.reference", (), reason
+    elif config.reference.sync_steps is not None and not algorithm.kl_coefficient and algorithm.kl_loss == "none":
+        yield (
+            "reference",
+            ("sync_steps",),
+            "the KL is neither in the reward nor in the loss, so only metrics depend on it",
+        )
     elif config.reference.sync_steps is None:
         yield "reference", ("sync_alpha",), "reference.sync_steps is null, so the reference is frozen"
     if not config.has_reward:
@@ -68,6 +74,8 @@ def _ineffective(config: Config) -> Iterator[tuple[str, tuple[str, ...], str]]:
     for name in ("penalty", "scale"):
         if treatment != name:
             yield "algorithm.truncation", (name,), f"algorithm.truncation.treatment is {treatment}"
+    if config.checkpoint.best_metric is None:
+        yield "checkpoint", ("best_mode",), "checkpoint.best_metric is null"
     for name, trained in (("actor", config.actor), ("critic", config.critic)):
         if trained.schedule == "constant" and (name == "actor" or config.has_critic):
             yield name, ("final_learning_rate",), f"{name}.schedule is constant"

@@ -138,7 +138,8 @@ STEP_METRICS = (
     _metric(
         "clip_fraction",
         "share of tokens",
-        "Share of tokens whose gradient the ratio clip stopped.",
+        "Share of tokens that a clip, a mask or a selection of the policy loss affects. With cispo their weight is limited, with "
+        "kl_cov they have a penalty, otherwise they have no gradient.",
         "small, above 0",
         "always 0, or a large share",
     ),
@@ -181,15 +182,16 @@ STEP_METRICS = (
     _metric(
         "rollout_mismatch_kl",
         "nats per token",
-        "KL between the generation engine's log-probs and the trainer's.",
+        "KL between the generation engine's log-probs and the trainer's. With algorithm.old_log_probs rollout and several "
+        "mini-batches, the trainer's include the updates of the step.",
         "as small as rounding",
         "grows: the trained policy is not the sampled one",
     ),
     _metric(
         "importance_weight",
         "",
-        "Mean importance weight, which corrects for the mismatch, within its bounds. 1 with algorithm.rollout_correction.level "
-        "none.",
+        "Mean importance weight, which corrects for the mismatch, within its bounds, before normalize. 1 with "
+        "algorithm.rollout_correction.level none.",
         "1",
         "away from 1",
     ),

@@ -463,7 +463,7 @@ class PolicyLossSettings(_message.Message):
     dual_clip: _builtins.float
     """Dual clip: for a negative advantage A, the loss is at most -dual_clip * A. More than 1, or 0 for off."""
     entropy_coefficient: _builtins.float
-    """Coefficient of the mean entropy, which is subtracted from the loss."""
+    """Coefficient of the entropy, reduced like the loss, which is subtracted from the loss."""
     kl_loss: Global___KlLoss.ValueType
     """Auxiliary KL term against the reference."""
     kl_loss_coefficient: _builtins.float

@@ -51,6 +51,9 @@ RLOO = {"estimator": "rloo"}
          "algorithm.truncation.treatment is keep"),
         ({"actor": {"model": "a/b", "final_learning_rate": 1e-6}}, "actor.final_learning_rate",
          "actor.schedule is constant"),
+        ({"checkpoint": {"best_mode": "min"}}, "checkpoint.best_mode", "checkpoint.best_metric is null"),
+        ({"algorithm": {**RLOO, "kl_coefficient": 0.0}, "reference": {"sync_steps": 8}}, "reference.sync_steps",
+         "the KL is neither in the reward nor in the loss, so only metrics depend on it"),
     ],
 )  # fmt: skip
 def test_settings_without_effect_are_reported_with_the_reason(
