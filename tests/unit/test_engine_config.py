@@ -287,3 +287,52 @@ def test_in_flight_updates_need_an_engine_that_takes_them_and_off_policy_steps(
     assert config("vllm", rollout=needed).rollout.in_flight_updates
     with pytest.raises(ConfigError, match=word):
         config(engine, lora=lora, rollout={**needed, **rollout})
+
+
+SERVER = {"url": "http://127.0.0.1:8000", "weights_directory": "/w"}
+TRT_SAMPLER = {"tensorrt_llm": {"sampler": "TRTLLMSampler"}}
+
+
+@pytest.mark.parametrize(
+    ("engine", "rollout", "message"),
+    [
+        ("vllm", {"top_p": 0.9}, r"engine vllm reports none with rollout\.top_p 0\.9; set top_p 1, or"),
+        ("vllm", {"top_k": 50}, r"with rollout\.top_k 50; set top_k 0, or engine torch or sglang-server, or max_off"),
+        ("vllm", {"min_p": 0.1, "in_flight_updates": True}, r"with rollout\.min_p 0\.1; set min_p 0"),
+        ("vllm", {"top_p": 0.9, "top_k": 9}, r"with rollout\.top_p 0\.9, rollout\.top_k 9; set top_p 1, top_k 0, or"),
+        ("vllm-server", {"top_p": 0.9, "vllm_server": SERVER}, "engine vllm-server reports none"),
+        ("tensorrt-llm", {"top_k": 50}, r"engine tensorrt-llm reports none with rollout\.top_k 50"),
+        (
+            "tensorrt-llm",
+            {"temperature": 0.7, **TRT_SAMPLER},
+            r"with TRTLLMSampler and rollout\.temperature 0\.7; set temperature 1",
+        ),
+    ],
+)
+def test_off_policy_steps_need_an_engine_that_reports_log_probs(
+    engine: str, rollout: dict[str, Any], message: str
+) -> None:
+    """The trainer has no older policy to compute them with, and with those of a newer one each weight would be 1."""
+    needed = {"generators": 1, **rollout}
+    with pytest.raises(ConfigError, match=r"rollout\.max_off_policy_steps 1: .* log-probs .*" + message):
+        config(engine, rollout={"max_off_policy_steps": 1, **needed})
+    needed.pop("in_flight_updates", None)
+    assert config(engine, rollout=needed).rollout.max_off_policy_steps == 0
+
+
+@pytest.mark.parametrize(
+    ("engine", "rollout"),
+    [
+        ("torch", {"top_p": 0.9, "top_k": 50, "min_p": 0.1, "temperature": 0.7}),
+        ("sglang-server", {"top_p": 0.9, "sglang_server": SERVER}),
+        ("vllm", {"temperature": 0.7}),
+        ("vllm-server", {"temperature": 0.7, "vllm_server": SERVER}),
+        ("tensorrt-llm", {"temperature": 0.7}),
+        ("tensorrt-llm", TRT_SAMPLER),
+    ],
+)
+def test_off_policy_steps_are_accepted_with_an_engine_that_reports_log_probs(
+    engine: str, rollout: dict[str, Any]
+) -> None:
+    rollout = {"max_off_policy_steps": 2, "generators": 1, **rollout}
+    assert config(engine, rollout=rollout).rollout.max_off_policy_steps == 2

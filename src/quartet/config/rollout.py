@@ -239,7 +239,8 @@ class RolloutConfig(Section):
     the copies. In float32 it changes only the last bits; in half precision the merged weights are rounded."""
     max_off_policy_steps: Annotated[int, Field(ge=0, le=MAX_OFF_POLICY_STEPS)] = 0
     """Maximum number of updates by which the generating policy lags behind. 0: generate, then train. k: generate up to k steps
-    ahead while training. The policy of a step follows from its number, so such a run repeats bit-identically, too."""
+    ahead while training. The policy of a step follows from its number, so such a run repeats bit-identically, too. The engine
+    must report log-probs: vllm, vllm-server and tensorrt-llm need top_p 1, top_k 0 and min_p 0."""
     in_flight_updates: bool = False
     """Give generators each new policy in the middle of their responses, instead of at the next step. Needs engine vllm and
     max_off_policy_steps. Timing decides which policy generates a token, so such a run does not repeat bit-identically."""

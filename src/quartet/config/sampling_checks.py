@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from quartet.config.rollout import MAX_RESPONSES, TensorRTLLMConfig
+from quartet.config.rollout import MAX_RESPONSES, RolloutConfig, TensorRTLLMConfig
 
 if TYPE_CHECKING:
     from quartet.config.root import Config
@@ -31,6 +31,40 @@ def check_sampling(config: Config) -> None:
                 f"rollout.min_p {rollout.min_p:g}: the {sampler} of TensorRT-LLM ignores it; set min_p 0, or "
                 "rollout.tensorrt_llm.sampler TRTLLMSampler"
             )
+    if rollout.max_off_policy_steps:
+        _check_off_policy_log_probs(rollout)
+
+
+def _check_off_policy_log_probs(rollout: RolloutConfig) -> None:
+    """Raise ValueError if the engine reports no log-probs, which the trainer cannot compute with an older policy."""
+    settings = _settings_without_log_probs(rollout)
+    if settings:
+        raise ValueError(
+            f"rollout.max_off_policy_steps {rollout.max_off_policy_steps}: the correction needs log-probs of the older policy "
+            f"that sampled, and engine {rollout.engine} reports none with {', '.join(settings)}; set "
+            f"{', '.join(settings.values())}, or engine torch or sglang-server, or max_off_policy_steps 0"
+        )
+
+
+def _settings_without_log_probs(rollout: RolloutConfig) -> dict[str, str]:
+    """Return the settings with which the engine reports no log-probs, each with the value that changes this.
+
+    A version of TensorRT-LLM may report none at other temperatures than 1, too, which only a run shows.
+    """
+    if rollout.engine not in ("vllm", "vllm-server", "tensorrt-llm"):
+        return {}
+    settings = dict[str, str]()
+    if rollout.top_p < 1:
+        settings[f"rollout.top_p {rollout.top_p:g}"] = "top_p 1"
+    if rollout.top_k:
+        settings[f"rollout.top_k {rollout.top_k}"] = "top_k 0"
+    if rollout.min_p:
+        settings[f"rollout.min_p {rollout.min_p:g}"] = "min_p 0"
+    if rollout.engine == "tensorrt-llm" and rollout.temperature != 1:
+        sampler = (rollout.tensorrt_llm or TensorRTLLMConfig()).sampler
+        if sampler == "TRTLLMSampler":
+            settings[f"{sampler} and rollout.temperature {rollout.temperature:g}"] = "temperature 1"
+    return settings
 
 
 def _check_greedy_baselines(config: Config) -> None:
