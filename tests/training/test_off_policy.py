@@ -6,6 +6,7 @@ import copy
 import threading
 import time
 from collections import defaultdict
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,8 +19,9 @@ from quartet.models.generation.detached_torch import DetachedTorchEngine
 from quartet.models.training.updates import update_policy
 from quartet.services.actor import actor
 from quartet.services.critic.critic import Critic
+from quartet.services.orchestrator.rollout.collector import _Collection
 from quartet.services.orchestrator.rollout.off_policy import OffPolicySchedule
-from quartet.types import Experience, Role
+from quartet.types import NO_LOG_PROBS, Experience, Role
 from tests.training.conftest import MakeConfig
 from tests.training.runs import Run, active_run, assert_same, json_lines, orchestrator, run_to_completion, services
 from tests.training.test_live_control import checkpoint_names, run_with_commands
@@ -85,6 +87,32 @@ def test_the_weights_cover_the_distance_to_the_older_policy_to_the_digit(
         assert metrics["importance_weight_max"] == pytest.approx(ratios.max(), rel=1e-4)
         assert metrics["importance_truncated_fraction"] == pytest.approx((ratios > 1.01).mean(), abs=0.02)
     assert before[-1][2]["importance_weight_max"] > 1.01, "the policies are too close for this test"
+
+
+@pytest.mark.parametrize("off_policy_steps", [0, 1])
+def test_an_engine_without_log_probs_ends_an_off_policy_run(
+    off_policy_steps: int, make: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trainer computes them with the policy that sampled, or not at all: weights by another policy are all 1."""
+    receive = _Collection._receive
+
+    def receive_without_log_probs(collection: Any, deliveries: Any) -> None:
+        for delivery in deliveries:
+            segments = tuple(replace(part, log_probs=NO_LOG_PROBS) for part in delivery.trajectory.segments)
+            object.__setattr__(delivery, "trajectory", replace(delivery.trajectory, segments=segments))
+        receive(collection, deliveries)
+
+    monkeypatch.setattr(_Collection, "_receive", receive_without_log_probs)
+    config = off_policy_config(make, run={"steps": 3}, rollout={"max_off_policy_steps": off_policy_steps})
+    with active_run(config) as running:
+        run = running.finish()
+    if not off_policy_steps:
+        assert run.code == 0
+        assert [metrics["rollout_mismatch_kl"] for metrics in run.metrics] == pytest.approx([0, 0, 0], abs=1e-9)
+        return
+    # Step 1 is on-policy.
+    assert (run.code, len(run.metrics)) == (2, 1)
+    assert "rollout.max_off_policy_steps: the engine reports no log-probs of" in run.progress.error
 
 
 def test_a_generation_starts_as_soon_as_its_policy_version_exists(uninterrupted: Run) -> None:

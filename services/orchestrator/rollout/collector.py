@@ -20,7 +20,7 @@ from quartet.services.orchestrator.rollout.generation import PendingTrajectories
 from quartet.services.orchestrator.rollout.scoring import ScoredTrajectory, Scoring, ScoringServices
 from quartet.services.orchestrator.rollout.scoring_queue import FailedTrajectory
 from quartet.services.orchestrator.telemetry.step_profiler import CallObserver, ignore_call
-from quartet.types import GenerationBatch, Outcome, TokenBatch, Trajectory, TrajectoryId, VersionSpan
+from quartet.types import GenerationBatch, Outcome, Trajectory, TrajectoryId, VersionSpan
 
 log = structlog.get_logger()
 
@@ -347,14 +347,17 @@ class _Collection:
             self._scoring.start(self._with_log_probs(batch))
 
     def _with_log_probs(self, trajectories: list[Trajectory]) -> list[Trajectory]:
-        """Return the trajectories with the policy's log-probs where the engine reported none."""
+        """Return the trajectories, with log-probs of the policy that sampled if the engine reported none.
+
+        Raises as ``ScoringServices.sampled_log_probs``.
+        """
         absent = [
             index for index, item in enumerate(trajectories) if not item.has_log_probs and item.id not in self._greedy
         ]
         if absent:
-            batch = TokenBatch.of([trajectories[index] for index in absent])
-            log_probs = self._services.policy_log_probs(batch)
-            parts = np.split(log_probs, np.cumsum(batch.response_lengths)[:-1])
+            lengths = [len(trajectories[index].response_ids) for index in absent]
+            log_probs = self._services.sampled_log_probs([trajectories[index] for index in absent])
+            parts = np.split(log_probs, np.cumsum(lengths)[:-1])
             for index, part in zip(absent, parts, strict=True):
                 trajectories[index] = trajectories[index].with_log_probs(part)
         return trajectories

@@ -13,7 +13,7 @@ import numpy as np
 import structlog
 
 from quartet.config import ENVIRONMENT_PART, RecoveryConfig
-from quartet.errors import MismatchError, ScorerFailed, ServiceFailed, TooManyFailedTrajectories
+from quartet.errors import ConfigError, MismatchError, ScorerFailed, ServiceFailed, TooManyFailedTrajectories
 from quartet.rpc.clients import ActorClient, CriticClient
 from quartet.rpc.pending_calls import PendingResult
 from quartet.services.orchestrator.rollout.replicas import ReferenceReplicas, RewardReplicas
@@ -130,10 +130,27 @@ class ScoringServices:
         """Return the check of the generators of one step."""
         return FirstTrajectories(self.actor, sampling.temperature or 1.0, self.dtype, on_response)
 
-    def policy_log_probs(self, batch: TokenBatch) -> FloatArray:
-        """Return log-probs under the current policy, float32 [response tokens]. Waits for the actor."""
+    def sampled_log_probs(self, trajectories: Sequence[Trajectory]) -> FloatArray:
+        """Return the log-probs of the policy version that sampled, float32 [response tokens]. Waits for the actor.
+
+        Raises ConfigError if an older policy sampled: the actor has taken updates since, so its log-probs are those of another
+        policy, and importance weights would be 1. Raises FailedPrecondition if the actor is of an unexpected version.
+        """
         assert self.actor is not None
-        return self.actor.log_probs(batch, self.temperature)
+        for item in trajectories:
+            oldest = min([item.policy_version, *(span.policy_version for span in item.version_spans)])
+            if oldest < item.id.step - 1:
+                engine = f"generator {item.generator}" if item.generator else "the engine"
+                raise ConfigError(
+                    f"rollout.max_off_policy_steps: {engine} reports no log-probs of {item.id}; expected those of policy version "
+                    f"{oldest}, which sampled it, because the actor has only version {item.id.step - 1}; set "
+                    "max_off_policy_steps 0, or settings with which the engine reports them, such as rollout.temperature 1 "
+                    "(or a version of TensorRT-LLM with SamplingParams.logprobs_mode)"
+                )
+        call = self.actor.log_probs_of_version(
+            TokenBatch.of(trajectories), self.temperature, trajectories[0].policy_version
+        )
+        return call.result()
 
 
 class Scoring:

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 
 from quartet.buffer.rollout_stream import RolloutStream
-from quartet.errors import BufferFailed, ServiceFailed
+from quartet.errors import BufferFailed, ConfigError, ServiceFailed
 from quartet.services.orchestrator.rollout.collector import CollectedStep, Collector
 from quartet.services.orchestrator.rollout.scoring import Scoring, ScoringServices
 from quartet.services.orchestrator.rollout.scoring_queue import max_batches_in_flight
 from quartet.services.orchestrator.service_clients import wait_for_all, wait_until_ended
-from quartet.types import TokenBatch, Trajectory
+from quartet.types import TokenBatch, Trajectory, VersionSpan
 from tests.buffer.samples import trajectory
 from tests.services.orchestrator.fake_services import FakeCall, FakeGeneration, Scorer, responses
 from tests.services.orchestrator.rollout.failing_services import batch_of, ended_generation
@@ -379,3 +379,42 @@ def test_the_actor_is_not_asked_for_the_log_probs_of_an_engine(run: str) -> None
     scoring.advance()
     assert scoring.scored[0].policy_log_probs is None
     assert not actor.calls
+
+
+def without_log_probs(item: Trajectory, **changes: Any) -> Trajectory:
+    segments = tuple(replace(segment, log_probs=np.zeros(0, np.float32)) for segment in item.segments)
+    return replace(item, segments=segments, **changes)
+
+
+def test_missing_log_probs_are_those_of_the_version_that_sampled(stream: RolloutStream, run: str) -> None:
+    written = [without_log_probs(trajectory(run, 0, step=3, version=2)), trajectory(run, 1, step=3, version=2)]
+    stream.append(written)
+    scorer, actor = Scorer(), FakeActor()
+    collector = Collector(stream, ScoringServices(scorer, scorer, scorer, 0.7, actor), 3)  # type: ignore[arg-type]
+    try:
+        step = collector.collect(replace(batch_of(written), policy_version=2), ended_generation(), ignore)
+    finally:
+        collector.reset()
+    assert actor.versions == [2]
+    response = written[0].response_ids.astype(np.float32)
+    np.testing.assert_array_equal(step.scored[0].trajectory.log_probs, -2 * response)
+    np.testing.assert_array_equal(step.scored[1].trajectory.log_probs, written[1].log_probs)
+
+
+@pytest.mark.parametrize(
+    ("version", "changes"),
+    [(1, {}), (2, {"version_spans": (VersionSpan(1, b"", 1), VersionSpan(2, b"", 2))})],
+    ids=["off-policy", "in flight"],
+)
+def test_log_probs_of_an_older_policy_are_never_those_of_the_current_one(
+    version: int, changes: dict[str, Any], run: str
+) -> None:
+    scorer, actor = Scorer(), FakeActor()
+    services = ScoringServices(scorer, scorer, scorer, 0.7, actor)  # type: ignore[arg-type]
+    item = without_log_probs(trajectory(run, 0, step=3, version=version), generator="here:1", **changes)
+    with pytest.raises(
+        ConfigError,
+        match=r"generator here:1 reports no log-probs of .*/3/0/0; expected those of policy version 1, .* max_off_policy_steps 0",
+    ):
+        services.sampled_log_probs([item])
+    assert not actor.versions
