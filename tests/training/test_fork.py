@@ -296,6 +296,15 @@ def test_a_setting_incompatible_with_the_weights_is_refused(
     assert not (tmp_path / "new").exists()
 
 
+def test_value_pretraining_before_the_fork_is_refused(forked: MakeFork, tmp_path: Path) -> None:
+    message = refused(forked, "ppo", "algorithm.value_pretraining_steps=2")
+    assert message.startswith("algorithm.value_pretraining_steps 2: counts from step 1 of the original run")
+    assert "after step 2; for N steps in the fork set 2 + N" in message
+    assert not (tmp_path / "new").exists()
+    run = run_to_completion(forked("ppo", "algorithm.value_pretraining_steps=3"))
+    assert [step["learning_rate_actor"] for step in run.metrics[FORK_STEP:]] == [0, 1e-3]
+
+
 @pytest.fixture(scope="module")
 def evaluated(make: MakeConfig, toy_task: ToyTask) -> Run:
     evaluation = {"data": {"validation": str(toy_task.prompts)}, "evaluation": {"every_steps": 2, "max_prompts": 3}}

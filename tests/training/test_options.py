@@ -109,9 +109,10 @@ def test_requests_of_a_step_follow_the_config(make: MakeConfig, requests: Reques
         0.5, 0.15, 0.3, 4.0, 0.01, "k3", 0.2, "token", "sequence_mean", 50.0,
         rollout_correction=RolloutCorrection("token", upper=3.0),
     )  # fmt: skip
+    # Step 1 trains only the critic, so the actor's warm-up of 2 steps and its schedule begin at step 2.
     actor = [
         OptimizationSettings(epochs, 2, pytest.approx(rate), 0.7, 11, True, 512)  # type: ignore[arg-type]
-        for epochs, rate in ((0, 1e-3), (3, 2e-3), (3, 2e-3), (3, 1.25e-3))
+        for epochs, rate in ((0, 0.0), (3, 1e-3), (3, 2e-3), (3, 2e-3))
     ]
     assert arguments_of(requests["Actor.update"], "step", "settings", "loss") == [
         (step, settings, loss) for step, settings in enumerate(actor, 1)

@@ -243,6 +243,11 @@ def test_the_tree_is_immutable(minimal: Path) -> None:
         ),
         ({"algorithm": {"overlong_penalty": {"buffer_tokens": 65}}}, "expected at most rollout.max_response_tokens 64"),
         ({"actor": {"model": "a", "warmup_steps": 101}}, "actor.warmup_steps 101: expected at most run.steps 100"),
+        (
+            {"actor": {"model": "a", "warmup_steps": 51}, "algorithm": {"value_pretraining_steps": 50}},
+            "actor.warmup_steps 51: expected at most run.steps 100 less algorithm.value_pretraining_steps 50",
+        ),
+        ({"critic": {"warmup_steps": 101}}, "critic.warmup_steps 101: expected at most run.steps 100"),
         ({"actor": {"model": "a", "final_learning_rate": 1}}, "final_learning_rate 1: expected at most learning_rate"),
         ({"actor": {"model": "a", "lora": {}, "freeze": ["x"]}}, "freeze: not used with lora"),
         ({"evaluation": {"every_steps": 5}}, "evaluation.every_steps 5: data.validation is null"),

@@ -23,10 +23,16 @@ from quartet.types import (
 
 
 def learning_rate_at(config: Config, trained: TrainedModelConfig, step: int) -> float:
-    """Return the scheduled learning rate of ``step``, counted from 1."""
+    """Return the scheduled learning rate of ``step``, counted from 1.
+
+    The actor's schedule begins at the end of the value pretraining. Until then its rate is 0, because it is not updated.
+    """
+    pretraining = config.algorithm.value_pretraining_steps if trained is config.actor else 0
+    if step <= pretraining:
+        return 0.0
     return scheduled_learning_rate(
-        step,
-        config.run.steps,
+        step - pretraining,
+        config.run.steps - pretraining,
         trained.learning_rate,
         trained.final_learning_rate,
         trained.warmup_steps,

@@ -252,7 +252,8 @@ class AlgorithmConfig(Section):
     target_kl: Positive | None = None
     """Early stopping: the policy update of a step ends when KL(old ‖ new) exceeds this, in nats per token. Null disables it."""
     value_pretraining_steps: WholeNumber = 0
-    """Number of first steps that update only the critic, with the returns of the responses as value targets (λ 1)."""
+    """Number of first steps that update only the critic, with the returns of the responses as value targets (λ 1). The actor's
+    warm-up and schedule begin after them and end at run.steps. A fork counts from the original run's first step."""
     non_finite: Literal["stop", "skip"] = "stop"
     """Reaction to a NaN or infinite loss or gradient, which never reaches the weights. stop: end the run. skip: skip the
     optimizer step."""

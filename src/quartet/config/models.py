@@ -55,7 +55,7 @@ class TrainedModelConfig(Section):
     learning_rate: Positive = 1e-5
     """Learning rate after the warmup."""
     warmup_steps: WholeNumber = 0
-    """Number of steps over which the learning rate rises linearly from 0."""
+    """Number of steps over which the learning rate rises linearly from 0. The actor's begin after the value pretraining."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Learning rate schedule from the end of the warmup to run.steps."""
     final_learning_rate: NonNegative = 0.0

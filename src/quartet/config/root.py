@@ -61,6 +61,7 @@ class Config(Section):
     def _is_consistent(self) -> Config:
         self._check_sizes()
         self._check_estimator()
+        self._check_warmup()
         check_penalties(self)
         self._check_engine()
         check_sampling(self)
@@ -91,11 +92,14 @@ class Config(Section):
             raise ValueError(
                 f"algorithm.overlong_penalty.buffer_tokens {buffer}: expected at most rollout.max_response_tokens {limit}"
             )
-        for name, trained in (("actor", self.actor), ("critic", self.critic)):
-            if trained.warmup_steps > self.run.steps:
-                raise ValueError(
-                    f"{name}.warmup_steps {trained.warmup_steps}: expected at most run.steps {self.run.steps}"
-                )
+
+    def _check_warmup(self) -> None:
+        steps, pretraining = self.run.steps, self.algorithm.value_pretraining_steps
+        if self.critic.warmup_steps > steps:
+            raise ValueError(f"critic.warmup_steps {self.critic.warmup_steps}: expected at most run.steps {steps}")
+        if self.actor.warmup_steps > steps - pretraining:
+            less = f" less algorithm.value_pretraining_steps {pretraining}" if pretraining else ""
+            raise ValueError(f"actor.warmup_steps {self.actor.warmup_steps}: expected at most run.steps {steps}{less}")
 
     def _check_estimator(self) -> None:
         algorithm, setting = self.algorithm, f"algorithm.estimator {self.algorithm.estimator}"

@@ -147,7 +147,12 @@ STEP_METRICS = (
     _metric(
         "grad_norm_critic", "", "Mean gradient norm of the value model before clipping.", "steady", "spikes, growth"
     ),
-    _metric("learning_rate_actor", "per optimizer step", "Learning rate of the policy in this step.", "as scheduled"),
+    _metric(
+        "learning_rate_actor",
+        "per optimizer step",
+        "Learning rate of the policy in this step. 0 during algorithm.value_pretraining_steps.",
+        "as scheduled",
+    ),
     _metric(
         "learning_rate_critic", "per optimizer step", "Learning rate of the value model in this step.", "as scheduled"
     ),

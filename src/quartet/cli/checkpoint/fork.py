@@ -72,6 +72,12 @@ def _check_run(before: Config, config: Config, checkpoint: Checkpoint) -> None:
             f"run.steps {config.run.steps}: the fork starts after step {checkpoint.step}; add --set run.steps=N, with N over "
             f"{checkpoint.step}"
         )
+    pretraining = config.algorithm.value_pretraining_steps
+    if 0 < pretraining <= checkpoint.step and pretraining != before.algorithm.value_pretraining_steps:
+        raise ConfigError(
+            f"algorithm.value_pretraining_steps {pretraining}: counts from step 1 of the original run, so it has no effect after "
+            f"step {checkpoint.step}; for N steps in the fork set {checkpoint.step} + N, or leave it out"
+        )
     check_inputs(config)
 
 

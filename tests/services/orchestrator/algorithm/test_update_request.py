@@ -65,6 +65,19 @@ def test_the_policy_is_frozen_while_the_critic_warms_up() -> None:
     assert [optimization_at(result, result.critic, step).num_epochs for step in (1, 2, 3)] == [3, 3, 3]
 
 
+def test_the_schedule_of_the_actor_begins_after_the_value_pretraining() -> None:
+    schedule = {"warmup_steps": 2, "schedule": "linear", "learning_rate": 1.0}
+    result = config(algorithm={"value_pretraining_steps": 4}, actor=schedule, critic=schedule)
+    actor, critic = (
+        [learning_rate_at(result, trained, step) for step in range(1, 12)] for trained in (result.actor, result.critic)
+    )
+    assert actor == pytest.approx([0, 0, 0, 0, 0.5, 1, 1, 0.75, 0.5, 0.25, 0])
+    # The last 6 steps are those of a run of 6 steps.
+    short = config(run={"steps": 6}, actor=schedule)
+    assert actor[4:10] == [learning_rate_at(short, short.actor, step) for step in range(1, 7)]
+    assert critic == pytest.approx([0.5, 1, 1, 0.875, 0.75, 0.625, 0.5, 0.375, 0.25, 0.125, 0])
+
+
 def test_actor_and_critic_have_separate_schedules() -> None:
     result = config(critic={"learning_rate": 4.0, "warmup_steps": 4})
     assert [optimization_at(result, trained, 1).learning_rate for trained in (result.actor, result.critic)] == [
