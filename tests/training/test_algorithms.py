@@ -145,6 +145,18 @@ def test_a_run_with_the_log_probs_of_the_trainer_sees_no_kl_before_its_first_upd
     assert run.metrics[1]["kl_mean"] != 0.0
 
 
+@pytest.mark.parametrize("same_limit", [True, False])
+def test_equal_models_have_no_kl_if_both_split_a_batch_at_the_same_limit(same_limit: bool, make: MakeConfig) -> None:
+    """The batch of 16 responses has several micro-batches of 64 tokens. In others, bfloat16 rounds in another way."""
+    limits = {"actor": {"dtype": "bfloat16", "micro_batch_tokens": 64}}
+    rollout = {"prompts_per_step": 16, "score_batch_size": 16}
+    if same_limit:
+        limits["reference"] = {"micro_batch_tokens": 64}
+    config = make(run={"steps": 1}, algorithm={"kl_log_probs": "trainer"}, rollout=rollout, **limits)
+    (step,) = run_to_completion(config).metrics
+    assert (step["kl_mean"] == 0.0) == same_limit
+
+
 def test_the_entropy_coefficient_adapts_and_is_recorded(make: MakeConfig) -> None:
     controller = {"kind": "adaptive", "target": 100.0, "step_size": 0.01, "max_coefficient": 0.02}
     run = run_to_completion(make(run={"steps": 4}, algorithm={"entropy_controller": controller}))
