@@ -134,10 +134,10 @@ def _cached(hub: HfApi, model: str, patterns: list[str], weights: bool) -> Path 
     except (errors.LocalEntryNotFoundError, errors.IncompleteSnapshotError, errors.HFValidationError):
         return None
     # Other programs download single files, and leave no list of what is missing.
-    return directory if _is_complete(directory, weights) else None
+    return directory if is_complete(directory, weights) else None
 
 
-def _is_complete(directory: Path, weights: bool) -> bool:
+def is_complete(directory: Path, weights: bool = True) -> bool:
     """Return whether a directory has config.json, a tokenizer and, if wanted, all weight files."""
     if not (directory / "config.json").is_file() or not has_tokenizer(directory):
         return False

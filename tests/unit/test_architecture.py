@@ -103,6 +103,7 @@ ALLOWED: dict[str, set[str]] = {
     "quartet.tokenizer_check": {"quartet.adapter_files", "quartet.errors"},
     "quartet.prompt_worker": {"quartet.data", "quartet.errors", "quartet.models", "quartet.sys_path"},
     "quartet.hub_models": {"quartet.errors", "quartet.tokenizer_check"},
+    "quartet.downloads": {"quartet.errors", "quartet.hub_models", "quartet.secret_files"},
     "quartet.preflight": FOUNDATION
     | {
         "quartet.data",
