@@ -117,7 +117,7 @@ def test_a_pod_without_its_first_role_uses_the_certificate_of_the_next() -> None
 def test_only_pods_that_need_a_volume_mount_it() -> None:
     volumes = {
         template["spec"]["containers"][0]["name"]: _volumes(template)
-        for _, template in pod_templates(manifests(example("single-node-4-gpus")))
+        for _, template in pod_templates(manifests(example("vllm-generators")))
     }
     assert {name for name, result in volumes.items() if "claim quartet-runs" in result} == {
         "actor",
@@ -128,6 +128,7 @@ def test_only_pods_that_need_a_volume_mount_it() -> None:
     assert {name for name, result in volumes.items() if "secret quartet-redis" in result} == {
         "actor",
         "critic",
+        "generator",
         "orchestrator",
         "gateway",
         "redis",
@@ -149,7 +150,7 @@ def test_only_pods_that_need_a_volume_mount_it() -> None:
     ],
 )
 def test_the_reward_mounts_the_runs_for_the_cache_of_a_judge(reward: dict[str, Any], mounted: bool) -> None:
-    values = changed("single-node-4-gpus", config__reward=None)
+    values = changed("vllm-generators", config__reward=None)
     values["config"]["reward"] = reward
     volumes = {
         template["spec"]["containers"][0]["name"]: _volumes(template)
@@ -263,7 +264,7 @@ def test_a_reference_that_follows_the_policy_reads_the_folder_of_runs() -> None:
             "spec"
         ]["template"]
         (container,) = template["spec"]["containers"]
-        mounts = [mount for mount in container["volumeMounts"] if mount["name"] == "runs"]
+        mounts = [mount for mount in container["volumeMounts"] if mount["mountPath"] == "/quartet/runs"]
         assert [mount.get("readOnly") for mount in mounts] == expected
 
 
@@ -274,9 +275,9 @@ def test_the_environment_has_the_models_but_neither_gpu_nor_buffer(tmp_path: Pat
     (container,) = deployment["template"]["spec"]["containers"]
     assert (deployment["replicas"], container["args"][0]) == (1, "environment")
     assert "nvidia.com/gpu" not in container["resources"]["limits"]
-    mounted = _volumes(deployment["template"])
-    assert not [name for name in mounted if "runs" in name or "redis" in name]
-    assert [name for name in mounted if "models" in name]
+    assert not [name for name in _volumes(deployment["template"]) if "redis" in name]
+    folders = {mount["mountPath"] for mount in container["volumeMounts"] if mount["mountPath"].startswith("/quartet/")}
+    assert folders == {"/quartet/models"}
     for name, text in files(values).items():
         (tmp_path / name).write_text(text, encoding="utf-8")
     config = load_config(tmp_path / "config.yaml", [], [tmp_path / "deployment.yaml"])

@@ -100,14 +100,14 @@ def test_every_pod_has_a_read_only_root_and_no_service_account_token(name: str) 
         # Variables with Service addresses could be mistaken for settings.
         assert spec["enableServiceLinks"] is False, pod
         assert spec["serviceAccountName"] == "quartet", pod
+        all_containers = [*spec["containers"], *spec.get("initContainers", [])]
         writable_paths = {
-            mount["mountPath"]
-            for item in spec["containers"]
-            for mount in item["volumeMounts"]
-            if not mount.get("readOnly")
+            mount["mountPath"] for item in all_containers for mount in item["volumeMounts"] if not mount.get("readOnly")
         }
-        assert writable_paths <= {"/tmp", "/dev/shm", "/quartet/runs", "/data", "/run/redis"}, pod
-        for container in spec["containers"]:
+        component = template["metadata"]["labels"]["app.kubernetes.io/component"]
+        filled = {"/quartet/models", "/quartet/data"} if component in ("download", "loader") else set()
+        assert writable_paths <= {"/tmp", "/dev/shm", "/quartet/runs", "/data", "/run/redis"} | filled, pod
+        for container in all_containers:
             assert container["securityContext"]["readOnlyRootFilesystem"] is True, pod
             assert container["resources"]["limits"]["memory"], pod
 
@@ -118,9 +118,10 @@ def test_secrets_are_files_that_only_the_pod_user_reads(name: str) -> None:
         for volume in template["spec"]["volumes"]:
             source = volume.get("secret") or volume.get("projected")
             assert source is None or source["defaultMode"] == 0o440, pod
-        for container in template["spec"]["containers"]:
+        for container in (*template["spec"]["containers"], *template["spec"].get("initContainers", [])):
             for variable in container.get("env", []):
-                assert variable["name"] in ("HOME", "NCCL_DEBUG", "NODE_RANK"), pod
+                plain = ("HOME", "NCCL_DEBUG", "NODE_RANK", "AWS_REGION", "AWS_SHARED_CREDENTIALS_FILE")
+                assert variable["name"] in plain, pod
 
 
 def test_the_service_account_has_no_permissions() -> None:

@@ -2,7 +2,7 @@
 {{- define "quartet.pod" -}}
 {{- $root := .root -}}{{- $component := .component -}}{{- $part := default "" .part -}}
 {{- $gateway := eq $component.name "gateway" -}}
-{{- $readsRuns := not (or $component.caching (and $component.usesBuffer (not $component.generating))) -}}
+{{- $folders := include "quartet.mountedFolders" $component | fromJson -}}
 metadata:
   labels:
     {{- include "quartet.selector" $root | nindent 4 }}
@@ -29,6 +29,10 @@ spec:
   {{- end }}
   {{- with include "quartet.placement" $component | trim }}
   {{- . | nindent 2 }}
+  {{- end }}
+  {{- with include "quartet.waitForDownloads" (dict "root" $root "component" $component "folders" $folders) }}
+  initContainers:
+    {{- . | nindent 4 }}
   {{- end }}
   containers:
     - name: {{ $component.name }}
@@ -88,16 +92,8 @@ spec:
         {{- if include "quartet.secretSources" . }}
         - {name: secrets, mountPath: /run/secrets/quartet, readOnly: true}
         {{- end }}
-        {{- range include "quartet.claims" $component | fromJsonArray }}
-        {{- $storage := index $root.Values.storage . }}
-        - name: {{ . }}
-          mountPath: /quartet/{{ . }}
-          {{- with $storage.subPath }}
-          subPath: {{ . }}
-          {{- end }}
-          {{- if or (ne . "runs") $readsRuns }}
-          readOnly: true
-          {{- end }}
+        {{- with include "quartet.claimMounts" (dict "root" $root "folders" $folders) | trim }}
+        {{- . | nindent 8 }}
         {{- end }}
         {{- if $component.sharedMemory }}
         - {name: shared-memory, mountPath: /dev/shm}
@@ -122,13 +118,8 @@ spec:
         defaultMode: 0440
         sources: {{- . | nindent 10 }}
     {{- end }}
-    {{- range include "quartet.claims" $component | fromJsonArray }}
-    - name: {{ . }}
-      persistentVolumeClaim:
-        claimName: {{ default (printf "%s-%s" (include "quartet.fullname" $root) .) (index $root.Values.storage .).existingClaim }}
-        {{- if or (ne . "runs") $readsRuns }}
-        readOnly: true
-        {{- end }}
+    {{- with include "quartet.claimVolumes" (dict "root" $root "folders" $folders) | trim }}
+    {{- . | nindent 4 }}
     {{- end }}
     {{- with $component.sharedMemory }}
     - name: shared-memory
@@ -157,13 +148,14 @@ spec:
 {{- toYaml $arguments -}}
 {{- end -}}
 
-{{/* Volumes that a component needs. */}}
-{{- define "quartet.claims" -}}
-{{- $claims := list -}}
-{{- if or .model .playing (eq .name "orchestrator") }}{{ $claims = append $claims "models" }}{{ end -}}
-{{- if eq .name "orchestrator" }}{{ $claims = append $claims "data" }}{{ end -}}
-{{- if or .caching .following (and .usesBuffer (not .generating)) }}{{ $claims = append $claims "runs" }}{{ end -}}
-{{- toJson $claims -}}
+{{/* Folders that a component needs: {folder: whether it only reads it}. */}}
+{{- define "quartet.mountedFolders" -}}
+{{- $folders := dict -}}
+{{- if or .model .playing (eq .name "orchestrator") }}{{ $_ := set $folders "models" true }}{{ end -}}
+{{- if eq .name "orchestrator" }}{{ $_ := set $folders "data" true }}{{ end -}}
+{{- $writes := or .caching (and .usesBuffer (not .generating)) -}}
+{{- if or $writes .following }}{{ $_ := set $folders "runs" (not $writes) }}{{ end -}}
+{{- toJson $folders -}}
 {{- end -}}
 
 {{/* Secrets that a component needs, as files. Arguments: root and component. */}}

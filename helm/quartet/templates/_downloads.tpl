@@ -1,0 +1,178 @@
+{{/* Filling of the volumes: downloads by a Job, and copies through a loader pod. */}}
+
+{{/* Arguments of quartet.downloads for targets in some folders. Arguments: root and folders. */}}
+{{- define "quartet.downloadArguments" -}}
+{{- include "quartet.checkDownloads" .root -}}
+{{- $arguments := list -}}
+{{- $folders := .folders -}}
+{{- range $target, $source := .root.Values.downloads.sources -}}
+{{- if has (first (splitList "/" $target)) $folders }}{{ $arguments = append $arguments (printf "%s=%s" $target $source) }}{{ end -}}
+{{- end -}}
+{{- $arguments | toJson -}}
+{{- end -}}
+
+{{/* Init container of a component: waits for the downloads that it mounts. Arguments: root, component and folders. */}}
+{{- define "quartet.waitForDownloads" -}}
+{{- $component := .component -}}
+{{- $arguments := include "quartet.downloadArguments" (dict "root" .root "folders" (keys .folders)) | fromJsonArray -}}
+{{- if $arguments -}}
+- name: wait-for-downloads
+  image: {{ include "quartet.image" (dict "image" $component.image "version" .root.Chart.AppVersion) }}
+  imagePullPolicy: {{ $component.image.pullPolicy }}
+  workingDir: /quartet
+  command: [tini, --, python, -m, quartet.downloads, --wait]
+  args: {{- toYaml $arguments | nindent 4 }}
+  env:
+    - {name: HOME, value: /tmp}
+  # Those of the component without its GPUs, so that a quota counts nothing more.
+  resources: {{- toYaml (default dict $component.resources) | nindent 4 }}
+  securityContext: {{- include "quartet.containerSecurity" . | nindent 4 }}
+  volumeMounts:
+    - {name: tmp, mountPath: /tmp}
+    {{- include "quartet.claimMounts" . | trim | nindent 4 }}
+{{- end -}}
+{{- end -}}
+
+{{/* Copies from S3 beside the targets. quartet.downloads renames them. Only the types of files that it takes, too. */}}
+{{- define "quartet.copyFromS3" -}}
+{{- $patterns := list "*.safetensors" "*.json" "*.jinja" "*.txt" "*.model" "*.tiktoken" "*.jsonl" "*.csv" "*.parquet" "*.arrow" -}}
+{{- range $pattern := list "jsonl" "json" "csv" "parquet" "arrow" "txt" -}}
+{{- $patterns = concat $patterns (list (printf "*.%s.gz" $pattern) (printf "*.%s.zst" $pattern)) -}}
+{{- end -}}
+{{- $filter := printf "--exclude '*'" -}}
+{{- range $patterns }}{{ $filter = printf "%s --include '%s'" $filter . }}{{ end -}}
+{{- range $target, $source := .Values.downloads.sources -}}
+{{- if hasPrefix "s3://" $source -}}
+{{- $partial := printf "%s/.%s.partial" (dir $target) (base $target) -}}
+{{- if hasSuffix "/" $source }}
+[ -e '{{ $target }}' ] || { mkdir -p '{{ dir $target }}'; aws s3 sync --no-progress {{ $filter }} '{{ $source }}' '{{ $partial }}'; }
+{{- else }}
+[ -e '{{ $target }}' ] || { mkdir -p '{{ dir $target }}'; aws s3 cp --no-progress '{{ $source }}' '{{ $partial }}'; }
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{/*
+Scheduling of the pods that fill volumes: that of the actor, because a volume may be bound to the node of its first pod. They need no
+GPU, so they take no runtime class.
+*/}}
+{{- define "quartet.fillingPlacement" -}}
+{{- range include "quartet.components" . | fromJson -}}
+{{- if has "actor" .roles -}}
+{{- $placement := pick . "priorityClassName" "nodeSelector" "tolerations" -}}
+{{- with (default dict .affinity).nodeAffinity }}{{ $_ := set $placement "affinity" (dict "nodeAffinity" .) }}{{ end -}}
+{{- include "quartet.placement" $placement | trim -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Fields of these pods besides containers and volumes. */}}
+{{- define "quartet.fillingPod" -}}
+serviceAccountName: {{ include "quartet.serviceAccount" . }}
+automountServiceAccountToken: false
+enableServiceLinks: false
+securityContext: {{- include "quartet.podSecurity" 10001 | nindent 2 }}
+{{- with .Values.imagePullSecrets }}
+imagePullSecrets: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with include "quartet.fillingPlacement" . }}
+{{ . }}
+{{- end }}
+{{- end -}}
+
+{{/* Pod of the Job. Arguments: root, folders and image. */}}
+{{- define "quartet.downloadPod" -}}
+{{- $root := .root -}}{{- $downloads := .root.Values.downloads -}}
+metadata:
+  labels:
+    {{- include "quartet.selector" $root | nindent 4 }}
+    app.kubernetes.io/component: download
+spec:
+  {{- include "quartet.fillingPod" $root | nindent 2 }}
+  restartPolicy: OnFailure
+  terminationGracePeriodSeconds: 10
+  {{- with include "quartet.copyFromS3" $root | trim }}
+  initContainers:
+    - name: copy-from-s3
+      image: {{ include "quartet.image" (dict "image" $downloads.s3Image "version" "") }}
+      imagePullPolicy: {{ $downloads.s3Image.pullPolicy }}
+      workingDir: /quartet
+      command: [sh, -ec]
+      args:
+        - |
+          {{- . | nindent 10 }}
+      env:
+        - {name: HOME, value: /tmp}
+        {{- if $downloads.existingSecret }}
+        - {name: AWS_SHARED_CREDENTIALS_FILE, value: /run/secrets/downloads/aws_credentials}
+        {{- end }}
+        {{- with $downloads.env }}
+        {{- toYaml . | nindent 8 }}
+        {{- end }}
+      {{- include "quartet.downloadContainer" $ | nindent 6 }}
+  {{- end }}
+  containers:
+    - name: download
+      image: {{ include "quartet.image" (dict "image" .image "version" $root.Chart.AppVersion) }}
+      imagePullPolicy: {{ .image.pullPolicy }}
+      workingDir: /quartet
+      command: [tini, --, python, -m, quartet.downloads]
+      args: {{- include "quartet.downloadArguments" (dict "root" $root "folders" (keys .folders)) | fromJsonArray | toYaml | nindent 8 }}
+      env:
+        - {name: HOME, value: /tmp}
+        {{- with $downloads.env }}
+        {{- toYaml . | nindent 8 }}
+        {{- end }}
+      {{- include "quartet.downloadContainer" . | nindent 6 }}
+  volumes:
+    - name: tmp
+      emptyDir: {sizeLimit: 10Gi}
+    {{- with $downloads.existingSecret }}
+    - name: secrets
+      secret: {secretName: {{ . }}, defaultMode: 0440}
+    {{- end }}
+    {{- include "quartet.claimVolumes" . | trim | nindent 4 }}
+{{- end -}}
+
+{{- define "quartet.downloadContainer" -}}
+resources: {{- toYaml .root.Values.downloads.resources | nindent 2 }}
+securityContext: {{- include "quartet.containerSecurity" . | nindent 2 }}
+volumeMounts:
+  - {name: tmp, mountPath: /tmp}
+  {{- if .root.Values.downloads.existingSecret }}
+  - {name: secrets, mountPath: /run/secrets/downloads, readOnly: true}
+  {{- end }}
+  {{- include "quartet.claimMounts" . | trim | nindent 2 }}
+{{- end -}}
+
+{{/* Refuse sources that quartet.downloads or a shell would misread. A source that may contain a password is not quoted. */}}
+{{- define "quartet.checkDownloads" -}}
+{{- $folders := include "quartet.folders" . | fromJson -}}
+{{- $targets := keys (default dict .Values.downloads.sources) -}}
+{{- range $target, $source := .Values.downloads.sources -}}
+{{- if not (regexMatch `^(models|data)(/[A-Za-z0-9_][A-Za-z0-9._-]*)+$` $target) -}}
+{{- fail (printf "downloads.sources: target %q; expected a path below models or data, such as models/policy, of letters, digits, dots, - and _; correct it" $target) -}}
+{{- end -}}
+{{- if regexMatch `[?@]` (regexReplaceAll `^hf://[^?@]*@[\w.-]+` $source "") -}}
+{{- fail (printf "downloads.sources: the source of %s contains a user or a query, and may be a credential; expected an address without; store the credential in a Secret, and set downloads.existingSecret" $target) -}}
+{{- end -}}
+{{- if not (or
+  (regexMatch `^hf://([\w.-]+/[\w.-]+|datasets/[\w.-]+/[\w.-]+)(@[\w.-]+)?$` $source)
+  (regexMatch `^hf://datasets/[\w.-]+/[\w.-]+(@[\w.-]+)?/[\w./-]+$` $source)
+  (regexMatch `^https://[A-Za-z0-9.-]+(:[0-9]+)?/[\w.~%/+=,-]+(#sha256=[0-9a-f]{64})?$` $source)
+  (regexMatch `^s3://[a-z0-9.-]+/[\w./=+-]+$` $source)) -}}
+{{- fail (printf "downloads.sources: %s: %q; expected hf://OWNER/NAME[@REVISION], hf://datasets/OWNER/NAME[@REVISION][/FILE], https://HOST/FILE[#sha256=DIGEST], s3://BUCKET/FILE or s3://BUCKET/FOLDER/; correct it" $target $source) -}}
+{{- end -}}
+{{- range $targets -}}
+{{- if hasPrefix (printf "%s/" .) $target -}}
+{{- fail (printf "downloads.sources: %s is inside %s, which is another target; expected separate folders; choose another one" $target .) -}}
+{{- end -}}
+{{- end -}}
+{{- $folder := first (splitList "/" $target) -}}
+{{- $path := (get $folders $folder).created -}}
+{{- if and $path (eq (default $.Values.storage.claim.accessModes (get $.Values.storage (trimPrefix "storage." $path)).accessModes | join ",") "ReadOnlyMany") -}}
+{{- fail (printf "%s.accessModes: ReadOnlyMany, but downloads.sources writes %s; expected ReadWriteOnce or ReadWriteMany; change it, or remove the download" $path $target) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}

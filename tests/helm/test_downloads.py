@@ -1,0 +1,248 @@
+"""The Job that downloads models and data, the pods that wait for it, and the loader."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import helm_python
+import pytest
+
+from quartet.downloads import DATA_FILES, Download, fetch, parse
+from quartet.hub_models import SMALL_FILES
+from tests.every_case import every_case
+from tests.helm.rendering import Manifest, Values, changed, example, manifests, of_kind, pod_templates, texts
+from tests.helm.test_components import pods
+from tests.helm.test_storage import mounts
+
+SOURCES = {
+    "models/policy": "hf://owner/policy@v1.0",
+    "models/reward": "s3://bucket/models/reward/",
+    "data/prompts.jsonl": "s3://bucket/prompts.jsonl",
+    "data/other": "hf://datasets/owner/data@main/part.parquet",
+    "data/third.json": "https://files.example.com:8443/a/b.json#sha256=" + "0" * 64,
+}
+
+
+def with_sources(sources: dict[str, str], **downloads: object) -> Values:
+    """Return values with downloads."""
+    return changed("cpu-kind", loader={"enabled": False}, downloads={"sources": sources, **downloads})
+
+
+def job_of(values: Values) -> Manifest:
+    """Return the Job of the downloads."""
+    (job,) = (item for name, item in of_kind(manifests(values), "Job").items() if "-download-" in name)
+    return job
+
+
+def test_the_job_passes_every_source_to_the_command() -> None:
+    spec = job_of(with_sources(SOURCES))["spec"]["template"]["spec"]
+    (container,) = spec["containers"]
+    assert container["command"][-2:] == ["-m", "quartet.downloads"]
+    assert {str(item.target): item.source for item in map(parse, container["args"])} == SOURCES
+    assert container["workingDir"] == "/quartet"
+    assert mounts(spec) == {
+        "/quartet/models": ("quartet-storage", "models", False),
+        "/quartet/data": ("quartet-storage", "data", False),
+    }
+
+
+def test_other_sources_create_another_job() -> None:
+    names = {
+        job_of(with_sources(sources))["metadata"]["name"] for sources in (SOURCES, SOURCES, {"models/a": "hf://a/b"})
+    }
+    assert len(names) == 2
+
+
+def test_without_sources_nothing_waits_and_no_job_exists() -> None:
+    result = manifests(example("cpu-kind"))
+    assert [name for name in of_kind(result, "Job") if "download" in name] == []
+    assert all("initContainers" not in template["spec"] for _, template in pod_templates(result))
+
+
+def test_pods_wait_for_the_folders_that_they_mount() -> None:
+    specs = pods(with_sources(SOURCES))
+    waits = {}
+    for name, spec in specs.items():
+        for container in spec.get("initContainers", []):
+            if container["name"] == "wait-for-downloads":
+                waits[name] = [argument.partition("=")[0] for argument in container["args"]]
+                assert container["command"][-2:] == ["quartet.downloads", "--wait"]
+                assert container["image"] == spec["containers"][0]["image"]
+                # A quota counts the larger of both, and no GPU is held twice.
+                assert container["resources"] == spec["containers"][0]["resources"]
+    models = ["models/policy", "models/reward"]
+    assert waits == {
+        **dict.fromkeys(("actor", "critic", "reference"), models),
+        "orchestrator": ["data/other", "data/prompts.jsonl", "data/third.json", *models],
+    }
+
+
+def test_waiting_needs_no_gpu() -> None:
+    spec = pods(changed("single-node-4-gpus"))["actor"]
+    assert "nvidia.com/gpu" in spec["containers"][0]["resources"]["limits"]
+    assert "nvidia.com/gpu" not in spec["initContainers"][0]["resources"]["limits"]
+
+
+def test_only_the_job_may_connect_outside_and_not_to_private_addresses() -> None:
+    result = manifests(with_sources(SOURCES))
+    blocks = {}
+    for name, policy in of_kind(result, "NetworkPolicy").items():
+        for rule in policy["spec"].get("egress") or []:
+            for peer in rule["to"]:
+                if "ipBlock" in peer:
+                    blocks.setdefault(name, []).append((peer["ipBlock"], rule["ports"]))
+    assert set(blocks) == {"quartet-download"}
+    https = [{"protocol": "TCP", "port": 443}]
+    (v4, v4_ports), (v6, v6_ports) = blocks["quartet-download"]
+    assert v4_ports == v6_ports == https
+    assert {"10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "169.254.0.0/16"} <= set(v4["except"])
+    assert "fc00::/7" in v6["except"]
+    policy = of_kind(result, "NetworkPolicy")["quartet-download"]["spec"]
+    labels = job_of(with_sources(SOURCES))["spec"]["template"]["metadata"]["labels"]
+    assert policy["podSelector"]["matchLabels"] == labels
+    assert policy["policyTypes"] == ["Ingress", "Egress"]
+    assert "ingress" not in policy
+    own = [{"to": [{"ipBlock": {"cidr": "10.1.0.0/16"}}]}]
+    custom = of_kind(manifests(with_sources(SOURCES, egress=own)), "NetworkPolicy")["quartet-download"]
+    assert custom["spec"]["egress"] == own
+
+
+def test_secrets_of_a_download_are_files_of_its_pod_only() -> None:
+    result = manifests(with_sources(SOURCES, existingSecret="tokens"))
+    users = {
+        name
+        for name, template in pod_templates(result)
+        if "tokens" in {volume.get("secret", {}).get("secretName") for volume in template["spec"]["volumes"]}
+    }
+    job = job_of(with_sources(SOURCES, existingSecret="tokens"))
+    assert users == {f"Job/{job['metadata']['name']}"}
+    spec = job["spec"]["template"]["spec"]
+    for container in (*spec["containers"], *spec["initContainers"]):
+        assert {"name": "secrets", "mountPath": "/run/secrets/downloads", "readOnly": True} in container["volumeMounts"]
+    (copy,) = spec["initContainers"]
+    file = {"name": "AWS_SHARED_CREDENTIALS_FILE", "value": "/run/secrets/downloads/aws_credentials"}
+    assert file in copy["env"]
+
+
+def test_the_job_is_scheduled_like_the_actor_without_its_runtime() -> None:
+    """A volume may be bound to the node of its first pod."""
+    spec = job_of(
+        changed(
+            "single-node-4-gpus",
+            components__actor__nodeSelector={"gpu": "yes"},
+            components__actor__affinity={"nodeAffinity": {"a": 1}, "podAntiAffinity": {"b": 1}},
+        )
+    )["spec"]["template"]["spec"]
+    assert spec["nodeSelector"] == {"gpu": "yes"}
+    assert spec["tolerations"] == example("single-node-4-gpus")["defaults"]["tolerations"]
+    assert spec["affinity"] == {"nodeAffinity": {"a": 1}}
+    assert "runtimeClassName" not in spec
+
+
+AWS = """#!/bin/sh
+# Stands in for the AWS CLI: `aws s3 sync|cp --no-progress [filters] SOURCE TARGET`.
+set -eu
+echo "$@" >> "$LOG"
+for target; do :; done
+if [ "$2" = sync ]; then mkdir -p "$target"; echo {} > "$target/config.json"; else echo {} > "$target"; fi
+"""
+
+
+def test_objects_of_s3_are_copied_once_and_then_renamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (copy,) = job_of(with_sources(SOURCES))["spec"]["template"]["spec"]["initContainers"]
+    binaries, volume = tmp_path / "bin", tmp_path / "quartet"
+    binaries.mkdir()
+    (volume / "models").mkdir(parents=True)
+    (binaries / "aws").write_text(AWS, encoding="utf-8")
+    (binaries / "aws").chmod(0o755)
+    log = tmp_path / "log"
+    environment = {"PATH": f"{binaries}:{os.environ['PATH']}", "LOG": str(log)}
+
+    def run() -> list[str]:
+        log.write_text("", encoding="utf-8")
+        subprocess.run([*copy["command"], *copy["args"]], cwd=volume, env=environment, check=True, timeout=60)
+        return log.read_text(encoding="utf-8").splitlines()
+
+    file, folder = run()
+    assert file == "s3 cp --no-progress s3://bucket/prompts.jsonl data/.prompts.jsonl.partial"
+    assert folder.startswith("s3 sync --no-progress --exclude * --include ")
+    assert folder.endswith(" s3://bucket/models/reward/ models/.reward.partial")
+    # The same files as from the hub: no pickles and no scripts.
+    patterns = {word for word in folder.split() if word.startswith("*.")}
+    assert patterns == {"*.safetensors", *SMALL_FILES, *DATA_FILES}
+    monkeypatch.chdir(volume)
+    for target in ("models/reward", "data/prompts.jsonl"):
+        fetch(Download(Path(target), SOURCES[target]))
+    assert (volume / "models/reward/config.json").is_file()
+    assert (volume / "data/prompts.jsonl").is_file()
+    assert run() == []
+
+
+def test_without_s3_its_image_is_not_needed() -> None:
+    spec = job_of(with_sources({"models/policy": "hf://owner/policy"}))["spec"]["template"]["spec"]
+    assert "initContainers" not in spec
+
+
+@every_case(
+    "target, source, text",
+    [
+        ("policy", "hf://a/b", 'target "policy"; expected a path below models or data'),
+        ("models", "hf://a/b", 'target "models"; expected'),
+        ("runs/a", "hf://a/b", 'target "runs/a"; expected'),
+        ("models/../data", "hf://a/b", 'target "models/../data"; expected'),
+        ("models/a'b", "hf://a/b", "expected a path below"),
+        ("models/a", "hf://b", 'models/a: "hf://b"; expected hf://OWNER/NAME'),
+        ("models/a", "hf://a/b/c.json", "expected hf://OWNER/NAME"),
+        ("models/a", "a/b", "expected hf://OWNER/NAME"),
+        ("models/a", "http://example.com/a.json", "expected hf://OWNER/NAME"),
+        ("models/a", "https://example.com/a.json#md5=0", "expected hf://OWNER/NAME"),
+        ("models/a", "s3://b/$(id)", "expected hf://OWNER/NAME"),
+        ("models/a", "s3://b/a'; id; '", "expected hf://OWNER/NAME"),
+    ],
+)
+def test_a_malformed_download_is_refused(target: str, source: str, text: str) -> None:
+    with pytest.raises(helm_python.HelmError) as error:
+        manifests(with_sources({target: source}))
+    assert text in str(error.value)
+
+
+@every_case(
+    "source",
+    ["https://me:sesame@example.com/a.json", "https://example.com/a.json?X-Amz-Signature=sesame", "s3://sesame@b/c"],
+)
+def test_a_source_with_a_credential_is_refused_and_not_quoted(source: str) -> None:
+    with pytest.raises(helm_python.HelmError) as error:
+        manifests(with_sources({"models/a": source}))
+    assert "downloads.sources: the source of models/a contains a user or a query" in str(error.value)
+    assert "downloads.existingSecret" in str(error.value)
+    assert "sesame" not in str(error.value)
+
+
+def test_a_target_inside_another_one_is_refused() -> None:
+    with pytest.raises(helm_python.HelmError, match="models/a/b is inside models/a"):
+        manifests(with_sources({"models/a": "hf://a/b", "models/a/b": "hf://a/c"}))
+
+
+def test_a_download_into_a_volume_that_is_only_read_is_refused() -> None:
+    values = changed("cpu-kind", downloads={"sources": {"models/a": "hf://a/b"}})
+    values["storage"]["models"] = {"size": "1Gi", "accessModes": ["ReadOnlyMany"]}
+    with pytest.raises(helm_python.HelmError, match=r"storage\.models\.accessModes: ReadOnlyMany, but"):
+        manifests(values)
+
+
+def test_the_loader_writes_all_folders_and_reaches_nothing() -> None:
+    result = manifests(example("cpu-kind"))
+    spec = pods(example("cpu-kind"))["loader"]
+    assert mounts(spec) == {f"/quartet/{name}": ("quartet-storage", name, False) for name in ("models", "data", "runs")}
+    labels = of_kind(result, "Deployment")["quartet-loader"]["spec"]["template"]["metadata"]["labels"]
+    selecting = {
+        name
+        for name, policy in of_kind(result, "NetworkPolicy").items()
+        if policy["spec"]["podSelector"]["matchLabels"].items() <= labels.items()
+    }
+    assert selecting == {"quartet-default-deny", "quartet-dns"}
+    notes = texts(example("cpu-kind"))["quartet/templates/NOTES.txt"]
+    assert "exec --stdin deployment/quartet-loader" in notes
+    assert "loader" not in pods(example("single-node-4-gpus"))
