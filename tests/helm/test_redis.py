@@ -26,7 +26,7 @@ from quartet.child_processes import tied_to_parent
 from quartet.errors import ConfigError, FailedPrecondition, LeadershipConflict, ServiceUnavailable
 from tests.buffer.samples import experience, trajectory
 from tests.every_case import every_case
-from tests.helm.rendering import Values, changed, manifests, of_kind
+from tests.helm.rendering import EXAMPLES, Values, changed, example, manifests, of_kind
 
 PLAIN = changed("cpu-kind", security={"allowPlaintext": True, "tls": {"enabled": False}})
 RUN = "tiny"
@@ -201,14 +201,45 @@ def test_other_commands_are_refused(server: RedisServer, command: str) -> None:
     client.close()
 
 
-def test_keys_of_other_runs_are_refused(server: RedisServer) -> None:
+def test_another_run_of_the_release_needs_no_other_redis(server: RedisServer) -> None:
+    other = changed("cpu-kind", config__run={"name": "another", "steps": 6})
+    for kind, name in (("StatefulSet", "quartet-redis"), ("ConfigMap", "quartet-redis")):
+        assert of_kind(manifests(other), kind)[name] == of_kind(manifests(example("cpu-kind")), kind)[name]
+    use_like_a_run(server, "another")
+
+
+def test_keys_of_other_programs_are_refused(server: RedisServer) -> None:
     client = server.client()
-    for key in ("other", "quartet:another:lease", f"quartet:{RUN}2:lease"):
+    for key in ("other", "quartet", "quartet2:tiny:lease", "other:quartet:tiny"):
         with pytest.raises(redis.exceptions.NoPermissionError):
             client.get(key)
         with pytest.raises(redis.exceptions.NoPermissionError):
             client.set(key, "1")
     client.close()
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_redis_tolerates_the_taints_of_the_other_pods(name: str) -> None:
+    """On a single tainted machine it has no other node."""
+    values = example(name)
+    if not values.get("redis", {}).get("enabled", True):
+        pytest.skip("an external Redis")
+    spec = of_kind(manifests(values), "StatefulSet")["quartet-redis"]["spec"]["template"]["spec"]
+    placement = {**values.get("defaults", {}), **values.get("redis", {})}
+    for key in ("tolerations", "nodeSelector", "priorityClassName"):
+        assert spec.get(key) == (placement.get(key) or None), key
+    # Redis needs no GPU.
+    assert "runtimeClassName" not in spec
+
+
+def test_redis_may_be_placed_elsewhere() -> None:
+    own = {"nodeSelector": {"disk": "ssd"}, "tolerations": [], "priorityClassName": "", "affinity": None}
+    values = changed("node-8-gpus", redis=own, defaults__affinity={"nodeAffinity": {}})
+    spec = of_kind(manifests(values), "StatefulSet")["quartet-redis"]["spec"]["template"]["spec"]
+    assert spec["nodeSelector"] == {"disk": "ssd"}
+    assert "tolerations" not in spec
+    assert "priorityClassName" not in spec
+    assert spec["affinity"] == {"nodeAffinity": {}}
 
 
 def test_scripts_are_refused(server: RedisServer) -> None:

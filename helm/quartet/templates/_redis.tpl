@@ -39,11 +39,24 @@ refused because templates cannot unescape them. */ -}}
 {{- .Values.redis.enabled | ternary .Values.redis.password.key .Values.redis.external.key -}}
 {{- end -}}
 
-{{/* ACL users. The container replaces PASSWORD by the digest when it starts. */}}
+{{/* Scheduling of Redis: the keys of `redis` over those of `defaults`. Redis needs no GPU, so it takes no runtime class. */}}
+{{- define "quartet.redisPlacement" -}}
+{{- $placement := dict -}}
+{{- range $key := list "priorityClassName" "nodeSelector" "tolerations" "affinity" -}}
+{{- $source := kindIs "invalid" (index $.Values.redis $key) | ternary $.Values.defaults $.Values.redis -}}
+{{- with get $source $key }}{{ $_ := set $placement $key . }}{{ end -}}
+{{- end -}}
+{{- include "quartet.placement" $placement | trim -}}
+{{- end -}}
+
+{{/*
+ACL users. The container replaces PASSWORD by the digest when it starts. The keys of all runs of this release are permitted, because
+they have the same pods and password. So another run.name leaves Redis as it is.
+*/}}
 {{- define "quartet.redisUsers" -}}
 user default off resetpass resetkeys resetchannels -@all
 {{- /* Only the commands that src/quartet/buffer sends. tests/helm runs the real buffer with this list. */}}
-user quartet on #PASSWORD resetkeys resetchannels ~quartet:{{ dig "run" "name" "run" .Values.config }}:* -@all +ping +info +multi +exec +scan +exists +del +get +set +incrby +pttl +watch +unwatch +hset +hmget +hkeys +hdel +xgroup|create +xadd +xreadgroup +xack +xdel +xlen
+user quartet on #PASSWORD resetkeys resetchannels ~quartet:* -@all +ping +info +multi +exec +scan +exists +del +get +set +incrby +pttl +watch +unwatch +hset +hmget +hkeys +hdel +xgroup|create +xadd +xreadgroup +xack +xdel +xlen
 {{- end -}}
 
 
