@@ -3,93 +3,30 @@
 from __future__ import annotations
 
 import base64
-import json
 import socket
 import ssl
 import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
 
 import helm_python
 import pytest
 
-from tests.helm.rendering import NAMESPACE, Manifest, changed, example, manifests, of_kind
+from tests.helm.cluster import ApiServer, api_server, connected
+from tests.helm.rendering import Manifest, changed, example, manifests, of_kind
 
 CERTIFICATE = "quartet-certificate-"
 
 
-class ApiServer(ThreadingHTTPServer):
-    """Minimal Kubernetes API server for Helm's `lookup`: it serves the list of kinds, and single Secrets."""
-
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), _RequestHandler)
-        self.secrets: dict[str, Manifest] = {}
-
-    def store_secrets(self, result: list[Manifest]) -> None:
-        """Store the Secrets of an installation."""
-        self.secrets = of_kind(result, "Secret")
-
-
-class _RequestHandler(BaseHTTPRequestHandler):
-    server: ApiServer
-
-    def do_GET(self) -> None:
-        folder, _, name = self.path.partition("?")[0].rpartition("/")
-        if folder == f"/api/v1/namespaces/{NAMESPACE}/secrets" and name in self.server.secrets:
-            self._respond(200, self.server.secrets[name])
-        elif self.path.startswith("/api/v1/") and name != "v1" and folder:
-            self._respond(
-                404, {"kind": "Status", "apiVersion": "v1", "status": "Failure", "reason": "NotFound", "code": 404}
-            )
-        elif self.path.startswith("/api/v1"):
-            kinds = [
-                {"name": "secrets", "singularName": "secret", "namespaced": True, "kind": "Secret", "verbs": ["get"]}
-            ]
-            self._respond(200, {"kind": "APIResourceList", "groupVersion": "v1", "resources": kinds})
-        elif self.path.startswith("/apis"):
-            self._respond(200, {"kind": "APIGroupList", "apiVersion": "v1", "groups": []})
-        elif self.path.startswith("/api"):
-            self._respond(200, {"kind": "APIVersions", "versions": ["v1"]})
-        else:
-            self._respond(200, {"major": "1", "minor": "29", "gitVersion": "v1.29.0"})
-
-    def _respond(self, status: int, content: Manifest) -> None:
-        body = json.dumps(content).encode()
-        self.send_response(status)
-        self.send_header("content-type", "application/json")
-        self.send_header("content-length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """Disable the log."""
-
-
 @pytest.fixture
 def api() -> Iterator[ApiServer]:
-    server = ApiServer()
-    thread = threading.Thread(target=server.serve_forever, args=(0.05,))
-    thread.start()
-    yield server
-    server.shutdown()
-    server.server_close()
-    thread.join()
+    with api_server() as server:
+        yield server
 
 
 @pytest.fixture
 def cluster(api: ApiServer) -> Iterator[helm_python.Config]:
-    address = f"http://127.0.0.1:{api.server_port}"
-    kubeconfig = {
-        "apiVersion": "v1",
-        "kind": "Config",
-        "clusters": [{"name": "test", "cluster": {"server": address}}],
-        "users": [{"name": "test", "user": {}}],
-        "contexts": [{"name": "test", "context": {"cluster": "test", "user": "test"}}],
-        "current-context": "test",
-    }
-    with helm_python.Config(kubeconfig_content=json.dumps(kubeconfig), namespace=NAMESPACE) as config:
+    with connected(api) as config:
         yield config
 
 
@@ -111,7 +48,7 @@ def test_each_release_has_new_secrets() -> None:
 
 def test_an_upgrade_keeps_the_secrets_of_the_cluster(api: ApiServer, cluster: helm_python.Config) -> None:
     installed = manifests(example("cpu-kind"), cluster)
-    api.store_secrets(installed)
+    api.store(installed)
     upgraded = manifests(changed("cpu-kind", config__run={"name": "tiny", "steps": 9}), cluster)
     assert secrets(upgraded) == secrets(installed)
     assert len(secrets(installed)) == 11
@@ -121,7 +58,7 @@ def test_an_upgrade_issues_the_certificate_of_a_new_process_with_the_same_author
     api: ApiServer, cluster: helm_python.Config
 ) -> None:
     before = manifests(changed("cpu-kind", config__algorithm={"estimator": "reinforce"}), cluster)
-    api.store_secrets(before)
+    api.store(before)
     after = secrets(manifests(example("cpu-kind"), cluster))
     old = secrets(before)
     # Without the critic, its process had the certificate of the reward.
@@ -132,21 +69,21 @@ def test_an_upgrade_issues_the_certificate_of_a_new_process_with_the_same_author
 
 
 def test_changed_host_names_renew_the_certificate(api: ApiServer, cluster: helm_python.Config) -> None:
-    api.store_secrets(manifests(example("cpu-kind"), cluster))
+    api.store(manifests(example("cpu-kind"), cluster))
     values = changed("cpu-kind", gateway={"allowedHosts": ["quartet.example.com"]})
     after = secrets(manifests(values, cluster))
     for process in ("gateway", "actor"):
-        unchanged = after[CERTIFICATE + process] == api.secrets[CERTIFICATE + process]["data"]
+        unchanged = after[CERTIFICATE + process] == secrets(api.objects)[CERTIFICATE + process]
         assert unchanged == (process == "actor")
 
 
 def test_a_lost_authority_renews_all_certificates(api: ApiServer, cluster: helm_python.Config) -> None:
-    api.store_secrets(manifests(example("cpu-kind"), cluster))
-    del api.secrets["quartet-ca"]
+    api.store(manifests(example("cpu-kind"), cluster))
+    api.objects = [item for item in api.objects if item["metadata"]["name"] != "quartet-ca"]
     after = secrets(manifests(example("cpu-kind"), cluster))
     for process in ("gateway", "actor", "redis"):
         assert after[CERTIFICATE + process]["ca.crt"] == after["quartet-ca"]["tls.crt"]
-        assert after[CERTIFICATE + process] != api.secrets[CERTIFICATE + process]["data"]
+        assert after[CERTIFICATE + process] != secrets(api.objects)[CERTIFICATE + process]
 
 
 def test_existing_secrets_are_not_generated() -> None:
