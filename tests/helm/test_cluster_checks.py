@@ -1,0 +1,237 @@
+"""What a cluster would refuse is refused before Helm changes anything, with a message that says what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import helm_python
+import pytest
+
+from tests.every_case import every_case
+from tests.helm.cluster import CUSTOM_KINDS, KINDS, ApiServer, api_server, connected
+from tests.helm.rendering import NAMESPACE, RELEASE, Manifest, Values, changed, chart, example, manifests, of_kind
+
+CLASSES = (
+    ("PriorityClass", "training", {"value": 1000}),
+    ("RuntimeClass", "nvidia", {"handler": "nvidia"}),
+    ("IngressClass", "nginx", {}),
+    ("StorageClass", "shared", {"provisioner": "nfs.csi.k8s.io"}),
+)
+
+
+@pytest.fixture
+def api() -> Iterator[ApiServer]:
+    """A cluster with the classes of the examples and all custom resources."""
+    with api_server() as server:
+        server.kinds = {**KINDS, **CUSTOM_KINDS}
+        for kind, name, fields in CLASSES:
+            server.add(kind, name, **fields)
+        yield server
+
+
+RENDERED = "unable to build kubernetes objects from release manifest"
+"""What Helm says after rendering: the server has no schemas."""
+
+
+def outcome(values: Values, api: ApiServer) -> str:
+    """Return the message of `helm install --dry-run=server`."""
+    with connected(api) as cluster, pytest.raises(helm_python.HelmError) as error:
+        cluster.install(chart(), RELEASE, values, namespace=NAMESPACE, dry_run="server")
+    return str(error.value)
+
+
+def assert_accepted(values: Values, api: ApiServer) -> None:
+    """Assert that no check refuses the values."""
+    assert RENDERED in outcome(values, api)
+
+
+def refusal(values: Values, api: ApiServer) -> str:
+    """Return the message with which the chart refuses values."""
+    message = outcome(values, api)
+    assert RENDERED not in message
+    return message
+
+
+def installed(api: ApiServer, values: Values) -> None:
+    """Store the objects of a release, with what a cluster adds to them."""
+    classes = [item for item in api.objects if item["kind"].endswith("Class")]
+    objects = manifests(values)
+    for claim in of_kind(objects, "PersistentVolumeClaim").values():
+        claim["spec"].setdefault("storageClassName", "standard")
+        claim["spec"].setdefault("volumeName", "pvc-1")
+    for service in of_kind(objects, "Service").values():
+        service["spec"].setdefault("clusterIP", "10.0.0.1")
+    api.store([*classes, *objects])
+
+
+@every_case("name", ["node-8-gpus", "leader-worker-set", "single-node-4-gpus"])
+def test_a_cluster_with_all_objects_is_accepted(api: ApiServer, name: str) -> None:
+    assert_accepted(example(name), api)
+    installed(api, example(name))
+    assert_accepted(example(name), api)
+
+
+@every_case(
+    "name, kind, text",
+    [
+        ("node-8-gpus", "Certificate", "security.tls.source: cert-manager needs cert-manager.io/v1/Certificate"),
+        ("node-8-gpus", "ServiceMonitor", "monitoring.serviceMonitor.enabled: true needs"),
+        ("node-8-gpus", "PrometheusRule", "monitoring.prometheusRule.enabled: true needs"),
+        ("node-8-gpus", "ScaledObject", "components.reward.autoscaling.kind: keda needs"),
+        ("leader-worker-set", "LeaderWorkerSet", "workerGroups.leaderWorkerSet: true needs"),
+    ],
+)
+def test_a_missing_custom_resource_names_its_value_and_controller(
+    api: ApiServer, name: str, kind: str, text: str
+) -> None:
+    api.kinds = {
+        version: {other: entry for other, entry in kinds.items() if other != kind}
+        for version, kinds in {**KINDS, **CUSTOM_KINDS}.items()
+    }
+    message = refusal(example(name), api)
+    assert text in message
+    assert f"this cluster has no {kind}; install " in message
+    assert ", or set " in message
+
+
+@every_case(
+    "name, kind, text",
+    [
+        (
+            "node-8-gpus",
+            "PriorityClass",
+            "components.actor.priorityClassName: this cluster has no PriorityClass training",
+        ),
+        (
+            "single-node-4-gpus",
+            "RuntimeClass",
+            "components.actor.runtimeClassName: this cluster has no RuntimeClass nvidia",
+        ),
+        ("node-8-gpus", "IngressClass", "ingress.className: this cluster has no IngressClass nginx"),
+        ("node-8-gpus", "StorageClass", "storage.runs.storageClassName: this cluster has no StorageClass shared"),
+    ],
+)
+def test_a_missing_class_is_named_with_its_value(api: ApiServer, name: str, kind: str, text: str) -> None:
+    complete = list(api.objects)
+    api.objects = [item for item in complete if item["kind"] != kind]
+    message = refusal(example(name), api)
+    assert text in message
+    assert "correct" in message
+    assert_accepted(with_checks_off(name), api)
+    api.objects = complete
+
+
+def with_checks_off(name: str) -> Values:
+    """Return values that look up no objects of the whole cluster."""
+    return changed(name, checks={"clusterObjects": False})
+
+
+def test_a_user_without_permission_for_classes_can_turn_the_check_off(api: ApiServer) -> None:
+    api.forbidden = {"priorityclasses", "storageclasses", "runtimeclasses", "ingressclasses"}
+    # The message of Helm names the template, and so the value.
+    assert "quartet.checks.clusterObjects" in refusal(example("node-8-gpus"), api)
+    assert_accepted(with_checks_off("node-8-gpus"), api)
+    # Values that name no class need no permission.
+    assert_accepted(example("cpu-kind"), api)
+
+
+@every_case(
+    "driver, modes, accepted",
+    [
+        ("rancher.io/local-path", ["ReadWriteOnce"], True),
+        ("rancher.io/local-path", ["ReadWriteMany"], False),
+        ("rancher.io/local-path", ["ReadOnlyMany"], False),
+        ("ebs.csi.aws.com", ["ReadWriteOnce", "ReadWriteMany"], False),
+        ("pd.csi.storage.gke.io", ["ReadOnlyMany"], True),
+        ("pd.csi.storage.gke.io", ["ReadWriteMany"], False),
+        ("nfs.csi.k8s.io", ["ReadWriteMany"], True),
+    ],
+)
+def test_access_modes_that_the_storage_class_does_not_have_are_refused(
+    api: ApiServer, driver: str, modes: list[str], accepted: bool
+) -> None:
+    api.objects = []
+    api.add("StorageClass", "fast", provisioner=driver)
+    default = api.add("StorageClass", "standard", provisioner=driver)
+    default["metadata"]["annotations"] = {"storageclass.kubernetes.io/is-default-class": "true"}
+    for name in ("fast", ""):
+        values = changed("cpu-kind", storage__claim={"accessModes": modes, "storageClassName": name, "size": "1Gi"})
+        if accepted:
+            assert_accepted(values, api)
+            continue
+        message = refusal(values, api)
+        assert (
+            f"storage.claim.accessModes: {modes[-1]}, but the StorageClass {name or 'standard'} ({driver})" in message
+        )
+        assert "set storage.claim.storageClassName" in message
+
+
+CLAIM_CHANGES: list[tuple[str, Any, str]] = [
+    ("accessModes", ["ReadWriteMany"], "[ReadWriteMany], but the claim quartet-storage exists with [ReadWriteOnce]"),
+    ("storageClassName", "shared", "shared, but the claim quartet-storage exists with standard"),
+    ("volumeName", "other", "other, but the claim quartet-storage exists with pvc-1"),
+    ("size", "7Gi", "7Gi, but the claim quartet-storage exists with 8Gi, and Kubernetes does not shrink it"),
+    ("size", "8000M", "8000M, but the claim quartet-storage exists with 8Gi, and Kubernetes does not shrink it"),
+    ("size", "9Gi", "its StorageClass standard does not expand volumes"),
+]
+
+
+@every_case("key, value, text", CLAIM_CHANGES)
+def test_a_change_of_an_existing_claim_says_what_it_has(api: ApiServer, key: str, value: Any, text: str) -> None:
+    installed(api, example("cpu-kind"))
+    api.add("StorageClass", "standard", provisioner="example.com/disk")
+    message = refusal(changed("cpu-kind", **{f"storage__claim__{key}": value}), api)
+    assert f"storage.claim.{key}: " in message
+    assert text in message
+    assert "set it to " in message
+
+
+@every_case("size", ["8Gi", "8192Mi", 8 * 2**30, "8.0Gi", "0.0078125Ti"])
+def test_the_same_size_in_another_unit_is_accepted(api: ApiServer, size: Any) -> None:
+    installed(api, example("cpu-kind"))
+    assert_accepted(changed("cpu-kind", storage__claim__size=size), api)
+
+
+def test_a_claim_grows_if_its_class_expands_volumes(api: ApiServer) -> None:
+    installed(api, example("cpu-kind"))
+    api.add("StorageClass", "standard", provisioner="example.com/disk", allowVolumeExpansion=True)
+    assert_accepted(changed("cpu-kind", storage__claim__size="9Gi"), api)
+
+
+@every_case(
+    "key, value, text",
+    [
+        ("size", "2Gi", 'redis.persistence.size: "2Gi", but the StatefulSet quartet-redis exists with "1Gi"'),
+        ("storageClassName", "shared", 'redis.persistence.storageClassName: "shared", but'),
+        ("accessModes", ["ReadWriteOncePod"], 'redis.persistence.accessModes: "ReadWriteOncePod", but'),
+    ],
+)
+def test_a_change_of_the_storage_of_redis_says_how(api: ApiServer, key: str, value: Any, text: str) -> None:
+    installed(api, example("cpu-kind"))
+    message = refusal(changed("cpu-kind", **{f"redis__persistence__{key}": value}), api)
+    assert text in message
+    assert "set it to " in message
+    assert "delete the StatefulSet quartet-redis" in message
+    assert ("--cascade=orphan" in message) == (key == "size")
+
+
+def test_another_name_override_is_refused_if_the_names_of_objects_stay(api: ApiServer) -> None:
+    values = changed("cpu-kind", fullnameOverride="quartet")
+    installed(api, values)
+    message = refusal({**values, "nameOverride": "other"}, api)
+    assert 'nameOverride: "other", but the Deployment quartet-actor exists with the label' in message
+    assert 'set it to "quartet"' in message
+
+
+def test_a_service_that_becomes_headless_must_be_deleted_first(api: ApiServer) -> None:
+    before = changed("two-node-actor", components__reference={"nodes": 2, "gpus": 1})
+    installed(api, before)
+    message = refusal(changed("two-node-actor", components__reference={"nodes": 1, "gpus": 1}), api)
+    assert "kubectl --namespace rlhf delete service quartet-reference" in message
+
+
+def test_rendering_without_a_cluster_checks_nothing_of_it() -> None:
+    # Neither classes nor custom resources exist for `helm template`.
+    result: list[Manifest] = manifests(example("node-8-gpus"))
+    assert of_kind(result, "ServiceMonitor")
