@@ -67,7 +67,7 @@ class Download:
         return self.target.with_name(f".{self.target.name}.source")
 
     def is_complete(self) -> bool:
-        """Return whether the target exists. A target without a record was copied there by someone, and counts as complete.
+        """Return whether the target exists. A target without a record is a copy of the user, and counts as complete.
 
         Raises ConfigError if the target comes from another source.
         """

@@ -166,7 +166,7 @@ line of this template; then set checks.clusterObjects false.
 {{- if eq (dig "metadata" "annotations" "storageclass.kubernetes.io/is-default-class" "" .) "true" }}{{ $class = . }}{{ end -}}
 {{- end -}}
 {{- end -}}
-{{- /* Drivers of disks, whose file systems are mounted on one node. Two of them share a disk that nobody writes. */ -}}
+{{- /* Drivers of disks, whose file systems are mounted on one node. Two of them share a disk that no pod writes. */ -}}
 {{- $readable := list "pd.csi.storage.gke.io" "rbd.csi.ceph.com" -}}
 {{- $disks := concat $readable (list "rancher.io/local-path" "openebs.io/local" "local.csi.openebs.io" "topolvm.io" "ebs.csi.aws.com"
   "disk.csi.azure.com" "cinder.csi.openstack.org" "dobs.csi.digitalocean.com" "csi.hetzner.cloud" "linodebs.csi.linode.com") -}}
