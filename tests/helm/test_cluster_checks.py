@@ -67,6 +67,7 @@ def installed(api: ApiServer, values: Values) -> None:
 
 @every_case("name", ["node-8-gpus", "leader-worker-set", "single-node-4-gpus"])
 def test_a_cluster_with_all_objects_is_accepted(api: ApiServer, name: str) -> None:
+    api.objects = [item for item in api.objects if item["kind"].endswith("Class")]
     assert_accepted(example(name), api)
     installed(api, example(name))
     assert_accepted(example(name), api)
