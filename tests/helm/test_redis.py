@@ -233,7 +233,7 @@ def test_redis_tolerates_the_taints_of_the_other_pods(name: str) -> None:
 
 
 def test_redis_may_be_placed_elsewhere() -> None:
-    own = {"nodeSelector": {"disk": "ssd"}, "tolerations": [], "priorityClassName": "", "affinity": None}
+    own = {"nodeSelector": {"disk": "ssd"}, "tolerations": [], "priorityClassName": ""}
     values = changed("node-8-gpus", redis=own, defaults__affinity={"nodeAffinity": {}})
     spec = of_kind(manifests(values), "StatefulSet")["quartet-redis"]["spec"]["template"]["spec"]
     assert spec["nodeSelector"] == {"disk": "ssd"}
