@@ -77,7 +77,7 @@ spec:
         {{- toYaml (index $component.probes $kind) | nindent 8 }}
       {{- end }}
       {{- end }}
-      resources: {{- include "quartet.resources" $component | nindent 8 }}
+      resources: {{- include "quartet.resources" . | nindent 8 }}
       securityContext: {{- include "quartet.containerSecurity" . | nindent 8 }}
       volumeMounts:
         - {name: config, mountPath: /etc/quartet, readOnly: true}
@@ -200,15 +200,6 @@ spec:
 {{ $key }}:{{ kindIs "string" . | ternary (printf " %v" .) (toYaml . | nindent 2) }}
 {{- end }}
 {{- end }}
-{{- end -}}
-
-{{/* Resources of a container. GPUs are requested by their limit. */}}
-{{- define "quartet.resources" -}}
-{{- $resources := deepCopy (default dict .resources) -}}
-{{- if gt (int .gpus) 0 -}}
-{{- $resources = mergeOverwrite $resources (dict "limits" (dict .gpuResource (int .gpus))) -}}
-{{- end -}}
-{{- toYaml $resources -}}
 {{- end -}}
 
 {{/* Security context for Pod Security "restricted", with a read-only root file system. Argument: the user id. */}}
