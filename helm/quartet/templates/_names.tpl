@@ -29,11 +29,11 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- default (include "quartet.fullname" .) .Values.serviceAccount.name -}}
 {{- end -}}
 
-{{/* Image reference. Arguments: the merged image settings and the default tag. */}}
+{{/* Image reference. Arguments: the merged image settings, the default tag, and the registry of images that name none. */}}
 {{- define "quartet.image" -}}
 {{- $image := .image -}}
 {{- $name := $image.repository -}}
-{{- with $image.registry }}{{ $name = printf "%s/%s" (trimSuffix "/" .) $name }}{{ end -}}
+{{- with default .registry $image.registry }}{{ $name = printf "%s/%s" (trimSuffix "/" .) $name }}{{ end -}}
 {{- if $image.digest -}}
 {{- printf "%s@%s" $name $image.digest -}}
 {{- else -}}

@@ -7,11 +7,17 @@ metadata:
   labels:
     {{- include "quartet.selector" $root | nindent 4 }}
     app.kubernetes.io/component: {{ $component.name }}
+    {{- with include "quartet.gangLabels" . }}
+    {{- . | nindent 4 }}
+    {{- end }}
     {{- with $component.labels }}
     {{- toYaml . | nindent 4 }}
     {{- end }}
   annotations:
     checksum/config: {{ include "quartet.configData" $root | sha256sum }}
+    {{- with include "quartet.gangAnnotations" . }}
+    {{- . | nindent 4 }}
+    {{- end }}
     {{- with $component.annotations }}
     {{- toYaml . | nindent 4 }}
     {{- end }}
@@ -20,25 +26,29 @@ spec:
   automountServiceAccountToken: false
   enableServiceLinks: false
   {{- if eq $component.workload "Job" }}
-  restartPolicy: OnFailure
+  restartPolicy: Never
   {{- end }}
   terminationGracePeriodSeconds: {{ $component.terminationGracePeriodSeconds }}
-  securityContext: {{- include "quartet.podSecurity" 10001 | nindent 4 }}
+  securityContext: {{- include "quartet.podSecurity" (dict "root" $root "user" 10001) | nindent 4 }}
   {{- with $root.Values.imagePullSecrets }}
   imagePullSecrets: {{- toYaml . | nindent 4 }}
   {{- end }}
-  {{- with include "quartet.placement" $component | trim }}
+  {{- with include "quartet.scheduling" . | trim }}
   {{- . | nindent 2 }}
   {{- end }}
   containers:
     - name: {{ $component.name }}
-      image: {{ include "quartet.image" (dict "image" $component.image "version" $root.Chart.AppVersion) }}
+      image: {{ include "quartet.image" (dict "image" $component.image "version" $root.Chart.AppVersion "registry" $root.Values.imageRegistry) }}
       imagePullPolicy: {{ $component.image.pullPolicy }}
       workingDir: /quartet
       command: {{- include "quartet.command" . | nindent 8 }}
       args: {{- include "quartet.arguments" $component | nindent 8 }}
       env:
         - {name: HOME, value: /tmp}
+        {{- if not $root.Values.security.fixedUsers }}
+        # The user that the platform assigns has no name.
+        - {name: USER, value: quartet}
+        {{- end }}
         {{- with include "quartet.groupEnvironment" $component }}
         {{- . | nindent 8 }}
         {{- end }}
@@ -202,12 +212,14 @@ spec:
 {{- end }}
 {{- end -}}
 
-{{/* Security context for Pod Security "restricted", with a read-only root file system. Argument: the user id. */}}
+{{/* Security context for Pod Security "restricted", with a read-only root file system. Arguments: root and the user id. */}}
 {{- define "quartet.podSecurity" -}}
 runAsNonRoot: true
-runAsUser: {{ . }}
-runAsGroup: {{ . }}
-fsGroup: {{ . }}
+{{- if .root.Values.security.fixedUsers }}
+runAsUser: {{ .user }}
+runAsGroup: {{ .user }}
+fsGroup: {{ .user }}
+{{- end }}
 fsGroupChangePolicy: OnRootMismatch
 seccompProfile: {type: RuntimeDefault}
 {{- end -}}
