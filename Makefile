@@ -185,7 +185,7 @@ fuzz-rpc: $(VENV)/.installed-dev ## Send 100,000 mutated requests to every RPC m
 helm-golden: $(VENV)/.installed-dev ## Render the chart's examples into tests/helm/golden
 	$(BIN)/python -m tests.helm.golden --write
 
-helm-schema: $(VENV)/.installed-dev ## Write the config tree into the chart's values.schema.json
+helm-schema: $(VENV)/.installed-dev ## Write the chart's values.schema.json, resource presets and VALUES.md from the code
 	$(BIN)/python -m helm.values_schema --write
 
 e2e-compose: $(VENV)/.installed-dev ## Build the images, start the stack on the CPU, train, kill, recover; needs Docker

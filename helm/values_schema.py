@@ -1,7 +1,7 @@
 """Compare the generated files of the chart with the code; with --write, update them.
 
-The script generates `config` in values.schema.json from the config tree, files/estimators.json from the table of estimators, and
-files/resources.json from the planner.
+The script generates `config` in values.schema.json from the config tree, files/estimators.json from the table of estimators,
+files/resources.json from the planner, and VALUES.md from values.yaml.
 The rest of values.schema.json is maintained by hand.
 """
 
@@ -14,11 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from helm.resource_presets import MODELS, presets
+from helm.values_reference import values_page
 from quartet.config import json_schema
 from quartet.config.estimators import BUILT_IN_ESTIMATORS
 
 SCHEMA = Path(__file__).parent / "quartet/values.schema.json"
 ESTIMATORS = Path(__file__).parent / "quartet/files/estimators.json"
+VALUES = Path(__file__).parent / "quartet/values.yaml"
+PAGE = Path(__file__).parent / "quartet/VALUES.md"
 RESOURCES = Path(__file__).parent / "quartet/files/resources.json"
 WIDTH = 115
 """Maximum length of a value on one line, without its key."""
@@ -34,6 +37,7 @@ def main(arguments: list[str]) -> int:
         (SCHEMA, generated(SCHEMA.read_text(encoding="utf-8"))),
         (ESTIMATORS, estimators()),
         (RESOURCES, presets()),
+        (PAGE, values_page(VALUES.read_text(encoding="utf-8"))),
     ):
         current = path.read_text(encoding="utf-8") if path.exists() else ""
         if arguments:

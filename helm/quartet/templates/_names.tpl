@@ -34,8 +34,10 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- $image := .image -}}
 {{- $name := $image.repository -}}
 {{- with default .registry $image.registry }}{{ $name = printf "%s/%s" (trimSuffix "/" .) $name }}{{ end -}}
-{{- if $image.digest -}}
-{{- printf "%s@%s" $name $image.digest -}}
+{{- $digest := $image.digest -}}
+{{- if not (or $digest $image.tag) }}{{ $digest = get (default dict $image.digests) (default "" $image.variant) }}{{ end -}}
+{{- if $digest -}}
+{{- printf "%s@%s" $name $digest -}}
 {{- else -}}
 {{- printf "%s:%s%s" $name (default .version $image.tag) (empty $image.variant | ternary "" (printf "-%s" $image.variant)) -}}
 {{- end -}}

@@ -89,7 +89,7 @@ src/quartet/planner/host_memory.py. Values of a component replace those of the p
 {{- $models -}}
 {{- end -}}
 
-{{/* "true" if generators run in pods of their own. */}}
+{{/* "true" if there are generators in separate pods. */}}
 {{- define "quartet.hasGenerators" -}}
 {{- if dig "enabled" false (default dict .Values.components.generator) }}true{{ end -}}
 {{- end -}}
