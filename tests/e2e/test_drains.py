@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import signal
 import subprocess
 from collections.abc import Callable, Iterator
@@ -38,7 +39,8 @@ class Redis:
         self._folder = folder / "redis"
         self._folder.mkdir()
         rules = self._folder / "users.acl"
-        rules.write_text(f"user default off\nuser quartet on >{PASSWORD} ~* &* +@all\n")
+        digest = hashlib.sha256(PASSWORD.encode()).hexdigest()
+        rules.write_text(f"user default off\nuser quartet on #{digest} ~* &* +@all\n")
         self._command = [str(find_server()), "--port", str(self.port), "--bind", "127.0.0.1", "--aclfile", str(rules)]
         self._command += ["--dir", str(self._folder), "--appendonly", "yes", "--save", ""]
         self.start()
