@@ -185,8 +185,8 @@ fuzz-rpc: $(VENV)/.installed-dev ## Send 100,000 mutated requests to every RPC m
 helm-golden: $(VENV)/.installed-dev ## Render the chart's examples into tests/helm/golden
 	$(BIN)/python -m tests.helm.golden --write
 
-helm-schema: $(VENV)/.installed-dev ## Write the config tree into the chart's values.schema.json
-	$(BIN)/python helm/values_schema.py --write
+helm-schema: $(VENV)/.installed-dev ## Write the chart's values.schema.json, resource presets and VALUES.md from the code
+	$(BIN)/python -m helm.values_schema --write
 
 e2e-compose: $(VENV)/.installed-dev ## Build the images, start the stack on the CPU, train, kill, recover; needs Docker
 	$(BIN)/python -m pytest tests/compose -m 'slow or not slow' --capture=no $(PYTEST_ARGS)
@@ -213,7 +213,7 @@ check: $(VENV)/.installed-dev ## Run linters, type checks and the repository's o
 		{ echo "error: src/quartet/v1 differs from proto/; run make proto and commit the result" >&2; exit 1; }
 	$(BIN)/python docs/generate_reference.py
 	$(BIN)/python -m tests.conformance.check_table
-	$(BIN)/python helm/values_schema.py
+	$(BIN)/python -m helm.values_schema
 	$(BIN)/python -m tests.helm.golden
 	PATH="$(abspath $(BIN)):$$PATH" .ci/forbidden $$(git ls-files | grep -vxE "src/quartet/(services|gateway)")
 	$(BIN)/python .ci/vocabulary

@@ -13,6 +13,7 @@ from quartet.config import Config, load_config
 from quartet.config.estimators import BUILT_IN_ESTIMATORS
 from quartet.topology import service_roles
 from tests.helm.rendering import EXAMPLES, Manifest, Values, changed, example, manifests, of_kind, pod_templates
+from tests.helm.test_values import refusal
 
 JUDGE = {"url": "https://judge.example/v1", "model": "m", "rubric": "r"}
 LORA = {"model": "models/policy", "lora": {"rank": 8}}
@@ -181,15 +182,15 @@ def test_probes_use_grpc_and_allow_for_the_load_time() -> None:
 def test_the_termination_grace_period_covers_the_longest_call() -> None:
     values = changed(
         "single-node-4-gpus",
-        config__timeouts={"generate_seconds": 100, "update_seconds": 300, "score_seconds": 50},
+        config__timeouts={"generate_seconds": 100, "update_seconds": 110, "score_seconds": 50},
         components__reference={"drainSeconds": 7, "terminationGracePeriodSeconds": 9},
     )
     results = {
         template["spec"]["containers"][0]["name"]: template["spec"] for _, template in pod_templates(manifests(values))
     }
     seconds = {
-        "actor": (300, 330),
-        "critic": (300, 330),
+        "actor": (110, 140),
+        "critic": (110, 140),
         "reward": (50, 80),
         "reference": (7, 9),
         "orchestrator": (10, 40),
@@ -203,7 +204,6 @@ def test_a_changed_config_replaces_the_job_of_the_orchestrator() -> None:
     (job,) = of_kind(manifests(example("cpu-kind")), "Job").values()
     (same,) = of_kind(manifests(example("cpu-kind")), "Job").values()
     (other,) = of_kind(manifests(changed("cpu-kind", config__run={"name": "tiny", "steps": 7})), "Job").values()
-    assert job["spec"]["template"]["spec"]["restartPolicy"] == "OnFailure"
     assert job["spec"]["backoffLimit"] == 20
     assert job["metadata"]["name"] == same["metadata"]["name"] != other["metadata"]["name"]
 
@@ -323,8 +323,46 @@ def test_autoscaling_uses_documented_metrics() -> None:
     assert query == (
         'clamp_min(max(quartet_buffer_depth{run="helpful-8"}) - max(quartet_trajectories_scored{run="helpful-8"}), 0)'
     )
-    for name in ("quartet_buffer_depth", "quartet_trajectories_scored", "quartet_work_pending"):
+    for name in (
+        "quartet_buffer_depth",
+        "quartet_trajectories_expected",
+        "quartet_trajectories_scored",
+        "quartet_work_pending",
+    ):
         assert f"`{name}{{run}}`" in names or f"`{name}`" in names
+
+
+def test_generators_scale_by_the_responses_that_the_step_still_needs() -> None:
+    scaling = {"kind": "keda", "maxReplicas": 6, "keda": {"serverAddress": "http://prometheus:9090"}}
+    result = manifests(changed("vllm-generators", components__generator__autoscaling=scaling))
+    assert "replicas" not in of_kind(result, "Deployment")["quartet-generator"]["spec"]
+    spec = of_kind(result, "ScaledObject")["quartet-generator"]["spec"]
+    assert (spec["scaleTargetRef"]["name"], spec["minReplicaCount"], spec["maxReplicaCount"]) == (
+        "quartet-generator",
+        1,
+        6,
+    )
+    metadata = spec["triggers"][0]["metadata"]
+    assert metadata["query"] == (
+        'clamp_min(max(quartet_trajectories_expected{run="helpful"}) - max(quartet_buffer_depth{run="helpful"}), 0)'
+    )
+    # A generator decodes rollout.max_concurrent_sequences at a time.
+    assert metadata["threshold"] == str(Config.model_fields["rollout"].default.max_concurrent_sequences)
+
+
+def test_generators_have_no_metric_for_an_hpa() -> None:
+    message = refusal(changed("vllm-generators", components__generator__autoscaling={"kind": "hpa"}))
+    assert "/components/generator/autoscaling/kind" in message
+
+
+@pytest.mark.parametrize(("component", "seconds"), [("reward", 600), ("reference", 600)])
+def test_pods_are_not_removed_while_the_run_updates_its_models(component: str, seconds: int) -> None:
+    result = manifests(example("node-8-gpus"))
+    name = f"quartet-{component}"
+    scaler = (of_kind(result, "ScaledObject") | of_kind(result, "HorizontalPodAutoscaler"))[name]["spec"]
+    # cooldownPeriod of KEDA concerns the last pod only.
+    scaler = scaler.get("advanced", {}).get("horizontalPodAutoscalerConfig", scaler)
+    assert scaler["behavior"]["scaleDown"] == {"stabilizationWindowSeconds": seconds}
 
 
 def test_keda_requires_the_address_of_prometheus() -> None:

@@ -12,7 +12,7 @@ import pytest
 from quartet.downloads import DATA_FILES, Download, fetch, parse
 from quartet.hub_models import SMALL_FILES
 from tests.every_case import every_case
-from tests.helm.rendering import Manifest, Values, changed, example, manifests, of_kind, pod_templates, texts
+from tests.helm.rendering import Manifest, Values, changed, chart, example, manifests, of_kind, pod_templates, texts
 from tests.helm.test_components import pods
 from tests.helm.test_storage import mounts
 
@@ -71,7 +71,7 @@ def test_pods_wait_for_the_folders_that_they_mount() -> None:
                 assert container["command"][-2:] == ["quartet.downloads", "--wait"]
                 assert container["image"] == spec["containers"][0]["image"]
                 # A quota counts the larger of both, and no GPU is held twice.
-                assert container["resources"] == spec["containers"][0]["resources"]
+                assert container["resources"] == chart().values["loader"]["resources"]
     models = ["models/policy", "models/reward"]
     assert waits == {
         **dict.fromkeys(("actor", "critic", "reference"), models),

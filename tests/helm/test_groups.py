@@ -107,10 +107,10 @@ def test_a_group_ends_within_the_time_that_torchrun_gives_its_ranks(set_of_leade
     assert pod["containers"][0]["args"][-2:] == ["--set", "timeouts.drain_seconds=20"]
 
 
-def test_all_pods_of_a_group_are_kept_from_eviction() -> None:
+def test_one_pod_of_a_group_is_evicted_at_a_time() -> None:
     budgets = of_kind(manifests(changed("two-node-actor", components__reference={"nodes": 3})), "PodDisruptionBudget")
-    assert budgets["quartet-actor"]["spec"]["minAvailable"] == 2
-    assert budgets["quartet-reference"]["spec"]["minAvailable"] == 3
+    assert budgets["quartet-actor"]["spec"]["maxUnavailable"] == 1
+    assert budgets["quartet-reference"]["spec"]["maxUnavailable"] == 1
 
 
 def test_several_gpus_of_one_pod_need_no_torchrun() -> None:

@@ -57,8 +57,9 @@ def test_a_required_default_refuses_null(path: str) -> None:
 
 
 def test_null_for_an_empty_default_changes_nothing() -> None:
-    values = {"config": example("single-node-4-gpus")["config"]}
-    assert without_secrets(with_keys(values, **dict.fromkeys(EMPTY_DEFAULTS))) == without_secrets(values)
+    values = {"config": example("single-node-4-gpus")["config"], "defaults": {"resourcesPreset": "3b"}}
+    nulls = {path: None for path in EMPTY_DEFAULTS if path != "defaults__resourcesPreset"}
+    assert without_secrets(with_keys(values, **nulls)) == without_secrets(values)
 
 
 def test_a_null_component_is_disabled() -> None:
@@ -77,7 +78,10 @@ def test_a_null_in_a_component_uses_the_defaults() -> None:
     result = containers(values)
     assert "nvidia.com/gpu" not in result["actor"]["resources"]["limits"]
     assert result["orchestrator"]["image"] == "registry.example.com/quartet:0.1.0-cuda"
-    assert result["orchestrator"]["resources"] == {"requests": {"cpu": "1", "memory": "2Gi"}}
+    assert result["orchestrator"]["resources"] == {
+        "requests": {"cpu": "1", "memory": "2Gi", "ephemeral-storage": "1Gi"},
+        "limits": {"memory": "2Gi", "ephemeral-storage": "2Gi"},
+    }
 
 
 def test_without_pod_labels_every_pod_of_the_namespace_is_permitted() -> None:

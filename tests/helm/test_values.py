@@ -119,6 +119,7 @@ def test_the_readme_documents_every_value() -> None:
 def test_the_defaults_are_valid() -> None:
     values = deepcopy(chart().values)
     values["config"] = example("cpu-kind")["config"]
+    values["defaults"]["resourcesPreset"] = "tiny"
     assert manifests(values)
 
 

@@ -81,7 +81,7 @@ All other templates loop over this map.
 {{- fail (printf "components.%s.replicas: %d; expected 1: only reward, reference, generator and gateway may have several replicas, without actor and critic in the same pod" $name (int $component.replicas)) -}}
 {{- end -}}
 {{- $scaling := dig "autoscaling" "kind" "none" $component -}}
-{{- if and (ne $scaling "none") (not $scoring) -}}
+{{- if and (ne $scaling "none") (not $scoring) (not $generating) -}}
 {{- fail (printf "components.%s.autoscaling: a pod with actor or critic cannot be scaled; set kind none" $name) -}}
 {{- end -}}
 {{- if and (ne $scaling "none") (gt $nodes 1) -}}
@@ -103,6 +103,8 @@ All other templates loop over this map.
 {{- else if has "actor" $roles }}{{ $longest = max (dig "generate_seconds" 1800 $times) (dig "update_seconds" 1800 $times) -}}
 {{- else if $trained }}{{ $longest = max (dig "update_seconds" 1800 $times) (dig "score_seconds" 600 $times) -}}
 {{- else if $scoring }}{{ $longest = dig "score_seconds" 600 $times }}{{ end -}}
+{{- /* Longer calls are not worth the wait: with the process its models end, and the run returns to the last committed step. */ -}}
+{{- $longest = min 120 $longest -}}
 {{- $drain := kindIs "invalid" $component.drainSeconds | ternary $longest $component.drainSeconds -}}
 {{- $grace := kindIs "invalid" $component.terminationGracePeriodSeconds | ternary (add $drain 30) $component.terminationGracePeriodSeconds -}}
 {{- $period := int $component.probes.startup.periodSeconds -}}

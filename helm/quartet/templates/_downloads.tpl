@@ -17,15 +17,15 @@
 {{- $arguments := include "quartet.downloadArguments" (dict "root" .root "folders" (keys .folders)) | fromJsonArray -}}
 {{- if $arguments -}}
 - name: wait-for-downloads
-  image: {{ include "quartet.image" (dict "image" $component.image "version" .root.Chart.AppVersion) }}
+  image: {{ include "quartet.image" (dict "image" $component.image "version" .root.Chart.AppVersion "registry" .root.Values.imageRegistry) }}
   imagePullPolicy: {{ $component.image.pullPolicy }}
   workingDir: /quartet
   command: [tini, --, python, -m, quartet.downloads, --wait]
   args: {{- toYaml $arguments | nindent 4 }}
   env:
     - {name: HOME, value: /tmp}
-  # Those of the component without its GPUs, so that a quota counts nothing more.
-  resources: {{- toYaml (default dict $component.resources) | nindent 4 }}
+  # Less than those of the component, so that a quota counts nothing more.
+  resources: {{- toYaml .root.Values.loader.resources | nindent 4 }}
   securityContext: {{- include "quartet.containerSecurity" . | nindent 4 }}
   volumeMounts:
     - {name: tmp, mountPath: /tmp}
@@ -72,7 +72,7 @@ GPU, so they take no runtime class.
 serviceAccountName: {{ include "quartet.serviceAccount" . }}
 automountServiceAccountToken: false
 enableServiceLinks: false
-securityContext: {{- include "quartet.podSecurity" 10001 | nindent 2 }}
+securityContext: {{- include "quartet.podSecurity" (dict "root" . "user" 10001) | nindent 2 }}
 {{- with .Values.imagePullSecrets }}
 imagePullSecrets: {{- toYaml . | nindent 2 }}
 {{- end }}
@@ -95,7 +95,7 @@ spec:
   {{- with include "quartet.copyFromS3" $root | trim }}
   initContainers:
     - name: copy-from-s3
-      image: {{ include "quartet.image" (dict "image" $downloads.s3Image "version" "") }}
+      image: {{ include "quartet.image" (dict "image" $downloads.s3Image "version" "" "registry" $root.Values.imageRegistry) }}
       imagePullPolicy: {{ $downloads.s3Image.pullPolicy }}
       workingDir: /quartet
       command: [sh, -ec]
@@ -114,7 +114,7 @@ spec:
   {{- end }}
   containers:
     - name: download
-      image: {{ include "quartet.image" (dict "image" .image "version" $root.Chart.AppVersion) }}
+      image: {{ include "quartet.image" (dict "image" .image "version" $root.Chart.AppVersion "registry" $root.Values.imageRegistry) }}
       imagePullPolicy: {{ .image.pullPolicy }}
       workingDir: /quartet
       command: [tini, --, python, -m, quartet.downloads]

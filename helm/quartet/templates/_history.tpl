@@ -40,5 +40,6 @@ spec: {{- toYaml $spec | nindent 2 }}
 {{/* Name of the Job of the current config. */}}
 {{- define "quartet.orchestratorJob" -}}
 {{- $component := (include "quartet.components" . | fromJson).orchestrator -}}
-{{- printf "%s-%s" $component.fullname (include "quartet.pod" (dict "root" . "component" $component) | sha256sum | trunc 8) -}}
+{{- $unchangeable := print (include "quartet.pod" (dict "root" . "component" $component)) (include "quartet.podFailurePolicy" $component) -}}
+{{- printf "%s-%s" $component.fullname ($unchangeable | sha256sum | trunc 8) -}}
 {{- end -}}

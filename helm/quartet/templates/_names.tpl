@@ -29,13 +29,15 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- default (include "quartet.fullname" .) .Values.serviceAccount.name -}}
 {{- end -}}
 
-{{/* Image reference. Arguments: the merged image settings and the default tag. */}}
+{{/* Image reference. Arguments: the merged image settings, the default tag, and the registry of images that name none. */}}
 {{- define "quartet.image" -}}
 {{- $image := .image -}}
 {{- $name := $image.repository -}}
-{{- with $image.registry }}{{ $name = printf "%s/%s" (trimSuffix "/" .) $name }}{{ end -}}
-{{- if $image.digest -}}
-{{- printf "%s@%s" $name $image.digest -}}
+{{- with default .registry $image.registry }}{{ $name = printf "%s/%s" (trimSuffix "/" .) $name }}{{ end -}}
+{{- $digest := $image.digest -}}
+{{- if not (or $digest $image.tag) }}{{ $digest = get (default dict $image.digests) (default "" $image.variant) }}{{ end -}}
+{{- if $digest -}}
+{{- printf "%s@%s" $name $digest -}}
 {{- else -}}
 {{- printf "%s:%s%s" $name (default .version $image.tag) (empty $image.variant | ternary "" (printf "-%s" $image.variant)) -}}
 {{- end -}}

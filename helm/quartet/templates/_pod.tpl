@@ -7,11 +7,17 @@ metadata:
   labels:
     {{- include "quartet.selector" $root | nindent 4 }}
     app.kubernetes.io/component: {{ $component.name }}
+    {{- with include "quartet.gangLabels" . }}
+    {{- . | nindent 4 }}
+    {{- end }}
     {{- with $component.labels }}
     {{- toYaml . | nindent 4 }}
     {{- end }}
   annotations:
     checksum/config: {{ include "quartet.configData" $root | sha256sum }}
+    {{- with include "quartet.gangAnnotations" . }}
+    {{- . | nindent 4 }}
+    {{- end }}
     {{- with $component.annotations }}
     {{- toYaml . | nindent 4 }}
     {{- end }}
@@ -20,14 +26,14 @@ spec:
   automountServiceAccountToken: false
   enableServiceLinks: false
   {{- if eq $component.workload "Job" }}
-  restartPolicy: OnFailure
+  restartPolicy: Never
   {{- end }}
   terminationGracePeriodSeconds: {{ $component.terminationGracePeriodSeconds }}
-  securityContext: {{- include "quartet.podSecurity" 10001 | nindent 4 }}
+  securityContext: {{- include "quartet.podSecurity" (dict "root" $root "user" 10001) | nindent 4 }}
   {{- with $root.Values.imagePullSecrets }}
   imagePullSecrets: {{- toYaml . | nindent 4 }}
   {{- end }}
-  {{- with include "quartet.placement" $component | trim }}
+  {{- with include "quartet.scheduling" . | trim }}
   {{- . | nindent 2 }}
   {{- end }}
   {{- with include "quartet.waitForDownloads" (dict "root" $root "component" $component "folders" $folders) }}
@@ -36,13 +42,17 @@ spec:
   {{- end }}
   containers:
     - name: {{ $component.name }}
-      image: {{ include "quartet.image" (dict "image" $component.image "version" $root.Chart.AppVersion) }}
+      image: {{ include "quartet.image" (dict "image" $component.image "version" $root.Chart.AppVersion "registry" $root.Values.imageRegistry) }}
       imagePullPolicy: {{ $component.image.pullPolicy }}
       workingDir: /quartet
       command: {{- include "quartet.command" . | nindent 8 }}
       args: {{- include "quartet.arguments" $component | nindent 8 }}
       env:
         - {name: HOME, value: /tmp}
+        {{- if not $root.Values.security.fixedUsers }}
+        # The user that the platform assigns has no name.
+        - {name: USER, value: quartet}
+        {{- end }}
         {{- with include "quartet.groupEnvironment" $component }}
         {{- . | nindent 8 }}
         {{- end }}
@@ -81,7 +91,7 @@ spec:
         {{- toYaml (index $component.probes $kind) | nindent 8 }}
       {{- end }}
       {{- end }}
-      resources: {{- include "quartet.resources" $component | nindent 8 }}
+      resources: {{- include "quartet.resources" . | nindent 8 }}
       securityContext: {{- include "quartet.containerSecurity" . | nindent 8 }}
       volumeMounts:
         - {name: config, mountPath: /etc/quartet, readOnly: true}
@@ -194,21 +204,14 @@ spec:
 {{- end }}
 {{- end -}}
 
-{{/* Resources of a container. GPUs are requested by their limit. */}}
-{{- define "quartet.resources" -}}
-{{- $resources := deepCopy (default dict .resources) -}}
-{{- if gt (int .gpus) 0 -}}
-{{- $resources = mergeOverwrite $resources (dict "limits" (dict .gpuResource (int .gpus))) -}}
-{{- end -}}
-{{- toYaml $resources -}}
-{{- end -}}
-
-{{/* Security context for Pod Security "restricted", with a read-only root file system. Argument: the user id. */}}
+{{/* Security context for Pod Security "restricted", with a read-only root file system. Arguments: root and the user id. */}}
 {{- define "quartet.podSecurity" -}}
 runAsNonRoot: true
-runAsUser: {{ . }}
-runAsGroup: {{ . }}
-fsGroup: {{ . }}
+{{- if .root.Values.security.fixedUsers }}
+runAsUser: {{ .user }}
+runAsGroup: {{ .user }}
+fsGroup: {{ .user }}
+{{- end }}
 fsGroupChangePolicy: OnRootMismatch
 seccompProfile: {type: RuntimeDefault}
 {{- end -}}

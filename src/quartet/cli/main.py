@@ -410,6 +410,13 @@ def plan(
         Optional[Path],  # noqa: UP045
         typer.Option(metavar="FILE", help="New file for the proposed config."),
     ] = None,
+    helm_values: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(
+            metavar="FILE",
+            help="New file for values of the Helm chart: GPUs, CPU and memory of each pod. Only plans whose pods share no GPUs.",
+        ),
+    ] = None,
 ) -> None:
     """Plan a run on given GPUs: placement of the roles, memory of each GPU, expected seconds of a step, and the bottleneck.
 
@@ -418,7 +425,7 @@ def plan(
     from quartet.cli.plan import plan as show
 
     lengths = (mean_prompt_tokens, mean_response_tokens)
-    show(config, gpus, nodes, overrides or [], overlays or [], *lengths, one_device_per_role, output)
+    show(config, gpus, nodes, overrides or [], overlays or [], *lengths, one_device_per_role, output, helm_values)
 
 
 @app.command()

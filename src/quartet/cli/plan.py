@@ -15,6 +15,7 @@ from quartet.durable_files import write_durably
 from quartet.errors import ConfigError
 from quartet.planner.device_memory import PARTS
 from quartet.planner.gpus import parse_gpus
+from quartet.planner.helm_values import helm_values
 from quartet.planner.plan import Phase, Plan, make_plan
 from quartet.planner.proposal import proposed_config, proposed_settings, requirements
 from quartet.types import TRAINED_ROLES, Role
@@ -34,16 +35,25 @@ def plan(
     mean_response: int | None,
     one_device_per_role: bool,
     output: Path | None,
+    values: Path | None = None,
 ) -> None:
-    """Print the plan with the shortest step, and write the proposed config to ``output``. Raises ConfigError if nothing fits."""
+    """Print the plan with the shortest step, and write the proposed config to ``output``, or values of the chart to ``values``.
+
+    Raises ConfigError if nothing fits.
+    """
     config = load_config(config_path, overrides, overlays)
     cluster = parse_gpus(gpus, nodes)
-    if output is not None and (output.exists() or not output.parent.is_dir()):
-        problem = "exists already" if output.exists() else f"the folder {output.parent} does not exist"
-        raise ConfigError(
-            f"--output {output}: {problem}; expected a new file in an existing folder; choose another path"
-        )
-    result = make_plan(config, cluster, mean_prompt, mean_response, one_device_per_role)
+    for option, path in (("--output", output), ("--helm-values", values)):
+        if path is not None and (path.exists() or not path.parent.is_dir()):
+            problem = "exists already" if path.exists() else f"the folder {path.parent} does not exist"
+            raise ConfigError(
+                f"{option} {path}: {problem}; expected a new file in an existing folder; choose another path"
+            )
+    result = make_plan(
+        config, cluster, mean_prompt, mean_response, one_device_per_role, separate_pods=values is not None
+    )
+    command = ["quartet", "plan", str(config_path), "--gpus", gpus]
+    command += ["--nodes", str(nodes)] if nodes > 1 else []
     console = Console(highlight=False)
     console = console if console.is_terminal else Console(highlight=False, width=WIDTH)
     for item in describe(result):
@@ -54,10 +64,11 @@ def plan(
         yaml.safe_dump(settings, sort_keys=False, default_flow_style=None), soft_wrap=True, markup=False, end=""
     )
     if output is not None:
-        command = ["quartet", "plan", str(config_path), "--gpus", gpus]
-        command += ["--nodes", str(nodes)] if nodes > 1 else []
         write_durably(output, proposed_config(config, result, join(command)))
         console.print(f"\nconfig: {output}", soft_wrap=True)
+    if values is not None:
+        write_durably(values, helm_values(config, result, join([*command, "--helm-values", str(values)])))
+        console.print(f"\nvalues of the Helm chart: {values}", soft_wrap=True)
 
 
 def describe(result: Plan) -> list[str | Table]:

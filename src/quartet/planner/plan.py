@@ -68,11 +68,12 @@ def make_plan(
     mean_prompt: int | None = None,
     mean_response: int | None = None,
     one_device_per_role: bool = False,
+    separate_pods: bool = False,
 ) -> Plan:
     """Return the plan with the shortest step. Raises ConfigError if nothing fits, or a model cannot be counted.
 
     ``mean_prompt`` and ``mean_response``: tokens of an average sequence. Default to the maximum. ``one_device_per_role``: only
-    plans in which no model is split.
+    plans in which no model is split. ``separate_pods``: only plans for pods, which cannot share GPUs.
     """
     load = read_workload(config, mean_prompt, mean_response)
     if not load.roles:
@@ -80,10 +81,16 @@ def make_plan(
             "plan: every model has an address in services, so there is nothing to place; expected at least one model without; "
             "remove services.ROLE.address"
         )
-    return best_plan(config, cluster, load, one_device_per_role)
+    return best_plan(config, cluster, load, one_device_per_role, separate_pods)
 
 
-def best_plan(config: Config, cluster: Cluster, load: Workload, one_device_per_role: bool = False) -> Plan:
+def best_plan(
+    config: Config,
+    cluster: Cluster,
+    load: Workload,
+    one_device_per_role: bool = False,
+    separate_pods: bool = False,
+) -> Plan:
     """Return the plan of a workload with the shortest step. Raises ConfigError if nothing fits."""
     needs_generators = load.generates and (config.rollout.generators > 0 or load.engine != "torch")
     # One process keeps the moving average of all weights.
@@ -94,18 +101,27 @@ def best_plan(config: Config, cluster: Cluster, load: Workload, one_device_per_r
         for layout in layouts(cluster, load, needs_generators)
         if not (one_device_per_role and any(group.size > 1 for group in _model_groups(layout)))
         and not (whole_actor and layout.actor.size > 1)
+        and not (separate_pods and not _suits_pods(layout, load))
     ]
     # Moments in host memory cost time at every step, so they are the last resort.
     plans: list[Plan] = []
     for offload in (False,) if one_device_per_role else (False, True):
         plans = plans or [plan for layout in candidates for plan in _plans(cluster, load, layout, offload)]
     if not plans:
-        raise ConfigError(_does_not_fit(config, cluster, load, bool(candidates), one_device_per_role))
+        raise ConfigError(_does_not_fit(config, cluster, load, bool(candidates), one_device_per_role, separate_pods))
     return min(plans, key=lambda plan: plan.seconds * (1 + GROUP_COST * plan.placed.num_groups))
 
 
 def _model_groups(layout: Layout) -> list[Group]:
     return [group for group in (layout.actor, layout.critic, layout.frozen) if group is not None]
+
+
+def _suits_pods(layout: Layout, load: Workload) -> bool:
+    """Return whether the roles of each group of several devices are one role, and generators have their own devices."""
+    roles: dict[Group, set[Role]] = defaultdict(set)
+    for each in load.roles:
+        roles[layout.of(each.role)].add(each.role)
+    return not layout.shared and all(group.size == 1 or len(names) == 1 for group, names in roles.items())
 
 
 def _plans(cluster: Cluster, load: Workload, layout: Layout, offload: bool) -> Iterator[Plan]:
@@ -118,7 +134,15 @@ def _plans(cluster: Cluster, load: Workload, layout: Layout, offload: bool) -> I
             yield evaluate(cluster, load, placed)
 
 
-def _does_not_fit(config: Config, cluster: Cluster, load: Workload, tried: bool, one_device_per_role: bool) -> str:
+def _does_not_fit(
+    config: Config, cluster: Cluster, load: Workload, tried: bool, one_device_per_role: bool, separate_pods: bool
+) -> str:
+    if not tried and separate_pods:
+        roles = ", ".join(dict.fromkeys(each.role for each in load.roles))
+        return (
+            f"--gpus {cluster}: too few devices for pods, which cannot share GPUs: {roles} and generators need separate ones; "
+            "expected more; give more with --gpus or --nodes"
+        )
     if not tried:
         return (
             f"--gpus {cluster}: too few devices: the generators of rollout.generators need devices besides the actor's; expected "
@@ -130,6 +154,7 @@ def _does_not_fit(config: Config, cluster: Cluster, load: Workload, tried: bool,
     lora = "" if config.actor.lora else "train an adapter (actor.lora), "
     lora += "set actor.ema_decay null to divide the actor, " if config.actor.ema_decay else ""
     one = " with one device per role" if one_device_per_role else ""
+    one += " in pods that share no GPUs" if separate_pods else ""
     return (
         f"--gpus {cluster}: the run does not fit{one}: weights, gradients and optimizer of {', '.join(w.name for w in trained)} "
         f"take {state:.0f} GiB by themselves, the longest sequence has {load.longest} tokens, and {cluster.total} x {memory:.1f} "

@@ -1,0 +1,109 @@
+"""Values of the Helm chart for a plan: pods with their GPUs, CPU and memory, and the settings of the run. Imports no torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import yaml
+
+from quartet.config import Config
+from quartet.errors import ConfigError
+from quartet.planner.host_memory import generator_host_memory, host_memory
+from quartet.planner.placement import Placement
+from quartet.planner.plan import Plan
+from quartet.planner.proposal import proposed_settings
+from quartet.types import Role
+
+Tree = dict[str, Any]
+GIB = 2**30
+GPU_CPUS = (2, 8)
+"""Request and limit of CPUs for each rank with a GPU."""
+CPU_CPUS = (4, 16)
+"""The same without a GPU."""
+SHARED_MEMORY_BYTES = 8 * GIB
+"""workerGroups.sharedMemory of the chart, which counts towards the memory of pods with several ranks."""
+CHART_KEYS = ("devices", "nodes", "processes")
+"""Settings of a service that the chart derives from the values of its component."""
+
+
+def helm_values(config: Config, plan: Plan, source: str) -> str:
+    """Return the values as YAML, for ``helm install --values``. ``source`` names the command. Raises ConfigError.
+
+    Each role has a pod, and roles that share one GPU share a pod. Pods cannot share GPUs, so roles of several ranks need separate
+    ones: make the plan with ``separate_pods``.
+    """
+    components: Tree = {}
+    for group in _pods(plan):
+        first = group[0].role
+        components[str(first)] = _component(plan, group)
+        components |= {str(each.role): {"enabled": False} for each in group[1:]}
+    settings = proposed_settings(config, plan)
+    services: Tree = {}
+    for role, keys in settings.pop("services", {}).items():
+        kept = {key: value for key, value in keys.items() if key not in CHART_KEYS}
+        if kept:
+            services[role] = kept
+    # The pods of the generator are counted by its replicas.
+    settings.get("rollout", {}).pop("generators", None)
+    tree = {"config": settings | ({"services": services} if services else {}), "components": components}
+    notes = [
+        f"# Values of the Helm chart, by: {source}",
+        f"# Expected: {plan.seconds:.1f} s per step on {plan.cluster}.",
+        "# Give this file besides your own values: helm install quartet helm/quartet --values my.yaml --values THIS",
+    ]
+    return "\n".join(notes) + "\n" + yaml.safe_dump(tree, sort_keys=False, default_flow_style=None)
+
+
+def _pods(plan: Plan) -> list[list[Placement]]:
+    """Return the placements by pod. Without GPUs each role has its own."""
+    by_devices: dict[Any, list[Placement]] = {}
+    for each in plan.placed.placements:
+        # The models of a reward ensemble share a process.
+        key = each.role if plan.cluster.device.is_cpu else (each.group.first, each.group.size)
+        by_devices.setdefault(key, []).append(each)
+    for group in by_devices.values():
+        roles = list(dict.fromkeys(each.role for each in group))
+        if len(roles) > 1 and (group[0].group.size > 1 or Role.GENERATOR in roles):
+            raise ConfigError(
+                f"--helm-values: {', '.join(roles)} share GPUs, which pods of several GPUs, and generators, cannot; expected "
+                "separate GPUs; give more with --gpus or --nodes"
+            )
+    return list(by_devices.values())
+
+
+def _component(plan: Plan, group: Sequence[Placement]) -> Tree:
+    on_gpu, first = not plan.cluster.device.is_cpu, group[0]
+    roles = list(dict.fromkeys(str(each.role) for each in group))
+    size, nodes, replicas = first.group.size, 1, 1
+    if first.role is Role.GENERATOR:
+        replicas, size = size // first.parallel.tensor, first.parallel.tensor
+    elif size > plan.cluster.per_node:
+        nodes, size = size // plan.cluster.per_node, plan.cluster.per_node
+    publishes = any(each.role is Role.GENERATOR for each in plan.placed.placements)
+    memory = sum(_pod_bytes(each, size, nodes, on_gpu, publishes) for each in group)
+    if first.role is not Role.GENERATOR and size * nodes > 1:
+        memory += SHARED_MEMORY_BYTES
+    requests, limits = (size * cpus for cpus in (GPU_CPUS if on_gpu else CPU_CPUS))
+    quantity = f"{math.ceil(memory / GIB)}Gi"
+    component: Tree = {"enabled": True} if first.role is Role.GENERATOR else {}
+    if roles != [str(first.role)]:
+        component["roles"] = roles
+    component |= {"nodes": nodes} if nodes > 1 else {}
+    component |= {"replicas": replicas} if replicas > 1 else {}
+    component["gpus"] = size if on_gpu else 0
+    component["resources"] = {
+        "requests": {"cpu": str(requests), "memory": quantity},
+        "limits": {"cpu": str(limits), "memory": quantity},
+    }
+    return component
+
+
+def _pod_bytes(each: Placement, ranks: int, nodes: int, on_gpu: bool, publishes: bool) -> float:
+    device_bytes = 0.0 if on_gpu else sum(each.memory.values())
+    if each.role is Role.GENERATOR:
+        return generator_host_memory(each.work, on_gpu, device_bytes).pod_bytes(ranks)
+    memory = host_memory(each.work, on_gpu, device_bytes)
+    actor = each.role is Role.ACTOR
+    return memory.pod_bytes(ranks, nodes, each.parallel, publishes and actor, each.offload)

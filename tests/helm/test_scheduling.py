@@ -1,0 +1,166 @@
+"""Placement of pods by value: co-location, topology spread, gangs; and platforms that assign users, registries, DNS servers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.helm.rendering import EXAMPLES, Manifest, Values, changed, example, manifests, of_kind, pod_templates
+from tests.helm.test_components import pods
+from tests.helm.test_values import refusal
+
+KUEUE = {"gang": {"kind": "kueue", "queue": "training"}}
+VOLCANO = {"gang": {"kind": "volcano", "queue": "gpus"}}
+GROUP, QUEUE = "kueue.x-k8s.io/pod-group-name", "kueue.x-k8s.io/queue-name"
+COUNT = "kueue.x-k8s.io/pod-group-total-count"
+
+
+def templates(values: Values) -> dict[str, Manifest]:
+    """Return the pod templates by component. Of a LeaderWorkerSet, that of the workers."""
+    result = {}
+    for _, template in pod_templates(manifests(values)):
+        result[template["metadata"]["labels"]["app.kubernetes.io/component"]] = template
+    return result
+
+
+def terms(spec: Manifest, kind: str) -> list[Any]:
+    """Return the terms of the pod affinity of a pod."""
+    result: list[Any] = (
+        spec.get("affinity", {}).get("podAffinity", {}).get(f"{kind}DuringSchedulingIgnoredDuringExecution", [])
+    )
+    return result
+
+
+def test_pods_with_models_are_placed_near_each_other() -> None:
+    rack = {"mode": "required", "topologyKey": "example.com/rack"}
+    result = templates(changed("vllm-generators", scheduling={"colocation": rack}))
+    for component in ("actor", "critic", "reward", "reference", "generator"):
+        (term,) = terms(result[component]["spec"], "required")
+        assert term["topologyKey"] == "example.com/rack"
+        selector, labels = term["labelSelector"], result[component]["metadata"]["labels"]
+        # A pod must match its own term, or the first one of a run could never be placed.
+        assert selector["matchLabels"].items() <= labels.items()
+        assert labels["app.kubernetes.io/component"] in selector["matchExpressions"][0]["values"]
+    for component in ("orchestrator", "gateway", "redis"):
+        assert "affinity" not in result[component]["spec"]
+
+
+def test_a_preference_is_added_to_the_affinity_of_a_component() -> None:
+    before = pods(example("two-node-actor"))["actor"]
+    spec = pods(changed("two-node-actor", scheduling={"colocation": {"mode": "preferred"}}))["actor"]
+    assert terms(spec, "preferred")[:-1] == terms(before, "preferred") != []
+    assert terms(spec, "preferred")[-1]["podAffinityTerm"]["topologyKey"] == "topology.kubernetes.io/zone"
+    assert spec["affinity"]["podAntiAffinity"] == before["affinity"]["podAntiAffinity"]
+
+
+def test_pods_are_placed_anywhere_by_default() -> None:
+    assert terms(pods(example("single-node-4-gpus"))["actor"], "required") == []
+    assert terms(pods(example("single-node-4-gpus"))["actor"], "preferred") == []
+
+
+def test_a_spread_constraint_without_a_selector_selects_the_pods_of_its_component() -> None:
+    template = templates(example("two-node-actor"))["reference"]
+    (constraint,) = template["spec"]["topologySpreadConstraints"]
+    assert constraint["labelSelector"]["matchLabels"].items() <= template["metadata"]["labels"].items()
+    assert constraint["labelSelector"]["matchLabels"]["app.kubernetes.io/component"] == "reference"
+    chosen = {"maxSkew": 1, "topologyKey": "zone", "whenUnsatisfiable": "ScheduleAnyway"}
+    chosen |= {"labelSelector": {"matchLabels": {"a": "b"}}}
+    values = changed("single-node-4-gpus", components__reward={"topologySpreadConstraints": [chosen]})
+    (constraint,) = templates(values)["reward"]["spec"]["topologySpreadConstraints"]
+    assert constraint["labelSelector"]["matchLabels"]["a"] == "b"
+
+
+def test_kueue_admits_all_pods_of_fixed_number_as_one_group() -> None:
+    result = templates(changed("vllm-generators", scheduling=KUEUE))
+    group = {name for name, template in result.items() if GROUP in template["metadata"]["labels"]}
+    assert group == {"actor", "critic", "reward", "reference"}
+    for name in group:
+        assert result[name]["metadata"]["labels"][QUEUE] == "training"
+        assert result[name]["metadata"]["annotations"][COUNT] == "4"
+    # Kueue deletes pods beyond the count, so generators, whose number changes, queue one by one.
+    assert result["generator"]["metadata"]["labels"][QUEUE] == "training"
+    assert COUNT not in result["generator"]["metadata"]["annotations"]
+    for name in ("orchestrator", "gateway", "redis"):
+        assert QUEUE not in result[name]["metadata"]["labels"]
+
+
+def test_the_count_of_a_group_is_that_of_its_pods() -> None:
+    result = templates(example("leader-worker-set"))
+    # Two nodes each of actor and critic, reward and reference.
+    assert result["actor"]["metadata"]["annotations"][COUNT] == "6"
+    values = changed("node-8-gpus", scheduling=KUEUE, components__critic={"enabled": True})
+    result = templates(values)
+    # KEDA and the HPA change the number of reward and reference pods.
+    assert {name for name, each in result.items() if GROUP in each["metadata"]["labels"]} == {"actor", "critic"}
+    assert result["actor"]["metadata"]["annotations"][COUNT] == "2"
+
+
+def test_volcano_starts_the_pods_of_a_group_together() -> None:
+    values = changed("vllm-generators", scheduling=VOLCANO)
+    (group,) = (item for item in manifests(values) if item["kind"] == "PodGroup")
+    assert group["apiVersion"] == "scheduling.volcano.sh/v1beta1"
+    # One of the four generators is enough to start.
+    assert group["spec"] == {"minMember": 5, "queue": "gpus"}
+    for name, template in templates(values).items():
+        in_group = name in ("actor", "critic", "reward", "reference", "generator")
+        annotations = template["metadata"].get("annotations", {})
+        assert (annotations.get("scheduling.k8s.io/group-name") == group["metadata"]["name"]) == in_group, name
+        assert (template["spec"].get("schedulerName") == "volcano") == in_group, name
+
+
+def test_kueue_needs_a_queue() -> None:
+    assert "scheduling.gang.queue: empty; kind kueue needs" in refusal(
+        changed("cpu-kind", scheduling={"gang": {"kind": "kueue"}})
+    )
+
+
+@pytest.mark.parametrize("key", ["colocation", "gang"])
+def test_an_unknown_way_of_scheduling_is_refused_with_its_path(key: str) -> None:
+    name = "mode" if key == "colocation" else "kind"
+    assert f"/scheduling/{key}/{name}" in refusal(changed("cpu-kind", scheduling={key: {name: "sometimes"}}))
+
+
+def test_the_scheduler_of_pods_with_models_is_a_value() -> None:
+    result = templates(changed("single-node-4-gpus", scheduling={"schedulerName": "bin-packing"}))
+    assert result["actor"]["spec"]["schedulerName"] == "bin-packing"
+    assert "schedulerName" not in result["gateway"]["spec"]
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_a_platform_may_assign_the_users_of_all_pods(name: str) -> None:
+    for pod, template in pod_templates(manifests(changed(name, security__fixedUsers=False))):
+        contexts = [template["spec"]["securityContext"]]
+        contexts += [container["securityContext"] for container in template["spec"]["containers"]]
+        for context in contexts:
+            assert not context.keys() & {"runAsUser", "runAsGroup", "fsGroup"}, pod
+        # Pod Security "restricted" stays.
+        assert contexts[0]["runAsNonRoot"] is True
+        assert contexts[0]["seccompProfile"] == {"type": "RuntimeDefault"}
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_one_value_sets_the_registry_and_the_pull_secrets_of_all_images(name: str) -> None:
+    secrets = [{"name": "registry"}]
+    own = example(name).get("image", {}).get("registry")
+    for pod, template in pod_templates(
+        manifests(changed(name, imageRegistry="mirror.example/", imagePullSecrets=secrets))
+    ):
+        assert template["spec"]["imagePullSecrets"] == secrets, pod
+        for kind in ("initContainers", "containers"):
+            for container in template["spec"].get(kind, []):
+                registry = own if own and container["name"] != "redis" else "mirror.example"
+                assert container["image"].startswith(f"{registry}/"), pod
+
+
+def test_dns_servers_are_allowed_by_address() -> None:
+    values = changed("cpu-kind", networkPolicy={"dns": {"cidrs": ["169.254.20.10/32"]}})
+    policy = of_kind(manifests(values), "NetworkPolicy")["quartet-dns"]["spec"]
+    pods_of_dns, node_local = policy["egress"][0]["to"]
+    assert pods_of_dns["podSelector"]["matchLabels"] == {"k8s-app": "kube-dns"}
+    assert node_local == {"ipBlock": {"cidr": "169.254.20.10/32"}}
+
+
+def test_an_invalid_address_of_dns_is_refused_with_its_path() -> None:
+    values = changed("cpu-kind", networkPolicy={"dns": {"cidrs": ["169.254.20.10"]}})
+    assert "/networkPolicy/dns/cidrs/0" in refusal(values)
