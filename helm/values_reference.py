@@ -62,13 +62,13 @@ def _default(node: yaml.Node) -> str:
 
 def _above(key: yaml.Node, lines: list[str]) -> str:
     """Return the comment above a key, with the same indentation."""
-    found: list[str] = []
+    comment: list[str] = []
     prefix = " " * key.start_mark.column + "#"
     for line in reversed(lines[: key.start_mark.line]):
         if not line.startswith(prefix):
             break
-        found.insert(0, line.strip().removeprefix("#").strip())
-    return " ".join(found)
+        comment.insert(0, line.strip().removeprefix("#").strip())
+    return " ".join(comment)
 
 
 def _behind(node: yaml.Node, lines: list[str]) -> str:

@@ -14,7 +14,7 @@ from benchmarks.trl_settings import equal_settings
 from quartet.config import Config, load_config
 
 Side = Literal["quartet", "trl", "initial"]
-"""Who trains the policy; ``initial`` is the policy before training."""
+"""Trainer of the policy; ``initial`` is the policy before training."""
 
 VALIDATION = 2000
 """Number of prompts that final policies answer. No run trains on them."""

@@ -254,8 +254,8 @@ def _kl_cells(runs: Results, start: Mapping[int, float]) -> list[str]:
     """Return the KL at each of ``EQUAL_GAINS``. Without all runs, the mean would be over other models than in the next row."""
     cells = []
     for gain in EQUAL_GAINS:
-        found = {each: kl_at(run.curves, start[each.model_seed] + gain) for each, run in runs.items()}
-        reached = {each: kl for each, kl in found.items() if kl is not None}
+        kl = {each: kl_at(run.curves, start[each.model_seed] + gain) for each, run in runs.items()}
+        reached = {each: value for each, value in kl.items() if value is not None}
         complete = len(reached) == len(runs)
         cells.append(
             interval(list(_per_model(reached).values())) if complete else f"{len(reached)} of {len(runs)} runs"

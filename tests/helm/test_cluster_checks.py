@@ -1,4 +1,4 @@
-"""What a cluster would refuse is refused before Helm changes anything, with a message that says what to do."""
+"""Checks of the cluster: Helm refuses what the cluster would refuse, with a message that says what to do."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def api() -> Iterator[ApiServer]:
 
 
 RENDERED = "unable to build kubernetes objects from release manifest"
-"""What Helm says after rendering: the server has no schemas."""
+"""Message of Helm after rendering: the server has no schemas."""
 
 
 def outcome(values: Values, api: ApiServer) -> str:

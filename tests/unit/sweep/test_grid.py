@@ -135,7 +135,7 @@ def test_every_wrong_setting_of_the_grid_is_an_error(config: Path, override: str
 
 
 def test_the_error_of_a_setting_shows_no_password_of_a_url_in_it(config: Path) -> None:
-    urls = 'reward.http.urls=["http://u:s3cret@h1/s"],["http://u:s3cret@h2/s"]'
+    urls = 'reward.http.urls=["http://u:s3cret@h1/s"],["http://u:s3cret@h2/s"]'  # pragma: allowlist secret - an example
     with pytest.raises(ConfigError, match=r"in the setting reward\.http\.urls=") as error:
         plan_runs(config, parse_grid([urls], None), FOLDER)
     assert "s3cret" not in str(error.value)
