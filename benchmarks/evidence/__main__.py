@@ -138,6 +138,7 @@ def _take_all(
 
 def report(parts: dict[str, dict[Experiment, Result]], host: str, folder: Path) -> str:
     """Return the part of the page that the command writes, and write its plots to ``folder``."""
+    folder.mkdir(parents=True, exist_ok=True)
     machine_name = host.rpartition(", load")[0]
     lines = [f"{machine_name}, one thread per process, float32. ± is the half width of a 95 % confidence interval."]
     if runs := parts.get("default"):
