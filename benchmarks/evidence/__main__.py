@@ -146,7 +146,7 @@ def report(parts: dict[str, dict[Experiment, Result]], host: str, folder: Path) 
         plot_default(runs, picture)
         lines += [
             "",
-            "### The default run",
+            "## The default run",
             "",
             f"`configs/reviews/ppo.yaml` as it is, {_steps(runs)} steps.",
             "",
@@ -159,7 +159,7 @@ def report(parts: dict[str, dict[Experiment, Result]], host: str, folder: Path) 
         plot_algorithms(runs, picture)
         lines += [
             "",
-            "### Each algorithm",
+            "## Each algorithm",
             "",
             f"The configs of `configs/reviews` with {_steps(runs)} steps, in which the learning rate falls to 0.",
             "",
@@ -172,7 +172,7 @@ def report(parts: dict[str, dict[Experiment, Result]], host: str, folder: Path) 
         plot_beside(runs, picture)
         lines += [
             "",
-            "### Beside TRL",
+            "## Beside TRL",
             "",
             *beside_settings(runs),
             "",
@@ -183,7 +183,7 @@ def report(parts: dict[str, dict[Experiment, Result]], host: str, folder: Path) 
     if runs := parts.get("variation"):
         lines += [
             "",
-            "### Variations of a setting",
+            "## Variations of a setting",
             "",
             f"`ppo.yaml` with {_steps(runs)} steps and one change.",
             "",
