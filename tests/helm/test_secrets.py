@@ -6,28 +6,15 @@ import base64
 import socket
 import ssl
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import helm_python
 import pytest
 
-from tests.helm.cluster import ApiServer, api_server, connected
+from tests.helm.cluster import ApiServer
 from tests.helm.rendering import Manifest, changed, example, manifests, of_kind
 
 CERTIFICATE = "quartet-certificate-"
-
-
-@pytest.fixture
-def api() -> Iterator[ApiServer]:
-    with api_server() as server:
-        yield server
-
-
-@pytest.fixture
-def cluster(api: ApiServer) -> Iterator[helm_python.Config]:
-    with connected(api) as config:
-        yield config
 
 
 def secrets(result: list[Manifest]) -> dict[str, dict[str, str]]:

@@ -11,20 +11,8 @@ import helm_python
 import kubernetes_validate
 import pytest
 
-from tests.helm.cluster import ApiServer, api_server, connected
+from tests.helm.cluster import ApiServer
 from tests.helm.rendering import NAMESPACE, Manifest, Values, changed, chart, example, manifests, of_kind, pod_templates
-
-
-@pytest.fixture
-def api() -> Iterator[ApiServer]:
-    with api_server() as server:
-        yield server
-
-
-@pytest.fixture
-def cluster(api: ApiServer) -> Iterator[helm_python.Config]:
-    with connected(api) as config:
-        yield config
 
 
 def run(name: str) -> Values:
