@@ -15,7 +15,7 @@ from pathlib import Path
 from benchmarks.evidence.experiments import VALIDATION, Experiment
 from benchmarks.evidence.scoring import Scores
 from quartet.child_processes import tied_to_parent
-from quartet.durable_files import write_durably
+from quartet.durable_files import append_durably, write_durably
 from quartet.errors import ConfigError
 from quartet.run_directory.step_lines import read_step_lines
 
@@ -31,11 +31,13 @@ class Result:
 
 
 class ResultsFile:
-    """File of the finished runs, a JSON object per line."""
+    """File of the finished runs, a JSON object per line. A last line that a kill cut off is removed; its run is repeated."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._lock = path, threading.Lock()
-        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+        *lines, cut_off = path.read_text(encoding="utf-8").split("\n") if path.exists() else [""]
+        if cut_off:
+            write_durably(path, "".join(f"{line}\n" for line in lines))
         self._results = {
             (line["name"], line["digest"]): Result(line["curves"], Scores(**line["final"]))
             for line in map(json.loads, lines)
@@ -49,8 +51,8 @@ class ResultsFile:
         """Write the result. The values of curves have five significant digits."""
         curves = {name: [float(f"{value:.5g}") for value in curve] for name, curve in result.curves.items()}
         line = {"name": experiment.name, "digest": experiment.digest, "curves": curves, "final": asdict(result.final)}
-        with self._lock, self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
+        with self._lock:
+            append_durably(self._path, json.dumps(line) + "\n")
 
 
 def prepare_models(positive: Path, negative: Path, folder: Path, seed: int) -> None:

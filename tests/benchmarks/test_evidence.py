@@ -88,6 +88,21 @@ def test_a_finished_run_is_not_repeated_unless_its_settings_change(tmp_path: Pat
     assert kept.get(replace(run, model_seed=2)) is None
 
 
+def test_a_result_that_a_kill_cut_off_is_dropped_and_the_others_are_kept(tmp_path: Path) -> None:
+    first, second = algorithm_runs(tmp_path, ["rloo", "ppo"], [1], [0], 60)
+    path = tmp_path / "results.jsonl"
+    for run in (first, second):
+        ResultsFile(path).add(run, result_of(run, 0.5))
+    path.write_text(path.read_text()[:-20])
+    kept = ResultsFile(path)
+    assert kept.get(first) is not None
+    assert kept.get(second) is None
+    kept.add(second, result_of(second, 0.25))
+    repeated = ResultsFile(path)
+    assert repeated.get(first) == kept.get(first)
+    assert take(second, Path("no interpreter"), repeated).final == result_of(second, 0.25).final
+
+
 def test_kl_at_a_reward_is_interpolated_where_the_curve_passes_it() -> None:
     curves = {"reward_mean": [float(step) for step in range(30)], "kl_mean": [2.0 * step for step in range(30)]}
     # Means of ten steps: the reward of a window is its middle, and the KL twice that.
