@@ -73,9 +73,10 @@ def preload() -> None:
 
     import tests.conftest  # noqa: F401
 
-    # A failing example is enough. Making it smaller takes most of the time of a failing test.
+    # A failing example is enough. Making it smaller takes most of the time of a failing test. A slow machine is no failure.
     phases = (hypothesis.Phase.explicit, hypothesis.Phase.generate)
-    hypothesis.settings.register_profile("mutation", phases=phases, deadline=None)
+    checks = list(hypothesis.HealthCheck)
+    hypothesis.settings.register_profile("mutation", phases=phases, deadline=None, suppress_health_check=checks)
     hypothesis.settings.load_profile("mutation")
     for name in [name for name in sys.modules if name == PACKAGE or name.startswith(f"{PACKAGE}.")]:
         raise RuntimeError(f"{name} is imported before the mutant; remove the import from tests/conftest.py")
