@@ -228,7 +228,7 @@ def test_stopping_the_service_ends_the_processes_of_its_functions(
     ensemble: dict[str, Any],
     tmp_path: Path,
 ) -> None:
-    before = children()
+    before, threads = children(), set(threading.enumerate())
     parts = [*ensemble["parts"], {"name": "waits", **function("waits")}]
     reward = build_model_role(Role.REWARD, make_config(reward={**ensemble, "parts": parts}), ComputeThread(), threads=1)
     server = Server([reward], "127.0.0.1:0")
@@ -242,4 +242,6 @@ def test_stopping_the_service_ends_the_processes_of_its_functions(
     if scoring_active:
         with pytest.raises(QuartetError):
             scores.result()
-    wait_for(lambda: not any(thread.name.startswith("function-output") for thread in threading.enumerate()))
+    wait_for(
+        lambda: not any(thread.name.startswith("function-output") for thread in {*threading.enumerate()} - threads)
+    )
