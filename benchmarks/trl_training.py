@@ -1,15 +1,16 @@
 """Training with TRL on a Quartet config, with the duration of each step.
 
-python -m benchmarks.trl_training CONFIG STEPS OUT [--policy DIRECTORY] [KEY=VALUE...] needs an environment with TRL, which
-`make parity` creates. benchmarks.end_to_end and benchmarks.evidence run this module in it. The estimator gae selects PPO, rloo
-selects RLOO. Training uses the actor's dtype, and all CPU cores or the actor's GPU. On the CPU, each forward pass has a whole
-mini-batch, which is fastest for TRL. On a GPU, whose memory is too small for those logits, it has as many tokens as Quartet's.
-OUT gets a JSON object per step, DIRECTORY the final policy.
+python -m benchmarks.trl_training CONFIG STEPS OUT [--policy DIRECTORY] [--score-at-eos] [KEY=VALUE...] needs an environment
+with TRL, which `make parity` creates. benchmarks.end_to_end and benchmarks.evidence run this module in it. The estimator gae
+selects PPO, rloo selects RLOO. Training uses the actor's dtype, and all CPU cores or the actor's GPU. On the CPU, each forward
+pass has a whole mini-batch, which is fastest for TRL. On a GPU, whose memory is too small for those logits, it has as many tokens
+as Quartet's. OUT gets a JSON object per step, DIRECTORY the final policy.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import sys
@@ -20,8 +21,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.trl_rewriting import rewritten
 from benchmarks.trl_settings import ppo_settings, rloo_settings
 from quartet.config import Config, load_config
+
+SCORE_AT_EOS = {"sequence_lengths + 1": "sequence_lengths"}
+"""The expression of PPOTrainer.train that puts score and value one position past EOS, and its replacement."""
 
 
 class Clock:
@@ -47,6 +52,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("settings", nargs="*", metavar="KEY=VALUE")
     parser.add_argument("--policy", type=Path)
+    parser.add_argument(
+        "--score-at-eos", action="store_true", help="PPO: give the score to EOS, not to the position after it"
+    )
     options = parser.parse_intermixed_args(arguments)
     os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1"}
     config = load_config(options.config, options.settings)
@@ -57,7 +65,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     with tempfile.TemporaryDirectory() as folder:
-        train = _ppo if config.algorithm.estimator == "gae" else _rloo
+        ppo = functools.partial(_ppo, score_at_eos=options.score_at_eos)
+        train = ppo if config.algorithm.estimator == "gae" else _rloo
         policy, tokenizer = train(config, options.steps, folder, Clock(options.out))
         if options.policy is not None:
             policy.save_pretrained(options.policy)
@@ -100,7 +109,7 @@ def _texts(config: Config) -> list[str]:
     return [json.loads(line)["text"] for line in Path(config.data.prompts).read_text().splitlines()]
 
 
-def _ppo(config: Config, steps: int, folder: str, clock: Clock) -> tuple[Any, Any]:
+def _ppo(config: Config, steps: int, folder: str, clock: Clock, score_at_eos: bool) -> tuple[Any, Any]:
     """Train with PPO, and return the policy and its tokenizer."""
     import datasets
     from trl.experimental.ppo import PPOConfig, PPOTrainer
@@ -130,7 +139,8 @@ def _ppo(config: Config, steps: int, folder: str, clock: Clock) -> tuple[Any, An
         value_model=_model("SequenceClassification", config.critic.model or config.reward.model, config.critic.dtype),
         train_dataset=datasets.Dataset.from_dict({"input_ids": prompts}),
     )
-    trainer.train()
+    train = rewritten(PPOTrainer.train, SCORE_AT_EOS) if score_at_eos else PPOTrainer.train
+    train(trainer)
     return trainer.policy_model, tokenizer
 
 

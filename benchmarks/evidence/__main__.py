@@ -117,7 +117,7 @@ def _prepare(
 def _take_all(
     experiments: Sequence[Experiment], finished: ResultsFile, jobs: int, trl: Path
 ) -> dict[Experiment, Result]:
-    if not trl.exists() and any(each.side == "trl" and finished.get(each) is None for each in experiments):
+    if not trl.exists() and any(each.side in ("trl", "trl_eos") and finished.get(each) is None for each in experiments):
         raise ConfigError(f"--trl {trl}: not found; make parity creates an environment with TRL")
 
     def report_taken(experiment: Experiment) -> Result:

@@ -13,8 +13,9 @@ from typing import Literal
 from benchmarks.trl_settings import equal_settings
 from quartet.config import Config, load_config
 
-Side = Literal["quartet", "trl", "initial"]
-"""Trainer of the policy; ``initial`` is the policy before training."""
+Side = Literal["quartet", "trl", "trl_eos", "initial"]
+"""Trainer of the policy. ``trl_eos``: TRL's PPO with the score at EOS, not one position after it. ``initial``: the policy before
+training."""
 
 VALIDATION = 2000
 """Number of prompts that final policies answer. No run trains on them."""
@@ -57,8 +58,8 @@ class Experiment:
     @property
     def name(self) -> str:
         """Return the name of the run and of its files."""
-        return (
-            f"{self.group}-{self.config.stem.replace('_', '-')}-{self.side}-model{self.model_seed}-seed{self.run_seed}"
+        return f"{self.group}-{self.config.stem}-{self.side}-model{self.model_seed}-seed{self.run_seed}".replace(
+            "_", "-"
         )
 
     @property
@@ -138,8 +139,7 @@ def default_runs(folder: Path, model_seeds: Sequence[int]) -> list[Experiment]:
 def trl_runs(
     folder: Path, names: Sequence[str], model_seeds: Sequence[int], run_seeds: Sequence[int], steps: int
 ) -> list[Experiment]:
-    """Return a pair of runs for each config, model and seed, with equal settings: Quartet's and TRL's."""
-    sides: tuple[Side, ...] = ("quartet", "trl")
+    """Return a run of each side for each config, model and seed, with equal settings."""
     return [
         Experiment(
             "beside",
@@ -154,8 +154,12 @@ def trl_runs(
         for seed in run_seeds
         for model in model_seeds
         for name in names
-        for side in sides
+        for side in _sides(name)
     ]
+
+
+def _sides(name: str) -> tuple[Side, ...]:
+    return ("quartet", "trl", "trl_eos") if name == "ppo" else ("quartet", "trl")
 
 
 def _config(name: str) -> Path:

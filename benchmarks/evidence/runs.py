@@ -89,7 +89,7 @@ def _train(experiment: Experiment, trl: Path) -> tuple[Path, dict[str, list[floa
             return experiment.models / "policy", {}
         case "quartet":
             return _quartet(experiment)
-        case "trl":
+        case "trl" | "trl_eos":
             return _trl(experiment, trl)
 
 
@@ -134,6 +134,7 @@ def _trl(experiment: Experiment, python: Path) -> tuple[Path, dict[str, list[flo
     experiment.run_directory.mkdir(parents=True)
     out, policy = experiment.run_directory / "trl.jsonl", experiment.run_directory / "policy"
     command = [str(python), "-m", "benchmarks.trl_training", str(experiment.config), str(experiment.steps), str(out)]
-    run_program([*command, "--policy", str(policy), *experiment.overrides], _log(experiment, "train"))
+    options = ["--policy", str(policy), *(["--score-at-eos"] if experiment.side == "trl_eos" else [])]
+    run_program([*command, *options, *experiment.overrides], _log(experiment, "train"))
     steps = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
     return policy, {"score_mean": [step["reward_mean"] for step in steps]}

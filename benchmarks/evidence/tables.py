@@ -21,6 +21,9 @@ WINDOW = 10
 EQUAL_GAINS = (0.5, 1.0, 1.5)
 """Gains of reward at which the KL is compared."""
 
+LABELS = {"trl": "TRL", "trl_eos": "TRL, score at EOS", "quartet": "Quartet"}
+"""Names of the sides that are compared."""
+
 Results = Mapping[Experiment, Result]
 
 
@@ -161,13 +164,19 @@ def beside_table(results: Results) -> str:
         "| EOS rate, TRL | Quartet |",
         "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
-    for name, runs in _by(results, lambda each: each.config.stem).items():
+    compared = [
+        (config, side, runs)
+        for config, runs in _by(results, lambda each: each.config.stem).items()
+        for side in ("trl", "trl_eos")
+        if any(each.side == side for each in runs)
+    ]
+    for config, other, runs in compared:
         sides = {
             side: {(each.model_seed, each.run_seed): run.final for each, run in runs.items() if each.side == side}
-            for side in ("trl", "quartet")
+            for side in (other, "quartet")
         }
-        pairs = sorted(sides["trl"].keys() & sides["quartet"].keys())
-        trl, quartet = ([sides[side][pair] for pair in pairs] for side in ("trl", "quartet"))
+        pairs = sorted(sides[other].keys() & sides["quartet"].keys())
+        trl, quartet = ([sides[side][pair] for pair in pairs] for side in (other, "quartet"))
         cells = []
         for metric in ("score", "kl"):
             ours, theirs = ([getattr(each, metric) for each in side] for side in (quartet, trl))
@@ -178,7 +187,8 @@ def beside_table(results: Results) -> str:
             ]
             cells += [interval(theirs), interval(ours), f"**{interval(difference)}**", interval(by_model)]
         cells += [interval([each.eos_rate for each in side]) for side in (trl, quartet)]
-        lines.append(f"| `{name}.yaml` | {len(pairs)} | {' | '.join(cells)} |")
+        place = ", score at EOS" if other == "trl_eos" else ""
+        lines.append(f"| `{config}.yaml`{place} | {len(pairs)} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -227,12 +237,14 @@ def plot_beside(results: Results, path: Path) -> None:
     groups = _by(results, lambda each: each.config.stem)
     figure, axes = plt.subplots(1, len(groups), figsize=(5 * len(groups), 4), layout="constrained", squeeze=False)
     for axis, (name, runs) in zip(axes[0], groups.items(), strict=True):
-        for side, color in (("trl", "tab:orange"), ("quartet", "tab:blue")):
+        for side, color in (("trl", "tab:orange"), ("trl_eos", "tab:green"), ("quartet", "tab:blue")):
             curves = [_smooth(run.curves["score_mean"]) for each, run in runs.items() if each.side == side]
+            if not curves:
+                continue
             for curve in curves:
                 axis.plot(range(WINDOW, WINDOW + len(curve)), curve, color=color, linewidth=0.5, alpha=0.5)
             mean = [fmean(values) for values in zip(*curves, strict=True)]
-            axis.plot(range(WINDOW, WINDOW + len(mean)), mean, color=color, linewidth=2, label=side)
+            axis.plot(range(WINDOW, WINDOW + len(mean)), mean, color=color, linewidth=2, label=LABELS[side])
         axis.set_title(name)
         axis.set_xlabel("step")
     axes[0][0].set_ylabel(f"score, mean of {WINDOW} steps")

@@ -54,9 +54,10 @@ def test_the_default_run_has_the_settings_of_the_config_as_it_is_shipped(tmp_pat
 
 @pytest.mark.parametrize("name", ["ppo", "rloo"])
 def test_both_sides_have_the_same_optimizer_schedule_and_clipping(name: str, tmp_path: Path) -> None:
-    ours, theirs = trl_runs(tmp_path, [name], [11], [0], 60)
-    assert (ours.side, theirs.side) == ("quartet", "trl")
-    assert ours.load().algorithm == theirs.load().algorithm
+    ours, *theirs = trl_runs(tmp_path, [name], [11], [0], 60)
+    assert ours.side == "quartet"
+    assert [each.side for each in theirs] == (["trl", "trl_eos"] if name == "ppo" else ["trl"])
+    assert all(each.load().algorithm == ours.load().algorithm for each in theirs)
     config = ours.load()
     settings = (ppo_settings if name == "ppo" else rloo_settings)(config, "folder")
     assert (settings["adam_beta1"], settings["adam_beta2"]) == config.actor.optimizer.betas == (0.9, 0.999)
@@ -120,11 +121,14 @@ def test_kl_at_a_reward_does_not_depend_on_the_noise_of_the_reward() -> None:
 def test_the_difference_beside_trl_is_that_of_pairs(tmp_path: Path) -> None:
     results = {}
     for run in trl_runs(tmp_path, ["ppo"], [11, 12], [0, 1], 60):
-        # Quartet gains 0, 1, 1 and 2 on the pairs: 0.5 and 1.5 on average on the two models.
-        gain = run.model_seed - 11 + run.run_seed if run.side == "quartet" else 0
+        # Quartet gains 0, 1, 1 and 2 on the pairs: 0.5 and 1.5 on average on the two models. TRL with the score at EOS gains 2.
+        gain = {"quartet": run.model_seed - 11 + run.run_seed, "trl": 0, "trl_eos": 2}[run.side]
         results[run] = result_of(run, 1.0 + gain)
-    row = beside_table(results).splitlines()[-1]
-    assert "| 4 | 1.00 ± 0.00 | 2.00 ± 1.30 | **1.00 ± 1.30** | 1.00 ± 6.35 |" in row
+    row, at_eos = beside_table(results).splitlines()[-2:]
+    assert row.startswith("| `ppo.yaml` | 4 | 1.00 ± 0.00 | 2.00 ± 1.30 | **1.00 ± 1.30** | 1.00 ± 6.35 |")
+    assert at_eos.startswith(
+        "| `ppo.yaml`, score at EOS | 4 | 3.00 ± 0.00 | 2.00 ± 1.30 | **-1.00 ± 1.30** | -1.00 ± 6.35 |"
+    )
 
 
 def test_tables_have_means_and_intervals(tmp_path: Path) -> None:

@@ -1,8 +1,8 @@
 """Change quartet.ppo in small ways, one at a time, and list the changes that no test notices: `make mutation`.
 
 It writes docs/mutation.md. The exit status is 1 if a change survives that tests/mutation/equivalent.toml does not explain, or if
-that file explains a change that does not survive. Results are kept in build/mutation, so that a stopped command continues, and a
-repeated one tests only what changed.
+that file explains a change that does not survive. Results are kept in tests/mutation/results.jsonl, so that a stopped command
+continues, and a repeated one tests only what changed.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from tests.mutation.report import Mutant, Result, page, problems, read_explanati
 
 FOLDER = Path("build/mutation")
 ENVIRONMENT = Path("build/mutation-venv/bin/python")
+RESULTS = Path(__file__).with_name("results.jsonl")
 PAGE = Path("docs/mutation.md")
 SLOWEST = 5
 """Seconds of the processor that a mutant may take, in multiples of the seconds with the unchanged module."""
@@ -70,8 +71,7 @@ def _mutants(name: str) -> list[Mutant]:
 
 def _results(names: Sequence[str], mutants: Sequence[Mutant], jobs: int) -> Iterator[Result]:
     """Return the result of each mutant, in any order. Results of earlier runs with the same code and tests are taken over."""
-    path = FOLDER / "results.jsonl"
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    lines = RESULTS.read_text(encoding="utf-8").splitlines() if RESULTS.exists() else []
     earlier = {record["key"]: record["outcome"] for record in map(json.loads, lines)}
     tests = {name: execute.tests_of(name) for name in names}
     state = {name: _state(tests[name]) for name in names}
@@ -82,7 +82,7 @@ def _results(names: Sequence[str], mutants: Sequence[Mutant], jobs: int) -> Iter
     limits = {name: SLOWEST * _seconds(name, tests[name]) for name in {mutant.module for mutant in waiting}}
 
     started, done, running = time.monotonic(), 0, {}
-    with path.open("a", encoding="utf-8") as log:
+    with RESULTS.open("a", encoding="utf-8") as log:
         while waiting or running:
             while waiting and len(running) < jobs:
                 mutant = waiting.pop(0)

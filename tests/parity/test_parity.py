@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.trl_rewriting import rewritten
 from tests.parity import page, scenarios
 from tests.parity.comparison import MetricComparison, compare, compare_change
 from tests.parity.page import ScenarioResult
-from tests.parity.rewriting import rewritten
 
 DOCS = Path(__file__).parents[2] / "docs" / "parity.md"
 COMMON = {

@@ -20,16 +20,17 @@ from accelerate.state import AcceleratorState, GradientState
 from numpy.typing import NDArray
 from trl.experimental.ppo import PPOConfig, PPOTrainer, ppo_trainer
 
+from benchmarks.trl_rewriting import rewritten
 from benchmarks.trl_settings import ppo_settings
+from benchmarks.trl_training import SCORE_AT_EOS
 from quartet.config import Config
 from tests.parity.checkpoints import EOS, PAD, ScenarioModels, make_tokenizer
 from tests.parity.comparison import Number, Weights
-from tests.parity.rewriting import rewritten
 from tests.parity.rollouts import Rollouts, TrlUpdate
 from tests.parity.scenarios import order, responses
 
 REWRITTEN = {
-    "sequence_lengths + 1": "sequence_lengths",
+    **SCORE_AT_EOS,
     "entropy.mean()": "masked_mean(entropy, ~padding_mask[micro_batch_inds])",
     "(logprobs_diff ** 2).mean()": "masked_mean(logprobs_diff ** 2, ~padding_mask[micro_batch_inds])",
 }

@@ -17,11 +17,11 @@ from accelerate.state import AcceleratorState, GradientState
 from trl import RLOOConfig, RLOOTrainer
 from trl.trainer import rloo_trainer
 
+from benchmarks.trl_rewriting import rewritten
 from benchmarks.trl_settings import rloo_settings
 from quartet.config import Config
 from tests.parity.checkpoints import EOS, ScenarioModels, make_tokenizer
 from tests.parity.comparison import Number
-from tests.parity.rewriting import rewritten
 from tests.parity.rollouts import Rollouts, TrlUpdate
 from tests.parity.scenarios import order, responses
 

@@ -1,4 +1,4 @@
-"""Replacement of expressions inside a function, to switch off a difference that is in the middle of a long method."""
+"""Replacement of expressions inside a function of TRL, to switch off a difference that is in the middle of a long method."""
 
 from __future__ import annotations
 
