@@ -31,7 +31,7 @@ VARIATIONS: dict[str, tuple[str, ...]] = {
     "4 mini-batches": ("algorithm.num_mini_batches=4",),
     "clip ratio 0.1": ("algorithm.clip_ratio=0.1",),
     "constant learning rate": ("actor.schedule=constant", "critic.schedule=constant"),
-    "fixed KL coefficient 0.05": ("algorithm.kl_controller.kind=fixed",),
+    "fixed KL coefficient 0.1": ("algorithm.kl_controller.kind=fixed",),
 }
 """Variations of configs/reviews/ppo.yaml, to choose its settings."""
 BESIDE_TRL: dict[str, tuple[str, ...]] = {

@@ -10,6 +10,7 @@ import matplotlib
 
 from benchmarks.evidence.experiments import VARIATIONS, Experiment
 from benchmarks.evidence.runs import Result
+from quartet.config import Config
 from quartet.runs.intervals import mean_interval
 
 matplotlib.use("svg")
@@ -150,11 +151,26 @@ def beside_settings(results: Results) -> list[str]:
             f"limit of the gradient norm {optimizer.max_grad_norm:g}"
             if optimizer.max_grad_norm
             else "no limit of the gradient norm",
-            f"ratio per {algorithm.ratio_level}",
+            f"{algorithm.num_epochs} epochs of {algorithm.num_mini_batches} mini-batches",
+            f"ε {algorithm.clip_range[0]:g}, ratio per {algorithm.ratio_level}",
             f"`{algorithm.aggregation}`",
+            f"{config.rollout.prompts_per_step} prompts with {config.rollout.samples_per_prompt} responses",
+            *_critic_settings(config),
         ]
         items.append(f"- `{name}.yaml`, {experiment.steps} steps: {'; '.join(settings)}")
     return items
+
+
+def _critic_settings(config: Config) -> list[str]:
+    algorithm = config.algorithm
+    if algorithm.estimator != "gae":
+        return []
+    # The critic has its own parameters, so the coefficient changes only the scale of its gradient, which Adam removes.
+    return [
+        f"γ {algorithm.gamma:g}, λ {algorithm.gae_lambda:g}",
+        f"ε of values {algorithm.value_clip:g}",
+        "TRL's `vf_coef` 1",
+    ]
 
 
 def beside_table(results: Results) -> str:

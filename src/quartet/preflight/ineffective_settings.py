@@ -56,6 +56,24 @@ def _ineffective(config: Config) -> Iterator[tuple[str, tuple[str, ...], str]]:
     if algorithm.distillation is not None:
         yield "guards.kl_runaway", (), "the KL to a teacher starts high and falls"
         yield "algorithm", ("kl_estimator",), "algorithm.distillation replaces the KL penalty"
+    elif not algorithm.kl_coefficient:
+        yield (
+            "algorithm",
+            ("kl_estimator", "kl_log_probs"),
+            "algorithm.kl_coefficient is 0, so only the metric kl_mean depends on it",
+        )
+    if not algorithm.length_penalty.per_token:
+        yield "algorithm.length_penalty", ("free_tokens",), "algorithm.length_penalty.per_token is 0"
+    if not algorithm.overlong_penalty.buffer_tokens:
+        yield "algorithm.overlong_penalty", ("penalty",), "algorithm.overlong_penalty.buffer_tokens is 0"
+    if not config.rollout.dynamic_sampling:
+        yield "rollout", ("max_sampling_rounds",), "rollout.dynamic_sampling is off"
+    if algorithm.num_epochs == algorithm.num_mini_batches == 1 and algorithm.old_log_probs == "trainer":
+        yield (
+            "algorithm",
+            ("clip_ratio", "clip_ratio_high", "dual_clip", "target_kl"),
+            "with one epoch, one mini-batch and old_log_probs trainer, every ratio of the update is 1",
+        )
     if not config.has_environment:
         reason = "rollout.max_turns is 0, so no environment is used"
         yield "environment", (), reason

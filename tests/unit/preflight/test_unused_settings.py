@@ -54,6 +54,18 @@ RLOO = {"estimator": "rloo"}
         ({"checkpoint": {"best_mode": "min"}}, "checkpoint.best_mode", "checkpoint.best_metric is null"),
         ({"algorithm": {**RLOO, "kl_coefficient": 0.0}, "reference": {"sync_steps": 8}}, "reference.sync_steps",
          "the KL is neither in the reward nor in the loss, so only metrics depend on it"),
+        ({"algorithm": {**RLOO, "kl_coefficient": 0.0, "kl_estimator": "absolute", "kl_log_probs": "trainer"}},
+         "algorithm.kl_estimator, algorithm.kl_log_probs",
+         "algorithm.kl_coefficient is 0, so only the metric kl_mean depends on it"),
+        ({"algorithm": {**RLOO, "length_penalty": {"free_tokens": 8}}}, "algorithm.length_penalty.free_tokens",
+         "algorithm.length_penalty.per_token is 0"),
+        ({"algorithm": {**RLOO, "overlong_penalty": {"penalty": 2.0}}}, "algorithm.overlong_penalty.penalty",
+         "algorithm.overlong_penalty.buffer_tokens is 0"),
+        ({"rollout": {"prompts_per_step": 2, "samples_per_prompt": 2, "max_sampling_rounds": 3}},
+         "rollout.max_sampling_rounds", "rollout.dynamic_sampling is off"),
+        ({"algorithm": {**RLOO, "num_epochs": 1, "num_mini_batches": 1, "clip_ratio": 0.1, "target_kl": 0.1}},
+         "algorithm.clip_ratio, algorithm.target_kl",
+         "with one epoch, one mini-batch and old_log_probs trainer, every ratio of the update is 1"),
     ],
 )  # fmt: skip
 def test_settings_without_effect_are_reported_with_the_reason(
