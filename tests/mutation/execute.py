@@ -19,7 +19,7 @@ PACKAGE = "quartet.ppo"
 ROOT = Path(__file__).parents[2]
 SOURCES = ROOT / "src" / "quartet" / "ppo"
 MAX_SECONDS = 7200.0
-"""Limit of the wall time. A mutant that computes reaches its limit of CPU time before, except on a machine with much other work."""
+"""Limit of the wall time. A mutant that computes reaches its limit of CPU time first, except beside much other work."""
 TESTS = (ROOT / "tests" / "unit" / "ppo", ROOT / "tests" / "parity" / "losses")
 
 
