@@ -2,7 +2,8 @@
 
 It writes docs/mutation.md. The exit status is 1 if a change survives that tests/mutation/equivalent.toml does not explain, or if
 that file explains a change that does not survive. Results are kept in tests/mutation/results.jsonl, so that a stopped command
-continues, and a repeated one tests only what changed.
+continues, and a repeated one tests only what changed: a mutant that failed a test is tested again only if the file of that test
+has changed.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 
 from tests.mutation import execute
@@ -71,14 +73,23 @@ def _mutants(name: str) -> list[Mutant]:
 
 def _results(names: Sequence[str], mutants: Sequence[Mutant], jobs: int) -> Iterator[Result]:
     """Return the result of each mutant, in any order. Results of earlier runs with the same code and tests are taken over."""
-    lines = RESULTS.read_text(encoding="utf-8").splitlines() if RESULTS.exists() else []
-    earlier = {record["key"]: record["outcome"] for record in map(json.loads, lines)}
     tests = {name: execute.tests_of(name) for name in names}
-    state = {name: _state(tests[name]) for name in names}
-    keys = {mutant: _digest(mutant.source.encode(), state[mutant.module].encode()) for mutant in mutants}
-    waiting = [mutant for mutant in mutants if keys[mutant] not in earlier]
-    yield from (Result(mutant, earlier[keys[mutant]]) for mutant in mutants if keys[mutant] in earlier)
-    print(f"{len(mutants)} mutants, {len(waiting)} to test")
+    digests = {test: _digest((execute.ROOT / test).read_bytes()) for test in sorted({*chain(*tests.values())})}
+    # Also of the tests that failed for no mutant of the module, because a new one may notice what survived.
+    all_tests = {name: _digest(*(digests[test].encode() for test in tests[name])) for name in names}
+    state = _state()
+    keys = {mutant: _digest(mutant.source.encode(), state.encode()) for mutant in mutants}
+    lines = RESULTS.read_text(encoding="utf-8").splitlines() if RESULTS.exists() else []
+    earlier = {record["key"]: record for record in map(json.loads, lines)}
+
+    def known(mutant: Mutant) -> str | None:
+        record = earlier.get(keys[mutant], {"tests": None, "failed": ""})
+        tested = digests.get(record["failed"]) if record["failed"] else all_tests[mutant.module]
+        return record["outcome"] if tested == record["tests"] else None
+
+    waiting = [mutant for mutant in mutants if known(mutant) is None]
+    yield from (Result(mutant, outcome) for mutant in mutants if (outcome := known(mutant)) is not None)
+    print(f"{len(mutants)} mutants, {len(waiting)} to test", flush=True)
     limits = {name: SLOWEST * _seconds(name, tests[name]) for name in {mutant.module for mutant in waiting}}
 
     started, done, running = time.monotonic(), 0, {}
@@ -88,11 +99,16 @@ def _results(names: Sequence[str], mutants: Sequence[Mutant], jobs: int) -> Iter
                 mutant = waiting.pop(0)
                 name = mutant.module
                 running[mutant] = execute.Child(name, mutant.source, tests[name], limits[name])
-            for mutant, outcome in [(mutant, child.outcome()) for mutant, child in running.items()]:
+            for mutant, child in list(running.items()):
+                outcome = child.outcome()
                 if outcome is None:
                     continue
                 del running[mutant]
-                log.write(json.dumps({"key": keys[mutant], "outcome": outcome}) + "\n")
+                # A file that is no test may fail, too, such as a conftest.
+                failed = child.failed if child.failed in digests else ""
+                tested = digests[failed] if failed else all_tests[mutant.module]
+                record = {"key": keys[mutant], "outcome": outcome, "failed": failed, "tests": tested}
+                log.write(json.dumps(record) + "\n")
                 log.flush()
                 done += 1
                 if outcome == "survived":
@@ -114,12 +130,11 @@ def _seconds(name: str, tests: Sequence[str]) -> int:
     return math.ceil(time.monotonic() - started)
 
 
-def _state(tests: Sequence[str]) -> str:
-    """Return a digest of the package and of the tests' folders, on which a result depends."""
+def _state() -> str:
+    """Return a digest of the package, and of the files beside the tests that tests use."""
     folders = (execute.SOURCES, *execute.TESTS)
     files = sorted(path for folder in folders for pattern in ("*.py", "*.json") for path in folder.rglob(pattern))
-    used = [path for path in files if not path.name.startswith("test_") or str(path.relative_to(execute.ROOT)) in tests]
-    return _digest(*(path.read_bytes() for path in used))
+    return _digest(*(path.read_bytes() for path in files if not path.name.startswith("test_")))
 
 
 def _digest(*parts: bytes) -> str:

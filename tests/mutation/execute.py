@@ -14,6 +14,10 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import pytest
 
 PACKAGE = "quartet.ppo"
 ROOT = Path(__file__).parents[2]
@@ -39,29 +43,38 @@ class _Replacement(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 class Child:
-    """Process that runs ``tests`` with the module replaced, until a test fails or it has used ``cpu_seconds``."""
+    """Process that runs ``tests`` with the module replaced, until a test fails or it has used ``cpu_seconds``.
+
+    ``failed``: the file of the test that failed, once there is an outcome; "" if none failed.
+    """
 
     def __init__(self, module: str, source: str, tests: Sequence[str], cpu_seconds: int) -> None:
+        self.failed = ""
         self._deadline = time.monotonic() + MAX_SECONDS
+        self._report, report = os.pipe()
         self._pid = os.fork()
         if self._pid == 0:
             status = 1
             try:
                 # Seconds of the processor, so that other work on the machine does not change a result.
                 resource.setrlimit(resource.RLIMIT_CPU, (cpu_seconds, cpu_seconds))
-                status = _run(f"{PACKAGE}.{module}", source, tests)
+                status = _run(f"{PACKAGE}.{module}", source, tests, report)
             finally:
                 os._exit(status)
+        os.close(report)
 
     def outcome(self) -> str | None:
         """Return "killed" or "survived"; None while the tests run. Raises TimeoutError after ``MAX_SECONDS``."""
         pid, status = os.waitpid(self._pid, os.WNOHANG)
         if pid:
+            with open(self._report, encoding="utf-8") as file:
+                self.failed = file.read()
             return "survived" if os.waitstatus_to_exitcode(status) == 0 else "killed"
         if time.monotonic() < self._deadline:
             return None
         os.kill(self._pid, signal.SIGKILL)
         os.waitpid(self._pid, 0)
+        os.close(self._report)
         raise TimeoutError(f"a mutant did not end in {MAX_SECONDS:g} s; repeat the command with less other work")
 
 
@@ -107,7 +120,20 @@ def _imports(path: Path) -> set[str]:
     return names
 
 
-def _run(name: str, source: str, tests: Sequence[str]) -> int:
+class _Reporter:
+    """Plugin of pytest that writes the file of the failed test to ``report``."""
+
+    def __init__(self, report: int) -> None:
+        self._report: int | None = report
+
+    def pytest_exception_interact(self, node: pytest.Item | pytest.Collector) -> None:
+        if self._report is not None:
+            os.write(self._report, os.path.relpath(node.path, ROOT).encode())
+            os.close(self._report)
+            self._report = None
+
+
+def _run(name: str, source: str, tests: Sequence[str], report: int) -> int:
     import pytest
 
     with open(os.devnull, "w") as sink:
@@ -116,4 +142,4 @@ def _run(name: str, source: str, tests: Sequence[str]) -> int:
     sys.dont_write_bytecode = True
     sys.meta_path.insert(0, _Replacement(name, source))
     options = ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--timeout=0", "--rootdir", str(ROOT)]
-    return int(pytest.main([*options, *tests]))
+    return int(pytest.main([*options, *tests], plugins=[_Reporter(report)]))

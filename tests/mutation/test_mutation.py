@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.mutation import __main__ as command
 from tests.mutation import execute
 from tests.mutation.report import Mutant, Result, page, problems, read_explanations
 
@@ -47,10 +48,10 @@ def test_tests_of_a_module_come_before_those_of_its_users() -> None:
 @pytest.mark.parametrize(
     ("code", "test", "outcome"),
     [
-        ("def two(): return 2", "assert two() == 2", "survived"),
-        ("def two(): return 3", "assert two() == 2", "killed"),
-        ("def two():\n    while True: pass", "assert two() == 2", "killed"),
-        ("two = 1 / 0", "assert two", "killed"),
+        ("def two(): return 2", "assert two() == 2", "survived "),
+        ("def two(): return 3", "assert two() == 2", "killed test_of_a_change.py"),
+        ("def two():\n    while True: pass", "assert two() == 2", "killed "),
+        ("two = 1 / 0", "assert two", "killed test_of_a_change.py"),
     ],
 )
 def test_a_child_imports_the_replaced_module(code: str, test: str, outcome: str, tmp_path: Path) -> None:
@@ -59,8 +60,41 @@ def test_a_child_imports_the_replaced_module(code: str, test: str, outcome: str,
     script = (
         "import sys, time\nfrom tests.mutation.execute import Child\nimport pytest\n"
         "child = Child('kl', sys.argv[1], [sys.argv[2]], 4)\n"
-        "while (outcome := child.outcome()) is None: time.sleep(0.02)\nprint(outcome)\n"
+        "while (outcome := child.outcome()) is None: time.sleep(0.02)\nprint(outcome, child.failed.rpartition('/')[2])\n"
     )
-    command = [sys.executable, "-c", script, code, str(file)]
-    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=120, cwd=execute.ROOT)
+    arguments = [sys.executable, "-c", script, code, str(file)]
+    done = subprocess.run(arguments, check=True, capture_output=True, text=True, timeout=120, cwd=execute.ROOT)
     assert done.stdout == f"{outcome}\n"
+
+
+def test_only_mutants_without_a_valid_result_are_tested_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, text in (("a", "first"), ("b", "second")):
+        (tmp_path / f"test_{name}.py").write_text(text, encoding="utf-8")
+    mutants = [Mutant("kl", "NumberReplacer", "f", "1", "2", source) for source in ("killed by a", "slow", "survived")]
+    tested: list[str] = []
+
+    class Child:
+        def __init__(self, _module: str, source: str, *_: object) -> None:
+            self.source, self.failed = source, "test_a.py" if source == "killed by a" else ""
+            tested.append(source)
+
+        def outcome(self) -> str:
+            return "survived" if self.source == "survived" else "killed"
+
+    monkeypatch.setattr(execute, "Child", Child)
+    monkeypatch.setattr(execute, "ROOT", tmp_path)
+    monkeypatch.setattr(execute, "tests_of", lambda _: ["test_a.py", "test_b.py"])
+    monkeypatch.setattr(command, "RESULTS", tmp_path / "results.jsonl")
+    monkeypatch.setattr(command, "_seconds", lambda *_: 1)
+
+    def again() -> list[str]:
+        tested.clear()
+        assert len(list(command._results(["kl"], mutants, 1))) == 3
+        return tested
+
+    assert again() == ["killed by a", "slow", "survived"]
+    assert again() == []
+    (tmp_path / "test_b.py").write_text("changed", encoding="utf-8")
+    assert again() == ["slow", "survived"]
+    (tmp_path / "test_a.py").write_text("changed", encoding="utf-8")
+    assert again() == ["killed by a", "slow", "survived"]
