@@ -12,8 +12,7 @@ from tests.helm.test_values import refusal
 
 KUEUE = {"gang": {"kind": "kueue", "queue": "training"}}
 VOLCANO = {"gang": {"kind": "volcano", "queue": "gpus"}}
-GROUP, QUEUE = "kueue.x-k8s.io/pod-group-name", "kueue.x-k8s.io/queue-name"
-COUNT = "kueue.x-k8s.io/pod-group-total-count"
+QUEUE = "kueue.x-k8s.io/queue-name"
 
 
 def templates(values: Values) -> dict[str, Manifest]:
@@ -71,29 +70,41 @@ def test_a_spread_constraint_without_a_selector_selects_the_pods_of_its_componen
     assert constraint["labelSelector"]["matchLabels"]["a"] == "b"
 
 
-def test_kueue_admits_all_pods_of_fixed_number_as_one_group() -> None:
-    result = templates(changed("vllm-generators", scheduling=KUEUE))
-    group = {name for name, template in result.items() if GROUP in template["metadata"]["labels"]}
-    assert group == {"actor", "critic", "reward", "reference"}
-    for name in group:
-        assert result[name]["metadata"]["labels"][QUEUE] == "training"
-        assert result[name]["metadata"]["annotations"][COUNT] == "4"
-    # Kueue deletes pods beyond the count, so generators, whose number changes, queue one by one.
-    assert result["generator"]["metadata"]["labels"][QUEUE] == "training"
-    assert COUNT not in result["generator"]["metadata"]["annotations"]
-    for name in ("orchestrator", "gateway", "redis"):
-        assert QUEUE not in result[name]["metadata"]["labels"]
+def queues(values: Values) -> dict[str, tuple[str | None, str | None]]:
+    """Return the queue of each workload and that of its pods."""
+    result = {}
+    for item in manifests(values):
+        for name, template in pod_templates([item]):
+            labels = item["metadata"].get("labels", {}), template["metadata"]["labels"]
+            result[name] = (labels[0].get(QUEUE), labels[1].get(QUEUE))
+    return result
 
 
-def test_the_count_of_a_group_is_that_of_its_pods() -> None:
-    result = templates(example("leader-worker-set"))
-    # Two nodes each of actor and critic, reward and reference.
-    assert result["actor"]["metadata"]["annotations"][COUNT] == "6"
-    values = changed("node-8-gpus", scheduling=KUEUE, components__critic={"enabled": True})
-    result = templates(values)
-    # KEDA and the HPA change the number of reward and reference pods.
-    assert {name for name, each in result.items() if GROUP in each["metadata"]["labels"]} == {"actor", "critic"}
-    assert result["actor"]["metadata"]["annotations"][COUNT] == "2"
+def test_kueue_admits_each_pod_of_a_deployment_by_itself_so_that_it_can_be_replaced() -> None:
+    """In a pod group, Kueue deletes the pod that replaces a drained one, which ended with status 0."""
+    result = queues(changed("vllm-generators", scheduling=KUEUE))
+    queued = {name for name, queue in result.items() if queue == (None, "training")}
+    assert queued == {f"Deployment/quartet-{name}" for name in ("actor", "critic", "reward", "reference", "generator")}
+    assert {result[name] for name in result.keys() - queued} == {(None, None)}
+    for name in ("vllm-generators", "leader-worker-set", "two-node-actor"):
+        for template in templates(changed(name, scheduling=KUEUE)).values():
+            metadata = template["metadata"]
+            assert "pod-group" not in str((metadata["labels"], metadata.get("annotations")))
+
+
+@pytest.mark.parametrize(
+    ("name", "group"),
+    [("leader-worker-set", "LeaderWorkerSet/quartet-actor"), ("two-node-actor", "StatefulSet/quartet-actor")],
+)
+def test_kueue_admits_the_nodes_of_a_role_together(name: str, group: str) -> None:
+    result = queues(changed(name, scheduling=KUEUE))
+    assert {queue for workload, queue in result.items() if workload.startswith(group)} == {("training", None)}
+
+
+def test_a_gang_of_volcano_has_the_smallest_number_of_autoscaled_pods() -> None:
+    (group,) = of_kind(manifests(changed("node-8-gpus", scheduling=VOLCANO)), "PodGroup").values()
+    # Actor and critic, and one pod each of reward and reference.
+    assert group["spec"]["minMember"] == 4
 
 
 def test_volcano_starts_the_pods_of_a_group_together() -> None:

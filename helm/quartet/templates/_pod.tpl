@@ -7,8 +7,10 @@ metadata:
   labels:
     {{- include "quartet.selector" $root | nindent 4 }}
     app.kubernetes.io/component: {{ $component.name }}
-    {{- with include "quartet.gangLabels" . }}
+    {{- if eq $component.workload "Deployment" }}
+    {{- with include "quartet.queueLabel" . }}
     {{- . | nindent 4 }}
+    {{- end }}
     {{- end }}
     {{- with $component.labels }}
     {{- toYaml . | nindent 4 }}

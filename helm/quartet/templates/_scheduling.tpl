@@ -1,7 +1,4 @@
-{{/*
-Placement of the pods of a run: near each other, and all of them or none. The labels are those of Kueue's pod groups and the annotation is
-that of Volcano.
-*/}}
+{{/* Placement of the pods of a run: near each other, and together. The label is that of Kueue, and the annotation that of Volcano. */}}
 
 {{/* Scheduling of the pod of a component. Arguments: root and component. */}}
 {{- define "quartet.scheduling" -}}
@@ -48,42 +45,34 @@ schedulerName: {{ . }}
 {{- dict "matchLabels" (include "quartet.selector" . | fromYaml) "matchExpressions" (list $expression) | toJson -}}
 {{- end -}}
 
-{{/* "true" if the number of pods of a component does not change during a run. Argument: the component. */}}
-{{- define "quartet.hasFixedPods" -}}
-{{- if and .model (not .generating) (eq (dig "autoscaling" "kind" "none" .) "none") }}true{{ end -}}
-{{- end -}}
-
-{{/* Pods that must start together: those with models, and at least one generator. A pod group of Kueue has exactly those of fixed number. */}}
+{{/* Pods of a gang of Volcano: those with models whose number is fixed, and the smallest number of the others. */}}
 {{- define "quartet.gangSize" -}}
 {{- $size := 0 -}}
-{{- $volcano := eq .Values.scheduling.gang.kind "volcano" -}}
 {{- range $name, $component := include "quartet.components" . | fromJson -}}
-{{- if include "quartet.hasFixedPods" $component -}}
-{{- $size = add $size (mul (int $component.replicas) (int $component.nodes)) -}}
-{{- else if and $volcano $component.model -}}
-{{- $size = add $size (eq (dig "autoscaling" "kind" "none" $component) "none" | ternary 1 (dig "autoscaling" "minReplicas" 1 $component | int)) -}}
+{{- $scaling := dig "autoscaling" "kind" "none" $component -}}
+{{- if and $component.model (ne $scaling "none") -}}
+{{- $size = add $size (int $component.autoscaling.minReplicas) -}}
+{{- else if $component.model -}}
+{{- $size = add $size ($component.generating | ternary 1 (mul (int $component.replicas) (int $component.nodes))) -}}
 {{- end -}}
 {{- end -}}
 {{- $size -}}
 {{- end -}}
 
-{{/* Labels of a pod for gang scheduling. Arguments: root and component. */}}
-{{- define "quartet.gangLabels" -}}
+{{/*
+Label with the queue of Kueue. Arguments: root and component. On a StatefulSet or LeaderWorkerSet, Kueue admits its pods together. On the
+pod of a Deployment, it admits each pod. There is no pod group over the Deployments: Kueue would not admit a pod that replaces another one.
+*/}}
+{{- define "quartet.queueLabel" -}}
 {{- $gang := .root.Values.scheduling.gang -}}
 {{- if and (eq $gang.kind "kueue") .component.model -}}
 kueue.x-k8s.io/queue-name: {{ required "scheduling.gang.queue: empty; kind kueue needs the name of a LocalQueue of this namespace" $gang.queue }}
-{{- if include "quartet.hasFixedPods" .component }}
-kueue.x-k8s.io/pod-group-name: {{ include "quartet.fullname" .root }}
-{{- end }}
 {{- end -}}
 {{- end -}}
 
-{{/* Annotations of a pod for gang scheduling. Arguments: root and component. */}}
+{{/* Annotation of a pod that belongs to the PodGroup of Volcano. Arguments: root and component. */}}
 {{- define "quartet.gangAnnotations" -}}
-{{- $gang := .root.Values.scheduling.gang -}}
-{{- if and (eq $gang.kind "kueue") (include "quartet.hasFixedPods" .component) -}}
-kueue.x-k8s.io/pod-group-total-count: {{ include "quartet.gangSize" .root | quote }}
-{{- else if and (eq $gang.kind "volcano") .component.model -}}
+{{- if and (eq .root.Values.scheduling.gang.kind "volcano") .component.model -}}
 scheduling.k8s.io/group-name: {{ include "quartet.fullname" .root }}
 {{- end -}}
 {{- end -}}
