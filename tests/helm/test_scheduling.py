@@ -53,6 +53,35 @@ def test_a_preference_is_added_to_the_affinity_of_a_component() -> None:
     assert spec["affinity"]["podAntiAffinity"] == before["affinity"]["podAntiAffinity"]
 
 
+MACHINE = {"mode": "required", "topologyKey": "kubernetes.io/hostname"}
+
+
+def test_pods_that_share_a_volume_for_one_node_follow_the_pods_with_models() -> None:
+    """A pod without a model that comes first would bind the volume to a node without GPUs."""
+    values = changed("single-node-4-gpus", scheduling={"colocation": MACHINE}, loader={"enabled": True})
+    result = templates(values)
+    models = {"actor", "critic", "reward", "reference"}
+    for component in (*models, "orchestrator", "gateway", "download", "loader"):
+        (term,) = terms(result[component]["spec"], "required")
+        assert term["topologyKey"] == "kubernetes.io/hostname"
+        assert set(term["labelSelector"]["matchExpressions"][0]["values"]) == models, component
+    assert "affinity" not in result["redis"]["spec"]
+    preferred = changed("single-node-4-gpus", scheduling={"colocation": {"mode": "preferred"}})
+    assert len(terms(templates(preferred)["gateway"]["spec"], "preferred")) == 1
+
+
+@pytest.mark.parametrize(
+    "storage", [{"claim": {"accessModes": ["ReadWriteMany"]}}, {"claim": {"existingClaim": "shared"}}]
+)
+def test_pods_without_models_are_placed_anywhere_with_a_shared_volume(storage: Values) -> None:
+    values = changed(
+        "single-node-4-gpus", scheduling={"colocation": MACHINE}, loader={"enabled": True}, storage=storage
+    )
+    result = templates(values)
+    for component in ("orchestrator", "gateway", "download", "loader"):
+        assert "affinity" not in result[component]["spec"], component
+
+
 def test_pods_are_placed_anywhere_by_default() -> None:
     assert terms(pods(example("single-node-4-gpus"))["actor"], "required") == []
     assert terms(pods(example("single-node-4-gpus"))["actor"], "preferred") == []
@@ -67,7 +96,7 @@ def test_a_spread_constraint_without_a_selector_selects_the_pods_of_its_componen
     chosen |= {"labelSelector": {"matchLabels": {"a": "b"}}}
     values = changed("single-node-4-gpus", components__reward={"topologySpreadConstraints": [chosen]})
     (constraint,) = templates(values)["reward"]["spec"]["topologySpreadConstraints"]
-    assert constraint["labelSelector"]["matchLabels"]["a"] == "b"
+    assert constraint == chosen
 
 
 def queues(values: Values) -> dict[str, tuple[str | None, str | None]]:

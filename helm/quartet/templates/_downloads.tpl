@@ -55,25 +55,29 @@
 
 {{/*
 Scheduling of the pods that fill volumes: that of the actor, because a volume may be bound to the node of its first pod. They need no
-GPU, so they take no runtime class.
+GPU, so they take no runtime class. Arguments: root and folders.
 */}}
 {{- define "quartet.fillingPlacement" -}}
-{{- range include "quartet.components" . | fromJson -}}
+{{- range include "quartet.components" .root | fromJson -}}
 {{- if has "actor" .roles -}}
 {{- $placement := pick . "priorityClassName" "nodeSelector" "tolerations" -}}
-{{- with (default dict .affinity).nodeAffinity }}{{ $_ := set $placement "affinity" (dict "nodeAffinity" .) }}{{ end -}}
+{{- $affinity := pick (default dict .affinity) "nodeAffinity" -}}
+{{- if include "quartet.mountsDisk" $ -}}
+{{- $affinity = include "quartet.colocated" (dict "root" $.root "affinity" $affinity) | fromJson -}}
+{{- end -}}
+{{- $_ := set $placement "affinity" $affinity -}}
 {{- include "quartet.placement" $placement | trim -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}
 
-{{/* Fields of these pods besides containers and volumes. */}}
+{{/* Fields of these pods besides containers and volumes. Arguments: root and folders. */}}
 {{- define "quartet.fillingPod" -}}
-serviceAccountName: {{ include "quartet.serviceAccount" . }}
+serviceAccountName: {{ include "quartet.serviceAccount" .root }}
 automountServiceAccountToken: false
 enableServiceLinks: false
-securityContext: {{- include "quartet.podSecurity" (dict "root" . "user" 10001) | nindent 2 }}
-{{- with .Values.imagePullSecrets }}
+securityContext: {{- include "quartet.podSecurity" (dict "root" .root "user" 10001) | nindent 2 }}
+{{- with .root.Values.imagePullSecrets }}
 imagePullSecrets: {{- toYaml . | nindent 2 }}
 {{- end }}
 {{- with include "quartet.fillingPlacement" . }}
@@ -89,7 +93,7 @@ metadata:
     {{- include "quartet.selector" $root | nindent 4 }}
     app.kubernetes.io/component: download
 spec:
-  {{- include "quartet.fillingPod" $root | nindent 2 }}
+  {{- include "quartet.fillingPod" . | nindent 2 }}
   restartPolicy: OnFailure
   terminationGracePeriodSeconds: 10
   {{- with include "quartet.copyFromS3" $root | trim }}

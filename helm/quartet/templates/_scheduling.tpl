@@ -3,32 +3,40 @@
 {{/* Scheduling of the pod of a component. Arguments: root and component. */}}
 {{- define "quartet.scheduling" -}}
 {{- $root := .root -}}{{- $component := deepCopy .component -}}
-{{- $colocation := $root.Values.scheduling.colocation -}}
-{{- if and $component.model (ne $colocation.mode "none") -}}
-{{- $term := dict "topologyKey" $colocation.topologyKey "labelSelector" (include "quartet.modelSelector" $root | fromJson) -}}
-{{- $affinity := default dict $component.affinity -}}
-{{- $podAffinity := default dict $affinity.podAffinity -}}
-{{- if eq $colocation.mode "required" -}}
-{{- $key := "requiredDuringSchedulingIgnoredDuringExecution" -}}
-{{- $_ := set $podAffinity $key (append (default list (get $podAffinity $key)) $term) -}}
-{{- else -}}
-{{- $key := "preferredDuringSchedulingIgnoredDuringExecution" -}}
-{{- $_ := set $podAffinity $key (append (default list (get $podAffinity $key)) (dict "weight" 100 "podAffinityTerm" $term)) -}}
-{{- end -}}
-{{- $_ := set $affinity "podAffinity" $podAffinity -}}
-{{- $_ := set $component "affinity" $affinity -}}
+{{- $folders := include "quartet.mountedFolders" $component | fromJson -}}
+{{- if or $component.model (include "quartet.mountsDisk" (dict "root" $root "folders" $folders)) -}}
+{{- $_ := set $component "affinity" (include "quartet.colocated" (dict "root" $root "affinity" $component.affinity) | fromJson) -}}
 {{- end -}}
 {{- /* Without a selector a constraint matches no pod. */ -}}
 {{- $constraints := list -}}
 {{- range default list $component.topologySpreadConstraints -}}
 {{- $labels := merge (dict "app.kubernetes.io/component" $component.name) (include "quartet.selector" $root | fromYaml) -}}
-{{- $constraints = append $constraints (merge (deepCopy .) (dict "labelSelector" (dict "matchLabels" $labels))) -}}
+{{- $default := dict "labelSelector" (dict "matchLabels" $labels) -}}
+{{- $constraints = append $constraints (hasKey . "labelSelector" | ternary . (merge (deepCopy .) $default)) -}}
 {{- end -}}
 {{- $_ := set $component "topologySpreadConstraints" $constraints -}}
 {{- include "quartet.placement" $component -}}
 {{- with include "quartet.schedulerName" . }}
 schedulerName: {{ . }}
 {{- end }}
+{{- end -}}
+
+{{/*
+An affinity, with a term for pods with models if scheduling.colocation is on. Arguments: root and affinity. Pods without models have it if
+they share a volume for one node. They wait for the first pod with a model, whose GPUs choose the node.
+*/}}
+{{- define "quartet.colocated" -}}
+{{- $colocation := .root.Values.scheduling.colocation -}}
+{{- $affinity := deepCopy (default dict .affinity) -}}
+{{- if ne $colocation.mode "none" -}}
+{{- $term := dict "topologyKey" $colocation.topologyKey "labelSelector" (include "quartet.modelSelector" .root | fromJson) -}}
+{{- if eq $colocation.mode "preferred" }}{{ $term = dict "weight" 100 "podAffinityTerm" $term }}{{ end -}}
+{{- $key := printf "%sDuringSchedulingIgnoredDuringExecution" $colocation.mode -}}
+{{- $podAffinity := default dict $affinity.podAffinity -}}
+{{- $_ := set $podAffinity $key (append (default list (get $podAffinity $key)) $term) -}}
+{{- $_ := set $affinity "podAffinity" $podAffinity -}}
+{{- end -}}
+{{- toJson $affinity -}}
 {{- end -}}
 
 {{- define "quartet.schedulerName" -}}

@@ -47,6 +47,18 @@ Where each folder is: {folder: {claim, subPath, volume, readOnly, created}}. A p
 {{- $claims | toJson -}}
 {{- end -}}
 
+{{/* "true" if a pod mounts a ReadWriteOnce claim of the chart, which serves the pods of one node. Arguments: root and folders. */}}
+{{- define "quartet.mountsDisk" -}}
+{{- $created := include "quartet.createdClaims" .root | fromJson -}}
+{{- $all := include "quartet.folders" .root | fromJson -}}
+{{- $disks := list -}}
+{{- range $name, $_ := .folders -}}
+{{- $claim := get $created (get $all $name).claim -}}
+{{- if and $claim (eq (join "," $claim.accessModes) "ReadWriteOnce") }}{{ $disks = append $disks $name }}{{ end -}}
+{{- end -}}
+{{- if $disks }}true{{ end -}}
+{{- end -}}
+
 {{/*
 One volume for each distinct claim: some kubelets never start a pod with two volumes of one claim. Arguments: root and folders
 ({name: whether the pod only reads it}).
