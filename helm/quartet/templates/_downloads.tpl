@@ -33,6 +33,52 @@
 {{- end -}}
 {{- end -}}
 
+{{/*
+Init container of the orchestrator: waits until the models and data of the config exist, by a download or a copy. Otherwise each start
+without them would count towards backoffLimit. The other pods restart without a limit. Arguments: root, component and folders.
+*/}}
+{{- define "quartet.waitForFiles" -}}
+{{- $component := .component -}}
+{{- $paths := include "quartet.configuredPaths" .root | fromJsonArray -}}
+{{- if and (eq $component.name "orchestrator") $paths -}}
+- name: wait-for-files
+  image: {{ include "quartet.image" (dict "image" $component.image "version" .root.Chart.AppVersion "registry" .root.Values.imageRegistry) }}
+  imagePullPolicy: {{ $component.image.pullPolicy }}
+  workingDir: /quartet
+  command: [tini, --, sh, -ec]
+  args:
+    - for path; do until [ -e "$path" ]; do echo "waiting for $path"; sleep 10; done; done
+    - wait-for-files
+    {{- toYaml $paths | nindent 4 }}
+  resources: {{- toYaml .root.Values.loader.resources | nindent 4 }}
+  securityContext: {{- include "quartet.containerSecurity" . | nindent 4 }}
+  volumeMounts: {{- include "quartet.claimMounts" . | trim | nindent 4 }}
+{{- end -}}
+{{- end -}}
+
+{{/* Paths of the config in the folders models and data, as a list. Data comes last, as in a copy of both folders. */}}
+{{- define "quartet.configuredPaths" -}}
+{{- $config := .Values.config -}}
+{{- $absent := include "quartet.absentRoles" . | fromJsonArray -}}
+{{- $paths := list -}}
+{{- range $role := list "actor" "critic" "reward" "reference" -}}
+{{- $service := default dict (get $config $role) -}}
+{{- if not (has $role $absent) -}}
+{{- $paths = append $paths $service.model -}}
+{{- if eq $role "reward" -}}
+{{- $paths = append $paths $service.tokenizer -}}
+{{- range default list $service.parts }}{{ $paths = append $paths .model }}{{ end -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- $data := default dict $config.data -}}
+{{- $paths = concat $paths (list $data.prompts $data.validation) -}}
+{{- range append (default list $data.sets) (default dict $data.validation_set) }}{{ $paths = concat $paths (list .path .dataset) }}{{ end -}}
+{{- $local := list -}}
+{{- range $paths }}{{ if regexMatch `^(/quartet/)?(models|data)/` (default "" .) }}{{ $local = append $local . }}{{ end }}{{ end -}}
+{{- $local | uniq | toJson -}}
+{{- end -}}
+
 {{/* Copies from S3 beside the targets. quartet.downloads renames them. Only the types of files that it takes, too. */}}
 {{- define "quartet.copyFromS3" -}}
 {{- $patterns := list "*.safetensors" "*.json" "*.jinja" "*.txt" "*.model" "*.tiktoken" "*.jsonl" "*.csv" "*.parquet" "*.arrow" -}}

@@ -38,7 +38,8 @@ spec:
   {{- with include "quartet.scheduling" . | trim }}
   {{- . | nindent 2 }}
   {{- end }}
-  {{- with include "quartet.waitForDownloads" (dict "root" $root "component" $component "folders" $folders) }}
+  {{- $filling := dict "root" $root "component" $component "folders" $folders }}
+  {{- with printf "%s\n%s" (include "quartet.waitForDownloads" $filling) (include "quartet.waitForFiles" $filling) | trim }}
   initContainers:
     {{- . | nindent 4 }}
   {{- end }}
