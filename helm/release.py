@@ -37,7 +37,7 @@ def main(arguments: list[str]) -> int:
     values = _replaced(
         values, '\n  registry: ""\n  repository: quartet\n', f"\n  registry: {registry}\n  repository: {repository}\n"
     )
-    values = _replaced(values, "  digests: {} ", f"  digests: {{{pinned}}} ")
+    values = _replaced(values, "  digests: {} ", f"  digests: {{{repository}: {{{pinned}}}}} ")
     (target / "values.yaml").write_text(values, encoding="utf-8")
     chart = (target / "Chart.yaml").read_text(encoding="utf-8")
     chart = re.sub(r"(?m)^(version|appVersion): .*$", rf"\1: {version}", chart)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import yaml
 
-from tests.helm.rendering import EXAMPLES, Manifest, Values, changed, example, manifests, of_kind, pod_templates
+from tests.helm.rendering import EXAMPLES, ROOT, Manifest, Values, changed, example, manifests, of_kind, pod_templates
 from tests.helm.test_components import pods
 from tests.helm.test_values import refusal
 
@@ -182,15 +183,13 @@ def test_a_platform_may_assign_the_users_of_all_pods(name: str) -> None:
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_one_value_sets_the_registry_and_the_pull_secrets_of_all_images(name: str) -> None:
     secrets = [{"name": "registry"}]
-    own = example(name).get("image", {}).get("registry")
     for pod, template in pod_templates(
         manifests(changed(name, imageRegistry="mirror.example/", imagePullSecrets=secrets))
     ):
         assert template["spec"]["imagePullSecrets"] == secrets, pod
         for kind in ("initContainers", "containers"):
             for container in template["spec"].get(kind, []):
-                registry = own if own and container["name"] != "redis" else "mirror.example"
-                assert container["image"].startswith(f"{registry}/"), pod
+                assert container["image"].startswith("mirror.example/"), pod
 
 
 def test_dns_servers_are_allowed_by_address() -> None:
@@ -201,6 +200,20 @@ def test_dns_servers_are_allowed_by_address() -> None:
     assert node_local == {"ipBlock": {"cidr": "169.254.20.10/32"}}
 
 
+def test_openshift_replaces_the_labels_and_the_port_of_dns() -> None:
+    page = (ROOT / "docs/kubernetes.md").read_text(encoding="utf-8")
+    block = page.partition("### OpenShift")[2].partition("```yaml\n")[2].partition("```")[0]
+    values = changed("cpu-kind", **yaml.safe_load(block), ingress={"enabled": True, "host": "a.example"})
+    policies = of_kind(manifests(values), "NetworkPolicy")
+    (rule,) = policies["quartet-dns"]["spec"]["egress"]
+    (peer,) = rule["to"]
+    assert peer["namespaceSelector"]["matchLabels"] == {"kubernetes.io/metadata.name": "openshift-dns"}
+    assert peer["podSelector"]["matchLabels"] == {"dns.operator.openshift.io/daemonset-dns": "default"}
+    assert {(port["protocol"], port["port"]) for port in rule["ports"]} == {("UDP", 5353), ("TCP", 5353)}
+    router = {"namespaceSelector": {"matchLabels": {"policy-group.network.openshift.io/ingress": ""}}}
+    assert [router] in [rule["from"] for rule in policies["quartet-gateway"]["spec"]["ingress"]]
+
+
 def test_an_invalid_address_of_dns_is_refused_with_its_path() -> None:
     values = changed("cpu-kind", networkPolicy={"dns": {"cidrs": ["169.254.20.10"]}})
-    assert "/networkPolicy/dns/cidrs/0" in refusal(values)
+    assert 'networkPolicy.dns.cidrs: "169.254.20.10"; expected an address and the length' in refusal(values)

@@ -6,7 +6,7 @@ Checks of texts in the values. The schema checks keys and types; its message for
 {{- $name := dict "pattern" `^[a-z]([a-z0-9-]*[a-z0-9])?$` "expected" "lower case letters, digits and -, with a letter first, such as my-run" -}}
 {{- $digest := dict "pattern" `^sha256:[0-9a-f]{64}$` "expected" "sha256: and 64 hexadecimal digits, as in docker images --digests" -}}
 {{- $duration := dict "pattern" `^([0-9]+(h|m|s))+$` "expected" "hours, minutes and seconds, such as 720h or 1h30m" -}}
-{{- $cidr := dict "pattern" `^[0-9a-fA-F.:]+/[0-9]+$` "expected" "an address and the length of its prefix, such as 10.20.0.0/24, or 10.20.0.5/32 for one address" -}}
+{{- $cidr := dict "pattern" `^((25[0-5]|2[0-4][0-9]|1?[0-9]?[0-9])(\.(25[0-5]|2[0-4][0-9]|1?[0-9]?[0-9])){3}/(3[0-2]|[12]?[0-9])|[0-9a-fA-F:]*:[0-9a-fA-F:.]*/(12[0-8]|1[01][0-9]|[1-9]?[0-9]))$` "expected" "an address and the length of its prefix, such as 10.20.0.0/24, or 10.20.0.5/32 for one address" -}}
 {{- $resource := dict "pattern" `^(cpu|memory|ephemeral-storage|hugepages-[0-9A-Za-z]+|[a-z0-9.-]+/.+)$` "expected" "cpu, memory, ephemeral-storage, hugepages-SIZE, or a name with a domain, such as rdma/hca; for GPUs, set gpus of the component" -}}
 {{- $host := dict "pattern" `^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?(\.[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?)*$` "expected" "a host name in lower case without scheme, port and wildcard, such as quartet.example.com" -}}
 {{- $values := .Values -}}
@@ -32,6 +32,7 @@ Checks of texts in the values. The schema checks keys and types; its message for
 {{- $texts = append $texts (list (printf "storage.%s.size" $folder) (default dict $claim).size $quantity) -}}
 {{- end -}}
 {{- range default list $values.redis.external.cidrs }}{{ $texts = append $texts (list "redis.external.cidrs" . $cidr) }}{{ end -}}
+{{- range default list $values.networkPolicy.dns.cidrs }}{{ $texts = append $texts (list "networkPolicy.dns.cidrs" . $cidr) }}{{ end -}}
 {{- $resources := dict "defaults" $values.defaults.resources "redis" $values.redis.resources "tests" $values.tests.resources -}}
 {{- $_ := set $resources "downloads" $values.downloads.resources -}}
 {{- $_ := set $resources "loader" $values.loader.resources -}}
