@@ -140,7 +140,7 @@ metadata:
     app.kubernetes.io/component: download
 spec:
   {{- include "quartet.fillingPod" . | nindent 2 }}
-  restartPolicy: OnFailure
+  restartPolicy: Never
   terminationGracePeriodSeconds: 10
   {{- with include "quartet.copyFromS3" $root | trim }}
   initContainers:
