@@ -192,15 +192,15 @@ def test_access_modes_that_the_storage_class_does_not_have_are_refused(
     default = api.add("StorageClass", "standard", provisioner=driver)
     default["metadata"]["annotations"] = DEFAULT_CLASS
     for name in ("fast", ""):
-        values = changed("cpu-kind", storage__claim={"accessModes": modes, "storageClassName": name, "size": "1Gi"})
+        values = changed("cpu-kind", storage__models={"accessModes": modes, "storageClassName": name, "size": "1Gi"})
         if accepted:
             assert_accepted(values, api)
             continue
         message = refusal(values, api)
         assert (
-            f"storage.claim.accessModes: {modes[-1]}, but the StorageClass {name or 'standard'} ({driver})" in message
+            f"storage.models.accessModes: {modes[-1]}, but the StorageClass {name or 'standard'} ({driver})" in message
         )
-        assert "set storage.claim.storageClassName" in message
+        assert "set storage.models.storageClassName" in message
 
 
 CLAIM_CHANGES: list[tuple[str, Any, str]] = [
@@ -217,7 +217,10 @@ CLAIM_CHANGES: list[tuple[str, Any, str]] = [
 def test_a_change_of_an_existing_claim_says_what_it_has(api: ApiServer, key: str, value: Any, text: str) -> None:
     installed(api, example("cpu-kind"))
     api.add("StorageClass", "standard", provisioner="example.com/disk")
-    message = refusal(changed("cpu-kind", **{f"storage__claim__{key}": value}), api)
+    values = changed("cpu-kind", **{f"storage__claim__{key}": value})
+    if key == "volumeName":
+        values["storage"]["claim"]["storageClassName"] = "standard"
+    message = refusal(values, api)
     assert f"storage.claim.{key}: " in message
     assert text in message
     assert "set it to " in message

@@ -21,7 +21,7 @@ SOURCES = {
     "models/reward": "s3://bucket/models/reward/",
     "data/prompts.jsonl": "s3://bucket/prompts.jsonl",
     "data/other": "hf://datasets/owner/data@main/part.parquet",
-    "data/third.json": "https://files.example.com:8443/a/b.json#sha256=" + "0" * 64,
+    "data/third.json": "https://files.example.com/a/b.json#sha256=" + "0" * 64,
 }
 
 
@@ -229,6 +229,12 @@ def test_objects_of_s3_are_copied_once_and_then_renamed(tmp_path: Path, monkeypa
 def test_without_s3_its_image_is_not_needed() -> None:
     spec = job_of(with_sources({"models/policy": "hf://owner/policy"}))["spec"]["template"]["spec"]
     assert "initContainers" not in spec
+
+
+def test_a_port_that_a_rule_of_the_policy_allows_is_accepted() -> None:
+    source = {"data/a.json": "https://files.example.com:8443/a.json"}
+    assert job_of(with_sources(source, egress=[{"ports": [{"protocol": "TCP", "port": 8443}]}]))
+    assert job_of(with_sources(source, egress=[{"to": [{"ipBlock": {"cidr": "10.1.0.0/16"}}]}]))
 
 
 @every_case(

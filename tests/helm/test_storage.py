@@ -105,6 +105,15 @@ def test_without_a_folder_the_common_claim_is_not_created() -> None:
     assert claims(with_keys(SMALLEST, storage={"claim": {"existingClaim": "own"}})) == {}
 
 
+@every_case("path, name", [("storage__claim", "quartet-storage"), ("storage__models", "quartet-models")])
+def test_a_dash_stands_for_a_volume_without_a_class(path: str, name: str) -> None:
+    claim = {"size": "1Gi", "volumeName": "filled", "storageClassName": "-"}
+    assert claims(with_keys(SMALLEST, **{path: claim}))[name]["storageClassName"] == ""
+    values = with_keys(SMALLEST, redis={"persistence": {"storageClassName": "-"}})
+    (template,) = of_kind(manifests(values), "StatefulSet")["quartet-redis"]["spec"]["volumeClaimTemplates"]
+    assert template["spec"]["storageClassName"] == ""
+
+
 CASES: dict[str, Values] = {
     **{name: example(name) for name in EXAMPLES},
     "smallest": SMALLEST,

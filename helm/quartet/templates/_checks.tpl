@@ -92,7 +92,7 @@ Checks of the cluster, before Helm changes anything. They are silent if Helm onl
 {{- if $live -}}
 {{- $persistence := .Values.redis.persistence -}}
 {{- $template := (first $live.volumeClaimTemplates).spec -}}
-{{- $given := dict "size" (toString $persistence.size) "storageClassName" (default "" $persistence.storageClassName) "accessModes" (join ", " $persistence.accessModes) -}}
+{{- $given := dict "size" (toString $persistence.size) "storageClassName" (default "" $persistence.storageClassName | trimPrefix "-") "accessModes" (join ", " $persistence.accessModes) -}}
 {{- $before := dict "size" (toString $template.resources.requests.storage) "storageClassName" (default "" $template.storageClassName) "accessModes" (join ", " $template.accessModes) -}}
 {{- range $key, $value := $given -}}
 {{- $existing := get $before $key -}}
@@ -181,7 +181,8 @@ Helm reports "forbidden" for a line of this template; then set checks.clusterObj
 {{- define "quartet.checkStorageClass" -}}
 {{- $path := .path -}}{{- $claim := .claim -}}
 {{- $class := dict -}}
-{{- if $claim.storageClassName -}}
+{{- if eq "-" (default "" $claim.storageClassName) -}}
+{{- else if $claim.storageClassName -}}
 {{- $class = lookup "storage.k8s.io/v1" "StorageClass" "" $claim.storageClassName -}}
 {{- /* Without a class, a volume of this class may exist. */ -}}
 {{- if not (or $class $claim.volumeName) -}}

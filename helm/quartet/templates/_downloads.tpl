@@ -25,7 +25,7 @@
   env:
     - {name: HOME, value: /tmp}
   # Less than those of the component, so that a quota counts nothing more.
-  resources: {{- toYaml .root.Values.loader.resources | nindent 4 }}
+  resources: {{- include "quartet.otherResources" .root.Values.loader.resources | nindent 4 }}
   securityContext: {{- include "quartet.containerSecurity" . | nindent 4 }}
   volumeMounts:
     - {name: tmp, mountPath: /tmp}
@@ -50,7 +50,7 @@ without them would count towards backoffLimit. The other pods restart without a 
     - for path; do until [ -e "$path" ]; do echo "waiting for $path"; sleep 10; done; done
     - wait-for-files
     {{- toYaml $paths | nindent 4 }}
-  resources: {{- toYaml .root.Values.loader.resources | nindent 4 }}
+  resources: {{- include "quartet.otherResources" .root.Values.loader.resources | nindent 4 }}
   securityContext: {{- include "quartet.containerSecurity" . | nindent 4 }}
   volumeMounts: {{- include "quartet.claimMounts" . | trim | nindent 4 }}
 {{- end -}}
@@ -131,6 +131,23 @@ imagePullSecrets: {{- toYaml . | nindent 2 }}
 {{- end }}
 {{- end -}}
 
+{{/* Image of the pods that fill volumes. */}}
+{{- define "quartet.fillingImage" -}}
+{{- mergeOverwrite (deepCopy .Values.image) (deepCopy (default dict .Values.downloads.image)) | toJson -}}
+{{- end -}}
+
+{{/* Name of the Job of the current downloads. */}}
+{{- define "quartet.downloadJob" -}}
+{{- printf "%s-download-%s" (include "quartet.fullname" .) (include "quartet.downloadSpec" . | sha256sum | trunc 8) -}}
+{{- end -}}
+
+{{/* Fields of the Job that cannot be changed. */}}
+{{- define "quartet.downloadSpec" -}}
+{{- $pod := dict "root" . "folders" (dict "models" false "data" false) "image" (include "quartet.fillingImage" . | fromJson) -}}
+{{- include "quartet.podFailurePolicy" (dict "name" "download") }}
+template: {{- include "quartet.downloadPod" $pod | nindent 2 }}
+{{- end -}}
+
 {{/* Pod of the Job. Arguments: root, folders and image. */}}
 {{- define "quartet.downloadPod" -}}
 {{- $root := .root -}}{{- $downloads := .root.Values.downloads -}}
@@ -186,7 +203,7 @@ spec:
 {{- end -}}
 
 {{- define "quartet.downloadContainer" -}}
-resources: {{- toYaml .root.Values.downloads.resources | nindent 2 }}
+resources: {{- include "quartet.otherResources" .root.Values.downloads.resources | nindent 2 }}
 securityContext: {{- include "quartet.containerSecurity" . | nindent 2 }}
 volumeMounts:
   - {name: tmp, mountPath: /tmp}
@@ -213,6 +230,15 @@ volumeMounts:
   (regexMatch `^https://[A-Za-z0-9.-]+(:[0-9]+)?/[\w.~%/+=,-]+(#sha256=[0-9a-f]{64})?$` $source)
   (regexMatch `^s3://[a-z0-9.-]+/[\w./=+-]+$` $source)) -}}
 {{- fail (printf "downloads.sources: %s: %q; expected hf://OWNER/NAME[@REVISION], hf://datasets/OWNER/NAME[@REVISION][/FILE], https://HOST/FILE[#sha256=DIGEST], s3://BUCKET/FILE or s3://BUCKET/FOLDER/; correct it" $target $source) -}}
+{{- end -}}
+{{- $port := regexFind `^https://[^/]+:[0-9]+/` $source | regexFind `[0-9]+/$` | trimSuffix "/" -}}
+{{- $allowed := or (not $port) (not $.Values.networkPolicy.enabled) -}}
+{{- range $.Values.downloads.egress -}}
+{{- if not .ports }}{{ $allowed = true }}{{ end -}}
+{{- range .ports }}{{ if eq (toString .port) $port }}{{ $allowed = true }}{{ end }}{{ end -}}
+{{- end -}}
+{{- if not $allowed -}}
+{{- fail (printf "downloads.sources: %s: port %s, which no rule of downloads.egress allows; expected port 443; add a rule to downloads.egress" $target $port) -}}
 {{- end -}}
 {{- range $targets -}}
 {{- if hasPrefix (printf "%s/" .) $target -}}

@@ -31,7 +31,7 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 
 {{/*
 Image reference. Arguments: the merged image settings, the default tag, and the registry of all images. The digests of a released chart
-are those of its own repository.
+apply to the repository that they name.
 */}}
 {{- define "quartet.image" -}}
 {{- $image := .image -}}

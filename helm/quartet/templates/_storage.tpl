@@ -116,7 +116,7 @@ One volume for each distinct claim: some kubelets never start a pod with two vol
 {{- if .Values.downloads.sources }}
 Pods wait until these files are downloaded: {{ keys .Values.downloads.sources | sortAlpha | join ", " }}. To follow:
 
-  kubectl --namespace {{ $namespace }} logs --follow --all-containers --selector app.kubernetes.io/instance={{ .Release.Name }},app.kubernetes.io/component=download
+  kubectl --namespace {{ $namespace }} logs --follow --all-containers job/{{ include "quartet.downloadJob" . }}
 {{ end -}}
 {{- if .Values.loader.enabled }}
 To copy the folders models and data of your machine into the volumes, and to remove the loader:
