@@ -99,6 +99,21 @@ def test_the_reference_has_every_default_of_the_chart() -> None:
         assert isinstance(value, dict) or any(f"| `{name}` |" in page for name in names), path
 
 
+def test_every_value_has_a_meaning() -> None:
+    assert [line for line in values_schema.PAGE.read_text(encoding="utf-8").splitlines() if line.endswith("|  |")] == []
+
+
+def test_the_metadata_for_artifact_hub_is_pushed_beside_the_chart() -> None:
+    workflow = yaml.safe_load((ROOT / ".github/workflows/release.yml").read_text(encoding="utf-8"))
+    (push,) = (step["run"] for step in workflow["jobs"]["chart"]["steps"] if "oras push" in step.get("run", ""))
+    assert "charts/quartet:artifacthub.io" in push
+    assert "helm/quartet/artifacthub-repo.yml:" in push
+    assert yaml.safe_load((CHART / "artifacthub-repo.yml").read_text(encoding="utf-8")).keys() == {
+        "repositoryID",
+        "owners",
+    }
+
+
 def test_a_comment_describes_the_key_below_or_before_it() -> None:
     text = '# About a.\na:\n  # Above\n  # in two lines.\n  b: 1\n  c: {d: x}   # behind | it\ne: ""\n'
     page = values_page(text)
