@@ -86,7 +86,8 @@ def test_pods_wait_for_the_folders_that_they_mount() -> None:
 
 def waiting(values: Values) -> Manifest:
     """Return the init container of the orchestrator that waits for the files of the config."""
-    (container,) = (item for item in pods(values)["orchestrator"]["initContainers"] if item["name"] == "wait-for-files")
+    waits: list[Manifest] = pods(values)["orchestrator"]["initContainers"]
+    (container,) = (item for item in waits if item["name"] == "wait-for-files")
     return container
 
 
