@@ -34,10 +34,9 @@ def main(arguments: list[str]) -> int:
     images = {match[1]: match[2] for match in matches if match}
     values = (target / "values.yaml").read_text(encoding="utf-8")
     pinned = ", ".join(f'{variant}: "{digest}"' for variant, digest in images.items())
-    values = _replaced(
-        values, '\n  registry: ""\n  repository: quartet\n', f"\n  registry: {registry}\n  repository: {repository}\n"
-    )
-    values = _replaced(values, "  digests: {} ", f"  digests: {{{pinned}}} ")
+    values = _replaced(values, '\n  registry: "" ', f"\n  registry: {registry} ")
+    values = _replaced(values, "\n  repository: quartet ", f"\n  repository: {repository} ")
+    values = _replaced(values, "  digests: {} ", f"  digests: {{{repository}: {{{pinned}}}}} ")
     (target / "values.yaml").write_text(values, encoding="utf-8")
     chart = (target / "Chart.yaml").read_text(encoding="utf-8")
     chart = re.sub(r"(?m)^(version|appVersion): .*$", rf"\1: {version}", chart)

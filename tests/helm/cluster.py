@@ -36,6 +36,8 @@ CUSTOM_KINDS: dict[str, dict[str, tuple[str, bool]]] = {
     },
     "keda.sh/v1alpha1": {"ScaledObject": ("scaledobjects", True)},
     "leaderworkerset.x-k8s.io/v1": {"LeaderWorkerSet": ("leaderworkersets", True)},
+    "scheduling.volcano.sh/v1beta1": {"PodGroup": ("podgroups", True)},
+    "kueue.x-k8s.io/v1beta2": {"LocalQueue": ("localqueues", True)},
 }
 
 

@@ -17,7 +17,9 @@ CLASSES = (
     ("RuntimeClass", "nvidia", {"handler": "nvidia"}),
     ("IngressClass", "nginx", {}),
     ("StorageClass", "shared", {"provisioner": "nfs.csi.k8s.io"}),
+    ("LocalQueue", "training", {}),
 )
+DEFAULT_CLASS = {"storageclass.kubernetes.io/is-default-class": "true"}
 
 
 @pytest.fixture
@@ -27,6 +29,7 @@ def api() -> Iterator[ApiServer]:
         server.kinds = {**KINDS, **CUSTOM_KINDS}
         for kind, name, fields in CLASSES:
             server.add(kind, name, **fields)
+        server.add("StorageClass", "first", provisioner="example.com/disk")["metadata"]["annotations"] = DEFAULT_CLASS
         yield server
 
 
@@ -55,7 +58,7 @@ def refusal(values: Values, api: ApiServer) -> str:
 
 def installed(api: ApiServer, values: Values) -> None:
     """Store the objects of a release, with what a cluster adds to them."""
-    classes = [item for item in api.objects if item["kind"].endswith("Class")]
+    classes = [item for item in api.objects if item["kind"].endswith(("Class", "Queue"))]
     objects = manifests(values)
     for claim in of_kind(objects, "PersistentVolumeClaim").values():
         claim["spec"].setdefault("storageClassName", "standard")
@@ -67,7 +70,7 @@ def installed(api: ApiServer, values: Values) -> None:
 
 @every_case("name", ["node-8-gpus", "leader-worker-set", "single-node-4-gpus"])
 def test_a_cluster_with_all_objects_is_accepted(api: ApiServer, name: str) -> None:
-    api.objects = [item for item in api.objects if item["kind"].endswith("Class")]
+    api.objects = [item for item in api.objects if item["kind"].endswith(("Class", "Queue"))]
     assert_accepted(example(name), api)
     installed(api, example(name))
     assert_accepted(example(name), api)
@@ -81,6 +84,7 @@ def test_a_cluster_with_all_objects_is_accepted(api: ApiServer, name: str) -> No
         ("node-8-gpus", "PrometheusRule", "monitoring.prometheusRule.enabled: true needs"),
         ("node-8-gpus", "ScaledObject", "components.reward.autoscaling.kind: keda needs"),
         ("leader-worker-set", "LeaderWorkerSet", "workerGroups.leaderWorkerSet: true needs"),
+        ("leader-worker-set", "LocalQueue", "scheduling.gang.kind: kueue needs"),
     ],
 )
 def test_a_missing_custom_resource_names_its_value_and_controller(
@@ -115,7 +119,7 @@ def test_a_missing_custom_resource_names_its_value_and_controller(
 )
 def test_a_missing_class_is_named_with_its_value(api: ApiServer, name: str, kind: str, text: str) -> None:
     complete = list(api.objects)
-    api.objects = [item for item in complete if item["kind"] != kind]
+    api.objects = [item for item in complete if item["kind"] != kind or item["metadata"]["name"] == "first"]
     message = refusal(example(name), api)
     assert text in message
     assert "correct" in message
@@ -133,8 +137,39 @@ def test_a_user_without_permission_for_classes_can_turn_the_check_off(api: ApiSe
     # The message of Helm names the template, and so the value.
     assert "quartet.checks.clusterObjects" in refusal(example("node-8-gpus"), api)
     assert_accepted(with_checks_off("node-8-gpus"), api)
-    # Values that name no class need no permission.
-    assert_accepted(example("cpu-kind"), api)
+    # The default storage class is looked up, too.
+    assert "quartet.checks.clusterObjects" in refusal(example("cpu-kind"), api)
+    assert_accepted(with_checks_off("cpu-kind"), api)
+
+
+def test_volcano_must_be_installed(api: ApiServer) -> None:
+    values = changed("cpu-kind", scheduling={"gang": {"kind": "volcano"}})
+    assert_accepted(values, api)
+    del api.kinds["scheduling.volcano.sh/v1beta1"]
+    assert "scheduling.gang.kind: volcano needs scheduling.volcano.sh/v1beta1/PodGroup" in refusal(values, api)
+
+
+@every_case("version", ["kueue.x-k8s.io/v1beta1", "kueue.x-k8s.io/v1beta2"])
+def test_the_queue_of_kueue_must_exist(api: ApiServer, version: str) -> None:
+    api.kinds = {**KINDS, version: CUSTOM_KINDS["kueue.x-k8s.io/v1beta2"]}
+    values = changed("cpu-kind", scheduling={"gang": {"kind": "kueue", "queue": "training"}})
+    api.objects = [item for item in api.objects if item["kind"] != "LocalQueue"]
+    message = refusal(values, api)
+    assert "scheduling.gang.queue: the namespace rlhf has no LocalQueue training; create it, or correct" in message
+    api.add("LocalQueue", "training")
+    assert_accepted(values, api)
+
+
+@every_case("modes", [["ReadWriteOnce"], ["ReadWriteMany"]])
+def test_a_new_claim_without_a_class_needs_a_default_class(api: ApiServer, modes: list[str]) -> None:
+    values = changed("cpu-kind", storage__claim={"accessModes": modes, "size": "1Gi"})
+    api.objects = []
+    message = refusal(values, api)
+    assert ".storageClassName: empty, but this cluster has no default StorageClass" in message
+    assert "kubectl get storageclass" in message
+    # An existing claim has its volume.
+    installed(api, values)
+    assert_accepted(values, api)
 
 
 @every_case(
@@ -155,17 +190,17 @@ def test_access_modes_that_the_storage_class_does_not_have_are_refused(
     api.objects = []
     api.add("StorageClass", "fast", provisioner=driver)
     default = api.add("StorageClass", "standard", provisioner=driver)
-    default["metadata"]["annotations"] = {"storageclass.kubernetes.io/is-default-class": "true"}
+    default["metadata"]["annotations"] = DEFAULT_CLASS
     for name in ("fast", ""):
-        values = changed("cpu-kind", storage__claim={"accessModes": modes, "storageClassName": name, "size": "1Gi"})
+        values = changed("cpu-kind", storage__models={"accessModes": modes, "storageClassName": name, "size": "1Gi"})
         if accepted:
             assert_accepted(values, api)
             continue
         message = refusal(values, api)
         assert (
-            f"storage.claim.accessModes: {modes[-1]}, but the StorageClass {name or 'standard'} ({driver})" in message
+            f"storage.models.accessModes: {modes[-1]}, but the StorageClass {name or 'standard'} ({driver})" in message
         )
-        assert "set storage.claim.storageClassName" in message
+        assert "set storage.models.storageClassName" in message
 
 
 CLAIM_CHANGES: list[tuple[str, Any, str]] = [
@@ -182,7 +217,10 @@ CLAIM_CHANGES: list[tuple[str, Any, str]] = [
 def test_a_change_of_an_existing_claim_says_what_it_has(api: ApiServer, key: str, value: Any, text: str) -> None:
     installed(api, example("cpu-kind"))
     api.add("StorageClass", "standard", provisioner="example.com/disk")
-    message = refusal(changed("cpu-kind", **{f"storage__claim__{key}": value}), api)
+    values = changed("cpu-kind", **{f"storage__claim__{key}": value})
+    if key == "volumeName":
+        values["storage"]["claim"]["storageClassName"] = "standard"
+    message = refusal(values, api)
     assert f"storage.claim.{key}: " in message
     assert text in message
     assert "set it to " in message

@@ -334,7 +334,9 @@ def test_autoscaling_uses_documented_metrics() -> None:
 
 def test_generators_scale_by_the_responses_that_the_step_still_needs() -> None:
     scaling = {"kind": "keda", "maxReplicas": 6, "keda": {"serverAddress": "http://prometheus:9090"}}
-    result = manifests(changed("vllm-generators", components__generator__autoscaling=scaling))
+    result = manifests(
+        changed("vllm-generators", components__generator__autoscaling=scaling, components__generator__replicas=1)
+    )
     assert "replicas" not in of_kind(result, "Deployment")["quartet-generator"]["spec"]
     spec = of_kind(result, "ScaledObject")["quartet-generator"]["spec"]
     assert (spec["scaleTargetRef"]["name"], spec["minReplicaCount"], spec["maxReplicaCount"]) == (

@@ -68,9 +68,15 @@ def test_no_budgets_are_created_if_they_are_disabled() -> None:
     assert budgets_of(example("cpu-kind")) == {}
 
 
-def test_disruptions_do_not_count_as_failures_of_the_run() -> None:
+def test_disruptions_do_not_count_as_failures_of_the_run_or_of_the_downloads() -> None:
     jobs = of_kind(manifests(example("single-node-4-gpus")), "Job")
-    (job,) = (job for name, job in jobs.items() if name.startswith("quartet-orchestrator-"))
+    assert {name.rsplit("-", 1)[0] for name in jobs} == {"quartet-orchestrator", "quartet-download"}
+    for job in jobs.values():
+        assert_ignores_disruptions(job)
+
+
+def assert_ignores_disruptions(job: Manifest) -> None:
+    """Assert that evicted and terminated pods of a Job do not count. A failed pod stays with its log."""
     # Kubernetes accepts a podFailurePolicy only with this restart policy.
     assert job["spec"]["template"]["spec"]["restartPolicy"] == "Never"
     evicted, terminated = job["spec"]["podFailurePolicy"]["rules"]

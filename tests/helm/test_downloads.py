@@ -21,7 +21,7 @@ SOURCES = {
     "models/reward": "s3://bucket/models/reward/",
     "data/prompts.jsonl": "s3://bucket/prompts.jsonl",
     "data/other": "hf://datasets/owner/data@main/part.parquet",
-    "data/third.json": "https://files.example.com:8443/a/b.json#sha256=" + "0" * 64,
+    "data/third.json": "https://files.example.com/a/b.json#sha256=" + "0" * 64,
 }
 
 
@@ -58,7 +58,12 @@ def test_other_sources_create_another_job() -> None:
 def test_without_sources_nothing_waits_and_no_job_exists() -> None:
     result = manifests(example("cpu-kind"))
     assert [name for name in of_kind(result, "Job") if "download" in name] == []
-    assert all("initContainers" not in template["spec"] for _, template in pod_templates(result))
+    names = {
+        container["name"]
+        for _, template in pod_templates(result)
+        for container in template["spec"].get("initContainers", [])
+    }
+    assert names == {"wait-for-files"}
 
 
 def test_pods_wait_for_the_folders_that_they_mount() -> None:
@@ -77,6 +82,48 @@ def test_pods_wait_for_the_folders_that_they_mount() -> None:
         **dict.fromkeys(("actor", "critic", "reference"), models),
         "orchestrator": ["data/other", "data/prompts.jsonl", "data/third.json", *models],
     }
+
+
+def waiting(values: Values) -> Manifest:
+    """Return the init container of the orchestrator that waits for the files of the config."""
+    waits: list[Manifest] = pods(values)["orchestrator"]["initContainers"]
+    (container,) = (item for item in waits if item["name"] == "wait-for-files")
+    return container
+
+
+def test_the_orchestrator_waits_for_the_files_of_the_config_so_that_its_attempts_do_not_count(tmp_path: Path) -> None:
+    parts = [{"name": "a", "model": "models/a"}, {"name": "b", "model": "hub/b"}]
+    values = changed("cpu-kind", config__reward={"source": "ensemble", "parts": parts})
+    values["config"]["critic"]["model"] = "/quartet/models/critic"
+    values["config"]["data"] |= {
+        "prompts": None,
+        "sets": [{"name": "a", "path": "data/a.jsonl"}, {"name": "b", "dataset": "owner/name"}],
+    }
+    container = waiting(values)
+    assert container["args"][2:] == ["models/policy", "/quartet/models/critic", "models/a", "data/a.jsonl"]
+    assert container["resources"] == chart().values["loader"]["resources"]
+    container = waiting(
+        changed("cpu-kind", config__critic={"model": "models/critic"}, config__algorithm__estimator="rloo")
+    )
+    assert container["args"][2:] == ["models/policy", "models/reward", "data/prompts.jsonl"]
+    command = [*container["command"][2:], *container["args"]]
+    assert container["command"][:2] == ["tini", "--"]
+    for path in ("models/policy", "models/reward"):
+        (tmp_path / path).mkdir(parents=True)
+    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "waiting for data/prompts.jsonl\n"
+    process.kill()
+    process.communicate()
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/prompts.jsonl").touch()
+    assert subprocess.run(command, cwd=tmp_path, check=True, timeout=60, capture_output=True).stdout == b""
+
+
+def test_the_loader_changes_no_pod_of_the_run() -> None:
+    with_loader, without = (pods(changed("cpu-kind", loader={"enabled": enabled})) for enabled in (True, False))
+    assert with_loader.keys() - without.keys() == {"loader"}
+    assert {name: with_loader[name] for name in without} == without
 
 
 def test_waiting_needs_no_gpu() -> None:
@@ -183,6 +230,12 @@ def test_objects_of_s3_are_copied_once_and_then_renamed(tmp_path: Path, monkeypa
 def test_without_s3_its_image_is_not_needed() -> None:
     spec = job_of(with_sources({"models/policy": "hf://owner/policy"}))["spec"]["template"]["spec"]
     assert "initContainers" not in spec
+
+
+def test_a_port_that_a_rule_of_the_policy_allows_is_accepted() -> None:
+    source = {"data/a.json": "https://files.example.com:8443/a.json"}
+    assert job_of(with_sources(source, egress=[{"ports": [{"protocol": "TCP", "port": 8443}]}]))
+    assert job_of(with_sources(source, egress=[{"to": [{"ipBlock": {"cidr": "10.1.0.0/16"}}]}]))
 
 
 @every_case(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import helm_python
 import pytest
@@ -31,6 +32,34 @@ def test_a_released_chart_names_its_images_by_digest(tmp_path: Path) -> None:
     assert images["actor"] == f"registry.example/o/quartet@{CUDA}"
     assert images["orchestrator"] == f"registry.example/o/quartet@{CPU}"
     assert images["redis"].startswith("redis:")
+
+
+@pytest.mark.parametrize(
+    ("given", "image"),
+    [
+        ({"imageRegistry": "mirror.example"}, f"mirror.example/o/quartet@{CUDA}"),
+        ({"image": {"registry": "mirror.example"}}, f"mirror.example/o/quartet@{CUDA}"),
+        # The digests are those of the published images.
+        ({"image": {"repository": "own/quartet"}}, "registry.example/own/quartet:1.2.3-cuda"),
+        ({"image": {"tag": "1.2.4"}}, "registry.example/o/quartet:1.2.4-cuda"),
+    ],
+)
+def test_a_released_chart_takes_its_images_from_another_registry_or_repository(
+    given: dict[str, Any], image: str, tmp_path: Path
+) -> None:
+    folder = tmp_path / "quartet"
+    assert release.main(["1.2.3", "registry.example", "o/quartet", str(folder), f"cpu={CPU}", f"cuda={CUDA}"]) == 0
+    with helm_python.Chart.load(folder) as released:
+        texts = released.render({**example("single-node-4-gpus"), **given}, name="quartet", namespace="rlhf")
+    images = {
+        container["name"]: container["image"]
+        for text in texts.values()
+        for _, template in pod_templates(_documents(text))
+        for container in (*template["spec"]["containers"], *template["spec"].get("initContainers", []))
+    }
+    assert images["actor"] == image
+    if "imageRegistry" in given:
+        assert {name for name in images if not images[name].startswith("mirror.example/")} == set()
 
 
 def _documents(text: str) -> list[dict[str, object]]:
@@ -68,6 +97,21 @@ def test_the_reference_has_every_default_of_the_chart() -> None:
         parents = [path.rsplit("__", count)[0] for count in range(1, path.count("__") + 1)]
         names = [name.replace("__", ".") for name in (path, *parents)]
         assert isinstance(value, dict) or any(f"| `{name}` |" in page for name in names), path
+
+
+def test_every_value_has_a_meaning() -> None:
+    assert [line for line in values_schema.PAGE.read_text(encoding="utf-8").splitlines() if line.endswith("|  |")] == []
+
+
+def test_the_metadata_for_artifact_hub_is_pushed_beside_the_chart() -> None:
+    workflow = yaml.safe_load((ROOT / ".github/workflows/release.yml").read_text(encoding="utf-8"))
+    (push,) = (step["run"] for step in workflow["jobs"]["chart"]["steps"] if "oras push" in step.get("run", ""))
+    assert "charts/quartet:artifacthub.io" in push
+    assert "helm/quartet/artifacthub-repo.yml:" in push
+    assert yaml.safe_load((CHART / "artifacthub-repo.yml").read_text(encoding="utf-8")).keys() == {
+        "repositoryID",
+        "owners",
+    }
 
 
 def test_a_comment_describes_the_key_below_or_before_it() -> None:

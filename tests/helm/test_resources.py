@@ -47,6 +47,14 @@ def test_every_container_is_valid_under_a_quota(values: Values) -> None:
             assert amount(request) <= amount(resources["limits"][resource]), f"{container}: {resource}"
 
 
+def test_every_container_has_a_limit_of_memory_if_values_remove_the_defaults() -> None:
+    none = {"limits": None}
+    values = changed("single-node-4-gpus", tests={"resources": none}, loader={"enabled": True, "resources": none})
+    values["downloads"]["resources"] = none
+    for container, manifest in all_containers(values):
+        assert "memory" in manifest["resources"]["limits"], container
+
+
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_the_files_of_a_container_fit_its_ephemeral_storage(name: str) -> None:
     for pod, template in pod_templates(manifests(example(name))):

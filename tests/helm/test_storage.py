@@ -105,6 +105,15 @@ def test_without_a_folder_the_common_claim_is_not_created() -> None:
     assert claims(with_keys(SMALLEST, storage={"claim": {"existingClaim": "own"}})) == {}
 
 
+@every_case("path, name", [("storage__claim", "quartet-storage"), ("storage__models", "quartet-models")])
+def test_a_dash_stands_for_a_volume_without_a_class(path: str, name: str) -> None:
+    claim = {"size": "1Gi", "volumeName": "filled", "storageClassName": "-"}
+    assert claims(with_keys(SMALLEST, **{path: claim}))[name]["storageClassName"] == ""
+    values = with_keys(SMALLEST, redis={"persistence": {"storageClassName": "-"}})
+    (template,) = of_kind(manifests(values), "StatefulSet")["quartet-redis"]["spec"]["volumeClaimTemplates"]
+    assert template["spec"]["storageClassName"] == ""
+
+
 CASES: dict[str, Values] = {
     **{name: example(name) for name in EXAMPLES},
     "smallest": SMALLEST,
@@ -202,8 +211,14 @@ def required_objects(result: list[Manifest]) -> set[tuple[str, str]]:
     }
     needed = set()
     for item in result:
-        for path, value in _leaves(item.get("spec", {})):
+        if item["kind"] == "LeaderWorkerSet":
+            needed.add(("controller", "LeaderWorkerSet"))
+        for path, value in _leaves(item):
             key = path[-1]
+            if key == "kueue.x-k8s.io/queue-name":
+                needed |= {("LocalQueue", value), ("controller", "Kueue")}
+            if path[0] != "spec":
+                continue
             if key in kinds:
                 needed.add((kinds[key], value))
             elif key == "name" and {"imagePullSecrets", "secret", "configMap", "credentials"} & set(
@@ -222,6 +237,9 @@ def test_a_missing_need_would_be_noticed() -> None:
         ("Secret or ConfigMap", "registry-example"),
     } <= required_objects(manifests(example("node-8-gpus")))
     assert ("Secret or ConfigMap", "rewards") in required_objects(manifests(example("two-node-actor")))
+    assert {("LocalQueue", "training"), ("controller", "Kueue"), ("controller", "LeaderWorkerSet")} <= required_objects(
+        manifests(example("leader-worker-set"))
+    )
 
 
 def test_the_pod_of_helm_test_fits_a_quota_and_a_tainted_machine() -> None:

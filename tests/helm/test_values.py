@@ -38,7 +38,7 @@ TYPOS = {
     "config__algoritm": ("/config", "algoritm"),
 }
 INVALID = {
-    "components__actor__replicas": (2, "/components/actor/replicas"),
+    "components__actor__replicas": (2, "components.actor.replicas: 2; expected 1: only reward, reference"),
     "components__actor__gpus": ("all", "/components/actor/gpus"),
     "components__actor__nodes": (0, "/components/actor/nodes"),
     "workerGroups__port": (80, "/workerGroups/port"),
@@ -52,7 +52,7 @@ INVALID = {
     "components__actor__drainSeconds": (-1, "/components/actor/drainSeconds"),
     "storage__runs__accessModes": (["RWX"], "/storage/runs/accessModes/0"),
     "security__tls__source": ("self", "/security/tls/source"),
-    "config__run__name": ("my run", "/config/run/name"),
+    "config__run__name": ("my run", 'config.run.name: "my run"; expected at most 64 letters'),
 }
 
 

@@ -26,6 +26,12 @@ Checks of the cluster, before Helm changes anything. They are silent if Helm onl
 {{- if .Values.monitoring.prometheusRule.enabled -}}
 {{- $needed = append $needed (list "monitoring.coreos.com/v1/PrometheusRule" "monitoring.prometheusRule.enabled: true" "the Prometheus Operator" "set monitoring.prometheusRule.enabled false") -}}
 {{- end -}}
+{{- if eq .Values.scheduling.gang.kind "volcano" -}}
+{{- $needed = append $needed (list "scheduling.volcano.sh/v1beta1/PodGroup" "scheduling.gang.kind: volcano" "Volcano" "set scheduling.gang.kind to none") -}}
+{{- end -}}
+{{- if and (eq .Values.scheduling.gang.kind "kueue") (not (include "quartet.queueVersion" .)) -}}
+{{- $needed = append $needed (list "kueue.x-k8s.io/v1beta1/LocalQueue" "scheduling.gang.kind: kueue" "Kueue" "set scheduling.gang.kind to none") -}}
+{{- end -}}
 {{- range $name, $component := include "quartet.components" . | fromJson -}}
 {{- if eq (dig "autoscaling" "kind" "none" $component) "keda" -}}
 {{- $needed = append $needed (list "keda.sh/v1alpha1/ScaledObject" (printf "components.%s.autoscaling.kind: keda" $name) "KEDA" "set kind to none or hpa") -}}
@@ -38,6 +44,13 @@ Checks of the cluster, before Helm changes anything. They are silent if Helm onl
 {{- if not ($.Capabilities.APIVersions.Has (index . 0)) -}}
 {{- fail (printf "%s needs %s, but this cluster has no %s; install %s, or %s" (index . 1) (index . 0) (base (index . 0)) (index . 2) (index . 3)) -}}
 {{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{/* API version of the LocalQueues of the cluster. Empty if it has none. */}}
+{{- define "quartet.queueVersion" -}}
+{{- range list "kueue.x-k8s.io/v1beta1" "kueue.x-k8s.io/v1beta2" -}}
+{{- if $.Capabilities.APIVersions.Has (printf "%s/LocalQueue" .) }}{{ . }} {{ end -}}
 {{- end -}}
 {{- end -}}
 
@@ -79,7 +92,7 @@ Checks of the cluster, before Helm changes anything. They are silent if Helm onl
 {{- if $live -}}
 {{- $persistence := .Values.redis.persistence -}}
 {{- $template := (first $live.volumeClaimTemplates).spec -}}
-{{- $given := dict "size" (toString $persistence.size) "storageClassName" (default "" $persistence.storageClassName) "accessModes" (join ", " $persistence.accessModes) -}}
+{{- $given := dict "size" (toString $persistence.size) "storageClassName" (default "" $persistence.storageClassName | trimPrefix "-") "accessModes" (join ", " $persistence.accessModes) -}}
 {{- $before := dict "size" (toString $template.resources.requests.storage) "storageClassName" (default "" $template.storageClassName) "accessModes" (join ", " $template.accessModes) -}}
 {{- range $key, $value := $given -}}
 {{- $existing := get $before $key -}}
@@ -119,10 +132,17 @@ Checks of the cluster, before Helm changes anything. They are silent if Helm onl
 {{- end -}}
 
 {{/*
-Classes that the values name. They are objects of the whole cluster: without permission to get them, Helm reports "forbidden" for a
-line of this template; then set checks.clusterObjects false.
+Classes that the values name or need, and the queue of Kueue. Classes are objects of the whole cluster: without permission to get them,
+Helm reports "forbidden" for a line of this template; then set checks.clusterObjects false.
 */}}
 {{- define "quartet.checks.clusterObjects" -}}
+{{- if eq .Values.scheduling.gang.kind "kueue" -}}
+{{- $queue := .Values.scheduling.gang.queue -}}
+{{- $version := include "quartet.queueVersion" . | splitList " " | first -}}
+{{- if and $queue (not (lookup $version "LocalQueue" .Release.Namespace $queue)) -}}
+{{- fail (printf "scheduling.gang.queue: the namespace %s has no LocalQueue %s; create it, or correct the name (kubectl --namespace %s get localqueue)" .Release.Namespace $queue .Release.Namespace) -}}
+{{- end -}}
+{{- end -}}
 {{- $users := dict -}}
 {{- range $name, $component := include "quartet.components" . | fromJson -}}
 {{- $_ := set $users (printf "components.%s" $name) $component -}}
@@ -144,8 +164,14 @@ line of this template; then set checks.clusterObjects false.
 {{- end -}}
 {{- end -}}
 {{- $claims := dict -}}
-{{- range $name, $claim := include "quartet.createdClaims" . | fromJson }}{{ $_ := set $claims $claim.path $claim }}{{ end -}}
-{{- if .Values.redis.enabled }}{{ $_ := set $claims "redis.persistence" .Values.redis.persistence }}{{ end -}}
+{{- range $name, $claim := include "quartet.createdClaims" . | fromJson -}}
+{{- $exists := lookup "v1" "PersistentVolumeClaim" $.Release.Namespace $name -}}
+{{- $_ := set $claims $claim.path (merge (dict "exists" (not (empty $exists))) $claim) -}}
+{{- end -}}
+{{- if .Values.redis.enabled -}}
+{{- $exists := lookup "apps/v1" "StatefulSet" .Release.Namespace (printf "%s-redis" (include "quartet.fullname" .)) -}}
+{{- $_ := set $claims "redis.persistence" (merge (dict "exists" (not (empty $exists))) .Values.redis.persistence) -}}
+{{- end -}}
 {{- range $path, $claim := $claims -}}
 {{- include "quartet.checkStorageClass" (dict "path" $path "claim" $claim) -}}
 {{- end -}}
@@ -155,15 +181,19 @@ line of this template; then set checks.clusterObjects false.
 {{- define "quartet.checkStorageClass" -}}
 {{- $path := .path -}}{{- $claim := .claim -}}
 {{- $class := dict -}}
-{{- if $claim.storageClassName -}}
+{{- if eq "-" (default "" $claim.storageClassName) -}}
+{{- else if $claim.storageClassName -}}
 {{- $class = lookup "storage.k8s.io/v1" "StorageClass" "" $claim.storageClassName -}}
 {{- /* Without a class, a volume of this class may exist. */ -}}
 {{- if not (or $class $claim.volumeName) -}}
 {{- fail (printf "%s.storageClassName: this cluster has no StorageClass %s; correct the name (kubectl get storageclass), or set \"\" for the default one" $path $claim.storageClassName) -}}
 {{- end -}}
-{{- else if or (has "ReadWriteMany" $claim.accessModes) (has "ReadOnlyMany" $claim.accessModes) -}}
+{{- else if not $claim.exists -}}
 {{- range default list (lookup "storage.k8s.io/v1" "StorageClass" "" "").items -}}
 {{- if eq (dig "metadata" "annotations" "storageclass.kubernetes.io/is-default-class" "" .) "true" }}{{ $class = . }}{{ end -}}
+{{- end -}}
+{{- if not $class -}}
+{{- fail (printf "%s.storageClassName: empty, but this cluster has no default StorageClass, so the claim would stay Pending; set it to one of kubectl get storageclass" $path) -}}
 {{- end -}}
 {{- end -}}
 {{- /* Drivers of disks, whose file systems are mounted on one node. Two of them share a disk that no pod writes. */ -}}

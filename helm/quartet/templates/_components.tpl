@@ -88,6 +88,13 @@ All other templates loop over this map.
 {{- fail (printf "components.%s.autoscaling: a role of several nodes cannot be scaled; set kind none, or nodes 1" $name) -}}
 {{- end -}}
 {{- if ne $scaling "none" -}}
+{{- if gt (int $component.replicas) 1 -}}
+{{- fail (printf "components.%s.replicas: %d, and autoscaling.kind: %s; expected 1, because the autoscaler sets the number of pods; remove it, and set autoscaling.minReplicas" $name (int $component.replicas) $scaling) -}}
+{{- end -}}
+{{- $chartMetric := eq $scaling "keda" | ternary (empty (dig "keda" "query" "" $component.autoscaling)) (hasPrefix "quartet_" (dig "hpa" "metric" "" $component.autoscaling)) -}}
+{{- if and $chartMetric $root.Values.networkPolicy.enabled (not $root.Values.monitoring.serviceMonitor.enabled) -}}
+{{- fail (printf "components.%s.autoscaling.kind: %s, but monitoring.serviceMonitor.enabled is false, so Prometheus may not read its metrics; set it to true" $name $scaling) -}}
+{{- end -}}
 {{- $min := int $component.autoscaling.minReplicas -}}{{- $max := int $component.autoscaling.maxReplicas -}}
 {{- if gt $min $max -}}
 {{- $path := printf "components.%s.autoscaling" $name -}}
@@ -107,6 +114,9 @@ All other templates loop over this map.
 {{- $longest = min 120 $longest -}}
 {{- $drain := kindIs "invalid" $component.drainSeconds | ternary $longest $component.drainSeconds -}}
 {{- $grace := kindIs "invalid" $component.terminationGracePeriodSeconds | ternary (add $drain 30) $component.terminationGracePeriodSeconds -}}
+{{- if lt (int $grace) (int $drain) -}}
+{{- fail (printf "components.%s.terminationGracePeriodSeconds: %d, and drainSeconds: %d; expected more than drainSeconds, or Kubernetes kills the process during its calls; raise it, or lower drainSeconds" $name (int $grace) (int $drain)) -}}
+{{- end -}}
 {{- $period := int $component.probes.startup.periodSeconds -}}
 {{- $patience := $component.probes.startup.failureThreshold -}}
 {{- $load := or $trained $scoring $generating $playing | ternary (dig "load_seconds" 600 $times) 300 -}}

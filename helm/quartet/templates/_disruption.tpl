@@ -20,7 +20,7 @@ unhealthyPodEvictionPolicy: AlwaysAllow
 {{- end -}}
 {{- end -}}
 
-{{/* A pod that is evicted, preempted, or stopped by SIGTERM (status 143) is replaced, and does not count as a failure of the run. */}}
+{{/* A pod that is evicted, preempted, or stopped by SIGTERM (status 143) is replaced, and does not count as a failure of the Job. Argument: the container. */}}
 {{- define "quartet.podFailurePolicy" -}}
 podFailurePolicy:
   rules:

@@ -25,12 +25,58 @@
   env:
     - {name: HOME, value: /tmp}
   # Less than those of the component, so that a quota counts nothing more.
-  resources: {{- toYaml .root.Values.loader.resources | nindent 4 }}
+  resources: {{- include "quartet.otherResources" .root.Values.loader.resources | nindent 4 }}
   securityContext: {{- include "quartet.containerSecurity" . | nindent 4 }}
   volumeMounts:
     - {name: tmp, mountPath: /tmp}
     {{- include "quartet.claimMounts" . | trim | nindent 4 }}
 {{- end -}}
+{{- end -}}
+
+{{/*
+Init container of the orchestrator: waits until the models and data of the config exist, by a download or a copy. Otherwise each start
+without them would count towards backoffLimit. The other pods restart without a limit. Arguments: root, component and folders.
+*/}}
+{{- define "quartet.waitForFiles" -}}
+{{- $component := .component -}}
+{{- $paths := include "quartet.configuredPaths" .root | fromJsonArray -}}
+{{- if and (eq $component.name "orchestrator") $paths -}}
+- name: wait-for-files
+  image: {{ include "quartet.image" (dict "image" $component.image "version" .root.Chart.AppVersion "registry" .root.Values.imageRegistry) }}
+  imagePullPolicy: {{ $component.image.pullPolicy }}
+  workingDir: /quartet
+  command: [tini, --, sh, -ec]
+  args:
+    - for path; do until [ -e "$path" ]; do echo "waiting for $path"; sleep 10; done; done
+    - wait-for-files
+    {{- toYaml $paths | nindent 4 }}
+  resources: {{- include "quartet.otherResources" .root.Values.loader.resources | nindent 4 }}
+  securityContext: {{- include "quartet.containerSecurity" . | nindent 4 }}
+  volumeMounts: {{- include "quartet.claimMounts" . | trim | nindent 4 }}
+{{- end -}}
+{{- end -}}
+
+{{/* Paths of the config in the folders models and data, as a list. Data comes last, as in a copy of both folders. */}}
+{{- define "quartet.configuredPaths" -}}
+{{- $config := .Values.config -}}
+{{- $absent := include "quartet.absentRoles" . | fromJsonArray -}}
+{{- $paths := list -}}
+{{- range $role := list "actor" "critic" "reward" "reference" -}}
+{{- $service := default dict (get $config $role) -}}
+{{- if not (has $role $absent) -}}
+{{- $paths = append $paths $service.model -}}
+{{- if eq $role "reward" -}}
+{{- $paths = append $paths $service.tokenizer -}}
+{{- range default list $service.parts }}{{ $paths = append $paths .model }}{{ end -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- $data := default dict $config.data -}}
+{{- $paths = concat $paths (list $data.prompts $data.validation) -}}
+{{- range append (default list $data.sets) (default dict $data.validation_set) }}{{ $paths = concat $paths (list .path .dataset) }}{{ end -}}
+{{- $local := list -}}
+{{- range $paths }}{{ if regexMatch `^(/quartet/)?(models|data)/` (default "" .) }}{{ $local = append $local . }}{{ end }}{{ end -}}
+{{- $local | uniq | toJson -}}
 {{- end -}}
 
 {{/* Copies from S3 beside the targets. quartet.downloads renames them. Only the types of files that it takes, too. */}}
@@ -55,30 +101,51 @@
 
 {{/*
 Scheduling of the pods that fill volumes: that of the actor, because a volume may be bound to the node of its first pod. They need no
-GPU, so they take no runtime class.
+GPU, so they take no runtime class. Arguments: root and folders.
 */}}
 {{- define "quartet.fillingPlacement" -}}
-{{- range include "quartet.components" . | fromJson -}}
+{{- range include "quartet.components" .root | fromJson -}}
 {{- if has "actor" .roles -}}
 {{- $placement := pick . "priorityClassName" "nodeSelector" "tolerations" -}}
-{{- with (default dict .affinity).nodeAffinity }}{{ $_ := set $placement "affinity" (dict "nodeAffinity" .) }}{{ end -}}
+{{- $affinity := pick (default dict .affinity) "nodeAffinity" -}}
+{{- if include "quartet.mountsDisk" $ -}}
+{{- $affinity = include "quartet.colocated" (dict "root" $.root "affinity" $affinity) | fromJson -}}
+{{- end -}}
+{{- $_ := set $placement "affinity" $affinity -}}
 {{- include "quartet.placement" $placement | trim -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}
 
-{{/* Fields of these pods besides containers and volumes. */}}
+{{/* Fields of these pods besides containers and volumes. Arguments: root and folders. */}}
 {{- define "quartet.fillingPod" -}}
-serviceAccountName: {{ include "quartet.serviceAccount" . }}
+serviceAccountName: {{ include "quartet.serviceAccount" .root }}
 automountServiceAccountToken: false
 enableServiceLinks: false
-securityContext: {{- include "quartet.podSecurity" (dict "root" . "user" 10001) | nindent 2 }}
-{{- with .Values.imagePullSecrets }}
+securityContext: {{- include "quartet.podSecurity" (dict "root" .root "user" 10001) | nindent 2 }}
+{{- with .root.Values.imagePullSecrets }}
 imagePullSecrets: {{- toYaml . | nindent 2 }}
 {{- end }}
 {{- with include "quartet.fillingPlacement" . }}
 {{ . }}
 {{- end }}
+{{- end -}}
+
+{{/* Image of the pods that fill volumes. */}}
+{{- define "quartet.fillingImage" -}}
+{{- mergeOverwrite (deepCopy .Values.image) (deepCopy (default dict .Values.downloads.image)) | toJson -}}
+{{- end -}}
+
+{{/* Name of the Job of the current downloads. */}}
+{{- define "quartet.downloadJob" -}}
+{{- printf "%s-download-%s" (include "quartet.fullname" .) (include "quartet.downloadSpec" . | sha256sum | trunc 8) -}}
+{{- end -}}
+
+{{/* Fields of the Job that cannot be changed. */}}
+{{- define "quartet.downloadSpec" -}}
+{{- $pod := dict "root" . "folders" (dict "models" false "data" false) "image" (include "quartet.fillingImage" . | fromJson) -}}
+{{- include "quartet.podFailurePolicy" (dict "name" "download") }}
+template: {{- include "quartet.downloadPod" $pod | nindent 2 }}
 {{- end -}}
 
 {{/* Pod of the Job. Arguments: root, folders and image. */}}
@@ -89,8 +156,8 @@ metadata:
     {{- include "quartet.selector" $root | nindent 4 }}
     app.kubernetes.io/component: download
 spec:
-  {{- include "quartet.fillingPod" $root | nindent 2 }}
-  restartPolicy: OnFailure
+  {{- include "quartet.fillingPod" . | nindent 2 }}
+  restartPolicy: Never
   terminationGracePeriodSeconds: 10
   {{- with include "quartet.copyFromS3" $root | trim }}
   initContainers:
@@ -136,7 +203,7 @@ spec:
 {{- end -}}
 
 {{- define "quartet.downloadContainer" -}}
-resources: {{- toYaml .root.Values.downloads.resources | nindent 2 }}
+resources: {{- include "quartet.otherResources" .root.Values.downloads.resources | nindent 2 }}
 securityContext: {{- include "quartet.containerSecurity" . | nindent 2 }}
 volumeMounts:
   - {name: tmp, mountPath: /tmp}
@@ -163,6 +230,15 @@ volumeMounts:
   (regexMatch `^https://[A-Za-z0-9.-]+(:[0-9]+)?/[\w.~%/+=,-]+(#sha256=[0-9a-f]{64})?$` $source)
   (regexMatch `^s3://[a-z0-9.-]+/[\w./=+-]+$` $source)) -}}
 {{- fail (printf "downloads.sources: %s: %q; expected hf://OWNER/NAME[@REVISION], hf://datasets/OWNER/NAME[@REVISION][/FILE], https://HOST/FILE[#sha256=DIGEST], s3://BUCKET/FILE or s3://BUCKET/FOLDER/; correct it" $target $source) -}}
+{{- end -}}
+{{- $port := regexFind `^https://[^/]+:[0-9]+/` $source | regexFind `[0-9]+/$` | trimSuffix "/" -}}
+{{- $allowed := or (not $port) (not $.Values.networkPolicy.enabled) -}}
+{{- range $.Values.downloads.egress -}}
+{{- if not .ports }}{{ $allowed = true }}{{ end -}}
+{{- range .ports }}{{ if eq (toString .port) $port }}{{ $allowed = true }}{{ end }}{{ end -}}
+{{- end -}}
+{{- if not $allowed -}}
+{{- fail (printf "downloads.sources: %s: port %s, which no rule of downloads.egress allows; expected port 443; add a rule to downloads.egress" $target $port) -}}
 {{- end -}}
 {{- range $targets -}}
 {{- if hasPrefix (printf "%s/" .) $target -}}

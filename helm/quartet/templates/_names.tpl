@@ -29,13 +29,16 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- default (include "quartet.fullname" .) .Values.serviceAccount.name -}}
 {{- end -}}
 
-{{/* Image reference. Arguments: the merged image settings, the default tag, and the registry of images that name none. */}}
+{{/*
+Image reference. Arguments: the merged image settings, the default tag, and the registry of all images. The digests of a released chart
+apply to the repository that they name.
+*/}}
 {{- define "quartet.image" -}}
 {{- $image := .image -}}
 {{- $name := $image.repository -}}
-{{- with default .registry $image.registry }}{{ $name = printf "%s/%s" (trimSuffix "/" .) $name }}{{ end -}}
+{{- with default $image.registry .registry }}{{ $name = printf "%s/%s" (trimSuffix "/" .) $name }}{{ end -}}
 {{- $digest := $image.digest -}}
-{{- if not (or $digest $image.tag) }}{{ $digest = get (default dict $image.digests) (default "" $image.variant) }}{{ end -}}
+{{- if not (or $digest $image.tag) }}{{ $digest = dig $image.repository (default "" $image.variant) "" (default dict $image.digests) }}{{ end -}}
 {{- if $digest -}}
 {{- printf "%s@%s" $name $digest -}}
 {{- else -}}

@@ -7,8 +7,10 @@ metadata:
   labels:
     {{- include "quartet.selector" $root | nindent 4 }}
     app.kubernetes.io/component: {{ $component.name }}
-    {{- with include "quartet.gangLabels" . }}
+    {{- if eq $component.workload "Deployment" }}
+    {{- with include "quartet.queueLabel" . }}
     {{- . | nindent 4 }}
+    {{- end }}
     {{- end }}
     {{- with $component.labels }}
     {{- toYaml . | nindent 4 }}
@@ -36,7 +38,8 @@ spec:
   {{- with include "quartet.scheduling" . | trim }}
   {{- . | nindent 2 }}
   {{- end }}
-  {{- with include "quartet.waitForDownloads" (dict "root" $root "component" $component "folders" $folders) }}
+  {{- $filling := dict "root" $root "component" $component "folders" $folders }}
+  {{- with printf "%s\n%s" (include "quartet.waitForDownloads" $filling) (include "quartet.waitForFiles" $filling) | trim }}
   initContainers:
     {{- . | nindent 4 }}
   {{- end }}

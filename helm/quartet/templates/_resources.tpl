@@ -31,13 +31,18 @@ src/quartet/planner/host_memory.py. Values of a component replace those of the p
 {{/* A memory limit equals the request if only one of them is given, and so does a request. CPU may have no limit. */}}
 {{- define "quartet.completeResources" -}}
 {{- $requests := .requests -}}{{- $limits := .limits -}}
-{{- if not $limits.memory }}{{ $_ := set $limits "memory" $requests.memory }}{{ end -}}
+{{- if and $requests.memory (not $limits.memory) }}{{ $_ := set $limits "memory" $requests.memory }}{{ end -}}
 {{- range list "cpu" "memory" "ephemeral-storage" -}}
 {{- if and (get $limits .) (not (get $requests .)) }}{{ $_ := set $requests . (get $limits .) }}{{ end -}}
 {{- end -}}
 {{- $resources := dict "requests" $requests "limits" $limits -}}
 {{- with .claims }}{{ $_ := set $resources "claims" . }}{{ end -}}
 {{- toYaml $resources -}}
+{{- end -}}
+
+{{/* Resources of a container that is no component. Null removes a default of its values. */}}
+{{- define "quartet.otherResources" -}}
+{{- include "quartet.completeResources" (dict "requests" (default dict .requests | deepCopy) "limits" (default dict .limits | deepCopy)) -}}
 {{- end -}}
 
 {{/* CPU and memory of the preset of a component: {resource: {requests, limits}}. Empty without a preset or a model role. */}}
@@ -100,14 +105,18 @@ src/quartet/planner/host_memory.py. Values of a component replace those of the p
 {{- $requests := default dict $given.requests | deepCopy -}}
 {{- $limits := default dict $given.limits | deepCopy -}}
 {{- if not (or $requests.memory $limits.memory) -}}
-{{- $text := .Values.redis.maxmemory -}}
-{{- $factors := dict "" 1 "b" 1 "k" 1000 "kb" 1024 "m" 1000000 "mb" 1048576 "g" 1000000000 "gb" 1073741824 -}}
-{{- $bytes := mul (regexFind "^[0-9]+" $text | int64) (get $factors (regexFind "[a-z]*$" $text)) -}}
-{{- $size := divf $bytes 1048576 | ceil | int -}}
+{{- $size := divf (include "quartet.redisBytes" . | float64) 1048576 | ceil | int -}}
 {{- $_ := set $requests "memory" (include "quartet.quantity" (add $size 64)) -}}
 {{- $_ := set $limits "memory" (include "quartet.quantity" (add (mul 2 $size) 64)) -}}
 {{- end -}}
 {{- include "quartet.completeResources" (dict "requests" $requests "limits" $limits) -}}
+{{- end -}}
+
+{{/* Number of bytes of redis.maxmemory, as text. */}}
+{{- define "quartet.redisBytes" -}}
+{{- $text := .Values.redis.maxmemory -}}
+{{- $factors := dict "" 1 "b" 1 "k" 1000 "kb" 1024 "m" 1000000 "mb" 1048576 "g" 1000000000 "gb" 1073741824 -}}
+{{- mul (regexFind "^[0-9]+" $text | int64) (get $factors (regexFind "[a-z]*$" $text)) -}}
 {{- end -}}
 
 {{/* MiB of a quantity of Kubernetes, such as 8Gi or 500M, rounded up. */}}

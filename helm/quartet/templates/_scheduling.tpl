@@ -1,37 +1,42 @@
-{{/*
-Placement of the pods of a run: near each other, and all of them or none. The labels are those of Kueue's pod groups and the annotation is
-that of Volcano.
-*/}}
+{{/* Placement of the pods of a run: near each other, and together. The label is that of Kueue, and the annotation that of Volcano. */}}
 
 {{/* Scheduling of the pod of a component. Arguments: root and component. */}}
 {{- define "quartet.scheduling" -}}
 {{- $root := .root -}}{{- $component := deepCopy .component -}}
-{{- $colocation := $root.Values.scheduling.colocation -}}
-{{- if and $component.model (ne $colocation.mode "none") -}}
-{{- $term := dict "topologyKey" $colocation.topologyKey "labelSelector" (include "quartet.modelSelector" $root | fromJson) -}}
-{{- $affinity := default dict $component.affinity -}}
-{{- $podAffinity := default dict $affinity.podAffinity -}}
-{{- if eq $colocation.mode "required" -}}
-{{- $key := "requiredDuringSchedulingIgnoredDuringExecution" -}}
-{{- $_ := set $podAffinity $key (append (default list (get $podAffinity $key)) $term) -}}
-{{- else -}}
-{{- $key := "preferredDuringSchedulingIgnoredDuringExecution" -}}
-{{- $_ := set $podAffinity $key (append (default list (get $podAffinity $key)) (dict "weight" 100 "podAffinityTerm" $term)) -}}
-{{- end -}}
-{{- $_ := set $affinity "podAffinity" $podAffinity -}}
-{{- $_ := set $component "affinity" $affinity -}}
+{{- $folders := include "quartet.mountedFolders" $component | fromJson -}}
+{{- if or $component.model (include "quartet.mountsDisk" (dict "root" $root "folders" $folders)) -}}
+{{- $_ := set $component "affinity" (include "quartet.colocated" (dict "root" $root "affinity" $component.affinity) | fromJson) -}}
 {{- end -}}
 {{- /* Without a selector a constraint matches no pod. */ -}}
 {{- $constraints := list -}}
 {{- range default list $component.topologySpreadConstraints -}}
 {{- $labels := merge (dict "app.kubernetes.io/component" $component.name) (include "quartet.selector" $root | fromYaml) -}}
-{{- $constraints = append $constraints (merge (deepCopy .) (dict "labelSelector" (dict "matchLabels" $labels))) -}}
+{{- $default := dict "labelSelector" (dict "matchLabels" $labels) -}}
+{{- $constraints = append $constraints (hasKey . "labelSelector" | ternary . (merge (deepCopy .) $default)) -}}
 {{- end -}}
 {{- $_ := set $component "topologySpreadConstraints" $constraints -}}
 {{- include "quartet.placement" $component -}}
 {{- with include "quartet.schedulerName" . }}
 schedulerName: {{ . }}
 {{- end }}
+{{- end -}}
+
+{{/*
+An affinity, with a term for pods with models if scheduling.colocation is on. Arguments: root and affinity. Pods without models have it if
+they share a volume for one node. They wait for the first pod with a model, whose GPUs choose the node.
+*/}}
+{{- define "quartet.colocated" -}}
+{{- $colocation := .root.Values.scheduling.colocation -}}
+{{- $affinity := deepCopy (default dict .affinity) -}}
+{{- if ne $colocation.mode "none" -}}
+{{- $term := dict "topologyKey" $colocation.topologyKey "labelSelector" (include "quartet.modelSelector" .root | fromJson) -}}
+{{- if eq $colocation.mode "preferred" }}{{ $term = dict "weight" 100 "podAffinityTerm" $term }}{{ end -}}
+{{- $key := printf "%sDuringSchedulingIgnoredDuringExecution" $colocation.mode -}}
+{{- $podAffinity := default dict $affinity.podAffinity -}}
+{{- $_ := set $podAffinity $key (append (default list (get $podAffinity $key)) $term) -}}
+{{- $_ := set $affinity "podAffinity" $podAffinity -}}
+{{- end -}}
+{{- toJson $affinity -}}
 {{- end -}}
 
 {{- define "quartet.schedulerName" -}}
@@ -48,42 +53,34 @@ schedulerName: {{ . }}
 {{- dict "matchLabels" (include "quartet.selector" . | fromYaml) "matchExpressions" (list $expression) | toJson -}}
 {{- end -}}
 
-{{/* "true" if the number of pods of a component does not change during a run. Argument: the component. */}}
-{{- define "quartet.hasFixedPods" -}}
-{{- if and .model (not .generating) (eq (dig "autoscaling" "kind" "none" .) "none") }}true{{ end -}}
-{{- end -}}
-
-{{/* Pods that must start together: those with models, and at least one generator. A pod group of Kueue has exactly those of fixed number. */}}
+{{/* Pods of a gang of Volcano: those with models whose number is fixed, and the smallest number of the others. */}}
 {{- define "quartet.gangSize" -}}
 {{- $size := 0 -}}
-{{- $volcano := eq .Values.scheduling.gang.kind "volcano" -}}
 {{- range $name, $component := include "quartet.components" . | fromJson -}}
-{{- if include "quartet.hasFixedPods" $component -}}
-{{- $size = add $size (mul (int $component.replicas) (int $component.nodes)) -}}
-{{- else if and $volcano $component.model -}}
-{{- $size = add $size (eq (dig "autoscaling" "kind" "none" $component) "none" | ternary 1 (dig "autoscaling" "minReplicas" 1 $component | int)) -}}
+{{- $scaling := dig "autoscaling" "kind" "none" $component -}}
+{{- if and $component.model (ne $scaling "none") -}}
+{{- $size = add $size (int $component.autoscaling.minReplicas) -}}
+{{- else if $component.model -}}
+{{- $size = add $size ($component.generating | ternary 1 (mul (int $component.replicas) (int $component.nodes))) -}}
 {{- end -}}
 {{- end -}}
 {{- $size -}}
 {{- end -}}
 
-{{/* Labels of a pod for gang scheduling. Arguments: root and component. */}}
-{{- define "quartet.gangLabels" -}}
+{{/*
+Label with the queue of Kueue. Arguments: root and component. On a StatefulSet or LeaderWorkerSet, Kueue admits its pods together. On the
+pod of a Deployment, it admits each pod. There is no pod group over the Deployments: Kueue would not admit a pod that replaces another one.
+*/}}
+{{- define "quartet.queueLabel" -}}
 {{- $gang := .root.Values.scheduling.gang -}}
 {{- if and (eq $gang.kind "kueue") .component.model -}}
 kueue.x-k8s.io/queue-name: {{ required "scheduling.gang.queue: empty; kind kueue needs the name of a LocalQueue of this namespace" $gang.queue }}
-{{- if include "quartet.hasFixedPods" .component }}
-kueue.x-k8s.io/pod-group-name: {{ include "quartet.fullname" .root }}
-{{- end }}
 {{- end -}}
 {{- end -}}
 
-{{/* Annotations of a pod for gang scheduling. Arguments: root and component. */}}
+{{/* Annotation of a pod that belongs to the PodGroup of Volcano. Arguments: root and component. */}}
 {{- define "quartet.gangAnnotations" -}}
-{{- $gang := .root.Values.scheduling.gang -}}
-{{- if and (eq $gang.kind "kueue") (include "quartet.hasFixedPods" .component) -}}
-kueue.x-k8s.io/pod-group-total-count: {{ include "quartet.gangSize" .root | quote }}
-{{- else if and (eq $gang.kind "volcano") .component.model -}}
+{{- if and (eq .root.Values.scheduling.gang.kind "volcano") .component.model -}}
 scheduling.k8s.io/group-name: {{ include "quartet.fullname" .root }}
 {{- end -}}
 {{- end -}}

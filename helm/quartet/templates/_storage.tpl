@@ -47,6 +47,18 @@ Where each folder is: {folder: {claim, subPath, volume, readOnly, created}}. A p
 {{- $claims | toJson -}}
 {{- end -}}
 
+{{/* "true" if a pod mounts a ReadWriteOnce claim of the chart, which serves the pods of one node. Arguments: root and folders. */}}
+{{- define "quartet.mountsDisk" -}}
+{{- $created := include "quartet.createdClaims" .root | fromJson -}}
+{{- $all := include "quartet.folders" .root | fromJson -}}
+{{- $disks := list -}}
+{{- range $name, $_ := .folders -}}
+{{- $claim := get $created (get $all $name).claim -}}
+{{- if and $claim (eq (join "," $claim.accessModes) "ReadWriteOnce") }}{{ $disks = append $disks $name }}{{ end -}}
+{{- end -}}
+{{- if $disks }}true{{ end -}}
+{{- end -}}
+
 {{/*
 One volume for each distinct claim: some kubelets never start a pod with two volumes of one claim. Arguments: root and folders
 ({name: whether the pod only reads it}).
@@ -104,7 +116,7 @@ One volume for each distinct claim: some kubelets never start a pod with two vol
 {{- if .Values.downloads.sources }}
 Pods wait until these files are downloaded: {{ keys .Values.downloads.sources | sortAlpha | join ", " }}. To follow:
 
-  kubectl --namespace {{ $namespace }} logs --follow --all-containers --selector app.kubernetes.io/instance={{ .Release.Name }},app.kubernetes.io/component=download
+  kubectl --namespace {{ $namespace }} logs --follow --all-containers job/{{ include "quartet.downloadJob" . }}
 {{ end -}}
 {{- if .Values.loader.enabled }}
 To copy the folders models and data of your machine into the volumes, and to remove the loader:

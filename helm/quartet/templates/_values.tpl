@@ -4,23 +4,32 @@ Checks of texts in the values. The schema checks keys and types; its message for
 {{- define "quartet.checkValues" -}}
 {{- $quantity := dict "pattern" `^[0-9]+(\.[0-9]+)?(m|k|M|G|T|P|Ki|Mi|Gi|Ti|Pi)?$` "expected" "a number with a unit of Kubernetes, such as 500m, 2Gi or 1.5Ti" -}}
 {{- $name := dict "pattern" `^[a-z]([a-z0-9-]*[a-z0-9])?$` "expected" "lower case letters, digits and -, with a letter first, such as my-run" -}}
+{{- $size := dict "pattern" `^([0-9]*[1-9][0-9]*(\.[0-9]+)?|[0-9]+\.[0-9]*[1-9][0-9]*)(k|M|G|T|P|Ki|Mi|Gi|Ti|Pi)?$` "expected" "a positive number with a unit of Kubernetes, such as 2Gi or 1.5Ti" -}}
+{{- $requiredSize := merge (dict "required" true) $size -}}
+{{- $object := dict "pattern" `^[a-z0-9]([a-z0-9.-]*[a-z0-9])?$` "expected" "the name of an object of Kubernetes, of lower case letters, digits, - and ., such as training" -}}
+{{- $class := dict "pattern" `^(-|[a-z0-9]([a-z0-9.-]*[a-z0-9])?)$` "expected" "the name of a StorageClass (kubectl get storageclass), or - for a volume without a class" -}}
+{{- $path := dict "pattern" `^[A-Za-z0-9_-][A-Za-z0-9._-]*(/[A-Za-z0-9_-][A-Za-z0-9._-]*)*$` "expected" "a folder in the volume, such as team/models, of letters, digits, ., - and _, without .. and without / at its ends" -}}
+{{- $registry := dict "pattern" `^[a-z0-9]([a-z0-9.-]*[a-z0-9])?(:[0-9]+)?(/[a-z0-9._-]+)*/?$` "expected" "a host without a scheme, such as registry.example.com or registry.example.com:5000/mirror" -}}
+{{- $repository := dict "required" true "pattern" `^[a-z0-9]+([._-]+[a-z0-9]+)*(:[0-9]+)?(/[a-z0-9]+([._-]+[a-z0-9]+)*)*$` "expected" "lower case names with / between them, such as ml/quartet" -}}
+{{- $tag := dict "pattern" `^[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}$` "expected" "letters, digits, ., - and _, such as 0.1.0" -}}
+{{- $device := dict "pattern" `^[a-z0-9.-]+/[A-Za-z0-9._-]+$` "expected" "a name with a domain, such as nvidia.com/gpu (kubectl describe node)" -}}
 {{- $digest := dict "pattern" `^sha256:[0-9a-f]{64}$` "expected" "sha256: and 64 hexadecimal digits, as in docker images --digests" -}}
 {{- $duration := dict "pattern" `^([0-9]+(h|m|s))+$` "expected" "hours, minutes and seconds, such as 720h or 1h30m" -}}
-{{- $cidr := dict "pattern" `^[0-9a-fA-F.:]+/[0-9]+$` "expected" "an address and the length of its prefix, such as 10.20.0.0/24, or 10.20.0.5/32 for one address" -}}
+{{- $cidr := dict "pattern" `^((25[0-5]|2[0-4][0-9]|1?[0-9]?[0-9])(\.(25[0-5]|2[0-4][0-9]|1?[0-9]?[0-9])){3}/(3[0-2]|[12]?[0-9])|[0-9a-fA-F:]*:[0-9a-fA-F:.]*/(12[0-8]|1[01][0-9]|[1-9]?[0-9]))$` "expected" "an address and the length of its prefix, such as 10.20.0.0/24, or 10.20.0.5/32 for one address" -}}
 {{- $resource := dict "pattern" `^(cpu|memory|ephemeral-storage|hugepages-[0-9A-Za-z]+|[a-z0-9.-]+/.+)$` "expected" "cpu, memory, ephemeral-storage, hugepages-SIZE, or a name with a domain, such as rdma/hca; for GPUs, set gpus of the component" -}}
 {{- $host := dict "pattern" `^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?(\.[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?)*$` "expected" "a host name in lower case without scheme, port and wildcard, such as quartet.example.com" -}}
 {{- $values := .Values -}}
 {{- $texts := list
+  (list "config.run.name" (default dict $values.config.run).name (dict "pattern" `^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$` "expected" "at most 64 letters, digits, ., _ and -, with a letter or digit first, such as my-run-1"))
   (list "nameOverride" $values.nameOverride $name)
   (list "fullnameOverride" $values.fullnameOverride $name)
-  (list "image.digest" $values.image.digest $digest)
-  (list "redis.image.digest" $values.redis.image.digest $digest)
-  (list "downloads.s3Image.digest" $values.downloads.s3Image.digest $digest)
-  (list "redis.maxmemory" $values.redis.maxmemory (dict "pattern" `^[0-9]+(b|kb?|mb?|gb?)?$` "expected" "a number with a unit of Redis, such as 512mb or 6gb"))
-  (list "redis.persistence.size" $values.redis.persistence.size $quantity)
-  (list "workerGroups.sharedMemory" $values.workerGroups.sharedMemory $quantity)
-  (list "defaults.sharedMemory" $values.defaults.sharedMemory $quantity)
-  (list "defaults.temporarySpace" $values.defaults.temporarySpace $quantity)
+  (list "redis.maxmemory" $values.redis.maxmemory (dict "required" true "pattern" `^[0-9]*[1-9][0-9]*(b|kb?|mb?|gb?)?$` "expected" "a positive number with a unit of Redis, such as 512mb or 6gb"))
+  (list "redis.persistence.size" $values.redis.persistence.size $requiredSize)
+  (list "redis.persistence.storageClassName" $values.redis.persistence.storageClassName $class)
+  (list "redis.priorityClassName" $values.redis.priorityClassName $object)
+  (list "scheduling.gang.queue" $values.scheduling.gang.queue $object)
+  (list "imageRegistry" $values.imageRegistry $registry)
+  (list "workerGroups.sharedMemory" $values.workerGroups.sharedMemory $size)
   (list "security.tls.certManager.duration" $values.security.tls.certManager.duration $duration)
   (list "security.tls.certManager.renewBefore" $values.security.tls.certManager.renewBefore $duration)
   (list "monitoring.serviceMonitor.interval" $values.monitoring.serviceMonitor.interval (dict "pattern" `^[0-9]+(ms|s|m|h)$` "expected" "a number with a unit, such as 10s"))
@@ -29,21 +38,44 @@ Checks of texts in the values. The schema checks keys and types; its message for
 {{- fail (printf "ingress.host: %q; expected %s; correct it" $values.ingress.host $host.expected) -}}
 {{- end -}}
 {{- range $folder, $claim := $values.storage -}}
-{{- $texts = append $texts (list (printf "storage.%s.size" $folder) (default dict $claim).size $quantity) -}}
+{{- $claim = default dict $claim -}}
+{{- $where := printf "storage.%s" $folder -}}
+{{- $texts = append $texts (list (printf "%s.size" $where) $claim.size (eq $folder "claim" | ternary $requiredSize $size)) -}}
+{{- $texts = append $texts (list (printf "%s.storageClassName" $where) $claim.storageClassName $class) -}}
+{{- $texts = append $texts (list (printf "%s.subPath" $where) $claim.subPath $path) -}}
+{{- range $key := list "existingClaim" "volumeName" }}{{ $texts = append $texts (list (printf "%s.%s" $where $key) (get $claim $key) $object) }}{{ end -}}
 {{- end -}}
 {{- range default list $values.redis.external.cidrs }}{{ $texts = append $texts (list "redis.external.cidrs" . $cidr) }}{{ end -}}
+{{- range default list $values.networkPolicy.dns.cidrs }}{{ $texts = append $texts (list "networkPolicy.dns.cidrs" . $cidr) }}{{ end -}}
+{{- $images := dict "image" $values.image "redis.image" $values.redis.image "downloads.s3Image" $values.downloads.s3Image "downloads.image" $values.downloads.image -}}
+{{- $components := dict "defaults" $values.defaults -}}
+{{- range $name, $own := $values.components }}{{ $_ := set $components (printf "components.%s" $name) (default dict $own) }}{{ end -}}
 {{- $resources := dict "defaults" $values.defaults.resources "redis" $values.redis.resources "tests" $values.tests.resources -}}
 {{- $_ := set $resources "downloads" $values.downloads.resources -}}
 {{- $_ := set $resources "loader" $values.loader.resources -}}
-{{- range $component, $own := $values.components -}}
-{{- $own = default dict $own -}}
-{{- $path := printf "components.%s" $component -}}
+{{- range $path, $own := $components -}}
 {{- $_ := set $resources $path $own.resources -}}
-{{- $texts = append $texts (list (printf "%s.image.digest" $path) (default dict $own.image).digest $digest) -}}
-{{- $texts = append $texts (list (printf "%s.sharedMemory" $path) $own.sharedMemory $quantity) -}}
-{{- $texts = append $texts (list (printf "%s.temporarySpace" $path) $own.temporarySpace $quantity) -}}
+{{- $_ := set $images (printf "%s.image" $path) $own.image -}}
+{{- $texts = append $texts (list (printf "%s.gpuResource" $path) $own.gpuResource $device) -}}
+{{- range $key := list "priorityClassName" "runtimeClassName" }}{{ $texts = append $texts (list (printf "%s.%s" $path $key) (get $own $key) $object) }}{{ end -}}
+{{- $texts = append $texts (list (printf "%s.sharedMemory" $path) $own.sharedMemory $size) -}}
+{{- $texts = append $texts (list (printf "%s.temporarySpace" $path) $own.temporarySpace (hasKey $own "temporarySpace" | ternary $requiredSize $size)) -}}
 {{- $threshold := dict "pattern" `^([0-9]*[1-9][0-9]*(\.[0-9]+)?|[0-9]+\.[0-9]*[1-9][0-9]*)$` "expected" "a positive number, such as \"32\"" -}}
 {{- $texts = append $texts (list (printf "%s.autoscaling.keda.threshold" $path) (default dict (default dict $own.autoscaling).keda).threshold $threshold) -}}
+{{- end -}}
+{{- range $path, $own := $images -}}
+{{- $own = default dict $own -}}
+{{- $texts = append $texts (list (printf "%s.registry" $path) $own.registry $registry) -}}
+{{- $texts = append $texts (list (printf "%s.tag" $path) $own.tag $tag) -}}
+{{- $texts = append $texts (list (printf "%s.digest" $path) $own.digest $digest) -}}
+{{- if hasKey $own "repository" -}}
+{{- $texts = append $texts (list (printf "%s.repository" $path) $own.repository $repository) -}}
+{{- $common := has $path (list "redis.image" "downloads.s3Image") | ternary "" $values.image.registry -}}
+{{- $before := coalesce $values.imageRegistry $own.registry $common -}}
+{{- if and $before (regexMatch `^[^/]*[.:][^/]*/` (default "" $own.repository)) -}}
+{{- fail (printf "%s.repository: %q, and the registry %s, which would come before it; expected a repository without a host; set %s.registry to the host, and repository to the rest" $path $own.repository $before $path) -}}
+{{- end -}}
+{{- end -}}
 {{- end -}}
 {{- range $path, $own := $resources -}}
 {{- range $kind := list "requests" "limits" -}}
@@ -56,25 +88,113 @@ Checks of texts in the values. The schema checks keys and types; its message for
 {{- range $texts -}}
 {{- $text := index . 1 | default "" | toString -}}
 {{- if kindIs "float64" (index . 1) }}{{ $text = printf "%.0f" (index . 1) }}{{ end -}}
-{{- if and $text (not (regexMatch (index . 2).pattern $text)) -}}
+{{- if and (or $text (index . 2).required) (not (regexMatch (index . 2).pattern $text)) -}}
 {{- fail (printf "%s: %q; expected %s; correct it" (index . 0) $text (index . 2).expected) -}}
 {{- end -}}
 {{- end -}}
+{{- include "quartet.checkStorage" . -}}
+{{- include "quartet.checkScheduling" . -}}
 {{- include "quartet.checkLimits" . -}}
 {{- end -}}
 
-{{/* A request above its limit: Kubernetes refuses such pods. */}}
+{{/* Values of claims that would be ignored, or that no volume satisfies. */}}
+{{- define "quartet.checkStorage" -}}
+{{- $storage := .Values.storage -}}
+{{- range $name := list "models" "data" "runs" -}}
+{{- $own := get $storage $name -}}
+{{- range $key := list "size" "storageClassName" "accessModes" "volumeName" -}}
+{{- if and (get $own $key) $own.existingClaim -}}
+{{- fail (printf "storage.%s.%s: given beside existingClaim %s, which has its own; expected one of them; remove the other" $name $key $own.existingClaim) -}}
+{{- else if and (get $own $key) (not $own.size) -}}
+{{- fail (printf "storage.%s.%s: given without size, so the folder is on storage.claim; set storage.%s.size for a separate claim, or storage.claim.%s instead" $name $key $name $key) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- $runs := (include "quartet.folders" . | fromJson).runs.created -}}
+{{- range $claim := include "quartet.createdClaims" . | fromJson -}}
+{{- if and (eq $claim.path $runs) (eq (join "," $claim.accessModes) "ReadOnlyMany") -}}
+{{- fail (printf "%s.accessModes: ReadOnlyMany, but the run writes to this claim; expected ReadWriteOnce or ReadWriteMany; change it, or give storage.runs another claim" $claim.path) -}}
+{{- end -}}
+{{- if and $claim.volumeName (not $claim.storageClassName) -}}
+{{- fail (printf "%s.volumeName: %s, without storageClassName, so the claim gets the default class, which the volume may not have; set storageClassName to the class of the volume, or to - if it has none" $claim.path $claim.volumeName) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "quartet.checkScheduling" -}}
+{{- $scheduling := .Values.scheduling -}}{{- $gang := .Values.scheduling.gang -}}
+{{- if and $gang.queue (eq $gang.kind "none") -}}
+{{- fail (printf "scheduling.gang.queue: %s, but scheduling.gang.kind is none; set kind to kueue or volcano, or remove the queue" $gang.queue) -}}
+{{- end -}}
+{{- if or (and (eq $gang.kind "kueue") (eq $scheduling.schedulerName "volcano")) (and (eq $gang.kind "volcano") (eq $scheduling.schedulerName "default-scheduler")) -}}
+{{- fail (printf "scheduling.schedulerName: %s, but scheduling.gang.kind is %s, which this scheduler does not serve; remove one of them" $scheduling.schedulerName $gang.kind) -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Keys of a component that Kubernetes refuses, or that break the chart's own selectors. Arguments: name and component. */}}
+{{- define "quartet.checkComponent" -}}
+{{- $path := printf "components.%s" .name -}}{{- $component := .component -}}
+{{- range $key, $_ := default dict $component.labels -}}
+{{- if has $key (list "app.kubernetes.io/name" "app.kubernetes.io/instance" "app.kubernetes.io/component") -}}
+{{- fail (printf "%s.labels: %s; expected other labels, because Services and NetworkPolicies select pods by this one; remove it, or use nameOverride" $path $key) -}}
+{{- end -}}
+{{- end -}}
+{{- $names := list "config" "tmp" "certificates" "secrets" "storage" "models" "data" "runs" "shared-memory" -}}
+{{- range default list $component.extraVolumes -}}
+{{- if has .name $names -}}
+{{- fail (printf "%s.extraVolumes: two volumes with the name %s, or the chart has one; expected another name; change it there and in extraVolumeMounts" $path .name) -}}
+{{- end -}}
+{{- $names = append $names .name -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Resources that Kubernetes refuses, or that are too small for what the container uses. */}}
 {{- define "quartet.checkLimits" -}}
 {{- $resources := dict "redis" .Values.redis.resources "tests" .Values.tests.resources "downloads" .Values.downloads.resources "loader" .Values.loader.resources -}}
-{{- range $name, $component := include "quartet.components" . | fromJson }}{{ $_ := set $resources (printf "components.%s" $name) $component.resources }}{{ end -}}
+{{- range $name, $component := include "quartet.components" . | fromJson -}}
+{{- $path := printf "components.%s" $name -}}
+{{- $given := default dict $component.resources -}}
+{{- $_ := set $resources $path (dict "requests" (omit (default dict $given.requests) $component.gpuResource) "limits" $given.limits) -}}
+{{- $gpus := int $component.gpus -}}
+{{- range $kind := list "limits" "requests" -}}
+{{- $given := get (default dict (get (default dict $component.resources) $kind)) $component.gpuResource -}}
+{{- if and $given (ne (toString $given) (toString $gpus)) -}}
+{{- fail (printf "%s.resources.%s.%s: %v, and gpus: %d; expected gpus only, which sets it; remove it, and set %s.gpus" $path $kind $component.gpuResource $given $gpus $path) -}}
+{{- end -}}
+{{- end -}}
+{{- include "quartet.checkSpace" (dict "path" $path "resources" $component.resources "resource" "memory" "key" "sharedMemory" "size" $component.sharedMemory) -}}
+{{- include "quartet.checkSpace" (dict "path" $path "resources" $component.resources "resource" "ephemeral-storage" "key" "temporarySpace" "size" $component.temporarySpace) -}}
+{{- include "quartet.checkComponent" (dict "name" $name "component" $component) -}}
+{{- end -}}
 {{- range $path, $own := $resources -}}
 {{- $limits := default dict (default dict $own).limits -}}
 {{- range $key, $value := default dict (default dict $own).requests -}}
-{{- if hasKey $limits $key -}}
-{{- if gt (include "quartet.bytes" $value | float64) (include "quartet.bytes" (get $limits $key) | float64) -}}
-{{- fail (printf "%s.resources.requests.%s: %v, and limits.%s: %v; expected a request of at most the limit; lower it, or raise the limit" $path $key $value $key (get $limits $key)) -}}
+{{- $limit := get $limits $key -}}
+{{- $difference := 0.0 -}}
+{{- if $limit }}{{ $difference = subf (include "quartet.bytes" $value | float64) (include "quartet.bytes" $limit | float64) }}{{ end -}}
+{{- if gt $difference 0.0 -}}
+{{- fail (printf "%s.resources.requests.%s: %v, and limits.%s: %v; expected a request of at most the limit; lower it, or raise the limit" $path $key $value $key $limit) -}}
+{{- end -}}
+{{- if and (contains "/" $key) (or (not $limit) (ne $difference 0.0)) -}}
+{{- fail (printf "%s.resources.requests.%s: %v, and limits.%s: %v; expected both to be equal, because Kubernetes does not share such devices; set limits.%s" $path $key $value $key (default "none" $limit) $key) -}}
 {{- end -}}
 {{- end -}}
+{{- end -}}
+{{- $limit := dig "limits" "memory" "" (default dict .Values.redis.resources) -}}
+{{- if and .Values.redis.enabled $limit -}}
+{{- if lt (include "quartet.bytes" $limit | float64) (include "quartet.redisBytes" . | float64) -}}
+{{- fail (printf "redis.resources.limits.memory: %v, and redis.maxmemory: %s; expected about twice maxmemory, because Redis forks; raise it, or lower maxmemory" $limit .Values.redis.maxmemory) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{/* A limit below the volume that counts towards it. Arguments: path, resources, resource, and key and size of the volume. */}}
+{{- define "quartet.checkSpace" -}}
+{{- $resources := default dict .resources -}}
+{{- $limit := default (get (default dict $resources.requests) .resource) (get (default dict $resources.limits) .resource) -}}
+{{- if and $limit .size -}}
+{{- if le (include "quartet.bytes" $limit | float64) (include "quartet.bytes" .size | float64) -}}
+{{- fail (printf "%s.resources.limits.%s: %v, and %s: %v; expected more than %s, which counts towards the limit; raise it, or lower %s" .path .resource $limit .key .size .key .key) -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}
