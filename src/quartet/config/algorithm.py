@@ -219,8 +219,8 @@ class AlgorithmConfig(Section):
     """ε: the policy loss clips ratios to [1 − ε, 1 + clip_ratio_high]. In gmpo, dppo_tv and dppo_kl it limits log-ratios,
     probability differences and KL. Null: the default of the loss, 0.2 for clipped."""
     clip_ratio_high: Positive | None = None
-    """Upper ε. Null: clip_ratio, or if that is null, the default of the loss. So clip_ratio alone gives both sides the same ε,
-    also in gspo and cispo, whose default is larger above."""
+    """Upper ε. Null: clip_ratio, or if that is null too, the default of the loss. In gspo, gspo_token and cispo it is larger than
+    the lower one by default, so set both."""
     dual_clip: Annotated[float, Field(gt=1, le=MAX_SETTING, allow_inf_nan=False)] | None = None
     """Dual-clip PPO: for a negative advantage A the policy loss is at most −dual_clip·A. Null disables it."""
     ratio_level: RatioLevel = "token"

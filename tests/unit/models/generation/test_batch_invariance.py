@@ -86,9 +86,7 @@ def test_an_adapter_keeps_the_bits_independent_of_the_batch() -> None:
                 parameter.fill_(0.05)
     engine, requests = TorchEngine(model, STOPS, 256), many(30)
     if not engine.batch_invariant:
-        pytest.skip(
-            "this processor computes products with an adapter's few rows in a way that depends on the batch, as declared"
-        )
+        pytest.skip("on this processor, matmuls with an adapter depend on the batch, as the engine declares")
     expected = bits(engine, requests)
     assert {key: value for request in requests for key, value in bits(engine, [request]).items()} == expected
 
