@@ -93,8 +93,12 @@ class _Texts(ast.NodeTransformer):
 
 
 def _changed_lines(source: str, mutated: str) -> tuple[str, str]:
-    """Return the first changed line before and after, without indentation. A removed line becomes an empty one."""
-    changes = [line for line in difflib.ndiff(source.splitlines(), mutated.splitlines()) if line[:2] in ("- ", "+ ")]
+    """Return the first changed line before and after, without indentation. A removed line becomes an empty one.
+
+    Empty lines do not count: with a decorator, the lines above it are removed.
+    """
+    lines = difflib.ndiff(source.splitlines(), mutated.splitlines())
+    changes = [line for line in lines if line[:2] in ("- ", "+ ") and line[2:].strip()]
     before = next((line for line in changes if line.startswith("-")), "- ")
     after = next((line for line in changes if line.startswith("+")), "+ ")
     return before[2:].strip(), after[2:].strip()

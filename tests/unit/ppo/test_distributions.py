@@ -111,3 +111,10 @@ def test_invalid_logits_and_temperatures_are_refused() -> None:
         token_log_probs(logits, ids[:1], 1.0)
     with pytest.raises(InvalidRequest, match="logits"):
         entropy(logits[0], 1.0)
+
+
+def test_the_entropy_of_a_vocabulary_larger_than_the_cache_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits = torch.randn(5, 7, generator=torch.Generator().manual_seed(0))
+    expected = entropy(logits, 0.7)
+    monkeypatch.setattr("quartet.ppo.distributions.CACHED", 3)
+    assert torch.equal(entropy(logits, 0.7), expected)

@@ -58,3 +58,9 @@ def test_an_infinite_entropy_is_an_error(entropy: float) -> None:
 def test_a_malformed_state_is_refused(state: dict[str, float | None]) -> None:
     with pytest.raises(InvalidRequest, match="entropy controller state"):
         controller().load(state)
+
+
+def test_a_state_with_coefficient_0_is_restored() -> None:
+    restored = controller(0.1)
+    restored.load({"coefficient": 0.0, "entropy": None})
+    assert restored.value == 0.0
