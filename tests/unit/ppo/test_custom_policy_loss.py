@@ -1,4 +1,4 @@
-"""A custom policy loss is tried on a few tokens, and each of its results is checked."""
+"""A custom policy loss is tried on a few tokens, and each of its results is checked. Defaults of losses."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from quartet.errors import ComputationFailed, ConfigError, InvalidRequest
-from quartet.ppo.losses import PolicyLoss, PolicyLossInput, checked_policy_loss
+from quartet.ppo.losses import PolicyLoss, PolicyLossInput, checked_policy_loss, loss_weights
 
 
 def result_of(inputs: PolicyLossInput, **changes: Any) -> PolicyLoss:
@@ -36,6 +36,8 @@ def test_the_trial_has_the_inputs_of_a_possible_micro_batch() -> None:
     # A loss that treats the two signs in different ways is tried with both.
     assert trial.advantages.sign().tolist() == [1, -1, 1]
     assert trial.parameters == {"tau": 2.0}
+    # The defaults of the config for a custom loss.
+    assert (trial.clip_low, trial.clip_high, trial.dual_clip, trial.ratio_level) == (0.2, 0.2, 0.0, "token")
     assert all(
         len(part) == 3 for part in (trial.log_probs, trial.old_log_probs, trial.advantages, trial.weights, trial.mask)
     )
@@ -70,3 +72,8 @@ def test_a_dual_clip_of_1_is_refused() -> None:
     one = torch.ones(1)
     with pytest.raises(InvalidRequest, match=r"dual_clip 1\.0: expected 0"):
         PolicyLossInput(one, one, one, one, one.bool(), one, torch.tensor([1]), dual_clip=1.0)
+
+
+def test_without_a_divisor_tokens_are_divided_by_the_number_of_sequences() -> None:
+    weights = loss_weights(torch.ones(3), torch.tensor([2, 1]), "sequence_mean_token_sum_norm")
+    assert weights.tolist() == [0.5, 0.5, 0.5]
