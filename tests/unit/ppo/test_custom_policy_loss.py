@@ -77,3 +77,8 @@ def test_a_dual_clip_of_1_is_refused() -> None:
 def test_without_a_divisor_tokens_are_divided_by_the_number_of_sequences() -> None:
     weights = loss_weights(torch.ones(3), torch.tensor([2, 1]), "sequence_mean_token_sum_norm")
     assert weights.tolist() == [0.5, 0.5, 0.5]
+
+
+def test_a_divisor_may_be_below_1() -> None:
+    weights = loss_weights(torch.ones(3), torch.tensor([2, 1]), "sequence_mean_token_sum_norm", 0.5)
+    assert weights.tolist() == [1.0, 1.0, 1.0]
