@@ -16,6 +16,7 @@ from benchmarks import machine, page
 from benchmarks.evidence.experiments import (
     ALGORITHMS,
     BESIDE_TRL,
+    TRL_SIDES,
     Experiment,
     algorithm_runs,
     default_runs,
@@ -117,7 +118,7 @@ def _prepare(
 def _take_all(
     experiments: Sequence[Experiment], finished: ResultsFile, jobs: int, trl: Path
 ) -> dict[Experiment, Result]:
-    if not trl.exists() and any(each.side in ("trl", "trl_eos") and finished.get(each) is None for each in experiments):
+    if not trl.exists() and any(each.side in TRL_SIDES and finished.get(each) is None for each in experiments):
         raise ConfigError(f"--trl {trl}: not found; make parity creates an environment with TRL")
 
     def report_taken(experiment: Experiment) -> Result:

@@ -16,6 +16,7 @@ from quartet.config import Config, load_config
 Side = Literal["quartet", "trl", "trl_eos", "initial"]
 """Trainer of the policy. ``trl_eos``: TRL's PPO with the score at EOS, not one position after it. ``initial``: the policy before
 training."""
+TRL_SIDES: tuple[Side, ...] = ("trl", "trl_eos")
 
 VALIDATION = 2000
 """Number of prompts that final policies answer. No run trains on them."""
@@ -154,12 +155,8 @@ def trl_runs(
         for seed in run_seeds
         for model in model_seeds
         for name in names
-        for side in _sides(name)
+        for side in ("quartet", *(TRL_SIDES if name == "ppo" else TRL_SIDES[:1]))
     ]
-
-
-def _sides(name: str) -> tuple[Side, ...]:
-    return ("quartet", "trl", "trl_eos") if name == "ppo" else ("quartet", "trl")
 
 
 def _config(name: str) -> Path:

@@ -8,7 +8,7 @@ from statistics import fmean
 
 import matplotlib
 
-from benchmarks.evidence.experiments import VARIATIONS, Experiment
+from benchmarks.evidence.experiments import TRL_SIDES, VARIATIONS, Experiment
 from benchmarks.evidence.runs import Result
 from quartet.config import Config
 from quartet.runs.intervals import mean_interval
@@ -151,10 +151,10 @@ def beside_settings(results: Results) -> list[str]:
             f"limit of the gradient norm {optimizer.max_grad_norm:g}"
             if optimizer.max_grad_norm
             else "no limit of the gradient norm",
-            f"{algorithm.num_epochs} epochs of {algorithm.num_mini_batches} mini-batches",
+            f"epochs {algorithm.num_epochs}, mini-batches {algorithm.num_mini_batches}",
             f"ε {algorithm.clip_range[0]:g}, ratio per {algorithm.ratio_level}",
             f"`{algorithm.aggregation}`",
-            f"{config.rollout.prompts_per_step} prompts with {config.rollout.samples_per_prompt} responses",
+            f"prompts per step {config.rollout.prompts_per_step}, responses per prompt {config.rollout.samples_per_prompt}",
             *_critic_settings(config),
         ]
         items.append(f"- `{name}.yaml`, {experiment.steps} steps: {'; '.join(settings)}")
@@ -183,7 +183,7 @@ def beside_table(results: Results) -> str:
     compared = [
         (config, side, runs)
         for config, runs in _by(results, lambda each: each.config.stem).items()
-        for side in ("trl", "trl_eos")
+        for side in TRL_SIDES
         if any(each.side == side for each in runs)
     ]
     for config, other, runs in compared:

@@ -82,13 +82,17 @@ def _results(names: Sequence[str], mutants: Sequence[Mutant], jobs: int) -> Iter
     lines = RESULTS.read_text(encoding="utf-8").splitlines() if RESULTS.exists() else []
     earlier = {record["key"]: record for record in map(json.loads, lines)}
 
-    def known(mutant: Mutant) -> str | None:
-        record = earlier.get(keys[mutant], {"tests": None, "failed": ""})
+    def is_valid(mutant: Mutant, record: dict[str, str]) -> bool:
         tested = digests.get(record["failed"]) if record["failed"] else all_tests[mutant.module]
-        return record["outcome"] if tested == record["tests"] else None
+        return record["tests"] == tested
 
-    waiting = [mutant for mutant in mutants if known(mutant) is None]
-    yield from (Result(mutant, outcome) for mutant in mutants if (outcome := known(mutant)) is not None)
+    outcomes = {
+        mutant: record["outcome"]
+        for mutant, key in keys.items()
+        if (record := earlier.get(key)) is not None and is_valid(mutant, record)
+    }
+    yield from (Result(mutant, outcome) for mutant, outcome in outcomes.items())
+    waiting = [mutant for mutant in mutants if mutant not in outcomes]
     print(f"{len(mutants)} mutants, {len(waiting)} to test", flush=True)
     limits = {name: SLOWEST * _seconds(name, tests[name]) for name in {mutant.module for mutant in waiting}}
 

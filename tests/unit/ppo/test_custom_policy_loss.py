@@ -1,4 +1,4 @@
-"""A custom policy loss is tried on a few tokens, and each of its results is checked. Defaults of losses."""
+"""A custom policy loss is tried on a few tokens, and each of its results is checked."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from quartet.errors import ComputationFailed, ConfigError, InvalidRequest
-from quartet.ppo.losses import PolicyLoss, PolicyLossInput, checked_policy_loss, loss_weights
+from quartet.errors import ComputationFailed, ConfigError
+from quartet.ppo.losses import PolicyLoss, PolicyLossInput, checked_policy_loss
 
 
 def result_of(inputs: PolicyLossInput, **changes: Any) -> PolicyLoss:
@@ -66,19 +66,3 @@ def test_later_results_are_checked_too() -> None:
     changes["loss"] = torch.zeros(())
     with pytest.raises(ComputationFailed, match="my:loss: loss has no gradient"):
         loss(inputs)
-
-
-def test_a_dual_clip_of_1_is_refused() -> None:
-    one = torch.ones(1)
-    with pytest.raises(InvalidRequest, match=r"dual_clip 1\.0: expected 0"):
-        PolicyLossInput(one, one, one, one, one.bool(), one, torch.tensor([1]), dual_clip=1.0)
-
-
-def test_without_a_divisor_tokens_are_divided_by_the_number_of_sequences() -> None:
-    weights = loss_weights(torch.ones(3), torch.tensor([2, 1]), "sequence_mean_token_sum_norm")
-    assert weights.tolist() == [0.5, 0.5, 0.5]
-
-
-def test_a_divisor_may_be_below_1() -> None:
-    weights = loss_weights(torch.ones(3), torch.tensor([2, 1]), "sequence_mean_token_sum_norm", 0.5)
-    assert weights.tolist() == [1.0, 1.0, 1.0]

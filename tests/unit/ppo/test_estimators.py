@@ -211,6 +211,7 @@ def test_a_number_per_response_is_repeated_for_its_tokens() -> None:
 
 def test_advantages_have_no_gradient() -> None:
     rewards, groups = torch.ones(4, requires_grad=True), torch.tensor([0, 0, 1, 1])
+    baselines = torch.ones(1, requires_grad=True)
     result = (
         sequence_rewards(rewards, rewards, torch.ones(4, dtype=torch.long), 0.1),
         reinforce_advantages(rewards),
@@ -219,19 +220,28 @@ def test_advantages_have_no_gradient() -> None:
         grpo_advantages(rewards, groups, True, leave_one_out=True),
         opo_advantages(rewards, torch.ones(4, dtype=torch.long), groups),
         discounted_returns(rewards, torch.tensor([4]), 1.0),
+        remax_advantages(rewards, baselines, torch.tensor([4]), 1.0),
     )
     assert not any(tensor.requires_grad for tensor in result)
     assert rewards.tolist() == [1.0] * 4
 
 
-def test_a_prompt_with_one_sample_is_refused() -> None:
-    rewards, groups = torch.zeros(3), torch.tensor([4, 9, 4])
-    with pytest.raises(InvalidRequest, match="prompt 9"):
+def test_the_first_prompt_with_one_sample_is_refused() -> None:
+    rewards, groups = torch.zeros(5), torch.tensor([4, 11, 9, 4, 10])
+    with pytest.raises(InvalidRequest, match="prompt 9 has one sample"):
         rloo_advantages(rewards, groups)
     with pytest.raises(InvalidRequest, match="prompt 9"):
         grpo_advantages(rewards, groups, True)
     with pytest.raises(InvalidRequest, match="prompt 9"):
-        opo_advantages(rewards, torch.ones(3, dtype=torch.int64), groups)
+        opo_advantages(rewards, torch.ones(5, dtype=torch.int64), groups)
+
+
+def test_nearly_equal_others_of_an_outlier_give_finite_advantages() -> None:
+    # Rounding makes the sum of squares of the others negative in some of these groups.
+    noise = torch.rand(200, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    rewards = (torch.tensor([1e6, 0.1, 0.1], dtype=torch.float64) + noise * 1e-6).flatten()
+    groups = torch.arange(200).repeat_interleave(3)
+    assert torch.isfinite(grpo_advantages(rewards, groups, True, leave_one_out=True)).all()
 
 
 def test_mismatched_tensors_are_refused() -> None:

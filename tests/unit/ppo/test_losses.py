@@ -399,6 +399,12 @@ def test_the_kl_loss_and_its_gradient_follow_the_definition(kind: Literal["k2", 
     assert result == pytest.approx(grads, rel=1e-4, abs=1e-6)
 
 
+@pytest.mark.parametrize(("divisor", "expected"), [((), 0.5), ((0.5,), 1.0)])
+def test_the_divisor_is_1_by_default_and_may_be_less(divisor: tuple[float, ...], expected: float) -> None:
+    weights = loss_weights(torch.ones(3), torch.tensor([2, 1]), "sequence_mean_token_sum_norm", *divisor)
+    assert weights.tolist() == [expected] * 3
+
+
 @pytest.mark.parametrize("denominator", [0, -1, math.nan])
 def test_a_denominator_of_zero_is_refused(denominator: float) -> None:
     one = torch.ones(1)
@@ -409,7 +415,7 @@ def test_a_denominator_of_zero_is_refused(denominator: float) -> None:
 def test_invalid_settings_and_shapes_are_refused() -> None:
     one, two, lengths = torch.ones(1), torch.ones(2), torch.tensor([1])
     with pytest.raises(InvalidRequest, match="dual_clip"):
-        policy_loss(one, one, one, one, lengths, 0.2, 0.2, 0.5, "token")
+        policy_loss(one, one, one, one, lengths, 0.2, 0.2, 1.0, "token")
     with pytest.raises(InvalidRequest, match="value_clip"):
         value_loss(one, one, one, -0.2, 1)
     with pytest.raises(InvalidRequest, match="same length"):
