@@ -305,12 +305,13 @@ def test_the_first_mini_batch_of_an_unchanged_policy_is_the_mean_advantage() -> 
 
 
 @LEVEL
-def test_tokens_of_weight_zero_affect_neither_loss_nor_gradient(level: RatioLevel) -> None:
+@pytest.mark.parametrize("kind", ["k2", "k3"])
+def test_tokens_of_weight_zero_affect_neither_loss_nor_gradient(level: RatioLevel, kind: Literal["k2", "k3"]) -> None:
     bad, weights, lengths = torch.tensor([0.1, math.nan, -math.inf]), torch.tensor([1.0, 0.0, 0.0]), torch.tensor([3])
 
     def loss(x: Tensor) -> Tensor:
         surrogate = policy_loss(x, torch.zeros(3), bad, weights, lengths, 0.2, 0.2, 3.0, level).loss
-        return surrogate + kl_loss(x, bad, weights, "k3") + weighted_sum(x, weights)
+        return surrogate + kl_loss(x, bad, weights, kind) + weighted_sum(x, weights)
 
     assert loss(bad).isfinite()
     grads = gradient(loss, bad)
@@ -389,6 +390,9 @@ def test_a_value_beyond_its_clip_has_no_gradient() -> None:
 @given(tokens=sizes, seed=seeds)
 def test_the_kl_loss_and_its_gradient_follow_the_definition(kind: Literal["k2", "k3"], tokens: int, seed: int) -> None:
     new, reference, mask = draw(seed, tokens), draw(seed + 1, tokens), draw_mask(seed + 2, tokens)
+    assert kl_loss(new, reference, mask, kind).item() == pytest.approx(
+        7 * kl_loss(new, reference, mask / 7, kind).item()
+    )
     total, grads = 0.0, []
     for n, r, counts in zip(new.tolist(), reference.tolist(), mask.tolist(), strict=True):
         d = n - r

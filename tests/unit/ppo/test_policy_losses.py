@@ -185,6 +185,55 @@ def test_worked_examples(case: str) -> None:
     assert result[2] == pytest.approx(grad, rel=1e-4, abs=1e-7)
 
 
+def clipped_of(name: str, new: list[float], old: list[float], advantage: float, **changes: Any) -> list[bool]:
+    """Return which tokens are clipped, from a loss of each one by itself, with log-probs in float64."""
+    counts = []
+    for n, o in zip(new, old, strict=True):
+        tensors = (torch.tensor([value], dtype=torch.float64) for value in (n, o, advantage, 1.0))
+        counts.append(
+            int(loss_of(name, dataclasses.replace(given_input(name, *tensors, [1]), **changes)).clipped_tokens)
+        )
+    return list(map(bool, counts))
+
+
+def test_a_token_at_a_bound_is_not_clipped() -> None:
+    half, quarter = math.log(0.5), math.log(0.25)
+    clips = {"clip_low": 0.25, "clip_high": 0.25}
+    # In float64, exp(log 0.25) and exp(log 0.5) are exact.
+    assert clipped_of("dppo_tv", [half, 0.0], [quarter, quarter], 1.0, **clips) == [False, True]
+    assert clipped_of("dppo_tv", [quarter, quarter], [half, 0.0], -1.0, **clips) == [False, True]
+    # An old probability of 1 leaves the divergence log(q / p) = -log p.
+    assert clipped_of("dppo_kl", [-1.0, -1.1], [0.0, 0.0], -1.0, clip_low=1.0) == [False, True]
+    # The ratio 4 with the dual clip 4.
+    dual = {"dual_clip": 4.0}
+    assert clipped_of("clip_cov", [2 * math.log(2), 1.4], [0.0, 0.0], -1.0, **dual) == [False, True]
+
+
+def test_dppo_kl_compares_the_divergence_and_the_bound_of_the_advantage() -> None:
+    new, old = torch.tensor([-0.5], dtype=torch.float64), torch.tensor([-1.0], dtype=torch.float64)
+    p, q = new.exp(), old.exp()
+    divergence = float(q * (old - new) + (1 - q) * ((1 - q + 1e-8) / (1 - p + 1e-8)).log())
+    for bound, expected in ((divergence, False), (divergence * (1 - 1e-12), True)):
+        assert clipped_of("dppo_kl", [-0.5], [-1.0], 1.0, clip_high=bound) == [expected]
+
+
+def test_dppo_masks_probabilities_of_1() -> None:
+    """Their logarithm of 0 is kept finite."""
+    assert clipped_of("dppo_kl", [-1.0], [0.0], -1.0) == [True], "the old probability is 1"
+    assert clipped_of("dppo_kl", [0.0], [-1.0], 1.0) == [True], "the new probability is 1"
+
+
+@pytest.mark.parametrize("name", ["dppo_tv", "dppo_kl"])
+def test_dppo_masks_a_token_of_advantage_0_as_one_of_negative_advantage(name: str) -> None:
+    low, high = math.log(0.1), math.log(0.9)
+    assert clipped_of(name, [high, low], [low, high], 0.0) == [False, True]
+
+
+def test_tokens_of_weight_1_have_a_ratio() -> None:
+    changes: dict[str, Any] = {"weights": torch.ones(2)}
+    assert one_response("clip_cov", [1.1, 0.9], 2.0, **changes)[0] == pytest.approx(-2 * (1.1 + 0.9))
+
+
 @check
 @given(lengths=ragged_lengths, seed=seeds)
 def test_gspo_token_has_the_value_and_gradient_of_gspo_if_a_response_has_one_advantage(
@@ -296,6 +345,8 @@ def test_clip_cov_selects_at_random_between_two_covariances() -> None:
     assert one.tolist() == [False, True, False, False]
     both = select_clip_cov(selection(log_probs, advantages, clip_cov_ratio=1.0, **bounds))
     assert both.tolist() == [True, True, False, False]
+    few = select_clip_cov(selection(log_probs, advantages, clip_cov_ratio=0.0002, **bounds))
+    assert few.tolist() == one.tolist(), "0.0002 of 4 tokens is none, and one is the minimum"
     none = select_clip_cov(selection(log_probs, advantages, clip_cov_ratio=1.0, clip_cov_lb=2.0, clip_cov_ub=5.0))
     assert not none.any()
     # The covariances are 1.75 and 1.25. The bounds are not in the range.

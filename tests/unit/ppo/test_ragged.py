@@ -99,6 +99,15 @@ def test_unpadding_removes_all_padding(lengths: list[int], seed: int) -> None:
     assert torch.equal(from_padded(wider, torch.tensor(lengths)), values)
 
 
+def test_a_discounted_sum_has_no_gradient() -> None:
+    assert not discounted_sum(torch.ones(3, requires_grad=True), torch.tensor([2, 1]), 0.5).requires_grad
+
+
+def test_a_batch_without_sequences_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="at least one sequence"):
+        sequence_sum(torch.zeros(0), torch.zeros(0, dtype=torch.long))
+
+
 def test_padding_and_unpadding_are_differentiable() -> None:
     lengths = torch.tensor([2, 1])
     assert gradient(lambda x: (to_padded(x, lengths) * 3).sum(), torch.ones(3)) == [3.0, 3.0, 3.0]

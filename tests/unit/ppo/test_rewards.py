@@ -15,6 +15,7 @@ from hypothesis import given
 from quartet.errors import ComputationFailed, InvalidRequest
 from quartet.ppo.kl import kl_estimate
 from quartet.ppo.rewards import (
+    EarlyRewards,
     RunningMoments,
     clip_scores,
     mask_truncated,
@@ -57,6 +58,14 @@ def test_a_response_of_one_token_gets_score_and_penalty() -> None:
     assert rewards.tolist() == [1.5, 3.5]
 
 
+def test_early_rewards_are_at_their_tokens_and_the_rest_of_the_score_at_the_last_one() -> None:
+    # Responses of 3 and 2 tokens. Of score 5, 1 is for token 0 and 1.5 for token 1; of score -1, 2 is for token 3.
+    early = EarlyRewards(torch.tensor([0, 1, 3]), torch.tensor([0, 0, 1]), torch.tensor([1.0, 1.5, 2.0]))
+    kl = torch.tensor([1.0, 0.0, 2.0, 0.0, -1.0])
+    rewards = token_rewards(torch.tensor([5.0, -1.0]), kl, torch.tensor([3, 2]), 0.5, early)
+    assert rewards.tolist() == [1 - 0.5, 1.5, 2.5 - 1, 2, -3 + 0.5]
+
+
 def test_the_kl_is_not_modified() -> None:
     kl = torch.ones(2)
     token_rewards(torch.ones(1), kl, torch.tensor([2]), 0.0)
@@ -65,6 +74,7 @@ def test_the_kl_is_not_modified() -> None:
 
 def test_scores_are_normalised_by_the_reference_moments() -> None:
     assert normalize_scores(torch.tensor([1.0, 5.0, 3.0]), mean=3.0, std=2.0).tolist() == [-1.0, 1.0, 0.0]
+    assert normalize_scores(torch.tensor([1.0, 5.0, 3.0]), mean=3.0, std=0.5).tolist() == [-4.0, 4.0, 0.0]
 
 
 @pytest.mark.parametrize(("mean", "std"), [(0.0, 0.0), (0.0, -1.0), (float("nan"), 1.0), (0.0, float("inf"))])
@@ -117,6 +127,15 @@ def test_moments_continue_from_their_checkpoint_bit_identically() -> None:
     assert isinstance(second.count, int)
 
 
+@pytest.mark.parametrize("scores", [[], [2.0], [2.0, 3.0], [2.0, 2.0, 2.0]], ids=str)
+def test_the_state_of_few_scores_is_restored(scores: list[float]) -> None:
+    first, second = RunningMoments(), RunningMoments()
+    first.update(torch.tensor(scores))
+    second.update(torch.tensor([7.0, 9.0]))
+    second.load(first.state())
+    assert (second.count, second.mean, second.std) == (first.count, first.mean, first.std)
+
+
 @pytest.mark.parametrize(
     "state",
     [
@@ -155,6 +174,7 @@ def test_a_non_finite_score_does_not_change_the_moments(bad: float) -> None:
 
 def test_scores_are_clipped_at_both_ends() -> None:
     assert clip_scores(torch.tensor([-9.0, -1.0, 0.5, 9.0]), 2.0).tolist() == [-2.0, -1.0, 0.5, 2.0]
+    assert clip_scores(torch.tensor([-9.0, 0.25, 9.0]), 0.5).tolist() == [-0.5, 0.25, 0.5]
 
 
 @check
@@ -213,13 +233,13 @@ def test_invalid_penalties_are_refused() -> None:
 
 
 @check
-@given(ragged_lengths, seeds)
-def test_only_truncated_responses_are_treated(lengths: list[int], seed: int) -> None:
+@given(ragged_lengths, seeds, st.sampled_from([0.0, 0.5, 1.5]))
+def test_only_truncated_responses_are_treated(lengths: list[int], seed: int, penalty: float) -> None:
     scores = draw(seed, len(lengths))
     truncated = draw(seed + 1, len(lengths)) > 0
     pairs = list(zip(scores.tolist(), truncated.tolist(), strict=True))
-    penalized = penalize_truncated(scores, truncated, 1.5).tolist()
-    assert penalized == pytest.approx([s - 1.5 if cut else s for s, cut in pairs], rel=1e-5, abs=1e-6)
+    penalized = penalize_truncated(scores, truncated, penalty).tolist()
+    assert penalized == pytest.approx([s - penalty if cut else s for s, cut in pairs], rel=1e-5, abs=1e-6)
     scaled = scale_truncated(scores, truncated, 0.25).tolist()
     assert scaled == pytest.approx([s * 0.25 if cut else s for s, cut in pairs])
     mask = mask_truncated(truncated, torch.tensor(lengths, dtype=torch.int32))

@@ -93,6 +93,8 @@ def test_weights_have_no_gradient_and_a_bounded_exponent() -> None:
         weights = importance_weights(old, rollout, mask, lengths, RolloutCorrection(level, upper=1e30)).weights
         assert weights.tolist() == pytest.approx([math.exp(20), math.exp(-20)])
         assert not weights.requires_grad
+        assert not importance_ratios(old, rollout, mask, lengths, level).requires_grad
+    assert not geometric_mean_weights(old, mask, lengths).requires_grad
 
 
 def test_the_mean_weight_counts_tokens_or_responses() -> None:
@@ -109,6 +111,18 @@ def test_the_geometric_mean_weight_is_over_the_tokens_under_the_mask() -> None:
     assert geometric_mean_weights(weights, MASK, LENGTHS).tolist() == pytest.approx([1, 1, 0, 2e-5, 2e-5])
     weights[0] = torch.nan
     assert geometric_mean_weights(weights, MASK, LENGTHS).isnan().tolist() == [True, True, False, False, False]
+
+
+def test_the_mean_weight_may_be_small() -> None:
+    assert mean_weight(torch.tensor([0.25, 0.75]), torch.ones(2), torch.tensor([1, 1]), "token") == 0.5
+    limit = torch.tensor([1e-8], dtype=torch.float64)
+    assert mean_weight(limit, torch.ones(1), torch.tensor([1]), "token") == 1, "1e-8 is too small to divide by"
+    assert mean_weight(2 * limit, torch.ones(1), torch.tensor([1]), "token") == 2e-8
+
+
+def test_a_response_outside_the_mask_is_not_in_the_mean_weight() -> None:
+    mask = torch.tensor([1.0, 1.0, 0.0, 0.0, 0.0])
+    assert mean_weight(torch.full((5,), 3.0), mask, LENGTHS, "sequence") == 3
 
 
 def test_a_batch_without_a_weight_is_not_normalized() -> None:
@@ -146,6 +160,11 @@ def test_metrics_of_weights_that_are_all_masked() -> None:
     settings: dict[str, Any] = {"treatment": "mask", "lower": 9.0, "upper": 10.0}
     metrics = importance_metrics(weights_of(**settings), MASK, LENGTHS, RolloutCorrection("token", **settings))
     assert (metrics["importance_ess"], metrics["importance_masked_fraction"], metrics["importance_weight"]) == (0, 1, 0)
+
+
+def test_without_a_correction_all_weights_are_1() -> None:
+    metrics = importance_metrics(weights_of(level="none"), MASK, LENGTHS, RolloutCorrection("none"))
+    assert metrics == {"importance_weight": 1.0}
 
 
 def test_metrics_are_absent_without_a_finite_ratio() -> None:
@@ -212,6 +231,22 @@ def test_bounds_of_k1_are_those_of_the_ratio_of_engine_to_trainer() -> None:
     assert rejected_tokens(OLD, ROLLOUT, MASK, LENGTHS, rules).int().tolist() == [0, 1, 0, 1, 0]
 
 
+def test_a_statistic_at_its_bound_rejects_nothing() -> None:
+    old = torch.tensor([0.5, 2.0], dtype=torch.float64).log()
+    rules = [RejectionRule("token_k1", upper=2.0, lower=0.5), RejectionRule("seq_max_k1", upper=2.0)]
+    assert not rejected_tokens(old, torch.zeros(2), torch.ones(2), torch.tensor([1, 1]), rules).any()
+    # k2 = 2^2 / 2.
+    rules = [RejectionRule("token_k2", upper=2.0)]
+    assert not rejected_tokens(torch.tensor([2.0]), torch.zeros(1), torch.ones(1), torch.tensor([1]), rules).any()
+
+
+def test_equal_bounds_keep_one_ratio() -> None:
+    settings: dict[str, Any] = {"treatment": "mask", "lower": 1.0, "upper": 1.0}
+    assert weights_of(**settings).weights.tolist() == [0, 0, 0, 0, 1]
+    rules = [RejectionRule("token_k1", upper=1.0, lower=1.0)]
+    assert rejected_tokens(OLD, ROLLOUT, MASK, LENGTHS, rules).int().tolist() == [1, 1, 0, 1, 0]
+
+
 def test_a_token_is_kept_if_all_rules_keep_it() -> None:
     rules = [RejectionRule("token_k1", upper=2.5), RejectionRule("token_k3", upper=0.25)]
     assert rejected_tokens(OLD, ROLLOUT, MASK, LENGTHS, rules).int().tolist() == [1, 0, 0, 1, 0]
@@ -260,6 +295,8 @@ def test_off_policy_masking_of_a_worked_example() -> None:
     assert dropped([1.0] * 6, 0.05) == [0, 0, 0, 0, 0, 0], "responses with a positive advantage are kept"
     assert dropped([0.0] * 6, 0.05) == [0, 0, 0, 0, 0, 0], "an advantage of 0 is not negative"
     assert dropped([-1.0, 1.0, -1.0, 1.0, -1.0, -1.0], 0.05) == [1, 0, 0, 0, 1, 0]
+    at_bound = (torch.tensor([-1.5]), torch.tensor([-1.0]), -torch.ones(1), torch.ones(1), torch.tensor([1]))
+    assert not off_policy_tokens(*at_bound, 0.5).any()
     for value, expected in ((-torch.inf, [1, 1, 0, 0, 0, 0]), (torch.inf, [0] * 6), (torch.nan, [0] * 6)):
         current[1] = value
         assert dropped(negative, 0.2) == expected, "a response that the current policy cannot give is infinitely far"
@@ -336,6 +373,7 @@ def test_bounds_that_exclude_each_other_are_refused(bounds: dict[str, float]) ->
         RejectionRule("token_k2", -1.0),
         RejectionRule("token_k2", math.nan),
         RejectionRule("token_k1", 2.0, 3.0),
+        RejectionRule("token_k1", 2.0, -1.0),
         RejectionRule("token_k1", 0.5),
     ],
     ids=str,

@@ -77,6 +77,10 @@ def test_explained_variance_follows_its_definition(tokens: int, seed: int) -> No
     assert explained_variance(values, returns) == pytest.approx(1 - residual / np.mean((r - r.mean()) ** 2), rel=1e-6)
 
 
+def test_explained_variance_without_tokens_is_zero() -> None:
+    assert explained_variance(torch.zeros(0), torch.zeros(0)) == 0.0
+
+
 def test_explained_variance_of_a_perfect_a_constant_and_an_opposite_critic() -> None:
     returns = torch.tensor([1.0, 2.0, 3.0])
     assert explained_variance(returns, returns) == 1.0
@@ -132,6 +136,16 @@ def test_ngrams_support_the_largest_token_ids(responses: list[list[int]], n: int
     assert distinct(responses, n) == distinct(small, n)
 
 
+@pytest.mark.parametrize("last", [2**62 - 2, (2**63 - 1) // 3], ids=["3 (last + 1) > 2^63", "3 last < 2^63"])
+def test_the_response_of_an_ngram_is_found_at_the_limit_of_64_bits(last: int) -> None:
+    # An n-gram of two tokens a, b is the number a 2^31 + b, and that of response 2 is ``last``. With its response, a third of the
+    # numbers would not be enough.
+    first, second = divmod(last, 2**31)
+    responses = [[0, 2**31 - 1], [1, 1, 1], [first, second]]
+    assert repetition(responses, 2) == pytest.approx((0 + 1 / 2 + 0) / 3)
+    assert distinct(responses, 2) == 3 / 4
+
+
 def test_distinct_of_worked_examples() -> None:
     assert distinct([[1, 2, 3], [1, 2, 3]], 2) == pytest.approx(2 / 4)
     assert distinct([[1, 2], [3, 4]], 2) == 1.0  # (2, 3) would span two responses
@@ -155,6 +169,7 @@ def test_correlation_is_pearsons(count: int, seed: int) -> None:
     expected = np.corrcoef(a.numpy().astype(np.float64), b.numpy().astype(np.float64))[0, 1]
     assert correlation(a, b) == pytest.approx(expected, rel=1e-6, abs=1e-9)
     assert -1.0 <= correlation(a, a * 3 + 1) <= 1.0
+    assert -1.0 <= correlation(a, 1 - a * 3) <= 1.0
 
 
 def test_correlation_of_lines_and_of_constant_values() -> None:
