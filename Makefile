@@ -43,7 +43,7 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.installed: $(BIN)/python pyproject.toml constraints.txt
-	@echo "installing into $(VENV): takes a minute or more, mostly to download torch"
+	@echo "installing into $(VENV): takes minutes, mostly to download torch"
 	$(if $(TORCH),$(BIN)/python -m pip install --quiet --constraint constraints.txt uv)
 	$(if $(TORCH),$(BIN)/uv pip install --quiet --python $(BIN)/python --torch-backend $(TORCH) --constraint constraints.txt torch)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[train]'
@@ -240,7 +240,7 @@ acceptance: $(VENV)/.installed-dev ## Train every estimator on real reviews (POS
 # TRL has many dependencies that Quartet does not need, so it gets a separate environment. TRL imports requests but does not declare it.
 # TRL 1.8.0 is compared as a whole; 1.16.0 has no PPO trainer.
 $(PARITY)/.installed: pyproject.toml constraints.txt | $(BIN)/python
-	@echo "installing into $(PARITY): takes a minute or more, mostly to download torch"
+	@echo "installing into $(PARITY): takes minutes, mostly to download torch"
 	$(BIN)/python -m venv $(PARITY)
 	$(PARITY)/bin/python -m pip install --quiet --constraint constraints.txt \
 		$$(grep '^torch==' constraints.txt) trl==1.8.0 requests --editable '.[train]'
@@ -275,7 +275,7 @@ $(ENGINES)/.installed: pyproject.toml constraints.txt
 	@$(TRITON_PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] < (3, 11))' || \
 		{ echo "error: $(TRITON_PYTHON) is older than Python 3.11; run make engines TRITON_PYTHON=..., with the distribution's Python" >&2; \
 		exit 2; }
-	@echo "installing into $(ENGINES) and $(TRITON): takes a minute or more, mostly to download torch"
+	@echo "installing into $(ENGINES) and $(TRITON): takes minutes, mostly to download torch"
 	$(TRITON_PYTHON) -m venv $(ENGINES)
 	$(ENGINES)/bin/python -m pip install --quiet --constraint constraints.txt \
 		$$(grep '^torch==' constraints.txt) pytest pytest-timeout --editable '.[train,triton]'

@@ -151,7 +151,7 @@ def check_out(out: Path, marker: str) -> None:
 def prepare(options: argparse.Namespace, folder: Path) -> None:
     """Read, check and split the pairs, and write everything to ``folder``. Raises DataError."""
     source = Source(options.source, options.split, options.config, options.revision, options.take)
-    counts = Counts()
+    counts, other = Counts(), None
     if options.validation is None and options.validation_split is None:
         everything = read(source, counts, options.max_malformed)
         held_out = {opening for opening in {pair.opening for pair in everything} if is_held_out(opening, options)}
@@ -159,6 +159,12 @@ def prepare(options: argparse.Namespace, folder: Path) -> None:
         validation = [pair for pair in everything if pair.opening in held_out]
     else:
         is_same = options.validation in (None, options.source)
+        path = Path(options.source if is_same else options.validation)
+        if options.validation_split is not None and path.is_file():
+            raise DataError(
+                f"--validation-split {options.validation_split}: {path} is a file, which has no splits; give the validation "
+                "pairs as --validation FILE"
+            )
         other = Source(
             options.source if is_same else options.validation,
             options.validation_split or options.split,
@@ -177,9 +183,8 @@ def prepare(options: argparse.Namespace, folder: Path) -> None:
         counts.in_validation = len(pairs) - len(training)
     for name, pairs in (("training", training), ("validation", validation)):
         if not pairs:
-            raise DataError(
-                f"{source.name}: no pairs are left for {name}; give more rows, or another --validation-fraction"
-            )
+            advice = "another --validation-fraction" if other is None else "validation pairs of other conversations"
+            raise DataError(f"{source.name}: no pairs are left for {name}; give more rows, or {advice}")
     numbers = {
         "pairs": write_pairs(folder / "pairs.jsonl", training),
         "prompts": write_prompts(folder / "prompts.jsonl", training),

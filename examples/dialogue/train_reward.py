@@ -101,7 +101,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         "centring": (0.01, "coefficient of the squared sum of both scores"),
     }
     for name, (default, text) in numbers.items():
-        kind = _count if isinstance(default, int) else _number
+        kind = _number if isinstance(default, float) else _count if name == "seed" else _positive
         parser.add_argument(f"--{name}", type=kind, default=default, help=f"{text} (default {default})")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu, cuda or cuda:N")
     parser.add_argument("--bfloat16", action="store_true", help="compute in bfloat16, with float32 weights")
@@ -116,6 +116,13 @@ def _count(text: str) -> int:
     value = int(text)
     if value < 0:
         raise argparse.ArgumentTypeError(f"{value}: expected 0 or more")
+    return value
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value}: expected at least 1")
     return value
 
 

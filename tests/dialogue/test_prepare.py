@@ -182,6 +182,10 @@ def test_unusable_sources_end_with_one_line_and_status_2(
         ([str(tmp_path / "broken.jsonl"), out], "broken.jsonl:1: not JSON"),
         ([str(tmp_path / "empty.jsonl"), out], "empty.jsonl: empty; expected at least one row"),
         ([str(good), out, "--validation-fraction", "0"], "no pairs are left for validation"),
+        (
+            [str(good), out, "--validation-split", "test"],
+            "is a file, which has no splits; give the validation pairs as",
+        ),
         ([str(good), out, "--validation", str(good)], "SOURCE and --validation are the same"),
         ([str(good), str(tmp_path / "foreign")], "contains files, but no summary.json of an earlier result"),
         ([str(good), str(good)], "is a file; expected a directory to create"),

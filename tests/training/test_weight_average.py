@@ -57,3 +57,8 @@ def test_the_exported_average_equals_the_saved_one(make: MakeConfig, uninterrupt
     assert (tmp_path / "ema" / "model.safetensors").read_bytes() == average(uninterrupted)
     assert (tmp_path / "policy" / "model.safetensors").read_bytes() != average(uninterrupted)
     assert not (tmp_path / "policy" / "ema.safetensors").exists()
+    cards = {name: (tmp_path / name / "README.md").read_text() for name in ("ema", "policy")}
+    assert {name: "| weights | the moving average" in card for name, card in cards.items()} == {
+        "ema": True,
+        "policy": False,
+    }

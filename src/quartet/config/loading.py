@@ -109,7 +109,7 @@ def parse_config(tree: dict[str, Any], source: str, locations: dict[tuple[str, .
     try:
         return Config.model_validate(tree)
     except ValidationError as error:
-        problems = [_describe(dict(item), source, locations or {}) for item in error.errors()]
+        problems = [_describe(item, source, locations or {}) for item in _errors(error)]
         if len(problems) > 1:
             problems = [f"config {source}: {len(problems)} problems:", *problems]
         raise ConfigError("\n  ".join(problems)) from None
@@ -120,8 +120,28 @@ def invalid_keys(tree: dict[str, Any]) -> list[tuple[str, str]]:
     try:
         Config.model_validate(tree)
     except ValidationError as error:
-        return [(".".join(map(str, item["loc"])), _problem(dict(item))) for item in error.errors()]
+        return [(".".join(map(str, item["loc"])), _problem(item)) for item in _errors(error)]
     return []
+
+
+def _errors(error: ValidationError) -> list[dict[str, Any]]:
+    """Return the errors of pydantic. A union has one for each of its types, whose name ends the location; they become one."""
+    merged: dict[tuple[int | str, ...], dict[str, Any]] = {}
+    for item in error.errors():
+        of_union = bool(item["loc"]) and item["loc"][-1] in _UNION_TYPES
+        location = item["loc"][:-1] if of_union else item["loc"]
+        text = _message(dict(item))
+        if of_union and location in merged:
+            merged[location]["text"] += f", or {text.removeprefix('expected ')}"
+        else:
+            merged[location] = {**item, "loc": location, "text": text}
+    return list(merged.values())
+
+
+def _message(item: dict[str, Any]) -> str:
+    text = _PLAIN_MESSAGES.get(item["type"]) or str(item["msg"]).removeprefix("Value error, ")
+    # Pydantic's own texts, such as "Input should be greater than 0".
+    return text.replace("Input should be ", "expected ", 1) if text.startswith("Input should be ") else text
 
 
 def _describe(item: dict[str, Any], source: str, locations: dict[tuple[str, ...], str]) -> str:
@@ -139,7 +159,7 @@ def _problem(item: dict[str, Any]) -> str:
         return f"unknown key; {_hint(location)}"
     if item["type"] == "missing":
         return "missing; it has no default"
-    message = _PLAIN_MESSAGES.get(item["type"]) or str(item["msg"]).removeprefix("Value error, ")
+    message = str(item["text"])
     if item["type"] in ("model_type", "model_attributes_type", "dict_type"):
         section = _section_at(location)
         message = f"expected a section with the keys {', '.join(section.model_fields)}" if section else message
@@ -155,10 +175,12 @@ def _problem(item: dict[str, Any]) -> str:
     return (
         f"{message}, not {redact_url(value)!r}"
         if isinstance(value, str)
-        else f"{message}, not {redact_url(repr(value))}"
+        else f"{message}, not {_AS_IN_YAML.get(repr(value)) or redact_url(repr(value))}"
     )
 
 
+_UNION_TYPES = ("bool", "int", "float", "str")
+_AS_IN_YAML = {"None": "null", "True": "true", "False": "false"}
 _PLAIN_MESSAGES = {
     "int_parsing": "expected a whole number",
     "int_type": "expected a whole number",
@@ -249,6 +271,7 @@ def _apply_override(tree: dict[str, Any], override: str) -> tuple[str, ...]:
     # YAML 1.1 reads 1e-5 as a string.
     if isinstance(value, str) and re.fullmatch(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+", value):
         value = float(value)
+    _check_flow_mapping(key.strip(), value)
     section = tree
     for part in parts[:-1]:
         if section.get(part) is None:
@@ -258,6 +281,16 @@ def _apply_override(tree: dict[str, Any], override: str) -> tuple[str, ...]:
         section = cast("dict[str, Any]", section[part])
     section[parts[-1]] = value
     return tuple(parts)
+
+
+def _check_flow_mapping(key: str, value: Any) -> None:
+    """Raise ConfigError for {a:1}, which YAML reads as the key "a:1" without a value."""
+    if not isinstance(value, dict):
+        return
+    for name, inner in value.items():
+        if inner is None and isinstance(name, str) and ":" in name:
+            raise ConfigError(f"--set {key}: {name} has no space after the colon; write {name.replace(':', ': ', 1)}")
+        _check_flow_mapping(key, inner)
 
 
 def _reason(error: OSError | UnicodeDecodeError) -> str:

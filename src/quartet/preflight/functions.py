@@ -23,6 +23,8 @@ REWARD_ARGUMENTS = {
 """Arguments of a reward function by reward.signature. The first are given by position, the others by name."""
 JUDGE_ARGUMENTS = ("prompt", "response", "initial_response", "fields")
 """Arguments of a judge: prompt, response, the initial policy's response, and the fields of the prompt's line."""
+ALGORITHM_ARGUMENTS = ("inputs",)
+"""Arguments of an estimator and of a policy loss."""
 IMPORT_SECONDS = 60.0
 """Maximum seconds to import the module of a function."""
 
@@ -42,9 +44,9 @@ def named_functions(config: Config) -> dict[str, FunctionCall]:
     if config.evaluation.judge is not None:
         functions["evaluation.judge"] = FunctionCall(config.evaluation.judge, JUDGE_ARGUMENTS)
     if config.algorithm.custom_estimator is not None:
-        functions["algorithm.estimator"] = FunctionCall(config.algorithm.estimator)
+        functions["algorithm.estimator"] = FunctionCall(config.algorithm.estimator, ALGORITHM_ARGUMENTS)
     if config.services.actor.address is None and config.algorithm.policy_loss not in BUILT_IN_POLICY_LOSSES:
-        functions["algorithm.policy_loss"] = FunctionCall(config.algorithm.policy_loss)
+        functions["algorithm.policy_loss"] = FunctionCall(config.algorithm.policy_loss, ALGORITHM_ARGUMENTS)
     if config.services.reward.address is None:
         functions |= {
             f"{key}.function": _reward_call(source, source.function)
@@ -74,9 +76,8 @@ def check_function(key: str, call: FunctionCall) -> str:
             "correct the name, run the command in the directory of the module, or add that directory to PYTHONPATH"
             f"{_shadowing(module)}"
         )
-    if key.startswith("algorithm."):
-        # It may need torch, whose import takes seconds.
-        return f"{key} {function}: module exists, and is imported when its process starts"
+    if key.startswith("algorithm.") and importlib.util.find_spec("torch") is None:
+        return f"{key} {function}: module exists, and is not imported, because torch is not installed here"
     if problem := _import_problem(call):
         names = f": {', '.join(call.positional)}" if problem.endswith(" arguments") else ""
         raise ConfigError(f"{key} {function}: {problem}{names}")

@@ -108,6 +108,29 @@ def test_a_function_that_cannot_be_called_is_refused(
         check_inputs(with_function(models, f"mine:{function}"))
 
 
+@every_case(
+    ("function", "message"),
+    [
+        ("loss", ""),
+        ("los", "module algorithms has no los; did you mean loss?"),
+        ("two", "missing a required argument: 'b', called with 1 arguments: inputs"),
+    ],
+)
+def test_functions_of_the_algorithm_are_checked_too(
+    function: str, message: str, models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (models / "algorithms.py").write_text("def loss(inputs): ...\ndef two(a, b): ...\n")
+    monkeypatch.chdir(models)
+    tree = config(models).model_dump()
+    tree["algorithm"] |= {"policy_loss": f"algorithms:{function}"}
+    if not message:
+        notes = check_inputs(parse_config(tree, "test"))
+        assert f"algorithm.policy_loss algorithms:{function}: can be imported and accepts 1 arguments" in notes
+        return
+    with pytest.raises(ConfigError, match=re.escape(f"algorithm.policy_loss algorithms:{function}: {message}")):
+        check_inputs(parse_config(tree, "test"))
+
+
 @pytest.mark.parametrize(
     ("signature", "function", "problem"),
     [

@@ -44,7 +44,8 @@ def export(
         check_push(hub_id)
     if directory is not None:
         step = _write(files, which, directory, ema)
-        console.print(f"{directory}: the policy of {run} after step {step}", highlight=False, soft_wrap=True)
+        what = "the moving average of the policy" if ema else "the policy"
+        console.print(f"{directory}: {what} of {run} after step {step}", highlight=False, soft_wrap=True)
         if hub_id is not None:
             _upload(files, directory, hub_id, private, step)
     elif hub_id is not None:
@@ -74,7 +75,7 @@ def _write(files: RunFiles, which: str, directory: Path, ema: bool) -> int:
         writers = [_copy_of(policy)]
         if is_sharded(policy):
             writers.append(lambda target: write_consolidated(policy, target))
-    write_model(directory, *writers, lambda target: write_model_card(target, files, checkpoint.step))
+    write_model(directory, *writers, lambda target: write_model_card(target, files, checkpoint.step, ema))
     return checkpoint.step
 
 

@@ -30,17 +30,25 @@ _METRICS = {
 _WIDTH, _HEIGHT, _MARGIN = 360, 150, 24
 
 
-def write_model_card(directory: Path, files: RunFiles, step: int) -> None:
-    """Write the card and the curves of the policy after ``step``. Raises ConfigError if the files of the run are damaged."""
+def write_model_card(directory: Path, files: RunFiles, step: int, ema: bool = False) -> None:
+    """Write the card and the curves of the policy after ``step``, or of its average.
+
+    Raises ConfigError if the files of the run are damaged.
+    """
     config = load_config(files.config)
     steps = [line for line in read_step_lines(files.metrics) if line["step"] <= step]
     evaluations = [line for line in read_step_lines(files.evaluation_summaries) if line["step"] <= step]
     (directory / CURVES).write_text(_curves(steps), encoding="utf-8")
-    (directory / CARD).write_text(_card(config, files, step, steps, evaluations), encoding="utf-8")
+    (directory / CARD).write_text(_card(config, files, step, ema, steps, evaluations), encoding="utf-8")
 
 
 def _card(
-    config: Config, files: RunFiles, step: int, steps: Sequence[Mapping[str, float]], evaluations: Sequence[Any]
+    config: Config,
+    files: RunFiles,
+    step: int,
+    ema: bool,
+    steps: Sequence[Mapping[str, float]],
+    evaluations: Sequence[Any],
 ) -> str:
     identity = Identity.read(files.identity)
     # The run has recorded them: in another working directory, a relative path looks like a hub id.
@@ -64,6 +72,7 @@ def _card(
         "reward": _reward(config, hub_models),
         "prompts": _prompts(config, identity),
         "run": f"`{config.run.name}`, step {step} of {config.run.steps}, seed {config.run.seed}",
+        **({"weights": "the moving average (EMA) of those of each step"} if ema else {}),
         "trained with": f"Quartet {__version__}",
         "exported on": datetime.datetime.now(datetime.UTC).date().isoformat(),
     }

@@ -50,3 +50,5 @@ def generate(
             typer.echo(json.dumps(record, ensure_ascii=False))
         else:
             typer.echo(f"{item.prompt}{typer.style(item.text, fg='green')}")
+    if all(line.messages is None for line in lines) and not any(item.text for item in completions):
+        typer.echo("note: all responses are empty; a model that was trained on messages answers with --chat", err=True)

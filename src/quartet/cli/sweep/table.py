@@ -50,11 +50,26 @@ def _text(estimate: Estimate | None) -> str:
 
 
 def best_note(results: Sequence[SettingResult], metric: str | None) -> str | None:
-    """Return which settings cannot be the best, or None if all can."""
+    """Return which settings cannot be the best, or else how certain the best one is. None if there is nothing to say."""
     incomplete = sum(not result.is_complete for result in results)
-    if metric is None or not incomplete:
+    if metric is None:
         return None
-    return f"{incomplete} of {len(results)} settings cannot be the best yet: not all of their runs have finished"
+    if incomplete:
+        return f"{incomplete} of {len(results)} settings cannot be the best yet: not all of their runs have finished"
+    best = next((result for result in results if result.best), None)
+    if best is None or len(results) == 1:
+        return None
+    width = best.metrics[metric].half_width
+    if width is None:
+        return "one run per setting has no interval, and the best may be so by chance; --seeds 3 makes three"
+    low, high = best.metrics[metric].mean - width, best.metrics[metric].mean + width
+    others = [result.metrics[metric] for result in results if not result.best and metric in result.metrics]
+    overlapping = sum(
+        low <= other.mean + (other.half_width or 0) and other.mean - (other.half_width or 0) <= high for other in others
+    )
+    if not overlapping:
+        return None
+    return f"the interval of the best setting overlaps with those of {overlapping} of the {len(others)} others"
 
 
 def error_lines(results: Sequence[SettingResult]) -> Iterator[str]:
