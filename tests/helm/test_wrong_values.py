@@ -5,9 +5,16 @@ from __future__ import annotations
 import re
 from typing import Any
 
+import helm_python
+import pytest
+import yaml
+
 from tests.every_case import every_case
-from tests.helm.rendering import Values, changed, manifests
+from tests.helm.rendering import NAMESPACE, Values, changed, chart, manifests, of_kind
 from tests.helm.test_values import refusal
+
+DIGEST = f"sha256:{'0' * 64}"
+SPREAD = {"topologyKey": "kubernetes.io/hostname", "whenUnsatisfiable": "DoNotSchedule", "maxSkew": 1}
 
 WRONG: dict[str, tuple[str, Values, str, str]] = {
     # Keys and types, from the schema.
@@ -176,7 +183,7 @@ WRONG: dict[str, tuple[str, Values, str, str]] = {
         "cpu-kind",
         {"scheduling": {"gang": {"kind": "kueue", "queue": "a b"}}},
         "scheduling.gang.queue: ",
-        "the name of an object of Kubernetes",
+        "at most 63 lower case letters",
     ),
     "a class of priority with a space": (
         "cpu-kind",
@@ -368,6 +375,98 @@ WRONG: dict[str, tuple[str, Values, str, str]] = {
         'downloads.sources: target "policy"',
         "such as models/policy",
     ),
+    "a variable that the chart sets": (
+        "cpu-kind",
+        {"defaults__env": [{"name": "HOME", "value": "/a"}]},
+        "components.actor.env: ",
+        "two entries with the name HOME, or the chart has one",
+    ),
+    "a variable twice": (
+        "cpu-kind",
+        {"components__actor__env": [{"name": "A", "value": "1"}, {"name": "A", "value": "2"}]},
+        "components.actor.env: ",
+        "two entries with the name A",
+    ),
+    "a variable of downloads": (
+        "cpu-kind",
+        {"downloads__env": [{"name": "HOME", "value": "/a"}]},
+        "downloads.env: ",
+        "two entries with the name HOME",
+    ),
+    "a pull secret twice": (
+        "cpu-kind",
+        {"imagePullSecrets": [{"name": "a"}, {"name": "a"}]},
+        "imagePullSecrets: ",
+        "two entries with the name a",
+    ),
+    "a mount over that of the chart": (
+        "cpu-kind",
+        {
+            "components__actor": {
+                "extraVolumes": [{"name": "scratch", "emptyDir": {}}],
+                "extraVolumeMounts": [{"name": "scratch", "mountPath": "/tmp"}],
+            }
+        },
+        "components.actor.extraVolumeMounts: ",
+        "two entries with the mountPath /tmp, or the chart has one",
+    ),
+    "a mount without its volume": (
+        "cpu-kind",
+        {"components__actor__extraVolumeMounts": [{"name": "scratch", "mountPath": "/scratch"}]},
+        "components.actor.extraVolumeMounts: ",
+        "the pod has no volume scratch; expected one of",
+    ),
+    "a spread twice": (
+        "cpu-kind",
+        {"components__actor__topologySpreadConstraints": [SPREAD, SPREAD]},
+        "components.actor.topologySpreadConstraints: ",
+        "two of them have kubernetes.io/hostname, DoNotSchedule",
+    ),
+    "the port of another server": (
+        "two-node-actor",
+        {"workerGroups__port": 9100},
+        "workerGroups.port: 9100, which ",
+        "expected another port",
+    ),
+    "a digest for two variants": (
+        "cpu-kind",
+        {"image": {"digest": DIGEST}, "components__generator": {"enabled": True, "image": {"variant": "vllm"}}},
+        "components.generator.image.variant: vllm, and image.digest",
+        "expected a digest of its own",
+    ),
+    "a digest beside a tag": (
+        "cpu-kind",
+        {"image": {"digest": DIGEST}, "components__actor__image": {"tag": "patched"}},
+        "components.actor.image.tag: patched, and image.digest",
+        "expected a digest of its own",
+    ),
+    "a label with a space": (
+        "cpu-kind",
+        {"defaults__labels": {"team": "a b"}},
+        "defaults.labels.team: ",
+        '"a b"; expected at most 63 letters',
+    ),
+    "a long queue": (
+        "cpu-kind",
+        {"scheduling__gang": {"kind": "kueue", "queue": "q" * 64}},
+        "scheduling.gang.queue: ",
+        "at most 63",
+    ),
+    "a Secret in capitals": (
+        "cpu-kind",
+        {"gateway__tokens": {"existingSecret": "My_Secret"}},
+        "gateway.tokens.existingSecret: ",
+        "the name of an object of Kubernetes",
+    ),
+    "no metric to scale by": (
+        "two-node-actor",
+        {
+            "components__reward__autoscaling": {"kind": "hpa", "hpa": {"metric": ""}},
+            "monitoring__serviceMonitor__enabled": True,
+        },
+        "components.reward.autoscaling.hpa.metric: ",
+        "expected the name of a metric",
+    ),
     "a download without a scheme": (
         "cpu-kind",
         {"downloads__sources": {"models/policy": "owner/name"}},
@@ -385,6 +484,46 @@ def test_a_wrong_value_gives_one_message_with_its_path_and_what_is_expected(name
     assert expected in message
     problems = re.findall(r"^\s*- at '", message, re.MULTILINE) or message.strip().splitlines()
     assert len(problems) == 1, message
+
+
+@pytest.mark.parametrize("release", ["my.run", "7b", "1e3", "123"])
+def test_a_release_name_that_services_cannot_have_is_refused(release: str) -> None:
+    with pytest.raises(helm_python.HelmError, match=f'release name "{release}": .* or set fullnameOverride'):
+        chart().render(changed("cpu-kind"), name=release, namespace=NAMESPACE)
+    rendered = chart().render(changed("cpu-kind", fullnameOverride="my-run"), name=release, namespace=NAMESPACE)
+    objects = [each for name, text in rendered.items() if name.endswith(".yaml") for each in yaml.safe_load_all(text)]
+    labels = {each["metadata"]["labels"]["app.kubernetes.io/instance"] for each in objects if each}
+    assert labels == {release}, "a text, even if it looks like a number"
+
+
+def test_texts_that_look_like_numbers_stay_texts() -> None:
+    values = changed(
+        "cpu-kind",
+        storage__models={"existingClaim": "123", "subPath": "2024"},
+        serviceAccount={"name": "123"},
+        scheduling={"schedulerName": "123", "gang": {"kind": "kueue", "queue": "true"}},
+        components__actor={"priorityClassName": "1000", "runtimeClassName": "true"},
+        nameOverride="true",
+        fullnameOverride="true",
+    )
+    actor = of_kind(manifests(values), "Deployment")["true-actor"]["spec"]["template"]
+    pod = actor["spec"]
+    assert (pod["priorityClassName"], pod["runtimeClassName"]) == ("1000", "true")
+    assert (pod["schedulerName"], pod["serviceAccountName"]) == ("123", "123")
+    assert actor["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "true"
+    assert actor["metadata"]["labels"]["app.kubernetes.io/name"] == "true"
+    claims = {
+        volume["persistentVolumeClaim"]["claimName"] for volume in pod["volumes"] if "persistentVolumeClaim" in volume
+    }
+    assert "123" in claims
+    mounts = {mount["mountPath"]: mount for mount in pod["containers"][0]["volumeMounts"]}
+    assert mounts["/quartet/models"]["subPath"] == "2024"
+
+
+def test_a_long_name_of_a_leader_worker_set_is_refused() -> None:
+    message = refusal(changed("two-node-actor", fullnameOverride="a" * 39, workerGroups__leaderWorkerSet=True))
+    assert "expected at most 50; set fullnameOverride to a shorter name" in message
+    assert manifests(changed("two-node-actor", fullnameOverride="a" * 39, workerGroups__leaderWorkerSet=False))
 
 
 def test_there_are_thirty_of_them() -> None:
@@ -412,6 +551,7 @@ def test_there_are_thirty_of_them() -> None:
         {"imageRegistry": "registry.example.com:5000/mirror/"},
         {"networkPolicy": {"dns": {"cidrs": ["169.254.20.10/32", "fd00::a/128", "0.0.0.0/0"]}}},
         {"redis__resources": {"limits": {"memory": "256Mi"}}},
+        {"image": {"digest": DIGEST}},
     ],
 )
 def test_values_at_the_limit_are_accepted(values: dict[str, Any]) -> None:

@@ -24,7 +24,7 @@ metadata:
     {{- toYaml . | nindent 4 }}
     {{- end }}
 spec:
-  serviceAccountName: {{ include "quartet.serviceAccount" $root }}
+  serviceAccountName: {{ include "quartet.serviceAccount" $root | quote }}
   automountServiceAccountToken: false
   enableServiceLinks: false
   {{- if eq $component.workload "Job" }}
@@ -202,7 +202,7 @@ spec:
 {{- define "quartet.placement" -}}
 {{- range $key := list "runtimeClassName" "priorityClassName" "nodeSelector" "tolerations" "affinity" "topologySpreadConstraints" }}
 {{- with get $ $key }}
-{{ $key }}:{{ kindIs "string" . | ternary (printf " %v" .) (toYaml . | nindent 2) }}
+{{ $key }}:{{ kindIs "string" . | ternary (printf " %q" .) (toYaml . | nindent 2) }}
 {{- end }}
 {{- end }}
 {{- end -}}

@@ -17,7 +17,7 @@
 {{- $_ := set $component "topologySpreadConstraints" $constraints -}}
 {{- include "quartet.placement" $component -}}
 {{- with include "quartet.schedulerName" . }}
-schedulerName: {{ . }}
+schedulerName: {{ . | quote }}
 {{- end }}
 {{- end -}}
 
@@ -74,13 +74,13 @@ pod of a Deployment, it admits each pod. There is no pod group over the Deployme
 {{- define "quartet.queueLabel" -}}
 {{- $gang := .root.Values.scheduling.gang -}}
 {{- if and (eq $gang.kind "kueue") .component.model -}}
-kueue.x-k8s.io/queue-name: {{ required "scheduling.gang.queue: empty; kind kueue needs the name of a LocalQueue of this namespace" $gang.queue }}
+kueue.x-k8s.io/queue-name: {{ required "scheduling.gang.queue: empty; kind kueue needs the name of a LocalQueue of this namespace" $gang.queue | quote }}
 {{- end -}}
 {{- end -}}
 
 {{/* Annotation of a pod that belongs to the PodGroup of Volcano. Arguments: root and component. */}}
 {{- define "quartet.gangAnnotations" -}}
 {{- if and (eq .root.Values.scheduling.gang.kind "volcano") .component.model -}}
-scheduling.k8s.io/group-name: {{ include "quartet.fullname" .root }}
+scheduling.k8s.io/group-name: {{ include "quartet.fullname" .root | quote }}
 {{- end -}}
 {{- end -}}

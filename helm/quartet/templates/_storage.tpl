@@ -79,7 +79,7 @@ One volume for each distinct claim: some kubelets never start a pod with two vol
 {{- range $claim, $volume := $volumes }}
 - name: {{ $volume.name }}
   persistentVolumeClaim:
-    claimName: {{ $claim }}
+    claimName: {{ $claim | quote }}
     {{- if $volume.readOnly }}
     readOnly: true
     {{- end }}
@@ -98,7 +98,7 @@ One volume for each distinct claim: some kubelets never start a pod with two vol
 - name: {{ get $volumes $folder.claim }}
   mountPath: /quartet/{{ $name }}
   {{- with $folder.subPath }}
-  subPath: {{ . }}
+  subPath: {{ . | quote }}
   {{- end }}
   {{- if get $folders $name }}
   readOnly: true

@@ -3,10 +3,11 @@ Checks of texts in the values. The schema checks keys and types; its message for
 */}}
 {{- define "quartet.checkValues" -}}
 {{- $quantity := dict "pattern" `^[0-9]+(\.[0-9]+)?(m|k|M|G|T|P|Ki|Mi|Gi|Ti|Pi)?$` "expected" "a number with a unit of Kubernetes, such as 500m, 2Gi or 1.5Ti" -}}
-{{- $name := dict "pattern" `^[a-z]([a-z0-9-]*[a-z0-9])?$` "expected" "lower case letters, digits and -, with a letter first, such as my-run" -}}
+{{- $name := dict "pattern" `^[a-z]([a-z0-9-]{0,61}[a-z0-9])?$` "expected" "at most 63 lower case letters, digits and -, with a letter first, such as my-run" -}}
 {{- $size := dict "pattern" `^([0-9]*[1-9][0-9]*(\.[0-9]+)?|[0-9]+\.[0-9]*[1-9][0-9]*)(k|M|G|T|P|Ki|Mi|Gi|Ti|Pi)?$` "expected" "a positive number with a unit of Kubernetes, such as 2Gi or 1.5Ti" -}}
 {{- $requiredSize := merge (dict "required" true) $size -}}
 {{- $object := dict "pattern" `^[a-z0-9]([a-z0-9.-]*[a-z0-9])?$` "expected" "the name of an object of Kubernetes, of lower case letters, digits, - and ., such as training" -}}
+{{- $label := dict "pattern" `^[a-z0-9]([a-z0-9.-]{0,61}[a-z0-9])?$` "expected" "at most 63 lower case letters, digits, - and ., such as training" -}}
 {{- $class := dict "pattern" `^(-|[a-z0-9]([a-z0-9.-]*[a-z0-9])?)$` "expected" "the name of a StorageClass (kubectl get storageclass), or - for a volume without a class" -}}
 {{- $path := dict "pattern" `^[A-Za-z0-9_-][A-Za-z0-9._-]*(/[A-Za-z0-9_-][A-Za-z0-9._-]*)*$` "expected" "a folder in the volume, such as team/models, of letters, digits, ., - and _, without .. and without / at its ends" -}}
 {{- $registry := dict "pattern" `^[a-z0-9]([a-z0-9.-]*[a-z0-9])?(:[0-9]+)?(/[a-z0-9._-]+)*/?$` "expected" "a host without a scheme, such as registry.example.com or registry.example.com:5000/mirror" -}}
@@ -27,7 +28,14 @@ Checks of texts in the values. The schema checks keys and types; its message for
   (list "redis.persistence.size" $values.redis.persistence.size $requiredSize)
   (list "redis.persistence.storageClassName" $values.redis.persistence.storageClassName $class)
   (list "redis.priorityClassName" $values.redis.priorityClassName $object)
-  (list "scheduling.gang.queue" $values.scheduling.gang.queue $object)
+  (list "scheduling.gang.queue" $values.scheduling.gang.queue $label)
+  (list "scheduling.schedulerName" $values.scheduling.schedulerName $object)
+  (list "serviceAccount.name" $values.serviceAccount.name $object)
+  (list "gateway.tokens.existingSecret" $values.gateway.tokens.existingSecret $object)
+  (list "security.rpcToken.existingSecret" $values.security.rpcToken.existingSecret $object)
+  (list "redis.password.existingSecret" $values.redis.password.existingSecret $object)
+  (list "redis.external.existingSecret" $values.redis.external.existingSecret $object)
+  (list "downloads.existingSecret" $values.downloads.existingSecret $object)
   (list "imageRegistry" $values.imageRegistry $registry)
   (list "workerGroups.sharedMemory" $values.workerGroups.sharedMemory $size)
   (list "security.tls.certManager.duration" $values.security.tls.certManager.duration $duration)
@@ -60,6 +68,7 @@ Checks of texts in the values. The schema checks keys and types; its message for
 {{- range $key := list "priorityClassName" "runtimeClassName" }}{{ $texts = append $texts (list (printf "%s.%s" $path $key) (get $own $key) $object) }}{{ end -}}
 {{- $texts = append $texts (list (printf "%s.sharedMemory" $path) $own.sharedMemory $size) -}}
 {{- $texts = append $texts (list (printf "%s.temporarySpace" $path) $own.temporarySpace (hasKey $own "temporarySpace" | ternary $requiredSize $size)) -}}
+{{- range $key, $text := default dict $own.labels }}{{ $texts = append $texts (list (printf "%s.labels.%s" $path $key) $text (dict "pattern" `^[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?$` "expected" "at most 63 letters, digits, ., - and _, such as team-a")) }}{{ end -}}
 {{- $threshold := dict "pattern" `^([0-9]*[1-9][0-9]*(\.[0-9]+)?|[0-9]+\.[0-9]*[1-9][0-9]*)$` "expected" "a positive number, such as \"32\"" -}}
 {{- $texts = append $texts (list (printf "%s.autoscaling.keda.threshold" $path) (default dict (default dict $own.autoscaling).keda).threshold $threshold) -}}
 {{- end -}}
@@ -92,9 +101,28 @@ Checks of texts in the values. The schema checks keys and types; its message for
 {{- fail (printf "%s: %q; expected %s; correct it" (index . 0) $text (index . 2).expected) -}}
 {{- end -}}
 {{- end -}}
+{{- if not (regexMatch $name.pattern (include "quartet.fullname" .)) -}}
+{{- fail (printf "release name %q: Services have it in their names; expected %s; install under another name, or set fullnameOverride" .Release.Name $name.expected) -}}
+{{- end -}}
 {{- include "quartet.checkStorage" . -}}
 {{- include "quartet.checkScheduling" . -}}
 {{- include "quartet.checkLimits" . -}}
+{{- include "quartet.checkNoneTwice" (dict "path" "imagePullSecrets" "key" "name" "items" .Values.imagePullSecrets "own" list) -}}
+{{- include "quartet.checkNoneTwice" (dict "path" "downloads.env" "key" "name" "items" .Values.downloads.env "own" (list "HOME")) -}}
+{{- end -}}
+
+{{/*
+Two entries of a list with the same key, which Kubernetes refuses. Arguments: path, key, items, and `own`, the keys of the chart's entries.
+*/}}
+{{- define "quartet.checkNoneTwice" -}}
+{{- $seen := .own -}}
+{{- range default list .items -}}
+{{- $value := get . $.key | toString -}}
+{{- if has $value $seen -}}
+{{- fail (printf "%s: two entries with the %s %s, or the chart has one; expected one; remove the other" $.path $.key $value) -}}
+{{- end -}}
+{{- $seen = append $seen $value -}}
+{{- end -}}
 {{- end -}}
 
 {{/* Values of claims that would be ignored, or that no volume satisfies. */}}
@@ -131,7 +159,7 @@ Checks of texts in the values. The schema checks keys and types; its message for
 {{- end -}}
 {{- end -}}
 
-{{/* Keys of a component that Kubernetes refuses, or that break the chart's own selectors. Arguments: name and component. */}}
+{{/* Keys of a component that Kubernetes refuses, or that break the chart's own selectors. Arguments: root, name and component. */}}
 {{- define "quartet.checkComponent" -}}
 {{- $path := printf "components.%s" .name -}}{{- $component := .component -}}
 {{- range $key, $_ := default dict $component.labels -}}
@@ -145,6 +173,41 @@ Checks of texts in the values. The schema checks keys and types; its message for
 {{- fail (printf "%s.extraVolumes: two volumes with the name %s, or the chart has one; expected another name; change it there and in extraVolumeMounts" $path .name) -}}
 {{- end -}}
 {{- $names = append $names .name -}}
+{{- end -}}
+{{- $paths := list "/etc/quartet" "/tmp" (printf "/certificates/%s" $component.process) "/run/secrets/quartet" "/quartet/models" "/quartet/data" "/quartet/runs" "/dev/shm" -}}
+{{- range default list $component.extraVolumeMounts -}}
+{{- if not (has .name $names) -}}
+{{- fail (printf "%s.extraVolumeMounts: the pod has no volume %s; expected one of %s; correct the name, or add the volume to extraVolumes" $path .name (sortAlpha $names | join ", ")) -}}
+{{- end -}}
+{{- end -}}
+{{- include "quartet.checkNoneTwice" (dict "path" (printf "%s.extraVolumeMounts" $path) "key" "mountPath" "items" $component.extraVolumeMounts "own" $paths) -}}
+{{- $variables := list "HOME" -}}
+{{- if not .root.Values.security.fixedUsers }}{{ $variables = append $variables "USER" }}{{ end -}}
+{{- if eq $component.workload "StatefulSet" }}{{ $variables = append $variables "NODE_RANK" }}{{ end -}}
+{{- include "quartet.checkNoneTwice" (dict "path" (printf "%s.env" $path) "key" "name" "items" $component.env "own" $variables) -}}
+{{- $spreads := list -}}
+{{- range default list $component.topologySpreadConstraints -}}
+{{- $spread := printf "%v, %v" .topologyKey .whenUnsatisfiable -}}
+{{- if has $spread $spreads -}}
+{{- fail (printf "%s.topologySpreadConstraints: two of them have %s; expected one for each topologyKey and whenUnsatisfiable; remove the other" $path $spread) -}}
+{{- end -}}
+{{- $spreads = append $spreads $spread -}}
+{{- end -}}
+{{- if and (gt (int $component.nodes) 1) (has (int .root.Values.workerGroups.port) (list 50051 9100 9101)) -}}
+{{- fail (printf "workerGroups.port: %d, which %s serves otherwise; expected another port, such as 29500" (int .root.Values.workerGroups.port) .name) -}}
+{{- end -}}
+{{- /* The controllers make labels of at most 63 letters from the name, the number of the group and a hash. */ -}}
+{{- $group := include "quartet.groupService" $component -}}
+{{- if and (eq $component.workload "LeaderWorkerSet") (gt (len $group) 50) -}}
+{{- fail (printf "%s: its LeaderWorkerSet is named %s, %d letters; expected at most 50; set fullnameOverride to a shorter name than %s" $path $group (len $group) (include "quartet.fullname" .root)) -}}
+{{- end -}}
+{{- $own := default dict (dig .name "image" dict .root.Values.components) -}}
+{{- $image := .root.Values.image -}}
+{{- range $key := list "repository" "tag" "variant" -}}
+{{- /* A process without a model runs in each image of the project. */ -}}
+{{- if and (or $component.model (ne $key "variant")) $image.digest (get $own $key) (not $own.digest) (ne (get $own $key) (get $image $key)) -}}
+{{- fail (printf "%s.image.%s: %s, and image.digest, which is of another image; expected a digest of its own; set %s.image.digest, or image.digests for each variant in place of image.digest" $path $key (get $own $key) $path) -}}
+{{- end -}}
 {{- end -}}
 {{- end -}}
 
@@ -164,7 +227,7 @@ Checks of texts in the values. The schema checks keys and types; its message for
 {{- end -}}
 {{- include "quartet.checkSpace" (dict "path" $path "resources" $component.resources "resource" "memory" "key" "sharedMemory" "size" $component.sharedMemory) -}}
 {{- include "quartet.checkSpace" (dict "path" $path "resources" $component.resources "resource" "ephemeral-storage" "key" "temporarySpace" "size" $component.temporarySpace) -}}
-{{- include "quartet.checkComponent" (dict "name" $name "component" $component) -}}
+{{- include "quartet.checkComponent" (dict "root" $ "name" $name "component" $component) -}}
 {{- end -}}
 {{- range $path, $own := $resources -}}
 {{- $limits := default dict (default dict $own).limits -}}
