@@ -146,6 +146,13 @@ def test_the_response_of_an_ngram_is_found_at_the_limit_of_64_bits(last: int) ->
     assert distinct(responses, 2) == 3 / 4
 
 
+def test_ngrams_beyond_64_bits_are_told_apart() -> None:
+    largest = 2**31 - 1
+    assert distinct([[largest, largest, largest], [0, 0, largest], [0, largest, 0]], 3) == 1.0
+    # There are 8 third tokens. As a number, the first n-gram is 2^30 2^31 8 + 5 = 2^64 + 5, which 64 bits do not tell from 5.
+    assert distinct([[2**30, 0, 5], [0, 0, 5], [largest, 1, 2, 3, 4, 6]], 3) == 1.0
+
+
 def test_distinct_of_worked_examples() -> None:
     assert distinct([[1, 2, 3], [1, 2, 3]], 2) == pytest.approx(2 / 4)
     assert distinct([[1, 2], [3, 4]], 2) == 1.0  # (2, 3) would span two responses
@@ -169,7 +176,15 @@ def test_correlation_is_pearsons(count: int, seed: int) -> None:
     expected = np.corrcoef(a.numpy().astype(np.float64), b.numpy().astype(np.float64))[0, 1]
     assert correlation(a, b) == pytest.approx(expected, rel=1e-6, abs=1e-9)
     assert -1.0 <= correlation(a, a * 3 + 1) <= 1.0
-    assert -1.0 <= correlation(a, 1 - a * 3) <= 1.0
+
+
+def test_rounding_takes_no_correlation_above_1() -> None:
+    # Without the limit, it is 1 + 2^-52 for many of these pairs, such as 0.1 and 0.6.
+    for i in range(10):
+        for j in range(i):
+            a = torch.tensor([i / 10, j / 10], dtype=torch.float64)
+            assert 1 - 1e-12 <= correlation(a, 3 * a) <= 1
+            assert -1 <= correlation(a, -3 * a) <= -1 + 1e-12
 
 
 def test_correlation_of_lines_and_of_constant_values() -> None:
