@@ -374,6 +374,56 @@ WRONG: dict[str, tuple[str, Values, str, str]] = {
         'downloads.sources: models/policy: "owner/name"',
         "expected hf://OWNER/NAME",
     ),
+    # Models and data that no volume has.
+    "a model of the Hub": (
+        "cpu-kind",
+        {"config__actor__model": "Qwen/Qwen2.5-7B-Instruct"},
+        'config.actor.model: "Qwen/Qwen2.5-7B-Instruct"; expected a path on a volume of the chart, such as '
+        "models/Qwen2.5-7B-Instruct",
+        "downloads.sources to {models/Qwen2.5-7B-Instruct: hf://Qwen/Qwen2.5-7B-Instruct}",
+    ),
+    "a reward of the Hub": (
+        "cpu-kind",
+        {"config__reward__model": "a/b"},
+        'config.reward.model: "a/b"',
+        "by extraEgress, set checks.paths false",
+    ),
+    "a file of the own machine": (
+        "cpu-kind",
+        {"config__data__prompts": "prompts.jsonl"},
+        'config.data.prompts: "prompts.jsonl"',
+        "such as data/prompts.jsonl",
+    ),
+    "a path out of the volume": (
+        "cpu-kind",
+        {"config__data__validation": "data/../other/a.jsonl"},
+        "config.data.validation: ",
+        "or copy the files with the loader",
+    ),
+    "a folder of another machine": (
+        "cpu-kind",
+        {"config__actor__model": "/scratch/models/policy"},
+        "config.actor.model: ",
+        "such as models/policy",
+    ),
+    "a model among the data": (
+        "cpu-kind",
+        {"config__actor__model": "data/policy"},
+        'config.actor.model: "data/policy"',
+        "such as models/policy",
+    ),
+    "a data set of the Hub": (
+        "cpu-kind",
+        {"config__data": {"sets": [{"name": "a", "path": "data/a.jsonl"}, {"name": "b", "dataset": "owner/name"}]}},
+        'config.data.sets[1].dataset: "owner/name"',
+        "{data/name: hf://datasets/owner/name}",
+    ),
+    "a part of the reward of the Hub": (
+        "cpu-kind",
+        {"config__reward": {"source": "ensemble", "parts": [{"name": "a", "model": "a/b"}]}},
+        'config.reward.parts[0].model: "a/b"',
+        "{models/b: hf://a/b}",
+    ),
 }
 
 
@@ -412,6 +462,15 @@ def test_there_are_thirty_of_them() -> None:
         {"imageRegistry": "registry.example.com:5000/mirror/"},
         {"networkPolicy": {"dns": {"cidrs": ["169.254.20.10/32", "fd00::a/128", "0.0.0.0/0"]}}},
         {"redis__resources": {"limits": {"memory": "256Mi"}}},
+        {"config__actor__model": "Qwen/Qwen2.5-7B-Instruct", "checks": {"paths": False}},
+        {"config__actor__model": "runs/before/policy", "config__data__prompts": "/quartet/data/a.jsonl"},
+        {
+            "config__reward__model": "/shared/reward",
+            "defaults__extraVolumes": [{"name": "shared", "persistentVolumeClaim": {"claimName": "shared"}}],
+            "defaults__extraVolumeMounts": [{"name": "shared", "mountPath": "/shared"}],
+        },
+        # The run needs no critic, so its model is not read.
+        {"config__algorithm": {"estimator": "rloo"}, "config__critic__model": "a/b"},
     ],
 )
 def test_values_at_the_limit_are_accepted(values: dict[str, Any]) -> None:

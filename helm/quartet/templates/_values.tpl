@@ -95,6 +95,7 @@ Checks of texts in the values. The schema checks keys and types; its message for
 {{- include "quartet.checkStorage" . -}}
 {{- include "quartet.checkScheduling" . -}}
 {{- include "quartet.checkLimits" . -}}
+{{- if .Values.checks.paths }}{{ include "quartet.checkPaths" . }}{{ end -}}
 {{- end -}}
 
 {{/* Values of claims that would be ignored, or that no volume satisfies. */}}
