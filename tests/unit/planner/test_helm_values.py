@@ -79,6 +79,11 @@ def test_roles_of_several_gpus_have_separate_pods() -> None:
         assert component.get("gpus", 1) == 1 or "roles" not in component
 
 
+def test_generators_have_the_image_of_their_engine() -> None:
+    _, planned = values_of("qwen2.5-7b", "8xH100-80GB")
+    assert planned["components"]["generator"]["image"] == {"variant": "vllm"}
+
+
 def test_too_few_gpus_for_pods_are_an_error() -> None:
     config = load_config(EXAMPLES / "qwen2.5-7b.yaml")
     with pytest.raises(ConfigError, match="too few devices for pods, which cannot share GPUs"):
