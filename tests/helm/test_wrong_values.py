@@ -374,6 +374,31 @@ WRONG: dict[str, tuple[str, Values, str, str]] = {
         'downloads.sources: models/policy: "owner/name"',
         "expected hf://OWNER/NAME",
     ),
+    # Generators that cannot start.
+    "an engine that the image lacks": (
+        "vllm-generators",
+        {"components__generator": {"enabled": True}},
+        "components.generator.image.variant: cuda, but config.rollout.engine is vllm",
+        "set components.generator.image.variant to vllm",
+    ),
+    "fewer GPUs than the engine needs": (
+        "leader-worker-set",
+        {"config__rollout__vllm": {"tensor_parallel_size": 4}},
+        "components.generator.gpus: 2, and config.rollout.vllm.tensor_parallel_size: 4",
+        "expected the same number",
+    ),
+    "more GPUs than the engine uses": (
+        "vllm-generators",
+        {"components__generator__gpus": 2},
+        "components.generator.gpus: 2, and config.rollout.vllm.tensor_parallel_size: 1",
+        "expected the same number",
+    ),
+    "GPUs that torch does not use": (
+        "vllm-generators",
+        {"config__rollout__engine": "torch", "components__generator__gpus": 2},
+        "components.generator.gpus: 2, but config.rollout.engine is torch, which uses at most one GPU",
+        "set gpus to 1, and replicas",
+    ),
     # Models and data that no volume has.
     "a model of the Hub": (
         "cpu-kind",
@@ -468,6 +493,11 @@ def test_there_are_thirty_of_them() -> None:
             "config__reward__model": "/shared/reward",
             "defaults__extraVolumes": [{"name": "shared", "persistentVolumeClaim": {"claimName": "shared"}}],
             "defaults__extraVolumeMounts": [{"name": "shared", "mountPath": "/shared"}],
+        },
+        # An image with another name may have the engine.
+        {
+            "config__rollout__engine": "vllm",
+            "components__generator": {"enabled": True, "gpus": 0, "image": {"repository": "ml/with-vllm"}},
         },
         # The run needs no critic, so its model is not read.
         {"config__algorithm": {"estimator": "rloo"}, "config__critic__model": "a/b"},
