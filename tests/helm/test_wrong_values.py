@@ -374,6 +374,36 @@ WRONG: dict[str, tuple[str, Values, str, str]] = {
         'downloads.sources: models/policy: "owner/name"',
         "expected hf://OWNER/NAME",
     ),
+    "no memory of the gateway": (
+        "cpu-kind",
+        {"components__gateway": {"resources": None}},
+        "components.gateway.resources: no memory",
+        "set components.gateway.resources.limits.memory",
+    ),
+    "a claim that Redis cannot write": (
+        "cpu-kind",
+        {"redis__persistence": {"accessModes": ["ReadOnlyMany"]}},
+        "redis.persistence.accessModes: ReadOnlyMany, but Redis writes",
+        "expected ReadWriteOnce",
+    ),
+    "a claim smaller than maxmemory": (
+        "cpu-kind",
+        {"redis__maxmemory": "2gb"},
+        "redis.persistence.size: 1Gi, and redis.maxmemory: 2gb",
+        "raise it, or lower maxmemory",
+    ),
+    "one key for two tokens": (
+        "cpu-kind",
+        {"gateway": {"tokens": {"viewerKey": "operator"}}},
+        "gateway.tokens.viewerKey: operator, which is also operatorKey",
+        "change one of them",
+    ),
+    "an issuer without a name": (
+        "cpu-kind",
+        {"security__tls": {"source": "cert-manager", "certManager": {"issuerRef": {"kind": "ClusterIssuer"}}}},
+        "security.tls.certManager.issuerRef.name: missing",
+        "set it to the name of the issuer",
+    ),
     # Generators that cannot start.
     "an engine that the image lacks": (
         "vllm-generators",
@@ -494,6 +524,8 @@ def test_there_are_thirty_of_them() -> None:
             "defaults__extraVolumes": [{"name": "shared", "persistentVolumeClaim": {"claimName": "shared"}}],
             "defaults__extraVolumeMounts": [{"name": "shared", "mountPath": "/shared"}],
         },
+        {"storage__claim__size": "1Ei"},
+        {"components__actor__resources": {"requests": {"cpu": 0.5}, "limits": {"cpu": 1.5}}},
         # An image with another name may have the engine.
         {
             "config__rollout__engine": "vllm",
