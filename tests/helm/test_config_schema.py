@@ -135,7 +135,7 @@ VALUES |= {"enabled": True, "start_runs": False, "allow_plaintext": False, "allo
 MINIMAL = {
     "components__gateway": None,
     "components__reference": None,
-    "config__actor": {"model": "m", "lora": {}},
+    "config__actor": {"model": "models/m", "lora": {}},
     "security": {"rpcToken": {"enabled": False}, "tls": {"enabled": False}, "allowPlaintext": True},
     "redis": {"enabled": False, "external": {"url": "redis://q@h"}},
 }

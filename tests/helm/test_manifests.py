@@ -158,6 +158,20 @@ def test_the_notes_explain_how_to_open_the_dashboard(plain: bool) -> None:
     assert ("TLS is off" in notes) == plain
 
 
+@pytest.mark.parametrize(
+    ("changes", "address"),
+    [
+        ({"tlsSecret": "certificate"}, "https://quartet.example.com"),  # pragma: allowlist secret - a name
+        ({"annotations": {"route.openshift.io/termination": "reencrypt"}}, "https://quartet.example.com"),
+        ({}, "http://quartet.example.com, or https:// if the Ingress controller has a certificate"),
+    ],
+)
+def test_the_notes_give_the_scheme_of_the_ingress(changes: dict[str, object], address: str) -> None:
+    values = changed("cpu-kind", ingress={"enabled": True, "host": "quartet.example.com", **changes})
+    notes = texts(values)["quartet/templates/NOTES.txt"]
+    assert f"From outside the cluster: {address}\n" in notes or f"From outside the cluster: {address}." in notes
+
+
 def _at(spec: Manifest, key: str) -> object:
     value: object = spec
     for part in key.split("."):

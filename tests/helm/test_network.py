@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from quartet.rpc.security.allow_list import CALLERS
 from quartet.types import Role
@@ -227,3 +230,24 @@ def test_an_external_redis_is_permitted_at_its_port_and_the_notes_warn_of_open_a
     assert rule not in (policies["quartet-reward"]["spec"]["egress"] or [])
     notes = texts(values)["quartet/templates/NOTES.txt"]
     assert ("may connect to any address on port 6380" in notes) == (not cidrs)
+
+
+@pytest.mark.parametrize("source", ["chart", "cert-manager"])
+def test_the_values_for_openshift_name_the_authority_of_the_gateway(source: str) -> None:
+    page = (Path(__file__).parents[2] / "docs/kubernetes.md").read_text(encoding="utf-8")
+    section = page.partition("### OpenShift\n")[2].partition("\n## ")[0]
+    values = changed("cpu-kind")
+    for block in re.findall(r"```yaml\n(.*?)```", section, re.DOTALL):
+        values |= yaml.safe_load(block)
+    values["security"]["tls"] = {"source": source}
+    result = manifests(values)
+    annotations = of_kind(result, "Ingress")["quartet-gateway"]["metadata"]["annotations"]
+    assert annotations["route.openshift.io/termination"] == "reencrypt"
+    authority = annotations["route.openshift.io/destination-ca-certificate-secret"]
+    if source == "chart":
+        assert "tls.crt" in of_kind(result, "Secret")[authority]["data"]
+    else:
+        secrets = {item["spec"]["secretName"]: item for item in of_kind(result, "Certificate").values()}
+        assert secrets[authority]["spec"]["isCA"]
+    labels = of_kind(result, "NetworkPolicy")["quartet-dns"]["spec"]["egress"][0]["to"][0]["podSelector"]["matchLabels"]
+    assert labels == {"dns.operator.openshift.io/daemonset-dns": "default"}

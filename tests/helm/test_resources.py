@@ -169,7 +169,9 @@ def test_an_unknown_preset_is_refused_with_its_path() -> None:
     [("6gb", 6144 + 64, 12_288 + 64), ("256mb", 256 + 64, 512 + 64), ("1000000000", 954 + 64, 1908 + 64)],
 )
 def test_the_memory_of_redis_follows_from_maxmemory(maxmemory: str, requested: int, limit: int) -> None:
-    resources = containers(changed("cpu-kind", redis__maxmemory=maxmemory))["redis"]["resources"]
+    resources = containers(changed("cpu-kind", redis__maxmemory=maxmemory, redis__persistence={"size": "20Gi"}))[
+        "redis"
+    ]["resources"]
     assert amount(resources["requests"]["memory"]) == requested * MIB
     assert amount(resources["limits"]["memory"]) == limit * MIB
 

@@ -55,10 +55,12 @@ def test_an_upgrade_keeps_a_finished_job_with_its_logs(
     result = of_kind(manifests(run("second"), cluster), "Job")
     assert set(result) == {before["metadata"]["name"], job_of(run("second"))["metadata"]["name"]}
     kept = result[before["metadata"]["name"]]
-    # Helm applies it again. It must change nothing, and a rollback must be able to create it.
+    # Helm applies it again. It must change nothing of a finished Job, and a rollback must be able to create it.
     assert kept["metadata"]["labels"] == before["metadata"]["labels"]
     assert kept["spec"]["template"] == before["spec"]["template"]
     assert kept["spec"].items() >= before["spec"].items()
+    # If it was deleted, a rollback creates it again, with the config of the second run. It must not start then.
+    assert kept["spec"]["suspend"] is True
     assert "selector" not in kept["spec"]
     assert "status" not in kept
     kubernetes_validate.validate(kept, "1.29", strict=True)
@@ -75,6 +77,7 @@ def test_an_upgrade_without_a_change_of_the_run_keeps_its_job(api: ApiServer, cl
     current = job_of(run("first"))
     api.store([live(current, "Complete")])
     assert job_of(run("first"), cluster) == current
+    assert "suspend" not in current["spec"]
 
 
 def test_jobs_of_others_are_not_adopted(api: ApiServer, cluster: helm_python.Config) -> None:

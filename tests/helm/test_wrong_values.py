@@ -454,7 +454,7 @@ WRONG: dict[str, tuple[str, Values, str, str]] = {
     ),
     "a Secret in capitals": (
         "cpu-kind",
-        {"gateway__tokens": {"existingSecret": "My_Secret"}},
+        {"gateway__tokens": {"existingSecret": "My_Secret"}},  # pragma: allowlist secret - a name
         "gateway.tokens.existingSecret: ",
         "the name of an object of Kubernetes",
     ),
@@ -472,6 +472,111 @@ WRONG: dict[str, tuple[str, Values, str, str]] = {
         {"downloads__sources": {"models/policy": "owner/name"}},
         'downloads.sources: models/policy: "owner/name"',
         "expected hf://OWNER/NAME",
+    ),
+    "no memory of the gateway": (
+        "cpu-kind",
+        {"components__gateway": {"resources": None}},
+        "components.gateway.resources: no memory",
+        "set components.gateway.resources.limits.memory",
+    ),
+    "a claim that Redis cannot write": (
+        "cpu-kind",
+        {"redis__persistence": {"accessModes": ["ReadOnlyMany"]}},
+        "redis.persistence.accessModes: ReadOnlyMany, but Redis writes",
+        "expected ReadWriteOnce",
+    ),
+    "a claim smaller than maxmemory": (
+        "cpu-kind",
+        {"redis__maxmemory": "2gb"},
+        "redis.persistence.size: 1Gi, and redis.maxmemory: 2gb",
+        "raise it, or lower maxmemory",
+    ),
+    "one key for two tokens": (
+        "cpu-kind",
+        {"gateway": {"tokens": {"viewerKey": "operator"}}},
+        "gateway.tokens.viewerKey: operator, which is also operatorKey",
+        "change one of them",
+    ),
+    "an issuer without a name": (
+        "cpu-kind",
+        {"security__tls": {"source": "cert-manager", "certManager": {"issuerRef": {"kind": "ClusterIssuer"}}}},
+        "security.tls.certManager.issuerRef.name: missing",
+        "set it to the name of the issuer",
+    ),
+    # Generators that cannot start.
+    "an engine that the image lacks": (
+        "vllm-generators",
+        {"components__generator": {"enabled": True}},
+        "components.generator.image.variant: cuda, but config.rollout.engine is vllm",
+        "set components.generator.image.variant to vllm",
+    ),
+    "fewer GPUs than the engine needs": (
+        "leader-worker-set",
+        {"config__rollout__vllm": {"tensor_parallel_size": 4}},
+        "components.generator.gpus: 2, and config.rollout.vllm.tensor_parallel_size: 4",
+        "expected the same number",
+    ),
+    "more GPUs than the engine uses": (
+        "vllm-generators",
+        {"components__generator__gpus": 2},
+        "components.generator.gpus: 2, and config.rollout.vllm.tensor_parallel_size: 1",
+        "expected the same number",
+    ),
+    "GPUs that torch does not use": (
+        "vllm-generators",
+        {"config__rollout__engine": "torch", "components__generator__gpus": 2},
+        "components.generator.gpus: 2, but config.rollout.engine is torch, which uses at most one GPU",
+        "set gpus to 1, and replicas",
+    ),
+    # Models and data that no volume has.
+    "a model of the Hub": (
+        "cpu-kind",
+        {"config__actor__model": "Qwen/Qwen2.5-7B-Instruct"},
+        'config.actor.model: "Qwen/Qwen2.5-7B-Instruct"; expected a path on a volume of the chart, such as '
+        "models/Qwen2.5-7B-Instruct",
+        "downloads.sources to {models/Qwen2.5-7B-Instruct: hf://Qwen/Qwen2.5-7B-Instruct}",
+    ),
+    "a reward of the Hub": (
+        "cpu-kind",
+        {"config__reward__model": "a/b"},
+        'config.reward.model: "a/b"',
+        "by extraEgress, set checks.paths false",
+    ),
+    "a file of the own machine": (
+        "cpu-kind",
+        {"config__data__prompts": "prompts.jsonl"},
+        'config.data.prompts: "prompts.jsonl"',
+        "such as data/prompts.jsonl",
+    ),
+    "a path out of the volume": (
+        "cpu-kind",
+        {"config__data__validation": "data/../other/a.jsonl"},
+        "config.data.validation: ",
+        "or copy the files with the loader",
+    ),
+    "a folder of another machine": (
+        "cpu-kind",
+        {"config__actor__model": "/scratch/models/policy"},
+        "config.actor.model: ",
+        "such as models/policy",
+    ),
+    "a model among the data": (
+        "cpu-kind",
+        {"config__actor__model": "data/policy"},
+        'config.actor.model: "data/policy"',
+        "such as models/policy",
+    ),
+    "a data set of the Hub": (
+        "cpu-kind",
+        {"config__data": {"sets": [{"name": "a", "path": "data/a.jsonl"}, {"name": "b", "dataset": "owner/name"}]}},
+        'config.data.sets[1].dataset: "owner/name"',
+        "{data/name: hf://datasets/owner/name}",
+    ),
+    "a part of the reward of the Hub": (
+        "cpu-kind",
+        {"config__reward": {"source": "ensemble", "parts": [{"name": "a", "model": "a/b"}]}},
+        'config.reward.parts[0].model: "a/b"',
+        "{models/b: hf://a/b}",
     ),
 }
 
@@ -552,6 +657,22 @@ def test_there_are_thirty_of_them() -> None:
         {"networkPolicy": {"dns": {"cidrs": ["169.254.20.10/32", "fd00::a/128", "0.0.0.0/0"]}}},
         {"redis__resources": {"limits": {"memory": "256Mi"}}},
         {"image": {"digest": DIGEST}},
+        {"config__actor__model": "Qwen/Qwen2.5-7B-Instruct", "checks": {"paths": False}},
+        {"config__actor__model": "runs/before/policy", "config__data__prompts": "/quartet/data/a.jsonl"},
+        {
+            "config__reward__model": "/shared/reward",
+            "defaults__extraVolumes": [{"name": "shared", "persistentVolumeClaim": {"claimName": "shared"}}],
+            "defaults__extraVolumeMounts": [{"name": "shared", "mountPath": "/shared"}],
+        },
+        {"storage__claim__size": "1Ei"},
+        {"components__actor__resources": {"requests": {"cpu": 0.5}, "limits": {"cpu": 1.5}}},
+        # An image with another name may have the engine.
+        {
+            "config__rollout__engine": "vllm",
+            "components__generator": {"enabled": True, "gpus": 0, "image": {"repository": "ml/with-vllm"}},
+        },
+        # The run needs no critic, so its model is not read.
+        {"config__algorithm": {"estimator": "rloo"}, "config__critic__model": "a/b"},
     ],
 )
 def test_values_at_the_limit_are_accepted(values: dict[str, Any]) -> None:

@@ -216,7 +216,7 @@ Helm reports "forbidden" for a line of this template; then set checks.clusterObj
 {{- $text := toString . -}}
 {{- if kindIs "float64" . }}{{ $text = printf "%.3f" . }}{{ end -}}
 {{- $unit := regexFind "[A-Za-z]*$" $text -}}
-{{- $factors := dict "" 1.0 "m" 0.001 "k" 1e3 "M" 1e6 "G" 1e9 "T" 1e12 "P" 1e15
-  "Ki" 1024.0 "Mi" 1048576.0 "Gi" 1073741824.0 "Ti" 1099511627776.0 "Pi" 1125899906842624.0 -}}
+{{- $factors := dict "" 1.0 "m" 0.001 "k" 1e3 "M" 1e6 "G" 1e9 "T" 1e12 "P" 1e15 "E" 1e18
+  "Ki" 1024.0 "Mi" 1048576.0 "Gi" 1073741824.0 "Ti" 1099511627776.0 "Pi" 1125899906842624.0 "Ei" 1152921504606846976.0 -}}
 {{- mulf (trimSuffix $unit $text | float64) (get $factors $unit) -}}
 {{- end -}}

@@ -45,7 +45,32 @@ All other templates loop over this map.
 {{- fail (printf "config.rollout.engine %s: runs in generators; set components.generator.enabled true, and its image" $engine) -}}
 {{- end -}}
 {{- end -}}
+{{- with $componentsByName.generator }}{{ include "quartet.checkGenerator" (dict "root" $root "component" .) }}{{ end -}}
 {{- $componentsByName | toJson -}}
+{{- end -}}
+
+{{/*
+Refuse a generator whose image lacks its engine, or whose GPUs the engine does not use. An image with a repository, tag or digest of the
+generator may have any engine. Arguments: root and component.
+*/}}
+{{- define "quartet.checkGenerator" -}}
+{{- $rollout := default dict .root.Values.config.rollout -}}
+{{- $engine := default "torch" $rollout.engine -}}
+{{- $gpus := int .component.gpus -}}
+{{- if has $engine (list "vllm" "tensorrt-llm") -}}
+{{- $image := .component.image -}}
+{{- $own := default dict (default dict .root.Values.components.generator).image -}}
+{{- if and (has $image.variant (list "cuda" "cpu")) (not (or $image.digest $own.repository $own.tag)) -}}
+{{- fail (printf "components.generator.image.variant: %s, but config.rollout.engine is %s, which this image does not contain; set components.generator.image.variant to %s, an image of docker/Dockerfile.generator" $image.variant $engine $engine) -}}
+{{- end -}}
+{{- $section := replace "-" "_" $engine -}}
+{{- $size := int (default 1 (default dict (get $rollout $section)).tensor_parallel_size) -}}
+{{- if and (gt $gpus 0) (ne $gpus $size) -}}
+{{- fail (printf "components.generator.gpus: %d, and config.rollout.%s.tensor_parallel_size: %d; expected the same number, because one engine uses the GPUs of a pod; change one of them" $gpus $section $size) -}}
+{{- end -}}
+{{- else if gt $gpus 1 -}}
+{{- fail (printf "components.generator.gpus: %d, but config.rollout.engine is %s, which uses at most one GPU of a pod; set gpus to 1, and replicas to the number of generators" $gpus $engine) -}}
+{{- end -}}
 {{- end -}}
 
 {{/* Roles that this run does not need, as has_critic, has_reward, has_reference and has_environment of the config tree. */}}

@@ -58,25 +58,66 @@ without them would count towards backoffLimit. The other pods restart without a 
 
 {{/* Paths of the config in the folders models and data, as a list. Data comes last, as in a copy of both folders. */}}
 {{- define "quartet.configuredPaths" -}}
+{{- $local := list -}}
+{{- range include "quartet.readPaths" . | fromJsonArray -}}
+{{- if regexMatch `^/quartet/(models|data)/` .absolute }}{{ $local = append $local .path }}{{ end -}}
+{{- end -}}
+{{- $local | uniq | toJson -}}
+{{- end -}}
+
+{{/* Models and data that the config names: [{key, path, absolute, model}]. `absolute` is the path in a pod, if it is a path. */}}
+{{- define "quartet.readPaths" -}}
 {{- $config := .Values.config -}}
 {{- $absent := include "quartet.absentRoles" . | fromJsonArray -}}
-{{- $paths := list -}}
+{{- $models := list -}}
 {{- range $role := list "actor" "critic" "reward" "reference" -}}
 {{- $service := default dict (get $config $role) -}}
 {{- if not (has $role $absent) -}}
-{{- $paths = append $paths $service.model -}}
+{{- $models = append $models (list (printf "%s.model" $role) $service.model) -}}
 {{- if eq $role "reward" -}}
-{{- $paths = append $paths $service.tokenizer -}}
-{{- range default list $service.parts }}{{ $paths = append $paths .model }}{{ end -}}
+{{- $models = append $models (list "reward.tokenizer" $service.tokenizer) -}}
+{{- range $index, $part := default list $service.parts }}{{ $models = append $models (list (printf "reward.parts[%d].model" $index) $part.model) }}{{ end -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}
 {{- $data := default dict $config.data -}}
-{{- $paths = concat $paths (list $data.prompts $data.validation) -}}
-{{- range append (default list $data.sets) (default dict $data.validation_set) }}{{ $paths = concat $paths (list .path .dataset) }}{{ end -}}
-{{- $local := list -}}
-{{- range $paths }}{{ if regexMatch `^(/quartet/)?(models|data)/` (default "" .) }}{{ $local = append $local . }}{{ end }}{{ end -}}
-{{- $local | uniq | toJson -}}
+{{- $files := list (list "data.prompts" $data.prompts) (list "data.validation" $data.validation) -}}
+{{- $sets := dict "data.validation_set" (default dict $data.validation_set) -}}
+{{- range $index, $set := default list $data.sets }}{{ $_ := set $sets (printf "data.sets[%d]" $index) $set }}{{ end -}}
+{{- range $where, $set := $sets -}}
+{{- range $key := list "path" "dataset" }}{{ $files = append $files (list (printf "%s.%s" $where $key) (get $set $key)) }}{{ end -}}
+{{- end -}}
+{{- $found := list -}}
+{{- range $index, $entry := concat $models $files -}}
+{{- with index $entry 1 -}}
+{{- $absolute := hasPrefix "/" . | ternary . (printf "/quartet/%s" .) | clean -}}
+{{- $found = append $found (dict "key" (index $entry 0) "path" . "absolute" $absolute "model" (lt $index (len $models))) -}}
+{{- end -}}
+{{- end -}}
+{{- $found | toJson -}}
+{{- end -}}
+
+{{/*
+Refuse a model or a data file that no volume has. Pods reach neither the Hub nor files of your machine. The folder runs has policies of
+earlier runs. Pods with a model do not mount the folder data.
+*/}}
+{{- define "quartet.checkPaths" -}}
+{{- $mounts := list -}}
+{{- range $own := append (values .Values.components) .Values.defaults -}}
+{{- range default list (default dict $own).extraVolumeMounts }}{{ $mounts = append $mounts (printf "%s/" (trimSuffix "/" .mountPath)) }}{{ end -}}
+{{- end -}}
+{{- range include "quartet.readPaths" . | fromJsonArray -}}
+{{- $absolute := printf "%s/" .absolute -}}
+{{- $mounted := regexMatch (.model | ternary `^/quartet/(models|runs)/` `^/quartet/(models|data|runs)/`) $absolute -}}
+{{- range $mounts }}{{ if hasPrefix . $absolute }}{{ $mounted = true }}{{ end }}{{ end -}}
+{{- if not $mounted -}}
+{{- $hub := and (regexMatch `^[\w.-]+/[\w.-]+$` .path) (or .model (hasSuffix ".dataset" .key)) -}}
+{{- $source := "SOURCE" -}}
+{{- if $hub }}{{ $source = printf "hf://%s%s" (.model | ternary "" "datasets/") .path }}{{ end -}}
+{{- $target := printf "%s/%s" (.model | ternary "models" "data") (base .path) -}}
+{{- fail (printf "config.%s: %q; expected a path on a volume of the chart, such as %s; set it to this path, and downloads.sources to {%s: %s} or copy the files with the loader. If the pods read it elsewhere, such as in their image, or on the Hub by extraEgress, set checks.paths false" .key .path $target $target $source) -}}
+{{- end -}}
+{{- end -}}
 {{- end -}}
 
 {{/* Copies from S3 beside the targets. quartet.downloads renames them. Only the types of files that it takes, too. */}}

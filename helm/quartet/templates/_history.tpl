@@ -23,9 +23,13 @@
 {{- $kept | toJson -}}
 {{- end -}}
 
-{{/* A Job of the cluster as a manifest that changes nothing, without the labels and the selector that the cluster adds. */}}
-{{- define "quartet.unchangedJob" -}}
+{{/*
+A finished Job of the cluster as a manifest, without the labels and the selector that the cluster adds. `suspend` changes nothing for a
+finished Job. It keeps a rollback that has to create the Job again from starting a second orchestrator, with the config of another run.
+*/}}
+{{- define "quartet.finishedJob" -}}
 {{- $spec := omit (deepCopy .spec) "selector" -}}
+{{- $_ := set $spec "suspend" true -}}
 {{- $metadata := omit $spec.template.metadata "creationTimestamp" -}}
 {{- $_ := set $metadata "labels" (omit $metadata.labels "controller-uid" "job-name" "batch.kubernetes.io/controller-uid" "batch.kubernetes.io/job-name") -}}
 {{- $_ := set $spec.template "metadata" $metadata -}}

@@ -15,6 +15,9 @@ src/quartet/planner/host_memory.py. Values of a component replace those of the p
 {{- $_ := set $limits $resource $amounts.limits -}}
 {{- end -}}
 {{- end -}}
+{{- if not (or $requests.memory $limits.memory $component.model) -}}
+{{- fail (printf "components.%s.resources: no memory, and no preset applies to a pod without a model; set components.%s.resources.limits.memory, or leave its resources out for the default" $component.name $component.name) -}}
+{{- end -}}
 {{- if not (or $requests.memory $limits.memory) -}}
 {{- fail (printf "components.%s.resources: no memory, and no resourcesPreset; set defaults.resourcesPreset to the size of the policy, such as 7b, or give the resources that quartet plan CONFIG --gpus GPUS --helm-values FILE computes" $component.name) -}}
 {{- end -}}
@@ -122,7 +125,7 @@ src/quartet/planner/host_memory.py. Values of a component replace those of the p
 {{/* MiB of a quantity of Kubernetes, such as 8Gi or 500M, rounded up. */}}
 {{- define "quartet.mebibytes" -}}
 {{- $text := kindIs "string" . | ternary (toString .) (printf "%d" (int64 .)) -}}
-{{- $factors := dict "" 1 "m" 0.001 "k" 1e3 "M" 1e6 "G" 1e9 "T" 1e12 "P" 1e15 "Ki" 1024 "Mi" 1048576 "Gi" 1073741824 "Ti" 1099511627776 "Pi" 1125899906842624 -}}
+{{- $factors := dict "" 1 "m" 0.001 "k" 1e3 "M" 1e6 "G" 1e9 "T" 1e12 "P" 1e15 "E" 1e18 "Ki" 1024 "Mi" 1048576 "Gi" 1073741824 "Ti" 1099511627776 "Pi" 1125899906842624 "Ei" 1152921504606846976 -}}
 {{- $number := regexFind "^[0-9.]+" $text -}}
 {{- divf (mulf ($number | float64) (get $factors (trimPrefix $number $text))) 1048576 | ceil | int -}}
 {{- end -}}

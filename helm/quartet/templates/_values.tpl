@@ -2,9 +2,9 @@
 Checks of texts in the values. The schema checks keys and types; its message for a text would be a regular expression.
 */}}
 {{- define "quartet.checkValues" -}}
-{{- $quantity := dict "pattern" `^[0-9]+(\.[0-9]+)?(m|k|M|G|T|P|Ki|Mi|Gi|Ti|Pi)?$` "expected" "a number with a unit of Kubernetes, such as 500m, 2Gi or 1.5Ti" -}}
+{{- $quantity := dict "pattern" `^[0-9]+(\.[0-9]+)?(m|k|M|G|T|P|E|Ki|Mi|Gi|Ti|Pi|Ei)?$` "expected" "a number with a unit of Kubernetes, such as 500m, 2Gi or 1.5Ti" -}}
 {{- $name := dict "pattern" `^[a-z]([a-z0-9-]{0,61}[a-z0-9])?$` "expected" "at most 63 lower case letters, digits and -, with a letter first, such as my-run" -}}
-{{- $size := dict "pattern" `^([0-9]*[1-9][0-9]*(\.[0-9]+)?|[0-9]+\.[0-9]*[1-9][0-9]*)(k|M|G|T|P|Ki|Mi|Gi|Ti|Pi)?$` "expected" "a positive number with a unit of Kubernetes, such as 2Gi or 1.5Ti" -}}
+{{- $size := dict "pattern" `^([0-9]*[1-9][0-9]*(\.[0-9]+)?|[0-9]+\.[0-9]*[1-9][0-9]*)(k|M|G|T|P|E|Ki|Mi|Gi|Ti|Pi|Ei)?$` "expected" "a positive number with a unit of Kubernetes, such as 2Gi or 1.5Ti" -}}
 {{- $requiredSize := merge (dict "required" true) $size -}}
 {{- $object := dict "pattern" `^[a-z0-9]([a-z0-9.-]*[a-z0-9])?$` "expected" "the name of an object of Kubernetes, of lower case letters, digits, - and ., such as training" -}}
 {{- $label := dict "pattern" `^[a-z0-9]([a-z0-9.-]{0,61}[a-z0-9])?$` "expected" "at most 63 lower case letters, digits, - and ., such as training" -}}
@@ -96,7 +96,8 @@ Checks of texts in the values. The schema checks keys and types; its message for
 {{- end -}}
 {{- range $texts -}}
 {{- $text := index . 1 | default "" | toString -}}
-{{- if kindIs "float64" (index . 1) }}{{ $text = printf "%.0f" (index . 1) }}{{ end -}}
+{{- /* A number such as 0.5, or a large one without an exponent. */ -}}
+{{- if kindIs "float64" (index . 1) }}{{ $text = printf "%.3f" (index . 1) | trimSuffix ".000" }}{{ end -}}
 {{- if and (or $text (index . 2).required) (not (regexMatch (index . 2).pattern $text)) -}}
 {{- fail (printf "%s: %q; expected %s; correct it" (index . 0) $text (index . 2).expected) -}}
 {{- end -}}
@@ -109,6 +110,9 @@ Checks of texts in the values. The schema checks keys and types; its message for
 {{- include "quartet.checkLimits" . -}}
 {{- include "quartet.checkNoneTwice" (dict "path" "imagePullSecrets" "key" "name" "items" .Values.imagePullSecrets "own" list) -}}
 {{- include "quartet.checkNoneTwice" (dict "path" "downloads.env" "key" "name" "items" .Values.downloads.env "own" (list "HOME")) -}}
+{{- include "quartet.checkRedis" . -}}
+{{- include "quartet.checkCredentials" . -}}
+{{- if .Values.checks.paths }}{{ include "quartet.checkPaths" . }}{{ end -}}
 {{- end -}}
 
 {{/*
@@ -259,5 +263,31 @@ Two entries of a list with the same key, which Kubernetes refuses. Arguments: pa
 {{- if le (include "quartet.bytes" $limit | float64) (include "quartet.bytes" .size | float64) -}}
 {{- fail (printf "%s.resources.limits.%s: %v, and %s: %v; expected more than %s, which counts towards the limit; raise it, or lower %s" .path .resource $limit .key .size .key .key) -}}
 {{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{/* A claim that Redis cannot write, or that is smaller than its data. */}}
+{{- define "quartet.checkRedis" -}}
+{{- $persistence := .Values.redis.persistence -}}
+{{- if .Values.redis.enabled -}}
+{{- if eq (join "," $persistence.accessModes) "ReadOnlyMany" -}}
+{{- fail "redis.persistence.accessModes: ReadOnlyMany, but Redis writes to this claim; expected ReadWriteOnce; change it" -}}
+{{- end -}}
+{{- if lt (include "quartet.bytes" $persistence.size | float64) (include "quartet.redisBytes" . | float64) -}}
+{{- fail (printf "redis.persistence.size: %v, and redis.maxmemory: %s; expected about twice maxmemory, because Redis rewrites its append-only file beside the old one; raise it, or lower maxmemory" $persistence.size .Values.redis.maxmemory) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Tokens and an issuer that would not be those that the values seem to name. */}}
+{{- define "quartet.checkCredentials" -}}
+{{- $tokens := .Values.gateway.tokens -}}
+{{- if eq $tokens.operatorKey $tokens.viewerKey -}}
+{{- fail (printf "gateway.tokens.viewerKey: %s, which is also operatorKey, so viewers would be operators; expected another key; change one of them" $tokens.viewerKey) -}}
+{{- end -}}
+{{- $tls := .Values.security.tls -}}
+{{- $issuer := default dict $tls.certManager.issuerRef -}}
+{{- if and $tls.enabled (eq $tls.source "cert-manager") (or $issuer.kind $issuer.group) (not $issuer.name) -}}
+{{- fail "security.tls.certManager.issuerRef.name: missing beside kind or group; set it to the name of the issuer, or set issuerRef to {} for an authority of the release" -}}
 {{- end -}}
 {{- end -}}

@@ -39,6 +39,9 @@ def helm_values(config: Config, plan: Plan, source: str) -> str:
         first = group[0].role
         components[str(first)] = _component(plan, group)
         components |= {str(each.role): {"enabled": False} for each in group[1:]}
+        if first is Role.GENERATOR and config.rollout.engine in ("vllm", "tensorrt-llm"):
+            # The tags of docker/Dockerfile.generator. The other engines need no separate image.
+            components[str(first)]["image"] = {"variant": config.rollout.engine}
     settings = proposed_settings(config, plan)
     services: Tree = {}
     for role, keys in settings.pop("services", {}).items():

@@ -42,6 +42,8 @@ def test_the_values_of_a_plan_give_pods_that_have_its_gpus(name: str, gpus: str,
     values = with_keys(example("single-node-4-gpus"), config=_merged(given, planned["config"]))
     values["components"] = _merged(values["components"], planned["components"])
     values["defaults"].pop("resourcesPreset")
+    # The examples name the models of this repository.
+    values["checks"] = {"paths": False}
     if config.reward.source == "function":
         values["components"]["reward"] = {
             "gpus": 0,
@@ -75,6 +77,11 @@ def test_roles_of_several_gpus_have_separate_pods() -> None:
         helm_values(config, shared, "quartet plan")
     for component in planned["components"].values():
         assert component.get("gpus", 1) == 1 or "roles" not in component
+
+
+def test_generators_have_the_image_of_their_engine() -> None:
+    _, planned = values_of("qwen2.5-7b", "8xH100-80GB")
+    assert planned["components"]["generator"]["image"] == {"variant": "vllm"}
 
 
 def test_too_few_gpus_for_pods_are_an_error() -> None:
