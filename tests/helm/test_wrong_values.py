@@ -432,13 +432,13 @@ WRONG: dict[str, tuple[str, Values, str, str]] = {
         "cpu-kind",
         {"image": {"digest": DIGEST}, "components__generator": {"enabled": True, "image": {"variant": "vllm"}}},
         "components.generator.image.variant: vllm, and image.digest",
-        "expected a digest of its own",
+        "expected its own digest",
     ),
     "a digest beside a tag": (
         "cpu-kind",
         {"image": {"digest": DIGEST}, "components__actor__image": {"tag": "patched"}},
         "components.actor.image.tag: patched, and image.digest",
-        "expected a digest of its own",
+        "expected its own digest",
     ),
     "a label with a space": (
         "cpu-kind",

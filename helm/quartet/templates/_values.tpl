@@ -210,7 +210,7 @@ Two entries of a list with the same key, which Kubernetes refuses. Arguments: pa
 {{- range $key := list "repository" "tag" "variant" -}}
 {{- /* A process without a model runs in each image of the project. */ -}}
 {{- if and (or $component.model (ne $key "variant")) $image.digest (get $own $key) (not $own.digest) (ne (get $own $key) (get $image $key)) -}}
-{{- fail (printf "%s.image.%s: %s, and image.digest, which is of another image; expected a digest of its own; set %s.image.digest, or image.digests for each variant in place of image.digest" $path $key (get $own $key) $path) -}}
+{{- fail (printf "%s.image.%s: %s, and image.digest, which is of another image; expected its own digest; set %s.image.digest, or image.digests for each variant in place of image.digest" $path $key (get $own $key) $path) -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}
