@@ -99,7 +99,7 @@ def test_a_tokenizer_without_a_pad_token_needs_one_of_its_vocabulary(
     settings["pad_token"] = None
     (policy / "tokenizer_config.json").write_text(json.dumps(settings))
     (policy / "special_tokens_map.json").unlink(missing_ok=True)
-    arguments = [str(policy), f"{prepared}/data", str(tmp_path / "out"), *REWARD[:4], "--epochs", "0"]
+    arguments = [str(policy), f"{prepared}/data", str(tmp_path / "out"), *REWARD[:4], "--epochs", "1"]
     assert programs["train_reward"].main(arguments) == 2
     assert "its tokenizer has no pad token besides EOS" in capsys.readouterr().err
     assert programs["train_reward"].main([*arguments, "--pad-token", "<new>"]) == 2
@@ -139,3 +139,14 @@ def test_a_reward_model_with_another_tokenizer_scores_text(prepared: Path, progr
     assert score("unused", "of course , tea is fun", {"prompt": "tell me about tea"}, model) == polite
     with pytest.raises(TooLong, match=r"tokens, expected at most 4$"):
         score("unused", "of course", line, model, max_tokens=4)
+
+
+def test_training_without_an_epoch_is_refused(
+    programs: Programs, prepared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        programs["train_reward"].main(
+            [str(prepared / "policy"), str(prepared / "data"), str(tmp_path / "out"), "--epochs", "0"]
+        )
+    assert end.value.code == 2
+    assert "--epochs: 0: expected at least 1" in capsys.readouterr().err
