@@ -11,6 +11,7 @@ A row has one of these forms:
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import re
@@ -53,6 +54,14 @@ class Pair:
         value: dict[str, Any] = {"prompt": messages_of(self.prompt)}
         value |= {name: [{"role": ASSISTANT, "content": text}] for name, text in answers.items()}
         return value if self.margin is None else {**value, "margin": self.margin}
+
+
+def positive(text: str) -> int:
+    """Return an option's number. Raises argparse.ArgumentTypeError below 1."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value}: expected at least 1")
+    return value
 
 
 def messages_of(prompt: Iterable[Message]) -> list[dict[str, str]]:

@@ -25,7 +25,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from preferences import Pair, iterate_pairs, messages_of, write_json_lines
+from preferences import Pair, iterate_pairs, messages_of, positive, write_json_lines
 
 from quartet.atomic_directory import staged_directory
 from quartet.data.prompt_datasets import rows_file
@@ -98,7 +98,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--split", default="train", help="split of a data set (default train)")
     parser.add_argument("--config", help="configuration of a data set")
     parser.add_argument("--revision", help="commit, branch or tag of a data set on the hub (default the newest commit)")
-    parser.add_argument("--take", type=_positive, metavar="N", help="read only the first N rows")
+    parser.add_argument("--take", type=positive, metavar="N", help="read only the first N rows")
     parser.add_argument(
         "--validation", metavar="SOURCE", help="source of the validation pairs (default a part of SOURCE)"
     )
@@ -121,13 +121,6 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         "--seed", type=int, default=0, help="decides which conversations are for validation (default 0)"
     )
     return parser.parse_args(arguments)
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value}: expected at least 1")
-    return value
 
 
 def _fraction(text: str) -> float:
@@ -183,7 +176,9 @@ def prepare(options: argparse.Namespace, folder: Path) -> None:
         counts.in_validation = len(pairs) - len(training)
     for name, pairs in (("training", training), ("validation", validation)):
         if not pairs:
-            advice = "another --validation-fraction" if other is None else "validation pairs of other conversations"
+            advice = (
+                "another --validation-fraction" if other is None else "validation pairs without these conversations"
+            )
             raise DataError(f"{source.name}: no pairs are left for {name}; give more rows, or {advice}")
     numbers = {
         "pairs": write_pairs(folder / "pairs.jsonl", training),

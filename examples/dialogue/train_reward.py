@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from preferences import Pair, messages_of, read_pairs
+from preferences import Pair, messages_of, positive, read_pairs
 from prepare import check_out
 from torch import Tensor, nn
 from torch.nn import functional
@@ -92,7 +92,6 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         "micro-batch-pairs": (8, "pairs of a forward pass; changes no result, up to rounding"),
         "max-tokens": (1024, "pairs with a longer conversation are left out"),
         "max-validation-pairs": (1000, "number of validation pairs to use"),
-        "seed": (0, "the same seed gives the same bits on the same CPU"),
         "learning-rate": (1e-5, "peak of a schedule with linear warm-up and linear decay to 0"),
         "warmup": (0.03, "fraction of the steps with a rising learning rate"),
         "weight-decay": (0.0, "of AdamW"),
@@ -101,8 +100,11 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         "centring": (0.01, "coefficient of the squared sum of both scores"),
     }
     for name, (default, text) in numbers.items():
-        kind = _number if isinstance(default, float) else _count if name == "seed" else _positive
+        kind = positive if isinstance(default, int) else _number
         parser.add_argument(f"--{name}", type=kind, default=default, help=f"{text} (default {default})")
+    parser.add_argument(
+        "--seed", type=_count, default=0, help="the same seed gives the same bits on the same CPU (default 0)"
+    )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu, cuda or cuda:N")
     parser.add_argument("--bfloat16", action="store_true", help="compute in bfloat16, with float32 weights")
     parser.add_argument("--gradient-checkpointing", action="store_true", help="less memory, a third more time")
@@ -116,13 +118,6 @@ def _count(text: str) -> int:
     value = int(text)
     if value < 0:
         raise argparse.ArgumentTypeError(f"{value}: expected 0 or more")
-    return value
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value}: expected at least 1")
     return value
 
 

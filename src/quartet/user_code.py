@@ -57,8 +57,13 @@ def wrong_arguments(function: Callable[..., Any], count: int, keywords: Sequence
         signature.bind(*range(count), **dict.fromkeys(keywords))
     except TypeError as error:
         named = f" and {', '.join(keywords)} by name" if keywords else ""
-        return f"{error}, called with {count} arguments{named}"
+        return f"{error}, called with {counted_arguments(count)}{named}"
     return ""
+
+
+def counted_arguments(count: int) -> str:
+    """Return the number with its noun, such as "1 argument"."""
+    return f"{count} argument{'' if count == 1 else 's'}"
 
 
 def describe(error: BaseException) -> str:

@@ -279,8 +279,8 @@ WRONG: dict[str, tuple[str, Values, str, str]] = {
     "two volumes of one name": (
         "cpu-kind",
         {"components__actor__extraVolumes": [{"name": "tmp", "emptyDir": {}}]},
-        "components.actor.extraVolumes: two volumes with the name tmp",
-        "expected another name",
+        "components.actor.extraVolumes: two entries with name tmp",
+        "remove or rename the other",
     ),
     "a label of the chart": (
         "cpu-kind",
@@ -379,25 +379,25 @@ WRONG: dict[str, tuple[str, Values, str, str]] = {
         "cpu-kind",
         {"defaults__env": [{"name": "HOME", "value": "/a"}]},
         "components.actor.env: ",
-        "two entries with the name HOME, or the chart has one",
+        "two entries with name HOME, or the chart has one",
     ),
     "a variable twice": (
         "cpu-kind",
         {"components__actor__env": [{"name": "A", "value": "1"}, {"name": "A", "value": "2"}]},
         "components.actor.env: ",
-        "two entries with the name A",
+        "two entries with name A",
     ),
     "a variable of downloads": (
         "cpu-kind",
         {"downloads__env": [{"name": "HOME", "value": "/a"}]},
         "downloads.env: ",
-        "two entries with the name HOME",
+        "two entries with name HOME",
     ),
     "a pull secret twice": (
         "cpu-kind",
         {"imagePullSecrets": [{"name": "a"}, {"name": "a"}]},
         "imagePullSecrets: ",
-        "two entries with the name a",
+        "two entries with name a",
     ),
     "a mount over that of the chart": (
         "cpu-kind",
@@ -408,7 +408,7 @@ WRONG: dict[str, tuple[str, Values, str, str]] = {
             }
         },
         "components.actor.extraVolumeMounts: ",
-        "two entries with the mountPath /tmp, or the chart has one",
+        "two entries with mountPath /tmp, or the chart has one",
     ),
     "a mount without its volume": (
         "cpu-kind",
@@ -420,7 +420,7 @@ WRONG: dict[str, tuple[str, Values, str, str]] = {
         "cpu-kind",
         {"components__actor__topologySpreadConstraints": [SPREAD, SPREAD]},
         "components.actor.topologySpreadConstraints: ",
-        "two of them have kubernetes.io/hostname, DoNotSchedule",
+        "two entries with topologyKey, whenUnsatisfiable kubernetes.io/hostname, DoNotSchedule",
     ),
     "the port of another server": (
         "two-node-actor",

@@ -112,7 +112,7 @@ def test_an_exception_is_reported_in_one_line(start: Start) -> None:
     assert message.endswith("set reward.quote_texts: true to see it")
     assert "\n" not in message
     with pytest.raises(
-        FunctionFailed, match=r"raised TypeError: too many positional arguments, called with 1 arguments$"
+        FunctionFailed, match=r"raised TypeError: too many positional arguments, called with 1 argument$"
     ):
         start("wrong_signature").call([1], 20)
     with pytest.raises(FunctionFailed, match=r"functions:leaves raised SystemExit at functions.py:\d+; "):

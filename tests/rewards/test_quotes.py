@@ -62,4 +62,4 @@ def test_the_text_of_an_exception_from_c_code_is_omitted() -> None:
 def test_wrong_arguments_are_reported_with_the_reason() -> None:
     result = raised(grades, [PROMPT])
     assert result["raised"] == "TypeError"
-    assert result["text"] == "missing a required argument: 'response', called with 1 arguments"
+    assert result["text"] == "missing a required argument: 'response', called with 1 argument"

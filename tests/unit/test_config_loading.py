@@ -31,22 +31,22 @@ WRONG = {
         "checkpoint:\n  zzz: 1\n",
         ":8: checkpoint.zzz: unknown key; known keys: every_steps, keep_last",
     ),
-    "steps of 0": ("run:\n  steps: 0\n", ":8: run.steps: expected greater than or equal to 1, not 0"),
+    "steps of 0": ("run:\n  steps: 0\n", ":8: run.steps: expected at least 1, not 0"),
     "a word instead of a number": ("run:\n  steps: many\n", ":8: run.steps: expected a whole number, not 'many'"),
-    "a negative seed": ("run:\n  seed: -1\n", ":8: run.seed: expected greater than or equal to 0, not -1"),
+    "a negative seed": ("run:\n  seed: -1\n", ":8: run.seed: expected at least 0, not -1"),
     "a seed of 2^63": ("run:\n  seed: 9223372036854775808\n", ":8: run.seed: expected less than"),
     "a run name with a slash": ("run:\n  name: a/b\n", ":8: run.name: String should match pattern"),
-    "gamma above 1": ("algorithm:\n  gamma: 1.5\n", ":8: algorithm.gamma: expected less than or equal to 1"),
+    "gamma above 1": ("algorithm:\n  gamma: 1.5\n", ":8: algorithm.gamma: expected at most 1"),
     "NaN": ("algorithm:\n  gamma: .nan\n", ":8: algorithm.gamma: expected a finite number, not nan"),
     "infinity": ("algorithm:\n  clip_ratio: .inf\n", ":8: algorithm.clip_ratio: expected a finite number"),
-    "a dual clip of 1": ("algorithm:\n  dual_clip: 1\n", ":8: algorithm.dual_clip: expected greater than 1"),
+    "a dual clip of 1": ("algorithm:\n  dual_clip: 1\n", ":8: algorithm.dual_clip: expected more than 1"),
     "temperature 0": (
         "rollout:\n  temperature: 0\n",
-        ":8: rollout.temperature: expected greater than or equal to 0.001",
+        ":8: rollout.temperature: expected at least 0.001",
     ),
     "a number beyond the limit of messages": (
         "critic:\n  micro_batch_tokens: 5000000000\n",
-        ":8: critic.micro_batch_tokens: expected less than or equal to 1000000000, not 5000000000",
+        ":8: critic.micro_batch_tokens: expected at most 1000000000, not 5000000000",
     ),
     "a huge number": (
         "  micro_batch_tokens: 1.0e+23\n",
@@ -54,7 +54,7 @@ WRONG = {
     ),
     "more concurrent sequences than a step may have": (
         "rollout:\n  max_concurrent_sequences: 65537\n",
-        ":8: rollout.max_concurrent_sequences: expected less than or equal to 65536, not 65537",
+        ":8: rollout.max_concurrent_sequences: expected at most 65536, not 65537",
     ),
     "true instead of an integer": (
         "rollout:\n  max_off_policy_steps: true\n",
@@ -68,14 +68,14 @@ WRONG = {
         "critic:\n  gradient_checkpointing: 1\n",
         ":8: critic.gradient_checkpointing: expected true or false, not 1",
     ),
-    "top_p 0": ("rollout:\n  top_p: 0\n", ":8: rollout.top_p: expected greater than 0"),
+    "top_p 0": ("rollout:\n  top_p: 0\n", ":8: rollout.top_p: expected more than 0"),
     "an unknown choice": (
         "algorithm:\n  kl_estimator: k9\n",
         ":8: algorithm.kl_estimator: expected 'k1' or 'absolute', not 'k9'",
     ),
     "a wrong element of a list": (
         "services:\n  actor:\n    devices: [0, -1]\n",
-        ":9: services.actor.devices.1: expected greater than or equal to 0, not -1",
+        ":9: services.actor.devices.1: expected at least 0, not -1",
     ),
     "a list that is too short": (
         "critic:\n  optimizer:\n    betas: [0.9]\n",

@@ -45,7 +45,6 @@ All other templates loop over this map.
 {{- fail (printf "config.rollout.engine %s: runs in generators; set components.generator.enabled true, and its image" $engine) -}}
 {{- end -}}
 {{- end -}}
-{{- with $componentsByName.generator }}{{ include "quartet.checkGenerator" (dict "root" $root "component" .) }}{{ end -}}
 {{- $componentsByName | toJson -}}
 {{- end -}}
 

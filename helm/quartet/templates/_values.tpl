@@ -108,22 +108,25 @@ Checks of texts in the values. The schema checks keys and types; its message for
 {{- include "quartet.checkStorage" . -}}
 {{- include "quartet.checkScheduling" . -}}
 {{- include "quartet.checkLimits" . -}}
-{{- include "quartet.checkNoneTwice" (dict "path" "imagePullSecrets" "key" "name" "items" .Values.imagePullSecrets "own" list) -}}
-{{- include "quartet.checkNoneTwice" (dict "path" "downloads.env" "key" "name" "items" .Values.downloads.env "own" (list "HOME")) -}}
+{{- include "quartet.checkNoneTwice" (dict "path" "imagePullSecrets" "keys" (list "name") "items" .Values.imagePullSecrets "own" list) -}}
+{{- include "quartet.checkNoneTwice" (dict "path" "downloads.env" "keys" (list "name") "items" .Values.downloads.env "own" (list "HOME")) -}}
 {{- include "quartet.checkRedis" . -}}
 {{- include "quartet.checkCredentials" . -}}
 {{- if .Values.checks.paths }}{{ include "quartet.checkPaths" . }}{{ end -}}
 {{- end -}}
 
 {{/*
-Two entries of a list with the same key, which Kubernetes refuses. Arguments: path, key, items, and `own`, the keys of the chart's entries.
+Two entries of a list that are equal in some keys, which Kubernetes refuses. Arguments: path, keys, items, and `own`, those of the chart.
 */}}
 {{- define "quartet.checkNoneTwice" -}}
 {{- $seen := .own -}}
 {{- range default list .items -}}
-{{- $value := get . $.key | toString -}}
+{{- $entry := . -}}
+{{- $found := list -}}
+{{- range $.keys }}{{ $found = append $found (get $entry . | toString) }}{{ end -}}
+{{- $value := join ", " $found -}}
 {{- if has $value $seen -}}
-{{- fail (printf "%s: two entries with the %s %s, or the chart has one; expected one; remove the other" $.path $.key $value) -}}
+{{- fail (printf "%s: two entries with %s %s, or the chart has one; expected one; remove or rename the other" $.path (join ", " $.keys) $value) -}}
 {{- end -}}
 {{- $seen = append $seen $value -}}
 {{- end -}}
@@ -171,32 +174,22 @@ Two entries of a list with the same key, which Kubernetes refuses. Arguments: pa
 {{- fail (printf "%s.labels: %s; expected other labels, because Services and NetworkPolicies select pods by this one; remove it, or use nameOverride" $path $key) -}}
 {{- end -}}
 {{- end -}}
+{{- if eq .name "generator" }}{{ include "quartet.checkGenerator" . }}{{ end -}}
 {{- $names := list "config" "tmp" "certificates" "secrets" "storage" "models" "data" "runs" "shared-memory" -}}
-{{- range default list $component.extraVolumes -}}
-{{- if has .name $names -}}
-{{- fail (printf "%s.extraVolumes: two volumes with the name %s, or the chart has one; expected another name; change it there and in extraVolumeMounts" $path .name) -}}
-{{- end -}}
-{{- $names = append $names .name -}}
-{{- end -}}
+{{- include "quartet.checkNoneTwice" (dict "path" (printf "%s.extraVolumes" $path) "keys" (list "name") "items" $component.extraVolumes "own" $names) -}}
+{{- range default list $component.extraVolumes }}{{ $names = append $names .name }}{{ end -}}
 {{- $paths := list "/etc/quartet" "/tmp" (printf "/certificates/%s" $component.process) "/run/secrets/quartet" "/quartet/models" "/quartet/data" "/quartet/runs" "/dev/shm" -}}
 {{- range default list $component.extraVolumeMounts -}}
 {{- if not (has .name $names) -}}
 {{- fail (printf "%s.extraVolumeMounts: the pod has no volume %s; expected one of %s; correct the name, or add the volume to extraVolumes" $path .name (sortAlpha $names | join ", ")) -}}
 {{- end -}}
 {{- end -}}
-{{- include "quartet.checkNoneTwice" (dict "path" (printf "%s.extraVolumeMounts" $path) "key" "mountPath" "items" $component.extraVolumeMounts "own" $paths) -}}
+{{- include "quartet.checkNoneTwice" (dict "path" (printf "%s.extraVolumeMounts" $path) "keys" (list "mountPath") "items" $component.extraVolumeMounts "own" $paths) -}}
 {{- $variables := list "HOME" -}}
 {{- if not .root.Values.security.fixedUsers }}{{ $variables = append $variables "USER" }}{{ end -}}
 {{- if eq $component.workload "StatefulSet" }}{{ $variables = append $variables "NODE_RANK" }}{{ end -}}
-{{- include "quartet.checkNoneTwice" (dict "path" (printf "%s.env" $path) "key" "name" "items" $component.env "own" $variables) -}}
-{{- $spreads := list -}}
-{{- range default list $component.topologySpreadConstraints -}}
-{{- $spread := printf "%v, %v" .topologyKey .whenUnsatisfiable -}}
-{{- if has $spread $spreads -}}
-{{- fail (printf "%s.topologySpreadConstraints: two of them have %s; expected one for each topologyKey and whenUnsatisfiable; remove the other" $path $spread) -}}
-{{- end -}}
-{{- $spreads = append $spreads $spread -}}
-{{- end -}}
+{{- include "quartet.checkNoneTwice" (dict "path" (printf "%s.env" $path) "keys" (list "name") "items" $component.env "own" $variables) -}}
+{{- include "quartet.checkNoneTwice" (dict "path" (printf "%s.topologySpreadConstraints" $path) "keys" (list "topologyKey" "whenUnsatisfiable") "items" $component.topologySpreadConstraints "own" list) -}}
 {{- if and (gt (int $component.nodes) 1) (has (int .root.Values.workerGroups.port) (list 50051 9100 9101)) -}}
 {{- fail (printf "workerGroups.port: %d, which %s serves otherwise; expected another port, such as 29500" (int .root.Values.workerGroups.port) .name) -}}
 {{- end -}}

@@ -139,9 +139,12 @@ def _errors(error: ValidationError) -> list[dict[str, Any]]:
 
 
 def _message(item: dict[str, Any]) -> str:
+    if item["type"] in _LIMITS:
+        words, name = _LIMITS[item["type"]]
+        return f"expected {words} {item['ctx'][name]}"
     text = _PLAIN_MESSAGES.get(item["type"]) or str(item["msg"]).removeprefix("Value error, ")
-    # Pydantic's own texts, such as "Input should be greater than 0".
-    return text.replace("Input should be ", "expected ", 1) if text.startswith("Input should be ") else text
+    # Pydantic's own texts, such as "Input should be a finite number".
+    return f"expected {text.removeprefix(_PYDANTIC)}" if text.startswith(_PYDANTIC) else text
 
 
 def _describe(item: dict[str, Any], source: str, locations: dict[tuple[str, ...], str]) -> str:
@@ -179,6 +182,14 @@ def _problem(item: dict[str, Any]) -> str:
     )
 
 
+_PYDANTIC = "Input should be "
+_LIMITS = {
+    "greater_than": ("more than", "gt"),
+    "greater_than_equal": ("at least", "ge"),
+    "less_than": ("less than", "lt"),
+    "less_than_equal": ("at most", "le"),
+}
+"""Words for pydantic's types of limits, and the name of the limit in the context of the error."""
 _UNION_TYPES = ("bool", "int", "float", "str")
 _AS_IN_YAML = {"None": "null", "True": "true", "False": "false"}
 _PLAIN_MESSAGES = {

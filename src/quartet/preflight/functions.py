@@ -13,7 +13,7 @@ from quartet.config import Config, RewardSourceConfig
 from quartet.config.policy_losses import BUILT_IN_POLICY_LOSSES
 from quartet.errors import ConfigError
 from quartet.preflight.checking_process import checking_process
-from quartet.user_code import CHECKED
+from quartet.user_code import CHECKED, counted_arguments
 
 REWARD_ARGUMENTS = {
     "quartet": ("prompt", "response", "fields"),
@@ -76,13 +76,11 @@ def check_function(key: str, call: FunctionCall) -> str:
             "correct the name, run the command in the directory of the module, or add that directory to PYTHONPATH"
             f"{_shadowing(module)}"
         )
-    if key.startswith("algorithm.") and importlib.util.find_spec("torch") is None:
-        return f"{key} {function}: module exists, and is not imported, because torch is not installed here"
     if problem := _import_problem(call):
-        names = f": {', '.join(call.positional)}" if problem.endswith(" arguments") else ""
+        names = f": {', '.join(call.positional)}" if problem.endswith((" argument", " arguments")) else ""
         raise ConfigError(f"{key} {function}: {problem}{names}")
     named = f" and {', '.join(call.keywords)} by name" if call.keywords else ""
-    return f"{key} {function}: can be imported and accepts {len(call.positional)} arguments{named}"
+    return f"{key} {function}: can be imported and accepts {counted_arguments(len(call.positional))}{named}"
 
 
 def _import_problem(call: FunctionCall) -> str:

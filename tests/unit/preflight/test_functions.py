@@ -113,7 +113,7 @@ def test_a_function_that_cannot_be_called_is_refused(
     [
         ("loss", ""),
         ("los", "module algorithms has no los; did you mean loss?"),
-        ("two", "missing a required argument: 'b', called with 1 arguments: inputs"),
+        ("two", "missing a required argument: 'b', called with 1 argument: inputs"),
     ],
 )
 def test_functions_of_the_algorithm_are_checked_too(
@@ -125,7 +125,7 @@ def test_functions_of_the_algorithm_are_checked_too(
     tree["algorithm"] |= {"policy_loss": f"algorithms:{function}"}
     if not message:
         notes = check_inputs(parse_config(tree, "test"))
-        assert f"algorithm.policy_loss algorithms:{function}: can be imported and accepts 1 arguments" in notes
+        assert f"algorithm.policy_loss algorithms:{function}: can be imported and accepts 1 argument" in notes
         return
     with pytest.raises(ConfigError, match=re.escape(f"algorithm.policy_loss algorithms:{function}: {message}")):
         check_inputs(parse_config(tree, "test"))

@@ -130,7 +130,7 @@ def test_of_settings_with_the_same_mean_the_first_of_the_grid_is_the_best(
     ("rewards", "note"),
     [
         ((1.0, 1.1, 9.0, 9.1), None),
-        ((1.0, 3.0, 2.0, 4.0), "the interval of the best setting overlaps with those of 1 of the 1 others"),
+        ((1.0, 3.0, 2.0, 4.0), "settings whose interval overlaps with that of the best: 1"),
     ],
 )
 def test_the_note_says_whether_intervals_overlap(
@@ -146,7 +146,7 @@ def test_the_note_says_that_one_run_has_no_interval(runs: list[PlannedRun]) -> N
         write_run(run, [1.0] * 20)
     note = best_note(setting_results([run_result(run, None) for run in runs[::2]]), "reward_mean")
     assert note is not None
-    assert note.startswith("one run per setting has no interval")
+    assert note.startswith("one run per setting gives no interval")
 
 
 def test_the_table_says_how_many_runs_of_a_setting_failed(runs: list[PlannedRun]) -> None:

@@ -59,17 +59,14 @@ def best_note(results: Sequence[SettingResult], metric: str | None) -> str | Non
     best = next((result for result in results if result.best), None)
     if best is None or len(results) == 1:
         return None
-    width = best.metrics[metric].half_width
-    if width is None:
-        return "one run per setting has no interval, and the best may be so by chance; --seeds 3 makes three"
-    low, high = best.metrics[metric].mean - width, best.metrics[metric].mean + width
+    leading = best.metrics[metric]
+    if leading.half_width is None:
+        return "one run per setting gives no interval, so chance may decide which is best; --seeds 3 runs three of each"
     others = [result.metrics[metric] for result in results if not result.best and metric in result.metrics]
     overlapping = sum(
-        low <= other.mean + (other.half_width or 0) and other.mean - (other.half_width or 0) <= high for other in others
+        abs(other.mean - leading.mean) <= leading.half_width + (other.half_width or 0) for other in others
     )
-    if not overlapping:
-        return None
-    return f"the interval of the best setting overlaps with those of {overlapping} of the {len(others)} others"
+    return f"settings whose interval overlaps with that of the best: {overlapping}" if overlapping else None
 
 
 def error_lines(results: Sequence[SettingResult]) -> Iterator[str]:
