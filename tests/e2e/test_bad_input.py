@@ -58,7 +58,7 @@ def copy(tmp_path: Path) -> Callable[[Path], Path]:
     ("text", "mentioned"),
     [
         ("run:\n  stepz: 3\n", ("{file}:2", "run.stepz", "unknown key", "did you mean 'steps'")),
-        ("run:\n  steps: 0\n", ("{file}:2", "run.steps", "greater than or equal to 1", "not 0")),
+        ("run:\n  steps: 0\n", ("{file}:2", "run.steps", "expected at least 1", "not 0")),
         ("data:\n  prompts: p.jsonl\n", ("{file}", "actor: missing", "reward: missing")),
         ("run: [\n", ("{file}:2", "not YAML")),
     ],

@@ -169,7 +169,7 @@ def test_the_set_s_name_is_in_the_cache_key_and_in_the_prompts(tmp_path: Path) -
         ({"sets": [{"name": "a", "path": "b", "text_template": "{}"}]}, "expected {COLUMN} for values"),
         ({"sets": [{"name": "a", "path": "b", "text_template": "{a"}]}, "expected {COLUMN} for values"),
         ({"prompts": "a", "validation": "b", "validation_set": {"name": "c", "path": "d"}}, "at most one of them"),
-        ({"sets": [{"name": "a", "path": "b", "weight": 0}]}, "greater than 0"),
+        ({"sets": [{"name": "a", "path": "b", "weight": 0}]}, "expected more than 0"),
         ({"sets": [{"name": "a", "path": "b", "trust_remote_code": False}]}, "unknown key"),
     ],
 )
