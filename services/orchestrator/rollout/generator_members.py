@@ -164,9 +164,11 @@ class Members:
         """End the monitor and the connections."""
         self._closed.set()
         with self.lock:
-            for member in self.by_address.values():
-                member.client.close()
+            members = self.all()
             self.by_address.clear()
+        # Without the lock: closing a channel waits for the callbacks of its calls, which take the lock.
+        for member in members:
+            member.client.close()
 
     def _repeat(self, work: Callable[[], None], seconds: float) -> None:
         """Call ``work`` at an interval until the members are closed, even if it fails."""
@@ -187,6 +189,7 @@ class Members:
     def _resolve(self) -> None:
         resolved = [endpoints_at(address) for address in self._config.services.generators]
         addresses = {address for each in resolved for address in each}
+        forgotten: list[Member] = []
         with self.lock:
             if all(resolved):
                 for member in self.all():
@@ -194,13 +197,16 @@ class Members:
                     member.left = member.address not in addresses
                     if member.left and member.call is None:
                         del self.by_address[member.address]
-                        member.client.close()
+                        forgotten.append(member)
             for address in sorted(addresses):
                 if address not in self.by_address and not self._closed.is_set():
                     client = GenerationClient(address, self._config.timeouts, self._credentials)
                     client.channel.tracer = self._actor.channel.tracer
                     self.by_address[address] = Member(client)
                     self._ask(self.by_address[address])
+        # Without the lock, as in ``close``.
+        for member in forgotten:
+            member.client.close()
 
     def _ask(self, member: Member) -> None:
         """Ask a generator for its status, unless an earlier question is not answered yet."""

@@ -54,7 +54,7 @@ class _Replica(Generic[Client]):
     """Reason why it gets no calls, until it reports the right model."""
     last_error: str = ""
     left: bool = False
-    """Set if its address no longer belongs to the service. It is forgotten when its calls have ended."""
+    """Set if its address no longer belongs to the service. It is forgotten once its calls have ended."""
     pending: int = 0
     """Calls that have not ended."""
     question: PendingResult[tuple[ProcessStatus, ServiceStatus]] | None = None
@@ -173,15 +173,16 @@ class Replicas(Generic[Client]):
                 replica.status, replica.last_error = None, str(error)
                 if len(self._members) > 1:
                     self._note(f"{self.role} at {replica.address} is lost; the other replicas do its work")
-            self._forget_left()
 
     def close(self) -> None:
         """End the monitor and the connections."""
         self._closed.set()
         with self._changed:
-            for replica in self._members.values():
-                replica.client.close()
+            members = list(self._members.values())
             self._members.clear()
+        # Without the lock: closing a channel waits for the callbacks of its calls, which take the lock.
+        for replica in members:
+            replica.client.close()
 
     # Monitoring
 
@@ -222,13 +223,12 @@ class Replicas(Generic[Client]):
                         client = self._connect(address)
                         client.channel.tracer = self._tracer
                         self._members[address] = _Replica(client)
-            self._forget_left()
-
-    def _forget_left(self) -> None:
-        for address, replica in list(self._members.items()):
-            if replica.left and not replica.pending:
-                del self._members[address]
-                replica.client.close()
+            forgotten = [replica for replica in self._members.values() if replica.left and not replica.pending]
+            for replica in forgotten:
+                del self._members[replica.address]
+        # Without the lock, as in ``close``.
+        for replica in forgotten:
+            replica.client.close()
 
     def _ask_absent(self) -> None:
         """Ask all replicas that get no calls for their status."""

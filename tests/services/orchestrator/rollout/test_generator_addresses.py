@@ -5,16 +5,19 @@ from __future__ import annotations
 import socket
 from collections.abc import Iterator
 from contextlib import ExitStack
-from threading import Event
+from threading import Event, Thread
 from types import SimpleNamespace
 from typing import Any
 
 import grpc
 import pytest
 
-from quartet.config import parse_config
+from quartet.config import TimeoutsConfig, parse_config
+from quartet.errors import QuartetError
+from quartet.rpc.clients import GenerationClient
 from quartet.rpc.server import Server
 from quartet.services.orchestrator.rollout import generator_members
+from quartet.services.orchestrator.rollout.generator_members import Member, Members
 from quartet.services.orchestrator.rollout.generator_pool import GeneratorPool
 from quartet.types import EngineProperties, Role, ServiceStatus
 from tests.e2e.commands import wait_until
@@ -56,6 +59,11 @@ class IdleActor:
         return ServiceStatus(Role.ACTOR, vocabulary_size=64)
 
 
+def acquire(lock: Any) -> None:
+    with lock:
+        pass
+
+
 def pool_of(tree: dict[str, Any]) -> GeneratorPool:
     actor: Any = IdleActor()
     return GeneratorPool(parse_config(tree, "test"), actor, lambda note: None)
@@ -94,6 +102,30 @@ def test_a_run_begins_with_all_generators_that_respond(servers: list[str], monke
         stack.callback(pool.close)
         pool.wait_until_ready(20)
         assert set(pool.statuses()) == {*servers, server.address}
+
+
+def test_closing_ends_all_calls_in_progress() -> None:
+    answered = Event()
+    slow = IdleGenerator()
+    slow.status = lambda: (answered.wait(30), IdleGenerator().status())[1]  # type: ignore[method-assign]
+    server = Server([slow], "127.0.0.1:0")
+    actor: Any = IdleActor()
+    members = Members(parse_config(far_generators(server.address), "test"), actor, lambda note: None, lambda: None)
+    client = GenerationClient(server.address, TimeoutsConfig())
+    members.by_address[server.address] = Member(client)
+    calls = [client.start_status() for _ in range(4)]
+    for call in calls:
+        # As the callbacks of the pool do. gRPC runs all of them in one thread.
+        call.when_done(lambda: acquire(members.lock))
+    closing = Thread(target=members.close, daemon=True)
+    closing.start()
+    closing.join(20)
+    answered.set()
+    server.stop(0)
+    assert not closing.is_alive()
+    for call in calls:
+        with pytest.raises(QuartetError, match="cancelled"):
+            call.result()
 
 
 def test_the_monitor_survives_an_unexpected_error(servers: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

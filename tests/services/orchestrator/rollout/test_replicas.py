@@ -195,6 +195,24 @@ def test_cancellation_goes_to_no_other_replica(
     assert second.model.calls == 0
 
 
+def test_closing_ends_all_calls_in_progress(serve: Callable[..., Service], notes: list[str]) -> None:
+    busy = serve(free=False)
+    replicas = ReferenceReplicas(
+        Role.REFERENCE, [busy.address], lambda address: ReferenceClient(address, TimeoutsConfig()), notes.append
+    )
+    replicas.wait_until_ready()
+    calls = [replicas.log_probs(BATCH, 0.5) for _ in range(4)]
+    assert wait_until(lambda: busy.model.calls == 1, 20)
+    # gRPC runs the callbacks of all calls in one thread, and waits for them when it closes the channel.
+    closing = threading.Thread(target=replicas.close, daemon=True)
+    closing.start()
+    closing.join(20)
+    assert not closing.is_alive()
+    for call in calls:
+        with pytest.raises(QuartetError, match="cancelled"):
+            call.result()
+
+
 def test_replicas_with_different_models_are_an_error_at_the_start(
     serve: Callable[..., Service], connect: Callable[..., ReferenceReplicas]
 ) -> None:
