@@ -14,7 +14,7 @@ from quartet.data.prompt_encoding import (
     select_prompts,
     summarize_prompts,
 )
-from quartet.data.prompt_files import FORMATS, MAX_LINE_BYTES
+from quartet.data.prompt_files import FORMATS, MAX_LINE_BYTES, check_regular_file
 from quartet.data.prompt_lines import (
     MAX_FIELDS_BYTES,
     MAX_MESSAGES,
@@ -50,6 +50,7 @@ __all__ = [
     "WeightedPrompts",
     "cached_prompts",
     "cached_rows_file",
+    "check_regular_file",
     "encode_lines",
     "encode_prompts",
     "iterate_prompt_lines",

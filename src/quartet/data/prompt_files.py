@@ -53,17 +53,20 @@ def iterate_rows(path: Path, json_columns: Container[str] = JSON_COLUMNS) -> Ite
         raise DataError(f"prompts {path}: cannot be read ({reason}); give a file in {FORMATS}") from None
 
 
-def check_regular_file(path: Path) -> None:
-    """Check that a prompts file is not a directory, a device or a pipe. Raises DataError."""
+def check_regular_file(path: Path, name: str = "prompts") -> None:
+    """Check that a prompts file exists and is not a directory, a device or a pipe.
+
+    ``name`` says in the message what the file is. Raises DataError.
+    """
     try:
         mode = path.stat().st_mode
     except OSError as error:
-        raise DataError(f"prompts {path}: cannot be read ({error.strerror}); give a file in {FORMATS}") from None
+        raise DataError(f"{name} {path}: cannot be read ({error.strerror}); give a file in {FORMATS}") from None
     if stat.S_ISDIR(mode):
-        raise DataError(f"prompts {path}: cannot be read (Is a directory); give a file in {FORMATS}")
+        raise DataError(f"{name} {path}: cannot be read (Is a directory); give a file in {FORMATS}")
     if not stat.S_ISREG(mode):
         raise DataError(
-            f"prompts {path}: a device or a pipe, which cannot be read several times; give a regular file in {FORMATS}"
+            f"{name} {path}: a device or a pipe, which cannot be read several times; give a regular file in {FORMATS}"
         )
 
 

@@ -74,6 +74,10 @@ def _ineffective(config: Config) -> Iterator[tuple[str, tuple[str, ...], str]]:
             ("clip_ratio", "clip_ratio_high", "dual_clip", "target_kl"),
             "with one epoch, one mini-batch and old_log_probs trainer, every ratio of the update is 1",
         )
+    if algorithm.policy_loss == "dppo_tv":
+        sides = zip(("clip_ratio", "clip_ratio_high"), algorithm.clip_range, strict=True)
+        if limits := tuple(name for name, limit in sides if limit >= 1):
+            yield "algorithm", limits, "two probabilities differ by at most 1, so this limit never masks a token"
     if not config.has_environment:
         reason = "rollout.max_turns is 0, so no environment is used"
         yield "environment", (), reason

@@ -15,6 +15,7 @@ from quartet.data import (
     PromptSummary,
     cached_prompts,
     cached_rows_file,
+    check_regular_file,
     iterate_prompts,
     max_parts,
     on_the_hub,
@@ -48,6 +49,9 @@ def check_prompts(config: Config, report: Report) -> list[str]:
     needed = dict(zip((settings.key for settings in files), _needed(config), strict=True))
     if (validation := PromptSettings.for_validation(config, revisions)) is not None:
         files.append(validation)
+    for settings in files:
+        if settings.dataset is None:
+            check_regular_file(settings.path, settings.key)
     vocabulary_size = number_in(_description(config.actor.model), "vocab_size")
     summaries = _summaries(files, vocabulary_size, report)
     notes = []

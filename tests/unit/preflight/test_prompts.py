@@ -24,6 +24,13 @@ def test_invalid_prompts_are_refused(models: Path) -> None:
         check_inputs(config(models))
 
 
+def test_a_missing_file_is_named_with_its_setting(models: Path) -> None:
+    tree = config(models).model_dump()
+    tree["data"]["validation"] = models / "absent.jsonl"
+    with pytest.raises(DataError, match=rf"^data\.validation {models}/absent\.jsonl: cannot be read \(No such file"):
+        check_inputs(parse_config(tree, "test"))
+
+
 def with_validation(models: Path, text: str) -> Config:
     (models / "validation.jsonl").write_text(text)
     tree = config(models).model_dump()

@@ -66,6 +66,10 @@ RLOO = {"estimator": "rloo"}
         ({"algorithm": {**RLOO, "num_epochs": 1, "num_mini_batches": 1, "clip_ratio": 0.1, "target_kl": 0.1}},
          "algorithm.clip_ratio, algorithm.target_kl",
          "with one epoch, one mini-batch and old_log_probs trainer, every ratio of the update is 1"),
+        ({"algorithm": {**RLOO, "policy_loss": "dppo_tv", "clip_ratio": 0.2, "clip_ratio_high": 1.0}},
+         "algorithm.clip_ratio_high", "two probabilities differ by at most 1, so this limit never masks a token"),
+        ({"algorithm": {**RLOO, "policy_loss": "dppo_tv", "clip_ratio": 3.0}}, "algorithm.clip_ratio",
+         "two probabilities differ by at most 1, so this limit never masks a token"),
     ],
 )  # fmt: skip
 def test_settings_without_effect_are_reported_with_the_reason(
