@@ -258,13 +258,21 @@ def test_the_config_names_the_generators_and_starts_none(tmp_path: Path) -> None
     assert config.services.generator.devices == (0,)
 
 
-def test_a_reference_that_follows_the_policy_reads_the_folder_of_runs() -> None:
-    for settings, expected in (({}, []), ({"config__reference": {"sync_steps": 8}}, [True])):
-        template = of_kind(manifests(changed("single-node-4-gpus", **settings)), "Deployment")["quartet-reference"][
-            "spec"
-        ]["template"]
-        (container,) = template["spec"]["containers"]
-        mounts = [mount for mount in container["volumeMounts"] if mount["mountPath"] == "/quartet/runs"]
+@pytest.mark.parametrize(
+    ("example", "component", "settings"),
+    [
+        ("single-node-4-gpus", "reference", {"config__reference": {"sync_steps": 8}}),
+        ("single-node-4-gpus", "reference", {"config__actor__model": "runs/earlier/policy"}),
+        ("single-node-4-gpus", "reward", {"config__reward__model": "/quartet/runs/earlier/reward"}),
+        ("vllm-generators", "generator", {"config__actor__model": "runs/earlier/policy"}),
+    ],
+)
+def test_a_component_that_reads_policies_of_runs_has_their_folder(
+    example: str, component: str, settings: dict[str, Any]
+) -> None:
+    for given, expected in (({}, []), (settings, [True])):
+        spec = pods(changed(example, **given))[component]
+        mounts = [mount for mount in spec["containers"][0]["volumeMounts"] if mount["mountPath"] == "/quartet/runs"]
         assert [mount.get("readOnly") for mount in mounts] == expected
 
 

@@ -163,10 +163,21 @@ generator may have any engine. Arguments: root and component.
   "terminationGracePeriodSeconds" (int $grace)
   "probes" (dict "startup" (dict "failureThreshold" (int $patience)))
   "caching" (and (has "reward" $roles) (eq (include "quartet.hasJudge" $root) "true"))
-  "following" (and (has "reference" $roles) (not (empty (dig "reference" "sync_steps" "" $root.Values.config))))
+  "readsRuns" (or
+    (and (has "reference" $roles) (not (empty (dig "reference" "sync_steps" "" $root.Values.config))))
+    (and (or $trained $scoring $generating $playing) (eq (include "quartet.startsFromRun" $root) "true")))
   "usesBuffer" (or (has "actor" $roles) (has "critic" $roles) $generating (has $name (list "orchestrator" "gateway")))
   "image" (mergeOverwrite (deepCopy $root.Values.image) (deepCopy (default dict $component.image)))
   | toJson -}}
+{{- end -}}
+
+{{/* "true" if a model of the config is the policy of an earlier run. */}}
+{{- define "quartet.startsFromRun" -}}
+{{- $found := false -}}
+{{- range include "quartet.readPaths" . | fromJsonArray -}}
+{{- if and .model (hasPrefix "/quartet/runs/" .absolute) }}{{ $found = true }}{{ end -}}
+{{- end -}}
+{{- $found -}}
 {{- end -}}
 
 {{/* "true" if a language model judges responses. Its cache is in the folder of the run. */}}

@@ -167,7 +167,7 @@ spec:
 {{- if or .model .playing (eq .name "orchestrator") }}{{ $_ := set $folders "models" true }}{{ end -}}
 {{- if eq .name "orchestrator" }}{{ $_ := set $folders "data" true }}{{ end -}}
 {{- $writes := or .caching (and .usesBuffer (not .generating)) -}}
-{{- if or $writes .following }}{{ $_ := set $folders "runs" (not $writes) }}{{ end -}}
+{{- if or $writes .readsRuns }}{{ $_ := set $folders "runs" (not $writes) }}{{ end -}}
 {{- toJson $folders -}}
 {{- end -}}
 
