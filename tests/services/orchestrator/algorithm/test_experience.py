@@ -108,7 +108,7 @@ def expected_flat(
         returns = [0.0] * len(advantages)
     normalize = algorithm.normalize_advantages
     if normalize is None:
-        normalize = algorithm.estimator in ("gae", "reinforce_plus_plus")
+        normalize = algorithm.estimator in ("gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
     if normalize and any(mask):
         mean, deviation = moments_of([a for a, counts in zip(advantages, mask, strict=True) if counts])
         advantages = [(advantage - mean) / deviation for advantage in advantages]
