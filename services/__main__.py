@@ -422,7 +422,7 @@ def _orchestrator(
         endings.put(END_OF_RUN)
 
     thread = threading.Thread(target=run_training, args=(training, board, finished), name="training", daemon=True)
-    servicer = OrchestratorServicer(board, control, training.live_settings, training.close, training.generators)
+    servicer = OrchestratorServicer(board, control, training.live_settings, training.interrupt, training.generators)
     return [servicer], thread
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import secrets
+import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -120,6 +122,7 @@ class TrainingRun:
         self._owner = secrets.token_hex(16)
         self._lease: Lease | None = None
         self._evaluator: Evaluator | None = None
+        self._interrupted = threading.Event()
 
     def run(self) -> None:
         """Train from the last committed step to the end. Raises the first error that recovery cannot handle."""
@@ -137,16 +140,31 @@ class TrainingRun:
         """Return the generators in separate processes. May be called from another thread."""
         return self._generation.generators()
 
+    @property
+    def interrupted(self) -> bool:
+        """True if the process ends before the run."""
+        return self._interrupted.is_set()
+
+    def interrupt(self) -> None:
+        """Stop the work in progress, because the process ends. May be called from another thread.
+
+        The errors that this causes are not the end of the run: the next process continues it.
+        """
+        self._interrupted.set()
+        self.close()
+
     def close(self) -> None:
         """Stop the work in progress and release the lease. May be called again, and from another thread."""
-        self._preparation.discard()
-        self._generation.close()
-        self._service_clients.close_replicas()
-        if self._evaluator is not None:
-            self._evaluator.close()
-        if self._lease is not None:
-            self._lease.release()
-        self._telemetry.close()
+        with ExitStack() as stack:
+            # Each is called even if one before it raises.
+            stack.callback(self._telemetry.close)
+            if self._lease is not None:
+                stack.callback(self._lease.release)
+            if self._evaluator is not None:
+                stack.callback(self._evaluator.close)
+            stack.callback(self._service_clients.close_replicas)
+            stack.callback(self._generation.close)
+            stack.callback(self._preparation.discard)
 
     def _run_to_end(self) -> None:
         # Before waiting for the services: a custom estimator that cannot be used ends the run at once.
@@ -164,6 +182,8 @@ class TrainingRun:
             except LeadershipConflict:
                 raise
             except TRANSIENT_ERRORS as error:
+                if self.interrupted:
+                    raise
                 self._pause_after(error)
                 statuses = self._handshake.reconnect(statuses, loaded.identity)
             except RollbackRequested:
@@ -433,13 +453,20 @@ class TrainingLoop:
 
 
 def run_training(run: TrainingRun, board: ProgressBoard, on_end: Callable[[int], None]) -> None:
-    """Run to the end, on the calling thread. Shows the outcome on the board and passes the exit code to ``on_end``."""
+    """Run to the end, on the calling thread. Shows the outcome on the board and passes the exit code to ``on_end``.
+
+    A run that is interrupted before its end has no outcome.
+    """
     try:
         run.run()
-    except Cancelled as error:
-        board.update(state=RunState.STOPPED, phase="done", error=str(error))
-        on_end(0)
     except Exception as error:
+        if run.interrupted:
+            log.info("run interrupted", error=str(error))
+            return
+        if isinstance(error, Cancelled):
+            board.update(state=RunState.STOPPED, phase="done", error=str(error))
+            on_end(0)
+            return
         code = 2 if isinstance(error, ConfigError) else 1
         log.error("run failed", error=str(error), exc_info=None if code == 2 else error)
         board.update(state=RunState.FAILED, phase="failed", error=str(error) or type(error).__name__, exit_code=code)

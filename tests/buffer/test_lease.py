@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 
-from quartet.buffer.connection import Redis
-from quartet.buffer.lease import Lease
+from quartet.buffer.connection import Redis, connect
+from quartet.buffer.embedded_redis import EmbeddedRedis
+from quartet.buffer.lease import RELEASE_SECONDS, Lease
 from quartet.errors import FailedPrecondition, LeadershipConflict
 
 
@@ -100,6 +104,7 @@ def test_a_lease_of_the_same_owner_is_replaced_despite_a_late_renewal(
 ) -> None:
     first = Lease(redis_client, redis_url, run, duration=1.5, owner="me")
     first.release()
+    first._ended.clear()
     first.check()  # Like a renewal that is sent before the release and arrives after it.
     start = time.monotonic()
     second = Lease(redis_client, redis_url, run, duration=1.5, owner="me")
@@ -108,6 +113,25 @@ def test_a_lease_of_the_same_owner_is_replaced_despite_a_late_renewal(
     assert second.epoch == first.epoch + 1
     with pytest.raises(FailedPrecondition, match="the lease is lost"):
         first.check()
+
+
+def test_a_lease_is_not_renewed_after_its_release(redis_client: Redis, redis_url: str, run: str) -> None:
+    lease = Lease(redis_client, redis_url, run)
+    lease.release()
+    with pytest.raises(FailedPrecondition, match="the lease is lost"):
+        lease.check()
+    assert redis_client.get(f"quartet:{run}:lease") is None
+
+
+def test_a_redis_that_does_not_respond_delays_the_release_by_a_limited_time(tmp_path: Path, run: str) -> None:
+    with EmbeddedRedis(tmp_path / "redis", tmp_path / "redis.log") as server:
+        lease = Lease(connect(server.url), server.url, run)
+        os.kill(server.process.pid, signal.SIGSTOP)
+        started = time.monotonic()
+        lease.release()
+        seconds = time.monotonic() - started
+        os.kill(server.process.pid, signal.SIGCONT)
+        assert seconds < RELEASE_SECONDS + 5
 
 
 LEADER = """

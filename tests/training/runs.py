@@ -89,6 +89,7 @@ class ActiveRun:
     exit_codes: list[int]
     live_settings: LiveSettings
     generators: Callable[[], list[GeneratorInfo]] = list
+    interrupt: Callable[[], None] = lambda: None
 
     def finish(self, seconds: float = 250) -> Run:
         """Wait until the run ends and return it."""
@@ -191,7 +192,9 @@ def orchestrator(config: Config, control: RunControl | None = None) -> Iterator[
     training = TrainingRun(config, config.buffer.url, board, control, credentials=credentials)
     thread = threading.Thread(target=run_training, args=(training, board, exit_codes.append), daemon=True)
     thread.start()
-    yield ActiveRun(config, board, control, thread, exit_codes, training.live_settings, training.generators)
+    yield ActiveRun(
+        config, board, control, thread, exit_codes, training.live_settings, training.generators, training.interrupt
+    )
     control.stop()
     thread.join(60)
 

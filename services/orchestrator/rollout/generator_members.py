@@ -213,7 +213,10 @@ class Members:
         with self.lock:
             if self._closed.is_set() or (member.question is not None and not member.question.done()):
                 return
-            question = member.question = member.client.start_status()
+            try:
+                question = member.question = member.client.start_status()
+            except QuartetError:
+                return  # It has left meanwhile.
         question.when_done(lambda: self._answered(member, question))
 
     def _answered(self, member: Member, question: PendingResult[tuple[ProcessStatus, ServiceStatus]]) -> None:

@@ -209,10 +209,13 @@ class GeneratorPool:
     def _dispatch(self) -> None:
         """Start the next call of every generator that is free. Fail the work that no generator can do."""
         with self._lock:
+            active = [work for work in self._works if not work.done()]
             if self._closed:
+                # Started by another thread after ``close``.
+                for work in active:
+                    self._end(work, Cancelled("generation was cancelled"))
                 return
             ready = self._members.ready()
-            active = [work for work in self._works if not work.done()]
             if not ready and active:
                 reasons = [f"{member.address}: {member.refused}" for member in self._members.all() if member.refused]
                 causes = "; ".join(dict.fromkeys(each.last_error for each in self._members.all() if each.last_error))

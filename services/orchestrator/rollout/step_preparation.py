@@ -67,7 +67,8 @@ class StepPreparation:
 
     def discard(self) -> None:
         """Cancel the generations that have started early. Their trajectories are generated again."""
-        for _, generation in self._started.values():
+        # The training thread may add one meanwhile, if the process ends.
+        for _, generation in list(self._started.values()):
             generation.cancel()
         self._started.clear()
         self._collector.reset()

@@ -6,6 +6,7 @@ former leader that has not noticed the end of its lease.
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import threading
 import time
@@ -23,6 +24,8 @@ DURATION = 15.0
 
 POLL_SECONDS = 0.1
 """Seconds between checks of another orchestrator's lease."""
+RELEASE_SECONDS = 2.0
+"""Time limit for the release of a lease."""
 
 
 class Lease:
@@ -89,21 +92,29 @@ class Lease:
             raise FailedPrecondition(f"run {self._run}: the lease is lost; another orchestrator may be the leader")
 
     def release(self) -> None:
-        """Release the lease. An unreachable Redis is not an error: the lease expires."""
+        """Release the lease. If Redis does not do it within RELEASE_SECONDS, the lease expires."""
         self._ended.set()
-        try:
-            with translate_errors(self._url):
-                self._delete(self._holder)
-        except QuartetError:
-            pass
+        releasing = threading.Thread(target=self._release, name="release of the lease", daemon=True)
+        releasing.start()
+        releasing.join(RELEASE_SECONDS)
+
+    def _release(self) -> None:
+        with contextlib.suppress(QuartetError), translate_errors(self._url):
+            self._delete(self._holder)
 
     # Each of these compares the holder and acts in one transaction, so that it never changes another orchestrator's lease.
 
     def _renew(self) -> bool:
-        """Renew the lease, even if it expired while this process was suspended, unless the epoch shows a later leader."""
+        """Renew the lease, even if it expired while this process was suspended, unless the epoch shows a later leader.
+
+        A lease that was released is not renewed.
+        """
 
         def renew(pipe: Any) -> bool:
             holder = pipe.get(self._key)
+            # After the read, so that a lease is not renewed after its release.
+            if self._ended.is_set():
+                return False
             if holder != self._holder.encode() and (holder or pipe.get(self._epoch_key) != str(self.epoch).encode()):
                 return False
             pipe.multi()

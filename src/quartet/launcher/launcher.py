@@ -35,6 +35,8 @@ from quartet.types import Role
 
 FAILURE_DRAIN_SECONDS = 1.0
 """Seconds that the other processes have to end after one has failed, before they are killed."""
+CLOSE_SECONDS = 5.0
+"""Seconds to end after timeouts.drain_seconds: to release the lease and write the last metrics."""
 PRELOADED = (
     "quartet.services.factories",
     "quartet.environments.host",
@@ -385,7 +387,8 @@ class Launcher:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         # After a failure there is nothing to finish. After Ctrl-C active calls may finish; a second Ctrl-C stops immediately.
-        timeout = FAILURE_DRAIN_SECONDS if isinstance(error, Exception) else self._config.timeouts.drain_seconds
+        drain = self._config.timeouts.drain_seconds
+        timeout = FAILURE_DRAIN_SECONDS if isinstance(error, Exception) else drain + CLOSE_SECONDS
         previous = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             self.stop(timeout)

@@ -180,7 +180,6 @@ class Server:
         if not credentials.encrypted:
             check_listen_address(listen, credentials.allow_plaintext)
         self._roles = roles
-        self._stopping = threading.Event()
         self._server = grpc.server(
             ThreadPoolExecutor(max_workers=limits.calls, thread_name_prefix="rpc"),
             interceptors=[*interceptors, AccessControl(credentials, allowed), ErrorInterceptor()],

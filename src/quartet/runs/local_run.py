@@ -135,9 +135,12 @@ class _ProgressStream:
         step = 0
         while not self._closed.is_set():
             # A new channel for each attempt: a failed channel waits longer and longer before it reconnects.
-            self._client = OrchestratorClient(self._address, 0.0, self._credentials)
+            client = self._client = OrchestratorClient(self._address, 0.0, self._credentials)
+            if self._closed.is_set():
+                client.close()
+                return
             try:
-                for progress in self._client.watch(step):
+                for progress in client.watch(step):
                     self.queue.put(progress)
                     step = progress.step
                     if progress.state.ended:
@@ -145,7 +148,7 @@ class _ProgressStream:
             except QuartetError:
                 pass
             finally:
-                self._client.close()
+                client.close()
             self.queue.put(None)
             self._closed.wait(RECONNECT_SECONDS)
 

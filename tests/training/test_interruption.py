@@ -1,0 +1,73 @@
+"""A run whose process ends in the middle of a step has no outcome, and the next process continues it to the same bits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quartet.buffer.connection import connect
+from quartet.config import Config
+from quartet.types import RunState
+from tests.training.conftest import MakeConfig
+from tests.training.generator_runs import active_run_with_generators
+from tests.training.runs import ActiveRun, active_run, assert_same, orchestrator, run_to_completion, wait_for
+
+STEPS = 6
+SHORT: dict[str, Any] = {"run": {"steps": STEPS}, "checkpoint": {"every_steps": 3}}
+SLOW_JUDGE = """
+import time
+
+def judge(prompt, response, initial_response, fields):
+    time.sleep({seconds})
+    return 0.0
+"""
+
+
+@contextmanager
+def services_and_training(config: Config, generators: int) -> Iterator[ActiveRun]:
+    if generators:
+        with active_run_with_generators(config, generators) as (active, _):
+            yield active
+    else:
+        with active_run(config) as active:
+            yield active
+
+
+def interrupt(active: ActiveRun) -> None:
+    """Interrupt a run as its process does at SIGTERM. It must have no outcome and no lease."""
+    active.interrupt()
+    active.thread.join(60)
+    assert not active.thread.is_alive()
+    assert active.exit_codes == []
+    progress = active.board.current()
+    assert (progress.state, progress.recoveries, progress.error) == (RunState.TRAINING, 0, "")
+    assert active.config.buffer.url is not None
+    assert connect(active.config.buffer.url).get(f"quartet:{active.config.run.name}:lease") is None
+
+
+@pytest.mark.parametrize("generators", [0, 2])
+def test_an_interrupted_run_has_no_outcome_and_the_next_process_continues_it(generators: int, make: MakeConfig) -> None:
+    undisturbed = run_to_completion(make(**SHORT))
+    with services_and_training(make(**SHORT), generators) as active:
+        wait_for(active, lambda: active.board.current().step >= 2)
+        interrupt(active)
+        assert active.board.current().step < STEPS
+        with orchestrator(active.config) as continued:
+            run = continued.finish()
+    assert_same(run, undisturbed)
+
+
+def test_an_interrupted_evaluation_is_no_end_of_the_run(
+    make: MakeConfig, toy_task: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "slow_judge.py").write_text(SLOW_JUDGE.format(seconds=60))
+    monkeypatch.chdir(tmp_path)
+    evaluation = {"every_steps": 2, "max_prompts": 2, "judge": "slow_judge:judge"}
+    config = make(**SHORT, data={"validation": str(toy_task.prompts)}, evaluation=evaluation)
+    with active_run(config) as active:
+        wait_for(active, lambda: "judg" in active.board.current().phase or "evalu" in active.board.current().phase)
+        interrupt(active)
