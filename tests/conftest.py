@@ -33,7 +33,10 @@ SLOWEST_FILES = 10
 
 @pytest.hookimpl(tryfirst=True)  # Before pytest deselects by marker.
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark as slow all cases of a ``sampled`` test that are not in its sample."""
+    """Mark as slow all cases of a ``sampled`` test that are not in its sample: it has every n-th case.
+
+    If n has a common factor with the number of values of a parameter, some of its values are never in the sample.
+    """
     counts: Counter[str] = Counter()
     for item in items:
         sampled = item.get_closest_marker("sampled")

@@ -44,7 +44,7 @@ def setup_of_groups(tmp_path_factory: pytest.TempPathFactory) -> ChaosSetup:
 @pytest.mark.parametrize(
     "case", [pytest.param(case, id=f"CHAOS_SEED={CHAOS_SEED}-{case.name}") for case in sample_of_the_suite(CHAOS_SEED)]
 )
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(16)
 def test_a_disturbed_run_is_bit_identical_to_the_undisturbed_one(
     case: Case, setup: ChaosSetup, setup_of_groups: ChaosSetup
 ) -> None:

@@ -114,14 +114,13 @@ def test_one_process_continues_before_a_damaged_part_and_a_fork(
     assert committed_steps(tmp_path / "runs" / "forked") == 8
 
 
+@pytest.mark.slow  # tests/training/test_group_checkpoints.py restores checkpoints of groups in one process.
 @pytest.mark.parametrize(
     "model",
     [
         (),
-        pytest.param(("actor.dtype=bfloat16", "critic.dtype=bfloat16"), marks=pytest.mark.slow),
-        pytest.param(
-            ("actor.lora.rank=2", "critic.lora.rank=2", "services.reference.address=null"), marks=pytest.mark.slow
-        ),
+        ("actor.dtype=bfloat16", "critic.dtype=bfloat16"),
+        ("actor.lora.rank=2", "critic.lora.rank=2", "services.reference.address=null"),
     ],
 )
 def test_another_number_of_processes_continues_a_checkpoint(

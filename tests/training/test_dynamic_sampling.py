@@ -177,7 +177,7 @@ def test_generators_that_are_lost_change_nothing(make: MakeConfig, uninterrupted
 
 @pytest.mark.parametrize("role", [Role.ACTOR, Role.REWARD])
 @pytest.mark.parametrize("moment", MOMENTS)
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 def test_a_run_that_loses_a_service_takes_the_same_prompts(
     moment: str, role: Role, make: MakeConfig, uninterrupted: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -147,7 +147,7 @@ def test_changed_optimizer_settings_take_effect_and_its_moments_are_kept(
         ("algorithm.num_mini_batches", 2, "num_mini_batches"),
     ],
 )
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 def test_changed_update_settings_take_effect(
     role: str, key: str, value: float, name: str, forked: MakeFork, first_update: FirstUpdate
 ) -> None:

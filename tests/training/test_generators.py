@@ -93,6 +93,7 @@ def test_a_run_k_steps_off_policy_repeats_bit_identically(off_policy: tuple[Call
 # One step off-policy, see test_off_policy.py.
 @pytest.mark.parametrize("off_policy", [2, 4], indirect=True)
 @pytest.mark.parametrize("moment", ["generate", "update", "commit"])
+@pytest.mark.sampled(5)
 def test_a_run_k_steps_off_policy_survives_the_loss_of_the_actor(
     moment: str, off_policy: tuple[Callable[[], Config], Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:

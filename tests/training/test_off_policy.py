@@ -163,7 +163,7 @@ def test_a_lost_service_is_restored_with_the_same_policy_versions(
 @pytest.mark.parametrize("services_stay_up", [False, True])
 @pytest.mark.parametrize("crash_point", ["generate", "sealed", "updated", "committed"])
 @pytest.mark.parametrize("step", [4, 6])
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 def test_an_off_policy_run_resumes_bit_identically(
     step: int,
     crash_point: str,

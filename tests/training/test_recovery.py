@@ -98,7 +98,7 @@ def run_with_lost_service(config: Config, moment: str, role: Role, monkeypatch: 
 
 @pytest.mark.parametrize("moment", MOMENTS)
 @pytest.mark.parametrize("role", [Role.ACTOR, Role.CRITIC, Role.REWARD, Role.REFERENCE])
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 def test_a_lost_service_is_restored_to_the_last_commit(
     role: Role, moment: str, make: MakeConfig, uninterrupted: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -100,7 +100,7 @@ def crash_run(config: Config, crash_point: str, step: int, monkeypatch: pytest.M
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("crash_point", ["generate", "sealed", "updated", "committed", "checkpoint"])
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(7)
 def test_a_crashed_run_resumes_bit_identically(
     kind: str,
     crash_point: str,

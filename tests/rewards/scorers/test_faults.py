@@ -62,7 +62,7 @@ FIELDS = ['{"ground_truth": "x", "label": "y"}'] * 7
 
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("kind", SOURCES)
-@pytest.mark.sampled(24)
+@pytest.mark.sampled(23)
 def test_a_fault_is_an_outcome_of_the_responses_that_it_concerns(
     kind: str, fault: str, build: Build, tmp_path: Path
 ) -> None:
@@ -153,7 +153,7 @@ def trained_scores(source: RewardSource, recovery: RecoveryConfig) -> tuple[np.n
 
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("kind", SOURCES)
-@pytest.mark.sampled(16)
+@pytest.mark.sampled(17)
 def test_the_statistics_of_a_step_are_those_of_the_responses_without_a_fault(
     kind: str, fault: str, build: Build, tmp_path: Path
 ) -> None:
