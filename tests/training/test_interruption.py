@@ -1,4 +1,4 @@
-"""A run whose process ends in the middle of a step has no outcome, and the next process continues it to the same bits."""
+"""A run whose process ends in the middle of a step has no outcome. The next process continues it bit-identically."""
 
 from __future__ import annotations
 
