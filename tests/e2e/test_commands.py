@@ -156,7 +156,7 @@ def test_config_check_reports_the_prompts_and_models(call: Call, config: Path, t
 def test_config_check_refuses_a_missing_prompts_file(call: Call, config: Path, tmp_path: Path) -> None:
     result = call("config", "check", config, *settings(f"data.prompts={tmp_path}/absent.jsonl"))
     assert (result.code, result.out) == (2, "")
-    assert result.err.startswith(f"error: prompts {tmp_path}/absent.jsonl")
+    assert result.err.startswith(f"error: data.prompts {tmp_path}/absent.jsonl")
 
 
 def test_config_show_prints_defaults_and_overrides_but_no_password(call: Call, config: Path) -> None:
