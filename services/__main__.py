@@ -16,7 +16,7 @@ import queue
 import signal
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -48,6 +48,8 @@ ANSWER_SECONDS = 1.0
 """Time to answer the running calls of a process that has failed."""
 CLOSE_SECONDS = 10.0
 """Time to close the roles of a process that has failed, such as one with a stuck engine."""
+OUTCOME_SECONDS = 15.0
+"""Time for a run that has ended to report its outcome when its process ends at the same time."""
 RESTART_BIND_SECONDS = 30.0
 """Time that a restarted process waits for its port. While it was down, another program may have used the port for a moment."""
 CHECK_INTERVAL = 1.0
@@ -161,7 +163,7 @@ def _serve(roles: list[Role], options: argparse.Namespace, notifier: ReadyNotifi
         configure_logs(f"{roles[0]}-{ranks.rank}")
         notifier.close()
         arm(os.environ, ranks.rank)
-    status = [0]
+    status: list[int] = []
     failures: list[str] = []
 
     def on_signal(signum: int, _: Any) -> None:
@@ -190,7 +192,9 @@ def _serve(roles: list[Role], options: argparse.Namespace, notifier: ReadyNotifi
             from quartet.services.orchestrator.leadership import acquire_run_directory
 
             publish = stack.enter_context(acquire_run_directory(config)) if options.ready_fd is None else None
-            hosted, background = _orchestrator(config, endings, status, failures, notifier, observability, credentials)
+            hosted, background, wait_for_outcome = _orchestrator(
+                config, endings, status, failures, notifier, observability, credentials
+            )
         else:
             if roles == [Role.GENERATOR]:
                 hosted = _generator(config, threads, credentials)
@@ -198,7 +202,7 @@ def _serve(roles: list[Role], options: argparse.Namespace, notifier: ReadyNotifi
                 hosted = _environment(config, threads)
             else:
                 hosted = _models(roles, config, threads, credentials, ranks, notifier)
-            background, publish = None, None
+            background, publish, wait_for_outcome = None, None, None
             observability.add_services(hosted)
             if sharing is not None:
                 from quartet.services.reward.sharing_metrics import SharingMetrics
@@ -232,15 +236,17 @@ def _serve(roles: list[Role], options: argparse.Namespace, notifier: ReadyNotifi
             _close_within(hosted, CLOSE_SECONDS)
             raise
         log.info("stopping", cause=cause)
-        if publish is not None and cause != END_OF_RUN:
-            # The run has not ended: a non-zero status makes a supervisor restart this process.
-            status[0] = 128 + signal.SIGTERM
         server.stop(config.timeouts.drain_seconds)
+        if wait_for_outcome is not None:
+            wait_for_outcome()
         observability.close()
         log.info("stopped")
         for failure in failures:
             print(f"error: {failure}", file=sys.stderr)
-        return status[0]
+        if status:
+            return status[0]
+        # A run that has not ended: a non-zero status makes a supervisor restart this process.
+        return 128 + signal.SIGTERM if roles == [Role.ORCHESTRATOR] else 0
 
 
 def _wait_for_end(
@@ -395,7 +401,7 @@ def _orchestrator(
     notifier: ReadyNotifier,
     observability: Observability,
     credentials: Credentials,
-) -> tuple[list[Any], threading.Thread]:
+) -> tuple[list[Any], threading.Thread, Callable[[], None]]:
     from quartet.models.torch_threads import set_up_torch
     from quartet.run_directory.run_files import RunFiles
     from quartet.services.orchestrator.control.progress import ProgressBoard
@@ -412,7 +418,7 @@ def _orchestrator(
     observability.registry.register(RunMetrics(config, board, BufferDepth(url, config.run.name), training.generators))
 
     def finished(code: int) -> None:
-        status[0] = code
+        status.append(code)
         if code:
             # For a launcher that did not watch the progress yet when the run ended.
             notifier.notify(error=board.current().error, exit_code=code)
@@ -423,7 +429,12 @@ def _orchestrator(
 
     thread = threading.Thread(target=run_training, args=(training, board, finished), name="training", daemon=True)
     servicer = OrchestratorServicer(board, control, training.live_settings, training.interrupt, training.generators)
-    return [servicer], thread
+
+    def wait_for_outcome() -> None:
+        if training.has_outcome:
+            thread.join(OUTCOME_SECONDS)
+
+    return [servicer], thread, wait_for_outcome
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ SLOWEST_FILES = 10
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark as slow all cases of a ``sampled`` test that are not in its sample: it has every n-th case.
 
-    If n has a common factor with the number of values of a parameter, some of its values are never in the sample.
+    If n has a common factor with the number of values of a parameter, some of its values may never be in the sample.
     """
     counts: Counter[str] = Counter()
     for item in items:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import secrets
 import threading
-import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -123,11 +122,18 @@ class TrainingRun:
         self._lease: Lease | None = None
         self._evaluator: Evaluator | None = None
         self._interrupted = threading.Event()
+        self.has_outcome = False
+        """True once the run has ended or failed by itself, and not because its process ends."""
 
     def run(self) -> None:
         """Train from the last committed step to the end. Raises the first error that recovery cannot handle."""
         try:
             self._run_to_end()
+            self.has_outcome = True
+        except Exception:
+            # Before ``close``: an interruption during it is not the cause.
+            self.has_outcome = not self._interrupted.is_set()
+            raise
         finally:
             self.close()
 
@@ -139,11 +145,6 @@ class TrainingRun:
     def generators(self) -> list[GeneratorInfo]:
         """Return the generators in separate processes. May be called from another thread."""
         return self._generation.generators()
-
-    @property
-    def interrupted(self) -> bool:
-        """True if the process ends before the run."""
-        return self._interrupted.is_set()
 
     def interrupt(self) -> None:
         """Stop the work in progress, because the process ends. May be called from another thread.
@@ -182,7 +183,7 @@ class TrainingRun:
             except LeadershipConflict:
                 raise
             except TRANSIENT_ERRORS as error:
-                if self.interrupted:
+                if self._interrupted.is_set():
                     raise
                 self._pause_after(error)
                 statuses = self._handshake.reconnect(statuses, loaded.identity)
@@ -250,7 +251,7 @@ class TrainingRun:
         pause = self._attempts.pause_after(error)
         log.warning("recovery started", error=str(error), pause_seconds=pause)
         self._board.recovering(str(error))
-        time.sleep(pause)
+        self._interrupted.wait(pause)
 
     def _acquire_leadership(self, loaded: LoadedRun, statuses: ServiceStatuses) -> Leadership:
         """Acquire the lease, and bring the models and the algorithm's state to the last committed step."""
@@ -259,6 +260,10 @@ class TrainingRun:
         epochs_seen += self._generation.leader_epochs()
         led_epoch = self._lease.epoch if self._lease is not None else 0
         lease = self._lease = acquire_lease(self._redis, self._url, self._run, self._owner, self._lease, epochs_seen)
+        if self._interrupted.is_set():
+            # ``close`` may have released the lease before this one.
+            lease.release()
+            raise Cancelled("the process ends")
         self._preparation.discard()
         self._control.open()
         self._roll_back_if_requested(loaded)
@@ -460,7 +465,7 @@ def run_training(run: TrainingRun, board: ProgressBoard, on_end: Callable[[int],
     try:
         run.run()
     except Exception as error:
-        if run.interrupted:
+        if not run.has_outcome:
             log.info("run interrupted", error=str(error))
             return
         if isinstance(error, Cancelled):

@@ -76,7 +76,7 @@ def test_a_one_second_network_outage_delays_the_run_and_changes_nothing(
 
 
 @pytest.mark.parametrize(("link", "moment"), LINKS_AND_MOMENTS)
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(9)
 def test_broken_connections_are_reconnected_and_the_step_is_repeated(
     link: str, moment: str, make: MakeConfig, undisturbed: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:

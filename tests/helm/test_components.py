@@ -276,6 +276,22 @@ def test_a_component_that_reads_policies_of_runs_has_their_folder(
         assert [mount.get("readOnly") for mount in mounts] == expected
 
 
+def test_a_component_without_a_model_of_a_run_has_not_their_folder() -> None:
+    result = pods(changed("vllm-generators", config__critic__model="runs/earlier/critic"))
+    for name in ("generator", "reward", "reference"):
+        assert "/quartet/runs" not in [each["mountPath"] for each in result[name]["containers"][0]["volumeMounts"]]
+
+
+def test_a_component_may_mount_the_model_of_a_run_itself() -> None:
+    own = [{"name": "earlier", "mountPath": "/quartet/runs/earlier"}]
+    volumes = [{"name": "earlier", "persistentVolumeClaim": {"claimName": "earlier"}}]
+    values = changed("vllm-generators", config__actor__model="runs/earlier/policy")
+    values["components"]["generator"] |= {"extraVolumeMounts": own, "extraVolumes": volumes}
+    mounts = [each["mountPath"] for each in pods(values)["generator"]["containers"][0]["volumeMounts"]]
+    assert "/quartet/runs/earlier" in mounts
+    assert "/quartet/runs" not in mounts
+
+
 def test_the_environment_has_the_models_but_neither_gpu_nor_buffer(tmp_path: Path) -> None:
     values = changed("single-node-4-gpus", **TURNS)
     result = manifests(values)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,10 +12,13 @@ import pytest
 
 from quartet.buffer.connection import connect
 from quartet.config import Config
+from quartet.errors import ConfigError, ServiceFailed
+from quartet.services.orchestrator.run import TrainingRun
+from quartet.services.orchestrator.telemetry.run_outputs import RunTelemetry
 from quartet.types import RunState
 from tests.training.conftest import MakeConfig
 from tests.training.generator_runs import active_run_with_generators
-from tests.training.runs import ActiveRun, active_run, assert_same, orchestrator, run_to_completion, wait_for
+from tests.training.runs import ActiveRun, active_run, assert_same, orchestrator, run_to_completion, services, wait_for
 
 STEPS = 6
 SHORT: dict[str, Any] = {"run": {"steps": STEPS}, "checkpoint": {"every_steps": 3}}
@@ -71,3 +75,27 @@ def test_an_interrupted_evaluation_is_no_end_of_the_run(
     with active_run(config) as active:
         wait_for(active, lambda: "judg" in active.board.current().phase or "evalu" in active.board.current().phase)
         interrupt(active)
+
+
+@pytest.mark.parametrize(("error", "code"), [(None, 0), (ConfigError("wrong"), 2), (ServiceFailed("lost"), 1)])
+def test_an_interruption_after_the_end_of_a_run_does_not_change_its_outcome(
+    error: Exception | None, code: int, make: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closing, interrupted = threading.Event(), threading.Event()
+
+    def run_to_end(self: TrainingRun) -> None:
+        if error is not None:
+            raise error
+
+    def close(self: RunTelemetry) -> None:
+        closing.set()
+        assert interrupted.wait(60)
+
+    monkeypatch.setattr(TrainingRun, "_run_to_end", run_to_end)
+    monkeypatch.setattr(RunTelemetry, "close", close)
+    with services(make(**SHORT)) as addressed, orchestrator(addressed) as active:
+        assert closing.wait(60)
+        threading.Timer(0.2, interrupted.set).start()
+        active.interrupt()
+        active.thread.join(60)
+    assert active.exit_codes == [code]

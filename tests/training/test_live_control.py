@@ -100,7 +100,7 @@ def test_a_change_applies_from_the_next_step(make: MakeConfig, monkeypatch: pyte
 @pytest.mark.parametrize("kind", ["ppo", "lora"])
 @pytest.mark.parametrize("crash_point", ["generate", "sealed", "updated", "committed"])
 @pytest.mark.parametrize("step", [4, 5])
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(5)
 def test_a_crashed_run_with_changes_resumes_bit_identically(
     step: int, crash_point: str, kind: str, make: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:

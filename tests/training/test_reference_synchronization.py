@@ -55,7 +55,7 @@ def test_each_step_is_scored_by_the_version_before_it(make: MakeConfig, uninterr
         ("updated", 5, False),
     ],
 )
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 def test_a_crashed_run_has_the_same_references(
     crash_point: str,
     step: int,

@@ -165,17 +165,28 @@ generator may have any engine. Arguments: root and component.
   "caching" (and (has "reward" $roles) (eq (include "quartet.hasJudge" $root) "true"))
   "readsRuns" (or
     (and (has "reference" $roles) (not (empty (dig "reference" "sync_steps" "" $root.Values.config))))
-    (and (or $trained $scoring $generating $playing) (eq (include "quartet.startsFromRun" $root) "true")))
+    (eq (include "quartet.readsModelOfRun" (dict "root" $root "roles" $roles "mounts" $component.extraVolumeMounts)) "true"))
   "usesBuffer" (or (has "actor" $roles) (has "critic" $roles) $generating (has $name (list "orchestrator" "gateway")))
   "image" (mergeOverwrite (deepCopy $root.Values.image) (deepCopy (default dict $component.image)))
   | toJson -}}
 {{- end -}}
 
-{{/* "true" if a model of the config is the policy of an earlier run. */}}
-{{- define "quartet.startsFromRun" -}}
+{{/*
+"true" if a component reads a model in the folder of runs. Arguments: root, roles and mounts, which are extraVolumeMounts of the
+component. By default the reference has the actor's model.
+*/}}
+{{- define "quartet.readsModelOfRun" -}}
+{{- $readers := dict "actor" (list "actor" "generator" "environment") "critic" (list "critic") "reward" (list "reward") "reference" (list "reference") -}}
+{{- if not (dig "reference" "model" "" .root.Values.config) -}}
+{{- $_ := set $readers "actor" (append $readers.actor "reference") -}}
+{{- end -}}
 {{- $found := false -}}
-{{- range include "quartet.readPaths" . | fromJsonArray -}}
-{{- if and .model (hasPrefix "/quartet/runs/" .absolute) }}{{ $found = true }}{{ end -}}
+{{- range $read := include "quartet.readPaths" .root | fromJsonArray -}}
+{{- if and $read.model (hasPrefix "/quartet/runs/" $read.absolute) -}}
+{{- $own := false -}}
+{{- range default list $.mounts }}{{ if hasPrefix (printf "%s/" (trimSuffix "/" .mountPath)) (printf "%s/" $read.absolute) }}{{ $own = true }}{{ end }}{{ end -}}
+{{- range $role := index $readers (splitList "." $read.key | first) }}{{ if and (has $role $.roles) (not $own) }}{{ $found = true }}{{ end }}{{ end -}}
+{{- end -}}
 {{- end -}}
 {{- $found -}}
 {{- end -}}

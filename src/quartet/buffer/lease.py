@@ -112,7 +112,7 @@ class Lease:
 
         def renew(pipe: Any) -> bool:
             holder = pipe.get(self._key)
-            # After the read, so that a lease is not renewed after its release.
+            # A release after this check changes the key, so that the transaction is repeated and ends here.
             if self._ended.is_set():
                 return False
             if holder != self._holder.encode() and (holder or pipe.get(self._epoch_key) != str(self.epoch).encode()):

@@ -36,7 +36,7 @@ from quartet.types import Role
 FAILURE_DRAIN_SECONDS = 1.0
 """Seconds that the other processes have to end after one has failed, before they are killed."""
 CLOSE_SECONDS = 5.0
-"""Seconds to end after timeouts.drain_seconds: to release the lease and write the last metrics."""
+"""Seconds that a process has to end after its calls have drained."""
 PRELOADED = (
     "quartet.services.factories",
     "quartet.environments.host",
