@@ -82,7 +82,7 @@ class ReadyNotifier:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Serve until the end and return the exit status.
 
-    0 after a graceful shutdown, 2 for invalid input, 1 for any other error, and 143 for a standalone orchestrator that a signal
+    0 after a graceful shutdown, 2 for invalid input, 1 for any other error, and 143 for an orchestrator that a signal
     stopped before the end of its run.
     """
     parser = argparse.ArgumentParser(prog="python -m quartet.services", description=__doc__)

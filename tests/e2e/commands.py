@@ -187,6 +187,14 @@ def _take_terminal() -> None:
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
 
+def ends(action: Callable[[], object], seconds: float) -> bool:
+    """Run ``action`` in a thread. Return whether it ends within ``seconds``."""
+    thread = threading.Thread(target=action, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return not thread.is_alive()
+
+
 def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
     """Wait until ``condition`` is true; return whether it became true in time."""
     deadline = time.monotonic() + seconds

@@ -267,7 +267,7 @@ def test_the_config_names_the_generators_and_starts_none(tmp_path: Path) -> None
         ("vllm-generators", "generator", {"config__actor__model": "runs/earlier/policy"}),
     ],
 )
-def test_a_component_that_reads_policies_of_runs_has_their_folder(
+def test_a_component_that_reads_a_model_of_a_run_mounts_the_folder_of_runs(
     example: str, component: str, settings: dict[str, Any]
 ) -> None:
     for given, expected in (({}, []), (settings, [True])):
@@ -276,7 +276,7 @@ def test_a_component_that_reads_policies_of_runs_has_their_folder(
         assert [mount.get("readOnly") for mount in mounts] == expected
 
 
-def test_a_component_without_a_model_of_a_run_has_not_their_folder() -> None:
+def test_other_components_do_not_mount_the_folder_of_runs() -> None:
     result = pods(changed("vllm-generators", config__critic__model="runs/earlier/critic"))
     for name in ("generator", "reward", "reference"):
         assert "/quartet/runs" not in [each["mountPath"] for each in result[name]["containers"][0]["volumeMounts"]]

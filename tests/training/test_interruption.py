@@ -23,10 +23,11 @@ from tests.training.runs import ActiveRun, active_run, assert_same, orchestrator
 STEPS = 6
 SHORT: dict[str, Any] = {"run": {"steps": STEPS}, "checkpoint": {"every_steps": 3}}
 SLOW_JUDGE = """
-import time
+import pathlib, time
 
 def judge(prompt, response, initial_response, fields):
-    time.sleep({seconds})
+    pathlib.Path("judging").touch()
+    time.sleep(60)
     return 0.0
 """
 
@@ -68,12 +69,12 @@ def test_an_interrupted_run_has_no_outcome_and_the_next_process_continues_it(gen
 def test_an_interrupted_evaluation_is_no_end_of_the_run(
     make: MakeConfig, toy_task: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "slow_judge.py").write_text(SLOW_JUDGE.format(seconds=60))
+    (tmp_path / "slow_judge.py").write_text(SLOW_JUDGE)
     monkeypatch.chdir(tmp_path)
     evaluation = {"every_steps": 2, "max_prompts": 2, "judge": "slow_judge:judge"}
     config = make(**SHORT, data={"validation": str(toy_task.prompts)}, evaluation=evaluation)
     with active_run(config) as active:
-        wait_for(active, lambda: "judg" in active.board.current().phase or "evalu" in active.board.current().phase)
+        wait_for(active, (tmp_path / "judging").exists)
         interrupt(active)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Iterator
 from contextlib import ExitStack
-from threading import Event, Thread
+from threading import Event
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,7 +20,7 @@ from quartet.services.orchestrator.rollout import generator_members
 from quartet.services.orchestrator.rollout.generator_members import Member, Members
 from quartet.services.orchestrator.rollout.generator_pool import GeneratorPool
 from quartet.types import EngineProperties, Role, ServiceStatus
-from tests.e2e.commands import wait_until
+from tests.e2e.commands import ends, wait_until
 
 
 class IdleGenerator:
@@ -117,12 +117,10 @@ def test_closing_ends_all_calls_in_progress() -> None:
     for call in calls:
         # As the callbacks of the pool do. gRPC runs all of them in one thread.
         call.when_done(lambda: acquire(members.lock))
-    closing = Thread(target=members.close, daemon=True)
-    closing.start()
-    closing.join(20)
+    closed = ends(members.close, 20)
     answered.set()
     server.stop(0)
-    assert not closing.is_alive()
+    assert closed
     for call in calls:
         with pytest.raises(QuartetError, match="cancelled"):
             call.result()

@@ -26,7 +26,7 @@ from quartet.services.orchestrator.rollout import replicas as module
 from quartet.services.orchestrator.rollout.replicas import ReferenceReplicas
 from quartet.services.reference.servicer import ReferenceServicer
 from quartet.types import FloatArray, ReferenceVersion, Role, ServiceStatus, TokenBatch
-from tests.e2e.commands import wait_until
+from tests.e2e.commands import ends, wait_until
 from tests.unit.models import tiny
 
 STATUS = ServiceStatus(Role.REFERENCE, model="m", dtype="float32", parameters=3, vocabulary_size=9)
@@ -204,10 +204,7 @@ def test_closing_ends_all_calls_in_progress(serve: Callable[..., Service], notes
     calls = [replicas.log_probs(BATCH, 0.5) for _ in range(4)]
     assert wait_until(lambda: busy.model.calls == 1, 20)
     # gRPC runs the callbacks of all calls in one thread, and waits for them when it closes the channel.
-    closing = threading.Thread(target=replicas.close, daemon=True)
-    closing.start()
-    closing.join(20)
-    assert not closing.is_alive()
+    assert ends(replicas.close, 20)
     for call in calls:
         with pytest.raises(QuartetError, match="cancelled"):
             call.result()
