@@ -146,11 +146,12 @@ class Watchdog:
         self._exchanged = 0
         self._beat = -1
         self._has_exchanged = threading.Condition()
-        self._stopped = False
+        self._stopped = threading.Event()
         self._failure = ""
+        self._watching = threading.Thread(target=self._end_without_rank_0, name="watchdog of rank 0", daemon=True)
         threading.Thread(target=self._exchange_until_stopped, name="rank reports", daemon=True).start()
         if rank:
-            threading.Thread(target=self._end_without_rank_0, name="watchdog of rank 0", daemon=True).start()
+            self._watching.start()
 
     def failure(self) -> str:
         """Return which rank hangs, in rank 0, or "". Never waits."""
@@ -180,17 +181,19 @@ class Watchdog:
             wait_for(lambda: self._beat >= beat)
 
     def stop(self) -> None:
-        """Stop watching."""
-        self._stopped = True
+        """Stop watching. Afterwards the watchdog does not end this process."""
+        self._stopped.set()
+        if self._rank:
+            self._watching.join()
 
     def _exchange_until_stopped(self) -> None:
         ranks = [0] if self._rank else list(range(self._size))
-        while not self._stopped:
+        while not self._stopped.is_set():
             try:
                 reports = self._exchange.exchange(self._report(), ranks)
             except RuntimeError:
                 # A store that does not respond leaves rank 0 silent. Rank 0 itself is told by its connections to the others.
-                time.sleep(BEAT_SECONDS)
+                self._stopped.wait(BEAT_SECONDS)
                 continue
             with self._has_exchanged:
                 self._exchanged += 1
@@ -198,14 +201,14 @@ class Watchdog:
                 self._has_exchanged.notify_all()
             if not self._rank:
                 self._failure = self._failure or self._detector.poll(reports, time.monotonic())
-            time.sleep(BEAT_SECONDS)
+            self._stopped.wait(BEAT_SECONDS)
 
     def _end_without_rank_0(self) -> None:
         """End this process if rank 0, or the store, is silent for longer than the limit."""
         silence = Silence()
-        while not self._stopped:
+        while not self._stopped.is_set():
             if silence.poll(self._beat, time.monotonic()) > self._timeout:
                 error = f"rank 0 of {self._size}: no sign of life for {self._timeout:g} s"
                 log.error("process failed", error=error)
                 os._exit(1)
-            time.sleep(BEAT_SECONDS)
+            self._stopped.wait(BEAT_SECONDS)

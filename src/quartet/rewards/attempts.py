@@ -16,6 +16,8 @@ from quartet.types import Outcome
 MAX_PAUSE = 30.0
 """Maximum pause between two attempts, in seconds, without jitter."""
 Answer = TypeVar("Answer")
+Sleep = Callable[[float], Awaitable[None]]
+"""Pause of a number of seconds."""
 
 
 class RequestFailed(Exception):
@@ -46,8 +48,8 @@ class CircuitBreaker:
     Only unreachable scorers count, because any other failure may be that of a single response.
     """
 
-    def __init__(self, failures: int, seconds: float) -> None:
-        self._limit, self._seconds = failures, seconds
+    def __init__(self, failures: int, seconds: float, sleep: Sleep) -> None:
+        self._limit, self._seconds, self._sleep = failures, seconds, sleep
         self._failures = 0
         self._trial: asyncio.Future[RequestFailed | None] | None = None
 
@@ -61,7 +63,7 @@ class CircuitBreaker:
         if self._trial is None:
             trial = self._trial = asyncio.get_running_loop().create_future()
             try:
-                await asyncio.sleep(self._seconds)
+                await self._sleep(self._seconds)
             except asyncio.CancelledError:
                 self._end(trial, None)
                 raise
@@ -93,11 +95,11 @@ class CircuitBreaker:
 class Attempts:
     """Attempts of all requests to one scorer. To be used on one event loop."""
 
-    def __init__(self, config: RetryConfig, name: str) -> None:
-        """``name`` starts the messages."""
-        self._config, self._name = config, name
+    def __init__(self, config: RetryConfig, name: str, sleep: Sleep = asyncio.sleep) -> None:
+        """``name`` starts the messages. ``sleep`` makes the pauses between attempts."""
+        self._config, self._name, self._sleep = config, name, sleep
         self._turns = asyncio.Semaphore(config.max_concurrency)
-        self._breaker = CircuitBreaker(config.circuit_breaker_failures, config.circuit_breaker_seconds)
+        self._breaker = CircuitBreaker(config.circuit_breaker_failures, config.circuit_breaker_seconds, sleep)
 
     async def run(self, send: Callable[[int], Awaitable[Answer]]) -> Answer:
         """Return the result of ``send``, which gets the number of the attempt, from 0. Raises RequestFailed after the last."""
@@ -110,7 +112,7 @@ class Attempts:
                     raise
             pause = min(MAX_PAUSE, config.backoff_seconds * 2.0**attempt)
             # Jitter keeps requests that failed together apart. It changes the time of an attempt and no result.
-            await asyncio.sleep(pause * random.uniform(0.5, 1.5))
+            await self._sleep(pause * random.uniform(0.5, 1.5))
         raise AssertionError("max_attempts is at least 1")
 
     async def _attempt(self, send: Callable[[int], Awaitable[Answer]], attempt: int) -> Answer:
@@ -120,7 +122,7 @@ class Attempts:
                 try:
                     return await self._send(send, attempt)
                 except RequestRefused as refused:
-                    await asyncio.sleep(refused.seconds * random.uniform(1.0, 1.5))
+                    await self._sleep(refused.seconds * random.uniform(1.0, 1.5))
 
     async def _send(self, send: Callable[[int], Awaitable[Answer]], attempt: int) -> Answer:
         trial = await self._breaker.admit()

@@ -8,7 +8,6 @@ from contextlib import nullcontext
 import pytest
 
 from quartet.config import RetryConfig
-from quartet.rewards import attempts as module
 from quartet.rewards.attempts import Attempts, RequestFailed, RequestRefused
 from quartet.types import Outcome
 
@@ -18,19 +17,18 @@ STRICT = RetryConfig(max_attempts=1, circuit_breaker_failures=1, max_concurrency
 class Pauses:
     """The pauses that the requests made, in seconds. None of them takes time."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self) -> None:
         self.seconds = list[float]()
-        sleep = asyncio.sleep
 
-        async def no_sleep(seconds: float) -> None:
-            self.seconds.append(seconds)
-            await sleep(0)
-
-        monkeypatch.setattr(module.asyncio, "sleep", no_sleep)
+    async def sleep(self, seconds: float) -> None:
+        """Record a pause."""
+        self.seconds.append(seconds)
+        await asyncio.sleep(0)
 
 
-def test_a_refused_request_is_repeated_with_jitter_and_counts_as_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    pauses, attempts, sent = Pauses(monkeypatch), Attempts(STRICT, "scorer"), list[int]()
+def test_a_refused_request_is_repeated_with_jitter_and_counts_as_no_failure() -> None:
+    pauses, sent = Pauses(), list[int]()
+    attempts = Attempts(STRICT, "scorer", pauses.sleep)
 
     async def send(attempt: int) -> str:
         sent.append(attempt)
@@ -45,9 +43,9 @@ def test_a_refused_request_is_repeated_with_jitter_and_counts_as_no_failure(monk
     assert len(set(pauses.seconds)) > 1
 
 
-def test_a_refusal_shows_that_the_scorer_is_reachable(monkeypatch: pytest.MonkeyPatch) -> None:
-    pauses = Pauses(monkeypatch)
-    attempts = Attempts(STRICT.model_copy(update={"circuit_breaker_failures": 2}), "scorer")
+def test_a_refusal_shows_that_the_scorer_is_reachable() -> None:
+    pauses = Pauses()
+    attempts = Attempts(STRICT.model_copy(update={"circuit_breaker_failures": 2}), "scorer", pauses.sleep)
 
     async def run(*errors: Exception) -> None:
         pending = list(errors)
