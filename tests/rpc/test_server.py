@@ -37,9 +37,9 @@ from quartet.services.reference.servicer import ReferenceServicer
 from quartet.topology import check_listen_address
 from quartet.types import FloatArray, ReferenceVersion, Role, ServiceStatus, TokenBatch
 from quartet.v1 import actor_pb2, actor_pb2_grpc, update_pb2
-from tests.e2e.commands import wait_until
 from tests.services.model_services import TIMEOUTS, Services
 from tests.unit.models import tiny
+from tests.waiting import wait_until
 
 BATCH = tiny.batch([3, 2], [4, 7])
 
@@ -70,8 +70,8 @@ def gate(services: Services) -> Iterator[Gate]:
     result.release.set()
 
 
-def gated(gate: Gate) -> ReferenceServicer:
-    return ReferenceServicer(gate, ComputeThread(), 1)  # type: ignore[arg-type]
+def gated(gate: Gate, compute: ComputeThread | None = None) -> ReferenceServicer:
+    return ReferenceServicer(gate, compute or ComputeThread(), 1)  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -153,6 +153,20 @@ def test_a_drain_finishes_the_active_call_and_refuses_new_ones(gate: Gate) -> No
         watch.cancel()
         stopping.result(timeout=10)
     client.close()
+
+
+def test_a_subscription_learns_of_a_drain_and_does_not_prolong_it(gate: Gate) -> None:
+    server = Server([gated(gate)], "127.0.0.1:0")
+    with grpc.insecure_channel(server.address) as channel, ThreadPoolExecutor(1) as executor:
+        watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(), timeout=60)
+        assert next(watch).status == health_pb2.HealthCheckResponse.SERVING
+        stopping = executor.submit(server.stop, 60.0)
+        assert next(watch).status == health_pb2.HealthCheckResponse.NOT_SERVING
+        with pytest.raises(grpc.RpcError) as ended:
+            next(watch)
+        # UNAVAILABLE if the connection closes first.
+        assert ended.value.code() in (grpc.StatusCode.CANCELLED, grpc.StatusCode.UNAVAILABLE)
+        stopping.result(timeout=10)
 
 
 def accepts_calls(address: str) -> bool:
@@ -358,7 +372,7 @@ def test_streams_are_limited_so_that_health_and_status_respond(services: Service
             except grpc.RpcError:
                 return False
 
-        assert wait_until(stream_opens, 10)
+        wait_until(stream_opens, 10)
 
 
 def test_all_limits_together_leave_workers_for_health_and_status() -> None:
