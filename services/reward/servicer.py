@@ -135,14 +135,16 @@ class RewardServicer(ModelServicer[RewardSource], reward_pb2_grpc.RewardServiceS
         if not context.add_callback(on_end):
             raise Cancelled("score: the caller is gone")
         units = start(caller.is_gone)
-        while True:
+        # The end of a unit clears a turn that ``on_end`` has set during the unit.
+        while not caller.is_gone():
             if not call.turn.wait(remaining_time(context)):
                 raise DeadlinePassed("score: the deadline passed")
             if caller.is_gone():
-                raise Cancelled("score: the caller is gone")
+                break
             scores = self.compute.run("score", context, lambda _: _next_unit(units, shared, call))
             if scores is not None:
                 return scores
+        raise Cancelled("score: the caller is gone")
 
 
 def _reach_scoring() -> None:

@@ -25,8 +25,8 @@ from quartet.errors import ConfigError, ServiceUnavailable
 from quartet.rpc.security.certificate_authority import Authority
 from quartet.rpc.service_channel import accepts_connections
 from tests.buffer.samples import trajectory
-from tests.e2e.commands import wait_until
 from tests.faults.proxy import Proxy
+from tests.waiting import wait_until
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def plain_port(tmp_path: Path) -> Iterator[int]:
     command = [str(find_server()), "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--requirepass", "right"]
     process = subprocess.Popen(tied_to_parent(command), cwd=tmp_path, stdout=subprocess.DEVNULL)
     try:
-        assert wait_until(lambda: accepts_connections(f"127.0.0.1:{port}"), 20)
+        wait_until(lambda: accepts_connections(f"127.0.0.1:{port}"))
         yield port
     finally:
         process.kill()
@@ -149,7 +149,7 @@ def test_a_connection_is_lost_from_a_failed_command_until_the_server_responds(re
                 operation()
             assert monitor.is_lost()
         proxy.heal()
-        assert wait_until(lambda: not monitor.is_lost(), 20)
+        wait_until(lambda: not monitor.is_lost())
         stream.append([trajectory("link", 1)])
         stream.reset()
 
@@ -162,4 +162,4 @@ def test_a_server_that_rejects_the_credentials_counts_as_reachable(tmp_path: Pat
         client.config_set("requirepass", "right")
         client.connection_pool.disconnect()
         monitor.mark_lost()
-        assert wait_until(lambda: not monitor.is_lost(), 20)
+        wait_until(lambda: not monitor.is_lost())

@@ -33,8 +33,9 @@ from tests.chaos.cases import (
     Case,
     role_and_rank,
 )
-from tests.e2e.commands import QUARTET, Command, CommandResult, wait_until
+from tests.e2e.commands import QUARTET, Command, CommandResult
 from tests.e2e.conftest import MINIATURE
+from tests.waiting import wait_until
 
 RUN = "chaos"
 TIMEOUT = 120.0
@@ -204,9 +205,7 @@ class _DisturbedRun:
         if self._case.process == EVERYTHING:
             command.process.kill()
             command.process.wait()
-            assert wait_until(lambda: not command.processes(), 10), (
-                f"still running without the launcher: {command.processes()}"
-            )
+            wait_until(lambda: not command.processes(), 10, lambda: f"without the launcher: {command.processes()}")
             release.touch()
             command = self._start("--resume")
         elif self._case.fault == KILL:

@@ -22,6 +22,7 @@ from types import MappingProxyType
 from typing import TypeVar
 
 from quartet.child_processes import tied_to_parent
+from tests.waiting import wait_until
 
 Value = TypeVar("Value")
 
@@ -164,7 +165,7 @@ class Command:
             except ProcessLookupError:
                 continue
         self.process.wait()
-        assert wait_until(lambda: not self.processes(), 10), self.processes()
+        wait_until(lambda: not self.processes(), 10, self.processes)
 
     def clean_up(self) -> None:
         """Kill the remaining processes and remove the temporary files."""
@@ -193,16 +194,6 @@ def ends(action: Callable[[], object], seconds: float) -> bool:
     thread.start()
     thread.join(seconds)
     return not thread.is_alive()
-
-
-def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
-    """Wait until ``condition`` is true; return whether it became true in time."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.02)
-    return True
 
 
 def committed_steps(run: Path) -> int:

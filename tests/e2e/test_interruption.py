@@ -10,14 +10,16 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from tests.e2e.commands import START_TIMEOUT, Command, committed_steps, settings, wait_until
+from tests.e2e.commands import START_TIMEOUT, Command, committed_steps, settings
 from tests.e2e.conftest import Start
+from tests.waiting import wait_until
 
 ENDLESS = settings("run.steps=1000000", "checkpoint.every_steps=0")
 SHUTDOWN_TIMEOUT = 10.0
@@ -110,7 +112,7 @@ def test_sigkill_of_the_command_ends_all_its_children(start: Start, config: Path
     command = start("train", config, *few_processes)
     command.wait_for(lambda: is_loading(command))
     command.process.kill()
-    assert wait_until(lambda: not command.processes(), 5), command.processes()
+    wait_until(lambda: not command.processes(), 5, command.processes)
 
 
 def test_a_service_with_a_blocked_log_pipe_drains_and_ends_on_sigterm(config: Path) -> None:
@@ -130,11 +132,12 @@ def test_a_service_with_a_blocked_log_pipe_drains_and_ends_on_sigterm(config: Pa
     with subprocess.Popen(command, stderr=end) as service:
         try:
             os.close(end)
-            assert wait_until(lambda: is_serving(port), START_TIMEOUT)
-            wait_until(lambda: "pipe" in Path(f"/proc/{service.pid}/wchan").read_text(), 2)
+            wait_until(lambda: is_serving(port), START_TIMEOUT)
+            with suppress(AssertionError):  # Not every kernel shows what a process waits for.
+                wait_until(lambda: "pipe" in Path(f"/proc/{service.pid}/wchan").read_text(), 2)
             service.terminate()
             with os.fdopen(log, encoding="utf-8") as lines:
-                assert wait_until(lambda: "event='stopped'" in lines.readline(), 20)
+                wait_until(lambda: "event='stopped'" in lines.readline())
             assert service.wait(20) == 0
         finally:
             service.kill()

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.commands import QUARTET, Command, committed_steps, settings, wait_until
+from tests.e2e.commands import QUARTET, Command, committed_steps, settings
 from tests.e2e.conftest import GROUPS, LONGER, Run, Service, Start, deterministic_metrics, weights
 from tests.e2e.test_separate_processes import free_ports
+from tests.waiting import wait_until
 
 Node = Callable[[int], Command]
 
@@ -59,7 +60,7 @@ def lose(node: Command) -> None:
     """Kill everything on a node at once."""
     os.killpg(node.process.pid, signal.SIGKILL)
     node.process.wait()
-    assert wait_until(lambda: not node.processes(), 10), node.processes()
+    wait_until(lambda: not node.processes(), 10, node.processes)
 
 
 @pytest.mark.slow

@@ -15,8 +15,9 @@ import pytest
 import quartet
 from quartet.errors import ConfigError
 from quartet.launcher import launcher
-from tests.e2e.commands import Command, committed_steps, wait_until
+from tests.e2e.commands import Command, committed_steps
 from tests.e2e.conftest import STEPS
+from tests.waiting import wait_until
 
 LONG = ["run.steps=100000", "checkpoint.every_steps=100000"]
 
@@ -96,7 +97,7 @@ def test_a_run_that_another_thread_started_is_controlled(
     thread.join()
     [run] = started
     try:
-        assert wait_until(lambda: run.step >= 1, 60)
+        wait_until(lambda: run.step >= 1, 60)
         assert run.dashboard is not None
         address, _, token = run.dashboard.partition("#token=")
         assert address.startswith("http://127.0.0.1:")
@@ -111,15 +112,15 @@ def test_a_run_that_another_thread_started_is_controlled(
         with pytest.raises(ConfigError, match="kl_coefficient"):
             run.set(kl_coefficient=-1)
         run.pause()
-        assert wait_until(lambda: run.state == "paused", 30)
+        wait_until(lambda: run.state == "paused", 30)
         other = quartet.Run(run.directory)
         assert other.wait(0.1, progress=False) == "paused"
         run.checkpoint()
         run.resume()
-        assert wait_until(lambda: bool(run.checkpoints), 30)
+        wait_until(lambda: bool(run.checkpoints), 30)
         [step] = run.checkpoints
         run.rollback(step)
-        assert wait_until(lambda: any("roll" in line for line in lines(run)), 30)
+        wait_until(lambda: any("roll" in line for line in lines(run)), 30)
         run.stop()
         assert other.wait(60, progress=False) in ("stopped", "idle")
         assert run.wait(60, progress=False) == "stopped"
@@ -151,7 +152,7 @@ def test_a_killed_script_leaves_no_process(script: Command, folder: Path) -> Non
     script.wait_for(lambda: committed_steps(folder / "runs/tiny") > 1)
     script.process.send_signal(signal.SIGKILL)
     script.process.wait()
-    assert wait_until(lambda: not script.processes(), 10), script.processes()
+    wait_until(lambda: not script.processes(), 10, script.processes)
 
 
 def test_an_interrupt_stops_a_run_that_is_waited_for(folder: Path, config: Path, few_processes: list[str]) -> None:

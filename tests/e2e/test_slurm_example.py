@@ -22,7 +22,7 @@ import yaml
 from quartet.config import Config, load_config
 from quartet.run_directory.run_files import FIRST_CONFIG_LINE
 from quartet.topology import service_roles
-from tests.e2e.commands import wait_until
+from tests.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "examples/slurm/quartet.sbatch"
@@ -213,7 +213,7 @@ def test_torchrun_gets_the_number_of_its_task(job: Job) -> None:
     # As srun does, run the command of the step for each task; here, that of the second node.
     step = '[[ $* == *torchrun* ]] || exec sleep 60; while [[ $1 == --* ]]; do shift; done; SLURM_PROCID=1 exec "$@"'
     process = job.start(path, ORCHESTRATOR="exec sleep 60", STEP=step)
-    assert wait_until(lambda: job.calls_of("torchrun") != [], 30)
+    wait_until(lambda: job.calls_of("torchrun") != [], 30)
     (arguments,) = job.calls_of("torchrun")
     assert arguments.startswith("--node-rank=1 --nnodes=2 --nproc-per-node=4 ")
     assert " -m quartet.services actor --config " in arguments
@@ -271,7 +271,7 @@ def test_the_script_for_one_node_starts_or_resumes_the_run(job: Job) -> None:
 def test_the_script_for_one_node_ends_the_run_at_the_time_limit(job: Job, state: str, requeued: list[str]) -> None:
     path = one_node(job, "trap 'sleep 0.2; exit 130' TERM; echo >>\"$CALLS/ready\"; while :; do sleep 0.05; done")
     process = job.start(path, STATE=state)
-    assert wait_until((job.calls / "ready").exists, 30)
+    wait_until((job.calls / "ready").exists, 30)
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=30)
     assert (process.returncode, job.calls_of("scontrol")) == (130, requeued)
@@ -351,7 +351,7 @@ def test_a_signal_shuts_the_job_down_and_requeues_it_unless_cancelled(
     job: Job, number: int, state: str, requeued: list[str]
 ) -> None:
     process = job.start(CONFIGS / "ppo.yaml", ORCHESTRATOR="exec sleep 60", CERTIFICATES="true", STATE=state)
-    assert wait_until((job.calls / "deployment.yaml").exists, 30)
+    wait_until((job.calls / "deployment.yaml").exists, 30)
     secrets = job.folder / f"runs/reviews-ppo/slurm-{job.job_id}"
     files = [secrets, *secrets.rglob("*")]
     assert {path.name for path in secrets.iterdir()} == {*SECRETS, "users.acl", "deployment.yaml", "certificates"}
@@ -377,7 +377,7 @@ def test_the_job_fails_if_a_process_ends_before_the_run(job: Job) -> None:
 def test_the_preemption_of_one_group_requeues_the_job(job: Job) -> None:
     """Slurm signals only the steps of the pre-empted group."""
     process = job.start(CONFIGS / "ppo.yaml", ORCHESTRATOR="exec sleep 60", STEP="trap 'exit 0' TERM; sleep 60 & wait")
-    assert wait_until(lambda: (job.calls / "deployment.yaml").exists() and len(job.calls_of("steps")) == 3, 30)
+    wait_until(lambda: (job.calls / "deployment.yaml").exists() and len(job.calls_of("steps")) == 3, 30)
     os.kill(int(job.calls_of("steps")[1]), signal.SIGTERM)
     process.communicate(timeout=30)
     assert (process.returncode, job.calls_of("scontrol")) == (143, ["requeue 1234"])
@@ -419,7 +419,7 @@ def test_a_redis_that_cannot_start_is_reported(job: Job) -> None:
 
 def test_a_second_job_for_the_same_run_is_refused(job: Job) -> None:
     first = job.start(CONFIGS / "ppo.yaml", ORCHESTRATOR="exec sleep 60")
-    assert wait_until((job.calls / "deployment.yaml").exists, 30)
+    wait_until((job.calls / "deployment.yaml").exists, 30)
     start_time = time.monotonic()
     status, stderr = job.run(CONFIGS / "ppo.yaml", SLURM_JOB_ID="1235")
     assert (status, "another job uses this run" in stderr) == (2, True), time.monotonic() - start_time

@@ -14,8 +14,9 @@ from quartet.buffer.connection import connect
 from quartet.buffer.embedded_redis import EmbeddedRedis
 from quartet.run_directory.locking_and_removal import lock_run_directory
 from quartet.run_directory.run_files import RunFiles
-from tests.e2e.commands import committed_steps, settings, wait_until
+from tests.e2e.commands import committed_steps, settings
 from tests.e2e.conftest import LONGER, Call, Run, Start, weights
+from tests.waiting import wait_until
 
 SWEEP = Path("runs", "tiny-sweep")
 PASSWORD = "s3cret-of-the-tests"  # pragma: allowlist secret - an example
@@ -78,7 +79,7 @@ def test_a_killed_sweep_leaves_no_process_and_continues_with_the_same_bits(
     run, other = (tmp_path / SWEEP / f"seed-{seed}" for seed in range(2))
     command.wait_for(lambda: committed_steps(run) >= 2 and committed_steps(other) >= 1)
     command.process.kill()
-    assert wait_until(lambda: not command.processes(), 10), command.processes()
+    wait_until(lambda: not command.processes(), 10, command.processes)
     assert committed_steps(run) < 8
     assert files_with(PASSWORD, tmp_path / SWEEP) == []
     result = start("sweep", SWEEP, environment={"QUARTET_BUFFER_URL": secured}).wait(120)

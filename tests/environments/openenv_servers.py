@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -158,11 +157,3 @@ class WebSocketServer:
 def send(connection: ServerConnection, kind: str, data: Any) -> None:
     """Send one message."""
     connection.send(json.dumps({"type": kind, "data": data}))
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    """Wait until the condition is true."""
-    deadline = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)

@@ -17,8 +17,8 @@ from quartet.errors import ConfigError, InvalidRequest, ServiceBusy, SessionLost
 from quartet.types import EnvironmentReply, IntArray, Outcome, Role
 from tests.environments import chats
 from tests.environments.conftest import Host
-from tests.environments.openenv_servers import wait_until
 from tests.rewards.processes import children
+from tests.waiting import wait_until
 
 TOKENIZER = chats.tokenizer()
 PROMPT = np.array([9, 10], np.int32)

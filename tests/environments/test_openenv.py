@@ -16,8 +16,9 @@ from quartet.environments.host import EnvironmentHost
 from quartet.environments.openenv import OpenEnv, OpenEnvHTTP
 from quartet.environments.openenv_websocket import OpenEnvWebSocket
 from quartet.types import Outcome
-from tests.environments.openenv_servers import Handler, HTTPServer, WebSocketServer, send, wait_until
+from tests.environments.openenv_servers import Handler, HTTPServer, WebSocketServer, send
 from tests.environments.test_host import PROMPT, ids, text
+from tests.waiting import wait_until
 
 KEY = "echoed_message"
 

@@ -10,10 +10,10 @@ from quartet.errors import ServiceUnavailable
 from quartet.services.orchestrator.algorithm.update_request import start_update
 from quartet.services.orchestrator.service_clients import ServiceClients
 from quartet.types import Role
-from tests.e2e.commands import wait_until
 from tests.faults.network import SERVICES_TO_BUFFER, SETTINGS, fault_at, heal_after, network
 from tests.training.conftest import MakeConfig
 from tests.training.runs import Run, assert_same, orchestrator
+from tests.waiting import wait_until
 
 LIMIT = 120.0
 """Maximum duration of a run in seconds, with network faults of up to 30 seconds."""
@@ -116,7 +116,7 @@ def test_a_service_reports_an_unreachable_buffer_until_it_reaches_it_again(make:
                 start_update(client, parts.config, 1, 1).result()
         assert roles_without_buffer() == {Role.ACTOR, Role.CRITIC}
         proxy.heal()
-        assert wait_until(lambda: roles_without_buffer() == set(), 20)
+        wait_until(lambda: roles_without_buffer() == set())
 
 
 @pytest.mark.slow

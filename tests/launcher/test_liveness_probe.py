@@ -8,27 +8,20 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 
 from quartet.child_processes import process_state
 from quartet.launcher.liveness_probe import LivenessProbe
-
-
-def wait_for(condition: Callable[[], bool], seconds: float = 10.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
+from tests.waiting import wait_until
 
 
 def test_the_silent_time_grows_until_a_response() -> None:
     living = threading.Event()
     probe = LivenessProbe("critic", lambda _: living.is_set(), hang_timeout=0.4)
     started = time.monotonic()
-    wait_for(lambda: probe.silent_seconds > 0.4)
+    wait_until(lambda: probe.silent_seconds > 0.4)
     assert time.monotonic() - started > 0.3, "the count must not exceed the elapsed time"
     living.set()
-    wait_for(lambda: probe.silent_seconds == 0.0)
+    wait_until(lambda: probe.silent_seconds == 0.0)
     probe.stop()
 
 
@@ -46,7 +39,7 @@ def test_a_probe_counts_for_at_most_its_timeout() -> None:
     time.sleep(0.5)  # As if the launcher were suspended during the probe.
     probe.stop()
     resume.set()
-    wait_for(lambda: probe.silent_seconds > 0)
+    wait_until(lambda: probe.silent_seconds > 0)
     assert probe.silent_seconds <= 0.4 / 8 + 0.4 / 4
 
 
@@ -61,7 +54,7 @@ def test_a_reset_probes_immediately_and_restarts_the_count() -> None:
     probe.silent_seconds = 7.0
     assert not probes
     probe.reset()
-    wait_for(lambda: len(probes) == 1, 2.0)
+    wait_until(lambda: len(probes) == 1, 2.0)
     assert probe.silent_seconds == 0.0
     probe.stop()
 
@@ -69,9 +62,9 @@ def test_a_reset_probes_immediately_and_restarts_the_count() -> None:
 def test_the_state_of_a_stopped_process_is_reported() -> None:
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
         try:
-            wait_for(lambda: process_state(process.pid) == "")  # While the process starts, it may wait for a device.
+            wait_until(lambda: process_state(process.pid) == "")  # While the process starts, it may wait for a device.
             os.kill(process.pid, signal.SIGSTOP)
-            wait_for(lambda: process_state(process.pid) == " (its process is stopped)")
+            wait_until(lambda: process_state(process.pid) == " (its process is stopped)")
         finally:
             process.kill()
     assert process_state(process.pid) == ""

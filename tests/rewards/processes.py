@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 
@@ -28,11 +26,3 @@ def children() -> set[int]:
             if int(parent) == os.getpid():
                 results.add(int(entry.name))
     return results
-
-
-def wait_for(condition: Callable[[], bool], seconds: float = 20.0) -> None:
-    """Wait until the condition is true."""
-    start = time.monotonic()
-    while not condition():
-        assert time.monotonic() - start < seconds
-        time.sleep(0.01)

@@ -19,7 +19,8 @@ import pytest
 from quartet.errors import Cancelled, ConfigError, FailedPrecondition, FunctionFailed
 from quartet.rewards import function_worker
 from quartet.rewards.function_worker import FunctionWorker
-from tests.rewards.processes import children, runs, wait_for
+from tests.rewards.processes import children, runs
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks at processes through /proc")
 Start = Callable[..., FunctionWorker]
@@ -175,7 +176,7 @@ def test_a_process_that_ends_between_calls_is_replaced(start: Start) -> None:
     first = worker.call([], 20)
     os.kill(first, signal.SIGKILL)
     # The main thread may end shortly before the process does.
-    wait_for(lambda: worker._process is not None and not worker._process.is_running())
+    wait_until(lambda: worker._process is not None and not worker._process.is_running())
     assert worker.call([], 20) != first
 
 
@@ -341,7 +342,7 @@ def test_closing_ends_the_process_and_its_child_processes(start: Start) -> None:
     child = worker.call([], 20)
     assert runs(child)
     worker.close()
-    wait_for(lambda: not runs(child))
+    wait_until(lambda: not runs(child))
     worker.close()
     with pytest.raises(Cancelled, match="functions:starts_a_child: closed"):
         worker.call([], 20)
@@ -359,7 +360,7 @@ def test_closing_ends_a_running_call(start: Start, functions: Path) -> None:
 
     thread = threading.Thread(target=call)
     thread.start()
-    wait_for((functions / "asleep").exists)
+    wait_until((functions / "asleep").exists)
     start_time = time.monotonic()
     worker.close()
     thread.join()
@@ -379,7 +380,7 @@ def test_after_ctrl_c_a_late_answer_is_not_used_for_another_call(start: Start, f
     worker = FunctionWorker("late:late", "reward.function")
 
     def interrupt() -> None:
-        wait_for((functions / "first").exists)
+        wait_until((functions / "first").exists)
         os.kill(os.getpid(), signal.SIGINT)
 
     thread = threading.Thread(target=interrupt)
@@ -406,11 +407,11 @@ FunctionWorker("functions:sleeps", "key").call([], 60)
 def test_a_call_ends_when_the_calling_process_dies(functions: Path) -> None:
     asleep = functions / "asleep"
     with subprocess.Popen([sys.executable, "-c", PARENT]) as parent:
-        wait_for(lambda: asleep.exists() and asleep.read_text() != "")
+        wait_until(lambda: asleep.exists() and asleep.read_text() != "")
         worker = int(asleep.read_text())
         assert runs(worker)
         parent.kill()
-        wait_for(lambda: not runs(worker))
+        wait_until(lambda: not runs(worker))
 
 
 FORGETS = """
@@ -421,4 +422,4 @@ print(FunctionWorker("functions:process", "key").call([], 20))
 
 def test_a_program_that_does_not_close_its_worker_ends(functions: Path) -> None:
     ended = subprocess.run([sys.executable, "-c", FORGETS], capture_output=True, text=True, timeout=60, check=True)
-    wait_for(lambda: not runs(int(ended.stdout)))
+    wait_until(lambda: not runs(int(ended.stdout)))

@@ -18,6 +18,7 @@ from quartet.rpc.base_servicers import ModelServicer
 from quartet.rpc.compute_thread import ComputeThread
 from quartet.rpc.limits import MAX_PENDING_WORK
 from quartet.types import Role
+from tests.waiting import wait_until
 
 
 class Call:
@@ -89,12 +90,6 @@ def test_the_initializer_runs_once_in_the_compute_thread() -> None:
     used = [compute.run("work", Call(), lambda _: threading.get_ident()) for _ in range(2)]
     assert threads == used[:1] == used[1:]
     assert used[0] != threading.get_ident()
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < deadline
 
 
 def wait_for_cancellation(cancelled: Callable[[], bool]) -> bool:

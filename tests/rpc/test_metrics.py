@@ -21,14 +21,15 @@ from quartet.config import Config
 from quartet.errors import Cancelled, ConfigError, FailedPrecondition, ServiceFailed
 from quartet.rpc.call_interceptors import code_of_failure
 from quartet.rpc.clients import ReferenceClient
+from quartet.rpc.compute_thread import ComputeThread
 from quartet.rpc.server import Server
 from quartet.services.observability import Observability
 from quartet.types import Role
 from quartet.v1 import status_pb2, status_pb2_grpc
-from tests.e2e.commands import wait_until
 from tests.rpc.test_server import BATCH, Gate, gated
 from tests.services.model_services import Services
 from tests.training.observed_runs import read, value
+from tests.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
 SERVICE = "quartet.v1.ReferenceService"
@@ -47,8 +48,15 @@ def gate() -> Iterator[Gate]:
 
 
 @pytest.fixture
-def reference(gate: Gate, observability: Observability, services: Services) -> Iterator[ReferenceClient]:
-    role = gated(gate)
+def compute() -> ComputeThread:
+    return ComputeThread()
+
+
+@pytest.fixture
+def reference(
+    gate: Gate, compute: ComputeThread, observability: Observability, services: Services
+) -> Iterator[ReferenceClient]:
+    role = gated(gate, compute)
     observability.add_services([role])
     observability.start()
     server = Server(
@@ -69,13 +77,13 @@ def test_metrics_count_calls_in_flight_and_pending_work(
     reference: ReferenceClient, gate: Gate, observability: Observability
 ) -> None:
     pending = [reference.log_probs(BATCH, 1.0) for _ in range(3)]
-    wait_until(lambda: value(read(observability.address), "quartet_work_pending") == 3, 20)
+    wait_until(lambda: value(read(observability.address), "quartet_work_pending") == 3)
     assert value(read(observability.address), "quartet_rpc_in_flight") == 3
     assert reference.wait_until_ready().work_pending == 3
     gate.release.set()
     for call in pending:
         call.result()
-    wait_until(lambda: calls(observability, "OK") == 3, 20)
+    wait_until(lambda: calls(observability, "OK") == 3)
     result = read(observability.address)
     assert value(result, "quartet_work_pending") == value(result, "quartet_rpc_in_flight") == 0
     assert value(result, "quartet_rpc_seconds_count", service=SERVICE, method="LogProbs") == 3
@@ -93,20 +101,22 @@ def test_failures_are_counted_by_status_code(
     gate.release.set()
     with pytest.raises((FailedPrecondition, ServiceFailed)):
         reference.log_probs(BATCH, 1.0).result()
-    wait_until(lambda: calls(observability, code) == 1, 20)
+    wait_until(lambda: calls(observability, code) == 1)
     assert calls(observability, "OK") == 0
 
 
 def test_a_cancelled_call_is_counted_as_cancelled(
-    reference: ReferenceClient, gate: Gate, observability: Observability
+    reference: ReferenceClient, gate: Gate, compute: ComputeThread, observability: Observability
 ) -> None:
     call = reference.log_probs(BATCH, 1.0)
     assert gate.started.wait(20)
     call.cancel()
     with pytest.raises(Cancelled):
         call.result()
+    # The service learns of it later. If the work ended before, the call would be counted as OK.
+    wait_until(lambda: compute._running is not None and compute._running[1].is_gone())
     gate.release.set()
-    wait_until(lambda: calls(observability, "CANCELLED") == 1, 20)
+    wait_until(lambda: calls(observability, "CANCELLED") == 1)
 
 
 def test_the_status_contains_the_metrics_address(reference: ReferenceClient, observability: Observability) -> None:

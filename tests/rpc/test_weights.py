@@ -21,9 +21,9 @@ from quartet.weight_transfer.messages import MAX_ENCODED_BYTES, MAX_TENSORS, Man
 from quartet.weight_transfer.receiver import WeightMirror
 from quartet.weight_transfer.source import WeightSource
 from quartet.weight_transfer.store import WeightStore
-from tests.e2e.commands import wait_until
 from tests.every_case import every_case
 from tests.unit.weight_transfer.samples import Tensors, assert_equal, changed, digest, tensor, weights
+from tests.waiting import wait_until
 
 RUN = "run"
 
@@ -147,7 +147,7 @@ def test_a_caller_that_leaves_frees_its_place_and_its_memory(network: Network) -
     with pytest.raises(ServiceBusy, match="1 streams are open"):
         next(client.get_weights(WeightsRequest(RUN, 0), timeout=20))
     stream.close()  # type: ignore[attr-defined]
-    assert wait_until(lambda: source._buffers[0].readers == 0, 20)
+    wait_until(lambda: source._buffers[0].readers == 0)
     mirror = network.mirror()
     assert_equal(mirror.pull([client], RUN, 0, digest(tensors), timeout=20).weight_set, tensors)
 
@@ -167,7 +167,7 @@ def test_a_waiting_stream_ends_with_its_caller(network: Network) -> None:
             return True
         raise AssertionError("a version that does not exist was sent")
 
-    assert wait_until(freed, 20)
+    wait_until(freed)
 
 
 def test_eight_generators_pull_at_once_from_a_source_with_two_places(network: Network) -> None:

@@ -29,7 +29,6 @@ from quartet.services.orchestrator.control.alert_actions import AlertHandler
 from quartet.services.orchestrator.control.run_control import RunControl
 from quartet.services.orchestrator.step import StepTransaction
 from quartet.types import Alert, Role, RunState, Trajectory
-from tests.e2e.commands import wait_until
 from tests.training.conftest import MakeConfig
 from tests.training.runs import (
     ActiveRun,
@@ -44,6 +43,7 @@ from tests.training.runs import (
     weights,
 )
 from tests.training.test_resume import crash_run, delete_run_data
+from tests.waiting import wait_until
 
 STEPS = 5
 SHORT: dict[str, Any] = {
@@ -300,7 +300,7 @@ def test_values_of_a_critic_restarted_during_a_step_are_not_used(
             running_fleet.restart(Role.CRITIC)
         call = real(self, batch, policy_version)
         # Wait for each call, so that the earlier calls have succeeded.
-        assert wait_until(call.done, 20)
+        wait_until(call.done)
         return call
 
     with fleet(make(**small_batches)) as running_fleet, monkeypatch.context() as patch:

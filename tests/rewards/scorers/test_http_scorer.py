@@ -21,11 +21,11 @@ from quartet.config import HttpRewardConfig
 from quartet.errors import AccessRefused, Cancelled, ConfigError, MismatchError, ServiceFailed
 from quartet.rewards.dialects import DIALECTS as READ
 from quartet.types import Outcome
-from tests.rewards.processes import wait_for
 from tests.rewards.scorers.conftest import Build
 from tests.rewards.scorers.faults import responses
 from tests.rewards.scorers.http_server import DIALECTS, ScorerServer
 from tests.rewards.scorers.sources import HTTP, section
+from tests.waiting import wait_until
 
 BATCH = responses().batch
 EXPECTED = responses().scores
@@ -228,7 +228,7 @@ def test_closing_ends_a_call(build: Build) -> None:
 
         thread = threading.Thread(target=score)
         thread.start()
-        wait_for(lambda: bool(server.requests))
+        wait_until(lambda: bool(server.requests))
         source.close()
         thread.join(10)
         assert [type(error) for error in raised] == [Cancelled]

@@ -19,9 +19,10 @@ from quartet.rpc.server import Server
 from quartet.services.factories import build_model_role
 from quartet.types import Outcome, Role, TokenBatch
 from quartet.v1 import reward_pb2, reward_pb2_grpc
-from tests.rewards.processes import children, wait_for
+from tests.rewards.processes import children
 from tests.services.model_services import TIMEOUTS, Services
 from tests.unit.models import tiny
+from tests.waiting import wait_until
 
 BATCH = tiny.batch([3, 2, 5], [4, 7, 1], seed=9)
 SCORERS = """
@@ -197,7 +198,7 @@ def test_a_slow_function_does_not_block_other_roles_of_the_process(
     server = services.serve(*(build_model_role(role, config, compute, threads=1) for role in roles))
     reward, reference = (services.client(role, server) for role in roles)
     scores = reward.score(BATCH)
-    wait_for((tmp_path / "waiting").exists)
+    wait_until((tmp_path / "waiting").exists)
     assert len(reference.log_probs(BATCH, 1.0).result()) == 12
     assert not scores.done()
     (tmp_path / "go").touch()
@@ -210,13 +211,13 @@ def test_scoring_stops_after_the_caller_has_gone(
     server = services.serve(services.build(Role.REWARD, make_config(reward=function("waits"))))
     client = services.client(Role.REWARD, server, TIMEOUTS.model_copy(update={"score_seconds": 1.0}))
     scores = client.score(BATCH)
-    wait_for((tmp_path / "waiting").exists)
+    wait_until((tmp_path / "waiting").exists)
     with pytest.raises(ServiceFailed, match="Score: no response within 1 s"):
         scores.result()
     (tmp_path / "waiting").unlink()
     (tmp_path / "go").touch()
     # Busy seconds stand still when the scoring has ended. It then made one call, and not one for each sequence.
-    wait_for(lambda: client.wait_until_ready().busy_seconds == client.wait_until_ready().busy_seconds)
+    wait_until(lambda: client.wait_until_ready().busy_seconds == client.wait_until_ready().busy_seconds)
     assert not (tmp_path / "waiting").exists()
 
 
@@ -236,12 +237,12 @@ def test_stopping_the_service_ends_the_processes_of_its_functions(
     client = services.client(Role.REWARD, server)
     if scoring_active:
         scores = client.score(BATCH)
-        wait_for((tmp_path / "waiting").exists)
+        wait_until((tmp_path / "waiting").exists)
     server.stop(0.1)
-    wait_for(lambda: children() <= before)
+    wait_until(lambda: children() <= before)
     if scoring_active:
         with pytest.raises(QuartetError):
             scores.result()
-    wait_for(
+    wait_until(
         lambda: not any(thread.name.startswith("function-output") for thread in {*threading.enumerate()} - threads)
     )

@@ -28,9 +28,9 @@ from quartet.services.reward.servicer import RewardServicer
 from quartet.services.reward.sharing import RunUsage, SharedTurns
 from quartet.services.reward.sharing_metrics import SharingMetrics
 from quartet.types import Role, Scores, ServiceStatus, TokenBatch
-from tests.rewards.processes import wait_for
 from tests.services.model_services import TIMEOUTS, Services
 from tests.unit.models import tiny
+from tests.waiting import wait_until
 
 BATCH = tiny.batch([3, 2, 5, 4, 4], [4, 7, 1, 3, 3], seed=9)
 SCORERS = """
@@ -53,12 +53,15 @@ class GatedSource:
 
     def __init__(self) -> None:
         self.units: list[int] = []
+        self.cancelled: list[Callable[[], bool]] = []
+        """Functions that return whether the caller is gone, one for each call that has begun."""
         self.gate = threading.Semaphore(0)
 
     def score(self, batch: TokenBatch, fields: Sequence[str] = (), cancelled: Any = None) -> Scores:
         raise AssertionError("a shared service computes in units")
 
     def score_in_units(self, batch: TokenBatch, fields: Sequence[str] = (), cancelled: Any = None) -> Iterator[None]:
+        self.cancelled.append(cancelled)
         for index, length in enumerate(batch.response_lengths.tolist()):
             if index:
                 yield
@@ -131,15 +134,15 @@ def test_a_shared_service_gives_the_same_bits_as_one_of_a_single_run(
 def test_runs_take_turns_between_the_responses_of_their_calls() -> None:
     with gated() as (source, turns, client):
         first = client("a").score(batch_of(4, length=1))
-        wait_for(lambda: source.units == [1])
+        wait_until(lambda: source.units == [1])
         second = client("b").score(batch_of(2, length=9))
         third = client("a").score(batch_of(2, length=3))
-        wait_for(lambda: {run: each.pending_sequences for run, each in usage(turns).items()} == {"a": 6, "b": 2})
+        wait_until(lambda: {run: each.pending_sequences for run, each in usage(turns).items()} == {"a": 6, "b": 2})
         for call in (second, first, third):
             while not call.done():
                 known = len(source.units)
                 source.gate.release()
-                wait_for(lambda call=call, known=known: call.done() or len(source.units) > known)  # type: ignore[misc]
+                wait_until(lambda call=call, known=known: call.done() or len(source.units) > known)  # type: ignore[misc]
         assert source.units.index(9) == 1
         assert [each for each in source.units if each != 9] == [1, 1, 1, 1, 3, 3]
         assert second.result().total.tolist() == [9.0, 9.0]
@@ -149,7 +152,7 @@ def test_a_flooding_run_is_refused_with_a_delay_and_another_run_is_not() -> None
     with gated(max_pending_calls=2) as (source, turns, client):
         flood, normal = client("flood"), client("normal")
         started = [flood.score(batch_of(2, 1)) for _ in range(2)]
-        wait_for(lambda: "flood" in usage(turns) and usage(turns)["flood"].pending_sequences == 4)
+        wait_until(lambda: "flood" in usage(turns) and usage(turns)["flood"].pending_sequences == 4)
         with pytest.raises(QuotaExceeded, match=r"run flood: 2 calls are pending \(max_pending_calls\)") as refused:
             flood.score(batch_of(2, 1)).result()
         assert refused.value.retry_seconds == 0.05
@@ -169,7 +172,7 @@ def test_a_flooding_run_finishes_if_it_repeats_its_refused_calls() -> None:
     with gated(max_pending_calls=2) as (source, turns, client):
         flood = client("flood")
         calls = [RepeatedCall(lambda length=length: flood.score(batch_of(1, length))) for length in range(1, 13)]  # type: ignore[misc]
-        wait_for(lambda: "flood" in usage(turns) and usage(turns)["flood"].refused_calls > 0)
+        wait_until(lambda: "flood" in usage(turns) and usage(turns)["flood"].refused_calls > 0)
         source.gate.release(1000)
         assert [call.result().total.tolist() for call in calls] == [[float(length)] for length in range(1, 13)]
 
@@ -186,9 +189,9 @@ def test_more_calls_in_flight_than_a_connection_may_have_are_all_answered() -> N
 def test_a_repeated_call_can_be_cancelled_while_it_waits() -> None:
     with gated(max_pending_calls=1) as (_, turns, client):
         running = client("a").score(batch_of(1, 1))
-        wait_for(lambda: "a" in usage(turns))
+        wait_until(lambda: "a" in usage(turns))
         waiting = RepeatedCall(lambda: client("a").score(batch_of(1, 1)), jitter=lambda: 1e6)
-        wait_for(lambda: usage(turns)["a"].refused_calls == 1 and waiting._timer is not None)
+        wait_until(lambda: usage(turns)["a"].refused_calls == 1 and waiting._timer is not None)
         waiting.cancel()
         assert waiting.done()
         with pytest.raises(Cancelled, match="while it waited for its quota"):
@@ -198,12 +201,15 @@ def test_a_repeated_call_can_be_cancelled_while_it_waits() -> None:
 
 def test_a_call_whose_caller_is_gone_leaves_and_passes_its_turn_on() -> None:
     with gated() as (source, turns, client):
-        first, second = client("a").score(batch_of(3, 1)), client("b").score(batch_of(1, 2))
-        wait_for(lambda: len(turns.usage()) == 2 and len(source.units) == 1)
+        first, second = client("a").score(batch_of(3, 1)), client("b").score(batch_of(3, 2))
+        wait_until(lambda: len(turns.usage()) == 2 and len(source.units) == 1)
         gone = first if source.units == [1] else second
         other = second if gone is first else first
         gone.cancel()
-        wait_for(lambda: sum(each.pending_sequences > 0 for each in turns.usage()) == 1)
+        wait_until(lambda: source.cancelled[0]())
+        source.gate.release()
+        wait_until(lambda: sum(each.pending_sequences > 0 for each in turns.usage()) == 1)
+        wait_until(lambda: len(source.units) == 2)
         source.gate.release(100)
         other.result()
         assert sum(each.scored_sequences > 0 for each in turns.usage()) == 1
@@ -212,12 +218,12 @@ def test_a_call_whose_caller_is_gone_leaves_and_passes_its_turn_on() -> None:
 def test_a_waiting_call_ends_at_its_deadline() -> None:
     with gated() as (_, turns, client):
         running = client("a").score(batch_of(1, 1))
-        wait_for(lambda: "a" in usage(turns))
+        wait_until(lambda: "a" in usage(turns))
         late = client("b")
         late._seconds = 0.3
         with pytest.raises(NoResponse):
             late.score(batch_of(1, 1)).result()
-        wait_for(lambda: usage(turns)["b"].pending_sequences == 0)
+        wait_until(lambda: usage(turns)["b"].pending_sequences == 0)
         assert not running.done()
 
 

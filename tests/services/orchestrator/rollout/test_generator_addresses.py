@@ -20,7 +20,8 @@ from quartet.services.orchestrator.rollout import generator_members
 from quartet.services.orchestrator.rollout.generator_members import Member, Members
 from quartet.services.orchestrator.rollout.generator_pool import GeneratorPool
 from quartet.types import EngineProperties, Role, ServiceStatus
-from tests.e2e.commands import ends, wait_until
+from tests.e2e.commands import ends
+from tests.waiting import wait_until
 
 
 class IdleGenerator:
@@ -88,7 +89,7 @@ def test_a_generator_that_hangs_does_not_delay_the_others(servers: list[str]) ->
         stack.callback(pool.close)
         # One after the other, they would take 2 seconds each.
         pool.wait_until_ready(20)
-        wait_until(lambda: set(pool.statuses()) == set(servers), 20)
+        wait_until(lambda: set(pool.statuses()) == set(servers))
 
 
 def test_a_run_begins_with_all_generators_that_respond(servers: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,9 +157,9 @@ def test_replicas_join_and_leave_with_the_addresses_of_their_name(
         pool.wait_until_ready(20)
         assert set(pool.statuses()) == {servers[0]}
         resolved[:] = servers[1:]
-        wait_until(lambda: set(pool.statuses()) == set(servers[1:]), 20)
+        wait_until(lambda: set(pool.statuses()) == set(servers[1:]))
         resolved[:] = servers
-        wait_until(lambda: set(pool.statuses()) == set(servers), 20)
+        wait_until(lambda: set(pool.statuses()) == set(servers))
         # A name server that does not respond takes no generator away.
         asked: list[str] = []
 
@@ -167,7 +168,7 @@ def test_replicas_join_and_leave_with_the_addresses_of_their_name(
             return []
 
         monkeypatch.setattr(generator_members, "endpoints_at", no_answer)
-        wait_until(lambda: len(asked) > 2, 20)
+        wait_until(lambda: len(asked) > 2)
         assert set(pool.statuses()) == set(servers)
     finally:
         pool.close()

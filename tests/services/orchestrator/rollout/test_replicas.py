@@ -26,8 +26,9 @@ from quartet.services.orchestrator.rollout import replicas as module
 from quartet.services.orchestrator.rollout.replicas import ReferenceReplicas
 from quartet.services.reference.servicer import ReferenceServicer
 from quartet.types import FloatArray, ReferenceVersion, Role, ServiceStatus, TokenBatch
-from tests.e2e.commands import ends, wait_until
+from tests.e2e.commands import ends
 from tests.unit.models import tiny
+from tests.waiting import wait_until
 
 STATUS = ServiceStatus(Role.REFERENCE, model="m", dtype="float32", parameters=3, vocabulary_size=9)
 BATCH = tiny.batch([2, 3], [4, 1])
@@ -131,7 +132,7 @@ def test_another_replica_repeats_the_calls_of_a_lost_one_which_gets_calls_again_
     ended = threading.Event()
     call = replicas.log_probs(BATCH, 0.5)
     call.when_done(ended.set)
-    assert wait_until(lambda: lost.model.calls == 1, 20)
+    wait_until(lambda: lost.model.calls == 1)
     lost.end()
     assert ended.wait(20)
     assert call.result().tolist() == [0.5] * 5
@@ -139,7 +140,7 @@ def test_another_replica_repeats_the_calls_of_a_lost_one_which_gets_calls_again_
     assert notes == [f"reference at {lost.address} is lost; the other replicas do its work"]
     lost.model.free.set()
     lost.start()
-    assert wait_until(lambda: replicas.replicas() == 2, 20)
+    wait_until(lambda: replicas.replicas() == 2)
     assert notes[1:] == [f"reference at {lost.address} is back"]
     replicas.log_probs(BATCH, 0.5).result()
     assert (lost.model.calls, other.model.calls) == (2, 1)
@@ -202,7 +203,7 @@ def test_closing_ends_all_calls_in_progress(serve: Callable[..., Service], notes
     )
     replicas.wait_until_ready()
     calls = [replicas.log_probs(BATCH, 0.5) for _ in range(4)]
-    assert wait_until(lambda: busy.model.calls == 1, 20)
+    wait_until(lambda: busy.model.calls == 1)
     # gRPC runs the callbacks of all calls in one thread, and waits for them when it closes the channel.
     assert ends(replicas.close, 20)
     for call in calls:
@@ -227,12 +228,12 @@ def test_a_replica_that_comes_back_with_another_model_gets_no_calls(
     calls = [replicas.log_probs(BATCH, 0.5)]
     second.end()
     calls.append(replicas.log_probs(BATCH, 0.5))
-    assert wait_until(lambda: replicas.replicas() == 1, 20)
+    wait_until(lambda: replicas.replicas() == 1)
     first.model.free.set()
     assert all(call.result().tolist() == [0.5] * 5 for call in calls)
     second.model = Model(replace(STATUS, parameters=4))
     second.start()
-    assert wait_until(lambda: any("gets no work: has parameters 4, expected 3" in note for note in notes), 20)
+    wait_until(lambda: any("gets no work: has parameters 4, expected 3" in note for note in notes))
     assert replicas.replicas() == 1
     # The run can still recover from other failures.
     assert replicas.wait_until_ready().parameters == 3
@@ -247,7 +248,7 @@ def test_a_run_starts_without_a_replica_that_does_not_respond(
     replicas.wait_until_ready()
     assert notes == [f"reference at {second.address} does not respond; the other replicas do its work"]
     second.start()
-    assert wait_until(lambda: replicas.replicas() == 2, 20)
+    wait_until(lambda: replicas.replicas() == 2)
 
 
 def test_a_name_with_several_addresses_stands_for_a_replica_at_each(
@@ -261,8 +262,8 @@ def test_a_name_with_several_addresses_stands_for_a_replica_at_each(
     replicas.wait_until_ready()
     assert replicas.replicas() == 2
     known[:] = [service.address for service in services[1:]]
-    assert wait_until(lambda: set(replicas._members) == set(known), 20)
-    assert wait_until(lambda: replicas.replicas() == 2, 20)
+    wait_until(lambda: set(replicas._members) == set(known))
+    wait_until(lambda: replicas.replicas() == 2)
 
 
 def test_a_refusal_by_quota_counts_more_than_the_loss_of_another_replica(
