@@ -110,7 +110,7 @@ def training(folder: Path, name: str, kl_coefficient: float) -> Iterator[Run]:
 
 
 def wait_until(run: Run, condition: Callable[[dict[str, Any]], bool]) -> None:
-    """Wait until the state of the run meets ``condition``, or until the run ends."""
+    """Wait until the state of the run meets ``condition``, or until the run ends. Raises RuntimeError if the run fails."""
     while run.process.poll() is None:
         try:
             if condition(run.request()):
@@ -118,6 +118,8 @@ def wait_until(run: Run, condition: Callable[[dict[str, Any]], bool]) -> None:
         except OSError:
             pass  # The gateway ends with its run.
         time.sleep(0.2)
+    if run.process.returncode != 0:
+        raise RuntimeError(f"{run.name}: ended with status {run.process.returncode}")
 
 
 def take_screenshots(run: Run, pictures: Path) -> None:

@@ -137,7 +137,7 @@ def test_a_service_with_a_blocked_log_pipe_drains_and_ends_on_sigterm(config: Pa
                 wait_until(lambda: "pipe" in Path(f"/proc/{service.pid}/wchan").read_text(), 2)
             service.terminate()
             with os.fdopen(log, encoding="utf-8") as lines:
-                wait_until(lambda: "event='stopped'" in lines.readline())
+                assert any("event='stopped'" in line for line in lines)
             assert service.wait(20) == 0
         finally:
             service.kill()

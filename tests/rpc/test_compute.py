@@ -56,14 +56,13 @@ def test_idle_work_runs_after_a_call_and_its_failure_but_not_between_pending_cal
 
     def waiting(_: Callable[[], bool]) -> None:
         started.set()
-        proceed.wait(10)
+        assert proceed.wait(20)
 
     with ThreadPoolExecutor(2) as callers:
         first = callers.submit(compute.run, "work", Call(), waiting)
-        started.wait(10)
+        assert started.wait(20)
         second = callers.submit(compute.run, "work", Call(), lambda _: len(idle))
-        while compute.pending() < 2:
-            pass
+        wait_until(lambda: compute.pending() == 2)
         proceed.set()
         first.result()
         assert second.result() == 3

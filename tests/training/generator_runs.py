@@ -86,7 +86,7 @@ def run_with_generators(
     prepare, ready, running = StepTransaction._prepare, threading.Event(), list[Generators]()
 
     def prepared(transaction: Any, step: int, *arguments: Any) -> Any:
-        ready.wait(60)
+        assert ready.wait(60)
         at_step(running[0], step)
         return prepare(transaction, step, *arguments)
 

@@ -131,9 +131,7 @@ def test_work_cancelled_by_a_recovery_does_not_count_as_hung(
 
     def slow_update(model: Any, optimizer: Any, experience: Any, *settings: Any) -> Any:
         if experience.step == 4 and not result:
-            deadline = time.monotonic() + 20
-            while not has_recovered() and time.monotonic() < deadline:
-                time.sleep(0.01)
+            wait_until(has_recovered)
             # Collect the call without references, so that gRPC cancels it now at the latest.
             gc.collect()
             for _ in range(20):

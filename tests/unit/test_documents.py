@@ -163,10 +163,15 @@ def _commands(command: Any, path: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
 def test_measured_claims_of_the_readme_are_on_the_linked_page() -> None:
     claims = re.findall(r"- \*\*(.*?)\[`(make [a-z-]+)`\]\((docs/[a-z-]+\.md)\)", TEXTS["README.md"], re.S)
     assert len(claims) >= 3
+    assert any("." in number for claim, *_ in claims for number in _numbers(claim))
     for claim, command, page in claims:
         assert f"`{command}`" in TEXTS[page], f"{page} does not name {command}"
-        for number in re.findall(r"\d+\.\d\d|\d+ of \d+", claim):
+        for number in _numbers(claim):
             assert number in TEXTS[page], f"{page} does not have {number}: {claim}"
+
+
+def _numbers(claim: str) -> list[str]:
+    return re.findall(r"\d+\.\d+|\d+ of \d+", claim)
 
 
 def test_the_readme_is_short() -> None:

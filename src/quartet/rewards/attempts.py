@@ -17,7 +17,7 @@ MAX_PAUSE = 30.0
 """Maximum pause between two attempts, in seconds, without jitter."""
 Answer = TypeVar("Answer")
 Sleep = Callable[[float], Awaitable[None]]
-"""Pause of a number of seconds."""
+"""Function that waits for a number of seconds."""
 
 
 class RequestFailed(Exception):
@@ -96,7 +96,7 @@ class Attempts:
     """Attempts of all requests to one scorer. To be used on one event loop."""
 
     def __init__(self, config: RetryConfig, name: str, sleep: Sleep = asyncio.sleep) -> None:
-        """``name`` starts the messages. ``sleep`` makes the pauses between attempts."""
+        """``name`` starts the messages. ``sleep`` makes all pauses."""
         self._config, self._name, self._sleep = config, name, sleep
         self._turns = asyncio.Semaphore(config.max_concurrency)
         self._breaker = CircuitBreaker(config.circuit_breaker_failures, config.circuit_breaker_seconds, sleep)

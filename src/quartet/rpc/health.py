@@ -6,7 +6,9 @@
 from __future__ import annotations
 
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -24,6 +26,35 @@ _OPTIONS = {
     "grpc.max_connection_age_ms": 15_000,
     "grpc.max_connection_age_grace_ms": 2_000,
 }
+
+
+class HealthServicer(health.HealthServicer):
+    """Health checks whose watches can be cancelled. A watch lasts as long as its caller does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._watches = set[grpc.ServicerContext]()
+        self._watches_lock = threading.Lock()
+
+    def Watch(self, request: Any, context: grpc.ServicerContext, send_response_callback: Any = None) -> Any:
+        """Stream the status of a service at every change."""
+        with self._watches_lock:
+            self._watches.add(context)
+        if not context.add_callback(lambda: self._forget(context)):
+            self._forget(context)
+        return super().Watch(request, context, send_response_callback)
+
+    def cancel_watches(self) -> None:
+        """Cancel all watches."""
+        with self._watches_lock:
+            watches = list(self._watches)
+        # Without the lock: the end of a watch takes it.
+        for context in watches:
+            context.cancel()  # type: ignore[no-untyped-call]
+
+    def _forget(self, context: grpc.ServicerContext) -> None:
+        with self._watches_lock:
+            self._watches.discard(context)
 
 
 class HealthListener:

@@ -5,21 +5,20 @@ from __future__ import annotations
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from typing import Any, Protocol
 
 import grpc
 import structlog
 from google.protobuf.message import DecodeError
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_status import rpc_status
 
 from quartet import __version__, codec
 from quartet.errors import ConfigError, InvalidRequest, ServiceBusy
-from quartet.rpc.call_interceptors import SUBSCRIPTIONS, CallInterceptor, wrap_handler
-from quartet.rpc.health import HealthListener
+from quartet.rpc.call_interceptors import CallInterceptor, wrap_handler
+from quartet.rpc.health import HealthListener, HealthServicer
 from quartet.rpc.limits import MAX_STREAMS, CallLimits
 from quartet.rpc.security.allow_list import CALLERS
 from quartet.rpc.security.credentials import LOCAL, AccessControl, Credentials
@@ -33,7 +32,7 @@ log = structlog.get_logger()
 BIND_INTERVAL = 0.1
 """Seconds between attempts to bind a port that is in use."""
 NOTICE_SECONDS = 1.0
-"""Time that a subscription has at a drain, to report the shutdown to its caller."""
+"""Time that health watches have at a drain to report the shutdown."""
 
 
 class HostedRole(Protocol):
@@ -69,45 +68,14 @@ class StatusServicer(status_pb2_grpc.StatusServiceServicer):
         )
 
 
-class Subscriptions:
-    """Open calls that last as long as the caller wants."""
-
-    def __init__(self) -> None:
-        self._contexts = set[grpc.ServicerContext]()
-        self._lock = threading.Lock()
-
-    @contextmanager
-    def open(self, method: str, context: grpc.ServicerContext) -> Iterator[None]:
-        """Return a context manager around a call. A call of another kind is not recorded."""
-        if method.rpartition("/")[2] not in SUBSCRIPTIONS:
-            yield
-            return
-        with self._lock:
-            self._contexts.add(context)
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._contexts.discard(context)
-
-    def cancel(self) -> None:
-        """Cancel all open subscriptions."""
-        with self._lock:
-            contexts = list(self._contexts)
-        # Without the lock: the end of a call takes it.
-        for context in contexts:
-            context.cancel()  # type: ignore[no-untyped-call]
-
-
 class ErrorInterceptor(grpc.ServerInterceptor):  # type: ignore[type-arg]
     """Interceptor that maps exceptions to status codes and limits the number of open streams.
 
     The log has the cause of an unforeseen exception; its text does not leave the process.
     """
 
-    def __init__(self, subscriptions: Subscriptions) -> None:
+    def __init__(self) -> None:
         self._streams = threading.BoundedSemaphore(MAX_STREAMS)
-        self._subscriptions = subscriptions
 
     def intercept_service(
         self,
@@ -141,8 +109,7 @@ class ErrorInterceptor(grpc.ServerInterceptor):  # type: ignore[type-arg]
             if not self._streams.acquire(blocking=False):
                 raise ServiceBusy(f"{MAX_STREAMS} streams are open already; close one first")
             try:
-                with self._subscriptions.open(method, context):
-                    yield from behaviour(_require_parsed(request), context)
+                yield from behaviour(_require_parsed(request), context)
             finally:
                 self._streams.release()
 
@@ -215,14 +182,13 @@ class Server:
         if not credentials.encrypted:
             check_listen_address(listen, credentials.allow_plaintext)
         self._roles = roles
-        self._subscriptions = Subscriptions()
         self._server = grpc.server(
             ThreadPoolExecutor(max_workers=limits.calls, thread_name_prefix="rpc"),
-            interceptors=[*interceptors, AccessControl(credentials, allowed), ErrorInterceptor(self._subscriptions)],
+            interceptors=[*interceptors, AccessControl(credentials, allowed), ErrorInterceptor()],
             options=limits.options(),
             maximum_concurrent_rpcs=limits.calls,
         )
-        self._health = health.HealthServicer()
+        self._health = HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         status_pb2_grpc.add_StatusServiceServicer_to_server(StatusServicer(roles, metrics_address), self._server)
         for role in roles:
@@ -254,11 +220,11 @@ class Server:
         return self._probes.address if self._probes is not None else None
 
     def drain(self, seconds: float) -> None:
-        """Refuse new calls, give running calls ``seconds`` to finish, and end subscriptions, which do not finish."""
+        """Refuse new calls, and give running calls ``seconds`` to finish. Health watches end early: they never finish."""
         self._health.enter_graceful_shutdown()
         stopped = self._server.stop(grace=seconds)
         if not stopped.wait(NOTICE_SECONDS):
-            self._subscriptions.cancel()
+            self._health.cancel_watches()
             stopped.wait()
 
     def stop(self, drain: float) -> None:

@@ -81,7 +81,7 @@ def test_every_listener_gets_every_step_even_a_slow_one(tmp_path: Path, files: R
         with Stream(gateway.address, "some", receive_buffer=None if proceed.is_set() else 1 << 16) as stream:
             next(iter(stream))
             ready.wait(30)
-            proceed.wait(30)
+            assert proceed.wait(60)
             received[number] = steps(stream.until("step", step=last))
 
     with serving(tmp_path) as gateway:
@@ -101,7 +101,7 @@ def test_every_listener_gets_every_step_even_a_slow_one(tmp_path: Path, files: R
                 file.flush()
         for thread in threads[1:]:
             thread.join(30)
-        assert 0 not in received
+        assert set(received) == set(range(1, LISTENERS))
         later.set()
         threads[0].join(30)
     assert received == {number: list(range(4, last + 1)) for number in range(LISTENERS)}

@@ -144,8 +144,9 @@ def test_a_rank_that_holds_other_weights_is_an_error(
 class Waiting:
     """Generation that waits until it is cancelled, or until ``end``."""
 
-    def __init__(self, error: Exception | None = None) -> None:
-        self.started, self.ended, self.error = threading.Event(), threading.Event(), error
+    def __init__(self, error: Exception | None = None, after: Sequence[Waiting] = ()) -> None:
+        """``error`` is raised when all of ``after`` have started."""
+        self.started, self.ended, self.error, self.after = threading.Event(), threading.Event(), error, after
 
     def generate(
         self, batch: GenerationBatch, cancelled: Callable[[], bool], on_start: Callable[[], None], on_progress: Progress
@@ -153,6 +154,7 @@ class Waiting:
         self.started.set()
         on_start()
         if self.error is not None:
+            assert all(each.started.wait(60) for each in self.after)
             raise self.error
         try:
             while not cancelled():
@@ -175,9 +177,8 @@ def test_cancellation_reaches_all_ranks(group: Callable[..., GroupGeneration]) -
 def test_the_error_of_a_rank_ends_the_generation_of_the_others(group: Callable[..., GroupGeneration]) -> None:
     first, third = Waiting(), Waiting()
     with pytest.raises(InvalidRequest, match="too long"):
-        group(first, Waiting(InvalidRequest("too long")), third).generate(BATCH, never)
-    # A rank that had not started by then does not start.
-    assert all(rank.ended.wait(60) for rank in (first, third) if rank.started.is_set())
+        group(first, Waiting(InvalidRequest("too long"), [first, third]), third).generate(BATCH, never)
+    assert all(rank.ended.wait(60) for rank in (first, third))
 
 
 def test_a_rank_that_is_gone_asks_for_a_restart_of_the_group() -> None:
