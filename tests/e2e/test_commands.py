@@ -236,6 +236,7 @@ def test_demo_trains_and_shows_completions_before_and_after(
         assert shown in result.out
 
 
+@pytest.mark.slow  # tests/training/test_guard_actions.py pauses runs, tests/e2e/test_gateway.py sends commands.
 def test_a_guard_pauses_a_run_and_commands_resume_and_stop_it(
     start: Start, call: Call, config: Path, tmp_path: Path
 ) -> None:

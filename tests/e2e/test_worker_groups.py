@@ -157,6 +157,7 @@ def test_a_group_that_generates_while_it_trains_ends_bit_identically_after_a_los
     assert weights(run.directory) == weights(undisturbed.directory)
 
 
+@pytest.mark.slow  # tests/unit/models/workers/test_frozen_groups.py compares the scores of groups.
 def test_frozen_models_in_groups_score_as_single_processes_do_also_after_a_lost_rank(
     start: Start, config: Path, uninterrupted_run: Run, tmp_path: Path
 ) -> None:

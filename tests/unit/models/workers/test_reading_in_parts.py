@@ -78,6 +78,7 @@ def test_ranks_hold_parts_of_the_weights_and_buffers_of_one_process(loaded: Call
         assert max(report["held"] for report in reports) < largest * single["parameters"]
 
 
+@pytest.mark.slow  # The test above reads one copy in parts.
 def test_each_copy_of_a_model_is_read_in_parts(tmp_path: Path) -> None:
     torch.set_num_threads(1)
     cases = ("llama-bfloat16", "llama-lora")
