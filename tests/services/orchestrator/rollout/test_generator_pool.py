@@ -6,7 +6,6 @@ import itertools
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -19,120 +18,33 @@ from quartet.errors import BufferFailed, Cancelled, ComputationFailed, InvalidRe
 from quartet.models.generation.detached_torch import DetachedTorchEngine
 from quartet.preflight import generator_check
 from quartet.rpc.clients import GenerationClient
-from quartet.rpc.compute_thread import ComputeThread
-from quartet.rpc.security.credentials import LOCAL
-from quartet.rpc.server import Server
-from quartet.services.generator.factory import build_generator
 from quartet.services.generator.generator import Generator
 from quartet.services.orchestrator.rollout.collector import Collector
-from quartet.services.orchestrator.rollout.generation import PendingTrajectories
 from quartet.services.orchestrator.rollout.generator_members import Member
-from quartet.services.orchestrator.rollout.generator_pool import MAX_FAILURES, GeneratorPool
+from quartet.services.orchestrator.rollout.generator_pool import MAX_FAILURES
 from quartet.services.orchestrator.rollout.scoring import ScoringServices
 from quartet.types import (
     EngineProperties,
     GenerationBatch,
     GeneratorState,
-    Prompt,
-    Role,
-    SamplingParameters,
     Trajectory,
     TrajectoryId,
     requests_of,
 )
-from tests.services.model_services import Services, start_generation
+from tests.services.model_services import Services
 from tests.services.orchestrator.fake_services import Scorer
-
-PROMPTS = [Prompt(index, np.arange(3, 5 + index, dtype=np.int32)) for index in range(5)]
-SAMPLES = 2
-SAMPLING = SamplingParameters(8, ignore_eos=True)
-SECONDS = 30.0
-
-
-class Generators:
-    """Generators at fixed addresses, an actor with the weights, and a pool."""
-
-    def __init__(self, config: Config, services: Services, stream: RolloutStream) -> None:
-        self.config, self.stream = config, stream
-        self.actor = services.start(Role.ACTOR, config)
-        self.servers: dict[str, Server] = {}
-        self.notes: list[str] = []
-        self._run = stream.key.split(":")[1]
-
-    def start(self, address: str = "127.0.0.1:0") -> str:
-        """Start a generator. Return its address."""
-        server = Server([build_generator(self.config, ComputeThread(), 1, LOCAL)], address)
-        self.servers[server.address] = server
-        return server.address
-
-    def lose(self, address: str) -> None:
-        """Stop a generator without waiting for its calls."""
-        self.servers.pop(address).stop(0.0)
-
-    @contextmanager
-    def pool(self, *addresses: str) -> Iterator[GeneratorPool]:
-        """Return a pool of the generators at these addresses, which need not run yet."""
-        services = self.config.services.model_copy(update={"generators": addresses})
-        result = GeneratorPool(self.config.model_copy(update={"services": services}), self.actor, self.notes.append)
-        try:
-            result.wait_until_ready(SECONDS)
-            yield result
-        finally:
-            result.close()
-
-    def begin(self, pool: GeneratorPool, step: int = 1) -> tuple[GenerationBatch, PendingTrajectories]:
-        """Start a step with policy version 0."""
-        requests = requests_of(self._run, step, PROMPTS, SAMPLES)
-        return pool.start(GenerationBatch(self._run, step, 1, requests, SAMPLING, 5, 0))
-
-    def step(self, pool: GeneratorPool, step: int = 1) -> list[Trajectory]:
-        """Generate a step, and return its trajectories by id."""
-        _, work = self.begin(pool, step)
-        wait(work)
-        work.result()
-        return self.read()
-
-    def read(self) -> list[Trajectory]:
-        """Return what is in the stream, by id."""
-        return sorted((item.trajectory for item in self.stream.read(1000, 0.01)), key=lambda item: item.id)
-
-    def by_the_actor(self) -> list[Trajectory]:
-        """Return the trajectories of step 1 as the actor's own engine generates them."""
-        start_generation(self.actor, self._run, PROMPTS, SAMPLING, SAMPLES, seed=5).result()
-        return self.read()
-
-    def stop(self) -> None:
-        """Stop all generators."""
-        for server in self.servers.values():
-            server.stop(0.0)
-
-
-def wait(work: PendingTrajectories) -> None:
-    """Wait until a work ends, and no longer than a test may take."""
-    ended = threading.Event()
-    work.when_done(ended.set)
-    assert ended.wait(SECONDS)
-
-
-def until(condition: Callable[[], object]) -> None:
-    """Wait for a condition that another thread makes true."""
-    pause, deadline = threading.Event(), 600
-    while not condition():
-        deadline -= 1
-        assert deadline, "the condition stays false"
-        pause.wait(0.05)
-
-
-def contents(trajectories: list[Trajectory]) -> list[tuple[TrajectoryId, list[int], bytes]]:
-    """Return what does not depend on the generator."""
-    return [(item.id, item.response_ids.tolist(), item.log_probs.tobytes()) for item in trajectories]
-
-
-def prompts_by_generator(trajectories: list[Trajectory]) -> dict[str, list[int]]:
-    result: dict[str, set[int]] = {}
-    for item in trajectories:
-        result.setdefault(item.generator, set()).add(item.id.prompt)
-    return {address: sorted(prompts) for address, prompts in result.items()}
+from tests.services.orchestrator.rollout.generator_pools import (
+    PROMPTS,
+    SAMPLES,
+    SAMPLING,
+    SECONDS,
+    Gate,
+    Generators,
+    contents,
+    prompts_by_generator,
+    wait,
+)
+from tests.waiting import wait_until
 
 
 @pytest.fixture
@@ -142,34 +54,11 @@ def generators(make_config: Callable[..., Config], services: Services, stream: R
     result.stop()
 
 
-class Gate:
-    """A pause of engines after their first response, for the first ``count`` generations."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, count: int = 1) -> None:
-        self.reached, self.opened = threading.Event(), threading.Event()
-        self._remaining, self._lock = count, threading.Lock()
-        generate = DetachedTorchEngine.generate
-
-        def gated(engine: Any, requests: Any, sampling: Any, seed: int, cancelled: Any) -> Any:
-            with self._lock:
-                waits = self._remaining > 0
-                self._remaining -= 1
-            for response in generate(engine, requests, sampling, seed, cancelled):
-                yield response
-                if waits:
-                    self.reached.set()
-                    while not self.opened.wait(0.01):
-                        if cancelled():
-                            raise Cancelled("generate: cancelled")
-
-        monkeypatch.setattr(DetachedTorchEngine, "generate", gated)
-
-
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_the_number_of_generators_changes_only_who_generates(generators: Generators, count: int) -> None:
     addresses = [generators.start() for _ in range(count)]
     with generators.pool(*addresses) as pool:
-        until(lambda: len(pool.statuses()) == count)
+        wait_until(lambda: len(pool.statuses()) == count)
         result = generators.step(pool)
     assert contents(result) == contents(generators.by_the_actor())
     assert Counter(map(tuple, prompts_by_generator(result).values())) == Counter(
@@ -183,7 +72,7 @@ def test_the_work_of_a_lost_generator_is_generated_by_the_others(
 ) -> None:
     addresses, gate = [generators.start() for _ in range(2)], Gate(monkeypatch)
     with generators.pool(*addresses) as pool:
-        until(lambda: len(pool.statuses()) == 2)
+        wait_until(lambda: len(pool.statuses()) == 2)
         _, work = generators.begin(pool)
         assert gate.reached.wait(SECONDS)
         with pool._lock:
@@ -197,7 +86,7 @@ def test_the_work_of_a_lost_generator_is_generated_by_the_others(
         assert contents(result) == contents(generators.by_the_actor())
         # It comes back at its address, and gets its part of the next step.
         generators.start(lost)
-        until(lambda: len(pool.statuses()) == 2)
+        wait_until(lambda: len(pool.statuses()) == 2)
         assert prompts_by_generator(generators.step(pool, 2)).keys() == {*addresses}
 
 
@@ -221,7 +110,7 @@ def test_a_trajectory_that_has_arrived_is_not_generated_again(
             work.arrived(Trajectory.of_response(id, 0, *[np.zeros(1, np.int32)] * 2, np.zeros(1, np.float32), None))  # type: ignore[arg-type]
         pool._members.by_address[second] = Member(GenerationClient(second, generators.actor.timeouts))
         pool._members._ask(pool._members.by_address[second])
-        until(lambda: len(pool.statuses()) == 2)
+        wait_until(lambda: len(pool.statuses()) == 2)
         generators.lose(first)
         wait(work)
         result = [item.id for item in generators.read()]
@@ -240,7 +129,7 @@ def test_late_generators_take_the_weights_from_the_actor_and_from_generators_tha
         assert prompts_by_generator(generators.step(pool)).keys() == {first}
         for address in late:
             generators.start(address)
-        until(lambda: len(pool.statuses()) == 4)
+        wait_until(lambda: len(pool.statuses()) == 4)
         assert prompts_by_generator(generators.step(pool, 2)).keys() == {first, *late}
         transfers = {
             address: member.client.status().last_transfer for address, member in pool._members.by_address.items()
@@ -254,7 +143,7 @@ def test_late_generators_take_the_weights_from_the_actor_and_from_generators_tha
 def test_without_any_generator_the_work_fails(generators: Generators, monkeypatch: pytest.MonkeyPatch) -> None:
     addresses, gate = [generators.start() for _ in range(2)], Gate(monkeypatch, count=2)
     with generators.pool(*addresses) as pool:
-        until(lambda: len(pool.statuses()) == 2)
+        wait_until(lambda: len(pool.statuses()) == 2)
         _, work = generators.begin(pool)
         assert gate.reached.wait(SECONDS)
         for address in addresses:
@@ -284,7 +173,7 @@ def test_a_failure_of_every_generator_ends_the_work_and_names_them(
     fail_generations(monkeypatch, error, 100)
     addresses = [generators.start() for _ in range(count)]
     with generators.pool(*addresses) as pool:
-        until(lambda: len(pool.statuses()) == count)
+        wait_until(lambda: len(pool.statuses()) == count)
         _, work = generators.begin(pool)
         wait(work)
         with pytest.raises(error, match="this engine cannot") as raised:
@@ -303,7 +192,7 @@ def test_the_work_of_a_generator_with_a_defect_continues_on_another(
     fail_generations(monkeypatch, error, 1)
     addresses = [generators.start() for _ in range(2)]
     with generators.pool(*addresses) as pool:
-        until(lambda: len(pool.statuses()) == 2)
+        wait_until(lambda: len(pool.statuses()) == 2)
         result = generators.step(pool)
         assert len({item.generator for item in result}) == 1
         assert contents(result) == contents(generators.by_the_actor())
@@ -320,7 +209,7 @@ def test_failures_before_a_reconnect_do_not_refuse_a_generator(
         for step in range(1, MAX_FAILURES + 2):
             _, work = generators.begin(pool, step)
             wait(work)
-        until(lambda: pool.generators()[0].reason)
+        wait_until(lambda: pool.generators()[0].reason)
         [info] = pool.generators()
         assert info.state is GeneratorState.REFUSED
         assert f"{MAX_FAILURES + 1} failures in a row" in info.reason
@@ -386,7 +275,7 @@ def test_a_cancelled_work_stops_its_generators_which_then_do_the_next(
 def test_the_work_of_a_refused_generator_continues_on_another(generators: Generators) -> None:
     first, second = generators.start(), generators.start()
     with generators.pool(first, second) as pool:
-        until(lambda: len(pool.statuses()) == 2)
+        wait_until(lambda: len(pool.statuses()) == 2)
         _, work = generators.begin(pool)
         wait(work)
         result = generators.read()
@@ -466,7 +355,7 @@ def test_a_refused_generator_does_all_its_work_of_the_step_again_elsewhere(
     monkeypatch.setattr(DetachedTorchEngine, "properties", property(lambda engine: properties))
     first, second = generators.start(), generators.start()
     with generators.pool(first, second) as pool:
-        until(lambda: len(pool.statuses()) == 2)
+        wait_until(lambda: len(pool.statuses()) == 2)
         _, work = generators.begin(pool)
         wait(work)
         result = generators.read()
@@ -516,7 +405,7 @@ def test_an_engine_that_is_not_seeded_gets_its_work_by_load(
     monkeypatch.setattr(DetachedTorchEngine, "generate", recorded)
     addresses = [generators.start() for _ in range(2)]
     with generators.pool(*addresses) as pool:
-        until(lambda: len(pool.statuses()) == 2)
+        wait_until(lambda: len(pool.statuses()) == 2)
         result = generators.step(pool)
     assert [item.id for item in result] == [request.id for request in requests_of(generators._run, 1, PROMPTS, SAMPLES)]
     assert len(shares) > 2

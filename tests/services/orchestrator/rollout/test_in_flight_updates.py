@@ -37,8 +37,9 @@ from tests.services.in_flight_engine import SECONDS, InFlightEngine
 from tests.services.model_services import Services
 from tests.services.orchestrator.fake_services import FakeGeneration, Scorer
 from tests.services.orchestrator.rollout.failing_services import batch_of, ended_generation
-from tests.services.orchestrator.rollout.test_generator_pool import PROMPTS, until, wait
+from tests.services.orchestrator.rollout.generator_pools import PROMPTS, wait
 from tests.services.orchestrator.rollout.test_wrong_engines import train
+from tests.waiting import wait_until
 
 SAMPLING = SamplingParameters(6, ignore_eos=True)
 OLD, NEW = b"of the old policy"[:16], b"of the new policy"[:16]
@@ -83,7 +84,7 @@ class Cluster:
         services = self.config.services.model_copy(update={"generators": tuple(self.engines)})
         self.pool = GeneratorPool(self.config.model_copy(update={"services": services}), self.actor, self.notes.append)
         self.pool.wait_until_ready(SECONDS)
-        until(lambda: len(self.pool.statuses()) == len(self.engines))
+        wait_until(lambda: len(self.pool.statuses()) == len(self.engines))
 
     def begin(self, step: int = 2, version: int = 0) -> tuple[GenerationBatch, Any]:
         requests = requests_of(self.run, step, PROMPTS, 2)
@@ -132,7 +133,7 @@ def test_a_generator_takes_a_new_policy_in_the_middle_of_its_responses(cluster: 
     batch, work = cluster.begin()
     assert engine.paused.wait(SECONDS)
     newer = cluster.publish()
-    until(lambda: engine.loads == [(0, False), (1, True)])
+    wait_until(lambda: engine.loads == [(0, False), (1, True)])
     engine.resume()
     step = cluster.collect(batch, work)
     assert len(step.scored) == len(batch.requests)
@@ -141,7 +142,7 @@ def test_a_generator_takes_a_new_policy_in_the_middle_of_its_responses(cluster: 
     # The first share was being generated; later shares begin with the newest policy.
     in_flight = (VersionSpan(0, batch.weights_digest, 2), VersionSpan(1, newer, 4))
     assert {item.version_spans for item in made} == {in_flight, ()}
-    until(lambda: cluster.pool.take_metrics(1)["weight_update_bytes"] > 0)
+    wait_until(lambda: cluster.pool.take_metrics(1)["weight_update_bytes"] > 0)
     assert cluster.notes == []
 
 
@@ -153,7 +154,7 @@ def test_a_generator_begins_nothing_during_an_update_in_flight(cluster: Cluster)
     cluster.publish()
     engine.resume()
     member = cluster.pool._members.by_address[address]
-    until(lambda: member.call is None and member.work is None)
+    wait_until(lambda: member.call is None and member.work is None)
     assert member.update is not None
     engine.may_load.set()
     step = cluster.collect(batch, work)
@@ -219,7 +220,7 @@ def test_a_generator_that_loses_an_update_in_flight_is_refused_and_the_others_do
     assert sound.paused.wait(SECONDS)
     faulty.lost = names(cluster)
     cluster.publish()
-    until(lambda: cluster.notes)
+    wait_until(lambda: cluster.notes)
     assert cluster.notes[0].startswith(f"generator {wrong} gets no more work: ")
     assert "after it loaded version 1" in cluster.notes[0]
     faulty.resume()

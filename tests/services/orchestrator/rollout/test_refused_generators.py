@@ -15,15 +15,15 @@ from quartet.services.orchestrator.rollout import generator_members
 from quartet.services.orchestrator.rollout.generator_members import Member
 from quartet.services.orchestrator.rollout.generator_pool import MAX_FAILURES, GeneratorPool
 from quartet.types import GeneratorState, Role
-from tests.services.orchestrator.rollout.test_generator_pool import (
+from tests.services.orchestrator.rollout.generator_pools import (
     SECONDS,
     Generators,
     contents,
     prompts_by_generator,
-    until,
     wait,
 )
 from tests.services.orchestrator.rollout.test_generator_pool import generators as generators
+from tests.waiting import wait_until
 
 
 @pytest.fixture(autouse=True)
@@ -39,7 +39,7 @@ def asked_again(pool: GeneratorPool, member: Member) -> None:
         questions.add(member.question)
         return len(questions) - 1
 
-    until(lambda: asked() > 2)
+    wait_until(lambda: asked() > 2)
     with pool._lock:
         pass  # The answer is handled.
 
@@ -47,7 +47,7 @@ def asked_again(pool: GeneratorPool, member: Member) -> None:
 def test_a_refused_generator_without_weights_gets_no_work_until_it_is_restarted(generators: Generators) -> None:
     first, second = generators.start(), generators.start()
     with generators.pool(first, second) as pool:
-        until(lambda: len(pool.statuses()) == 2)
+        wait_until(lambda: len(pool.statuses()) == 2)
         member = pool._members.by_address[second]
         # As after a failed load: it holds nothing, as if it had just started.
         with pool._lock:
@@ -57,7 +57,7 @@ def test_a_refused_generator_without_weights_gets_no_work_until_it_is_restarted(
         assert prompts_by_generator(generators.step(pool)).keys() == {first}
         generators.lose(second)
         generators.start(second)
-        until(lambda: member.ready)
+        wait_until(lambda: member.ready)
         assert prompts_by_generator(generators.step(pool, 2)).keys() == {first, second}
         assert generators.notes == [f"generator {second} gets no more work: has dropped the update"]
 
@@ -75,7 +75,7 @@ def test_a_generator_whose_loads_fail_is_refused_after_a_limited_number(
 
         monkeypatch.setattr(DetachedTorchEngine, "load_weights", failing)
         for step in range(1, MAX_FAILURES + 2):
-            until(lambda: member.ready)
+            wait_until(lambda: member.ready)
             _, work = generators.begin(pool, step)
             wait(work)
         asked_again(pool, member)
@@ -93,13 +93,13 @@ def test_a_generator_that_does_not_fit_is_noted_once(generators: Generators, mon
         status, member = Generator.status, pool._members.by_address[second]
         patched.setattr(Generator, "status", lambda generator: replace(status(generator), dtype="bfloat16"))
         generators.start(second)
-        until(lambda: member.refused)
+        wait_until(lambda: member.refused)
         asked_again(pool, member)
         assert generators.notes == [f"generator {second} gets no work: {member.refused}"]
         patched.undo()
         generators.lose(second)
         generators.start(second)
-        until(lambda: member.ready)
+        wait_until(lambda: member.ready)
         assert len(generators.notes) == 1
 
 
@@ -136,7 +136,7 @@ def test_a_generator_whose_engine_has_lost_its_weights_gets_them_again(
 def test_a_superseded_orchestrator_ends_its_work_at_once_with_the_epoch_of_the_other(generators: Generators) -> None:
     addresses = [generators.start() for _ in range(2)]
     with generators.pool(*addresses) as pool:
-        until(lambda: len(pool.statuses()) == 2)
+        wait_until(lambda: len(pool.statuses()) == 2)
         generators.step(pool)
         for member in pool._members.all():
             actor = ((Role.ACTOR, generators.actor.channel.address),)
@@ -146,6 +146,6 @@ def test_a_superseded_orchestrator_ends_its_work_at_once_with_the_epoch_of_the_o
         with pytest.raises(StaleLeaderEpoch, match="leader_epoch 1: an orchestrator of epoch 5 has taken over"):
             work.result()
         # Its next term needs a higher epoch.
-        until(lambda: max(pool.leader_epochs(), default=0) == 5)
+        wait_until(lambda: max(pool.leader_epochs(), default=0) == 5)
         assert not any(info.reason for info in pool.generators())
         assert not generators.notes

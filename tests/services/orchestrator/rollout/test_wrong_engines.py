@@ -40,7 +40,7 @@ from quartet.weight_transfer.receiver import WeightMirror
 from quartet.weight_transfer.tensors import WeightSet
 from tests.services.model_services import TIMEOUTS, Services
 from tests.services.orchestrator.fake_services import Scorer
-from tests.services.orchestrator.rollout.test_generator_pool import until
+from tests.waiting import wait_until
 
 CASES = 25
 PROMPTS = [Prompt(index, np.array([5, 6, 7 + index], np.int32)) for index in range(4)]
@@ -151,7 +151,7 @@ def test_what_a_refused_generator_has_done_for_a_later_step_is_generated_again(
     collector = Collector(stream, ScoringServices(scorer, scorer, scorer, 1.0, actor), 2)
     try:
         pool.wait_until_ready(20)
-        until(lambda: len(pool.statuses()) == 2)
+        wait_until(lambda: len(pool.statuses()) == 2)
         collect(pool, collector, stream, config, 1, 0, 0)
         train(hosted, config.run.name, 0)
         collector.reset()
