@@ -10,9 +10,12 @@ Value = TypeVar("Value")
 
 
 def wait_until(
-    condition: Callable[[], Value], seconds: float = 20.0, state: Callable[[], object] = lambda: ""
+    condition: Callable[[], Value], seconds: float = 30.0, state: Callable[[], object] = lambda: ""
 ) -> Value:
-    """Return the first true value of ``condition``. Raises AssertionError with ``state()`` if there is none in time."""
+    """Call ``condition`` until its value is true, and return that value.
+
+    Raises AssertionError after ``seconds``. Its message contains ``state()``, which describes what the test waited for.
+    """
     deadline = time.monotonic() + seconds
     while not (value := condition()):
         assert time.monotonic() < deadline, f"not within {seconds:g} s: {state()}"

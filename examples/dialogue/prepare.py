@@ -177,7 +177,7 @@ def prepare(options: argparse.Namespace, folder: Path) -> None:
     for name, pairs in (("training", training), ("validation", validation)):
         if not pairs:
             advice = (
-                "another --validation-fraction" if other is None else "a --validation file with other conversations"
+                "another --validation-fraction" if other is None else "a --validation file without these conversations"
             )
             raise DataError(f"{source.name}: no pairs are left for {name}; give more rows, or {advice}")
     numbers = {

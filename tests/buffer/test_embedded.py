@@ -16,6 +16,7 @@ from quartet.buffer import embedded_redis as embedded
 from quartet.buffer.connection import connect
 from quartet.buffer.embedded_redis import EmbeddedRedis, find_server
 from quartet.errors import ConfigError, ServiceFailed
+from tests.waiting import wait_until
 
 
 def test_the_server_listens_only_on_a_private_socket(tmp_path: Path) -> None:
@@ -183,10 +184,7 @@ def test_a_killed_server_restarts_at_the_same_socket_with_its_data(tmp_path: Pat
         assert server.repair() == ""
         server.start()
         assert not server.ready
-        deadline = time.monotonic() + 20
-        while not (server.responds(5.0) and server.ready):
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+        wait_until(lambda: server.responds(5.0) and server.ready)
         assert server.url == url
         assert client.get("key") == b"value"
         os.kill(server.process.pid, signal.SIGSTOP)

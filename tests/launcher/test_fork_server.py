@@ -15,6 +15,7 @@ import pytest
 from quartet.child_processes import has_ended
 from quartet.fork_server import ForkedProcess, ForkServer
 from quartet.launcher.service_process import ServiceProcess
+from tests.waiting import wait_until
 
 PROGRAM = """
 import os, sys, time
@@ -161,7 +162,4 @@ def test_a_forked_process_dies_with_the_client(folder: Path) -> None:
         name = client.stdout.readline().strip()
         assert not has_ended(name)
         client.kill()
-    deadline = time.monotonic() + 10
-    while not has_ended(name) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert has_ended(name)
+    wait_until(lambda: has_ended(name))

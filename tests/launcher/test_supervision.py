@@ -18,6 +18,7 @@ from quartet.child_processes import process_state
 from quartet.config import RecoveryConfig
 from quartet.errors import ServiceFailed
 from quartet.launcher.supervisor import ProcessSupervisor, RestartCounter, exit_error
+from tests.waiting import wait_until
 
 
 def test_the_backoff_doubles_up_to_half_a_minute_and_ends_with_the_restarts() -> None:
@@ -77,16 +78,9 @@ def echo(tmp_path: Path) -> Iterator[Echo]:
 
 
 def supervise(echo: Echo, load_timeout: float = 600.0, **recovery: float) -> ProcessSupervisor:
-    wait_for_start(echo)
+    wait_until(lambda: echo.responds(1.0))
     settings = RecoveryConfig.model_validate({"backoff_seconds": 0.05, **recovery})
     return ProcessSupervisor(echo, settings, load_timeout, structlog.wrap_logger(structlog.ReturnLogger()))
-
-
-def wait_for_start(echo: Echo) -> None:
-    deadline = time.monotonic() + 20
-    while not echo.responds(1.0):
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 def lines_until(supervisor: ProcessSupervisor, wanted: str, seconds: float = 20.0) -> list[str]:

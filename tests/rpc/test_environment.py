@@ -27,6 +27,7 @@ from quartet.services.environment.servicer import EnvironmentServicer
 from quartet.types import EnvironmentReply, Outcome, Role
 from quartet.v1 import environment_pb2, environment_pb2_grpc
 from tests.environments.test_host import PROMPT, events, ids, text
+from tests.waiting import wait_until
 
 TIMEOUTS = TimeoutsConfig(load_seconds=20, score_seconds=20)
 RECOVERY = RecoveryConfig(backoff_seconds=0.05)
@@ -138,10 +139,7 @@ def test_a_session_that_ended_is_closed_at_the_service(
     client.reset("s", 1, "", PROMPT)
     client.end("s")
     client.end("s")
-    deadline = time.monotonic() + 10
-    while played.status().open_sessions and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert played.status().open_sessions == 0
+    wait_until(lambda: played.status().open_sessions == 0)
     with pytest.raises(FailedPrecondition, match="session s is not open"):
         client.step("s", 1, ids("a"))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +17,7 @@ from quartet.services.workers.commands import STOP, GroupCommands
 from quartet.services.workers.group_failures import GroupFailures
 from quartet.services.workers.watchdog import Failure
 from quartet.v1 import update_pb2
+from tests.waiting import wait_until
 
 REQUEST = update_pb2.UpdateRequest()
 
@@ -158,9 +158,7 @@ def test_the_collective_of_a_rank_is_read_from_its_stack() -> None:
 
     thread = threading.Thread(target=compute)
     thread.start()
-    deadline = time.monotonic() + 10
-    while progress.report().collective != "all_gather":
-        assert time.monotonic() < deadline
+    wait_until(lambda: progress.report().collective == "all_gather")
     held.release()
     thread.join()
     assert progress.report().collective == ""

@@ -14,6 +14,7 @@ import pytest
 from quartet.models.workers.progress import Progress, RankReport
 from quartet.services.workers import watchdog
 from quartet.services.workers.watchdog import Failure, HangDetector, Silence, Watchdog
+from tests.waiting import wait_until
 
 TIMEOUT = 10.0
 IDLE = RankReport(99999999, "elsewhere")
@@ -199,10 +200,7 @@ def test_rank_0_reports_a_silent_rank_and_others_end_without_rank_0(monkeypatch:
     second = Watchdog(Board(), 1, 2, lambda: IDLE, 0.5)
     try:
         assert ended.wait(20)
-        deadline = time.monotonic() + 20
-        while not first.failure():
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        wait_until(first.failure)
     finally:
         first.stop()
         second.stop()

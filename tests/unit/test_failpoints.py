@@ -16,6 +16,7 @@ import pytest
 
 from quartet.errors import ConfigError
 from quartet.failpoints import FAILPOINTS, FOLDER_VARIABLE, VARIABLE, InjectedFault, arm, failpoint
+from tests.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
 CODE = [
@@ -88,9 +89,7 @@ def test_hold_writes_the_process_id_and_continues_when_released(tmp_path: Path) 
     thread = threading.Thread(target=lambda: (failpoint("orchestrator.sealed"), passed.set()), daemon=True)
     thread.start()
     reached = tmp_path / "orchestrator.sealed.reached"
-    deadline = time.monotonic() + 10
-    while not reached.exists() and time.monotonic() < deadline:
-        time.sleep(0.005)
+    wait_until(reached.exists)
     assert int(reached.read_text()) == os.getpid()
     assert not passed.wait(0.1)
     (tmp_path / "orchestrator.sealed.go").touch()

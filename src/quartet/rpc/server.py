@@ -220,7 +220,7 @@ class Server:
         return self._probes.address if self._probes is not None else None
 
     def drain(self, seconds: float) -> None:
-        """Refuse new calls, and give running calls ``seconds`` to finish. Health watches end early: they never finish."""
+        """Refuse new calls, and give running calls ``seconds`` to finish. Cancel health watches, which never finish."""
         self._health.enter_graceful_shutdown()
         stopped = self._server.stop(grace=seconds)
         if not stopped.wait(NOTICE_SECONDS):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from quartet.preflight import check_inputs
 from tests.every_case import every_case
 from tests.unit.preflight.files import config
 from tests.unit.test_child_processes import is_running
+from tests.waiting import wait_until
 
 IMPORTED = "raise SystemExit('imported by the check')\n"
 
@@ -100,9 +100,7 @@ def test_a_function_that_cannot_be_called_is_refused(
     if not message:
         note = f"reward.function mine:{function}: can be imported and accepts 3 arguments"
         assert note in check_inputs(with_function(models, f"mine:{function}"))
-        deadline = time.monotonic() + 10
-        while is_running(int((models / "child").read_text())):
-            assert time.monotonic() < deadline, "a process that the module started still runs"
+        wait_until(lambda: not is_running(int((models / "child").read_text())))
         return
     with pytest.raises(ConfigError, match=re.escape(f"reward.function mine:{function}: ") + ".*" + re.escape(message)):
         check_inputs(with_function(models, f"mine:{function}"))
