@@ -58,10 +58,10 @@ install: $(VENV)/.installed-dev ## Install into .venv, with the development tool
 demo: $(VENV)/.installed ## Train a tiny model from scratch and show what changed
 	$(BIN)/quartet demo
 
-test-fast: $(VENV)/.installed-dev ## Run the unit, contract and buffer tests; a minute
+test-fast: $(VENV)/.installed-dev ## Run the unit, contract and buffer tests; minutes
 	$(PYTEST) tests/unit tests/contract tests/buffer $(PYTEST_ARGS)
 
-test: $(VENV)/.installed-dev ## Run all tests except the slow suites; a quarter of an hour on two cores
+test: $(VENV)/.installed-dev ## Run all tests except the slow suites; 20 to 30 minutes on two cores
 	$(PYTEST) $(PYTEST_ARGS)
 
 test-all: $(VENV)/.installed-dev ## Run all tests and the slow suites that this machine has the tools for
