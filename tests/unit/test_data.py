@@ -47,7 +47,7 @@ def test_prompts_are_read_with_line_numbers_and_blank_lines_are_skipped(tmp_path
     assert read_prompt_lines(path) == [
         PromptLine(1, text="héllo", fields='{"text":"héllo"}'),
         PromptLine(4, token_ids=(3, 0)),
-        PromptLine(5, messages=(USER,), fields='{"messages":[{"content":"hi","role":"user"}]}'),
+        PromptLine(5, messages=(USER,), fields='{"messages":[{"content":"hi","role":"user"}],"text":null}'),
     ]
 
 
@@ -58,7 +58,7 @@ def test_prompts_are_read_with_line_numbers_and_blank_lines_are_skipped(tmp_path
             '{"text": "a", "level": 3, "answer": {"z": [1.5, null], "b": true}}',
             '{"answer":{"b":true,"z":[1.5,null]},"level":3,"text":"a"}',
         ),
-        ('{"token_ids": [4], "answer": "ö", "text": null}', '{"answer":"ö"}'),
+        ('{"token_ids": [4], "answer": "ö", "text": null}', '{"answer":"ö","text":null}'),
         ('{"prompt": "a", "answer": 1}', '{"answer":1,"prompt":"a"}'),
         (
             '{"answer": 2, "messages": [{"role": "user", "content": "a", "name": "b"}]}',
@@ -82,7 +82,7 @@ def test_the_fields_are_compact_json_of_everything_except_token_ids(line: str, f
         ('["text"]', "found list"),
         ("3", "found int"),
         ("{}", "found none of prompt, text, messages and token_ids, but nothing else"),
-        ('{"text": null}', "found none"),
+        ('{"text": null, "answer": 1}', "text is null"),
         ('{"question": "a", "id": 1}', "found none of prompt, text, messages and token_ids, but id, question"),
         ('{"prompt": "a", "messages": []}', "found prompt and messages; keep one of them, or rename the others"),
         ('{"prompt": ""}', "prompt is empty"),

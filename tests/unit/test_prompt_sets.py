@@ -114,7 +114,9 @@ CHAT = [{"role": "user", "content": "x"}]
         ),
         ({"q": "x"}, {"q": "a", "text": "b"}, {"columns": {"text": "q"}}, "has a column text, and another value gets"),
         ({"text": "x"}, {"text": "b", "prompt_set": 1}, {}, "has a column prompt_set, and another value gets this"),
-        ({"q": "x"}, {"q": None}, {"text_template": "{q}"}, "q is missing, but the template needs it; expected a text"),
+        ({"q": "x"}, {"q": None}, {"text_template": "{q}"}, "q is null, but the template needs it; expected a text"),
+        ({"q": "x"}, {"p": 1}, {"text_template": "{q}"}, "q is missing, but the template needs it; expected a text"),
+        ({"q": "x"}, {"q": None}, {"columns": {"text": "q"}}, "text (column q) is null; expected"),
         (
             {"q": "x"},
             {"q": [1]},

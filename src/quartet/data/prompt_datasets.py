@@ -31,7 +31,7 @@ FORMATS = ("arrow", "csv", "json", "parquet", "text")
 """Formats of data sets that are read. Others may hold pickled objects or media."""
 MAX_ROWS_BYTES = 16 * 1024**3
 """Maximum size of the rows of a data set, and of all of them in the cache."""
-FORMAT = 1
+FORMAT = 2
 """Version of the files in the cache. Raise it if their content changes."""
 PROGRESS_SECONDS = 2.0
 """Seconds between two lines of progress."""
@@ -211,11 +211,31 @@ def _rows(settings: PromptSettings, source: DatasetSource) -> Iterable[dict[str,
 
     datasets.disable_progress_bars()
     try:
-        return _opened(datasets, settings, source)
+        rows = _opened(datasets, settings, source)
     except DataError:
         raise
     except Exception as error:  # The library raises exceptions of many types.
         raise DataError(f"{settings.key}: {source}: cannot be read ({_reason(error)})") from None
+    features = getattr(rows, "features", None) or {}
+    return ({name: _own_value(value, features.get(name)) for name, value in row.items()} for row in rows)
+
+
+def _own_value(value: Any, feature: Any) -> Any:
+    """Return a value without the nulls that Arrow adds, see ``quartet.data.prompt_files``.
+
+    ``feature`` is its type: an object by names of fields, a list with one type or ``List``, ``Json``, ``Value``, or None.
+    """
+    if isinstance(value, dict) and (feature is None or isinstance(feature, dict)):
+        types = feature or {}
+        return {
+            name: _own_value(item, types.get(name))
+            for name, item in value.items()
+            if item is not None or getattr(types.get(name), "dtype", "") == "null"
+        }
+    of_items = feature[0] if isinstance(feature, list) else getattr(feature, "feature", None)
+    if isinstance(value, list) and (feature is None or of_items is not None):
+        return [_own_value(item, of_items) for item in value]
+    return value
 
 
 def _opened(datasets: Any, settings: PromptSettings, source: DatasetSource) -> Iterable[dict[str, Any]]:

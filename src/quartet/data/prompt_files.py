@@ -9,7 +9,7 @@ import json
 import stat
 import sys
 import zlib
-from collections.abc import Container, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, NoReturn
@@ -295,8 +295,8 @@ def _converted(batch: Any, path: Path, before: int) -> Iterator[dict[str, Any]]:
     if batch.num_rows == 1 and size > MAX_LINE_BYTES:
         raise DataError(f"{where}: has {size} bytes, expected at most {MAX_LINE_BYTES}; shorten its values")
     try:
-        rows = _without_nanoseconds(batch).to_pylist() if size <= MAX_LINE_BYTES else None
-    except (ValueError, OverflowError) as error:
+        rows = _row_objects(_without_nanoseconds(batch)) if size <= MAX_LINE_BYTES else None
+    except (ValueError, OverflowError, RecursionError) as error:
         if batch.num_rows == 1:
             reason = str(error).partition("\n")[0][:200]
             raise DataError(
@@ -309,6 +309,57 @@ def _converted(batch: Any, path: Path, before: int) -> Iterator[dict[str, Any]]:
     half = batch.num_rows // 2
     yield from _converted(batch.slice(0, half), path, before)
     yield from _converted(batch.slice(half), path, before + half)
+
+
+def _row_objects(batch: Any) -> list[dict[str, Any]]:
+    """Return the rows of a batch as objects, see ``_reader``. Raises ValueError, OverflowError and RecursionError."""
+    rows: list[dict[str, Any]] = batch.to_pylist()
+    for field in batch.schema:
+        if (read := _reader(field.type)) is not None:
+            for row in rows:
+                row[field.name] = read(row[field.name])
+    return rows
+
+
+def _reader(kind: Any) -> Callable[[Any], Any] | None:
+    """Return the function that makes a row's own value of a value of an Arrow type. None if they are the same.
+
+    Every struct of a column has the fields of all rows, filled up with nulls. They are removed, unless no row has a value there:
+    a row has written such a field as null. Lists and maps have only what the row has, so their nulls remain. A map becomes an
+    object, and JSON is parsed.
+    """
+    from pyarrow import types
+
+    if getattr(kind, "extension_name", "") == "arrow.json":
+        return lambda value: None if value is None else parse_json(value)
+    if types.is_struct(kind):
+        readers = {field.name: _reader(field.type) for field in kind}
+        written = {field.name for field in kind if types.is_null(field.type)}
+
+        def read_struct(value: Any) -> Any:
+            return value and {
+                name: item if item is None or (read := readers[name]) is None else read(item)
+                for name, item in value.items()
+                if item is not None or name in written
+            }
+
+        return read_struct
+    if types.is_map(kind):
+        read_item = _reader(kind.item_type) or (lambda item: item)
+
+        def read_map(value: Any) -> Any:
+            if value is None:
+                return None
+            items = {key: read_item(item) for key, item in value}
+            if len(items) < len(value):
+                raise ValueError("a map has a key twice")
+            return items
+
+        return read_map
+    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
+        read = _reader(kind.value_type)
+        return read and (lambda value: value and [read(item) for item in value])
+    return None
 
 
 def _without_nanoseconds(batch: Any) -> Any:

@@ -104,7 +104,8 @@ def _filled(template: str, row: Mapping[str, Any], mapping: RowMapping, where: s
     for name in placeholders(template):
         value = row.get(name)
         if isinstance(value, bool) or not isinstance(value, str | int | float):
-            kind = "missing" if value is None else f"of type {type(value).__name__}"
+            kind = "null" if value is None else f"of type {type(value).__name__}"
+            kind = kind if name in row else "missing"
             raise DataError(
                 f"{where}: {mapping.label(name)} is {kind}, but the template needs it; expected a text or a number; the row has "
                 f"{_names(row)}"
@@ -138,24 +139,20 @@ def _check_encodable(text: object, where: str) -> None:
 def _parse(value: dict[str, Any], where: str, number: int, mapping: RowMapping = PLAIN) -> PromptLine:
     if mapping.text is not None or mapping.messages:
         return _from_template(value, where, number, mapping)
-    given = {key: value.pop(key, None) for key in PROMPT_KEYS}
+    given = {key: value[key] for key in PROMPT_KEYS if key in value}
     # An empty cell of a CSV file is an empty string.
     kinds = [key for key, content in given.items() if content is not None and content != ""]
     if len(kinds) > 1:
         raise DataError(f"{where}: found {' and '.join(kinds)}; keep one of them, or rename the others; {EXPECTED}")
     if not kinds:
-        empty = [key for key, content in given.items() if content == ""]
-        keys = _names(value)
-        raise DataError(
-            f"{where}: {mapping.label(empty[0])} is empty; {EXPECTED}"
-            if empty
-            else f"{where}: found none of prompt, text, messages and token_ids, but {keys}; {EXPECTED}"
-        )
+        if given:
+            key, content = next(iter(given.items()))
+            problem = "null" if content is None else "empty"
+            raise DataError(f"{where}: {mapping.label(key)} is {problem}; {EXPECTED}; or remove the row")
+        raise DataError(f"{where}: found none of prompt, text, messages and token_ids, but {_names(value)}; {EXPECTED}")
     kind = kinds[0]
     content, label = given[kind], mapping.label(kind)
-    if kind != "token_ids":
-        value[kind] = content
-    fields = _fields(value, where)
+    fields = _fields({name: cell for name, cell in value.items() if name != "token_ids"}, where)
     if kind == "messages" or (kind == "prompt" and isinstance(content, list)):
         return PromptLine(number, messages=_messages(label, content, where), fields=fields, key=kind)
     if kind != "token_ids":
