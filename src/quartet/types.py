@@ -137,17 +137,19 @@ class Scores:
     ``total`` float32 [sequences], in units of reward; NaN exactly where the outcome is not ok. ``parts`` float32 [sequences]
     each: the unweighted scores of an ensemble's sources, by name; NaN where a source has none. Empty for a single source.
     ``outcomes`` [sequences], or empty if all are ok. ``details`` [sequences], or empty: the cause of each failure, without text
-    of prompts and responses. Raises ComputationFailed if scores and outcomes contradict each other.
+    of prompts and responses. ``logged`` [sequences], or empty: what the source logged for each sequence, numbers, booleans and
+    texts by name, see ``quartet.logged_values``. Raises ComputationFailed if scores and outcomes contradict each other.
     """
 
     total: FloatArray
     parts: dict[str, FloatArray] = field(default_factory=dict)
     outcomes: tuple[Outcome, ...] = ()
     details: tuple[str, ...] = ()
+    logged: tuple[Mapping[str, Any], ...] = ()
 
     def __post_init__(self) -> None:
         count = len(self.total)
-        for name, values in (("outcomes", self.outcomes), ("details", self.details)):
+        for name, values in (("outcomes", self.outcomes), ("details", self.details), ("logged", self.logged)):
             if values and len(values) != count:
                 raise ComputationFailed(
                     f"{name}: expected none, or one for each of the {count} scores, got {len(values)}"
@@ -171,6 +173,11 @@ class Scores:
     def all_details(self) -> tuple[str, ...]:
         """Detail of each sequence, [sequences]; "" without one."""
         return self.details or ("",) * len(self.total)
+
+    @property
+    def all_logged(self) -> tuple[Mapping[str, Any], ...]:
+        """Logged values of each sequence, [sequences]; an empty mapping without any."""
+        return self.logged or ({},) * len(self.total)
 
 
 @dataclass(frozen=True, slots=True)
@@ -447,11 +454,13 @@ class TokenBatch:
 
     ``token_ids`` int32 [all tokens]: for each sequence its prompt, then its response. ``prompt_lengths`` and
     ``response_lengths`` int32 [sequences]. Arrays with one value per response token are flat, [response tokens], in this order.
+    ``updates``: the updates that the policy had taken before the step, or the evaluation, of the sequences.
     """
 
     token_ids: IntArray
     prompt_lengths: IntArray
     response_lengths: IntArray
+    updates: int = 0
 
     def __post_init__(self) -> None:
         if self.prompt_lengths.shape != self.response_lengths.shape or self.prompt_lengths.ndim != 1:
@@ -475,6 +484,8 @@ class TokenBatch:
             token_ids=np.concatenate(parts) if parts else np.zeros(0, np.int32),
             prompt_lengths=np.array([len(t.prompt_ids) for t in trajectories], np.int32),
             response_lengths=np.array([len(t.response_ids) for t in trajectories], np.int32),
+            # An evaluation has no step. Off-policy, an older policy has generated.
+            updates=max((max(t.policy_version, t.id.step - 1) for t in trajectories), default=0),
         )
 
     def __len__(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import inspect
+import json
 import os
 import sys
 import sysconfig
@@ -61,6 +62,37 @@ def wrong_arguments(function: Callable[..., Any], count: int, keywords: Sequence
     return ""
 
 
+def required_parameters(function: Callable[..., Any]) -> list[str]:
+    """Return the parameters without a default that can be given by name."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return []
+    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return [each.name for each in parameters if each.kind in by_name and each.default is inspect.Parameter.empty]
+
+
+def wrong_columns(function: Callable[..., Any], keywords: Sequence[str], columns: Sequence[str] | None) -> str:
+    """Return why the function cannot be called with ``keywords`` and the columns of the prompts by name, or "" if it can.
+
+    Without knowledge of the ``columns``, each parameter may be one.
+    """
+    required = required_parameters(function)
+    given = dict.fromkeys([*keywords, *(required if columns is None else columns)])
+    if missing := [name for name in required if name not in given]:
+        close = difflib.get_close_matches(missing[0], given, n=1)
+        hint = f"; did you mean {close[0]}?" if close else ""
+        others = [name for name in columns or () if name not in keywords]
+        return (
+            f"its parameter {missing[0]} is no column of the prompts, which have "
+            f"{', '.join(others[:20]) or 'no column'}{hint}; rename the parameter, give it a default, or "
+            "rename a column with columns in data.sets"
+        )
+    # Every column and argument is passed by name, as TRL does.
+    problem = wrong_arguments(function, 0, tuple(given))
+    return f"{problem}; add **kwargs to its parameters" if "unexpected keyword" in problem else problem
+
+
 def counted_arguments(count: int) -> str:
     """Return the number with its noun, such as "1 argument"."""
     return f"{count} argument{'' if count == 1 else 's'}"
@@ -105,14 +137,21 @@ def _folder(module: ModuleType) -> str:
     return next(iter(getattr(module, "__path__", ())), "Python's own")
 
 
-def _main(name: str, count: str, keywords: str, descriptor: str) -> None:
-    """Write to ``descriptor`` why package.module:callable cannot be called with ``count`` positional arguments and ``keywords``,
-    which commas separate; nothing if it can.
+def _main(name: str, passed: str, descriptor: str) -> None:
+    """Write to ``descriptor`` why package.module:callable cannot be called, nothing if it can.
+
+    ``passed``: a JSON object with the ``count`` of positional arguments, the ``keywords``, and, if the function gets the columns
+    of the prompts by name, ``columns``: their names, or null if they are not known.
     """
     answers = os.dup(int(descriptor))  # Not inherited by processes that the module starts.
     os.close(int(descriptor))
+    call = json.loads(passed)
     try:
-        problem = wrong_arguments(import_callable(name), int(count), [word for word in keywords.split(",") if word])
+        function = import_callable(name)
+        if "columns" in call:
+            problem = wrong_columns(function, call["keywords"], call["columns"])
+        else:
+            problem = wrong_arguments(function, call["count"], call["keywords"])
     except NotImportable as error:
         problem = str(error)
     os.write(answers, f"{CHECKED}{problem}".encode())

@@ -173,6 +173,29 @@ def test_scores_of_another_number_of_sequences_are_refused() -> None:
         codec.scores_from_proto(message, 3)
 
 
+def test_what_a_source_logged_round_trips_and_is_checked() -> None:
+    scores = Scores(np.ones(2, np.float32), logged=({"right": True, "length": 2.5, "answer": "\u00e9"}, {}))
+    message = codec.scores_to_proto(scores)
+    assert codec.scores_from_proto(message, 2).logged == scores.logged
+    for text, problem in (
+        ("[]", "not a JSON object"),
+        ("{", "not a JSON object"),
+        ('{"a": NaN}', "a is not a finite number, a boolean or a text of at most 1000 characters"),
+        ('{"a b": 1}', "a name that is not 1 to 64 ASCII letters, digits and underscores"),
+    ):
+        message.logged[1] = text
+        with pytest.raises(InvalidRequest, match=rf"logged\[1\]: {problem}"):
+            codec.scores_from_proto(message, 2)
+    del message.logged[1]
+    with pytest.raises(InvalidRequest, match="logged: expected none, or 2 elements, got 1"):
+        codec.scores_from_proto(message, 2)
+
+
+def test_a_score_request_says_how_many_updates_the_policy_has_taken() -> None:
+    batch = TokenBatch(np.array([1, 2], np.int32), np.ones(1, np.int32), np.ones(1, np.int32), updates=3)
+    assert codec.score_request_from_proto(codec.score_request_to_proto(batch, []))[0].updates == 3
+
+
 def test_every_outcome_has_its_number_in_the_contract() -> None:
     numbers = {codec.outcome_to_proto(outcome) for outcome in Outcome}
     assert numbers == set(trajectory_pb2.Outcome.values()) - {trajectory_pb2.OUTCOME_UNSPECIFIED}

@@ -30,6 +30,9 @@ def length(prompt, response, fields):
 def lengths(prompts, responses, fields):
     return [-len(prompt.split()) for prompt in prompts]
 
+def logs(solution_str, data_source, ground_truth, extra_info, **arguments):
+    return {"score": 1, **arguments}
+
 def large(prompt, response, fields):
     return 3e38
 
@@ -127,6 +130,15 @@ def test_the_score_is_the_weighted_sum_of_the_unweighted_parts(build: Build, che
 def responses() -> list[np.ndarray]:
     pairs = zip(BATCH.sequences(), BATCH.prompt_lengths, strict=True)
     return [sequence[prompt:] for sequence, prompt in pairs]
+
+
+def test_what_the_parts_log_is_merged(build: Build) -> None:
+    part = {"source": "function", "function": "scorers:logs", "signature": "verl"}
+    reward = build(
+        {"name": "a", **part, "arguments": {"x": 1, "only_a": "text"}}, {"name": "b", **part, "arguments": {"x": 4}}
+    )
+    scores = reward.score(BATCH, ['{"ground_truth": 1}'] * 3)
+    assert scores.logged == ({"x": 2.5, "only_a": "text"},) * 3
 
 
 def test_functions_of_an_ensemble_run_concurrently(build: Build) -> None:

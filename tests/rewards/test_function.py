@@ -134,7 +134,8 @@ def test_a_score_that_is_not_a_finite_number_is_a_scorer_error(value: Any, expec
     assert scores.outcomes == (Outcome.OK, Outcome.SCORER_ERROR)
     assert scores.details == (
         "",
-        f"reward.function scorers:given, sequence index 1: returned {expected}, expected a finite number",
+        f"reward.function scorers:given, sequence index 1: returned {expected}, expected a finite number; "
+        "convert it with float()",
     )
     np.testing.assert_array_equal(scores.total, np.array([2, np.nan], np.float32))
     assert reward.score(BATCH, ['{"value": 2}', '{"value": -0.25}']).total.tolist() == [2.0, -0.25]
@@ -143,10 +144,8 @@ def test_a_score_that_is_not_a_finite_number_is_a_scorer_error(value: Any, expec
 @pytest.mark.parametrize(
     ("value", "expected"),
     [
-        ([1.0], "a batch of 2: returned a list of 1, expected a list of 2 numbers"),
-        ([1.0, 2.0, 3.0], "a batch of 2: returned a list of 3, expected a list of 2 numbers"),
-        (1.0, "a batch of 2: returned 1, expected a list of 2 numbers"),
-        ({"a": 1, "b": 2}, "a batch of 2: returned a dict of 2, expected a list of 2 numbers"),
+        (1.0, "a batch of 2: returned 1, expected a list of 2 finite numbers"),
+        ({"a": 1, "b": 2}, "a batch of 2: returned a dict of 2, expected a list of 2 finite numbers"),
         ([1.0, None], "a batch of 2: at index 1 returned None, expected a finite number"),
         ([False, 1.0], "a batch of 2: at index 0 returned False, expected a finite number"),
     ],
@@ -155,8 +154,20 @@ def test_a_batched_function_must_return_a_finite_number_per_sequence(value: Any,
     reward = start("given_together", batched=True)
     with pytest.raises(ComputationFailed) as failed:
         reward.score(BATCH, [json.dumps({"value": value}), "{}"])
-    assert str(failed.value) == f"reward.function scorers:given_together, {expected}"
+    assert str(failed.value).startswith(f"reward.function scorers:given_together, {expected}; ")
     assert reward.score(BATCH, ['{"value": [1, 2.5]}', "{}"]).total.tolist() == [1.0, 2.5]
+
+
+@pytest.mark.parametrize("value", [[], [1.0], [1.0, 2.0, 3.0]])
+def test_a_list_of_the_wrong_length_ends_the_run(value: Any, start: Start) -> None:
+    """One by one, a function that returns one value for all would pass."""
+    reward = start("given_together", batched=True)
+    with pytest.raises(ConfigError) as failed:
+        reward.score(BATCH, [json.dumps({"value": value}), "{}"])
+    assert str(failed.value) == (
+        f"reward.function scorers:given_together, a batch of 2: returned a list of {len(value)}, expected a list of 2 finite "
+        "numbers; return exactly one number for each response"
+    )
 
 
 def test_an_exception_is_reported_with_function_and_sequence_but_without_its_text(start: Start) -> None:

@@ -23,7 +23,7 @@ LINE = grades.__code__.co_firstlineno + 1
 
 
 def raised(function: Callable[..., object], arguments: list[str], quotes: bool = False) -> dict[str, str | None]:
-    result: dict[str, str | None] = json.loads(answer(function, 1, arguments, quotes))
+    result: dict[str, str | None] = json.loads(answer(function, {"number": 1, "arguments": arguments}, quotes))
     return result
 
 

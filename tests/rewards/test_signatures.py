@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from quartet.config import RewardSourceConfig
-from quartet.errors import FunctionFailed
 from quartet.rewards.function import FunctionReward
 from quartet.types import Outcome, TokenBatch
 from tests.unit.models import tiny
@@ -32,7 +31,8 @@ def note(**arguments):
 
 # As in TRL's documentation: keyword arguments, columns of the data set as lists.
 def reward_len(completions, **kwargs):
-    note(completions=completions, **kwargs)
+    assert callable(kwargs.pop("log_metric")) and callable(kwargs.pop("log_extra"))
+    note(completions=completions, **{**kwargs, "trainer_state": kwargs["trainer_state"].global_step})
     return [float(len(completion)) for completion in completions]
 
 def accuracy_reward(prompts, completions, answer, **kwargs):
@@ -89,6 +89,7 @@ def test_a_trl_function_gets_lists_by_keyword_and_every_column(start: Start) -> 
         "completion_ids": [[8, 1], [9, 10]],
         "answer": ["w8", None],
         "level": [3, None],
+        "trainer_state": 0,
     }
 
 
@@ -123,7 +124,7 @@ def test_a_verl_function_gets_the_columns_of_its_data_sets(line: dict[str, Any],
             "data_source": "openai/gsm8k",
             "solution_str": "w9 w10",
             "ground_truth": "w10",
-            "extra_info": {"index": 3},
+            "extra_info": {"index": 3, "num_turns": 2, "rollout_reward_scores": {}},
         }
     ]
 
@@ -147,14 +148,3 @@ def test_arguments_that_the_function_does_not_take_are_named(start: Start) -> No
     scores = start("own", arguments={"scale": 1, "size": 2}, quote_texts=True).score(BATCH)
     assert set(scores.outcomes) == {Outcome.SCORER_ERROR}
     assert "unexpected keyword argument 'size', called with 3 arguments and scale, size by name" in scores.details[0]
-
-
-def test_a_trl_function_of_the_wrong_length_fails_as_a_whole(start: Start, tmp_path: Path) -> None:
-    (tmp_path / "short.py").write_text("def f(completions, **kwargs):\n    return [1.0]\n")
-    config = RewardSourceConfig(source="function", function="short:f", signature="trl")
-    reward = FunctionReward(config, str(tmp_path / "tokenizer"))
-    try:
-        with pytest.raises(FunctionFailed, match="a batch of 2: returned a list of 1, expected a list of 2 numbers"):
-            reward.score(BATCH)
-    finally:
-        reward.close()

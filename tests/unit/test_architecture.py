@@ -18,6 +18,7 @@ FOUNDATION = {
     "quartet.config",
     "quartet.failpoints",
     "quartet.missing_packages",
+    "quartet.logged_values",
 }
 FILES = {
     "quartet.run_directory",
@@ -60,6 +61,7 @@ SERVICE = FOUNDATION | FILES | LIBRARY | {"quartet.v1"}
 # The parts that each part may import. A part is a module or a package directly below `quartet` or `quartet.services`.
 ALLOWED: dict[str, set[str]] = {
     "quartet": set(),
+    "quartet.logged_values": set(),
     "quartet.errors": set(),
     "quartet.domain_errors": {"quartet.errors"},
     "quartet.atomic_directory": set(),
@@ -130,6 +132,7 @@ ALLOWED: dict[str, set[str]] = {
     "quartet.ppo": {"quartet.errors", "quartet.types", "quartet.user_code"},
     "quartet.codec": {
         "quartet.errors",
+        "quartet.logged_values",
         "quartet.types",
         "quartet.config",
         "quartet.v1",

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from quartet.config import AlgorithmConfig
+from quartet.logged_values import means_of
 from quartet.ppo import kl, ragged, rewards, statistics
 from quartet.ppo.distillation import distillation_advantages
 from quartet.ppo.rewards import RunningMoments
@@ -141,6 +142,7 @@ def _score_metrics(
         "reward_mean": float(raw_scores.double().mean()),
         "reward_std": float(raw_scores.double().std(correction=0)),
         **_part_means(scored),
+        **means_of([item.logged for item in scored]),
         "score_mean": float(scores.double().mean()),
         "length_reward_correlation": statistics.correlation(lengths.double(), raw_scores.double()),
     }

@@ -102,6 +102,7 @@ def trajectory_rows(
             "response": response,
             "score": item.score,
             **({"parts": item.parts} if item.parts else {}),
+            **({"logged": dict(item.logged)} if item.logged else {}),
             "kl": float(response_kl),
             "response_tokens": len(item.trajectory.policy_ids),
             "finished": item.trajectory.finish_reason is not FinishReason.LENGTH,

@@ -50,7 +50,7 @@ class ScoredTrajectory:
     """A trajectory with the results of the scoring services.
 
     ``score`` in units of reward, with ``parts`` by name if it is a weighted sum. The environment's rewards are part of the score.
-    None if the run has neither a reward service nor an environment.
+    None if the run has neither a reward service nor an environment. ``logged``: see ``Scores``.
     ``reference_log_probs`` and ``values`` are float32 [response tokens]; values are 0 without a critic. ``policy_log_probs``, in
     the same shape, are those of the actor before the update of the step; None unless algorithm.kl_log_probs is trainer.
     """
@@ -61,6 +61,7 @@ class ScoredTrajectory:
     values: FloatArray
     parts: dict[str, float] = field(default_factory=dict)
     policy_log_probs: FloatArray | None = None
+    logged: Mapping[str, Any] = field(default_factory=dict)
 
 
 class ReferencePolicy(Protocol):
@@ -332,19 +333,19 @@ class _Batch:
             if self.values
             else [np.zeros(len(item.response_ids), np.float32) for item in self.trajectories]
         )
-        scores = self.scores.results if self.scores else [(None, {})] * len(self.trajectories)
+        scores = self.scores.results if self.scores else [(None, {}, {})] * len(self.trajectories)
         policy = self.policy_log_probs.results if self.policy_log_probs else [None] * len(self.trajectories)
         for trajectory, *results in zip(self.trajectories, scores, self.log_probs.results, values, policy, strict=True):
             failed = next((result for result in results if isinstance(result, FailedTrajectory)), None)
             if failed is not None:
                 failed_trajectories.append(failed)
                 continue
-            (score, parts), log_probs, value, policy_log_probs = results
+            (score, parts, logged), log_probs, value, policy_log_probs = results
             if trajectory.turn_rewards:
                 earned = sum(trajectory.turn_rewards)
                 # Without a reward service, the score has no part beside the environment's.
                 score, parts = (earned, {}) if score is None else (score + earned, {**parts, ENVIRONMENT_PART: earned})
-            scored.append(ScoredTrajectory(trajectory, score, log_probs, value, parts, policy_log_probs))
+            scored.append(ScoredTrajectory(trajectory, score, log_probs, value, parts, policy_log_probs, logged))
         return scored, failed_trajectories
 
     def _calls(self) -> tuple[BatchCall | None, ...]:
@@ -366,11 +367,12 @@ def check_weighted_sum(scores: Scores, weights: Mapping[str, float]) -> None:
 
 
 def _split_scores(scores: Scores) -> list[Any]:
-    """Return (score, its parts by name) of each trajectory, or a Failure. A part without a score is left out."""
+    """Return (score, its parts by name, what was logged) of each trajectory, or a Failure. A part without a score is left out."""
     return [
         (
             float(score),
             {name: float(numbers[row]) for name, numbers in scores.parts.items() if np.isfinite(numbers[row])},
+            scores.all_logged[row],
         )
         if outcome is Outcome.OK
         else Failure(outcome, detail or f"reward: {outcome}, without a detail", ScorerFailed)

@@ -15,6 +15,7 @@ from quartet.buffer.connection import connect
 from quartet.buffer.rollout_stream import RolloutStream
 from quartet.config import Config, GuardConfig, GuardsConfig
 from quartet.errors import QuartetError
+from quartet.logged_values import PREFIX as LOGGED_PREFIX
 from quartet.services.orchestrator.control.progress import ProgressBoard
 from quartet.types import Alert, GeneratorInfo, GeneratorState, RunState
 
@@ -79,7 +80,7 @@ class RunMetrics(Collector):
             self._steps += 1
             self._failed_trajectories += int(metrics.get("failed_trajectories", 0))
             for name, value in metrics.items():
-                if name.endswith(PHASE_SUFFIX) and math.isfinite(value):
+                if name.endswith(PHASE_SUFFIX) and not name.startswith(LOGGED_PREFIX) and math.isfinite(value):
                     self._phases[name.removesuffix(PHASE_SUFFIX)] += value
 
     def alert(self, alert: Alert) -> None:

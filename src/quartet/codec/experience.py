@@ -66,7 +66,8 @@ def decode_experience(manifest: bytes, read_chunk: Callable[[str], bytes | memor
     def read(name: str, dtype: np.dtype[Any], length: int | None = None) -> NDArray[Any]:
         return _read_array(getattr(message, name), f"experience.{name}", dtype, length, read_chunk)
 
-    batch = TokenBatch(**{name: read(name, _INT32) for name in _BATCH})
+    token_ids, prompt_lengths, response_lengths = (read(name, _INT32) for name in _BATCH)
+    batch = TokenBatch(token_ids, prompt_lengths, response_lengths)
     if len(message.ids) != len(batch):
         raise InvalidRequest(f"experience.ids: expected {len(batch)}, got {len(message.ids)}")
     tokens = int(batch.response_lengths.sum(dtype=np.int64))

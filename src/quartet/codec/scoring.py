@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 from quartet.codec.checks import positive
 from quartet.codec.outcomes import details_from_proto, details_to_proto, outcome_from_proto, outcome_to_proto
 from quartet.codec.tensors import floats_from_proto, scores_or_nan_from_proto, tensor_to_proto
 from quartet.codec.trajectories import batch_from_proto, write_batch
 from quartet.errors import ComputationFailed, InvalidRequest
+from quartet.logged_values import problem_of
 from quartet.types import FloatArray, ReferenceVersion, Scores, TokenBatch
 from quartet.v1 import actor_pb2, critic_pb2, reference_pb2, reward_pb2
 
@@ -18,7 +22,7 @@ def score_request_to_proto(
     batch: TokenBatch, fields: Sequence[str], weights: Mapping[str, float] | None = None
 ) -> reward_pb2.ScoreRequest:
     """Convert the arguments of a Score call."""
-    message = reward_pb2.ScoreRequest(fields=fields, weights=weights or {})
+    message = reward_pb2.ScoreRequest(fields=fields, weights=weights or {}, updates=batch.updates)
     write_batch(message.batch, batch)
     return message
 
@@ -29,7 +33,7 @@ def score_request_from_proto(message: reward_pb2.ScoreRequest) -> tuple[TokenBat
     for name, weight in weights.items():
         if not math.isfinite(weight):
             raise InvalidRequest(f"weights: {name!r} is {weight:g}, expected a finite number")
-    return batch_from_proto(message.batch), list(message.fields), weights
+    return replace(batch_from_proto(message.batch), updates=message.updates), list(message.fields), weights
 
 
 def scores_to_proto(scores: Scores) -> reward_pb2.ScoreResponse:
@@ -39,6 +43,7 @@ def scores_to_proto(scores: Scores) -> reward_pb2.ScoreResponse:
         parts={name: tensor_to_proto(values) for name, values in scores.parts.items()},
         outcomes=[outcome_to_proto(outcome) for outcome in scores.outcomes],
         details=details_to_proto(scores.details),
+        logged=[json.dumps(dict(values), sort_keys=True, allow_nan=False) for values in scores.logged],
     )
 
 
@@ -47,7 +52,11 @@ def scores_from_proto(message: reward_pb2.ScoreResponse, sequences: int) -> Scor
 
     A NaN without the outcome of a failure is refused, and a number with one.
     """
-    for name, values in (("outcomes", message.outcomes), ("details", message.details)):
+    for name, values in (
+        ("outcomes", message.outcomes),
+        ("details", message.details),
+        ("logged", message.logged),
+    ):
         if values and len(values) != sequences:
             raise InvalidRequest(f"{name}: expected none, or {sequences} elements, got {len(values)}")
     try:
@@ -61,9 +70,22 @@ def scores_from_proto(message: reward_pb2.ScoreResponse, sequences: int) -> Scor
                 outcome_from_proto(number, f"outcomes[{index}]") for index, number in enumerate(message.outcomes)
             ),
             details=details_from_proto(message.details),
+            logged=tuple(_logged(text, f"logged[{index}]") for index, text in enumerate(message.logged)),
         )
     except ComputationFailed as error:
         raise InvalidRequest(str(error)) from None
+
+
+def _logged(text: str, name: str) -> dict[str, Any]:
+    """Return what a source logged for a sequence. Raises InvalidRequest."""
+    try:
+        values = json.loads(text)
+    except (ValueError, RecursionError):
+        values = None
+    if not isinstance(values, dict) or (problem := problem_of(values)) is not None:
+        reason = problem if isinstance(values, dict) else "not a JSON object"
+        raise InvalidRequest(f"{name}: {reason}")
+    return values
 
 
 def values_request_to_proto(batch: TokenBatch) -> critic_pb2.ValuesRequest:

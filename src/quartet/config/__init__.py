@@ -43,6 +43,8 @@ from quartet.config.policy_losses import MAX_PARAMETERS
 from quartet.config.prompt_sets import PROMPT_KEYS, SET_FIELD, MessageConfig, PromptSetConfig, placeholders
 from quartet.config.rewards import (
     ENVIRONMENT_PART,
+    TRL_ARGUMENTS,
+    TRL_NO_COLUMNS,
     HttpRewardConfig,
     HttpScorerConfig,
     JudgeConfig,
@@ -86,6 +88,8 @@ __all__ = [
     "NAME_PATTERN",
     "PROMPT_KEYS",
     "SET_FIELD",
+    "TRL_ARGUMENTS",
+    "TRL_NO_COLUMNS",
     "ActorConfig",
     "AlgorithmConfig",
     "BufferConfig",

@@ -28,6 +28,10 @@ _FUNCTION_ONLY = ("signature", "arguments", "batched", "timeout_seconds", "quote
 _MODEL_ONLY = ("dtype", "micro_batch_tokens")
 ENVIRONMENT_PART = "environment"
 """Name of the part of a score that the environment gave: the sum of its rewards."""
+TRL_ARGUMENTS = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
+"""Arguments of a function of signature trl beside the columns of the prompts."""
+TRL_NO_COLUMNS = (*TRL_ARGUMENTS, "prompt", "completion")
+"""Names that are no columns for it."""
 MAX_CONCURRENCY = 4096
 """Maximum number of requests in flight to a scorer."""
 
@@ -190,11 +194,12 @@ class RewardSourceConfig(Section):
     function: FunctionName | None = None
     """Function for source function, as package.module:callable: f(prompt, response, fields), with the other fields of the line
     of the prompt. It returns a score."""
-    signature: Literal["quartet", "trl", "verl"] = "quartet"
+    signature: Literal["quartet", "trl", "verl", "openrlhf", "slime"] = "quartet"
     """Parameters of the function. quartet: f(prompt, response, fields). trl: f(prompts, completions, completion_ids, **columns),
-    which returns a list and may be async. verl: f(data_source, solution_str, ground_truth, extra_info)."""
+    which returns a list. verl: f(data_source, solution_str, ground_truth, extra_info). openrlhf: f(queries, prompts, labels).
+    slime: f(args, sample). Any of them may be async."""
     arguments: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments that every call of the function gets."""
+    """Keyword arguments that every call of the function gets; for slime the attributes of args."""
     batched: bool = False
     """The function takes lists of prompts, responses and fields, and returns a list of scores."""
     timeout_seconds: Positive = 60.0

@@ -11,7 +11,7 @@ from quartet.data import set_contents
 from quartet.errors import ConfigError
 from quartet.preflight.addresses import check_gateway, check_port
 from quartet.preflight.best_metric import check_best_metric
-from quartet.preflight.functions import check_function, named_functions
+from quartet.preflight.functions import check_function, named_functions, prompt_columns
 from quartet.preflight.generators import check_generators
 from quartet.preflight.ineffective_settings import unused_settings
 from quartet.preflight.models import check_model, check_same_tokenizer
@@ -58,8 +58,10 @@ def check_inputs(config: Config, report: Callable[[str], None] = lambda _: None)
         _check_reward(config)
     if config.services.orchestrator.address is None:
         check_sinks(config)
-    for key, function in named_functions(config).items():
-        notes.append(check_function(key, function))
+    functions = named_functions(config)
+    columns = prompt_columns(config) if any(function.takes_columns for function in functions.values()) else None
+    for key, function in functions.items():
+        notes.append(check_function(key, function, columns))
     for role in service_roles(config):
         service: ServiceConfig | EnvironmentServiceConfig = getattr(config.services, role)
         if service.address is None:

@@ -3,24 +3,32 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec, PathFinder
+from itertools import islice
 from multiprocessing.connection import wait
 from pathlib import Path
 
-from quartet.config import Config, RewardSourceConfig
+from quartet.config import TRL_ARGUMENTS, TRL_NO_COLUMNS, Config, RewardSourceConfig
 from quartet.config.policy_losses import BUILT_IN_POLICY_LOSSES
-from quartet.errors import ConfigError
+from quartet.data import PromptSettings, cached_rows_file, iterate_prompts
+from quartet.errors import ConfigError, QuartetError
 from quartet.preflight.checking_process import checking_process
 from quartet.user_code import CHECKED, counted_arguments
 
 REWARD_ARGUMENTS = {
     "quartet": ("prompt", "response", "fields"),
-    "trl": ("prompts", "completions", "completion_ids"),
+    "openrlhf": ("queries", "prompts", "labels"),
+    "slime": ("args", "sample"),
+    "trl": TRL_ARGUMENTS,
     "verl": ("data_source", "solution_str", "ground_truth", "extra_info"),
 }
-"""Arguments of a reward function by reward.signature. The first are given by position, the others by name."""
+"""Arguments of a reward function by reward.signature. The first three are given by position, the others by name."""
+MAX_COLUMN_ROWS = 10_000
+"""Maximum number of rows of each set of prompts that are read for the names of columns."""
 JUDGE_ARGUMENTS = ("prompt", "response", "initial_response", "fields")
 """Arguments of a judge: prompt, response, the initial policy's response, and the fields of the prompt's line."""
 ALGORITHM_ARGUMENTS = ("inputs",)
@@ -31,11 +39,15 @@ IMPORT_SECONDS = 60.0
 
 @dataclass(frozen=True, slots=True)
 class FunctionCall:
-    """Call of a function that a config names as package.module:callable: names of its arguments, and those given by name."""
+    """Call of a function that a config names as package.module:callable: names of its arguments, and those given by name.
+
+    ``takes_columns``: it gets the columns of the prompts by name, too.
+    """
 
     function: str
     positional: tuple[str, ...] = ()
     keywords: tuple[str, ...] = ()
+    takes_columns: bool = False
 
 
 def named_functions(config: Config) -> dict[str, FunctionCall]:
@@ -61,13 +73,17 @@ def named_functions(config: Config) -> dict[str, FunctionCall]:
 
 
 def _reward_call(source: RewardSourceConfig, function: str) -> FunctionCall:
-    names = REWARD_ARGUMENTS[source.signature]
-    own = () if source.signature == "quartet" else names
-    return FunctionCall(function, () if own else names, (*own, *source.arguments))
+    names, arguments = REWARD_ARGUMENTS[source.signature], tuple(source.arguments)
+    if source.signature in ("trl", "verl"):
+        return FunctionCall(function, (), (*names, *arguments), takes_columns=source.signature == "trl")
+    return FunctionCall(function, names, () if source.signature == "slime" else arguments)
 
 
-def check_function(key: str, call: FunctionCall) -> str:
-    """Check that a function exists and accepts its arguments. Raises ConfigError."""
+def check_function(key: str, call: FunctionCall, columns: Sequence[str] | None = None) -> str:
+    """Check that a function exists and accepts its arguments. Raises ConfigError.
+
+    ``columns`` of the prompts; None if they are not known.
+    """
     function = call.function
     module = function.partition(":")[0]
     if not _may_be_importable(module):
@@ -76,22 +92,41 @@ def check_function(key: str, call: FunctionCall) -> str:
             "correct the name, run the command in the directory of the module, or add that directory to PYTHONPATH"
             f"{_shadowing(module)}"
         )
-    if problem := _import_problem(call):
+    if problem := _import_problem(call, columns):
         names = f": {', '.join(call.positional)}" if problem.endswith((" argument", " arguments")) else ""
         raise ConfigError(f"{key} {function}: {problem}{names}")
     named = f" and {', '.join(call.keywords)} by name" if call.keywords else ""
-    return f"{key} {function}: can be imported and accepts {counted_arguments(len(call.positional))}{named}"
+    accepted = f"{counted_arguments(len(call.positional))}{named}"
+    if call.takes_columns:
+        own = [name for name in columns or () if name not in call.keywords]
+        accepted = f"{', '.join(call.keywords)} and the columns {', '.join(own) if own else 'of the prompts'} by name"
+    return f"{key} {function}: can be imported and accepts {accepted}"
 
 
-def _import_problem(call: FunctionCall) -> str:
+def prompt_columns(config: Config) -> list[str] | None:
+    """Return the columns of the prompts that functions get, from the first rows of each set; None if they are not here."""
+    columns: dict[str, None] = {}
+    try:
+        for settings in PromptSettings.for_training(config):
+            path = cached_rows_file(settings)
+            if path is None:
+                return None
+            for line in islice(iterate_prompts(settings, path), MAX_COLUMN_ROWS):
+                columns |= dict.fromkeys(json.loads(line.fields))
+    except (QuartetError, OSError):
+        return None  # The check of the prompts reports it.
+    return [name for name in columns if name not in TRL_NO_COLUMNS]
+
+
+def _import_problem(call: FunctionCall, columns: Sequence[str] | None) -> str:
     """Return why a function cannot be called, or "" if it can.
 
     Imports it in a separate process, because an import may print, hang or end its process.
     """
-    with checking_process("quartet.user_code", call.function, str(len(call.positional)), ",".join(call.keywords)) as (
-        pipe,
-        _,
-    ):
+    passed = {"count": len(call.positional), "keywords": call.keywords}
+    if call.takes_columns:
+        passed["columns"] = columns
+    with checking_process("quartet.user_code", call.function, json.dumps(passed)) as (pipe, _):
         answered = bool(wait([pipe.fileno()], IMPORT_SECONDS))
         result = pipe.read1().decode() if answered else ""  # type: ignore[attr-defined]
     if not answered:

@@ -11,8 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from quartet.config import HttpRewardConfig
+from quartet.logged_values import cleaned
 from quartet.rewards.numbers import is_score, shown
 from quartet.rewards.response_texts import ScoredText
+from quartet.rewards.reward_source import Score
 
 Request = Callable[[Sequence[ScoredText], HttpRewardConfig], Any]
 """Function that builds the body of a request."""
@@ -39,7 +41,15 @@ def _openrlhf(texts: Sequence[ScoredText], config: HttpRewardConfig) -> Any:
 
 
 def _openrlhf_scores(answer: Any, count: int, config: HttpRewardConfig) -> list[float]:
-    return _numbers(_value(answer, config.reward_key or "rewards"), count)
+    scores = _numbers(_value(answer, config.reward_key or "rewards"), count)
+    logs = answer.get("extra_logs")
+    columns = logs if isinstance(logs, dict) else {}
+    # Logs that are not one value for each response decide nothing: they are left out.
+    rows = [
+        {name: column[index] for name, column in columns.items() if isinstance(column, list) and len(column) == count}
+        for index in range(count)
+    ]
+    return [Score(score, cleaned(row)) for score, row in zip(scores, rows, strict=True)] if columns else scores
 
 
 def _slime(texts: Sequence[ScoredText], config: HttpRewardConfig) -> Any:
@@ -48,7 +58,7 @@ def _slime(texts: Sequence[ScoredText], config: HttpRewardConfig) -> Any:
 
 
 def _slime_scores(answer: Any, count: int, config: HttpRewardConfig) -> list[float]:
-    return [_number(answer if config.reward_key is None else _value(answer, config.reward_key))]
+    return _numbers([answer if config.reward_key is None else _value(answer, config.reward_key)], 1)
 
 
 def _classify(texts: Sequence[ScoredText], config: HttpRewardConfig) -> Any:
@@ -92,7 +102,7 @@ def _verify(texts: Sequence[ScoredText], config: HttpRewardConfig) -> Any:
 
 
 def _verify_scores(answer: Any, count: int, config: HttpRewardConfig) -> list[float]:
-    return [_number(_value(answer, config.reward_key or "reward"))]
+    return _numbers([_value(answer, config.reward_key or "reward")], 1)
 
 
 DIALECTS = {
@@ -131,7 +141,8 @@ def _value(answer: Any, key: str) -> Any:
 
 
 def _numbers(values: Any, count: int) -> list[float]:
-    return [_number(value) for value in _list(values, count, "scores")]
+    """Return the scores of a program, which may compare: true is 1, false is 0."""
+    return [float(value) if isinstance(value, bool) else _number(value) for value in _list(values, count, "scores")]
 
 
 def _list(values: Any, count: int, name: str) -> list[Any]:

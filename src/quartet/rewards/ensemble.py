@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from quartet.errors import ComputationFailed, MismatchError, QuartetError
+from quartet.logged_values import merged
 from quartet.rewards.reward_source import RewardSource, Units, never, score_in_units
 from quartet.rewards.shadow import SourceThread, failed_scores, report
 from quartet.types import FloatArray, Outcome, Role, Scores, ServiceStatus, TokenBatch
@@ -119,12 +120,15 @@ class EnsembleReward:
         scores = [results[part.name] for part in weighted]
         parts = {part.name: results[part.name].total for part in self._parts}
         total = self._sum(weighted, weights, scores)
+        sources = [results[part.name].logged for part in self._parts if results[part.name].logged]
+        logged = tuple(merged(values) for values in zip(*sources, strict=True))
         if not any(each.outcomes for each in scores):
-            return Scores(total, parts)
+            return Scores(total, parts, logged=logged)
         firsts = [_first_failure(weighted, scores, index) for index in range(count)]
         ok = np.array([outcome is Outcome.OK for outcome, _ in firsts])
         total = np.where(ok, total, np.float32(np.nan))
-        return Scores(total, parts, tuple(outcome for outcome, _ in firsts), tuple(detail for _, detail in firsts))
+        outcomes, details = zip(*firsts, strict=True)
+        return Scores(total, parts, outcomes, details, logged)
 
     def _score_weighted(
         self, parts: Sequence[EnsemblePart], batch: TokenBatch, fields: Sequence[str], cancelled: Callable[[], bool]

@@ -64,7 +64,9 @@ class _Builder:
         if source.source == "model":
             return ModelReward(source, self._device, self._workers)
         if source.source == "function":
-            return FunctionReward(source, tokenizer, key)
+            shared = self._config.services.reward.sharing is not None
+            max_steps = None if shared else self._config.run.steps
+            return FunctionReward(source, tokenizer, key, max_steps, self._config.has_environment)
         return self._remote(key, source, ResponseTexts(tokenizer), weight)
 
     def _remote(self, key: str, source: RewardSourceConfig, texts: ResponseTexts, weight: float | None) -> RewardSource:

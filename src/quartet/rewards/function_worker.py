@@ -54,6 +54,8 @@ class FunctionWorker:
         # Linux ends a child with the thread that started it, so a thread of the worker starts it. The calling thread may end.
         self._starter = ThreadPoolExecutor(max_workers=1, thread_name_prefix="function-starter")
         self._process: _Process | None = None
+        self.required: Sequence[str] = ()
+        """Parameters of the function without a default that can be given by name."""
         try:
             self._running_process()
         except BaseException:
@@ -69,11 +71,20 @@ class FunctionWorker:
         if the function raises, takes longer, ends its process, or returns a value that is not JSON; ConfigError if a new process
         cannot import the function; Cancelled if the worker is closed.
         """
+        return self.exchange({"arguments": list(arguments), "keywords": dict(keywords or {})}, timeout, about)[0]
+
+    def exchange(
+        self, request: Mapping[str, Any], timeout: float, about: str = "", expected: str = "JSON"
+    ) -> tuple[Any, Mapping[str, Any]]:
+        """Call the function, and return its result and what it logged. See ``call``.
+
+        ``request``: see ``quartet.rewards.function_worker_main.answer``. ``expected`` says which results are valid.
+        """
         where = f"{self._name}, {about}" if about else self._name
         with self._turn:
             process = self._running_process()
             try:
-                answer = process.call(arguments, keywords or {}, timeout, self._closed.is_set)
+                answer = process.call(request, timeout, self._closed.is_set)
             except _Lost as lost:
                 if self._closed.is_set():
                     raise Cancelled(f"{where}: closed during the call") from None
@@ -83,8 +94,8 @@ class FunctionWorker:
         if "raised" in answer:
             raise function_failed(self._describe_exception(answer, about), _outcome(answer.get("outcome")))
         if "not_json" in answer:
-            raise FunctionFailed(f"{where}: returned a value of type {answer['not_json']}, expected JSON")
-        return answer["result"]
+            raise FunctionFailed(f"{where}: returned {answer['not_json']}, expected {expected}")
+        return answer["result"], answer.get("logged") or {}
 
     def _describe_exception(self, answer: dict[str, Any], about: str) -> str:
         """Describe an exception of the function: the cause first, and how to see its text if that is left out."""
@@ -116,7 +127,8 @@ class FunctionWorker:
             self._process.end()
         self._process = process = self._starter.submit(_Process, self._function, self._quotes).result()
         try:
-            problem = process.start(self._start_timeout, self._closed.is_set).get("unusable")
+            started = process.start(self._start_timeout, self._closed.is_set)
+            problem, self.required = started.get("unusable"), started.get("required", ())
         except _Lost as lost:
             problem = f"cannot be imported from {Path.cwd()}: {lost}"
             # It was imported before: the machine is at fault, not the config, and a later try may succeed.
@@ -193,13 +205,10 @@ class _Process:
         """Wait for the child's first response, which reports the import. For errors see ``call``."""
         return self._answer(0, b"", timeout, unwanted)
 
-    def call(
-        self, arguments: Sequence[Any], keywords: Mapping[str, Any], timeout: float, unwanted: Callable[[], bool]
-    ) -> dict[str, Any]:
+    def call(self, request: Mapping[str, Any], timeout: float, unwanted: Callable[[], bool]) -> dict[str, Any]:
         """Send a call and return its response. Raises _Lost. Any error during the exchange ends the process."""
         self._calls += 1
-        request = {"number": self._calls, "arguments": list(arguments), "keywords": dict(keywords)}
-        line = json.dumps(request).encode() + b"\n"
+        line = json.dumps({**request, "number": self._calls}).encode() + b"\n"
         return self._answer(self._calls, line, timeout, unwanted)
 
     def _answer(self, number: int, line: bytes, timeout: float, unwanted: Callable[[], bool]) -> dict[str, Any]:

@@ -21,6 +21,7 @@ class ScoredText:
     ``prompt``: the policy's input, with special tokens, so that the turns of a chat can be distinguished. ``response``: its
     output, without special tokens. ``fields``: the JSON object of the prompt line, {} if it has none. ``token_ids`` int32
     [tokens], of which the first ``prompt_tokens`` are the prompt. ``query`` is the text of both, with all special tokens.
+    ``updates``: see ``TokenBatch``.
     """
 
     prompt: str
@@ -29,6 +30,7 @@ class ScoredText:
     fields: dict[str, Any]
     token_ids: IntArray
     prompt_tokens: int
+    updates: int = 0
 
 
 class ResponseTexts:
@@ -63,6 +65,7 @@ class ResponseTexts:
                 fields=line,
                 token_ids=sequence,
                 prompt_tokens=int(prompt),
+                updates=batch.updates,
             )
             for sequence, prompt, line in zip(batch.sequences(), batch.prompt_lengths, objects, strict=True)
         ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, NoReturn, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
@@ -72,6 +72,18 @@ def completed(units: Units[Value]) -> Value:
             return result
 
 
+class Score(float):
+    """A score, with what its source logged beside it."""
+
+    logged: Mapping[str, Any]
+
+    def __new__(cls, value: Any, logged: Mapping[str, Any]) -> Score:
+        """See ``Scores.logged``."""
+        score = super().__new__(cls, value)
+        score.logged = logged
+        return score
+
+
 Result = float | tuple[Outcome, str]
 """Result of one sequence: its score, or the outcome of a failure with its cause."""
 
@@ -80,10 +92,13 @@ def scores_of(results: Sequence[Result]) -> Scores:
     """Return the scores of a batch. A number beyond float32 is a scorer error."""
     checked = [_in_range(result) for result in results]
     total = np.array([result if isinstance(result, float) else np.nan for result in checked], np.float32)
+    logged = tuple(result.logged if isinstance(result, Score) else {} for result in checked)
+    logged = logged if any(logged) else ()
     if all(isinstance(result, float) for result in checked):
-        return Scores(total)
+        return Scores(total, logged=logged)
     return Scores(
         total,
+        logged=logged,
         outcomes=tuple(Outcome.OK if isinstance(result, float) else result[0] for result in checked),
         details=tuple("" if isinstance(result, float) else result[1] for result in checked),
     )

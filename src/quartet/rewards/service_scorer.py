@@ -27,7 +27,7 @@ from quartet.errors import (
 )
 from quartet.rewards.attempts import Attempts, RequestFailed, RequestRefused
 from quartet.rewards.response_texts import ScoredText
-from quartet.rewards.reward_source import Result
+from quartet.rewards.reward_source import Result, Score
 from quartet.rpc.clients import RewardClient
 from quartet.rpc.pending_calls import PendingResult
 from quartet.rpc.security.credentials import Credentials
@@ -66,6 +66,7 @@ class ServiceScorer:
             np.concatenate([text.token_ids for text in texts]),
             np.array([text.prompt_tokens for text in texts], np.int32),
             np.array([len(text.token_ids) - text.prompt_tokens for text in texts], np.int32),
+            max(text.updates for text in texts),
         )
         fields = [json.dumps(text.fields) for text in texts]
 
@@ -82,8 +83,10 @@ class ServiceScorer:
 
         scores = await self._attempts.run(send)
         return [
-            float(score) if outcome is Outcome.OK else (outcome, f"{self._where}: {detail or outcome}")
-            for score, outcome, detail in zip(scores.total, scores.all_outcomes, scores.all_details, strict=True)
+            Score(score, logged) if outcome is Outcome.OK else (outcome, f"{self._where}: {detail or outcome}")
+            for score, outcome, detail, logged in zip(
+                scores.total, scores.all_outcomes, scores.all_details, scores.all_logged, strict=True
+            )
         ]
 
     async def close(self) -> None:

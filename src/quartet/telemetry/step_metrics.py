@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from quartet.logged_values import PREFIX
+
 
 @dataclass(frozen=True, slots=True)
 class MetricDefinition:
@@ -58,6 +60,13 @@ STEP_METRICS = (
         "Responses of the step that the ensemble part NAME has not scored: a shadow that failed, or an optional part.",
         "0",
         "above 0: the shadow fails, see the log of the reward service",
+    ),
+    _metric(
+        "logged_NAME",
+        "",
+        "Mean of what the reward function logged as NAME: log_metric of TRL, a number beside the score of verl, or extra_logs of "
+        "OpenRLHF. The first 64 names in alphabetical order.",
+        "as the function defines it",
     ),
     _metric(
         "set_NAME_reward_mean",
@@ -421,7 +430,7 @@ _MEASURED = ("generators", "weight_update_bytes")
 
 def is_measured(name: str) -> bool:
     """Return whether a step metric is a measurement, which a repetition of the run does not repeat."""
-    return name in _MEASURED or name.endswith("seconds")
+    return name in _MEASURED or (name.endswith("seconds") and not name.startswith(PREFIX))
 
 
 EVALUATION_METRICS = (

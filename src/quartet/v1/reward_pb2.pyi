@@ -49,6 +49,11 @@ class ScoreRequest(_message.Message):
     BATCH_FIELD_NUMBER: _builtins.int
     FIELDS_FIELD_NUMBER: _builtins.int
     WEIGHTS_FIELD_NUMBER: _builtins.int
+    UPDATES_FIELD_NUMBER: _builtins.int
+    updates: _builtins.int
+    """Updates that the policy had taken before the step, or the evaluation, of the sequences. For functions that change their scores
+    during a run; other sources need not read it.
+    """
     @_builtins.property
     def batch(self) -> _trajectory_pb2.TokenBatch:
         """The sequences."""
@@ -70,10 +75,11 @@ class ScoreRequest(_message.Message):
         batch: _trajectory_pb2.TokenBatch | None = ...,
         fields: _abc.Iterable[_builtins.str] | None = ...,
         weights: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
+        updates: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "fields", b"fields", "weights", b"weights"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "fields", b"fields", "updates", b"updates", "weights", b"weights"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -110,6 +116,7 @@ class ScoreResponse(_message.Message):
     PARTS_FIELD_NUMBER: _builtins.int
     OUTCOMES_FIELD_NUMBER: _builtins.int
     DETAILS_FIELD_NUMBER: _builtins.int
+    LOGGED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def scores(self) -> _tensor_pb2.Tensor:
         """float32 [sequences]: score of each response, in units of reward. A reward model reads it at the last token. NaN where the
@@ -132,6 +139,13 @@ class ScoreResponse(_message.Message):
         or responses.
         """
 
+    @_builtins.property
+    def logged(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """[sequences] or empty: what the source logged for each sequence, as a JSON object of at most 64 entries. A name has at most 64
+        letters, digits and "_"; a value is a finite number, a boolean, or a text of at most 1000 characters. Numbers and booleans
+        become metrics of the step, all are recorded with the response.
+        """
+
     def __init__(
         self,
         *,
@@ -139,10 +153,11 @@ class ScoreResponse(_message.Message):
         parts: _abc.Mapping[_builtins.str, _tensor_pb2.Tensor] | None = ...,
         outcomes: _abc.Iterable[_trajectory_pb2.Outcome.ValueType] | None = ...,
         details: _abc.Iterable[_builtins.str] | None = ...,
+        logged: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["scores", b"scores"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["details", b"details", "outcomes", b"outcomes", "parts", b"parts", "scores", b"scores"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["details", b"details", "logged", b"logged", "outcomes", b"outcomes", "parts", b"parts", "scores", b"scores"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

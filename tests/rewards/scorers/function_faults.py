@@ -31,11 +31,11 @@ def quartet(prompt, response, fields, fault=""):
 def trl(prompts, completions, completion_ids, label, fault="", **columns):
     assert len(prompts) == len(completions) == len(completion_ids) == len(label), "columns are lists"
     scores = [faulty(fault, completion) for completion in completions]
-    # None is how such a function declines, so a missing score is another fault here.
-    return [object() if score is None else score for score in scores]
+    # None and NaN are how such a function declines, and True is 1, so these faults are others here.
+    return [object() if score is None or score != score or score is True else score for score in scores]
 
 def verl(data_source, solution_str, ground_truth, extra_info=None, fault=""):
     assert ground_truth == "x"
     score = faulty(fault, solution_str)
-    return {"score": score, "accuracy": 1.0}
+    return {"score": object() if score is True else score, "accuracy": 1.0}
 '''

@@ -49,13 +49,15 @@ def _judgement(scores: list[Any], _: dict[str, Any]) -> Any:
 
 @dataclass(frozen=True)
 class ServedDialect:
-    """Reading of the requests and writing of the answers of one dialect. ``whole_query``: the texts include the prompts."""
+    """Reading of the requests and writing of the answers of one dialect. ``whole_query``: the texts include the prompts.
+    ``counts_booleans``: true is the score 1."""
 
     path: str
     texts: Texts
     answer: Callable[[list[Any], dict[str, Any]], Any]
     keys: frozenset[str]
     whole_query: bool = False
+    counts_booleans: bool = False
 
 
 def _rewards(scores: list[Any], _: dict[str, Any]) -> Any:
@@ -64,13 +66,14 @@ def _rewards(scores: list[Any], _: dict[str, Any]) -> Any:
 
 DIALECTS = {
     "openrlhf": ServedDialect(
-        "/get_reward", lambda body: body["query"], _rewards, frozenset({"query", "prompts", "labels"}), True
+        "/get_reward", lambda body: body["query"], _rewards, frozenset({"query", "prompts", "labels"}), True, True
     ),
     "slime": ServedDialect(
         "/rm",
         lambda body: [body["response"]],
         lambda scores, _: scores[0] if len(scores) == 1 else scores,
         frozenset({"prompt", "response", "label"}),
+        counts_booleans=True,
     ),
     "vllm-classify": ServedDialect(
         "/classify", _input_texts, _entries("probs"), frozenset({"model", "input", "use_activation"}), True
@@ -83,6 +86,7 @@ DIALECTS = {
         _nemo_text,
         lambda scores, body: {**body, "reward": scores[0] if len(scores) == 1 else scores},
         frozenset({"responses_create_params", "response"}),
+        counts_booleans=True,
     ),
     "judge": ServedDialect(
         "/v1/chat/completions",
@@ -225,7 +229,9 @@ class _Handler(BaseHTTPRequestHandler):
             self.connection.close()
             return
         marked = [index for index, text in enumerate(texts) if state.is_marked(text)]
-        wrong = {"nan": "@NaN@", "infinity": "@1e999@", "boolean": True, "string": "1.5", "null": None}
+        # True is 1 for a scorer that is a program, so this fault is another there.
+        boolean = [] if dialect.counts_booleans else True
+        wrong = {"nan": "@NaN@", "infinity": "@1e999@", "boolean": boolean, "string": "1.5", "null": None}
         if fault in wrong:
             for index in marked or range(len(scores)):
                 scores[index] = wrong[fault]

@@ -135,7 +135,9 @@ def test_functions_of_the_algorithm_are_checked_too(
         ("quartet", "scaled", ""),
         ("quartet", "plain", "unexpected keyword argument 'scale'"),
         ("trl", "trl", ""),
-        ("trl", "plain", "missing a required argument: 'prompt'"),
+        ("trl", "plain", "its parameter prompt is no column of the prompts, which have text; .*rename the parameter"),
+        ("trl", "closed", "unexpected keyword argument 'prompts', .*; add \\*\\*kwargs to its parameters"),
+        ("trl", "column", ""),
         ("verl", "verl", ""),
         ("verl", "trl", "missing a required argument: 'completions'"),
     ],
@@ -147,6 +149,8 @@ def test_a_function_must_accept_its_signature_and_the_arguments_of_the_config(
         "def plain(prompt, response, fields): return 1.0\n"
         "def scaled(prompt, response, fields, scale): return scale\n"
         "def trl(completions, scale, **kwargs): return [scale]\n"
+        "def closed(completions, scale): return [scale]\n"
+        "def column(text, scale, **kwargs): return [scale]\n"
         "def verl(data_source, solution_str, ground_truth, extra_info, scale): return scale\n"
     )
     monkeypatch.chdir(models)
@@ -159,7 +163,7 @@ def test_a_function_must_accept_its_signature_and_the_arguments_of_the_config(
         return
     notes = [note for note in check_inputs(settings) if note.startswith("reward.function")]
     assert len(notes) == 1
-    assert notes[0].endswith("scale by name")
+    assert notes[0].endswith("scale and the columns text by name" if signature == "trl" else "scale by name")
 
 
 @pytest.mark.parametrize(

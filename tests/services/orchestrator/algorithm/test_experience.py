@@ -414,6 +414,18 @@ def test_the_parts_of_an_ensemble_are_reported_before_their_weights() -> None:
     assert metrics["reward_mean"] == 1.5
 
 
+def test_what_a_reward_function_logs_is_a_metric_of_the_step() -> None:
+    items = [
+        replace(scored(0, 2.0, [-1.0], [-1.0], [0.0]), logged={"right": True, "length": 3, "answer": "w8"}),
+        replace(scored(1, 1.0, [-1.0], [-1.0], [0.0]), logged={"right": False}),
+    ]
+    metrics = prepare(items).metrics
+    assert {name: metrics[name] for name in metrics if name.startswith("logged_")} == {
+        "logged_length": 3.0,
+        "logged_right": 0.5,
+    }
+
+
 def test_the_treated_scores_have_a_separate_metric() -> None:
     metrics = prepare(TWO, truncation={"treatment": "penalty", "penalty": 3.0}).metrics
     assert (metrics["reward_mean"], metrics["score_mean"]) == (0.5, -1.0)
