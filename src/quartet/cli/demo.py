@@ -12,15 +12,15 @@ from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 
-from rich.console import Console
 from rich.table import Table
 
+from quartet.cli.console import make_console, plain
 from quartet.cli.start_run import run
 from quartet.config import Config, load_config
 from quartet.run_directory.run_files import RunFiles
 from quartet.run_directory.step_lines import read_step_lines
 
-console = Console()
+console = make_console()
 SHOWN_COMPLETIONS = 5
 """Number of completions in the table."""
 SCORED_COMPLETIONS = 64
@@ -45,7 +45,6 @@ def demo(directory: Path, overrides: list[str]) -> None:
     console.print(
         f"training: {config.run.steps} steps of {config.rollout.prompts_per_step} responses, "
         "four model services, Redis and an orchestrator",
-        highlight=False,
     )
     run(config, overwrite=True)
     files = RunFiles(config.run_directory)
@@ -55,7 +54,6 @@ def demo(directory: Path, overrides: list[str]) -> None:
     console.print(
         f"policy: {files.policy}\ntry it: {command} generate {files.policy} 'a quick lunch with friends :'\n"
         f"whole demo: {time.monotonic() - start:.0f} s",
-        highlight=False,
         soft_wrap=True,
     )
 
@@ -66,13 +64,11 @@ def _make_toy_task(toy_task: Path) -> None:
     title = "creating the toy task: corpus, tokenizer, policy, reward model (first use only, about a minute)"
     if not console.is_terminal and not toy_task.exists():
         console.print(title)
-    with console.status(title):
+    with console.status(plain(title)):
         start = time.monotonic()
         make_toy_task(toy_task)
         if time.monotonic() - start > 1:
-            console.print(
-                f"toy task: {toy_task}, created in {time.monotonic() - start:.0f} s", highlight=False, soft_wrap=True
-            )
+            console.print(f"toy task: {toy_task}, created in {time.monotonic() - start:.0f} s", soft_wrap=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,8 +99,8 @@ def _scored_completions(config: Config, policy: str) -> list[Scored]:
 def _print_completions(config: Config, files: RunFiles) -> None:
     title = f"completing {SCORED_COMPLETIONS} prompts with the policy before and after training"
     if not console.is_terminal:
-        console.print(title, highlight=False)
-    with console.status(title):
+        console.print(title)
+    with console.status(plain(title)):
         before = _scored_completions(config, config.actor.model)
         after = _scored_completions(config, str(files.policy))
     table = Table(title="the same prompts, before and after", show_lines=True)
@@ -134,7 +130,6 @@ def print_verdict(steps: Sequence[dict[str, float]]) -> None:
         f"{_mean_of(last, 'reward_mean'):+.2f} over the last: a gain of {gain:+.2f}, "
         f"{gain / max(spread, 1e-9):.1f} standard deviations between responses; "
         f"KL {_mean_of(last, 'kl_mean'):.1f} nats per response",
-        highlight=False,
         soft_wrap=True,
     )
 

@@ -16,14 +16,15 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from quartet import __version__
 from quartet.buffer.connection import connect
 from quartet.buffer.embedded_redis import find_server
 from quartet.buffer.redis_url import buffer_url
 from quartet.child_processes import package_path
+from quartet.cli.console import make_console
 from quartet.config import Config, load_config, redact_url
 from quartet.engines.catalog import CATALOG, COLUMNS, described
 from quartet.errors import ConfigError, QuartetError
@@ -51,7 +52,7 @@ from quartet.topology import (
 )
 from quartet.types import TRAINED_ROLES, ProcessStatus, Role, ServiceStatus
 
-console = Console()
+console = make_console()
 
 STATUS_SECONDS = 5.0
 """Time that a generator has to respond."""
@@ -93,7 +94,7 @@ def doctor(config_path: Path | None, overrides: list[str], overlays: list[Path])
         findings += _requirements(config)
     table = Table(show_header=False, box=None, padding=(0, 2))
     for finding in findings:
-        mark = "[green]ok[/]" if finding.ok else "[red]failed[/]"
+        mark = Text("ok", "green") if finding.ok else Text("failed", "red")
         table.add_row(mark, finding.subject, finding.detail)
     console.print(_engines(config))
     console.print()

@@ -13,15 +13,14 @@ from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 
-from rich.console import Console
-
+from quartet.cli.console import make_console
 from quartet.errors import ConfigError
 from quartet.rpc.security.allow_list import GATEWAY, PROCESSES, REDIS
 from quartet.rpc.security.certificate_authority import Authority
 from quartet.rpc.security.credentials import DOMAIN
 from quartet.types import MODEL_ROLES
 
-console = Console()
+console = make_console()
 LOCAL_NAMES = ("localhost", "127.0.0.1")
 """Names of this machine, which browsers use to open the dashboard."""
 _MODEL_ROLES = ", ".join(MODEL_ROLES)
@@ -63,7 +62,6 @@ def make_certificates(folder: Path, days: int, shared: Sequence[str], redis_name
     console.print(
         f"{folder}: certificates of {', '.join('+'.join(roles) for roles in processes.values())}, valid for {days} days\n"
         f"set security.certificates to {folder.absolute()} in the config of every process",
-        highlight=False,
         soft_wrap=True,
     )
 

@@ -7,9 +7,9 @@ from pathlib import Path
 from shlex import join
 
 import yaml
-from rich.console import Console
 from rich.table import Table
 
+from quartet.cli.console import make_console
 from quartet.config import load_config
 from quartet.durable_files import write_durably
 from quartet.errors import ConfigError
@@ -54,15 +54,12 @@ def plan(
     )
     command = ["quartet", "plan", str(config_path), "--gpus", gpus]
     command += ["--nodes", str(nodes)] if nodes > 1 else []
-    console = Console(highlight=False)
-    console = console if console.is_terminal else Console(highlight=False, width=WIDTH)
+    console = make_console(file_width=WIDTH)
     for item in describe(result):
-        console.print(item, soft_wrap=isinstance(item, str), markup=False)
+        console.print(item, soft_wrap=isinstance(item, str))
     settings = proposed_settings(config, result)
     console.print("\nProposed settings:", soft_wrap=True)
-    console.print(
-        yaml.safe_dump(settings, sort_keys=False, default_flow_style=None), soft_wrap=True, markup=False, end=""
-    )
+    console.print(yaml.safe_dump(settings, sort_keys=False, default_flow_style=None), soft_wrap=True, end="")
     if output is not None:
         write_durably(output, proposed_config(config, result, join(command)))
         console.print(f"\nconfig: {output}", soft_wrap=True)

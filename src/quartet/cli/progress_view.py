@@ -70,7 +70,7 @@ class LineView:
         self._print(line)
 
     def _print(self, text: str) -> None:
-        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+        self._console.print(text, soft_wrap=True)
 
     def __enter__(self) -> LineView:
         return self
@@ -91,7 +91,7 @@ class LiveView:
         self._progress = RunProgress("", 0, phase="")
         self._since = time.monotonic()
         self._bar = Progress(
-            TextColumn("[bold]{task.description}"),
+            TextColumn("{task.description}", style="bold", markup=False),
             BarColumn(bar_width=None),
             MofNCompleteColumn(),
             TimeElapsedColumn(),

@@ -7,14 +7,13 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.console import Console
-
+from quartet.cli.console import make_console
 from quartet.errors import ConfigError, ServiceFailed
 from quartet.launcher.gateway_process import GatewayProcess
 from quartet.launcher.service_process import describe_exit, log_tail
 from quartet.run_directory.run_files import RunFiles
 
-console = Console()
+console = make_console()
 START_TIMEOUT_SECONDS = 60.0
 """Time limit for the gateway to become ready."""
 STOP_TIMEOUT_SECONDS = 5.0
@@ -35,7 +34,7 @@ def view_runs(directory: Path, host: str, port: int, allowed_hosts: Sequence[str
         gateway = GatewayProcess(arguments, log, {})
         try:
             gateway.wait_until_ready(START_TIMEOUT_SECONDS)
-            console.print(f"dashboard: {gateway.link(run)}", highlight=False, soft_wrap=True, markup=False)
+            console.print(f"dashboard: {gateway.link(run)}", soft_wrap=True)
             while gateway.process.poll() is None:
                 time.sleep(0.2)
             raise ServiceFailed(f"gateway: {describe_exit(gateway.process)}; {log_tail(log)}")

@@ -8,9 +8,8 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from shlex import quote
 
-from rich.console import Console
-
 from quartet.buffer.redis_url import environment_overrides
+from quartet.cli.console import make_console, plain
 from quartet.cli.progress_view import make_view
 from quartet.config import Config, load_config, redact_url
 from quartet.launcher.launcher import Launcher
@@ -18,7 +17,7 @@ from quartet.preflight import nothing_to_resume
 from quartet.run_directory.run_files import RunFiles
 from quartet.runs.local_run import follow_run, started_run
 
-console = Console()
+console = make_console()
 
 
 def train(config_path: Path, overrides: list[str], overwrite: bool, resume: bool = False) -> None:
@@ -33,7 +32,7 @@ def train(config_path: Path, overrides: list[str], overwrite: bool, resume: bool
         )
     else:
         run(config, overwrite, resume)
-    console.print(f"policy: {files.policy}\nmetrics: {files.metrics}", highlight=False, soft_wrap=True)
+    console.print(f"policy: {files.policy}\nmetrics: {files.metrics}", soft_wrap=True)
 
 
 def up(config_path: Path, overrides: list[str], overwrite: bool, resume: bool = False) -> None:
@@ -41,12 +40,11 @@ def up(config_path: Path, overrides: list[str], overwrite: bool, resume: bool = 
     config = load_config(config_path, [*overrides, *environment_overrides()])
     with _started(config, overwrite, resume) as (launcher, files):
         for role, addresses in launcher.addresses.items():
-            console.print(f"{role:<13} {' '.join(addresses)}", highlight=False)
-        console.print(f"redis         {redact_url(launcher.url)}", highlight=False, soft_wrap=True)
+            console.print(f"{role:<13} {' '.join(addresses)}")
+        console.print(f"redis         {redact_url(launcher.url)}", soft_wrap=True)
         _show_progress(launcher, files)
         console.print(
             "the run has ended; the model services keep running until Ctrl-C (a restarted service has its initial weights)",
-            highlight=False,
             soft_wrap=True,
         )
         while True:
@@ -74,9 +72,9 @@ def _show_progress(launcher: Launcher, files: RunFiles) -> None:
 def _activity(text: str) -> Iterator[None]:
     if not console.is_terminal:
         console.print(text)
-    with console.status(text):
+    with console.status(plain(text)):
         yield
 
 
 def _print_line(line: str) -> None:
-    console.print(line, highlight=False, soft_wrap=True, markup=False)
+    console.print(line, soft_wrap=True)

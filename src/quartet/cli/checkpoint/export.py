@@ -45,7 +45,7 @@ def export(
     if directory is not None:
         step = _write(files, which, directory, ema)
         what = "the moving average of the policy" if ema else "the policy"
-        console.print(f"{directory}: {what} of {run} after step {step}", highlight=False, soft_wrap=True)
+        console.print(f"{directory}: {what} of {run} after step {step}", soft_wrap=True)
         if hub_id is not None:
             _upload(files, directory, hub_id, private, step)
     elif hub_id is not None:
@@ -58,7 +58,7 @@ def export(
 
 def _upload(files: RunFiles, directory: Path, hub_id: str, private: bool, step: int) -> None:
     message = f"Policy of the run {load_config(files.config).run.name} after step {step}"
-    console.print(f"{push(directory, hub_id, private, message)}: uploaded", highlight=False, soft_wrap=True)
+    console.print(f"{push(directory, hub_id, private, message)}: uploaded", soft_wrap=True)
 
 
 def _write(files: RunFiles, which: str, directory: Path, ema: bool) -> int:

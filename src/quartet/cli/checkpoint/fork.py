@@ -53,7 +53,6 @@ def fork(run: Path, which: str, name: str, overrides: list[str]) -> None:
             write_durably(target / MANIFEST, json.dumps(manifest, indent=2) + "\n")
     console.print(
         f"{new.root}: forked from step {checkpoint.step} of {run}; {how_to_resume(new, config)}",
-        highlight=False,
         soft_wrap=True,
     )
 

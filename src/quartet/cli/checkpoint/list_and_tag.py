@@ -7,9 +7,9 @@ import sys
 from pathlib import Path
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
+from quartet.cli.console import make_console
 from quartet.config import Config, is_redacted, load_config, redact_url
 from quartet.errors import ConfigError
 from quartet.run_directory.best_checkpoint import tag_best
@@ -28,7 +28,7 @@ from quartet.run_directory.locking_and_removal import lock_run_directory
 from quartet.run_directory.run_files import RunFiles
 from quartet.run_directory.selection import LATEST, available_checkpoints, checkpoint_at, run_files
 
-console = Console()
+console = make_console()
 
 _TAG = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", re.ASCII)
 
@@ -54,7 +54,7 @@ def list_checkpoints(run: Path, verify: bool) -> bool:
     if folders:
         console.print(table)
     else:
-        console.print(f"{run}: no checkpoints yet", highlight=False)
+        console.print(f"{run}: no checkpoints yet")
     return usable
 
 
@@ -88,7 +88,6 @@ def tag_checkpoint(run: Path, which: str, tag: str) -> None:
         raise ConfigError(f"checkpoint {folder}: the run has just deleted it; choose another checkpoint")
     console.print(
         f"{run}: checkpoint of step {checkpoint_step(folder)} is tagged {tag} and is kept",
-        highlight=False,
         soft_wrap=True,
     )
 
@@ -99,7 +98,7 @@ def untag_checkpoint(run: Path, tag: str) -> None:
     if tag not in tagged_checkpoints(files):
         raise ConfigError(f"run {files.root}: no checkpoint has the tag {tag}; {available_checkpoints(files)}")
     (files.checkpoints / tag).unlink(missing_ok=True)
-    console.print(f"{run}: tag {tag} is removed", highlight=False, soft_wrap=True)
+    console.print(f"{run}: tag {tag} is removed", soft_wrap=True)
 
 
 def rollback(run: Path, which: str, yes: bool = False) -> None:
@@ -115,7 +114,7 @@ def rollback(run: Path, which: str, yes: bool = False) -> None:
         roll_back(files, step)
         tag_best(files, config.checkpoint)
     outcome = f"is back at step {step}" if removed else f"is at step {step} already, nothing was removed"
-    console.print(f"{run}: {outcome}; {how_to_resume(files, config)}", highlight=False, soft_wrap=True)
+    console.print(f"{run}: {outcome}; {how_to_resume(files, config)}", soft_wrap=True)
 
 
 def _removed_by_rollback(files: RunFiles, step: int) -> list[str]:
@@ -146,7 +145,7 @@ def _ask_before_removal(run: Path, step: int, removed: list[str]) -> None:
         raise ConfigError(
             f"rollback of {run} to step {step} removes:{listed}\nthere is no terminal to ask on; give --yes to remove them"
         )
-    console.print(f"{run}: a rollback to step {step} removes:{listed}", highlight=False, soft_wrap=True, markup=False)
+    console.print(f"{run}: a rollback to step {step} removes:{listed}", soft_wrap=True)
     typer.confirm("remove them?", abort=True)
 
 

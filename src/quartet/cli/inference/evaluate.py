@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from quartet.cli.console import make_console
 from quartet.config import Config, load_config
 from quartet.engines.stop_strings import token_decoder
 from quartet.errors import ConfigError, InvalidRequest, MismatchError, ModelError
@@ -52,7 +52,7 @@ def evaluate(
     checkpoint: str, config_path: Path | None, overrides: list[str], device: str, as_json: bool, output: Path | None
 ) -> None:
     """Evaluate, print the means, and write one object per prompt to ``output``. Raises ConfigError for invalid input."""
-    console = Console(stderr=as_json)
+    console = make_console(stderr=as_json)
     if looks_local(checkpoint) and not Path(checkpoint).is_dir():
         raise ModelError(f"evaluate {checkpoint}: no such directory; expected a saved policy, such as runs/NAME/policy")
     checkpoint = policy_in(checkpoint)
@@ -65,7 +65,7 @@ def evaluate(
         except InvalidRequest as error:
             raise ConfigError(f"evaluate {checkpoint}: {error}") from None
     for note in notes:
-        console.print(note, highlight=False, soft_wrap=True)
+        console.print(note, soft_wrap=True)
     if output is not None:
         lines = (json.dumps(row(comparison), ensure_ascii=False) + "\n" for comparison in comparisons)
         output.write_text("".join(lines), encoding="utf-8")

@@ -6,12 +6,11 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from rich.console import Console
-
+from quartet.cli.console import make_console
 from quartet.errors import ConfigError
 from quartet.runs.gateway_client import Target, connect
 
-console = Console()
+console = make_console()
 
 
 def pause(target: Target) -> None:
@@ -80,4 +79,4 @@ def _send(target: Target, command: str) -> None:
 
 
 def _print(line: str) -> None:
-    console.print(line, highlight=False, soft_wrap=True, markup=False)
+    console.print(line, soft_wrap=True)

@@ -6,14 +6,13 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from rich.console import Console
-
+from quartet.cli.console import make_console
 from quartet.cli.progress_view import CURVE_STEPS, View, make_view
 from quartet.errors import ServiceFailed, ServiceUnavailable
 from quartet.runs.gateway_client import Api, Event, Target, connect
 from quartet.types import Progress, RunState
 
-console = Console()
+console = make_console()
 RECONNECT_SECONDS = 1.0
 """Pause between attempts to reconnect to the event stream."""
 GATEWAY_RESTART_SECONDS = 30.0
@@ -34,7 +33,7 @@ def watch(target: Target) -> None:
             if console.is_terminal:
                 display.add_committed_steps(_latest_steps(api))
             state = _follow(api, display, end_states)
-    console.print(f"{name}: {_END_MESSAGES[state]}", highlight=False, soft_wrap=True, markup=False)
+    console.print(f"{name}: {_END_MESSAGES[state]}", soft_wrap=True)
 
 
 _END_MESSAGES = {

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from rich.console import Console
 
 from quartet import __version__
+from quartet.cli.console import make_console
 from quartet.cli.report.curves import evaluation_charts, further_charts, main_charts
 from quartet.cli.report.page import (
     MARK,
@@ -42,7 +42,7 @@ from quartet.run_directory.run_files import RunFiles
 from quartet.run_directory.selection import run_files
 from quartet.run_directory.step_lines import read_step_lines
 
-console = Console()
+console = make_console()
 WINDOW_STEPS = 10
 """Number of first and last steps that the summary compares."""
 MAX_SHOWN_ALERTS = 200
@@ -55,7 +55,7 @@ def report(run: Path, output: Path | None) -> None:
     target = output if output is not None else files.report
     _check_replaceable(target)
     write_durably(target, _page_of(files))
-    console.print(f"report: {target}", highlight=False, soft_wrap=True)
+    console.print(f"report: {target}", soft_wrap=True)
 
 
 def _check_replaceable(target: Path) -> None:

@@ -20,7 +20,8 @@ from rich.status import Status
 
 from quartet.buffer.redis_url import BUFFER_URL_VARIABLE, environment_overrides
 from quartet.child_processes import module_command, tied_to_parent
-from quartet.cli.sweep.table import best_note, error_lines, make_console, make_table
+from quartet.cli.console import make_console
+from quartet.cli.sweep.table import WIDTH, best_note, error_lines, make_table
 from quartet.config import Config, is_redacted, redact_url
 from quartet.config.section import NAME_PATTERN
 from quartet.durable_files import storage_errors, write_durably
@@ -86,7 +87,7 @@ def run_sweep(request: Request) -> None:
             raise ConfigError(f"--table: {sweep.files.root} has no sweep yet; start it without --table")
         _print_table(sweep, metric, request)
         return
-    console = Console(stderr=request.table_format != "text", highlight=False)
+    console = make_console(stderr=request.table_format != "text")
     execution = _Execution(sweep, console)
     execution.check()
     with lock_sweep(sweep.files):
@@ -263,7 +264,7 @@ class _Execution:
         self._status.update(", ".join(steps))
 
     def _print(self, line: str) -> None:
-        self._console.print(line, soft_wrap=True, markup=False)
+        self._console.print(line, soft_wrap=True)
 
 
 def _check_password(config: Config) -> None:
@@ -305,12 +306,12 @@ def _print_table(sweep: Sweep, metric: str | None, request: Request, write: bool
     if request.table_format != "text":
         typer.echo({"csv": csv, "json": json}[request.table_format], nl=False)
         return results
-    console = make_console()
+    console = make_console(file_width=WIDTH)
     console.print(make_table(results, metric))
     if note := best_note(results, metric):
-        console.print(note, soft_wrap=True, markup=False)
+        console.print(note, soft_wrap=True)
     for line in error_lines(results):
-        console.print(line, soft_wrap=True, markup=False)
+        console.print(line, soft_wrap=True)
     if write:
-        console.print(f"table: {sweep.files.table_csv} {sweep.files.table_json}", soft_wrap=True, markup=False)
+        console.print(f"table: {sweep.files.table_csv} {sweep.files.table_json}", soft_wrap=True)
     return results

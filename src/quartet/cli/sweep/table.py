@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from rich.console import Console
 from rich.table import Table
 
 from quartet.sweep.grid import short_keys
@@ -16,12 +15,6 @@ WIDTH = 160
 SHOWN = ("reward_mean", "kl_mean", "eval_reward_sampled", "eval_reward_greedy", "eval_judge_win_rate")
 """Metrics in the table for people. The files have all."""
 _TITLES = {"reward_mean": "reward", "kl_mean": "KL"}
-
-
-def make_console() -> Console:
-    """Return a console that does not break the rows of a table in a file."""
-    console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=WIDTH)
 
 
 def make_table(results: Sequence[SettingResult], metric: str | None) -> Table:
