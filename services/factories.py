@@ -8,12 +8,13 @@ from typing import Any
 
 import torch
 
-from quartet.buffer.connection import ConnectionMonitor, connect
+from quartet.buffer.connection import ConnectionMonitor, connect_at_start
 from quartet.buffer.experience_store import ExperienceStore
 from quartet.buffer.redis_url import required_buffer_url
 from quartet.buffer.rollout_stream import RolloutStream
 from quartet.config import MAX_MICRO_BATCH_TOKENS, MAX_MICRO_BATCH_TOKENS_GPU, Config, ServiceConfig
 from quartet.errors import ConfigError
+from quartet.failpoints import failpoint
 from quartet.memory_shares import cache_shape, generates_on_its_device, gpu_share, role_memory, torch_cache_bytes
 from quartet.models.generation.detached_torch import DetachedTorchEngine
 from quartet.models.gpu_settings import check_gpu
@@ -88,8 +89,9 @@ def _build_actor(
     commands: Commands | None,
     credentials: Credentials,
 ) -> ActorServicer:
+    failpoint("actor.loading")
     url = required_buffer_url(config, certificates)
-    client = connect(url)
+    client = connect_at_start(url, config.timeouts.load_seconds)
     monitor = ConnectionMonitor(client, url)
 
     def access(run: str) -> BufferAccess:
@@ -162,7 +164,8 @@ def _build_actor(
 def _build_critic(
     config: Config, compute: ComputeThread, threads: int, url: str, workers: Workers, commands: Commands | None
 ) -> CriticServicer:
-    client = connect(url)
+    failpoint("critic.loading")
+    client = connect_at_start(url, config.timeouts.load_seconds)
     monitor = ConnectionMonitor(client, url)
     critic = Critic(
         config.critic,
@@ -187,6 +190,7 @@ def _build_reward(
     commands: Commands | None,
     credentials: Credentials,
 ) -> RewardServicer:
+    failpoint("reward.loading")
     source = build_reward(config, device_of(config.services.reward, workers.rank), workers, credentials)
     # Functions and scorers run in separate processes. Their callers wait on a separate thread, not on the models' compute thread.
     thread = compute if source.status().parameters else ComputeThread()
@@ -197,6 +201,7 @@ def _build_reward(
 def _build_reference(
     config: Config, compute: ComputeThread, threads: int, workers: Workers, commands: Commands | None
 ) -> ReferenceServicer:
+    failpoint("reference.loading")
     reference = Reference(
         config.reference_model,
         config.reference.dtype or config.actor.dtype,

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from quartet.buffer.connection import ConnectionMonitor, connect
+from quartet.buffer.connection import ConnectionMonitor, connect_at_start
 from quartet.buffer.redis_url import required_buffer_url
 from quartet.buffer.rollout_stream import RolloutStream
 from quartet.config import Config, VLLMConfig
@@ -33,7 +33,7 @@ def build_generator(
     Raises ModelError, ConfigError or ServiceUnavailable.
     """
     url = required_buffer_url(config, credentials.folder)
-    client = connect(url)
+    client = connect_at_start(url, config.timeouts.load_seconds)
     monitor = ConnectionMonitor(client, url)
     engine, model, status = create_engine(config)
     environment = environment_access(config, credentials)

@@ -11,7 +11,7 @@ from typing import Any
 
 import structlog
 
-from quartet.buffer.connection import connect
+from quartet.buffer.connection import connect_at_start
 from quartet.buffer.experience_store import ExperienceStore
 from quartet.buffer.lease import Lease
 from quartet.buffer.rollout_stream import RolloutStream
@@ -20,6 +20,7 @@ from quartet.data import set_contents
 from quartet.durable_files import storage_errors
 from quartet.errors import Cancelled, ConfigError, LeadershipConflict, QuartetError
 from quartet.evaluation import stream_name
+from quartet.failpoints import failpoint
 from quartet.models.weights.tokenizer import load_tokenizer
 from quartet.rpc.security.credentials import LOCAL, Credentials
 from quartet.run_directory.checkpoints import DamagedCheckpoint, read_verified_checkpoint, roll_back
@@ -90,7 +91,8 @@ class TrainingRun:
         self._config, self._board, self._control, self._on_ready = config, board, control, on_ready
         self._run = config.run.name
         self._files = RunFiles(config.run_directory)
-        self._url, self._redis = url, connect(url)
+        failpoint("orchestrator.loading")
+        self._url, self._redis = url, connect_at_start(url, config.timeouts.load_seconds)
         self._stream = RolloutStream(self._redis, url, self._run)
         self._experience = ExperienceStore(self._redis, url, self._run)
         self._service_clients = ServiceClients(config, credentials, board.note)
@@ -168,6 +170,7 @@ class TrainingRun:
             stack.callback(self._preparation.discard)
 
     def _run_to_end(self) -> None:
+        failpoint("orchestrator.starting")
         # Before waiting for the services: a custom estimator that cannot be used ends the run at once.
         import_estimator(self._config.algorithm.estimator_spec)
         statuses = self._handshake.start()

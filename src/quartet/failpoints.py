@@ -35,6 +35,12 @@ POLL_SECONDS = 0.01
 """Seconds between checks for the file that ends a ``hold`` action."""
 
 FAILPOINTS = {
+    "actor.loading": "the process of the actor has begun; nothing is loaded",
+    "critic.loading": "the process of the critic has begun; nothing is loaded",
+    "reward.loading": "the process of the reward has begun; nothing is loaded",
+    "reference.loading": "the process of the reference has begun; nothing is loaded",
+    "orchestrator.loading": "the process of the orchestrator has begun; all others are ready",
+    "orchestrator.starting": "all processes are ready; the orchestrator has not called a service",
     "actor.generating": "the first trajectory is finished; the stream has no trajectory of this Generate call",
     "actor.appending": "finished trajectories are about to be written to the stream",
     "actor.appended": "finished trajectories are in the stream",

@@ -9,14 +9,16 @@ import subprocess
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
+from structlog.testing import capture_logs
 
 from quartet.buffer import connection
-from quartet.buffer.connection import ConnectionMonitor, connect
+from quartet.buffer.connection import ConnectionMonitor, connect, connect_at_start
 from quartet.buffer.embedded_redis import EmbeddedRedis, find_server
 from quartet.buffer.experience_store import ExperienceStore
 from quartet.buffer.rollout_stream import RolloutStream
@@ -26,7 +28,7 @@ from quartet.rpc.security.certificate_authority import Authority
 from quartet.rpc.service_channel import accepts_connections
 from tests.buffer.samples import trajectory
 from tests.faults.proxy import Proxy
-from tests.waiting import wait_until
+from tests.waiting import LIMIT, wait_until
 
 
 @pytest.mark.parametrize(
@@ -163,3 +165,24 @@ def test_a_server_that_rejects_the_credentials_counts_as_reachable(tmp_path: Pat
         client.connection_pool.disconnect()
         monitor.mark_lost()
         wait_until(lambda: not monitor.is_lost())
+
+
+def test_a_service_that_starts_waits_for_a_server_that_was_killed(tmp_path: Path) -> None:
+    with EmbeddedRedis(tmp_path / "data", tmp_path / "log") as server, ThreadPoolExecutor() as executor:
+        server.process.kill()
+        server.process.wait()
+        with capture_logs() as logs:
+            connecting = executor.submit(connect_at_start, server.url, LIMIT)
+            wait_until(lambda: logs)
+            server.start()
+            client = connecting.result(LIMIT)
+        assert client.ping()
+        client.close()
+    [entry] = logs
+    assert entry["event"] == "waiting for the rollout buffer"
+    assert "the embedded server has ended; see redis.log" in entry["error"]
+
+
+def test_a_service_that_starts_does_not_wait_longer_than_a_load_may_take() -> None:
+    with pytest.raises(ServiceUnavailable, match="unreachable"):
+        connect_at_start("redis://127.0.0.1:1/0", load_seconds=0.05)

@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import stat
+import tempfile
 import time
 from pathlib import Path
 
@@ -209,3 +210,28 @@ def test_a_server_on_the_path_is_preferred(monkeypatch: pytest.MonkeyPatch, tmp_
     monkeypatch.setenv("PATH", "")
     assert find_server().name == "valkey-server"
     assert find_server() != binary
+
+
+@pytest.mark.parametrize(
+    "name", ["x" * 150, "a b%41?x#y&z=1", "übung 日本語", 'it\'s "x" $HOME\nline', "--dir [b] :key:"]
+)
+def test_any_folder_for_temporary_files_and_data_serves(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / name
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    with EmbeddedRedis(folder / "data", folder / "log") as server:
+        client = connect(server.url)
+        client.set("key", "value")
+        client.close()
+    assert any(b"value" in path.read_bytes() for path in (folder / "data").rglob("*") if path.is_file())
+    assert sorted(path.name for path in folder.iterdir()) == ["data", "log"]
+
+
+def test_without_a_folder_for_its_socket_the_error_names_tmpdir(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(embedded, "MAX_FOLDER_BYTES", 0)
+    with pytest.raises(ConfigError, match=r"TMPDIR .* is longer than 0 bytes; set TMPDIR to a shorter path"):
+        EmbeddedRedis(tmp_path / "data", tmp_path / "log")

@@ -14,6 +14,7 @@ from quartet.buffer.connection import Redis, connect
 from quartet.buffer.rollout_stream import BLOCK_SECONDS, Delivery, RolloutStream
 from quartet.errors import BufferFailed
 from tests.buffer.samples import trajectory
+from tests.waiting import LIMIT
 
 
 @pytest.fixture
@@ -87,7 +88,7 @@ def test_a_read_waits_for_the_first_entry(stream: RolloutStream, run: str, redis
         while not any(client["cmd"] == "xreadgroup" for client in writer.client_list()):
             assert not reading.done()
         RolloutStream(writer, redis_url, run).append([trajectory(run, 4)])
-        assert reading.result(timeout=10) == [4]
+        assert reading.result(timeout=LIMIT) == [4]
         writer.close()
 
 
@@ -161,12 +162,12 @@ def test_a_listener_delivers_entries_as_they_arrive_up_to_its_count(stream: Roll
         stream.append([trajectory(run, prompt) for prompt in range(3)])
         received = list[int]()
         while len(received) < 3:
-            event = events.get(timeout=20)
+            event = events.get(timeout=LIMIT)
             assert isinstance(event, list)
             assert len(event) <= 2
             received += [delivery.trajectory.id.prompt for delivery in event]
         stream.append([trajectory(run, 3)])
-        event = events.get(timeout=20)
+        event = events.get(timeout=LIMIT)
         assert isinstance(event, list)
         assert [delivery.trajectory.id.prompt for delivery in event] == [3]
     assert received == [0, 1, 2]
@@ -185,16 +186,16 @@ def test_a_listener_ends_at_once_and_can_start_again(stream: RolloutStream, run:
     assert threading.active_count() < 50
     with stream.listen(2, events.put):
         stream.append([trajectory(run, 1)])
-        assert isinstance(events.get(timeout=20), list)
+        assert isinstance(events.get(timeout=LIMIT), list)
 
 
 def test_a_listener_reports_its_error_last(stream: RolloutStream, run: str, redis_client: Redis) -> None:
     events: SimpleQueue[list[Delivery] | Exception] = SimpleQueue()
     with stream.listen(1, events.put):
         stream.append([trajectory(run, 1)])
-        assert isinstance(events.get(timeout=20), list)
+        assert isinstance(events.get(timeout=LIMIT), list)
         redis_client.xadd(stream.key, {"trajectory": b"no trajectory"})
-        error = events.get(timeout=20)
+        error = events.get(timeout=LIMIT)
         assert isinstance(error, BufferFailed)
         assert "not a trajectory" in str(error)
         stream.append([trajectory(run, 2)])
@@ -207,6 +208,6 @@ def test_a_listener_skips_entries_of_a_former_leader(stream: RolloutStream, run:
     with stream.listen(5, events.put):
         stream.append([trajectory(run, 1)], leader_epoch=2)
         stream.append([trajectory(run, 2)], leader_epoch=3)
-        event = events.get(timeout=20)
+        event = events.get(timeout=LIMIT)
     assert isinstance(event, list)
     assert [delivery.trajectory.id.prompt for delivery in event] == [2]

@@ -24,7 +24,10 @@ EVERYTHING = "everything"
 """The launcher with every process that it started. The suite then runs `quartet train --resume`."""
 RANKS = ("actor-0", "actor-1", "critic-0", "critic-1")
 """Ranks of the worker groups of actor and critic."""
-OF_EVERY_RANK = ("critic.scoring", "actor.stepping", "actor.stepped", "critic.stepping", "critic.stepped")
+OF_EVERY_RANK = (
+    *("actor.loading", "critic.loading", "critic.scoring"),
+    *("actor.stepping", "actor.stepped", "critic.stepping", "critic.stepped"),
+)
 """Failpoints that every rank of a group reaches. Rank 0 reaches the others."""
 KILL, STOP = "SIGKILL", "SIGSTOP"
 STOPPED_SECONDS = 1.5
@@ -43,7 +46,8 @@ class Moment:
     """A moment of the step's transaction, at which a failpoint holds the run.
 
     ``by_process`` has the failpoints of processes that do not use ``failpoint``. A step passes the failpoint ``per_step`` times,
-    and the ``nth`` time is the moment. If ``of_checkpoint`` is set, only a checkpoint passes it, once.
+    and the ``nth`` time is the moment. If ``of_checkpoint`` is set, only a checkpoint passes it, once. If ``at_start`` is set,
+    each process passes it once, before the first step.
     """
 
     name: str
@@ -52,6 +56,7 @@ class Moment:
     per_step: int = 1
     nth: int = 1
     of_checkpoint: bool = False
+    at_start: bool = False
 
     def setting(self, victim: str, seed: int) -> str:
         """Return the setting of the failpoint: its name, and the pass at which it holds the run."""
@@ -67,7 +72,12 @@ class Moment:
         return self.by_process.get(role_and_rank(victim)[0], self.failpoint)
 
     def step(self, seed: int) -> int:
-        """Return the step of the fault: before the first checkpoint, right after it, or one committed step after it."""
+        """Return the step of the fault: before the first checkpoint, right after it, or one committed step after it.
+
+        At the start it is the first.
+        """
+        if self.at_start:
+            return 1
         return (2, 4, 2)[seed] if self.of_checkpoint else (2, 3, 4)[seed]
 
 
@@ -91,8 +101,15 @@ MOMENTS = (
     Moment("manifest_writing", "orchestrator.manifest_writing", of_checkpoint=True),
     Moment("manifest_written", "orchestrator.manifest_written", of_checkpoint=True),
     Moment("checkpointed", "orchestrator.checkpointed", of_checkpoint=True),
+    Moment(
+        "loading",
+        "actor.loading",
+        {role: f"{role}.loading" for role in ("critic", "reward", "reference", "orchestrator")},
+        at_start=True,
+    ),
+    Moment("starting", "orchestrator.starting", at_start=True),
 )
-"""Moments in the order of a step. docs/durability.md describes each."""
+"""Moments in the order of a step, then those of a start. docs/durability.md describes each."""
 
 
 @dataclass(frozen=True)

@@ -35,11 +35,9 @@ from tests.chaos.cases import (
 )
 from tests.e2e.commands import QUARTET, Command, CommandResult
 from tests.e2e.conftest import MINIATURE
-from tests.waiting import wait_until
+from tests.waiting import LIMIT, wait_until
 
 RUN = "chaos"
-TIMEOUT = 120.0
-"""Maximum duration of a run in seconds, faults and recovery included."""
 POLL = 0.01
 
 
@@ -132,7 +130,7 @@ class ChaosSetup:
             folder.mkdir(exist_ok=True)
             command = Command(QUARTET, *train(self.config, seed), "--overwrite", cwd=folder)
             try:
-                result = command.wait(TIMEOUT)
+                result = command.wait(LIMIT)
             finally:
                 command.clean_up()
             assert (result.code, result.leftovers) == (0, []), result
@@ -185,7 +183,7 @@ class _DisturbedRun:
         failpoint = self._case.moment.failpoint_of(self._case.process)
         command.wait_for((self._failpoints / f"{failpoint}.reached").exists)
         command = self._inject(command, self._failpoints / f"{failpoint}.go")
-        result = command.wait(TIMEOUT)
+        result = command.wait(LIMIT)
         self._check(result)
 
     def clean_up(self) -> None:
@@ -205,7 +203,7 @@ class _DisturbedRun:
         if self._case.process == EVERYTHING:
             command.process.kill()
             command.process.wait()
-            wait_until(lambda: not command.processes(), 10, lambda: f"without the launcher: {command.processes()}")
+            wait_until(lambda: not command.processes(), lambda: f"without the launcher: {command.processes()}")
             release.touch()
             command = self._start("--resume")
         elif self._case.fault == KILL:
@@ -218,7 +216,7 @@ class _DisturbedRun:
             time.sleep(STOPPED_SECONDS)
             os.kill(victim, signal.SIGCONT)
         # The current step may end without the victim. The next one needs every process from its first token.
-        command.wait_for(lambda: last_step(self.directory) >= before + 2, TIMEOUT)
+        command.wait_for(lambda: last_step(self.directory) >= before + 2, LIMIT)
         self.seconds = time.monotonic() - started
         return command
 

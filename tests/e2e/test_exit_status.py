@@ -15,12 +15,13 @@ from quartet.gateway import __main__ as gateway
 from quartet.rpc.security.certificate_authority import Authority
 from tests.e2e.commands import settings
 from tests.e2e.conftest import Run, Start
+from tests.waiting import LIMIT
 
 
 def run_module(*arguments: str | Path, cwd: Path) -> tuple[int, str]:
     """Run ``python -m ARGUMENTS``; return its exit status and the last line of standard error."""
     command = [sys.executable, "-m", *map(str, arguments)]
-    result = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=120, check=False)
+    result = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=LIMIT, check=False)
     return result.returncode, result.stderr.splitlines()[-1]
 
 
@@ -34,7 +35,7 @@ def test_a_command_ended_by_a_signal_exits_with_130(start: Start, first_run: Run
 
 
 def test_a_service_without_its_redis_exits_with_1(config: Path, tmp_path: Path) -> None:
-    unreachable = settings("buffer.url=redis://127.0.0.1:1/0")
+    unreachable = settings("buffer.url=redis://127.0.0.1:1/0", "timeouts.load_seconds=0.1")
     code, stderr = run_module("quartet.services", "critic", "--config", config, *unreachable, cwd=tmp_path)
     assert code == 1
     assert stderr.startswith("error: rollout buffer at redis://127.0.0.1:1/0: unreachable")

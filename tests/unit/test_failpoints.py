@@ -16,7 +16,7 @@ import pytest
 
 from quartet.errors import ConfigError
 from quartet.failpoints import FAILPOINTS, FOLDER_VARIABLE, VARIABLE, InjectedFault, arm, failpoint
-from tests.waiting import wait_until
+from tests.waiting import LIMIT, wait_until
 
 ROOT = Path(__file__).parents[2]
 CODE = [
@@ -93,7 +93,7 @@ def test_hold_writes_the_process_id_and_continues_when_released(tmp_path: Path) 
     assert int(reached.read_text()) == os.getpid()
     assert not passed.wait(0.1)
     (tmp_path / "orchestrator.sealed.go").touch()
-    assert passed.wait(10)
+    assert passed.wait(LIMIT)
 
 
 def test_a_failpoint_of_a_rank_fires_in_that_rank_only(tmp_path: Path) -> None:
@@ -129,7 +129,7 @@ def test_kill_ends_the_process_only_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ("actor.sleeping=kill", "actor.sleeping: unknown failpoint; expected one of actor.generating, "),
+        ("actor.sleeping=kill", "actor.sleeping: unknown failpoint; expected one of actor.loading, "),
         ("actor.stepped", "'actor.stepped': expected NAME=ACTION"),
         ("actor.stepped=explode", "'actor.stepped=explode': expected NAME=ACTION"),
         ("actor.stepped=fail@0", "'actor.stepped=fail@0': expected"),

