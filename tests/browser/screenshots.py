@@ -26,6 +26,7 @@ from playwright.sync_api import Browser, Page, sync_playwright
 from quartet.child_processes import tied_to_parent
 from quartet.demo.toy_task import make_toy_task
 from tests.browser.conftest import NAMES
+from tests.waiting import LIMIT
 
 STEPS, PAUSE_STEP, INTERVAL = 90, 80, 20
 CHARTS_DRAWN = """() => [...document.querySelectorAll("figure.curve")]
@@ -106,7 +107,7 @@ def training(folder: Path, name: str, kl_coefficient: float) -> Iterator[Run]:
             yield Run(name, process, json.loads(gateway.read_text()))
         finally:
             process.terminate()
-            process.wait(60)
+            process.wait(LIMIT)
 
 
 def wait_until(run: Run, condition: Callable[[dict[str, Any]], bool]) -> None:

@@ -23,6 +23,7 @@ from quartet.rpc.security.credentials import Credentials
 from quartet.types import Role
 from tests.conformance.models import serving
 from tests.conformance.mutants import MUTANTS
+from tests.waiting import LIMIT
 
 DOCS = Path(__file__).parents[2]
 JSON_KEYS = {"format", "contract", "contract_digest", "quartet", "started", "seconds", "role", "address"}
@@ -185,7 +186,7 @@ class PlainServer:
     def close(self) -> None:
         self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
-        self._thread.join(10)
+        self._thread.join(LIMIT)
 
 
 def test_certificates_for_a_server_without_tls_exit_with_2(certificates: Path, tmp_path: Path, redis_url: str) -> None:

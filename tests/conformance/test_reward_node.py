@@ -27,6 +27,7 @@ from quartet.types import Role
 from tests.compose.stack import docker
 from tests.training.conftest import _one_thread, make, toy_task, toy_task_tree  # noqa: F401
 from tests.training.runs import Run, orchestrator, services
+from tests.waiting import LIMIT
 
 EXAMPLE = Path(__file__).parents[2] / "examples/reward-node"
 RLOO = {"algorithm": {"estimator": "rloo"}, "rollout": {"samples_per_prompt": 2}, "run": {"steps": 3}}
@@ -56,7 +57,7 @@ def started(command: list[str]) -> Iterator[str]:
         yield line.split()[-1]
     finally:
         process.terminate()
-        process.wait(30)
+        process.wait(LIMIT)
         assert process.stdout is not None
         process.stdout.close()
 

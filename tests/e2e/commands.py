@@ -22,13 +22,11 @@ from types import MappingProxyType
 from typing import TypeVar
 
 from quartet.child_processes import tied_to_parent
-from tests.waiting import wait_until
+from tests.waiting import LIMIT, wait_until
 
 Value = TypeVar("Value")
 
 QUARTET = Path(sys.executable).with_name("quartet")
-START_TIMEOUT = 90.0
-"""Seconds until the first step of a run must be committed, with a margin for a busy machine."""
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
@@ -140,7 +138,7 @@ class Command:
                 return pid
         raise AssertionError(f"no {name} among {self.processes()}")
 
-    def wait_for(self, condition: Callable[[], Value], seconds: float = START_TIMEOUT) -> Value:
+    def wait_for(self, condition: Callable[[], Value], seconds: float = LIMIT) -> Value:
         """Wait until ``condition`` returns a true value and return that. Fail if the command ends first or time runs out."""
         deadline = time.monotonic() + seconds
         while not (value := condition()):
@@ -149,7 +147,7 @@ class Command:
             time.sleep(0.02)
         return value
 
-    def wait(self, seconds: float = START_TIMEOUT) -> CommandResult:
+    def wait(self, seconds: float = LIMIT) -> CommandResult:
         """Wait until the command exits and return its result."""
         self.process.wait(seconds)
         duration = time.monotonic() - self._started
@@ -165,7 +163,7 @@ class Command:
             except ProcessLookupError:
                 continue
         self.process.wait()
-        wait_until(lambda: not self.processes(), 10, self.processes)
+        wait_until(lambda: not self.processes(), self.processes)
 
     def clean_up(self) -> None:
         """Kill the remaining processes and remove the temporary files."""

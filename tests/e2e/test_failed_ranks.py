@@ -55,7 +55,7 @@ def start(program: str, config: Path) -> subprocess.Popen[str]:
 def test_a_rank_that_fails_while_it_loads_the_model_is_named(config: Path) -> None:
     with start(LOAD, config) as process:
         try:
-            output, _ = process.communicate(timeout=120)
+            output, _ = process.communicate(timeout=240)
         finally:
             process.kill()
     assert process.returncode == 1

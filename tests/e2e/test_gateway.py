@@ -16,6 +16,7 @@ import httpx2
 
 from tests.e2e.commands import Command, committed_steps, settings
 from tests.e2e.conftest import Call, Run, Service, Start
+from tests.waiting import LIMIT
 
 ENDLESS = settings("run.steps=1000000", "checkpoint.every_steps=0")
 SHUTDOWN_TIMEOUT = 10.0
@@ -30,7 +31,7 @@ def dashboard_link(command: Command) -> tuple[str, str]:
 
 def get(address: str, token: str | None, path: str = "") -> httpx2.Response:
     headers = {} if token is None else {"Authorization": f"Bearer {token}"}
-    return httpx2.get(f"{address}/api/v1{path}", headers=headers, timeout=20)
+    return httpx2.get(f"{address}/api/v1{path}", headers=headers, timeout=LIMIT)
 
 
 def run_command(call: Call, *arguments: str) -> str:
@@ -127,7 +128,7 @@ def test_a_run_continues_after_its_gateway_has_failed_and_ctrl_c_ends_it(
     assert refused.err.startswith("error: run runs/tiny: is active but has no gateway")
     command.process.send_signal(signal.SIGINT)
     interrupt_time = time.monotonic()
-    result = command.wait(30)
+    result = command.wait(LIMIT)
     assert time.monotonic() - interrupt_time < SHUTDOWN_TIMEOUT
     assert (result.code, result.err, result.leftovers) == (130, "stopped\n", [])
 

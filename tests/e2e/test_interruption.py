@@ -17,9 +17,9 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from tests.e2e.commands import START_TIMEOUT, Command, committed_steps, settings
+from tests.e2e.commands import Command, committed_steps, settings
 from tests.e2e.conftest import Start
-from tests.waiting import wait_until
+from tests.waiting import LIMIT, wait_until
 
 ENDLESS = settings("run.steps=1000000", "checkpoint.every_steps=0")
 SHUTDOWN_TIMEOUT = 10.0
@@ -48,7 +48,7 @@ def test_without_restarts_a_dead_process_ends_the_run_and_its_log_is_shown(
     wait_for_steps(command, tmp_path)
     os.kill(command.child(victim), signal.SIGKILL)
     death_time = time.monotonic()
-    result = command.wait(30)
+    result = command.wait(LIMIT)
     assert time.monotonic() - death_time < SHUTDOWN_TIMEOUT
     assert result.code == 1, result
     assert result.err.startswith(f"error: {message}")
@@ -74,7 +74,7 @@ def test_a_terminal_shows_reward_kl_throughput_and_time_left_and_ctrl_c_stops_ev
         command.wait_for(lambda shown=shown: re.search(shown, command.out), 10)
     command.type("\x03")
     interrupt_time = time.monotonic()
-    result = command.wait(30)
+    result = command.wait(LIMIT)
     assert time.monotonic() - interrupt_time < SHUTDOWN_TIMEOUT
     assert result.code == 130
     assert "to continue: quartet train runs/tiny/config.yaml --resume" in result.out
@@ -103,7 +103,7 @@ def test_sigterm_while_the_services_start_stops_everything(
     command.wait_for(lambda: is_loading(command))
     command.process.terminate()
     signal_time = time.monotonic()
-    result = command.wait(30)
+    result = command.wait(LIMIT)
     assert time.monotonic() - signal_time < SHUTDOWN_TIMEOUT
     assert (result.code, result.err, result.leftovers) == (130, "stopped\n", [])
 
@@ -112,7 +112,7 @@ def test_sigkill_of_the_command_ends_all_its_children(start: Start, config: Path
     command = start("train", config, *few_processes)
     command.wait_for(lambda: is_loading(command))
     command.process.kill()
-    wait_until(lambda: not command.processes(), 5, command.processes)
+    wait_until(lambda: not command.processes(), command.processes)
 
 
 def test_a_service_with_a_blocked_log_pipe_drains_and_ends_on_sigterm(config: Path) -> None:
@@ -132,13 +132,13 @@ def test_a_service_with_a_blocked_log_pipe_drains_and_ends_on_sigterm(config: Pa
     with subprocess.Popen(command, stderr=end) as service:
         try:
             os.close(end)
-            wait_until(lambda: is_serving(port), START_TIMEOUT)
+            wait_until(lambda: is_serving(port))
             with suppress(AssertionError):  # Not every kernel shows what a process waits for.
-                wait_until(lambda: "pipe" in Path(f"/proc/{service.pid}/wchan").read_text(), 2)
+                wait_until(lambda: "pipe" in Path(f"/proc/{service.pid}/wchan").read_text())
             service.terminate()
             with os.fdopen(log, encoding="utf-8") as lines:
                 assert any("event='stopped'" in line for line in lines)
-            assert service.wait(20) == 0
+            assert service.wait(LIMIT) == 0
         finally:
             service.kill()
 

@@ -13,7 +13,7 @@ import pytest
 from tests.e2e.commands import QUARTET, Command, committed_steps, settings
 from tests.e2e.conftest import GROUPS, LONGER, Run, Service, Start, deterministic_metrics, weights
 from tests.e2e.test_separate_processes import free_ports
-from tests.waiting import wait_until
+from tests.waiting import LIMIT, wait_until
 
 Node = Callable[[int], Command]
 
@@ -60,7 +60,7 @@ def lose(node: Command) -> None:
     """Kill everything on a node at once."""
     os.killpg(node.process.pid, signal.SIGKILL)
     node.process.wait()
-    wait_until(lambda: not node.processes(), 10, node.processes)
+    wait_until(lambda: not node.processes(), node.processes)
 
 
 @pytest.mark.slow
@@ -79,10 +79,10 @@ def test_a_run_continues_after_the_loss_of_a_node_and_ends_bit_identically(
     other.wait_for(lambda: re.search(pattern, other.err), 20)
     if not lost:
         # The store of node 0 is lost, too, so torchrun ends on every node. A supervisor starts it again.
-        assert other.process.wait(60), other.err
+        assert other.process.wait(LIMIT), other.err
         nodes.start(1)
     nodes.start(lost)
-    result = command.wait(150)
+    result = command.wait(LIMIT)
     assert (result.code, result.err, result.leftovers) == (0, "", [])
     assert "note: recovering: actor at" in result.out
     assert deterministic_metrics(Run(result, run)) == deterministic_metrics(group_run)

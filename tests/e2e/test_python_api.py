@@ -17,7 +17,7 @@ from quartet.errors import ConfigError
 from quartet.launcher import launcher
 from tests.e2e.commands import Command, committed_steps
 from tests.e2e.conftest import STEPS
-from tests.waiting import wait_until
+from tests.waiting import LIMIT, wait_until
 
 LONG = ["run.steps=100000", "checkpoint.every_steps=100000"]
 
@@ -97,7 +97,7 @@ def test_a_run_that_another_thread_started_is_controlled(
     thread.join()
     [run] = started
     try:
-        wait_until(lambda: run.step >= 1, 60)
+        wait_until(lambda: run.step >= 1)
         assert run.dashboard is not None
         address, _, token = run.dashboard.partition("#token=")
         assert address.startswith("http://127.0.0.1:")
@@ -112,18 +112,18 @@ def test_a_run_that_another_thread_started_is_controlled(
         with pytest.raises(ConfigError, match="kl_coefficient"):
             run.set(kl_coefficient=-1)
         run.pause()
-        wait_until(lambda: run.state == "paused", 30)
+        wait_until(lambda: run.state == "paused")
         other = quartet.Run(run.directory)
         assert other.wait(0.1, progress=False) == "paused"
         run.checkpoint()
         run.resume()
-        wait_until(lambda: bool(run.checkpoints), 30)
+        wait_until(lambda: bool(run.checkpoints))
         [step] = run.checkpoints
         run.rollback(step)
-        wait_until(lambda: any("roll" in line for line in lines(run)), 30)
+        wait_until(lambda: any("roll" in line for line in lines(run)))
         run.stop()
-        assert other.wait(60, progress=False) in ("stopped", "idle")
-        assert run.wait(60, progress=False) == "stopped"
+        assert other.wait(LIMIT, progress=False) in ("stopped", "idle")
+        assert run.wait(LIMIT, progress=False) == "stopped"
         assert run.policy.is_dir()
         with pytest.raises(ConfigError, match="not active"):
             run.pause()
@@ -152,7 +152,7 @@ def test_a_killed_script_leaves_no_process(script: Command, folder: Path) -> Non
     script.wait_for(lambda: committed_steps(folder / "runs/tiny") > 1)
     script.process.send_signal(signal.SIGKILL)
     script.process.wait()
-    wait_until(lambda: not script.processes(), 10, script.processes)
+    wait_until(lambda: not script.processes(), script.processes)
 
 
 def test_an_interrupt_stops_a_run_that_is_waited_for(folder: Path, config: Path, few_processes: list[str]) -> None:

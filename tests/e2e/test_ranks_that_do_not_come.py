@@ -46,7 +46,7 @@ def test_a_start_ends_with_the_error_of_a_rank_that_does_not_come(place: str, co
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=150,
+        timeout=280,
         check=False,
     )
     assert result.returncode == 1

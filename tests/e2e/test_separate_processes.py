@@ -24,6 +24,7 @@ from quartet.child_processes import tied_to_parent
 from quartet.rpc.health import is_serving
 from tests.e2e.commands import QUARTET, Command
 from tests.e2e.conftest import Run, deterministic_metrics, weights
+from tests.waiting import LIMIT
 
 ROLES = ("actor", "critic", "reward", "reference")
 PASSWORD = "a p@ss/word:with?signs"  # pragma: allowlist secret - the test's own
@@ -136,7 +137,7 @@ def test_separately_started_processes_give_the_same_result_as_quartet_train(
     stopped = start_process("quartet.services", "orchestrator")
     stopped.wait_for(lambda: "event='ready'" in stopped.err)
     stopped.process.terminate()
-    assert stopped.process.wait(20) == 143  # The run has not ended, so its supervisor must start it again.
+    assert stopped.process.wait(LIMIT) == 143  # The run has not ended, so its supervisor must start it again.
     event = "run resumed" if (run / "metrics.jsonl").exists() else "run started"
     restarted = start_process("quartet.services", "orchestrator")
     restarted.wait_for(lambda: "event='ready'" in restarted.err)
@@ -162,7 +163,7 @@ def test_separately_started_processes_give_the_same_result_as_quartet_train(
         assert secret not in config + output
     for command in (*services.values(), gateway):
         command.process.send_signal(signal.SIGTERM)
-    assert {command.process.wait(20) for command in (*services.values(), gateway)} == {0}
+    assert {command.process.wait(LIMIT) for command in (*services.values(), gateway)} == {0}
     assert not (run / "gateway.json").exists()
 
 

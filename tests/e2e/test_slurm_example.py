@@ -22,7 +22,7 @@ import yaml
 from quartet.config import Config, load_config
 from quartet.run_directory.run_files import FIRST_CONFIG_LINE
 from quartet.topology import service_roles
-from tests.waiting import wait_until
+from tests.waiting import LIMIT, wait_until
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "examples/slurm/quartet.sbatch"
@@ -93,7 +93,7 @@ class Job:
     def run(self, config: Path | str, **environment: str) -> tuple[int, str]:
         """Run the script; return its exit status and its standard error."""
         process = self.start(config, **environment)
-        _, stderr = process.communicate(timeout=40)
+        _, stderr = process.communicate(timeout=LIMIT)
         return process.returncode, stderr
 
     def calls_of(self, stub: str) -> list[str]:
@@ -213,12 +213,12 @@ def test_torchrun_gets_the_number_of_its_task(job: Job) -> None:
     # As srun does, run the command of the step for each task; here, that of the second node.
     step = '[[ $* == *torchrun* ]] || exec sleep 60; while [[ $1 == --* ]]; do shift; done; SLURM_PROCID=1 exec "$@"'
     process = job.start(path, ORCHESTRATOR="exec sleep 60", STEP=step)
-    wait_until(lambda: job.calls_of("torchrun") != [], 30)
+    wait_until(lambda: job.calls_of("torchrun") != [])
     (arguments,) = job.calls_of("torchrun")
     assert arguments.startswith("--node-rank=1 --nnodes=2 --nproc-per-node=4 ")
     assert " -m quartet.services actor --config " in arguments
     process.terminate()
-    process.communicate(timeout=30)
+    process.communicate(timeout=LIMIT)
 
 
 @pytest.mark.parametrize(
@@ -271,9 +271,9 @@ def test_the_script_for_one_node_starts_or_resumes_the_run(job: Job) -> None:
 def test_the_script_for_one_node_ends_the_run_at_the_time_limit(job: Job, state: str, requeued: list[str]) -> None:
     path = one_node(job, "trap 'sleep 0.2; exit 130' TERM; echo >>\"$CALLS/ready\"; while :; do sleep 0.05; done")
     process = job.start(path, STATE=state)
-    wait_until((job.calls / "ready").exists, 30)
+    wait_until((job.calls / "ready").exists)
     process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=30)
+    process.communicate(timeout=LIMIT)
     assert (process.returncode, job.calls_of("scontrol")) == (130, requeued)
     assert job.leftovers() == []
 
@@ -351,14 +351,14 @@ def test_a_signal_shuts_the_job_down_and_requeues_it_unless_cancelled(
     job: Job, number: int, state: str, requeued: list[str]
 ) -> None:
     process = job.start(CONFIGS / "ppo.yaml", ORCHESTRATOR="exec sleep 60", CERTIFICATES="true", STATE=state)
-    wait_until((job.calls / "deployment.yaml").exists, 30)
+    wait_until((job.calls / "deployment.yaml").exists)
     secrets = job.folder / f"runs/reviews-ppo/slurm-{job.job_id}"
     files = [secrets, *secrets.rglob("*")]
     assert {path.name for path in secrets.iterdir()} == {*SECRETS, "users.acl", "deployment.yaml", "certificates"}
     assert {path.parent.name for path in files if path.name == "tls.key"} == CERTIFICATE_OWNERS
     assert [path for path in files if path.stat().st_mode & 0o077] == []
     process.send_signal(number)
-    process.communicate(timeout=30)
+    process.communicate(timeout=LIMIT)
     assert process.returncode == 143
     assert job.calls_of("scontrol") == requeued
     assert job.calls_of("scancel") == ["--quiet --signal=TERM 1234"]
@@ -377,9 +377,9 @@ def test_the_job_fails_if_a_process_ends_before_the_run(job: Job) -> None:
 def test_the_preemption_of_one_group_requeues_the_job(job: Job) -> None:
     """Slurm signals only the steps of the pre-empted group."""
     process = job.start(CONFIGS / "ppo.yaml", ORCHESTRATOR="exec sleep 60", STEP="trap 'exit 0' TERM; sleep 60 & wait")
-    wait_until(lambda: (job.calls / "deployment.yaml").exists() and len(job.calls_of("steps")) == 3, 30)
+    wait_until(lambda: (job.calls / "deployment.yaml").exists() and len(job.calls_of("steps")) == 3)
     os.kill(int(job.calls_of("steps")[1]), signal.SIGTERM)
-    process.communicate(timeout=30)
+    process.communicate(timeout=LIMIT)
     assert (process.returncode, job.calls_of("scontrol")) == (143, ["requeue 1234"])
 
 
@@ -419,11 +419,11 @@ def test_a_redis_that_cannot_start_is_reported(job: Job) -> None:
 
 def test_a_second_job_for_the_same_run_is_refused(job: Job) -> None:
     first = job.start(CONFIGS / "ppo.yaml", ORCHESTRATOR="exec sleep 60")
-    wait_until((job.calls / "deployment.yaml").exists, 30)
+    wait_until((job.calls / "deployment.yaml").exists)
     start_time = time.monotonic()
     status, stderr = job.run(CONFIGS / "ppo.yaml", SLURM_JOB_ID="1235")
     assert (status, "another job uses this run" in stderr) == (2, True), time.monotonic() - start_time
     assert [path.name for path in job.folder.glob("runs/*/slurm-*")] == ["slurm-1234"]
     first.terminate()
-    first.communicate(timeout=30)
+    first.communicate(timeout=LIMIT)
     assert job.leftovers() == []

@@ -12,6 +12,7 @@ import pytest
 
 from tests.e2e.commands import Command, committed_steps, settings
 from tests.e2e.conftest import LONGER, Run, Start, deterministic_metrics, weights
+from tests.waiting import LIMIT
 
 ENDLESS = settings("run.steps=1000000", "checkpoint.every_steps=0")
 SHUTDOWN_TIMEOUT = 10.0
@@ -82,7 +83,7 @@ def test_a_process_killed_at_every_start_ends_the_run_at_the_restart_limit(
     os.kill(first := wait_for_start(command, "critic"), signal.SIGKILL)
     command.wait_for(lambda: first not in command.processes())
     os.kill(wait_for_start(command, "critic"), signal.SIGKILL)
-    result = command.wait(30)
+    result = command.wait(LIMIT)
     assert (result.code, result.leftovers) == (1, [])
     assert re.match(r"error: critic: given up after 1 restart in \d+ s; killed by SIGKILL; ", result.err), result.err
 
@@ -136,7 +137,7 @@ def test_a_process_that_dies_too_often_ends_the_run_and_its_log_is_shown(
     command.wait_for(lambda: "critic: back after" in command.out)
     os.kill(command.child("critic"), signal.SIGKILL)
     death_time = time.monotonic()
-    result = command.wait(30)
+    result = command.wait(LIMIT)
     assert time.monotonic() - death_time < SHUTDOWN_TIMEOUT
     assert (result.code, result.leftovers) == (1, [])
     expected = r"error: critic: given up after 1 restart in \d+ s; killed by SIGKILL; the last lines of (\S+):\n"
@@ -155,7 +156,7 @@ def test_ctrl_c_during_a_backoff_stops_everything_at_once(
     command.wait_for(lambda: "actor: killed by SIGKILL; restarted (1 of 5 in a row)" in command.out)
     command.process.send_signal(signal.SIGINT)
     interrupt_time = time.monotonic()
-    result = command.wait(30)
+    result = command.wait(LIMIT)
     assert time.monotonic() - interrupt_time < SHUTDOWN_TIMEOUT
     assert (result.code, result.err, result.leftovers) == (130, "stopped\n", [])
 

@@ -16,7 +16,7 @@ from quartet.run_directory.locking_and_removal import lock_run_directory
 from quartet.run_directory.run_files import RunFiles
 from tests.e2e.commands import committed_steps, settings
 from tests.e2e.conftest import LONGER, Call, Run, Start, weights
-from tests.waiting import wait_until
+from tests.waiting import LIMIT, wait_until
 
 SWEEP = Path("runs", "tiny-sweep")
 PASSWORD = "s3cret-of-the-tests"  # pragma: allowlist secret - an example
@@ -40,7 +40,7 @@ def test_failed_runs_do_not_end_the_sweep_and_a_second_call_retries_only_them(
     command.wait_for(lambda: (folder / "sweep.json").exists())
     # While the first run starts: a run does not start in a directory that another process has locked.
     with lock_run_directory(RunFiles(folder / "seed-1")), lock_run_directory(RunFiles(folder / "seed-2")):
-        result = command.wait(120)
+        result = command.wait(LIMIT)
     assert result.code == 1, result
     assert "2 of 3 runs failed" in result.err
     assert "seed-1: failed: run directory" in result.out
@@ -48,7 +48,7 @@ def test_failed_runs_do_not_end_the_sweep_and_a_second_call_retries_only_them(
     # The output of a run has the token of its gateway.
     assert (folder / "logs" / "seed-0.log").stat().st_mode & 0o777 == 0o600
     first = (folder / "seed-0" / "metrics.jsonl").read_bytes()
-    result = start("sweep", SWEEP, "--jobs", "2").wait(120)
+    result = start("sweep", SWEEP, "--jobs", "2").wait(LIMIT)
     assert result.code == 0, result
     assert "seed-0" not in result.out
     assert result.out.index("seed-2: started") < result.out.index("finished in")
@@ -79,10 +79,10 @@ def test_a_killed_sweep_leaves_no_process_and_continues_with_the_same_bits(
     run, other = (tmp_path / SWEEP / f"seed-{seed}" for seed in range(2))
     command.wait_for(lambda: committed_steps(run) >= 2 and committed_steps(other) >= 1)
     command.process.kill()
-    wait_until(lambda: not command.processes(), 10, command.processes)
+    wait_until(lambda: not command.processes(), command.processes)
     assert committed_steps(run) < 8
     assert files_with(PASSWORD, tmp_path / SWEEP) == []
-    result = start("sweep", SWEEP, environment={"QUARTET_BUFFER_URL": secured}).wait(120)
+    result = start("sweep", SWEEP, environment={"QUARTET_BUFFER_URL": secured}).wait(LIMIT)
     assert result.code == 0, result
     assert "seed-0: resumed at step" in result.out
     assert result.leftovers == []
@@ -108,7 +108,7 @@ def test_runs_use_a_redis_whose_password_is_in_no_file_and_sigterm_ends_two_at_o
     command.wait_for(lambda: all(committed_steps(folder / f"seed-{seed}") >= 1 for seed in range(2)))
     assert not [line for line in command.processes().values() if PASSWORD in line]
     command.process.terminate()
-    result = command.wait(30)
+    result = command.wait(LIMIT)
     assert (result.code, result.err, result.leftovers) == (130, "stopped\n", [])
     assert "to continue: quartet sweep runs/long, with QUARTET_BUFFER_URL set to unix://" in result.out
     assert PASSWORD not in result.out
@@ -135,7 +135,7 @@ def test_ctrl_c_ends_two_runs_at_once_in_order(
     folder = tmp_path / "runs" / "long"
     command.wait_for(lambda: all(committed_steps(folder / f"seed-{seed}") >= 1 for seed in range(2)))
     command.type("\x03")
-    result = command.wait(30)
+    result = command.wait(LIMIT)
     assert (result.code, result.leftovers) == (130, []), result
     assert "to continue: quartet sweep runs/long\r\n" in result.out
     assert all("to continue:" in (folder / "logs" / f"seed-{seed}.log").read_text() for seed in range(2))

@@ -18,6 +18,7 @@ from quartet.demo.toy_task import ToyTask
 from quartet.telemetry.step_metrics import is_measured
 from tests.e2e.commands import committed_steps, settings
 from tests.e2e.conftest import MAX_PROMPT, STEPS, Run, Service, Start
+from tests.waiting import LIMIT
 
 METRICS = """
 step reward_mean reward_std kl_mean kl_coefficient entropy policy_loss value_loss clip_fraction approx_kl
@@ -146,7 +147,7 @@ def test_up_keeps_the_services_until_interrupted_and_another_seed_gives_other_we
     addresses = dict(line.split() for line in command.out.splitlines() if line.startswith(("actor", "critic")))
     assert [health(address) for address in addresses.values()] == [health_pb2.HealthCheckResponse.SERVING] * 2
     command.process.send_signal(signal.SIGINT)
-    result = command.wait(20)
+    result = command.wait(LIMIT)
     assert (result.code, result.err, result.leftovers) == (130, "stopped\n", [])
     other = tmp_path / "runs" / "tiny"
     assert committed_steps(other) == STEPS

@@ -10,6 +10,7 @@ import pytest
 
 from tests.e2e.commands import settings
 from tests.e2e.conftest import Service, Start
+from tests.waiting import LIMIT
 
 LIBRARIES = ("redis", "numpy", "grpc", "yaml", "queue", "typing", "uvicorn", "torch", "pydantic", "pathlib")
 
@@ -42,6 +43,6 @@ def test_a_process_started_directly_imports_the_real_libraries(
     module: tuple[str, ...], config: Path, shadowed: Path
 ) -> None:
     command = [sys.executable, "-m", *module, "--config", str(config), "--config", "absent.yaml"]
-    result = subprocess.run(command, cwd=shadowed, capture_output=True, text=True, timeout=60, check=False)
+    result = subprocess.run(command, cwd=shadowed, capture_output=True, text=True, timeout=LIMIT, check=False)
     assert result.returncode == 2, result
     assert "config absent.yaml: cannot be read" in result.stderr

@@ -20,6 +20,7 @@ from quartet.engines.sglang_server import SGLangServerEngine, create_sglang_serv
 from quartet.engines.vllm_server import VLLMServerEngine, create_vllm_server
 from tests.engines.remote_policy import EOS, POSITIONS, policy, served
 from tests.engines.sglang_server import SGLangServer
+from tests.waiting import LIMIT
 
 PYTHON = Path(os.environ.get("QUARTET_VLLM_PYTHON", "build/vllm-venv/bin/python"))
 KEY = "a-key-of-the-tests"  # pragma: allowlist secret - only for the tests' server
@@ -43,7 +44,7 @@ class VLLMServer:
         return response.json() if response.content.startswith(b"{") else None
 
     def metric(self, name: str) -> float:
-        text = httpx2.get(f"{self.url}/metrics", timeout=30, trust_env=False).text
+        text = httpx2.get(f"{self.url}/metrics", timeout=LIMIT, trust_env=False).text
         return sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith(f"{name}{{"))
 
     def has_generated(self, count: int = 1) -> Callable[[], bool]:

@@ -31,6 +31,7 @@ from tests.engines.conftest import EOS, change_adapter
 from tests.engines.fake_tensorrt_llm import LLM, NEW, OLD
 from tests.engines.test_contract import greedy, requests
 from tests.unit.models import tiny
+from tests.waiting import LIMIT
 
 REAL = "real"
 TARGETS = ("down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj")
@@ -345,7 +346,7 @@ def test_a_start_in_a_generation_counts_as_progress(
 
     def slow_start() -> None:
         polled.clear()
-        assert polled.wait(10)
+        assert polled.wait(LIMIT)
         start()
 
     monkeypatch.setattr(engine, "_start", slow_start)

@@ -24,6 +24,7 @@ from quartet.types import Outcome, TokenBatch
 from tests.engines.faulty_triton import faulty_triton
 from tests.rewards.scorers.faults import FAULTS, HANG_TIMEOUT, TIMEOUT, responses
 from tests.unit.models import tiny
+from tests.waiting import LIMIT
 
 PYTHON = "QUARTET_PYTRITON_PYTHON"
 """Variable with the path of a Python that has nvidia-pytriton with its dependencies."""
@@ -112,7 +113,7 @@ def pytriton(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     finally:
         process.stdin.close()
         try:
-            process.wait(30)
+            process.wait(LIMIT)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()

@@ -37,7 +37,7 @@ from tests.engines.remote_policy import (
     tokens,
     weight_set,
 )
-from tests.waiting import wait_until
+from tests.waiting import LIMIT, wait_until
 
 LONG = SamplingParameters(1900, ignore_eos=True)
 """Responses that take seconds."""
@@ -231,7 +231,7 @@ def test_a_faulty_server_is_refused_by_name(
 
 
 def _changed_config(change: Callable[[dict[str, Any]], None], server: VLLMServer) -> Fault:
-    text = httpx2.get(f"{server.url}/server_info?config_format=json", timeout=60, trust_env=False).text
+    text = httpx2.get(f"{server.url}/server_info?config_format=json", timeout=LIMIT, trust_env=False).text
     answer = json.loads(text)
     change(answer["vllm_config"])
     return lambda path, _: (200, json.dumps(answer).encode()) if path.startswith("/server_info") else None

@@ -12,6 +12,8 @@ from websockets.exceptions import ConnectionClosed
 from websockets.sync.server import Server as SocketServer
 from websockets.sync.server import ServerConnection, serve
 
+from tests.waiting import LIMIT
+
 Observed = dict[str, Any]
 
 
@@ -95,7 +97,7 @@ class Handler(BaseHTTPRequestHandler):
         self.close_connection = True
 
     def hang(self) -> None:
-        self.owner.released.wait(30)
+        self.owner.released.wait(LIMIT)
         self.close_connection = True
 
     def drip(self) -> None:

@@ -18,7 +18,7 @@ from quartet.types import EnvironmentReply, IntArray, Outcome, Role
 from tests.environments import chats
 from tests.environments.conftest import Host
 from tests.rewards.processes import children
-from tests.waiting import wait_until
+from tests.waiting import LIMIT, wait_until
 
 TOKENIZER = chats.tokenizer()
 PROMPT = np.array([9, 10], np.int32)
@@ -267,13 +267,13 @@ def test_calls_beyond_the_limit_are_refused_at_once(host: Host, monkeypatch: pyt
 
     def slow(*arguments: Any) -> Any:
         entered.set()
-        assert leave.wait(10)
+        assert leave.wait(LIMIT)
         return call(*arguments)
 
     monkeypatch.setattr(played._workers[0], "call", slow)
     thread = threading.Thread(target=played.step, args=("s", 1, ids("a")))
     thread.start()
-    assert entered.wait(10)
+    assert entered.wait(LIMIT)
     assert played.status().work_pending == 1
     with pytest.raises(ServiceBusy, match="step: 1 calls are pending already"):
         played.step("s", 1, ids("a"))

@@ -13,6 +13,7 @@ from quartet.buffer.embedded_redis import EmbeddedRedis
 from tests.faults.network import MOMENTS, SETTINGS, fault_at
 from tests.training.conftest import MakeConfig
 from tests.training.runs import Run, assert_same, fleet, orchestrator
+from tests.waiting import LIMIT
 
 DOWN = 0.3
 """Seconds until the restart."""
@@ -53,6 +54,6 @@ def test_a_run_whose_redis_is_killed_and_restarted_stays_bit_identical(
     config = make(**SETTINGS, buffer={"url": server.url})
     with fleet(config) as services, fault_at(moment, kill, monkeypatch), orchestrator(services.config) as active:
         run = active.finish()
-    timers[0].join(20)
+    timers[0].join(LIMIT)
     assert_same(run, undisturbed)
     assert run.progress.recoveries >= 1

@@ -34,6 +34,7 @@ from tests.e2e.commands import QUARTET, Command
 from tests.fuzz.mutations import ESCAPE
 from tests.fuzz.seeds import CHECKPOINT_EVERY, NO_POLICIES, RUN, PublishedPolicies
 from tests.unit.models import tiny
+from tests.waiting import LIMIT
 
 LIVE = "live"
 SEALED = 40
@@ -271,7 +272,7 @@ def service_process(folder: Path, config: dict[str, Any], roles: list[Role]) -> 
         finally:
             process.terminate()
             try:
-                process.wait(30)
+                process.wait(LIMIT)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
@@ -291,6 +292,6 @@ def _orchestrator(folder: Path, config: dict[str, Any]) -> Iterator[Target]:
     finally:
         command.process.terminate()
         with suppress(subprocess.TimeoutExpired):
-            command.process.wait(60)
+            command.process.wait(LIMIT)
         (folder / "train.log").write_text(command.out + command.err)
         command.clean_up()

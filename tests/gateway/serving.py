@@ -26,9 +26,10 @@ from quartet.run_directory.run_files import RunFiles
 from quartet.services.orchestrator.servicer import OrchestratorServicer
 from quartet.types import Role
 from tests.training.runs import ActiveRun
+from tests.waiting import LIMIT
 
 TOKEN = "the operator's token".replace(" ", "-")
-TIMEOUT = 10.0
+TIMEOUT = LIMIT
 """Seconds to wait for an event or a response before a test fails."""
 
 

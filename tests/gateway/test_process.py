@@ -21,9 +21,10 @@ import structlog
 from quartet import __version__
 from quartet.gateway.__main__ import OPERATOR_TOKEN_VARIABLE, PUBLISHED_ADDRESS_VARIABLE, VIEWER_TOKEN_VARIABLE, main
 from tests.gateway.serving import create_run
+from tests.waiting import LIMIT
 
 TOKEN = "a-token-for-these-tests"
-TIMEOUT = 30.0
+TIMEOUT = LIMIT
 
 
 class Process:

@@ -22,6 +22,7 @@ from quartet.config import SecurityConfig
 from quartet.rpc.health import HealthListener
 from quartet.rpc.security.credentials import AccessControl, Credentials
 from tests.helm.rendering import example, manifests, of_kind
+from tests.waiting import LIMIT
 
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
 
@@ -80,7 +81,7 @@ def test_helm_test_checks_every_process(certificates: Path, serving: bool) -> No
         script = script.replace("quartet-gateway:8080", f"localhost:{port}").replace("/certificates", str(certificates))
         environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
         result = subprocess.run(
-            [*container["command"], script], env=environment, capture_output=True, text=True, timeout=60, check=False
+            [*container["command"], script], env=environment, capture_output=True, text=True, timeout=LIMIT, check=False
         )
     listener.stop()
     assert (result.returncode == 0) == serving, result.stderr

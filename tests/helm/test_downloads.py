@@ -15,6 +15,7 @@ from tests.every_case import every_case
 from tests.helm.rendering import Manifest, Values, changed, chart, example, manifests, of_kind, pod_templates, texts
 from tests.helm.test_components import pods
 from tests.helm.test_storage import mounts
+from tests.waiting import LIMIT
 
 SOURCES = {
     "models/policy": "hf://owner/policy@v1.0",
@@ -117,7 +118,7 @@ def test_the_orchestrator_waits_for_the_files_of_the_config_so_that_its_attempts
     process.communicate()
     (tmp_path / "data").mkdir()
     (tmp_path / "data/prompts.jsonl").touch()
-    assert subprocess.run(command, cwd=tmp_path, check=True, timeout=60, capture_output=True).stdout == b""
+    assert subprocess.run(command, cwd=tmp_path, check=True, timeout=LIMIT, capture_output=True).stdout == b""
 
 
 def test_the_loader_changes_no_pod_of_the_run() -> None:
@@ -209,7 +210,7 @@ def test_objects_of_s3_are_copied_once_and_then_renamed(tmp_path: Path, monkeypa
 
     def run() -> list[str]:
         log.write_text("", encoding="utf-8")
-        subprocess.run([*copy["command"], *copy["args"]], cwd=volume, env=environment, check=True, timeout=60)
+        subprocess.run([*copy["command"], *copy["args"]], cwd=volume, env=environment, check=True, timeout=LIMIT)
         return log.read_text(encoding="utf-8").splitlines()
 
     file, folder = run()

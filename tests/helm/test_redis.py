@@ -27,6 +27,7 @@ from quartet.errors import ConfigError, FailedPrecondition, LeadershipConflict, 
 from tests.buffer.samples import experience, trajectory
 from tests.every_case import every_case
 from tests.helm.rendering import EXAMPLES, Values, changed, example, manifests, of_kind
+from tests.waiting import LIMIT
 
 PLAIN = changed("cpu-kind", security={"allowPlaintext": True, "tls": {"enabled": False}})
 RUN = "tiny"
@@ -115,7 +116,7 @@ def start_redis(values: Values, folder: Path, server: Path, tls: bool = False) -
         yield RedisServer(url, folder)
     finally:
         process.terminate()
-        process.wait(timeout=20)
+        process.wait(timeout=LIMIT)
 
 
 def _wait_until_listening(port: int, process: subprocess.Popen[bytes], log: Path) -> None:

@@ -15,7 +15,7 @@ import pytest
 from quartet.child_processes import has_ended
 from quartet.fork_server import ForkedProcess, ForkServer
 from quartet.launcher.service_process import ServiceProcess
-from tests.waiting import wait_until
+from tests.waiting import LIMIT, wait_until
 
 PROGRAM = """
 import os, sys, time
@@ -81,17 +81,17 @@ def test_a_forked_process_is_a_child_with_the_preloaded_modules_and_its_own_comm
     server.close()
     assert process.poll() is None, "it does not need the server any more"
     process.kill()
-    assert (process.wait(10), process.poll()) == (-signal.SIGKILL, -signal.SIGKILL)
+    assert (process.wait(LIMIT), process.poll()) == (-signal.SIGKILL, -signal.SIGKILL)
     process.kill()  # Another process may have its id by now; this does nothing.
 
 
 def test_exit_statuses_and_signals_are_reported_for_each_process(serve: Serve, folder: Path) -> None:
     server = serve("library")
     processes = [start_program(server, folder / "log", argument) for argument in ("3", "0", "sleep")]
-    assert [process and process.wait(10) for process in processes[:2]] == [3, 0]
+    assert [process and process.wait(LIMIT) for process in processes[:2]] == [3, 0]
     assert processes[2] is not None
     processes[2].terminate()
-    assert processes[2].wait(10) == -signal.SIGTERM
+    assert processes[2].wait(LIMIT) == -signal.SIGTERM
 
 
 @pytest.mark.parametrize("preloaded", ["library", "threaded"])
@@ -109,7 +109,7 @@ def test_a_service_starts_without_the_server_if_that_has_died(serve: Serve, fold
     server.close()
     environment = {**os.environ, "PYTHONPATH": str(folder)}
     service = ServiceProcess("program", ["program", "7"], environment, folder / "log", fork_server=server)
-    assert service.process.wait(30) == 7
+    assert service.process.wait(LIMIT) == 7
     service.wait_or_kill(time.monotonic())
 
 
@@ -118,7 +118,7 @@ def test_a_client_that_ignores_the_ends_of_its_children_gets_status_0(serve: Ser
     try:
         server = serve("library")
         processes = [start_program(server, folder / "log", "0") for _ in range(2)]
-        assert [process and process.wait(10) for process in processes] == [0, 0]
+        assert [process and process.wait(LIMIT) for process in processes] == [0, 0]
     finally:
         signal.signal(signal.SIGCHLD, before)
 

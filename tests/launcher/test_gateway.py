@@ -14,8 +14,9 @@ from quartet.config import Config, parse_config
 from quartet.errors import ConfigError
 from quartet.launcher.gateway_process import NICENESS, TOKEN, GatewayProcess
 from quartet.run_directory.run_files import RunFiles
+from tests.waiting import LIMIT
 
-TIMEOUT = 60.0
+TIMEOUT = LIMIT
 
 
 @pytest.fixture

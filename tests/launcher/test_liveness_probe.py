@@ -11,7 +11,7 @@ import time
 
 from quartet.child_processes import process_state
 from quartet.launcher.liveness_probe import LivenessProbe
-from tests.waiting import wait_until
+from tests.waiting import LIMIT, wait_until
 
 
 def test_the_silent_time_grows_until_a_response() -> None:
@@ -35,7 +35,7 @@ def test_a_probe_counts_for_at_most_its_timeout() -> None:
         return resume.wait(1.0) and False
 
     probe = LivenessProbe("critic", responds, hang_timeout=0.4)
-    assert probing.wait(10)
+    assert probing.wait(LIMIT)
     time.sleep(0.5)  # As if the launcher were suspended during the probe.
     probe.stop()
     resume.set()
@@ -54,7 +54,7 @@ def test_a_reset_probes_immediately_and_restarts_the_count() -> None:
     probe.silent_seconds = 7.0
     assert not probes
     probe.reset()
-    wait_until(lambda: len(probes) == 1, 2.0)
+    wait_until(lambda: len(probes) == 1)
     assert probe.silent_seconds == 0.0
     probe.stop()
 

@@ -11,6 +11,7 @@ import pytest
 from tests.mutation import __main__ as command
 from tests.mutation import execute
 from tests.mutation.report import Mutant, Result, page, problems, read_explanations
+from tests.waiting import LIMIT
 
 MUTANT = Mutant("kl", "NumberReplacer", "kl_estimate", "return x / 2", "return x / 3", "source")
 
@@ -63,7 +64,7 @@ def test_a_child_imports_the_replaced_module(code: str, test: str, outcome: str,
         "while (outcome := child.outcome()) is None: time.sleep(0.02)\nprint(outcome, child.failed.rpartition('/')[2])\n"
     )
     arguments = [sys.executable, "-c", script, code, str(file)]
-    done = subprocess.run(arguments, check=True, capture_output=True, text=True, timeout=120, cwd=execute.ROOT)
+    done = subprocess.run(arguments, check=True, capture_output=True, text=True, timeout=LIMIT, cwd=execute.ROOT)
     assert done.stdout == f"{outcome}\n"
 
 

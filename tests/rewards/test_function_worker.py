@@ -20,7 +20,7 @@ from quartet.errors import Cancelled, ConfigError, FailedPrecondition, FunctionF
 from quartet.rewards import function_worker
 from quartet.rewards.function_worker import FunctionWorker
 from tests.rewards.processes import children, runs
-from tests.waiting import wait_until
+from tests.waiting import LIMIT, wait_until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks at processes through /proc")
 Start = Callable[..., FunctionWorker]
@@ -421,5 +421,5 @@ print(FunctionWorker("functions:process", "key").call([], 20))
 
 
 def test_a_program_that_does_not_close_its_worker_ends(functions: Path) -> None:
-    ended = subprocess.run([sys.executable, "-c", FORGETS], capture_output=True, text=True, timeout=60, check=True)
+    ended = subprocess.run([sys.executable, "-c", FORGETS], capture_output=True, text=True, timeout=LIMIT, check=True)
     wait_until(lambda: not runs(int(ended.stdout)))

@@ -15,6 +15,7 @@ from quartet.rewards.reward_source import never
 from quartet.rewards.shadow import SourceThread
 from quartet.types import Outcome, Role, Scores, ServiceStatus, TokenBatch
 from tests.unit.models import tiny
+from tests.waiting import LIMIT
 
 BATCH = tiny.batch([3, 1, 9], [4, 7, 1], seed=5)
 NAN = np.float32(np.nan)
@@ -133,7 +134,7 @@ def test_a_shadow_that_hangs_rests_ten_times_as_long_as_the_run_has_waited() -> 
     assert np.isnan(thread.finish(call, 103.0, later).total).all()
     assert call.future is not None
     with pytest.raises(Cancelled):
-        call.future.result(10)
+        call.future.result(LIMIT)
     hanging.released.set()
     now[0] = 132.9
     assert thread.start_shadow(BATCH, (), never).future is None

@@ -18,7 +18,7 @@ from quartet.rpc.base_servicers import ModelServicer
 from quartet.rpc.compute_thread import ComputeThread
 from quartet.rpc.limits import MAX_PENDING_WORK
 from quartet.types import Role
-from tests.waiting import wait_until
+from tests.waiting import LIMIT, wait_until
 
 
 class Call:
@@ -56,11 +56,11 @@ def test_idle_work_runs_after_a_call_and_its_failure_but_not_between_pending_cal
 
     def waiting(_: Callable[[], bool]) -> None:
         started.set()
-        assert proceed.wait(20)
+        assert proceed.wait(LIMIT)
 
     with ThreadPoolExecutor(2) as callers:
         first = callers.submit(compute.run, "work", Call(), waiting)
-        assert started.wait(20)
+        assert started.wait(LIMIT)
         second = callers.submit(compute.run, "work", Call(), lambda _: len(idle))
         wait_until(lambda: compute.pending() == 2)
         proceed.set()
@@ -137,7 +137,7 @@ def test_work_runs_one_task_at_a_time_in_arrival_order_on_one_thread(compute: Co
         max_running = max(max_running, running)
         if number == 0:
             started.set()
-            assert release.wait(10)
+            assert release.wait(LIMIT)
         order.append(number)
         threads.add(threading.current_thread().name)
         running -= 1
@@ -148,11 +148,11 @@ def test_work_runs_one_task_at_a_time_in_arrival_order_on_one_thread(compute: Co
             caller = Call()
             calls.append(callers.submit(compute.run, "w", caller, lambda _, n=number: work(n)))
             # The first call runs and is no longer queued. Each later call is made after the one before it is queued.
-            assert started.wait(10)
+            assert started.wait(LIMIT)
             wait_until(lambda: compute._executor._work_queue.qsize() == number)  # noqa: B023
         release.set()
         for call in calls:
-            call.result(timeout=10)
+            call.result(timeout=LIMIT)
     assert max_running == 1
     assert order == list(range(MAX_PENDING_WORK))
     assert len(threads) == 1
@@ -163,17 +163,17 @@ def test_callers_beyond_the_limit_are_refused_at_once(compute: ComputeThread) ->
 
     def block(_: Callable[[], bool]) -> None:
         started.set()
-        assert release.wait(10)
+        assert release.wait(LIMIT)
 
     with ThreadPoolExecutor(MAX_PENDING_WORK) as callers:
         waiting = [callers.submit(compute.run, "w", Call(), block) for _ in range(MAX_PENDING_WORK)]
-        assert started.wait(10)
+        assert started.wait(LIMIT)
         wait_until(lambda: compute._executor._work_queue.qsize() == MAX_PENDING_WORK - 1)
         with pytest.raises(ServiceBusy, match="calls are pending already"):
             compute.run("w", Call(), block)
         release.set()
         for call in waiting:
-            call.result(timeout=10)
+            call.result(timeout=LIMIT)
     assert compute.run("w", Call(), lambda _: "free again") == "free again"
 
 
@@ -186,10 +186,10 @@ def test_work_is_cancelled_if_its_caller_disconnects(compute: ComputeThread) -> 
 
     with ThreadPoolExecutor(1) as callers:
         pending = callers.submit(compute.run, "w", call, work)
-        assert started.wait(10)
+        assert started.wait(LIMIT)
         assert not pending.done()
         call.end()
-        assert pending.result(timeout=10) == "stopped early"
+        assert pending.result(timeout=LIMIT) == "stopped early"
 
 
 def test_queued_work_is_dropped_if_its_caller_disconnects(compute: ComputeThread) -> None:
@@ -197,19 +197,19 @@ def test_queued_work_is_dropped_if_its_caller_disconnects(compute: ComputeThread
 
     def block(_: Callable[[], bool]) -> None:
         started.set()
-        assert release.wait(10)
+        assert release.wait(LIMIT)
 
     with ThreadPoolExecutor(2) as callers:
         first = callers.submit(compute.run, "block", Call(), block)
-        assert started.wait(10)
+        assert started.wait(LIMIT)
         second = callers.submit(compute.run, "late", waiting, lambda _: ran.append(1))
         while not waiting._callbacks:
             assert not second.done()
         waiting.end()
         release.set()
-        first.result(timeout=10)
+        first.result(timeout=LIMIT)
         with pytest.raises(Cancelled, match="late: the caller was gone before the work started"):
-            second.result(timeout=10)
+            second.result(timeout=LIMIT)
     assert ran == []
     assert "late" not in compute.busy_seconds()
 
@@ -231,7 +231,7 @@ def test_a_passed_deadline_releases_the_caller_and_cancels_the_work(compute: Com
 
     with pytest.raises(DeadlinePassed, match="w: the deadline passed"):
         compute.run("w", Call(remaining=0.05), work)
-    assert stopped.wait(10)
+    assert stopped.wait(LIMIT)
     assert compute.run("w", Call(), lambda _: "continues") == "continues"
 
 
@@ -240,19 +240,19 @@ def test_close_drops_queued_work_and_does_not_wait() -> None:
 
     def block(_: Callable[[], bool]) -> None:
         started.set()
-        assert release.wait(10)
+        assert release.wait(LIMIT)
 
     with ThreadPoolExecutor(2) as callers:
         first = callers.submit(compute.run, "w", Call(), block)
-        assert started.wait(10)
+        assert started.wait(LIMIT)
         second = callers.submit(compute.run, "w", Call(), lambda _: ran.append(1))
         wait_until(lambda: compute._executor._work_queue.qsize() == 1)
         compute.close()
         assert not first.done()
         with pytest.raises(CancelledError):
-            second.result(timeout=10)
+            second.result(timeout=LIMIT)
         release.set()
-        first.result(timeout=10)
+        first.result(timeout=LIMIT)
     assert ran == []
 
 
@@ -265,11 +265,11 @@ def test_abandoned_work_is_reported_with_the_seconds_since_its_deadline(
 
     def work(_: Callable[[], bool]) -> None:
         started.set()
-        assert end.wait(10)
+        assert end.wait(LIMIT)
 
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(compute.run, "update", caller, work)
-        assert started.wait(10)
+        assert started.wait(LIMIT)
         if disconnects:
             caller.end()
         wait_until(lambda: compute.abandoned()[1] > 0.01)
@@ -277,7 +277,7 @@ def test_abandoned_work_is_reported_with_the_seconds_since_its_deadline(
         assert name == "update"
         assert seconds <= time.monotonic() - start - 0.5
         with pytest.raises(DeadlinePassed):
-            waiting.result(10)
+            waiting.result(LIMIT)
         end.set()
     wait_until(lambda: compute.abandoned() == ("", 0.0))
 
@@ -290,16 +290,16 @@ def test_work_of_a_disconnected_caller_is_not_abandoned_before_its_deadline(
 
     def work(_: Callable[[], bool]) -> None:
         started.set()
-        assert end.wait(10)
+        assert end.wait(LIMIT)
 
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(compute.run, "update", caller, work)
-        assert started.wait(10)
+        assert started.wait(LIMIT)
         caller.end()
         time.sleep(0.02)
         assert compute.abandoned() == ("", 0.0)
         end.set()
-        waiting.result(10)
+        waiting.result(LIMIT)
 
 
 def test_a_process_exits_if_work_runs_too_long_after_its_deadline(
@@ -311,15 +311,15 @@ def test_a_process_exits_if_work_runs_too_long_after_its_deadline(
     end, endings = threading.Event(), queue.SimpleQueue[str]()
     with ThreadPoolExecutor(2) as pool:
         start = time.monotonic()
-        waiting = pool.submit(compute.run, "update", Call(remaining=0.5), lambda _: end.wait(10))
+        waiting = pool.submit(compute.run, "update", Call(remaining=0.5), lambda _: end.wait(LIMIT))
         watching = pool.submit(services_main._wait_for_end, endings, [role], 0.2)
         with pytest.raises(ServiceFailed, match=r"actor: update is still running \d+ s after its deadline"):
-            watching.result(10)
+            watching.result(LIMIT)
         assert time.monotonic() - start > 0.7
         endings.put("end")
         end.set()
         with pytest.raises(DeadlinePassed):
-            waiting.result(10)
+            waiting.result(LIMIT)
 
 
 class Servicer(ModelServicer[Any]):
@@ -334,7 +334,7 @@ def test_a_stuck_engine_gets_no_heartbeats_and_ends_its_process(monkeypatch: pyt
     compute, end = ComputeThread(stall_seconds=0.05), threading.Event()
 
     def stuck(cancelled: Callable[[], bool], emit: Callable[[str], None]) -> str:
-        assert end.wait(10)
+        assert end.wait(LIMIT)
         return "late"
 
     with pytest.raises(EngineFailed, match=r"generate: the engine has made no progress for 0\.05 s"):
@@ -367,13 +367,13 @@ def test_a_generation_that_waits_for_its_turn_is_not_stuck(monkeypatch: pytest.M
     monkeypatch.setattr(compute_thread, "HEARTBEAT_SECONDS", 0.01)
     compute, end = ComputeThread(stall_seconds=0.05), threading.Event()
     with ThreadPoolExecutor(1) as pool:
-        before = pool.submit(compute.run, "update", Call(), lambda _: end.wait(10))
+        before = pool.submit(compute.run, "update", Call(), lambda _: end.wait(LIMIT))
         wait_until(lambda: compute.pending() == 1)
         events = compute.stream("generate", Call(), lambda cancelled, emit: "done", lambda: "alive")
         assert [next(events) for _ in range(20)] == ["alive"] * 20
         end.set()
         assert list(events)[-1] == "done"
-        assert before.result(10)
+        assert before.result(LIMIT)
     compute.close()
 
 

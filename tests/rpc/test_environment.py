@@ -27,7 +27,7 @@ from quartet.services.environment.servicer import EnvironmentServicer
 from quartet.types import EnvironmentReply, Outcome, Role
 from quartet.v1 import environment_pb2, environment_pb2_grpc
 from tests.environments.test_host import PROMPT, events, ids, text
-from tests.waiting import wait_until
+from tests.waiting import LIMIT, wait_until
 
 TIMEOUTS = TimeoutsConfig(load_seconds=20, score_seconds=20)
 RECOVERY = RecoveryConfig(backoff_seconds=0.05)
@@ -97,7 +97,7 @@ def test_an_episode_continues_when_its_service_is_replaced(
     waiting = threading.Thread(target=lambda: replies.append(client.step("s", 2, ids("b"))))
     waiting.start()
     second = serve(stack, host(), first.address)
-    waiting.join(20)
+    waiting.join(LIMIT)
     assert second.address == first.address
     assert text(replies[0]) == text(expected.step("s", 2, ids("b")))
     assert events(folder).count("reset") == 3
@@ -153,7 +153,7 @@ def test_a_call_waits_for_a_free_session(
     waiting = threading.Thread(target=lambda: replies.append(client.reset("b", 1, "", PROMPT)))
     waiting.start()
     client.end("a")
-    waiting.join(10)
+    waiting.join(LIMIT)
     assert replies[0].outcome is Outcome.OK
 
 
@@ -180,7 +180,7 @@ def test_closing_the_client_ends_a_waiting_call(connect: Connect) -> None:
     waiting = threading.Thread(target=reset)
     waiting.start()
     client.close()
-    waiting.join(10)
+    waiting.join(LIMIT)
     assert len(errors) == 1
 
 

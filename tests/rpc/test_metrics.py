@@ -29,7 +29,7 @@ from quartet.v1 import status_pb2, status_pb2_grpc
 from tests.rpc.test_server import BATCH, Gate, gated
 from tests.services.model_services import Services
 from tests.training.observed_runs import read, value
-from tests.waiting import wait_until
+from tests.waiting import LIMIT, wait_until
 
 ROOT = Path(__file__).parents[2]
 SERVICE = "quartet.v1.ReferenceService"
@@ -109,7 +109,7 @@ def test_a_cancelled_call_is_counted_as_cancelled(
     reference: ReferenceClient, gate: Gate, compute: ComputeThread, observability: Observability
 ) -> None:
     call = reference.log_probs(BATCH, 1.0)
-    assert gate.started.wait(20)
+    assert gate.started.wait(LIMIT)
     call.cancel()
     with pytest.raises(Cancelled):
         call.result()
@@ -195,7 +195,7 @@ def test_a_process_reports_its_metrics_address_and_serves_metrics(
     finally:
         process.terminate()
         start = time.monotonic()
-        assert process.wait(20) == 0, process.stderr.read() if process.stderr else ""
+        assert process.wait(LIMIT) == 0, process.stderr.read() if process.stderr else ""
         assert time.monotonic() - start < 5
 
 

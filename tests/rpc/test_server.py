@@ -40,7 +40,7 @@ from quartet.types import FloatArray, ReferenceVersion, Role, ServiceStatus, Tok
 from quartet.v1 import actor_pb2, actor_pb2_grpc, update_pb2
 from tests.services.model_services import TIMEOUTS, Services
 from tests.unit.models import tiny
-from tests.waiting import wait_until
+from tests.waiting import LIMIT, wait_until
 
 BATCH = tiny.batch([3, 2], [4, 7])
 
@@ -54,7 +54,7 @@ class Gate:
 
     def log_probs(self, batch: TokenBatch, temperature: float, version: ReferenceVersion | None = None) -> FloatArray:
         self.started.set()
-        assert self.release.wait(20)
+        assert self.release.wait(LIMIT)
         if self.failure is not None:
             raise self.failure
         return np.zeros(int(batch.response_lengths.sum()), np.float32)
@@ -142,7 +142,7 @@ def test_a_drain_finishes_the_active_call_and_refuses_new_ones(gate: Gate, monke
     watch = health_pb2_grpc.HealthStub(client.channel.grpc_channel).Watch(health_pb2.HealthCheckRequest(), timeout=20)
     assert next(watch).status == health_pb2.HealthCheckResponse.SERVING
     pending = client.log_probs(BATCH, 1.0)
-    assert gate.started.wait(10)
+    assert gate.started.wait(LIMIT)
     with ThreadPoolExecutor(1) as executor:
         stopping = executor.submit(server.stop, 20.0)
         assert next(watch).status == health_pb2.HealthCheckResponse.NOT_SERVING
@@ -153,7 +153,7 @@ def test_a_drain_finishes_the_active_call_and_refuses_new_ones(gate: Gate, monke
         gate.release.set()
         assert len(pending.result()) == 11
         watch.cancel()
-        stopping.result(timeout=10)
+        stopping.result(timeout=LIMIT)
     client.close()
 
 
@@ -163,7 +163,7 @@ def test_a_health_watch_does_not_prolong_a_drain(gate: Gate, monkeypatch: pytest
     with grpc.insecure_channel(server.address) as channel, ThreadPoolExecutor(1) as executor:
         watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(), timeout=60)
         assert next(watch).status == health_pb2.HealthCheckResponse.SERVING
-        executor.submit(server.stop, 60.0).result(timeout=20)
+        executor.submit(server.stop, 60.0).result(timeout=LIMIT)
         with pytest.raises(grpc.RpcError) as ended:
             list(watch)
         # UNAVAILABLE if the connection closes first.
@@ -187,13 +187,13 @@ def test_a_call_cut_off_by_the_drain_is_an_error_of_the_service(gate: Gate) -> N
     server = Server([gated(gate)], "127.0.0.1:0")
     client = ReferenceClient(server.address, TIMEOUTS)
     pending = client.log_probs(BATCH, 1.0)
-    assert gate.started.wait(10)
+    assert gate.started.wait(LIMIT)
     with ThreadPoolExecutor(1) as executor:
         stopping = executor.submit(server.stop, 0.05)
         with pytest.raises((ServiceFailed, ServiceUnavailable), match=r"^reference at "):
             pending.result()
         gate.release.set()
-        stopping.result(timeout=10)
+        stopping.result(timeout=LIMIT)
     client.close()
 
 
@@ -229,7 +229,7 @@ def test_a_caller_raises_the_error_class_of_the_service(gate: Gate, reference: R
 
 def test_a_cancelled_call_raises_cancelled(gate: Gate, reference: ReferenceClient) -> None:
     pending = reference.log_probs(BATCH, 1.0)
-    assert gate.started.wait(10)
+    assert gate.started.wait(LIMIT)
     pending.cancel()
     with pytest.raises(Cancelled, match="reference: LogProbs: cancelled"):
         pending.result()
@@ -374,7 +374,7 @@ def test_streams_are_limited_so_that_health_and_status_respond(services: Service
             except grpc.RpcError:
                 return False
 
-        wait_until(stream_opens, 10)
+        wait_until(stream_opens)
 
 
 def test_all_limits_together_leave_workers_for_health_and_status() -> None:

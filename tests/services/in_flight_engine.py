@@ -12,8 +12,9 @@ from quartet.errors import Cancelled, ServiceFailed
 from quartet.types import EngineProperties, GenerationRequest, SamplingParameters, VersionSpan
 from quartet.weight_transfer.digests import tensor_digest
 from quartet.weight_transfer.tensors import HostTensor, WeightSet
+from tests.waiting import LIMIT
 
-SECONDS = 20.0
+SECONDS = LIMIT
 VOCABULARY = 10
 """The engine's tokens are below."""
 

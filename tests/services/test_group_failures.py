@@ -16,6 +16,7 @@ from quartet.services.workers import group_failures
 from quartet.services.workers.group_failures import GroupFailures
 from quartet.services.workers.processes import RankProcess
 from quartet.services.workers.watchdog import Failure
+from tests.waiting import LIMIT
 
 ENDED = "rank 1 of 2 (process 77): ended with status 1"
 NCCL_OUT_OF_MEMORY = (
@@ -58,7 +59,7 @@ def end_of_start(failures: GroupFailures) -> Exception:
         ended.set()
 
     with failures.watched_start(end):
-        assert ended.wait(20)
+        assert ended.wait(LIMIT)
     return errors[0]
 
 

@@ -37,6 +37,7 @@ from quartet.types import (
 from tests.buffer.samples import experience
 from tests.services.model_services import Services, start_generation
 from tests.unit.models import tiny
+from tests.waiting import LIMIT
 
 SETTINGS = OptimizationSettings(num_epochs=2, num_mini_batches=1, learning_rate=1e-2, max_grad_norm=1.0, seed=0)
 LOSSES: dict[Role, Any] = {Role.ACTOR: PolicyLossSettings(), Role.CRITIC: ValueLossSettings()}
@@ -213,7 +214,7 @@ class BlockedWriter:
 
     def write(self, directory: Path, *writers: Any) -> None:
         self.started.release()
-        assert self.proceed.wait(30)
+        assert self.proceed.wait(LIMIT)
         write_model(directory, *writers)
 
 

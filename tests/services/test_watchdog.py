@@ -14,7 +14,7 @@ import pytest
 from quartet.models.workers.progress import Progress, RankReport
 from quartet.services.workers import watchdog
 from quartet.services.workers.watchdog import Failure, HangDetector, Silence, Watchdog
-from tests.waiting import wait_until
+from tests.waiting import LIMIT, wait_until
 
 TIMEOUT = 10.0
 IDLE = RankReport(99999999, "elsewhere")
@@ -199,7 +199,7 @@ def test_rank_0_reports_a_silent_rank_and_others_end_without_rank_0(monkeypatch:
     first = Watchdog(Board(), 0, 2, lambda: IDLE, 0.5)
     second = Watchdog(Board(), 1, 2, lambda: IDLE, 0.5)
     try:
-        assert ended.wait(20)
+        assert ended.wait(LIMIT)
         wait_until(first.failure)
     finally:
         first.stop()

@@ -16,6 +16,7 @@ from quartet.rpc.server import Server
 from quartet.services.generator.factory import build_generator
 from quartet.services.orchestrator.step import StepTransaction
 from tests.training.runs import ActiveRun, Run, fleet, orchestrator, wait_for
+from tests.waiting import LIMIT
 
 
 class Generators:
@@ -47,7 +48,7 @@ class Generators:
     def finish_restarts(self) -> None:
         """Wait until all replaced generators are back."""
         for thread in self._restarts:
-            thread.join(20)
+            thread.join(LIMIT)
 
     def stop(self) -> None:
         """Stop all generators."""
@@ -86,7 +87,7 @@ def run_with_generators(
     prepare, ready, running = StepTransaction._prepare, threading.Event(), list[Generators]()
 
     def prepared(transaction: Any, step: int, *arguments: Any) -> Any:
-        assert ready.wait(60)
+        assert ready.wait(LIMIT)
         at_step(running[0], step)
         return prepare(transaction, step, *arguments)
 

@@ -27,6 +27,7 @@ from quartet.services.orchestrator.run import TrainingRun, run_training
 from quartet.telemetry.step_metrics import is_measured
 from quartet.topology import service_roles
 from quartet.types import GeneratorInfo, Progress, Role, ServiceStatus
+from tests.waiting import LIMIT
 
 
 @dataclass(frozen=True)
@@ -196,7 +197,7 @@ def orchestrator(config: Config, control: RunControl | None = None) -> Iterator[
         config, board, control, thread, exit_codes, training.live_settings, training.generators, training.interrupt
     )
     control.stop()
-    thread.join(60)
+    thread.join(LIMIT)
 
 
 @contextmanager

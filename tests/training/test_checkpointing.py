@@ -35,6 +35,7 @@ from tests.training.runs import (
     weights,
 )
 from tests.training.test_resume import KINDS
+from tests.waiting import LIMIT
 
 
 def checkpoint_names(run: Run) -> list[str]:
@@ -80,7 +81,7 @@ class BlockedCheckpoints:
     def write(self, directory: Path, *writers: Any) -> None:
         if "checkpoints" in directory.parts:
             self.started.set()
-            assert self.proceed.wait(60)
+            assert self.proceed.wait(LIMIT)
         snapshot.write_model(directory, *writers)
 
 
@@ -97,7 +98,7 @@ def test_the_next_step_runs_during_a_checkpoint_up_to_its_update(
 ) -> None:
     config = make(**{**KINDS["ppo"], "run": {"steps": 8}, "checkpoint": {"every_steps": 3}})
     with active_run(config) as running:
-        assert blocked_checkpoints.started.wait(60)
+        assert blocked_checkpoints.started.wait(LIMIT)
         wait_for(running, lambda: running.board.current().phase == "checkpoint")
         assert running.board.current().step == 3
         assert running.board.current().num_scored == config.rollout.prompts_per_step
@@ -113,7 +114,7 @@ def test_the_next_step_runs_during_a_checkpoint_up_to_its_update(
 
 def test_a_paused_run_has_a_complete_checkpoint(make: MakeConfig, blocked_checkpoints: BlockedCheckpoints) -> None:
     with active_run(make(run={"steps": 50}, checkpoint={"every_steps": 2})) as running:
-        assert blocked_checkpoints.started.wait(60)
+        assert blocked_checkpoints.started.wait(LIMIT)
         running.control.pause()
         # The current step is the third, or still the second.
         blocked_checkpoints.proceed.set()

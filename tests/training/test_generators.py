@@ -15,6 +15,7 @@ from tests.training.conftest import MakeConfig
 from tests.training.generator_runs import Generators, run_with_generators
 from tests.training.runs import Run, assert_same, run_to_completion
 from tests.training.test_recovery import run_with_lost_service
+from tests.waiting import LIMIT
 
 STEPS = 4
 SHORT: dict[str, Any] = {
@@ -61,7 +62,7 @@ def test_a_run_recovers_when_all_generators_are_lost(make: MakeConfig, built_in:
 
     run = run_with_generators(make(**SHORT), 2, lose_all)
     for timer in timers:
-        timer.join(20)
+        timer.join(LIMIT)
     assert_same(run, built_in)
 
 

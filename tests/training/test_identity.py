@@ -14,6 +14,7 @@ from quartet.run_directory.run_files import RunFiles
 from tests.training.conftest import MakeConfig
 from tests.training.runs import Run, assert_same, fleet, merged, orchestrator, run_to_completion, services
 from tests.training.test_resume import crash_run
+from tests.waiting import LIMIT
 
 COMMON: dict[str, Any] = {"run": {"steps": 6}, "checkpoint": {"every_steps": 4}, "recovery": {"backoff_seconds": 0.01}}
 
@@ -110,12 +111,12 @@ def test_a_late_commit_of_a_former_leader_is_dropped(
     def append(self: RunFiles, metrics: dict[str, float]) -> None:
         if metrics["step"] == 3 and not stopped.is_set():
             stopped.set()
-            assert proceed.wait(60)
+            assert proceed.wait(LIMIT)
         real(self, metrics)
 
     monkeypatch.setattr(RunFiles, "append_metrics", append)
     with services(config) as addressed, orchestrator(addressed) as former:
-        assert stopped.wait(60)
+        assert stopped.wait(LIMIT)
         # Simulate an orchestrator that is suspended for longer than its lease.
         redis_client.delete(f"quartet:{config.run.name}:lease")
         with orchestrator(addressed) as leader:

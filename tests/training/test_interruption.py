@@ -19,6 +19,7 @@ from quartet.types import RunState
 from tests.training.conftest import MakeConfig
 from tests.training.generator_runs import active_run_with_generators
 from tests.training.runs import ActiveRun, active_run, assert_same, orchestrator, run_to_completion, services, wait_for
+from tests.waiting import LIMIT
 
 STEPS = 6
 SHORT: dict[str, Any] = {"run": {"steps": STEPS}, "checkpoint": {"every_steps": 3}}
@@ -45,7 +46,7 @@ def services_and_training(config: Config, generators: int) -> Iterator[ActiveRun
 def interrupt(active: ActiveRun) -> None:
     """Interrupt a run as its process does at SIGTERM. It must have no outcome and no lease."""
     active.interrupt()
-    active.thread.join(60)
+    active.thread.join(LIMIT)
     assert not active.thread.is_alive()
     assert active.exit_codes == []
     progress = active.board.current()
@@ -92,12 +93,12 @@ def test_an_interruption_after_the_end_of_a_run_does_not_change_its_outcome(
         if closing.is_set():
             interrupted.set()  # The interruption closes the run for the second time.
         closing.set()
-        assert interrupted.wait(60)
+        assert interrupted.wait(LIMIT)
 
     monkeypatch.setattr(TrainingRun, "_run_to_end", run_to_end)
     monkeypatch.setattr(RunTelemetry, "close", close)
     with services(make(**SHORT)) as addressed, orchestrator(addressed) as active:
-        assert closing.wait(60)
+        assert closing.wait(LIMIT)
         active.interrupt()
-        active.thread.join(60)
+        active.thread.join(LIMIT)
     assert active.exit_codes == [code]

@@ -34,6 +34,7 @@ from tests.training.runs import (
     weights,
 )
 from tests.training.test_resume import KINDS, crash_run
+from tests.waiting import LIMIT
 
 STEPS = 6
 PPO: dict[str, Any] = {
@@ -57,7 +58,7 @@ def run_with_commands(
 
     def prepare(self: Any, step: int, leadership: Any) -> Any:
         if step in remaining:
-            remaining.pop(step)(started.result(60))
+            remaining.pop(step)(started.result(LIMIT))
         return real(self, step, leadership)
 
     monkeypatch.setattr(StepTransaction, "_prepare", prepare)

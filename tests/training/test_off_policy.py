@@ -27,6 +27,7 @@ from tests.training.runs import Run, active_run, assert_same, json_lines, orches
 from tests.training.test_live_control import checkpoint_names, run_with_commands
 from tests.training.test_recovery import MOMENTS, run_with_lost_service
 from tests.training.test_resume import crash_run
+from tests.waiting import LIMIT
 
 STEPS, CHECKPOINT_INTERVAL = 7, 5
 OFF_POLICY: dict[str, Any] = {
@@ -138,7 +139,7 @@ def test_the_next_step_is_generated_during_the_update(
         step, responses = requests[0].id.step, generate(engine, requests, *arguments)
         yield next(responses)
         if VERSIONS[step - 1] < step - 1:
-            overlapped.append(updates_started[step - 1].wait(60))
+            overlapped.append(updates_started[step - 1].wait(LIMIT))
         yield from responses
 
     def recorded_update(critic: Critic, run: str, step: int, *arguments: Any) -> Any:

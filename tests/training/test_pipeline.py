@@ -15,9 +15,10 @@ from quartet.services.critic import critic
 from quartet.services.orchestrator.checkpointing import step_artifacts as records
 from tests.training.conftest import MakeConfig
 from tests.training.runs import Run, active_run, json_lines, run_to_completion, step_metrics
+from tests.waiting import LIMIT
 
 STEPS = 3
-TIMEOUT = 20.0
+TIMEOUT = LIMIT
 """Seconds to wait at the barrier."""
 
 

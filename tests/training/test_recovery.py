@@ -43,7 +43,7 @@ from tests.training.runs import (
     weights,
 )
 from tests.training.test_resume import crash_run, delete_run_data
-from tests.waiting import wait_until
+from tests.waiting import LIMIT, wait_until
 
 STEPS = 5
 SHORT: dict[str, Any] = {
@@ -92,7 +92,7 @@ def run_with_lost_service(config: Config, moment: str, role: Role, monkeypatch: 
 
     with run_with_fault(config, moment, lose, monkeypatch) as active:
         run = active.finish()
-        timers[0].join(20)
+        timers[0].join(LIMIT)
     return run
 
 

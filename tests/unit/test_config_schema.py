@@ -13,6 +13,7 @@ from typing import Any
 from quartet.cli.config_reference import settings
 from quartet.config import json_schema
 from quartet.config.estimators import BUILT_IN_ESTIMATORS
+from tests.waiting import LIMIT
 
 SCHEMA = json_schema()
 ALGORITHM = SCHEMA["properties"]["algorithm"]["properties"]
@@ -80,5 +81,5 @@ def test_ranges_choices_and_null_match_the_config_tree() -> None:
 
 def test_the_command_prints_the_schema() -> None:
     command = [str(Path(sys.executable).with_name("quartet")), "config", "schema"]
-    result = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    result = subprocess.run(command, capture_output=True, text=True, check=True, timeout=LIMIT)
     assert json.loads(result.stdout) == SCHEMA

@@ -22,6 +22,7 @@ from quartet.downloads import Download, fetch, main, parse, wait
 from quartet.errors import ConfigError, ServiceUnavailable
 from tests.every_case import every_case
 from tests.unit.test_hub_models import Hub, hub, policy
+from tests.waiting import LIMIT
 
 __all__ = ["hub", "policy"]
 
@@ -268,7 +269,7 @@ def test_waiting_ends_when_the_last_target_is_complete(
     data.target.parent.mkdir()
     data.partial.write_text("{}", encoding="utf-8")
     fetch(data)
-    thread.join(10)
+    thread.join(LIMIT)
     assert not thread.is_alive()
     assert capsys.readouterr().out.startswith("waiting for data/a.json; ")
 

@@ -15,6 +15,7 @@ import pytest
 from quartet.config.loading import config_of
 from quartet.data import PromptSettings, cached_rows_file, iterate_prompts, prompt_datasets, rows_file, set_contents
 from quartet.errors import ConfigError, DataError
+from tests.waiting import LIMIT
 
 COMMIT = "0123456789" * 4
 
@@ -83,7 +84,7 @@ def test_a_process_that_must_not_import_torch_reads_data_sets(folder: Path) -> N
         "print(rows_file(PromptSettings.from_json(json.loads(sys.argv[1]))).path)\n"
         "assert sys.modules['torch'] is None"
     )
-    result = subprocess.run([sys.executable, "-c", program, settings], capture_output=True, text=True, timeout=120)
+    result = subprocess.run([sys.executable, "-c", program, settings], capture_output=True, text=True, timeout=LIMIT)
     assert result.returncode == 0, result.stderr
     assert len(Path(result.stdout.strip()).read_text().splitlines()) == 6
 

@@ -14,6 +14,7 @@ import pytest
 from quartet.gateway.commands.audit_log import write_entry
 from tests.gateway.serving import Gateway, create_run, serving
 from tests.training.runs import json_lines
+from tests.waiting import LIMIT
 
 
 @pytest.fixture
@@ -75,7 +76,7 @@ def test_a_run_is_started_in_a_separate_process(
         # SIGTERM, because background processes of a shell ignore SIGINT.
         process.terminate()
         try:
-            code = process.wait(60)
+            code = process.wait(LIMIT)
         finally:
             process.kill()
         assert code == 130, (files.logs / "quartet.log").read_text()

@@ -11,6 +11,7 @@ import pytest
 
 from quartet.run_directory.run_files import RunFiles
 from tests.gateway.serving import Event, Gateway, Stream, commit, create_run, serving
+from tests.waiting import LIMIT
 
 LISTENERS = 20
 
@@ -80,8 +81,8 @@ def test_every_listener_gets_every_step_even_a_slow_one(tmp_path: Path, files: R
     def listen(gateway: Gateway, number: int, proceed: threading.Event) -> None:
         with Stream(gateway.address, "some", receive_buffer=None if proceed.is_set() else 1 << 16) as stream:
             next(iter(stream))
-            ready.wait(30)
-            assert proceed.wait(60)
+            ready.wait(LIMIT)
+            assert proceed.wait(LIMIT)
             received[number] = steps(stream.until("step", step=last))
 
     with serving(tmp_path) as gateway:
@@ -93,17 +94,17 @@ def test_every_listener_gets_every_step_even_a_slow_one(tmp_path: Path, files: R
         ]
         for thread in threads:
             thread.start()
-        ready.wait(30)
+        ready.wait(LIMIT)
         # More data than all buffers can hold, so that the slow listener falls behind.
         with files.metrics.open("a") as file:
             for step in range(4, last + 1):
                 file.write(json.dumps({"step": step, "padding": padding}) + "\n")
                 file.flush()
         for thread in threads[1:]:
-            thread.join(30)
+            thread.join(LIMIT)
         assert set(received) == set(range(1, LISTENERS))
         later.set()
-        threads[0].join(30)
+        threads[0].join(LIMIT)
     assert received == {number: list(range(4, last + 1)) for number in range(LISTENERS)}
 
 

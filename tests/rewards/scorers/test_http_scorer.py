@@ -25,7 +25,7 @@ from tests.rewards.scorers.conftest import Build
 from tests.rewards.scorers.faults import responses
 from tests.rewards.scorers.http_server import DIALECTS, ScorerServer
 from tests.rewards.scorers.sources import HTTP, section
-from tests.waiting import wait_until
+from tests.waiting import LIMIT, wait_until
 
 BATCH = responses().batch
 EXPECTED = responses().scores
@@ -230,7 +230,7 @@ def test_closing_ends_a_call(build: Build) -> None:
         thread.start()
         wait_until(lambda: bool(server.requests))
         source.close()
-        thread.join(10)
+        thread.join(LIMIT)
         assert [type(error) for error in raised] == [Cancelled]
         source.close()
 

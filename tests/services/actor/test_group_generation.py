@@ -30,6 +30,7 @@ from quartet.types import GenerationBatch, Prompt, Role, SamplingParameters, Ser
 from quartet.weight_transfer.source import WeightSource
 from tests.services.model_services import TIMEOUTS
 from tests.unit.models import tiny
+from tests.waiting import LIMIT
 
 RUN = "ranks"
 PROMPTS = [Prompt(index, np.arange(2, 4 + index, dtype=np.int32)) for index in range(5)]
@@ -154,7 +155,7 @@ class Waiting:
         self.started.set()
         on_start()
         if self.error is not None:
-            assert all(each.started.wait(60) for each in self.after)
+            assert all(each.started.wait(LIMIT) for each in self.after)
             raise self.error
         try:
             while not cancelled():
@@ -171,14 +172,14 @@ def test_cancellation_reaches_all_ranks(group: Callable[..., GroupGeneration]) -
     ranks = [Waiting(), Waiting(), Waiting()]
     with pytest.raises(Cancelled):
         group(*ranks).generate(BATCH, lambda: all(rank.started.is_set() for rank in ranks))
-    assert all(rank.ended.wait(60) for rank in ranks)
+    assert all(rank.ended.wait(LIMIT) for rank in ranks)
 
 
 def test_the_error_of_a_rank_ends_the_generation_of_the_others(group: Callable[..., GroupGeneration]) -> None:
     first, third = Waiting(), Waiting()
     with pytest.raises(InvalidRequest, match="too long"):
         group(first, Waiting(InvalidRequest("too long"), [first, third]), third).generate(BATCH, never)
-    assert all(rank.ended.wait(60) for rank in (first, third))
+    assert all(rank.ended.wait(LIMIT) for rank in (first, third))
 
 
 def test_a_rank_that_is_gone_asks_for_a_restart_of_the_group() -> None:
@@ -186,7 +187,7 @@ def test_a_rank_that_is_gone_asks_for_a_restart_of_the_group() -> None:
     ranks = Ranks([first, second])
 
     def end() -> None:
-        second.started.wait(60)
+        second.started.wait(LIMIT)
         ranks.close()
 
     thread = threading.Thread(target=end)

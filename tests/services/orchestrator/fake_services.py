@@ -10,6 +10,7 @@ import numpy as np
 
 from quartet.errors import BufferFailed, Cancelled
 from quartet.types import FloatArray, Role, Scores, TokenBatch, Trajectory
+from tests.waiting import LIMIT
 
 
 class FakeCall:
@@ -38,7 +39,7 @@ class FakeCall:
         return self._done.is_set()
 
     def result(self) -> Any:
-        assert self._done.wait(20)
+        assert self._done.wait(LIMIT)
         if self.cancelled:
             raise Cancelled("cancelled")
         if self._error is not None:

@@ -24,6 +24,7 @@ from quartet.models.weights.loading import load_causal_lm, load_critic, snapshot
 from quartet.models.weights.lora import add_adapter
 from quartet.models.weights.snapshot import Writer, host_state, write_model
 from tests.unit.models import tiny
+from tests.waiting import LIMIT
 
 
 def contents(directory: Path) -> dict[str, bytes]:
@@ -197,12 +198,12 @@ def test_two_threads_that_suppress_logging_restore_the_settings() -> None:
     def other() -> None:
         with suppress_hf_logging():
             inside.set()
-            assert leave.wait(20)
+            assert leave.wait(LIMIT)
 
     thread = threading.Thread(target=other)
     with suppress_hf_logging():
         thread.start()
-        assert inside.wait(20)
+        assert inside.wait(LIMIT)
     # The other thread is still inside its context.
     assert not logging.is_progress_bar_enabled()
     leave.set()

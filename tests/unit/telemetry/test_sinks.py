@@ -16,6 +16,7 @@ from quartet.telemetry.sinks.background import Sinks
 from quartet.telemetry.sinks.sink import Sink
 from quartet.telemetry.sinks.tensorboard import TensorBoard
 from quartet.types import Alert
+from tests.waiting import LIMIT
 
 ALERT = Alert(step=3, guard="entropy", action="note", evidence="entropy is 0.01", remedy="Raise the temperature")
 
@@ -29,7 +30,7 @@ class Recorder:
 
     def _record(self, what: str, *rest: Any) -> None:
         if self._gate is not None:
-            assert self._gate.wait(20)
+            assert self._gate.wait(LIMIT)
         if what == self._fails_at:
             raise RuntimeError(f"{what} is refused")
         self.calls.append((what, *rest))
@@ -108,7 +109,7 @@ def test_a_slow_sink_loses_metrics_and_never_delays_the_run() -> None:
     sinks.close(0.05)
     assert notes[1:] == ["slow: not finished after 0.05 s; the last metrics may be missing there"]
     gate.set()
-    sinks._thread.join(20)
+    sinks._thread.join(LIMIT)
     assert not sinks._thread.is_alive()
     assert slow.calls[0] == ("step", 1, {})
     assert slow.calls[-1] == ("close",)

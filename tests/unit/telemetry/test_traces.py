@@ -13,6 +13,7 @@ from structlog.testing import capture_logs
 
 from quartet.telemetry.traces import NoTraces, Traces
 from tests.training.observed_runs import Collector
+from tests.waiting import LIMIT
 
 ROOT = Path(__file__).parents[3]
 
@@ -92,5 +93,5 @@ def test_an_unreachable_collector_does_not_delay_a_step() -> None:
     # Its error must not appear in the output of the next test.
     for thread in threading.enumerate():
         if thread.name == "last spans":
-            thread.join(20)
+            thread.join(LIMIT)
             assert not thread.is_alive()

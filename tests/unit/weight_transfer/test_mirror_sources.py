@@ -28,6 +28,7 @@ from tests.unit.weight_transfer.samples import (
     published,
     pull,
 )
+from tests.waiting import LIMIT
 
 
 def test_a_mirror_serves_its_version_and_the_delta_to_it(source: WeightSource, mirror: WeightMirror) -> None:
@@ -56,7 +57,7 @@ def test_a_source_may_wait_for_a_version(source: WeightSource, mirror: WeightMir
     waiting.start()
     pull(mirror, source, 0, before)
     pull(mirror, source, 1, after)
-    waiting.join(20)
+    waiting.join(LIMIT)
     assert_equal(results[0].weight_set, after)
 
 
@@ -82,7 +83,7 @@ def test_a_wait_ends_with_the_caller_and_with_the_store(source: WeightSource) ->
         gone.set()
         source.wake()
         with pytest.raises(Cancelled):
-            first.result(20)
+            first.result(LIMIT)
         source.close()
         with pytest.raises(ServiceUnavailable):
-            second.result(20)
+            second.result(LIMIT)

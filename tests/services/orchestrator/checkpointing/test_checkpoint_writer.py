@@ -20,6 +20,7 @@ from quartet.services.orchestrator.checkpointing import checkpoint_writer as mod
 from quartet.services.orchestrator.checkpointing.checkpoint_writer import CheckpointWriter
 from quartet.types import Role, SavedFile, SaveKind
 from tests.services.orchestrator.fake_services import FakeCall
+from tests.waiting import LIMIT
 
 
 class Saver:
@@ -205,7 +206,7 @@ def test_a_failed_save_waits_for_the_other_service_before_removing_files(
     assert thread.is_alive()
     assert names(files) == [".step-000001.1.partial"]
     savers[1].call.complete()
-    thread.join(20)
+    thread.join(LIMIT)
     assert len(failed) == 1
     assert names(files) == []
 

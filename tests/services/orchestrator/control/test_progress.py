@@ -21,6 +21,7 @@ from quartet.services.orchestrator.control.progress import HISTORY, ProgressBoar
 from quartet.services.orchestrator.control.run_control import RunControl
 from quartet.services.orchestrator.servicer import OrchestratorServicer
 from quartet.types import Alert, Progress, RunState
+from tests.waiting import LIMIT
 
 
 def servicer(board: ProgressBoard, control: RunControl) -> OrchestratorServicer:
@@ -74,18 +75,18 @@ def test_concurrent_watchers_receive_every_step() -> None:
     ready = threading.Barrier(4)
 
     def watch() -> list[Progress | None]:
-        ready.wait(10)
+        ready.wait(LIMIT)
         return list(board.watch(0))
 
     with ThreadPoolExecutor(3) as executor:
         watchers = [executor.submit(watch) for _ in range(3)]
-        ready.wait(10)
+        ready.wait(LIMIT)
         for step in range(1, 201):
             board.update(phase="generate")
             commit(board, step)
         board.update(state=RunState.FINISHED)
         for watcher in watchers:
-            assert steps_of(watcher.result(timeout=20)) == list(range(1, 201))
+            assert steps_of(watcher.result(timeout=LIMIT)) == list(range(1, 201))
 
 
 def test_a_watcher_without_changes_receives_none_periodically() -> None:
@@ -185,7 +186,7 @@ def test_a_paused_run_waits_until_it_is_resumed_or_stopped(control: RunControl, 
     waiting.join(0.05)
     assert waiting.is_alive()
     getattr(control, end)()
-    waiting.join(20)
+    waiting.join(LIMIT)
     assert not waiting.is_alive()
     assert not control.paused
 

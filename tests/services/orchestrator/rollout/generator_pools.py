@@ -30,11 +30,12 @@ from quartet.types import (
     requests_of,
 )
 from tests.services.model_services import Services, start_generation
+from tests.waiting import LIMIT
 
 PROMPTS = [Prompt(index, np.arange(3, 5 + index, dtype=np.int32)) for index in range(5)]
 SAMPLES = 2
 SAMPLING = SamplingParameters(8, ignore_eos=True)
-SECONDS = 30.0
+SECONDS = LIMIT
 
 
 class Generators:

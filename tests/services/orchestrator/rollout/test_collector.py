@@ -21,6 +21,7 @@ from quartet.types import TokenBatch, Trajectory, VersionSpan
 from tests.buffer.samples import trajectory
 from tests.services.orchestrator.fake_services import FakeCall, FakeGeneration, Scorer, responses
 from tests.services.orchestrator.rollout.failing_services import batch_of, ended_generation
+from tests.waiting import LIMIT
 
 
 @contextmanager
@@ -87,7 +88,7 @@ def test_batches_are_neighbours_in_the_order_of_the_ids_however_entries_arrive(s
                 stream.append(remaining[:portion])
                 remaining = remaining[portion:]
             generation.complete()
-            assert len(step.result(timeout=20).scored) == 7
+            assert len(step.result(timeout=LIMIT).scored) == 7
         # A batch starts when its last trajectory arrives.
         assert first_tokens(scorer) == [[9], [1, 2, 3], [5, 7, 8]]
 
@@ -103,7 +104,7 @@ def test_scoring_starts_before_generation_ends(stream: RolloutStream, run: str) 
         assert first_tokens(scorer) == [[0, 1, 2]]
         stream.append(written[3:])
         generation.complete()
-        step.result(timeout=20)
+        step.result(timeout=LIMIT)
     assert first_tokens(scorer) == [[0, 1, 2], [3]]
 
 
@@ -239,7 +240,7 @@ def test_a_failed_generation_is_raised_and_cancels_scoring(stream: RolloutStream
             assert not step.done()
         generation.complete(ServiceFailed("actor: gone"))
         with pytest.raises(ServiceFailed, match="actor: gone"):
-            step.result(timeout=20)
+            step.result(timeout=LIMIT)
     assert [call.cancelled for call in scorer.calls] == [True] * 3
 
 
@@ -285,7 +286,7 @@ def test_waiting_for_the_end_of_calls_ignores_their_failures() -> None:
         waiting = executor.submit(wait_until_ended, [failed, blocked])
         assert not waiting.done()
         blocked.complete()
-        waiting.result(timeout=20)
+        waiting.result(timeout=LIMIT)
 
 
 def test_the_number_of_batches_in_flight_is_limited(stream: RolloutStream, run: str) -> None:
@@ -302,7 +303,7 @@ def test_the_number_of_batches_in_flight_is_limited(stream: RolloutStream, run: 
                 for call in active_calls[:3]:
                     call.complete()
                     completed += 1
-        assert len(collecting.result(timeout=20).scored) == 20
+        assert len(collecting.result(timeout=LIMIT).scored) == 20
 
 
 def test_batches_in_flight_per_service_follow_its_replicas(run: str) -> None:

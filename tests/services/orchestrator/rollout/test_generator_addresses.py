@@ -21,7 +21,7 @@ from quartet.services.orchestrator.rollout.generator_members import Member, Memb
 from quartet.services.orchestrator.rollout.generator_pool import GeneratorPool
 from quartet.types import EngineProperties, Role, ServiceStatus
 from tests.e2e.commands import ends
-from tests.waiting import wait_until
+from tests.waiting import LIMIT, wait_until
 
 
 class IdleGenerator:
@@ -88,7 +88,7 @@ def test_a_generator_that_hangs_does_not_delay_the_others(servers: list[str]) ->
         pool = pool_of(far_generators(*addresses, *servers))
         stack.callback(pool.close)
         # One after the other, they would take 2 seconds each.
-        pool.wait_until_ready(20)
+        pool.wait_until_ready(LIMIT)
         wait_until(lambda: set(pool.statuses()) == set(servers))
 
 
@@ -101,14 +101,14 @@ def test_a_run_begins_with_all_generators_that_respond(servers: list[str], monke
         stack.callback(server.stop, 0)
         pool = pool_of(far_generators(*servers, server.address))
         stack.callback(pool.close)
-        pool.wait_until_ready(20)
+        pool.wait_until_ready(LIMIT)
         assert set(pool.statuses()) == {*servers, server.address}
 
 
 def test_closing_ends_all_calls_in_progress() -> None:
     answered = Event()
     slow = IdleGenerator()
-    slow.status = lambda: (answered.wait(30), IdleGenerator().status())[1]  # type: ignore[method-assign]
+    slow.status = lambda: (answered.wait(LIMIT), IdleGenerator().status())[1]  # type: ignore[method-assign]
     server = Server([slow], "127.0.0.1:0")
     actor: Any = IdleActor()
     members = Members(parse_config(far_generators(server.address), "test"), actor, lambda note: None, lambda: None)
@@ -139,7 +139,7 @@ def test_the_monitor_survives_an_unexpected_error(servers: list[str], monkeypatc
     monkeypatch.setattr(generator_members, "endpoints_at", endpoints_at)
     pool = pool_of(far_generators(servers[0]))
     try:
-        pool.wait_until_ready(20)
+        pool.wait_until_ready(LIMIT)
         assert not errors
     finally:
         pool.close()
@@ -154,7 +154,7 @@ def test_replicas_join_and_leave_with_the_addresses_of_their_name(
     monkeypatch.setattr(generator_members, "endpoints_at", lambda _: list(resolved))
     pool = pool_of(far_generators("generator:50051"))
     try:
-        pool.wait_until_ready(20)
+        pool.wait_until_ready(LIMIT)
         assert set(pool.statuses()) == {servers[0]}
         resolved[:] = servers[1:]
         wait_until(lambda: set(pool.statuses()) == set(servers[1:]))

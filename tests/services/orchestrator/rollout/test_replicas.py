@@ -28,7 +28,7 @@ from quartet.services.reference.servicer import ReferenceServicer
 from quartet.types import FloatArray, ReferenceVersion, Role, ServiceStatus, TokenBatch
 from tests.e2e.commands import ends
 from tests.unit.models import tiny
-from tests.waiting import wait_until
+from tests.waiting import LIMIT, wait_until
 
 STATUS = ServiceStatus(Role.REFERENCE, model="m", dtype="float32", parameters=3, vocabulary_size=9)
 BATCH = tiny.batch([2, 3], [4, 1])
@@ -46,7 +46,7 @@ class Model:
 
     def log_probs(self, batch: TokenBatch, temperature: float, version: ReferenceVersion | None = None) -> FloatArray:
         self.calls += 1
-        assert self.free.wait(20)
+        assert self.free.wait(LIMIT)
         if self.error is not None:
             raise self.error
         return np.full(int(batch.response_lengths.sum()), temperature, np.float32)
@@ -134,7 +134,7 @@ def test_another_replica_repeats_the_calls_of_a_lost_one_which_gets_calls_again_
     call.when_done(ended.set)
     wait_until(lambda: lost.model.calls == 1)
     lost.end()
-    assert ended.wait(20)
+    assert ended.wait(LIMIT)
     assert call.result().tolist() == [0.5] * 5
     assert (replicas.replicas(), other.model.calls) == (1, 1)
     assert notes == [f"reference at {lost.address} is lost; the other replicas do its work"]

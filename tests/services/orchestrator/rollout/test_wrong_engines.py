@@ -40,7 +40,7 @@ from quartet.weight_transfer.receiver import WeightMirror
 from quartet.weight_transfer.tensors import WeightSet
 from tests.services.model_services import TIMEOUTS, Services
 from tests.services.orchestrator.fake_services import Scorer
-from tests.waiting import wait_until
+from tests.waiting import LIMIT, wait_until
 
 CASES = 25
 PROMPTS = [Prompt(index, np.array([5, 6, 7 + index], np.int32)) for index in range(4)]
@@ -123,7 +123,7 @@ def test_an_engine_with_wrong_weights_is_refused_by_name_at_its_first_trajectory
     scorer: Any = Scorer()
     collector = Collector(stream, ScoringServices(scorer, scorer, scorer, 1.0, actor), 2)
     try:
-        pool.wait_until_ready(20)
+        pool.wait_until_ready(LIMIT)
         collect(pool, collector, stream, config, 1, 0, case)
         train(hosted, config.run.name, case)
         with pytest.raises(MismatchError, match=rf"{address}"):
@@ -150,7 +150,7 @@ def test_what_a_refused_generator_has_done_for_a_later_step_is_generated_again(
     scorer: Any = Scorer()
     collector = Collector(stream, ScoringServices(scorer, scorer, scorer, 1.0, actor), 2)
     try:
-        pool.wait_until_ready(20)
+        pool.wait_until_ready(LIMIT)
         wait_until(lambda: len(pool.statuses()) == 2)
         collect(pool, collector, stream, config, 1, 0, 0)
         train(hosted, config.run.name, 0)
@@ -230,7 +230,7 @@ def test_a_right_engine_is_not_refused(config: Config, services: Services, redis
     scorer: Any = Scorer()
     collector = Collector(stream, ScoringServices(scorer, scorer, scorer, 1.0, actor), 2)
     try:
-        pool.wait_until_ready(20)
+        pool.wait_until_ready(LIMIT)
         collect(pool, collector, stream, config, 1, 0, 0)
         train(hosted, config.run.name, 0)
         collect(pool, collector, stream, config, 2, 1, 0)
