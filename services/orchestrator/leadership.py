@@ -70,7 +70,9 @@ def acquire_run_directory(config: Config) -> Iterator[Callable[[str], None]]:
     input, for a directory locked by another process, and if the run there does not match the config.
     """
     check_separate_orchestrator(config)
-    check_inputs(config)
+    for note in check_inputs(config):
+        if note.startswith("warning: "):
+            log.warning(note.removeprefix("warning: "))
     files = RunFiles(config.run_directory)
     with lock_run_directory(files):
         if files.is_run():

@@ -29,7 +29,7 @@ def rank_files(directory: str | Path) -> list[Path]:
     names = sorted(path.name for path in folder.glob("*.safetensors"))
     numbers = [match.groups() for name in names if (match := _NAME.fullmatch(name))]
     sizes = {int(size) for _, size in numbers}
-    if len(sizes) != 1 or len(numbers) != len(names):
+    if len(sizes) != 1 or len(numbers) != len(names) or any(int(rank) >= int(size) for rank, size in numbers):
         raise ModelError(
             f"sharded checkpoint {folder}: expected the files rank-00000-of-N.safetensors and so on of one save, got "
             f"{', '.join(names) or 'none'}; copy the folder again, or take the checkpoint before it"

@@ -322,6 +322,22 @@ def test_a_template_without_a_generation_prompt_is_noted() -> None:
     assert UNOPENED in notes(TEMPLATE.replace(opening, ""))
 
 
+def test_a_template_that_leaves_out_the_bos_token_of_the_tokenizer_is_warned_of() -> None:
+    def warnings(tokenizer: Any) -> list[str]:
+        lines = [PromptLine(1, messages=({"role": "user", "content": "w8"},)), PromptLine(2, "w8")]
+        notes = encode(lines, PromptEncoder.of(tokenizer, "m"), frozenset(), tiny.VOCABULARY, 9).notes
+        return [note for note in notes if note.startswith("warning")]
+
+    complete, without, adds_none = chatting(), chatting(), tiny.tokenizer()
+    without.chat_template = adds_none.chat_template = "{% for m in messages %} w6 {{ m.content }}{% endfor %}"
+    assert warnings(complete) == warnings(adds_none) == []
+    (warning,) = warnings(without)
+    assert warning.startswith(
+        "warning: 1 of 2 prompts are messages for which the chat template of m writes no beginning-of-sequence token, which its "
+        "tokenizer adds to texts"
+    )
+
+
 def test_a_text_that_repeats_the_bos_token_of_the_tokenizer_is_noted() -> None:
     encoder = PromptEncoder.of(chatting(), "m")
     lines = [PromptLine(1, "w5 w8"), PromptLine(2, "w8")]
@@ -434,6 +450,8 @@ def test_texts_with_two_bos_tokens_are_counted() -> None:
 def test_ids_outside_the_vocabulary_are_refused_with_their_line() -> None:
     with pytest.raises(DataError, match=r"p\.jsonl:4: token id 128; the policy's vocabulary is 0\.\.127"):
         encoded([PromptLine(1, "a"), PromptLine(4, token_ids=(1, 128))])
+    with pytest.raises(DataError, match=r"p\.jsonl:4: token id -1; the policy's vocabulary is 0\.\.127"):
+        encoded([PromptLine(4, token_ids=(1, -1))])
 
 
 def test_a_prompt_without_tokens_is_refused_with_its_line() -> None:

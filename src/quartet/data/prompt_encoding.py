@@ -31,7 +31,7 @@ class PromptEncoder:
 
     ``texts`` tokenizes texts, and ``chats`` tokenizes what ``render`` returns: the messages of one prompt, written out by the
     tokenizer's chat template. ``render`` is None without a template. ``bos_id`` is the token that the tokenizer may add at the
-    start of a text. ``model`` is the model of the tokenizer.
+    start of a text, ``adds_bos`` whether it does. ``model`` is the model of the tokenizer.
     """
 
     model: str
@@ -39,6 +39,7 @@ class PromptEncoder:
     render: Callable[[list[Message], Ending], str] | None = None
     chats: Callable[[list[str]], list[list[int]]] = lambda _: []
     bos_id: int | None = None
+    adds_bos: bool = False
 
     @classmethod
     def of(cls, tokenizer: Any, model: str) -> PromptEncoder:
@@ -65,7 +66,8 @@ class PromptEncoder:
 
         bos_id = getattr(tokenizer, "bos_token_id", None)
         has_template = bool(getattr(tokenizer, "chat_template", None))
-        return cls(model, texts, render if has_template else None, chats, bos_id)
+        adds_bos = bos_id is not None and texts(["a"])[0][:1] == [bos_id]
+        return cls(model, texts, render if has_template else None, chats, bos_id, adds_bos)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +76,8 @@ class EncodedPrompts:
 
     ``rows`` int64 [prompts] are their lines, from 1. Prompt i has token_ids[token_ends[i - 1]:token_ends[i]], int32; its text and
     fields are slices of ``texts`` and ``fields``, in UTF-8, in the same way. ``flags`` uint8 [prompts]. ``template``: whether the
-    tokenizer has a chat template, and whether that writes no generation prompt. ``bos_id`` is -1 without one.
+    tokenizer has a chat template, whether that writes no generation prompt, and whether the tokenizer adds a BOS token to texts.
+    ``bos_id`` is -1 without one.
     """
 
     rows: NDArray[np.int64]
@@ -90,7 +93,7 @@ class EncodedPrompts:
 
     def __post_init__(self) -> None:
         """Raise ValueError for arrays that do not fit together."""
-        shapes = {"template": 2, "bos_id": 1}
+        shapes = {"template": 3, "bos_id": 1}
         dtypes = {"rows": np.int64, "token_ids": np.int32, "template": np.bool_, "bos_id": np.int32}
         for item in fields(self):
             array = getattr(self, item.name)
@@ -111,7 +114,9 @@ class EncodedPrompts:
                 raise ValueError("the ends do not fit the data")
 
     @classmethod
-    def of(cls, parts: _Parts, has_template: bool, unopened: bool, bos_id: int | None) -> EncodedPrompts:
+    def of(
+        cls, parts: _Parts, has_template: bool, unopened: bool, adds_bos: bool, bos_id: int | None
+    ) -> EncodedPrompts:
         """Return the collected prompts as arrays."""
         texts, fields = ([text.encode() for text in column] for column in (parts.texts, parts.fields))
         return cls(
@@ -123,7 +128,7 @@ class EncodedPrompts:
             _ends(texts),
             np.frombuffer(b"".join(fields), np.uint8),
             _ends(fields),
-            np.array([has_template, unopened]),
+            np.array([has_template, unopened, adds_bos]),
             np.array([-1 if bos_id is None else bos_id], np.int32),
         )
 
@@ -237,7 +242,7 @@ def encode_lines(
             usable += settings.truncation is not None or len(ids) <= settings.max_prompt_tokens
             parts.add(line, flags, ids)
         show_progress(len(parts.rows))
-    return EncodedPrompts.of(parts, encoder.render is not None, bool(unopened), encoder.bos_id)
+    return EncodedPrompts.of(parts, encoder.render is not None, bool(unopened), encoder.adds_bos, encoder.bos_id)
 
 
 def _with_flags(
@@ -329,12 +334,14 @@ def summarize_prompts(encoded: EncodedPrompts, settings: PromptSettings, vocabul
     Raises DataError if a prompt has ids outside the vocabulary, unless ``vocabulary_size`` is None, or if the fraction of dropped
     prompts exceeds ``settings.max_dropped_fraction``.
     """
-    if vocabulary_size is not None and len(encoded.token_ids) and encoded.token_ids.max() >= vocabulary_size:
-        position = int(np.argmax(encoded.token_ids >= vocabulary_size))
+    size = 2**31 if vocabulary_size is None else vocabulary_size
+    outside = (encoded.token_ids < 0) | (encoded.token_ids >= size)
+    if outside.any():
+        position = int(np.argmax(outside))
         row = int(encoded.rows[np.searchsorted(encoded.token_ends, position, side="right")])
         raise DataError(
             f"{settings.location(row)}: token id {encoded.token_ids[position]}; the policy's vocabulary is "
-            f"0..{vocabulary_size - 1}"
+            f"0..{size - 1}"
         )
     lengths, limit = encoded.lengths, settings.max_prompt_tokens
     too_long = int(np.count_nonzero(lengths > limit))
@@ -377,7 +384,7 @@ def _notes(encoded: EncodedPrompts, settings: PromptSettings, too_long: int) -> 
     """Yield one line per note for the user."""
     model, flags = settings.model, encoded.flags
     of_all = f"of {len(flags):,} prompts"
-    has_template, unopened = encoded.template
+    has_template, unopened, adds_bos = encoded.template
 
     def count(*wanted: int) -> int:
         return int(np.count_nonzero((flags & sum(wanted)) == sum(wanted)))
@@ -401,6 +408,13 @@ def _notes(encoded: EncodedPrompts, settings: PromptSettings, too_long: int) -> 
         )
     if chats := count(_CHAT):
         yield f"{chats:,} {of_all} are messages, written out by the chat template of {model}"
+    starts = encoded.token_ends - encoded.lengths
+    without_bos = (flags & _CHAT > 0) & (encoded.token_ids[starts] != encoded.bos_id[0]) if len(starts) else flags[:0]
+    if adds_bos and (number := int(np.count_nonzero(without_bos))):
+        yield (
+            f"warning: {number:,} {of_all} are messages for which the chat template of {model} writes no beginning-of-sequence "
+            "token, which its tokenizer adds to texts; if the model was trained with it, begin the template with {{ bos_token }}"
+        )
     if unopened:
         yield (
             f"the template of {model} writes no generation prompt: the response may begin with the assistant's header"

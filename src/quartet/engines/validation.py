@@ -69,16 +69,19 @@ def check_response(
             f"{engine}: response to {response.request.id}: {len(response.log_probs)} log-probs for "
             f"{len(response.token_ids)} tokens"
         )
-    response = cut(response, stop_strings)
+    where, size = f"{engine}: response to {response.request.id}", model.vocabulary_size
+    outside = (
+        f"{where}: a token id is outside the vocabulary 0..{size - 1}; the engine must serve the model of actor.model"
+    )
+    try:
+        response = cut(response, stop_strings)
+    except OverflowError:  # An id of a server that no integer type of NumPy holds.
+        raise ComputationFailed(outside) from None
     ids, limit = np.asarray(response.token_ids, np.int64), response.request.own_sampling(sampling).max_response_tokens
-    where = f"{engine}: response to {response.request.id}"
     if not 1 <= len(ids) <= limit:
         raise ComputationFailed(f"{where}: {len(ids)} tokens; expected 1 to {limit}")
-    size = model.vocabulary_size
     if ids.min() < 0 or ids.max() >= size:
-        raise ComputationFailed(
-            f"{where}: a token id is outside the vocabulary 0..{size - 1}; the engine must serve the model of actor.model"
-        )
+        raise ComputationFailed(outside)
     stops = [] if sampling.ignore_eos else np.flatnonzero(np.isin(ids, list(model.stop_ids))).tolist()
     if stops and stops[0] != len(ids) - 1:
         raise ComputationFailed(f"{where}: continues after the stop token {ids[stops[0]]}")

@@ -13,7 +13,7 @@ from quartet.config import Config
 from quartet.errors import ConfigError, QuartetError, ServiceFailed
 from quartet.launcher.launcher import Launcher
 from quartet.launcher.security_checks import check_access
-from quartet.preflight import check_gateway, check_inputs, check_resumable, unused_settings
+from quartet.preflight import check_gateway, check_inputs, check_resumable
 from quartet.rpc.clients import OrchestratorClient
 from quartet.rpc.security.credentials import Credentials
 from quartet.run_directory.locking_and_removal import (
@@ -55,9 +55,11 @@ def started_run(
             _check_earlier_run(config, files, overwrite, resume)
     elif resume:
         check_resumable(config, files)
-    check_inputs(config, report)
-    for note in unused_settings(config):
-        report(note)
+    # The progress of the run shows the notes about prompts.
+    shown = ("warning: actor.", "warning: reward.", "warning: critic.", "warning: reference.", "not used: ")
+    for note in check_inputs(config, report):
+        if note.startswith(shown):
+            report(note)
     with lock_run_directory(files):
         if overwrite:
             move_earlier_run_aside(files)

@@ -60,6 +60,8 @@ def test_a_checkpoint_is_described_as_its_loaded_model_is(tmp_path: Path) -> Non
             {1},
         ),
         ({"config": CONFIG, "tokenizer_config": {"eos_token": "unknown"}, "tokenizer": {}}, set()),
+        ({"config": {**CONFIG, "eos_token_id": 99}, "generation_config": {"eos_token_id": -1}}, {99}),
+        ({"config": {**CONFIG, "eos_token_id": [100, -2, 3, 2**70]}}, {3}),
     ],
 )
 def test_every_stop_token_of_the_files_counts(files: dict[str, Any], stops: set[int], tmp_path: Path) -> None:
@@ -75,6 +77,11 @@ def test_every_stop_token_of_the_files_counts(files: dict[str, Any], stops: set[
         ({"config": {}}, "config.json has no vocab_size; give the checkpoint of a language model"),
         ({"config": [1]}, "expected a JSON object"),
         ({"config": CONFIG, "generation_config": "no"}, "expected a JSON object"),
+        *(
+            ({"config": CONFIG, "generation_config": {"eos_token_id": value}}, "eos_token_id .*: expected a token id")
+            for value in (2.0, "2", True, [[2]], [2, None], {"id": 2})
+        ),
+        ({"config": CONFIG, "tokenizer_config": {"eos_token": "a"}, "tokenizer": {"model": {"vocab": 5}}}, "damaged"),
     ],
 )
 def test_a_checkpoint_that_describes_no_language_model_is_refused(

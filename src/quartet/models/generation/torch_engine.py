@@ -300,7 +300,7 @@ class _Slots:
         """``requests`` are queued, or only decide the sizes if the requests come from ``turns``."""
         self._model, self._sampling, self._seed, self._device = model, sampling, seed, device_of(model)
         self._stops = np.zeros(vocabulary_size(model), np.bool_)
-        self._stops[[index for index in stop_ids if index < len(self._stops)]] = True
+        self._stops[[index for index in stop_ids if 0 <= index < len(self._stops)]] = True
         self._stop_strings, self._turns = stop_strings, turns
         self._queue = deque(requests if turns is None else ())
         slots, limit = min(slots, len(requests)), sampling.max_response_tokens

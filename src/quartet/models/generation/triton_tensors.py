@@ -155,6 +155,8 @@ class TokenDialect(Dialect):
         if not {"output_ids", "sequence_length"} <= outputs.keys():
             raise self._failed(partial.request, "a message without output_ids and sequence_length")
         count = int(outputs["sequence_length"].reshape(-1)[0])
+        if not 0 <= count <= outputs["output_ids"].size:
+            raise self._failed(partial.request, f"sequence_length {count} of {outputs['output_ids'].size} output_ids")
         ids = outputs["output_ids"].reshape(-1)[:count].tolist()
         prompt = partial.request.prompt_ids.tolist()
         if self._echoes_prompt and not partial.token_ids:
