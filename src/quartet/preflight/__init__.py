@@ -11,10 +11,11 @@ from quartet.data import set_contents
 from quartet.errors import ConfigError
 from quartet.preflight.addresses import check_gateway, check_port
 from quartet.preflight.best_metric import check_best_metric
+from quartet.preflight.contents import check_contents
 from quartet.preflight.functions import check_function, named_functions, prompt_columns
 from quartet.preflight.generators import check_generators
 from quartet.preflight.ineffective_settings import unused_settings
-from quartet.preflight.models import check_model, check_same_tokenizer
+from quartet.preflight.models import check_model, check_same_tokenizer, check_stop_tokens
 from quartet.preflight.prompts import check_prompts, count_prompts
 from quartet.run_directory.identity import Identity
 from quartet.run_directory.run_files import RunFiles
@@ -41,6 +42,7 @@ def check_inputs(config: Config, report: Callable[[str], None] = lambda _: None)
     if config.services.orchestrator.address is not None:
         check_separate_orchestrator(config)
     notes = []
+    local: dict[str, tuple[Role, str]] = {}
     compared = {config.actor.model} if config.services.actor.address is None else set(config.models.values())
     for key, model in config.models.items():
         role = Role(key.partition(".")[0])
@@ -49,11 +51,13 @@ def check_inputs(config: Config, report: Callable[[str], None] = lambda _: None)
             notes.append(
                 check_model(key, role, model, config.rollout.max_response_tokens, config.rollout.engine, tensor)
             )
+            local[key] = role, model
             if model not in compared:
                 compared.add(model)
                 check_same_tokenizer(key, model, config.actor.model)
     if config.services.actor.address is None:
         _check_engine(config)
+    notes += check_stop_tokens("actor.model", config.actor.model, config.rollout.stop_strings)
     if config.services.reward.address is None:
         _check_reward(config)
     if config.services.orchestrator.address is None:
@@ -77,6 +81,8 @@ def check_inputs(config: Config, report: Callable[[str], None] = lambda _: None)
                     check_port(f"services.{role}.{name}", address)
     notes += check_generators(config)
     check_best_metric(config)
+    # Processes that import libraries come last, because they take seconds.
+    notes += check_contents(local)
     return check_prompts(config, report) + notes + unused_settings(config)
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from quartet.adapter_files import adapter_chain, is_adapter
 from quartet.errors import ModelError
-from quartet.hub_models import hub_directory, looks_local
+from quartet.hub_models import cached_snapshot, hub_directory, looks_local
 from quartet.model_support import (
     causal_names,
     classifier_names,
@@ -18,12 +19,12 @@ from quartet.model_support import (
     uncacheable_reason,
     unreadable_reason,
 )
-from quartet.sharded_files import is_sharded, rank_files
+from quartet.sharded_files import is_sharded
+from quartet.stop_tokens import NO_STOP_TOKEN, read_stop_ids
 from quartet.tokenizer_check import check_tokenizer, first_difference, has_tokenizer, tokenizer_location
 from quartet.types import Role
+from quartet.weight_files import VALUE_HEAD_FILE, read_header, read_headers, weight_files
 
-MAX_HEADER_BYTES = 100 * 1024**2
-"""Maximum length of the header of a safetensors file, as in the safetensors library."""
 _WANTED = {
     Role.ACTOR: "a causal language model",
     Role.REFERENCE: "a causal language model",
@@ -64,6 +65,24 @@ def check_model(
     return f"{key} {model}: LoRA adapter on {base}, {names}"
 
 
+def check_stop_tokens(key: str, model: str, stop_strings: Sequence[str]) -> list[str]:
+    """Return warnings about the stop tokens of the policy, if its files are on this machine.
+
+    Raises ModelError for values that are no token ids.
+    """
+    try:
+        base, location = (Path(place) for place in (adapter_chain(model)[0], tokenizer_location(model)))
+        directories = [place if place.is_dir() else cached_snapshot(str(place)) for place in (base, location)]
+        if directories[0] is None or directories[1] is None:
+            return []
+        stops, ignored = read_stop_ids(directories[0], directories[1])
+    except ModelError as error:
+        raise ModelError(f"{key} {model}: {error}") from None
+    if not stops and not stop_strings:
+        ignored.append(NO_STOP_TOKEN)
+    return [f"warning: {key} {model}: {line}" for line in ignored]
+
+
 def _check_slices(what: str, role: Role, directory: Path, tensor: int) -> None:
     description = _read_json(what, directory / "config.json")
     for name in ("num_attention_heads", "num_key_value_heads"):
@@ -82,17 +101,19 @@ def _check_checkpoint(
     reason = _unsupported_reason(role, description, engine)
     if reason is not None:
         raise ModelError(f"{what}: {reason}")
-    files = sorted(directory.glob("*.safetensors"))
-    if is_sharded(directory):
-        files += rank_files(directory)
-    if is_local and not files:
-        raise ModelError(f"{what}: contains no safetensors files; save the model with save_pretrained")
-    for file in files:
-        _check_length(what, file)
+    if is_local:
+        try:
+            if is_sharded(directory):
+                for file in weight_files(directory):
+                    read_header(file)
+            else:
+                read_headers(directory)
+        except ModelError as error:
+            raise ModelError(f"{what}: {error}") from None
     names = description.get("architectures") or []
     if not isinstance(names, list):
         raise ModelError(f"{what}: config.json has architectures {names!r}; expected a list of names")
-    is_saved_critic = role is Role.CRITIC and (directory / "value_head.safetensors").is_file()
+    is_saved_critic = role is Role.CRITIC and (directory / VALUE_HEAD_FILE).is_file()
     if not is_saved_critic and not _fits(role, names):
         raise ModelError(
             f"{what}: {', '.join(map(str, names)) or 'no architectures in config.json'}; expected {_WANTED[role]}"
@@ -115,26 +136,6 @@ def _fits(role: Role, names: list[Any]) -> bool:
     known = causal_names() if role is not Role.REWARD else frozenset()
     known |= classifier_names() if role in (Role.REWARD, Role.CRITIC) else frozenset()
     return not known or any(name in known for name in names)
-
-
-def _check_length(what: str, file: Path) -> None:
-    """Check that a safetensors file has the length that its header states."""
-    try:
-        with file.open("rb") as opened:
-            length = int.from_bytes(opened.read(8), "little")
-            if length > MAX_HEADER_BYTES:
-                raise ValueError("header too long")
-            header = json.loads(opened.read(length))
-        ends = [tensor["data_offsets"][1] for name, tensor in header.items() if name != "__metadata__"]
-        expected = 8 + length + max(ends, default=0)
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):
-        raise ModelError(
-            f"{what}: {file.name} is not a safetensors file, or damaged; copy or download it again"
-        ) from None
-    if file.stat().st_size != expected:
-        raise ModelError(
-            f"{what}: {file.name} has {file.stat().st_size:,} bytes, its header says {expected:,}; copy or download it again"
-        )
 
 
 def check_same_tokenizer(key: str, model: str, actor_model: str) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import safetensors.torch
+import structlog
 import torch
 import transformers
 
@@ -145,12 +146,12 @@ def no_architecture(directory: Path) -> Path:
         (broken_config, "config.json"),
         (unknown_kind, "no-such-model"),
         (own_code, "model type mine needs Python code from its repository"),
-        (without_weights, "weights"),
-        (truncated, "weights"),
-        (pickled, "weights"),
+        (without_weights, "contains no safetensors files"),
+        (truncated, "its header says"),
+        (pickled, "contains no safetensors files"),
         (weight_missing, "layers.1.mlp.up_proj.weight"),
         (head_missing, "lm_head.weight"),
-        (other_shape, "weights"),
+        (other_shape, "weights have another shape"),
         (no_architecture, r"architectures \['LlamaModel'\]"),
     ],
 )
@@ -242,6 +243,18 @@ def test_stop_ids_come_from_every_source() -> None:
     assert stop_token_ids(model, tiny.tokenizer()) == {1, 4, 5, 6}
     model.config.eos_token_id = model.generation_config.eos_token_id = None
     assert stop_token_ids(model, None) == frozenset()
+
+
+def test_stop_ids_outside_the_vocabulary_are_ignored_with_a_warning() -> None:
+    model, tokenizer = tiny.causal("llama", eos_token_id=[4, tiny.VOCABULARY]), tiny.tokenizer()
+    model.generation_config.eos_token_id = -1
+    with structlog.testing.capture_logs() as logs:
+        assert stop_token_ids(model, tokenizer) == {1, 4}
+    allowed = f"ignored, because the token ids of the model are 0..{tiny.VOCABULARY - 1}"
+    assert [each["event"].partition("eos_token_id ")[2] for each in logs][:2] == [
+        f"-1: {allowed}",
+        f"{tiny.VOCABULARY}: {allowed}",
+    ]
 
 
 def test_shared_parameters_are_counted_once() -> None:

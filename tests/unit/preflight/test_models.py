@@ -207,3 +207,41 @@ def test_an_adapter_is_refused_as_a_reward_model(models: Path) -> None:
     assert f"critic.model {adapter}: LoRA adapter on {models / 'policy'}, LlamaForCausalLM" in check_inputs(
         parse_config(tree, "test")
     )
+
+
+@pytest.mark.parametrize(
+    ("generation", "token", "warning"),
+    [
+        ({}, "?", None),
+        ({"eos_token_id": -1}, "?", "generation_config.json: eos_token_id -1: ignored, because the token ids"),
+        ({"eos_token_id": [1, 5]}, "?", "eos_token_id 5: ignored, because the token ids of the model are 0..4"),
+        ({}, None, "no stop token, so every response is as long as rollout.max_response_tokens allows"),
+    ],
+)
+def test_stop_tokens_that_never_end_a_response_are_warned_of(
+    generation: dict[str, Any], token: str | None, warning: str | None, models: Path
+) -> None:
+    directory = models / "policy"
+    for name, content in (
+        ("config.json", {**json.loads((directory / "config.json").read_text()), "vocab_size": 5}),
+        ("generation_config.json", generation),
+        ("tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": token}),
+    ):
+        (directory / name).write_text(json.dumps(content))
+    checked = config(models)
+    warnings = [note for note in check_inputs(checked) if note.startswith("warning: ")]
+    assert len(warnings) == (warning is not None)
+    if warning is not None:
+        assert warnings[0].startswith(f"warning: actor.model {directory}: ")
+        assert warning in warnings[0]
+    stopping = checked.model_copy(update={"rollout": checked.rollout.model_copy(update={"stop_strings": ("b",)})})
+    if token is None:
+        assert not [note for note in check_inputs(stopping) if note.startswith("warning: ")]
+
+
+def test_a_stop_token_that_is_no_id_is_refused(models: Path) -> None:
+    (models / "policy/generation_config.json").write_text('{"eos_token_id": [[1]]}')
+    with pytest.raises(
+        ModelError, match=r"^actor\.model .*policy: generation_config\.json: eos_token_id \[\[1\]\]: expected"
+    ):
+        check_inputs(config(models))

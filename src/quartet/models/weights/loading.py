@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import structlog
 import torch
 import transformers
 from torch import nn
@@ -25,7 +26,9 @@ from quartet.adapter_files import adapter_base, adapter_chain, is_adapter
 from quartet.errors import ModelError
 from quartet.hub_models import model_directory
 from quartet.model_support import not_causal_reason, uncacheable_reason, unreadable_reason
+from quartet.models.forward.model_capabilities import vocabulary_size
 from quartet.models.hf_logging import suppress_hf_logging
+from quartet.models.weights.contents import check_contents, describe_model
 from quartet.models.weights.lora import Adapter, merge_adapter
 from quartet.models.weights.saved_state import check_shapes
 from quartet.models.weights.snapshot import Writer, host_state
@@ -33,14 +36,20 @@ from quartet.models.weights.streamed_model import StreamedModel
 from quartet.models.weights.tokenizer import SAFE, explained, first_line
 from quartet.models.workers.workers import SINGLE, Workers
 from quartet.sharded_files import is_sharded
+from quartet.stop_tokens import select_stop_ids
+from quartet.weight_files import read_headers
 
 if TYPE_CHECKING:
     from quartet.models.value_head import ValueModel
+
+log = structlog.get_logger()
 
 _Module = TypeVar("_Module", bound=nn.Module)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
+META = "meta"
+"""Device on which a load compares the headers of the files with the model, and reads no weights."""
 _CAUSAL_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.02}
 """Maximum difference that a later token makes to the logits of an earlier one, relative to the largest logit."""
 # transformers replaces functions of its classes while it loads. Two concurrent loads may restore each other's functions. Weights
@@ -57,7 +66,8 @@ def load_causal_lm(model: str | Path, dtype: str = "float32", device: str = "cpu
     if workers.size > 1:
         return _in_parts(model, lambda place: _causal_lm(model, dtype, place), device, workers)
     loaded = _causal_lm(model, dtype, device)
-    check_causal_lm(model, loaded)
+    if device != META:
+        check_causal_lm(model, loaded)
     return loaded
 
 
@@ -134,6 +144,8 @@ def load_critic(
             _in_parts(model, lambda place: _critic(model, dtype, place, _causal_lm), device, workers)
         )
     critic = _frozen_dropout(_critic(model, dtype, device, load_causal_lm))
+    if device == META:
+        return critic
     with explained(model, "forward pass of the backbone"), torch.inference_mode():
         input_ids = _two_tokens(critic)
         critic(input_ids, torch.ones_like(input_ids, dtype=torch.bool))
@@ -197,16 +209,26 @@ def _two_tokens(model: Any) -> torch.Tensor:
 
 
 def stop_token_ids(model: Any, tokenizer: Any) -> frozenset[int]:
-    """Return every token id that ends a response in the generation config, the model config or the tokenizer."""
-    sources = (
-        getattr(getattr(model, "generation_config", None), "eos_token_id", None),
-        getattr(model.config, "eos_token_id", None),
-        getattr(tokenizer, "eos_token_id", None),
-    )
-    results: set[int] = set()
-    for ids in sources:
-        results.update(ids if isinstance(ids, list | tuple) else [] if ids is None else [ids])
-    return frozenset(int(index) for index in results)
+    """Return every token id that ends a response in the generation config, the model config or the tokenizer.
+
+    Ids outside the vocabulary are ignored, with a warning. Raises ModelError for values that are no token ids.
+    """
+    name = f"model {model.config.name_or_path}"
+    sources = {
+        "generation_config.json: eos_token_id": getattr(
+            getattr(model, "generation_config", None), "eos_token_id", None
+        ),
+        "config.json: eos_token_id": getattr(model.config, "eos_token_id", None),
+        "config.json: text_config.eos_token_id": getattr(model.config.get_text_config(), "eos_token_id", None),
+        "eos_token of the tokenizer, id": getattr(tokenizer, "eos_token_id", None),
+    }
+    try:
+        stop_ids, ignored = select_stop_ids(sources, vocabulary_size(model))
+    except ModelError as error:
+        raise ModelError(f"{name}: {error}") from None
+    for line in dict.fromkeys(ignored):
+        log.warning(f"{name}: {line}")
+    return stop_ids
 
 
 def count_parameters(model: nn.Module) -> int:
@@ -255,16 +277,26 @@ def _load(model: str | Path, config: Any, kind: Any, dtype: str, device: str) ->
     directory = model_directory(model)
     if is_sharded(directory):
         return _load_sharded(model, directory, config, kind, dtype, device)
-    with explained(model, "weights"), _loading, suppress_hf_logging():
-        loaded, report = kind.from_pretrained(
-            str(directory), config=config, dtype=DTYPES[dtype], use_safetensors=True, output_loading_info=True, **SAFE
-        )
-    absent = sorted(report["missing_keys"]) + sorted(str(key[0]) for key in report["mismatched_keys"])
-    if absent:
-        raise ModelError(
-            f"model {model}: {len(absent)} weights are missing or have another shape than in config.json, the first "
-            f"{absent[0]!r}; they would start random. Give a complete {type(loaded).__name__} checkpoint"
-        )
+    try:
+        with explained(model, "weights"), _loading, suppress_hf_logging():
+            if device == META:
+                loaded, report = describe_model(directory, config, kind)
+            else:
+                read_headers(directory)
+                loaded, report = kind.from_pretrained(
+                    str(directory),
+                    config=config,
+                    dtype=DTYPES[dtype],
+                    use_safetensors=True,
+                    ignore_mismatched_sizes=True,
+                    output_loading_info=True,
+                    **SAFE,
+                )
+        notes = check_contents(loaded, report)
+    except ModelError as error:
+        raise error if str(error).startswith("model ") else ModelError(f"model {model}: {error}") from None
+    for note in notes:
+        log.warning(f"model {model}: {note}")
     return _frozen_dropout(_on_device(loaded, device))
 
 
@@ -272,8 +304,16 @@ def _load_sharded(model: str | Path, directory: Path, config: Any, kind: Any, dt
     """Load a checkpoint of a worker group, which has one file per rank."""
     # Imported here because other checkpoints do not need torch.distributed.
     from quartet.models.workers.sharded_checkpoint import WEIGHTS, ShardedState
-    from quartet.models.workers.sharding import read_weights
+    from quartet.models.workers.sharding import distinct_state, read_weights
 
+    if device == META:
+        with explained(model, "weights"), _loading, torch.device(META):
+            loaded = kind.from_config(config, dtype=DTYPES[dtype])
+            loaded.tie_weights()
+            check_shapes(
+                ShardedState(directory, WEIGHTS), {name: tuple(value.shape) for name, value in distinct_state(loaded)}
+            )
+        return _frozen_dropout(loaded)
     with explained(model, "weights"), _loading, suppress_hf_logging():
         with no_init_weights():
             loaded = kind.from_config(config, dtype=DTYPES[dtype])
