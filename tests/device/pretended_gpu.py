@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
 from unittest import mock
 
@@ -161,6 +162,9 @@ class Graph:
 class Stream:
     """A stream, which runs at once."""
 
+    def __init__(self, device: Any = None) -> None:
+        """Create a stream of the only device."""
+
     def wait_stream(self, other: Any) -> None:
         """Do nothing."""
 
@@ -175,6 +179,12 @@ class PretendedGpu:
     captures: list[Graph] = field(default_factory=list)
     attempts: int = 0
     """Captures that began, failed ones included."""
+    capture_streams: list[Stream] = field(default_factory=list)
+    """Stream of each capture that began."""
+    recording_pools: list[Any] = field(default_factory=list)
+    """Memory pools of captures that the allocator counts as unfinished. While there are any, it gives back no unused memory."""
+    held_pools: list[Any] = field(default_factory=list)
+    """Memory pools that cannot be freed: one item for each capture that began, also failed ones."""
     sorting_kernels: int = 0
     """Index writes that ran in deterministic mode."""
     modes: set[int] = field(default_factory=set)
@@ -256,20 +266,30 @@ class PretendedGpu:
             self._leaving = False
 
     @contextmanager
-    def capture(self, graph: Graph, stream: Stream | None = None, **_: Any) -> Iterator[None]:
+    def capture(self, graph: Graph, pool: Any = None, stream: Stream | None = None, **_: Any) -> Iterator[None]:
         """Record the operations inside the context, instead of ``torch.cuda.graph``.
 
-        As in torch, an error inside leaves the thread on the stream of the capture.
+        As in torch, an error inside leaves the thread on the stream of the capture, and its memory pool in use.
         """
         before, self._stream = self._stream, stream or Stream()
         self._graph = graph
         self.attempts += 1
+        self.capture_streams.append(self._stream)
+        self.recording_pools.append(pool)
+        self.held_pools.append(pool)
         try:
             yield
         finally:
             self._graph = None
+        self.recording_pools.remove(pool)
         self._stream = before
         self.captures.append(graph)
+
+    def end_allocate_to_pool(self, device: int, pool: Any) -> None:
+        """End the use of a pool by a capture, instead of ``torch._C._cuda_endAllocateToPool``."""
+        if pool not in self.recording_pools:
+            raise RuntimeError("endAllocatePool: not currently recording to mempool_id")
+        self.recording_pools.remove(pool)
 
     def set_sync_mode(self, mode: int | str) -> None:
         """Set whether reads by the host raise, instead of ``torch.cuda.set_sync_debug_mode``."""
@@ -292,7 +312,7 @@ class PretendedGpu:
         def empty_cache() -> None:
             self.emptied += 1
 
-        nothing = mock.MagicMock()
+        nothing, pools = mock.MagicMock(), count(1)
         return {
             "_lazy_init": lambda: None,
             "is_available": lambda: True,
@@ -305,7 +325,8 @@ class PretendedGpu:
             "Stream": Stream,
             "CUDAGraph": Graph,
             "graph": self.capture,
-            "graph_pool_handle": lambda: (0, 0),
+            "graph_pool_handle": lambda: (0, next(pools)),
+            "is_current_stream_capturing": lambda: self.capturing,
             "synchronize": lambda device=None: None,
             "set_sync_debug_mode": self.set_sync_mode,
             "get_sync_debug_mode": lambda: self._sync_mode,
@@ -355,6 +376,8 @@ def pretended_gpu() -> Iterator[PretendedGpu]:
         with (
             mock.patch.multiple(torch.cuda, **gpu.patches()),
             mock.patch.object(torch, "tensor", _tensor),
+            mock.patch.object(torch._C, "_cuda_endAllocateToPool", gpu.end_allocate_to_pool),
+            mock.patch.object(torch._C, "_cuda_releasePool", lambda device, pool: gpu.held_pools.remove(pool)),
             _Mode(gpu),
         ):
             yield gpu

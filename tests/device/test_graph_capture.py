@@ -9,9 +9,10 @@ import structlog
 import torch
 
 from quartet.models.generation.merged_torch import MergedTorchEngine
-from quartet.models.generation.static_decoding import COLUMNS, StaticDecoder, graph_columns
+from quartet.models.generation.static_decoding import StaticDecoder
 from quartet.models.generation.torch_engine import TorchEngine
 from quartet.models.weights.lora import add_adapter
+from quartet.planner.memory import CACHE_COLUMNS, graph_columns
 from tests.device.conftest import on_gpu
 from tests.device.pretended_gpu import PretendedGpu
 from tests.unit.models import tiny
@@ -40,11 +41,37 @@ def test_a_model_that_waits_for_the_device_is_not_captured(gpu: PretendedGpu, mo
 def test_few_graphs_serve_long_sequences_and_read_little_more_than_is_in_use() -> None:
     sizes = {columns: graph_columns(columns) for columns in range(1, 8193)}
     assert len(set(sizes.values())) == 40
-    assert all(columns <= size <= max(COLUMNS, columns * 9 / 8 + COLUMNS) for columns, size in sizes.items())
-    assert all(size % COLUMNS == 0 for size in sizes.values())
+    assert all(
+        columns <= size <= max(CACHE_COLUMNS, columns * 9 / 8 + CACHE_COLUMNS) for columns, size in sizes.items()
+    )
+    assert all(size % CACHE_COLUMNS == 0 for size in sizes.values())
+    assert list(sizes.values()) == sorted(sizes.values())
 
 
-def test_a_failed_capture_leaves_the_thread_on_its_stream(gpu: PretendedGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_captures_use_one_stream_also_those_of_other_engines(gpu: PretendedGpu) -> None:
+    for kind in ("llama", "gpt2"):
+        decode(TorchEngine(on_gpu(tiny.causal(kind)), frozenset(), 4))
+    assert len(gpu.capture_streams) == gpu.attempts > 2
+    assert len(set(map(id, gpu.capture_streams))) == 1
+    assert gpu.capture_streams[0] is not gpu.stream
+
+
+@pytest.mark.parametrize("longest", [1050, 1100, 3000])
+def test_steps_after_a_restart_have_the_sizes_of_those_before(gpu: PretendedGpu, longest: int) -> None:
+    there = on_gpu(tiny.causal("llama", max_position_embeddings=4096))
+    restarted, old = (StaticDecoder(there, graphs=True) for _ in range(2))
+    old.prepare(4, 4000)
+    sizes = []
+    for decoder in (old, restarted):
+        decoder.prepare(3, longest)
+        sizes.append([(decoder._step_rows(rows), decoder._step_columns(longest)) for rows in (1, 2, 3)])
+        assert sizes[-1][0][1] <= decoder._held[1]
+    assert sizes[0] == sizes[1]
+
+
+def test_a_failed_capture_leaves_the_thread_on_its_stream_and_no_memory_pool_in_use(
+    gpu: PretendedGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def failing(self: StaticDecoder, rows: int, columns: int) -> None:
         COMPUTE(self, rows, columns)
         if gpu.capturing:
@@ -57,6 +84,8 @@ def test_a_failed_capture_leaves_the_thread_on_its_stream(gpu: PretendedGpu, mon
     )
     assert gpu.attempts
     assert gpu.stream is stream
+    assert not gpu.recording_pools
+    assert not gpu.held_pools
 
 
 def test_an_engine_that_frees_everything_captures_again_and_draws_the_same_tokens(gpu: PretendedGpu) -> None:

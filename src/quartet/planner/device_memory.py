@@ -7,10 +7,12 @@ from collections.abc import Mapping
 
 from quartet.planner.gpus import Device
 from quartet.planner.memory import (
+    CACHE_COLUMNS,
     LOGIT_COPIES,
     activation_bytes,
     backward_bytes,
     cpu_logit_copies,
+    graph_columns,
     logit_bytes,
     logit_rows,
     training_state,
@@ -40,8 +42,6 @@ CONTEXT_BYTES = 700 * 2**20
 """CUDA context of a process with the kernels and workspaces of cuBLAS. One process for each role. An estimate."""
 GRAPH_LAYER_BYTES = 2**18
 """Memory of a captured graph per layer of the model: about 20 kernels with their arguments. An estimate, not measured."""
-CACHE_COLUMNS = 64
-"""The torch engine rounds the columns of its key-value cache up to a multiple of this number."""
 COLLECTIVE_BYTES = 2**30
 """Buffers of NCCL in a process with several ranks."""
 CPU_CONTEXT_BYTES = 350 * 2**20
@@ -207,7 +207,7 @@ def engine_cache_bytes(
 
     ``rows``: concurrent sequences; ``columns``: tokens of the longest one.
     """
-    columns = -(-columns // CACHE_COLUMNS) * CACHE_COLUMNS
+    columns = graph_columns(columns) if graphs else -(-columns // CACHE_COLUMNS) * CACHE_COLUMNS
     buffers = rows * (columns * sizes.key_value_bytes(dtype_bytes) + sizes.vocabulary * dtype_bytes)
     column_sizes = math.ceil(columns / 64) if columns <= 1024 else 16 + 8 * math.ceil(math.log2(columns / 1024))
     captured = 2 * (column_sizes + rows.bit_length()) if graphs else 0

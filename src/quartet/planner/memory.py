@@ -16,6 +16,8 @@ LOGIT_COPIES = 5
 MAX_LOGITS = 2**26
 """Number of logits in a chunk: 256 MiB in float32."""
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+CACHE_COLUMNS = 64
+"""The torch engine rounds the columns of its key-value cache up to a multiple of this number. For a GPU see ``graph_columns``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +58,16 @@ def training_state(parameters: int, trained: int, dtype_bytes: int, trained_byte
         moments=2 * FLOAT32_BYTES * trained,
         step_gradients=(FLOAT32_BYTES - size) * trained,
     )
+
+
+def graph_columns(columns: int) -> int:
+    """Return the columns of the torch engine's cache that a captured graph reads if ``columns`` are in use.
+
+    A multiple of CACHE_COLUMNS, at most an eighth more. There are eight sizes from each power of 2 to the next, so 40 sizes up to
+    8,192 columns instead of 128.
+    """
+    step = max(CACHE_COLUMNS, 1 << max(0, (columns - 1).bit_length() - 4))
+    return -(-columns // step) * step
 
 
 def logit_rows(vocabulary: int) -> int:

@@ -48,7 +48,8 @@ class GpuMemory(Collector):
         memory = GaugeMetricFamily(
             "quartet_gpu_memory_bytes", "Memory of tensors on a CUDA device.", labels=("device",)
         )
-        if torch is not None and torch.cuda.is_available() and torch.cuda.is_initialized():
+        # Any other question, such as whether a GPU is available, would start the CUDA driver in a process that uses none.
+        if torch is not None and torch.cuda.is_initialized():
             for device in range(torch.cuda.device_count()):
                 memory.add_metric((f"cuda:{device}",), torch.cuda.memory_allocated(device))
         yield memory

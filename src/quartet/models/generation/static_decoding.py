@@ -10,9 +10,10 @@ On a CPU the sizes are chosen so that they change no bit of a row, see docs/adr/
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import partial
+from contextlib import contextmanager, suppress
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -33,13 +34,12 @@ from quartet.models.forward.onednn_linear import onednn_linear
 from quartet.models.forward.packing import TOLERANCE
 from quartet.models.generation.kv_cache import BufferLayer, prefill_cache
 from quartet.models.generation.recording import NotRecordable, record
+from quartet.planner.memory import CACHE_COLUMNS, graph_columns
 
 log = structlog.get_logger()
 
-COLUMNS = 64
-"""A step on a GPU reads a multiple of this number of cache columns, see ``graph_columns``."""
 COLUMNS_CPU = 32
-"""The same on a CPU, whose steps are recorded faster."""
+"""A step on a CPU reads a multiple of this number of cache columns. For a GPU see ``graph_columns``."""
 MIN_PRODUCT = 400
 """Columns x head size of a matmul that torch computes with its matmul library. It computes smaller ones in plain loops,
 which round in another way."""
@@ -49,6 +49,8 @@ KEEP_BYTES = 2**26
 """Size of buffers that are kept during an update of the policy."""
 TRIAL = ((5, 3), 3)
 """Prompt lengths of the trial, and the number of tokens that it decodes."""
+_capturing = threading.Lock()
+"""Held during a capture, because all captures of a device use one stream."""
 
 
 class _Layer(BufferLayer):
@@ -79,7 +81,8 @@ class _Layer(BufferLayer):
 class StaticDecoder:
     """Decoder with buffers that later generations reuse, and with replays of the steps over these buffers.
 
-    The buffers fit the largest generation so far: slots x (longest prompt + longest response), rounded up to COLUMNS.
+    The buffers fit the largest generation so far: slots x (longest prompt + longest response), rounded up to CACHE_COLUMNS, or
+    to ``graph_columns``.
     ``graphs``: replay CUDA graphs, with few sizes. Otherwise a row's bits do not depend on the other rows. ``recorded``: then
     replay recordings. Without both, each step is computed op by op. ``checked``: before the capture of a graph, check that the
     step never waits for the device.
@@ -101,7 +104,9 @@ class StaticDecoder:
 
     def prepare(self, slots: int, columns: int) -> None:
         """Start a generation of up to ``slots`` rows with at most ``columns`` tokens each. Clears the previous generation."""
-        columns = -(-columns // COLUMNS) * COLUMNS
+        # With graphs, the size of a step must not depend on the buffers of earlier generations: a process that was restarted has
+        # others, and rounding depends on the size.
+        columns = graph_columns(columns) if self._graphs else -(-columns // CACHE_COLUMNS) * CACHE_COLUMNS
         self._slots = slots = slots if self._graphs else padded_rows(slots)
         rows_held, columns_held = self._held
         if slots > rows_held or columns > columns_held:
@@ -192,7 +197,7 @@ class StaticDecoder:
     def _step_columns(self, columns: int) -> int:
         """Return the columns to read if ``columns`` are in use."""
         if self._graphs:
-            return min(graph_columns(columns), self._held[1])
+            return graph_columns(columns)
         keys, values = self._keys_values[0]
         columns = max(columns, -(-MIN_PRODUCT // min(keys.shape[3], values.shape[3])))
         return min(-(-columns // COLUMNS_CPU) * COLUMNS_CPU, self._held[1])
@@ -257,15 +262,6 @@ class StaticDecoder:
         self._logits[:rows] = logits
 
 
-def graph_columns(columns: int) -> int:
-    """Return the columns that a graph reads if ``columns`` are in use: a multiple of COLUMNS, at most an eighth more.
-
-    There are eight sizes from each power of 2 to the next, so 40 sizes up to 8,192 columns instead of 128.
-    """
-    step = max(COLUMNS, 1 << max(0, (columns - 1).bit_length() - 4))
-    return -(-columns // step) * step
-
-
 def padded_rows(rows: int) -> int:
     """Return the number of rows to compute on a CPU, so that a row's bits do not depend on it: a multiple of 4.
 
@@ -307,9 +303,9 @@ def _captured(compute: Callable[[], None], device: torch.device, pool: Any, chec
     ``checked``: first call it once more, and raise RuntimeError if it waits for the device. A capture that fails for that reason
     leaves the device in a worse state.
     """
-    with torch.cuda.device(device):
+    with _capturing, torch.cuda.device(device):
         before = torch.cuda.current_stream()
-        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream = _capture_stream(device)
         stream.wait_stream(before)
         try:
             with torch.cuda.stream(stream):
@@ -322,11 +318,35 @@ def _captured(compute: Callable[[], None], device: torch.device, pool: Any, chec
             # Other threads of this process may use the GPU during the capture, such as another service or a status request.
             with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
                 compute()
+        except BaseException:
+            _abandon_capture(device, pool)
+            raise
         finally:
             # If the end of a capture fails, torch leaves the thread on the stream of the capture.
             torch.cuda.set_stream(before)
     replay: Callable[[], None] = graph.replay
     return replay
+
+
+@cache
+def _capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """Return the stream of all captures on a device.
+
+    The allocator reuses the memory of a pool only on the stream that allocated it, and cuBLAS keeps a workspace for each stream.
+    """
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
+def _abandon_capture(device: torch.device, pool: Any) -> None:
+    """End the use of a memory pool by a capture that failed. Without effect if the capture had not begun.
+
+    If the end of a capture fails, torch skips this. The allocator then counts the capture as unfinished for the life of the
+    process, and does not give back unused memory when it runs out.
+    """
+    # An error says that the pool is not in use by a capture.
+    with suppress(RuntimeError):
+        torch._C._cuda_endAllocateToPool(device.index, pool)
+        torch._C._cuda_releasePool(device.index, pool)
 
 
 @contextmanager

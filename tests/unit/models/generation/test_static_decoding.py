@@ -13,9 +13,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from quartet.errors import Cancelled, ComputationFailed
 from quartet.models.generation import static_decoding
-from quartet.models.generation.static_decoding import COLUMNS, StaticDecoder, unsupported_reason
+from quartet.models.generation.static_decoding import StaticDecoder, unsupported_reason
 from quartet.models.generation.torch_engine import TorchEngine
 from quartet.models.weights.lora import add_adapter
+from quartet.planner.memory import CACHE_COLUMNS
 from quartet.types import SamplingParameters, Trajectory
 from tests.unit.models import tiny
 
@@ -169,10 +170,10 @@ def test_other_rows_in_the_batch_do_not_change_the_bits_of_a_row() -> None:
 def test_finished_rows_never_exceed_the_buffer(removed: bool) -> None:
     model, prefilled = tiny.causal("llama", max_position_embeddings=256), static_decoding.prefill_cache()
     decoder = StaticDecoder(model, False, recorded=True)
-    decoder.prepare(4, COLUMNS + 4)
-    model(input_ids=torch.full((4, COLUMNS + 2), 5), past_key_values=prefilled, use_cache=True)
-    decoder.fill([0, 1, 2, 3], [0, 1, 2, 3], [3, 3, 3, COLUMNS + 2], prefilled)
-    decoder.begin(slice(0, 4), [3, 3, 3, COLUMNS + 2])
+    decoder.prepare(4, CACHE_COLUMNS + 4)
+    model(input_ids=torch.full((4, CACHE_COLUMNS + 2), 5), past_key_values=prefilled, use_cache=True)
+    decoder.fill([0, 1, 2, 3], [0, 1, 2, 3], [3, 3, 3, CACHE_COLUMNS + 2], prefilled)
+    decoder.begin(slice(0, 4), [3, 3, 3, CACHE_COLUMNS + 2])
     if removed:
         decoder.keep(3, torch.tensor([], dtype=torch.int64), torch.tensor([], dtype=torch.int64))
     rows = 3 if removed else 4
@@ -180,7 +181,7 @@ def test_finished_rows_never_exceed_the_buffer(removed: bool) -> None:
         if not removed:
             decoder.rest(np.array([3]))
         decoder.logits(torch.full((rows,), 5))
-    assert set(decoder._steps) == {(4, COLUMNS)}
+    assert set(decoder._steps) == {(4, CACHE_COLUMNS)}
 
 
 def test_the_cache_fits_the_largest_generation_and_is_reused() -> None:
@@ -188,7 +189,7 @@ def test_the_cache_fits_the_largest_generation_and_is_reused() -> None:
     tiny.generated(engine, tiny.requests(20, lengths=(60, 61)), max_response_tokens=10)
     assert engine._static is not None
     keys, _ = engine._static._keys_values[0]
-    assert (keys.shape[0], keys.shape[2]) == (8, 2 * COLUMNS)
+    assert (keys.shape[0], keys.shape[2]) == (8, 2 * CACHE_COLUMNS)
     tiny.generated(engine, tiny.requests(4))
     assert engine._static._keys_values[0][0] is keys
     engine.close()
