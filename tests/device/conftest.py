@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from quartet.models.forward import onednn_linear
+from quartet.models.forward import gpu_attention, onednn_linear
 from quartet.models.gpu_settings import set_up_gpu
 from tests.device.pretended_gpu import PretendedGpu, pretended_gpu
 
@@ -24,12 +26,15 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[PretendedGpu]:
         "warn"
     )  # As set_up_torch does, whose other settings are for a process's lifetime.
     set_up_gpu()
+    gpu_attention._works.cache_clear()
     try:
         with pretended_gpu() as device:
             yield device
     finally:
         torch.set_deterministic_debug_mode(mode)
         torch.backends.cuda.enable_cudnn_sdp(cudnn)
+        AttentionInterface.register("sdpa", sdpa_attention_forward)
+        gpu_attention._works.cache_clear()
 
 
 def on_gpu(model: Any) -> Any:

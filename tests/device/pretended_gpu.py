@@ -4,12 +4,14 @@ Its tensors wrap CPU tensors and compute with them, so results equal those of th
 of two devices, except copies and scalars. During the capture of a graph it refuses reads by the host and transfers, and records
 each operation with the memory that it used. A replay repeats the operations on the same memory. In strict deterministic mode it
 refuses operations without a deterministic CUDA kernel, by the list in torch's documentation of ``use_deterministic_algorithms``.
+It counts which kernel of attention a GPU would take.
 
 Differences from a GPU: no kernel runs, so rounding, speed, memory and the order of streams are those of the CPU.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -20,6 +22,8 @@ from unittest import mock
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
+
+from tests.device import flash_attention
 
 CUDA = torch.device("cuda", 0)
 CPU = torch.device("cpu")
@@ -38,8 +42,10 @@ NO_DETERMINISTIC_KERNEL = {
     "aten::put_",
 }
 """Operations that raise in strict mode, by name. Not complete: those that this code base could call."""
-SORTING_KERNEL = INDEXING - {"aten::index"}
+SORTING_KERNEL = (INDEXING - {"aten::index"}) | {"aten::index_add", "aten::index_add_"}
 """Operations whose CUDA kernel sorts the indices, and copies views, in deterministic mode."""
+STAND_INS = {flash_attention.FORWARD: flash_attention.forward, flash_attention.BACKWARD: flash_attention.backward}
+"""Replacements of kernels that torch has on CUDA only."""
 
 
 class DeviceError(RuntimeError):
@@ -93,6 +99,8 @@ class GpuTensor(torch.Tensor):
             target = {"device": CPU} if function is torch.Tensor.cpu else {}
             with _current().leaving():
                 return _call(torch.Tensor.to, arguments, {**more, **target, "copy": True})
+        if function is torch.nn.functional.scaled_dot_product_attention:
+            _current().attention_kernels[_attention_kernel(*arguments, **more)] += 1
         if function is torch.Tensor.tolist:
             return arguments[0].cpu().tolist()
         if function in (torch.Tensor.to, torch.Tensor.cuda) and _changes_nothing(*arguments, **more):
@@ -125,6 +133,20 @@ def _names_host(_: Any, *arguments: Any, **more: Any) -> bool:
 def _changes_nothing(_: Any, *arguments: Any, **more: Any) -> bool:
     """Return whether the arguments of ``to`` or ``cuda`` name only the device."""
     return not more and all(isinstance(each, (str, torch.device)) for each in arguments)
+
+
+def _attention_kernel(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    *_: Any,
+    **__: Any,
+) -> str:
+    """Return the kernel that CUDA takes for ``scaled_dot_product_attention``. "math" keeps all weights of the attention."""
+    if attn_mask is None and query.dtype in (torch.float16, torch.bfloat16):
+        return "flash"
+    return "efficient" if query.shape[-3] == key.shape[-3] == value.shape[-3] else "math"
 
 
 @dataclass
@@ -187,6 +209,12 @@ class PretendedGpu:
     """Memory pools that cannot be freed: one item for each capture that began, also failed ones."""
     sorting_kernels: int = 0
     """Index writes that ran in deterministic mode."""
+    attention_kernels: Counter[str] = field(default_factory=Counter)
+    """Calls of attention by kernel: flash, efficient, math, and runs for sequences of different lengths."""
+    longest_scan: int = 0
+    """Elements of the longest row of a cumulative sum, which one block of threads computes."""
+    unordered_kernels: int = 0
+    """Backward passes of attention whose order of summation was not fixed."""
     modes: set[int] = field(default_factory=set)
     """Deterministic modes in which operations ran: 0 off, 1 warn, 2 error."""
     emptied: int = 0
@@ -225,6 +253,12 @@ class PretendedGpu:
             more = {**more, "device": CPU}
         more.pop("pin_memory", None)
         plain_arguments, plain_more = tree_map(_values, (arguments, more))
+        if name == "aten::cumsum" and on_gpu:
+            self.longest_scan = max(self.longest_scan, arguments[0].shape[arguments[1]])
+        if name in STAND_INS and on_gpu:
+            function = STAND_INS[name]
+            self.attention_kernels["runs"] += name == flash_attention.FORWARD
+            self.unordered_kernels += name == flash_attention.BACKWARD and torch.get_deterministic_debug_mode() < 2
         results = function(*plain_arguments, **plain_more)
         if not (on_gpu or goes_to_gpu):
             return results

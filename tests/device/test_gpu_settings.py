@@ -8,10 +8,12 @@ import pytest
 import torch
 
 from quartet.errors import ModelError
+from quartet.models.generation.sampling import BLOCK, sample_tokens
 from quartet.models.generation.torch_engine import TorchEngine
 from quartet.models.gpu_settings import deterministic_update
 from quartet.models.training.optimizer import create_optimizer
 from quartet.models.training.updates import update_policy
+from quartet.types import SamplingParameters
 from tests.device.conftest import on_gpu
 from tests.device.pretended_gpu import PretendedGpu
 from tests.unit.models import tiny
@@ -64,3 +66,17 @@ def test_an_update_on_a_cpu_keeps_the_mode_of_its_process(monkeypatch: pytest.Mo
 
 def test_a_process_with_a_gpu_does_not_use_the_attention_of_cudnn(gpu: PretendedGpu) -> None:
     assert not torch.backends.cuda.cudnn_sdp_enabled()
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.7, "top_k": 50, "top_p": 0.9}, {"min_p": 0.001}])
+def test_sampling_from_a_large_vocabulary_adds_up_short_rows(gpu: PretendedGpu, options: dict[str, Any]) -> None:
+    vocabulary = 151_936
+    logits = 3 * torch.randn((4, vocabulary), generator=torch.Generator().manual_seed(0))
+    numbers = torch.rand((4, 1), generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    sampling = SamplingParameters(1, **options)
+    tokens, log_probs = sample_tokens(logits.to("cuda:0"), numbers.to("cuda:0"), sampling)
+    expected, expected_log_probs = sample_tokens(logits, numbers, sampling)
+    assert tokens.tolist() == expected.tolist()
+    assert log_probs.tolist() == pytest.approx(expected_log_probs.tolist(), abs=1e-6)
+    if "top_p" not in options:  # Which sorts all of them anyway.
+        assert gpu.longest_scan <= vocabulary / BLOCK

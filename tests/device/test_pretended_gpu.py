@@ -1,4 +1,7 @@
-"""The GPU path on the pretended GPU: decoding, updates and scoring of four families give the results of the CPU."""
+"""The GPU path on the pretended GPU: decoding, updates and scoring of four families give the results of the CPU.
+
+In half precision a GPU has another kernel of attention, so here it is turned off: ``test_gpu_attention.py`` compares the two.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from quartet.models.forward import gpu_attention
 from quartet.models.forward.scoring import response_log_probs, response_values, sequence_scores
 from quartet.models.generation.torch_engine import TorchEngine
 from quartet.models.training.optimizer import create_optimizer
@@ -46,7 +50,10 @@ def test_decoding_draws_the_tokens_of_the_cpu(gpu: PretendedGpu, kind: str, stat
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", tiny.KINDS)
-def test_policy_updates_end_with_the_weights_of_the_cpu(gpu: PretendedGpu, kind: str, dtype: torch.dtype) -> None:
+def test_policy_updates_end_with_the_weights_of_the_cpu(
+    gpu: PretendedGpu, monkeypatch: pytest.MonkeyPatch, kind: str, dtype: torch.dtype
+) -> None:
+    monkeypatch.setattr(gpu_attention, "HALF_PRECISION", ())
     model = tiny.causal(kind).to(dtype)
     data, there = experience(model), on_gpu(model)
     expected = update_policy(model, create_optimizer(model, 0.01), data, settings(), LOSS, 1000)
@@ -57,7 +64,10 @@ def test_policy_updates_end_with_the_weights_of_the_cpu(gpu: PretendedGpu, kind:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", tiny.KINDS)
-def test_value_updates_end_with_the_weights_of_the_cpu(gpu: PretendedGpu, kind: str, dtype: torch.dtype) -> None:
+def test_value_updates_end_with_the_weights_of_the_cpu(
+    gpu: PretendedGpu, monkeypatch: pytest.MonkeyPatch, kind: str, dtype: torch.dtype
+) -> None:
+    monkeypatch.setattr(gpu_attention, "HALF_PRECISION", ())
     model = ValueModel.of_causal_lm(tiny.causal(kind).to(dtype))
     data, there = experience(None), on_gpu(model)
     loss = ValueLossSettings(value_clip=0.2)

@@ -14,10 +14,16 @@ def set_up_gpu() -> None:
     """Prepare this process for models on a GPU. Outside updates, torch then chooses its fastest kernels.
 
     In deterministic mode, each write to the key-value cache would sort its indices and copy the cache. The attention of cuDNN
-    builds a plan for each shape of a batch, and nearly every batch has another shape.
+    builds a plan for each shape of a batch, and nearly every batch has another shape. transformers' attention to groups of heads
+    takes memory that grows with the square of the length in float32.
     """
+    from transformers import AttentionInterface
+
+    from quartet.models.forward.gpu_attention import sdpa
+
     torch.set_deterministic_debug_mode("default")
     torch.backends.cuda.enable_cudnn_sdp(False)
+    AttentionInterface.register("sdpa", sdpa)
 
 
 def release_gpu_memory() -> None:

@@ -6,6 +6,9 @@ import torch
 
 from quartet.types import SamplingParameters
 
+BLOCK = 128
+"""Tokens whose probabilities a GPU adds up in one sum. It divides most vocabularies."""
+
 
 def sample_tokens(
     logits: torch.Tensor,
@@ -32,20 +35,53 @@ def sample_tokens(
         return _likeliest(scaled)
     shifted = scaled - scaled.amax(-1, keepdim=True)
     weights = shifted.exp()
-    # float64, so that the sum does not lose thousands of tiny probabilities to rounding.
-    cumulative = weights.cumsum(-1, dtype=torch.float64)
-    total = cumulative[:, -1:]
-    if sampling.truncates:
-        kept = _truncate(weights, sampling) if sampling.top_k or sampling.top_p < 1 else weights
-        if sampling.min_p:
-            # The likeliest token has weight 1. Source: Nguyen et al. 2024.
-            kept = kept.where(weights >= sampling.min_p, 0.0)
-        cumulative = kept.cumsum(-1, dtype=torch.float64)
-    tokens = torch.searchsorted(cumulative, uniforms * cumulative[:, -1:], right=True)
+    kept = _truncate(weights, sampling) if sampling.top_k or sampling.top_p < 1 else weights
+    if sampling.min_p:
+        # The likeliest token has weight 1. Source: Nguyen et al. 2024.
+        kept = kept.where(weights >= sampling.min_p, 0.0)
+    draw = _draw_by_blocks if weights.is_cuda else _draw
+    tokens, total = draw(kept, uniforms)
+    if kept is not weights:
+        total = weights.cumsum(-1, dtype=torch.float64)[:, -1:] if draw is _draw else _block_sums(weights).sum(-1, True)
     # Only NaN can give an index past the end. It is clamped, so that the caller's check reports it instead of a device assertion.
     tokens = tokens.clamp_(max=logits.shape[1] - 1)
     log_probs = shifted.gather(1, tokens) - total.log()
     return tokens.squeeze(1), log_probs.squeeze(1).float()
+
+
+def _draw(weights: torch.Tensor, uniforms: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the first token of each row whose cumulative weight exceeds its part ``uniforms`` of the total, and the total.
+
+    Shapes: weights [n, vocabulary], uniforms float64 [n, 1] -> int64 [n, 1], float64 [n, 1].
+    """
+    # float64, so that the sum does not lose thousands of tiny probabilities to rounding.
+    cumulative = weights.cumsum(-1, dtype=torch.float64)
+    total = cumulative[:, -1:]
+    return torch.searchsorted(cumulative, uniforms * total, right=True), total
+
+
+def _draw_by_blocks(weights: torch.Tensor, uniforms: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the results of ``_draw`` but for rounding: find the block of a token first, then the token.
+
+    A GPU computes the cumulative sum of a row with one block of threads, and would write a float64 for each token.
+    """
+    cumulative = _block_sums(weights).cumsum(-1)
+    total = cumulative[:, -1:]
+    target = uniforms * total
+    block = torch.searchsorted(cumulative, target, right=True).clamp_(max=cumulative.shape[1] - 1)
+    before = torch.where(block > 0, cumulative.gather(1, (block - 1).clamp_(min=0)), 0.0)
+    columns = block * BLOCK + torch.arange(BLOCK, device=weights.device)
+    inside = weights.gather(1, columns.clamp(max=weights.shape[1] - 1)).where(columns < weights.shape[1], 0.0)
+    sums = inside.cumsum(-1, dtype=torch.float64)
+    # Both sums are rounded, so the rest may reach the sum of the block. Then its last token of any probability is meant.
+    rest = torch.minimum(target - before, torch.nextafter(sums[:, -1:], torch.zeros_like(total)))
+    return block * BLOCK + torch.searchsorted(sums, rest, right=True), total
+
+
+def _block_sums(weights: torch.Tensor) -> torch.Tensor:
+    """Return the sums of blocks of ``weights`` [n, vocabulary] in float64, [n, blocks]."""
+    padded = torch.nn.functional.pad(weights, (0, pads)) if (pads := -weights.shape[1] % BLOCK) else weights
+    return padded.unflatten(1, (-1, BLOCK)).sum(-1, dtype=torch.float64)
 
 
 def _likeliest(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

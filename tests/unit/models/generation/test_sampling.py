@@ -8,7 +8,7 @@ import torch
 
 from quartet.engines.validation import check_sampling
 from quartet.errors import InvalidRequest
-from quartet.models.generation.sampling import sample_tokens
+from quartet.models.generation.sampling import BLOCK, _draw, _draw_by_blocks, sample_tokens
 from quartet.random_streams import uniforms
 from quartet.types import SamplingParameters, TrajectoryId
 
@@ -115,3 +115,30 @@ def test_temperature_zero_is_greedy_with_log_probs_at_temperature_one() -> None:
 def test_parameters_outside_their_range_are_refused(parameters: dict[str, float]) -> None:
     with pytest.raises(InvalidRequest, match=next(iter(parameters))):
         check_sampling(SamplingParameters(**{"max_response_tokens": 1, **parameters}))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("vocabulary", [3, BLOCK, BLOCK + 1, 10 * BLOCK, 1000])
+def test_drawing_by_blocks_finds_the_same_tokens(vocabulary: int) -> None:
+    generator = torch.Generator().manual_seed(vocabulary)
+    weights = torch.rand((400, vocabulary), generator=generator) ** 8
+    weights[:, torch.rand(vocabulary, generator=generator) < 0.3] = 0
+    weights[:, vocabulary // 2] = 1.0
+    numbers = torch.rand((400, 1), generator=generator, dtype=torch.float64)
+    numbers[:2, 0] = torch.tensor([0.0, 1 - 2**-53], dtype=torch.float64)
+    (tokens, total), (expected, expected_total) = _draw_by_blocks(weights, numbers), _draw(weights, numbers)
+    assert torch.equal(tokens, expected)
+    assert torch.allclose(total, expected_total, rtol=1e-14)
+
+
+@pytest.mark.parametrize("likely", [0, BLOCK - 1, BLOCK, 2 * BLOCK + 6])
+def test_drawing_by_blocks_never_draws_a_token_without_probability(likely: int) -> None:
+    weights = torch.zeros((5, 2 * BLOCK + 7))
+    weights[:, likely] = 1e-30
+    numbers = torch.tensor([[0.0], [0.1], [0.5], [1 - 2**-52], [1 - 2**-53]], dtype=torch.float64)
+    assert _draw_by_blocks(weights, numbers)[0].squeeze().tolist() == [likely] * 5
+
+
+def test_drawing_by_blocks_from_weights_that_are_no_numbers_does_not_fail() -> None:
+    tokens, total = _draw_by_blocks(torch.full((1, 300), torch.nan), torch.tensor([[0.5]], dtype=torch.float64))
+    assert tokens.shape == (1, 1)
+    assert total.isnan().all()
