@@ -41,6 +41,7 @@ def check_inputs(config: Config, report: Callable[[str], None] = lambda _: None)
     """
     if config.services.orchestrator.address is not None:
         check_separate_orchestrator(config)
+    _check_run_directory(config)
     notes = []
     local: dict[str, tuple[Role, str]] = {}
     compared = {config.actor.model} if config.services.actor.address is None else set(config.models.values())
@@ -84,6 +85,17 @@ def check_inputs(config: Config, report: Callable[[str], None] = lambda _: None)
     # Processes that import libraries come last, because they take seconds.
     notes += check_contents(local)
     return check_prompts(config, report) + notes + unused_settings(config)
+
+
+def _check_run_directory(config: Config) -> None:
+    path = str(config.run_directory.absolute())
+    try:
+        path.encode()
+    except UnicodeEncodeError:
+        raise ConfigError(
+            f"run.directory {path!a}: the path is not valid UTF-8, so models cannot be written there; give another "
+            "run.directory, or start in another folder"
+        ) from None
 
 
 def _check_nodes(role: Role, service: ServiceConfig) -> None:

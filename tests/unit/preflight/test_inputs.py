@@ -31,6 +31,13 @@ def test_an_output_without_its_package_is_refused(models: Path, monkeypatch: pyt
         check_inputs(parse_config(tree, "test"))
 
 
+def test_a_run_directory_that_is_not_utf_8_is_refused(models: Path) -> None:
+    tree = config(models).model_dump()
+    tree["run"]["directory"] = Path("raw\udcff")
+    with pytest.raises(ConfigError, match=r"^run\.directory .*raw\\udcff.*: the path is not valid UTF-8"):
+        check_inputs(parse_config(tree, "test"))
+
+
 @pytest.mark.parametrize("key", ["listen", "metrics_listen", "health_listen"])
 def test_a_port_in_use_is_reported_with_its_key(models: Path, key: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
