@@ -7,6 +7,7 @@ import platform
 from pathlib import Path
 
 from quartet.config import Config
+from quartet.cpu_environment import set_cpu_environment
 from quartet.errors import ConfigError
 from quartet.gpu_environment import set_gpu_environment
 from quartet.topology import available_cores
@@ -44,9 +45,10 @@ def device_of(config: Config, path: Path) -> str:
 
 
 def set_up(device: str, threads: int) -> None:
-    """Set the CPU threads of torch, and on a GPU also the flags of a service."""
+    """Set the CPU threads of torch and the flags of a service."""
     import torch
 
+    set_cpu_environment(os.environ)
     if device == "cpu":
         torch.set_num_threads(threads)
         return

@@ -26,12 +26,12 @@ import structlog
 from quartet.buffer.redis_url import environment_overrides, required_buffer_url
 from quartet.child_processes import kill_descendants
 from quartet.config import Config, load_config
+from quartet.cpu_environment import set_cpu_environment
 from quartet.durable_files import describe_os_error
 from quartet.errors import ConfigError, QuartetError, ServiceFailed
 from quartet.failpoints import arm
 from quartet.gpu_environment import set_gpu_environment
 from quartet.missing_packages import explain_missing_package
-from quartet.openmp import set_wait_policy
 from quartet.services.workers.processes import RankProcess, start_ranks
 from quartet.telemetry.logs import configure_logs
 from quartet.topology import listen_address, num_memory_sharers, num_threads
@@ -100,6 +100,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     roles = [Role(role) for role in dict.fromkeys(options.roles)]
     configure_logs("+".join(roles))
+    set_cpu_environment(os.environ)
     notifier = ReadyNotifier(options.ready_fd)
     try:
         if failpoints := arm(os.environ):
@@ -149,7 +150,6 @@ def _serve(roles: list[Role], options: argparse.Namespace, notifier: ReadyNotifi
     threads = num_threads(config, roles[0])
     # Set before the import of torch, which sizes its thread pools once.
     os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(threads)
-    set_wait_policy(os.environ)
     if _torch_devices(roles, config):
         set_gpu_environment(os.environ)
 

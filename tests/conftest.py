@@ -12,6 +12,7 @@ import pytest
 
 from quartet.buffer.connection import Redis, connect
 from quartet.buffer.embedded_redis import EmbeddedRedis
+from quartet.cpu_environment import set_cpu_environment
 from quartet.telemetry.logs import configure_logs
 
 _CACHE = tempfile.TemporaryDirectory(prefix="quartet-tests-")
@@ -24,6 +25,7 @@ os.environ["QUARTET_CACHE"] = _CACHE.name
 # of torch.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+set_cpu_environment(os.environ)
 
 # The imports of the tests create millions of objects that stay. Searches for garbage among them would take a part of all tests.
 gc.disable()

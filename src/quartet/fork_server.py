@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from quartet.child_processes import die_with, module_command, tied_to_parent
-from quartet.openmp import set_wait_policy
+from quartet.cpu_environment import set_cpu_environment
 
 IMPORT_SECONDS = 120.0
 """Time limit for the server to import the libraries and to fork for the first time."""
@@ -153,7 +153,7 @@ def _main(connection_number: str, client: str, program: str, *preloaded: str) ->
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # If the client ignores it, this process inherits that.
     # One thread, because a fork copies only the thread that calls it. The program sets its own number of threads.
     os.environ["OMP_NUM_THREADS"] = "1"
-    set_wait_policy(os.environ)
+    set_cpu_environment(os.environ)
     os.environ["SPT_NOENV"] = "1"  # setproctitle then leaves the environment of the process readable.
     gc.disable()  # The imports create only objects that stay.
     for module in (*preloaded, "setproctitle"):

@@ -20,7 +20,7 @@ from tests.device.pretended_gpu import PretendedGpu, pretended_gpu
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[PretendedGpu]:
     """The pretended GPU, with the settings of a service process that uses a GPU."""
     # oneDNN rounds in another way, and a GPU does not use it.
-    monkeypatch.setattr(onednn_linear, "is_faster", lambda: False)
+    monkeypatch.setattr(onednn_linear, "is_needed", lambda: False)
     mode, cudnn = torch.get_deterministic_debug_mode(), torch.backends.cuda.cudnn_sdp_enabled()
     torch.set_deterministic_debug_mode(
         "warn"

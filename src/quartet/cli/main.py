@@ -15,6 +15,7 @@ from quartet import __version__
 from quartet.cli.conformance_command import check_conformance
 from quartet.cli.inference.arguments import generate
 from quartet.cli.sweep.arguments import sweep
+from quartet.cpu_environment import set_cpu_environment
 from quartet.durable_files import describe_os_error
 from quartet.errors import ConfigError, QuartetError
 from quartet.missing_packages import explain_missing_package
@@ -494,6 +495,7 @@ def main() -> None:
 
     # gRPC logs every connection that a service closes.
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
+    set_cpu_environment(os.environ)
     signal.signal(signal.SIGTERM, interrupt)
     signal.signal(signal.SIGHUP, interrupt)
     try:

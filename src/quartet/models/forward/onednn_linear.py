@@ -1,7 +1,7 @@
-"""Linear layers that compute with oneDNN, on AMD processors with AVX-512.
+"""Linear layers that compute with oneDNN, on x86-64 processors of other vendors than Intel.
 
-torch gives a float32 matmul to MKL, which does not use AVX-512 on AMD processors. oneDNN does, and takes about half of the time
-there. See docs/adr/0025-onednn-on-amd.md.
+torch gives a float32 matmul to MKL. There it does not use AVX-512, and rounds a row by the number of rows. oneDNN takes about
+half of the time with AVX-512, and rounds a row in the same way in any batch. See docs/adr/0025-the-same-bits-in-any-batch.md.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,21 +17,19 @@ from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-MIN_WEIGHTS = 2**14
-"""Minimum size of a weight for oneDNN. For smaller matmuls the call would take longer than the computation. The number of rows
-does not matter: otherwise the other rows of a batch would change the bits of a row."""
+from quartet.cpu_environment import is_intel
+
 _is_on: ContextVar[bool] = ContextVar("onednn_linear", default=False)
 _is_allowed: ContextVar[bool] = ContextVar("onednn_allowed", default=True)
-CPU_INFO = Path("/proc/cpuinfo")
 
 
 @contextmanager
 def onednn_linear() -> Iterator[None]:
-    """Compute linear layers inside the context with oneDNN, if this processor is faster with it. Also a decorator.
+    """Compute linear layers inside the context with oneDNN, if this processor needs it. Also a decorator.
 
     Applies to the calling thread, forward and backward.
     """
-    if is_faster() and _is_allowed.get():
+    if is_needed() and _is_allowed.get():
         token = _is_on.set(True)
         try:
             with _LinearMode():
@@ -62,11 +59,10 @@ def same_linear() -> AbstractContextManager[None]:
 
 
 @functools.cache
-def is_faster() -> bool:
-    """Return whether oneDNN is faster than MKL here: an AMD processor with AVX-512, and a torch with the operator."""
-    if not hasattr(torch.ops.mkldnn, "_linear_pointwise") or not CPU_INFO.exists():
-        return False
-    return "AuthenticAMD" in CPU_INFO.read_text() and torch.backends.cpu.get_cpu_capability() == "AVX512"
+def is_needed() -> bool:
+    """Return whether oneDNN computes linear layers here: not an Intel processor, AVX2 or more, and a torch with the operator."""
+    has_operator = hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    return has_operator and torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512") and not is_intel()
 
 
 class _LinearMode(TorchFunctionMode):
@@ -85,10 +81,11 @@ class _LinearMode(TorchFunctionMode):
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return ``input`` [..., in] times ``weight`` [out, in] transposed, plus ``bias`` [out]: [..., out]. Differentiable.
 
-    Uses oneDNN if the tensors are float32 on a CPU and the weight is large enough, and torch otherwise.
+    Uses oneDNN if the tensors are float32 on a CPU, and torch otherwise. Small weights, too, although the call takes longer than
+    their matmul: MKL would round a row by the number of rows.
     """
     is_float32_on_cpu = input.device.type == "cpu" and input.dtype == weight.dtype == torch.float32
-    if not is_float32_on_cpu or weight.numel() < MIN_WEIGHTS or not input.numel():
+    if not is_float32_on_cpu or not input.numel():
         return functional.linear(input, weight, bias)
     flat = input.reshape(-1, weight.shape[1]).contiguous()
     if torch.is_grad_enabled():

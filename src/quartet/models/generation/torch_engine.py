@@ -51,10 +51,10 @@ PREFILL_TOKENS = 8192
 
 TRIAL_LENGTHS, TRIAL_TOKENS = (1, 4, 2), 3
 """Prompt lengths and response tokens of the trial of a new engine."""
-INVARIANCE_LENGTHS = (1, 5, 18)
-"""Prompt lengths of the trial of batch invariance."""
-INVARIANCE_ROWS, INVARIANCE_FLOPS = 40, 5e10
-"""Largest batch of this trial, and the operations that it may cost for a large model."""
+INVARIANCE_LENGTHS, INVARIANCE_TOKENS = (1, 5, 18, 70), 3
+"""Prompt lengths and response tokens of the trial of batch invariance."""
+INVARIANCE_PARTS, INVARIANCE_ROWS, INVARIANCE_FLOPS = (6, 11, 20, 40), 256, 5e10
+"""Smaller batches and the largest batch of this trial, and the operations that it may cost for a large model."""
 TRIAL_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.5, torch.float16: 0.2}
 """Maximum difference of log-probs between the trial and whole sequences, in nats."""
 
@@ -97,6 +97,8 @@ class TorchEngine:
         self._generations = 0
         self._check_decoding()
         self._batch_invariant = self._is_batch_invariant()
+        # The trial's buffers may be larger than those of any generation.
+        self.release(everything=not self._graphs)
 
     @property
     def batch_invariant(self) -> bool:
@@ -221,20 +223,26 @@ class TorchEngine:
         if self._static is None or has_experts(self._model):
             return False
         size = sum(parameter.numel() for parameter in self._model.parameters())
-        rows = max(
-            len(INVARIANCE_LENGTHS), min(INVARIANCE_ROWS, self._max_concurrent, int(INVARIANCE_FLOPS / (2 * size)))
-        )
-        requests = _trial_requests(self._model, (INVARIANCE_LENGTHS * rows)[:rows])
-        first = requests[: len(INVARIANCE_LENGTHS)]
+        limit, few = max_positions(self._model), len(INVARIANCE_LENGTHS)
+        lengths = [length if limit is None else min(length, limit - INVARIANCE_TOKENS) for length in INVARIANCE_LENGTHS]
+        rows = max(few, min(INVARIANCE_ROWS, self._max_concurrent, int(INVARIANCE_FLOPS / (2 * size))))
+        prompts = [request.prompt_ids for request in _trial_requests(self._model, lengths * 2)]
+        requests = [
+            GenerationRequest(TrajectoryId("trial", 0, index, 0), prompts[index % len(prompts)])
+            for index in range(rows)
+        ]
         expected = self._trial_bits(requests, rows)
-        single = {key: bits for request in first for key, bits in self._trial_bits([request], 1).items()}
+        parts = [([request], 1) for request in requests[:few]] + [(requests[:few], 2)]
+        parts += [(requests[-part:], part) for part in INVARIANCE_PARTS if part < rows]
         return all(
-            expected[key] == bits for bits_of in (single, self._trial_bits(first, 2)) for key, bits in bits_of.items()
+            expected[key] == bits for part, slots in parts for key, bits in self._trial_bits(part, slots).items()
         )
 
     def _trial_bits(self, requests: list[GenerationRequest], slots: int) -> dict[TrajectoryId, tuple[bytes, bytes]]:
         """Return the bytes of the tokens and log-probs of short responses."""
-        state = _Slots(self._model, frozenset(), requests, SamplingParameters(2), 0, slots, self._static)
+        state = _Slots(
+            self._model, frozenset(), requests, SamplingParameters(INVARIANCE_TOKENS), 0, slots, self._static
+        )
         result = {}
         while state.active:
             for request, ids, log_probs, _ in state.step():

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch.nn import functional
 
 from quartet.models.forward import onednn_linear as module
-from quartet.models.forward.onednn_linear import is_faster, linear, onednn_linear
+from quartet.models.forward.onednn_linear import is_needed, linear, onednn_linear
 from quartet.models.forward.scoring import response_log_probs, response_values, sequence_scores
 from quartet.models.generation.torch_engine import TorchEngine
 from quartet.models.torch_threads import torch_threads
@@ -33,7 +33,7 @@ Matmuls = list[tuple[int, ...]]
 
 @pytest.fixture
 def matmuls(monkeypatch: pytest.MonkeyPatch) -> Matmuls:
-    """Enable oneDNN on any processor and for matmuls of any size. Return a list that receives the shape of each matmul."""
+    """Enable oneDNN on any processor. Return a list that receives the shape of each matmul."""
     shapes: Matmuls = []
     original = module._onednn
 
@@ -41,8 +41,7 @@ def matmuls(monkeypatch: pytest.MonkeyPatch) -> Matmuls:
         shapes.append((*left.shape, right.shape[0]))
         return original(left, right, bias)
 
-    monkeypatch.setattr(module, "MIN_WEIGHTS", 0)
-    monkeypatch.setattr(module, "is_faster", lambda: True)
+    monkeypatch.setattr(module, "is_needed", lambda: True)
     monkeypatch.setattr(module, "_onednn", record_shape)
     return shapes
 
@@ -76,9 +75,7 @@ def test_outputs_and_gradients_equal_those_of_a_torch_linear_layer(
         (result * weights.to(dtype)).sum().backward()
         return [result.detach(), *(argument.grad for argument in arguments if argument.grad is not None)]
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "MIN_WEIGHTS", 0)
-        result = outputs_and_gradients(linear, torch.float32)
+    result = outputs_and_gradients(linear, torch.float32)
     expected = outputs_and_gradients(functional.linear, torch.float64)
     assert len(result) == len(expected) == 1 + len(tensors)
     for one, other in zip(result, expected, strict=True):
@@ -127,10 +124,9 @@ def test_updates_scoring_and_generation_use_onednn(matmuls: Matmuls) -> None:
         assert matmuls, name
 
 
-@pytest.mark.skipif(not is_faster(), reason="another processor")
 @pytest.mark.parametrize("threads", [1, 2])
 def test_the_other_rows_of_a_batch_do_not_change_the_bits_of_a_row(threads: int, matmuls: Matmuls) -> None:
-    for inputs, outputs in [(128, 352), (352, 128), (100, 77)]:
+    for inputs, outputs in [(128, 352), (352, 128), (512, 128), (100, 77), (128, 8), (8, 128), (128, 2), (16, 4)]:
         rows, weight = torch.randn(256, inputs), torch.randn(outputs, inputs)
         with torch_threads(threads), torch.no_grad():
             expected = linear(rows, weight)
@@ -138,7 +134,6 @@ def test_the_other_rows_of_a_batch_do_not_change_the_bits_of_a_row(threads: int,
                 assert torch.equal(linear(rows[:count], weight), expected[:count]), (inputs, outputs, count)
 
 
-@pytest.mark.skipif(not is_faster(), reason="another processor")
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_the_torch_engine_is_batch_invariant_with_onednn(kind: str, matmuls: Matmuls) -> None:
     engine = TorchEngine(tiny.causal(kind), frozenset({tiny.EOS}), 64)
@@ -198,35 +193,27 @@ def test_an_expanded_gradient_is_copied_before_the_matmul(matmuls: Matmuls) -> N
     assert torch.allclose(weight.grad, inputs.sum(0).expand(5, 4), atol=1e-5)
 
 
-def test_torch_computes_small_weights_and_other_dtypes(matmuls: Matmuls, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_computes_other_dtypes_and_no_rows(matmuls: Matmuls) -> None:
     weight = torch.randn(3, 2)
     linear(torch.randn(4, 2, dtype=torch.bfloat16), weight.bfloat16())
     assert linear(torch.randn(0, 2), weight).shape == (0, 3)
-    monkeypatch.setattr(module, "MIN_WEIGHTS", 7)
-    linear(torch.randn(4, 2), weight)
     assert matmuls == []
-    monkeypatch.setattr(module, "MIN_WEIGHTS", 6)
-    linear(torch.randn(4, 2), weight)
-    assert matmuls == [(4, 2, 3)]
 
 
 @pytest.mark.parametrize(
-    ("vendor", "capability", "expected"),
-    [("AuthenticAMD", "AVX512", True), ("AuthenticAMD", "AVX2", False), ("GenuineIntel", "AVX512", False)],
+    ("intel", "capability", "expected"),
+    [(False, "AVX512", True), (False, "AVX2", True), (False, "DEFAULT", False), (True, "AVX512", False)],
 )
-def test_onednn_is_for_amd_processors_with_avx512(
-    vendor: str, capability: str, expected: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_onednn_is_for_processors_of_other_vendors_with_avx2(
+    intel: bool, capability: str, expected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "cpuinfo").write_text(f"vendor_id\t: {vendor}\n")
-    monkeypatch.setattr(module, "CPU_INFO", tmp_path / "cpuinfo")
+    monkeypatch.setattr(module, "is_intel", lambda: intel)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
-    assert is_faster.__wrapped__() is expected
-    monkeypatch.setattr(module, "CPU_INFO", tmp_path / "missing")
-    assert not is_faster.__wrapped__(), "not Linux"
+    assert is_needed.__wrapped__() is expected
 
 
 def test_the_context_changes_nothing_on_other_processors(matmuls: Matmuls, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "is_faster", lambda: False)
+    monkeypatch.setattr(module, "is_needed", lambda: False)
     with onednn_linear():
         functional.linear(torch.randn(4, 2), torch.randn(3, 2))
     assert matmuls == []

@@ -139,8 +139,7 @@ def test_scoring_outside_the_context_is_bit_identical_and_uses_no_compiled_code(
 
 
 def test_linear_layers_of_compiled_passes_do_not_use_onednn(graphs: Graphs, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(onednn_linear, "is_faster", lambda: True)
-    monkeypatch.setattr(onednn_linear, "MIN_WEIGHTS", 0)
+    monkeypatch.setattr(onednn_linear, "is_needed", lambda: True)
     monkeypatch.setattr(onednn_linear, "_onednn", lambda *_: pytest.fail("oneDNN computes a linear layer"))
     update(tiny.causal("llama"), True)
 
