@@ -480,6 +480,8 @@ class FailedTrajectory(Model):
     attempts: int | None
     outcome: str | None
     """timeout, scorer_error, sandbox_error, environment_error, cancelled or refused; null for an evaluation."""
+    prompt_skipped: bool | None
+    """True if the step has left out the prompt, because no response to it could be scored; null for an evaluation."""
     error: str
 
 

@@ -22,12 +22,12 @@ from quartet.services.orchestrator.checkpointing.step_artifacts import (
 from quartet.services.orchestrator.checkpointing.step_committer import StepCommitter
 from quartet.services.orchestrator.control.progress import ProgressBoard
 from quartet.services.orchestrator.leadership import Leadership
-from quartet.services.orchestrator.rollout.dynamic_sampling import SamplingRounds
 from quartet.services.orchestrator.rollout.off_policy import OffPolicySchedule
+from quartet.services.orchestrator.rollout.sampling_rounds import SamplingRounds
 from quartet.services.orchestrator.rollout.step_preparation import PendingStep, StepPreparation
 from quartet.services.orchestrator.service_clients import wait_for_all
 from quartet.services.orchestrator.telemetry.step_profiler import StepProfiler
-from quartet.types import Alert, Prompt, Role, UpdateResult
+from quartet.types import Alert, Role, UpdateResult
 
 
 class StepTransaction:
@@ -53,7 +53,7 @@ class StepTransaction:
         """``checkpoints`` finishes the checkpoint in progress before the models change. ``attempts`` records every commit.
 
         ``trains_entropy``: a metric records the entropy coefficient of each step."""
-        self._order, self._off_policy, self._preparation = order, off_policy, preparation
+        self._off_policy, self._preparation = off_policy, preparation
         self._rollout, self._sequence = rollout, PromptSequence(order, rollout.prompts_per_step)
         self._trains_entropy = trains_entropy
         self._updater, self._committer, self._checkpoints = updater, committer, checkpoints
@@ -76,7 +76,7 @@ class StepTransaction:
     def start_generations(self, step: int, newest: int, leadership: Leadership) -> None:
         """Start the generation of ``step`` and of later steps, as far as the schedule allows with ``newest`` updates taken."""
         for each in self._off_policy.startable(step, self._checkpoints.newest_step, newest):
-            prompts, _ = self._prompts(each, leadership)
+            prompts = self._first_round(each, leadership).prompts
             self._preparation.start_generation(each, prompts, leadership.epoch, self.policy_version(each))
 
     def take(self, step: int, leadership: Leadership, continues_directly: Callable[[int], bool]) -> list[Alert]:
@@ -111,22 +111,20 @@ class StepTransaction:
         self._pending = None
         return leadership.algorithm_state.commit(metrics, [item.score for item in pending.collected.scored])
 
-    def _prompts(self, step: int, leadership: Leadership) -> tuple[list[Prompt], SamplingRounds | None]:
-        """Return the prompts with which ``step`` begins, and its rounds of dynamic sampling, if any."""
-        if not self._rollout.dynamic_sampling:
-            return self._order.of_step(step), None
+    def _first_round(self, step: int, leadership: Leadership) -> SamplingRounds:
+        """Return the rounds of ``step``, at its first one. It begins at the first prompt that no step before it has consumed."""
         consumed = leadership.algorithm_state.prompts_consumed
-        if self._pending is not None and self._pending.rounds is not None and step > self._pending.step:
+        if self._pending is not None and step > self._pending.step:
             consumed = self._pending.rounds.consumed
-        rounds = SamplingRounds(step, self._rollout, self._sequence, consumed)
-        return rounds.prompts, rounds
+        if self._off_policy.max_off_policy_steps:
+            # Steps that are generated ahead begin before it is known what the steps before them consume.
+            consumed = (step - 1) * self._rollout.prompts_per_step
+        return SamplingRounds(step, self._rollout, self._sequence, consumed)
 
     def _prepare(self, step: int, leadership: Leadership) -> PendingStep:
-        version, (prompts, rounds) = self.policy_version(step), self._prompts(step, leadership)
+        version, rounds = self.policy_version(step), self._first_round(step, leadership)
         try:
-            return self._preparation.prepare(
-                step, prompts, leadership.epoch, version, leadership.algorithm_state, rounds
-            )
+            return self._preparation.prepare(step, rounds, leadership.epoch, version, leadership.algorithm_state)
         except TooManyFailedTrajectories as error:
             self._committer.write_failed_trajectories(step, error.failed_trajectories)
             raise
@@ -172,8 +170,9 @@ class StepTransaction:
             **prepared.metrics,
             **part_metrics(pending.collected.scored, pending.part_weights),
             **record.metrics,
-            **(pending.rounds.metrics() if pending.rounds else {}),
+            **pending.rounds.metrics(),
             "failed_trajectories": len(pending.collected.failed_trajectories),
+            "skipped_prompts": len(pending.collected.skipped_prompts),
             **outcome_metrics(pending.collected.failed_trajectories),
             **({"off_policy_steps": lag} if self._off_policy.max_off_policy_steps else {}),
             **(in_flight_metrics(step, prepared.experience.policy_version, trajectories) if in_flight else {}),

@@ -210,24 +210,24 @@ def marked(toy_task: ToyTask, path: Path, count: int) -> dict[str, Any]:
     return {"prompts": str(path)}
 
 
-def test_a_prompt_that_always_fails_ends_the_run_with_ids_and_error(
+def test_a_source_that_always_fails_ends_the_run_with_prompts_and_error(
     runs: Runs, toy_task: ToyTask, tmp_path: Path
 ) -> None:
     data = marked(toy_task, tmp_path / "prompts.jsonl", len(toy_task.prompts.read_text().splitlines()))
     run = runs.failure("raises_for_marked", data=data, recovery={"max_failed_trajectories": 2})
     text = run.progress.error
-    cause, step, _ = text.split("\n")
+    cause, step, prompts = text.split("\n")
     assert cause.startswith("reward.function mine:raises_for_marked raised ValueError at mine.py:")
     assert cause.endswith(": this prompt cannot be scored")
-    assert step.startswith("step 1: 3 of its trajectories could not be scored, ")
-    assert "recovery.max_failed_trajectories is 2;" in step
-    assert text.count(f"{run.files.root.name}/1/") == 3
+    assert step.startswith(
+        "step 1: 3 of its prompts have no response with a score (failed responses: scorer_error 3); "
+    )
+    assert "recovery.max_failed_trajectories 2;" in step
     assert not run.files.metrics.exists(), "the failed step has metrics"
     lines = json_lines(run.files.failed_trajectories)
     assert [line["step"] for line in lines] == [1, 1, 1]
-    assert all(
-        line["id"] in text and line["response_ids"] and "mine:raises_for_marked" in line["error"] for line in lines
-    )
+    assert all(line["response_ids"] and "mine:raises_for_marked" in line["error"] for line in lines)
+    assert prompts.endswith(": " + ", ".join(line["id"].split("/")[2] for line in lines))
     assert run.progress.recoveries == 0, "a permanent failure was retried"
 
 
@@ -246,8 +246,8 @@ def test_no_failed_trajectory_is_allowed_with_a_limit_of_0(runs: Runs) -> None:
     first = failed_rows(expected)[0]
     run = runs.failure("raises", recovery={"max_failed_trajectories": 0})
     assert len(run.metrics) == first["step"] - 1 if first["step"] > 1 else not run.files.metrics.exists()
-    assert f"step {first['step']}: 1 of its trajectories could not be scored" in run.progress.error
-    assert run.progress.error.endswith(first["id"])
+    assert f"step {first['step']}: 1 of its prompts have no response with a score" in run.progress.error
+    assert run.progress.error.endswith(f": {first['id'].split('/')[1]}")
 
 
 def test_a_failed_baseline_evaluation_ends_the_run(runs: Runs, toy_task: ToyTask, tmp_path: Path) -> None:

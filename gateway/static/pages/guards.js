@@ -70,7 +70,7 @@ function failedTrajectories(frame, page) {
       rows,
       columns: [
         { label: "Step", head: true, cell: (row) => h("a", { href: frame.address("steps", { step: row.step }) }, whole(row.step)) },
-        { label: "Outcome", cell: (row) => (row.outcome ? words(row.outcome) : "–") },
+        { label: "Outcome", cell: (row) => (row.outcome ? words(row.outcome) + (row.prompt_skipped ? ", prompt skipped" : "") : "–") },
         { label: "Attempts", number: true, cell: (row) => whole(row.attempts) },
         { label: "Error", cell: (row) => row.error },
         { label: "Response", clip: true, kind: "wide-text", cell: (row) => row.response ?? "–" },

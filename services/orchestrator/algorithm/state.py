@@ -45,6 +45,8 @@ class AlgorithmState:
         self._prompts_per_step = config.rollout.prompts_per_step
         self.prompts_consumed = 0
         """Number of prompts that the steps so far have consumed, used or not. The committed metrics record it."""
+        self.prompts_skipped = 0
+        """Number of prompts that the steps so far have skipped, because no response to them could be scored."""
 
     @property
     def kl_coefficient(self) -> float:
@@ -127,8 +129,9 @@ class AlgorithmState:
         self.step = step
 
     def _consume(self, metrics: Metrics) -> None:
-        # Only steps with dynamic sampling record a number.
+        # Other steps record no number.
         self.prompts_consumed += int(metrics.get("prompts_consumed", self._prompts_per_step))
+        self.prompts_skipped += int(metrics.get("skipped_prompts", 0))
 
 
 def _entropy_controller(algorithm: AlgorithmConfig) -> AdaptiveEntropyController | None:

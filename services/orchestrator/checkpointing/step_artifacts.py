@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -190,8 +190,13 @@ def in_flight_metrics(step: int, requested: int, trajectories: Sequence[Trajecto
     }
 
 
-def failed_trajectory_rows(tokenizer: Any, failed_trajectories: Sequence[FailedTrajectory]) -> list[dict[str, Any]]:
-    """Return one object per failed trajectory, for ``failed_trajectories.jsonl``, with all that is needed to reproduce it."""
+def failed_trajectory_rows(
+    tokenizer: Any, failed_trajectories: Sequence[FailedTrajectory], skipped_prompts: Collection[int] = ()
+) -> list[dict[str, Any]]:
+    """Return one object per failed trajectory, for ``failed_trajectories.jsonl``, with all that is needed to reproduce it.
+
+    ``skipped_prompts``: indices of the prompts that the step has left out.
+    """
     prompts, responses = _texts(tokenizer, [item.trajectory for item in failed_trajectories])
     return [
         {
@@ -206,6 +211,7 @@ def failed_trajectory_rows(tokenizer: Any, failed_trajectories: Sequence[FailedT
             **_failed_episode(item.trajectory),
             "attempts": item.attempts,
             "outcome": str(item.outcome),
+            "prompt_skipped": item.trajectory.id.prompt in skipped_prompts,
             "error": item.error,
         }
         for item, prompt, response in zip(failed_trajectories, prompts, responses, strict=True)
@@ -237,8 +243,12 @@ def failed_trajectories_note(step: int, collected: CollectedStep) -> str:
     first, count = collected.failed_trajectories[0], len(collected.failed_trajectories)
     subject = "1 trajectory" if count == 1 else f"{count} trajectories"
     verb = "was" if count == 1 else "were"
+    of_skipped = sum(item.trajectory.id.prompt in collected.skipped_prompts for item in collected.failed_trajectories)
+    skipped = ", ".join(map(str, sorted(collected.skipped_prompts)))
+    ways = ["new samples of the same prompts"] if count > of_skipped else []
+    ways += [f"responses to the next prompts (skipped, by line from 0: {skipped})"] if skipped else []
     return (
-        f"step {step}: {subject} could not be scored and {verb} replaced by new samples of the same prompts; "
+        f"step {step}: {subject} could not be scored and {verb} replaced by {' or '.join(ways)}; "
         f"{first.trajectory.id} after {first.attempts} attempts: {first.cause}; see failed_trajectories.jsonl"
     )
 

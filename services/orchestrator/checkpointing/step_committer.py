@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import structlog
@@ -59,16 +59,20 @@ class StepCommitter:
         """Return the diagnostics of the step's responses."""
         return step_record(self._tokenizer, pending.collected, pending.prepared, pending.prompt_sets)
 
-    def write_failed_trajectories(self, step: int, trajectories: Sequence[FailedTrajectory]) -> None:
-        """Write the trajectories of ``step`` that could not be scored."""
-        self._files.write_failed_trajectories(step, failed_trajectory_rows(self._tokenizer, trajectories))
+    def write_failed_trajectories(
+        self, step: int, trajectories: Sequence[FailedTrajectory], skipped_prompts: Collection[int] = ()
+    ) -> None:
+        """Write the trajectories of ``step`` that could not be scored. ``skipped_prompts``: see ``CollectedStep``."""
+        rows = failed_trajectory_rows(self._tokenizer, trajectories, skipped_prompts)
+        self._files.write_failed_trajectories(step, rows)
 
     def commit(self, step: int, pending: PendingStep, record: StepRecord, metrics: dict[str, float]) -> None:
         """Write the step to the run's files. The step is committed once its line of metrics is on disk."""
         with self._profiler.span(Role.ORCHESTRATOR, "commit"):
             self._telemetry.write_tokens(step, pending.prepared)
             self._files.write_trajectories(step, record.rows)
-            self.write_failed_trajectories(step, pending.collected.failed_trajectories)
+            collected = pending.collected
+            self.write_failed_trajectories(step, collected.failed_trajectories, collected.skipped_prompts)
             self._files.append_metrics(metrics)
 
     def clean_up(self, step: int, pending: PendingStep, metrics: dict[str, float]) -> None:

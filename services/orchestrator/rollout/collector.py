@@ -15,8 +15,9 @@ import structlog
 from quartet.buffer.rollout_stream import Delivery, RolloutStream
 from quartet.config import RecoveryConfig
 from quartet.errors import BufferFailed
-from quartet.services.orchestrator.rollout.dynamic_sampling import SamplingRounds
 from quartet.services.orchestrator.rollout.generation import PendingTrajectories
+from quartet.services.orchestrator.rollout.prompt_failures import PromptFailures
+from quartet.services.orchestrator.rollout.sampling_rounds import SamplingRounds
 from quartet.services.orchestrator.rollout.scoring import ScoredTrajectory, Scoring, ScoringServices
 from quartet.services.orchestrator.rollout.scoring_queue import FailedTrajectory
 from quartet.services.orchestrator.telemetry.step_profiler import CallObserver, ignore_call
@@ -32,7 +33,8 @@ QUIET_SECONDS = 1.0
 class CollectedStep:
     """Scored and failed trajectories of a step, each sorted by id, the stream entries to acknowledge, and seconds spent.
 
-    ``baselines``: the scored greedy responses, which are not among ``scored``.
+    ``baselines``: the scored greedy responses, which are not among ``scored``. ``skipped_prompts``: indices of the prompts that
+    the step has left out, because no response to them could be scored.
     """
 
     scored: list[ScoredTrajectory]
@@ -41,6 +43,7 @@ class CollectedStep:
     generate_seconds: float
     score_seconds: float
     baselines: list[ScoredTrajectory] = field(default_factory=list)
+    skipped_prompts: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,14 +60,16 @@ class ReplacementRule:
 
 
 @dataclass(frozen=True, slots=True)
-class DynamicSampling:
-    """Rule for groups whose scores are all equal: ``rounds`` decides, ``generate`` starts the generation of the next round.
+class FurtherRounds:
+    """Rule for prompts that the step does not keep: ``rounds`` decides, ``generate`` starts the generation of the next round.
 
-    ``generate`` receives the first sample index of each prompt index, 0 for those that are absent.
+    ``generate`` receives the first sample index of each prompt index, 0 for those that are absent. ``skipped_before``: number of
+    prompts that the steps before have skipped, because no response to them could be scored.
     """
 
     rounds: SamplingRounds
     generate: Callable[[Mapping[int, int]], tuple[GenerationBatch, PendingTrajectories]]
+    skipped_before: int = 0
 
 
 class Collector:
@@ -128,19 +133,19 @@ class Collector:
         fields: Mapping[int, str] | None = None,
         replacement: ReplacementRule | None = None,
         weights: Mapping[str, float] | None = None,
-        dynamic: DynamicSampling | None = None,
+        further: FurtherRounds | None = None,
     ) -> CollectedStep:
         """Wait for every trajectory of ``batch`` and its scores. ``on_progress`` receives the number scored so far.
 
         ``generation`` generates them. ``fields`` are the prompts' own fields by prompt index, for reward functions. Without
         ``replacement``, a trajectory that cannot be scored is an error. ``weights`` of an ensemble's parts, by name. With
-        ``dynamic``, further rounds follow.
+        ``further``, prompts whose responses cannot be scored are skipped, and further rounds follow.
 
         A scoring batch holds ``score_batch_size`` trajectories that are neighbours in the order of their ids, so its composition
         depends neither on timing nor on the number of generators. Raises the error of generation or scoring, BufferFailed if the
         stream holds an unexpected trajectory, TooManyFailedTrajectories and TooManyEqualGroups.
         """
-        return _Collection(self, batch, generation, on_progress, fields or {}, replacement, weights, dynamic).run()
+        return _Collection(self, batch, generation, on_progress, fields or {}, replacement, weights, further).run()
 
 
 class _Collection:
@@ -155,17 +160,18 @@ class _Collection:
         fields: Mapping[int, str],
         replacement: ReplacementRule | None,
         weights: Mapping[str, float] | None,
-        dynamic: DynamicSampling | None,
+        further: FurtherRounds | None,
     ) -> None:
         self._collector, self._services = collector, collector._services
         self._stream, self._early, self._size = collector._stream, collector._early, collector._score_batch_size
         self._run, self._step = batch.requests[0].id.run, batch.step
-        self._on_progress, self._replacement, self._dynamic = on_progress, replacement, dynamic
+        self._on_progress, self._replacement, self._further = on_progress, replacement, further
         # By prompt index: the first sample index that is not taken, and the number of replaced trajectories, greedy ones apart.
         self._next_sample, self._replaced = Counter[int](), Counter[tuple[int, bool]]()
         self._greedy: set[TrajectoryId] = set()
         self._events = collector._events
         recovery = replacement.recovery if replacement else None
+        self._failures = self._failures_of(recovery)
         self._scoring = Scoring(
             collector._services,
             fields,
@@ -173,6 +179,7 @@ class _Collection:
             observe=collector._observe,
             on_response=self._wake,
             weights=weights,
+            failures=self._failures,
         )
         self._first = collector._services.first_trajectories(batch.sampling, self._wake)
         self._arrivals = _Arrivals()
@@ -187,12 +194,12 @@ class _Collection:
         try:
             self._receive([*self._early.pop(self._step, []), *self._collector._start_reading()])
             generate_seconds += self._finish_round(start)
-            while self._dynamic is not None:
-                self._scoring.scored = self._dynamic.rounds.keep(self._scoring.scored)
-                if not self._dynamic.rounds.next_round():
+            while self._further is not None:
+                self._scoring.scored = self._further.rounds.keep(self._scoring.scored, self._skipped)
+                if not self._further.rounds.next_round():
                     break
                 round_start = time.perf_counter()
-                self._expect(*self._dynamic.generate(self._next_sample))
+                self._expect(*self._further.generate(self._next_sample))
                 generate_seconds += self._finish_round(round_start)
         except BaseException:
             self._collector.reset()
@@ -208,10 +215,24 @@ class _Collection:
             generate_seconds,
             time.perf_counter() - start - generate_seconds,
             [item for item in scored if item.trajectory.id in self._greedy],
+            frozenset(self._skipped),
         )
 
+    def _failures_of(self, recovery: RecoveryConfig | None) -> PromptFailures | None:
+        """Return the rule for failures. Without further rounds, no prompt is skipped: no other one would replace it."""
+        if recovery is None:
+            return None
+        if self._further is None:
+            return PromptFailures(recovery)
+        num_groups = self._further.rounds.num_groups
+        return PromptFailures(recovery, num_groups, self._further.skipped_before, self._greedy)
+
+    @property
+    def _skipped(self) -> Collection[int]:
+        return self._failures.skipped if self._failures else ()
+
     def _finish_round(self, start: float) -> float:
-        """Wait for the expected trajectories and their scores, and replace those that cannot be scored.
+        """Wait for the expected trajectories and their scores, and replace those that cannot be scored, or skip their prompts.
 
         Return the seconds from ``start`` until all were generated, without the replacements.
         """
@@ -220,7 +241,9 @@ class _Collection:
             self._wait_for(lambda: self._arrivals.complete)
             generated = generated or time.perf_counter()
             self._wait_for(lambda: self._generation.done() and not self._scoring.batches_in_flight)
-            failed = (self._failed_by_prompt() - self._replaced).keys()
+            if self._failures is not None:
+                self._failures.skip()
+            failed = [key for key in self._failed_by_prompt() - self._replaced if key[0] not in self._skipped]
             if self._replacement is None or not failed:
                 return generated - start
             # One at a time for each prompt, because it takes the next sample index.

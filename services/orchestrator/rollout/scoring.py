@@ -13,9 +13,10 @@ import numpy as np
 import structlog
 
 from quartet.config import ENVIRONMENT_PART, RecoveryConfig
-from quartet.errors import ConfigError, MismatchError, ScorerFailed, ServiceFailed, TooManyFailedTrajectories
+from quartet.errors import ConfigError, MismatchError, ScorerFailed, ServiceFailed
 from quartet.rpc.clients import ActorClient, CriticClient
 from quartet.rpc.pending_calls import PendingResult
+from quartet.services.orchestrator.rollout.prompt_failures import PromptFailures
 from quartet.services.orchestrator.rollout.replicas import ReferenceReplicas, RewardReplicas
 from quartet.services.orchestrator.rollout.scoring_queue import (
     BatchCall,
@@ -36,7 +37,6 @@ from quartet.types import (
     Scores,
     TokenBatch,
     Trajectory,
-    TrajectoryId,
 )
 
 log = structlog.get_logger()
@@ -170,18 +170,20 @@ class Scoring:
         observe: CallObserver = ignore_call,
         on_response: Callable[[], None] = lambda: None,
         weights: Mapping[str, float] | None = None,
+        failures: PromptFailures | None = None,
     ) -> None:
         """``fields`` are the prompts' own fields by prompt index, for reward functions. ``observe`` receives every call.
 
         ``weights`` of an ensemble's parts in this step, by name; None or empty for a single source.
 
         ``recovery`` limits the attempts and the failed trajectories, and sets the pauses by ``clock`` (seconds). Without it, any
-        failure is raised. ``on_response`` is called on another thread when a response arrives.
+        failure is raised. ``failures`` decides when there are too many. ``on_response`` is called on another thread when a
+        response arrives.
         """
         self.scored: list[ScoredTrajectory] = []
         self.failed_trajectories: list[FailedTrajectory] = []
         self._recovery, self._clock = recovery, clock
-        self._failed: dict[TrajectoryId, FailedTrajectory] = {}
+        self._failures = failures if failures or recovery is None else PromptFailures(recovery)
         self._batches: list[_Batch] = []
 
         def request_scores(trajectories: Sequence[Trajectory], batch: TokenBatch) -> PendingResult[Scores]:
@@ -253,8 +255,7 @@ class Scoring:
     def advance(self) -> None:
         """Process the responses that have arrived, and retry failed calls whose pause is over. Never waits.
 
-        Raises the error of any batch if no trajectory causes it. If too many trajectories fail, raises
-        ServiceFailed if all of them failed with it, TooManyFailedTrajectories otherwise.
+        Raises the error of any batch if no trajectory causes it, and those of ``PromptFailures`` if too many trajectories fail.
         """
         if not sum([queue.advance() for queue in self._queues()]):
             return
@@ -263,6 +264,8 @@ class Scoring:
                 scored, failed_trajectories = batch.split()
                 self.scored += scored
                 self.failed_trajectories += failed_trajectories
+                if self._failures is not None:
+                    self._failures.add_scored(item.trajectory.id for item in scored)
         self._batches = [batch for batch in self._batches if not batch.ended]
 
     def seconds_until_retry(self) -> float | None:
@@ -284,31 +287,9 @@ class Scoring:
         return [queue for queue in (self._reward, self._reference, self._critic, self._policy) if queue is not None]
 
     def _record_failure(self, failed: FailedTrajectory) -> None:
-        id = failed.trajectory.id
-        log.warning("trajectory failed", id=str(id), attempts=failed.attempts, error=failed.cause)
-        first = next(iter(self._failed.values()), failed)
-        self._failed.setdefault(id, failed)
-        assert self._recovery is not None
-        if self._recovery.outcomes.action(failed.outcome) == "stop":
-            raise TooManyFailedTrajectories(
-                f"{failed.error}\n"
-                f"step {id.step}: trajectory {id} could not be scored, outcome {failed.outcome}; "
-                f"recovery.outcomes.{failed.outcome}.action is stop; fix the cause, or set retry or replace\n"
-                f"see failed_trajectories.jsonl (run/step/prompt line from 0/sample)",
-                list(self._failed.values()),
-            )
-        if len(self._failed) > self._recovery.max_failed_trajectories:
-            ids = ", ".join(map(str, self._failed))
-            text = (
-                f"{first.error}\n"
-                f"step {id.step}: {len(self._failed)} of its trajectories could not be scored, the first after "
-                f"{first.attempts} attempts; recovery.max_failed_trajectories is {self._recovery.max_failed_trajectories}; "
-                "fix the cause, or raise the limit\n"
-                f"failed trajectories, see failed_trajectories.jsonl (run/step/prompt line from 0/sample): {ids}"
-            )
-            if all(item.fault is ServiceFailed for item in self._failed.values()):
-                raise ServiceFailed(text)
-            raise TooManyFailedTrajectories(text, list(self._failed.values()))
+        log.warning("trajectory failed", id=str(failed.trajectory.id), attempts=failed.attempts, error=failed.cause)
+        assert self._failures is not None
+        self._failures.add(failed)
 
 
 @dataclass(frozen=True, slots=True)

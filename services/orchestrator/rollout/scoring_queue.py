@@ -192,8 +192,8 @@ class BatchCall:
         self._retry, self._retry_at = indices, self._queue.clock() + recovery.pause(self._failures)
 
     def _check_service(self) -> None:
-        """Raise ServiceFailed if the service failed for each of several trajectories: then no trajectory is at fault."""
-        if len(self.results) > 1 and all(
+        """Raise ServiceFailed if the service failed for each of several prompts: then no prompt is at fault."""
+        if len({item.id.prompt for item in self._trajectories}) > 1 and all(
             isinstance(result, FailedTrajectory) and result.fault is ServiceFailed for result in self.results
         ):
             raise _naming_batch(ServiceFailed(self.results[-1].error), self._trajectories)

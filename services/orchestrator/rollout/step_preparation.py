@@ -12,9 +12,9 @@ from quartet.evaluation import episode_settings, run_sampling
 from quartet.services.orchestrator.algorithm.experience import PreparedStep, prepare_step
 from quartet.services.orchestrator.algorithm.state import AlgorithmState
 from quartet.services.orchestrator.control.progress import ProgressBoard
-from quartet.services.orchestrator.rollout.collector import CollectedStep, Collector, DynamicSampling, ReplacementRule
-from quartet.services.orchestrator.rollout.dynamic_sampling import SamplingRounds
+from quartet.services.orchestrator.rollout.collector import CollectedStep, Collector, FurtherRounds, ReplacementRule
 from quartet.services.orchestrator.rollout.generation import Generation, PendingTrajectories
+from quartet.services.orchestrator.rollout.sampling_rounds import SamplingRounds
 from quartet.services.orchestrator.service_clients import ServiceClients
 from quartet.services.orchestrator.telemetry.step_profiler import StepProfiler
 from quartet.types import GenerationBatch, GenerationRequest, Prompt, Role, requests_of
@@ -25,15 +25,15 @@ class PendingStep:
     """A step that is prepared and not committed.
 
     ``prompt_sets``: set of each prompt, by index; empty without sets. ``part_weights``: weight of each part of an ensemble, by
-    name; empty for a single source. ``rounds``: its rounds of dynamic sampling, if any.
+    name; empty for a single source.
     """
 
     step: int
     collected: CollectedStep
     prepared: PreparedStep
+    rounds: SamplingRounds
     prompt_sets: Mapping[int, str] = field(default_factory=dict)
     part_weights: Mapping[str, float] = field(default_factory=dict)
-    rounds: SamplingRounds | None = None
 
 
 class StepPreparation:
@@ -84,21 +84,19 @@ class StepPreparation:
     def prepare(
         self,
         step: int,
-        prompts: Sequence[Prompt],
+        rounds: SamplingRounds,
         leader_epoch: int,
         policy_version: int,
         algorithm_state: AlgorithmState,
-        rounds: SamplingRounds | None = None,
     ) -> PendingStep:
-        """Return the experience of ``step``, whose ``prompts`` are those of the first of the ``rounds``, if any.
-
-        Raises like ``Collector.collect``.
-        """
+        """Return the experience of ``step``, which begins with the first of its ``rounds``. Raises like ``Collector.collect``."""
         version = self._check_reference(step)
         weights = self._part_weights(step)
-        all_prompts = {prompt.index: prompt for prompt in prompts}
+        all_prompts = {prompt.index: prompt for prompt in rounds.prompts}
         with self._profiler.span(Role.ORCHESTRATOR, "collect", waits=True):
-            collected = self._collect(step, all_prompts, leader_epoch, policy_version, weights, rounds)
+            collected = self._collect(
+                step, all_prompts, leader_epoch, policy_version, weights, rounds, algorithm_state.prompts_skipped
+            )
         with self._profiler.span(Role.ORCHESTRATOR, "prepare"):
             prepared = prepare_step(
                 self._config.run.name,
@@ -114,7 +112,7 @@ class StepPreparation:
             if version is not None:
                 prepared.metrics["reference_version"] = version
             sets = {prompt.index: prompt.prompt_set for prompt in all_prompts.values() if prompt.prompt_set}
-            return PendingStep(step, collected, prepared, sets, weights, rounds)
+            return PendingStep(step, collected, prepared, rounds, sets, weights)
 
     def _check_reference(self, step: int) -> int | None:
         """Return the version of the reference that scores ``step``. Raises FailedPrecondition if it is not the current one."""
@@ -133,47 +131,46 @@ class StepPreparation:
         leader_epoch: int,
         policy_version: int,
         weights: Mapping[str, float],
-        rounds: SamplingRounds | None,
+        rounds: SamplingRounds,
+        skipped_before: int,
     ) -> CollectedStep:
         """Collect a step. Adds the prompts of further rounds to ``prompts``, which are by index."""
-        config, samples = self._config, self._config.rollout.samples_per_prompt
-        self._board.update(
-            phase="generate", num_scored=0, num_expected=len(prompts) * (samples + config.num_greedy_baselines)
+        config, samples, greedy = (
+            self._config,
+            self._config.rollout.samples_per_prompt,
+            self._config.num_greedy_baselines,
         )
+        self._board.update(phase="generate", num_scored=0, num_expected=len(prompts) * (samples + greedy))
         self.start_generation(step, [*prompts.values()], leader_epoch, policy_version)
         batch, generation = self._started.pop(step)
         fields = {prompt.index: prompt.fields for prompt in prompts.values()} if config.reward.needs_fields else {}
 
-        def generate(
-            chosen: Sequence[Prompt], count: int, first_samples: Mapping[int, int]
+        def replacement(
+            first_samples: Mapping[int, int], of_greedy: Collection[int]
         ) -> tuple[GenerationBatch, PendingTrajectories]:
+            chosen = [prompts[index] for index in prompts if index in first_samples]
             requests = [
-                request
+                replace(request, greedy=prompt.index in of_greedy)
                 for prompt in chosen
-                for request in requests_of(config.run.name, step, [prompt], count, first_samples.get(prompt.index, 0))
+                for request in requests_of(config.run.name, step, [prompt], 1, first_samples[prompt.index])
             ]
             # By now the policy has taken all updates before this step, whichever version generated the other samples.
             return self._generate(step, chosen, requests, leader_epoch, step - 1)
 
-        def replacement(
-            samples: Mapping[int, int], greedy: Collection[int]
-        ) -> tuple[GenerationBatch, PendingTrajectories]:
-            chosen = [prompts[index] for index in prompts if index in samples]
-            requests = [
-                replace(request, greedy=prompt.index in greedy)
-                for prompt in chosen
-                for request in requests_of(config.run.name, step, [prompt], 1, samples[prompt.index])
-            ]
-            return self._generate(step, chosen, requests, leader_epoch, step - 1)
-
         def next_round(first_samples: Mapping[int, int]) -> tuple[GenerationBatch, PendingTrajectories]:
-            assert rounds is not None
             for prompt in rounds.prompts:
                 prompts[prompt.index] = prompt
                 if config.reward.needs_fields:
                     fields[prompt.index] = prompt.fields
-            self._board.update(num_expected=(rounds.num_kept + len(rounds.prompts)) * samples)
-            return generate(rounds.prompts, samples, first_samples)
+            self._board.update(num_expected=(rounds.num_kept + len(rounds.prompts)) * (samples + greedy))
+            requests = [
+                request
+                for prompt in rounds.prompts
+                for request in requests_of(
+                    config.run.name, step, [prompt], samples, first_samples.get(prompt.index, 0), greedy
+                )
+            ]
+            return self._generate(step, rounds.prompts, requests, leader_epoch, step - 1)
 
         return self._collector.collect(
             batch,
@@ -182,7 +179,7 @@ class StepPreparation:
             fields,
             ReplacementRule(config.recovery, replacement),
             weights,
-            DynamicSampling(rounds, next_round) if rounds else None,
+            FurtherRounds(rounds, next_round, skipped_before),
         )
 
     def _generate(

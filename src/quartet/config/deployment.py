@@ -270,10 +270,26 @@ class OutcomeConfig(Section):
     """retry: score it again, or play its episode again from the start, up to recovery.max_scoring_attempts, then replace it.
     replace: record it as failed, and generate
     another response to the same prompt at once. stop: record it and end the run."""
+    skip_prompt: bool = True
+    """The prompt may be the cause: if recovery.max_failures_per_prompt responses to it failed and none has a score, the step
+    skips the prompt and takes the next one of the data. False: the step continues with responses to the same prompt."""
+
+
+class CancelledOutcomeConfig(OutcomeConfig):
+    """Action for a response whose scoring or episode was cancelled."""
+
+    skip_prompt: bool = False
+
+
+class RefusedOutcomeConfig(OutcomeConfig):
+    """Action for a response that the source declined to score."""
+
+    action: Literal["retry", "replace", "stop"] = "replace"
 
 
 class OutcomesConfig(Section):
-    """Actions by outcome. Each failed response counts towards recovery.max_failed_trajectories."""
+    """Actions by outcome. Each failed response counts towards recovery.max_failed_trajectories, all those of a skipped prompt as
+    one."""
 
     timeout: OutcomeConfig = OutcomeConfig()
     """The reward source or the environment did not answer in time."""
@@ -283,15 +299,20 @@ class OutcomesConfig(Section):
     """The sandbox of a verifier failed."""
     environment_error: OutcomeConfig = OutcomeConfig()
     """The environment failed."""
-    cancelled: OutcomeConfig = OutcomeConfig()
+    cancelled: CancelledOutcomeConfig = CancelledOutcomeConfig()
     """The work was cancelled."""
-    refused: OutcomeConfig = OutcomeConfig(action="replace")
+    refused: RefusedOutcomeConfig = RefusedOutcomeConfig()
     """The source declined to score the response."""
 
     def action(self, outcome: str) -> Literal["retry", "replace", "stop"]:
         """Return the action for the outcome of a failure."""
         config: OutcomeConfig = getattr(self, outcome)
         return config.action
+
+    def skips_prompt(self, outcome: str) -> bool:
+        """Return whether a prompt may be the cause of failures with this outcome."""
+        config: OutcomeConfig = getattr(self, outcome)
+        return config.skip_prompt
 
 
 class RecoveryConfig(Section):
@@ -313,7 +334,14 @@ class RecoveryConfig(Section):
     """Maximum number of attempts to score a trajectory, or to play its episode with an environment. After that it is recorded as
     failed, and a new response to the same prompt replaces it."""
     max_failed_trajectories: WholeNumber = 4
-    """Maximum number of failed trajectories per step. One more ends the run."""
+    """Maximum number of failed trajectories per step. One more ends the run. The failures of a prompt without a score count as
+    one."""
+    max_failures_per_prompt: Count = 3
+    """Number of failed responses to a prompt in one step, with none that has a score, after which the prompt is skipped: the step
+    takes the next prompt of the data instead. The prompt is tried again in the next pass over the data."""
+    max_skipped_prompt_fraction: Annotated[float, Field(ge=0, le=1)] = 0.1
+    """Maximum fraction of skipped prompts, in each step and in all steps so far. In both, max_failed_trajectories of them are
+    allowed in any case. One more ends the run. 0: no prompt is skipped."""
     outcomes: OutcomesConfig = OutcomesConfig()
     """Actions for responses without a score, by the kind of failure."""
 

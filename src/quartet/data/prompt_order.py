@@ -65,9 +65,11 @@ class PromptSequence:
     def draw(self, consumed: int, number: int, excluded: Collection[int] = ()) -> PromptDraw:
         """Return the next ``number`` different prompts after the first ``consumed`` ones.
 
-        Prompts whose index is in ``excluded``, fewer than ``prompts_per_step``, are skipped and count as consumed. Returns fewer
-        prompts, but at least one, if it has to skip ``prompts_per_step`` prompts in a row: the data set is too small.
+        Prompts whose index is in ``excluded`` are passed over and count as consumed. Returns fewer prompts if it has to pass over
+        ``prompts_per_step`` prompts in a row, and none if it finds none within two passes over the excluded ones: the data set is
+        too small.
         """
+        patience = 2 * (self._per_step + len(excluded))
         drawn: dict[int, Prompt] = {}
         skipped = 0
         for prompt in self._after(consumed):
@@ -76,7 +78,7 @@ class PromptSequence:
                 skipped += 1
             else:
                 drawn[prompt.index], skipped = prompt, 0
-            if len(drawn) == number or (drawn and skipped == self._per_step):
+            if len(drawn) == number or skipped == (self._per_step if drawn else patience):
                 break
         return PromptDraw([*drawn.values()], consumed)
 

@@ -347,7 +347,7 @@ STEP_METRICS = (
     _metric(
         "sampling_rounds",
         "rounds",
-        "Rounds of generation. Only with rollout.dynamic_sampling, as the next three.",
+        "Rounds of generation. Only with rollout.dynamic_sampling, as equal_groups and generated_reward_mean.",
         "1 or 2",
         "near rollout.max_sampling_rounds: few prompts are of use",
     ),
@@ -361,7 +361,8 @@ STEP_METRICS = (
     _metric(
         "prompts_consumed",
         "prompts",
-        "Prompts that the step has taken from the order, used or not.",
+        "Prompts that the step has taken from the order, used or not. Without rollout.dynamic_sampling, only in a step that "
+        "skips prompts.",
         "a little over rollout.prompts_per_step",
         "a multiple of it",
     ),
@@ -385,6 +386,13 @@ STEP_METRICS = (
         "Trajectories that could not be scored and were replaced; failed_trajectories.jsonl holds the errors.",
         "0",
         "above 0: the reward's failures select what is trained on",
+    ),
+    _metric(
+        "skipped_prompts",
+        "prompts",
+        "Prompts that the step has left out, because no response to them could be scored. The next prompts replaced them.",
+        "0",
+        "above 0: see failed_trajectories.jsonl for the prompts and the errors",
     ),
     *(
         _metric(f"outcome_{name}", "trajectories", f"Failed trajectories {reason}", "0", "above 0")

@@ -14,10 +14,10 @@ from quartet.errors import ComputationFailed, TooManyEqualGroups
 from quartet.services.orchestrator.rollout.collector import (
     CollectedStep,
     Collector,
-    DynamicSampling,
+    FurtherRounds,
     ReplacementRule,
 )
-from quartet.services.orchestrator.rollout.dynamic_sampling import SamplingRounds
+from quartet.services.orchestrator.rollout.sampling_rounds import SamplingRounds
 from quartet.services.orchestrator.rollout.scoring import ScoredTrajectory, ScoringServices
 from quartet.types import GenerationBatch, Prompt, Scores, TokenBatch
 from tests.buffer.samples import trajectory
@@ -196,7 +196,7 @@ def collect(
             lambda _: None,
             None,
             ReplacementRule(recovery_config(), actor.replacement),
-            dynamic=DynamicSampling(rounds, actor.group),
+            further=FurtherRounds(rounds, actor.group),
         )
     finally:
         collector.reset()

@@ -1,0 +1,138 @@
+"""Runs with prompts whose responses can never be scored: they are skipped, reproducibly after a crash."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quartet.buffer.connection import Redis
+from quartet.config import Config
+from quartet.demo.toy_task import ToyTask
+from tests.training.conftest import MakeConfig
+from tests.training.runs import Run, active_run, assert_same, json_lines, run_to_completion
+from tests.training.test_resume import crash_run, delete_run_data
+
+STEPS, EVERY = 4, 9
+FUNCTIONS = """
+import time
+
+def declines(completions, answer, **columns):
+    return [None if wanted == "rain" else len(text) / 8 for text, wanted in zip(completions, answer)]
+
+def hangs(prompt, response, fields):
+    if fields["answer"] == "rain":
+        time.sleep(600)
+    return len(response) / 8
+"""
+GROUPS = {"prompts_per_step": 4, "samples_per_prompt": 3}
+KINDS: dict[str, dict[str, Any]] = {
+    "one response": {},
+    "groups": {"algorithm": {"estimator": "grpo"}, "rollout": GROUPS},
+    "dynamic": {"algorithm": {"estimator": "grpo"}, "rollout": {**GROUPS, "dynamic_sampling": True}},
+    "off-policy": {"algorithm": {"estimator": "grpo"}, "rollout": {**GROUPS, "max_off_policy_steps": 1}},
+    "greedy": {"algorithm": {"estimator": "remax"}},
+}
+
+
+@pytest.fixture(autouse=True)
+def _functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mine.py").write_text(FUNCTIONS)
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def prompts(toy_task: ToyTask, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The prompts of the toy task. One in ``EVERY`` has an answer that cannot be compared."""
+    path = tmp_path_factory.mktemp("data") / "prompts.jsonl"
+    lines = [json.loads(line) for line in toy_task.prompts.read_text().splitlines()]
+    rows = [{**line, "answer": "4" if number % EVERY else "rain"} for number, line in enumerate(lines)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def config(make: MakeConfig, prompts: Path, kind: str, function: str = "declines", **changes: Any) -> Config:
+    signature = "trl" if function == "declines" else "quartet"
+    reward = {"source": "function", "function": f"mine:{function}", "signature": signature, "model": None}
+    common: dict[str, Any] = {
+        "run": {"steps": STEPS},
+        "data": {"prompts": str(prompts)},
+        "reward": {**reward, "timeout_seconds": 0.3},
+        "critic": {"model": None},
+        "checkpoint": {"every_steps": 2},
+        "rollout": {"prompts_per_step": 8},
+    }
+    recovery = {
+        "backoff_seconds": 0.01,
+        "max_scoring_attempts": 2,
+        "max_skipped_prompt_fraction": 0.5,
+        **changes.pop("recovery", {}),
+    }
+    return make(**{**common, **KINDS[kind], **changes, "recovery": recovery})
+
+
+def prompts_of(run: Run, step: int) -> list[int]:
+    return sorted({int(row["id"].split("/")[2]) for row in run.trajectories(step)})
+
+
+@pytest.fixture(scope="module")
+def uninterrupted() -> dict[str, Run]:
+    """A cache of uninterrupted runs by kind."""
+    return {}
+
+
+@pytest.mark.parametrize("lost", [False, True], ids=["replayed", "recomputed"])
+@pytest.mark.parametrize("crash_point", ["generate", "sealed", "committed"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.sampled(5)
+def test_a_resumed_run_skips_the_same_prompts(
+    kind: str,
+    crash_point: str,
+    lost: bool,
+    make: MakeConfig,
+    prompts: Path,
+    uninterrupted: dict[str, Run],
+    monkeypatch: pytest.MonkeyPatch,
+    redis_client: Redis,
+) -> None:
+    if kind not in uninterrupted:
+        uninterrupted[kind] = run_to_completion(config(make, prompts, kind))
+    expected, crashed = uninterrupted[kind], config(make, prompts, kind)
+    assert sum(step["skipped_prompts"] for step in expected.metrics) > 1, "the test needs skipped prompts"
+    for step, metrics in enumerate(expected.metrics, 1):
+        rows = [row for row in json_lines(expected.files.failed_trajectories) if row["step"] == step]
+        skipped = {int(row["id"].split("/")[2]) for row in rows if row["prompt_skipped"]}
+        assert len(skipped) == metrics["skipped_prompts"]
+        assert all(number % EVERY == 0 for number in skipped)
+        assert len(rows) == metrics["outcome_refused"] == len(skipped) * (3 + (kind == "greedy"))
+        assert len(prompts_of(expected, step)) == crashed.rollout.prompts_per_step
+        assert not [number for number in prompts_of(expected, step) if number % EVERY == 0]
+    if kind in ("one response", "groups"):
+        consumed = sum(step.get("prompts_consumed", crashed.rollout.prompts_per_step) for step in expected.metrics)
+        used = [prompt for step in range(1, STEPS + 1) for prompt in prompts_of(expected, step)]
+        assert len(set(used)) == len(used), "a prompt was used twice"
+        assert consumed == len(used) + sum(step["skipped_prompts"] for step in expected.metrics)
+    crash_run(crashed, crash_point, 3, monkeypatch)
+    if lost:
+        delete_run_data(redis_client, crashed.run.name)
+    assert_same(run_to_completion(crashed), expected)
+
+
+def test_a_prompt_whose_scorer_always_hangs_is_skipped(make: MakeConfig, prompts: Path) -> None:
+    run = run_to_completion(config(make, prompts, "groups", "hangs"))
+    skipped = sum(step["skipped_prompts"] for step in run.metrics)
+    assert skipped
+    assert sum(step["outcome_timeout"] for step in run.metrics) == 3 * skipped
+    assert any("responses to the next prompts (skipped, by line from 0: " in note for note in run.progress.notes)
+
+
+def test_the_fraction_of_skipped_prompts_is_limited_over_the_run(make: MakeConfig, prompts: Path) -> None:
+    limits = {"max_failed_trajectories": 2, "max_skipped_prompt_fraction": 0.01}
+    with active_run(config(make, prompts, "groups", run={"steps": 40}, recovery=limits)) as running:
+        run = running.finish()
+    assert run.code == 1
+    assert "recovery.max_skipped_prompt_fraction 0.01" in run.progress.error
+    assert "refused" in run.progress.error
+    assert sum(step["skipped_prompts"] for step in run.metrics) == 2
