@@ -28,7 +28,7 @@ REVIEW_RUNS := $(addprefix runs/reviews-,ppo reinforce rloo grpo dr-grpo reinfor
 PYTEST := $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help install demo test test-fast test-all test-e2e chaos faults soak durability-cost startup end-to-end evidence generation precision gpu update losses sharding plan plan-memory \
+.PHONY: help install demo test test-fast test-all test-e2e chaos faults soak durability-cost startup end-to-end evidence generation precision gpu gpu-shapes update losses sharding plan plan-memory \
 	groups growth reward-node \
 	transport weights buffer sandbox reward-sharing learning-curves gae orchestration overlap architectures gateway-load gateway-metrics browser screenshots notebook fuzz-api fuzz-rpc helm-golden \
 	helm-schema e2e-compose check docs docs-reference wheel format proto acceptance parity mutation engines clean
@@ -95,16 +95,29 @@ precision: $(VENV)/.installed ## Compare bfloat16 with float32 on this CPU; writ
 	$(BIN)/python -m benchmarks.random_models build/half --layers 4 --dtype float32
 	$(BIN)/python -m benchmarks.precision $(BENCHMARK_ARGS)
 
-gpu: $(VENV)/.installed ## Measure a 0.5B policy on one GPU, beside TRL and vLLM; one table at the end; results in build/gpu
+gpu: $(VENV)/.installed ## Measure policies of 0.5B, 0.6B and 8B on one GPU, beside TRL and vLLM; one table at the end; results in build/gpu
 	$(BIN)/python -m benchmarks.random_models build/gpu --for configs/gpu/ppo.yaml
 	$(BIN)/python -m benchmarks.generation --config configs/gpu/ppo.yaml --prompts 128 --tokens 512 --folder build/gpu/generation
 	$(BIN)/python -m benchmarks.update --config configs/gpu/ppo.yaml --full --folder build/gpu/update
+	$(MAKE) gpu-shapes
 	$(MAKE) $(PARITY)/.installed
 	$(BIN)/python -m benchmarks.end_to_end --config configs/gpu/ppo.yaml --config configs/gpu/rloo.yaml --steps 6 --pairs 2 \
 		--folder build/gpu/end-to-end
 	if [ -x $(VLLM)/bin/python ]; then \
 		$(VLLM)/bin/python -m benchmarks.vllm_decoding build/gpu/policy 128 128 512 build/gpu/vllm; fi
 	$(BIN)/python -m benchmarks.gpu_table build/gpu
+
+gpu-shapes: $(VENV)/.installed
+	$(BIN)/python -m benchmarks.random_models build/gpu/qwen3-0.6b --shape qwen3-0.6b --device cuda:0
+	$(BIN)/python -m benchmarks.random_models build/gpu/qwen3-8b --shape qwen3-8b --device cuda:0 --policy-only
+	for shape in qwen3-0.6b qwen3-8b; do \
+		$(BIN)/python -m benchmarks.generation --config configs/gpu/ppo.yaml --prompts 64 --tokens 256 --rounds 2 \
+			--set actor.model=build/gpu/$$shape/policy --folder build/gpu/generation-$$shape || exit 1; done
+	rm -r build/gpu/qwen3-8b
+	$(BIN)/python -m benchmarks.random_models build/gpu/qwen3-8b --shape qwen3-8b --layers 4 --device cuda:0
+	for shape in qwen3-0.6b qwen3-8b; do \
+		$(BIN)/python -m benchmarks.update --config configs/gpu/ppo.yaml --full --rounds 2 --set actor.model=build/gpu/$$shape/policy \
+			--set reward.model=build/gpu/$$shape/reward --folder build/gpu/update-$$shape || exit 1; done
 
 startup: $(VENV)/.installed-dev ## Measure the start of a run: seconds to the first step, memory; write docs/performance.md
 	$(BIN)/python -m benchmarks.startup $(BENCHMARK_ARGS)

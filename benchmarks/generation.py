@@ -58,13 +58,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--config", type=Path, default=Path("configs/reviews/ppo.yaml"), help="config with the policy and prompts"
     )
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="a setting, for example actor.model=build/gpu/qwen3-8b/policy",
+    )
     parser.add_argument("--prompts", action="append", type=positive, help="concurrent prompts; may be repeated")
     parser.add_argument("--tokens", type=positive, default=48, help="maximum length of a response")
     add_shared(parser, "build/generation", rounds=5, threads=True)
     options = parser.parse_args(arguments)
     counts = options.prompts or COUNTS
     try:
-        config = load_config(options.config, [])
+        config = load_config(options.config, options.set)
         device = machine.device_of(config, options.config)
         machine.set_up(device, options.threads)
         host = machine.describe(device)

@@ -1,7 +1,8 @@
-"""Models with the shape of Qwen2 0.5B and random weights, and prompts of random words, for the benchmarks on a GPU.
+"""Models with the shapes of published ones and random weights, and prompts of random words, for the benchmarks on a GPU.
 
 python -m benchmarks.random_models OUT writes OUT/policy, OUT/reward and OUT/prompts.jsonl, for configs/gpu. The speed does not
 depend on the values of the weights. Responses almost never end with EOS, so every run does the same work. Every word is a token.
+`model_of` makes a policy in memory, on any device.
 """
 
 from __future__ import annotations
@@ -23,7 +24,38 @@ from quartet.config import load_config
 from quartet.errors import ConfigError
 
 VOCABULARY = 151_936
-LAYERS = 24
+SHAPES: dict[str, dict[str, Any]] = {
+    "qwen2-0.5b": {
+        "model_type": "qwen2",
+        "hidden_size": 896,
+        "intermediate_size": 4864,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 14,
+        "num_key_value_heads": 2,
+        "tie_word_embeddings": True,
+    },
+    "qwen3-0.6b": {
+        "model_type": "qwen3",
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "tie_word_embeddings": True,
+    },
+    "qwen3-8b": {
+        "model_type": "qwen3",
+        "hidden_size": 4096,
+        "intermediate_size": 12_288,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "tie_word_embeddings": False,
+    },
+}
+"""Sizes of published models. Those of 8B fit one GPU with all layers for decoding, and with a few for an update."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 PROMPTS, WORDS = 1024, 128
 
@@ -31,7 +63,10 @@ PROMPTS, WORDS = 1024, 128
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = parser_of("random_models", __doc__)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--layers", type=int, default=LAYERS)
+    parser.add_argument("--shape", choices=SHAPES, default="qwen2-0.5b")
+    parser.add_argument("--layers", type=int, help="number of layers, by default that of the shape")
+    parser.add_argument("--device", default="cpu", help="device that draws the weights, for example cuda:0")
+    parser.add_argument("--policy-only", action="store_true", help="write no reward model")
     parser.add_argument("--vocabulary", type=int, default=VOCABULARY)
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="dtype of the written weights")
     parser.add_argument(
@@ -51,31 +86,43 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = tokenizer(options.vocabulary)
     kinds = {"policy": "AutoModelForCausalLM", "reward": "AutoModelForSequenceClassification"}
     for name, kind in kinds.items():
-        torch.manual_seed(0)
-        model = getattr(transformers, kind).from_config(
-            shape(options.layers, options.vocabulary), dtype=DTYPES[options.dtype]
+        if name == "reward" and options.policy_only:
+            continue
+        model = model_of(
+            options.shape, options.device, options.layers, options.vocabulary, DTYPES[options.dtype], kind=kind
         )
         model.save_pretrained(options.out / name)
         words.save_pretrained(options.out / name)
     lines = [json.dumps({"text": text}) + "\n" for text in prompts(options.vocabulary)]
     (options.out / "prompts.jsonl").write_text("".join(lines))
     print(
-        f"{options.out}: policy and reward model with {model.num_parameters() / 1e6:.0f}M weights each, {PROMPTS} prompts"
+        f"{options.out}: policy{'' if options.policy_only else ' and reward model'} with {model.num_parameters() / 1e6:.0f}M "
+        f"weights{'' if options.policy_only else ' each'}, {PROMPTS} prompts"
     )
     return 0
 
 
-def shape(layers: int = LAYERS, vocabulary: int = VOCABULARY) -> Any:
-    """Return the config of Qwen2 0.5B with another number of layers."""
-    return transformers.Qwen2Config(
+def model_of(
+    name: str,
+    device: str,
+    layers: int | None = None,
+    vocabulary: int = VOCABULARY,
+    dtype: torch.dtype = torch.bfloat16,
+    kind: str = "AutoModelForCausalLM",
+) -> Any:
+    """Return a model of a shape with random weights, in evaluation mode. ``layers``: see ``shape``."""
+    torch.manual_seed(0)
+    with torch.device(device):
+        return getattr(transformers, kind).from_config(shape(name, layers, vocabulary), dtype=dtype).eval()
+
+
+def shape(name: str, layers: int | None = None, vocabulary: int = VOCABULARY) -> Any:
+    """Return the config of a shape, with its own number of ``layers`` if None."""
+    sizes = SHAPES[name] if layers is None else {**SHAPES[name], "num_hidden_layers": layers}
+    return transformers.AutoConfig.for_model(
+        **sizes,
         vocab_size=vocabulary,
-        hidden_size=896,
-        intermediate_size=4864,
-        num_hidden_layers=layers,
-        num_attention_heads=14,
-        num_key_value_heads=2,
         max_position_embeddings=32_768,
-        tie_word_embeddings=True,
         use_sliding_window=False,
         num_labels=1,
         bos_token_id=0,
