@@ -19,7 +19,11 @@ from quartet.launcher.supervisor import ProcessSupervisor
     ("restarts", "kind", "message"),
     [
         (0, ConfigError, r"^reward: config .*missing\.yaml: .*"),
-        (1, ServiceFailed, r"^reward: given up after 1 restart in \d+ s: config .*missing\.yaml: .*"),
+        (
+            1,
+            ServiceFailed,
+            r"^reward: given up after 1 restart in \d+ s \(recovery\.max_restarts 1\): config .*missing\.yaml: .*",
+        ),
     ],
 )
 def test_the_user_sees_the_error_of_a_service_that_refuses_its_config(

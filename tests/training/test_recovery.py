@@ -229,7 +229,8 @@ def test_a_run_gives_up_after_the_configured_recoveries(make: MakeConfig, monkey
         run = active.finish()
     assert run.code == 1
     assert run.progress.error.startswith(
-        "gave up after 2 recoveries in a row without a further step; the last failure: "
+        "gave up after 2 recoveries in a row without a further step, the limit of recovery.max_recoveries; fix the cause and "
+        "continue with --resume, or raise the limit; the last failure: "
     )
     assert len(run.metrics) == 3
 

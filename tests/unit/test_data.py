@@ -79,8 +79,8 @@ def test_the_fields_are_compact_json_of_everything_except_token_ids(line: str, f
         ('{"text": "open', "not JSON"),
         ("[" * 100_000, "not JSON"),
         ('{"token_ids": [' + "1" * 5000 + "]}", "not JSON"),
-        ('["text"]', "found list"),
-        ("3", "found int"),
+        ('["text"]', "found a list"),
+        ("3", "found a number"),
         ("{}", "found none of prompt, text, messages and token_ids, but nothing else"),
         ('{"text": null, "answer": 1}', "text is null"),
         ('{"question": "a", "id": 1}', "found none of prompt, text, messages and token_ids, but id, question"),
@@ -129,6 +129,7 @@ def test_a_malformed_line_is_refused_with_file_line_and_expectation(
         "expected a JSON object per line" in message
         or '(a string), "messages" (a list of objects with' in message
         or ("save the file as UTF-8" in message)
+        or "expected whole numbers from 0 to 2147483647" in message
     )
     assert "\n" not in message
 

@@ -142,7 +142,10 @@ def test_code_pickles_and_media_are_refused(name: str, content: str, message: st
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"text": "a", "bytes": b"1"}, r"row 2: column bytes cannot be read as JSON \(a value is of type bytes"),
+        (
+            {"text": "a", "bytes": b"1"},
+            r"row 2: column bytes cannot be read as JSON \(bytes of length 1, which JSON lacks",
+        ),
         ({"text": "a", "bytes": float("nan")}, r"row 2: column bytes cannot be read as JSON \(Out of range float"),
     ],
 )

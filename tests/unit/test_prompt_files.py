@@ -165,7 +165,7 @@ def test_errors_in_parquet_name_the_row(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"p\.parquet row 2: prompt is empty"):
         read_prompt_lines(parquet(tmp_path / "p.parquet", [{"prompt": "a"}, {"prompt": ""}]))
     with pytest.raises(
-        DataError, match=r"p\.parquet row 1: .*\(a value is of type bytes, which JSON lacks; remove its"
+        DataError, match=r"p\.parquet row 1: column image holds bytes of length 3, which JSON lacks; convert them"
     ):
         read_prompt_lines(parquet(tmp_path / "p.parquet", [{"prompt": "a", "image": b"123"}]))
     (tmp_path / "p.parquet").write_bytes(b"PAR1 and more")

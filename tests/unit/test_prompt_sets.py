@@ -104,7 +104,7 @@ CHAT = [{"role": "user", "content": "x"}]
     ("good", "bad", "given", "message"),
     [
         ({"question": "x"}, {"q": 1}, {"columns": {"text": "question"}}, "has no column question, but q; correct"),
-        ({"q": "x"}, {"q": 1}, {"columns": {"text": "q"}}, "text (column q) is not a string; expected"),
+        ({"q": "x"}, {"q": 1}, {"columns": {"text": "q"}}, "text (column q) is not a string, but "),
         ({"q": "x"}, {"q": ""}, {"columns": {"text": "q"}}, "text (column q) is empty; expected"),
         (
             {"q": CHAT},
@@ -124,7 +124,7 @@ CHAT = [{"role": "user", "content": "x"}]
             "x (column q) is of type list, but the template",
         ),
         ({"q": "x"}, {"q": ""}, {"text_template": "{q}"}, "the template makes an empty text of it"),
-        ({"text": "x"}, {"text": 5}, {}, "text is not a string; expected"),
+        ({"text": "x"}, {"text": 5}, {}, "text is not a string, but "),
     ],
 )
 def test_the_first_bad_row_is_named_with_its_column(

@@ -57,7 +57,9 @@ class RecoveryAttempts:
             if not self._failures:
                 raise error
             raise type(error)(
-                f"gave up after {self._failures} recoveries in a row without a further step; the last failure: {error}"
+                f"gave up after {self._failures} recoveries in a row without a further step, the limit of "
+                "recovery.max_recoveries; fix the cause and continue with --resume, or raise the limit; the last failure: "
+                f"{error}"
             ) from error
         self._failures += 1
         return self._config.pause(self._failures)

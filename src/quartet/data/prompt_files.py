@@ -125,7 +125,8 @@ def _text(raw: bytes, where: str) -> str:
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise DataError(f"{where}: not UTF-8 at byte {error.start + 1}; save the file as UTF-8") from None
+        looks = ", it looks like UTF-16" if raw.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) else ""
+        raise DataError(f"{where}: not UTF-8 at byte {error.start + 1}{looks}; save the file as UTF-8") from None
 
 
 def _json_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -134,16 +135,37 @@ def _json_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         if not raw.strip():
             continue
         where = f"prompts {path}:{number}"
+        text = _text(raw, where).strip()
         try:
-            value = parse_json(_text(raw, where))
+            value = parse_json(text)
         except (ValueError, RecursionError) as error:
-            is_array = first and raw.lstrip().startswith(b"[")
-            hint = "the file is one JSON array; write one object per line, such as jq -c '.[]' does" if is_array else ""
-            raise DataError(f"{where}: not JSON ({error}); {hint or 'expected a JSON object per line'}") from None
-        first = False
+            hint = _json_hint(text, first) or "expected a JSON object per line"
+            raise DataError(f"{where}: not JSON ({error}); {hint}") from None
         if not isinstance(value, dict):
-            raise DataError(f"{where}: found {type(value).__name__}, expected a JSON object per line")
+            kind = _JSON_KINDS.get(type(value), "a number")
+            hint = _json_hint(text, first) or 'write it as an object, such as {"prompt": ...}'
+            raise DataError(f"{where}: found {kind}, expected a JSON object per line; {hint}")
+        first = False
         yield number, value
+
+
+_JSON_KINDS = {list: "a list", str: "a text", bool: "true or false", type(None): "null"}
+
+
+def _json_hint(text: str, first: bool) -> str:
+    """Return what to do about a line that is not a JSON object, or "". ``first``: it is the first line of the file."""
+    if text.startswith("[") and first:
+        return "the file is one JSON array; write one object per line, such as jq -c '.[]' does"
+    if text.startswith("{'"):
+        return "its texts are in single quotes, as Python prints them; expected a JSON object per line, as json.dumps writes it"
+    if first and text.startswith("{") and not text.rstrip(",").endswith("}"):
+        return (
+            "expected a JSON object per line, but the first one spans several; write each on one line, as jq -c . does"
+        )
+    if text.endswith("},"):
+        return "expected a JSON object per line; remove the comma after it"
+    has_constant = "NaN" in text or "Infinity" in text
+    return "expected a JSON object per line, with null for a value that is no number" if has_constant else ""
 
 
 def parse_json(text: str) -> Any:
@@ -198,6 +220,8 @@ def _csv_rows(path: Path, json_columns: Container[str]) -> Iterator[tuple[int, d
             header = row
             if repeated := sorted({name for name in header if header.count(name) > 1}):
                 raise DataError(f"{where}: the header has the column {repeated[0]!r} twice; rename one")
+            if len(header) == 1 and any(mark in header[0] for mark in ";\t|"):
+                raise DataError(f"{where}: the header is one column {header[0]!r}; separate the columns with commas")
             continue
         if len(row) != len(header):
             raise DataError(

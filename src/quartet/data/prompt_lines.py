@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import decimal
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -158,11 +159,16 @@ def _parse(value: dict[str, Any], where: str, number: int, mapping: RowMapping =
     if kind != "token_ids":
         if not isinstance(content, str):
             wanted = "a string or a list of messages" if kind == "prompt" else "a string"
-            raise DataError(f"{where}: {label} is not {wanted}; {EXPECTED}")
+            raise DataError(f"{where}: {label} is not {wanted}, but {_shown(content)}; {EXPECTED}")
         return PromptLine(number, content, fields=fields, key=kind)
-    is_valid = isinstance(content, list) and all(type(token) is int and 0 <= token < 2**31 for token in content)
-    if not is_valid or not content:
-        raise DataError(f"{where}: {label} is not a list of token ids; {EXPECTED}")
+    if not isinstance(content, list) or not content:
+        raise DataError(f"{where}: {label} is not a list of token ids, but {_shown(content)}; {EXPECTED}")
+    for place, token in enumerate(content, 1):
+        if type(token) is not int or not 0 <= token < 2**31:
+            raise DataError(
+                f"{where}: {label} is not a list of token ids: entry {place} is {_shown(token)}; expected whole numbers from 0 "
+                f"to {2**31 - 1}"
+            )
     return PromptLine(number, token_ids=tuple(content), fields=fields, key=kind)
 
 
@@ -191,8 +197,9 @@ def _fields(value: dict[str, Any], where: str) -> str:
     except UnicodeEncodeError:
         raise DataError(f"{where}: contains half of a character (a lone surrogate); {EXPECTED}") from None
     except (TypeError, ValueError, RecursionError) as error:
-        column = _column_without_json(value)
-        raise DataError(f"{where}: {column} cannot be handed to a reward function ({error}); {EXPECTED}") from None
+        raise DataError(
+            f"{where}: {_column_without_json(value) or error}, or leave the column out with ignore_columns in data.sets"
+        ) from None
     if size > MAX_FIELDS_BYTES:
         raise DataError(
             f"{where}: {size} bytes of text and fields, expected at most {MAX_FIELDS_BYTES}; shorten them, "
@@ -208,20 +215,38 @@ def _to_json(value: Any) -> str:
 
 
 def _column_without_json(value: dict[str, Any]) -> str:
-    """Return the name of the first column whose value has no JSON."""
+    """Return the first column whose value has no JSON, the value, and what to do."""
     for name, content in value.items():
         try:
             _to_json(content)
-        except (TypeError, ValueError, RecursionError):
-            return f"column {name}"
-    return "a name of a column"
+        except TypeError as error:
+            return f"column {name} holds {error}"
+        except ValueError:
+            number = f"{content} is" if isinstance(content, float) else "has NaN or infinity, which are"
+            return f"column {name}: {number} not a number in JSON; write null instead"
+        except RecursionError:
+            return f"column {name} is nested too deeply; write it as text"
+    return ""
 
 
 def as_json(value: Any) -> str:
-    """Return a value of Parquet that JSON lacks as text."""
+    """Return a value of Parquet that JSON lacks as text. Raises TypeError that names it and what to do."""
     if isinstance(value, datetime.date | datetime.time):
         return value.isoformat()
-    raise TypeError(f"a value is of type {type(value).__name__}, which JSON lacks; remove its column")
+    if isinstance(value, decimal.Decimal):
+        raise TypeError(f"the decimal number {value}, which JSON lacks; convert it to a float or a text")
+    if isinstance(value, bytes):
+        raise TypeError(f"bytes of length {len(value)}, which JSON lacks; convert them to a text")
+    raise TypeError(f"a value of type {type(value).__name__}, which JSON lacks; convert it to a number or a text")
+
+
+def _shown(content: Any) -> str:
+    """Describe a JSON value that has the wrong type."""
+    if isinstance(content, dict):
+        return f"an object with {_names(content)}"
+    kinds = {bool: "", int: "the number ", float: "the number ", list: "a list of ", str: "the text "}
+    text = str(len(content)) if isinstance(content, list) else json.dumps(content, ensure_ascii=False, default=str)
+    return f"{kinds.get(type(content), '')}{text if len(text) <= 60 else text[:60] + '...'}"
 
 
 def _messages(key: str, value: Any, where: str) -> tuple[Message, ...]:
@@ -229,6 +254,11 @@ def _messages(key: str, value: Any, where: str) -> tuple[Message, ...]:
         raise DataError(f"{where}: {key} is {'empty' if value == [] else 'not a list'}; {EXPECTED}")
     if len(value) > MAX_MESSAGES:
         raise DataError(f"{where}: {key}: {len(value)} messages, expected at most {MAX_MESSAGES}")
+    if isinstance(first := value[0], dict) and "role" not in first and {"from", "value"} <= first.keys():
+        raise DataError(
+            f"{where}: {key}: message 1 has from and value, as in ShareGPT; rename them to role (user, assistant, system) and "
+            "content"
+        )
     for place, message in enumerate(value, 1):
         if not isinstance(message, dict):
             raise DataError(f"{where}: {key}: message {place} is not an object; {EXPECTED}")

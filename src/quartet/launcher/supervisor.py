@@ -63,9 +63,10 @@ class RestartCounter:
         return f"{self.consecutive} of {self._recovery.max_restarts} in a row"
 
     def gave_up(self, now: float) -> str:
-        """Return the number of restarts and the time before the process was given up; "" if no restart was allowed."""
+        """Return the number of restarts, their limit and the time before the process was given up; "" if none was allowed."""
         tried = "1 restart" if self.consecutive == 1 else f"{self.consecutive} restarts"
-        return f"given up after {tried} in {now - self.since:.0f} s" if self.consecutive else ""
+        limit = f"(recovery.max_restarts {self._recovery.max_restarts})"
+        return f"given up after {tried} in {now - self.since:.0f} s {limit}" if self.consecutive else ""
 
 
 class ProcessSupervisor:

@@ -58,6 +58,10 @@ def _slime(texts: Sequence[ScoredText], config: HttpRewardConfig) -> Any:
 
 
 def _slime_scores(answer: Any, count: int, config: HttpRewardConfig) -> list[float]:
+    if config.reward_key is None and isinstance(answer, dict):
+        raise ValueError(
+            f"the score is {shown(answer)}, expected a finite number; set reward_key to the key of the score"
+        )
     return _numbers([answer if config.reward_key is None else _value(answer, config.reward_key)], 1)
 
 
@@ -136,7 +140,9 @@ def _last_numbers(answer: Any, count: int, name: str) -> list[float]:
 
 def _value(answer: Any, key: str) -> Any:
     if not isinstance(answer, dict) or key not in answer:
-        raise ValueError(f"the response is {shown(answer)}, expected an object with {key}")
+        has_key = isinstance(answer, dict) and key not in ("data", "probs", "embedding")
+        hint = "; set reward_key if the score has another key" if has_key else ""
+        raise ValueError(f"the response is {shown(answer)}, expected an object with {key}{hint}")
     return answer[key]
 
 
