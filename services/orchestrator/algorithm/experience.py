@@ -23,13 +23,14 @@ from quartet.types import Experience, FinishReason, FloatArray, IntArray, TokenB
 
 @dataclass(frozen=True, slots=True)
 class PreparedStep:
-    """Experience of a step, KL of each response (nats, [sequences]), and metrics of the step by name.
+    """Experience of a step, KL in nats of each response [sequences] and at each token [response tokens], and metrics by name.
 
-    The metrics exclude those of ``response_metrics``.
+    The KL is log π − log π_ref, with log π of ``algorithm.kl_log_probs``. The metrics exclude those of ``response_metrics``.
     """
 
     experience: Experience
     response_kl: FloatArray
+    token_kl: FloatArray
     metrics: dict[str, float]
 
 
@@ -68,12 +69,12 @@ def prepare_step(
 
     response_lengths = torch.from_numpy(batch.response_lengths).long()
     scores = treat_scores(raw_scores, truncated, lengths, response_lengths, algorithm, moments, max_response_tokens)
-    token_kl = kl.kl_estimate(policy_log_probs, reference_log_probs, algorithm.kl_estimator)
+    penalty = kl.kl_estimate(policy_log_probs, reference_log_probs, algorithm.kl_estimator)
     early = early_rewards(trajectories, score_factor(algorithm, moments))
     pretrains = algorithm.pretrains_values(step)
     greedy = baseline_scores(scored, baselines, algorithm, moments, max_response_tokens) if baselines else None
     estimate = estimate_advantages(
-        scores, token_kl, values, lengths, groups, algorithm, kl_coefficient, early, pretrains, greedy
+        scores, penalty, values, lengths, groups, algorithm, kl_coefficient, early, pretrains, greedy
     )
     masked = algorithm.truncation.treatment == "mask"
     actor_mask = rewards.mask_truncated(truncated if masked else torch.zeros_like(truncated), lengths)
@@ -87,7 +88,8 @@ def prepare_step(
             policy_log_probs, reference_log_probs, lengths, distillation.coefficient, distillation.discount
         )
 
-    response_kl = ragged.sequence_sum(kl.kl_estimate(policy_log_probs, reference_log_probs, "k1"), lengths)
+    token_kl = kl.kl_estimate(policy_log_probs, reference_log_probs, "k1")
+    response_kl = ragged.sequence_sum(token_kl, lengths)
     has_scores = scored[0].score is not None
     metrics = {
         **(_score_metrics(scored, raw_scores, scores, lengths) if has_scores else {}),
@@ -122,7 +124,7 @@ def prepare_step(
         actor_mask=tokens.spread(actor_mask),
         response_mask=tokens.mask,
     )
-    return PreparedStep(experience, _array(response_kl), metrics)
+    return PreparedStep(experience, _array(response_kl), tokens.spread(token_kl), metrics)
 
 
 def response_metrics(responses: Sequence[IntArray]) -> dict[str, float]:

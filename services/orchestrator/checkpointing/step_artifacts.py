@@ -19,7 +19,6 @@ from quartet.services.orchestrator.rollout.scoring import ScoredTrajectory
 from quartet.services.orchestrator.rollout.scoring_queue import FailedTrajectory
 from quartet.types import (
     FAILURES,
-    Experience,
     FinishReason,
     Outcome,
     Role,
@@ -146,15 +145,15 @@ def _episode(tokenizer: Any, trajectory: Trajectory) -> dict[str, Any]:
     }
 
 
-def token_arrays(experience: Experience, has_critic: bool) -> dict[str, NDArray[Any]]:
+def token_arrays(prepared: PreparedStep, has_critic: bool) -> dict[str, NDArray[Any]]:
     """Return a step's trajectories token by token, for ``tokens/step-000001.safetensors``, in the order of ``trajectory_rows``.
 
     ``prompt_lengths`` and ``response_lengths`` int32 [sequences]; flat ``prompt_ids`` int32 [prompt tokens] and
-    ``response_ids`` int32 [response tokens]; ``log_probs``, ``reference_log_probs``, ``kl`` (their difference, nats),
-    ``advantages`` as trained on, ``returns`` and, with a critic, ``values``, all float32 [response tokens]. With observations
+    ``response_ids`` int32 [response tokens]; ``log_probs`` of the engine, ``reference_log_probs``, ``kl``
+    (nats, as in ``PreparedStep``), ``advantages`` as trained on, ``returns`` and, with a critic, ``values``, all float32 [response tokens]. With observations
     also ``response_mask``, bool [response tokens]: True at the policy's own tokens. All other arrays are 0 at observation tokens.
     """
-    batch = experience.batch
+    experience, batch = prepared.experience, prepared.experience.batch
     parts = [(ids[:prompt], ids[prompt:]) for ids, prompt in zip(batch.sequences(), batch.prompt_lengths, strict=True)]
     arrays: dict[str, NDArray[Any]] = {
         "prompt_lengths": batch.prompt_lengths,
@@ -163,7 +162,7 @@ def token_arrays(experience: Experience, has_critic: bool) -> dict[str, NDArray[
         "response_ids": np.concatenate([response for _, response in parts]),
         "log_probs": experience.log_probs,
         "reference_log_probs": experience.reference_log_probs,
-        "kl": experience.log_probs - experience.reference_log_probs,
+        "kl": prepared.token_kl,
         "advantages": experience.advantages,
         "returns": experience.returns,
     }

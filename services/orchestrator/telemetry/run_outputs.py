@@ -51,7 +51,7 @@ class RunTelemetry:
         if not every or step % every:
             return
         with self._noting_failures("tokens"):
-            arrays = token_arrays(prepared.experience, self._config.has_critic)
+            arrays = token_arrays(prepared, self._config.has_critic)
             self._files.write_tokens(step, arrays, self._settings.tokens_keep_steps)
 
     def committed(self, step: int, started: float, metrics: Mapping[str, float]) -> None:

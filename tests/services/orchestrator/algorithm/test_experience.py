@@ -17,6 +17,7 @@ from quartet.config import AlgorithmConfig
 from quartet.errors import ConfigError
 from quartet.ppo.rewards import RunningMoments
 from quartet.services.orchestrator.algorithm.experience import PreparedStep, prepare_step, response_metrics
+from quartet.services.orchestrator.checkpointing.step_artifacts import token_arrays
 from quartet.services.orchestrator.rollout.scoring import ScoredTrajectory
 from quartet.types import FinishReason, Trajectory, TrajectoryId
 
@@ -335,6 +336,9 @@ def test_the_kl_may_use_the_log_probs_of_the_trainer() -> None:
     assert trainer.experience.returns.tolist() == pytest.approx([2.01, 2.025, -1.0], abs=1e-6)
     assert trainer.response_kl.tolist() == pytest.approx([-0.1, 0.0], abs=1e-6)
     assert trainer.experience.log_probs.tolist() == [-1.0, -1.5, -0.5], "the loss compares with the engine's"
+    for source, expected in ((rollout, [0.25, -0.5, -0.25]), (trainer, [0.15, -0.25, 0.0])):
+        assert source.token_kl.tolist() == pytest.approx(expected, abs=1e-6)
+        assert token_arrays(source, True)["kl"].tolist() == source.token_kl.tolist(), "the records have another KL"
 
 
 def test_the_experience_carries_the_results_of_the_services_unchanged() -> None:
