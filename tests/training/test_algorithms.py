@@ -22,7 +22,7 @@ ESTIMATORS: dict[str, dict[str, Any]] = {
     },
     "rloo": {"algorithm": {"estimator": "rloo"}, "rollout": GROUPS},
     "grpo": {
-        "algorithm": {"estimator": "grpo", "kl_coefficient": 0, "kl_loss": "k3", "kl_loss_coefficient": 0.04},
+        "algorithm": {"estimator": "grpo", "kl_coefficient": 0.04},
         "rollout": GROUPS,
     },
     "dr_grpo": {

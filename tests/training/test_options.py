@@ -70,7 +70,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "dual_clip": 4.0,
         "entropy_coefficient": 0.01,
         "kl_loss": "k3",
-        "kl_loss_coefficient": 0.2,
+        "kl_coefficient": 0.2,
         "loss_aggregation": "sequence_mean",
         "rollout_correction": {"upper": 3.0},
         "target_kl": 50.0,
@@ -172,13 +172,15 @@ def fixed(coefficient: float, kl: float, target: float, responses: int, horizon:
     return coefficient
 
 
-@pytest.mark.parametrize("rule", [adaptive, simple, fixed])
-def test_the_kl_coefficient_depends_on_the_kl_of_the_step_before(rule: Callable[..., float], make: MakeConfig) -> None:
+@pytest.mark.parametrize(("rule", "kl_loss"), [(adaptive, "k3"), (simple, None), (fixed, None)])
+def test_the_kl_coefficient_depends_on_the_kl_of_the_step_before(
+    rule: Callable[..., float], kl_loss: str | None, make: MakeConfig, requests: Requests
+) -> None:
     controller = {"kind": rule.__name__, "target": 0.05, "horizon": 5.0}
     run = run_to_completion(
         make(
             run={"steps": 5},
-            algorithm={"kl_coefficient": 0.3, "kl_controller": controller},
+            algorithm={"kl_coefficient": 0.3, "kl_controller": controller, "kl_loss": kl_loss},
             actor={"learning_rate": 0.02},
             checkpoint={"every_steps": 1, "keep_last": 5},
         )
@@ -189,6 +191,8 @@ def test_the_kl_coefficient_depends_on_the_kl_of_the_step_before(rule: Callable[
         expected = rule(expected, step["kl_mean"], 0.05, 4, 5.0)
         state = manifest(run, int(step["step"]))["state"]["kl_controller"]
         assert state == {"value": pytest.approx(expected, rel=1e-9)}
+    in_loss = [step["kl_coefficient"] if kl_loss else 0.0 for step in run.metrics]
+    assert [loss.kl_loss_coefficient for loss in arguments_of(requests["Actor.update"], "loss")] == in_loss
     assert any(step["kl_mean"] > 0.05 for step in run.metrics), "the KL never rose above the target"
     assert any(step["kl_mean"] < 0.05 for step in run.metrics)
 

@@ -45,6 +45,8 @@ KINDS: dict[str, dict[str, Any]] = {
             "length_adaptive_alpha": 0.5,
             "entropy_controller": {"kind": "adaptive", "target": 3.0, "step_size": 0.02},
             "kl_log_probs": "trainer",
+            "kl_loss": "k3",
+            "kl_controller": {"kind": "adaptive", "target": 0.01, "horizon": 100},
         }
     },
     "bfloat16": {"actor": {"dtype": "bfloat16"}, "critic": {"dtype": "bfloat16"}},

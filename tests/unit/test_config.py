@@ -79,8 +79,6 @@ def test_the_tree_is_immutable(minimal: Path) -> None:
     [
         ({"services": {"actor": {"address": "far:1"}}}, "buffer.url: an actor or critic at an address needs a Redis"),
         ({"actor": {"model": "a", "optimizer": {"betas": [0.9, 1.0]}}}, "expected less than 1"),
-        ({"algorithm": {"kl_loss_coefficient": 0.1}}, "has no effect with kl_loss none"),
-        ({"algorithm": {"kl_loss": "k3"}}, "set kl_loss_coefficient above 0"),
         ({"algorithm": {"kl_coefficient": 0, "kl_controller": {"kind": "adaptive"}}}, "kl_coefficient, which is 0"),
         ({"algorithm": {"kl_controller": {"kind": "adaptive", "horizon": 12.8}}}, "expected more than 12.8"),
         ({"algorithm": {"kl_controller": {"kind": "simple", "horizon": 1}}}, "expected more than 1 step"),

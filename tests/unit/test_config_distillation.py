@@ -66,7 +66,6 @@ def test_rewards_of_an_environment_need_no_reward_service() -> None:
             r"algorithm\.distillation: the reference is the teacher.*set reference\.model",
         ),
         ({"algorithm": {"kl_coefficient": 0.05}}, r"algorithm\.kl_coefficient 0\.05: .*set kl_coefficient 0"),
-        ({"algorithm": {"kl_loss": "k3", "kl_loss_coefficient": 0.1}}, r"algorithm\.kl_loss k3: .*set kl_loss none"),
         ({"algorithm": {"ratio_level": "sequence"}}, r"algorithm\.ratio_level sequence: .*one ratio per token"),
         ({"algorithm": {"distillation": {"coefficient": 0}}}, r"algorithm\.distillation\.coefficient"),
         ({"algorithm": {"distillation": {"discount": 1.5}}}, r"algorithm\.distillation\.discount"),

@@ -127,7 +127,7 @@ WRONG = {
         "rollout: {prompts_per_step: 4}\nalgorithm: {num_mini_batches: 5}\n",
         "algorithm.num_mini_batches 5: expected at most the 4 responses of a step",
     ),
-    "a KL loss without weight": ("algorithm: {kl_loss: k3}\n", "set kl_loss_coefficient above 0, or kl_loss none"),
+    "verl's weight of the KL loss": ("algorithm: {kl_loss_coef: 0.1}\n", "did you mean 'algorithm.kl_coefficient'?"),
     "a duplicate section": ("actor: {model: other}\n", ":7: actor: duplicate key"),
 }
 

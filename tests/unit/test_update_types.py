@@ -20,7 +20,10 @@ from quartet.config.rollout_correction import RejectionConfig, RolloutCorrection
         (types.CorrectionLevel, RolloutCorrectionConfig.model_fields["level"].annotation),
         (types.CorrectionTreatment, RolloutCorrectionConfig.model_fields["treatment"].annotation),
         (types.RejectionStatistic, RejectionConfig.model_fields["statistic"].annotation),
-        (get_type_hints(types.PolicyLossSettings)["kl_loss"], AlgorithmConfig.model_fields["kl_loss"].annotation),
+        (
+            get_type_hints(types.PolicyLossSettings)["kl_loss"] | None,
+            AlgorithmConfig.model_fields["kl_loss"].annotation,
+        ),
         (
             get_type_hints(types.PolicyLossSettings)["old_log_probs"],
             AlgorithmConfig.model_fields["old_log_probs"].annotation,

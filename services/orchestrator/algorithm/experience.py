@@ -73,8 +73,9 @@ def prepare_step(
     early = early_rewards(trajectories, score_factor(algorithm, moments))
     pretrains = algorithm.pretrains_values(step)
     greedy = baseline_scores(scored, baselines, algorithm, moments, max_response_tokens) if baselines else None
+    reward_coefficient = 0.0 if algorithm.has_kl_loss else kl_coefficient
     estimate = estimate_advantages(
-        scores, penalty, values, lengths, groups, algorithm, kl_coefficient, early, pretrains, greedy
+        scores, penalty, values, lengths, groups, algorithm, reward_coefficient, early, pretrains, greedy
     )
     masked = algorithm.truncation.treatment == "mask"
     actor_mask = rewards.mask_truncated(truncated if masked else torch.zeros_like(truncated), lengths)

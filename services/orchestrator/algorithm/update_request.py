@@ -65,12 +65,16 @@ def optimization_at(
 
 
 def policy_loss_of(
-    algorithm: AlgorithmConfig, rollout: RolloutConfig, entropy_coefficient: float | None = None
+    algorithm: AlgorithmConfig,
+    rollout: RolloutConfig,
+    entropy_coefficient: float | None = None,
+    kl_coefficient: float | None = None,
 ) -> PolicyLossSettings:
     """Return the configured policy loss, with the defaults of the loss for settings that are null.
 
-    ``entropy_coefficient`` overrides the configured one.
+    ``entropy_coefficient`` and ``kl_coefficient`` override the configured ones.
     """
+    beta = algorithm.kl_coefficient if kl_coefficient is None else kl_coefficient
     clip_low, clip_high = algorithm.clip_range
     has_divisor = algorithm.aggregation == "sequence_mean_token_sum_norm"
     return PolicyLossSettings(
@@ -79,8 +83,8 @@ def policy_loss_of(
         clip_high=clip_high,
         dual_clip=algorithm.dual_clip or 0.0,
         entropy_coefficient=algorithm.entropy_coefficient if entropy_coefficient is None else entropy_coefficient,
-        kl_loss=algorithm.kl_loss,
-        kl_loss_coefficient=algorithm.kl_loss_coefficient,
+        kl_loss=algorithm.kl_loss or "none",
+        kl_loss_coefficient=beta if algorithm.has_kl_loss else 0.0,
         ratio_level=algorithm.ratio_level,
         aggregation=algorithm.aggregation,
         target_kl=algorithm.target_kl or 0.0,
@@ -119,11 +123,12 @@ def start_update(
     learning_rate: float | None = None,
     micro_batch_tokens: int = 0,
     entropy_coefficient: float | None = None,
+    kl_coefficient: float | None = None,
 ) -> PendingResult[UpdateResult]:
-    """Start the update of ``step``. The same ``learning_rate`` and ``entropy_coefficient`` always give the same request."""
+    """Start the update of ``step``. The same ``learning_rate`` and coefficients always give the same request."""
     if isinstance(client, ActorClient):
         optimization = optimization_at(config, config.actor, step, learning_rate, micro_batch_tokens)
-        loss = policy_loss_of(config.algorithm, config.rollout, entropy_coefficient)
+        loss = policy_loss_of(config.algorithm, config.rollout, entropy_coefficient, kl_coefficient)
         return client.update(config.run.name, step, leader_epoch, optimization, loss)
     optimization = optimization_at(config, config.critic, step, learning_rate, micro_batch_tokens)
     return client.update(config.run.name, step, leader_epoch, optimization, value_loss_of(config.algorithm))
@@ -158,6 +163,7 @@ class ModelUpdater:
                 rates[client.role],
                 self._identity.micro_batch_tokens_of(client.role),
                 self.entropy_coefficient(step, algorithm_state),
+                algorithm_state.kl_coefficient,
             )
             for client in self._service_clients.trained
         }

@@ -223,9 +223,10 @@ class Recovery:
             # The recorded rate: the schedule differs if the run has been extended since.
             rate = history[replayed - 1].get(f"learning_rate_{client.role}")
             entropy = history[replayed - 1].get("entropy_coefficient")
+            beta = history[replayed - 1].get("kl_coefficient")
             tokens = self._identity.micro_batch_tokens_of(client.role)
             try:
-                wait_for_all([start_update(client, self._config, replayed, self._epoch, rate, tokens, entropy)])
+                wait_for_all([start_update(client, self._config, replayed, self._epoch, rate, tokens, entropy, beta)])
             except BufferFailed:
                 # Damaged experience counts as lost: the next attempt recomputes its step.
                 self._experience.discard([replayed])

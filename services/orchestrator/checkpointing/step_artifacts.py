@@ -148,9 +148,9 @@ def _episode(tokenizer: Any, trajectory: Trajectory) -> dict[str, Any]:
 def token_arrays(prepared: PreparedStep, has_critic: bool) -> dict[str, NDArray[Any]]:
     """Return a step's trajectories token by token, for ``tokens/step-000001.safetensors``, in the order of ``trajectory_rows``.
 
-    ``prompt_lengths`` and ``response_lengths`` int32 [sequences]; flat ``prompt_ids`` int32 [prompt tokens] and
-    ``response_ids`` int32 [response tokens]; ``log_probs`` of the engine, ``reference_log_probs``, ``kl``
-    (nats, as in ``PreparedStep``), ``advantages`` as trained on, ``returns`` and, with a critic, ``values``, all float32 [response tokens]. With observations
+    ``prompt_lengths`` and ``response_lengths`` int32 [sequences]; flat ``prompt_ids`` int32 [prompt tokens] and ``response_ids``
+    int32 [response tokens]; ``log_probs`` of the engine, ``reference_log_probs``, ``kl`` (nats, as in ``PreparedStep``),
+    ``advantages`` as trained on, ``returns`` and, with a critic, ``values``, all float32 [response tokens]. With observations
     also ``response_mask``, bool [response tokens]: True at the policy's own tokens. All other arrays are 0 at observation tokens.
     """
     experience, batch = prepared.experience, prepared.experience.batch

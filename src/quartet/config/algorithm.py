@@ -68,6 +68,8 @@ class CustomEstimatorConfig(Section):
     """token: one reward and one advantage per token. sequence: one reward and one advantage per response."""
     uses_groups: bool = False
     """True if it compares the samples of one prompt."""
+    divides_by_group_std: bool = False
+    """True if it divides by the standard deviation of a prompt's rewards. Then algorithm.kl_loss is k3 by default."""
     normalizes_advantages: bool = False
     """Default of algorithm.normalize_advantages."""
     min_samples: Count = 1
@@ -185,19 +187,19 @@ class AlgorithmConfig(Section):
     whiten_rewards: bool = False
     """Scale token rewards to standard deviation 1 over the step, and keep their mean."""
     kl_coefficient: NonNegative = 0.05
-    """β, the weight of the KL penalty in the token rewards."""
+    """β, the weight of the KL penalty: in the token rewards, or in the policy loss, see `kl_loss`."""
     kl_estimator: Literal["k1", "absolute"] = "k1"
     """KL estimate per token in the reward. k1: log π − log π_ref. absolute: its absolute value. It needs float32,
     because rounding errors bias it."""
     kl_log_probs: Literal["rollout", "trainer"] = "rollout"
-    """Source of log π in the reward's KL. rollout: the engine, as it sampled. trainer: the actor, with one more forward pass. Use
-    it if engine and actor round differently."""
+    """Source of log π in the KL of rewards, metrics and records. rollout: the engine, as it sampled. trainer: the actor, with one
+    more forward pass. Use it if engine and actor round differently. Evaluations always use the engine's."""
     kl_controller: KLControllerConfig = KLControllerConfig()
     """Controller of β."""
-    kl_loss: Literal["none", "k2", "k3"] = "none"
-    """KL estimate in the policy loss. k2 and k3: the estimators of Schulman (2020). none: no KL term in the loss."""
-    kl_loss_coefficient: NonNegative = 0.0
-    """Weight of the KL term in the policy loss. loss_aggregation reduces the KL of the tokens as it does their losses."""
+    kl_loss: Literal["none", "k2", "k3"] | None = None
+    """Place of the KL penalty. none: the token rewards. k2 and k3: a term of the policy loss, with this estimator of Schulman
+    (2020); loss_aggregation reduces the KL of the tokens as it does their losses. Null: k3 if the estimator divides by the
+    standard deviation of a prompt's rewards (grpo with normalize_std), which would scale up the noise of the KL, else none."""
     distillation: DistillationConfig | None = None
     """On-policy distillation from reference.model, the teacher. Null disables it."""
     score: ScoreConfig = ScoreConfig()
@@ -265,10 +267,19 @@ class AlgorithmConfig(Section):
         if is_custom and self.custom_estimator is None:
             raise ValueError(
                 f"estimator {self.estimator}: declare what it needs under custom_estimator (needs_critic, granularity, "
-                "uses_groups, normalizes_advantages, min_samples, needs_greedy_baseline; {} for the defaults)"
+                "uses_groups, divides_by_group_std, normalizes_advantages, min_samples, needs_greedy_baseline; {} for the "
+                "defaults)"
             )
         if not is_custom and self.custom_estimator is not None:
             raise ValueError(f"custom_estimator: estimator {self.estimator} is built in; leave it out")
+        return self
+
+    @model_validator(mode="after")
+    def _place_kl(self) -> AlgorithmConfig:
+        # The resolved value is shown and stored, so that a run says where its KL is.
+        if self.kl_loss is None:
+            # Not setattr, which would add it to the given keys.
+            self.__dict__["kl_loss"] = self.default_kl_loss
         return self
 
     @model_validator(mode="after")
@@ -345,6 +356,22 @@ class AlgorithmConfig(Section):
             spec = BUILT_IN_ESTIMATORS[self.estimator]
             return replace(spec, parameters={**spec.parameters, **given})
         return EstimatorSpec(self.estimator, self.estimator, **self.custom_estimator.model_dump(), parameters=given)
+
+    @property
+    def divides_by_group_std(self) -> bool:
+        """Return whether the estimator divides by the standard deviation of a prompt's rewards."""
+        spec = self.estimator_spec
+        return spec.divides_by_group_std and spec.parameters.get("normalize_std", True) is True
+
+    @property
+    def default_kl_loss(self) -> Literal["none", "k3"]:
+        """Return the value of kl_loss if it is null."""
+        return "k3" if self.divides_by_group_std else "none"
+
+    @property
+    def has_kl_loss(self) -> bool:
+        """Return whether the KL penalty is a term of the policy loss, and not part of the rewards."""
+        return self.kl_loss != "none"
 
     @property
     def has_critic(self) -> bool:

@@ -15,9 +15,10 @@ class EstimatorSpec:
 
     ``function`` is the import path of the function, see ``quartet.ppo.advantages`` for its signature. ``needs_critic``: it reads
     values, so the run has a critic. ``granularity``: it gets one reward per token or one per response, and returns the same
-    number of advantages. ``uses_groups``: it compares the samples of one prompt. ``normalizes_advantages``: the default of
-    algorithm.normalize_advantages. ``min_samples``: minimum number of responses, per prompt if it uses groups, else per step.
-    ``parameters``: its own parameters with their values, which are true, false, or numbers above 0.
+    number of advantages. ``uses_groups``: it compares the samples of one prompt. ``divides_by_group_std``: it divides by the
+    standard deviation of a prompt's rewards, unless its parameter ``normalize_std`` is false. ``normalizes_advantages``: the
+    default of algorithm.normalize_advantages. ``min_samples``: minimum number of responses, per prompt if it uses groups, else
+    per step. ``parameters``: its own parameters with their values, which are true, false, or numbers above 0.
     ``needs_greedy_baseline``: it reads the reward of a greedy response to each prompt, which every step generates for it.
     """
 
@@ -26,6 +27,7 @@ class EstimatorSpec:
     needs_critic: bool = False
     granularity: Granularity = "sequence"
     uses_groups: bool = False
+    divides_by_group_std: bool = False
     normalizes_advantages: bool = False
     min_samples: int = 1
     parameters: Mapping[str, bool | float] = field(default_factory=dict, hash=False)
@@ -48,6 +50,7 @@ BUILT_IN_ESTIMATORS: dict[str, EstimatorSpec] = {
             "grpo",
             "quartet.ppo.advantages:grpo",
             uses_groups=True,
+            divides_by_group_std=True,
             min_samples=2,
             parameters={"normalize_std": True, "leave_one_out": False, "std_epsilon": 1e-4},
         ),

@@ -39,8 +39,10 @@ _NAMES_BY_KEY = {
     "algorithm.value_pretraining_steps": (
         "critic_warmup critic_warmup_steps freezing_steps policy_training_start_step"
     ),
-    "algorithm.kl_coefficient": "kl_coef init_kl_coef init_coef beta initial_policy_kl_penalty reference_policy_kl_penalty",
-    "algorithm.kl_loss_coefficient": "kl_loss_coef",
+    "algorithm.kl_coefficient": (
+        "kl_coef kl_loss_coef kl_loss_coefficient init_kl_coef init_coef beta initial_policy_kl_penalty "
+        "reference_policy_kl_penalty"
+    ),
     "algorithm.kl_loss": "use_kl_loss use_loss",
     "algorithm.clip_ratio": "cliprange clip_range eps_clip epsilon ratio_eps clip_ratio_low ratio_clip_min dppo_mask_low",
     "algorithm.clip_ratio_high": "epsilon_high ratio_clip_max dppo_mask_high",

@@ -11,11 +11,7 @@ if TYPE_CHECKING:
 def check_penalties(config: Config) -> None:
     """Raise ValueError if the settings of the KL penalty or of the entropy contradict each other or the rest of the config."""
     algorithm = config.algorithm
-    if algorithm.kl_loss != "none" and algorithm.kl_loss_coefficient == 0:
-        raise ValueError(f"algorithm.kl_loss {algorithm.kl_loss}: set kl_loss_coefficient above 0, or kl_loss none")
-    if algorithm.kl_loss == "none" and algorithm.kl_loss_coefficient > 0:
-        raise ValueError("algorithm.kl_loss_coefficient: has no effect with kl_loss none; set kl_loss to k2 or k3")
-    if algorithm.kl_estimator == "absolute":
+    if algorithm.kl_estimator == "absolute" and not algorithm.has_kl_loss:
         _check_rounding(config)
     _check_kl_controller(config)
     _check_entropy_controller(config)

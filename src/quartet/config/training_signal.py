@@ -23,11 +23,6 @@ def check_distillation(config: Config) -> None:
             f"algorithm.kl_coefficient {algorithm.kl_coefficient:g}: with algorithm.distillation the reference is the teacher, "
             "so the KL penalty is the same term again; set kl_coefficient 0"
         )
-    if algorithm.kl_loss != "none":
-        raise ValueError(
-            f"algorithm.kl_loss {algorithm.kl_loss}: with algorithm.distillation the reference is the teacher; set kl_loss none "
-            "and kl_loss_coefficient 0"
-        )
     if algorithm.response_ratio:
         raise ValueError(
             f"algorithm.{algorithm.response_ratio}: algorithm.distillation gives each token its own advantage; use a loss with "

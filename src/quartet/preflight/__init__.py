@@ -14,7 +14,7 @@ from quartet.preflight.best_metric import check_best_metric
 from quartet.preflight.contents import check_contents
 from quartet.preflight.functions import check_function, named_functions, prompt_columns
 from quartet.preflight.generators import check_generators
-from quartet.preflight.ineffective_settings import unused_settings
+from quartet.preflight.ineffective_settings import setting_notes
 from quartet.preflight.models import check_model, check_same_tokenizer, check_stop_tokens
 from quartet.preflight.prompts import check_prompts, count_prompts
 from quartet.run_directory.identity import Identity
@@ -30,12 +30,12 @@ __all__ = [
     "check_separate_orchestrator",
     "count_prompts",
     "nothing_to_resume",
-    "unused_settings",
+    "setting_notes",
 ]
 
 
 def check_inputs(config: Config, report: Callable[[str], None] = lambda _: None) -> list[str]:
-    """Check prompts, local models, modules of functions, and ports. Return one line per check, and those of ``unused_settings``.
+    """Check prompts, local models, modules of functions, and ports. Return one line per check, and those of ``setting_notes``.
 
     ``report`` gets a line of progress every few seconds while prompts are tokenized. Raises ConfigError for the first problem.
     """
@@ -84,7 +84,7 @@ def check_inputs(config: Config, report: Callable[[str], None] = lambda _: None)
     check_best_metric(config)
     # Processes that import libraries come last, because they take seconds.
     notes += check_contents(local)
-    return check_prompts(config, report) + notes + unused_settings(config)
+    return check_prompts(config, report) + notes + setting_notes(config)
 
 
 def _check_run_directory(config: Config) -> None:

@@ -1,4 +1,4 @@
-"""Settings that have no effect in a config."""
+"""Settings that have no effect in a config, and settings that are known to harm."""
 
 from __future__ import annotations
 
@@ -6,6 +6,21 @@ from collections.abc import Iterator
 from typing import Any
 
 from quartet.config import Config, Section
+
+
+def setting_notes(config: Config) -> list[str]:
+    """Return the lines of ``unused_settings``, and a warning for each combination of settings that is known to harm."""
+    return unused_settings(config) + [f"warning: {text}" for text in _harmful(config)]
+
+
+def _harmful(config: Config) -> Iterator[str]:
+    algorithm = config.algorithm
+    if algorithm.divides_by_group_std and not algorithm.has_kl_loss and algorithm.kl_coefficient:
+        yield (
+            f"algorithm.kl_loss none: estimator {algorithm.estimator} divides the rewards of a prompt by their standard "
+            "deviation, the KL included, so responses with equal scores are trained on the noise of their KL at full scale; "
+            "leave kl_loss out, and the KL is a term of the loss"
+        )
 
 
 def unused_settings(config: Config) -> list[str]:
@@ -36,11 +51,11 @@ def _ineffective(config: Config) -> Iterator[tuple[str, tuple[str, ...], str]]:
         reason = "the actor serves the reference, with its adapter disabled"
         yield "reference", (), reason
         yield "services.reference", (), reason
-    elif config.reference.sync_steps is not None and not algorithm.kl_coefficient and algorithm.kl_loss == "none":
+    elif config.reference.sync_steps is not None and not algorithm.kl_coefficient:
         yield (
             "reference",
             ("sync_steps",),
-            "the KL is neither in the reward nor in the loss, so only metrics depend on it",
+            "algorithm.kl_coefficient is 0, so only metrics depend on it",
         )
     elif config.reference.sync_steps is None:
         yield "reference", ("sync_alpha",), "reference.sync_steps is null, so the reference is frozen"
@@ -62,6 +77,10 @@ def _ineffective(config: Config) -> Iterator[tuple[str, tuple[str, ...], str]]:
             ("kl_estimator", "kl_log_probs"),
             "algorithm.kl_coefficient is 0, so only the metric kl_mean depends on it",
         )
+    elif algorithm.has_kl_loss:
+        yield "algorithm", ("kl_estimator",), f"the KL is a term of the loss, by algorithm.kl_loss {algorithm.kl_loss}"
+    if not algorithm.kl_coefficient and algorithm.kl_loss not in ("none", algorithm.default_kl_loss):
+        yield "algorithm", ("kl_loss",), "algorithm.kl_coefficient, its weight, is 0"
     if not algorithm.length_penalty.per_token:
         yield "algorithm.length_penalty", ("free_tokens",), "algorithm.length_penalty.per_token is 0"
     if not algorithm.overlong_penalty.buffer_tokens:

@@ -21,9 +21,9 @@ _OF_RESPONSES = ("log_probs", "reference_log_probs", "kl", "advantages", "return
 class TrajectoryTokens:
     """One trajectory: ids int32 [prompt tokens] and [response tokens]; all else float32 [response tokens].
 
-    ``kl`` is log π minus log π_ref, nats; log π is of ``algorithm.kl_log_probs``, ``log_probs`` always of the engine. ``advantages`` are those that the update used. ``values`` is None without
-    a critic. ``response_mask`` bool [response tokens] is True at the policy's own tokens; the others are of observations, where
-    all numbers are 0.
+    ``log_probs`` are the engine's. ``kl`` is log π minus log π_ref, nats, with log π of ``algorithm.kl_log_probs``.
+    ``advantages`` are those that the update used. ``values`` is None without a critic. ``response_mask`` bool [response tokens]
+    is True at the policy's own tokens; the others are of observations, where all numbers are 0.
     """
 
     prompt_ids: NDArray[np.int32]

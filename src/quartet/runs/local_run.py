@@ -56,7 +56,14 @@ def started_run(
     elif resume:
         check_resumable(config, files)
     # The progress of the run shows the notes about prompts.
-    shown = ("warning: actor.", "warning: reward.", "warning: critic.", "warning: reference.", "not used: ")
+    shown = (
+        "warning: algorithm.",
+        "warning: actor.",
+        "warning: reward.",
+        "warning: critic.",
+        "warning: reference.",
+        "not used: ",
+    )
     for note in check_inputs(config, report):
         if note.startswith(shown):
             report(note)

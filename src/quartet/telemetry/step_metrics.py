@@ -104,8 +104,8 @@ STEP_METRICS = (
     ),
     _metric(
         "kl_coefficient",
-        "reward per nat",
-        "KL coefficient β of this step.",
+        "per nat",
+        "Weight β of the KL in the rewards or in the loss of this step.",
         "steady, or slowly moving",
         "grows or shrinks without end: the target is out of reach",
     ),

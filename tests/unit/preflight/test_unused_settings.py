@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from quartet.config import Config, load_config, parse_config
-from quartet.preflight import check_inputs, unused_settings
+from quartet.preflight import check_inputs
+from quartet.preflight.ineffective_settings import unused_settings
 
 
 def minimal(models: Path, **sections: Any) -> dict[str, Any]:
@@ -53,10 +54,14 @@ RLOO = {"estimator": "rloo"}
          "actor.schedule is constant"),
         ({"checkpoint": {"best_mode": "min"}}, "checkpoint.best_mode", "checkpoint.best_metric is null"),
         ({"algorithm": {**RLOO, "kl_coefficient": 0.0}, "reference": {"sync_steps": 8}}, "reference.sync_steps",
-         "the KL is neither in the reward nor in the loss, so only metrics depend on it"),
+         "algorithm.kl_coefficient is 0, so only metrics depend on it"),
         ({"algorithm": {**RLOO, "kl_coefficient": 0.0, "kl_estimator": "absolute", "kl_log_probs": "trainer"}},
          "algorithm.kl_estimator, algorithm.kl_log_probs",
          "algorithm.kl_coefficient is 0, so only the metric kl_mean depends on it"),
+        ({"algorithm": {**RLOO, "kl_loss": "k3", "kl_estimator": "absolute", "kl_log_probs": "trainer"}},
+         "algorithm.kl_estimator", "the KL is a term of the loss, by algorithm.kl_loss k3"),
+        ({"algorithm": {"estimator": "grpo", "kl_coefficient": 0.0, "kl_loss": "k2"}}, "algorithm.kl_loss",
+         "algorithm.kl_coefficient, its weight, is 0"),
         ({"algorithm": {**RLOO, "length_penalty": {"free_tokens": 8}}}, "algorithm.length_penalty.free_tokens",
          "algorithm.length_penalty.per_token is 0"),
         ({"algorithm": {**RLOO, "overlong_penalty": {"penalty": 2.0}}}, "algorithm.overlong_penalty.penalty",

@@ -27,7 +27,7 @@ from quartet.config.section import NAME_PATTERN
 from quartet.durable_files import storage_errors, write_durably
 from quartet.errors import ConfigError, QuartetError, ServiceFailed
 from quartet.launcher.security_checks import check_access
-from quartet.preflight import check_gateway, check_inputs, unused_settings
+from quartet.preflight import check_gateway, check_inputs, setting_notes
 from quartet.run_directory.locking_and_removal import is_used
 from quartet.run_directory.run_files import RunFiles
 from quartet.sweep.definition import Definition, SweepFiles, check_usable, lock_sweep
@@ -210,7 +210,7 @@ class _Execution:
                 if not run.setting:
                     raise
                 raise type(error)(f"{error}\n  in the setting {describe(run.setting)} of the sweep") from error
-            notes |= dict.fromkeys(unused_settings(run.config))
+            notes |= dict.fromkeys(setting_notes(run.config))
         for note in notes:
             self._print(note)
 

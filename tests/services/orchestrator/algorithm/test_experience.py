@@ -94,7 +94,7 @@ def expected_flat(
         row = []
         for own, reference in zip(item.trajectory.log_probs.tolist(), item.reference_log_probs.tolist(), strict=True):
             kl = abs(own - reference) if algorithm.kl_estimator == "absolute" else own - reference
-            row.append(-coefficient * kl)
+            row.append(0.0 if algorithm.has_kl_loss else -coefficient * kl)
         row[-1] += score
         rewards.append(row)
         mask += [0.0 if truncated and algorithm.truncation.treatment == "mask" else 1.0] * len(row)
