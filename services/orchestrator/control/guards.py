@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import fmean
+from statistics import fmean, median
 
 from quartet.config import GuardConfig, GuardsConfig
 from quartet.ppo.statistics import slope
@@ -25,6 +25,10 @@ class Bound:
     of_reward: bool = False
 
 
+NO_END = (
+    "responses do not end: set algorithm.truncation.treatment penalty, with algorithm.truncation.penalty so large that a "
+    "truncated response scores as low as a bad one, or raise rollout.max_response_tokens"
+)
 BOUNDS = {
     "kl_runaway": Bound(
         "kl_mean",
@@ -47,7 +51,7 @@ BOUNDS = {
     "missing_eos": Bound(
         "eos_rate",
         "of the responses",
-        "responses do not end: set algorithm.truncation.treatment penalty, or raise rollout.max_response_tokens",
+        NO_END,
     ),
     "length_reward": Bound(
         "length_reward_correlation",
@@ -121,6 +125,7 @@ class Guards:
         yield from self._not_finite()
         yield from self._reward_hacking()
         yield from self._entropy_collapse()
+        yield from self._eos_fall()
         for name, bound in BOUNDS.items():
             yield from self._out_of_bound(name, bound)
 
@@ -180,6 +185,22 @@ class Guards:
                 f"entropy {now:.3f} nats per token over the last {self._half} steps, {first:.3f} at the start",
                 "the policy repeats a few responses: lower actor.learning_rate or algorithm.num_epochs, raise "
                 "algorithm.kl_coefficient, or set an entropy_coefficient",
+            )
+
+    def _eos_fall(self) -> Iterator[tuple[str, str, str]]:
+        """Detect a policy that learns not to end its responses, before most of them are cut off."""
+        if len(self._recent) < 2 * self._half:
+            return
+        first, last = self._first, self._halves(self._recent)[1]
+        # Medians, because a rate near 1 has a small spread, which a single step would exceed.
+        before, now = (median(metrics["eos_rate"] for metrics in steps) for steps in (first, last))
+        if before - now >= self._config.missing_eos.min_fall:
+            lengths = [_mean(steps, "response_tokens_mean") for steps in (first, last)]
+            yield (
+                "missing_eos",
+                f"eos_rate fell from {before:.2f} to {now:.2f} since the first steps, and response length went from "
+                f"{lengths[0]:.1f} to {lengths[1]:.1f} tokens",
+                NO_END,
             )
 
     def _out_of_bound(self, name: str, bound: Bound) -> Iterator[tuple[str, str, str]]:

@@ -65,6 +65,9 @@ class MissingEosGuardConfig(GuardConfig):
 
     below: Fraction = 0.2
     """Fires if the fraction of responses that end by themselves falls below this."""
+    min_fall: Fraction = 0.1
+    """Fires if this fraction has fallen by so much since the first steps, because the policy learns not to end its responses. 1
+    disables it."""
 
 
 class LengthRewardGuardConfig(GuardConfig):

@@ -140,6 +140,25 @@ def test_an_alert_names_the_metric_and_its_bound(name: str) -> None:
     assert run([changes] * 8, **{name: {side: looser_bound}}) == []
 
 
+def test_a_policy_that_unlearns_to_end_its_responses_raises_an_alert_before_most_are_cut_off() -> None:
+    # The run of docs/hyperparameters.md that ends with 23 % of the responses: 0.96 at first, then 1.2 points less each step.
+    falling = rising(60, eos_rate=(0.96, 0.23), response_tokens_mean=(18.0, 45.0))
+    first, *_ = (alert for alert in run(falling, window_steps=20) if alert.guard == "missing_eos")
+    assert first.step == 20
+    assert falling[first.step - 1]["eos_rate"] > 0.7
+    assert "eos_rate fell from 0.90 to 0.78 since the first steps, and response length went from 20" in first.evidence
+    for part in ("algorithm.truncation.treatment penalty", "algorithm.truncation.penalty", "max_response_tokens"):
+        assert part in first.remedy
+
+
+def test_a_low_but_steady_rate_of_ended_responses_raises_no_alert_and_the_fall_can_be_allowed() -> None:
+    assert run([{"eos_rate": 0.5}] * 40) == []
+    assert run(rising(40, eos_rate=(0.5, 0.95))) == []
+    falling = rising(40, eos_rate=(0.95, 0.5))
+    assert names(run(falling, missing_eos={"min_fall": 1.0})) == []
+    assert "missing_eos" in names(run(falling))
+
+
 @pytest.mark.parametrize("name", BOUNDS)
 def test_a_single_outlier_or_a_short_run_raises_no_alert(name: str) -> None:
     changes, _, _ = BOUNDS[name]
