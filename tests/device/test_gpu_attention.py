@@ -27,7 +27,7 @@ from tests.unit.models.updates import LOSS, experience, settings
 
 GPU = torch.device("cuda", 0)
 SHARED = [[0, 1, 2, 3, 4], [0, 1, 5, 6], [0, 1, 7], [0, 1], [8, 9, 10]]
-"""Sequences with a common prompt, one of which has no token of its own."""
+"""Sequences with a common prompt, one of which has no other token."""
 
 
 def shared_prompts() -> TokenBatch:
