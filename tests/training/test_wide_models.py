@@ -1,0 +1,115 @@
+"""Runs of models that are wide enough for the kernels that users reach: generators, adapters, turns and losses change no bit.
+
+The other tests of this folder have models so small that MKL computes them with other code. A part of this file runs once more
+in a process that is limited to AVX2; all of it with the slow tests.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from quartet.demo.toy_task import make_toy_task
+from quartet.models.generation.torch_engine import TorchEngine
+from quartet.models.pretraining import Shape
+from quartet.models.torch_threads import torch_threads
+from quartet.models.weights.loading import load_causal_lm
+from quartet.models.weights.lora import add_adapter
+from tests.e2e.conftest import MINIATURE
+from tests.training.conftest import MakeConfig
+from tests.training.generator_runs import run_with_generators
+from tests.training.runs import Run, assert_same, run_to_completion
+from tests.training.test_episodes import EPISODES, environment, slow
+
+AVX2 = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"}
+STEPS = 3
+SHORT: dict[str, Any] = {
+    "run": {"steps": STEPS},
+    "checkpoint": {"every_steps": 2},
+    "rollout": {"prompts_per_step": 8, "samples_per_prompt": 2, "score_batch_size": 8},
+    "recovery": {"backoff_seconds": 0.01},
+}
+LORA = {"lora": {"rank": 8}}
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A policy as wide as that of the reviews, beside its reward model."""
+    recipe = replace(MINIATURE, vocabulary=600, reviews=400, shape=Shape(hidden=128, layers=2, heads=4, positions=128))
+    return make_toy_task(tmp_path_factory.mktemp("wide") / "toy-task", recipe=recipe).policy
+
+
+@pytest.fixture(scope="module")
+def wide(policy: Path) -> dict[str, Any]:
+    """Settings of a short run with the wide models."""
+    folder = policy.parent
+    models = {"actor": {"model": str(policy)}, "reward": {"model": str(folder / "reward")}}
+    return {**SHORT, **models, "data": {"prompts": str(folder / "prompts.jsonl")}}
+
+
+@pytest.fixture(scope="module")
+def built_in(make: MakeConfig, wide: dict[str, Any]) -> Run:
+    return run_to_completion(make(**wide))
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("rank", [None, 2, 8])
+def test_the_engine_is_batch_invariant(policy: Path, rank: int | None, threads: int) -> None:
+    model = load_causal_lm(policy)
+    if rank is not None:
+        add_adapter(model, "base", rank=rank, alpha=16.0, seed=0)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if "lora_B" in name:
+                    parameter.normal_(std=0.02)
+    with torch_threads(threads):
+        assert TorchEngine(model, frozenset(), 64).batch_invariant
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_generators_give_the_same_bits_as_the_engine_of_the_actor(
+    count: int, make: MakeConfig, wide: dict[str, Any], built_in: Run
+) -> None:
+    assert_same(run_with_generators(make(**wide), count), built_in)
+
+
+def test_generators_that_are_lost_and_replaced_change_nothing(
+    make: MakeConfig, wide: dict[str, Any], built_in: Run
+) -> None:
+    config = make(**wide)
+    run = run_with_generators(config, 2, lambda running, step: running.replace(running.addresses[step % 2]))
+    assert_same(run, built_in)
+
+
+@pytest.mark.parametrize("merged", [False, True])
+def test_generators_with_an_adapter_give_the_same_bits(merged: bool, make: MakeConfig, wide: dict[str, Any]) -> None:
+    changes = {
+        **wide,
+        "actor": {**wide["actor"], **LORA, "learning_rate": 1e-2},
+        "rollout": {**wide["rollout"], "merge_adapter": merged},
+    }
+    assert_same(run_with_generators(make(**changes), 2), run_to_completion(make(**changes)))
+
+
+def test_the_time_of_turns_changes_no_bit(make: MakeConfig, wide: dict[str, Any]) -> None:
+    changes = {**EPISODES, **wide, "rollout": {**wide["rollout"], **EPISODES["rollout"]}}
+    with environment():
+        expected = run_to_completion(make(**changes))
+    with environment(wait=slow):
+        assert_same(run_to_completion(make(**changes)), expected)
+
+
+@pytest.mark.parametrize("part", ["batch_invariant or of_the_actor", pytest.param("not avx2", marks=pytest.mark.slow)])
+def test_this_holds_with_avx2(part: str) -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:xdist", "-p", "no:cacheprovider", __file__]
+    result = subprocess.run(
+        [*command, "-k", part], env={**os.environ, **AVX2}, capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
