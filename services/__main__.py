@@ -306,6 +306,7 @@ def _models(
     ranks: RankProcess,
     notifier: ReadyNotifier,
 ) -> list[Any]:
+    from quartet.model_digests import model_digests, role_models
     from quartet.models.gpu_settings import release_gpu_memory, set_up_gpu
     from quartet.models.torch_threads import set_up_torch
     from quartet.rpc.compute_thread import ComputeThread
@@ -332,10 +333,13 @@ def _models(
         device = device_of(service) if ranks.size > 1 else "cpu"
         workers, commands = join(ranks, service, device, config, failures)
         compute = ComputeThread(set_up_thread(threads, workers), config.timeouts.score_seconds, on_idle)
-        return [
+        hosted = [
             build_model_role(role, config, compute, threads, credentials.folder, workers, commands, credentials)
             for role in roles
         ]
+        for role, servicer in zip(roles, hosted, strict=True):
+            servicer.model_files = model_digests(role_models(config, role))
+        return hosted
 
 
 def _shares_gpu(role: Role, config: Config, rank: int = 0) -> bool:

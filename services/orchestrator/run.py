@@ -215,7 +215,8 @@ class TrainingRun:
         micro_batches = {
             client.role: statuses[client.role].micro_batch_tokens for client in self._service_clients.trained
         }
-        identity = load_identity(config, files, started, micro_batches, contents)
+        model_files = {name: digest for status in statuses.values() for name, digest in status.model_files.items()}
+        identity = load_identity(config, files, started, micro_batches, contents, model_files)
         self._handshake.note_memory(statuses, identity)
         self._telemetry.start(tokenizer, identity.id)
         board, profiler = self._board, self._profiler

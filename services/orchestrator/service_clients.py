@@ -28,7 +28,7 @@ from quartet.services.orchestrator.control.progress import ProgressBoard
 from quartet.services.orchestrator.control.run_control import RunControl
 from quartet.services.orchestrator.rollout.generation import ActorGeneration, Generation
 from quartet.services.orchestrator.rollout.generator_pool import GeneratorPool
-from quartet.services.orchestrator.rollout.replicas import ReferenceReplicas, RewardReplicas
+from quartet.services.orchestrator.rollout.replicas import ReferenceReplicas, RewardReplicas, different_file
 from quartet.services.orchestrator.rollout.scoring import (
     ActorAsReference,
     ReferencePolicy,
@@ -266,8 +266,11 @@ def load_identity(
     started: bool,
     micro_batch_tokens: Mapping[Role, int],
     prompt_sets: Mapping[str, PromptSetContent],
+    model_files: Mapping[str, str],
 ) -> Identity:
-    """Return the identity of a run that has ``started``, or create one, with the services' ``micro_batch_tokens``.
+    """Return the identity of a run that has ``started``, or create one.
+
+    ``micro_batch_tokens`` and ``model_files`` are those of the services.
 
     A role that the identity does not know yet, such as the critic of a fork, is added. Raises ConfigError if the identity is
     missing, or the config does not match it.
@@ -279,7 +282,9 @@ def load_identity(
         raise ConfigError(f"run {files.identity}: is missing; put the file back, or start a new run")
     else:
         stored.check(config, files.root, prompt_sets)
+        stored.check_models(model_files, files.root)
         identity = stored.with_micro_batch_tokens(micro_batch_tokens)
+    identity = identity.with_model_files(model_files)
     if identity != stored:
         identity.write(files.identity)
     return identity
@@ -340,6 +345,10 @@ def check_unchanged(before: ServiceStatuses, now: ServiceStatuses) -> None:
                 raise MismatchError(
                     f"services.{role}: came back with {name} {value!r}, expected {expected!r}; start it with this run's config"
                 )
+        if different := different_file(status, before[role]):
+            raise MismatchError(
+                f"services.{role}: came back with another {different}; restore the file, and restart it"
+            )
 
 
 def check_lengths(statuses: ServiceStatuses, longest_prompt: int, max_response_tokens: int) -> None:

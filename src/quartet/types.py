@@ -816,6 +816,7 @@ class ServiceStatus:
     last_transfer: WeightTransfer | None = None
     last_publication: WeightPublication | None = None
     open_sessions: int = 0
+    model_files: dict[str, str] = field(default_factory=dict)
 
 
 class GeneratorState(enum.StrEnum):

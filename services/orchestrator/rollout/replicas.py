@@ -44,6 +44,12 @@ _LOST = (ServiceUnavailable, NoResponse, ServiceBusy)
 """Errors after which another replica may succeed with the same call."""
 
 
+def different_file(one: ServiceStatus, other: ServiceStatus) -> str:
+    """Return the first file, by KEY/FILE, that differs between the models of two processes; "" if none does."""
+    names = sorted(one.model_files.keys() | other.model_files.keys())
+    return next((name for name in names if one.model_files.get(name) != other.model_files.get(name)), "")
+
+
 @dataclass(eq=False, slots=True)
 class _Replica(Generic[Client]):
     """One replica. ``status`` is None while it does not respond."""
@@ -271,6 +277,8 @@ class Replicas(Generic[Client]):
                 for name in IDENTITY
                 if getattr(status, name) != getattr(self._expected, name)
             ]
+            if not different and (file := different_file(status, self._expected)):
+                different = [f"another {file} than expected"]
         if different:
             self._refuse(
                 replica, f"has {', '.join(different)}, as the other replicas have; start it with this run's config"

@@ -58,6 +58,7 @@ def status_to_proto(status: ServiceStatus) -> status_pb2.RoleStatus:
         last_transfer=weight_transfer_to_proto(status.last_transfer) if status.last_transfer else None,
         last_publication=_publication_to_proto(status.last_publication) if status.last_publication else None,
         open_sessions=status.open_sessions,
+        model_files=status.model_files,
     )
 
 
@@ -98,6 +99,7 @@ def status_from_proto(message: status_pb2.RoleStatus) -> ServiceStatus:
             _publication_from_proto(message.last_publication) if message.HasField("last_publication") else None
         ),
         open_sessions=message.open_sessions,
+        model_files=dict(message.model_files),
     )
 
 

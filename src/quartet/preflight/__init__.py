@@ -9,6 +9,7 @@ from shlex import quote
 from quartet.config import Config, EnvironmentServiceConfig, ServiceConfig
 from quartet.data import set_contents
 from quartet.errors import ConfigError
+from quartet.model_digests import local_digests
 from quartet.preflight.addresses import check_gateway, check_port
 from quartet.preflight.best_metric import check_best_metric
 from quartet.preflight.contents import check_contents
@@ -147,6 +148,8 @@ def check_resumable(config: Config, files: RunFiles) -> None:
     identity = Identity.read(files.identity)
     if identity is not None:
         identity.check(config, files.root, set_contents(config, identity.revisions))
+        if identity.model_files:
+            identity.check_models(local_digests(config), files.root)
     steps = files.last_step()
     if steps > config.run.steps:
         raise ConfigError(

@@ -57,6 +57,8 @@ class ModelServicer(Generic[AnyCore]):
         self.compute = compute
         self._threads = threads
         self._commands = commands or Commands()
+        self.model_files: dict[str, str] = {}
+        """See ``RoleStatus.model_files`` in proto/quartet/v1/status.proto."""
 
     def status(self) -> ServiceStatus:
         """Return the core's status with the measurements of the compute thread."""
@@ -65,6 +67,7 @@ class ModelServicer(Generic[AnyCore]):
             threads=self._threads,
             busy_seconds=self.compute.busy_seconds(),
             work_pending=self.compute.pending(),
+            model_files=self.model_files,
         )
 
     def abandoned(self) -> tuple[str, float]:

@@ -95,6 +95,7 @@ class Identity:
     the run resumes. ``micro_batch_tokens`` holds the micro-batch size that each role's service determined at the first start,
     because the split of a mini-batch affects the last bits of an update. ``hub_models`` are the models that are hub ids; in
     another working directory, a relative path looks like one. ``prompt_sets`` are the contents of the sets, by key of the config.
+    ``model_files`` are the digests of the models' files, see ``RoleStatus.model_files`` in proto/quartet/v1/status.proto.
     """
 
     id: str
@@ -103,6 +104,7 @@ class Identity:
     micro_batch_tokens: dict[str, int] = field(default_factory=dict)
     hub_models: tuple[str, ...] = ()
     prompt_sets: dict[str, PromptSetContent] = field(default_factory=dict)
+    model_files: dict[str, str] = field(default_factory=dict)
 
     @classmethod
     def new(
@@ -130,6 +132,7 @@ class Identity:
             "micro_batch_tokens": self.micro_batch_tokens,
             "hub_models": self.hub_models,
             "prompt_sets": {key: asdict(each) for key, each in self.prompt_sets.items()},
+            "model_files": self.model_files,
             "settings": self.settings,
         }
         with storage_errors(path):
@@ -144,7 +147,8 @@ class Identity:
             hub_models = tuple(str(model) for model in content.get("hub_models", ()))
             id, settings, prompts = str(content["id"]), dict(content["settings"]), str(content["prompts_sha256"])
             sets = {str(key): PromptSetContent(**each) for key, each in content.get("prompt_sets", {}).items()}
-            return cls(id, settings, prompts, sizes, hub_models, sets)
+            files = {str(name): str(digest) for name, digest in content["model_files"].items()}
+            return cls(id, settings, prompts, sizes, hub_models, sets, files)
         except FileNotFoundError:
             return None
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
@@ -158,6 +162,36 @@ class Identity:
         """Return a copy with the sizes of roles that have none yet, such as the critic that a fork has added."""
         new = {role.value: size for role, size in micro_batch_tokens.items() if not self.micro_batch_tokens_of(role)}
         return replace(self, micro_batch_tokens={**self.micro_batch_tokens, **new})
+
+    def with_model_files(self, files: Mapping[str, str]) -> Identity:
+        """Return a copy with the files of models of which none is known yet, such as those of a new run or fork."""
+        known = {_model_key(name) for name in self.model_files}
+        new = {name: digest for name, digest in files.items() if _model_key(name) not in known}
+        return replace(self, model_files=dict(sorted({**self.model_files, **new}.items())))
+
+    def check_models(self, files: Mapping[str, str], root: Path) -> None:
+        """Raise ConfigError if a model among ``files`` has another file than when the run in ``root`` started."""
+        keys = {_model_key(name) for name in files}
+        before = {name: digest for name, digest in self.model_files.items() if _model_key(name) in keys}
+        known = {_model_key(name) for name in before}
+        # The commit of a hub model tells more than the first of its files.
+        for name in sorted(dict.fromkeys([*files, *before]), key=lambda name: not name.endswith("/commit")):
+            key, file = _model_key(name), name.partition("/")[2]
+            if key not in known or before.get(name) == files.get(name):
+                continue
+            change = f"{file} differs from the file"
+            if name not in files:
+                change = f"{file} is missing among the files"
+            elif name not in before:
+                change = f"{file} is not among the files"
+            elif file == "commit":
+                change = f"the cache has commit {files[name]}, not {before[name]},"
+            model = self.settings.get(key)
+            raise ConfigError(
+                f"{key}{f' {model}' if model else ''}: {change} that the run in {root} started with; restore the files of that "
+                f"model, or train from one of the run's checkpoints with the model as it is now: quartet fork {quote(str(root))} "
+                "STEP --name NAME"
+            )
 
     @property
     def revisions(self) -> dict[str, str]:
@@ -187,6 +221,10 @@ class Identity:
                 f"data.prompts {config.data.prompts}: differs from the file that the run in {root} started with; "
                 "give that file, or start a new run"
             )
+
+
+def _model_key(name: str) -> str:
+    return name.partition("/")[0]
 
 
 def fixed_settings(config: Config) -> dict[str, Any]:

@@ -110,6 +110,26 @@ class RoleStatus(_message.Message):
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
+    @_typing.final
+    class ModelFilesEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     ROLE_FIELD_NUMBER: _builtins.int
     MODEL_FIELD_NUMBER: _builtins.int
     DEVICE_FIELD_NUMBER: _builtins.int
@@ -139,6 +159,7 @@ class RoleStatus(_message.Message):
     LAST_TRANSFER_FIELD_NUMBER: _builtins.int
     LAST_PUBLICATION_FIELD_NUMBER: _builtins.int
     OPEN_SESSIONS_FIELD_NUMBER: _builtins.int
+    MODEL_FILES_FIELD_NUMBER: _builtins.int
     role: Global___Role.ValueType
     """The role."""
     model: _builtins.str
@@ -209,6 +230,12 @@ class RoleStatus(_message.Message):
     def last_publication(self) -> Global___WeightPublication:
         """Last publication of the actor's weight source. Absent before the first, and without a weight source."""
 
+    @_builtins.property
+    def model_files(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """Size in bytes and XXH3 digest (128 bits, hexadecimal) of every file of the models that the role has loaded, separated by a space,
+        by CONFIG_KEY/FILE. For a model of the hub also its commit, by CONFIG_KEY/commit.
+        """
+
     def __init__(
         self,
         *,
@@ -241,10 +268,11 @@ class RoleStatus(_message.Message):
         last_transfer: _generation_pb2.WeightTransfer | None = ...,
         last_publication: Global___WeightPublication | None = ...,
         open_sessions: _builtins.int = ...,
+        model_files: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["engine", b"engine", "last_publication", b"last_publication", "last_transfer", b"last_transfer"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["answers_as_reference", b"answers_as_reference", "broken", b"broken", "buffer_unreachable", b"buffer_unreachable", "busy_seconds", b"busy_seconds", "device", b"device", "dtype", b"dtype", "engine", b"engine", "free_bytes", b"free_bytes", "gradient_checkpointing", b"gradient_checkpointing", "last_publication", b"last_publication", "last_transfer", b"last_transfer", "leader_epoch", b"leader_epoch", "max_sequence_tokens", b"max_sequence_tokens", "micro_batch_tokens", b"micro_batch_tokens", "micro_batch_tokens_held", b"micro_batch_tokens_held", "model", b"model", "open_sessions", b"open_sessions", "parameters", b"parameters", "policy_version", b"policy_version", "published_weights", b"published_weights", "role", b"role", "run", b"run", "step", b"step", "threads", b"threads", "token_bytes", b"token_bytes", "tokenizer_fingerprint", b"tokenizer_fingerprint", "tokens", b"tokens", "vocabulary_size", b"vocabulary_size", "work_pending", b"work_pending"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answers_as_reference", b"answers_as_reference", "broken", b"broken", "buffer_unreachable", b"buffer_unreachable", "busy_seconds", b"busy_seconds", "device", b"device", "dtype", b"dtype", "engine", b"engine", "free_bytes", b"free_bytes", "gradient_checkpointing", b"gradient_checkpointing", "last_publication", b"last_publication", "last_transfer", b"last_transfer", "leader_epoch", b"leader_epoch", "max_sequence_tokens", b"max_sequence_tokens", "micro_batch_tokens", b"micro_batch_tokens", "micro_batch_tokens_held", b"micro_batch_tokens_held", "model", b"model", "model_files", b"model_files", "open_sessions", b"open_sessions", "parameters", b"parameters", "policy_version", b"policy_version", "published_weights", b"published_weights", "role", b"role", "run", b"run", "step", b"step", "threads", b"threads", "token_bytes", b"token_bytes", "tokenizer_fingerprint", b"tokenizer_fingerprint", "tokens", b"tokens", "vocabulary_size", b"vocabulary_size", "work_pending", b"work_pending"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

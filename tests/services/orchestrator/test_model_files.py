@@ -1,0 +1,52 @@
+"""A run refuses services whose models have other files than those it started with."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from quartet.config import parse_config
+from quartet.errors import ConfigError, MismatchError
+from quartet.run_directory.identity import Identity
+from quartet.run_directory.run_files import RunFiles
+from quartet.services.orchestrator.service_clients import check_unchanged, load_identity
+from quartet.types import Role, ServiceStatus
+
+FILES = {"actor.model/config.json": "2 aa", "reward.model/model.safetensors": "9 bb"}
+
+
+def test_the_files_of_the_services_are_recorded_at_the_start_and_compared_at_a_resume(tmp_path: Path) -> None:
+    (tmp_path / "prompts.jsonl").write_text('{"text": "a"}\n')
+    tree = {
+        "run": {"directory": tmp_path},
+        "data": {"prompts": tmp_path / "prompts.jsonl"},
+        "actor": {"model": "a"},
+        "reward": {"model": "r"},
+    }
+    config = parse_config(tree, "test")
+    files = RunFiles(config.run_directory)
+    files.root.mkdir()
+    first = load_identity(config, files, False, {}, {}, FILES)
+    assert first.model_files == FILES
+    assert load_identity(config, files, True, {}, {}, FILES) == first
+    with pytest.raises(
+        ConfigError, match=r"^reward\.model r: model\.safetensors differs from the file .* quartet fork"
+    ):
+        load_identity(config, files, True, {}, {}, {**FILES, "reward.model/model.safetensors": "9 cc"})
+    # The identity of a fork has no files yet: those of its first start count.
+    replace(first, model_files={}).write(files.identity)
+    forked = load_identity(config, files, True, {}, {}, {**FILES, "reward.model/model.safetensors": "9 cc"})
+    assert forked.model_files["reward.model/model.safetensors"] == "9 cc"
+    assert Identity.read(files.identity) == forked
+
+
+def test_a_service_that_comes_back_with_another_file_is_refused() -> None:
+    before = ServiceStatus(Role.REWARD, model="r", model_files=FILES)
+    check_unchanged({Role.REWARD: before}, {Role.REWARD: before})
+    after = replace(before, model_files={**FILES, "reward.model/model.safetensors": "9 cc"})
+    with pytest.raises(
+        MismatchError, match=r"^services\.reward: came back with another reward\.model/model\.safetensors"
+    ):
+        check_unchanged({Role.REWARD: before}, {Role.REWARD: after})
