@@ -88,7 +88,7 @@ class Runs:
     def parts(self, states: torch.Tensor, order: tuple[int, ...]) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield the number and the part of each run in ``states``, which were gathered in this order."""
         lengths = [self.sizes[run] if run >= 0 else -run for run in order]
-        return zip(order, states.split(lengths), strict=True)
+        return zip(order, torch.split(states, lengths), strict=True)
 
 
 def _edges(sequence: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -103,7 +103,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, states: torch.Tensor, runs: Runs, order: tuple[int, ...]) -> torch.Tensor:
         ctx.runs, ctx.order = runs, order
-        parts = states.split(runs.sizes)
+        parts = torch.split(states, list(runs.sizes))
         return torch.cat([parts[run] if run >= 0 else states.new_zeros(-run, *states.shape[1:]) for run in order])
 
     @staticmethod
@@ -135,7 +135,7 @@ class _Pack(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
         [gradient], runs = gradients, ctx.runs
-        left = dict(enumerate(gradient.split(runs.sizes)))
+        left = dict(enumerate(torch.split(gradient, list(runs.sizes))))
         rest = [runs.sizes[run] if run >= 0 else -run for run in runs.padded]
         parts = [
             left.pop(run) if run in left else gradient.new_zeros(size, *gradient.shape[1:])
@@ -239,7 +239,8 @@ def _difference(device: torch.device, dtype: torch.dtype, heads: int, groups: in
 
     states = [values(count, seed).detach().requires_grad_() for seed, count in enumerate((heads, groups, groups))]
     weights = values(heads, 3).transpose(1, 2)
-    output = attend_to_runs(*states, runs)
+    query, key, value = states
+    output = attend_to_runs(query, key, value, runs)
     expected, seen = [], 0
     for sequence in sequences:
         q, k, v = (each.float()[:, :, sequence.tolist()] for each in states)

@@ -81,7 +81,7 @@ def _draw_by_blocks(weights: torch.Tensor, uniforms: torch.Tensor) -> tuple[torc
 def _block_sums(weights: torch.Tensor) -> torch.Tensor:
     """Return the sums of blocks of ``weights`` [n, vocabulary] in float64, [n, blocks]."""
     padded = torch.nn.functional.pad(weights, (0, pads)) if (pads := -weights.shape[1] % BLOCK) else weights
-    return padded.unflatten(1, (-1, BLOCK)).sum(-1, dtype=torch.float64)
+    return padded.view(len(padded), -1, BLOCK).sum(-1, dtype=torch.float64)
 
 
 def _likeliest(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
