@@ -380,10 +380,12 @@ def _generator(config: Config, threads: int, credentials: Credentials) -> list[A
 
 
 def _environment(config: Config, threads: int) -> list[Any]:
+    from quartet.data import TemplateInputs
     from quartet.environments.host import EnvironmentHost
     from quartet.services.environment.servicer import EnvironmentServicer
 
-    return [EnvironmentServicer(EnvironmentHost(config.environment, config.actor.model), threads)]
+    host = EnvironmentHost(config.environment, config.actor.model, inputs=TemplateInputs.of_config(config))
+    return [EnvironmentServicer(host, threads)]
 
 
 def _freeze_loaded_objects() -> None:

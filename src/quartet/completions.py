@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from quartet.data import PromptEncoder, PromptLine, PromptSettings, encode_prompts
+from quartet.data import NO_INPUTS, PromptEncoder, PromptLine, PromptSettings, TemplateInputs, encode_prompts
 from quartet.engines.stop_strings import token_decoder
 from quartet.models.generation.torch_engine import TorchEngine
 from quartet.models.weights.loading import load_causal_lm, stop_token_ids
@@ -34,13 +34,19 @@ def complete(
     seed: int = 0,
     device: str = "cpu",
     continue_final_message: bool = False,
+    inputs: TemplateInputs = NO_INPUTS,
 ) -> list[Completion]:
-    """Return completions in the order of the prompts. Raises ModelError, DataError, InvalidRequest."""
+    """Return completions in the order of the prompts. ``inputs`` are what the chat template gets, unless a prompt has others.
+
+    Raises ModelError, DataError, InvalidRequest.
+    """
     tokenizer = load_tokenizer(model)
     policy = load_causal_lm(model, "float32", device)
     stops = stop_token_ids(policy, tokenizer)
     vocabulary = int(policy.get_input_embeddings().weight.shape[0])
-    settings = PromptSettings(source, model, np.iinfo(np.int32).max, continue_final_message=continue_final_message)
+    settings = PromptSettings(
+        source, model, np.iinfo(np.int32).max, continue_final_message=continue_final_message, inputs=inputs
+    )
     prompts = encode_prompts(settings, lines, PromptEncoder.of(tokenizer, model), stops, vocabulary).prompts
     requests = [
         GenerationRequest(TrajectoryId("generate", 1, prompt.index, sample), prompt.token_ids)

@@ -7,7 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from quartet.environments.observations import ChatObservations, TextObservations, UnusableObservation, create_encoder
+from quartet.data import TemplateInputs
+from quartet.environments.observations import (
+    ChatObservations,
+    ObservationEncoders,
+    TextObservations,
+    UnusableObservation,
+)
 from quartet.errors import ModelError
 from quartet.types import IntArray
 from tests.environments import chats
@@ -75,9 +81,58 @@ def test_a_template_that_rewrites_earlier_turns_is_refused(template: str) -> Non
     assert len(ChatObservations(chats.tokenizer(template), "test", chats.CHATML).first(""))
 
 
+SWITCH = chats.CHATML.replace(
+    "<|im_start|>assistant\n{% endif %}",
+    "<|im_start|>assistant\n{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}{% endif %}",
+)
+"""A template that opens turns without reasoning if a variable says so."""
+TOOLS_LATE = """{% for message in messages %}{% if tools and loop.last and message.role == 'user' %}[{{ tools | tojson }}]{%
+endif %}<|im_start|>{{ message.role }} {{ message.content }}<|im_end|>{% endfor %}{% if add_generation_prompt %}<|im_start|>{%
+endif %}"""
+"""A template that writes the tools before the last message of the user."""
+
+
+def test_turns_get_what_the_prompt_gets_from_the_row_or_the_config() -> None:
+    tokenizer = chats.tokenizer(SWITCH)
+    config = TemplateInputs(chat_template_kwargs={"enable_thinking": False})
+    encoders = ObservationEncoders(tokenizer, "test", "chat", None, config)
+    end = ids(tokenizer, "<|im_end|>")[0]
+    rows: list[tuple[dict[str, object], str]] = [
+        ({"messages": [USER]}, "<think></think>"),
+        ({"prompt": [USER], "chat_template_kwargs": {"enable_thinking": True}}, ""),
+        ({"messages": [USER], "chat_template_kwargs": '{"enable_thinking": true}'}, ""),
+        ({"prompt": "text", "chat_template_kwargs": {"enable_thinking": True}}, "<think></think>"),
+    ]
+    for fields, opening in rows:
+        encoder = encoders.of_prompt(fields)
+        for encoded in (encoder.first("x"), encoder.next("x", end)):
+            assert tokenizer.decode(encoded).endswith(
+                f"<|im_start|>user\nx<|im_end|>\n<|im_start|>assistant\n{opening}"
+            )
+    assert encoders.of_prompt(rows[0][0]) is encoders.of_prompt({"messages": [SYSTEM]})
+
+
+def test_tools_of_a_row_that_change_earlier_turns_are_unusable() -> None:
+    encoders = ObservationEncoders(chats.tokenizer(TOOLS_LATE), "test", "chat", None)
+    assert len(encoders.of_prompt({"messages": [USER]}).first("x"))
+    with pytest.raises(UnusableObservation, match="changes earlier turns"):
+        encoders.of_prompt({"messages": [USER], "tools": [{"type": "function"}]}).first("x")
+    with pytest.raises(UnusableObservation, match="tools: is of type int; expected a list"):
+        encoders.of_prompt({"messages": [USER], "tools": 5})
+
+
+def test_text_parts_of_observations_are_written_and_others_refused() -> None:
+    tokenizer = chats.tokenizer(chats.CHATML)
+    encoder = ChatObservations(tokenizer, "test")
+    parts = {"role": "user", "content": [{"type": "text", "text": "x"}]}
+    assert encoder.next([parts], 0).tolist() == encoder.next("x", 0).tolist()
+    with pytest.raises(UnusableObservation, match="content: part 1 has the type image, but the policy reads text only"):
+        encoder.next([{"role": "user", "content": [{"type": "image"}]}], 0)
+
+
 def test_a_missing_template_is_refused() -> None:
     with pytest.raises(ModelError, match=r"has no chat template; set environment\.chat_template"):
-        create_encoder(chats.tokenizer(), "test", "chat", None)
+        ObservationEncoders(chats.tokenizer(), "test", "chat", None)
 
 
 def test_a_template_that_fails_is_refused() -> None:
@@ -94,7 +149,7 @@ def test_messages_that_the_template_refuses_are_unusable() -> None:
 
 def test_plain_text_gets_no_special_tokens() -> None:
     tokenizer = chats.tokenizer()
-    encoder = create_encoder(tokenizer, "test", "text", None)
+    encoder = ObservationEncoders(tokenizer, "test", "text", None).of_prompt({})
     assert isinstance(encoder, TextObservations)
     assert encoder.next("ab", 0).tolist() == encoder.first("ab").tolist() == ids(tokenizer, "ab")
     assert encoder.first("").dtype == np.int32

@@ -192,7 +192,7 @@ ALLOWED: dict[str, set[str]] = {
     },
     "quartet.rewards": FOUNDATION
     | {"quartet.models", "quartet.rpc", "quartet.child_processes", "quartet.secret_files", "quartet.user_code"},
-    "quartet.environments": FOUNDATION | {"quartet.models", "quartet.rewards", "quartet.user_code"},
+    "quartet.environments": FOUNDATION | {"quartet.data", "quartet.models", "quartet.rewards", "quartet.user_code"},
     "quartet.verifiers": {"quartet.errors", "quartet.rewards", "quartet.types"},
     "quartet.buffer": FOUNDATION | {"quartet.codec", "quartet.child_processes", "quartet.secret_files"},
     "quartet.rpc": FOUNDATION

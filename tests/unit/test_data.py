@@ -104,9 +104,11 @@ def test_the_fields_are_compact_json_of_everything_except_token_ids(line: str, f
             "messages: message 2: content is missing",
         ),
         (
-            '{"messages": [{"role": "user", "content": [{"type": "text"}]}]}',
-            "messages: message 1: content is missing or not a",
+            '{"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}',
+            "messages: message 1: content: part 1 has the type image_url, but the policy reads text only; remove the part",
         ),
+        ('{"messages": [{"role": "user", "content": null}]}', "messages: message 1: content is null; expected a text"),
+        ('{"messages": [{"role": "user", "content": 5}]}', "messages: message 1: content is of type int; expected a"),
         ('{"messages": [{"role": 1, "content": "a"}]}', "messages: message 1: role is missing or not a string"),
         ('{"token_ids": []}', "token_ids is not a list of token ids"),
         ('{"token_ids": "12"}', "token_ids is not a list of token ids"),
@@ -130,6 +132,8 @@ def test_a_malformed_line_is_refused_with_file_line_and_expectation(
         or '(a string), "messages" (a list of objects with' in message
         or ("save the file as UTF-8" in message)
         or "expected whole numbers from 0 to 2147483647" in message
+        or ("expected a text or text parts" in message)
+        or ("the policy reads text only; remove the part" in message)
     )
     assert "\n" not in message
 
@@ -172,7 +176,7 @@ def texts(batch: list[str]) -> list[list[int]]:
     return [ids_of(text) for text in batch]
 
 
-def chat(messages: list[dict[str, Any]], ending: str = "generation prompt") -> str:
+def chat(messages: list[dict[str, Any]], ending: str = "generation prompt", *_: Any) -> str:
     """Apply a test chat template: "ROLE:CONTENT;" for each message, then "a:"."""
     for message in messages:
         if message["role"] not in ("user", "assistant"):
@@ -424,7 +428,7 @@ def test_all_final_eos_tokens_of_a_text_are_removed_except_its_first_token() -> 
 
 
 def test_messages_that_end_with_an_eos_are_used_unchanged_and_counted() -> None:
-    def closing(messages: list[dict[str, Any]], ending: str) -> str:
+    def closing(messages: list[dict[str, Any]], ending: str, *_: Any) -> str:
         return f"{messages[-1]['content']}{'' if ending == 'nothing' else '$'}"
 
     encoder = PromptEncoder("policies/a", texts, closing, texts)

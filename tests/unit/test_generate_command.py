@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from quartet.cli.inference import generate as command
+from quartet.data import TemplateInputs
+from quartet.errors import ConfigError
+from quartet.run_directory.run_files import RunFiles
 from quartet.types import SamplingParameters
 
 
@@ -18,3 +23,26 @@ def test_empty_responses_are_explained(
     monkeypatch.setattr(command, "complete", lambda *_: completions)
     command.generate("model", ["a prompt"], None, SamplingParameters(4), 2, 0, "cpu", json_lines=False)
     assert ("answers with --chat" in capsys.readouterr().err) == is_explained
+
+
+def test_the_chat_template_gets_what_the_run_of_the_policy_gave_it(tmp_path: Path) -> None:
+    data = {"prompts": "p.jsonl", "chat_template_kwargs": {"a": 1, "b": 1}, "tools": [{"type": "function"}]}
+    run = RunFiles(tmp_path / "run")
+    run.root.mkdir()
+    run.write_config(json.dumps({"data": data, "actor": {"model": "a"}, "reward": {"model": "b"}}))
+    for place in (run.root, run.policy, run.checkpoints / "step-000001"):
+        place.mkdir(parents=True, exist_ok=True)
+        inputs = command.template_inputs(str(place), '{"b": 2}')
+        assert inputs.chat_template_kwargs == {"a": 1, "b": 2}
+        assert inputs.tools == [{"type": "function"}]
+    assert command.template_inputs("owner/model", "").key == TemplateInputs().key
+    with pytest.raises(ConfigError, match="--chat-template-kwargs is of type list; expected an object"):
+        command.template_inputs("owner/model", "[1]")
+
+
+def test_a_run_whose_config_cannot_be_read_is_noted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = RunFiles(tmp_path / "run")
+    run.root.mkdir()
+    run.write_config("no_such_section: {}\n")
+    assert command.template_inputs(str(run.root), "").key == TemplateInputs().key
+    assert "note: the run's data.chat_template_kwargs, tools and documents are not used" in capsys.readouterr().err

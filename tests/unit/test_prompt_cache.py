@@ -50,7 +50,7 @@ class Encoder:
             self.lines += len(batch)
             return [[ord(character) for character in text] for text in batch]
 
-        encoder = PromptEncoder("m", texts, lambda messages, _: messages[0]["content"] + ">", texts, bos_id=1)
+        encoder = PromptEncoder("m", texts, lambda messages, *_: messages[0]["content"] + ">", texts, bos_id=1)
         return encoder, frozenset({ord("c")})
 
 

@@ -110,7 +110,7 @@ CHAT = [{"role": "user", "content": "x"}]
             {"q": CHAT},
             {"q": [{"role": "user"}]},
             {"columns": {"messages": "q"}},
-            "messages (column q): message 1: content is missing or not a string; expected",
+            "messages (column q): message 1: content is missing; expected a text or text parts",
         ),
         ({"q": "x"}, {"q": "a", "text": "b"}, {"columns": {"text": "q"}}, "has a column text, and another value gets"),
         ({"text": "x"}, {"text": "b", "prompt_set": 1}, {}, "has a column prompt_set, and another value gets this"),
@@ -137,7 +137,7 @@ def test_the_first_bad_row_is_named_with_its_column(
 
 
 def test_a_chat_template_that_refuses_a_row_is_reported_with_its_column(tmp_path: Path) -> None:
-    def refuse(messages: list[dict[str, Any]], ending: str) -> str:
+    def refuse(messages: list[dict[str, Any]], *_: Any) -> str:
         if messages[0]["role"] == "tool":
             raise ValueError("no tools")
         return "x"

@@ -10,10 +10,10 @@ from typing import Any
 
 from quartet.api.run import Run
 from quartet.config import check_stop_strings
-from quartet.data import prompt_of
+from quartet.data import TemplateInputs, prompt_of
 from quartet.errors import ConfigError, InvalidRequest
 from quartet.missing_packages import explain_missing_package
-from quartet.run_directory.saved_policy import policy_in
+from quartet.run_directory.saved_policy import config_of_policy, policy_in
 from quartet.types import FloatArray, IntArray, SamplingParameters
 
 
@@ -46,14 +46,18 @@ def generate(
     seed: int = 0,
     device: str = "cpu",
     continue_final_message: bool = False,
+    tools: Sequence[dict[str, Any]] | None = None,
+    documents: Sequence[dict[str, Any]] | None = None,
+    chat_template_kwargs: dict[str, Any] | None = None,
 ) -> list[Completion]:
     """Complete prompts with a model in this process, in the order of the prompts, ``samples`` for each.
 
     ``model`` is a run, or the directory of a run, a checkpoint or a model, or a Hugging Face hub id. A prompt is a text, or a
     list of chat messages with ``role`` and ``content``. ``temperature`` 0 is greedy; ``top_p`` 1, ``top_k`` 0 and ``min_p`` 0
     sample from all tokens. The token that completes one of ``stop_strings`` is the last of a completion. The same seed gives the
-    same completions. ``continue_final_message`` continues messages that end with the assistant's. Needs the extra
-    quartet-rlhf[train].
+    same completions. ``continue_final_message`` continues messages that end with the assistant's. The chat template gets
+    ``tools``, ``documents`` and ``chat_template_kwargs``, each as in the config of the model's run if it is not given. Needs the
+    extra quartet-rlhf[train].
 
     Raises ConfigError, ModelError and DataError for invalid input.
     """
@@ -81,11 +85,18 @@ def generate(
         raise explain_missing_package(error) from None
     lines = [prompt_of(prompt, f"generate: prompt {number}", number) for number, prompt in enumerate(prompts, 1)]
     directory = str(model.directory) if isinstance(model, Run) else os.fspath(model)
+    given = {"tools": tools, "documents": documents, "chat_template_kwargs": chat_template_kwargs}
+    try:
+        inputs = TemplateInputs.of_row(given)
+    except ValueError as error:
+        raise ConfigError(f"generate: {error}") from None
+    if (config := config_of_policy(directory)) is not None:
+        inputs = inputs.over(TemplateInputs.of_config(config))
     sampling = SamplingParameters(max_tokens, temperature, top_p, top_k, min_p=min_p, stop_strings=tuple(stop_strings))
     source = Path("<prompts>")
     try:
         completions = complete(
-            policy_in(directory), source, lines, sampling, samples, seed, device, continue_final_message
+            policy_in(directory), source, lines, sampling, samples, seed, device, continue_final_message, inputs
         )
     except InvalidRequest as error:
         raise ConfigError(f"generate: {error}") from None

@@ -74,6 +74,7 @@ from quartet.config.schema import json_schema
 from quartet.config.section import MAX_PARAMETER_NAME, MAX_SETTING, NAME_PATTERN, Section, is_loopback
 from quartet.config.sharing import SharingConfig
 from quartet.config.telemetry import MLflowConfig, TelemetryConfig, WandbConfig
+from quartet.config.template_inputs import TEMPLATE_KEYS, check_template_input
 from quartet.config.url_redaction import is_redacted, redact_url
 
 __all__ = [
@@ -88,6 +89,7 @@ __all__ = [
     "NAME_PATTERN",
     "PROMPT_KEYS",
     "SET_FIELD",
+    "TEMPLATE_KEYS",
     "TRL_ARGUMENTS",
     "TRL_NO_COLUMNS",
     "ActorConfig",
@@ -152,6 +154,7 @@ __all__ = [
     "VLLMServerConfig",
     "WandbConfig",
     "check_stop_strings",
+    "check_template_input",
     "config_of",
     "copy_sections",
     "invalid_keys",

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from quartet.config.prompt_sets import PromptSetConfig
 from quartet.config.section import Count, Fraction, FunctionName, Name, Positive, Section, WholeNumber
+from quartet.config.template_inputs import TEMPLATE_KEYS, check_template_input
 
 
 class RunConfig(Section):
@@ -46,11 +47,25 @@ class DataConfig(Section):
     needs one prompt that is short enough. Not checked if there are evaluation.max_prompts validation prompts."""
     continue_final_message: bool = False
     """Let the policy continue the last message of prompts that end with the assistant. False: such prompts are refused."""
+    tools: tuple[dict[str, Any], ...] = ()
+    """Tools that the chat template gets, as a list of JSON schemas. The column `tools` of a row replaces them."""
+    documents: tuple[dict[str, Any], ...] = ()
+    """Documents that the chat template gets, as a list of objects such as {title: ..., text: ...}. The column `documents` of a
+    row replaces them."""
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Further variables of the chat template, such as {enable_thinking: false}. The column `chat_template_kwargs` of a row
+    replaces them, variable by variable."""
 
     @property
     def has_validation(self) -> bool:
         """Return whether there are evaluation prompts."""
         return self.validation is not None or self.validation_set is not None
+
+    @field_validator(*TEMPLATE_KEYS)
+    @classmethod
+    def _reaches_templates(cls, value: Any, info: ValidationInfo) -> Any:
+        check_template_input(str(info.field_name), value)
+        return value
 
     @model_validator(mode="after")
     def _is_consistent(self) -> DataConfig:

@@ -1,5 +1,6 @@
 """Prompts: read from files and data sets, tokenized once, and assigned to the steps in an order that the seed determines."""
 
+from quartet.data.chat_template import NO_INPUTS, ChatTemplate, TemplateInputs, content_problem
 from quartet.data.prompt_cache import cached_prompts, load_prompts
 from quartet.data.prompt_contents import set_contents
 from quartet.data.prompt_datasets import RowsFile, cached_rows_file, on_the_hub, rows_file
@@ -34,7 +35,9 @@ __all__ = [
     "MAX_FIELDS_BYTES",
     "MAX_LINE_BYTES",
     "MAX_MESSAGES",
+    "NO_INPUTS",
     "NO_REVISIONS",
+    "ChatTemplate",
     "EncodedPrompts",
     "MixedPromptOrder",
     "PromptDraw",
@@ -47,10 +50,12 @@ __all__ = [
     "PromptSummary",
     "RowsFile",
     "StepPrompts",
+    "TemplateInputs",
     "WeightedPrompts",
     "cached_prompts",
     "cached_rows_file",
     "check_regular_file",
+    "content_problem",
     "encode_lines",
     "encode_prompts",
     "iterate_prompt_lines",

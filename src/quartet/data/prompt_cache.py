@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from quartet.data.cache_directory import delete, limit_size, user_cache
+from quartet.data.chat_template import NO_INPUTS
 from quartet.data.prompt_datasets import cached_rows_file, rows_file
 from quartet.data.prompt_encoding import EncodedPrompts, PromptEncoder, encode_lines
 from quartet.data.prompt_files import FORMATS, check_regular_file
@@ -31,7 +32,7 @@ from quartet.tokenizer_check import tokenizer_location
 
 MAX_CACHE_BYTES = 4 * 1024**3
 """Maximum size of the cache. The files that were not used for the longest time are deleted first."""
-FORMAT = 2
+FORMAT = 3
 """Version of the encoding and of the cache's files. Raise it if either changes."""
 PROGRESS_SECONDS = 2.0
 """Seconds between two lines of progress."""
@@ -135,6 +136,8 @@ def cache_key(settings: PromptSettings, path: Path, digest: FileDigest) -> str |
     }
     if settings.mapping != RowMapping():
         content["mapping"] = asdict(settings.mapping)
+    if settings.inputs != NO_INPUTS:
+        content["inputs"] = settings.inputs.key
     if settings.limit is not None:
         content["limit"] = [settings.limit, settings.max_prompt_tokens, settings.truncation is not None]
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

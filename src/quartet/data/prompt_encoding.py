@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields, replace
 from itertools import islice
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from quartet.data.prompt_lines import Message, PromptLine
+from quartet.config import TEMPLATE_KEYS
+from quartet.data.chat_template import ChatTemplate, Ending, Message, TemplateInputs
+from quartet.data.prompt_lines import PromptLine
 from quartet.data.prompt_settings import PromptSettings
 from quartet.errors import DataError
 from quartet.types import IntArray, Prompt
@@ -18,11 +20,10 @@ from quartet.types import IntArray, Prompt
 ENCODE_LINES = 1024
 """Lines per tokenizer call. The limit saves memory, because a tokenizer's output is much larger than the kept ids."""
 
-Ending = Literal["generation prompt", "open message", "nothing"]
-"""End of a chat: a generation prompt, which opens the response; the last message without its end; or no addition."""
-
 _TEXT, _CHAT, _IDS, _ENDED, _BEGUN_TWICE = 1, 2, 4, 8, 16
 """Flags of an encoded prompt: its kind, whether it ended with a stop token, whether it begins with two BOS tokens."""
+_FEATURES = ("generation prompt", *TEMPLATE_KEYS)
+"""What a chat template may ignore."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +37,7 @@ class PromptEncoder:
 
     model: str
     texts: Callable[[list[str]], list[list[int]]]
-    render: Callable[[list[Message], Ending], str] | None = None
+    render: Callable[[list[Message], Ending, TemplateInputs], str] | None = None
     chats: Callable[[list[str]], list[list[int]]] = lambda _: []
     bos_id: int | None = None
     adds_bos: bool = False
@@ -55,19 +56,11 @@ class PromptEncoder:
             result: list[list[int]] = tokenizer(batch, **options)["input_ids"] if batch else []
             return result
 
-        def render(messages: list[Message], ending: Ending) -> str:
-            result: str = tokenizer.apply_chat_template(
-                messages,
-                tokenize=False,
-                add_generation_prompt=ending == "generation prompt",
-                continue_final_message=ending == "open message",
-            )
-            return result
-
         bos_id = getattr(tokenizer, "bos_token_id", None)
         has_template = bool(getattr(tokenizer, "chat_template", None))
+        render = ChatTemplate(tokenizer).render if has_template else None
         adds_bos = bos_id is not None and texts(["a"])[0][:1] == [bos_id]
-        return cls(model, texts, render if has_template else None, chats, bos_id, adds_bos)
+        return cls(model, texts, render, chats, bos_id, adds_bos)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +69,8 @@ class EncodedPrompts:
 
     ``rows`` int64 [prompts] are their lines, from 1. Prompt i has token_ids[token_ends[i - 1]:token_ends[i]], int32; its text and
     fields are slices of ``texts`` and ``fields``, in UTF-8, in the same way. ``flags`` uint8 [prompts]. ``template``: whether the
-    tokenizer has a chat template, whether that writes no generation prompt, and whether the tokenizer adds a BOS token to texts.
-    ``bos_id`` is -1 without one.
+    tokenizer has a chat template, whether the tokenizer adds a BOS token to texts, and whether the template ignores each of
+    _FEATURES. ``bos_id`` is -1 without one.
     """
 
     rows: NDArray[np.int64]
@@ -93,7 +86,7 @@ class EncodedPrompts:
 
     def __post_init__(self) -> None:
         """Raise ValueError for arrays that do not fit together."""
-        shapes = {"template": 3, "bos_id": 1}
+        shapes = {"template": 2 + len(_FEATURES), "bos_id": 1}
         dtypes = {"rows": np.int64, "token_ids": np.int32, "template": np.bool_, "bos_id": np.int32}
         for item in fields(self):
             array = getattr(self, item.name)
@@ -114,9 +107,7 @@ class EncodedPrompts:
                 raise ValueError("the ends do not fit the data")
 
     @classmethod
-    def of(
-        cls, parts: _Parts, has_template: bool, unopened: bool, adds_bos: bool, bos_id: int | None
-    ) -> EncodedPrompts:
+    def of(cls, parts: _Parts, template: list[bool], bos_id: int | None) -> EncodedPrompts:
         """Return the collected prompts as arrays."""
         texts, fields = ([text.encode() for text in column] for column in (parts.texts, parts.fields))
         return cls(
@@ -128,7 +119,7 @@ class EncodedPrompts:
             _ends(texts),
             np.frombuffer(b"".join(fields), np.uint8),
             _ends(fields),
-            np.array([has_template, unopened, adds_bos]),
+            np.array(template),
             np.array([-1 if bos_id is None else bos_id], np.int32),
         )
 
@@ -214,7 +205,7 @@ def encode_lines(
     template is missing or refuses its messages.
     """
     parts = _Parts()
-    unopened: bool | None = None
+    ignored: dict[str, bool] = {}
     remaining = iter(lines)
     usable = 0
     while usable != settings.limit:
@@ -224,15 +215,15 @@ def encode_lines(
             break
         endings = [_ending(line, settings) for line in batch]
         chats = [
-            _render(line.messages, encoder, ending, settings, line)
+            _render(line, encoder, ending, settings)
             for line, ending in zip(batch, endings, strict=True)
             if line.messages is not None
         ]
         texts = iter(encoder.texts([line.text for line in batch if line.text is not None]))
         chat_ids = iter(encoder.chats(chats))
         for line, ending in zip(batch, endings, strict=True):
-            if line.messages is not None and unopened is None and ending == "generation prompt":
-                unopened = _is_unopened(line.messages, encoder)
+            if line.messages is not None and ending == "generation prompt":
+                _find_ignored(ignored, line, encoder, settings)
             flags, ids = _with_flags(line, texts, chat_ids, stop_ids, encoder.bos_id)
             if not ids:
                 raise DataError(
@@ -242,7 +233,8 @@ def encode_lines(
             usable += settings.truncation is not None or len(ids) <= settings.max_prompt_tokens
             parts.add(line, flags, ids)
         show_progress(len(parts.rows))
-    return EncodedPrompts.of(parts, encoder.render is not None, bool(unopened), encoder.adds_bos, encoder.bos_id)
+    template = [encoder.render is not None, encoder.adds_bos, *(ignored.get(name, False) for name in _FEATURES)]
+    return EncodedPrompts.of(parts, template, encoder.bos_id)
 
 
 def _with_flags(
@@ -279,10 +271,8 @@ def _ending(line: PromptLine, settings: PromptSettings) -> Ending:
     return "open message"
 
 
-def _render(
-    messages: tuple[Message, ...], encoder: PromptEncoder, ending: Ending, settings: PromptSettings, line: PromptLine
-) -> str:
-    """Return the messages as text by the chat template. Raises DataError with row and column."""
+def _render(line: PromptLine, encoder: PromptEncoder, ending: Ending, settings: PromptSettings) -> str:
+    """Return the messages of a line as text by the chat template. Raises DataError with row and column."""
     where, label = settings.location(line.line), settings.mapping.label(line.key)
     if encoder.render is None:
         raise DataError(
@@ -290,7 +280,7 @@ def _render(
             "or save the checkpoint with a tokenizer that has one (chat_template.jinja)"
         )
     try:
-        return encoder.render([dict(message) for message in messages], ending)
+        return _written(line, encoder, ending, line.inputs.over(settings.inputs))
     except Exception as error:  # A template may raise anything.
         reason = next((text.strip() for text in str(error).splitlines() if text.strip()), "no reason given")
         raise DataError(
@@ -299,15 +289,26 @@ def _render(
         ) from None
 
 
-def _is_unopened(messages: tuple[Message, ...], encoder: PromptEncoder) -> bool:
-    """Return whether the chat template writes the same text without a generation prompt."""
-    if encoder.render is None:
-        return False
-    copies = [[dict(message) for message in messages] for _ in range(2)]
-    try:
-        return encoder.render(copies[0], "generation prompt") == encoder.render(copies[1], "nothing")
-    except Exception:  # A template that refuses messages without a final assistant message does distinguish the two.
-        return False
+def _written(line: PromptLine, encoder: PromptEncoder, ending: Ending, inputs: TemplateInputs) -> str:
+    """Return the messages of a line as text. Raises whatever the template raises."""
+    assert encoder.render is not None
+    return encoder.render([dict(message) for message in line.messages or ()], ending, inputs)
+
+
+def _find_ignored(ignored: dict[str, bool], line: PromptLine, encoder: PromptEncoder, settings: PromptSettings) -> None:
+    """Add to ``ignored`` the features that a line is the first to have, and whether the template writes the same without them."""
+    inputs = line.inputs.over(settings.inputs)
+    without: dict[str, tuple[Ending, TemplateInputs]] = {"generation prompt": ("nothing", inputs)}
+    for key in TEMPLATE_KEYS:
+        if getattr(inputs, key):
+            without[key] = ("generation prompt", replace(inputs, **{key: None}))
+    for name in without.keys() - ignored.keys():
+        ending, others = without[name]
+        try:
+            text = _written(line, encoder, "generation prompt", inputs)
+            ignored[name] = text == _written(line, encoder, ending, others)
+        except Exception:  # A template that refuses messages without it does not ignore it.
+            ignored[name] = False
 
 
 def select_prompts(encoded: EncodedPrompts, settings: PromptSettings, vocabulary_size: int | None) -> PromptSet:
@@ -384,7 +385,7 @@ def _notes(encoded: EncodedPrompts, settings: PromptSettings, too_long: int) -> 
     """Yield one line per note for the user."""
     model, flags = settings.model, encoded.flags
     of_all = f"of {len(flags):,} prompts"
-    has_template, unopened, adds_bos = encoded.template
+    has_template, adds_bos, unopened, *ignored = encoded.template
 
     def count(*wanted: int) -> int:
         return int(np.count_nonzero((flags & sum(wanted)) == sum(wanted)))
@@ -419,6 +420,9 @@ def _notes(encoded: EncodedPrompts, settings: PromptSettings, too_long: int) -> 
         yield (
             f"the template of {model} writes no generation prompt: the response may begin with the assistant's header"
         )
+    for name, is_ignored in zip(TEMPLATE_KEYS, ignored, strict=True):
+        if is_ignored:
+            yield f"warning: the template of {model} writes the same with and without {name}; it may not support them"
     for kind, name in ((_CHAT, "messages"), (_IDS, "token_ids")):
         if ended := count(kind, _ENDED):
             yield (

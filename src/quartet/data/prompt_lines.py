@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from quartet.config import PROMPT_KEYS, SET_FIELD, placeholders
+from quartet.data.chat_template import NO_INPUTS, Message, TemplateInputs, content_problem
 from quartet.data.prompt_files import JSON_COLUMNS, iterate_rows, location
 from quartet.data.prompt_settings import PromptSettings, RowMapping
 from quartet.errors import DataError
@@ -27,15 +28,13 @@ MAX_MESSAGES = 1024
 PLAIN = RowMapping()
 """The mapping of a file whose columns are used as they are."""
 
-Message = dict[str, Any]
-
 
 @dataclass(frozen=True, slots=True)
 class PromptLine:
     """One line of a prompts file: text or messages to be tokenized, or token ids.
 
     ``fields`` is the JSON object that reward functions get: all fields of the line except ``token_ids``, under the keys that
-    they have in the file. ``key`` is the key of the prompt.
+    they have in the file. ``key`` is the key of the prompt. ``inputs`` are what the chat template gets besides the messages.
     """
 
     line: int
@@ -44,6 +43,7 @@ class PromptLine:
     messages: tuple[Message, ...] | None = None
     fields: str = "{}"
     key: str = field(default="prompt", compare=False)
+    inputs: TemplateInputs = NO_INPUTS
 
 
 def read_prompt_lines(path: Path) -> list[PromptLine]:
@@ -155,7 +155,8 @@ def _parse(value: dict[str, Any], where: str, number: int, mapping: RowMapping =
     content, label = given[kind], mapping.label(kind)
     fields = _fields({name: cell for name, cell in value.items() if name != "token_ids"}, where)
     if kind == "messages" or (kind == "prompt" and isinstance(content, list)):
-        return PromptLine(number, messages=_messages(label, content, where), fields=fields, key=kind)
+        messages = _messages(label, content, where)
+        return PromptLine(number, messages=messages, fields=fields, key=kind, inputs=_inputs(value, where, mapping))
     if kind != "token_ids":
         if not isinstance(content, str):
             wanted = "a string or a list of messages" if kind == "prompt" else "a string"
@@ -186,7 +187,19 @@ def _from_template(value: dict[str, Any], where: str, number: int, mapping: RowM
         messages = _messages("messages", filled, where)
     made = {"text": text} if messages is None else {"messages": list(messages)}
     fields = _fields({**{key: content for key, content in value.items() if key != "token_ids"}, **made}, where)
-    return PromptLine(number, text, messages=messages, fields=fields, key=next(iter(made)))
+    inputs = NO_INPUTS if messages is None else _inputs(value, where, mapping)
+    return PromptLine(number, text, messages=messages, fields=fields, key=next(iter(made)), inputs=inputs)
+
+
+def _inputs(row: Mapping[str, Any], where: str, mapping: RowMapping) -> TemplateInputs:
+    """Return what a row of messages gives to the chat template. Raises DataError."""
+    try:
+        return TemplateInputs.of_row(row)
+    except ValueError as error:
+        key, _, problem = str(error).partition(": ")
+        raise DataError(
+            f"{where}: {mapping.label(key)}: {problem}. Chat templates get this column; if it is for something else, rename it"
+        ) from None
 
 
 def _fields(value: dict[str, Any], where: str) -> str:
@@ -262,9 +275,10 @@ def _messages(key: str, value: Any, where: str) -> tuple[Message, ...]:
     for place, message in enumerate(value, 1):
         if not isinstance(message, dict):
             raise DataError(f"{where}: {key}: message {place} is not an object; {EXPECTED}")
-        for name in ("role", "content"):
-            if not isinstance(message.get(name), str):
-                raise DataError(f"{where}: {key}: message {place}: {name} is missing or not a string; {EXPECTED}")
+        if not isinstance(message.get("role"), str):
+            raise DataError(f"{where}: {key}: message {place}: role is missing or not a string; {EXPECTED}")
         if not message["role"]:
             raise DataError(f"{where}: {key}: message {place}: role is empty; expected user, assistant, system, ...")
+        if problem := content_problem(message):
+            raise DataError(f"{where}: {key}: message {place}: {problem}")
     return tuple(value)

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from quartet.data.chat_template import NO_INPUTS, TemplateInputs
 from quartet.data.prompt_files import location
 
 if TYPE_CHECKING:
@@ -61,7 +62,8 @@ class PromptSettings:
 
     ``path`` is the file, or the name of the data set if ``dataset`` is set. ``model`` has the tokenizer. ``limit``: maximum
     number of prompts; later lines are not read. ``opens_response``: messages end with the opening of a response; False leaves it
-    to an environment. ``key`` is the setting that names the prompts.
+    to an environment. ``key`` is the setting that names the prompts. ``inputs`` are what the chat template gets besides the
+    messages, unless a row has others.
     """
 
     path: Path
@@ -75,6 +77,7 @@ class PromptSettings:
     mapping: RowMapping = RowMapping()
     dataset: DatasetSource | None = None
     key: str = "data.prompts"
+    inputs: TemplateInputs = NO_INPUTS
 
     def __str__(self) -> str:
         return str(self.path if self.dataset is None else self.dataset)
@@ -93,7 +96,8 @@ class PromptSettings:
         mapping, dataset = value["mapping"], value["dataset"]
         pairs = {name: tuple(tuple(pair) for pair in mapping[name]) for name in ("columns", "messages")}
         rows = RowMapping(**{**mapping, **pairs, "ignored": tuple(mapping["ignored"])})
-        given = {**value, "path": Path(value["path"]), "mapping": rows}
+        inputs = TemplateInputs.of_row(value["inputs"])
+        given = {**value, "path": Path(value["path"]), "mapping": rows, "inputs": inputs}
         return cls(**{**given, "dataset": None if dataset is None else DatasetSource(**dataset)})
 
     @classmethod
@@ -125,6 +129,7 @@ class PromptSettings:
             data.continue_final_message,
             limit,
             not (config.has_environment and config.environment.observations == "chat"),
+            inputs=TemplateInputs.of_config(config),
         )
 
     @classmethod

@@ -21,8 +21,9 @@ import numpy as np
 import structlog
 
 from quartet.config import EnvironmentConfig
+from quartet.data import NO_INPUTS, TemplateInputs
 from quartet.environments.hosting import Answer
-from quartet.environments.observations import TurnDecoder, UnusableObservation, create_encoder
+from quartet.environments.observations import ObservationEncoder, ObservationEncoders, TurnDecoder, UnusableObservation
 from quartet.errors import ConfigError, FunctionFailed, InvalidRequest, ServiceBusy, SessionLost
 from quartet.failpoints import failpoint
 from quartet.models.weights.tokenizer import load_tokenizer, tokenizer_fingerprint
@@ -43,8 +44,16 @@ CLOSE_TIMEOUT = 10.0
 class EnvironmentHost:
     """The sessions of one environment class. Thread-safe."""
 
-    def __init__(self, config: EnvironmentConfig, model: str, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        config: EnvironmentConfig,
+        model: str,
+        clock: Callable[[], float] = time.monotonic,
+        inputs: TemplateInputs = NO_INPUTS,
+    ) -> None:
         """Load the tokenizer of ``model`` and start the workers. ``clock`` measures idle time, in seconds.
+
+        ``inputs`` are what the chat template gets, unless a prompt has others.
 
         Raises ModelError; ConfigError if the class cannot be used. After an error no process is left.
         """
@@ -53,7 +62,7 @@ class EnvironmentHost:
         self._config, self._class, self._clock = config, config.class_name, clock
         tokenizer = load_tokenizer(model)
         template = config.chat_template.read_text(encoding="utf-8") if config.chat_template is not None else None
-        self._encoder = create_encoder(tokenizer, model, config.observations, template)
+        self._encoders = ObservationEncoders(tokenizer, model, config.observations, template, inputs)
         self._lock = threading.Lock()
         self._sessions: dict[str, _Session] = {}
         self._number = 0
@@ -84,7 +93,12 @@ class EnvironmentHost:
                 arguments = {"name": self._class, "settings": self._config.arguments, "seed": seed, "fields": values}
                 answer = self._ask(session, own, "reset", arguments)
                 own.request, own.turn = request, 0
-                return self._answered(session, own, answer, self._encoder.first)
+
+                def encode(observation: Any) -> IntArray:
+                    own.encoder = self._encoders.of_prompt(values)
+                    return own.encoder.first(observation)
+
+                return self._answered(session, own, answer, encode)
 
     def step(self, session: str, turn: int, token_ids: IntArray) -> EnvironmentReply:
         """Give the policy's turn to the environment. See EnvironmentService.
@@ -112,7 +126,12 @@ class EnvironmentHost:
                     raise SessionLost(f"session {session}: lost, because its worker process was replaced")
                 failpoint("environment.stepped")
                 own.request, own.turn = request, turn
-                return self._answered(session, own, answer, lambda value: self._encoder.next(value, last_id))
+
+                def encode(observation: Any) -> IntArray:
+                    encoder = own.encoder or self._encoders.of_prompt({})
+                    return encoder.next(observation, last_id)
+
+                return self._answered(session, own, answer, encode)
 
     def close_session(self, session: str) -> None:
         """End a session. A session that does not exist is not an error."""
@@ -256,6 +275,7 @@ class _Session:
     lock: threading.Lock = field(default_factory=threading.Lock)
     request: tuple[Any, ...] = ()
     turn: int = 0
+    encoder: ObservationEncoder | None = None
     reply: EnvironmentReply | None = None
     ended: bool = False
     removed: bool = False

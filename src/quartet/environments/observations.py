@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any, Protocol
 
 import numpy as np
 
+from quartet.data import NO_INPUTS, ChatTemplate, TemplateInputs, content_problem
 from quartet.environments.environment import Message
 from quartet.errors import InvalidRequest, ModelError
 from quartet.types import IntArray
 
 MAX_OBSERVATION_CHARACTERS = 1_000_000
 """Maximum length of the text of one observation."""
+MAX_ENCODERS = 64
+"""Maximum number of encoders that are kept. Each has two short chats."""
 _TURN, _THOUGHT = "QUARTET-TURN", "QUARTET-THOUGHT"
 """Texts that mark a place in a rendered chat."""
 
@@ -61,12 +66,15 @@ class ChatObservations:
     with the new messages. So it does not depend on the turns before, and nothing is encoded twice.
     """
 
-    def __init__(self, tokenizer: Any, name: str, template: str | None = None) -> None:
-        """``name`` is that of the model, ``template`` replaces its chat template.
+    def __init__(
+        self, tokenizer: Any, name: str, template: str | None = None, inputs: TemplateInputs = NO_INPUTS
+    ) -> None:
+        """``name`` is that of the model. ``template`` replaces its chat template, which gets ``inputs`` as for the prompt.
 
         Raises ModelError without a template, and for one that changes earlier turns when new messages follow.
         """
-        self._tokenizer, self._name, self._template = tokenizer, name, template
+        self._tokenizer, self._name, self._inputs = tokenizer, name, inputs
+        self._template = ChatTemplate(tokenizer, template)
         if template is None and not getattr(tokenizer, "chat_template", None):
             raise ModelError(
                 f"environment.observations chat: the tokenizer of {name} has no chat template; set environment.chat_template to "
@@ -112,6 +120,10 @@ class ChatObservations:
         try:
             after = self._render([*before, *messages], True)
         except Exception as error:  # A template may raise anything.
+            if problem := next(filter(None, map(content_problem, messages)), None):
+                raise UnusableObservation(
+                    f"returned a message that the chat template cannot write: {problem}"
+                ) from None
             roles = ", ".join(str(message.get("role")) for message in messages)
             raise UnusableObservation(
                 f"the chat template of {self._name} refuses messages of roles {roles} ({type(error).__name__})"
@@ -134,18 +146,35 @@ class ChatObservations:
                 )
 
     def _render(self, messages: list[Message], opens_turn: bool) -> str:
-        text: str = self._tokenizer.apply_chat_template(
-            [dict(message) for message in messages],
-            chat_template=self._template,
-            tokenize=False,
-            add_generation_prompt=opens_turn,
+        return self._template.render(messages, "generation prompt" if opens_turn else "nothing", self._inputs)
+
+
+class ObservationEncoders:
+    """The encoders of ``environment.observations``, text or chat: one for each content that the chat template gets."""
+
+    def __init__(
+        self, tokenizer: Any, name: str, observations: str, template: str | None, inputs: TemplateInputs = NO_INPUTS
+    ) -> None:
+        """``inputs`` are those of the config. Raises ModelError if the template cannot be used with them."""
+        self._inputs = inputs
+        self._text = None if observations == "chat" else TextObservations(tokenizer)
+        self._of_key = lru_cache(MAX_ENCODERS)(
+            lambda key: ChatObservations(tokenizer, name, template, TemplateInputs(*json.loads(key)))
         )
-        return text
+        if self._text is None:
+            self._of_key(inputs.key)
 
-
-def create_encoder(tokenizer: Any, name: str, observations: str, template: str | None) -> ObservationEncoder:
-    """Return the encoder of ``environment.observations``, text or chat. Raises ModelError."""
-    return ChatObservations(tokenizer, name, template) if observations == "chat" else TextObservations(tokenizer)
+    def of_prompt(self, fields: Mapping[str, Any]) -> ObservationEncoder:
+        """Return the encoder for a prompt with these fields. Raises UnusableObservation."""
+        if self._text is not None:
+            return self._text
+        # Like the prompt: only messages go through the template.
+        is_chat = any(isinstance(fields.get(key), list) for key in ("messages", "prompt"))
+        try:
+            inputs = TemplateInputs.of_row(fields) if is_chat else NO_INPUTS
+            return self._of_key(inputs.over(self._inputs).key)
+        except (ValueError, ModelError) as error:
+            raise UnusableObservation(str(error)) from None
 
 
 def _messages(observation: str | Sequence[Message]) -> list[Message]:

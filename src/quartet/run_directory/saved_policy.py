@@ -5,8 +5,10 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from quartet.config import Config, load_config
 from quartet.errors import ConfigError
 from quartet.run_directory.checkpoints import checkpoint_folders
+from quartet.run_directory.locking_and_removal import find_run
 from quartet.run_directory.run_files import RunFiles
 
 
@@ -32,3 +34,15 @@ def policy_in(directory: str) -> str:
             f"note: {files.policy} is the policy after step {saved}, the run is at step {last}{remedy}", file=sys.stderr
         )
     return str(files.policy)
+
+
+def config_of_policy(directory: str) -> Config | None:
+    """Return the config of the run in whose directory a policy is. None if it is not in one, or its config cannot be read."""
+    files = find_run(Path(directory) / "policy")
+    if files is None:
+        return None
+    try:
+        return load_config(files.config)
+    except ConfigError as error:
+        print(f"note: the run's data.chat_template_kwargs, tools and documents are not used: {error}", file=sys.stderr)
+        return None

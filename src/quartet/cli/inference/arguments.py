@@ -37,6 +37,13 @@ def generate(
             "--continue-final-message", help="Continue the last message of prompts that end with the assistant."
         ),
     ] = False,
+    chat_template_kwargs: Annotated[
+        str,
+        typer.Option(
+            metavar="JSON",
+            help="Variables of the chat template, such as '{\"enable_thinking\": false}', over the run's.",
+        ),
+    ] = "",
     as_chat: Annotated[
         bool, typer.Option("--chat", help="Chat through the model's chat template: answer each line of standard input.")
     ] = False,
@@ -58,7 +65,7 @@ def generate(
     if as_chat:
         if prompts or file or samples > 1:
             raise ConfigError("--chat: reads messages from standard input; remove PROMPT, --file and --samples")
-        chat(model, system, sampling, seed, device, json_lines)
+        chat(model, system, sampling, seed, device, json_lines, chat_template_kwargs)
         return
     if system is not None:
         raise ConfigError("--system: only used with --chat")
@@ -72,4 +79,5 @@ def generate(
         device,
         json_lines,
         continue_final_message,
+        chat_template_kwargs,
     )

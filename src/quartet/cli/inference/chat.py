@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 import typer
 
-from quartet.data import PromptEncoder, PromptSettings, encode_prompts, prompt_of
-from quartet.data.prompt_lines import Message
+from quartet.cli.inference.generate import template_inputs
+from quartet.data import PromptEncoder, PromptSettings, TemplateInputs, encode_prompts, prompt_of
+from quartet.data.chat_template import Message
 from quartet.engines.stop_strings import token_decoder
 from quartet.errors import ConfigError, DataError, InvalidRequest
 from quartet.models.generation.torch_engine import TorchEngine
@@ -27,7 +28,13 @@ _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 
 
 def chat(
-    model: str, system: str | None, sampling: SamplingParameters, seed: int, device: str, json_lines: bool = False
+    model: str,
+    system: str | None,
+    sampling: SamplingParameters,
+    seed: int,
+    device: str,
+    json_lines: bool = False,
+    chat_template_kwargs: str = "",
 ) -> None:
     """Answer each line of standard input, with the conversation so far as context, until it ends.
 
@@ -42,7 +49,8 @@ def chat(
             f"generate --chat: the tokenizer of {path} has no chat template; complete text with quartet generate {model} "
             "PROMPT, or add a template to the tokenizer (chat_template.jinja)"
         )
-    conversation = _Conversation(path, encoder, tokenizer, sampling, seed, device)
+    inputs = template_inputs(model, chat_template_kwargs)
+    conversation = _Conversation(path, encoder, tokenizer, sampling, seed, device, inputs)
     interactive = sys.stdin.isatty() and sys.stdout.isatty()
     if interactive:
         typer.echo(f"{RESET} begins a new conversation, Ctrl-D ends", err=True)
@@ -84,9 +92,17 @@ class _Conversation:
     """A model and the messages so far."""
 
     def __init__(
-        self, model: str, encoder: PromptEncoder, tokenizer: Any, sampling: SamplingParameters, seed: int, device: str
+        self,
+        model: str,
+        encoder: PromptEncoder,
+        tokenizer: Any,
+        sampling: SamplingParameters,
+        seed: int,
+        device: str,
+        inputs: TemplateInputs,
     ) -> None:
         self._encoder, self._tokenizer, self._sampling, self._seed = encoder, tokenizer, sampling, seed
+        self._inputs = inputs
         policy = load_causal_lm(model, "float32", device)
         self._vocabulary = int(policy.get_input_embeddings().weight.shape[0])
         self._stops = stop_token_ids(policy, tokenizer)
@@ -105,7 +121,7 @@ class _Conversation:
         """
         messages = [*self._messages, {"role": "user", "content": text}]
         self._turns += 1
-        settings = PromptSettings(Path("<chat>"), self._encoder.model, np.iinfo(np.int32).max)
+        settings = PromptSettings(Path("<chat>"), self._encoder.model, np.iinfo(np.int32).max, inputs=self._inputs)
         line = prompt_of(messages, "generate --chat", self._turns)
         [prompt] = encode_prompts(settings, [line], self._encoder, self._stops, self._vocabulary).prompts
         request = GenerationRequest(TrajectoryId("chat", 1, self._turns, 0), prompt.token_ids)

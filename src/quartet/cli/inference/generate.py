@@ -9,9 +9,9 @@ from typing import Any
 import typer
 
 from quartet.completions import complete
-from quartet.data import prompt_of, read_prompt_lines
+from quartet.data import TemplateInputs, prompt_of, read_prompt_lines
 from quartet.errors import ConfigError, InvalidRequest
-from quartet.run_directory.saved_policy import policy_in
+from quartet.run_directory.saved_policy import config_of_policy, policy_in
 from quartet.types import SamplingParameters
 
 
@@ -25,8 +25,9 @@ def generate(
     device: str,
     json_lines: bool,
     continue_final_message: bool = False,
+    chat_template_kwargs: str = "",
 ) -> None:
-    """Print completions. Raises ConfigError for an invalid model or invalid prompts."""
+    """Print completions. ``chat_template_kwargs`` is JSON. Raises ConfigError for an invalid model or invalid prompts."""
     if bool(texts) == (file is not None):
         raise ConfigError("generate: expected either prompts as arguments or a file by --file")
     source = file or Path("<arguments>")
@@ -35,8 +36,11 @@ def generate(
         if file
         else [prompt_of(text, f"generate: prompt {number}", number) for number, text in enumerate(texts, 1)]
     )
+    inputs = template_inputs(model, chat_template_kwargs)
     try:
-        completions = complete(policy_in(model), source, lines, sampling, samples, seed, device, continue_final_message)
+        completions = complete(
+            policy_in(model), source, lines, sampling, samples, seed, device, continue_final_message, inputs
+        )
     except InvalidRequest as error:
         raise ConfigError(f"generate: {error}") from None
     for item in completions:
@@ -52,3 +56,16 @@ def generate(
             typer.echo(f"{item.prompt}{typer.style(item.text, fg='green')}")
     if all(line.messages is None for line in lines) and not any(item.text for item in completions):
         typer.echo("note: all responses are empty; a model that was trained on messages answers with --chat", err=True)
+
+
+def template_inputs(model: str, chat_template_kwargs: str) -> TemplateInputs:
+    """Return what the chat template gets: as in the run of the policy, with variables that replace those of the run.
+
+    Raises ConfigError.
+    """
+    try:
+        given = TemplateInputs.of_row({"chat_template_kwargs": chat_template_kwargs})
+    except ValueError as error:
+        raise ConfigError(f"--chat-template-kwargs {str(error).partition(': ')[2]}") from None
+    config = config_of_policy(model)
+    return given if config is None else given.over(TemplateInputs.of_config(config))
