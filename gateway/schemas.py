@@ -366,6 +366,11 @@ class EngineInfo(Model):
     """Origin of the digest: read back from the engine's memory, reported by a server, or none."""
     in_flight_updates: bool
     """True if new weights may arrive in the middle of a response."""
+    trial: str
+    """Result of the trial of batch invariance at the engine's start and the processor, or the reason for no trial; empty for an
+    engine that is not tried."""
+    trial_digest: str
+    """Digest of the logits of the trial, in hexadecimal. Engines with equal ones round in the same way."""
 
 
 class WeightTransferInfo(Model):

@@ -44,6 +44,7 @@ FAILPOINTS = {
     "actor.generating": "the first trajectory is finished; the stream has no trajectory of this Generate call",
     "actor.appending": "finished trajectories are about to be written to the stream",
     "actor.appended": "finished trajectories are in the stream",
+    "engine.trial": "a torch engine is about to try whether it is batch-invariant; the action fail makes the trial fail",
     "generator.loaded": "the engine holds new weights; the caller does not know it yet",
     "environment.resetting": "an episode is about to start",
     "environment.stepping": "a turn is about to be given to its environment",
@@ -75,7 +76,7 @@ _SETTING = re.compile(
 
 
 class InjectedFault(RuntimeError):
-    """The error of a failpoint with the action ``fail``. No code expects it."""
+    """The error of a failpoint with the action ``fail``. Only the trial of an engine expects it."""
 
 
 @dataclass(frozen=True, slots=True)

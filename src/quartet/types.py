@@ -737,7 +737,9 @@ class EngineProperties:
     the one that top_k, top_p and min_p "truncated"; "none" if the engine reports none or others. ``weights``: way of a new policy
     version into the engine. ``digest``: "read back" if the engine computes it from the weights that it holds after loading,
     "reported" if a server names a version, "none" otherwise. ``in_flight_updates``: takes new weights in the middle of a
-    response.
+    response. ``trial``: result of the trial of batch invariance at the engine's start, and the processor, or the reason for no
+    trial; empty for an engine that is not tried. ``trial_digest`` is of the trial's logits, in hexadecimal: engines with the same
+    model and equal digests round in the same way.
     """
 
     name: str
@@ -747,6 +749,8 @@ class EngineProperties:
     weights: Literal["shared", "tensors", "folder", "adapter", "restart", "static"]
     digest: Literal["read back", "reported", "none"]
     in_flight_updates: bool = False
+    trial: str = ""
+    trial_digest: str = ""
 
 
 @dataclass(frozen=True, slots=True)

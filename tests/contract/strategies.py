@@ -157,6 +157,8 @@ engines = st.builds(
     weights=st.sampled_from(["shared", "tensors", "folder", "adapter", "restart", "static"]),
     digest=st.sampled_from(["read back", "reported", "none"]),
     in_flight_updates=st.booleans(),
+    trial=names,
+    trial_digest=names,
 )
 weight_transfers = st.builds(
     WeightTransfer,

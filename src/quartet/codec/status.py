@@ -112,6 +112,8 @@ def _engine_to_proto(engine: EngineProperties) -> status_pb2.EngineProperties:
         weights=engine.weights,
         digest=engine.digest,
         in_flight_updates=engine.in_flight_updates,
+        trial=engine.trial,
+        trial_digest=engine.trial_digest,
     )
 
 
@@ -126,6 +128,8 @@ def _engine_from_proto(message: status_pb2.EngineProperties) -> EngineProperties
         seeded=message.seeded,
         batch_invariant=message.batch_invariant,
         in_flight_updates=message.in_flight_updates,
+        trial=message.trial,
+        trial_digest=message.trial_digest,
         **values,
     )
 

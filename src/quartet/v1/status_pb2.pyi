@@ -291,6 +291,8 @@ class EngineProperties(_message.Message):
     WEIGHTS_FIELD_NUMBER: _builtins.int
     DIGEST_FIELD_NUMBER: _builtins.int
     IN_FLIGHT_UPDATES_FIELD_NUMBER: _builtins.int
+    TRIAL_FIELD_NUMBER: _builtins.int
+    TRIAL_DIGEST_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Name, as in rollout.engine."""
     seeded: _builtins.bool
@@ -305,6 +307,14 @@ class EngineProperties(_message.Message):
     """Origin of the digest: "read back" from the engine's memory, "reported" by a server, or "none"."""
     in_flight_updates: _builtins.bool
     """Whether new weights may arrive in the middle of a response."""
+    trial: _builtins.str
+    """Result of the trial of batch invariance at the engine's start, with the processor, or the reason for no trial: "passed on
+    PROCESSOR", "failed on PROCESSOR", "not run: REASON". Empty for an engine that is not tried.
+    """
+    trial_digest: _builtins.str
+    """Digest of the logits of the trial, in hexadecimal. Engines with the same model and equal digests round in the same way. Empty
+    without a trial.
+    """
     def __init__(
         self,
         *,
@@ -315,10 +325,12 @@ class EngineProperties(_message.Message):
         weights: _builtins.str = ...,
         digest: _builtins.str = ...,
         in_flight_updates: _builtins.bool = ...,
+        trial: _builtins.str = ...,
+        trial_digest: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_invariant", b"batch_invariant", "digest", b"digest", "in_flight_updates", b"in_flight_updates", "log_probs", b"log_probs", "name", b"name", "seeded", b"seeded", "weights", b"weights"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_invariant", b"batch_invariant", "digest", b"digest", "in_flight_updates", b"in_flight_updates", "log_probs", b"log_probs", "name", b"name", "seeded", b"seeded", "trial", b"trial", "trial_digest", b"trial_digest", "weights", b"weights"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

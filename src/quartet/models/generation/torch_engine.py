@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,6 @@ from quartet.models.forward.batching import micro_batches, right_pad
 from quartet.models.forward.model_capabilities import (
     accepts_argument,
     device_of,
-    has_experts,
     max_positions,
     vocabulary_size,
 )
@@ -32,6 +32,7 @@ from quartet.models.forward.packing import logits_at_positions
 from quartet.models.generation.kv_cache import check_cacheable, prefill_cache
 from quartet.models.generation.sampling import sample_tokens
 from quartet.models.generation.static_decoding import StaticDecoder, is_recordable, padded_rows, unsupported_reason
+from quartet.models.generation.trial import LogitDigests, trial_requests, trial_result, untried_reason
 from quartet.models.generation.validation import validate_requests
 from quartet.models.generation.window_decoding import WindowDecoder
 from quartet.random_streams import uniforms
@@ -91,31 +92,35 @@ class TorchEngine:
         self._graphs = device_of(model).type == "cuda"
         self._static: StaticDecoder | None = None
         # The capture of CUDA graphs needs memory that the engine may never use, so it is tried at the first generation.
-        self._static_untried = static
+        self._static_untried, self._not_static = static, "" if static else "static decoding is off"
         if not self._graphs:
             self._try_static()
         self._generations = 0
         self._check_decoding()
-        self._batch_invariant = self._is_batch_invariant()
+        self._declared = self._declare()
         # The trial's buffers may be larger than those of any generation.
         self.release(everything=not self._graphs)
 
     @property
     def batch_invariant(self) -> bool:
         """Return whether the other requests in a batch change no bit of a response. A trial at the engine's creation decides."""
-        return self._batch_invariant
+        return self._declared.batch_invariant
 
     @property
     def properties(self) -> EngineProperties:
-        """Guarantees of this engine."""
-        return EngineProperties(
-            "torch",
-            seeded=True,
-            batch_invariant=self._batch_invariant,
-            log_probs="whole",
-            weights="shared",
-            digest="none",
+        """Guarantees of this engine, as its trial measured them."""
+        return self._declared
+
+    def _declare(self) -> EngineProperties:
+        result = trial_result(
+            untried_reason(self._model, self._not_static),
+            self._is_batch_invariant,
+            lambda: self._trial_bits(self._trial_requests(), len(INVARIANCE_LENGTHS)),
         )
+        shared = EngineProperties(
+            "torch", seeded=True, batch_invariant=False, log_probs="whole", weights="shared", digest="none"
+        )
+        return replace(shared, batch_invariant=result.passed, trial=result.text, trial_digest=result.digest)
 
     def generate(
         self,
@@ -199,7 +204,7 @@ class TorchEngine:
 
         A model that ignores padding or positions would generate from another distribution than the one that is trained.
         """
-        requests = _trial_requests(self._model, TRIAL_LENGTHS)
+        requests = trial_requests(self._model, TRIAL_LENGTHS)
         sampling = SamplingParameters(TRIAL_TOKENS, temperature=0.0)
         tolerance = TRIAL_TOLERANCE[self._model.get_input_embeddings().weight.dtype]
         slots = _Slots(self._model, frozenset(), requests, sampling, 0, len(requests), self._static)
@@ -219,14 +224,10 @@ class TorchEngine:
 
     def _is_batch_invariant(self) -> bool:
         """Return whether requests get the same bits by themselves, in batches, and after waiting for a slot."""
-        # Few tokens may not show that the rows of experts depend on the batch.
-        if self._static is None or has_experts(self._model):
-            return False
         size = sum(parameter.numel() for parameter in self._model.parameters())
-        limit, few = max_positions(self._model), len(INVARIANCE_LENGTHS)
-        lengths = [length if limit is None else min(length, limit - INVARIANCE_TOKENS) for length in INVARIANCE_LENGTHS]
+        few = len(INVARIANCE_LENGTHS)
         rows = max(few, min(INVARIANCE_ROWS, self._max_concurrent, int(INVARIANCE_FLOPS / (2 * size))))
-        prompts = [request.prompt_ids for request in _trial_requests(self._model, lengths * 2)]
+        prompts = [request.prompt_ids for request in self._trial_requests(2)]
         requests = [
             GenerationRequest(TrajectoryId("trial", 0, index, 0), prompts[index % len(prompts)])
             for index in range(rows)
@@ -238,16 +239,20 @@ class TorchEngine:
             expected[key] == bits for part, slots in parts for key, bits in self._trial_bits(part, slots).items()
         )
 
-    def _trial_bits(self, requests: list[GenerationRequest], slots: int) -> dict[TrajectoryId, tuple[bytes, bytes]]:
-        """Return the bytes of the tokens and log-probs of short responses."""
-        state = _Slots(
-            self._model, frozenset(), requests, SamplingParameters(INVARIANCE_TOKENS), 0, slots, self._static
-        )
-        result = {}
+    def _trial_requests(self, repeats: int = 1) -> list[GenerationRequest]:
+        """Return requests of INVARIANCE_LENGTHS, as far as the model's positions allow."""
+        limit = max_positions(self._model)
+        lengths = [length if limit is None else min(length, limit - INVARIANCE_TOKENS) for length in INVARIANCE_LENGTHS]
+        return trial_requests(self._model, lengths * repeats)
+
+    def _trial_bits(self, requests: list[GenerationRequest], slots: int) -> dict[TrajectoryId, bytes]:
+        """Return a digest of all logits of each of a few short responses."""
+        sampling = SamplingParameters(INVARIANCE_TOKENS)
+        state = _Slots(self._model, frozenset(), requests, sampling, 0, slots, self._static)
+        recorder = state.on_logits = LogitDigests()
         while state.active:
-            for request, ids, log_probs, _ in state.step():
-                result[request.id] = ids.tobytes(), log_probs.tobytes()
-        return result
+            state.step()
+        return recorder.digests()
 
     def _try_static(self) -> None:
         """Use static decoding if the model supports it; otherwise log the reason."""
@@ -256,7 +261,8 @@ class TorchEngine:
         reason = unsupported_reason(self._model, self._graphs)
         # After an error there is no result, so the next generation tries again.
         self._static_untried = False
-        if reason is None:
+        self._not_static = reason or ""
+        if not reason:
             self._static = StaticDecoder(self._model, self._graphs, not self._graphs and is_recordable(self._model))
         else:
             log.info("decodes without static buffers", model=type(self._model).__name__, reason=reason)
@@ -272,15 +278,6 @@ class TorchEngine:
     def close(self) -> None:
         """Release the cache and the captured graphs."""
         self._static = None
-
-
-def _trial_requests(model: Any, lengths: Sequence[int]) -> list[GenerationRequest]:
-    generator = np.random.default_rng(0)
-    size = vocabulary_size(model)
-    return [
-        GenerationRequest(TrajectoryId("trial", 0, index, 0), generator.integers(0, size, length).astype(np.int32))
-        for index, length in enumerate(lengths)
-    ]
 
 
 Finished = tuple[GenerationRequest, NDArray[np.int32], NDArray[np.float32], FinishReason]
@@ -314,6 +311,7 @@ class _Slots:
         slots, limit = min(slots, len(requests)), sampling.max_response_tokens
         self._slots = slots
 
+        self.on_logits: LogitDigests | None = None
         self._rows: list[GenerationRequest] = []
         self._alive = np.zeros(0, np.bool_)
         self._greedy = np.zeros(slots, np.bool_)
@@ -367,6 +365,8 @@ class _Slots:
             joined = self._join([self._queue.popleft() for _ in range(min(free, len(self._queue)))])
             logits = joined if logits is None else torch.cat([logits, joined])
         assert logits is not None
+        if self.on_logits is not None:
+            self.on_logits(self._rows, self._alive, logits)
         rows = len(self._rows)
         uniform = self._streams[:rows].gather(1, self._draw_indices[:rows])
         greedy = np.flatnonzero(self._greedy[:rows])
