@@ -228,9 +228,9 @@ def engines() -> str:
     lines = [
         "# Engines",
         "",
-        "What does each generation engine guarantee? `quartet doctor` prints the same table, and the services page of the",
-        "dashboard shows what the engines of a run declare. [Generation engines](../engines.md) explains how to choose and set",
-        "up one. This page is generated from the code by `make docs-reference`.",
+        "What can each generation engine guarantee? `quartet doctor` prints the same table. What the engines of a run keep on",
+        "their machines, they [declare](../engines.md#what-an-engine-declares). [Generation engines](../engines.md) explains how",
+        "to choose and set up one. This page is generated from the code by `make docs-reference`.",
         "",
         *table([COLUMNS[0], "runs in", *COLUMNS[1:], "depends on", "contract suite has run on"], rows),
         "The table holds for default settings.",

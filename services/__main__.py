@@ -18,6 +18,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -220,6 +221,9 @@ def _serve(roles: list[Role], options: argparse.Namespace, notifier: ReadyNotifi
             bind_seconds=RESTART_BIND_SECONDS if _is_restart(options) else 0.0,
             limits=None if sharing is None else shared_limits(sharing.max_runs, sharing.max_pending_calls),
         )
+        for role in hosted:
+            if (engine := role.status().engine) is not None:
+                log.info("engine", **asdict(engine))
         log.info("ready", address=server.address, metrics=observability.address, threads=threads)
         notifier.notify(address=server.address, metrics_address=observability.address)
         if publish is not None:

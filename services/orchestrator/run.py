@@ -6,7 +6,7 @@ import secrets
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import structlog
@@ -22,6 +22,7 @@ from quartet.errors import Cancelled, ConfigError, LeadershipConflict, QuartetEr
 from quartet.evaluation import stream_name
 from quartet.failpoints import failpoint
 from quartet.models.weights.tokenizer import load_tokenizer
+from quartet.preflight.repeatability import moved_note
 from quartet.rpc.security.credentials import LOCAL, Credentials
 from quartet.run_directory.checkpoints import DamagedCheckpoint, read_verified_checkpoint, roll_back
 from quartet.run_directory.identity import Identity
@@ -216,7 +217,13 @@ class TrainingRun:
             client.role: statuses[client.role].micro_batch_tokens for client in self._service_clients.trained
         }
         model_files = {name: digest for status in statuses.values() for name, digest in status.model_files.items()}
-        identity = load_identity(config, files, started, micro_batches, contents, model_files)
+        engines = self._generation.engines()
+        if stored is not None and (moved := moved_note(stored.engines, engines)):
+            log.warning("resumed with other bits", reason=moved)
+            self._board.note(moved)
+        for engine in engines:
+            log.info("engine of the run", **asdict(engine))
+        identity = load_identity(config, files, started, micro_batches, contents, model_files, engines)
         self._handshake.note_memory(statuses, identity)
         self._telemetry.start(tokenizer, identity.id)
         board, profiler = self._board, self._profiler

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -26,7 +27,7 @@ from quartet.run_directory.identity import Identity
 from quartet.run_directory.run_files import RunFiles
 from quartet.services.orchestrator.control.progress import ProgressBoard
 from quartet.services.orchestrator.control.run_control import RunControl
-from quartet.services.orchestrator.rollout.generation import ActorGeneration, Generation
+from quartet.services.orchestrator.rollout.generation import ActorGeneration, Generation, RepeatabilityNotes
 from quartet.services.orchestrator.rollout.generator_pool import GeneratorPool
 from quartet.services.orchestrator.rollout.replicas import ReferenceReplicas, RewardReplicas, different_file
 from quartet.services.orchestrator.rollout.scoring import (
@@ -39,7 +40,7 @@ from quartet.services.orchestrator.rollout.scoring_queue import max_batches_in_f
 from quartet.services.orchestrator.telemetry.step_profiler import CallObserver
 from quartet.tokenizer_check import first_difference
 from quartet.topology import generates_in_actor, model_roles
-from quartet.types import TRAINED_ROLES, PromptSetContent, ReferenceVersion, Role, ServiceStatus
+from quartet.types import TRAINED_ROLES, EngineProperties, PromptSetContent, ReferenceVersion, Role, ServiceStatus
 
 ServiceStatuses = dict[Role, ServiceStatus]
 
@@ -119,7 +120,8 @@ class ServiceClients:
             return GeneratorPool(config, self.actor, note, observe, self._credentials)
         client = GenerationClient(self._address(Role.ACTOR), config.timeouts, self._credentials, Role.ACTOR)
         client.channel.tracer = self.actor.channel.tracer
-        return ActorGeneration(client, self.actor, generates_in_actor(config), observe)
+        notes = RepeatabilityNotes(config, note)
+        return ActorGeneration(client, self.actor, generates_in_actor(config), observe, notes)
 
     def wait_until_ready(self, waiting_for: Callable[[Role], None], alive: Callable[[], None]) -> ServiceStatuses:
         """Wait until every service responds, and return the statuses. Raises ConfigError if one cannot be reached.
@@ -267,13 +269,14 @@ def load_identity(
     micro_batch_tokens: Mapping[Role, int],
     prompt_sets: Mapping[str, PromptSetContent],
     model_files: Mapping[str, str],
+    engines: Sequence[EngineProperties] = (),
 ) -> Identity:
     """Return the identity of a run that has ``started``, or create one.
 
     ``micro_batch_tokens`` and ``model_files`` are those of the services.
 
-    A role that the identity does not know yet, such as the critic of a fork, is added. Raises ConfigError if the identity is
-    missing, or the config does not match it.
+    A role that the identity does not know yet, such as the critic of a fork, is added. ``engines`` are recorded: what those of
+    the run declare now. Raises ConfigError if the identity is missing, or the config does not match it.
     """
     stored = Identity.read(files.identity)
     if not started:
@@ -285,6 +288,7 @@ def load_identity(
         stored.check_models(model_files, files.root)
         identity = stored.with_micro_batch_tokens(micro_batch_tokens)
     identity = identity.with_model_files(model_files)
+    identity = replace(identity, engines=tuple(engines))
     if identity != stored:
         identity.write(files.identity)
     return identity

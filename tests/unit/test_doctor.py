@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,11 +14,12 @@ import pytest
 import torch
 from rich.console import Console
 
-from quartet import __version__
+from quartet import __version__, failpoints
 from quartet.cli import doctor as module
 from quartet.cli.doctor import Finding, _memory, _requirements, doctor
 from quartet.config import Config, parse_config
 from quartet.engines.catalog import CATALOG
+from quartet.models.generation.trial import processor
 from quartet.models.training.optimizer import create_optimizer
 from quartet.models.training.updates import update_policy
 from quartet.preflight import generator_check
@@ -127,7 +130,7 @@ class StatusOnly:
         pass
 
 
-ENGINE = EngineProperties("torch", True, True, "whole", "tensors", "read back")
+ENGINE = EngineProperties("torch", True, True, "whole", "tensors", "read back", trial="passed on A, AVX2, 1 thread")
 HELD = WeightTransfer(7, bytes.fromhex("ab" * 16), "host:1", 100, True, 0.5, 0.25)
 GENERATOR = ServiceStatus(Role.GENERATOR, device="cpu", dtype="float32", engine=ENGINE, last_transfer=HELD)
 
@@ -148,7 +151,7 @@ def test_a_fitting_generator_shows_engine_version_weights_and_guarantees(tmp_pat
     assert (finding.subject, finding.ok) == (f"generator {server.address}", True)
     assert finding.detail == (
         f"torch, Quartet {__version__}, cpu, float32, weights of version 7, digest abababab, seeded yes, batch-invariant yes, "
-        "log-probs whole, weights tensors, digest read back, in-flight updates no"
+        "log-probs whole, weights tensors, digest read back, in-flight updates no, trial passed on A, AVX2, 1 thread"
     )
 
 
@@ -221,7 +224,8 @@ def test_the_guarantees_of_every_engine_are_printed(
     output = " ".join(capsys.readouterr().out.split())
     for entry in CATALOG:
         assert entry.properties.name in output
-    assert "vLLM server, called by a generator: seeded yes, batch-invariant no, log-probs truncated" in output
+    assert "a vLLM server, called by a generator: seeded yes, batch-invariant if the server has VLLM_BATCH" in output
+    assert "the actor's process: seeded yes, batch-invariant if its trial at the start passes" in output
 
 
 def test_the_guarantees_of_a_configs_engine_are_printed_before_the_findings(
@@ -233,7 +237,79 @@ def test_the_guarantees_of_a_configs_engine_are_printed_before_the_findings(
     guarantees, findings = capsys.readouterr().out.split("embedded Redis")
     assert "torch" in guarantees
     assert "vllm" not in guarantees
-    assert "Guarantees" not in findings
+    assert "can guarantee" not in findings
+
+
+@pytest.fixture
+def trial_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    (tmp_path / "failpoints").mkdir()
+    monkeypatch.setenv(failpoints.VARIABLE, "engine.trial=fail")
+    monkeypatch.setenv(failpoints.FOLDER_VARIABLE, str(tmp_path / "failpoints"))
+    yield
+    failpoints.arm({})
+
+
+def printed(capsys: pytest.CaptureFixture[str]) -> str:
+    return " ".join(capsys.readouterr().out.split())
+
+
+def test_the_trial_of_this_machine_is_run_and_printed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(module, "console", Console(width=400))
+    assert doctor(None, [], [])
+    output = printed(capsys)
+    result = re.search(
+        "batch-invariant (yes|no): trial (passed|failed) on ([^:]+), 1 thread.*, with a random Llama", output
+    )
+    assert result is not None
+    assert result.groups()[:2] in (("yes", "passed"), ("no", "failed"))
+    assert torch.backends.cpu.get_cpu_capability() in result[3]
+
+
+def test_a_trial_that_fails_is_a_warning_with_what_to_set(
+    trial_fails: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(module, "console", Console(width=400))
+    assert doctor(None, [], []), "the machine can be used"
+    output = printed(capsys)
+    assert "warning torch engine batch-invariant no: trial failed on " in output
+    assert "warning bits the number of generators changes the bits of a run; set MKL_CBWR=AVX2,STRICT" in output
+
+
+def test_a_small_model_of_a_config_is_tried_itself(
+    trial_fails: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(module, "console", Console(width=400))
+    settings = config(tmp_path, torch.float32)
+    path = tmp_path / "config.yaml"
+    path.write_text(settings.model_dump_json())
+    doctor(path, ["rollout.generators=2"], [])
+    output = printed(capsys)
+    assert f"batch-invariant no: trial failed on {processor()}, with actor.model {settings.actor.model}" in output
+    assert "warning bits engine torch is not batch-invariant (trial failed on " in output
+    assert "or set rollout.generators: 0" in output
+
+
+def test_a_large_model_is_left_to_the_runs_own_trial(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(module, "MAX_TRIAL_BYTES", 1)
+    monkeypatch.setattr(module, "console", Console(width=400))
+    path = tmp_path / "config.yaml"
+    path.write_text(config(tmp_path, torch.float32).model_dump_json())
+    doctor(path, [], [])
+    assert "with a random Llama, 128 wide; actor.model is large, its own trial is at the run's start" in printed(capsys)
+
+
+def test_an_engine_that_is_not_torch_has_no_trial_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(module, "console", Console(width=400))
+    path = tmp_path / "config.yaml"
+    path.write_text(config(tmp_path, torch.float32).model_dump_json())
+    doctor(path, ["rollout.engine=vllm", "rollout.generators=1"], [])
+    assert "torch engine" not in printed(capsys)
 
 
 def test_a_name_of_generators_that_does_not_resolve_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from typing import get_args
 import pytest
 
 from quartet.config import RolloutConfig
-from quartet.engines.catalog import CATALOG
+from quartet.engines.catalog import CATALOG, COLUMNS
 from quartet.models.generation.detached_torch import DetachedTorchEngine
 from quartet.models.generation.torch_engine import TorchEngine
 from tests.unit.models import tiny
@@ -29,5 +29,12 @@ def test_the_catalog_agrees_with_the_torch_engines() -> None:
     model = tiny.causal("llama")
     engines = (TorchEngine(model, frozenset({1}), 8), DetachedTorchEngine(model, None, frozenset({1}), 8))
     for engine, expected in zip(engines, (shared, detached), strict=True):
-        # A trial decides whether a machine is batch-invariant.
-        assert replace(engine.properties, batch_invariant=True) == expected
+        # The catalog says what is possible; a trial decides what is.
+        assert replace(engine.properties, batch_invariant=False, trial="", trial_digest="") == expected
+
+
+def test_the_catalog_promises_nothing_that_only_a_trial_can_tell() -> None:
+    assert not any(entry.properties.batch_invariant for entry in CATALOG)
+    cells = {entry.engine: dict(zip(COLUMNS, entry.cells(), strict=True))["batch-invariant"] for entry in CATALOG}
+    assert cells["torch"] == "if its trial at the start passes"
+    assert "yes" not in cells.values()

@@ -87,13 +87,14 @@ class ServicesPage {
     return h(
       "div",
       { class: "stack" },
-      h("div", { class: "cards" }, others.map(card), this.buffer ? bufferCard(this.buffer) : null),
+      h("div", { class: "cards" }, others.map((service) => card(service, !generators.length)), this.buffer ? bufferCard(this.buffer) : null),
       generators.length ? generatorsPanel(generators) : null,
     );
   }
 }
 
-function card(service) {
+/** Return the card of a process. `generates`: the actor generates, so its engine is that of the run. */
+function card(service, generates) {
   return h(
     "section",
     { class: "card", "data-tone": toneOf(service.health), "aria-label": service.role, "data-role": service.role, "data-health": service.health },
@@ -111,6 +112,7 @@ function card(service) {
       ["Micro-batch", microBatch(service)],
       ["Published", publication(service)],
     ]),
+    service.engine && generates ? guarantees(service.engine) : null,
     busy(service.busy_seconds),
   );
 }
@@ -161,15 +163,17 @@ function generatorsPanel(generators) {
   );
 }
 
+/** Return what an engine declares about itself, and what its trial measured. */
 function guarantees(engine) {
   const yes = (value) => (value ? "yes" : "no");
   return h(
     "div",
-    {},
+    { "data-section": "engine" },
     h("p", { class: "muted small" }, `Guarantees of ${engine.name}`),
     facts([
       ["Seeded", yes(engine.seeded)],
       ["Batch-invariant", yes(engine.batch_invariant)],
+      ["Trial", engine.trial || null],
       ["Log-probs", engine.log_probs],
       ["Weights", engine.weights],
       ["Digest", engine.digest],

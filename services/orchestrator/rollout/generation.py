@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from itertools import count
 from typing import Protocol
 
+import structlog
+
+from quartet.config import Config
 from quartet.errors import BufferFailed
+from quartet.preflight.repeatability import repeatability_notes
 from quartet.rpc.clients import ActorClient, GenerationClient
 from quartet.rpc.pending_calls import PendingGeneration
 from quartet.services.orchestrator.telemetry.step_profiler import CallObserver
-from quartet.types import GenerationBatch, GeneratorInfo, Role, Trajectory
+from quartet.types import EngineProperties, GenerationBatch, GeneratorInfo, Role, Trajectory
+
+log = structlog.get_logger()
 
 
 class PendingTrajectories(Protocol):
@@ -60,6 +66,9 @@ class Generation(Protocol):
     def generators(self) -> list[GeneratorInfo]:
         """Return the generators in separate processes that have been found. Thread-safe."""
 
+    def engines(self) -> list[EngineProperties]:
+        """Return what the engines that generate for the run declare, each declaration once."""
+
     def take_metrics(self, policy_version: int) -> dict[str, float]:
         """Return metrics of the generators in separate processes, named as in metrics.jsonl.
 
@@ -73,14 +82,37 @@ class Generation(Protocol):
         """End all work."""
 
 
+class RepeatabilityNotes:
+    """Warnings that the bits of a run depend on the number or timing of its generators. Each is given once."""
+
+    def __init__(self, config: Config, note: Callable[[str], None]) -> None:
+        """``note`` shows a line to the user."""
+        self._config, self._note = config, note
+        self._given: set[str] = set()
+
+    def give(self, engines: Collection[EngineProperties]) -> None:
+        """Log and show the warnings for these engines, except those that were given."""
+        for line in repeatability_notes(self._config, engines):
+            if line not in self._given:
+                self._given.add(line)
+                log.warning("bits depend on the generators", reason=line)
+                self._note(line)
+
+
 class ActorGeneration:
     """Generation by the engine in the actor's process."""
 
     def __init__(
-        self, client: GenerationClient, actor: ActorClient, separate_weights: bool, observe: CallObserver
+        self,
+        client: GenerationClient,
+        actor: ActorClient,
+        separate_weights: bool,
+        observe: CallObserver,
+        notes: RepeatabilityNotes,
     ) -> None:
         """``separate_weights``: the engine has its own weights, which are named by their digest."""
         self._client, self._actor, self._separate, self._observe = client, actor, separate_weights, observe
+        self._notes = notes
         self._calls: list[PendingGeneration] = []
         self._attempts = count(1)
 
@@ -100,7 +132,13 @@ class ActorGeneration:
         """Do nothing: the engine takes the version of a request when it begins with it."""
 
     def wait_until_ready(self, timeout: float, check_alive: Callable[[], None]) -> None:
-        """Return at once: the actor is ready before."""
+        """Return at once, after warnings about the engine: the actor is ready before."""
+        self._notes.give(self.engines())
+
+    def engines(self) -> list[EngineProperties]:
+        """Return the declaration of the actor's engine."""
+        engine = self._actor.status().engine
+        return [] if engine is None else [engine]
 
     def generators(self) -> list[GeneratorInfo]:
         """Return none."""

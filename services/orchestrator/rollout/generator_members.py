@@ -16,8 +16,17 @@ from quartet.rpc.clients import ActorClient, GenerationClient
 from quartet.rpc.pending_calls import PendingResult
 from quartet.rpc.security.credentials import LOCAL, Credentials
 from quartet.rpc.service_channel import endpoints_at
+from quartet.services.orchestrator.rollout.generation import RepeatabilityNotes
 from quartet.services.orchestrator.rollout.generator_work import Work
-from quartet.types import GenerationRequest, GeneratorInfo, GeneratorState, ProcessStatus, ServiceStatus, WeightTransfer
+from quartet.types import (
+    EngineProperties,
+    GenerationRequest,
+    GeneratorInfo,
+    GeneratorState,
+    ProcessStatus,
+    ServiceStatus,
+    WeightTransfer,
+)
 
 log = structlog.get_logger()
 
@@ -97,6 +106,7 @@ class Members:
         """``note`` shows a line to the user. ``on_joined`` is called without the lock when a generator has joined."""
         self._config, self._actor, self._credentials = config, actor, credentials
         self._note, self._on_joined = note, on_joined
+        self._repeatability = RepeatabilityNotes(config, note)
         self.lock = threading.RLock()
         self.by_address: dict[str, Member] = {}
         self._changed = threading.Condition(self.lock)
@@ -159,6 +169,11 @@ class Members:
         """Return the last known status of each generator that responds, by address."""
         with self.lock:
             return {address: member.status for address, member in self.by_address.items() if member.status is not None}
+
+    def engines(self) -> list[EngineProperties]:
+        """Return what the engines of the generators declare, each declaration once."""
+        engines = (status.engine for _, status in sorted(self.statuses().items()))
+        return list(dict.fromkeys(engine for engine in engines if engine is not None))
 
     def close(self) -> None:
         """End the monitor and the connections."""
@@ -242,7 +257,12 @@ class Members:
         A refused process stays refused. Another process at its address may join.
         """
         with self._changed:
-            if member.left or (member.status is not None and not member.refused):
+            if member.left:
+                return False
+            if member.status is not None and not member.refused:
+                if process.instance_id == member.instance_id:
+                    member.status = status
+                    self._give_notes()
                 return False
             if member.refused:
                 if process.instance_id == member.instance_id:
@@ -255,5 +275,21 @@ class Members:
             log.info("generator joined", address=member.address, refused=member.refused)
             if member.refused:
                 self._note(f"generator {member.address} gets no work: {member.refused}")
+            self._give_notes()
             self._changed.notify_all()
             return True
+
+    def transferred(self, member: Member, transfer: WeightTransfer) -> None:
+        """Take note of a transfer. After the first one of a process, ask for its status again: an engine that calls a server
+        knows the server's guarantees only then. The caller holds the lock.
+        """
+        first, member.transfer = member.transfer is None, transfer
+        if first:
+            self._ask(member)
+
+    def _give_notes(self) -> None:
+        """Warn of engines on which the bits of the run depend. The caller holds the lock."""
+        declared = [(member.status.engine, member.transfer) for member in self.ready() if member.status is not None]
+        # Without a trial, an engine declares its guarantees once it has weights.
+        engines = [engine for engine, transfer in declared if engine is not None and (engine.trial or transfer)]
+        self._repeatability.give(engines)

@@ -33,6 +33,7 @@ from quartet.services.orchestrator.rollout.generator_members import Member, Memb
 from quartet.services.orchestrator.rollout.generator_work import Attempt, Work
 from quartet.services.orchestrator.telemetry.step_profiler import CallObserver, ignore_call
 from quartet.types import (
+    EngineProperties,
     GenerationBatch,
     GenerationRequest,
     GeneratorInfo,
@@ -86,6 +87,10 @@ class GeneratorPool:
     def statuses(self) -> dict[str, ServiceStatus]:
         """See ``Members.statuses``."""
         return self._members.statuses()
+
+    def engines(self) -> list[EngineProperties]:
+        """See ``Generation.engines``."""
+        return self._members.engines()
 
     def generators(self) -> list[GeneratorInfo]:
         """See ``Generation.generators``."""
@@ -341,7 +346,7 @@ class GeneratorPool:
         # A generator that had the weights already returns its last transfer.
         if result != member.transfer:
             self._transfers.append(result)
-        member.transfer = result
+        self._members.transferred(member, result)
 
     def _sources(self, member: Member, digest: bytes) -> tuple[tuple[Role, str], ...]:
         """Return the processes from which a generator pulls weights: a tree below the actor."""

@@ -28,6 +28,8 @@ from quartet.cli.console import make_console
 from quartet.config import Config, load_config, redact_url
 from quartet.engines.catalog import CATALOG, COLUMNS, described
 from quartet.errors import ConfigError, QuartetError
+from quartet.failpoints import arm
+from quartet.hub_models import cached_snapshot, looks_local
 from quartet.launcher.security_checks import check_access
 from quartet.memory_shares import gpu_share, role_memory
 from quartet.planner.device_memory import add_parts, frozen_memory, trained_memory
@@ -37,6 +39,7 @@ from quartet.planner.workload import configured_parallel, read_workload
 from quartet.preflight import check_gateway, check_inputs
 from quartet.preflight.generator_check import generator_mismatch
 from quartet.preflight.generators import ENGINE_PACKAGES
+from quartet.preflight.repeatability import repeatability_notes, torch_remedy
 from quartet.rpc.security.allow_list import OPERATOR
 from quartet.rpc.security.credentials import Credentials
 from quartet.rpc.service_channel import ServiceChannel, accepts_connections, endpoints_at
@@ -58,6 +61,8 @@ STATUS_SECONDS = 5.0
 """Time that a generator has to respond."""
 MAX_PARALLEL_CHECKS = 16
 """Maximum number of generators that are asked at the same time."""
+MAX_TRIAL_BYTES = 2**30
+"""Size of the weights up to which the model of a config is loaded, for the trial of its engine."""
 IMPORT_SECONDS = 180.0
 """Time to import an engine. vLLM takes half a minute on a slow machine."""
 IMPORTS = """
@@ -78,6 +83,8 @@ class Finding:
     subject: str
     ok: bool
     detail: str
+    warning: bool = False
+    """True for a check that passed, but shows what a user may not want."""
 
 
 def doctor(config_path: Path | None, overrides: list[str], overlays: list[Path]) -> bool:
@@ -90,11 +97,14 @@ def doctor(config_path: Path | None, overrides: list[str], overlays: list[Path])
     except ModuleNotFoundError:
         torch = None
     findings = list(_machine(torch))
+    if torch is not None:
+        findings += _trial(config)
     if config is not None and torch is not None:
         findings += _requirements(config)
     table = Table(show_header=False, box=None, padding=(0, 2))
     for finding in findings:
-        mark = Text("ok", "green") if finding.ok else Text("failed", "red")
+        style = "red" if not finding.ok else "yellow" if finding.warning else "green"
+        mark = Text("failed" if not finding.ok else "warning" if finding.warning else "ok", style)
         table.add_row(mark, finding.subject, finding.detail)
     console.print(_engines(config))
     console.print()
@@ -104,7 +114,9 @@ def doctor(config_path: Path | None, overrides: list[str], overlays: list[Path])
 
 def _engines(config: Config | None) -> Table:
     """Return the guarantees of the config's engine, or of all engines."""
-    table = Table(title="Guarantees of the engines", title_justify="left", show_header=False, box=None, padding=(0, 2))
+    table = Table(
+        title="What the engines can guarantee", title_justify="left", show_header=False, box=None, padding=(0, 2)
+    )
     for entry in CATALOG:
         name, *cells = entry.cells()
         if config is None or entry.engine == config.rollout.engine:
@@ -154,6 +166,64 @@ def _bf16(torch: Any) -> str:
     ratio = seconds(torch.float32) / seconds(torch.bfloat16)
     verdict = "use it" if ratio > 1.2 else "use float32"
     return f"matrix multiplication is {ratio:.1f} times as fast as in float32 on this {device}; {verdict}"
+
+
+def _trial(config: Config | None) -> Iterator[Finding]:
+    """Run the trial of the torch engine on this machine: with the config's model if that is cheap, else with a small one."""
+    if config is not None and config.rollout.engine != "torch":
+        return
+    from quartet.models.generation.machine_trial import SMALL_MODEL, try_model, try_small_model
+
+    arm(os.environ)
+    more, threads, tried = "", 1, SMALL_MODEL
+    try:
+        if config is None:
+            engine = try_small_model(threads)
+        else:
+            role = Role.GENERATOR if config.has_generators else Role.ACTOR
+            actor, lora, threads = config.actor, config.actor.lora, num_threads(config, role)
+            if getattr(config.services, role).devices:
+                more = "; on the devices of this config it is not batch-invariant"
+            if _weight_file_bytes(actor.model) <= MAX_TRIAL_BYTES:
+                tried = f"actor.model {actor.model}"
+                adapter = (lora.rank, lora.alpha, lora.target_modules) if lora else None
+                rollout = config.rollout
+                engine = try_model(
+                    actor.model,
+                    actor.dtype,
+                    adapter,
+                    rollout.merge_adapter,
+                    rollout.max_concurrent_sequences,
+                    threads,
+                )
+            else:
+                engine, more = (
+                    try_small_model(threads),
+                    more or "; actor.model is large, its own trial is at the run's start",
+                )
+    except QuartetError as error:
+        yield Finding("torch engine", False, str(error))
+        return
+    yield Finding(
+        "torch engine",
+        True,
+        f"batch-invariant {'yes' if engine.batch_invariant else 'no'}: trial {engine.trial}, with {tried}{more}",
+        warning=not engine.batch_invariant,
+    )
+    if config is not None:
+        for note in repeatability_notes(config, [engine]):
+            yield Finding("bits", True, note, warning=True)
+    elif not engine.batch_invariant:
+        yield Finding(
+            "bits", True, f"the number of generators changes the bits of a run; {torch_remedy(engine)}", warning=True
+        )
+
+
+def _weight_file_bytes(model: str) -> float:
+    """Return the size of a checkpoint's weight files on this machine; infinity if it has none here."""
+    folder = Path(model) if looks_local(model) else cached_snapshot(model)
+    sizes = [path.stat().st_size for path in folder.glob("*.safetensors")] if folder is not None else []
+    return sum(sizes) or float("inf")
 
 
 def _redis_server() -> Finding:
@@ -269,6 +339,8 @@ def _described_generator(process: ProcessStatus, status: ServiceStatus) -> str:
     )
     engine = status.engine
     guarantees = [_guarantees(described(engine))] if engine else []
+    if engine and engine.trial:
+        guarantees.append(f"trial {engine.trial}")
     parts = (engine.name if engine else "no engine", f"Quartet {process.version}", status.device, status.dtype, weights)
     return ", ".join([*parts, *guarantees])
 

@@ -1,6 +1,7 @@
-"""The engines of rollout.engine: their guarantees with default settings, and where they run.
+"""The engines of rollout.engine: what they can guarantee with default settings, and where they run.
 
-Imports no engine, so it is complete on every machine. Tests compare the guarantees with those of the engines that can run there.
+Imports no engine, so it is complete on every machine. An engine that runs declares what it keeps there, see ``EngineProperties``.
+Tests compare the guarantees with those of the engines that can run there.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ class EngineEntry:
     """One engine of the catalog.
 
     ``engine`` is the value of rollout.engine. ``runs_in`` names its process and environment. ``depends_on`` says which settings
-    change the guarantees. ``tested``: where `make engines` has run the contract suite.
+    change the guarantees. ``tested``: where `make engines` has run the contract suite. ``batch_invariant``: where the engine is,
+    in words.
     """
 
     engine: str
@@ -25,10 +27,12 @@ class EngineEntry:
     runs_in: str
     depends_on: str
     tested: str
+    batch_invariant: str = "no"
 
     def cells(self) -> tuple[str, ...]:
         """Return the guarantees as the cells of ``COLUMNS``."""
-        return (self.properties.name, *described(self.properties))
+        seeded, _, *rest = described(self.properties)
+        return (self.properties.name, seeded, self.batch_invariant, *rest)
 
 
 COLUMNS = ("engine", "seeded", "batch-invariant", "log-probs", "weights", "digest", "in-flight updates")
@@ -44,20 +48,22 @@ CATALOG = (
     EngineEntry(
         "torch",
         EngineProperties(
-            "torch", seeded=True, batch_invariant=True, log_probs="whole", weights="shared", digest="none"
+            "torch", seeded=True, batch_invariant=False, log_probs="whole", weights="shared", digest="none"
         ),
         "the actor's process",
-        "A trial at its creation decides whether it is batch-invariant; on a GPU it is not.",
+        "The trial needs a CPU and a dense model.",
         "CPU",
+        "if its trial at the start passes",
     ),
     EngineEntry(
         "torch",
         EngineProperties(
-            "torch", seeded=True, batch_invariant=True, log_probs="whole", weights="tensors", digest="read back"
+            "torch", seeded=True, batch_invariant=False, log_probs="whole", weights="tensors", digest="read back"
         ),
         "a generator in Quartet's environment, or the actor's process with rollout.max_off_policy_steps",
-        "A trial at its creation decides whether it is batch-invariant; on a GPU it is not.",
+        "The trial needs a CPU and a dense model.",
         "CPU",
+        "if its trial at the start passes",
     ),
     EngineEntry(
         "vllm",
@@ -71,8 +77,9 @@ CATALOG = (
             in_flight_updates=True,
         ),
         "a generator in vLLM's environment",
-        "Batch-invariant on GPUs with VLLM_BATCH_INVARIANT=1.",
+        "",
         "CPU",
+        "on GPUs, with VLLM_BATCH_INVARIANT=1",
     ),
     EngineEntry(
         "vllm-server",
@@ -85,8 +92,9 @@ CATALOG = (
             digest="reported",
         ),
         "a vLLM server, called by a generator",
-        "Batch-invariant if the server is. The digest is read back once the server's checksums have proven all tensors.",
+        "The digest is read back once the server's checksums have proven all tensors.",
         "CPU",
+        "if the server has VLLM_BATCH_INVARIANT=1",
     ),
     EngineEntry(
         "sglang-server",
@@ -94,8 +102,9 @@ CATALOG = (
             "sglang-server", seeded=False, batch_invariant=False, log_probs="whole", weights="folder", digest="reported"
         ),
         "an SGLang server, called by a generator",
-        "Seeded and batch-invariant with --enable-deterministic-inference.",
+        "Seeded with --enable-deterministic-inference.",
         "not run: a server generated from its published interface stands in",
+        "with --enable-deterministic-inference",
     ),
     *(
         EngineEntry(

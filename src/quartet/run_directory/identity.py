@@ -15,7 +15,7 @@ from quartet.config import Config, HttpScorerConfig, RetryConfig
 from quartet.durable_files import sha256, storage_errors, write_durably
 from quartet.errors import ConfigError
 from quartet.hub_models import looks_local
-from quartet.types import PromptSetContent, Role
+from quartet.types import EngineProperties, PromptSetContent, Role
 
 CHANGEABLE_SETTINGS = (
     "run.steps",
@@ -96,6 +96,7 @@ class Identity:
     because the split of a mini-batch affects the last bits of an update. ``hub_models`` are the models that are hub ids; in
     another working directory, a relative path looks like one. ``prompt_sets`` are the contents of the sets, by key of the config.
     ``model_files`` are the digests of the models' files, see ``RoleStatus.model_files`` in proto/quartet/v1/status.proto.
+    ``engines`` are what the engines declared when the run last started. They may change.
     """
 
     id: str
@@ -105,6 +106,7 @@ class Identity:
     hub_models: tuple[str, ...] = ()
     prompt_sets: dict[str, PromptSetContent] = field(default_factory=dict)
     model_files: dict[str, str] = field(default_factory=dict)
+    engines: tuple[EngineProperties, ...] = ()
 
     @classmethod
     def new(
@@ -133,6 +135,7 @@ class Identity:
             "hub_models": self.hub_models,
             "prompt_sets": {key: asdict(each) for key, each in self.prompt_sets.items()},
             "model_files": self.model_files,
+            "engines": [asdict(each) for each in self.engines],
             "settings": self.settings,
         }
         with storage_errors(path):
@@ -148,7 +151,8 @@ class Identity:
             id, settings, prompts = str(content["id"]), dict(content["settings"]), str(content["prompts_sha256"])
             sets = {str(key): PromptSetContent(**each) for key, each in content.get("prompt_sets", {}).items()}
             files = {str(name): str(digest) for name, digest in content["model_files"].items()}
-            return cls(id, settings, prompts, sizes, hub_models, sets, files)
+            engines = tuple(EngineProperties(**each) for each in content.get("engines", ()))
+            return cls(id, settings, prompts, sizes, hub_models, sets, files, engines)
         except FileNotFoundError:
             return None
         except (OSError, ValueError, KeyError, TypeError, AttributeError):

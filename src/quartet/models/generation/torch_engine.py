@@ -228,10 +228,8 @@ class TorchEngine:
         few = len(INVARIANCE_LENGTHS)
         rows = max(few, min(INVARIANCE_ROWS, self._max_concurrent, int(INVARIANCE_FLOPS / (2 * size))))
         prompts = [request.prompt_ids for request in self._trial_requests(2)]
-        requests = [
-            GenerationRequest(TrajectoryId("trial", 0, index, 0), prompts[index % len(prompts)])
-            for index in range(rows)
-        ]
+        ids = (TrajectoryId("trial", 0, index, 0) for index in range(rows))
+        requests = [GenerationRequest(id, prompts[id.prompt % len(prompts)]) for id in ids]
         expected = self._trial_bits(requests, rows)
         parts = [([request], 1) for request in requests[:few]] + [(requests[:few], 2)]
         parts += [(requests[-part:], part) for part in INVARIANCE_PARTS if part < rows]

@@ -22,7 +22,7 @@ from quartet.run_directory.run_files import RunFiles
 from quartet.run_directory.step_lines import read_step_lines
 from quartet.services.orchestrator.control.progress import ProgressBoard
 from quartet.services.orchestrator.rollout.evaluation import EvaluationSchedule, Evaluator
-from quartet.services.orchestrator.rollout.generation import ActorGeneration
+from quartet.services.orchestrator.rollout.generation import ActorGeneration, RepeatabilityNotes
 from quartet.services.orchestrator.rollout.scoring import ScoringServices
 from quartet.services.orchestrator.telemetry.run_outputs import RunTelemetry
 from quartet.services.orchestrator.telemetry.step_profiler import ignore_call
@@ -103,7 +103,7 @@ def build(services: Services, clients: dict[Role, Any], redis_client: Redis, red
             client = GenerationClient(actor.channel.address, actor.timeouts, role=Role.ACTOR)
             evaluator = Evaluator(
                 config,
-                ActorGeneration(client, actor, False, ignore_call),
+                ActorGeneration(client, actor, False, ignore_call, RepeatabilityNotes(config, print)),
                 stream_of(config, redis_client, redis_url),
                 scoring,
                 prompts,

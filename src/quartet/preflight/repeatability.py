@@ -1,0 +1,107 @@
+"""What the bits of a run depend on besides its config, seed and live changes, by what its engines declare."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+
+from quartet.config import Config
+from quartet.types import EngineProperties
+
+_SEED_REMEDIES = {
+    "sglang-server": "start the server with --enable-deterministic-inference",
+    "tensorrt-llm": "set rollout.tensorrt_llm.sampler: TRTLLMSampler, if the version has it, or rollout.engine: torch",
+    "triton": "serve a model that reads seeds, or set rollout.engine: torch",
+}
+_BATCH_REMEDIES = {
+    "vllm": "set VLLM_BATCH_INVARIANT=1 in the environment of the generators, on GPUs that vLLM supports it on",
+    "vllm-server": "start the server with VLLM_BATCH_INVARIANT=1, on GPUs that vLLM supports it on",
+    "sglang-server": "start the server with --enable-deterministic-inference",
+}
+_OTHER_ENGINE = "set rollout.engine: torch and generate on a CPU"
+
+
+def repeatability_notes(config: Config, engines: Collection[EngineProperties]) -> list[str]:
+    """Return one line for each reason why the bits of a run depend on the number or timing of its generators.
+
+    ``engines``: those that generate for the run. Each line names the reason, the effect, and what to set.
+    """
+    return list(dict.fromkeys(_notes(config, engines)))
+
+
+def moved_note(before: Collection[EngineProperties], now: Collection[EngineProperties]) -> str:
+    """Return a line if a run that resumes computes other bits than at its start, or "". ``before``: the engines at the start."""
+    old, new = ({each.trial_digest: each.trial for each in engines if each.trial_digest} for engines in (before, now))
+    if not old or not new or new.keys() <= old.keys():
+        return ""
+    return (
+        f"this run started with engines that round differently (trials {'; '.join(sorted(set(old.values())))}; now "
+        f"{'; '.join(sorted(set(new.values())))}): it ends with another policy than without the interruption; resume it on the "
+        "kind of machine, and with the version of torch, of its start if the bits matter"
+    )
+
+
+def _notes(config: Config, engines: Collection[EngineProperties]) -> Iterator[str]:
+    for engine in engines:
+        name = engine.name.split(" ")[0]
+        # A Triton server names its model, and so whether it reads seeds, at the first generation.
+        if not engine.seeded and engine.name != "triton":
+            yield (
+                f"engine {engine.name} draws random numbers that no seed decides: a repeated or recovered run ends with another "
+                f"policy; {_SEED_REMEDIES.get(name, _OTHER_ENGINE)}"
+            )
+        if not engine.batch_invariant:
+            trial = f" (trial {engine.trial})" if engine.trial else ""
+            yield (
+                f"engine {engine.name} is not batch-invariant{trial}: {_effect(config)}; {_batch_remedy(config, name, engine)}"
+            )
+    if config.rollout.in_flight_updates:
+        yield (
+            "rollout.in_flight_updates: the times at which updates arrive decide which weights generate a token, so a repeated "
+            "run ends with another policy; set it to false for runs that repeat"
+        )
+    measured = {
+        engine.trial_digest: engine.trial for engine in engines if engine.batch_invariant and engine.trial_digest
+    }
+    if len(measured) > 1:
+        yield (
+            f"the generators round differently (trials {'; '.join(sorted(set(measured.values())))}): the number of generators, "
+            "and which of them generates a response, change the last bits of the policy; use machines of one kind, with the "
+            "same version of torch, or set ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2 in the "
+            "environment of all generators"
+        )
+
+
+def _effect(config: Config) -> str:
+    """Return what changes the bits with an engine that is not batch-invariant."""
+    if config.has_generators:
+        return (
+            "the number of generators, the times at which they become free, and the loss of one change the last bits of a "
+            "response, so a repeated or recovered run ends with another policy"
+        )
+    if config.has_environment:
+        return (
+            "the times at which the environment answers change the last bits of a response, so a repeated or recovered run ends "
+            "with another policy"
+        )
+    return (
+        "this run repeats with the actor's own engine, but with generators (rollout.generators) or another "
+        "rollout.max_concurrent_sequences it ends with another policy"
+    )
+
+
+def _batch_remedy(config: Config, name: str, engine: EngineProperties) -> str:
+    if name != "torch":
+        return _BATCH_REMEDIES.get(name, _OTHER_ENGINE)
+    remedy = torch_remedy(engine)
+    if not config.has_generators or config.has_environment:
+        return remedy
+    return f"{remedy}, or set rollout.generators: 0 and services.generators: [], so that the actor generates"
+
+
+def torch_remedy(engine: EngineProperties) -> str:
+    """Return what to set so that a torch engine passes its trial."""
+    if engine.trial.startswith("failed"):
+        return "set MKL_CBWR=AVX2,STRICT in the environment of all services, and see what `quartet doctor` then prints"
+    if engine.trial.startswith("not run: on a GPU"):
+        return "generate on a CPU"
+    return "use a dense model without sliding windows"
