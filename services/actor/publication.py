@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
+from quartet.errors import EngineFailed, WeightsChanged
 from quartet.models.generation.detached_torch import DetachedTorchEngine
 from quartet.models.weights.host_tensors import host_tensor
 from quartet.services.generator.generator import Generator, Progress
@@ -98,7 +99,7 @@ class EnginePublication:
             self._generator.drop()
             digests = self._engine.copy_weights(counted())
             digest = combined_digest(digests)
-            self._generator.take_over(version, digest)
+            self._generator.take_over(version, digests)
             self._last = WeightPublication(version, digest, len(digests), size, 0, time.perf_counter() - start)
 
     def published(self) -> Mapping[int, bytes]:
@@ -121,9 +122,15 @@ class EnginePublication:
         on_start: Callable[[], None] = lambda: None,
         on_progress: Progress = lambda trajectories, response_tokens: None,
     ) -> tuple[int, int]:
-        """Generate with the newest version. See ``Generator.generate``."""
+        """Generate with the newest version. See ``Generator.generate``.
+
+        Raises EngineFailed if the weights have changed: nothing but a restart of this process publishes a version again.
+        """
         with self._lock:
-            return self._generator.generate(batch, cancelled, on_start, on_progress)
+            try:
+                return self._generator.generate(batch, cancelled, on_start, on_progress)
+            except WeightsChanged as error:
+                raise EngineFailed(str(error)) from error
 
     def status(self) -> ServiceStatus:
         """Return the status of the generator."""

@@ -15,9 +15,10 @@ from quartet.buffer.rollout_stream import RolloutStream
 from quartet.engines.engine import Engine, EngineResponse, ServedModel, TurnEngine, TurnSource
 from quartet.engines.stop_strings import StopStringCache
 from quartet.engines.validation import check_requests, check_response
-from quartet.errors import Cancelled, FailedPrecondition, InvalidRequest, MismatchError
+from quartet.errors import Cancelled, FailedPrecondition, InvalidRequest, MismatchError, WeightsChanged
 from quartet.failpoints import failpoint
 from quartet.leader_fence import LeaderFence
+from quartet.services.generator.attestation import Attestation
 from quartet.services.generator.episodes import EnvironmentAccess, generate_episodes
 from quartet.types import (
     GenerationBatch,
@@ -79,6 +80,7 @@ class Generator:
         self._verified: dict[bytes, int] = {}
         # Digest of the last load. Empty after a failure: what the engine holds is then unknown.
         self._loaded = b""
+        self._attestation = Attestation()
         self._tokens: Counter[str] = Counter()
 
     def load(self, run: str, leader_epoch: int, policy_version: int, digest: bytes, pull: Pull) -> WeightTransfer:
@@ -104,6 +106,7 @@ class Generator:
         held = self._engine.load_weights(pulled.weight_set, changed)
         if self._engine.properties.digest == "read back":
             self._check_held(pulled.weight_set, held)
+        self._attestation.expect(held)
         self._loaded = digest
         self._verified[digest] = policy_version
         self._held = WeightTransfer(
@@ -124,9 +127,14 @@ class Generator:
         with self._loading:
             self._held, self._loaded = None, b""
 
-    def take_over(self, policy_version: int, digest: bytes) -> None:
-        """Take note that the engine holds a policy version, as read back from its weights. See ``load`` for a transfer."""
+    def take_over(self, policy_version: int, digests: Mapping[str, bytes]) -> None:
+        """Take note that the engine holds a policy version, with the digest of each tensor as read back from its weights.
+
+        See ``load`` for a transfer.
+        """
+        digest = combined_digest(digests)
         with self._loading:
+            self._attestation.expect(digests)
             self._held = WeightTransfer(policy_version, digest, "", 0, False, 0.0, 0.0)
             self._loaded, self._verified = digest, {digest: policy_version}
 
@@ -150,8 +158,10 @@ class Generator:
         tokens.
 
         Raises StaleLeaderEpoch for a lower leader epoch, FailedPrecondition if the engine does not hold the requested weights,
-        and MismatchError for a response by weights that were loaded meanwhile and are not those of their digest. After a failure
-        of the engine, the next update loads every tensor: its server may have been restarted, for example.
+        MismatchError for a response by weights that were loaded meanwhile and are not those of their digest, and WeightsChanged
+        if the weights are other ones at the end: all trajectories of the call must then be discarded, also those that are
+        written. After a failure of the engine, the next update loads every tensor: its server may have been restarted, for
+        example.
         """
         with self._loading:
             self._fence.check(batch.leader_epoch)
@@ -161,12 +171,14 @@ class Generator:
         self._stop_strings.of(batch.sampling)
         on_start()
         writer = TrajectoryWriter(self._stream(batch.run), batch, self._tokens, on_progress)
+        start = time.perf_counter()
         try:
             if batch.episode is None:
                 for trajectory in self._responses(requests, batch, cancelled):
                     writer.add(trajectory)
             else:
                 self._generate_episodes(requests, batch, cancelled, writer)
+            self._attest(batch, time.perf_counter() - start)
             # Without effect unless the engine shares its device with training.
             self._engine.sleep()
             return writer.finish()
@@ -176,6 +188,22 @@ class Generator:
             with self._loading:
                 self._held, self._loaded = None, b""
             raise
+
+    def _attest(self, batch: GenerationBatch, seconds: float) -> None:
+        """Read the weights back after a generation of ``seconds``. Raises WeightsChanged."""
+        with self._loading:
+            start = time.perf_counter()
+            changed, read = self._attestation.changed(self._engine, seconds)
+            log.debug("weights attested", tensors=read, seconds=time.perf_counter() - start, of_seconds=seconds)
+        if changed:
+            log.error(
+                "weights changed", run=batch.run, step=batch.step, version=batch.policy_version, tensors=changed[:10]
+            )
+            raise WeightsChanged(
+                f"engine {self._engine.properties.name}: {len(changed)} of {read} tensors that were read back, the first "
+                f"{changed[0]}, have changed since version {batch.policy_version} was loaded and verified; the trajectories of "
+                "this call are discarded; if it happens again, check the memory of this machine, and report the engine's version"
+            )
 
     def _responses(
         self, requests: Sequence[GenerationRequest], batch: GenerationBatch, cancelled: Callable[[], bool]

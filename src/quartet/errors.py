@@ -88,6 +88,10 @@ class EngineFailed(ServiceFailed):
     """A generation engine has died or hangs. Only a restart of its process helps."""
 
 
+class WeightsChanged(ServiceFailed):
+    """The weights of an engine have changed since they were verified. What it generated with them is discarded."""
+
+
 class NoResponse(ServiceFailed):
     """A service abandoned a call or did not respond in time. This says nothing about the request itself."""
 

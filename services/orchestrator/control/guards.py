@@ -123,6 +123,7 @@ class Guards:
     def _findings(self) -> Iterator[tuple[str, str, str]]:
         """Yield name, evidence and remedy of every rule that fires."""
         yield from self._not_finite()
+        yield from self._weights_changed()
         yield from self._reward_hacking()
         yield from self._entropy_collapse()
         yield from self._eos_fall()
@@ -137,6 +138,17 @@ class Guards:
                 "not_finite",
                 f"{skipped} optimizer steps of step {int(now['step'])} had a NaN or infinite loss or gradient and were skipped",
                 "lower the learning rate, clip outliers among the scores (algorithm.score.clip), or use float32",
+            )
+
+    def _weights_changed(self) -> Iterator[tuple[str, str, str]]:
+        now = self._recent[-1]
+        if changed := int(now.get("weights_changed", 0)):
+            yield (
+                "weights_changed",
+                f"{changed} Generate calls of step {int(now['step'])} ended with other weights than were loaded; what they "
+                "generated was discarded and generated again",
+                "check the memory of the machine whose generator the run's notes name, and report the engine's version if it "
+                "happens again",
             )
 
     def _reward_hacking(self) -> Iterator[tuple[str, str, str]]:

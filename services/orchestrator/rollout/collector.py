@@ -241,6 +241,8 @@ class _Collection:
             self._wait_for(lambda: self._arrivals.complete)
             generated = generated or time.perf_counter()
             self._wait_for(lambda: self._generation.done() and not self._scoring.batches_in_flight)
+            # It may have ended with an error since the last look: weights that had changed at the end of a call.
+            self._generation.result()
             if self._failures is not None:
                 self._failures.skip()
             failed = [key for key in self._failed_by_prompt() - self._replaced if key[0] not in self._skipped]
@@ -275,7 +277,9 @@ class _Collection:
             if self._generation.done():
                 self._generation.result()
             for trajectory, reason in self._first.decided():
-                self._refuse(trajectory, reason) if reason else self._accept(trajectory)
+                # While it was held, its call may have failed.
+                if not self._generation.abandoned(trajectory):
+                    self._refuse(trajectory, reason) if reason else self._accept(trajectory)
             self._scoring.advance()
             self._on_progress(len(self._scoring.scored))
             if condition():
@@ -362,7 +366,8 @@ class _Collection:
 
     def _accept(self, trajectory: Trajectory) -> None:
         """Use a trajectory, and start to score the batch if it completes one. Failed episodes are not scored."""
-        self._generation.arrived(trajectory)
+        if not self._generation.arrived(trajectory):
+            return
         batch = self._arrivals.add(trajectory)
         for failed in [item for item in batch if item.outcome is not Outcome.OK]:
             self._scoring.reject(failed)

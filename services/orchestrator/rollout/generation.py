@@ -10,7 +10,7 @@ from typing import Protocol
 import structlog
 
 from quartet.config import Config
-from quartet.errors import BufferFailed
+from quartet.errors import BufferFailed, QuartetError, WeightsChanged
 from quartet.preflight.repeatability import repeatability_notes
 from quartet.rpc.clients import ActorClient, GenerationClient
 from quartet.rpc.pending_calls import PendingGeneration
@@ -41,8 +41,11 @@ class PendingTrajectories(Protocol):
     def wrong_origin(self, trajectory: Trajectory) -> str:
         """Return why no call of this generation can have written a trajectory that is not ``abandoned``, or ""."""
 
-    def arrived(self, trajectory: Trajectory) -> None:
-        """Record that a requested trajectory has arrived, so that it is not generated again."""
+    def arrived(self, trajectory: Trajectory) -> bool:
+        """Record that a requested trajectory has arrived, so that it is not generated again.
+
+        Return False if it is ``abandoned`` by now, and must not be used.
+        """
 
     def newer_weights(self) -> Mapping[int, bytes]:
         """Return the digests of the newer policy versions that trajectories may have, too. Empty without in-flight updates."""
@@ -114,6 +117,7 @@ class ActorGeneration:
         self._client, self._actor, self._separate, self._observe = client, actor, separate_weights, observe
         self._notes = notes
         self._calls: list[PendingGeneration] = []
+        self._changed = 0
         self._attempts = count(1)
 
     def start(self, batch: GenerationBatch) -> tuple[GenerationBatch, PendingTrajectories]:
@@ -125,6 +129,7 @@ class ActorGeneration:
         self._calls = [call for call in self._calls if not call.done()]
         call = self._client.generate(batch, waits_for=len(self._calls))
         self._calls.append(call)
+        call.when_done(lambda: self._ended(call))
         self._observe(Role.ACTOR, "generate", call)
         return batch, _ActorTrajectories(call, batch.attempt)
 
@@ -144,9 +149,18 @@ class ActorGeneration:
         """Return none."""
         return []
 
+    def _ended(self, call: PendingGeneration) -> None:
+        try:
+            call.result()
+        except WeightsChanged:
+            self._changed += 1
+        except QuartetError:
+            pass
+
     def take_metrics(self, policy_version: int) -> dict[str, float]:
-        """Return none."""
-        return {}
+        """See ``Generation.take_metrics``. An engine that shares the weights of the actor has none."""
+        changed, self._changed = self._changed, 0
+        return {"weights_changed": changed} if self._separate else {}
 
     def leader_epochs(self) -> list[int]:
         """Return none: the actor's status has it."""
@@ -176,8 +190,9 @@ class _ActorTrajectories:
             f"generator and attempt {self._attempt}; start the actor with the same version of Quartet"
         )
 
-    def arrived(self, trajectory: Trajectory) -> None:
-        """Do nothing: no other generator could generate it."""
+    def arrived(self, trajectory: Trajectory) -> bool:
+        """Return True: no other generator could generate it."""
+        return True
 
     def newer_weights(self) -> Mapping[int, bytes]:
         """Return none."""

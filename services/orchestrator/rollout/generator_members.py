@@ -56,6 +56,8 @@ class Member:
     """Set if its address no longer belongs to a generator. It gets no work, and is forgotten when its call has ended."""
     failures: int = 0
     """Failed calls since its last generation."""
+    changes: int = 0
+    """Calls of this process at whose end its weights had changed."""
     exhausted: bool = False
     """True if it is refused because of its failures, which may have another cause."""
     last_error: str = ""
@@ -268,6 +270,8 @@ class Members:
                 if process.instance_id == member.instance_id:
                     return False
                 member.refused, member.exhausted, member.failures = "", False, 0
+            if process.instance_id != member.instance_id:
+                member.changes = 0
             transfer = status.last_transfer
             member.status, member.instance_id = status, process.instance_id
             member.digest, member.transfer = transfer.weights_digest if transfer else b"", transfer

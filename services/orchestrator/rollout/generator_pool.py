@@ -24,6 +24,7 @@ from quartet.errors import (
     QuartetError,
     ServiceUnavailable,
     StaleLeaderEpoch,
+    WeightsChanged,
 )
 from quartet.rpc.clients import ActorClient
 from quartet.rpc.pending_calls import PendingGeneration, PendingResult
@@ -49,6 +50,8 @@ log = structlog.get_logger()
 
 MAX_FAILURES = 3
 """Failed calls without a generation in between, after which a generator gets no more work until it has been restarted."""
+MAX_CHANGES = 1
+"""Calls of one process at whose end its weights had changed, after which it gets no more work until it has been restarted."""
 EVALUATION = 0
 """The step of an evaluation, which is always by one policy version."""
 _OF_THE_WORK = (ComputationFailed, InvalidRequest)
@@ -67,12 +70,13 @@ class GeneratorPool:
         credentials: Credentials = LOCAL,
     ) -> None:
         """``note`` shows a line to the user. ``observe`` receives every call."""
-        self._config, self._actor, self._observe = config, actor, observe
+        self._config, self._actor, self._observe, self._note = config, actor, observe, note
         self._members = Members(config, actor, note, self._dispatch, credentials)
         self._lock = self._members.lock
         # In the order of their start, until all their trajectories have arrived, or until they fail.
         self._works: list[Work] = []
         self._transfers: list[WeightTransfer] = []
+        self._changes = 0
         self._last_attempt = 0
         # With in-flight updates: the digest of each version that the actor has.
         self._published: dict[int, bytes] = {}
@@ -103,8 +107,10 @@ class GeneratorPool:
             transfers = [each for each in self._transfers if each.policy_version <= policy_version]
             self._transfers = [each for each in self._transfers if each.policy_version > policy_version]
             ready = len(self._members.ready())
+            changes, self._changes = self._changes, 0
         return {
             "generators": ready,
+            "weights_changed": changes,
             "weight_update_bytes": sum(each.bytes for each in transfers),
             "weight_update_seconds": max(
                 (each.transfer_seconds + each.load_seconds for each in transfers), default=0.0
@@ -162,6 +168,14 @@ class GeneratorPool:
             published = self._actor.status().published_weights
             with self._lock:
                 self._published = published
+
+    def arrived(self, work: Work, trajectory: Trajectory) -> bool:
+        """See ``PendingTrajectories.arrived``."""
+        with self._lock:
+            if work.abandoned(trajectory):
+                return False
+            work.seen.add(trajectory.id)
+            return True
 
     def cancel(self, work: Work) -> None:
         """Cancel the calls of a work."""
@@ -388,6 +402,8 @@ class GeneratorPool:
     def _failed(self, member: Member, error: QuartetError) -> None:
         """Take the work of a generator back after a failed call."""
         work, member.digest = member.work, b""
+        if isinstance(error, WeightsChanged):
+            self._weights_changed(member, error)
         self._take_back(member)
         if isinstance(error, Cancelled):
             return
@@ -400,8 +416,10 @@ class GeneratorPool:
                     self._end(each, error)
             return
         member.failures += 1
-        if isinstance(error, MismatchError):
+        if isinstance(error, MismatchError) or member.changes > MAX_CHANGES:
             self._refuse_member(member, str(error))
+            return
+        if isinstance(error, WeightsChanged):
             return
         if isinstance(error, _OF_THE_WORK) and work is not None:
             log.warning("generator failed at its work", address=member.address, error=str(error))
@@ -414,6 +432,22 @@ class GeneratorPool:
             member.status = None
         if member.failures > MAX_FAILURES:
             self._refuse_member(member, f"{member.failures} failures in a row, the last: {error}", exhausted=True)
+
+    def _weights_changed(self, member: Member, error: WeightsChanged) -> None:
+        """Discard what a generator has generated for active works: its weights were other ones at the end of a call.
+
+        If some of it has arrived already, its scores may be on their way, so the work fails: the recovery begins the step again,
+        with the same seeds.
+        """
+        member.changes += 1
+        self._changes += 1
+        log.error("weights of a generator changed", address=member.address, error=str(error))
+        self._note(f"generator {member.address}: what it generated is discarded and generated again: {error}")
+        for work in [each for each in self._works if not each.done()]:
+            used = work.used_of(member.address)
+            work.abandon_all_of(member.address)
+            if used:
+                self._end(work, error)
 
     def _take_back(self, member: Member) -> None:
         work = member.work

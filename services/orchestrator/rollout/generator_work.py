@@ -104,9 +104,14 @@ class Work:
         """Put requests back, unless their trajectories have arrived."""
         self.waiting += [request for request in requests if request.id not in self.seen]
 
-    def arrived(self, trajectory: Trajectory) -> None:
+    def arrived(self, trajectory: Trajectory) -> bool:
         """See ``PendingTrajectories``."""
-        self.seen.add(trajectory.id)
+        return self.pool.arrived(self, trajectory)
+
+    def used_of(self, address: str) -> bool:
+        """Return whether a trajectory that a generator has generated has arrived."""
+        attempts = [attempt for attempt in self.attempts.values() if attempt.address == address]
+        return any(request.id in self.seen for attempt in attempts for request in attempt.requests)
 
     def newer_weights(self) -> Mapping[int, bytes]:
         """See ``PendingTrajectories``."""

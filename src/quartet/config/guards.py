@@ -91,6 +91,9 @@ class GuardsConfig(Section):
     """Number of latest steps that the rules examine. Thresholds are compared with means over the second half of this window."""
     not_finite: GuardConfig = GuardConfig()
     """Fires if an optimizer step was skipped because of a NaN or infinity, see algorithm.non_finite."""
+    weights_changed: GuardConfig = GuardConfig()
+    """Fires if an engine's weights changed after they were loaded, see docs/engines.md. Its trajectories are discarded in any
+    case."""
     reward_hacking: RewardHackingGuardConfig = RewardHackingGuardConfig()
     """Reward, KL and length rise together."""
     entropy_collapse: EntropyGuardConfig = EntropyGuardConfig()

@@ -109,6 +109,14 @@ class Engine(Protocol):
 
 
 @runtime_checkable
+class ReadableEngine(Protocol):
+    """Generation engine whose weights can be read back at any time between two generations."""
+
+    def held_digests(self, names: Collection[str]) -> Mapping[str, bytes]:
+        """Return the digest of at least these tensors, computed from what the engine holds now. See ``Engine.load_weights``."""
+
+
+@runtime_checkable
 class TurnEngine(Protocol):
     """Generation engine that takes requests while it generates, so that its batch stays full between turns."""
 

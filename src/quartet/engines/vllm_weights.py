@@ -43,6 +43,11 @@ class VLLMWeights:
             digests |= self._load_adapter(weights, weights.adapter)
         return digests
 
+    def read_back(self, weights: WeightSet) -> dict[str, bytes]:
+        """Return the digests of what vLLM holds of the loaded ``weights``."""
+        digests = self._read_back(base_tensors(weights))
+        return digests | (self.read_back_adapter(weights.adapter) if weights.adapter is not None else {})
+
     def _load(self, tensors: Mapping[str, HostTensor]) -> None:
         path = self._folder / "weights.safetensors"
         try:

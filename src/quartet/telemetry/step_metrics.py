@@ -417,6 +417,13 @@ STEP_METRICS = (
         "falls: generators are lost or refused, the services page says why",
     ),
     _metric(
+        "weights_changed",
+        "calls",
+        "Generate calls at whose end the engine's weights were not those that it had loaded. Their trajectories were discarded.",
+        "0",
+        "above 0: the memory of a machine is faulty, or an engine changes weights, the log names tensors and generator",
+    ),
+    _metric(
         "weight_update_bytes",
         "bytes",
         "Compressed bytes of the policy's weights that generators received for this step, in total.",
@@ -433,7 +440,7 @@ STEP_METRICS = (
 )
 """Metrics of metrics.jsonl. Those of critic, scores, episodes and generators in separate processes are absent without them."""
 
-_MEASURED = ("generators", "weight_update_bytes")
+_MEASURED = ("generators", "weights_changed", "weight_update_bytes")
 
 
 def is_measured(name: str) -> bool:

@@ -66,8 +66,9 @@ class FakeGeneration(FakeCall):
     def wrong_origin(self, trajectory: Trajectory) -> str:
         return ""
 
-    def arrived(self, trajectory: Trajectory) -> None:
+    def arrived(self, trajectory: Trajectory) -> bool:
         self.arrivals.append(trajectory)
+        return True
 
     def newer_weights(self) -> dict[int, bytes]:
         return self.newer

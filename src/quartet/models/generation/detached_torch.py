@@ -60,7 +60,12 @@ class DetachedTorchEngine:
                     f"weights: {name}: {error}; start actor and generator with the same model"
                 ) from None
         self._engine.weights_changed()
-        return {name: tensor_digest(host_tensor(value)) for name, value in self._weights.items()}
+        return self.held_digests(self._weights)
+
+    @torch.no_grad()
+    def held_digests(self, names: Collection[str]) -> Mapping[str, bytes]:
+        """Return the digest of these tensors as the model holds them."""
+        return {name: tensor_digest(host_tensor(self._weights[name])) for name in names}
 
     @torch.no_grad()
     def copy_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Mapping[str, bytes]:
