@@ -1,4 +1,4 @@
-"""What a run records and says about the bits of its engines, with a trial that was forced to fail."""
+"""Records and warnings of a run about the bits of its engines, with a trial that was forced to fail."""
 
 from __future__ import annotations
 

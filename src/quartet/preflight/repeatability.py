@@ -1,4 +1,4 @@
-"""What the bits of a run depend on besides its config, seed and live changes, by what its engines declare."""
+"""Reasons why the bits of a run depend on more than its config, seed and live changes, from what its engines declare."""
 
 from __future__ import annotations
 

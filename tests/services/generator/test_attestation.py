@@ -111,8 +111,8 @@ def test_a_change_is_found_when_its_tensor_has_its_turn(monkeypatch: pytest.Monk
     engine: Any = Timed(monkeypatch, 0.0101)
     attestation = attestation_of(engine)
     engine.digests["t3"] = b"other"
-    found = [attestation.changed(engine, 1.0)[0] for _ in range(5)]
-    assert found == [[], [], [], ["t3"], []]
+    changed = [attestation.changed(engine, 1.0)[0] for _ in range(5)]
+    assert changed == [[], [], [], ["t3"], []]
 
 
 @pytest.mark.parametrize("digest", ["reported", "none"])

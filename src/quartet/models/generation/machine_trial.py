@@ -15,7 +15,7 @@ from quartet.models.weights.lora import add_adapter
 from quartet.types import EngineProperties
 
 SMALL_MODEL = "a random Llama, 128 wide"
-"""What ``try_small_model`` tries. Narrower models get other code from matmul libraries than those of users."""
+"""Model of ``try_small_model``. Narrower models get other code from matmul libraries than those of users."""
 CONCURRENT = 64
 
 

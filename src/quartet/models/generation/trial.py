@@ -29,7 +29,7 @@ LIMITS = (
 
 
 class LogitDigests:
-    """Digest of the logits of each response. Log-probs alone would hide differences of models with small logits."""
+    """Digest of the logits of each response. Log-probs would hide differences of models with small logits."""
 
     def __init__(self) -> None:
         self._digests: dict[TrajectoryId, xxhash.xxh3_64] = {}
