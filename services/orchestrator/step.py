@@ -168,7 +168,8 @@ class StepTransaction:
         return {
             "step": step,
             **prepared.metrics,
-            **part_metrics(pending.collected.scored, pending.part_weights),
+            **part_metrics(pending.collected.scored, pending.part_weights, pending.collected.cured_faults),
+            "cured_faults": sum(pending.collected.cured_faults.values()),
             **record.metrics,
             **pending.rounds.metrics(),
             "failed_trajectories": len(pending.collected.failed_trajectories),

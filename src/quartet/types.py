@@ -138,7 +138,8 @@ class Scores:
     each: the unweighted scores of an ensemble's sources, by name; NaN where a source has none. Empty for a single source.
     ``outcomes`` [sequences], or empty if all are ok. ``details`` [sequences], or empty: the cause of each failure, without text
     of prompts and responses. ``logged`` [sequences], or empty: what the source logged for each sequence, numbers, booleans and
-    texts by name, see ``quartet.logged_values``. Raises ComputationFailed if scores and outcomes contradict each other.
+    texts by name, see ``quartet.logged_values``. ``cured_faults``: number of failed attempts that a further one cured, by source;
+    "" is a single one. Raises ComputationFailed if scores and outcomes contradict each other.
     """
 
     total: FloatArray
@@ -146,6 +147,7 @@ class Scores:
     outcomes: tuple[Outcome, ...] = ()
     details: tuple[str, ...] = ()
     logged: tuple[Mapping[str, Any], ...] = ()
+    cured_faults: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         count = len(self.total)

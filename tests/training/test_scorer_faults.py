@@ -79,6 +79,27 @@ def test_a_killed_run_has_the_same_failures_and_weights(
     assert weights(run) == weights(expected)
 
 
+@pytest.mark.parametrize("fault", ["status 302", "status 404", "page"])
+def test_a_stray_answer_in_the_middle_of_a_run_changes_nothing_and_is_counted(fault: str, make: MakeConfig) -> None:
+    runs = []
+    for stray in (0, 1):
+        server = ScorerServer(
+            DIALECTS["slime"],
+            fault,
+            everywhere=True,
+            faulty_requests=stray,
+            good_requests=5,
+            score=lambda text: len(text.split()) / 4,
+        )
+        with server.running():
+            runs.append(run_to_completion(config_of(make, server)))
+    expected, run = runs
+    assert sum(step["cured_faults"] for step in run.metrics) == 1
+    assert sum(step["cured_faults"] for step in expected.metrics) == 0
+    assert step_metrics(run) == step_metrics(expected)
+    assert weights(run) == weights(expected)
+
+
 def test_the_scores_of_a_run_are_those_of_the_scorer(make: MakeConfig) -> None:
     with ScorerServer(DIALECTS["slime"], score=lambda text: len(text.split()) / 4).running() as server:
         run = run_to_completion(config_of(make, server))

@@ -34,7 +34,7 @@ class CollectedStep:
     """Scored and failed trajectories of a step, each sorted by id, the stream entries to acknowledge, and seconds spent.
 
     ``baselines``: the scored greedy responses, which are not among ``scored``. ``skipped_prompts``: indices of the prompts that
-    the step has left out, because no response to them could be scored.
+    the step has left out, because no response to them could be scored. ``cured_faults``: see ``Scoring``.
     """
 
     scored: list[ScoredTrajectory]
@@ -44,6 +44,7 @@ class CollectedStep:
     score_seconds: float
     baselines: list[ScoredTrajectory] = field(default_factory=list)
     skipped_prompts: frozenset[int] = frozenset()
+    cured_faults: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,6 +217,7 @@ class _Collection:
             time.perf_counter() - start - generate_seconds,
             [item for item in scored if item.trajectory.id in self._greedy],
             frozenset(self._skipped),
+            self._scoring.cured_faults,
         )
 
     def _failures_of(self, recovery: RecoveryConfig | None) -> PromptFailures | None:

@@ -5,6 +5,7 @@ reported.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -182,6 +183,7 @@ class Scoring:
         """
         self.scored: list[ScoredTrajectory] = []
         self.failed_trajectories: list[FailedTrajectory] = []
+        self._cured_there = Counter[str]()
         self._recovery, self._clock = recovery, clock
         self._failures = failures if failures or recovery is None else PromptFailures(recovery)
         self._batches: list[_Batch] = []
@@ -218,6 +220,7 @@ class Scoring:
             return ServiceQueue(send, split_result, replicas, recovery, self._record_failure, on_response, clock)
 
         def split_scores(scores: Scores, _: Sequence[Trajectory]) -> list[Any]:
+            self._cured_there.update(scores.cured_faults)
             check_weighted_sum(scores, weights or {})
             return _split_scores(scores)
 
@@ -277,6 +280,11 @@ class Scoring:
         """Cancel every call."""
         for queue in self._queues():
             queue.cancel()
+
+    @property
+    def cured_faults(self) -> Counter[str]:
+        """Number of faults that further attempts cured, by source: "" for those of a single source, and of the services."""
+        return self._cured_there + Counter({"": sum(queue.cured_faults for queue in self._queues())})
 
     @property
     def batches_in_flight(self) -> int:

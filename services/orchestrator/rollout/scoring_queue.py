@@ -77,6 +77,9 @@ class BatchCall:
         self._sent = range(len(trajectories))
         """Trajectories of the current call: all of them, or one. Those that have a result keep it."""
         self._failures = self._batch_failures = 0
+        self._faulty: set[int] = set()
+        """Trajectories for which an attempt failed."""
+        self._unhandled: list[Any] | None = None
         self._retry: range | None = None
         """Trajectories to send again at ``_retry_at``, on the queue's clock. Set after the current call has failed."""
         self._retry_at = 0.0
@@ -105,12 +108,13 @@ class BatchCall:
                 return
             self._send(self._retry)
         while self._retry is None and self._call is not None and self._call.done():
-            results = self._results()
+            results, self._unhandled = self._unhandled or self._results(), None
             recovery = self._queue.recovery
             if recovery is None or not any(isinstance(result, Failure) for result in results):
                 self._keep(results)
                 self._continue()
             elif not may_retry:
+                self._unhandled = results
                 return
             else:
                 self._handle_failures(results, recovery)
@@ -148,6 +152,7 @@ class BatchCall:
         for index, result in zip(self._sent, results, strict=True):
             if self.results[index] is None and not isinstance(result, Failure):
                 self.results[index] = result
+                self._queue.cured_faults += index in self._faulty
 
     def _continue(self) -> None:
         """Send the next trajectory without a result, or end."""
@@ -162,6 +167,9 @@ class BatchCall:
     def _handle_failures(self, results: list[Any], recovery: RecoveryConfig) -> None:
         """Give up the trajectories that get no further attempt, and retry the other failed ones."""
         self._keep(results)
+        self._faulty |= {
+            index for index, result in zip(self._sent, results, strict=True) if isinstance(result, Failure)
+        }
         self._failures += 1
         for index, result in zip(self._sent, results, strict=True):
             # An error of the whole call may be the fault of one trajectory. The others are not given up with it.
@@ -219,6 +227,8 @@ class ServiceQueue:
         """
         self._send_call, self.split_result, self.recovery, self.on_failure = send, split_result, recovery, on_failure
         self.clock = clock
+        self.cured_faults = 0
+        """Number of trajectories for which a further attempt succeeded."""
         self._max_in_flight = max_batches_in_flight(replicas)
         self._waiting: deque[BatchCall] = deque()
         self._in_flight: list[BatchCall] = []

@@ -44,6 +44,7 @@ def scores_to_proto(scores: Scores) -> reward_pb2.ScoreResponse:
         outcomes=[outcome_to_proto(outcome) for outcome in scores.outcomes],
         details=details_to_proto(scores.details),
         logged=[json.dumps(dict(values), sort_keys=True, allow_nan=False) for values in scores.logged],
+        cured_faults=scores.cured_faults,
     )
 
 
@@ -71,6 +72,7 @@ def scores_from_proto(message: reward_pb2.ScoreResponse, sequences: int) -> Scor
             ),
             details=details_from_proto(message.details),
             logged=tuple(_logged(text, f"logged[{index}]") for index, text in enumerate(message.logged)),
+            cured_faults=dict(message.cured_faults),
         )
     except ComputationFailed as error:
         raise InvalidRequest(str(error)) from None

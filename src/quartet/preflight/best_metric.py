@@ -78,7 +78,11 @@ def _missing_metrics(config: Config) -> Iterator[tuple[str, str]]:
         ("generators|weight_update_.*", config.has_generators, "the actor generates"),
         ("eval_judge_win_rate", config.evaluation.judge, "evaluation.judge is null"),
         (_except("set", [each.name for each in config.data.sets], "reward_mean"), False, "data.sets has no such set"),
-        (_except("reward", list(config.reward.part_weights), "weight|missing"), False, "reward.parts has no such part"),
+        (
+            _except("reward", list(config.reward.part_weights), "weight|missing|cured_faults"),
+            False,
+            "reward.parts has no such part",
+        ),
         (_except("reward", _means(config), "mean"), unknown_parts, "reward.parts has no such part"),
     ):
         if not given:

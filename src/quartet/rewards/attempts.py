@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 from quartet.config import RetryConfig
+from quartet.errors import ConfigError
 from quartet.types import Outcome
 
 MAX_PAUSE = 30.0
@@ -24,11 +25,25 @@ class RequestFailed(Exception):
     """A request without a score. ``detail`` quotes neither prompts nor responses.
 
     ``retry``: another attempt may succeed. ``unreachable``: the scorer does not respond at all, whatever it is asked.
+    ``at_start``: error of the config that this is, unless the scorer has answered before.
     """
 
-    def __init__(self, outcome: Outcome, detail: str, retry: bool = False, unreachable: bool = False) -> None:
+    def __init__(
+        self,
+        outcome: Outcome,
+        detail: str,
+        retry: bool = False,
+        unreachable: bool = False,
+        at_start: ConfigError | None = None,
+    ) -> None:
         super().__init__(detail)
         self.outcome, self.detail, self.retry, self.unreachable = outcome, detail, retry, unreachable
+        self.at_start = at_start
+
+
+def no_longer_a_scorer(error: ConfigError) -> RequestFailed:
+    """Return the failure of a request whose answer is not that of a scorer: the address may be wrong, or a proxy answers."""
+    return RequestFailed(Outcome.SCORER_ERROR, str(error), retry=True, unreachable=True, at_start=error)
 
 
 class RequestRefused(Exception):
@@ -100,16 +115,31 @@ class Attempts:
         self._config, self._name, self._sleep = config, name, sleep
         self._turns = asyncio.Semaphore(config.max_concurrency)
         self._breaker = CircuitBreaker(config.circuit_breaker_failures, config.circuit_breaker_seconds, sleep)
+        self._has_answered = False
+        self._cured_faults = 0
+
+    def take_cured_faults(self) -> int:
+        """Return the number of failed attempts whose request succeeded later, since the last call."""
+        cured, self._cured_faults = self._cured_faults, 0
+        return cured
 
     async def run(self, send: Callable[[int], Awaitable[Answer]]) -> Answer:
-        """Return the result of ``send``, which gets the number of the attempt, from 0. Raises RequestFailed after the last."""
+        """Return the result of ``send``, which gets the number of the attempt, from 0. Raises RequestFailed after the last.
+
+        Raises the config error of that failure instead, if the scorer has never answered.
+        """
         config = self._config
         for attempt in range(config.max_attempts):
             try:
-                return await self._attempt(send, attempt)
+                answer = await self._attempt(send, attempt)
             except RequestFailed as failure:
                 if not failure.retry or attempt == config.max_attempts - 1:
+                    if failure.at_start is not None and not self._has_answered:
+                        raise failure.at_start from None
                     raise
+            else:
+                self._cured_faults += attempt
+                return answer
             pause = min(MAX_PAUSE, config.backoff_seconds * 2.0**attempt)
             # Jitter keeps requests that failed together apart. It changes the time of an attempt and no result.
             await self._sleep(pause * random.uniform(0.5, 1.5))
@@ -135,7 +165,11 @@ class Attempts:
             self._breaker.record(trial, failure)
             raise failure from None
         except RequestFailed as failure:
-            self._breaker.record(trial, failure)
+            if failure.at_start is not None and not self._has_answered:
+                # A wrong address is reported after a few attempts, and not after the pauses of the circuit breaker.
+                self._breaker.abandon(trial)
+            else:
+                self._breaker.record(trial, failure)
             raise
         except RequestRefused:
             # The scorer responds.
@@ -146,4 +180,5 @@ class Attempts:
             self._breaker.abandon(trial)
             raise
         self._breaker.record(trial, None)
+        self._has_answered = True
         return answer

@@ -119,16 +119,17 @@ class EnsembleReward:
         """Return the weighted sums of ``count`` sequences, with the scores of all parts."""
         scores = [results[part.name] for part in weighted]
         parts = {part.name: results[part.name].total for part in self._parts}
+        cured = {name: sum(each.cured_faults.values()) for name, each in results.items() if each.cured_faults}
         total = self._sum(weighted, weights, scores)
         sources = [results[part.name].logged for part in self._parts if results[part.name].logged]
         logged = tuple(merged(values) for values in zip(*sources, strict=True))
         if not any(each.outcomes for each in scores):
-            return Scores(total, parts, logged=logged)
+            return Scores(total, parts, logged=logged, cured_faults=cured)
         firsts = [_first_failure(weighted, scores, index) for index in range(count)]
         ok = np.array([outcome is Outcome.OK for outcome, _ in firsts])
         total = np.where(ok, total, np.float32(np.nan))
         outcomes, details = zip(*firsts, strict=True)
-        return Scores(total, parts, outcomes, details, logged)
+        return Scores(total, parts, outcomes, details, logged, cured)
 
     def _score_weighted(
         self, parts: Sequence[EnsemblePart], batch: TokenBatch, fields: Sequence[str], cancelled: Callable[[], bool]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import ssl
@@ -15,7 +16,7 @@ import httpx2
 
 from quartet.config import HttpRewardConfig, HttpScorerConfig
 from quartet.errors import AccessRefused, ConfigError, MismatchError
-from quartet.rewards.attempts import Attempts, RequestFailed
+from quartet.rewards.attempts import Attempts, RequestFailed, no_longer_a_scorer
 from quartet.rewards.dialects import DIALECTS, Dialect
 from quartet.rewards.numbers import strict_json
 from quartet.rewards.response_texts import ScoredText
@@ -45,11 +46,10 @@ class HttpConnection:
     def __init__(self, config: HttpScorerConfig, key: str) -> None:
         """``key`` is the config key of the section. Raises ConfigError if a file cannot be used."""
         self._config, self._key = config, key
-        headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
-        if config.api_key_file is not None:
-            headers["Authorization"] = f"Bearer {read_token(config.api_key_file, f'{key}.api_key_file')}"
         self._client = httpx2.AsyncClient(
-            headers=headers,
+            headers={"Content-Type": "application/json", "Accept-Encoding": "identity"},
+            # A redirect could carry the key and the responses to another host.
+            follow_redirects=False,
             verify=_tls_context(config, key),
             # A proxy must not see the key of the scorer, or responses.
             trust_env=False,
@@ -60,9 +60,10 @@ class HttpConnection:
             ),
             timeout=httpx2.Timeout(None, connect=min(CONNECT_SECONDS, config.timeout_seconds)),
         )
+        self._read_key()
 
     async def post(self, url: str, body: Any, cookies: Mapping[str, str] | None = None) -> Answer:
-        """POST ``body`` as JSON. Raises RequestFailed; ConfigError if the scorer refuses every request."""
+        """POST ``body`` as JSON. Raises RequestFailed."""
         where = f"{self._key}: {url}"
         headers = {"Cookie": "; ".join(f"{name}={value}" for name, value in cookies.items())} if cookies else {}
         content = bytearray()
@@ -81,6 +82,12 @@ class HttpConnection:
             raise RequestFailed(Outcome.SCORER_ERROR, text, retry=True) from None
         if not response.is_success:
             raise self._refusal(response.status_code, where)
+        if content.lstrip()[:1] == b"<":
+            raise no_longer_a_scorer(
+                MismatchError(f"{where}: answers with a page of HTML or XML, not as a scorer; correct the address")
+            )
+        if not content.strip():
+            raise RequestFailed(Outcome.SCORER_ERROR, f"{where}: the response is empty", retry=True)
         try:
             return Answer(strict_json(bytes(content)), dict(response.cookies))
         except ValueError as error:
@@ -90,27 +97,45 @@ class HttpConnection:
         """Close the connections."""
         await self._client.aclose()
 
+    def _read_key(self) -> None:
+        """Use the key in the file from now on. Raises ConfigError."""
+        if self._config.api_key_file is not None:
+            token = read_token(self._config.api_key_file, f"{self._key}.api_key_file")
+            self._client.headers["Authorization"] = f"Bearer {token}"
+
     def _unreachable(self, error: Exception, where: str) -> Exception:
         why = str(error) or type(error).__name__
         if "CERTIFICATE_VERIFY_FAILED" in why:
-            return AccessRefused(
-                f"{where}: has a certificate of an unknown authority; set {self._key}.certificate_authority_file"
-            )
+            remedy = f"of an unknown authority; set {self._key}.certificate_authority_file"
+            if "expired" in why:
+                remedy = "that has expired; renew it"
+            elif "mismatch" in why:
+                remedy = "for another host; correct the address or the certificate"
+            return no_longer_a_scorer(AccessRefused(f"{where}: has a certificate {remedy}"))
         text = f"{where}: does not respond ({why}); start the scorer, or correct the address"
         return RequestFailed(Outcome.SCORER_ERROR, text, retry=True, unreachable=True)
 
     def _refusal(self, status: int, where: str) -> Exception:
         """Convert an error status. The text of the response is left out, because it may quote a prompt or response."""
         if status in (401, 403):
-            return AccessRefused(f"{where}: refuses access (status {status}); check {self._key}.api_key_file")
+            # The key may have been replaced.
+            with contextlib.suppress(ConfigError):
+                self._read_key()
+            return no_longer_a_scorer(
+                AccessRefused(f"{where}: refuses access (status {status}); check {self._key}.api_key_file")
+            )
         if status in _REFUSED:
             return RequestFailed(Outcome.REFUSED, f"{where}: refuses the request (status {status})")
         if status in _UNREACHABLE:
             text = f"{where}: does not respond (status {status})"
             return RequestFailed(Outcome.SCORER_ERROR, text, retry=True, unreachable=True)
+        if status < 400:
+            return no_longer_a_scorer(
+                MismatchError(f"{where}: redirects (status {status}), which is not followed; give the final address")
+            )
         if status < 500 and status != 408:
-            return MismatchError(
-                f"{where}: no scorer of this kind (status {status}); correct the address and the dialect"
+            return no_longer_a_scorer(
+                MismatchError(f"{where}: no scorer of this kind (status {status}); correct the address and the dialect")
             )
         return RequestFailed(Outcome.SCORER_ERROR, f"{where}: failed (status {status})", retry=True)
 
@@ -142,6 +167,10 @@ class HttpScorer:
                 raise RequestFailed(Outcome.SCORER_ERROR, f"{self._key}: {url}: {error}") from None
 
         return await self._attempts[server].run(send)
+
+    def take_cured_faults(self) -> int:
+        """See ``Scorer.take_cured_faults``."""
+        return sum(attempts.take_cured_faults() for attempts in self._attempts)
 
     async def close(self) -> None:
         """Close the connections."""

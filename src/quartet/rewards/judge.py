@@ -62,6 +62,10 @@ class Judge:
         # Another response with the same text may wait for the task, so a cancelled caller does not end it.
         return [await asyncio.shield(task)]
 
+    def take_cured_faults(self) -> int:
+        """See ``Scorer.take_cured_faults``."""
+        return self._attempts.take_cured_faults()
+
     async def close(self) -> None:
         """Close the connections and the cache, and log the cost."""
         self._log_cost()

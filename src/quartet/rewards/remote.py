@@ -7,6 +7,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import CancelledError
+from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
 from quartet.errors import Cancelled, ServiceFailed
@@ -30,6 +31,9 @@ class Scorer(Protocol):
 
     async def score(self, texts: Sequence[ScoredText]) -> list[Result]:
         """Return a result for each of the texts, at most ``batch_size``. Raises RequestFailed if the request fails."""
+
+    def take_cured_faults(self) -> int:
+        """Return the number of faults that further attempts cured, since the last call."""
 
     async def close(self) -> None:
         """Close the connections."""
@@ -93,7 +97,9 @@ class RemoteReward:
         Raises ConfigError if the scorer refuses every request, such as one with a wrong key.
         """
         texts = self._texts.of(batch, fields)
-        return scores_of(self._loop.run(self._score(texts), cancelled))
+        scores = scores_of(self._loop.run(self._score(texts), cancelled))
+        cured = self._scorer.take_cured_faults()
+        return replace(scores, cured_faults={"": cured}) if cured else scores
 
     def status(self) -> ServiceStatus:
         """Return the status: the scorer, and the vocabulary of the tokenizer that decodes for it."""

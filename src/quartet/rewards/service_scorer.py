@@ -47,6 +47,7 @@ class ServiceScorer:
         self._attempts = Attempts(config, self._where)
         self.batch_size = config.batch_size
         self._unchecked: ServiceStatus | None = None
+        self._cured_there = 0
 
     def wait_until_ready(self) -> ServiceStatus:
         """Wait until the service responds, and return its status as that of this source. Raises MismatchError."""
@@ -82,12 +83,18 @@ class ServiceScorer:
                 raise self._failure(error) from None
 
         scores = await self._attempts.run(send)
+        self._cured_there += sum(scores.cured_faults.values())
         return [
             Score(score, logged) if outcome is Outcome.OK else (outcome, f"{self._where}: {detail or outcome}")
             for score, outcome, detail, logged in zip(
                 scores.total, scores.all_outcomes, scores.all_details, scores.all_logged, strict=True
             )
         ]
+
+    def take_cured_faults(self) -> int:
+        """See ``Scorer.take_cured_faults``. Those that the service reports are included."""
+        cured, self._cured_there = self._cured_there, 0
+        return cured + self._attempts.take_cured_faults()
 
     async def close(self) -> None:
         """Close the connection."""

@@ -15,7 +15,7 @@ import numpy as np
 
 from quartet.config import TritonRewardConfig
 from quartet.errors import ConfigError, MismatchError
-from quartet.rewards.attempts import Attempts, RequestFailed
+from quartet.rewards.attempts import Attempts, RequestFailed, no_longer_a_scorer
 from quartet.rewards.numbers import is_score, shown
 from quartet.rewards.response_texts import ScoredText
 from quartet.rewards.reward_source import Result
@@ -64,6 +64,10 @@ class TritonScorer:
             return self._read(rewards, len(texts))
 
         return await self._attempts.run(send)
+
+    def take_cured_faults(self) -> int:
+        """See ``Scorer.take_cured_faults``."""
+        return self._attempts.take_cured_faults()
 
     async def close(self) -> None:
         """Close the connection."""
@@ -134,8 +138,10 @@ class TritonScorer:
             text = f"{self._where}: no response within {self._config.timeout_seconds:g} s"
             return RequestFailed(Outcome.TIMEOUT, text, retry=True)
         if status in ("StatusCode.NOT_FOUND", "StatusCode.UNIMPLEMENTED"):
-            return MismatchError(
-                f"{self._where}: no such model on the server ({status}); correct the address or the model"
+            return no_longer_a_scorer(
+                MismatchError(
+                    f"{self._where}: no such model on the server ({status}); correct the address or the model"
+                )
             )
         if status == "StatusCode.INVALID_ARGUMENT":
             return RequestFailed(Outcome.REFUSED, f"{self._where}: refuses the request ({status})")

@@ -32,6 +32,8 @@ POLL = 0.1
 """Seconds between two attempts to get a status."""
 STATUS_TIMEOUT = 2.0
 """Seconds for one attempt to get a status."""
+_REFUSAL_CODES = (grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)
+"""Codes that tell of a wrong address or credential at the first contact. Later, a proxy or a restarting process sends them."""
 _NO_RESPONSE_CODES = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
 
 
@@ -47,6 +49,7 @@ class ServiceChannel:
         # Created once: gRPC 1.81 may abort the process if a stub is created on a channel that another thread has just closed.
         self._status = status_pb2_grpc.StatusServiceStub(self.grpc_channel)
         self._health = health_pb2_grpc.HealthStub(self.grpc_channel)
+        self._has_responded = False
         self.tracer: CallTracer | None = None
         """Tracer of the calls made with ``start`` and ``start_stream``."""
 
@@ -82,7 +85,7 @@ class ServiceChannel:
             raise self._closed(title) from None
         if span is not None:
             future.add_done_callback(lambda ended: _end_span(span, ended, response_attributes))
-        return PendingCall(future, lambda error: self._error(error, title, timeout), f"{self.name}: {title}")
+        return PendingCall(future, lambda error: self._late_error(error, title, timeout), f"{self.name}: {title}")
 
     def start_stream(
         self,
@@ -103,7 +106,7 @@ class ServiceChannel:
         except ValueError:
             raise self._closed(title) from None
         pending = PendingStream(
-            stream, lambda error: self._error(error, title, timeout), f"{self.name}: {title}", on_message
+            stream, lambda error: self._late_error(error, title, timeout), f"{self.name}: {title}", on_message
         )
         if span is not None:
             pending.when_done(lambda: span.end(stream.code().name, {}))
@@ -129,6 +132,7 @@ class ServiceChannel:
     def status(self, timeout: float = STATUS_TIMEOUT) -> ProcessStatus:
         """Return the status of the process. Raises as ``call``."""
         response = self.call(self._status.GetStatus, codec.get_status_request(), timeout, "GetStatus")
+        self._has_responded = True
         return codec.process_status_from_proto(response)
 
     def start_status(self, timeout: float = STATUS_TIMEOUT) -> PendingResult[ProcessStatus]:
@@ -213,6 +217,16 @@ class ServiceChannel:
 
     def _error(self, error: grpc.RpcError, title: str, timeout: float) -> QuartetError:
         return error_of(error, f"{self.name} at {self.address}: {title}", timeout)
+
+    def _late_error(self, error: grpc.RpcError, title: str, timeout: float) -> QuartetError:
+        """Return the error of a call. A refusal by a service that has responded before is a fault, and not one of the config.
+
+        The next status call decides: it raises AccessRefused if the service still refuses.
+        """
+        failure = self._error(error, title, timeout)
+        if self._has_responded and error.code() in _REFUSAL_CODES:
+            return ServiceUnavailable(str(failure))
+        return failure
 
     def _closed(self, title: str) -> QuartetError:
         return Cancelled(f"{self.name} at {self.address}: {title}: the channel is closed")

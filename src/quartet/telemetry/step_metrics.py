@@ -405,6 +405,20 @@ STEP_METRICS = (
             ("refused", "that the reward source declined to score."),
         )
     ),
+    _metric(
+        "cured_faults",
+        "faults",
+        "Failed attempts to score that a further attempt cured: requests of all sources, and calls of the services.",
+        "0",
+        "above 0: a scorer or the network fails now and then; see the log of the reward service",
+    ),
+    _metric(
+        "reward_NAME_cured_faults",
+        "faults",
+        "Failed requests of the ensemble part NAME that a further attempt cured.",
+        "0",
+        "above 0: this scorer fails now and then",
+    ),
     _metric("seconds", "seconds", "Duration of the step.", "steady", "grows: longer responses, or a busy machine"),
     _metric("generate_seconds", "seconds", "Duration of generation.", "steady", "grows"),
     _metric("score_seconds", "seconds", "Duration of scoring after generation.", "steady", "grows"),
@@ -445,7 +459,7 @@ _MEASURED = ("generators", "weights_changed", "weight_update_bytes")
 
 def is_measured(name: str) -> bool:
     """Return whether a step metric is a measurement, which a repetition of the run does not repeat."""
-    return name in _MEASURED or (name.endswith("seconds") and not name.startswith(PREFIX))
+    return name in _MEASURED or (name.endswith(("seconds", "cured_faults")) and not name.startswith(PREFIX))
 
 
 EVALUATION_METRICS = (

@@ -26,7 +26,7 @@ from quartet.v1 import tensor_pb2 as quartet_dot_v1_dot_tensor__pb2
 from quartet.v1 import trajectory_pb2 as quartet_dot_v1_dot_trajectory__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17quartet/v1/reward.proto\x12\nquartet.v1\x1a\x17quartet/v1/tensor.proto\x1a\x1bquartet/v1/trajectory.proto\"\xbe\x01\n\x0cScoreRequest\x12%\n\x05\x62\x61tch\x18\x01 \x01(\x0b\x32\x16.quartet.v1.TokenBatch\x12\x0e\n\x06\x66ields\x18\x02 \x03(\t\x12\x36\n\x07weights\x18\x03 \x03(\x0b\x32%.quartet.v1.ScoreRequest.WeightsEntry\x12\x0f\n\x07updates\x18\x04 \x01(\x04\x1a.\n\x0cWeightsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\xf2\x01\n\rScoreResponse\x12\"\n\x06scores\x18\x01 \x01(\x0b\x32\x12.quartet.v1.Tensor\x12\x33\n\x05parts\x18\x02 \x03(\x0b\x32$.quartet.v1.ScoreResponse.PartsEntry\x12%\n\x08outcomes\x18\x03 \x03(\x0e\x32\x13.quartet.v1.Outcome\x12\x0f\n\x07\x64\x65tails\x18\x04 \x03(\t\x12\x0e\n\x06logged\x18\x05 \x03(\t\x1a@\n\nPartsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12!\n\x05value\x18\x02 \x01(\x0b\x32\x12.quartet.v1.Tensor:\x02\x38\x01\x32M\n\rRewardService\x12<\n\x05Score\x12\x18.quartet.v1.ScoreRequest\x1a\x19.quartet.v1.ScoreResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17quartet/v1/reward.proto\x12\nquartet.v1\x1a\x17quartet/v1/tensor.proto\x1a\x1bquartet/v1/trajectory.proto\"\xbe\x01\n\x0cScoreRequest\x12%\n\x05\x62\x61tch\x18\x01 \x01(\x0b\x32\x16.quartet.v1.TokenBatch\x12\x0e\n\x06\x66ields\x18\x02 \x03(\t\x12\x36\n\x07weights\x18\x03 \x03(\x0b\x32%.quartet.v1.ScoreRequest.WeightsEntry\x12\x0f\n\x07updates\x18\x04 \x01(\x04\x1a.\n\x0cWeightsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\xe8\x02\n\rScoreResponse\x12\"\n\x06scores\x18\x01 \x01(\x0b\x32\x12.quartet.v1.Tensor\x12\x33\n\x05parts\x18\x02 \x03(\x0b\x32$.quartet.v1.ScoreResponse.PartsEntry\x12%\n\x08outcomes\x18\x03 \x03(\x0e\x32\x13.quartet.v1.Outcome\x12\x0f\n\x07\x64\x65tails\x18\x04 \x03(\t\x12\x0e\n\x06logged\x18\x05 \x03(\t\x12@\n\x0c\x63ured_faults\x18\x06 \x03(\x0b\x32*.quartet.v1.ScoreResponse.CuredFaultsEntry\x1a@\n\nPartsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12!\n\x05value\x18\x02 \x01(\x0b\x32\x12.quartet.v1.Tensor:\x02\x38\x01\x1a\x32\n\x10\x43uredFaultsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\x32M\n\rRewardService\x12<\n\x05Score\x12\x18.quartet.v1.ScoreRequest\x1a\x19.quartet.v1.ScoreResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,14 +37,18 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SCOREREQUEST_WEIGHTSENTRY']._serialized_options = b'8\001'
   _globals['_SCORERESPONSE_PARTSENTRY']._loaded_options = None
   _globals['_SCORERESPONSE_PARTSENTRY']._serialized_options = b'8\001'
+  _globals['_SCORERESPONSE_CUREDFAULTSENTRY']._loaded_options = None
+  _globals['_SCORERESPONSE_CUREDFAULTSENTRY']._serialized_options = b'8\001'
   _globals['_SCOREREQUEST']._serialized_start=94
   _globals['_SCOREREQUEST']._serialized_end=284
   _globals['_SCOREREQUEST_WEIGHTSENTRY']._serialized_start=238
   _globals['_SCOREREQUEST_WEIGHTSENTRY']._serialized_end=284
   _globals['_SCORERESPONSE']._serialized_start=287
-  _globals['_SCORERESPONSE']._serialized_end=529
-  _globals['_SCORERESPONSE_PARTSENTRY']._serialized_start=465
-  _globals['_SCORERESPONSE_PARTSENTRY']._serialized_end=529
-  _globals['_REWARDSERVICE']._serialized_start=531
-  _globals['_REWARDSERVICE']._serialized_end=608
+  _globals['_SCORERESPONSE']._serialized_end=647
+  _globals['_SCORERESPONSE_PARTSENTRY']._serialized_start=531
+  _globals['_SCORERESPONSE_PARTSENTRY']._serialized_end=595
+  _globals['_SCORERESPONSE_CUREDFAULTSENTRY']._serialized_start=597
+  _globals['_SCORERESPONSE_CUREDFAULTSENTRY']._serialized_end=647
+  _globals['_REWARDSERVICE']._serialized_start=649
+  _globals['_REWARDSERVICE']._serialized_end=726
 # @@protoc_insertion_point(module_scope)

@@ -112,11 +112,32 @@ class ScoreResponse(_message.Message):
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
+    @_typing.final
+    class CuredFaultsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     SCORES_FIELD_NUMBER: _builtins.int
     PARTS_FIELD_NUMBER: _builtins.int
     OUTCOMES_FIELD_NUMBER: _builtins.int
     DETAILS_FIELD_NUMBER: _builtins.int
     LOGGED_FIELD_NUMBER: _builtins.int
+    CURED_FAULTS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def scores(self) -> _tensor_pb2.Tensor:
         """float32 [sequences]: score of each response, in units of reward. A reward model reads it at the last token. NaN where the
@@ -146,6 +167,12 @@ class ScoreResponse(_message.Message):
         become metrics of the step, all are recorded with the response.
         """
 
+    @_builtins.property
+    def cured_faults(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """Number of failed attempts to get these scores that a further attempt cured, by name of the source, "" for a single source. Only
+        for metrics. Sources without such a fault may be absent.
+        """
+
     def __init__(
         self,
         *,
@@ -154,10 +181,11 @@ class ScoreResponse(_message.Message):
         outcomes: _abc.Iterable[_trajectory_pb2.Outcome.ValueType] | None = ...,
         details: _abc.Iterable[_builtins.str] | None = ...,
         logged: _abc.Iterable[_builtins.str] | None = ...,
+        cured_faults: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["scores", b"scores"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["details", b"details", "logged", b"logged", "outcomes", b"outcomes", "parts", b"parts", "scores", b"scores"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cured_faults", b"cured_faults", "details", b"details", "logged", b"logged", "outcomes", b"outcomes", "parts", b"parts", "scores", b"scores"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

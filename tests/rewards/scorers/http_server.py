@@ -97,6 +97,14 @@ DIALECTS = {
 }
 
 
+PAGES = {
+    "page": b"<!doctype html><title>maintenance</title>",
+    "nothing": b"",
+    "error object": b'{"error": {"message": "overloaded"}}',
+}
+"""Answers with status 200 that are not those of a scorer."""
+
+
 def _score_without_prompt(text: str) -> float:
     """Score a response. A query has the prompt's words, too, which are those from w30 on."""
     return score_of(" ".join(word for word in text.split() if not 30 <= int(word[1:]) < 40))
@@ -110,13 +118,15 @@ def _has_mark(text: str) -> bool:
 class ScorerServer:
     """A scorer on a free port of loopback.
 
-    ``fault`` concerns requests with the mark; with ``everywhere``, all. ``faulty_requests`` limits it to the first ones.
+    ``fault`` concerns requests with the mark; with ``everywhere``, all. ``faulty_requests`` limits it to the first ones, after
+    ``good_requests``.
     """
 
     dialect: ServedDialect
     fault: str = ""
     everywhere: bool = False
     faulty_requests: int = 10**9
+    good_requests: int = 0
     key: str = ""
     delay: float = 0.0
     score: Callable[[str], float] = _score_without_prompt
@@ -125,6 +135,7 @@ class ScorerServer:
     in_flight: int = 0
     most_in_flight: int = 0
     url: str = ""
+    redirect_to: str = ""
     lock: threading.Lock = field(default_factory=threading.Lock)
     closing: threading.Event = field(default_factory=threading.Event)
 
@@ -163,6 +174,9 @@ class ScorerServer:
         """Return the fault of a request with these texts, or ""."""
         with self.lock:
             if not self.fault or not (self.everywhere or any(map(self.is_marked, texts))):
+                return ""
+            if self.good_requests:
+                self.good_requests -= 1
                 return ""
             self.faulty_requests -= 1
             return self.fault if self.faulty_requests >= 0 else ""
@@ -218,6 +232,13 @@ class _Handler(BaseHTTPRequestHandler):
         if fault in statuses:
             # A server may quote the response in its error.
             self._send(statuses[fault], json.dumps({"detail": f"secret {texts[0]}"}).encode())
+            return
+        if fault.startswith("status "):
+            status = int(fault.removeprefix("status "))
+            self._send(status, b"<html>secret</html>", {"Location": f"{state.redirect_to}/rm"} if status < 400 else {})
+            return
+        if fault in PAGES:
+            self._send(200, PAGES[fault])
             return
         if fault == "hang":
             state.closing.wait(HANG_SECONDS)

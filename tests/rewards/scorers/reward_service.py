@@ -24,6 +24,9 @@ STATUSES = {
     "overloaded": grpc.StatusCode.UNAVAILABLE,
     "cut": grpc.StatusCode.ABORTED,
     "reset": grpc.StatusCode.UNKNOWN,
+    "denied once": grpc.StatusCode.PERMISSION_DENIED,
+    "unauthenticated once": grpc.StatusCode.UNAUTHENTICATED,
+    "unimplemented once": grpc.StatusCode.UNIMPLEMENTED,
 }
 
 
@@ -63,6 +66,8 @@ class FaultyRewardService(grpc.GenericRpcHandler):
 
     def _faulty(self, context: grpc.ServicerContext, total: np.ndarray, marked: np.ndarray) -> bytes:
         fault = self._fault
+        if fault.endswith(" once"):
+            self._fault = ""
         if fault in STATUSES:
             context.abort(STATUSES[fault], "secret text")
         if fault == "hang":

@@ -130,8 +130,8 @@ def test_an_address_without_such_a_scorer_is_a_mismatch(build: Build) -> None:
         build(section("openrlhf", server.url)).score(BATCH)
 
 
-def certificate(folder: Path) -> tuple[Path, Path]:
-    """Write a certificate for 127.0.0.1 that signs itself, and its key."""
+def certificate(folder: Path, days: int = 1) -> tuple[Path, Path]:
+    """Write a certificate for 127.0.0.1 that signs itself, and its key. It expires in ``days``."""
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "scorer")])
     now = datetime.datetime.now(datetime.UTC)
@@ -141,8 +141,8 @@ def certificate(folder: Path) -> tuple[Path, Path]:
         .issuer_name(name)
         .public_key(key.public_key())
         .serial_number(1)
-        .not_valid_before(now - datetime.timedelta(days=1))
-        .not_valid_after(now + datetime.timedelta(days=1))
+        .not_valid_before(now - datetime.timedelta(days=9))
+        .not_valid_after(now + datetime.timedelta(days=days))
         .add_extension(x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]), critical=False)
         .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
         .sign(key, hashes.SHA256())
@@ -162,6 +162,14 @@ def test_https_needs_the_authority_of_the_scorer(build: Build, tmp_path: Path) -
         np.testing.assert_array_equal(build(trusted).score(BATCH).total, EXPECTED)
         with pytest.raises(AccessRefused, match=r"set reward\.http\.certificate_authority_file"):
             build(section("openrlhf", server.url, timeout_seconds=5.0)).score(BATCH)
+
+
+def test_a_certificate_that_has_expired_says_so(build: Build, tmp_path: Path) -> None:
+    files = certificate(tmp_path, days=-2)
+    with ScorerServer(DIALECTS["openrlhf"]).running(tls=files) as server:
+        trusted = section("openrlhf", server.url, certificate_authority_file=str(files[0]), timeout_seconds=5.0)
+        with pytest.raises(AccessRefused, match="has a certificate that has expired; renew it"):
+            build(trusted).score(BATCH)
 
 
 def test_a_slow_scorer_is_no_fault(build: Build) -> None:

@@ -149,6 +149,7 @@ def _summary(
         rows.append(("response tokens per second", tokens / seconds if seconds else None))
         rows += _ends(steps, [str(part["name"]) for part in _setting(config, "reward.parts") or ()])
     rows.append(("failed trajectories", len(_lines_of(files.failed_trajectories))))
+    rows.append(("faults cured by retries", sum(int(step.get("cured_faults", 0)) for step in steps)))
     rows.append(("skipped prompts", sum(int(step.get("skipped_prompts", 0)) for step in steps)))
     return rows
 
