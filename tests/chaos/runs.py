@@ -34,7 +34,7 @@ from tests.chaos.cases import (
     role_and_rank,
 )
 from tests.e2e.commands import QUARTET, Command, CommandResult
-from tests.e2e.conftest import MINIATURE
+from tests.e2e.conftest import WIDE
 from tests.waiting import LIMIT, wait_until
 
 RUN = "chaos"
@@ -120,7 +120,7 @@ class ChaosSetup:
         self.config.write_text(yaml.safe_dump(tree, sort_keys=False))
 
     def _toy_task(self) -> ToyTask:
-        return make_toy_task(self.folder / "toy-task", recipe=MINIATURE)
+        return make_toy_task(self.folder / "toy-task", recipe=WIDE)
 
     def undisturbed(self, seed: int) -> Path:
         """Return the directory of the undisturbed run of a seed. The first call runs it."""

@@ -8,7 +8,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 
@@ -33,6 +33,8 @@ MINIATURE = Recipe(
     policy=Schedule(steps=4, batch_sequences=8),
     reward=Schedule(steps=3, batch_sequences=8),
 )
+WIDE = replace(MINIATURE, vocabulary=600, reviews=400, shape=Shape(hidden=128, layers=2, heads=4, positions=128))
+"""Models as wide as those of the reviews, which reach the kernels that users reach."""
 STEPS = 3
 MAX_PROMPT = 24
 

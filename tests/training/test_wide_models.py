@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +17,10 @@ import torch
 
 from quartet.demo.toy_task import make_toy_task
 from quartet.models.generation.torch_engine import TorchEngine
-from quartet.models.pretraining import Shape
 from quartet.models.torch_threads import torch_threads
 from quartet.models.weights.loading import load_causal_lm
 from quartet.models.weights.lora import add_adapter
-from tests.e2e.conftest import MINIATURE
+from tests.e2e.conftest import WIDE
 from tests.training.conftest import MakeConfig
 from tests.training.generator_runs import run_with_generators
 from tests.training.runs import Run, assert_same, run_to_completion
@@ -42,8 +40,7 @@ LORA = {"lora": {"rank": 8}}
 @pytest.fixture(scope="module")
 def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A policy as wide as that of the reviews, beside its reward model."""
-    recipe = replace(MINIATURE, vocabulary=600, reviews=400, shape=Shape(hidden=128, layers=2, heads=4, positions=128))
-    return make_toy_task(tmp_path_factory.mktemp("wide") / "toy-task", recipe=recipe).policy
+    return make_toy_task(tmp_path_factory.mktemp("wide") / "toy-task", recipe=WIDE).policy
 
 
 @pytest.fixture(scope="module")
