@@ -60,7 +60,11 @@ class Scenario:
             {
                 "run": {"name": "parity", "seed": SEED},
                 "data": {"prompts": "prompts.jsonl"},
-                "algorithm": {"rollout_correction": {"level": "none"}, **self.algorithm},
+                "algorithm": {
+                    "rollout_correction": {"level": "none"},
+                    "truncation": {"treatment": "keep"},
+                    **self.algorithm,
+                },
                 "rollout": {"max_response_tokens": 16, **self.rollout},
                 "actor": {"model": str(models.policy), **trained},
                 "critic": {"model": str(models.critic), **trained},

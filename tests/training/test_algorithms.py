@@ -14,6 +14,7 @@ from quartet.types import Role
 from tests.training.conftest import MakeConfig
 from tests.training.runs import Run, run_to_completion
 
+KEEP = {"treatment": "keep"}
 GROUPS = {"prompts_per_step": 2, "samples_per_prompt": 3}
 ESTIMATORS: dict[str, dict[str, Any]] = {
     "gae": {"algorithm": {"estimator": "gae"}},
@@ -87,7 +88,7 @@ def test_learning_rates_follow_their_schedules_and_are_reported(make: MakeConfig
 
 
 def test_scores_are_normalised_by_running_moments(make: MakeConfig) -> None:
-    run = run_to_completion(make(run={"steps": 3}, algorithm={"score": {"normalize": "running"}}))
+    run = run_to_completion(make(run={"steps": 3}, algorithm={"score": {"normalize": "running"}, "truncation": KEEP}))
     all_scores: list[float] = []
     for number, step in enumerate(run.metrics, 1):
         scores = [item["score"] for item in run.trajectories(number)]
@@ -100,7 +101,7 @@ def test_scores_are_normalised_by_running_moments(make: MakeConfig) -> None:
 
 
 def test_initial_score_moments_are_kept(make: MakeConfig) -> None:
-    run = run_to_completion(make(run={"steps": 3}, algorithm={"score": {"normalize": "initial"}}))
+    run = run_to_completion(make(run={"steps": 3}, algorithm={"score": {"normalize": "initial"}, "truncation": KEEP}))
     first = torch.tensor([item["score"] for item in run.trajectories(1)], dtype=torch.float64)
     for step in run.metrics:
         expected = (step["reward_mean"] - float(first.mean())) / float(first.std(correction=0))

@@ -216,7 +216,10 @@ def test_the_overlong_penalty_rises_up_to_the_response_limit(make: MakeConfig) -
     run = run_to_completion(
         make(
             run={"steps": 1},
-            algorithm={"overlong_penalty": {"buffer_tokens": 6, "penalty": 3.0}},
+            algorithm={
+                "overlong_penalty": {"buffer_tokens": 6, "penalty": 3.0},
+                "truncation": {"treatment": "keep"},
+            },
             rollout={"prompts_per_step": 8, "max_response_tokens": 8},
         )
     )

@@ -27,7 +27,7 @@ def config_of(make: MakeConfig, reward: dict[str, Any], **changes: Any) -> Confi
             "run": {"steps": STEPS},
             "reward": {"model": None, **reward},
             "critic": {"model": None},
-            "algorithm": {"score": {"normalize": "running"}},
+            "algorithm": {"score": {"normalize": "running"}, "truncation": {"treatment": "keep"}},
             "checkpoint": {"every_steps": 2},
             "recovery": {"backoff_seconds": 0.01},
             **changes,

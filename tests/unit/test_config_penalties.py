@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import yaml
 
 from quartet.config import Config, parse_config
 from quartet.errors import ConfigError
@@ -92,6 +93,34 @@ def test_a_custom_estimator_takes_any_parameters() -> None:
     parameters = {"anything": 3, "flag": True}
     algorithm = {"estimator": "a:b", "custom_estimator": {}, "estimator_parameters": parameters}
     assert config(algorithm=algorithm).algorithm.estimator_spec.parameters == parameters
+
+
+ENVIRONMENT = {"rollout": {"max_turns": 2}, "environment": {"class_name": "my:Game"}}
+TEACHER = {
+    "algorithm": {"estimator": "reinforce", "kl_coefficient": 0.0, "distillation": {}},
+    "reference": {"model": "t"},
+    "reward": {"model": None, "source": "none"},
+}
+
+
+@pytest.mark.parametrize(
+    ("sections", "expected"),
+    [
+        ({}, "penalty"),
+        ({"reward": {"model": None, "source": "function", "function": "my:score"}}, "penalty"),
+        ({"algorithm": {"truncation": {"penalty": 3.0}}}, "penalty"),
+        ({"algorithm": {"truncation": {"treatment": "keep"}}}, "keep"),
+        (ENVIRONMENT, "keep"),
+        ({**ENVIRONMENT, "algorithm": {"truncation": {"treatment": "penalty"}}}, "penalty"),
+        (TEACHER, "keep"),
+    ],
+)
+def test_a_truncated_response_has_a_penalty_unless_an_environment_sets_the_limits_or_nothing_is_scored(
+    sections: dict[str, Any], expected: str
+) -> None:
+    shown = yaml.safe_load(config(**sections).to_yaml())
+    assert shown["algorithm"]["truncation"]["treatment"] == expected
+    assert parse_config(shown, "config of the run").to_yaml() == config(**sections).to_yaml()
 
 
 def test_memory_is_planned_for_an_entropy_that_the_controller_may_add() -> None:

@@ -232,7 +232,7 @@ rollout:
   # A step learns from prompts_per_step x samples_per_prompt responses. More make it slower and less noisy.
   prompts_per_step: {prompts}
   samples_per_prompt: {samples}
-  # Longer responses are cut off.
+  # Longer responses are cut off and lose 1 in reward, see algorithm.truncation.
   max_response_tokens: {response_tokens}
 
 checkpoint:

@@ -94,9 +94,9 @@ class ScoreConfig(Section):
 class TruncationConfig(Section):
     """Treatment of truncated responses, which the token limit cuts off."""
 
-    treatment: Literal["keep", "penalty", "mask", "scale"] = "keep"
+    treatment: Literal["keep", "penalty", "mask", "scale"] | None = None
     """keep: no change. penalty: subtract `penalty` from the score. mask: leave the response out of the policy loss. scale:
-    multiply the score by `scale`."""
+    multiply the score by `scale`. Null: penalty, or keep in a run with an environment or without scores."""
     penalty: NonNegative = 1.0
     """Penalty for a missing end-of-sequence token, subtracted from the score, in units of reward."""
     scale: Fraction = 0.5

@@ -59,6 +59,7 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _is_consistent(self) -> Config:
+        self._resolve_truncation()
         self._check_sizes()
         self._check_estimator()
         self._check_warmup()
@@ -75,6 +76,16 @@ class Config(Section):
         check_average(self)
         check_synchronization(self)
         return self
+
+    def _resolve_truncation(self) -> None:
+        """Replace a null algorithm.truncation.treatment, so that the run's config shows it. Defaults are shared: copy them."""
+        if self.algorithm.truncation.treatment is None:
+            algorithm, truncation = self.algorithm.model_copy(), self.algorithm.truncation.model_copy()
+            # The limits of an environment may be part of its task.
+            has_penalty = self.has_scores and not self.has_environment
+            truncation.__dict__["treatment"] = "penalty" if has_penalty else "keep"
+            algorithm.__dict__["truncation"] = truncation
+            self.__dict__["algorithm"] = algorithm
 
     def _check_sizes(self) -> None:
         samples = self.rollout.prompts_per_step * self.rollout.samples_per_prompt

@@ -49,7 +49,7 @@ RLOO = {"estimator": "rloo"}
         ({"algorithm": {**RLOO, "truncation": {"treatment": "scale", "penalty": 2.0, "scale": 0.1}}},
          "algorithm.truncation.penalty", "algorithm.truncation.treatment is scale"),
         ({"algorithm": {**RLOO, "truncation": {"scale": 0.1}}}, "algorithm.truncation.scale",
-         "algorithm.truncation.treatment is keep"),
+         "algorithm.truncation.treatment is penalty"),
         ({"actor": {"model": "a/b", "final_learning_rate": 1e-6}}, "actor.final_learning_rate",
          "actor.schedule is constant"),
         ({"checkpoint": {"best_mode": "min"}}, "checkpoint.best_mode", "checkpoint.best_metric is null"),
