@@ -183,6 +183,12 @@ def test_a_skipped_optimizer_step_raises_an_alert_at_once() -> None:
     assert "3 optimizer steps" in alert.evidence
 
 
+def test_weights_that_changed_in_an_engine_raise_an_alert_at_once() -> None:
+    (alert,) = run([{"weights_changed": 0.0}, {"weights_changed": 2.0}])
+    assert (alert.guard, alert.action, alert.step) == ("weights_changed", "warn", 2)
+    assert "2 Generate calls of step 2 ended with other weights" in alert.evidence
+
+
 def test_a_disabled_rule_raises_no_alert() -> None:
     assert run([{"kl_mean": 60.0}] * 8, kl_runaway={"action": "off"}) == []
 
@@ -202,7 +208,7 @@ def test_without_a_critic_its_rule_raises_no_alert() -> None:
 
 def test_every_rule_of_the_config_can_raise_an_alert() -> None:
     rules = set(GuardsConfig.model_fields) - {"window_steps"}
-    assert rules == {*BOUNDS, "not_finite", "reward_hacking", "entropy_collapse"}
+    assert rules == {*BOUNDS, "not_finite", "weights_changed", "reward_hacking", "entropy_collapse"}
 
 
 def test_the_entropy_slope_covers_the_window() -> None:
