@@ -142,7 +142,7 @@ class ChatTemplate:
 
     @cached_property
     def _reads(self) -> tuple[bool, bool]:
-        """Whether the template writes content that is a text, and content that is a list of text parts."""
+        """True if the template writes content that is a text, and true if it writes a list of text parts."""
         text, parts = self._trial(_MARK), self._trial([{"type": "text", "text": _MARK}])
         # A template that does not read parts writes the list as Python or JSON, with the text in quotes, or fails.
         before = parts.partition(_MARK)[0][-1:]

@@ -23,7 +23,7 @@ ENCODE_LINES = 1024
 _TEXT, _CHAT, _IDS, _ENDED, _BEGUN_TWICE = 1, 2, 4, 8, 16
 """Flags of an encoded prompt: its kind, whether it ended with a stop token, whether it begins with two BOS tokens."""
 _FEATURES = ("generation prompt", *TEMPLATE_KEYS)
-"""What a chat template may ignore."""
+"""Features that a chat template may ignore."""
 
 
 @dataclass(frozen=True, slots=True)
