@@ -21,7 +21,6 @@ from redis.retry import Retry
 
 from quartet.buffer.connection import EMBEDDED_SOCKET, connect
 from quartet.child_processes import tied_to_parent
-from quartet.durable_files import describe_os_error
 from quartet.errors import ConfigError, ServiceFailed, ServiceUnavailable
 
 START_TIMEOUT = 20.0
@@ -69,7 +68,7 @@ def _socket_folder() -> Path:
         try:
             return Path(tempfile.mkdtemp(prefix="quartet-", dir=parent))
         except OSError as error:
-            tried.append(describe_os_error(error))
+            tried.append(f"{parent}: {error.strerror}")
     raise ConfigError(
         f"embedded Redis: no folder for its socket: TMPDIR {tempfile.gettempdir()} is longer than {MAX_FOLDER_BYTES} bytes"
         f"{''.join(f'; {reason}' for reason in tried)}; set TMPDIR to a shorter path, or set buffer.url"

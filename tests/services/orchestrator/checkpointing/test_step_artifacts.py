@@ -27,7 +27,7 @@ class Decoder:
 
 def rows_of(item: Trajectory) -> list[dict[str, Any]]:
     """Return the rows of a trajectory that was scored, and of the same one that could not be scored."""
-    scored: Any = SimpleNamespace(trajectory=item, score=1.0, parts={})
+    scored: Any = SimpleNamespace(trajectory=item, score=1.0, parts={}, logged={})
     outcome = Outcome.SCORER_ERROR if item.outcome is Outcome.OK else item.outcome
     failed = FailedTrajectory(item, 3, "error", ServiceFailed, outcome)
     prepared: Any = SimpleNamespace(response_kl=np.zeros(1, np.float32))
