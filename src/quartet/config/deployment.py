@@ -268,8 +268,7 @@ class OutcomeConfig(Section):
 
     action: Literal["retry", "replace", "stop"] = "retry"
     """retry: score it again, or play its episode again from the start, up to recovery.max_scoring_attempts, then replace it.
-    replace: record it as failed, and generate
-    another response to the same prompt at once. stop: record it and end the run."""
+    replace: record it as failed, and generate another response to the same prompt at once. stop: record it and end the run."""
     skip_prompt: bool = True
     """The prompt may be the cause: if recovery.max_failures_per_prompt responses to it failed and none has a score, the step
     skips the prompt and takes the next one of the data. False: the step continues with responses to the same prompt."""
@@ -279,12 +278,14 @@ class CancelledOutcomeConfig(OutcomeConfig):
     """Action for a response whose scoring or episode was cancelled."""
 
     skip_prompt: bool = False
+    """As for the other outcomes, but false by default: the prompt is not the cause."""
 
 
 class RefusedOutcomeConfig(OutcomeConfig):
     """Action for a response that the source declined to score."""
 
     action: Literal["retry", "replace", "stop"] = "replace"
+    """As for the other outcomes, but replace by default: another attempt would be refused as well."""
 
 
 class OutcomesConfig(Section):
