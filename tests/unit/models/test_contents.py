@@ -11,6 +11,7 @@ import pytest
 import safetensors.torch
 import structlog
 import torch
+from transformers import GPTJConfig, GPTJForCausalLM, GPTNeoConfig, GPTNeoForCausalLM
 
 from quartet.errors import ModelError
 from quartet.models.weights.loading import META, load_causal_lm, load_critic, load_reward_model
@@ -166,6 +167,22 @@ def test_what_other_tools_leave_in_a_checkpoint_is_no_contradiction(device: str,
         for model in (directory, tied, sharded):
             load_causal_lm(model, device=device)
         load_critic(directory, device=device)
+    assert not logs
+
+
+@pytest.mark.parametrize("device", [META, "cpu"])
+def test_masks_that_earlier_versions_saved_are_no_contradiction(device: str, tmp_path: Path) -> None:
+    mask, score = torch.ones(1, 1, 8, 8), torch.tensor(-1e9)
+    size = {"vocab_size": tiny.VOCABULARY, "max_position_embeddings": 32}
+    neo = GPTNeoConfig(**size, hidden_size=16, num_layers=1, num_heads=2, attention_types=[[["global"], 1]])
+    gpt_j = GPTJConfig(vocab_size=tiny.VOCABULARY, n_embd=16, n_layer=1, n_head=2, n_positions=32, rotary_dim=4)
+    models = {"attn.attention": GPTNeoForCausalLM(neo), "attn": GPTJForCausalLM(gpt_j)}
+    with structlog.testing.capture_logs() as logs:
+        for name, model in models.items():
+            directory = Path(tiny.saved(model, tmp_path / name))
+            added = {f"transformer.h.0.{name}.bias": mask, f"transformer.h.0.{name}.masked_bias": score}
+            edit_weights(directory, lambda all, added=added: all.update(added))
+            load_causal_lm(directory, device=device)
     assert not logs
 
 

@@ -18,6 +18,9 @@ from quartet.weight_files import read_headers, same_bytes
 
 log = structlog.get_logger()
 
+_CAUSAL_MASKS = ("bias", "masked_bias", "causal_mask")
+"""Names of constants that earlier versions of transformers saved with the attention of GPT-2, GPT-Neo, GPT-J and CodeGen."""
+
 
 def describe_model(directory: Path, config: Any, kind: Any) -> tuple[Any, Mapping[str, Any]]:
     """Return the model of a checkpoint on the meta device, and the report of transformers about its tensors.
@@ -73,7 +76,7 @@ def check_contents(model: Any, report: Mapping[str, Any]) -> list[str]:
         one, other = model.get_parameter_or_buffer(target), model.get_parameter_or_buffer(source)
         if one is not other and not one.is_meta:
             raise _tied_differently(target, source)
-    unused = sorted(report["unexpected_keys"])
+    unused = sorted(key for key in report["unexpected_keys"] if not _is_causal_mask(model, key))
     within = [key for key in unused if _is_within_layers(model, key)]
     if within:
         raise ModelError(
@@ -99,6 +102,20 @@ def _output_name(model: Any) -> str | None:
     projection = model.get_output_embeddings()
     names = (name for name, module in model.named_modules() if module is projection)
     return None if projection is None else f"{next(names, '')}.weight"
+
+
+def _is_causal_mask(model: nn.Module, name: str) -> bool:
+    """Return whether a tensor is the mask of an attention, which its class computes. The bias of a layer has a layer's name."""
+    path, _, last = name.rpartition(".")
+    if last not in _CAUSAL_MASKS or "attn" not in path.split("."):
+        return False
+    for prefix in ("", f"{getattr(model, 'base_model_prefix', '')}."):
+        try:
+            # An attention consists of layers. Biases belong to those.
+            return any(True for _ in model.get_submodule(prefix + path).children())
+        except AttributeError:
+            continue
+    return False
 
 
 def _is_within_layers(model: nn.Module, name: str) -> bool:
