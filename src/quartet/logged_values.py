@@ -86,4 +86,4 @@ def means_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         for name, value in row.items():
             if isinstance(value, int | float):
                 numbers[name].append(float(value))
-    return {f"logged_{name}": math.fsum(numbers[name]) / len(numbers[name]) for name in sorted(numbers)[:MAX_NAMES]}
+    return {f"{PREFIX}{name}": math.fsum(numbers[name]) / len(numbers[name]) for name in sorted(numbers)[:MAX_NAMES]}
