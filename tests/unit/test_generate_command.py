@@ -25,7 +25,9 @@ def test_empty_responses_are_explained(
     assert ("answers with --chat" in capsys.readouterr().err) == is_explained
 
 
-def test_the_chat_template_gets_what_the_run_of_the_policy_gave_it(tmp_path: Path) -> None:
+def test_the_chat_template_gets_what_the_run_of_the_policy_gave_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     data = {"prompts": "p.jsonl", "chat_template_kwargs": {"a": 1, "b": 1}, "tools": [{"type": "function"}]}
     run = RunFiles(tmp_path / "run")
     run.root.mkdir()
@@ -35,6 +37,7 @@ def test_the_chat_template_gets_what_the_run_of_the_policy_gave_it(tmp_path: Pat
         inputs = command.template_inputs(str(place), '{"b": 2}')
         assert inputs.chat_template_kwargs == {"a": 1, "b": 2}
         assert inputs.tools == [{"type": "function"}]
+    monkeypatch.chdir(run.root)
     assert command.template_inputs("owner/model", "").key == TemplateInputs().key
     with pytest.raises(ConfigError, match="--chat-template-kwargs is of type list; expected an object"):
         command.template_inputs("owner/model", "[1]")

@@ -38,7 +38,8 @@ def policy_in(directory: str) -> str:
 
 def config_of_policy(directory: str) -> Config | None:
     """Return the config of the run in whose directory a policy is. None if it is not in one, or its config cannot be read."""
-    files = find_run(Path(directory) / "policy")
+    # An id of the hub is no place, even if the working directory is inside a run.
+    files = find_run(Path(directory) / "policy") if Path(directory).is_dir() else None
     if files is None:
         return None
     try:
