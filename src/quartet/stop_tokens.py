@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from quartet.errors import ModelError
+from quartet.weight_files import LFS_POINTER, is_lfs_pointer
 
 NO_STOP_TOKEN = (
     "no stop token, so every response is as long as rollout.max_response_tokens allows and counts as truncated; set "
@@ -73,6 +74,8 @@ def read_json_object(path: Path, required: bool = False) -> dict[str, Any]:
             return {}
         raise ModelError(f"model {path.parent}: {path.name} is missing; give a complete checkpoint") from None
     except (OSError, ValueError) as error:
+        if is_lfs_pointer(path):
+            raise ModelError(f"model {path}: {LFS_POINTER}") from None
         raise ModelError(f"model {path}: cannot be read ({error}); give a complete checkpoint") from None
     if not isinstance(content, dict):
         raise ModelError(f"model {path}: expected a JSON object")

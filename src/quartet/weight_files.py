@@ -16,6 +16,10 @@ INDEX_FILE = "model.safetensors.index.json"
 VALUE_HEAD_FILE = "value_head.safetensors"
 MAX_HEADER_BYTES = 100 * 1024**2
 """Maximum length of the header of a safetensors file, as in the safetensors library."""
+LFS_POINTER = (
+    "a reference of Git LFS, without the content; run git lfs pull in its folder, or download it with hf download"
+)
+_LFS_START = b"version https://git-lfs.github.com/spec/"
 _DISTRIBUTED = re.compile(r"shard-[0-9]{5}-model-[0-9]{5}-of-[0-9]{5}\.safetensors")
 """Files of torch.distributed.checkpoint, which transformers prefers to all others."""
 
@@ -118,12 +122,23 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
         if any(size < 0 for entry in entries.values() for size in entry.shape):
             raise ValueError("negative size")
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        if is_lfs_pointer(path):
+            raise ModelError(f"{path.name} is {LFS_POINTER}") from None
         raise ModelError(f"{path.name} is not a safetensors file, or damaged; copy or download it again") from None
     if path.stat().st_size != expected:
         raise ModelError(
             f"{path.name} has {path.stat().st_size:,} bytes, its header says {expected:,}; copy or download it again"
         )
     return entries
+
+
+def is_lfs_pointer(path: Path) -> bool:
+    """Return whether a file holds a reference of Git LFS instead of the content, as a clone without Git LFS leaves it."""
+    try:
+        with path.open("rb") as opened:
+            return opened.read(len(_LFS_START)) == _LFS_START
+    except OSError:
+        return False
 
 
 def same_bytes(one: tuple[Path, TensorEntry], other: tuple[Path, TensorEntry]) -> bool:

@@ -89,3 +89,13 @@ def test_values_that_json_lacks(value: Any, problem: str, tmp_path: Path) -> Non
     path = parquet(tmp_path / "p.parquet", [{"prompt": "a", "answer": value}])
     joint = "" if problem.startswith(":") else " "
     assert refusal(path) == f" row 1: column answer{joint}{problem}{IGNORE}"
+
+
+@pytest.mark.parametrize("name", ["prompts.tsv", "prompts.txt", "prompts.xlsx"])
+def test_a_file_of_another_format_is_told_which_formats_are_read(name: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    path.write_text("text\tanswer\nOnce upon a time\t1\n")
+    assert refusal(path) == (
+        f":1: not JSON, and files that end in {path.suffix} are read as JSON Lines; give a file in JSON Lines (.jsonl, .json), "
+        "CSV (.csv), each also as .gz or .zst, or Parquet (.parquet)"
+    )

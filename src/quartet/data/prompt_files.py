@@ -139,6 +139,10 @@ def _json_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         try:
             value = parse_json(text)
         except (ValueError, RecursionError) as error:
+            if first and _format(path) not in ("", ".jsonl", ".json") and not text.startswith(("{", "[")):
+                raise DataError(
+                    f"{where}: not JSON, and files that end in {path.suffix} are read as JSON Lines; give a file in {FORMATS}"
+                ) from None
             hint = _json_hint(text, first) or "expected a JSON object per line"
             raise DataError(f"{where}: not JSON ({error}); {hint}") from None
         if not isinstance(value, dict):

@@ -17,7 +17,7 @@ from quartet.hub_models import cached_snapshot, is_complete
 from quartet.preflight.checking_process import checking_process
 from quartet.types import Role
 
-_FORMAT = 1
+_FORMAT = 2
 """Version of the comparison. Raise it if its result changes."""
 _MAX_CACHE_BYTES = 16 * 1024**2
 

@@ -119,9 +119,14 @@ def _check_checkpoint(
             f"{what}: {', '.join(map(str, names)) or 'no architectures in config.json'}; expected {_WANTED[role]}"
         )
     if role is Role.REWARD and (outputs := _num_outputs(what, description)) != 1:
-        raise ModelError(
-            f"{what}: a classifier with {outputs} outputs; a reward model has exactly one: train it with num_labels=1"
-        )
+        hint = "train it with num_labels=1"
+        if not isinstance(description.get("id2label"), dict):
+            # OpenRLHF among others saves models with one output so. transformers then takes two.
+            hint = (
+                'if it was trained with one, config.json does not say so: add "id2label": {"0": "LABEL_0"} to it; else '
+                + hint
+            )
+        raise ModelError(f"{what}: a classifier with {outputs} outputs; a reward model has exactly one: {hint}")
     positions = positions_in(description)
     if positions is not None and positions <= max_response_tokens:
         raise ModelError(
@@ -157,8 +162,9 @@ def _directory(what: str, model: str) -> Path:
         except ModelError as error:
             raise ModelError(f"{what} {error}") from None
     if not Path(model).is_dir():
+        problem = "a file" if Path(model).is_file() else "no such directory"
         raise ModelError(
-            f"{what} {model}: no such directory; expected the directory of a Hugging Face model, or a hub id (NAME or OWNER/NAME)"
+            f"{what} {model}: {problem}; expected the directory of a Hugging Face model, or a hub id (NAME or OWNER/NAME)"
         )
     return Path(model)
 
@@ -190,10 +196,10 @@ def _read_json(key: str, path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ModelError(
-            f"{key} {path.parent}: {path.name} cannot be read ({error.strerror}); expected the directory of a Hugging Face model"
+            f"{key}: {path.name} cannot be read ({error.strerror}); expected the directory of a Hugging Face model"
         ) from None
     except ValueError as error:
-        raise ModelError(f"{key} {path}: not JSON ({error}); save the model again") from None
+        raise ModelError(f"{key}: {path.name} is not JSON ({error}); save the model again") from None
     if not isinstance(value, dict):
-        raise ModelError(f"{key} {path}: expected a JSON object; save the model again")
+        raise ModelError(f"{key}: {path.name} is not a JSON object; save the model again")
     return value

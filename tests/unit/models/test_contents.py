@@ -116,6 +116,16 @@ def only_files_with_another_name(directory: Path) -> None:
     (directory / "model.safetensors").rename(directory / "consolidated.safetensors")
 
 
+def quantised_values_without_a_quantization_config(directory: Path) -> None:
+    name = "model.layers.0.mlp.up_proj.weight"
+    edit_weights(directory, lambda tensors: tensors.update({name: (tensors[name] * 100).to(torch.int8)}))
+
+
+def float8_values_without_a_quantization_config(directory: Path) -> None:
+    name = "model.layers.0.mlp.up_proj.weight"
+    edit_weights(directory, lambda tensors: tensors.update({name: tensors[name].to(torch.float8_e4m3fn)}))
+
+
 @pytest.mark.parametrize("device", [META, "cpu"])
 @pytest.mark.parametrize(
     ("breaking", "words"),
@@ -143,6 +153,8 @@ def only_files_with_another_name(directory: Path) -> None:
         (a_tensor_in_two_shards, r"tensor .* is in model-00001.* and in model-00002"),
         (files_of_a_distributed_checkpoint, r"contains files of torch\.distributed\.checkpoint"),
         (other_weights_named_in_the_config, r"transformers_weights: 'other\.safetensors'"),
+        (quantised_values_without_a_quantization_config, r"1 weights have types .*up_proj\.weight' of I8, .* bfloat16"),
+        (float8_values_without_a_quantization_config, r"1 weights have types .*up_proj\.weight' of F8_E4M3, "),
         (only_files_with_another_name, r"contains neither .*, but consolidated\.safetensors"),
     ],
 )

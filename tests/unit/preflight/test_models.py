@@ -26,6 +26,23 @@ def test_a_reward_model_with_several_outputs_is_refused(labels: dict[str, Any], 
         check_inputs(config(models))
 
 
+def test_a_reward_model_whose_config_states_no_labels_is_told_how_to_state_one(models: Path) -> None:
+    path = models / "reward" / "config.json"
+    path.write_text(json.dumps({"architectures": ["LlamaForSequenceClassification"]}))
+    with pytest.raises(ModelError, match=r"config\.json does not say so: add ") as refused:
+        check_inputs(config(models))
+    assert '"id2label": {"0": "LABEL_0"}' in str(refused.value)
+    path.write_text(json.dumps({"architectures": ["LlamaForSequenceClassification"], "id2label": {"0": "LABEL_0"}}))
+    check_inputs(config(models))
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json"])
+def test_a_file_that_is_a_reference_of_git_lfs_is_named(name: str, models: Path) -> None:
+    (models / "policy" / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 123\n")
+    with pytest.raises(ModelError, match=rf"actor\.model .*{name}.* a reference of Git LFS.*git lfs pull"):
+        check_inputs(config(models))
+
+
 def test_a_tokenizer_that_cannot_be_loaded_is_refused(models: Path) -> None:
     (models / "policy/tokenizer.json").write_text("{}")
     with pytest.raises(ModelError, match=r"policy: the tokenizer cannot be used: "):
@@ -47,9 +64,9 @@ def test_a_missing_model_is_reported_with_its_role(models: Path) -> None:
 @pytest.mark.parametrize(
     ("file", "contents", "expected"),
     [
-        ("config.json", None, "config.json cannot be read (No such file or directory)"),
-        ("config.json", "{", "config.json: not JSON"),
-        ("config.json", "[]", "config.json: expected a JSON object"),
+        ("config.json", None, "policy: config.json cannot be read (No such file or directory)"),
+        ("config.json", "{", ": config.json is not JSON"),
+        ("config.json", "[]", ": config.json is not a JSON object"),
         ("model.safetensors", None, "contains no safetensors files; save the model with save_pretrained"),
         ("tokenizer.json", None, "its tokenizer files are missing; expected tokenizer.json, or another vocabulary"),
     ],
@@ -68,7 +85,7 @@ def test_a_broken_checkpoint_is_reported(file: str, contents: str | None, expect
 def test_a_file_instead_of_a_checkpoint_is_refused(models: Path) -> None:
     tree = config(models).model_dump()
     tree["actor"]["model"] = str(models / "prompts.jsonl")
-    with pytest.raises(ModelError, match="no such directory"):
+    with pytest.raises(ModelError, match=r"prompts\.jsonl: a file; expected the directory of a Hugging Face model"):
         check_inputs(parse_config(tree, "test"))
 
 

@@ -14,9 +14,11 @@ from transformers.models.auto.auto_factory import _get_model_class
 from quartet.errors import ModelError
 from quartet.models.weights.safetensors_file import DTYPES
 from quartet.models.weights.tokenizer import SAFE
-from quartet.weight_files import read_headers, same_bytes
+from quartet.weight_files import TensorEntry, read_headers, same_bytes
 
 log = structlog.get_logger()
+_FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
+"""Types of weights in safetensors files that hold the values themselves."""
 
 _CAUSAL_MASKS = ("bias", "masked_bias", "causal_mask")
 """Names of constants that earlier versions of transformers saved with the attention of GPT-2, GPT-Neo, GPT-J and CodeGen."""
@@ -50,13 +52,25 @@ def describe_model(directory: Path, config: Any, kind: Any) -> tuple[Any, Mappin
     return model, report
 
 
-def check_contents(model: Any, report: Mapping[str, Any]) -> list[str]:
+def check_contents(model: Any, report: Mapping[str, Any], headers: Mapping[str, tuple[Path, TensorEntry]]) -> list[str]:
     """Return notes about tensors of a checkpoint that a loaded model does not use.
 
-    ``report`` is that of transformers. Raises ModelError if weights of the model are missing or have another shape, if a tensor
-    within its layers has no place in them, or if weights differ that its config ties.
+    ``report`` is that of transformers, ``headers`` those of the files. Raises ModelError if weights of the model are missing,
+    have another shape or hold quantised values, if a tensor within its layers has no place in them, or if weights differ that
+    its config ties.
     """
     name = type(model).__name__
+    coded = {
+        name: headers[name][1].dtype
+        for name, _ in model.named_parameters()
+        if name in headers and headers[name][1].dtype not in _FLOATS
+    }
+    if coded:
+        first = min(coded)
+        raise ModelError(
+            f"{len(coded)} weights have types that hold quantised values, the first {first!r} of {coded[first]}, and config.json "
+            "has no quantization_config; give the checkpoint in bfloat16 or float32 that it was made from"
+        )
     missing = sorted(report["missing_keys"])
     if missing:
         hint = ""

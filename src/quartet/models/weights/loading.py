@@ -279,10 +279,10 @@ def _load(model: str | Path, config: Any, kind: Any, dtype: str, device: str) ->
         return _load_sharded(model, directory, config, kind, dtype, device)
     try:
         with explained(model, "weights"), _loading, suppress_hf_logging():
+            headers = read_headers(directory)
             if device == META:
                 loaded, report = describe_model(directory, config, kind)
             else:
-                read_headers(directory)
                 loaded, report = kind.from_pretrained(
                     str(directory),
                     config=config,
@@ -292,7 +292,7 @@ def _load(model: str | Path, config: Any, kind: Any, dtype: str, device: str) ->
                     output_loading_info=True,
                     **SAFE,
                 )
-        notes = check_contents(loaded, report)
+        notes = check_contents(loaded, report, headers)
     except ModelError as error:
         raise error if str(error).startswith("model ") else ModelError(f"model {model}: {error}") from None
     for note in notes:
