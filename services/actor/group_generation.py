@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
-from quartet.errors import Cancelled, EngineFailed, NoResponse, QuartetError, ServiceUnavailable
+from quartet.errors import Cancelled, EngineFailed, GroupWeightsChanged, NoResponse, QuartetError, ServiceUnavailable
 from quartet.rpc.base_servicers import GenerationCore
 from quartet.rpc.clients import GenerationClient
 from quartet.rpc.pending_calls import PendingGeneration
@@ -51,7 +51,8 @@ class GroupGeneration:
     ) -> tuple[int, int]:
         """Generate each prompt on one of the ranks. See ``Generator.generate``.
 
-        Raises EngineFailed if another rank does not respond: the group must be restarted.
+        Raises EngineFailed if another rank does not respond, GroupWeightsChanged if the weights of a rank have changed: the
+        group must be restarted.
         """
         own, *shares = split_by_rule(batch.requests, 1 + len(self._others))
         progress = _Totals(1 + len(self._others), on_progress)
@@ -107,6 +108,8 @@ class _Calls:
         """Raise the error of the first call that has failed, if there is one."""
         for rank, call in self._calls.items():
             error = _error_of(call) if call.done() else None
+            if isinstance(error, GroupWeightsChanged):
+                raise GroupWeightsChanged(f"rank {rank}: {error}") from error
             if isinstance(error, ServiceUnavailable | NoResponse | EngineFailed):
                 raise EngineFailed(f"rank {rank}: {error}") from error
             if error is not None:

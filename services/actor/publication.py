@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
-from quartet.errors import EngineFailed, WeightsChanged
+from quartet.errors import GroupWeightsChanged, WeightsChanged
 from quartet.models.generation.detached_torch import DetachedTorchEngine
 from quartet.models.weights.host_tensors import host_tensor
 from quartet.services.generator.generator import Generator, Progress
@@ -124,13 +124,13 @@ class EnginePublication:
     ) -> tuple[int, int]:
         """Generate with the newest version. See ``Generator.generate``.
 
-        Raises EngineFailed if the weights have changed: nothing but a restart of this process publishes a version again.
+        Raises GroupWeightsChanged if the weights have changed: nothing but a restart of this process publishes a version again.
         """
         with self._lock:
             try:
                 return self._generator.generate(batch, cancelled, on_start, on_progress)
             except WeightsChanged as error:
-                raise EngineFailed(str(error)) from error
+                raise GroupWeightsChanged(str(error)) from error
 
     def status(self) -> ServiceStatus:
         """Return the status of the generator."""

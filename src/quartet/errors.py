@@ -92,6 +92,10 @@ class WeightsChanged(ServiceFailed):
     """The weights of an engine have changed since they were verified. What it generated with them is discarded."""
 
 
+class GroupWeightsChanged(EngineFailed, WeightsChanged):
+    """The weights of an engine in a process of an actor's group have changed. Only a restart publishes a version again."""
+
+
 class NoResponse(ServiceFailed):
     """A service abandoned a call or did not respond in time. This says nothing about the request itself."""
 

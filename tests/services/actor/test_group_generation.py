@@ -11,10 +11,11 @@ from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
+import torch
 
 from quartet import codec
 from quartet.buffer.rollout_stream import RolloutStream
-from quartet.errors import Cancelled, EngineFailed, FailedPrecondition, InvalidRequest
+from quartet.errors import Cancelled, EngineFailed, FailedPrecondition, GroupWeightsChanged, InvalidRequest
 from quartet.models.generation.detached_torch import DetachedTorchEngine
 from quartet.models.generation.validation import served_model
 from quartet.models.weights.host_tensors import complete_tensors, host_tensor, named_weights
@@ -25,12 +26,14 @@ from quartet.services.actor.group_generation import GroupGeneration
 from quartet.services.actor.local_generator import LocalGenerator
 from quartet.services.actor.publication import EnginePublication, SourcePublication
 from quartet.services.actor.rank_servers import ServedRank, rank_host
+from quartet.services.generator import attestation
 from quartet.services.generator.generator import Generator, Progress
+from quartet.services.orchestrator.rollout.generation import ActorGeneration
 from quartet.types import GenerationBatch, Prompt, Role, SamplingParameters, ServiceStatus, requests_of
 from quartet.weight_transfer.source import WeightSource
 from tests.services.model_services import TIMEOUTS
 from tests.unit.models import tiny
-from tests.waiting import LIMIT
+from tests.waiting import LIMIT, wait_until
 
 RUN = "ranks"
 PROMPTS = [Prompt(index, np.arange(2, 4 + index, dtype=np.int32)) for index in range(5)]
@@ -195,6 +198,34 @@ def test_a_rank_that_is_gone_asks_for_a_restart_of_the_group() -> None:
     with pytest.raises(EngineFailed, match="rank 1: actor at 127"):
         ranks.generation.generate(BATCH, never)
     thread.join()
+
+
+@pytest.mark.parametrize("damaged", [0, 1])
+def test_changed_weights_of_a_rank_end_the_step_and_are_counted_by_the_orchestrator(
+    damaged: int,
+    make_rank: Callable[[], EnginePublication],
+    group: Callable[..., GroupGeneration],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(attestation, "SHARE", 1000.0)
+    ranks = [make_rank(), make_rank()]
+    weight = next(iter(ranks[damaged]._engine._weights.values()))
+    with torch.no_grad():
+        weight.view(-1)[0] += 1.0
+    compute = ComputeThread()
+    actor = ServedRank(group(*ranks), compute, lambda: ServiceStatus(Role.ACTOR), "127.0.0.1:0", LOCAL)
+    client = GenerationClient(actor.address, TIMEOUTS, LOCAL, Role.ACTOR)
+    status = MagicMock(published_weights=ranks[0].published())
+    notes = MagicMock()
+    generation = ActorGeneration(client, MagicMock(status=lambda: status), True, lambda *_: None, notes)
+    _, work = generation.start(BATCH)
+    with pytest.raises(
+        GroupWeightsChanged, match=f"{'rank 1: ' if damaged else ''}.*have changed since version 0 was loaded"
+    ):
+        work.result()
+    assert wait_until(lambda: generation.take_metrics(0)["weights_changed"]) == 1
+    assert "have changed since" in compute.failure, "only a restart helps"
+    actor.close()
 
 
 def test_an_engine_takes_over_tensors_that_are_made_one_after_the_other(stream: RolloutStream) -> None:
