@@ -64,6 +64,12 @@ def tied_with_two_values(directory: Path) -> None:
     edit_config(directory, tie_word_embeddings=True)
 
 
+def tie_with_another_type(tensors: Tensors) -> None:
+    """Hold the embeddings twice, in float16 and float32, with equal values."""
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].half()
+    tensors["model.embed_tokens.weight"] = tensors["lm_head.weight"].float()
+
+
 def untied_without_a_head(directory: Path) -> None:
     edit_weights(directory, lambda tensors: tensors.pop("lm_head.weight"))
 
@@ -173,10 +179,12 @@ def test_what_other_tools_leave_in_a_checkpoint_is_no_contradiction(device: str,
     edit_weights(directory, lambda all: all.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}))
     tied = Path(tiny.saved(tiny.causal("llama", tie_word_embeddings=True), tmp_path / "tied"))
     edit_weights(tied, lambda all: all.update({"lm_head.weight": all["model.embed_tokens.weight"]}))
+    other_type = Path(tiny.saved(tiny.causal("llama", tie_word_embeddings=True), tmp_path / "other-type"))
+    edit_weights(other_type, tie_with_another_type)
     sharded = Path(tiny.saved(tiny.causal("llama"), tmp_path / "sharded"))
     shards(sharded)
     with structlog.testing.capture_logs() as logs:
-        for model in (directory, tied, sharded):
+        for model in (directory, tied, other_type, sharded):
             load_causal_lm(model, device=device)
         load_critic(directory, device=device)
     assert not logs

@@ -27,8 +27,8 @@ _CAUSAL_MASKS = ("bias", "masked_bias", "causal_mask")
 def describe_model(directory: Path, config: Any, kind: Any) -> tuple[Any, Mapping[str, Any]]:
     """Return the model of a checkpoint on the meta device, and the report of transformers about its tensors.
 
-    Reads the headers of the files, and the values only of weights that the config ties and that the files hold twice. Raises
-    ModelError.
+    Reads the headers of the files, and the values only of weights that the config ties and that the files hold twice in the
+    same type. Raises ModelError.
     """
     headers = read_headers(directory)
     tensors = {
@@ -47,7 +47,9 @@ def describe_model(directory: Path, config: Any, kind: Any) -> tuple[Any, Mappin
         **SAFE,
     )
     for target, source in model.all_tied_weights_keys.items():
-        if target in headers and source in headers and not same_bytes(headers[target], headers[source]):
+        one, other = headers.get(target), headers.get(source)
+        # Values of two types are equal or not only as what they are loaded to, so loading compares them.
+        if one and other and one[1].dtype == other[1].dtype and not same_bytes(one, other):
             raise _tied_differently(target, source)
     return model, report
 
