@@ -48,6 +48,7 @@ from quartet.services.orchestrator.service_clients import (
     ServiceHandshake,
     ServiceStatuses,
     load_identity,
+    model_files_of,
 )
 from quartet.services.orchestrator.step import StepTransaction
 from quartet.services.orchestrator.telemetry.run_outputs import RunTelemetry
@@ -216,14 +217,13 @@ class TrainingRun:
         micro_batches = {
             client.role: statuses[client.role].micro_batch_tokens for client in self._service_clients.trained
         }
-        model_files = {name: digest for status in statuses.values() for name, digest in status.model_files.items()}
         engines = self._generation.engines()
         if stored is not None and (moved := moved_note(stored.engines, engines)):
             log.warning("resumed with other bits", reason=moved)
             self._board.note(moved)
         for engine in engines:
             log.info("engine of the run", **asdict(engine))
-        identity = load_identity(config, files, started, micro_batches, contents, model_files, engines)
+        identity = load_identity(config, files, started, micro_batches, contents, model_files_of(statuses), engines)
         self._handshake.note_memory(statuses, identity)
         self._telemetry.start(tokenizer, identity.id)
         board, profiler = self._board, self._profiler

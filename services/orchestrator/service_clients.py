@@ -262,6 +262,16 @@ class ServiceHandshake:
             raise Cancelled("stopped while waiting for the services")
 
 
+def model_files_of(statuses: ServiceStatuses) -> dict[str, str]:
+    """Return the digests of the models' files, each from the service of its role. See ``ServiceStatus.model_files``."""
+    return {
+        name: digest
+        for role, status in statuses.items()
+        for name, digest in status.model_files.items()
+        if name.partition(".")[0] == role
+    }
+
+
 def load_identity(
     config: Config,
     files: RunFiles,

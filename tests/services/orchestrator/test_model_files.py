@@ -11,7 +11,7 @@ from quartet.config import parse_config
 from quartet.errors import ConfigError, MismatchError
 from quartet.run_directory.identity import Identity
 from quartet.run_directory.run_files import RunFiles
-from quartet.services.orchestrator.service_clients import check_unchanged, load_identity
+from quartet.services.orchestrator.service_clients import check_unchanged, load_identity, model_files_of
 from quartet.types import Role, ServiceStatus
 
 FILES = {"actor.model/config.json": "2 aa", "reward.model/model.safetensors": "9 bb"}
@@ -50,3 +50,20 @@ def test_a_service_that_comes_back_with_another_file_is_refused() -> None:
         MismatchError, match=r"^services\.reward: came back with another reward\.model/model\.safetensors"
     ):
         check_unchanged({Role.REWARD: before}, {Role.REWARD: after})
+
+
+def test_a_service_states_the_files_of_its_own_role_only() -> None:
+    own = {
+        "actor.model/config.json": "2 aa",
+        "reward.parts.one.model/config.json": "2 bb",
+        "reward.tokenizer/vocab": "3 c",
+    }
+    actor, reward = (
+        {name: digest for name, digest in own.items() if name.startswith(role)} for role in ("actor", "reward")
+    )
+    foreign = {"actor.model/config.json": "2 zz", "actor.model/other": "2 zz", "actors": "2 zz", "": "2 zz"}
+    statuses = {
+        Role.ACTOR: ServiceStatus(Role.ACTOR, model_files=actor),
+        Role.REWARD: ServiceStatus(Role.REWARD, model_files={**foreign, **reward}),
+    }
+    assert model_files_of(statuses) == own
