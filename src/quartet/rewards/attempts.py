@@ -123,12 +123,14 @@ class Attempts:
         cured, self._cured_faults = self._cured_faults, 0
         return cured
 
-    async def run(self, send: Callable[[int], Awaitable[Answer]]) -> Answer:
+    async def run(self, send: Callable[[int], Awaitable[Answer]], updates: int) -> Answer:
         """Return the result of ``send``, which gets the number of the attempt, from 0. Raises RequestFailed after the last.
 
-        Raises the config error of that failure instead, if the scorer has never answered.
+        Raises the config error of that failure instead, if the scorer has never answered. ``updates`` of the policy before the
+        responses: there is none without scores, so the scorer has answered then, maybe to an earlier process.
         """
         config = self._config
+        self._has_answered |= updates > 0
         for attempt in range(config.max_attempts):
             try:
                 answer = await self._attempt(send, attempt)
@@ -165,6 +167,8 @@ class Attempts:
             self._breaker.record(trial, failure)
             raise failure from None
         except RequestFailed as failure:
+            # Only a scorer that knows the request can refuse its content.
+            self._has_answered |= failure.outcome is Outcome.REFUSED
             if failure.at_start is not None and not self._has_answered:
                 # A wrong address is reported after a few attempts, and not after the pauses of the circuit breaker.
                 self._breaker.abandon(trial)

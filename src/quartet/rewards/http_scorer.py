@@ -166,7 +166,7 @@ class HttpScorer:
             except ValueError as error:
                 raise RequestFailed(Outcome.SCORER_ERROR, f"{self._key}: {url}: {error}") from None
 
-        return await self._attempts[server].run(send)
+        return await self._attempts[server].run(send, max(text.updates for text in texts))
 
     def take_cured_faults(self) -> int:
         """See ``Scorer.take_cured_faults``."""

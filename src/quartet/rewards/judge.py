@@ -55,7 +55,7 @@ class Judge:
             self._cached += 1
             return [known]
         if (task := self._pending.get(key)) is None:
-            task = self._pending[key] = asyncio.create_task(self._ask(key, body))
+            task = self._pending[key] = asyncio.create_task(self._ask(key, body, text.updates))
             task.add_done_callback(lambda _: self._pending.pop(key, None))
         else:
             self._cached += 1
@@ -114,7 +114,7 @@ class Judge:
             },
         }
 
-    async def _ask(self, key: str, body: dict[str, Any]) -> float:
+    async def _ask(self, key: str, body: dict[str, Any], updates: int) -> float:
         async def send(_: int) -> float:
             answer = await self._connection.post(self._url, body)
             self._count(answer.value)
@@ -123,7 +123,7 @@ class Judge:
             except ValueError as error:
                 raise RequestFailed(Outcome.SCORER_ERROR, f"{self._where}: {error}") from None
 
-        score = await self._attempts.run(send)
+        score = await self._attempts.run(send, updates)
         if self._cache is not None:
             self._cache.put(key, score)
         return score

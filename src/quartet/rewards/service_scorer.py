@@ -82,7 +82,7 @@ class ServiceScorer:
             except QuartetError as error:
                 raise self._failure(error) from None
 
-        scores = await self._attempts.run(send)
+        scores = await self._attempts.run(send, batch.updates)
         self._cured_there += sum(scores.cured_faults.values())
         return [
             Score(score, logged) if outcome is Outcome.OK else (outcome, f"{self._where}: {detail or outcome}")

@@ -63,7 +63,7 @@ class TritonScorer:
                 raise RequestFailed(Outcome.SCORER_ERROR, text) from None
             return self._read(rewards, len(texts))
 
-        return await self._attempts.run(send)
+        return await self._attempts.run(send, max(text.updates for text in texts))
 
     def take_cured_faults(self) -> int:
         """See ``Scorer.take_cured_faults``."""

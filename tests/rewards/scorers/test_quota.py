@@ -36,7 +36,7 @@ def test_a_refused_request_is_repeated_with_jitter_and_counts_as_no_failure() ->
             raise RequestRefused(2.0)
         return "scores"
 
-    assert asyncio.run(attempts.run(send)) == "scores"
+    assert asyncio.run(attempts.run(send, 0)) == "scores"
     assert sent == [0] * 21
     assert len(pauses.seconds) == 20
     assert all(2.0 <= seconds <= 3.0 for seconds in pauses.seconds)
@@ -56,7 +56,7 @@ def test_a_refusal_shows_that_the_scorer_is_reachable() -> None:
             return "scores"
 
         with pytest.raises(RequestFailed) if isinstance(errors[-1], RequestFailed) else nullcontext():
-            await attempts.run(send)
+            await attempts.run(send, 0)
 
     async def everything() -> None:
         unreachable = RequestFailed(Outcome.SCORER_ERROR, "gone", unreachable=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,29 @@ def test_the_first_contact_decides_about_the_address_after_all_attempts(fault: s
         assert len(server.requests) == FAST["max_attempts"]
     with ScorerServer(DIALECTS["openrlhf"], fault, everywhere=True, faulty_requests=1).running() as server:
         np.testing.assert_array_equal(build(section("openrlhf", server.url)).score(BATCH).total, EXPECTED)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("fault", ["status 307", "status 404"])
+def test_a_process_that_restarts_after_an_update_knows_that_the_scorer_has_answered(
+    fault: str, kind: str, build: Build
+) -> None:
+    later = replace(BATCH, updates=1)
+    with ScorerServer(DIALECTS[kind], fault, everywhere=True).running() as server:
+        source = build(section(kind, server.url, **SLOW_BREAKER))
+        with pytest.raises(ServiceFailed, match=fault):
+            source.score(later)
+        server.fault = ""
+        np.testing.assert_array_equal(source.score(later).total, EXPECTED)
+
+
+def test_a_refused_request_is_an_answer_of_the_scorer(build: Build) -> None:
+    with ScorerServer(DIALECTS["slime"], "refusal", everywhere=True).running() as server:
+        source = build(section("slime", server.url, **SLOW_BREAKER))
+        assert set(source.score(BATCH).all_outcomes) == {Outcome.REFUSED}
+        server.fault = "status 404"
+        with pytest.raises(ServiceFailed, match="status 404"):
+            source.score(BATCH)
 
 
 def test_a_redirect_carries_neither_the_key_nor_a_response_to_another_host(build: Build, tmp_path: Path) -> None:
