@@ -8,7 +8,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec, PathFinder
-from itertools import islice
 from multiprocessing.connection import wait
 from pathlib import Path
 
@@ -28,7 +27,7 @@ REWARD_ARGUMENTS = {
 }
 """Arguments of a reward function by reward.signature. The first three are given by position, the others by name."""
 MAX_COLUMN_ROWS = 10_000
-"""Maximum number of rows of each set of prompts that are read for the names of columns."""
+"""Maximum number of rows of a set of prompts that are read for the names of columns. Columns of larger sets are not known."""
 JUDGE_ARGUMENTS = ("prompt", "response", "initial_response", "fields")
 """Arguments of a judge: prompt, response, the initial policy's response, and the fields of the prompt's line."""
 ALGORITHM_ARGUMENTS = ("inputs",)
@@ -104,14 +103,16 @@ def check_function(key: str, call: FunctionCall, columns: Sequence[str] | None =
 
 
 def prompt_columns(config: Config) -> list[str] | None:
-    """Return the columns of the prompts that functions get, from the first rows of each set; None if they are not here."""
+    """Return the columns of the prompts that functions get, or None if they are not here or have too many rows."""
     columns: dict[str, None] = {}
     try:
         for settings in PromptSettings.for_training(config):
             path = cached_rows_file(settings)
             if path is None:
                 return None
-            for line in islice(iterate_prompts(settings, path), MAX_COLUMN_ROWS):
+            for row, line in enumerate(iterate_prompts(settings, path)):
+                if row == MAX_COLUMN_ROWS:
+                    return None  # Further rows may have further columns.
                 columns |= dict.fromkeys(json.loads(line.fields))
     except (QuartetError, OSError):
         return None  # The check of the prompts reports it.

@@ -166,6 +166,29 @@ def test_a_function_must_accept_its_signature_and_the_arguments_of_the_config(
     assert notes[0].endswith("scale and the columns text by name" if signature == "trl" else "scale by name")
 
 
+@pytest.mark.parametrize(("rows", "is_known"), [(4, True), (3, False)])
+def test_columns_are_unknown_if_a_set_has_more_rows_than_are_read(
+    rows: int, is_known: bool, models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (models / "prompts.jsonl").write_text('{"text": "a b"}\n' * 3 + '{"text": "a b", "answer": "c"}\n')
+    (models / "late.py").write_text(
+        "def f(completions, answer, **kwargs): return [0.0]\ndef g(completions, absent, **kwargs): return [0.0]\n"
+    )
+    monkeypatch.chdir(models)
+    monkeypatch.setattr("quartet.preflight.functions.MAX_COLUMN_ROWS", rows)
+    settings = {}
+    for name in "fg":
+        tree = with_function(models, f"late:{name}").model_dump()
+        tree["reward"]["signature"] = "trl"
+        settings[name] = parse_config(tree, "test")
+    assert any("late:f: can be imported and accepts" in note for note in check_inputs(settings["f"]))
+    if is_known:
+        with pytest.raises(ConfigError, match="its parameter absent is no column of the prompts"):
+            check_inputs(settings["g"])
+    else:
+        check_inputs(settings["g"])
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
