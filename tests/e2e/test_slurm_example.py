@@ -19,8 +19,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from quartet.config import Config, load_config
-from quartet.run_directory.run_files import FIRST_CONFIG_LINE
+from quartet.config import FIRST_CONFIG_LINE, Config, load_config
 from quartet.topology import service_roles
 from tests.waiting import LIMIT, wait_until
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from quartet.config import load_config
+from quartet.config import FIRST_CONFIG_LINE, load_config, shareable_yaml
 from quartet.errors import ConfigError
 from tests.every_case import every_case
 from tests.unit.config_files import MINIMAL, REQUIRED, refusal, write
@@ -285,3 +285,42 @@ def test_an_error_in_an_overlay_is_reported_with_its_file(tmp_path: Path) -> Non
         load_config(run, [], [above])
     with pytest.raises(ConfigError, match="cannot be read"):
         load_config(run, [], [tmp_path / "none.yaml"])
+
+
+@pytest.mark.parametrize(
+    ("before", "changes", "expected"),
+    [
+        (["algorithm.estimator=grpo"], ["algorithm.estimator=rloo"], "none"),
+        (["algorithm.estimator=rloo"], ["algorithm.estimator=grpo"], "k3"),
+        (["algorithm.estimator=grpo"], ["algorithm.estimator_parameters={normalize_std: false}"], "none"),
+        (["algorithm.estimator=grpo"], ["run.steps=7"], "k3"),
+        (["algorithm.estimator=grpo", "algorithm.kl_loss=k2"], ["algorithm.estimator=rloo"], "k2"),
+        (["algorithm.estimator=grpo", "algorithm.kl_loss=none"], ["run.steps=7"], "none"),
+        (["algorithm.estimator=grpo"], ["algorithm.estimator=rloo", "algorithm.kl_loss=k3"], "k3"),
+    ],
+)
+def test_a_resolved_default_in_the_config_of_a_run_follows_the_overrides(
+    before: list[str], changes: list[str], expected: str, minimal: Path, tmp_path: Path
+) -> None:
+    samples = "rollout={samples_per_prompt: 4, prompts_per_step: 4}"
+    stored = tmp_path / "stored.yaml"
+    stored.write_text(FIRST_CONFIG_LINE + load_config(minimal, [samples, *before]).to_yaml())
+    assert load_config(stored, changes).algorithm.kl_loss == expected
+    stored.write_text(shareable_yaml(stored, changes))
+    assert load_config(stored).algorithm.kl_loss == expected
+
+
+def test_the_default_of_truncation_in_the_config_of_a_run_follows_the_overrides(minimal: Path, tmp_path: Path) -> None:
+    stored = tmp_path / "stored.yaml"
+    environment = ["environment.class_name=my_tasks:Task", "rollout.max_turns=2"]
+    stored.write_text(FIRST_CONFIG_LINE + load_config(minimal).to_yaml())
+    assert load_config(stored).algorithm.truncation.treatment == "penalty"
+    assert load_config(stored, environment).algorithm.truncation.treatment == "keep"
+    stored.write_text(FIRST_CONFIG_LINE + load_config(minimal, ["algorithm.truncation.treatment=mask"]).to_yaml())
+    assert load_config(stored, environment).algorithm.truncation.treatment == "mask"
+
+
+def test_a_value_in_a_config_of_the_user_stays(minimal: Path) -> None:
+    minimal.write_text(minimal.read_text() + "algorithm: {estimator: rloo, kl_loss: none}\n")
+    changes = ["algorithm.estimator=grpo", "rollout={samples_per_prompt: 4, prompts_per_step: 4}"]
+    assert load_config(minimal, changes).algorithm.kl_loss == "none"

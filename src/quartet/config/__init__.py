@@ -28,7 +28,15 @@ from quartet.config.deployment import (
 )
 from quartet.config.environment import EnvironmentConfig
 from quartet.config.guards import GuardConfig, GuardsConfig
-from quartet.config.loading import config_of, copy_sections, invalid_keys, load_config, parse_config, shareable_yaml
+from quartet.config.loading import (
+    FIRST_CONFIG_LINE,
+    config_of,
+    copy_sections,
+    invalid_keys,
+    load_config,
+    parse_config,
+    shareable_yaml,
+)
 from quartet.config.models import (
     MAX_MICRO_BATCH_TOKENS,
     MAX_MICRO_BATCH_TOKENS_GPU,
@@ -79,6 +87,7 @@ from quartet.config.url_redaction import is_redacted, redact_url
 
 __all__ = [
     "ENVIRONMENT_PART",
+    "FIRST_CONFIG_LINE",
     "MAX_MICRO_BATCH_TOKENS",
     "MAX_MICRO_BATCH_TOKENS_GPU",
     "MAX_PARAMETERS",

@@ -18,6 +18,9 @@ from quartet.config.section import Section
 from quartet.config.url_redaction import redact_url
 from quartet.errors import ConfigError
 
+FIRST_CONFIG_LINE = "# The config of a run of Quartet, as resolved.\n"
+"""First line of every run's config.yaml. A directory with such a file is a run directory."""
+
 
 def load_config(path: Path, overrides: list[str] | None = None, layers: Sequence[Path] = ()) -> Config:
     """Load a config file, merge ``layers`` into it in order, and apply ``a.b=c`` overrides.
@@ -73,7 +76,10 @@ def _as_in_a_file(value: Any) -> Any:
 
 
 def _read(path: Path) -> tuple[dict[str, Any], dict[tuple[str, ...], str]]:
-    """Return the values in a file as nested dicts, and the location of each key for error messages."""
+    """Return the values in a file as nested dicts, and the location of each key for error messages.
+
+    In a run's config, settings with the default that other settings decide are null again, so that they follow overrides.
+    """
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -92,7 +98,22 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[tuple[str, ...], str]]:
         raise ConfigError(f"config {where}: not YAML ({problem})") from None
     if not isinstance(tree, dict):
         raise ConfigError(f"config {path}: expected a mapping of sections (run, data, actor, reward, ...)")
+    if text.startswith(FIRST_CONFIG_LINE):
+        _clear_defaults(tree)
     return tree, locations
+
+
+def _clear_defaults(tree: dict[str, Any]) -> None:
+    """Set settings to null whose value is the default that other settings decide."""
+    try:
+        config = Config.model_validate(tree)
+    except ValidationError:
+        return  # The overrides may correct it; else they are not the only problem.
+    for section, name in config.resolved_defaults():
+        given = tree
+        for part in section.split("."):
+            given = given.get(part) or {}
+        given[name] = None
 
 
 def _merged(base: dict[str, Any], layer: dict[str, Any]) -> dict[str, Any]:

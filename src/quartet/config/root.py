@@ -81,11 +81,23 @@ class Config(Section):
         """Replace a null algorithm.truncation.treatment, so that the run's config shows it. Defaults are shared: copy them."""
         if self.algorithm.truncation.treatment is None:
             algorithm, truncation = self.algorithm.model_copy(), self.algorithm.truncation.model_copy()
-            # The limits of an environment may be part of its task.
-            has_penalty = self.has_scores and not self.has_environment
-            truncation.__dict__["treatment"] = "penalty" if has_penalty else "keep"
+            truncation.__dict__["treatment"] = self._default_treatment
             algorithm.__dict__["truncation"] = truncation
             self.__dict__["algorithm"] = algorithm
+
+    @property
+    def _default_treatment(self) -> str:
+        # The limits of an environment may be part of its task.
+        return "penalty" if self.has_scores and not self.has_environment else "keep"
+
+    def resolved_defaults(self) -> list[tuple[str, str]]:
+        """Return section and name of each setting whose null other settings decide, and whose value is what they decide."""
+        algorithm, keys = self.algorithm, []
+        if algorithm.kl_loss == algorithm.default_kl_loss:
+            keys.append(("algorithm", "kl_loss"))
+        if algorithm.truncation.treatment == self._default_treatment:
+            keys.append(("algorithm.truncation", "treatment"))
+        return keys
 
     def _check_sizes(self) -> None:
         samples = self.rollout.prompts_per_step * self.rollout.samples_per_prompt

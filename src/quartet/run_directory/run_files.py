@@ -10,6 +10,7 @@ from typing import Any
 
 from numpy.typing import NDArray
 
+from quartet.config import FIRST_CONFIG_LINE
 from quartet.durable_files import storage_errors, write_durably
 from quartet.errors import ConfigError
 from quartet.run_directory.reference_versions import remove_versions, versions
@@ -24,9 +25,6 @@ from quartet.run_directory.step_lines import (
 from quartet.run_directory.timeline_file import append_timeline, truncate_timeline
 from quartet.run_directory.token_files import TrajectoryTokens, read_tokens, token_files, write_tokens
 from quartet.types import Alert, Role
-
-FIRST_CONFIG_LINE = "# The config of a run of Quartet, as resolved.\n"
-"""First line of every run's config.yaml. A directory with such a file is a run directory."""
 
 
 class RunFiles:
