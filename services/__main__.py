@@ -64,6 +64,8 @@ class ReadyNotifier:
 
     def __init__(self, descriptor: int | None) -> None:
         self._pipe = None if descriptor is None else os.fdopen(descriptor, "w", buffering=1)
+        self.ranks = RankProcess()
+        """This process in its group: its end is that of a rank that was killed, if one was."""
 
     def close(self) -> None:
         """Send no more messages: another process sends them."""
@@ -118,7 +120,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _ended(error: Exception, notifier: ReadyNotifier) -> int:
     code = 2 if isinstance(error, ConfigError) else 1
     log.error("process failed", error=str(error), exc_info=None if isinstance(error, QuartetError) else error)
-    notifier.notify(error=str(error) or type(error).__name__, exit_code=code)
+    notifier.notify(error=str(error) or type(error).__name__, exit_code=code, killed=notifier.ranks.killed)
     print(f"error: {error}", file=sys.stderr)
     return code
 
@@ -159,7 +161,7 @@ def _serve(roles: list[Role], options: argparse.Namespace, notifier: ReadyNotifi
     ranks = RankProcess()
     if roles[0] in MODEL_ROLES:
         # Before the process has threads.
-        ranks = start_ranks(roles[0], service, os.environ)
+        ranks = notifier.ranks = start_ranks(roles[0], service, os.environ)
     if ranks.rank:
         configure_logs(f"{roles[0]}-{ranks.rank}")
         notifier.close()

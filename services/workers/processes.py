@@ -54,6 +54,8 @@ class RankProcess:
     """Rank of the child of ``failure``."""
     error: tuple[str, str] = ("", "")
     """The error that has ended this child, and its class in ``quartet.errors``, if the child has reported them."""
+    killed: bool = False
+    """Whether a signal has ended this child. A restart of the group may help."""
     _failure: str = ""
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -70,7 +72,7 @@ class RankProcess:
                 self.ended = rank = min(ended, key=lambda rank: (ended[rank] > 0, rank))
                 code = ended[rank]
                 how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
-                self.error = self._read_report(rank)
+                self.error, self.killed = self._read_report(rank), code < 0
                 self._failure = f"rank {rank} of {self.size} (process {self.children[rank]}): {how}"
             return self._failure
 

@@ -246,13 +246,15 @@ class Launcher:
             if process.outcome is not None:
                 return False
         gave_up = ""
-        # A process with an exit status or a reported error would fail again in the same way.
-        if process.process.returncode < 0 and not (isinstance(process, ServiceProcess) and process.reported_error):
+        # A process with an exit status or a reported error would fail again in the same way, unless one of its ranks was killed.
+        reported = process.reported_error if isinstance(process, ServiceProcess) else None
+        if reported["killed"] if reported else process.process.returncode < 0:
             restarts = self._restarts.setdefault(process.name, RestartCounter(self._config.recovery))
             now = time.monotonic()
             pause = restarts.next_pause(now, uptime=0.0)
             if pause is not None:
-                self._messages.append(f"{process.name}: {describe_exit(process.process)}; restarted ({restarts.count})")
+                how = reported["error"] if reported else describe_exit(process.process)
+                self._messages.append(f"{process.name}: {how}; restarted ({restarts.count})")
                 time.sleep(pause)
                 process.start()
                 return True

@@ -55,7 +55,7 @@ class ServiceProcess:
         self._unread = b""
         self.ready = False
         self.reported_error: dict[str, Any] | None = None
-        """``error`` and ``exit_code``, if the process ended with an error that it reported."""
+        """``error``, ``exit_code``, and whether a rank was ``killed``, if the process ended with an error that it reported."""
         self.outcome: str | None = None
         """Outcome of the run, if this is an orchestrator that ended it: "finished" or "stopped"."""
         reader, writer = os.pipe()
