@@ -55,7 +55,7 @@ class RankProcess:
     error: tuple[str, str] = ("", "")
     """The error that has ended this child, and its class in ``quartet.errors``, if the child has reported them."""
     killed: bool = False
-    """Whether a signal has ended this child. A restart of the group may help."""
+    """True if a signal has ended this child. A restart of the group may help."""
     _failure: str = ""
     _lock: threading.Lock = field(default_factory=threading.Lock)
 

@@ -142,7 +142,8 @@ class ActorGeneration:
 
     def engines(self) -> list[EngineProperties]:
         """Return the declaration of the actor's engine."""
-        engine = self._actor.status().engine
+        # An actor that is lost at this moment comes back.
+        engine = self._actor.wait_until_ready(known=True).engine
         return [] if engine is None else [engine]
 
     def generators(self) -> list[GeneratorInfo]:

@@ -278,14 +278,14 @@ class CancelledOutcomeConfig(OutcomeConfig):
     """Action for a response whose scoring or episode was cancelled."""
 
     skip_prompt: bool = False
-    """As for the other outcomes, but false by default: the prompt is not the cause."""
+    """The same as for other outcomes. Defaults to false, because the prompt is not the cause."""
 
 
 class RefusedOutcomeConfig(OutcomeConfig):
     """Action for a response that the source declined to score."""
 
     action: Literal["retry", "replace", "stop"] = "replace"
-    """As for the other outcomes, but replace by default: another attempt would be refused as well."""
+    """The same as for other outcomes. Defaults to replace, because another attempt would be refused as well."""
 
 
 class OutcomesConfig(Section):
