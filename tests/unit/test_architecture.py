@@ -105,7 +105,7 @@ ALLOWED: dict[str, set[str]] = {
     "quartet.secret_files": {"quartet.errors"},
     "quartet.adapter_files": {"quartet.errors"},
     "quartet.sharded_files": {"quartet.errors"},
-    "quartet.stop_tokens": {"quartet.errors"},
+    "quartet.stop_tokens": {"quartet.errors", "quartet.weight_files"},
     "quartet.weight_files": {"quartet.errors", "quartet.sharded_files"},
     "quartet.tokenizer_check": {"quartet.adapter_files", "quartet.errors"},
     "quartet.model_digests": {

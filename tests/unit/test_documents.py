@@ -394,7 +394,8 @@ def _spellings(metric: str) -> list[str]:
     by_role = [rf'"{stem}"', rf'"{stem}_\{{'] if stem != metric else []
     by_phase = [r'_seconds"'] if metric.endswith("_seconds") else []
     by_outcome = [r'f"outcome_\{'] if metric.startswith("outcome_") else []
-    return [rf'"{metric}"', rf'f"{pattern}"', *by_role, *by_phase, *by_outcome]
+    logged = [r'f"\{PREFIX\}\{name\}"'] if metric.startswith("logged_") else []
+    return [rf'"{metric}"', rf'f"{pattern}"', *by_role, *by_phase, *by_outcome, *logged]
 
 
 def test_every_metric_of_an_experience_is_defined() -> None:
