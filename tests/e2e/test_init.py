@@ -47,6 +47,16 @@ def test_prompts_per_step_is_at_most_the_number_of_usable_prompts(
     assert load_config(tmp_path / "my.yaml").rollout.prompts_per_step == 4
 
 
+def test_relative_paths_are_those_of_the_working_directory(toy_task: ToyTask, call: Call, tmp_path: Path) -> None:
+    (tmp_path / "prompts.csv").write_text("text\nlunch\nrain\n")
+    (tmp_path / "models").symlink_to(toy_task.policy.parent)
+    models = ["--policy", "models/policy", "--reward", "models/reward"]
+    assert call("init", "other/my.yaml", "--prompts", "prompts.csv", *models).code == 0
+    config = load_config(tmp_path / "other" / "my.yaml")
+    assert config.data.prompts == Path("../prompts.csv")
+    assert (config.actor.model, config.reward.model) == ("../models/policy", "../models/reward")
+
+
 def test_an_example_reward_function_is_written_in_another_folder(
     given: list[str | Path], call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -135,7 +135,7 @@ def test_a_score_that_is_not_a_finite_number_is_a_scorer_error(value: Any, expec
     assert scores.details == (
         "",
         f"reward.function scorers:given, sequence index 1: returned {expected}, expected a finite number; "
-        "convert it with float()",
+        "return a number, for example 0.0",
     )
     np.testing.assert_array_equal(scores.total, np.array([2, np.nan], np.float32))
     assert reward.score(BATCH, ['{"value": 2}', '{"value": -0.25}']).total.tolist() == [2.0, -0.25]

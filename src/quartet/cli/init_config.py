@@ -7,7 +7,6 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from shlex import quote
@@ -22,7 +21,6 @@ from quartet.config.section import IMPORT_PATH
 from quartet.data import FORMATS
 from quartet.durable_files import write_durably
 from quartet.errors import ConfigError, QuartetError
-from quartet.hub_models import looks_local
 from quartet.launcher.security_checks import check_access
 from quartet.model_support import positions_in
 from quartet.preflight import check_inputs, count_prompts
@@ -104,8 +102,21 @@ def _question(text: str, default: str | None = None) -> str:
     return str(typer.prompt(text, default=default, show_default=bool(default))).strip()
 
 
+def _start_at(folder: Path, answers: Answers) -> None:
+    """Let the paths of files in the working directory start at ``folder``, where the commands run."""
+
+    def moved(path: str | Path) -> str:
+        exists = not Path(path).is_absolute() and Path(path).exists()
+        return os.path.relpath(path, folder) if exists else str(path)
+
+    answers.prompts = None if answers.prompts is None else Path(moved(answers.prompts))
+    answers.policy = None if answers.policy is None else moved(answers.policy)
+    answers.reward = None if answers.reward is None else moved(answers.reward)
+
+
 def _write(path: Path, answers: Answers) -> None:
     folder = path.parent
+    _start_at(folder, answers)
     created = [parent for parent in (folder, *folder.parents) if not parent.exists()][::-1]
     before = path.read_text(encoding="utf-8") if path.exists() else None
     try:
@@ -175,11 +186,10 @@ def _config_text(path: Path, answers: Answers, num_prompts: int) -> str:
     if samples > 1:
         prompts = min(prompts, RESPONSES_PER_STEP // samples)
     prompt_tokens, response_tokens = _lengths(answers.policy)
-    where = _relative_to(path.parent)
     if answers.reward is not None:
         reward = f"""\
   # A sequence classifier with one output and the policy's tokenizer.
-  model: {_scalar(where(answers.reward))}
+  model: {_scalar(answers.reward)}
 """
     else:
         reward = f"""\
@@ -204,8 +214,8 @@ run:
 
 data:
   # {FORMATS}.
-  # Each row has prompt, text or messages. A reward function gets all fields of its row.
-  prompts: {_scalar(where(str(answers.prompts)))}
+  # Each row has prompt, text, messages or token_ids. A reward function gets all fields of its row.
+  prompts: {_scalar(str(answers.prompts))}
   # Longer prompts are dropped; truncation: left or right shortens them.
   max_prompt_tokens: {prompt_tokens}
   # Prompts for evaluations, in the same format:
@@ -213,7 +223,7 @@ data:
 
 actor:
   # The policy to train. Its initial weights are the reference for the KL penalty.
-  model: {_scalar(where(answers.policy))}
+  model: {_scalar(answers.policy)}
   # Change this first: raise it if the reward does not rise, lower it if the KL divergence runs away. LoRA needs about 1.0e-4.
   learning_rate: 1.0e-5
   # Train adapters instead of all weights:
@@ -222,7 +232,7 @@ actor:
 reward:
 {reward}
 algorithm:
-  # gae is PPO, with a critic. Without: reinforce, reinforce_plus_plus. With several samples per prompt: rloo, grpo, opo,
+  # gae is PPO, with a critic. Without: reinforce, reinforce_plus_plus, remax. With several samples per prompt: rloo, grpo, opo,
   # reinforce_plus_plus_baseline.
   estimator: {_scalar(estimator)}
   # The weight of the KL penalty. Raise it if the policy exploits the reward, or its responses degenerate.
@@ -247,17 +257,6 @@ checkpoint:
 #   actor: {{devices: [0]}}
 #   reward: {{devices: [1]}}
 """
-
-
-def _relative_to(folder: Path) -> Callable[[str], str]:
-    """Return a function that converts local paths from the working directory to ``folder``. Hub ids stay as they are."""
-
-    def convert(name: str) -> str:
-        if folder.resolve() == Path.cwd().resolve() or os.path.isabs(name) or not looks_local(name):
-            return name
-        return os.path.relpath(name, folder)
-
-    return convert
 
 
 def _lengths(policy: str) -> tuple[int, int]:

@@ -90,8 +90,8 @@ def init_config(
     estimator: Annotated[
         Optional[str],  # noqa: UP045
         typer.Option(
-            help="Advantage estimator: ppo, reinforce, rloo, grpo, opo, reinforce_plus_plus or reinforce_plus_plus_baseline. "
-            "Default: ppo."
+            help="Advantage estimator: ppo, reinforce, rloo, grpo, opo, remax, reinforce_plus_plus or "
+            "reinforce_plus_plus_baseline. Default: ppo."
         ),
     ] = None,
     steps: Annotated[Optional[int], typer.Option(min=1, help="Training steps. Default: 200.")] = None,  # noqa: UP045

@@ -57,7 +57,7 @@ class FunctionReward:
         self._wanted = (
             "a finite number" if self._score_key is None else f"a finite number or an object with {self._score_key}"
         )
-        self._remedy = _REMEDIES.get(name, "convert it with float()")
+        self._remedy = _REMEDIES.get(name, "return a number, for example 0.0")
         self._status = self._texts.status(config.function)
         self._worker = FunctionWorker(config.function, f"{key}.function", quotes=config.quote_texts)
 
