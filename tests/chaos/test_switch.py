@@ -9,8 +9,9 @@ import pytest
 import yaml
 
 from quartet.failpoints import FOLDER_VARIABLE, VARIABLE
-from tests.chaos.runs import RUN, TIMEOUT, ChaosSetup, differences, train
+from tests.chaos.runs import RUN, ChaosSetup, differences, train
 from tests.e2e.commands import QUARTET, Command
+from tests.waiting import LIMIT
 
 COMMANDED, KILLED = "orchestrator.sealed", "orchestrator.updated"
 """Failpoints at which the run is held: in step 2, when the switch is commanded, and in step 4, after it."""
@@ -46,7 +47,7 @@ def switched_run(config: Path, folder: Path, kill_at: str) -> Path:
         commands[-1].wait_for((directory / "gateway.json").exists)
         switch = Command(QUARTET, "set", directory, *SWITCH, cwd=folder)
         try:
-            result = switch.wait(TIMEOUT)
+            result = switch.wait(LIMIT)
         finally:
             switch.clean_up()
         assert result.code == 0, result
@@ -55,7 +56,7 @@ def switched_run(config: Path, folder: Path, kill_at: str) -> Path:
         if kill_at == KILLED:
             commands[-1].wait_for((failpoints / f"{KILLED}.reached").exists)
             release_or_kill(KILLED)
-        ended = commands[-1].wait(TIMEOUT)
+        ended = commands[-1].wait(LIMIT)
         assert (ended.code, ended.leftovers) == (0, []), ended
     finally:
         for command in commands:

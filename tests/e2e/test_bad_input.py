@@ -112,7 +112,7 @@ def test_a_model_with_a_damaged_config_is_refused(
 ) -> None:
     model = copy(toy_task.reward)
     (model / "config.json").write_text("{")
-    assert_train_fails(f"reward.model={model}", mentioned=("reward.model", model / "config.json", "not JSON"))
+    assert_train_fails(f"reward.model={model}", mentioned=("reward.model", model, "config.json is not JSON"))
 
 
 def test_a_model_without_tokenizer_is_refused_and_leaves_no_folder(

@@ -330,7 +330,7 @@ def test_a_model_with_an_interrupted_update_is_restored(
 
 
 def test_an_alert_is_applied_after_a_crash_before_its_action(make: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    guards = {"window_steps": 2, "kl_runaway": {"above": 1e-6, "action": "pause"}}
+    guards = {"window_steps": 2, "missing_eos": {"action": "pause"}}
     with fleet(make(**{**SHORT, "guards": guards})) as running_fleet:
         with monkeypatch.context() as patch:
             patch.setattr(AlertHandler, "apply", crash_after_the_first_step)

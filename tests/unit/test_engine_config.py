@@ -203,8 +203,9 @@ def test_a_run_may_resume_with_an_engine_server_elsewhere(engine: str) -> None:
 
 
 @pytest.fixture
-def checkpoints(tmp_path: Path) -> dict[str, Any]:
-    """Return the settings of a config whose files exist."""
+def checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Return the settings of a config whose files exist, without tensors."""
+    monkeypatch.setattr("quartet.preflight.check_contents", lambda models: [])
     for name, architecture in (("policy", "LlamaForCausalLM"), ("reward", "LlamaForSequenceClassification")):
         (tmp_path / name).mkdir()
         description = f'{{"architectures": ["{architecture}"], "id2label": {{"0": "score"}}}}'

@@ -14,8 +14,9 @@ import pytest
 from quartet.child_processes import package_path
 from quartet.config import Config, parse_config
 from quartet.errors import ConfigError
-from quartet.preflight import check_separate_orchestrator, unused_settings
+from quartet.preflight import check_separate_orchestrator
 from quartet.preflight.generators import check_generators
+from quartet.preflight.ineffective_settings import unused_settings
 
 
 def config(generators: int = 1, rollout: dict[str, Any] | None = None, /, **services: Any) -> Config:

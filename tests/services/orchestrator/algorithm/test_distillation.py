@@ -104,5 +104,6 @@ def test_a_student_far_from_its_teacher_raises_no_alert(distilled: bool) -> None
         "algorithm": {"kl_coefficient": 0.0, **distillation},
     }
     state = AlgorithmState(parse_config(tree, "test"))
-    alerts = [alert for step in range(1, 31) for alert in state.commit({"step": step, "kl_mean": 500.0}, [None])]
+    metrics = {"kl_mean": 500.0, "eos_rate": 1.0}
+    alerts = [alert for step in range(1, 31) for alert in state.commit(metrics | {"step": step}, [None])]
     assert bool(alerts) != distilled
