@@ -107,6 +107,11 @@ def test_the_time_of_turns_changes_no_bit(make: MakeConfig, wide: dict[str, Any]
 def test_this_holds_with_avx2(part: str) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:xdist", "-p", "no:cacheprovider", __file__]
     result = subprocess.run(
-        [*command, "-k", part], env={**os.environ, **AVX2}, capture_output=True, text=True, check=False
+        # Not itself again: the name of this test contains that of its part.
+        [*command, "-k", f"({part}) and not avx2"],
+        env={**os.environ, **AVX2},
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert result.returncode == 0, result.stdout + result.stderr
