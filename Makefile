@@ -220,6 +220,7 @@ check: $(VENV)/.installed-dev ## Run linters, type checks and the repository's o
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo
 	@scratch=$$(mktemp -d) && trap 'rm -rf "$$scratch"' EXIT && \
 		PYTHON=$(BIN)/python proto/generate.sh "$$scratch" && \
 		diff -r -x __init__.py -x __pycache__ "$$scratch/quartet/v1" src/quartet/v1 || \

@@ -27,9 +27,9 @@ from quartet.buffer.connection import connect
 from quartet.buffer.embedded_redis import EmbeddedRedis
 from quartet.buffer.experience_store import ExperienceStore
 from quartet.buffer.rollout_stream import RolloutStream
-from quartet.child_processes import tied_to_parent
+from quartet.contract.trajectory import FinishReason, Trajectory, TrajectoryId
 from quartet.services.generator.generator import FLUSH
-from quartet.types import FinishReason, Trajectory, TrajectoryId
+from quartet.system.child_processes import tied_to_parent
 
 LIMIT = 5_000
 """Fewest trajectories of 1,000 tokens per second."""

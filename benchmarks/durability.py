@@ -20,12 +20,14 @@ from pathlib import Path
 
 from benchmarks import page
 from benchmarks.options import add_shared, page_of, parser_of, positive
-from quartet.child_processes import tied_to_parent
-from quartet.config import Config, TimeoutsConfig, load_config
+from quartet.config.deployment import TimeoutsConfig
+from quartet.config.loading import load_config
+from quartet.config.root import Config
+from quartet.contract.status import Role
 from quartet.errors import ConfigError, QuartetError
 from quartet.rpc.clients import ActorClient, CriticClient
 from quartet.run_directory.run_files import RunFiles
-from quartet.types import Role
+from quartet.system.child_processes import tied_to_parent
 
 RUN = "durability-cost"
 CHECKPOINTS = 3

@@ -22,10 +22,11 @@ from pathlib import Path
 from benchmarks import machine, page
 from benchmarks.options import add_shared, page_of, parser_of, positive
 from benchmarks.trl_settings import equal_settings
-from quartet.child_processes import tied_to_parent
-from quartet.config import Config, load_config
+from quartet.config.loading import load_config
+from quartet.config.root import Config
 from quartet.errors import ConfigError
 from quartet.run_directory.run_files import RunFiles
+from quartet.system.child_processes import tied_to_parent
 
 WARM_UP = 2
 """First steps to leave out on both sides: they fill caches and allocate memory."""

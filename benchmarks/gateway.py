@@ -28,9 +28,9 @@ import yaml
 
 from benchmarks import page
 from benchmarks.options import add_shared, page_of, parser_of, positive
-from quartet.child_processes import tied_to_parent
+from quartet.contract.status import MODEL_ROLES
 from quartet.demo.toy_task import make_toy_task
-from quartet.types import MODEL_ROLES
+from quartet.system.child_processes import tied_to_parent
 
 RUN = "loaded"
 STREAMS = 100

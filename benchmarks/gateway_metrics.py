@@ -23,7 +23,7 @@ from typing import Any
 
 from benchmarks import page
 from benchmarks.options import add_page, page_of, positive
-from quartet.config import parse_config
+from quartet.config.loading import parse_config
 from quartet.run_directory.run_files import RunFiles
 
 LIMIT = 100.0

@@ -23,14 +23,17 @@ import torch
 
 from benchmarks import machine, page
 from benchmarks.options import add_shared, page_of, parser_of, positive
-from quartet.config import load_config
-from quartet.data import PromptEncoder, PromptSettings, encode_prompts, iterate_prompt_lines
+from quartet.config.loading import load_config
+from quartet.contract.generation import GenerationRequest, SamplingParameters
+from quartet.contract.trajectory import TrajectoryId
+from quartet.data.prompt_encoding import PromptEncoder, encode_prompts
+from quartet.data.prompt_lines import iterate_prompt_lines
+from quartet.data.prompt_settings import PromptSettings
 from quartet.errors import QuartetError
 from quartet.models.forward.model_capabilities import vocabulary_size
 from quartet.models.generation.torch_engine import TorchEngine
 from quartet.models.weights.loading import load_causal_lm, stop_token_ids
 from quartet.models.weights.tokenizer import load_tokenizer
-from quartet.types import GenerationRequest, SamplingParameters, TrajectoryId
 
 COUNTS = (1, 8, 64, 256)
 """Numbers of concurrent prompts, by default."""

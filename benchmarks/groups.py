@@ -24,10 +24,10 @@ from safetensors import safe_open
 
 from benchmarks import machine, page
 from benchmarks.options import add_shared, page_of, parser_of, positive
-from quartet.child_processes import tied_to_parent
-from quartet.config import load_config
+from quartet.config.loading import load_config
 from quartet.errors import ConfigError
 from quartet.run_directory.run_files import RunFiles
+from quartet.system.child_processes import tied_to_parent
 
 SIZES = (1, 2, 4)
 """Numbers of processes of each trained role."""

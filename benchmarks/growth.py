@@ -24,7 +24,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks import machine, page
 from benchmarks.options import add_shared, page_of, parser_of
-from quartet.config import Config, parse_config
+from quartet.config.loading import parse_config
+from quartet.config.root import Config
+from quartet.contract.arrays import FloatArray
+from quartet.contract.generation import GenerationRequest, SamplingParameters
+from quartet.contract.trajectory import TokenBatch, Trajectory, TrajectoryId
+from quartet.contract.update import Experience
 from quartet.models.forward.scoring import response_log_probs
 from quartet.models.generation.torch_engine import TorchEngine
 from quartet.models.training.optimizer import create_optimizer
@@ -32,15 +37,6 @@ from quartet.models.training.updates import update_policy
 from quartet.services.orchestrator.algorithm.experience import prepare_step
 from quartet.services.orchestrator.algorithm.update_request import optimization_at, policy_loss_of
 from quartet.services.orchestrator.rollout.scoring import ScoredTrajectory
-from quartet.types import (
-    Experience,
-    FloatArray,
-    GenerationRequest,
-    SamplingParameters,
-    TokenBatch,
-    Trajectory,
-    TrajectoryId,
-)
 
 VOCABULARY = 2_048
 PROMPT = 8

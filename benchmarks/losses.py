@@ -21,8 +21,9 @@ import numpy as np
 from benchmarks import machine, page
 from benchmarks.options import add_shared, page_of, parser_of
 from benchmarks.update import STEP, make_experience
-from quartet.config import Config, load_config
+from quartet.config.loading import load_config
 from quartet.config.policy_losses import BUILT_IN_POLICY_LOSSES, Aggregation
+from quartet.config.root import Config
 from quartet.errors import QuartetError
 from quartet.models.gpu_settings import deterministic_update
 from quartet.models.training.compiled_layers import compiled_layers
@@ -30,7 +31,7 @@ from quartet.models.training.optimizer import create_optimizer
 from quartet.models.training.updates import update_policy
 from quartet.models.weights.loading import load_causal_lm
 from quartet.services.orchestrator.algorithm.update_request import optimization_at, policy_loss_of
-from quartet.user_code import import_callable
+from quartet.system.user_code import import_callable
 
 LIMIT = 1.10
 """Largest ratio to PPO's update that the project accepts."""

@@ -6,11 +6,11 @@ import os
 import platform
 from pathlib import Path
 
-from quartet.config import Config
-from quartet.cpu_environment import set_cpu_environment
+from quartet.config.root import Config
 from quartet.errors import ConfigError
-from quartet.gpu_environment import set_gpu_environment
-from quartet.topology import available_cores
+from quartet.system.cpu_environment import set_cpu_environment
+from quartet.system.gpu_environment import set_gpu_environment
+from quartet.system.machine import available_cores
 
 
 def describe(device: str = "cpu") -> str:

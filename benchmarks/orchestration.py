@@ -32,15 +32,17 @@ from benchmarks import machine, page
 from benchmarks.options import add_shared, page_of, parser_of, positive
 from benchmarks.simulated import VOCABULARY, Times, replicas, response_lengths
 from quartet.buffer.embedded_redis import EmbeddedRedis
-from quartet.config import Config, parse_config
+from quartet.config.loading import parse_config
+from quartet.config.root import Config
+from quartet.contract.control import Alert
+from quartet.contract.random_streams import prompt_order
+from quartet.contract.status import Role
 from quartet.errors import QuartetError
-from quartet.random_streams import prompt_order
 from quartet.run_directory.run_files import RunFiles
 from quartet.services.orchestrator.control.progress import ProgressBoard
 from quartet.services.orchestrator.control.run_control import RunControl
 from quartet.services.orchestrator.run import TrainingRun
 from quartet.telemetry.logs import configure_logs
-from quartet.types import Alert, Role
 
 LIMIT = 1.05
 """Maximum wall time over the critical path."""

@@ -23,10 +23,10 @@ from benchmarks import machine, page
 from benchmarks.options import add_shared, page_of, parser_of, positive
 from benchmarks.orchestration import MAX_RESPONSE, PROMPT, SCORE_BATCH, SEED, critical_path, train
 from benchmarks.simulated import Times, response_lengths
+from quartet.contract.random_streams import prompt_order
+from quartet.contract.status import Role
 from quartet.errors import QuartetError
-from quartet.random_streams import prompt_order
 from quartet.telemetry.logs import configure_logs
-from quartet.types import Role
 
 OFF_POLICY = (0, 1, 2, 4)
 """Values of rollout.max_off_policy_steps."""

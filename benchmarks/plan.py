@@ -19,6 +19,7 @@ from benchmarks import machine, page
 from benchmarks.options import add_shared, page_of, parser_of
 from benchmarks.plan_cases import Case, make_update, seconds_of
 from benchmarks.update import matmul_peak
+from quartet.contract.status import Role
 from quartet.models.forward.onednn_linear import onednn_linear
 from quartet.models.forward.scoring import response_log_probs, response_values
 from quartet.planner.device_memory import trained_memory
@@ -26,7 +27,6 @@ from quartet.planner.gpus import CPU, Cluster, calibrated
 from quartet.planner.placement import Group, Placement
 from quartet.planner.plan import scoring, update
 from quartet.planner.roofline import Parallel, efficiency_of
-from quartet.types import Role
 
 MEMORY_TOLERANCE, TIME_TOLERANCE = 0.1, 0.3
 MEMORY_CASES = (

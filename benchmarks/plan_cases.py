@@ -19,14 +19,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from quartet.config import Config, config_of
+from quartet.config.loading import config_of
+from quartet.config.root import Config
+from quartet.contract.status import Role
+from quartet.model_files.shape import model_shape
 from quartet.models.workers.workers import SINGLE, Workers
 from quartet.planner.device_memory import trained_memory
 from quartet.planner.gpus import CPU
-from quartet.planner.model_shape import model_shape
 from quartet.planner.roofline import Parallel
 from quartet.planner.workload import Workload, role_work
-from quartet.types import Role
 
 STEP = 1
 RANK_SECONDS = 600.0

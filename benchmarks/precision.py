@@ -22,12 +22,14 @@ from benchmarks import machine, page
 from benchmarks.generation import read_prompts
 from benchmarks.options import add_shared, page_of, parser_of
 from benchmarks.update import RepeatableUpdate, matmul_peak, policy_update_of
-from quartet.config import Config, load_config
+from quartet.config.loading import load_config
+from quartet.config.root import Config
+from quartet.contract.generation import GenerationRequest, SamplingParameters
+from quartet.contract.trajectory import TrajectoryId
 from quartet.errors import QuartetError
 from quartet.models.generation.torch_engine import TorchEngine
 from quartet.models.weights.loading import load_causal_lm, stop_token_ids
 from quartet.models.weights.tokenizer import load_tokenizer
-from quartet.types import GenerationRequest, SamplingParameters, TrajectoryId
 
 DTYPES = ("float32", "bfloat16")
 REVIEWS = Path("configs/reviews/ppo.yaml")

@@ -20,7 +20,7 @@ import transformers
 
 from benchmarks import machine
 from benchmarks.options import parser_of
-from quartet.config import load_config
+from quartet.config.loading import load_config
 from quartet.errors import ConfigError
 
 VOCABULARY = 151_936

@@ -23,13 +23,13 @@ import numpy as np
 
 from benchmarks import machine, page
 from benchmarks.options import add_shared, page_of, parser_of, positive
-from quartet.config import TimeoutsConfig
+from quartet.config.deployment import TimeoutsConfig
+from quartet.contract.trajectory import Scores, TokenBatch
 from quartet.errors import Cancelled, QuartetError, ServiceBusy
 from quartet.rpc.clients import RewardClient
 from quartet.rpc.pending_calls import PendingResult
 from quartet.rpc.refused_calls import RepeatedCall
 from quartet.rpc.security.credentials import OPERATOR, Credentials
-from quartet.types import Scores, TokenBatch
 
 VOCABULARY, PROMPT_TOKENS, RESPONSE_TOKENS = 1000, 64, 64
 MICRO_BATCH_TOKENS = 512

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from benchmarks import machine, page
 from benchmarks.options import add_shared, page_of, parser_of, positive
-from quartet.topology import available_cores
+from quartet.system.machine import available_cores
 from quartet.verifiers.errors import SandboxFailed
 from quartet.verifiers.programs import InputOutput, Program, Report, run_with_calls, run_with_input
 from quartet.verifiers.sandbox.backend import Sandbox

@@ -19,6 +19,8 @@ import torch.distributed as dist
 import transformers
 
 from benchmarks import random_models
+from quartet.contract.trajectory import TokenBatch
+from quartet.contract.update import Experience, OptimizationSettings, PolicyLossSettings
 from quartet.models.forward.model_capabilities import vocabulary_size
 from quartet.models.hf_logging import suppress_hf_logging
 from quartet.models.torch_threads import set_up_torch
@@ -28,7 +30,6 @@ from quartet.models.weights.loading import load_causal_lm
 from quartet.models.workers.group import WorkerGroup, join_group
 from quartet.models.workers.sharding import ShardedAdamW, shard_model
 from quartet.models.workers.workers import SINGLE, Workers, local_tensor
-from quartet.types import Experience, OptimizationSettings, PolicyLossSettings, TokenBatch
 
 SEQUENCES, PROMPT_TOKENS, RESPONSE_TOKENS, MICRO_BATCH_TOKENS = 4, 16, 48, 64
 """The update: each sequence is a micro-batch, so that activations stay small beside the model."""

@@ -26,7 +26,12 @@ from benchmarks.options import positive
 from quartet.buffer.connection import connect
 from quartet.buffer.experience_store import ExperienceStore
 from quartet.buffer.rollout_stream import RolloutStream
-from quartet.child_processes import tied_to_parent
+from quartet.contract.arrays import FloatArray
+from quartet.contract.generation import EngineProperties, GenerationBatch
+from quartet.contract.status import Role, ServiceStatus
+from quartet.contract.trajectory import FinishReason, Scores, TokenBatch, Trajectory
+from quartet.contract.update import UpdateResult
+from quartet.contract.weights import ReferenceVersion, SavedFile, WeightTransfer
 from quartet.errors import Cancelled
 from quartet.models.training.update_idempotency import UpdateLog
 from quartet.rpc.compute_thread import ComputeThread
@@ -37,22 +42,8 @@ from quartet.services.generator.generator import FLUSH, Progress
 from quartet.services.generator.servicer import GeneratorServicer
 from quartet.services.reference.servicer import ReferenceServicer
 from quartet.services.reward.servicer import RewardServicer
+from quartet.system.child_processes import tied_to_parent
 from quartet.telemetry.logs import configure_logs
-from quartet.types import (
-    EngineProperties,
-    FinishReason,
-    FloatArray,
-    GenerationBatch,
-    ReferenceVersion,
-    Role,
-    SavedFile,
-    Scores,
-    ServiceStatus,
-    TokenBatch,
-    Trajectory,
-    UpdateResult,
-    WeightTransfer,
-)
 from quartet.weight_transfer.receiver import WeightMirror
 
 VOCABULARY = 32_000

@@ -24,10 +24,10 @@ from benchmarks import page
 from benchmarks.options import add_shared, page_of, parser_of, positive
 from quartet.buffer.connection import Redis, connect
 from quartet.buffer.embedded_redis import EmbeddedRedis
-from quartet.child_processes import tied_to_parent
+from quartet.contract.status import MODEL_ROLES
+from quartet.demo.pretraining import Schedule, Shape
 from quartet.demo.toy_task import Recipe, make_toy_task
-from quartet.models.pretraining import Schedule, Shape
-from quartet.types import MODEL_ROLES
+from quartet.system.child_processes import tied_to_parent
 
 RUN = "soak"
 RECIPE = Recipe(

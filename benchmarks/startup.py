@@ -25,8 +25,8 @@ import yaml
 from benchmarks import machine, page
 from benchmarks.options import add_shared, page_of, parser_of
 from benchmarks.soak import RECIPE
-from quartet.child_processes import tied_to_parent
 from quartet.demo.toy_task import make_toy_task
+from quartet.system.child_processes import tied_to_parent
 
 MARKS = {"dashboard": "dashboard: ", "first step": "step 1/"}
 """Beginnings of the lines of `quartet train` whose times are measured."""

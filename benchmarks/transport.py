@@ -20,10 +20,13 @@ from benchmarks import machine, page
 from benchmarks.options import add_shared, page_of, parser_of
 from benchmarks.simulated import replicas
 from quartet import codec
-from quartet.config import TimeoutsConfig
+from quartet.config.deployment import TimeoutsConfig
+from quartet.contract.arrays import FloatArray
+from quartet.contract.status import Role
+from quartet.contract.trajectory import TokenBatch
+from quartet.contract.update import Experience
 from quartet.rpc.clients import ReferenceClient
 from quartet.rpc.limits import MAX_MESSAGE_BYTES
-from quartet.types import Experience, FloatArray, Role, TokenBatch
 from quartet.v1 import tensor_pb2, trajectory_pb2
 
 LIMIT = 1e9

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from quartet.config import Config
+from quartet.config.root import Config
 
 
 def equal_settings(config: Config) -> list[str]:

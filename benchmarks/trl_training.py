@@ -23,7 +23,8 @@ from typing import Any
 
 from benchmarks.trl_rewriting import rewritten
 from benchmarks.trl_settings import ppo_settings, rloo_settings
-from quartet.config import Config, load_config
+from quartet.config.loading import load_config
+from quartet.config.root import Config
 
 SCORE_AT_EOS = {"sequence_lengths + 1": "sequence_lengths"}
 """The expression of PPOTrainer.train that puts score and value one position past EOS, and its replacement."""

@@ -24,7 +24,10 @@ import torch
 
 from benchmarks import machine, page
 from benchmarks.options import add_shared, page_of, parser_of
-from quartet.config import Config, load_config
+from quartet.config.loading import load_config
+from quartet.config.root import Config
+from quartet.contract.trajectory import TokenBatch
+from quartet.contract.update import Experience
 from quartet.errors import QuartetError
 from quartet.models.forward import batching
 from quartet.models.forward.model_capabilities import vocabulary_size
@@ -36,7 +39,6 @@ from quartet.models.training.optimizer import MasterWeightAdamW, create_optimize
 from quartet.models.training.updates import update_policy, update_value
 from quartet.models.weights.loading import DTYPES, load_causal_lm, load_critic
 from quartet.services.orchestrator.algorithm.update_request import optimization_at, policy_loss_of, value_loss_of
-from quartet.types import Experience, TokenBatch
 
 STEP = 1
 

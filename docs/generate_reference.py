@@ -90,7 +90,7 @@ def _is_own(family: Any) -> bool:
 def _prometheus() -> Iterator[tuple[str, str, list[Any]]]:
     from prometheus_client import CollectorRegistry
 
-    from quartet.config import parse_config
+    from quartet.config.loading import parse_config
     from quartet.gateway.http.request_metrics import GatewayMetrics
     from quartet.rpc.call_interceptors import CallMetrics
     from quartet.services.orchestrator.control.progress import ProgressBoard

@@ -6,7 +6,7 @@ exits without further cleanup.
 
 from __future__ import annotations
 
-import quartet.sys_path  # noqa: F401 - first: it keeps the working directory from shadowing libraries
+import quartet.system.sys_path  # noqa: F401 - first: it keeps the working directory from shadowing libraries
 
 # isort: split
 import argparse
@@ -26,15 +26,18 @@ from typing import Any
 import structlog
 
 from quartet.buffer.redis_url import buffer_url, environment_overrides
-from quartet.config import Config, GatewayConfig, load_config
+from quartet.config.deployment import GatewayConfig
+from quartet.config.layout import check_listen_address
+from quartet.config.loading import load_config
+from quartet.config.root import Config
+from quartet.config.section import is_loopback
 from quartet.errors import ConfigError, QuartetError
 from quartet.gateway.settings import GatewaySettings
 from quartet.rpc.security.allow_list import GATEWAY
 from quartet.rpc.security.credentials import LOCAL, Credentials
 from quartet.run_directory.run_files import RunFiles
-from quartet.secret_files import check_certificate, check_token, read_token
+from quartet.system.secret_files import check_certificate, check_token, read_token
 from quartet.telemetry.logs import configure_logs
-from quartet.topology import check_listen_address, is_loopback
 
 log = structlog.get_logger()
 

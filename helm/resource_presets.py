@@ -11,7 +11,10 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from quartet.config import Config, config_of
+from quartet.config.loading import config_of
+from quartet.config.root import Config
+from quartet.contract.status import TRAINED_ROLES, Role
+from quartet.model_files.shape import ModelShape, model_shape
 from quartet.planner.device_memory import (
     actor_generation_memory,
     add_parts,
@@ -29,10 +32,8 @@ from quartet.planner.host_memory import (
     generator_host_memory,
     host_memory,
 )
-from quartet.planner.model_shape import ModelShape, model_shape
 from quartet.planner.roofline import Parallel
 from quartet.planner.workload import RoleWork, Workload, role_work
-from quartet.types import TRAINED_ROLES, Role
 
 MIB = 2**20
 QWEN2 = {"model_type": "qwen2", "vocab_size": 151_936, "tie_word_embeddings": True}

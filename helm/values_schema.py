@@ -15,8 +15,8 @@ from typing import Any
 
 from helm.resource_presets import MODELS, presets
 from helm.values_reference import values_page
-from quartet.config import json_schema
 from quartet.config.estimators import BUILT_IN_ESTIMATORS
+from quartet.config.schema import json_schema
 
 SCHEMA = Path(__file__).parent / "quartet/values.schema.json"
 ESTIMATORS = Path(__file__).parent / "quartet/files/estimators.json"

@@ -5,7 +5,7 @@ Reads the config, builds the servicer of each role, serves them until SIGTERM, a
 
 from __future__ import annotations
 
-import quartet.sys_path  # noqa: F401 - first, so that files in the working directory cannot shadow libraries
+import quartet.system.sys_path  # noqa: F401 - first, so that files in the working directory cannot shadow libraries
 
 # isort: split
 import argparse
@@ -25,18 +25,19 @@ from typing import TYPE_CHECKING, Any
 import structlog
 
 from quartet.buffer.redis_url import environment_overrides, required_buffer_url
-from quartet.child_processes import kill_descendants
-from quartet.config import Config, load_config
-from quartet.cpu_environment import set_cpu_environment
-from quartet.durable_files import describe_os_error
+from quartet.config.layout import listen_address, num_memory_sharers, num_threads
+from quartet.config.loading import load_config
+from quartet.config.root import Config
+from quartet.contract.status import MODEL_ROLES, Role
 from quartet.errors import ConfigError, QuartetError, ServiceFailed
-from quartet.failpoints import arm
-from quartet.gpu_environment import set_gpu_environment
-from quartet.missing_packages import explain_missing_package
 from quartet.services.workers.processes import RankProcess, start_ranks
+from quartet.system.child_processes import kill_descendants
+from quartet.system.cpu_environment import set_cpu_environment
+from quartet.system.durable_files import describe_os_error
+from quartet.system.failpoints import arm
+from quartet.system.gpu_environment import set_gpu_environment
+from quartet.system.missing_packages import explain_missing_package
 from quartet.telemetry.logs import configure_logs
-from quartet.topology import listen_address, num_memory_sharers, num_threads
-from quartet.types import MODEL_ROLES, Role
 
 if TYPE_CHECKING:
     from quartet.rpc.security.credentials import Credentials
@@ -312,10 +313,10 @@ def _models(
     ranks: RankProcess,
     notifier: ReadyNotifier,
 ) -> list[Any]:
-    from quartet.model_digests import model_digests, role_models
     from quartet.models.gpu_settings import release_gpu_memory, set_up_gpu
     from quartet.models.torch_threads import set_up_torch
     from quartet.rpc.compute_thread import ComputeThread
+    from quartet.run_directory.model_digests import model_digests, role_models
     from quartet.services.factories import build_model_role, device_of, set_up_thread
     from quartet.services.workers.commands import join
     from quartet.services.workers.group_failures import GroupFailures
@@ -386,7 +387,7 @@ def _generator(config: Config, threads: int, credentials: Credentials) -> list[A
 
 
 def _environment(config: Config, threads: int) -> list[Any]:
-    from quartet.data import TemplateInputs
+    from quartet.data.chat_template import TemplateInputs
     from quartet.environments.host import EnvironmentHost
     from quartet.services.environment.servicer import EnvironmentServicer
 

@@ -12,15 +12,30 @@ from quartet.buffer.connection import ConnectionMonitor, connect_at_start
 from quartet.buffer.experience_store import ExperienceStore
 from quartet.buffer.redis_url import required_buffer_url
 from quartet.buffer.rollout_stream import RolloutStream
-from quartet.config import MAX_MICRO_BATCH_TOKENS, MAX_MICRO_BATCH_TOKENS_GPU, Config, ServiceConfig
+from quartet.config.deployment import ServiceConfig
+from quartet.config.layout import (
+    device_of_rank,
+    generates_during_updates,
+    generates_in_actor,
+    num_memory_sharers,
+    num_update_threads,
+)
+from quartet.config.models import MAX_MICRO_BATCH_TOKENS, MAX_MICRO_BATCH_TOKENS_GPU
+from quartet.config.root import Config
+from quartet.contract.status import Role, ServiceStatus
 from quartet.errors import ConfigError
-from quartet.failpoints import failpoint
-from quartet.memory_shares import cache_shape, generates_on_its_device, gpu_share, role_memory, torch_cache_bytes
 from quartet.models.generation.detached_torch import DetachedTorchEngine
 from quartet.models.gpu_settings import check_gpu
 from quartet.models.torch_threads import set_num_threads
 from quartet.models.weights.loading import check_cacheable_config
 from quartet.models.workers.workers import SINGLE, Workers
+from quartet.planner.memory_shares import (
+    cache_shape,
+    generates_on_its_device,
+    gpu_share,
+    role_memory,
+    torch_cache_bytes,
+)
 from quartet.rewards.factory import build_reward
 from quartet.rpc.base_servicers import ModelServicer
 from quartet.rpc.commands import Commands
@@ -43,14 +58,7 @@ from quartet.services.reference.reference import Reference
 from quartet.services.reference.servicer import ReferenceServicer
 from quartet.services.reward.servicer import RewardServicer
 from quartet.services.reward.sharing import SharedTurns
-from quartet.topology import (
-    device_of_rank,
-    generates_during_updates,
-    generates_in_actor,
-    num_memory_sharers,
-    num_update_threads,
-)
-from quartet.types import Role, ServiceStatus
+from quartet.system.failpoints import failpoint
 from quartet.weight_transfer.source import WeightSource
 
 

@@ -7,15 +7,15 @@ from typing import Any
 
 import structlog
 
-from quartet.config import MAX_MICRO_BATCH_TOKENS, TrainedModelConfig
+from quartet.config.models import MAX_MICRO_BATCH_TOKENS, TrainedModelConfig
+from quartet.contract.status import Role, ServiceStatus
 from quartet.errors import ConfigError
-from quartet.memory_shares import GpuShare
+from quartet.model_files.memory import MEMORY_FRACTION
 from quartet.models.forward.model_capabilities import device_of
 from quartet.models.training.update_memory import UpdateMemory, free_gpu_bytes, total_gpu_bytes
 from quartet.models.workers.workers import local_tensor
-from quartet.planner.memory import MEMORY_FRACTION
-from quartet.topology import free_memory_bytes
-from quartet.types import Role, ServiceStatus
+from quartet.planner.memory_shares import GpuShare
+from quartet.system.machine import free_memory_bytes
 
 log = structlog.get_logger()
 

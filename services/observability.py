@@ -6,15 +6,15 @@ from collections.abc import Sequence
 
 import structlog
 
-from quartet.config import Config
+from quartet.config.layout import check_listen_address
+from quartet.config.root import Config
+from quartet.contract.status import Role
 from quartet.errors import ConfigError
 from quartet.rpc.call_interceptors import CallInterceptor, CallMetrics, CallTraces
 from quartet.rpc.security.credentials import LOCAL, Credentials
 from quartet.rpc.server import HostedRole
 from quartet.telemetry.prometheus import MetricsServer, ServiceMetrics, process_registry
 from quartet.telemetry.traces import Traces
-from quartet.topology import check_listen_address
-from quartet.types import Role
 
 log = structlog.get_logger()
 

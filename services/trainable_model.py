@@ -13,10 +13,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import structlog
 
-from quartet.config import OffloadConfig, TrainedModelConfig
-from quartet.durable_files import checkpoint_path, confine_path, describe_files
+from quartet.config.deployment import OffloadConfig
+from quartet.config.models import TrainedModelConfig
+from quartet.contract.status import Role, ServiceStatus
+from quartet.contract.update import UpdateResult
+from quartet.contract.weights import SavedFile, SaveKind
 from quartet.errors import FailedPrecondition, ModelError
-from quartet.failpoints import failpoint
+from quartet.model_files.sharded_files import is_sharded
 from quartet.models.forward.batching import MicroBatch
 from quartet.models.forward.model_capabilities import max_positions, vocabulary_size
 from quartet.models.gpu_settings import deterministic_update
@@ -40,8 +43,8 @@ from quartet.models.weights.snapshot import Writer, write_model
 from quartet.models.weights.tokenizer import load_tokenizer, tokenizer_fingerprint
 from quartet.models.workers.workers import SINGLE, Workers
 from quartet.services.memory_budget import MemoryBudget, UpdateLimits, find_budget, free_bytes
-from quartet.sharded_files import is_sharded
-from quartet.types import Role, SavedFile, SaveKind, ServiceStatus, UpdateResult
+from quartet.system.durable_files import checkpoint_path, confine_path, describe_files
+from quartet.system.failpoints import failpoint
 
 if TYPE_CHECKING:
     from quartet.models.workers.group_saves import GroupSaves

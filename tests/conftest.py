@@ -12,7 +12,7 @@ import pytest
 
 from quartet.buffer.connection import Redis, connect
 from quartet.buffer.embedded_redis import EmbeddedRedis
-from quartet.cpu_environment import set_cpu_environment
+from quartet.system.cpu_environment import set_cpu_environment
 from quartet.telemetry.logs import configure_logs
 
 _CACHE = tempfile.TemporaryDirectory(prefix="quartet-tests-")

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Literal
 
 from benchmarks.trl_settings import equal_settings
-from quartet.config import Config, load_config
+from quartet.config.loading import load_config
+from quartet.config.root import Config
 
 Side = Literal["quartet", "trl", "trl_eos", "initial"]
 """Trainer of the policy. ``trl_eos``: TRL's PPO with the score at EOS, not one position after it. ``initial``: the policy before

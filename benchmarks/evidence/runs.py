@@ -14,10 +14,10 @@ from pathlib import Path
 
 from benchmarks.evidence.experiments import VALIDATION, Experiment
 from benchmarks.evidence.scoring import Scores
-from quartet.child_processes import tied_to_parent
-from quartet.durable_files import append_durably, write_durably
 from quartet.errors import ConfigError
 from quartet.run_directory.step_lines import read_step_lines
+from quartet.system.child_processes import tied_to_parent
+from quartet.system.durable_files import append_durably, write_durably
 
 CURVES = ("score_mean", "reward_mean", "kl_mean", "kl_coefficient", "eos_rate")
 

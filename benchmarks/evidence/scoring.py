@@ -15,16 +15,17 @@ from statistics import fmean
 
 import numpy as np
 
-from quartet.config import load_config
-from quartet.durable_files import write_durably
-from quartet.evaluation import read_validation_prompts, run_sampling, trajectory_id
+from quartet.config.loading import load_config
+from quartet.contract.generation import GenerationRequest
+from quartet.contract.trajectory import FinishReason, TokenBatch
+from quartet.data.evaluation import read_validation_prompts, run_sampling, trajectory_id
 from quartet.models.forward.scoring import response_log_probs
 from quartet.models.generation.torch_engine import TorchEngine
 from quartet.models.torch_threads import set_up_torch
 from quartet.models.weights.loading import load_causal_lm, stop_token_ids
 from quartet.models.weights.tokenizer import load_tokenizer
 from quartet.rewards.factory import build_reward
-from quartet.types import FinishReason, GenerationRequest, TokenBatch
+from quartet.system.durable_files import write_durably
 
 
 @dataclass(frozen=True, slots=True)

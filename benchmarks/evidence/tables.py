@@ -10,8 +10,8 @@ import matplotlib
 
 from benchmarks.evidence.experiments import TRL_SIDES, VARIATIONS, Experiment
 from benchmarks.evidence.runs import Result
-from quartet.config import Config
-from quartet.runs.intervals import mean_interval
+from quartet.config.root import Config
+from quartet.launcher.intervals import mean_interval
 
 matplotlib.use("svg")
 import matplotlib.pyplot as plt

@@ -14,8 +14,8 @@ import random
 import sys
 from pathlib import Path
 
-from quartet.atomic_directory import staged_directory
 from quartet.errors import DataError, QuartetError
+from quartet.system.durable_files import staged_directory
 
 LARGEST = 9
 """Both numbers of a sum are from 0 to this one."""
@@ -44,7 +44,7 @@ def sentences(seed: int) -> list[str]:
 
 def prepare(directory: Path, seed: int, steps: int) -> None:
     """Write the policy and the prompts."""
-    from quartet.models import pretraining
+    from quartet.demo import pretraining
 
     texts = sentences(seed)
     tokenizer = pretraining.train_tokenizer(texts, 400)

@@ -16,8 +16,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from quartet.atomic_directory import staged_directory
 from quartet.errors import DataError, QuartetError
+from quartet.system.durable_files import staged_directory
 
 OPERATIONS = {"plus": "+", "minus": "-", "times": "*", "modulo": "%"}
 NUMBERS = range(1, 6)
@@ -77,7 +77,7 @@ def attempt(exercise: Exercise, draw: random.Random) -> str:
 
 def prepare(directory: Path, seed: int, steps: int) -> None:
     """Write the policy and the prompts."""
-    from quartet.models import pretraining
+    from quartet.demo import pretraining
 
     draw = random.Random(f"{seed}/functions")
     chosen = [draw.choice(exercises()) for _ in range(SENTENCES)]

@@ -27,12 +27,12 @@ from typing import Any
 
 from preferences import Pair, iterate_pairs, messages_of, positive, write_json_lines
 
-from quartet.atomic_directory import staged_directory
 from quartet.data.prompt_datasets import rows_file
 from quartet.data.prompt_files import iterate_rows
 from quartet.data.prompt_settings import DatasetSource, PromptSettings, RowMapping
 from quartet.errors import DataError, QuartetError
-from quartet.hub_models import looks_local
+from quartet.model_files.hub_models import looks_local
+from quartet.system.durable_files import staged_directory
 
 SUMMARY = "summary.json"
 SHOWN = 3

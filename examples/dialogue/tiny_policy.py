@@ -16,10 +16,10 @@ from pathlib import Path
 from preferences import ASSISTANT, Pair, messages_of, read_pairs
 from prepare import check_out
 
-from quartet.atomic_directory import staged_directory
+from quartet.demo import pretraining
+from quartet.demo.pretraining import PretrainingProgress, Schedule, Shape
 from quartet.errors import DataError, QuartetError
-from quartet.models import pretraining
-from quartet.models.pretraining import PretrainingProgress, Schedule, Shape
+from quartet.system.durable_files import staged_directory
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ bos_token + message['role'] + '\n' + message['content'] + eos_token }}{% endfor %}"

@@ -34,16 +34,16 @@ from prepare import check_out
 from torch import Tensor, nn
 from torch.nn import functional
 
-from quartet.atomic_directory import staged_directory
-from quartet.config import RewardSourceConfig
+from quartet.config.rewards import RewardSourceConfig
+from quartet.contract.trajectory import TokenBatch
+from quartet.demo.pretraining import save_checkpoint
 from quartet.errors import DataError, ModelError, QuartetError
-from quartet.hub_models import model_directory
+from quartet.model_files.hub_models import model_directory
 from quartet.models.forward.model_capabilities import max_positions
 from quartet.models.hf_logging import suppress_hf_logging
-from quartet.models.pretraining import save_checkpoint
 from quartet.models.weights.tokenizer import SAFE, explained, load_tokenizer, tokenizer_fingerprint
 from quartet.rewards.model import ModelReward
-from quartet.types import TokenBatch
+from quartet.system.durable_files import staged_directory
 
 SUMMARY = "training.json"
 CHECKED_PAIRS = 8

@@ -13,11 +13,10 @@ import json
 import sys
 from pathlib import Path
 
-from quartet.atomic_directory import staged_directory
-from quartet.demo import corpus
+from quartet.demo import corpus, pretraining
+from quartet.demo.pretraining import Schedule, Shape
 from quartet.errors import QuartetError
-from quartet.models import pretraining
-from quartet.models.pretraining import Schedule, Shape
+from quartet.system.durable_files import staged_directory
 
 REVIEWS = 24_000
 MIN_FAVOURABLE = 3

@@ -17,11 +17,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from quartet.atomic_directory import staged_directory
+from quartet.demo import pretraining
+from quartet.demo.pretraining import Schedule, Shape
 from quartet.environments.examples import WordPuzzle
 from quartet.errors import QuartetError
-from quartet.models import pretraining
-from quartet.models.pretraining import Schedule, Shape
+from quartet.system.durable_files import staged_directory
 
 EPISODES = 4000
 SHAPE = Shape(hidden=64, layers=2, heads=4, positions=160)

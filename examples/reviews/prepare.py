@@ -24,8 +24,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from quartet.atomic_directory import staged_directory
 from quartet.errors import DataError, QuartetError
+from quartet.system.durable_files import staged_directory
 
 PROMPT_WORDS = 5
 MIN_SENTENCES = 50
@@ -153,7 +153,7 @@ def prompts_of(sentences: list[str], seed: int) -> list[str]:
 
 def prepare(options: Options, positive: list[str], negative: list[str], directory: Path) -> None:
     """Train, evaluate, and write everything to ``directory``. Raises DataError for unusable sentences."""
-    from quartet.models import pretraining
+    from quartet.demo import pretraining
 
     sentences = positive + negative
     labels = [1.0] * len(positive) + [0.0] * len(negative)
@@ -216,7 +216,7 @@ def prepare(options: Options, positive: list[str], negative: list[str], director
 
 def _reporter(every: int = 100) -> Callable[..., None]:
     """Print a line every ``every`` steps and at the last step."""
-    from quartet.models.pretraining import PretrainingProgress
+    from quartet.demo.pretraining import PretrainingProgress
 
     start = time.monotonic()
 

@@ -19,7 +19,8 @@ except ModuleNotFoundError:
 matplotlib.use("svg")
 import matplotlib.pyplot as plt
 
-from quartet.config import Config, load_config
+from quartet.config.loading import load_config
+from quartet.config.root import Config
 from quartet.errors import ConfigError
 from quartet.run_directory.run_files import RunFiles
 from quartet.run_directory.step_lines import read_step_lines

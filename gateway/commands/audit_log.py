@@ -10,12 +10,12 @@ from typing import Any
 
 import structlog
 
-from quartet.durable_files import append_durably, storage_errors
 from quartet.errors import QuartetError, StorageFailed
 from quartet.gateway.http.http_errors import ProblemError
 from quartet.gateway.readers.jsonl_records import validated
 from quartet.gateway.schemas import AuditEntry
 from quartet.run_directory.run_files import RunFiles
+from quartet.system.durable_files import append_durably, storage_errors
 
 log = structlog.get_logger()
 

@@ -12,9 +12,8 @@ from typing import Any
 import structlog
 import yaml
 
-from quartet.child_processes import module_command
-from quartet.config import Config, invalid_keys, parse_config
-from quartet.durable_files import write_durably
+from quartet.config.loading import invalid_keys, parse_config
+from quartet.config.root import Config
 from quartet.errors import ConfigError
 from quartet.gateway.commands.audit_log import audited, printable
 from quartet.gateway.http.http_errors import ProblemError
@@ -22,6 +21,8 @@ from quartet.gateway.readers.run_catalog import RunCatalog
 from quartet.gateway.schemas import FieldProblem, StartRunRequest
 from quartet.run_directory.locking_and_removal import check_unused, lock_run_directory, remove_run
 from quartet.run_directory.run_files import RunFiles
+from quartet.system.child_processes import module_command
+from quartet.system.durable_files import write_durably
 
 log = structlog.get_logger()
 

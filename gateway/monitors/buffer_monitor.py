@@ -7,7 +7,7 @@ import threading
 from quartet.buffer.connection import Redis, connect, translate_errors
 from quartet.buffer.experience_store import ExperienceStore
 from quartet.buffer.rollout_stream import RolloutStream
-from quartet.config import is_redacted, redact_url
+from quartet.config.url_redaction import is_redacted, redact_url
 from quartet.errors import QuartetError, ServiceUnavailable
 from quartet.gateway.readers.run_catalog import RunCatalog
 from quartet.gateway.schemas import Buffer

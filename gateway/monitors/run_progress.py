@@ -7,7 +7,7 @@ import os
 import threading
 import time
 
-from quartet import types
+from quartet.contract import control
 from quartet.errors import ConfigError, QuartetError
 from quartet.gateway.readers.file_signature import Signature, signature
 from quartet.gateway.readers.run_catalog import RunCatalog
@@ -181,7 +181,7 @@ def _request_progress(run: _OrchestratorConnection, orchestrator: OrchestratorCl
         )
 
 
-def _progress(progress: types.Progress) -> ProgressInfo:
+def _progress(progress: control.Progress) -> ProgressInfo:
     return ProgressInfo(
         state=State(progress.state),
         step=progress.step,

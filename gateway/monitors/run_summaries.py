@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quartet.config import Config
+from quartet.config.root import Config
 from quartet.errors import ConfigError
 from quartet.gateway.monitors.run_progress import END_STATES, RunMonitor
 from quartet.gateway.readers.run_catalog import RunCatalog

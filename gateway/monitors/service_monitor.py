@@ -10,7 +10,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from quartet.config import redact_url
+from quartet.config.url_redaction import redact_url
+from quartet.contract.status import TRAINED_ROLES, GeneratorInfo, GeneratorState, Role, ServiceStatus
+from quartet.contract.weights import WeightPublication, WeightTransfer
 from quartet.errors import ConfigError, MismatchError, NoResponse, QuartetError, ServiceUnavailable
 from quartet.gateway.monitors.buffer_monitor import BufferMonitor
 from quartet.gateway.readers.run_catalog import RunCatalog
@@ -19,15 +21,6 @@ from quartet.rpc.clients import OrchestratorClient
 from quartet.rpc.security.credentials import LOCAL, Credentials
 from quartet.rpc.service_channel import ServiceChannel, endpoints_at
 from quartet.run_directory.run_files import RunFiles
-from quartet.types import (
-    TRAINED_ROLES,
-    GeneratorInfo,
-    GeneratorState,
-    Role,
-    ServiceStatus,
-    WeightPublication,
-    WeightTransfer,
-)
 
 TIMEOUT_SECONDS = 1.0
 """Time that a process has to respond."""

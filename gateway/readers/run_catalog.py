@@ -7,7 +7,8 @@ import threading
 from collections import OrderedDict
 from pathlib import Path
 
-from quartet.config import Config, load_config
+from quartet.config.loading import load_config
+from quartet.config.root import Config
 from quartet.gateway.http.http_errors import NotFound
 from quartet.gateway.readers.file_signature import Signature, signature
 from quartet.run_directory.run_files import RunFiles

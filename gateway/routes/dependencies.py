@@ -6,7 +6,7 @@ from typing import Annotated
 
 from fastapi import Depends, Path, Query, Request
 
-from quartet.config import Config
+from quartet.config.root import Config
 from quartet.gateway.commands.run_commands import RunCommands
 from quartet.gateway.commands.run_launcher import RunLauncher
 from quartet.gateway.events.event_stream import EventStreams

@@ -9,8 +9,14 @@ from typing import Any
 
 from quartet.buffer.experience_store import ExperienceStore
 from quartet.buffer.rollout_stream import RolloutStream
-from quartet.config import ActorConfig, OffloadConfig
+from quartet.config.deployment import OffloadConfig
+from quartet.config.models import ActorConfig
 from quartet.config.policy_losses import BUILT_IN_POLICY_LOSSES, policy_loss_spec
+from quartet.contract.arrays import FloatArray
+from quartet.contract.generation import GenerationBatch, GenerationRequest
+from quartet.contract.status import Role, ServiceStatus
+from quartet.contract.trajectory import TokenBatch, Trajectory
+from quartet.contract.update import OptimizationSettings, PolicyLossSettings, UpdateResult
 from quartet.engines.engine import ServedModel, TurnSource
 from quartet.engines.stop_strings import token_decoder
 from quartet.errors import ConfigError, FailedPrecondition, InvalidRequest, MismatchError
@@ -36,19 +42,7 @@ from quartet.services.generator.episodes import EnvironmentAccess, generate_epis
 from quartet.services.generator.generator import Progress, TrajectoryWriter
 from quartet.services.memory_budget import UpdateLimits
 from quartet.services.trainable_model import TrainableModel
-from quartet.types import (
-    FloatArray,
-    GenerationBatch,
-    GenerationRequest,
-    OptimizationSettings,
-    PolicyLossSettings,
-    Role,
-    ServiceStatus,
-    TokenBatch,
-    Trajectory,
-    UpdateResult,
-)
-from quartet.user_code import NotImportable, import_callable
+from quartet.system.user_code import NotImportable, import_callable
 
 
 @dataclass(frozen=True, slots=True)

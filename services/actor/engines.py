@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from quartet.config import Config
+from quartet.config.root import Config
+from quartet.contract.trajectory import Trajectory
 from quartet.engines.stop_strings import token_decoder
 from quartet.errors import ConfigError, FailedPrecondition
 from quartet.models.generation.engine import EngineFactory
 from quartet.models.generation.merged_torch import shared_torch_engine
-from quartet.secret_files import AUTHORITY, CERTIFICATE, KEY
-from quartet.types import Trajectory
+from quartet.system.secret_files import AUTHORITY, CERTIFICATE, KEY
 
 FOLDER = "engine"
 """Folder below the run's directory for weights of engines that read them from disk."""

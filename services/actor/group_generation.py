@@ -10,13 +10,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
+from quartet.contract.generation import GenerationBatch, GenerationRequest
+from quartet.contract.status import ServiceStatus
+from quartet.contract.work_split import split_by_rule
 from quartet.errors import Cancelled, EngineFailed, GroupWeightsChanged, NoResponse, QuartetError, ServiceUnavailable
 from quartet.rpc.base_servicers import GenerationCore
 from quartet.rpc.clients import GenerationClient
 from quartet.rpc.pending_calls import PendingGeneration
 from quartet.services.generator.generator import Progress
-from quartet.types import GenerationBatch, GenerationRequest, ServiceStatus
-from quartet.work_split import split_by_rule
 
 POLL_SECONDS = 0.2
 """Interval at which rank 0 checks whether its caller is gone while other ranks generate."""

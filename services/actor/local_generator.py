@@ -5,9 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 
+from quartet.contract.generation import GenerationBatch
+from quartet.contract.status import ServiceStatus
 from quartet.errors import FailedPrecondition
 from quartet.services.generator.generator import Generator, Progress
-from quartet.types import GenerationBatch, ServiceStatus
 from quartet.weight_transfer.receiver import PulledWeights
 from quartet.weight_transfer.source import WeightSource
 

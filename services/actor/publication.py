@@ -8,11 +8,13 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
+from quartet.contract.generation import GenerationBatch
+from quartet.contract.status import ServiceStatus
+from quartet.contract.weights import WeightPublication
 from quartet.errors import GroupWeightsChanged, WeightsChanged
 from quartet.models.generation.detached_torch import DetachedTorchEngine
 from quartet.models.weights.host_tensors import host_tensor
 from quartet.services.generator.generator import Generator, Progress
-from quartet.types import GenerationBatch, ServiceStatus, WeightPublication
 from quartet.weight_transfer.digests import combined_digest
 from quartet.weight_transfer.source import WeightSource
 from quartet.weight_transfer.tensors import AdapterSettings

@@ -6,7 +6,8 @@ import os
 import socket
 from collections.abc import Callable, Mapping
 
-from quartet.config import TimeoutsConfig
+from quartet.config.deployment import TimeoutsConfig
+from quartet.contract.status import Role, ServiceStatus
 from quartet.models.workers.workers import Workers
 from quartet.rpc.clients import GenerationClient
 from quartet.rpc.compute_thread import ComputeThread
@@ -15,7 +16,6 @@ from quartet.rpc.security.credentials import Credentials
 from quartet.rpc.server import Server
 from quartet.services.actor.group_generation import GroupGeneration, SeparateGeneration
 from quartet.services.actor.servicer import RankServicer
-from quartet.types import Role, ServiceStatus
 
 
 class ServedRank:

@@ -10,6 +10,9 @@ from typing import Any
 import grpc
 
 from quartet import codec
+from quartet.contract.arrays import FloatArray
+from quartet.contract.status import Role, ServiceStatus
+from quartet.contract.update import PolicyLossSettings
 from quartet.errors import FailedPrecondition
 from quartet.rpc.base_servicers import GenerationCore, TrainableServicer, stream_generation
 from quartet.rpc.commands import CommandHandler, Commands
@@ -17,7 +20,6 @@ from quartet.rpc.compute_thread import ComputeThread
 from quartet.rpc.weight_servicer import WeightServicer
 from quartet.services.actor.actor import Actor
 from quartet.services.actor.group_generation import SeparateGeneration
-from quartet.types import FloatArray, PolicyLossSettings, Role, ServiceStatus
 from quartet.v1 import actor_pb2_grpc, generation_pb2_grpc
 from quartet.weight_transfer.store import WeightStore
 

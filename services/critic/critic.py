@@ -7,8 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from quartet.buffer.experience_store import ExperienceStore
-from quartet.config import CriticConfig, OffloadConfig
-from quartet.failpoints import failpoint
+from quartet.config.deployment import OffloadConfig
+from quartet.config.models import CriticConfig
+from quartet.contract.arrays import FloatArray
+from quartet.contract.status import Role
+from quartet.contract.trajectory import TokenBatch
+from quartet.contract.update import OptimizationSettings, UpdateResult, ValueLossSettings
 from quartet.models.forward.batching import MicroBatch
 from quartet.models.forward.scoring import forward_values, response_values
 from quartet.models.training.update_memory import UpdateMemory, measure_value
@@ -19,14 +23,7 @@ from quartet.models.weights.snapshot import Writer
 from quartet.models.workers.workers import SINGLE, Workers
 from quartet.services.memory_budget import UpdateLimits
 from quartet.services.trainable_model import TrainableModel
-from quartet.types import (
-    FloatArray,
-    OptimizationSettings,
-    Role,
-    TokenBatch,
-    UpdateResult,
-    ValueLossSettings,
-)
+from quartet.system.failpoints import failpoint
 
 
 class Critic(TrainableModel):

@@ -8,10 +8,12 @@ from typing import Any
 import grpc
 
 from quartet import codec
+from quartet.contract.arrays import FloatArray
+from quartet.contract.status import Role
+from quartet.contract.update import ValueLossSettings
 from quartet.rpc.base_servicers import TrainableServicer
 from quartet.rpc.commands import CommandHandler
 from quartet.services.critic.critic import Critic
-from quartet.types import FloatArray, Role, ValueLossSettings
 from quartet.v1 import critic_pb2_grpc
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import grpc
 
 from quartet import codec
+from quartet.contract.status import Role, ServiceStatus
 from quartet.environments.host import EnvironmentHost
-from quartet.types import Role, ServiceStatus
 from quartet.v1 import environment_pb2_grpc
 
 

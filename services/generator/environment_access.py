@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quartet.config import Config
+from quartet.config.root import Config
 from quartet.rpc.environment_client import EnvironmentClient
 from quartet.rpc.security.credentials import Credentials
 from quartet.services.generator.episodes import EnvironmentAccess

@@ -15,15 +15,12 @@ from typing import Protocol
 
 import numpy as np
 
-from quartet.engines.engine import TurnSource
-from quartet.errors import Cancelled, FailedPrecondition
-from quartet.random_streams import environment_seed
-from quartet.types import (
+from quartet.contract.arrays import IntArray
+from quartet.contract.generation import GenerationBatch, GenerationRequest
+from quartet.contract.random_streams import environment_seed
+from quartet.contract.trajectory import (
     EnvironmentReply,
     FinishReason,
-    GenerationBatch,
-    GenerationRequest,
-    IntArray,
     Outcome,
     Segment,
     SegmentRole,
@@ -31,6 +28,8 @@ from quartet.types import (
     TrajectoryId,
     VersionSpan,
 )
+from quartet.engines.engine import TurnSource
+from quartet.errors import Cancelled, FailedPrecondition
 
 RESET_THREADS, STEP_THREADS = 16, 64
 """Calls of the environment at once. Steps have their own threads, so that resets that wait for a session cannot block them."""

@@ -9,7 +9,9 @@ from dataclasses import replace
 from quartet.buffer.connection import ConnectionMonitor, connect_at_start
 from quartet.buffer.redis_url import required_buffer_url
 from quartet.buffer.rollout_stream import RolloutStream
-from quartet.config import Config, VLLMConfig
+from quartet.config.rollout import VLLMConfig
+from quartet.config.root import Config
+from quartet.contract.status import Role, ServiceStatus
 from quartet.engines.engine import Engine, ServedModel
 from quartet.engines.served_model import read_served_model
 from quartet.engines.stop_strings import token_decoder
@@ -20,7 +22,6 @@ from quartet.rpc.security.credentials import Credentials
 from quartet.services.generator.environment_access import environment_access
 from quartet.services.generator.generator import Generator
 from quartet.services.generator.servicer import GeneratorServicer
-from quartet.types import Role, ServiceStatus
 from quartet.weight_transfer.messages import WeightPeer
 from quartet.weight_transfer.receiver import WeightMirror
 

@@ -12,23 +12,18 @@ from typing import Protocol
 import structlog
 
 from quartet.buffer.rollout_stream import RolloutStream
+from quartet.contract.generation import GenerationBatch, GenerationRequest
+from quartet.contract.leader_fence import LeaderFence
+from quartet.contract.status import Role, ServiceStatus
+from quartet.contract.trajectory import Trajectory, VersionSpan
+from quartet.contract.weights import WeightTransfer
 from quartet.engines.engine import Engine, EngineResponse, ServedModel, TurnEngine, TurnSource
 from quartet.engines.stop_strings import StopStringCache
 from quartet.engines.validation import check_requests, check_response
 from quartet.errors import Cancelled, FailedPrecondition, InvalidRequest, MismatchError, WeightsChanged
-from quartet.failpoints import failpoint
-from quartet.leader_fence import LeaderFence
 from quartet.services.generator.attestation import Attestation
 from quartet.services.generator.episodes import EnvironmentAccess, generate_episodes
-from quartet.types import (
-    GenerationBatch,
-    GenerationRequest,
-    Role,
-    ServiceStatus,
-    Trajectory,
-    VersionSpan,
-    WeightTransfer,
-)
+from quartet.system.failpoints import failpoint
 from quartet.weight_transfer.digests import combined_digest
 from quartet.weight_transfer.receiver import PulledWeights
 from quartet.weight_transfer.tensors import WeightSet

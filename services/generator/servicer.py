@@ -9,11 +9,12 @@ from typing import Any
 import grpc
 
 from quartet import codec
+from quartet.contract.status import Role, ServiceStatus
+from quartet.contract.weights import WeightTransfer
 from quartet.rpc.base_servicers import ModelServicer, stream_generation
 from quartet.rpc.compute_thread import ComputeThread, remaining_time
 from quartet.rpc.weight_servicer import WeightServicer
 from quartet.services.generator.generator import Generator
-from quartet.types import Role, ServiceStatus, WeightTransfer
 from quartet.v1 import generation_pb2_grpc
 from quartet.weight_transfer.messages import WeightPeer
 from quartet.weight_transfer.receiver import WeightMirror

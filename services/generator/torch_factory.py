@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from quartet.config import Config
+from quartet.config.root import Config
+from quartet.contract.status import Role, ServiceStatus
 from quartet.engines.engine import ServedModel
 from quartet.engines.stop_strings import token_decoder
 from quartet.models.generation.detached_torch import DetachedTorchEngine
@@ -10,7 +11,6 @@ from quartet.models.generation.validation import served_model
 from quartet.models.weights.loading import check_cacheable_config, load_causal_lm, stop_token_ids
 from quartet.models.weights.lora import add_adapter
 from quartet.models.weights.tokenizer import load_tokenizer, tokenizer_fingerprint
-from quartet.types import Role, ServiceStatus
 
 
 def create_torch_engine(config: Config, device: str) -> tuple[DetachedTorchEngine, ServedModel, ServiceStatus]:

@@ -10,15 +10,15 @@ import structlog
 
 from quartet.buffer.connection import Redis
 from quartet.buffer.lease import Lease
-from quartet.config import Config
+from quartet.config.layout import service_roles
+from quartet.config.root import Config
+from quartet.contract.status import Role
 from quartet.preflight import check_inputs, check_resumable, check_separate_orchestrator
 from quartet.run_directory.locking_and_removal import lock_run_directory
 from quartet.run_directory.run_files import RunFiles
 from quartet.services.orchestrator.algorithm.state import AlgorithmState
 from quartet.services.orchestrator.checkpointing.recovery import Recovery, RecoveryPoint
 from quartet.services.orchestrator.telemetry.step_profiler import StepProfiler
-from quartet.topology import service_roles
-from quartet.types import Role
 
 log = structlog.get_logger()
 

@@ -15,12 +15,12 @@ from quartet.buffer.connection import connect_at_start
 from quartet.buffer.experience_store import ExperienceStore
 from quartet.buffer.lease import Lease
 from quartet.buffer.rollout_stream import RolloutStream
-from quartet.config import Config
-from quartet.data import set_contents
-from quartet.durable_files import storage_errors
+from quartet.config.root import Config
+from quartet.contract.control import RunState
+from quartet.contract.status import GeneratorInfo
+from quartet.data.evaluation import stream_name
+from quartet.data.prompt_contents import set_contents
 from quartet.errors import Cancelled, ConfigError, LeadershipConflict, QuartetError
-from quartet.evaluation import stream_name
-from quartet.failpoints import failpoint
 from quartet.models.weights.tokenizer import load_tokenizer
 from quartet.preflight.repeatability import moved_note
 from quartet.rpc.security.credentials import LOCAL, Credentials
@@ -53,8 +53,9 @@ from quartet.services.orchestrator.service_clients import (
 from quartet.services.orchestrator.step import StepTransaction
 from quartet.services.orchestrator.telemetry.run_outputs import RunTelemetry
 from quartet.services.orchestrator.telemetry.step_profiler import StepProfiler
+from quartet.system.durable_files import storage_errors
+from quartet.system.failpoints import failpoint
 from quartet.telemetry.traces import Traces
-from quartet.types import GeneratorInfo, RunState
 
 log = structlog.get_logger()
 

@@ -10,8 +10,15 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from quartet.buffer.connection import Redis, wait_for_server
-from quartet.config import MAX_MICRO_BATCH_TOKENS, Config
+from quartet.config.layout import generates_in_actor, model_roles
+from quartet.config.models import MAX_MICRO_BATCH_TOKENS
+from quartet.config.root import Config
+from quartet.contract.generation import EngineProperties
+from quartet.contract.status import TRAINED_ROLES, Role, ServiceStatus
+from quartet.contract.trajectory import PromptSetContent
+from quartet.contract.weights import ReferenceVersion
 from quartet.errors import Cancelled, ConfigError, MismatchError, ServiceUnavailable
+from quartet.model_files.tokenizer_check import first_difference
 from quartet.rpc.call_interceptors import CallTracer
 from quartet.rpc.clients import (
     ActorClient,
@@ -38,9 +45,6 @@ from quartet.services.orchestrator.rollout.scoring import (
 )
 from quartet.services.orchestrator.rollout.scoring_queue import max_batches_in_flight
 from quartet.services.orchestrator.telemetry.step_profiler import CallObserver
-from quartet.tokenizer_check import first_difference
-from quartet.topology import generates_in_actor, model_roles
-from quartet.types import TRAINED_ROLES, EngineProperties, PromptSetContent, ReferenceVersion, Role, ServiceStatus
 
 ServiceStatuses = dict[Role, ServiceStatus]
 

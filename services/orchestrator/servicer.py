@@ -8,10 +8,10 @@ from typing import Any
 import grpc
 
 from quartet import codec
+from quartet.contract.status import GeneratorInfo, Role, ServiceStatus
 from quartet.services.orchestrator.control.live_settings import LiveSettings
 from quartet.services.orchestrator.control.progress import ProgressBoard
 from quartet.services.orchestrator.control.run_control import RunControl
-from quartet.types import GeneratorInfo, Role, ServiceStatus
 from quartet.v1 import orchestrator_pb2_grpc
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 
-from quartet.config import RolloutConfig
-from quartet.data import PromptSequence, StepPrompts
+from quartet.config.rollout import RolloutConfig
+from quartet.contract.control import Alert
+from quartet.contract.status import Role
+from quartet.contract.update import UpdateResult
+from quartet.data.prompt_order import PromptSequence, StepPrompts
 from quartet.errors import TooManyFailedTrajectories
-from quartet.failpoints import failpoint
 from quartet.services.orchestrator.algorithm.reward_parts import part_metrics
 from quartet.services.orchestrator.algorithm.update_request import ModelUpdater
 from quartet.services.orchestrator.checkpointing.checkpoint_scheduler import CheckpointScheduler
@@ -27,7 +29,7 @@ from quartet.services.orchestrator.rollout.sampling_rounds import SamplingRounds
 from quartet.services.orchestrator.rollout.step_preparation import PendingStep, StepPreparation
 from quartet.services.orchestrator.service_clients import wait_for_all
 from quartet.services.orchestrator.telemetry.step_profiler import StepProfiler
-from quartet.types import Alert, Role, UpdateResult
+from quartet.system.failpoints import failpoint
 
 
 class StepTransaction:

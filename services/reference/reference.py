@@ -6,9 +6,11 @@ from pathlib import Path
 
 import structlog
 
-from quartet.durable_files import confine_path
+from quartet.contract.arrays import FloatArray
+from quartet.contract.status import Role, ServiceStatus
+from quartet.contract.trajectory import TokenBatch
+from quartet.contract.weights import ReferenceVersion
 from quartet.errors import FailedPrecondition
-from quartet.failpoints import failpoint
 from quartet.models.forward.model_capabilities import max_positions
 from quartet.models.forward.scoring import response_log_probs
 from quartet.models.weights.loading import check_causal_lm, count_parameters, load_causal_lm
@@ -16,7 +18,8 @@ from quartet.models.weights.tokenizer import load_tokenizer, tokenizer_fingerpri
 from quartet.models.workers.frozen import shard_frozen
 from quartet.models.workers.workers import SINGLE, Workers
 from quartet.run_directory.reference_versions import files_digest
-from quartet.types import FloatArray, ReferenceVersion, Role, ServiceStatus, TokenBatch
+from quartet.system.durable_files import confine_path
+from quartet.system.failpoints import failpoint
 
 log = structlog.get_logger()
 

@@ -8,10 +8,11 @@ from typing import Any
 import grpc
 
 from quartet import codec
+from quartet.contract.arrays import FloatArray
+from quartet.contract.status import Role
 from quartet.rpc.base_servicers import ModelServicer
 from quartet.rpc.commands import CommandHandler
 from quartet.services.reference.reference import Reference
-from quartet.types import FloatArray, Role
 from quartet.v1 import reference_pb2_grpc
 
 

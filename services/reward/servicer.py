@@ -9,8 +9,9 @@ from typing import Any
 import grpc
 
 from quartet import codec
+from quartet.contract.status import Role
+from quartet.contract.trajectory import Scores, TokenBatch
 from quartet.errors import Cancelled, DeadlinePassed, MismatchError, QuotaExceeded
-from quartet.failpoints import failpoint
 from quartet.rewards.ensemble import EnsembleReward
 from quartet.rewards.reward_source import RewardSource, Units, never, score_in_units
 from quartet.rpc.base_servicers import ModelServicer
@@ -18,7 +19,7 @@ from quartet.rpc.commands import CommandHandler, Commands
 from quartet.rpc.compute_thread import CallerState, ComputeThread, remaining_time
 from quartet.rpc.security.credentials import caller_run
 from quartet.services.reward.sharing import SharedCall, SharedTurns
-from quartet.types import Role, Scores, TokenBatch
+from quartet.system.failpoints import failpoint
 from quartet.v1 import reward_pb2_grpc
 
 REFUSAL_SECONDS = 0.2

@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any
 import structlog
 
 from quartet import codec
-from quartet.config import Config, ServiceConfig, is_loopback
-from quartet.domain_errors import domain_error
+from quartet.config.deployment import ServiceConfig
+from quartet.config.root import Config
+from quartet.config.section import is_loopback
+from quartet.contract.domain_errors import domain_error
 from quartet.errors import QuartetError, ServiceFailed
 from quartet.models.workers.workers import SINGLE, Workers
 from quartet.rpc.commands import CommandHandler, Commands, Result

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from quartet.domain_errors import domain_error
+from quartet.contract.domain_errors import domain_error
 from quartet.errors import ConfigError, OutOfMemory, QuartetError, ServiceFailed, ServiceUnavailable
 from quartet.models.workers.progress import Progress
 from quartet.services.workers.processes import RankProcess

@@ -20,10 +20,10 @@ from typing import Any
 
 import setproctitle
 
-from quartet.child_processes import die_with
-from quartet.config import ServiceConfig
+from quartet.config.deployment import ServiceConfig
+from quartet.contract.status import Role
 from quartet.errors import ConfigError
-from quartet.types import Role
+from quartet.system.child_processes import die_with
 
 LOOPBACK = "127.0.0.1"
 TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

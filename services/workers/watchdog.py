@@ -12,8 +12,8 @@ from typing import Protocol
 
 import structlog
 
-from quartet.child_processes import process_state
 from quartet.models.workers.progress import RankReport
+from quartet.system.child_processes import process_state
 
 BEAT_SECONDS = 0.5
 """Seconds between two reports of a rank."""

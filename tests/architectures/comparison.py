@@ -12,6 +12,10 @@ import numpy as np
 import torch
 import transformers
 
+from quartet.contract.arrays import FloatArray
+from quartet.contract.generation import SamplingParameters
+from quartet.contract.status import Role
+from quartet.contract.update import Experience, OptimizationSettings, PolicyLossSettings, ValueLossSettings
 from quartet.errors import ModelError
 from quartet.models.forward.packing import supports_packing
 from quartet.models.forward.scoring import response_log_probs, response_values, sequence_scores
@@ -22,15 +26,6 @@ from quartet.models.weights.loading import load_causal_lm, load_critic, load_rew
 from quartet.models.weights.lora import add_adapter, matrices_without_adapter
 from quartet.models.weights.snapshot import write_model
 from quartet.preflight.models import check_model
-from quartet.types import (
-    Experience,
-    FloatArray,
-    OptimizationSettings,
-    PolicyLossSettings,
-    Role,
-    SamplingParameters,
-    ValueLossSettings,
-)
 from tests.architectures import models
 from tests.unit.models import tiny
 from tests.unit.models.adapters import optimizer_of

@@ -13,7 +13,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingW
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from quartet.errors import ModelError
-from quartet.model_support import not_causal_reason, uncacheable_reason
+from quartet.model_files.model_support import not_causal_reason, uncacheable_reason
 from quartet.models.generation.torch_engine import TorchEngine
 from quartet.models.weights.loading import check_cacheable_config
 from tests.architectures import comparison, models

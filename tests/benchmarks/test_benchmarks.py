@@ -37,11 +37,11 @@ from benchmarks import (
 from benchmarks.durability import cost_of, logged_seconds
 from benchmarks.options import PERFORMANCE, add_shared, page_of, parser_of
 from benchmarks.soak import KIB, Sample, faults_of, rows_of
-from quartet.config import load_config
+from quartet.config.loading import load_config
+from quartet.contract.status import Role
 from quartet.models.weights.loading import load_causal_lm, load_reward_model
 from quartet.models.weights.tokenizer import load_tokenizer
 from quartet.rpc.server import Server
-from quartet.types import Role
 
 GPU = Path(__file__).parents[2] / "configs/gpu"
 

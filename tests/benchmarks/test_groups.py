@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from benchmarks.groups import CASES, Case, Result, distance, first_other_step, rewards_of, table
-from quartet.config import load_config
+from quartet.config.loading import load_config
 from quartet.run_directory.run_files import RunFiles
 
 

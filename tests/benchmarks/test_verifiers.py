@@ -12,7 +12,7 @@ import pytest
 from benchmarks import learning_curves, sandbox
 from benchmarks.learning_curves import Curve
 from benchmarks.page import begin, end
-from quartet.config import load_config
+from quartet.config.loading import load_config
 from quartet.verifiers.programs import Kind, Report
 
 

@@ -23,8 +23,8 @@ import yaml
 from PIL import Image
 from playwright.sync_api import Browser, Page, sync_playwright
 
-from quartet.child_processes import tied_to_parent
 from quartet.demo.toy_task import make_toy_task
+from quartet.system.child_processes import tied_to_parent
 from tests.browser.conftest import NAMES
 from tests.waiting import LIMIT
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from quartet.config import FIRST_CONFIG_LINE
+from quartet.config.loading import FIRST_CONFIG_LINE
 from quartet.run_directory.run_files import RunFiles
 from tests.browser.conftest import Open
 from tests.browser.window import Window

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from quartet.types import MODEL_ROLES
+from quartet.contract.status import MODEL_ROLES
 from tests.browser.conftest import Open
 from tests.browser.test_pages import violations
 from tests.gateway.serving import Gateway, serve_orchestrator, serving

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
+from quartet.contract.control import Alert
+from quartet.contract.status import Role
 from quartet.run_directory.run_files import RunFiles
-from quartet.types import Alert, Role
 from tests.browser.conftest import Open
 from tests.browser.window import Window
 from tests.gateway.live_runs import eventually, start_live_run

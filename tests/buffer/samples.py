@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from quartet.types import Experience, FinishReason, TokenBatch, Trajectory, TrajectoryId
+from quartet.contract.trajectory import FinishReason, TokenBatch, Trajectory, TrajectoryId
+from quartet.contract.update import Experience
 
 
 def trajectory(

@@ -15,7 +15,9 @@ import pytest
 
 from quartet.buffer.connection import connect
 from quartet.buffer.redis_url import BUFFER_URL_VARIABLE, buffer_url, environment_overrides
-from quartet.config import Config, load_config, parse_config, redact_url
+from quartet.config.loading import load_config, parse_config
+from quartet.config.root import Config
+from quartet.config.url_redaction import redact_url
 from quartet.errors import ConfigError, ServiceUnavailable
 from quartet.rpc.security.certificate_authority import Authority
 

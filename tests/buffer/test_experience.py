@@ -11,9 +11,10 @@ import pytest
 from quartet import codec
 from quartet.buffer.connection import Redis
 from quartet.buffer.experience_store import ExperienceStore
-from quartet.config import MAX_RESPONSES
+from quartet.config.rollout import MAX_RESPONSES
+from quartet.contract.trajectory import TokenBatch
+from quartet.contract.update import Experience
 from quartet.errors import BufferFailed, ConfigError, FailedPrecondition
-from quartet.types import Experience, TokenBatch
 from tests.buffer.samples import experience
 
 REDIS_VALUE_BYTES = 512 * 2**20

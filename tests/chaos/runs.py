@@ -18,7 +18,7 @@ from typing import Any
 import yaml
 
 from quartet.demo.toy_task import ToyTask, make_toy_task
-from quartet.failpoints import FOLDER_VARIABLE, VARIABLE
+from quartet.system.failpoints import FOLDER_VARIABLE, VARIABLE
 from quartet.telemetry.step_metrics import is_measured
 from tests.chaos.cases import (
     CHECKPOINT_EVERY,

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from quartet.failpoints import FAILPOINTS
+from quartet.system.failpoints import FAILPOINTS
 from tests.chaos import __main__ as command
 from tests.chaos import page
 from tests.chaos.cases import CASES, GROUPS, MOMENTS, PARTS, SEEDS, SERVICES, STEPS, Case, Part, part_of

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from quartet.failpoints import FOLDER_VARIABLE, VARIABLE
+from quartet.system.failpoints import FOLDER_VARIABLE, VARIABLE
 from tests.chaos.runs import RUN, ChaosSetup, differences, train
 from tests.e2e.commands import QUARTET, Command
 from tests.waiting import LIMIT

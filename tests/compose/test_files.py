@@ -10,14 +10,15 @@ from typing import Any
 import pytest
 import yaml
 
-from quartet.config import Config, load_config
+from quartet.config.layout import model_roles
+from quartet.config.loading import load_config
+from quartet.config.root import Config
+from quartet.contract.status import MODEL_ROLES, Role
 from quartet.errors import ConfigError
 from quartet.gateway.__main__ import PUBLISHED_ADDRESS_VARIABLE
 from quartet.preflight import check_separate_orchestrator
 from quartet.rpc.security.allow_list import PROCESSES
 from quartet.rpc.security.credentials import DOMAIN
-from quartet.topology import model_roles
-from quartet.types import MODEL_ROLES, Role
 from tests.compose.stack import SECRETS
 
 ROOT = Path(__file__).parents[2]

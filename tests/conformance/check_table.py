@@ -9,10 +9,11 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from quartet.conformance import ROLES, Check, checks_of
 from quartet.conformance.batch_checks import batch_checks
+from quartet.conformance.check import Check
 from quartet.conformance.model_checks import SCORE, VALUES
 from quartet.conformance.process_checks import process_checks
+from quartet.conformance.runner import ROLES, checks_of
 from tests.conformance.mutants import MUTANTS
 from tests.conformance.server_mutants import ACCESS_MUTANTS
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from quartet.contract.trajectory import EnvironmentReply
 from quartet.errors import FailedPrecondition, InvalidRequest, QuartetError, ServiceFailed
-from quartet.types import EnvironmentReply
 from quartet.v1 import tensor_pb2, trajectory_pb2
 from tests.conformance.environments import LAST_TURN, VOCABULARY, Episode, TinyEnvironment
 from tests.conformance.faults import Misnamed, health, model, response, status

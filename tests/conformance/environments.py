@@ -9,9 +9,11 @@ from typing import Any
 
 import numpy as np
 
+from quartet.contract.arrays import IntArray
+from quartet.contract.status import Role, ServiceStatus
+from quartet.contract.trajectory import EnvironmentReply, Outcome
 from quartet.errors import InvalidRequest, ServiceBusy, SessionLost
 from quartet.rewards.reward_source import parse_fields
-from quartet.types import EnvironmentReply, IntArray, Outcome, Role, ServiceStatus
 
 VOCABULARY, MAX_SESSIONS, LAST_TURN = 24, 40, 3
 

@@ -12,8 +12,10 @@ from typing import Any
 import numpy as np
 
 from quartet import codec
+from quartet.contract.status import ServiceStatus
+from quartet.contract.trajectory import Outcome, Scores
+from quartet.contract.update import UpdateResult
 from quartet.errors import Cancelled, FailedPrecondition, InvalidRequest, QuartetError, ScorerFailed, ServiceFailed
-from quartet.types import Outcome, Scores, ServiceStatus, UpdateResult
 from quartet.v1 import trajectory_pb2
 from tests.conformance.models import Service
 

@@ -13,11 +13,16 @@ import numpy as np
 from quartet.buffer.connection import connect
 from quartet.buffer.experience_store import ExperienceStore
 from quartet.buffer.rollout_stream import RolloutStream
-from quartet.conformance import Limits, Target
-from quartet.durable_files import checkpoint_path, confine_path, describe_files
+from quartet.conformance.target import Limits, Target
+from quartet.contract.arrays import FloatArray
+from quartet.contract.generation import EngineProperties
+from quartet.contract.random_streams import uniforms
+from quartet.contract.status import Role, ServiceStatus
+from quartet.contract.trajectory import FinishReason, Outcome, Scores, TokenBatch, Trajectory
+from quartet.contract.update import UpdateResult
+from quartet.contract.weights import SavedFile
 from quartet.errors import FailedPrecondition, InvalidRequest
 from quartet.models.training.update_idempotency import UpdateLog
-from quartet.random_streams import uniforms
 from quartet.rpc.base_servicers import ModelServicer
 from quartet.rpc.compute_thread import ComputeThread
 from quartet.rpc.security.credentials import LOCAL, Credentials
@@ -27,19 +32,7 @@ from quartet.services.critic.servicer import CriticServicer
 from quartet.services.environment.servicer import EnvironmentServicer
 from quartet.services.reference.servicer import ReferenceServicer
 from quartet.services.reward.servicer import RewardServicer
-from quartet.types import (
-    EngineProperties,
-    FinishReason,
-    FloatArray,
-    Outcome,
-    Role,
-    SavedFile,
-    Scores,
-    ServiceStatus,
-    TokenBatch,
-    Trajectory,
-    UpdateResult,
-)
+from quartet.system.durable_files import checkpoint_path, confine_path, describe_files
 from tests.conformance.environments import TinyEnvironment
 
 VOCABULARY, MAX_TOKENS = 24, 40

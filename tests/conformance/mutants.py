@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 from grpc_health.v1 import health_pb2
 
+from quartet.contract.status import Role
 from quartet.errors import FailedPrecondition, InvalidRequest
-from quartet.types import Role
 from quartet.v1 import trajectory_pb2
 from tests.conformance.environment_mutants import ENVIRONMENT_MUTANTS
 from tests.conformance.faults import (

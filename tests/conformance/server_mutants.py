@@ -10,11 +10,11 @@ import grpc
 import numpy as np
 from google.protobuf.message import DecodeError
 
-from quartet.config import SecurityConfig
+from quartet.config.deployment import SecurityConfig
 from quartet.conformance.batches import batch_of, tensor
+from quartet.contract.status import Role
 from quartet.rpc.security.credentials import Credentials
 from quartet.rpc.server import Server, StatusServicer
-from quartet.types import Role
 from quartet.v1 import environment_pb2, reward_pb2, status_pb2
 from tests.conformance.models import Service
 

@@ -14,13 +14,13 @@ from typer.testing import CliRunner
 
 from quartet import __version__
 from quartet.cli.main import app
-from quartet.config import SecurityConfig
-from quartet.conformance import ROLES, checks_of
+from quartet.config.deployment import SecurityConfig
 from quartet.conformance.report import contract_digest
+from quartet.conformance.runner import ROLES, checks_of
+from quartet.contract.status import Role
 from quartet.errors import ConfigError
 from quartet.rpc.security.certificate_authority import Authority
 from quartet.rpc.security.credentials import Credentials
-from quartet.types import Role
 from tests.conformance.models import serving
 from tests.conformance.mutants import MUTANTS
 from tests.waiting import LIMIT

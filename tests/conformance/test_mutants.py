@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 
-from quartet.config import SecurityConfig
-from quartet.conformance import ROLES, CheckOutcome, Limits, Target, checks_of, run_checks
+from quartet.config.deployment import SecurityConfig
+from quartet.conformance.check import CheckOutcome
+from quartet.conformance.runner import ROLES, checks_of, run_checks
+from quartet.conformance.target import Limits, Target
+from quartet.contract.status import Role
 from quartet.rpc.security.certificate_authority import Authority
 from quartet.rpc.security.credentials import Credentials
-from quartet.types import Role
 from tests.conformance.check_table import PAGE, check_name, page
 from tests.conformance.models import serving
 from tests.conformance.mutants import MUTANTS, Mutant

@@ -11,10 +11,13 @@ from typing import Any
 import pytest
 
 from quartet.codec import WeightUpdate
-from quartet.config import TimeoutsConfig
-from quartet.conformance import CheckOutcome, Limits, Target, as_text, checks_of, run_checks
+from quartet.config.deployment import TimeoutsConfig
+from quartet.conformance.check import CheckOutcome
+from quartet.conformance.report import as_text
+from quartet.conformance.runner import checks_of, run_checks
+from quartet.conformance.target import Limits, Target
+from quartet.contract.status import MODEL_ROLES, Role
 from quartet.rpc.clients import GenerationClient
-from quartet.types import MODEL_ROLES, Role
 from tests.fuzz.environment import config_tree, generator_config_tree, published_policies, service_process
 from tests.fuzz.seeds import RUN
 

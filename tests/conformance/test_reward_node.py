@@ -16,14 +16,18 @@ from typing import Any
 
 import pytest
 
-from quartet.child_processes import tied_to_parent
-from quartet.config import SecurityConfig, load_config
-from quartet.conformance import CheckOutcome, Limits, Target, as_text, checks_of, run_checks
+from quartet.config.deployment import SecurityConfig
+from quartet.config.loading import load_config
+from quartet.conformance.check import CheckOutcome
+from quartet.conformance.report import as_text
+from quartet.conformance.runner import checks_of, run_checks
+from quartet.conformance.target import Limits, Target
+from quartet.contract.status import Role
 from quartet.models.weights.tokenizer import load_tokenizer, tokenizer_fingerprint
 from quartet.rpc.security.certificate_authority import Authority
 from quartet.rpc.security.credentials import Credentials
 from quartet.run_directory.run_files import RunFiles
-from quartet.types import Role
+from quartet.system.child_processes import tied_to_parent
 from tests.compose.stack import docker
 from tests.training.conftest import _one_thread, make, toy_task, toy_task_tree  # noqa: F401
 from tests.training.runs import Run, orchestrator, services

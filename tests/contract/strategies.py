@@ -10,42 +10,42 @@ import numpy as np
 from hypothesis import settings
 
 from quartet import codec
-from quartet.config import MAX_SETTING
-from quartet.types import (
-    Alert,
-    CorrectionLevel,
-    CorrectionTreatment,
+from quartet.config.section import MAX_SETTING
+from quartet.contract.arrays import FloatArray, IntArray
+from quartet.contract.control import Alert, Progress, RunState
+from quartet.contract.generation import (
     EngineProperties,
     EpisodeSettings,
-    Experience,
-    FinishReason,
-    FloatArray,
     GenerationBatch,
     GenerationRequest,
-    IntArray,
-    LossAggregation,
-    OptimizationSettings,
-    Outcome,
-    PolicyLossSettings,
-    Progress,
-    RejectionRule,
-    RejectionStatistic,
-    Role,
-    RolloutCorrection,
-    RunState,
     SamplingParameters,
+)
+from quartet.contract.status import Role, ServiceStatus
+from quartet.contract.trajectory import (
+    FinishReason,
+    Outcome,
     Scores,
     Segment,
     SegmentRole,
-    ServiceStatus,
     TokenBatch,
     Trajectory,
     TrajectoryId,
+    VersionSpan,
+)
+from quartet.contract.update import (
+    CorrectionLevel,
+    CorrectionTreatment,
+    Experience,
+    LossAggregation,
+    OptimizationSettings,
+    PolicyLossSettings,
+    RejectionRule,
+    RejectionStatistic,
+    RolloutCorrection,
     UpdateRequest,
     ValueLossSettings,
-    VersionSpan,
-    WeightTransfer,
 )
+from quartet.contract.weights import WeightTransfer
 
 check = settings(max_examples=60, deadline=None, derandomize=True)
 

@@ -11,30 +11,13 @@ import pytest
 from hypothesis import given
 
 from quartet import codec
+from quartet.contract.control import Progress, RunState, Setting, SettingChange
+from quartet.contract.generation import GenerationBatch, SamplingParameters
+from quartet.contract.status import ProcessStatus, Role, ServiceStatus
+from quartet.contract.trajectory import Outcome, Scores, TokenBatch, Trajectory
+from quartet.contract.update import Experience, OptimizationSettings, UpdateRequest
+from quartet.contract.weights import ReferenceVersion, RestoreRequest, SavedFile, SaveKind, SaveRequest
 from quartet.errors import InvalidRequest, ServiceFailed
-from quartet.types import (
-    Experience,
-    GenerationBatch,
-    OptimizationSettings,
-    Outcome,
-    ProcessStatus,
-    Progress,
-    ReferenceVersion,
-    RestoreRequest,
-    Role,
-    RunState,
-    SamplingParameters,
-    SavedFile,
-    SaveKind,
-    SaveRequest,
-    Scores,
-    ServiceStatus,
-    Setting,
-    SettingChange,
-    TokenBatch,
-    Trajectory,
-    UpdateRequest,
-)
 from quartet.v1 import trajectory_pb2
 from tests.contract import strategies
 from tests.contract.strategies import check

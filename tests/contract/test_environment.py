@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 
 from quartet import codec
+from quartet.contract.trajectory import FAILURES, EnvironmentReply, Outcome
 from quartet.errors import ComputationFailed, InvalidRequest
-from quartet.types import FAILURES, EnvironmentReply, Outcome
 from quartet.v1 import environment_pb2
 from tests.contract.strategies import check, float32, ints, names
 from tests.contract.test_codec import assert_same

@@ -13,18 +13,15 @@ from hypothesis import given
 
 from quartet import codec
 from quartet.codec.rollout_correction import rollout_correction_from_proto
-from quartet.errors import InvalidRequest, ServiceFailed
-from quartet.types import (
+from quartet.contract.trajectory import FinishReason, TokenBatch, Trajectory, TrajectoryId
+from quartet.contract.update import (
     Experience,
-    FinishReason,
     OptimizationSettings,
     PolicyLossSettings,
     RolloutCorrection,
-    TokenBatch,
-    Trajectory,
-    TrajectoryId,
     UpdateRequest,
 )
+from quartet.errors import InvalidRequest, ServiceFailed
 from quartet.v1 import experience_pb2, status_pb2, tensor_pb2, trajectory_pb2, update_pb2
 from tests.contract.strategies import check
 from tests.every_case import every_case

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from quartet.types import GenerationRequest
+from quartet.contract.generation import GenerationRequest
 
 Arrays = dict[str, np.ndarray[Any, np.dtype[np.float32]]]
 

@@ -11,10 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from quartet.contract.generation import SamplingParameters
 from quartet.engines.engine import EngineResponse
 from quartet.engines.vllm import VLLMEngine, VLLMSettings
 from quartet.errors import ConfigError, ServiceFailed
-from quartet.types import SamplingParameters
 from quartet.weight_transfer.digests import combined_digest
 from quartet.weight_transfer.tensors import AdapterSettings, WeightSet
 from tests.detached_engines.reference import Arrays, Reference

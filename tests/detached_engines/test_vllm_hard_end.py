@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from quartet.contract.generation import SamplingParameters
 from quartet.errors import EngineFailed
-from quartet.types import SamplingParameters
 from tests.detached_engines.test_contract import load, requests, run
 from tests.detached_engines.tiny_checkpoint import arrays, served_model
 

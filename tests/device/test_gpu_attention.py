@@ -9,6 +9,7 @@ import pytest
 import structlog
 import torch
 
+from quartet.contract.trajectory import TokenBatch
 from quartet.models.forward.batching import build_micro_batch
 from quartet.models.forward.gpu_attention import Runs
 from quartet.models.forward.log_probs import forward_log_probs
@@ -18,7 +19,6 @@ from quartet.models.generation.torch_engine import TorchEngine
 from quartet.models.gpu_settings import deterministic_update
 from quartet.models.training.optimizer import create_optimizer
 from quartet.models.training.updates import update_policy
-from quartet.types import TokenBatch
 from tests.device import flash_attention
 from tests.device.conftest import on_gpu
 from tests.device.pretended_gpu import STAND_INS, PretendedGpu, _values

@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import torch
 
+from quartet.contract.generation import SamplingParameters
 from quartet.errors import ModelError
 from quartet.models.generation.sampling import BLOCK, sample_tokens
 from quartet.models.generation.torch_engine import TorchEngine
 from quartet.models.gpu_settings import deterministic_update
 from quartet.models.training.optimizer import create_optimizer
 from quartet.models.training.updates import update_policy
-from quartet.types import SamplingParameters
 from tests.device.conftest import on_gpu
 from tests.device.pretended_gpu import PretendedGpu
 from tests.unit.models import tiny

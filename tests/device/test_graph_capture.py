@@ -8,11 +8,11 @@ import pytest
 import structlog
 import torch
 
+from quartet.model_files.memory import CACHE_COLUMNS, graph_columns
 from quartet.models.generation.merged_torch import MergedTorchEngine
 from quartet.models.generation.static_decoding import StaticDecoder
 from quartet.models.generation.torch_engine import TorchEngine
 from quartet.models.weights.lora import add_adapter
-from quartet.planner.memory import CACHE_COLUMNS, graph_columns
 from tests.device.conftest import on_gpu
 from tests.device.pretended_gpu import PretendedGpu
 from tests.unit.models import tiny

@@ -11,13 +11,14 @@ import numpy as np
 import pytest
 import torch
 
+from quartet.contract.trajectory import Trajectory
+from quartet.contract.update import ValueLossSettings
 from quartet.models.forward import gpu_attention
 from quartet.models.forward.scoring import response_log_probs, response_values, sequence_scores
 from quartet.models.generation.torch_engine import TorchEngine
 from quartet.models.training.optimizer import create_optimizer
 from quartet.models.training.updates import update_policy, update_value
 from quartet.models.value_head import ValueModel
-from quartet.types import Trajectory, ValueLossSettings
 from tests.device.conftest import on_gpu
 from tests.device.pretended_gpu import DeviceError, Graph, PretendedGpu, to_host
 from tests.unit.models import tiny

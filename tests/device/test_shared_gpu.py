@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from quartet.config import ServiceConfig
+from quartet.config.deployment import ServiceConfig
 from quartet.errors import ConfigError
 from quartet.models.gpu_settings import release_gpu_memory
 from quartet.models.weights.device_copy import copy_to_device

@@ -12,7 +12,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from quartet.data import read_prompt_lines
+from quartet.data.prompt_lines import read_prompt_lines
 from tests.dialogue.preference_files import ROWS, conversation_row, dialogues, write_dialogues, write_rows
 
 Programs = dict[str, ModuleType]

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from quartet.cli.plan import plan
-from quartet.config import load_config
+from quartet.config.loading import load_config
 from quartet.planner.placement import USABLE_FRACTION
 from quartet.planner.workload import read_workload
 from tests.dialogue.preference_files import write_dialogues

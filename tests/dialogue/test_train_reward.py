@@ -13,11 +13,12 @@ import numpy as np
 import pytest
 import torch
 
-from quartet.config import RewardSourceConfig
+from quartet.config.rewards import RewardSourceConfig
+from quartet.contract.status import Role
+from quartet.contract.trajectory import TokenBatch
 from quartet.models.weights.tokenizer import load_tokenizer
 from quartet.preflight.models import check_model, check_same_tokenizer
 from quartet.rewards.model import ModelReward
-from quartet.types import Role, TokenBatch
 from tests.dialogue.preference_files import write_dialogues
 
 Programs = dict[str, ModuleType]

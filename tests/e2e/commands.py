@@ -21,7 +21,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TypeVar
 
-from quartet.child_processes import tied_to_parent
+from quartet.system.child_processes import tied_to_parent
 from tests.waiting import LIMIT, wait_until
 
 Value = TypeVar("Value")

@@ -17,8 +17,8 @@ import yaml
 
 from quartet.buffer.embedded_redis import EmbeddedRedis
 from quartet.cli.main import main
+from quartet.demo.pretraining import Schedule, Shape
 from quartet.demo.toy_task import Recipe, ToyTask, make_toy_task
-from quartet.models.pretraining import Schedule, Shape
 from quartet.telemetry.step_metrics import is_measured
 from tests.e2e.commands import QUARTET, Command, CommandResult, settings
 

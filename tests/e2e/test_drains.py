@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from quartet.buffer.embedded_redis import find_server
-from quartet.child_processes import tied_to_parent
+from quartet.system.child_processes import tied_to_parent
 from tests.e2e.commands import QUARTET, Command, settings
 from tests.e2e.conftest import Run, deterministic_metrics, weights
 from tests.e2e.test_separate_processes import (  # noqa: F401 - fixtures

@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from quartet.config import load_config
+from quartet.config.loading import load_config
+from quartet.contract.trajectory import TokenBatch
 from quartet.errors import OutOfMemory
 from quartet.rpc.clients import ReferenceClient
-from quartet.types import TokenBatch
 from tests.e2e.commands import settings
 
 PROGRAM = """

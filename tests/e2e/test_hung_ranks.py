@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from quartet.failpoints import FOLDER_VARIABLE, VARIABLE
+from quartet.system.failpoints import FOLDER_VARIABLE, VARIABLE
 from tests.e2e.commands import QUARTET, Command, settings
 from tests.e2e.conftest import GROUPS, LONGER, Run, deterministic_metrics, weights
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from quartet.config import load_config
 from quartet.config.estimators import BUILT_IN_ESTIMATORS
+from quartet.config.loading import load_config
 from quartet.demo.toy_task import ToyTask
 from tests.e2e.conftest import Call, Start
 

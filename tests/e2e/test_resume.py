@@ -12,7 +12,7 @@ import transformers
 import yaml
 
 from quartet.cli.checkpoint import list_and_tag
-from quartet.config import load_config
+from quartet.config.loading import load_config
 from quartet.preflight import nothing_to_resume
 from quartet.run_directory.run_files import RunFiles
 from tests.e2e.commands import QUARTET, Command, committed_steps, settings

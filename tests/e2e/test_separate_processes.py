@@ -20,8 +20,8 @@ import pytest
 import yaml
 
 from quartet.buffer.embedded_redis import find_server
-from quartet.child_processes import tied_to_parent
 from quartet.rpc.health import is_serving
+from quartet.system.child_processes import tied_to_parent
 from tests.e2e.commands import QUARTET, Command
 from tests.e2e.conftest import Run, deterministic_metrics, weights
 from tests.waiting import LIMIT

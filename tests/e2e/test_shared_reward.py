@@ -13,12 +13,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from quartet.config import TimeoutsConfig
+from quartet.config.deployment import TimeoutsConfig
+from quartet.contract.trajectory import TokenBatch
 from quartet.errors import QuotaExceeded
 from quartet.rpc.clients import RewardClient
 from quartet.rpc.refused_calls import RepeatedCall
 from quartet.rpc.security.credentials import OPERATOR, Credentials
-from quartet.types import TokenBatch
 from tests.e2e.commands import Command, settings
 
 TIMEOUTS = TimeoutsConfig(load_seconds=60, score_seconds=60)

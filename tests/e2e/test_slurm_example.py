@@ -19,8 +19,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from quartet.config import FIRST_CONFIG_LINE, Config, load_config
-from quartet.topology import service_roles
+from quartet.config.layout import service_roles
+from quartet.config.loading import FIRST_CONFIG_LINE, load_config
+from quartet.config.root import Config
 from tests.waiting import LIMIT, wait_until
 
 ROOT = Path(__file__).parents[2]

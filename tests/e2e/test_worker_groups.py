@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import transformers
 
-from quartet.failpoints import FOLDER_VARIABLE, VARIABLE
-from quartet.sharded_files import rank_file
+from quartet.model_files.sharded_files import rank_file
+from quartet.system.failpoints import FOLDER_VARIABLE, VARIABLE
 from tests.e2e.commands import QUARTET, Command, committed_steps, settings
 from tests.e2e.conftest import GROUPS, LONGER, Call, Run, Start, deterministic_metrics, train, weights
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import httpx2
 
-from quartet.config import SGLangServerConfig, VLLMServerConfig
+from quartet.config.rollout import SGLangServerConfig, VLLMServerConfig
 from quartet.engines.sglang_server import SGLangServerEngine, create_sglang_server
 from quartet.engines.vllm_server import VLLMServerEngine, create_vllm_server
 from tests.engines.remote_policy import EOS, POSITIONS, policy, served

@@ -10,8 +10,9 @@ import peft
 import torch
 import transformers
 
+from quartet.contract.generation import GenerationRequest, SamplingParameters
+from quartet.contract.trajectory import TrajectoryId
 from quartet.engines.engine import Engine, EngineResponse, ServedModel
-from quartet.types import GenerationRequest, SamplingParameters, TrajectoryId
 from quartet.weight_transfer.digests import combined_digest, tensor_digest
 from quartet.weight_transfer.tensors import AdapterSettings, HostTensor, WeightSet
 

@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 import torch
 
+from quartet.contract.generation import GenerationRequest, SamplingParameters
+from quartet.contract.trajectory import FinishReason, TokenBatch, Trajectory, TrajectoryId
 from quartet.errors import Cancelled, InvalidRequest
 from quartet.models.generation.engine import Engine, Policy
 from quartet.models.generation.triton_server import TritonEngine
-from quartet.types import FinishReason, GenerationRequest, SamplingParameters, TokenBatch, Trajectory, TrajectoryId
 from tests.engines.conftest import EOS, change_adapter
 from tests.unit.models import tiny
 

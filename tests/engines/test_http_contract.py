@@ -8,19 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from quartet.contract.generation import EpisodeSettings, GenerationBatch, GenerationRequest, SamplingParameters
+from quartet.contract.trajectory import Trajectory, TrajectoryId
 from quartet.engines.engine import EngineResponse, TurnEngine, TurnSource
 from quartet.engines.server_engine import ServerEngine
 from quartet.engines.validation import check_response
 from quartet.errors import InvalidRequest
 from quartet.services.generator.episodes import EnvironmentAccess, generate_episodes
-from quartet.types import (
-    EpisodeSettings,
-    GenerationBatch,
-    GenerationRequest,
-    SamplingParameters,
-    Trajectory,
-    TrajectoryId,
-)
 from tests.engines.http_servers import KEY, connect_sglang, connect_vllm
 from tests.engines.remote_policy import EOS, POSITIONS, VOCABULARY, greedy, policy, requests, run, tokens, weight_set
 from tests.engines.sglang_server import Launch, SGLangServer

@@ -11,6 +11,7 @@ import httpx2
 import numpy as np
 import pytest
 
+from quartet.contract.generation import SamplingParameters
 from quartet.engines.sglang_server import SGLangServerEngine
 from quartet.errors import (
     AccessRefused,
@@ -21,7 +22,6 @@ from quartet.errors import (
     ServiceFailed,
     ServiceUnavailable,
 )
-from quartet.types import SamplingParameters
 from tests.engines.faulty_proxy import Fault, proxy
 from tests.engines.http_servers import KEY, connect_sglang
 from tests.engines.remote_policy import (

@@ -15,7 +15,9 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from quartet.config import RolloutConfig
+from quartet.config.rollout import RolloutConfig
+from quartet.contract.generation import GenerationRequest, SamplingParameters
+from quartet.contract.trajectory import Trajectory, TrajectoryId
 from quartet.engines import tensorrt_llm
 from quartet.engines.checkpoint_files import readable_by_older_versions
 from quartet.engines.engine import EngineResponse, ServedModel
@@ -23,7 +25,6 @@ from quartet.engines.tensorrt_llm import TensorRTLLMEngine, TensorRTLLMSettings,
 from quartet.errors import Cancelled, ConfigError, InvalidRequest, ServiceFailed
 from quartet.models.generation.engine import Policy
 from quartet.models.generation.validation import trajectories
-from quartet.types import GenerationRequest, SamplingParameters, Trajectory, TrajectoryId
 from quartet.weight_transfer.digests import combined_digest, tensor_digest
 from quartet.weight_transfer.tensors import AdapterSettings, HostTensor, WeightSet
 from tests.engines import fake_tensorrt_llm

@@ -14,6 +14,10 @@ import numpy as np
 import pytest
 import torch
 
+from quartet.contract.arrays import FloatArray
+from quartet.contract.generation import GenerationRequest, SamplingParameters
+from quartet.contract.trajectory import FinishReason, TokenBatch, Trajectory, TrajectoryId
+from quartet.contract.update import Experience, OptimizationSettings, PolicyLossSettings, RolloutCorrection
 from quartet.errors import (
     ComputationFailed,
     MismatchError,
@@ -25,19 +29,6 @@ from quartet.models.generation.engine import Policy
 from quartet.models.training.optimizer import create_optimizer
 from quartet.models.training.updates import update_policy
 from quartet.rpc.security.certificate_authority import Authority
-from quartet.types import (
-    Experience,
-    FinishReason,
-    FloatArray,
-    GenerationRequest,
-    OptimizationSettings,
-    PolicyLossSettings,
-    RolloutCorrection,
-    SamplingParameters,
-    TokenBatch,
-    Trajectory,
-    TrajectoryId,
-)
 from tests.engines.conftest import change_adapter, policy
 from tests.engines.test_contract import greedy, requests, run, tokens
 from tests.engines.triton_engines import engine_of

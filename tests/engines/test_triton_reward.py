@@ -16,11 +16,11 @@ import pytest
 
 pytest.importorskip("tritonclient.grpc")
 
-from quartet.config import parse_config
+from quartet.config.loading import parse_config
+from quartet.contract.trajectory import Outcome, TokenBatch
 from quartet.errors import MismatchError, ServiceFailed
 from quartet.rewards.factory import build_reward
 from quartet.rewards.reward_source import RewardSource
-from quartet.types import Outcome, TokenBatch
 from tests.engines.faulty_triton import faulty_triton
 from tests.rewards.scorers.faults import FAULTS, HANG_TIMEOUT, TIMEOUT, responses
 from tests.unit.models import tiny

@@ -13,6 +13,7 @@ import httpx2
 import numpy as np
 import pytest
 
+from quartet.contract.generation import SamplingParameters
 from quartet.engines.vllm_server import VLLMServerEngine
 from quartet.errors import (
     AccessRefused,
@@ -22,7 +23,6 @@ from quartet.errors import (
     ServiceFailed,
     ServiceUnavailable,
 )
-from quartet.types import SamplingParameters
 from tests.engines.faulty_proxy import Fault, proxy
 from tests.engines.http_servers import VLLMServer, connect_vllm
 from tests.engines.remote_policy import (

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from quartet.config import EnvironmentConfig
+from quartet.config.environment import EnvironmentConfig
 from quartet.environments.host import EnvironmentHost
 from tests.environments import chats
 

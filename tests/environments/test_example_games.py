@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from examples.multi_turn import prepare
-from quartet.config import load_config
+from quartet.config.loading import load_config
 from quartet.environments.environment import Environment
-from quartet.user_code import import_callable
+from quartet.system.user_code import import_callable
 
 EPISODES = 100
 

@@ -12,9 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from quartet.contract.arrays import IntArray
+from quartet.contract.status import Role
+from quartet.contract.trajectory import EnvironmentReply, Outcome
 from quartet.environments.host import EnvironmentHost
 from quartet.errors import ConfigError, InvalidRequest, ServiceBusy, SessionLost
-from quartet.types import EnvironmentReply, IntArray, Outcome, Role
 from tests.environments import chats
 from tests.environments.conftest import Host
 from tests.rewards.processes import children

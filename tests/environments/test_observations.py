@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from quartet.data import TemplateInputs
+from quartet.contract.arrays import IntArray
+from quartet.data.chat_template import TemplateInputs
 from quartet.environments.observations import (
     ChatObservations,
     ObservationEncoders,
@@ -15,7 +16,6 @@ from quartet.environments.observations import (
     UnusableObservation,
 )
 from quartet.errors import ModelError
-from quartet.types import IntArray
 from tests.environments import chats
 
 USER, SYSTEM = {"role": "user", "content": "Hi."}, {"role": "system", "content": "Be brief."}

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from quartet.config import EnvironmentConfig
+from quartet.config.environment import EnvironmentConfig
+from quartet.contract.trajectory import Outcome
 from quartet.environments import EnvironmentFailed
 from quartet.environments.host import EnvironmentHost
 from quartet.environments.openenv import OpenEnv, OpenEnvHTTP
 from quartet.environments.openenv_websocket import OpenEnvWebSocket
-from quartet.types import Outcome
 from tests.environments.openenv_servers import Handler, HTTPServer, WebSocketServer, send
 from tests.environments.test_host import PROMPT, ids, text
 from tests.waiting import wait_until

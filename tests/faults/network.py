@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
-from quartet.config import Config, load_config
+from quartet.config.loading import load_config
+from quartet.config.root import Config
+from quartet.contract.status import MODEL_ROLES
 from quartet.run_directory.run_files import RunFiles
 from quartet.services.orchestrator.step import StepTransaction
-from quartet.types import MODEL_ROLES
 from tests.faults.proxy import Proxy
 from tests.training.runs import Fleet, fleet
 

@@ -12,11 +12,11 @@ import pytest
 
 from quartet.buffer.connection import Redis
 from quartet.buffer.rollout_stream import RolloutStream
+from quartet.contract.trajectory import TokenBatch, Trajectory
 from quartet.errors import InvalidRequest
 from quartet.rpc.clients import RewardClient
 from quartet.rpc.limits import MAX_MESSAGE_BYTES
 from quartet.rpc.security import credentials
-from quartet.types import TokenBatch, Trajectory
 from tests.faults.network import FAULT_STEP, SETTINGS
 from tests.training.conftest import MakeConfig
 from tests.training.runs import Run, assert_same, fleet, run_to_completion

@@ -6,10 +6,10 @@ import time
 
 import pytest
 
+from quartet.contract.status import Role
 from quartet.errors import ServiceUnavailable
 from quartet.services.orchestrator.algorithm.update_request import start_update
 from quartet.services.orchestrator.service_clients import ServiceClients
-from quartet.types import Role
 from tests.faults.network import SERVICES_TO_BUFFER, SETTINGS, fault_at, heal_after, network
 from tests.training.conftest import MakeConfig
 from tests.training.runs import Run, assert_same, orchestrator

@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
+from quartet.contract.status import MODEL_ROLES, Role
 from quartet.rpc.compute_thread import Caller, ComputeThread, Result
-from quartet.types import MODEL_ROLES, Role
 from tests.faults.network import SETTINGS
 from tests.training.conftest import MakeConfig
 from tests.training.runs import Run, assert_same, fleet, orchestrator

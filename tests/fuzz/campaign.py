@@ -15,9 +15,9 @@ from typing import Any
 import grpc
 from google.protobuf.message import DecodeError
 
+from quartet.contract.status import Role
 from quartet.rpc.call_interceptors import SUBSCRIPTIONS
 from quartet.rpc.limits import CHANNEL_OPTIONS
-from quartet.types import Role
 from quartet.v1 import orchestrator_pb2, status_pb2, status_pb2_grpc
 from tests.fuzz.environment import SEALED, FuzzEnvironment, Target
 from tests.fuzz.methods import Method, all_methods

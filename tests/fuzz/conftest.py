@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from quartet.buffer.connection import connect
-from quartet.config import parse_config
+from quartet.config.loading import parse_config
+from quartet.contract.status import MODEL_ROLES, Role
 from quartet.environments.host import EnvironmentHost
 from quartet.rpc.compute_thread import ComputeThread
 from quartet.rpc.security.credentials import LOCAL
@@ -19,7 +20,6 @@ from quartet.services.environment.servicer import EnvironmentServicer
 from quartet.services.factories import build_model_role
 from quartet.services.generator.factory import build_generator
 from quartet.services.orchestrator.servicer import OrchestratorServicer
-from quartet.types import MODEL_ROLES, Role
 from tests.fuzz.environment import (
     LIVE,
     FuzzEnvironment,

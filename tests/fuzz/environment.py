@@ -21,12 +21,12 @@ import yaml
 from quartet.buffer.connection import connect
 from quartet.buffer.embedded_redis import EmbeddedRedis
 from quartet.buffer.experience_store import ExperienceStore
-from quartet.child_processes import tied_to_parent
+from quartet.contract.status import MODEL_ROLES, Role, ServiceStatus
 from quartet.engines.checkpoint_files import read_safetensors
 from quartet.rpc.server import Server
 from quartet.rpc.weight_servicer import WeightServicer
 from quartet.run_directory.run_files import RunFiles
-from quartet.types import MODEL_ROLES, Role, ServiceStatus
+from quartet.system.child_processes import tied_to_parent
 from quartet.weight_transfer.source import WeightSource
 from quartet.weight_transfer.tensors import HostTensor
 from tests.buffer.samples import experience

@@ -11,7 +11,7 @@ from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2
 
 from quartet import codec
-from quartet.types import TokenBatch
+from quartet.contract.trajectory import TokenBatch
 from quartet.v1 import (
     actor_pb2,
     critic_pb2,

@@ -14,10 +14,10 @@ from typing import Any
 import grpc
 import pytest
 
+from quartet.contract.status import Role, ServiceStatus
 from quartet.rpc.compute_thread import ComputeThread
 from quartet.rpc.server import Server
 from quartet.services.reference.servicer import ReferenceServicer
-from quartet.types import Role, ServiceStatus
 from tests.fuzz.campaign import Campaign
 from tests.fuzz.environment import FuzzEnvironment, Target
 from tests.fuzz.methods import all_methods

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from quartet.contract.control import Alert
 from quartet.demo.toy_task import ToyTask
 from quartet.run_directory.run_files import RunFiles
-from quartet.types import Alert
 from tests.gateway.serving import Gateway, serving
 from tests.training.conftest import MakeConfig, _one_thread, make, toy_task, toy_task_tree
 from tests.training.runs import Run, run_to_completion

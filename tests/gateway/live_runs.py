@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from quartet.types import MODEL_ROLES
+from quartet.contract.status import MODEL_ROLES
 from tests.gateway.serving import TIMEOUT, serve_orchestrator
 from tests.training.conftest import MakeConfig
 from tests.training.runs import ActiveRun, Fleet, fleet, orchestrator

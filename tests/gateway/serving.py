@@ -17,14 +17,15 @@ from typing import Any
 import httpx2
 import uvicorn
 
-from quartet.config import Config, parse_config
+from quartet.config.loading import parse_config
+from quartet.config.root import Config
+from quartet.contract.status import Role
 from quartet.gateway.app import create_app
 from quartet.gateway.server import server_config
 from quartet.gateway.settings import GatewaySettings
 from quartet.rpc.server import Server
 from quartet.run_directory.run_files import RunFiles
 from quartet.services.orchestrator.servicer import OrchestratorServicer
-from quartet.types import Role
 from tests.training.runs import ActiveRun
 from tests.waiting import LIMIT
 

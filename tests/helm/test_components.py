@@ -9,9 +9,10 @@ import helm_python
 import pytest
 import yaml
 
-from quartet.config import Config, load_config
 from quartet.config.estimators import BUILT_IN_ESTIMATORS
-from quartet.topology import service_roles
+from quartet.config.layout import service_roles
+from quartet.config.loading import load_config
+from quartet.config.root import Config
 from tests.helm.rendering import EXAMPLES, Manifest, Values, changed, example, manifests, of_kind, pod_templates
 from tests.helm.test_values import refusal
 

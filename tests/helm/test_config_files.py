@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from quartet.config import load_config
-from quartet.topology import model_roles
+from quartet.config.layout import model_roles
+from quartet.config.loading import load_config
 from tests.helm.rendering import EXAMPLES, example, manifests, of_kind, pod_templates
 from tests.helm.test_components import RUNS, containers, files
 

@@ -11,7 +11,8 @@ import pytest
 import yaml
 
 from helm import values_schema
-from quartet.config import Config, invalid_keys, load_config
+from quartet.config.loading import invalid_keys, load_config
+from quartet.config.root import Config
 from tests.every_case import every_case
 from tests.helm.rendering import CHART, ROOT, changed, chart, manifests
 from tests.helm.test_components import files

@@ -18,7 +18,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from quartet.config import SecurityConfig
+from quartet.config.deployment import SecurityConfig
 from quartet.rpc.health import HealthListener
 from quartet.rpc.security.credentials import AccessControl, Credentials
 from tests.helm.rendering import example, manifests, of_kind

@@ -9,8 +9,8 @@ from pathlib import Path
 import helm_python
 import pytest
 
-from quartet.downloads import DATA_FILES, Download, fetch, parse
-from quartet.hub_models import SMALL_FILES
+from quartet.model_files.downloads import DATA_FILES, Download, fetch, parse
+from quartet.model_files.hub_models import SMALL_FILES
 from tests.every_case import every_case
 from tests.helm.rendering import Manifest, Values, changed, chart, example, manifests, of_kind, pod_templates, texts
 from tests.helm.test_components import pods
@@ -40,7 +40,7 @@ def job_of(values: Values) -> Manifest:
 def test_the_job_passes_every_source_to_the_command() -> None:
     spec = job_of(with_sources(SOURCES))["spec"]["template"]["spec"]
     (container,) = spec["containers"]
-    assert container["command"][-2:] == ["-m", "quartet.downloads"]
+    assert container["command"][-2:] == ["-m", "quartet.model_files.downloads"]
     assert {str(item.target): item.source for item in map(parse, container["args"])} == SOURCES
     assert container["workingDir"] == "/quartet"
     assert mounts(spec) == {
@@ -74,7 +74,7 @@ def test_pods_wait_for_the_folders_that_they_mount() -> None:
         for container in spec.get("initContainers", []):
             if container["name"] == "wait-for-downloads":
                 waits[name] = [argument.partition("=")[0] for argument in container["args"]]
-                assert container["command"][-2:] == ["quartet.downloads", "--wait"]
+                assert container["command"][-2:] == ["quartet.model_files.downloads", "--wait"]
                 assert container["image"] == spec["containers"][0]["image"]
                 # A quota counts the larger of both, and no GPU is held twice.
                 assert container["resources"] == chart().values["loader"]["resources"]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from quartet.config import load_config
+from quartet.config.loading import load_config
 from tests.helm.rendering import Manifest, Values, changed, example, manifests, of_kind
 from tests.helm.test_components import containers, files, pods
 

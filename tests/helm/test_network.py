@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import yaml
 
+from quartet.contract.status import Role
 from quartet.rpc.security.allow_list import CALLERS
-from quartet.types import Role
 from tests.helm.rendering import EXAMPLES, Manifest, Values, changed, example, manifests, of_kind, pod_templates, texts
 
 ROLES = tuple(str(role) for role in Role)

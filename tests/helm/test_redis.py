@@ -22,8 +22,8 @@ from quartet.buffer.embedded_redis import EmbeddedRedis, find_server
 from quartet.buffer.experience_store import ExperienceStore
 from quartet.buffer.lease import Lease
 from quartet.buffer.rollout_stream import RolloutStream
-from quartet.child_processes import tied_to_parent
 from quartet.errors import ConfigError, FailedPrecondition, LeadershipConflict, ServiceUnavailable
+from quartet.system.child_processes import tied_to_parent
 from tests.buffer.samples import experience, trajectory
 from tests.every_case import every_case
 from tests.helm.rendering import EXAMPLES, Values, changed, example, manifests, of_kind

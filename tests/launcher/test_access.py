@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from quartet.config import Config, parse_config
+from quartet.config.loading import parse_config
+from quartet.config.root import Config
 from quartet.errors import ConfigError
-from quartet.launcher.security_checks import check_access
+from quartet.preflight.security_checks import check_access
 from quartet.rpc.security.certificate_authority import Authority
 
 LOCAL_PROCESSES = ("operator", "actor", "critic", "reward", "reference", "orchestrator", "gateway")

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from quartet.child_processes import has_ended
-from quartet.fork_server import ForkedProcess, ForkServer
 from quartet.launcher.service_process import ServiceProcess
+from quartet.system.child_processes import has_ended
+from quartet.system.fork_server import ForkedProcess, ForkServer
 from tests.waiting import LIMIT, wait_until
 
 PROGRAM = """
@@ -126,7 +126,7 @@ def test_a_client_that_ignores_the_ends_of_its_children_gets_status_0(serve: Ser
 def test_a_server_that_hangs_is_stopped(serve: Serve, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     server = serve("library")
     assert start_program(server, folder / "log", "0") is not None
-    monkeypatch.setattr("quartet.fork_server.FORK_SECONDS", 0.2)
+    monkeypatch.setattr("quartet.system.fork_server.FORK_SECONDS", 0.2)
     assert start_program(server, folder / "log", "0") is not None
     os.kill(server.pid, signal.SIGSTOP)
     start = time.monotonic()
@@ -139,8 +139,8 @@ def test_a_server_that_hangs_is_stopped(serve: Serve, folder: Path, monkeypatch:
 CLIENT = """
 import os, sys, time
 from pathlib import Path
-from quartet.child_processes import _identity
-from quartet.fork_server import ForkServer
+from quartet.system.child_processes import _identity
+from quartet.system.fork_server import ForkServer
 server = ForkServer("program", ["library"], dict(os.environ), Path("server.log"))
 process = server.start(["sleep"], 2, 2)
 print(_identity(process.pid), flush=True)

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from quartet.config import Config, parse_config
+from quartet.config.loading import parse_config
+from quartet.config.root import Config
 from quartet.errors import ConfigError
 from quartet.launcher.gateway_process import NICENESS, TOKEN, GatewayProcess
 from quartet.run_directory.run_files import RunFiles

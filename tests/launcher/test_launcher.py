@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from quartet.config import parse_config
+from quartet.config.loading import parse_config
+from quartet.contract.status import Role
 from quartet.errors import ConfigError
 from quartet.launcher import launcher as module
 from quartet.launcher.gateway_process import GatewayProcess
 from quartet.launcher.launcher import Launcher
 from quartet.rpc.security.certificate_authority import Authority
 from quartet.run_directory.run_files import RunFiles
-from quartet.types import Role
 
 
 def test_training_starts_without_a_gateway_that_hangs_at_its_start(

@@ -9,8 +9,8 @@ import sys
 import threading
 import time
 
-from quartet.child_processes import process_state
 from quartet.launcher.liveness_probe import LivenessProbe
+from quartet.system.child_processes import process_state
 from tests.waiting import LIMIT, wait_until
 
 

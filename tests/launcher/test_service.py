@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import structlog
 
-from quartet.config import RecoveryConfig
+from quartet.config.deployment import RecoveryConfig
 from quartet.errors import ConfigError, ServiceFailed
 from quartet.launcher.service_process import ServiceProcess
 from quartet.launcher.supervisor import ProcessSupervisor

@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 import structlog
 
-from quartet.child_processes import process_state
-from quartet.config import RecoveryConfig
+from quartet.config.deployment import RecoveryConfig
 from quartet.errors import ServiceFailed
 from quartet.launcher.supervisor import ProcessSupervisor, RestartCounter, exit_error
+from quartet.system.child_processes import process_state
 from tests.waiting import wait_until
 
 

@@ -14,7 +14,7 @@ TORCH_MODULES = {
     "quartet.cli.inference.evaluate",
     "quartet.cli.checkpoint.export",
     "quartet.cli.inference.generate",
-    "quartet.completions",
+    "quartet.api.completions",
     "quartet.cli.inference.chat",
     "quartet.environments.host",
     # Only vLLM imports it.
@@ -69,7 +69,7 @@ def test_the_base_install_can_import_all_parts_without_torch() -> None:
 
 def test_the_modules_of_config_check_import_without_slow_libraries() -> None:
     slow = ("grpc", "redis", "google.protobuf", "structlog", "cryptography", "huggingface_hub", "tokenizers")
-    names = ["quartet.cli.main", "quartet.config", "quartet.preflight", "quartet.launcher.security_checks"]
+    names = ["quartet.cli.main", "quartet.config", "quartet.preflight", "quartet.preflight.security_checks"]
     assert import_without(slow, names) == ""
 
 

@@ -11,8 +11,10 @@ from unittest import mock
 import numpy as np
 import torch
 
-from quartet import random_streams
-from quartet.config import Config
+from quartet.config.root import Config
+from quartet.contract import random_streams
+from quartet.contract.trajectory import FinishReason, TokenBatch, Trajectory, TrajectoryId
+from quartet.contract.update import Experience
 from quartet.models.forward.scoring import response_log_probs, response_values, sequence_scores
 from quartet.models.training import mini_batches
 from quartet.models.training import updates as training
@@ -24,7 +26,6 @@ from quartet.ppo.policy_losses import clipped
 from quartet.services.orchestrator.algorithm.experience import prepare_step
 from quartet.services.orchestrator.algorithm.update_request import optimization_at, policy_loss_of, value_loss_of
 from quartet.services.orchestrator.rollout.scoring import ScoredTrajectory
-from quartet.types import Experience, FinishReason, TokenBatch, Trajectory, TrajectoryId
 from tests.parity.checkpoints import ScenarioModels
 from tests.parity.comparison import Number, Weights
 from tests.parity.rollouts import Rollouts

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from quartet.config import Config
-from quartet.random_streams import permutation
+from quartet.config.root import Config
+from quartet.contract.random_streams import permutation
 from tests.parity.checkpoints import ScenarioModels, make_scenario_models
 
 SEED = 11

@@ -23,7 +23,7 @@ from trl.experimental.ppo import PPOConfig, PPOTrainer, ppo_trainer
 from benchmarks.trl_rewriting import rewritten
 from benchmarks.trl_settings import ppo_settings
 from benchmarks.trl_training import SCORE_AT_EOS
-from quartet.config import Config
+from quartet.config.root import Config
 from tests.parity.checkpoints import EOS, PAD, ScenarioModels, make_tokenizer
 from tests.parity.comparison import Number, Weights
 from tests.parity.rollouts import Rollouts, TrlUpdate

@@ -19,7 +19,7 @@ from trl.trainer import rloo_trainer
 
 from benchmarks.trl_rewriting import rewritten
 from benchmarks.trl_settings import rloo_settings
-from quartet.config import Config
+from quartet.config.root import Config
 from tests.parity.checkpoints import EOS, ScenarioModels, make_tokenizer
 from tests.parity.comparison import Number
 from tests.parity.rollouts import Rollouts, TrlUpdate

@@ -10,12 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from quartet.config import Config, parse_config
+from quartet.config.loading import parse_config
+from quartet.config.root import Config
+from quartet.contract.trajectory import Outcome
 from quartet.errors import ComputationFailed, ConfigError, InvalidRequest, MismatchError
 from quartet.models.forward.scoring import sequence_scores
 from quartet.rewards.factory import build_reward
 from quartet.rewards.reward_source import RewardSource
-from quartet.types import Outcome
 from tests.rewards.processes import children
 from tests.unit.models import tiny
 

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import yaml
 
-from quartet.config import Config, parse_config
+from quartet.config.loading import parse_config
+from quartet.config.root import Config
 from quartet.rewards.function_worker import FunctionWorker
 
 ROOT = Path(__file__).parents[2]

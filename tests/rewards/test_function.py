@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from quartet.config import RewardSourceConfig
+from quartet.config.rewards import RewardSourceConfig
+from quartet.contract.status import Role
+from quartet.contract.trajectory import Outcome, TokenBatch
 from quartet.errors import Cancelled, ComputationFailed, ConfigError, InvalidRequest, ModelError
 from quartet.rewards.function import FunctionReward
-from quartet.types import Outcome, Role, TokenBatch
 from tests.rewards.processes import children
 from tests.unit.models import tiny
 

@@ -301,7 +301,12 @@ def test_the_process_imports_little_and_gets_no_secrets(start: Start, monkeypatc
     secrets = ("QUARTET_BUFFER_URL", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "WANDB_API_KEY", "MLFLOW_TRACKING_PASSWORD")
     for name in (*secrets, "OTHER"):
         monkeypatch.setenv(name, "value")
-    assert start("loaded").call([], 20) == ["quartet", "quartet.logged_values", "quartet.rewards", "quartet.user_code"]
+    assert start("loaded").call([], 20) == [
+        "quartet",
+        "quartet.contract.logged_values",
+        "quartet.rewards",
+        "quartet.system.user_code",
+    ]
     assert start("inherited").call([], 20) == []
     worker = start("variable")
     assert [worker.call([name], 20) for name in (*secrets, "OTHER")] == [None] * len(secrets) + ["value"]

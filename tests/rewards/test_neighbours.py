@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from quartet.config import RewardSourceConfig
+from quartet.config.rewards import RewardSourceConfig
+from quartet.contract.trajectory import Outcome, Scores
 from quartet.errors import ConfigError, FunctionFailed
 from quartet.rewards.function import FunctionReward
-from quartet.types import Outcome, Scores
 from tests.rewards.test_signatures import BATCH, ONE
 from tests.unit.models import tiny
 

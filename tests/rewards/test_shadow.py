@@ -9,11 +9,12 @@ from contextlib import ExitStack
 import numpy as np
 import pytest
 
+from quartet.contract.status import Role, ServiceStatus
+from quartet.contract.trajectory import Outcome, Scores, TokenBatch
 from quartet.errors import Cancelled, ComputationFailed, ConfigError, FailedPrecondition, MismatchError, ServiceFailed
 from quartet.rewards.ensemble import EnsemblePart, EnsembleReward
 from quartet.rewards.reward_source import never
 from quartet.rewards.shadow import SourceThread
-from quartet.types import Outcome, Role, Scores, ServiceStatus, TokenBatch
 from tests.unit.models import tiny
 from tests.waiting import LIMIT
 

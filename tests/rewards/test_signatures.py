@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from quartet.config import RewardSourceConfig
+from quartet.config.rewards import RewardSourceConfig
+from quartet.contract.trajectory import Outcome, TokenBatch
 from quartet.rewards.function import FunctionReward
-from quartet.types import Outcome, TokenBatch
 from tests.unit.models import tiny
 
 # Prompts "w5 w1 w6" and "w7", responses "w8 w1" and "w9 w10"; w1 is the EOS.

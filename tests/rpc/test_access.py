@@ -18,7 +18,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from structlog.testing import capture_logs
 
 from quartet import __version__, v1
-from quartet.config import SecurityConfig
+from quartet.config.deployment import SecurityConfig
+from quartet.contract.status import Role, ServiceStatus
 from quartet.errors import AccessRefused, ConfigError, ServiceUnavailable
 from quartet.rpc.health import is_serving
 from quartet.rpc.security.allow_list import CALLERS, GATEWAY, OPERATOR, PROCESSES, PROMETHEUS, RANK_CALLERS, REDIS
@@ -26,7 +27,6 @@ from quartet.rpc.security.certificate_authority import Authority
 from quartet.rpc.security.credentials import Credentials
 from quartet.rpc.server import Server
 from quartet.rpc.service_channel import ServiceChannel
-from quartet.types import Role, ServiceStatus
 from quartet.v1 import status_pb2, status_pb2_grpc
 
 MODULES = [import_module(f"quartet.v1.{path.stem}") for path in sorted(Path(next(iter(v1.__path__))).glob("*_pb2.py"))]

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 import quartet.services.__main__ as services_main
+from quartet.contract.status import Role
 from quartet.errors import Cancelled, DeadlinePassed, EngineFailed, InvalidRequest, ServiceBusy, ServiceFailed
 from quartet.rpc import compute_thread
 from quartet.rpc.base_servicers import ModelServicer
 from quartet.rpc.compute_thread import ComputeThread
 from quartet.rpc.limits import MAX_PENDING_WORK
-from quartet.types import Role
 from tests.waiting import LIMIT, wait_until
 
 

@@ -17,14 +17,15 @@ import numpy as np
 import pytest
 
 from quartet import codec
-from quartet.config import RecoveryConfig, TimeoutsConfig
+from quartet.config.deployment import RecoveryConfig, TimeoutsConfig
+from quartet.contract.status import Role
+from quartet.contract.trajectory import EnvironmentReply, Outcome
 from quartet.environments.host import EnvironmentHost
 from quartet.errors import Cancelled, FailedPrecondition, MismatchError
 from quartet.rpc.clients import EnvironmentStatusClient
 from quartet.rpc.environment_client import EnvironmentClient
 from quartet.rpc.server import Server
 from quartet.services.environment.servicer import EnvironmentServicer
-from quartet.types import EnvironmentReply, Outcome, Role
 from quartet.v1 import environment_pb2, environment_pb2_grpc
 from tests.environments.test_host import PROMPT, events, ids, text
 from tests.waiting import LIMIT, wait_until

@@ -17,14 +17,14 @@ import pytest
 import yaml
 from structlog.testing import capture_logs
 
-from quartet.config import Config
+from quartet.config.root import Config
+from quartet.contract.status import Role
 from quartet.errors import Cancelled, ConfigError, FailedPrecondition, ServiceFailed
 from quartet.rpc.call_interceptors import code_of_failure
 from quartet.rpc.clients import ReferenceClient
 from quartet.rpc.compute_thread import ComputeThread
 from quartet.rpc.server import Server
 from quartet.services.observability import Observability
-from quartet.types import Role
 from quartet.v1 import status_pb2, status_pb2_grpc
 from tests.rpc.test_server import BATCH, Gate, gated
 from tests.services.model_services import Services

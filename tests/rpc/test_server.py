@@ -17,7 +17,13 @@ import torch
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from quartet import codec, errors
-from quartet.config import Config, SecurityConfig, TimeoutsConfig
+from quartet.config.deployment import SecurityConfig, TimeoutsConfig
+from quartet.config.layout import check_listen_address
+from quartet.config.root import Config
+from quartet.contract.arrays import FloatArray
+from quartet.contract.status import Role, ServiceStatus
+from quartet.contract.trajectory import TokenBatch
+from quartet.contract.weights import ReferenceVersion
 from quartet.errors import (
     Cancelled,
     ConfigError,
@@ -35,8 +41,6 @@ from quartet.rpc.limits import MAX_CONCURRENT_CALLS, MAX_PENDING_SAVES, MAX_PEND
 from quartet.rpc.security.credentials import LOCAL, Credentials
 from quartet.rpc.server import Server
 from quartet.services.reference.servicer import ReferenceServicer
-from quartet.topology import check_listen_address
-from quartet.types import FloatArray, ReferenceVersion, Role, ServiceStatus, TokenBatch
 from quartet.v1 import actor_pb2, actor_pb2_grpc, update_pb2
 from tests.services.model_services import TIMEOUTS, Services
 from tests.unit.models import tiny

@@ -6,10 +6,11 @@ import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
+from quartet.contract.generation import EngineProperties, GenerationRequest, SamplingParameters
+from quartet.contract.trajectory import VersionSpan
 from quartet.engines.engine import Cancelled as IsCancelled
 from quartet.engines.engine import EngineResponse
 from quartet.errors import Cancelled, ServiceFailed
-from quartet.types import EngineProperties, GenerationRequest, SamplingParameters, VersionSpan
 from quartet.weight_transfer.digests import tensor_digest
 from quartet.weight_transfer.tensors import HostTensor, WeightSet
 from tests.waiting import LIMIT

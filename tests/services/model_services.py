@@ -10,7 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from quartet.config import Config, TimeoutsConfig, parse_config
+from quartet.config.deployment import TimeoutsConfig
+from quartet.config.loading import parse_config
+from quartet.config.root import Config
+from quartet.contract.generation import GenerationBatch, SamplingParameters, requests_of
+from quartet.contract.status import MODEL_ROLES, Role
+from quartet.contract.trajectory import Prompt
 from quartet.rpc.clients import (
     ActorClient,
     CriticClient,
@@ -23,7 +28,6 @@ from quartet.rpc.compute_thread import ComputeThread
 from quartet.rpc.pending_calls import PendingGeneration
 from quartet.rpc.server import HostedRole, Server
 from quartet.services.factories import build_model_role
-from quartet.types import MODEL_ROLES, GenerationBatch, Prompt, Role, SamplingParameters, requests_of
 from tests.unit.models import tiny
 
 TIMEOUTS = TimeoutsConfig(load_seconds=30, generate_seconds=60, score_seconds=60, update_seconds=60, save_seconds=60)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from quartet.domain_errors import OUT_OF_MEMORY_TEXT
+from quartet.contract.domain_errors import OUT_OF_MEMORY_TEXT
 from quartet.errors import ConfigError, InvalidRequest, OutOfMemory, ServiceFailed, ServiceUnavailable
 from quartet.models.workers.progress import Progress
 from quartet.services.workers import group_failures

@@ -18,17 +18,13 @@ import transformers
 from quartet.buffer.connection import Redis
 from quartet.buffer.experience_store import ExperienceStore
 from quartet.buffer.rollout_stream import RolloutStream
-from quartet.config import Config
+from quartet.config.root import Config
+from quartet.contract.generation import SamplingParameters
+from quartet.contract.status import Role
+from quartet.contract.trajectory import Prompt
+from quartet.contract.update import OptimizationSettings, PolicyLossSettings, ValueLossSettings
+from quartet.contract.weights import SaveKind
 from quartet.errors import FailedPrecondition, InvalidRequest, ModelError
-from quartet.types import (
-    OptimizationSettings,
-    PolicyLossSettings,
-    Prompt,
-    Role,
-    SamplingParameters,
-    SaveKind,
-    ValueLossSettings,
-)
 from tests.buffer.samples import experience
 from tests.services.model_services import Services, start_generation
 from tests.unit.models import tiny

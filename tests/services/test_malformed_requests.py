@@ -13,8 +13,9 @@ from quartet import codec
 from quartet.buffer.connection import Redis, connect
 from quartet.buffer.experience_store import ExperienceStore
 from quartet.buffer.rollout_stream import RolloutStream
-from quartet.config import Config
-from quartet.types import MODEL_ROLES, Role, SaveKind
+from quartet.config.root import Config
+from quartet.contract.status import MODEL_ROLES, Role
+from quartet.contract.weights import SaveKind
 from quartet.v1 import (
     actor_pb2,
     actor_pb2_grpc,

@@ -12,18 +12,20 @@ import torch
 
 from quartet.buffer.connection import Redis
 from quartet.buffer.experience_store import ExperienceStore
-from quartet.config import Config, TrainedModelConfig
+from quartet.config.models import TrainedModelConfig
+from quartet.config.root import Config
+from quartet.contract.status import Role, ServiceStatus
+from quartet.contract.update import OptimizationSettings, PolicyLossSettings, ValueLossSettings
 from quartet.errors import ConfigError
-from quartet.memory_shares import GpuShare
+from quartet.model_files.memory import MEMORY_FRACTION
 from quartet.models.training.update_memory import Activations, SavedActivations, UpdateMemory, measure_policy
 from quartet.models.training.updates import update_policy, update_value
-from quartet.planner.memory import MEMORY_FRACTION
+from quartet.planner.memory_shares import GpuShare
 from quartet.services import memory_budget as budget
 from quartet.services import trainable_model as trained
 from quartet.services.actor import actor
 from quartet.services.critic import critic
 from quartet.services.memory_budget import UpdateLimits
-from quartet.types import OptimizationSettings, PolicyLossSettings, Role, ServiceStatus, ValueLossSettings
 from tests.services.model_services import Services
 from tests.unit.models import tiny
 from tests.unit.models.updates import experience

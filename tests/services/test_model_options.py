@@ -16,21 +16,16 @@ from torch import nn
 
 from quartet.buffer.connection import Redis
 from quartet.buffer.experience_store import ExperienceStore
-from quartet.config import Config, ServiceConfig
+from quartet.config.deployment import ServiceConfig
+from quartet.config.root import Config
+from quartet.contract.generation import SamplingParameters
+from quartet.contract.status import MODEL_ROLES, Role
+from quartet.contract.trajectory import Prompt
+from quartet.contract.update import Experience, OptimizationSettings, PolicyLossSettings, ValueLossSettings
+from quartet.contract.weights import SaveKind
 from quartet.errors import ConfigError
 from quartet.models.training import compiled_layers
 from quartet.services import factories as roles
-from quartet.types import (
-    MODEL_ROLES,
-    Experience,
-    OptimizationSettings,
-    PolicyLossSettings,
-    Prompt,
-    Role,
-    SamplingParameters,
-    SaveKind,
-    ValueLossSettings,
-)
 from tests.services.model_services import Services, start_generation
 from tests.unit.models import tiny
 

@@ -11,9 +11,10 @@ import pytest
 import torch
 import transformers
 
-from quartet.config import Config
+from quartet.config.root import Config
+from quartet.contract.status import Role
+from quartet.contract.trajectory import TokenBatch
 from quartet.errors import FailedPrecondition
-from quartet.types import Role, TokenBatch
 from tests.services.model_services import Services
 from tests.unit.models import tiny
 

@@ -11,11 +11,12 @@ import pytest
 import torch
 
 from quartet import codec
-from quartet.config import Config
+from quartet.config.root import Config
+from quartet.contract.status import Role
+from quartet.contract.weights import ReferenceVersion
 from quartet.errors import FailedPrecondition, InvalidRequest, MismatchError
 from quartet.models.weights.loading import load_causal_lm
 from quartet.run_directory.reference_versions import RECORD, read_version, version_folder, write_record
-from quartet.types import ReferenceVersion, Role
 from tests.services.model_services import Services
 from tests.unit.models import tiny
 

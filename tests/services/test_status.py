@@ -17,10 +17,12 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from quartet import __version__
 from quartet.buffer.connection import connect
 from quartet.buffer.rollout_stream import RolloutStream
-from quartet.config import Config
+from quartet.config.root import Config
+from quartet.contract.generation import SamplingParameters
+from quartet.contract.status import MODEL_ROLES, Role, ServiceStatus
+from quartet.contract.trajectory import Prompt
 from quartet.errors import ConfigError, MismatchError, ServiceFailed, ServiceUnavailable
 from quartet.rpc import service_channel
-from quartet.types import MODEL_ROLES, Prompt, Role, SamplingParameters, ServiceStatus
 from quartet.v1 import status_pb2, status_pb2_grpc
 from tests.services.model_services import TIMEOUTS, Services, start_generation
 from tests.unit.models import tiny

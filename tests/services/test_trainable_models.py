@@ -18,22 +18,18 @@ import transformers
 
 from quartet.buffer.connection import Redis
 from quartet.buffer.experience_store import ExperienceStore
-from quartet.config import Config, parse_config
+from quartet.config.loading import parse_config
+from quartet.config.root import Config
+from quartet.contract.generation import SamplingParameters
+from quartet.contract.status import Role
+from quartet.contract.trajectory import Prompt
+from quartet.contract.update import OptimizationSettings, PolicyLossSettings, UpdateResult, ValueLossSettings
+from quartet.contract.weights import SaveKind
 from quartet.errors import BufferFailed, FailedPrecondition, InvalidRequest, ModelError, ServiceBusy, StorageFailed
 from quartet.models.weights.snapshot import write_model
 from quartet.rpc.limits import MAX_PENDING_SAVES
 from quartet.services import trainable_model as trained
 from quartet.services.orchestrator.service_clients import wait_for_all
-from quartet.types import (
-    OptimizationSettings,
-    PolicyLossSettings,
-    Prompt,
-    Role,
-    SamplingParameters,
-    SaveKind,
-    UpdateResult,
-    ValueLossSettings,
-)
 from tests.buffer.samples import experience
 from tests.services.model_services import Services, start_generation
 from tests.unit.models import tiny

@@ -11,9 +11,12 @@ import pytest
 import safetensors.numpy
 import transformers
 
-from quartet.config import Config, parse_config
+from quartet.config.loading import parse_config
+from quartet.config.root import Config
+from quartet.contract.status import Role
+from quartet.contract.update import OptimizationSettings, PolicyLossSettings
+from quartet.contract.weights import SaveKind
 from quartet.errors import ConfigError, FailedPrecondition
-from quartet.types import OptimizationSettings, PolicyLossSettings, Role, SaveKind
 from tests.services.model_services import Services
 from tests.services.test_trainable_models import outputs, run, store, update
 

@@ -13,17 +13,17 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from quartet.config import ServiceConfig
+from quartet.config.deployment import ServiceConfig
+from quartet.contract.status import Role
 from quartet.errors import ConfigError
 from quartet.services.workers.processes import MAX_REPORT_CHARACTERS, interface_towards, start_ranks
-from quartet.types import Role
 from tests.unit.test_child_processes import is_running
 
 PROGRAM = """
 import time
-from quartet.config import ServiceConfig
+from quartet.config.deployment import ServiceConfig
 from quartet.services.workers.processes import start_ranks
-from quartet.types import Role
+from quartet.contract.status import Role
 ranks = start_ranks(Role.ACTOR, ServiceConfig(processes=3), {})
 if ranks.rank == 0:
     print(*ranks.children.values(), flush=True)
@@ -60,9 +60,9 @@ def test_rank_0_reports_the_end_of_another_rank_which_dies_with_it() -> None:
 
 
 REPORTING = """
-from quartet.config import ServiceConfig
+from quartet.config.deployment import ServiceConfig
 from quartet.services.workers.processes import start_ranks
-from quartet.types import Role
+from quartet.contract.status import Role
 ranks = start_ranks(Role.ACTOR, ServiceConfig(processes=4), {})
 if ranks.rank == 2:
     assert ranks.report("no memory: " + 5000 * chr(0x1F600), "OutOfMemory")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from quartet.config import Config
+from quartet.config.root import Config
 from quartet.demo.toy_task import ToyTask, make_toy_task
 from tests.e2e.conftest import MINIATURE
 from tests.training.runs import merged, parsed

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from quartet.config import Config
+from quartet.config.root import Config
 from quartet.rpc.compute_thread import ComputeThread
 from quartet.rpc.security.credentials import LOCAL
 from quartet.rpc.server import Server

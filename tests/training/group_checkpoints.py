@@ -23,7 +23,8 @@ import safetensors.torch
 import torch
 import torch.distributed as dist
 
-from quartet.config import ActorConfig, CriticConfig, LoraConfig
+from quartet.config.models import ActorConfig, CriticConfig, LoraConfig
+from quartet.contract.weights import SavedFile, SaveKind
 from quartet.models.training.optimizer import optimizer_parts
 from quartet.models.weights.safetensors_file import SafetensorsFile
 from quartet.models.workers import sharded_checkpoint
@@ -31,7 +32,6 @@ from quartet.models.workers.workers import SINGLE, Workers
 from quartet.services.actor.actor import Actor
 from quartet.services.critic.critic import Critic
 from quartet.services.trainable_model import TrainableModel
-from quartet.types import SavedFile, SaveKind
 from tests.unit.models import tiny
 
 RUN = "run"

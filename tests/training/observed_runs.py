@@ -13,7 +13,10 @@ from typing import Any
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from prometheus_client.parser import text_string_to_metric_families
 
-from quartet.config import Config, load_config
+from quartet.config.layout import model_roles
+from quartet.config.loading import load_config
+from quartet.config.root import Config
+from quartet.contract.status import Role
 from quartet.rpc.compute_thread import ComputeThread
 from quartet.rpc.security.credentials import LOCAL
 from quartet.rpc.server import HostedRole, Server
@@ -25,8 +28,6 @@ from quartet.services.orchestrator.control.progress import ProgressBoard
 from quartet.services.orchestrator.control.run_control import RunControl
 from quartet.services.orchestrator.run import TrainingRun, run_training
 from quartet.services.orchestrator.telemetry.run_metrics import BufferDepth, RunMetrics
-from quartet.topology import model_roles
-from quartet.types import Role
 from tests.training.runs import Run
 
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]

@@ -13,7 +13,11 @@ from typing import Any
 
 import grpc
 
-from quartet.config import Config, load_config, parse_config
+from quartet.config.layout import service_roles
+from quartet.config.loading import load_config, parse_config
+from quartet.config.root import Config
+from quartet.contract.control import Progress
+from quartet.contract.status import GeneratorInfo, Role, ServiceStatus
 from quartet.models.weights.tokenizer import load_tokenizer, tokenizer_fingerprint
 from quartet.rpc.compute_thread import ComputeThread
 from quartet.rpc.security.credentials import Credentials
@@ -25,8 +29,6 @@ from quartet.services.orchestrator.control.progress import ProgressBoard
 from quartet.services.orchestrator.control.run_control import RunControl
 from quartet.services.orchestrator.run import TrainingRun, run_training
 from quartet.telemetry.step_metrics import is_measured
-from quartet.topology import service_roles
-from quartet.types import GeneratorInfo, Progress, Role, ServiceStatus
 from tests.waiting import LIMIT
 
 

@@ -8,9 +8,9 @@ import pytest
 import safetensors.torch
 import torch
 
+from quartet.config.layout import model_roles
+from quartet.contract.status import Role
 from quartet.demo.toy_task import ToyTask
-from quartet.topology import model_roles
-from quartet.types import Role
 from tests.training.conftest import MakeConfig
 from tests.training.runs import Run, run_to_completion
 

@@ -13,6 +13,7 @@ import pytest
 
 from quartet.buffer.connection import Redis
 from quartet.buffer.experience_store import ExperienceStore
+from quartet.contract.control import RunState
 from quartet.demo.toy_task import ToyTask
 from quartet.errors import ServiceUnavailable, StorageFailed
 from quartet.models.weights import snapshot
@@ -22,7 +23,6 @@ from quartet.services.orchestrator.algorithm.update_request import start_update
 from quartet.services.orchestrator.checkpointing.checkpoint_scheduler import CheckpointScheduler
 from quartet.services.orchestrator.control.run_control import RunControl
 from quartet.services.orchestrator.step import StepTransaction
-from quartet.types import RunState
 from tests.training.conftest import MakeConfig
 from tests.training.runs import (
     Run,

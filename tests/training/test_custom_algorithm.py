@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from quartet.config import Config
+from quartet.config.root import Config
 from tests.training.conftest import MakeConfig
 from tests.training.runs import Run, active_run, orchestrator, run_to_completion, services, step_metrics, weights
 from tests.training.test_resume import crash_run

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from quartet.config import Config
+from quartet.config.root import Config
 from tests.training.conftest import MakeConfig
 
 ROOT = Path(__file__).parents[2]

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from quartet.config import Config
+from quartet.config.root import Config
+from quartet.contract.status import Role, ServiceStatus
 from quartet.demo.toy_task import ToyTask
 from quartet.errors import MismatchError
 from quartet.run_directory.run_files import RunFiles
 from quartet.services.orchestrator.service_clients import check_agreement
-from quartet.types import Role, ServiceStatus
 from tests.training.conftest import MakeConfig
 from tests.training.runs import Fleet, Run, active_run, assert_same, json_lines, run_to_completion
 from tests.training.teachers import make_teacher

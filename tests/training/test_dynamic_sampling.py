@@ -9,8 +9,9 @@ import pytest
 
 from quartet.buffer.connection import Redis
 from quartet.cli.checkpoint.fork import fork
-from quartet.config import Config, load_config
-from quartet.types import Role
+from quartet.config.loading import load_config
+from quartet.config.root import Config
+from quartet.contract.status import Role
 from tests.training.conftest import MakeConfig
 from tests.training.generator_runs import run_with_generators
 from tests.training.runs import Run, active_run, assert_same, run_to_completion, step_metrics, weights

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from quartet.contract.trajectory import Trajectory
 from quartet.models.generation.engine import Policy
 from quartet.models.generation.torch_engine import TorchEngine
 from quartet.services import factories as roles
-from quartet.types import Trajectory
 from tests.training.conftest import MakeConfig
 from tests.training.runs import run_to_completion
 

@@ -11,11 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from quartet.contract.status import Role
+from quartet.contract.trajectory import EnvironmentReply
 from quartet.demo.toy_task import ToyTask
 from quartet.run_directory.run_files import RunFiles
 from quartet.services import factories
 from quartet.services.generator.episodes import EnvironmentAccess
-from quartet.types import EnvironmentReply, Role
 from tests.services.generator.environments import EchoEnvironment, failure
 from tests.training.conftest import MakeConfig
 from tests.training.runs import Fleet, Run, assert_same, json_lines, run_to_completion

@@ -12,7 +12,8 @@ import pytest
 import structlog
 
 from quartet.buffer.connection import Redis
-from quartet.config import Config, RecoveryConfig
+from quartet.config.deployment import RecoveryConfig
+from quartet.config.root import Config
 from quartet.demo.toy_task import ToyTask
 from quartet.errors import ComputationFailed, InvalidRequest, QuartetError, ServiceFailed, ServiceUnavailable
 from quartet.rpc.clients import RewardClient

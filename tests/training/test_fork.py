@@ -15,7 +15,9 @@ import torch
 from quartet.cli.checkpoint import list_and_tag as cli
 from quartet.cli.checkpoint.fork import fork
 from quartet.cli.start_run import train
-from quartet.config import Config, load_config
+from quartet.config.loading import load_config
+from quartet.config.root import Config
+from quartet.contract.update import OptimizationSettings
 from quartet.demo.toy_task import ToyTask
 from quartet.errors import ConfigError
 from quartet.models.training import updates as training_of_models
@@ -24,7 +26,6 @@ from quartet.run_directory.identity import Identity
 from quartet.run_directory.run_files import RunFiles
 from quartet.services.actor import actor as actor_core
 from quartet.services.critic import critic as critic_core
-from quartet.types import OptimizationSettings
 from tests.training.conftest import MakeConfig
 from tests.training.runs import Run, json_lines, run_to_completion, step_metrics, weights
 

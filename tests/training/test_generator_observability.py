@@ -7,6 +7,8 @@ from contextlib import closing
 
 import pytest
 
+from quartet.contract.status import MODEL_ROLES, GeneratorState, Role, ServiceStatus
+from quartet.contract.weights import WeightTransfer
 from quartet.gateway.monitors.buffer_monitor import BufferMonitor
 from quartet.gateway.monitors.service_monitor import ServiceMonitor
 from quartet.gateway.readers.run_catalog import RunCatalog
@@ -14,7 +16,6 @@ from quartet.gateway.schemas import ServiceInfo
 from quartet.run_directory.run_files import RunFiles
 from quartet.services.orchestrator.telemetry.run_metrics import RunMetrics
 from quartet.telemetry.prometheus import ServiceMetrics
-from quartet.types import MODEL_ROLES, GeneratorState, Role, ServiceStatus, WeightTransfer
 from tests.gateway.serving import serve_orchestrator
 from tests.training.conftest import MakeConfig
 from tests.training.generator_runs import Generators, generator_run

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from quartet.config import Config
-from quartet.types import Role
+from quartet.config.root import Config
+from quartet.contract.status import Role
 from tests.training.conftest import MakeConfig
 from tests.training.generator_runs import Generators, run_with_generators
 from tests.training.runs import Run, assert_same, run_to_completion

@@ -12,13 +12,13 @@ import pytest
 import torch
 import transformers
 
-from quartet.durable_files import describe_files
+from quartet.contract.weights import SaveKind
 from quartet.errors import ModelError
+from quartet.model_files.sharded_files import rank_file
 from quartet.models.weights.loading import load_causal_lm, write_consolidated
 from quartet.models.workers.workers import SINGLE
 from quartet.run_directory.checkpoints import DamagedCheckpoint, read_verified_checkpoint
-from quartet.sharded_files import rank_file
-from quartet.types import SaveKind
+from quartet.system.durable_files import describe_files
 from tests.training.group_checkpoints import (
     CASES,
     RUN,

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import safetensors.torch
 
+from quartet.contract.control import RunState
 from quartet.demo.toy_task import ToyTask
 from quartet.ppo import policy_losses
-from quartet.types import RunState
 from tests.training.conftest import MakeConfig
 from tests.training.runs import active_run, json_lines, run_to_completion, wait_for
 

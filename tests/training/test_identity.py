@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from quartet.buffer.connection import Redis
-from quartet.config import Config, parse_config
+from quartet.config.loading import parse_config
+from quartet.config.root import Config
 from quartet.run_directory.run_files import RunFiles
 from tests.training.conftest import MakeConfig
 from tests.training.runs import Run, assert_same, fleet, merged, orchestrator, run_to_completion, services

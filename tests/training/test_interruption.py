@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from quartet.buffer.connection import connect
-from quartet.config import Config
+from quartet.config.root import Config
+from quartet.contract.control import RunState
 from quartet.errors import ConfigError, ServiceFailed
 from quartet.services.orchestrator.run import TrainingRun
 from quartet.services.orchestrator.telemetry.run_outputs import RunTelemetry
-from quartet.types import RunState
 from tests.training.conftest import MakeConfig
 from tests.training.generator_runs import active_run_with_generators
 from tests.training.runs import ActiveRun, active_run, assert_same, orchestrator, run_to_completion, services, wait_for

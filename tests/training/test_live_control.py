@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 
-from quartet.config import Config, RecoveryConfig
+from quartet.config.deployment import RecoveryConfig
+from quartet.config.root import Config
+from quartet.contract.control import RunState
 from quartet.errors import ConfigError, FailedPrecondition, InvalidRequest, ServiceUnavailable
 from quartet.run_directory.run_files import RunFiles
 from quartet.services.orchestrator.checkpointing.checkpoint_scheduler import CheckpointScheduler
@@ -20,7 +22,6 @@ from quartet.services.orchestrator.control.live_settings import LiveSettings
 from quartet.services.orchestrator.control.run_control import RunControl
 from quartet.services.orchestrator.service_clients import ServiceHandshake
 from quartet.services.orchestrator.step import StepTransaction
-from quartet.types import RunState
 from tests.training.conftest import MakeConfig
 from tests.training.runs import (
     ActiveRun,

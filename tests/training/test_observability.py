@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from quartet.contract.status import MODEL_ROLES
 from quartet.errors import ComputationFailed
 from quartet.services.orchestrator.step import StepTransaction
 from quartet.services.orchestrator.telemetry.run_metrics import GUARDS
-from quartet.types import MODEL_ROLES
 from tests.training.conftest import MakeConfig
 from tests.training.observed_runs import Collector, Observed, run_observed, value
 from tests.training.runs import run_to_completion, step_metrics

@@ -13,6 +13,9 @@ import numpy as np
 import pytest
 
 from quartet import codec
+from quartet.contract.status import Role
+from quartet.contract.trajectory import NO_LOG_PROBS
+from quartet.contract.update import Experience
 from quartet.demo.toy_task import ToyTask
 from quartet.models.forward.scoring import response_log_probs
 from quartet.models.generation.detached_torch import DetachedTorchEngine
@@ -21,7 +24,6 @@ from quartet.services.actor import actor
 from quartet.services.critic.critic import Critic
 from quartet.services.orchestrator.rollout.collector import _Collection
 from quartet.services.orchestrator.rollout.off_policy import OffPolicySchedule
-from quartet.types import NO_LOG_PROBS, Experience, Role
 from tests.training.conftest import MakeConfig
 from tests.training.runs import Run, active_run, assert_same, json_lines, orchestrator, run_to_completion, services
 from tests.training.test_live_control import checkpoint_names, run_with_commands

@@ -11,16 +11,11 @@ from typing import Any
 import pytest
 import torch
 
+from quartet.contract.generation import SamplingParameters
+from quartet.contract.update import OptimizationSettings, PolicyLossSettings, RolloutCorrection, ValueLossSettings
 from quartet.services.actor.actor import Actor
 from quartet.services.critic.critic import Critic
 from quartet.services.reference.reference import Reference
-from quartet.types import (
-    OptimizationSettings,
-    PolicyLossSettings,
-    RolloutCorrection,
-    SamplingParameters,
-    ValueLossSettings,
-)
 from tests.training.conftest import MakeConfig
 from tests.training.runs import Run, run_to_completion
 

@@ -14,7 +14,10 @@ import pytest
 
 from quartet.buffer.connection import Redis
 from quartet.buffer.rollout_stream import RolloutStream
-from quartet.config import Config
+from quartet.config.root import Config
+from quartet.contract.control import Alert, RunState
+from quartet.contract.status import Role
+from quartet.contract.trajectory import Trajectory
 from quartet.errors import BufferFailed, ServiceUnavailable
 from quartet.models.training import updates as training_of_models
 from quartet.rpc.clients import ActorClient, CriticClient
@@ -28,7 +31,6 @@ from quartet.services.orchestrator.checkpointing.checkpoint_scheduler import Che
 from quartet.services.orchestrator.control.alert_actions import AlertHandler
 from quartet.services.orchestrator.control.run_control import RunControl
 from quartet.services.orchestrator.step import StepTransaction
-from quartet.types import Alert, Role, RunState, Trajectory
 from tests.training.conftest import MakeConfig
 from tests.training.runs import (
     ActiveRun,

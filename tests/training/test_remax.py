@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from quartet.config import Config
+from quartet.config.root import Config
+from quartet.contract.status import Role
 from quartet.services.orchestrator.rollout.collector import CollectedStep, Collector
-from quartet.types import Role
 from tests.training.conftest import MakeConfig
 from tests.training.generator_runs import run_with_generators
 from tests.training.runs import Run, assert_same, run_to_completion

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from quartet.config import Config
+from quartet.config.root import Config
+from quartet.contract.weights import SaveKind
 from quartet.errors import FailedPrecondition, ModelError
 from quartet.services.actor import actor as actor_core
 from quartet.services.actor.actor import Actor
 from quartet.services.critic import critic as critic_core
 from quartet.services.critic.critic import Critic
-from quartet.types import SaveKind
 from tests.training.conftest import MakeConfig
 
 LOADERS = {"actor": (actor_core, "load_causal_lm"), "critic": (critic_core, "load_critic")}

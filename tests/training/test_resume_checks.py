@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from quartet.cli import start_run as command
-from quartet.config import Config
+from quartet.config.root import Config
 from quartet.demo.toy_task import ToyTask
 from quartet.errors import ConfigError, ServiceFailed, StorageFailed
+from quartet.launcher import local_run
 from quartet.preflight import check_resumable
 from quartet.run_directory.identity import Identity
 from quartet.run_directory.run_files import RunFiles
-from quartet.runs import local_run
 from quartet.services.orchestrator.control import run_control
 from quartet.services.orchestrator.control.run_control import RunControl
 from tests.training.conftest import MakeConfig

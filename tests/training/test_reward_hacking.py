@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import yaml
 
-from quartet.config import Config
+from quartet.config.root import Config
+from quartet.contract.control import RunState
 from quartet.demo.toy_task import ToyTask, make_toy_task
-from quartet.types import RunState
 from tests.training.runs import active_run, merged, parsed, run_to_completion, wait_for
 
 ROOT = Path(__file__).parents[2]

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from quartet.config import Config
+from quartet.config.root import Config
 from quartet.services.orchestrator.step import StepTransaction
 from tests.training.conftest import MakeConfig
 from tests.training.runs import Run, json_lines, run_to_completion, step_metrics, weights

@@ -9,7 +9,7 @@ from zlib import crc32
 import pytest
 
 from quartet.buffer.connection import Redis
-from quartet.config import Config
+from quartet.config.root import Config
 from tests.rewards.scorers.http_server import DIALECTS, ScorerServer
 from tests.training.conftest import MakeConfig
 from tests.training.runs import Run, json_lines, run_to_completion, step_metrics, weights

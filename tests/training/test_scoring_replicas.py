@@ -8,12 +8,13 @@ from contextlib import contextmanager
 
 import pytest
 
-from quartet.config import Config, load_config
+from quartet.config.loading import load_config
+from quartet.config.root import Config
+from quartet.contract.status import Role
 from quartet.rpc.compute_thread import ComputeThread
 from quartet.rpc.server import Server
 from quartet.run_directory.run_files import RunFiles
 from quartet.services.factories import build_model_role
-from quartet.types import Role
 from tests.training.conftest import MakeConfig
 from tests.training.runs import assert_same, orchestrator, run_to_completion, services, wait_for
 

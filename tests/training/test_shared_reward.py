@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
-from quartet.config import Config, load_config
+from quartet.config.loading import load_config
+from quartet.config.root import Config
+from quartet.contract.status import Role
 from quartet.rpc.compute_thread import ComputeThread
 from quartet.rpc.limits import shared_limits
 from quartet.rpc.server import Server
@@ -16,7 +18,6 @@ from quartet.run_directory.run_files import RunFiles
 from quartet.services.factories import build_model_role
 from quartet.services.reward.servicer import RewardServicer
 from quartet.services.reward.sharing import RunUsage
-from quartet.types import Role
 from tests.training.conftest import MakeConfig
 from tests.training.runs import Run, active_run, assert_same, fleet, orchestrator, run_to_completion
 

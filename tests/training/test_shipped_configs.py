@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from quartet.config import ServiceConfig
+from quartet.config.deployment import ServiceConfig
 from quartet.environments.host import EnvironmentHost
 from quartet.rpc.server import Server
 from quartet.services.environment.servicer import EnvironmentServicer

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from quartet.buffer.connection import Redis
-from quartet.config import Config
+from quartet.config.root import Config
 from quartet.demo.toy_task import ToyTask
 from tests.training.conftest import MakeConfig
 from tests.training.runs import Run, active_run, assert_same, json_lines, run_to_completion

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
+from quartet.contract.trajectory import FinishReason
 from quartet.demo.toy_task import ToyTask
 from quartet.engines.stop_strings import StopStrings, token_decoder
 from quartet.models.weights.tokenizer import load_tokenizer
 from quartet.services.orchestrator.rollout.collector import CollectedStep, Collector
-from quartet.types import FinishReason
 from tests.training.conftest import MakeConfig
 from tests.training.generator_runs import run_with_generators
 from tests.training.runs import assert_same, run_to_completion

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
+from quartet.contract.update import PolicyLossSettings, ValueLossSettings
 from quartet.services.actor import actor as actor_core
 from quartet.services.actor.actor import Actor
 from quartet.services.critic import critic as critic_core
 from quartet.services.critic.critic import Critic
-from quartet.types import PolicyLossSettings, ValueLossSettings
 from tests.training.conftest import MakeConfig
 from tests.unit.models.updates import settings
 

@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 
-from quartet.config import Config, parse_config
+from quartet.config.loading import parse_config
+from quartet.config.root import Config
+from quartet.contract.status import TRAINED_ROLES
 from quartet.run_directory.run_files import RunFiles
 from quartet.services import trainable_model as trained
 from quartet.services.orchestrator.algorithm import update_request
 from quartet.services.orchestrator.checkpointing import recovery
-from quartet.types import TRAINED_ROLES
 from tests.training.conftest import MakeConfig
 from tests.training.runs import Run, active_run, assert_same, fleet, merged, orchestrator, run_to_completion
 from tests.training.test_resume import crash_run

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from quartet.config import load_config
+from quartet.config.loading import load_config
 from quartet.errors import ConfigError
 
 MINIMAL = """\

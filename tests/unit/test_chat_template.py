@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 
-from quartet.config import Config
 from quartet.config.loading import config_of
-from quartet.data import ChatTemplate, PromptEncoder, PromptSettings, TemplateInputs, encode_lines, iterate_prompts
+from quartet.config.root import Config
+from quartet.data.chat_template import ChatTemplate, TemplateInputs
 from quartet.data.prompt_cache import FileDigest, cache_key
-from quartet.data.prompt_encoding import select_prompts
+from quartet.data.prompt_encoding import PromptEncoder, encode_lines, select_prompts
+from quartet.data.prompt_lines import iterate_prompts
+from quartet.data.prompt_settings import PromptSettings
 from quartet.errors import ConfigError, DataError
 from quartet.run_directory.identity import check_settings, fixed_settings
 from tests.environments import chats

@@ -14,13 +14,13 @@ from typing import Any
 
 import pytest
 
-from quartet.child_processes import has_ended, this_process, tied_spawns, tied_to_parent
+from quartet.system.child_processes import has_ended, this_process, tied_spawns, tied_to_parent
 
 # Starts a child, which prints its process id when its command runs, and waits. Both hold the pipe, so it closes when both have
 # ended.
 PARENT = """
 import subprocess, time
-from quartet.child_processes import tied_to_parent
+from quartet.system.child_processes import tied_to_parent
 child = subprocess.Popen(tied_to_parent(["sh", "-c", "echo $$; exec sleep 60"]), start_new_session=True)
 time.sleep(60)
 """
@@ -45,7 +45,7 @@ def test_a_child_ends_with_its_parent(number: signal.Signals) -> None:
 # Spawns a process that spawns another. Both print their process ids and wait.
 SPAWNING = """
 import multiprocessing, os, time
-from quartet.child_processes import tied_spawns
+from quartet.system.child_processes import tied_spawns
 
 def wait(depth):
     print(os.getpid(), flush=True)
@@ -83,7 +83,7 @@ def test_spawns_are_tied_only_inside_the_block() -> None:
 # Kills a process that it has started, and its child.
 KILLING = """
 import os, subprocess, sys
-from quartet.child_processes import kill_descendants
+from quartet.system.child_processes import kill_descendants
 child = subprocess.Popen(["sh", "-c", "sleep 60 & echo $!; wait"], stdout=subprocess.PIPE, text=True, start_new_session=True)
 print(child.pid, child.stdout.readline(), flush=True)
 kill_descendants()
@@ -121,15 +121,13 @@ def test_the_command_keeps_its_process_id_arguments_and_status() -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="as above")
 def test_a_child_of_a_dead_parent_does_not_start() -> None:
-    command = [sys.executable, "-m", "quartet.child_processes", "1", sys.executable, "-c", "print('began')"]
+    command = [sys.executable, "-m", "quartet.system.child_processes", "1", sys.executable, "-c", "print('began')"]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (result.stdout, result.returncode) == ("", 1)
 
 
 # Prints its name, then waits.
-NAMED = (
-    "import sys; from quartet.child_processes import this_process; print(this_process(), flush=True); sys.stdin.read()"
-)
+NAMED = "import sys; from quartet.system.child_processes import this_process; print(this_process(), flush=True); sys.stdin.read()"
 
 
 @pytest.fixture

@@ -8,11 +8,14 @@ from typing import Any
 import pytest
 import yaml
 
-from quartet import types
 from quartet.cli.config_reference import reference
-from quartet.config import AlgorithmConfig, Config, load_config, parse_config, policy_losses
+from quartet.config import policy_losses
+from quartet.config.algorithm import AlgorithmConfig
+from quartet.config.layout import model_roles
+from quartet.config.loading import load_config, parse_config
+from quartet.config.root import Config
+from quartet.contract import update
 from quartet.errors import ConfigError
-from quartet.topology import model_roles
 from tests.every_case import every_case
 from tests.unit.config_files import MINIMAL, REQUIRED, write
 
@@ -380,5 +383,5 @@ def test_parameters_of_a_loss_that_are_not_given_have_its_defaults() -> None:
 
 
 def test_the_literals_of_the_config_and_of_the_messages_agree() -> None:
-    assert policy_losses.Aggregation == types.LossAggregation
-    assert policy_losses.RatioLevel == types.RatioLevel
+    assert policy_losses.Aggregation == update.LossAggregation
+    assert policy_losses.RatioLevel == update.RatioLevel

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import yaml
 
-from quartet.config import is_redacted, load_config, parse_config, redact_url
+from quartet.config.loading import load_config, parse_config
+from quartet.config.url_redaction import is_redacted, redact_url
 from quartet.errors import ConfigError
 from tests.unit.config_files import MINIMAL, REQUIRED, refusal, write
 

@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 
-from quartet.config import Config, parse_config
+from quartet.config.layout import memory_sharers, model_roles, num_threads
+from quartet.config.loading import parse_config
+from quartet.config.root import Config
+from quartet.contract.status import Role
 from quartet.errors import ConfigError
 from quartet.preflight.ineffective_settings import unused_settings
-from quartet.topology import memory_sharers, model_roles, num_threads
-from quartet.types import Role
 from tests.training.runs import merged
 
 DISTILLED: dict[str, Any] = {

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from quartet.config import FIRST_CONFIG_LINE, load_config, shareable_yaml
+from quartet.config.loading import FIRST_CONFIG_LINE, load_config, shareable_yaml
 from quartet.errors import ConfigError
 from tests.every_case import every_case
 from tests.unit.config_files import MINIMAL, REQUIRED, refusal, write

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import yaml
 
-from quartet.config import Config, parse_config
+from quartet.config.loading import parse_config
+from quartet.config.root import Config
 from quartet.errors import ConfigError
 
 ABSOLUTE = {"kl_estimator": "absolute"}

@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 
-from quartet.config import Config, OutcomesConfig, parse_config
+from quartet.config.deployment import OutcomesConfig
+from quartet.config.loading import parse_config
+from quartet.config.root import Config
+from quartet.contract.trajectory import FAILURES
 from quartet.errors import ConfigError
-from quartet.types import FAILURES
 
 HTTP = {"dialect": "openrlhf", "urls": ["http://127.0.0.1:5000/get_reward"]}
 TRITON = {"url": "grpc://127.0.0.1:8001"}

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from quartet.cli.config_reference import settings
-from quartet.config import json_schema
 from quartet.config.estimators import BUILT_IN_ESTIMATORS
+from quartet.config.schema import json_schema
 from tests.waiting import LIMIT
 
 SCHEMA = json_schema()

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from quartet import cpu_environment
-from quartet.cpu_environment import MKL_STRICT, SPIN_COUNT, set_cpu_environment
+from quartet.system import cpu_environment
+from quartet.system.cpu_environment import MKL_STRICT, SPIN_COUNT, set_cpu_environment
 
 WAIT_POLICY = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": str(SPIN_COUNT)}
 

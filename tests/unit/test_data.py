@@ -11,19 +11,16 @@ import numpy as np
 import pytest
 from hypothesis import settings
 
-from quartet.data import (
-    ENCODE_LINES,
+from quartet.data.prompt_encoding import ENCODE_LINES, PromptEncoder, PromptSet, encode_prompts
+from quartet.data.prompt_files import MAX_LINE_BYTES
+from quartet.data.prompt_lines import (
     MAX_FIELDS_BYTES,
-    MAX_LINE_BYTES,
     MAX_MESSAGES,
-    PromptEncoder,
     PromptLine,
-    PromptSet,
-    PromptSettings,
-    encode_prompts,
     iterate_prompt_lines,
     read_prompt_lines,
 )
+from quartet.data.prompt_settings import PromptSettings
 from quartet.errors import DataError
 from tests.every_case import every_case
 from tests.unit.models import tiny

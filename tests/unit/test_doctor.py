@@ -14,17 +14,21 @@ import pytest
 import torch
 from rich.console import Console
 
-from quartet import __version__, failpoints
+from quartet import __version__
 from quartet.cli import doctor as module
 from quartet.cli.doctor import Finding, _memory, _requirements, doctor
-from quartet.config import Config, parse_config
+from quartet.config.loading import parse_config
+from quartet.config.root import Config
+from quartet.contract.generation import EngineProperties
+from quartet.contract.status import Role, ServiceStatus
+from quartet.contract.weights import WeightTransfer
 from quartet.engines.catalog import CATALOG
 from quartet.models.generation.trial import processor
 from quartet.models.training.optimizer import create_optimizer
 from quartet.models.training.updates import update_policy
 from quartet.preflight import generator_check
 from quartet.rpc.server import Server
-from quartet.types import EngineProperties, Role, ServiceStatus, WeightTransfer
+from quartet.system import failpoints
 from tests.unit.models import tiny, updates
 
 

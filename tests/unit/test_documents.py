@@ -13,9 +13,11 @@ from typer.main import get_command
 
 from quartet.cli.config_reference import settings
 from quartet.cli.main import app
-from quartet.config import Config, GuardConfig, GuardsConfig, parse_config
 from quartet.config.estimators import BUILT_IN_ESTIMATORS
+from quartet.config.guards import GuardConfig, GuardsConfig
+from quartet.config.loading import parse_config
 from quartet.config.policy_losses import BUILT_IN_POLICY_LOSSES, Aggregation
+from quartet.config.root import Config
 from quartet.errors import ConfigError
 from quartet.telemetry.step_metrics import EVALUATION_METRICS, STEP_METRICS
 

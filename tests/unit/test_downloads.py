@@ -17,9 +17,9 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from quartet import downloads
-from quartet.downloads import Download, fetch, main, parse, wait
 from quartet.errors import ConfigError, ServiceUnavailable
+from quartet.model_files import downloads
+from quartet.model_files.downloads import Download, fetch, main, parse, wait
 from tests.every_case import every_case
 from tests.unit.test_hub_models import Hub, hub, policy
 from tests.waiting import LIMIT

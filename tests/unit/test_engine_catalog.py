@@ -7,7 +7,7 @@ from typing import get_args
 
 import pytest
 
-from quartet.config import RolloutConfig
+from quartet.config.rollout import RolloutConfig
 from quartet.engines.catalog import CATALOG, COLUMNS
 from quartet.models.generation.detached_torch import DetachedTorchEngine
 from quartet.models.generation.torch_engine import TorchEngine

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from quartet.config import Config, parse_config
+from quartet.config.loading import parse_config
+from quartet.config.root import Config
 from quartet.errors import ConfigError
 from quartet.preflight import check_inputs
 from quartet.run_directory.identity import fixed_settings

@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 
-from quartet.config import Config, parse_config
-from quartet.data import PromptSettings
+from quartet.config.layout import listen_address, num_threads, service_roles
+from quartet.config.loading import parse_config
+from quartet.config.root import Config
+from quartet.contract.status import Role
+from quartet.data.prompt_settings import PromptSettings
 from quartet.errors import ConfigError
 from quartet.preflight import check_separate_orchestrator
 from quartet.preflight.functions import FunctionCall, named_functions
-from quartet.topology import listen_address, num_threads, service_roles
-from quartet.types import Role
 
 GAME = {"class_name": "my_game:Game"}
 TURNS = {"max_turns": 3}

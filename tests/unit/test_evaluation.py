@@ -11,9 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from quartet.config import Config, RolloutConfig, parse_config
-from quartet.errors import ComputationFailed, ConfigError, DataError
-from quartet.evaluation import (
+from quartet.config.loading import parse_config
+from quartet.config.rollout import RolloutConfig
+from quartet.config.root import Config
+from quartet.contract.generation import SamplingParameters
+from quartet.contract.trajectory import FinishReason, Prompt, Trajectory, TrajectoryId
+from quartet.data.evaluation import (
     Comparison,
     Judge,
     PromptResponses,
@@ -29,7 +32,7 @@ from quartet.evaluation import (
     trajectory_id,
     win,
 )
-from quartet.types import FinishReason, Prompt, SamplingParameters, Trajectory, TrajectoryId
+from quartet.errors import ComputationFailed, ConfigError, DataError
 from tests.unit.models import tiny
 
 

@@ -14,7 +14,7 @@ import quartet.demo
 FAILING = """
 import subprocess, sys, threading
 from quartet.services import __main__ as services
-from quartet.types import Role, ServiceStatus
+from quartet.contract.status import Role, ServiceStatus
 
 class Dead:
     def __init__(self, role, close):

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from quartet.errors import ConfigError
-from quartet.failpoints import FAILPOINTS, FOLDER_VARIABLE, VARIABLE, InjectedFault, arm, failpoint
+from quartet.system.failpoints import FAILPOINTS, FOLDER_VARIABLE, VARIABLE, InjectedFault, arm, failpoint
 from tests.waiting import LIMIT, wait_until
 
 ROOT = Path(__file__).parents[2]
@@ -113,7 +113,10 @@ def test_delay_sleeps(tmp_path: Path) -> None:
 
 
 def test_kill_ends_the_process_only_once(tmp_path: Path) -> None:
-    code = "import os; from quartet.failpoints import arm, failpoint; arm(os.environ); failpoint('actor.saving'); print('by')"
+    code = (
+        "import os; from quartet.system.failpoints import arm, failpoint\n"
+        "arm(os.environ); failpoint('actor.saving'); print('by')"
+    )
     environment = {VARIABLE: "actor.saving=kill", FOLDER_VARIABLE: str(tmp_path), "PYTHONPATH": str(ROOT / "src")}
 
     def run() -> subprocess.CompletedProcess[str]:

@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from quartet.durable_files import (
+from quartet.contract.weights import SavedFile
+from quartet.errors import InvalidRequest, MismatchError
+from quartet.system.durable_files import (
     check_saved_files,
     confine_path,
     describe_files,
@@ -17,8 +19,6 @@ from quartet.durable_files import (
     replace_directory,
     write_durably,
 )
-from quartet.errors import InvalidRequest, MismatchError
-from quartet.types import SavedFile
 
 
 @pytest.mark.parametrize("relative", ["policy", "checkpoints/.step-000001.partial/actor", "a/./b", "..a", "a..b"])

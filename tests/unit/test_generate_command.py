@@ -9,10 +9,10 @@ from types import SimpleNamespace
 import pytest
 
 from quartet.cli.inference import generate as command
-from quartet.data import TemplateInputs
+from quartet.contract.generation import SamplingParameters
+from quartet.data.chat_template import TemplateInputs
 from quartet.errors import ConfigError
 from quartet.run_directory.run_files import RunFiles
-from quartet.types import SamplingParameters
 
 
 @pytest.mark.parametrize(("texts", "is_explained"), [(["", ""], True), (["", "a word"], False)])

@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 
-from quartet.child_processes import package_path
-from quartet.config import Config, parse_config
+from quartet.config.loading import parse_config
+from quartet.config.root import Config
 from quartet.errors import ConfigError
 from quartet.preflight import check_separate_orchestrator
 from quartet.preflight.generators import check_generators
 from quartet.preflight.ineffective_settings import unused_settings
+from quartet.system.child_processes import package_path
 
 
 def config(generators: int = 1, rollout: dict[str, Any] | None = None, /, **services: Any) -> Config:

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from quartet.config import Config, parse_config
+from quartet.config.loading import parse_config
+from quartet.config.root import Config
 from quartet.errors import ConfigError
 from tests.training.runs import merged
 from tests.unit.config_files import REQUIRED

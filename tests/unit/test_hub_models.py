@@ -15,9 +15,9 @@ from pathlib import Path
 import huggingface_hub.constants
 import pytest
 
-from quartet import hub_models
 from quartet.errors import ModelError
-from quartet.hub_models import cached_snapshot, hub_directory
+from quartet.model_files import hub_models
+from quartet.model_files.hub_models import cached_snapshot, hub_directory
 from quartet.models.weights.loading import load_causal_lm
 from quartet.models.weights.tokenizer import load_tokenizer
 from tests.unit.models import tiny

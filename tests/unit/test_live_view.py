@@ -9,8 +9,8 @@ import pytest
 from rich.console import Console
 
 from quartet.cli.progress_view import LineView, LiveView
-from quartet.runs.progress_text import Messages
-from quartet.types import Alert, Progress
+from quartet.contract.control import Alert, Progress
+from quartet.launcher.progress_text import Messages
 
 METRICS = {
     "reward_mean": 0.5,

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from quartet.logged_values import MAX_NAMES, cleaned, means_of, merged, problem_of
+from quartet.contract.logged_values import MAX_NAMES, cleaned, means_of, merged, problem_of
 from quartet.telemetry.step_metrics import is_measured
 
 

@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 
-from quartet.config import Config, parse_config
-from quartet.memory_shares import gpu_share, role_memory, torch_cache_bytes
+from quartet.config.loading import parse_config
+from quartet.config.root import Config
+from quartet.contract.status import MODEL_ROLES, Role
 from quartet.planner.device_memory import CONTEXT_BYTES, GRAPH_LAYER_BYTES, actor_generation_memory, trained_memory
 from quartet.planner.gpus import GPUS
+from quartet.planner.memory_shares import gpu_share, role_memory, torch_cache_bytes
 from quartet.planner.roofline import Parallel
 from quartet.planner.workload import read_workload
-from quartet.types import MODEL_ROLES, Role
 from tests.unit.models import tiny
 
 GIB = 2**30

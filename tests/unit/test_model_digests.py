@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from quartet import model_digests
-from quartet.config import Config, parse_config
+from quartet.config.loading import parse_config
+from quartet.config.root import Config
+from quartet.contract.status import Role
 from quartet.errors import ConfigError
+from quartet.run_directory import model_digests
 from quartet.run_directory.identity import Identity
-from quartet.types import Role
 
 
 @pytest.fixture

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
+from quartet.contract.status import Role
 from quartet.errors import ModelError
-from quartet.model_support import not_causal_reason, uncacheable_reason, unreadable_reason
+from quartet.model_files.model_support import not_causal_reason, uncacheable_reason, unreadable_reason
 from quartet.preflight.models import check_model
-from quartet.types import Role
 from tests.every_case import every_case
 
 LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
@@ -128,7 +128,7 @@ def test_positions_under_the_name_of_older_models_are_checked(tmp_path: Path) ->
 
 def test_the_rule_imports_neither_torch_nor_transformers() -> None:
     code = (
-        "import sys; from quartet.model_support import unreadable_reason, not_causal_reason\n"
+        "import sys; from quartet.model_files.model_support import unreadable_reason, not_causal_reason\n"
         "unreadable_reason({'model_type': 'x'}); not_causal_reason({'architectures': ['X']})\n"
         "assert not {'torch', 'transformers'} & sys.modules.keys()"
     )

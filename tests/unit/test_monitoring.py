@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 import yaml
 
-from quartet.config import GuardsConfig
-from quartet.types import GeneratorState, Role, RunState
+from quartet.config.guards import GuardsConfig
+from quartet.contract.control import RunState
+from quartet.contract.status import GeneratorState, Role
 from tests.every_case import every_case
 
 ROOT = Path(__file__).parents[2]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from quartet.config import Config
 from quartet.config.loading import section_of
 from quartet.config.peer_names import KEYS_BY_PEER_NAME
+from quartet.config.root import Config
 
 
 def test_every_peer_name_names_a_setting() -> None:

@@ -12,15 +12,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from quartet.data import (
-    EncodedPrompts,
-    PromptEncoder,
-    PromptSettings,
-    cached_prompts,
-    load_prompts,
-    prompt_cache,
-    select_prompts,
-)
+from quartet.data import prompt_cache
+from quartet.data.prompt_cache import cached_prompts, load_prompts
+from quartet.data.prompt_encoding import EncodedPrompts, PromptEncoder, select_prompts
+from quartet.data.prompt_settings import PromptSettings
 from quartet.errors import DataError
 
 CHAT = {"messages": [{"role": "user", "content": "ö\u2028b"}], "answer": "é"}

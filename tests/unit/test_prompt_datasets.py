@@ -13,7 +13,11 @@ from typing import Any
 import pytest
 
 from quartet.config.loading import config_of
-from quartet.data import PromptSettings, cached_rows_file, iterate_prompts, prompt_datasets, rows_file, set_contents
+from quartet.data import prompt_datasets
+from quartet.data.prompt_contents import set_contents
+from quartet.data.prompt_datasets import cached_rows_file, rows_file
+from quartet.data.prompt_lines import iterate_prompts
+from quartet.data.prompt_settings import PromptSettings
 from quartet.errors import ConfigError, DataError
 from tests.waiting import LIMIT
 
@@ -80,7 +84,8 @@ def test_the_rows_are_read_once_and_again_after_a_change(folder: Path, monkeypat
 def test_a_process_that_must_not_import_torch_reads_data_sets(folder: Path) -> None:
     settings = json.dumps(settings_of(folder, columns={"text": "question"}).to_json())
     program = (
-        "import json, sys\nsys.modules['torch'] = None\nfrom quartet.data import PromptSettings, rows_file\n"
+        "import json, sys\nsys.modules['torch'] = None\nfrom quartet.data.prompt_settings import PromptSettings\n"
+        "from quartet.data.prompt_datasets import rows_file\n"
         "print(rows_file(PromptSettings.from_json(json.loads(sys.argv[1]))).path)\n"
         "assert sys.modules['torch'] is None"
     )

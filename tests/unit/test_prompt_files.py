@@ -14,8 +14,9 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from quartet.data import MAX_LINE_BYTES, read_prompt_lines
 from quartet.data.prompt_cache import FileDigest
+from quartet.data.prompt_files import MAX_LINE_BYTES
+from quartet.data.prompt_lines import read_prompt_lines
 from quartet.errors import ConfigError, DataError
 
 if sys.version_info >= (3, 14):

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 from quartet.config.loading import config_of
-from quartet.data import PromptSettings, iterate_prompts, read_prompt_lines, rows_file
+from quartet.data.prompt_datasets import rows_file
+from quartet.data.prompt_lines import iterate_prompts, read_prompt_lines
+from quartet.data.prompt_settings import PromptSettings
 from quartet.errors import DataError
 
 pyarrow = pytest.importorskip("pyarrow")

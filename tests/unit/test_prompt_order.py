@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from quartet.data import PromptOrder
+from quartet.contract.trajectory import Prompt
+from quartet.data.prompt_order import PromptOrder
 from quartet.errors import ConfigError
-from quartet.types import Prompt
 
 check = settings(max_examples=60, deadline=None, derandomize=True)
 

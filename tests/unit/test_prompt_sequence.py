@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quartet.data import MixedPromptOrder, PromptDraw, PromptOrder, PromptSequence, StepPrompts, WeightedPrompts
-from quartet.types import Prompt
+from quartet.contract.trajectory import Prompt
+from quartet.data.prompt_mixing import MixedPromptOrder, WeightedPrompts
+from quartet.data.prompt_order import PromptDraw, PromptOrder, PromptSequence, StepPrompts
 
 
 def prompts(count: int, first: int = 0) -> list[Prompt]:

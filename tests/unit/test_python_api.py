@@ -16,12 +16,12 @@ import numpy as np
 import pytest
 
 import quartet
-from quartet.config import Config
+from quartet.config.root import Config
+from quartet.contract.trajectory import VersionSpan
 from quartet.errors import ConfigError
+from quartet.launcher import background_run
 from quartet.run_directory.identity import Identity
 from quartet.run_directory.run_files import RunFiles
-from quartet.runs import background_run
-from quartet.types import VersionSpan
 from tests.unit.models import tiny
 
 TREE = {

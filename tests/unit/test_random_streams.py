@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from quartet.random_streams import permutation, uniforms
-from quartet.types import TrajectoryId
+from quartet.contract.random_streams import permutation, uniforms
+from quartet.contract.trajectory import TrajectoryId
 
 
 def test_a_stream_is_the_same_for_every_run_name_and_length() -> None:

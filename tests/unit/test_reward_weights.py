@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 
 from quartet.cli.checkpoint.fork import _copy_changes
-from quartet.config import Config, parse_config
+from quartet.config.loading import parse_config
+from quartet.config.root import Config
+from quartet.contract.trajectory import Outcome, Scores
+from quartet.data.evaluation import PromptResponses, Response, rescored
 from quartet.errors import ConfigError, MismatchError, ScorerFailed
-from quartet.evaluation import PromptResponses, Response, rescored
 from quartet.run_directory.run_files import RunFiles
 from quartet.services.orchestrator.algorithm.state import AlgorithmState
 from quartet.services.orchestrator.rollout.scoring import check_weighted_sum
-from quartet.types import Outcome, Scores
 
 NAN = float("nan")
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from quartet.config import Config, parse_config
-from quartet.config.loading import config_of
+from quartet.config.loading import config_of, parse_config
+from quartet.config.root import Config
 from quartet.errors import ConfigError
 
 

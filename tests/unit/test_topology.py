@@ -7,18 +7,19 @@ from typing import Any
 
 import pytest
 
-from quartet import topology
-from quartet.config import Config, ServiceConfig, parse_config
-from quartet.topology import (
-    available_cores,
-    free_memory_bytes,
+from quartet.config import layout
+from quartet.config.deployment import ServiceConfig
+from quartet.config.layout import (
     generates_in_actor,
     listen_address,
     num_memory_sharers,
     num_threads,
     num_update_threads,
 )
-from quartet.types import MODEL_ROLES, Role
+from quartet.config.loading import parse_config
+from quartet.config.root import Config
+from quartet.contract.status import MODEL_ROLES, Role
+from quartet.system.machine import available_cores, free_memory_bytes
 
 
 def config(estimator: str = "gae", **services: dict[str, Any]) -> Config:
@@ -36,13 +37,13 @@ def config(estimator: str = "gae", **services: dict[str, Any]) -> Config:
 
 @pytest.mark.parametrize(("result", "share"), [(1, 1), (2, 1), (4, 1), (8, 2), (9, 2), (64, 16)])
 def test_local_services_share_the_cores(result: int, share: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(topology, "available_cores", lambda: result)
+    monkeypatch.setattr(layout, "available_cores", lambda: result)
     assert [num_threads(config(), role) for role in MODEL_ROLES] == [share] * 4
     assert num_threads(config(), Role.ORCHESTRATOR) == 1
 
 
 def test_a_remote_service_takes_no_share_of_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(topology, "available_cores", lambda: 12)
+    monkeypatch.setattr(layout, "available_cores", lambda: 12)
     remote = config(reward={"address": "far:1"}, critic={"address": "far:2"})
     assert num_threads(remote, Role.ACTOR) == 6
     # On its own machine, the reward model does not share cores with processes on other machines.
@@ -50,7 +51,7 @@ def test_a_remote_service_takes_no_share_of_the_cores(monkeypatch: pytest.Monkey
 
 
 def test_configured_threads_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(topology, "available_cores", lambda: 8)
+    monkeypatch.setattr(layout, "available_cores", lambda: 8)
     configured = config(actor={"num_threads": 5})
     assert (num_threads(configured, Role.ACTOR), num_update_threads(configured, Role.ACTOR)) == (5, 5)
 
@@ -59,23 +60,23 @@ def test_configured_threads_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_trained_services_share_all_cores_during_an_update(
     estimator: str, share: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(topology, "available_cores", lambda: 8)
+    monkeypatch.setattr(layout, "available_cores", lambda: 8)
     assert num_update_threads(config(estimator), Role.ACTOR) == share
 
 
 def test_the_ranks_of_an_actor_share_its_cores_during_an_update(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(topology, "available_cores", lambda: 8)
+    monkeypatch.setattr(layout, "available_cores", lambda: 8)
     group = config(critic={"address": "far:2"}, actor={"processes": 2})
     assert num_update_threads(group, Role.ACTOR) == 4
 
 
 def test_the_actor_gets_all_cores_if_the_critic_is_remote(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(topology, "available_cores", lambda: 8)
+    monkeypatch.setattr(layout, "available_cores", lambda: 8)
     assert num_update_threads(config(critic={"address": "far:2"}), Role.ACTOR) == 8
 
 
 def test_the_processes_of_a_group_divide_its_share_of_cores_and_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(topology, "available_cores", lambda: 16)
+    monkeypatch.setattr(layout, "available_cores", lambda: 16)
     group = config(actor={"processes": 2})
     assert [num_threads(group, role) for role in MODEL_ROLES] == [2, 4, 4, 4]
     assert [num_memory_sharers(group, role) for role in MODEL_ROLES] == [5] * 4

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from quartet.contract.trajectory import FinishReason, Segment, SegmentRole, TokenBatch, Trajectory, TrajectoryId
 from quartet.errors import InvalidRequest
-from quartet.types import FinishReason, Segment, SegmentRole, TokenBatch, Trajectory, TrajectoryId
 
 
 def test_an_id_can_be_parsed_from_its_text() -> None:

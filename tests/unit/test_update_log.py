@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from quartet.contract.update import UpdateResult
 from quartet.errors import ComputationFailed, FailedPrecondition
 from quartet.models.training.update_idempotency import UpdateLog
-from quartet.types import UpdateResult
 
 
 def applied(log: UpdateLog, step: int, run: str = "run", epoch: int = 1) -> UpdateResult:

@@ -6,26 +6,26 @@ from typing import Any, get_args, get_type_hints
 
 import pytest
 
-from quartet import types
 from quartet.config import policy_losses
 from quartet.config.algorithm import AlgorithmConfig
 from quartet.config.rollout_correction import RejectionConfig, RolloutCorrectionConfig
+from quartet.contract import update
 
 
 @pytest.mark.parametrize(
     ("ours", "configured"),
     [
-        (types.LossAggregation, policy_losses.Aggregation),
-        (types.RatioLevel, policy_losses.RatioLevel),
-        (types.CorrectionLevel, RolloutCorrectionConfig.model_fields["level"].annotation),
-        (types.CorrectionTreatment, RolloutCorrectionConfig.model_fields["treatment"].annotation),
-        (types.RejectionStatistic, RejectionConfig.model_fields["statistic"].annotation),
+        (update.LossAggregation, policy_losses.Aggregation),
+        (update.RatioLevel, policy_losses.RatioLevel),
+        (update.CorrectionLevel, RolloutCorrectionConfig.model_fields["level"].annotation),
+        (update.CorrectionTreatment, RolloutCorrectionConfig.model_fields["treatment"].annotation),
+        (update.RejectionStatistic, RejectionConfig.model_fields["statistic"].annotation),
         (
-            get_type_hints(types.PolicyLossSettings)["kl_loss"] | None,
+            get_type_hints(update.PolicyLossSettings)["kl_loss"] | None,
             AlgorithmConfig.model_fields["kl_loss"].annotation,
         ),
         (
-            get_type_hints(types.PolicyLossSettings)["old_log_probs"],
+            get_type_hints(update.PolicyLossSettings)["old_log_probs"],
             AlgorithmConfig.model_fields["old_log_probs"].annotation,
         ),
     ],

@@ -200,7 +200,7 @@ component. By default the reference has the actor's model.
 {{- end -}}
 
 {{/* Processes with a certificate, and the names in it: {process: [names]}. */}}
-{{- define "quartet.child_processes" -}}
+{{- define "quartet.system.child_processes" -}}
 {{- $root := . -}}
 {{- $fullname := include "quartet.fullname" . -}}
 {{- $namesByProcess := dict "operator" (list "operator.quartet") -}}

@@ -1,6 +1,6 @@
 {{/* Filling of the volumes: downloads by a Job, and copies through a loader pod. */}}
 
-{{/* Arguments of quartet.downloads for targets in some folders. Arguments: root and folders. */}}
+{{/* Arguments of quartet.model_files.downloads for targets in some folders. Arguments: root and folders. */}}
 {{- define "quartet.downloadArguments" -}}
 {{- include "quartet.checkDownloads" .root -}}
 {{- $arguments := list -}}
@@ -20,7 +20,7 @@
   image: {{ include "quartet.image" (dict "image" $component.image "version" .root.Chart.AppVersion "registry" .root.Values.imageRegistry) }}
   imagePullPolicy: {{ $component.image.pullPolicy }}
   workingDir: /quartet
-  command: [tini, --, python, -m, quartet.downloads, --wait]
+  command: [tini, --, python, -m, quartet.model_files.downloads, --wait]
   args: {{- toYaml $arguments | nindent 4 }}
   env:
     - {name: HOME, value: /tmp}
@@ -120,7 +120,7 @@ earlier runs. Pods with a model do not mount the folder data.
 {{- end -}}
 {{- end -}}
 
-{{/* Copies from S3 beside the targets. quartet.downloads renames them. Only the types of files that it takes, too. */}}
+{{/* Copies from S3 beside the targets. quartet.model_files.downloads renames them. Only the types of files that it takes, too. */}}
 {{- define "quartet.copyFromS3" -}}
 {{- $patterns := list "*.safetensors" "*.json" "*.jinja" "*.txt" "*.model" "*.tiktoken" "*.jsonl" "*.csv" "*.parquet" "*.arrow" -}}
 {{- range $pattern := list "jsonl" "json" "csv" "parquet" "arrow" "txt" -}}
@@ -225,7 +225,7 @@ spec:
       image: {{ include "quartet.image" (dict "image" .image "version" $root.Chart.AppVersion "registry" $root.Values.imageRegistry) }}
       imagePullPolicy: {{ .image.pullPolicy }}
       workingDir: /quartet
-      command: [tini, --, python, -m, quartet.downloads]
+      command: [tini, --, python, -m, quartet.model_files.downloads]
       args: {{- include "quartet.downloadArguments" (dict "root" $root "folders" (keys .folders)) | fromJsonArray | toYaml | nindent 8 }}
       env:
         - {name: HOME, value: /tmp}
@@ -254,7 +254,7 @@ volumeMounts:
   {{- include "quartet.claimMounts" . | trim | nindent 2 }}
 {{- end -}}
 
-{{/* Refuse sources that quartet.downloads or a shell would misread. A source that may contain a password is not quoted. */}}
+{{/* Refuse sources that quartet.model_files.downloads or a shell would misread. A source that may contain a password is not quoted. */}}
 {{- define "quartet.checkDownloads" -}}
 {{- $folders := include "quartet.folders" . | fromJson -}}
 {{- $targets := keys (default dict .Values.downloads.sources) -}}

@@ -7,7 +7,7 @@ from functools import cache
 
 from torch import Tensor
 
-from quartet.config import AlgorithmConfig
+from quartet.config.algorithm import AlgorithmConfig
 from quartet.config.estimators import EstimatorSpec
 from quartet.errors import ConfigError
 from quartet.ppo import critic_free_advantages as estimators
@@ -15,7 +15,7 @@ from quartet.ppo import rewards, statistics
 from quartet.ppo.advantages import Estimator, EstimatorInput, check_estimator, estimate
 from quartet.ppo.gae import Advantages
 from quartet.ppo.rewards import EarlyRewards, RunningMoments
-from quartet.user_code import NotImportable, import_callable
+from quartet.system.user_code import NotImportable, import_callable
 
 
 def treat_scores(

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 import torch
 
-from quartet.config import AlgorithmConfig
+from quartet.config.algorithm import AlgorithmConfig
+from quartet.contract.trajectory import FinishReason
 from quartet.ppo.rewards import RunningMoments
 from quartet.services.orchestrator.algorithm.advantages import treat_scores
 from quartet.services.orchestrator.rollout.scoring import ScoredTrajectory
-from quartet.types import FinishReason
 
 
 def baseline_scores(

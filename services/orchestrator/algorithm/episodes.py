@@ -7,8 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from quartet.contract.arrays import BoolArray, FloatArray
+from quartet.contract.trajectory import Trajectory
 from quartet.ppo.rewards import EarlyRewards
-from quartet.types import BoolArray, FloatArray, Trajectory
 
 
 class PolicyTokens:

@@ -9,8 +9,11 @@ from math import fsum
 import numpy as np
 import torch
 
-from quartet.config import AlgorithmConfig
-from quartet.logged_values import means_of
+from quartet.config.algorithm import AlgorithmConfig
+from quartet.contract.arrays import FloatArray, IntArray
+from quartet.contract.logged_values import means_of
+from quartet.contract.trajectory import FinishReason, TokenBatch
+from quartet.contract.update import Experience
 from quartet.ppo import kl, ragged, rewards, statistics
 from quartet.ppo.distillation import distillation_advantages
 from quartet.ppo.rewards import RunningMoments
@@ -18,7 +21,6 @@ from quartet.services.orchestrator.algorithm.advantages import estimate_advantag
 from quartet.services.orchestrator.algorithm.baselines import baseline_scores
 from quartet.services.orchestrator.algorithm.episodes import PolicyTokens, early_rewards, episode_metrics
 from quartet.services.orchestrator.rollout.scoring import ScoredTrajectory
-from quartet.types import Experience, FinishReason, FloatArray, IntArray, TokenBatch
 
 
 @dataclass(frozen=True, slots=True)

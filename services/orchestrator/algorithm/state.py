@@ -10,13 +10,14 @@ from typing import Any
 
 import torch
 
-from quartet.config import AlgorithmConfig, Config
+from quartet.config.algorithm import AlgorithmConfig
+from quartet.config.root import Config
+from quartet.contract.control import Alert
 from quartet.ppo import kl
 from quartet.ppo.entropy import AdaptiveEntropyController
 from quartet.ppo.rewards import RunningMoments
 from quartet.services.orchestrator.algorithm.reward_parts import weights_in
 from quartet.services.orchestrator.control.guards import Guards
-from quartet.types import Alert
 
 Metrics = dict[str, float]
 NO_WEIGHTS: Mapping[str, float] = MappingProxyType({})

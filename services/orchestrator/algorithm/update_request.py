@@ -2,7 +2,20 @@
 
 from __future__ import annotations
 
-from quartet.config import AlgorithmConfig, Config, RolloutConfig, RolloutCorrectionConfig, TrainedModelConfig
+from quartet.config.algorithm import AlgorithmConfig
+from quartet.config.models import TrainedModelConfig
+from quartet.config.rollout import RolloutConfig
+from quartet.config.rollout_correction import RolloutCorrectionConfig
+from quartet.config.root import Config
+from quartet.contract.status import Role
+from quartet.contract.update import (
+    OptimizationSettings,
+    PolicyLossSettings,
+    RejectionRule,
+    RolloutCorrection,
+    UpdateResult,
+    ValueLossSettings,
+)
 from quartet.ppo.learning_rate import scheduled_learning_rate
 from quartet.rpc.clients import ActorClient, CriticClient
 from quartet.rpc.pending_calls import PendingResult
@@ -11,15 +24,6 @@ from quartet.services.orchestrator.algorithm.state import AlgorithmState
 from quartet.services.orchestrator.control.live_settings import LiveSettings
 from quartet.services.orchestrator.service_clients import ServiceClients
 from quartet.services.orchestrator.telemetry.step_profiler import StepProfiler
-from quartet.types import (
-    OptimizationSettings,
-    PolicyLossSettings,
-    RejectionRule,
-    Role,
-    RolloutCorrection,
-    UpdateResult,
-    ValueLossSettings,
-)
 
 
 def learning_rate_at(config: Config, trained: TrainedModelConfig, step: int) -> float:

@@ -8,8 +8,9 @@ from typing import Any
 import structlog
 
 from quartet.buffer.experience_store import ExperienceStore
-from quartet.config import Config
-from quartet.durable_files import check_saved_files
+from quartet.config.root import Config
+from quartet.contract.status import Role
+from quartet.contract.weights import SaveKind
 from quartet.errors import StorageFailed
 from quartet.run_directory.best_checkpoint import has_value, tag_best
 from quartet.run_directory.checkpoints import Checkpoint, checkpoint_folders, checkpoint_step
@@ -18,7 +19,7 @@ from quartet.services.orchestrator.checkpointing.checkpoint_writer import Checkp
 from quartet.services.orchestrator.control.progress import ProgressBoard
 from quartet.services.orchestrator.service_clients import ServiceClients, wait_for_all
 from quartet.services.orchestrator.telemetry.step_profiler import StepProfiler
-from quartet.types import Role, SaveKind
+from quartet.system.durable_files import check_saved_files
 
 log = structlog.get_logger()
 

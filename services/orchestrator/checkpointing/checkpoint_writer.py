@@ -12,9 +12,8 @@ from typing import Any
 import structlog
 
 from quartet import __version__
-from quartet.durable_files import check_saved_files, fsync_path, is_storage_error, write_durably
+from quartet.contract.weights import SavedFile, SaveKind
 from quartet.errors import ServiceFailed, StorageFailed
-from quartet.failpoints import failpoint
 from quartet.rpc.clients import ActorClient, CriticClient
 from quartet.rpc.pending_calls import PendingResult
 from quartet.run_directory.checkpoints import (
@@ -32,7 +31,8 @@ from quartet.run_directory.checkpoints import (
 )
 from quartet.run_directory.run_files import RunFiles
 from quartet.services.orchestrator.service_clients import wait_for_all, wait_until_ended
-from quartet.types import SavedFile, SaveKind
+from quartet.system.durable_files import check_saved_files, fsync_path, is_storage_error, write_durably
+from quartet.system.failpoints import failpoint
 
 log = structlog.get_logger()
 

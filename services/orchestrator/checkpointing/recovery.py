@@ -8,7 +8,9 @@ from dataclasses import dataclass
 import structlog
 
 from quartet.buffer.experience_store import ExperienceStore
-from quartet.config import Config, RecoveryConfig
+from quartet.config.deployment import RecoveryConfig
+from quartet.config.root import Config
+from quartet.contract.status import Role, ServiceStatus
 from quartet.errors import (
     BufferFailed,
     ConfigError,
@@ -26,7 +28,6 @@ from quartet.services.orchestrator.algorithm.state import AlgorithmState
 from quartet.services.orchestrator.algorithm.update_request import start_update
 from quartet.services.orchestrator.rollout.off_policy import OffPolicySchedule
 from quartet.services.orchestrator.service_clients import ServiceClients, ServiceStatuses, wait_for_all
-from quartet.types import Role, ServiceStatus
 
 log = structlog.get_logger()
 

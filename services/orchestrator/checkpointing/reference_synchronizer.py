@@ -8,8 +8,9 @@ from pathlib import Path
 
 import structlog
 
-from quartet.config import Config
-from quartet.durable_files import check_saved_files, is_storage_error, replace_directory, storage_errors
+from quartet.config.root import Config
+from quartet.contract.status import Role
+from quartet.contract.weights import ReferenceVersion, SaveKind
 from quartet.errors import ConfigError, StorageFailed
 from quartet.models.weights.mixing import write_mixed
 from quartet.run_directory.checkpoints import checkpoint_folders, checkpoint_step
@@ -23,7 +24,7 @@ from quartet.run_directory.reference_versions import (
 from quartet.run_directory.run_files import RunFiles
 from quartet.services.orchestrator.service_clients import ServiceClients, wait_for_all
 from quartet.services.orchestrator.telemetry.step_profiler import StepProfiler
-from quartet.types import ReferenceVersion, Role, SaveKind
+from quartet.system.durable_files import check_saved_files, is_storage_error, replace_directory, storage_errors
 
 log = structlog.get_logger()
 

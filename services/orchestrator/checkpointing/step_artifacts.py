@@ -11,22 +11,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from quartet.config import SET_FIELD
-from quartet.evaluation import stream_name
+from quartet.config.prompt_sets import SET_FIELD
+from quartet.contract.status import Role
+from quartet.contract.trajectory import FAILURES, FinishReason, Outcome, SegmentRole, Trajectory, VersionSpan
+from quartet.contract.update import UpdateResult
+from quartet.data.evaluation import stream_name
 from quartet.services.orchestrator.algorithm.experience import PreparedStep, response_metrics
 from quartet.services.orchestrator.rollout.collector import CollectedStep
 from quartet.services.orchestrator.rollout.scoring import ScoredTrajectory
 from quartet.services.orchestrator.rollout.scoring_queue import FailedTrajectory
-from quartet.types import (
-    FAILURES,
-    FinishReason,
-    Outcome,
-    Role,
-    SegmentRole,
-    Trajectory,
-    UpdateResult,
-    VersionSpan,
-)
 
 _METRICS = {
     Role.ACTOR: (

@@ -10,8 +10,8 @@ import structlog
 
 from quartet.buffer.experience_store import ExperienceStore
 from quartet.buffer.rollout_stream import RolloutStream
-from quartet.config import Config
-from quartet.failpoints import failpoint
+from quartet.config.root import Config
+from quartet.contract.status import Role
 from quartet.run_directory.run_files import RunFiles
 from quartet.services.orchestrator.checkpointing.step_artifacts import (
     StepRecord,
@@ -24,7 +24,7 @@ from quartet.services.orchestrator.rollout.scoring_queue import FailedTrajectory
 from quartet.services.orchestrator.rollout.step_preparation import PendingStep
 from quartet.services.orchestrator.telemetry.run_outputs import RunTelemetry
 from quartet.services.orchestrator.telemetry.step_profiler import StepProfiler
-from quartet.types import Role
+from quartet.system.failpoints import failpoint
 
 log = structlog.get_logger()
 

@@ -7,11 +7,11 @@ from dataclasses import asdict
 
 import structlog
 
+from quartet.contract.control import Alert
 from quartet.run_directory.run_files import RunFiles
 from quartet.services.orchestrator.control.progress import ProgressBoard
 from quartet.services.orchestrator.control.run_control import RunControl
 from quartet.services.orchestrator.telemetry.run_outputs import RunTelemetry
-from quartet.types import Alert
 
 log = structlog.get_logger()
 

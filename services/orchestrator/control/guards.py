@@ -7,10 +7,10 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 
-from quartet.config import GuardConfig, GuardsConfig
+from quartet.config.guards import GuardConfig, GuardsConfig
+from quartet.contract.control import Alert
 from quartet.ppo.statistics import slope
 from quartet.services.orchestrator.algorithm.reward_parts import weights_in
-from quartet.types import Alert
 
 Metrics = dict[str, float]
 

@@ -13,11 +13,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
 
-from quartet.config import Config, TrainedModelConfig
+from quartet.config.models import TrainedModelConfig
+from quartet.config.root import Config
+from quartet.contract.control import Setting, SettingChange
+from quartet.contract.status import Role
 from quartet.errors import ConfigError, FailedPrecondition, InvalidRequest
 from quartet.run_directory.run_files import RunFiles
 from quartet.services.orchestrator.control.run_control import RunControl
-from quartet.types import Role, Setting, SettingChange
 
 KL_COEFFICIENT = "kl_coefficient"
 ENTROPY_COEFFICIENT = "entropy_coefficient"

@@ -9,7 +9,7 @@ from copy import deepcopy
 from itertools import islice
 from typing import Protocol
 
-from quartet.types import Alert, Progress, RunState
+from quartet.contract.control import Alert, Progress, RunState
 
 HISTORY = 256
 """Committed steps, notes and alerts kept in memory for late watchers. The run's files and log have all of them."""

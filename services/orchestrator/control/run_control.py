@@ -7,10 +7,10 @@ from pathlib import Path
 
 import structlog
 
-from quartet.durable_files import storage_errors, write_durably
 from quartet.errors import ConfigError, FailedPrecondition, InvalidRequest, StorageFailed
 from quartet.run_directory.checkpoints import checkpoint_folders, checkpoint_step, checkpoints_after
 from quartet.run_directory.run_files import RunFiles
+from quartet.system.durable_files import storage_errors, write_durably
 
 log = structlog.get_logger()
 

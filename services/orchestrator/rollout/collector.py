@@ -13,7 +13,9 @@ import numpy as np
 import structlog
 
 from quartet.buffer.rollout_stream import Delivery, RolloutStream
-from quartet.config import RecoveryConfig
+from quartet.config.deployment import RecoveryConfig
+from quartet.contract.generation import GenerationBatch
+from quartet.contract.trajectory import Outcome, Trajectory, TrajectoryId, VersionSpan
 from quartet.errors import BufferFailed
 from quartet.services.orchestrator.rollout.generation import PendingTrajectories
 from quartet.services.orchestrator.rollout.prompt_failures import PromptFailures
@@ -21,7 +23,6 @@ from quartet.services.orchestrator.rollout.sampling_rounds import SamplingRounds
 from quartet.services.orchestrator.rollout.scoring import ScoredTrajectory, Scoring, ScoringServices
 from quartet.services.orchestrator.rollout.scoring_queue import FailedTrajectory
 from quartet.services.orchestrator.telemetry.step_profiler import CallObserver, ignore_call
-from quartet.types import GenerationBatch, Outcome, Trajectory, TrajectoryId, VersionSpan
 
 log = structlog.get_logger()
 

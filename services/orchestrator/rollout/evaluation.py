@@ -8,9 +8,10 @@ from typing import Any
 import structlog
 
 from quartet.buffer.rollout_stream import RolloutStream
-from quartet.config import Config
-from quartet.errors import ComputationFailed, InvalidRequest, ScorerFailed
-from quartet.evaluation import (
+from quartet.config.root import Config
+from quartet.contract.generation import GenerationBatch, SamplingParameters, requests_of
+from quartet.contract.trajectory import Prompt
+from quartet.data.evaluation import (
     STEP,
     Judge,
     PromptResponses,
@@ -26,6 +27,7 @@ from quartet.evaluation import (
     summarize,
     texts_of,
 )
+from quartet.errors import ComputationFailed, InvalidRequest, ScorerFailed
 from quartet.rewards.function_worker import FunctionWorker
 from quartet.run_directory.run_files import RunFiles
 from quartet.services.orchestrator.checkpointing.step_artifacts import failed_evaluation_row
@@ -34,7 +36,6 @@ from quartet.services.orchestrator.rollout.collector import Collector
 from quartet.services.orchestrator.rollout.generation import Generation
 from quartet.services.orchestrator.rollout.scoring import ScoringServices
 from quartet.services.orchestrator.telemetry.run_outputs import RunTelemetry
-from quartet.types import GenerationBatch, Prompt, SamplingParameters, requests_of
 
 log = structlog.get_logger()
 
@@ -57,7 +58,7 @@ class Evaluator:
         files: RunFiles,
         part_weights: Callable[[int], Mapping[str, float]],
     ) -> None:
-        """``stream`` is that of ``quartet.evaluation.stream_name``. ``prompts`` come from ``read_validation_prompts``, in order.
+        """``prompts`` come from ``read_validation_prompts``, in order. ``stream`` is the result of ``stream_name``.
 
         ``part_weights`` returns the weights of an ensemble's parts in a step, by name. An evaluation uses those of the last step.
 

@@ -9,13 +9,15 @@ from typing import Protocol
 
 import structlog
 
-from quartet.config import Config
+from quartet.config.root import Config
+from quartet.contract.generation import EngineProperties, GenerationBatch
+from quartet.contract.status import GeneratorInfo, Role
+from quartet.contract.trajectory import Trajectory
 from quartet.errors import BufferFailed, QuartetError, WeightsChanged
 from quartet.preflight.repeatability import repeatability_notes
 from quartet.rpc.clients import ActorClient, GenerationClient
 from quartet.rpc.pending_calls import PendingGeneration
 from quartet.services.orchestrator.telemetry.step_profiler import CallObserver
-from quartet.types import EngineProperties, GenerationBatch, GeneratorInfo, Role, Trajectory
 
 log = structlog.get_logger()
 

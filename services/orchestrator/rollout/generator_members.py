@@ -9,7 +9,10 @@ from typing import Any
 
 import structlog
 
-from quartet.config import Config
+from quartet.config.root import Config
+from quartet.contract.generation import EngineProperties, GenerationRequest
+from quartet.contract.status import GeneratorInfo, GeneratorState, ProcessStatus, ServiceStatus
+from quartet.contract.weights import WeightTransfer
 from quartet.errors import MismatchError, QuartetError, ServiceUnavailable
 from quartet.preflight.generator_check import generator_mismatch
 from quartet.rpc.clients import ActorClient, GenerationClient
@@ -18,15 +21,6 @@ from quartet.rpc.security.credentials import LOCAL, Credentials
 from quartet.rpc.service_channel import endpoints_at
 from quartet.services.orchestrator.rollout.generation import RepeatabilityNotes
 from quartet.services.orchestrator.rollout.generator_work import Work
-from quartet.types import (
-    EngineProperties,
-    GenerationRequest,
-    GeneratorInfo,
-    GeneratorState,
-    ProcessStatus,
-    ServiceStatus,
-    WeightTransfer,
-)
 
 log = structlog.get_logger()
 

@@ -13,7 +13,12 @@ from typing import Any
 import structlog
 
 from quartet import codec
-from quartet.config import Config
+from quartet.config.root import Config
+from quartet.contract.generation import EngineProperties, GenerationBatch, GenerationRequest
+from quartet.contract.status import GeneratorInfo, Role, ServiceStatus
+from quartet.contract.trajectory import Trajectory
+from quartet.contract.weights import WeightTransfer
+from quartet.contract.work_split import split_by_rule, take_by_load
 from quartet.errors import (
     BufferFailed,
     Cancelled,
@@ -33,18 +38,7 @@ from quartet.services.orchestrator.rollout.generation import PendingTrajectories
 from quartet.services.orchestrator.rollout.generator_members import Member, Members
 from quartet.services.orchestrator.rollout.generator_work import Attempt, Work
 from quartet.services.orchestrator.telemetry.step_profiler import CallObserver, ignore_call
-from quartet.types import (
-    EngineProperties,
-    GenerationBatch,
-    GenerationRequest,
-    GeneratorInfo,
-    Role,
-    ServiceStatus,
-    Trajectory,
-    WeightTransfer,
-)
 from quartet.weight_transfer.tree import distribution_tree
-from quartet.work_split import split_by_rule, take_by_load
 
 log = structlog.get_logger()
 

@@ -8,9 +8,10 @@ from contextvars import copy_context
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from quartet.contract.generation import GenerationBatch, GenerationRequest
+from quartet.contract.trajectory import Trajectory, TrajectoryId
+from quartet.contract.work_split import by_expected_length
 from quartet.errors import QuartetError
-from quartet.types import GenerationBatch, GenerationRequest, Trajectory, TrajectoryId
-from quartet.work_split import by_expected_length
 
 if TYPE_CHECKING:
     from quartet.services.orchestrator.rollout.generator_members import Member

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from quartet.config import Config
+from quartet.config.root import Config
 
 
 @dataclass(frozen=True, slots=True)

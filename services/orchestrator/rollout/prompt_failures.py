@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Sequence
 
-from quartet.config import RecoveryConfig
+from quartet.config.deployment import RecoveryConfig
+from quartet.contract.trajectory import TrajectoryId
 from quartet.errors import ServiceFailed, TooManyFailedTrajectories
 from quartet.services.orchestrator.rollout.scoring_queue import FailedTrajectory
-from quartet.types import TrajectoryId
 
 
 class PromptFailures:

@@ -7,12 +7,15 @@ from typing import Any
 
 import structlog
 
-from quartet.config import Config
-from quartet.data import NO_REVISIONS, MixedPromptOrder, PromptOrder, StepPrompts, WeightedPrompts
-from quartet.evaluation import read_training_prompts, read_validation_prompts
+from quartet.config.root import Config
+from quartet.contract.status import Role
+from quartet.contract.trajectory import Prompt
+from quartet.data.evaluation import read_training_prompts, read_validation_prompts
+from quartet.data.prompt_mixing import MixedPromptOrder, WeightedPrompts
+from quartet.data.prompt_order import PromptOrder, StepPrompts
+from quartet.data.prompt_settings import NO_REVISIONS
 from quartet.models.weights.tokenizer import load_tokenizer
 from quartet.services.orchestrator.service_clients import ServiceStatuses, check_lengths
-from quartet.types import Prompt, Role
 
 log = structlog.get_logger()
 

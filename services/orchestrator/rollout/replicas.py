@@ -16,6 +16,10 @@ from typing import Any, Generic, TypeVar
 
 import structlog
 
+from quartet.contract.arrays import FloatArray
+from quartet.contract.status import ProcessStatus, Role, ServiceStatus
+from quartet.contract.trajectory import Scores, TokenBatch
+from quartet.contract.weights import ReferenceVersion
 from quartet.errors import (
     Cancelled,
     MismatchError,
@@ -31,7 +35,6 @@ from quartet.rpc.pending_calls import PendingResult
 from quartet.rpc.refused_calls import RepeatedCall
 from quartet.rpc.service_channel import endpoints_at
 from quartet.services.orchestrator.rollout.generator_members import CHECK_SECONDS, RESOLVE_SECONDS, SETTLE_SECONDS
-from quartet.types import FloatArray, ProcessStatus, ReferenceVersion, Role, Scores, ServiceStatus, TokenBatch
 
 log = structlog.get_logger()
 

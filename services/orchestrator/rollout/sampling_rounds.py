@@ -10,11 +10,11 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from math import ceil, fsum
 
-from quartet.config import RolloutConfig
-from quartet.data import PromptDraw, PromptSequence
+from quartet.config.rollout import RolloutConfig
+from quartet.contract.trajectory import Prompt
+from quartet.data.prompt_order import PromptDraw, PromptSequence
 from quartet.errors import ConfigError, TooManyEqualGroups
 from quartet.services.orchestrator.rollout.scoring import ScoredTrajectory
-from quartet.types import Prompt
 
 
 class SamplingRounds:

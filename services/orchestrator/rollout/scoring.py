@@ -13,7 +13,13 @@ from typing import Any, Protocol
 import numpy as np
 import structlog
 
-from quartet.config import ENVIRONMENT_PART, RecoveryConfig
+from quartet.config.deployment import RecoveryConfig
+from quartet.config.rewards import ENVIRONMENT_PART
+from quartet.contract.arrays import FloatArray
+from quartet.contract.generation import SamplingParameters
+from quartet.contract.status import Role
+from quartet.contract.trajectory import Outcome, Scores, TokenBatch, Trajectory
+from quartet.contract.weights import ReferenceVersion
 from quartet.errors import ConfigError, MismatchError, ScorerFailed, ServiceFailed
 from quartet.rpc.clients import ActorClient, CriticClient
 from quartet.rpc.pending_calls import PendingResult
@@ -29,16 +35,6 @@ from quartet.services.orchestrator.rollout.scoring_queue import (
 )
 from quartet.services.orchestrator.rollout.verification import FirstTrajectories
 from quartet.services.orchestrator.telemetry.step_profiler import CallObserver, ignore_call
-from quartet.types import (
-    FloatArray,
-    Outcome,
-    ReferenceVersion,
-    Role,
-    SamplingParameters,
-    Scores,
-    TokenBatch,
-    Trajectory,
-)
 
 log = structlog.get_logger()
 

@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from quartet.config import RecoveryConfig
+from quartet.config.deployment import RecoveryConfig
+from quartet.contract.trajectory import Outcome, TokenBatch, Trajectory
 from quartet.errors import (
     ComputationFailed,
     InvalidRequest,
@@ -18,7 +19,6 @@ from quartet.errors import (
     ServiceFailed,
 )
 from quartet.rpc.pending_calls import PendingResult
-from quartet.types import Outcome, TokenBatch, Trajectory
 
 TRAJECTORY_FAULTS = (ComputationFailed, ServiceFailed, InvalidRequest)
 """Errors that a trajectory may cause, except ``NoResponse``. Any other error, such as OutOfMemory, is raised at once."""

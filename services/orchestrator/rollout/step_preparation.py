@@ -6,9 +6,12 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from quartet.buffer.rollout_stream import RolloutStream
-from quartet.config import Config
+from quartet.config.root import Config
+from quartet.contract.generation import GenerationBatch, GenerationRequest, requests_of
+from quartet.contract.status import Role
+from quartet.contract.trajectory import Prompt
+from quartet.data.evaluation import episode_settings, run_sampling
 from quartet.errors import FailedPrecondition
-from quartet.evaluation import episode_settings, run_sampling
 from quartet.services.orchestrator.algorithm.experience import PreparedStep, prepare_step
 from quartet.services.orchestrator.algorithm.state import AlgorithmState
 from quartet.services.orchestrator.control.progress import ProgressBoard
@@ -17,7 +20,6 @@ from quartet.services.orchestrator.rollout.generation import Generation, Pending
 from quartet.services.orchestrator.rollout.sampling_rounds import SamplingRounds
 from quartet.services.orchestrator.service_clients import ServiceClients
 from quartet.services.orchestrator.telemetry.step_profiler import StepProfiler
-from quartet.types import GenerationBatch, GenerationRequest, Prompt, Role, requests_of
 
 
 @dataclass(frozen=True, slots=True)

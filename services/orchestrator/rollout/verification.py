@@ -10,9 +10,10 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
+from quartet.contract.arrays import FloatArray
+from quartet.contract.trajectory import TokenBatch, Trajectory
 from quartet.rpc.clients import ActorClient
 from quartet.rpc.pending_calls import PendingResult
-from quartet.types import FloatArray, TokenBatch, Trajectory
 
 TOLERANCE = {"float32": 0.01, "bfloat16": 0.25, "float16": 0.1}
 """Maximum mean difference between the log-probs of engine and trainer, in nats per token, by parameter type."""

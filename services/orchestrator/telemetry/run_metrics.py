@@ -13,11 +13,13 @@ from prometheus_client.registry import Collector
 
 from quartet.buffer.connection import connect
 from quartet.buffer.rollout_stream import RolloutStream
-from quartet.config import Config, GuardConfig, GuardsConfig
+from quartet.config.guards import GuardConfig, GuardsConfig
+from quartet.config.root import Config
+from quartet.contract.control import Alert, RunState
+from quartet.contract.logged_values import PREFIX as LOGGED_PREFIX
+from quartet.contract.status import GeneratorInfo, GeneratorState
 from quartet.errors import QuartetError
-from quartet.logged_values import PREFIX as LOGGED_PREFIX
 from quartet.services.orchestrator.control.progress import ProgressBoard
-from quartet.types import Alert, GeneratorInfo, GeneratorState, RunState
 
 PREFIX = "quartet_"
 BUFFER_TIMEOUT_SECONDS = 1.0

@@ -9,16 +9,16 @@ from typing import Any
 
 import structlog
 
-from quartet.config import Config
-from quartet.durable_files import replace_directory
+from quartet.config.root import Config
+from quartet.contract.control import Alert
 from quartet.run_directory.run_files import RunFiles
 from quartet.services.orchestrator.algorithm.experience import PreparedStep
 from quartet.services.orchestrator.checkpointing.step_artifacts import token_arrays
 from quartet.services.orchestrator.control.progress import ProgressBoard
 from quartet.services.orchestrator.telemetry.timeline import Timeline
+from quartet.system.durable_files import replace_directory
 from quartet.telemetry.sinks.background import Sinks
 from quartet.telemetry.sinks.configured import check_sinks, open_sinks
-from quartet.types import Alert
 
 log = structlog.get_logger()
 

@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+from quartet.contract.status import Role
 from quartet.rpc.pending_calls import PendingResult
-from quartet.types import Role
 
 MAX_SPANS = 200
 """Largest number of spans kept per step. Beyond it, neighbouring spans of one kind are merged."""

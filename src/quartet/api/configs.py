@@ -8,8 +8,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from quartet.config import Config, config_of, copy_sections
-from quartet.config import load_config as load_file
+from quartet.config.loading import config_of, copy_sections
+from quartet.config.loading import load_config as load_file
+from quartet.config.root import Config
 from quartet.errors import ConfigError
 
 ConfigSource: TypeAlias = "str | os.PathLike[str] | Mapping[str, Any] | Config"

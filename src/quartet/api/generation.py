@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from quartet.api.run import Run
-from quartet.config import check_stop_strings
-from quartet.data import TemplateInputs, prompt_of
+from quartet.config.rollout import check_stop_strings
+from quartet.contract.arrays import FloatArray, IntArray
+from quartet.contract.generation import SamplingParameters
+from quartet.data.chat_template import TemplateInputs
+from quartet.data.prompt_lines import prompt_of
 from quartet.errors import ConfigError, InvalidRequest
-from quartet.missing_packages import explain_missing_package
 from quartet.run_directory.saved_policy import config_of_policy, policy_in
-from quartet.types import FloatArray, IntArray, SamplingParameters
+from quartet.system.missing_packages import explain_missing_package
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +82,7 @@ def generate(
     except ValueError as error:
         raise ConfigError(f"generate: stop_strings: {error}") from None
     try:
-        from quartet.completions import complete
+        from quartet.api.completions import complete
     except ModuleNotFoundError as error:
         raise explain_missing_package(error) from None
     lines = [prompt_of(prompt, f"generate: prompt {number}", number) for number, prompt in enumerate(prompts, 1)]

@@ -14,8 +14,13 @@ from urllib.parse import quote
 import numpy as np
 from numpy.typing import NDArray
 
-from quartet.config import Config, load_config
+from quartet.config.loading import load_config
+from quartet.config.root import Config
+from quartet.contract.control import Progress, RunState, Setting, SettingChange
+from quartet.contract.trajectory import VersionSpan
 from quartet.errors import ConfigError, QuartetError, ServiceFailed
+from quartet.launcher.background_run import BackgroundRun, ProgressLines, saved_state
+from quartet.launcher.gateway_client import Api, connect, find_run
 from quartet.rpc.clients import OrchestratorClient
 from quartet.rpc.security.allow_list import OPERATOR
 from quartet.rpc.security.credentials import Credentials
@@ -24,9 +29,6 @@ from quartet.run_directory.run_files import RunFiles
 from quartet.run_directory.selection import checkpoint_at, roll_back_to, run_files
 from quartet.run_directory.step_lines import read_step_lines
 from quartet.run_directory.token_files import TrajectoryTokens
-from quartet.runs.background_run import BackgroundRun, ProgressLines, saved_state
-from quartet.runs.gateway_client import Api, connect, find_run
-from quartet.types import Progress, RunState, Setting, SettingChange, VersionSpan
 
 IDLE = "idle"
 """State of a run that is not active and did not reach its last step."""

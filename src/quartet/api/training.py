@@ -6,9 +6,9 @@ import os
 
 from quartet.api.configs import ConfigSource, Overrides, load_config
 from quartet.api.run import Run
+from quartet.launcher.background_run import BackgroundRun
 from quartet.preflight import nothing_to_resume
 from quartet.run_directory.run_files import RunFiles
-from quartet.runs.background_run import BackgroundRun
 
 
 def train(

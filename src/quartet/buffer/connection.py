@@ -15,7 +15,7 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from quartet.buffer.tls_check import check_encryption
-from quartet.config import is_redacted, redact_url
+from quartet.config.url_redaction import is_redacted, redact_url
 from quartet.errors import BufferFailed, ConfigError, QuartetError, ServiceUnavailable
 
 log = structlog.get_logger()

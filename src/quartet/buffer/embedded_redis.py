@@ -20,8 +20,8 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from quartet.buffer.connection import EMBEDDED_SOCKET, connect
-from quartet.child_processes import tied_to_parent
 from quartet.errors import ConfigError, ServiceFailed, ServiceUnavailable
+from quartet.system.child_processes import tied_to_parent
 
 START_TIMEOUT = 20.0
 """Seconds until the server must respond."""

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable
 
 from quartet import codec
 from quartet.buffer.connection import Redis, translate_errors
+from quartet.contract.update import Experience
 from quartet.errors import BufferFailed, ConfigError, FailedPrecondition, InvalidRequest
-from quartet.types import Experience
 
 
 class ExperienceStore:

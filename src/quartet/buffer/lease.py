@@ -16,8 +16,8 @@ from typing import Any
 from redis.exceptions import WatchError
 
 from quartet.buffer.connection import Redis, translate_errors
-from quartet.child_processes import has_ended, this_process
 from quartet.errors import FailedPrecondition, LeadershipConflict, QuartetError
+from quartet.system.child_processes import has_ended, this_process
 
 DURATION = 15.0
 """Seconds until a lease expires without renewal. After a leader died on another machine, a new one waits this long."""

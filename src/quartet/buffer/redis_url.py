@@ -6,9 +6,9 @@ import os
 from pathlib import Path
 from urllib.parse import quote, urlencode, urlsplit, urlunsplit
 
-from quartet.config import Config
+from quartet.config.root import Config
 from quartet.errors import ConfigError
-from quartet.secret_files import AUTHORITY, CERTIFICATE, KEY, read_secret
+from quartet.system.secret_files import AUTHORITY, CERTIFICATE, KEY, read_secret
 
 BUFFER_URL_VARIABLE = "QUARTET_BUFFER_URL"
 """Environment variable that replaces ``buffer.url`` and, if its URL has a password, ``buffer.password_file``."""

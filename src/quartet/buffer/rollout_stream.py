@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 from quartet import codec
 from quartet.buffer.connection import Redis, dedicated_client, translate_errors
+from quartet.contract.trajectory import Trajectory
 from quartet.errors import BufferFailed, InvalidRequest
-from quartet.failpoints import failpoint
-from quartet.types import Trajectory
+from quartet.system.failpoints import failpoint
 
 GROUP = "orchestrator"
 CONSUMER = "leader"

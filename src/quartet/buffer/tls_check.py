@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import ssl
 
-from quartet.config import redact_url
+from quartet.config.url_redaction import redact_url
 from quartet.errors import ConfigError
 
 TIMEOUT = 2.0

@@ -13,8 +13,9 @@ import annotated_types
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from quartet.config import MAX_SETTING, Config
 from quartet.config.loading import section_of
+from quartet.config.root import Config
+from quartet.config.section import MAX_SETTING
 
 
 @dataclass(frozen=True, slots=True)

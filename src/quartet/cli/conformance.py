@@ -11,13 +11,15 @@ from pathlib import Path
 import typer
 
 from quartet.buffer.connection import connect as connect_buffer
-from quartet.config import SecurityConfig
-from quartet.conformance import ROLES, CheckOutcome, Limits, Target, as_json, checks_of, run_checks
+from quartet.config.deployment import SecurityConfig
+from quartet.conformance.check import CheckOutcome
 from quartet.conformance.connection import connect, host_and_port
-from quartet.conformance.report import header_of, line_of, summary_of
+from quartet.conformance.report import as_json, header_of, line_of, summary_of
+from quartet.conformance.runner import ROLES, checks_of, run_checks
+from quartet.conformance.target import Limits, Target
+from quartet.contract.status import Role
 from quartet.errors import ConfigError, ServiceUnavailable
 from quartet.rpc.security.credentials import Credentials
-from quartet.types import Role
 
 PLAYERS = str(Role.ACTOR)
 """Certificate of the calls of episodes: the processes that generate make them."""

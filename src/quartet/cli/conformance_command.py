@@ -72,7 +72,7 @@ def check_conformance(
     """
     from quartet.cli.conformance import Access, token_ids
     from quartet.cli.conformance import conformance as check
-    from quartet.conformance import Limits
+    from quartet.conformance.target import Limits
 
     limits = Limits(
         seconds,

@@ -16,7 +16,8 @@ from rich.table import Table
 
 from quartet.cli.console import make_console, plain
 from quartet.cli.start_run import run
-from quartet.config import Config, load_config
+from quartet.config.loading import load_config
+from quartet.config.root import Config
 from quartet.run_directory.run_files import RunFiles
 from quartet.run_directory.step_lines import read_step_lines
 
@@ -81,10 +82,11 @@ class Scored:
 
 
 def _scored_completions(config: Config, policy: str) -> list[Scored]:
-    from quartet.completions import complete
-    from quartet.data import read_prompt_lines
+    from quartet.api.completions import complete
+    from quartet.contract.generation import SamplingParameters
+    from quartet.contract.trajectory import TokenBatch
+    from quartet.data.prompt_lines import read_prompt_lines
     from quartet.rewards.factory import build_reward
-    from quartet.types import SamplingParameters, TokenBatch
 
     prompts = config.data.prompts
     assert prompts is not None, "the demo's config names a file of prompts"

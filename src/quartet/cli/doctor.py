@@ -23,37 +23,38 @@ from quartet import __version__
 from quartet.buffer.connection import connect
 from quartet.buffer.embedded_redis import find_server
 from quartet.buffer.redis_url import buffer_url
-from quartet.child_processes import package_path
 from quartet.cli.console import make_console
-from quartet.config import Config, load_config, redact_url
-from quartet.engines.catalog import CATALOG, COLUMNS, described
-from quartet.errors import ConfigError, QuartetError
-from quartet.failpoints import arm
-from quartet.hub_models import cached_snapshot, looks_local
-from quartet.launcher.security_checks import check_access
-from quartet.memory_shares import gpu_share, role_memory
-from quartet.planner.device_memory import add_parts, frozen_memory, trained_memory
-from quartet.planner.gpus import CPU, GPUS
-from quartet.planner.roofline import Parallel
-from quartet.planner.workload import configured_parallel, read_workload
-from quartet.preflight import check_gateway, check_inputs
-from quartet.preflight.generator_check import generator_mismatch
-from quartet.preflight.generators import ENGINE_PACKAGES
-from quartet.preflight.repeatability import repeatability_notes, torch_remedy
-from quartet.rpc.security.allow_list import OPERATOR
-from quartet.rpc.security.credentials import Credentials
-from quartet.rpc.service_channel import ServiceChannel, accepts_connections, endpoints_at
-from quartet.topology import (
-    available_cores,
+from quartet.config.layout import (
     devices_of_generator,
-    free_memory_bytes,
     listen_address,
     model_roles,
     num_memory_sharers,
     num_threads,
     num_update_threads,
 )
-from quartet.types import TRAINED_ROLES, ProcessStatus, Role, ServiceStatus
+from quartet.config.loading import load_config
+from quartet.config.root import Config
+from quartet.config.url_redaction import redact_url
+from quartet.contract.status import TRAINED_ROLES, ProcessStatus, Role, ServiceStatus
+from quartet.engines.catalog import CATALOG, COLUMNS, described
+from quartet.errors import ConfigError, QuartetError
+from quartet.model_files.hub_models import cached_snapshot, looks_local
+from quartet.planner.device_memory import add_parts, frozen_memory, trained_memory
+from quartet.planner.gpus import CPU, GPUS
+from quartet.planner.memory_shares import gpu_share, role_memory
+from quartet.planner.roofline import Parallel
+from quartet.planner.workload import configured_parallel, read_workload
+from quartet.preflight import check_gateway, check_inputs
+from quartet.preflight.generator_check import generator_mismatch
+from quartet.preflight.generators import ENGINE_PACKAGES
+from quartet.preflight.repeatability import repeatability_notes, torch_remedy
+from quartet.preflight.security_checks import check_access
+from quartet.rpc.security.allow_list import OPERATOR
+from quartet.rpc.security.credentials import Credentials
+from quartet.rpc.service_channel import ServiceChannel, accepts_connections, endpoints_at
+from quartet.system.child_processes import package_path
+from quartet.system.failpoints import arm
+from quartet.system.machine import available_cores, free_memory_bytes
 
 console = make_console()
 

@@ -15,15 +15,16 @@ from typing import Any
 import typer
 import yaml
 
-from quartet.config import Config, parse_config
 from quartet.config.estimators import BUILT_IN_ESTIMATORS
+from quartet.config.loading import parse_config
+from quartet.config.root import Config
 from quartet.config.section import IMPORT_PATH
-from quartet.data import FORMATS
-from quartet.durable_files import write_durably
+from quartet.data.prompt_files import FORMATS
 from quartet.errors import ConfigError, QuartetError
-from quartet.launcher.security_checks import check_access
-from quartet.model_support import positions_in
+from quartet.model_files.model_support import positions_in
 from quartet.preflight import check_inputs, count_prompts
+from quartet.preflight.security_checks import check_access
+from quartet.system.durable_files import write_durably
 
 DEFAULT_STEPS = 200
 DEFAULT_ESTIMATOR = "gae"

@@ -15,10 +15,10 @@ from quartet import __version__
 from quartet.cli.conformance_command import check_conformance
 from quartet.cli.inference.arguments import generate
 from quartet.cli.sweep.arguments import sweep
-from quartet.cpu_environment import set_cpu_environment
-from quartet.durable_files import describe_os_error
 from quartet.errors import ConfigError, QuartetError
-from quartet.missing_packages import explain_missing_package
+from quartet.system.cpu_environment import set_cpu_environment
+from quartet.system.durable_files import describe_os_error
+from quartet.system.missing_packages import explain_missing_package
 
 app = typer.Typer(
     name="quartet",
@@ -144,7 +144,7 @@ TokenFile = Annotated[
 def watch(run: RunOrURL, name: RunName = None, token_file: TokenFile = None) -> None:
     """Show the progress of an active run."""
     from quartet.cli.remote.watch import watch as show
-    from quartet.runs.gateway_client import find_run
+    from quartet.launcher.gateway_client import find_run
 
     show(find_run(run, name, token_file))
 
@@ -153,7 +153,7 @@ def watch(run: RunOrURL, name: RunName = None, token_file: TokenFile = None) -> 
 def pause(run: RunOrURL, name: RunName = None, token_file: TokenFile = None) -> None:
     """Pause a run after the current step."""
     from quartet.cli.remote.control import pause as send
-    from quartet.runs.gateway_client import find_run
+    from quartet.launcher.gateway_client import find_run
 
     send(find_run(run, name, token_file))
 
@@ -162,7 +162,7 @@ def pause(run: RunOrURL, name: RunName = None, token_file: TokenFile = None) -> 
 def resume(run: RunOrURL, name: RunName = None, token_file: TokenFile = None) -> None:
     """Resume a paused run."""
     from quartet.cli.remote.control import resume as send
-    from quartet.runs.gateway_client import find_run
+    from quartet.launcher.gateway_client import find_run
 
     send(find_run(run, name, token_file))
 
@@ -171,7 +171,7 @@ def resume(run: RunOrURL, name: RunName = None, token_file: TokenFile = None) ->
 def stop(run: RunOrURL, name: RunName = None, token_file: TokenFile = None) -> None:
     """Stop a run after the current step, and save its policy."""
     from quartet.cli.remote.control import stop as send
-    from quartet.runs.gateway_client import find_run
+    from quartet.launcher.gateway_client import find_run
 
     send(find_run(run, name, token_file))
 
@@ -180,7 +180,7 @@ def stop(run: RunOrURL, name: RunName = None, token_file: TokenFile = None) -> N
 def checkpoint(run: RunOrURL, name: RunName = None, token_file: TokenFile = None) -> None:
     """Write a checkpoint of an active run after the current step."""
     from quartet.cli.remote.control import checkpoint as send
-    from quartet.runs.gateway_client import find_run
+    from quartet.launcher.gateway_client import find_run
 
     send(find_run(run, name, token_file))
 
@@ -200,7 +200,7 @@ def change(
 ) -> None:
     """Change settings of an active run."""
     from quartet.cli.remote.control import change_settings as send
-    from quartet.runs.gateway_client import find_run
+    from quartet.launcher.gateway_client import find_run
 
     send(find_run(run, name, token_file), settings or [])
 
@@ -453,9 +453,9 @@ def certificates(
 @config_app.command("check")
 def config_check(config: ConfigPath, overrides: Overrides = None, overlays: Overlays = None) -> None:
     """Check a config and the files that it names: prompts, models, certificates, tokens and passwords."""
-    from quartet.config import load_config
-    from quartet.launcher.security_checks import check_access
+    from quartet.config.loading import load_config
     from quartet.preflight import check_inputs
+    from quartet.preflight.security_checks import check_access
 
     loaded = load_config(config, overrides or [], overlays or [])
     for note in [*check_inputs(loaded, lambda line: typer.echo(line, err=True)), *check_access(loaded)]:
@@ -466,7 +466,7 @@ def config_check(config: ConfigPath, overrides: Overrides = None, overlays: Over
 @config_app.command("show")
 def config_show(config: ConfigPath, overrides: Overrides = None, overlays: Overlays = None) -> None:
     """Print the complete config, including defaults and overrides."""
-    from quartet.config import load_config
+    from quartet.config.loading import load_config
 
     typer.echo(load_config(config, overrides or [], overlays or []).to_yaml(), nl=False)
 
@@ -482,7 +482,7 @@ def config_reference() -> None:
 @config_app.command("schema")
 def config_schema() -> None:
     """Print the JSON Schema of config files, for completion and checks in editors."""
-    from quartet.config import json_schema
+    from quartet.config.schema import json_schema
 
     typer.echo(json.dumps(json_schema(), indent=2, ensure_ascii=False))
 

@@ -14,11 +14,11 @@ from datetime import timedelta
 from pathlib import Path
 
 from quartet.cli.console import make_console
+from quartet.contract.status import MODEL_ROLES
 from quartet.errors import ConfigError
 from quartet.rpc.security.allow_list import GATEWAY, PROCESSES, REDIS
 from quartet.rpc.security.certificate_authority import Authority
 from quartet.rpc.security.credentials import DOMAIN
-from quartet.types import MODEL_ROLES
 
 console = make_console()
 LOCAL_NAMES = ("localhost", "127.0.0.1")

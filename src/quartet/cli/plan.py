@@ -10,15 +10,15 @@ import yaml
 from rich.table import Table
 
 from quartet.cli.console import make_console
-from quartet.config import load_config
-from quartet.durable_files import write_durably
+from quartet.config.loading import load_config
+from quartet.contract.status import TRAINED_ROLES, Role
 from quartet.errors import ConfigError
 from quartet.planner.device_memory import PARTS
 from quartet.planner.gpus import parse_gpus
 from quartet.planner.helm_values import helm_values
 from quartet.planner.plan import Phase, Plan, make_plan
 from quartet.planner.proposal import proposed_config, proposed_settings, requirements
-from quartet.types import TRAINED_ROLES, Role
+from quartet.system.durable_files import write_durably
 
 GIB = 2**30
 WIDTH = 160

@@ -14,9 +14,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from quartet.runs.display import Display
-from quartet.runs.progress_text import Messages, Pace, step_line
-from quartet.types import Progress as RunProgress
+from quartet.contract.control import Progress as RunProgress
+from quartet.launcher.display import Display
+from quartet.launcher.progress_text import Messages, Pace, step_line
 
 CURVE_STEPS = 48
 """Number of steps in a sparkline."""

@@ -11,11 +11,13 @@ from shlex import quote
 from quartet.buffer.redis_url import environment_overrides
 from quartet.cli.console import make_console, plain
 from quartet.cli.progress_view import make_view
-from quartet.config import Config, load_config, redact_url
+from quartet.config.loading import load_config
+from quartet.config.root import Config
+from quartet.config.url_redaction import redact_url
 from quartet.launcher.launcher import Launcher
+from quartet.launcher.local_run import follow_run, started_run
 from quartet.preflight import nothing_to_resume
 from quartet.run_directory.run_files import RunFiles
-from quartet.runs.local_run import follow_run, started_run
 
 console = make_console()
 

@@ -1,4 +1,4 @@
-"""Conversion between protobuf messages and ``quartet.types``. Only this package imports messages; it validates all input."""
+"""Conversion between protobuf messages and ``quartet.contract``. Only this package imports messages; it validates all input."""
 
 from quartet.codec.checks import positive
 from quartet.codec.commands import command_from_bytes, command_to_bytes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from quartet.config import MAX_SETTING
+from quartet.config.section import MAX_SETTING
 from quartet.errors import InvalidRequest
 
 DIGEST_BYTES = 16

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 from quartet.codec.outcomes import details_from_proto, details_to_proto, outcome_from_proto, outcome_to_proto
 from quartet.codec.tensors import ints_from_proto, tensor_to_proto
+from quartet.contract.arrays import IntArray
+from quartet.contract.trajectory import EnvironmentReply
 from quartet.errors import ComputationFailed, InvalidRequest
-from quartet.types import EnvironmentReply, IntArray
 from quartet.v1 import environment_pb2
 
 MAX_SESSION_CHARACTERS = 512

@@ -12,8 +12,9 @@ from google.protobuf.message import DecodeError
 from numpy.typing import NDArray
 
 from quartet.codec.tensors import dtype_from_proto, dtype_to_proto, require_finite
+from quartet.contract.trajectory import TokenBatch
+from quartet.contract.update import Experience
 from quartet.errors import InvalidRequest
-from quartet.types import Experience, TokenBatch
 from quartet.v1 import experience_pb2
 
 EXPERIENCE_CHUNK_BYTES = 64 * 2**20

@@ -11,17 +11,13 @@ import numpy as np
 from quartet.codec.checks import checked_digest
 from quartet.codec.tensors import ints_from_proto, tensor_to_proto
 from quartet.codec.trajectories import MAX_RESPONSE_TOKENS, sampling_from_proto, sampling_to_proto
-from quartet.config import MAX_RESPONSES, MAX_TURNS
+from quartet.config.rollout import MAX_RESPONSES, MAX_TURNS
+from quartet.contract.arrays import IntArray
+from quartet.contract.generation import EpisodeSettings, GenerationBatch, GenerationRequest
+from quartet.contract.status import Role
+from quartet.contract.trajectory import TrajectoryId
+from quartet.contract.weights import WeightTransfer
 from quartet.errors import InvalidRequest, ServiceFailed
-from quartet.types import (
-    EpisodeSettings,
-    GenerationBatch,
-    GenerationRequest,
-    IntArray,
-    Role,
-    TrajectoryId,
-    WeightTransfer,
-)
 from quartet.v1 import generation_pb2
 
 _HOST_PORT = re.compile(r"([A-Za-z0-9._-]{1,253}|\[[0-9A-Fa-f:.]{2,45}\]):[0-9]{1,5}")

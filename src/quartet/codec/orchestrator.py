@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Literal
 
+from quartet.contract.control import Alert, Progress, RunState, Setting, SettingChange
+from quartet.contract.status import GeneratorInfo, GeneratorState
 from quartet.errors import InvalidRequest
-from quartet.types import Alert, GeneratorInfo, GeneratorState, Progress, RunState, Setting, SettingChange
 from quartet.v1 import orchestrator_pb2
 
 _STATES = {

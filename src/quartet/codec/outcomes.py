@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from quartet.contract.trajectory import Outcome
 from quartet.errors import InvalidRequest
-from quartet.types import Outcome
 from quartet.v1 import trajectory_pb2
 
 MAX_DETAIL_CHARACTERS = 1024

@@ -5,15 +5,15 @@ from __future__ import annotations
 from typing import get_args
 
 from quartet.codec.checks import positive, require_non_negative
-from quartet.config import MAX_SETTING
-from quartet.errors import InvalidRequest
-from quartet.types import (
+from quartet.config.section import MAX_SETTING
+from quartet.contract.update import (
     CorrectionLevel,
     CorrectionTreatment,
     RejectionRule,
     RejectionStatistic,
     RolloutCorrection,
 )
+from quartet.errors import InvalidRequest
 from quartet.v1 import update_pb2
 
 _LEVELS = {name: getattr(update_pb2, f"CORRECTION_LEVEL_{name.upper()}") for name in get_args(CorrectionLevel)}

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from quartet.contract.weights import RestoreRequest, SavedFile, SaveKind, SaveRequest
 from quartet.errors import InvalidRequest
-from quartet.types import RestoreRequest, SavedFile, SaveKind, SaveRequest
 from quartet.v1 import update_pb2
 
 _SAVE_KINDS = {

@@ -12,9 +12,11 @@ from quartet.codec.checks import positive
 from quartet.codec.outcomes import details_from_proto, details_to_proto, outcome_from_proto, outcome_to_proto
 from quartet.codec.tensors import floats_from_proto, scores_or_nan_from_proto, tensor_to_proto
 from quartet.codec.trajectories import batch_from_proto, write_batch
+from quartet.contract.arrays import FloatArray
+from quartet.contract.logged_values import problem_of
+from quartet.contract.trajectory import Scores, TokenBatch
+from quartet.contract.weights import ReferenceVersion
 from quartet.errors import ComputationFailed, InvalidRequest
-from quartet.logged_values import problem_of
-from quartet.types import FloatArray, ReferenceVersion, Scores, TokenBatch
 from quartet.v1 import actor_pb2, critic_pb2, reference_pb2, reward_pb2
 
 

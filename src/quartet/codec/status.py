@@ -6,8 +6,10 @@ from typing import Any, get_args, get_type_hints
 
 from quartet.codec.checks import checked_digest
 from quartet.codec.generation import weight_transfer_from_proto, weight_transfer_to_proto
+from quartet.contract.generation import EngineProperties
+from quartet.contract.status import ProcessStatus, Role, ServiceStatus
+from quartet.contract.weights import WeightPublication
 from quartet.errors import InvalidRequest
-from quartet.types import EngineProperties, ProcessStatus, Role, ServiceStatus, WeightPublication
 from quartet.v1 import status_pb2
 
 _ROLES = {

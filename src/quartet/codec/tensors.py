@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from quartet.contract.arrays import FloatArray, IntArray
 from quartet.errors import InvalidRequest
-from quartet.types import FloatArray, IntArray
 from quartet.v1 import tensor_pb2
 
 _FLOAT32 = np.dtype("<f4")

@@ -10,13 +10,13 @@ from google.protobuf.message import DecodeError
 from quartet.codec.checks import DIGEST_BYTES
 from quartet.codec.outcomes import details_from_proto, details_to_proto, outcome_from_proto, outcome_to_proto
 from quartet.codec.tensors import floats_from_proto, ints_from_proto, write_tensor
-from quartet.config import MAX_SETTING, check_stop_strings
-from quartet.errors import InvalidRequest
-from quartet.types import (
+from quartet.config.rollout import check_stop_strings
+from quartet.config.section import MAX_SETTING
+from quartet.contract.generation import SamplingParameters
+from quartet.contract.trajectory import (
     NO_LOG_PROBS,
     FinishReason,
     Outcome,
-    SamplingParameters,
     Segment,
     SegmentRole,
     TokenBatch,
@@ -24,6 +24,7 @@ from quartet.types import (
     TrajectoryId,
     VersionSpan,
 )
+from quartet.errors import InvalidRequest
 from quartet.v1 import trajectory_pb2
 
 MAX_RESPONSE_TOKENS = 1_048_576

@@ -7,9 +7,16 @@ from collections.abc import Mapping
 
 from quartet.codec.checks import positive, require_non_negative
 from quartet.codec.rollout_correction import rollout_correction_from_proto, rollout_correction_to_proto
-from quartet.config import MAX_PARAMETER_NAME, MAX_PARAMETERS
+from quartet.config.policy_losses import MAX_PARAMETERS
+from quartet.config.section import MAX_PARAMETER_NAME
+from quartet.contract.update import (
+    OptimizationSettings,
+    PolicyLossSettings,
+    UpdateRequest,
+    UpdateResult,
+    ValueLossSettings,
+)
 from quartet.errors import InvalidRequest, ServiceFailed
-from quartet.types import OptimizationSettings, PolicyLossSettings, UpdateRequest, UpdateResult, ValueLossSettings
 from quartet.v1 import update_pb2
 
 MAX_EPOCHS = 1000

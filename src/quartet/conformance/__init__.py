@@ -2,23 +2,3 @@
 
 The checks are a client that sees the messages themselves, also those that Quartet's own clients never send.
 """
-
-from quartet.conformance.check import Check, CheckOutcome, CheckResult, Skipped, Violation
-from quartet.conformance.report import as_json, as_text
-from quartet.conformance.runner import ROLES, checks_of, run_checks
-from quartet.conformance.target import Limits, Target
-
-__all__ = [
-    "ROLES",
-    "Check",
-    "CheckOutcome",
-    "CheckResult",
-    "Limits",
-    "Skipped",
-    "Target",
-    "Violation",
-    "as_json",
-    "as_text",
-    "checks_of",
-    "run_checks",
-]

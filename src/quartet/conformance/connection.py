@@ -12,7 +12,7 @@ import grpc
 from quartet.conformance.target import Target
 from quartet.errors import ConfigError
 from quartet.rpc.security.credentials import DOMAIN
-from quartet.secret_files import AUTHORITY, CERTIFICATE, KEY
+from quartet.system.secret_files import AUTHORITY, CERTIFICATE, KEY
 
 CONNECT_SECONDS = 10.0
 """Time to connect."""

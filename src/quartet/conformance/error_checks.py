@@ -5,7 +5,7 @@ from __future__ import annotations
 import grpc
 
 from quartet import errors
-from quartet.conformance.check import Skipped, expect
+from quartet.conformance.outcome import Skipped, expect
 from quartet.conformance.target import Refusal, Target
 from quartet.rpc.status_codes import CODES, DOMAIN, MAX_TEXT
 

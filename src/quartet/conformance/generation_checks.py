@@ -16,11 +16,13 @@ from numpy.typing import NDArray
 from quartet import codec
 from quartet.buffer.connection import Redis, connect
 from quartet.conformance.batches import tensor
-from quartet.conformance.check import Check, Skipped, Violation, expect
+from quartet.conformance.check import Check
 from quartet.conformance.model_checks import ACTOR_LOG_PROBS
+from quartet.conformance.outcome import Skipped, Violation, expect
 from quartet.conformance.target import Refusal, Target
+from quartet.contract.status import Role
+from quartet.contract.trajectory import FinishReason, Trajectory
 from quartet.errors import InvalidRequest
-from quartet.types import FinishReason, Role, Trajectory
 from quartet.v1 import generation_pb2, trajectory_pb2
 
 GENERATION = "proto/quartet/v1/generation.proto"

@@ -13,9 +13,9 @@ from google.rpc.error_details_pb2 import ErrorInfo
 from grpc_health.v1 import health_pb2_grpc
 from grpc_status import rpc_status
 
-from quartet.conformance.check import Skipped, Violation, expect, name_of
+from quartet.conformance.outcome import Skipped, Violation, expect, name_of
+from quartet.contract.status import Role
 from quartet.rpc.security.credentials import LOCAL, Credentials
-from quartet.types import Role
 from quartet.v1 import (
     actor_pb2_grpc,
     critic_pb2_grpc,

@@ -16,10 +16,13 @@ from numpy.typing import NDArray
 from quartet.buffer.connection import connect
 from quartet.buffer.experience_store import ExperienceStore
 from quartet.conformance.batch_checks import BatchMethod
-from quartet.conformance.check import Check, Skipped, expect
+from quartet.conformance.check import Check
 from quartet.conformance.model_checks import ACTOR_LOG_PROBS, VALUES
+from quartet.conformance.outcome import Skipped, expect
 from quartet.conformance.target import Refusal, Target, TokenPair
-from quartet.types import Experience, Role, TokenBatch
+from quartet.contract.status import Role
+from quartet.contract.trajectory import TokenBatch
+from quartet.contract.update import Experience
 from quartet.v1 import update_pb2
 
 UPDATE = "proto/quartet/v1/update.proto"

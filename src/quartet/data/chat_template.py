@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
 
-from quartet.config import TEMPLATE_KEYS, Config, check_template_input
+from quartet.config.root import Config
+from quartet.config.template_inputs import TEMPLATE_KEYS, check_template_input
 from quartet.data.prompt_files import parse_json
 
 Message = dict[str, Any]

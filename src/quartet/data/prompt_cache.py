@@ -27,8 +27,8 @@ from quartet.data.prompt_files import FORMATS, check_regular_file
 from quartet.data.prompt_lines import iterate_prompts
 from quartet.data.prompt_settings import PromptSettings, RowMapping
 from quartet.errors import DataError
-from quartet.hub_models import cached_snapshot
-from quartet.tokenizer_check import tokenizer_location
+from quartet.model_files.hub_models import cached_snapshot
+from quartet.model_files.tokenizer_check import tokenizer_location
 
 MAX_CACHE_BYTES = 4 * 1024**3
 """Maximum size of the cache. The files that were not used for the longest time are deleted first."""

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from quartet.config import Config
+from quartet.config.root import Config
+from quartet.contract.trajectory import PromptSetContent
 from quartet.data.prompt_cache import FileDigest
 from quartet.data.prompt_datasets import Report, rows_file
 from quartet.data.prompt_settings import NO_REVISIONS, PromptSettings
-from quartet.types import PromptSetContent
 
 
 def set_contents(

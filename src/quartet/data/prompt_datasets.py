@@ -25,7 +25,7 @@ from quartet.data.prompt_files import MAX_LINE_BYTES
 from quartet.data.prompt_lines import as_json
 from quartet.data.prompt_settings import DatasetSource, PromptSettings
 from quartet.errors import ConfigError, DataError
-from quartet.hub_models import TIMEOUT_SECONDS, looks_local
+from quartet.model_files.hub_models import TIMEOUT_SECONDS, looks_local
 
 FORMATS = ("arrow", "csv", "json", "parquet", "text")
 """Formats of data sets that are read. Others may hold pickled objects or media."""

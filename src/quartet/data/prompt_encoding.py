@@ -10,12 +10,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from quartet.config import TEMPLATE_KEYS
+from quartet.config.template_inputs import TEMPLATE_KEYS
+from quartet.contract.arrays import IntArray
+from quartet.contract.trajectory import Prompt
 from quartet.data.chat_template import ChatTemplate, Ending, Message, TemplateInputs
 from quartet.data.prompt_lines import PromptLine
 from quartet.data.prompt_settings import PromptSettings
 from quartet.errors import DataError
-from quartet.types import IntArray, Prompt
 
 ENCODE_LINES = 1024
 """Lines per tokenizer call. The limit saves memory, because a tokenizer's output is much larger than the kept ids."""

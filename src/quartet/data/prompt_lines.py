@@ -11,7 +11,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from quartet.config import PROMPT_KEYS, SET_FIELD, placeholders
+from quartet.config.prompt_sets import PROMPT_KEYS, SET_FIELD, placeholders
 from quartet.data.chat_template import NO_INPUTS, Message, TemplateInputs, content_problem
 from quartet.data.prompt_files import JSON_COLUMNS, iterate_rows, location
 from quartet.data.prompt_settings import PromptSettings, RowMapping

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from fractions import Fraction
 from math import ceil, floor
 
+from quartet.contract.random_streams import prompt_order
+from quartet.contract.trajectory import Prompt
 from quartet.errors import ConfigError
-from quartet.random_streams import prompt_order
-from quartet.types import Prompt
 
 
 @dataclass(frozen=True, slots=True)

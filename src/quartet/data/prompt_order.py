@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Protocol
 
+from quartet.contract.random_streams import prompt_order
+from quartet.contract.trajectory import Prompt
 from quartet.errors import ConfigError
-from quartet.random_streams import prompt_order
-from quartet.types import Prompt
 
 
 class StepPrompts(Protocol):

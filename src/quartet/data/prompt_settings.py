@@ -12,14 +12,15 @@ from quartet.data.chat_template import NO_INPUTS, TemplateInputs
 from quartet.data.prompt_files import location
 
 if TYPE_CHECKING:
-    from quartet.config import Config, PromptSetConfig
+    from quartet.config.prompt_sets import PromptSetConfig
+    from quartet.config.root import Config
 
 NO_REVISIONS: Mapping[str, str] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
 class RowMapping:
-    """Rules by which the columns of a row become a prompt and its fields. See ``quartet.config.PromptSetConfig``.
+    """Rules by which the columns of a row become a prompt and its fields. See ``quartet.config.prompt_sets.PromptSetConfig``.
 
     ``columns`` are pairs of name and column, ``messages`` pairs of role and template. ``take``: maximum number of rows to read.
     ``set_name``: name of the set, empty for prompts that belong to none.
@@ -44,7 +45,7 @@ class RowMapping:
 
 @dataclass(frozen=True, slots=True)
 class DatasetSource:
-    """A split of a data set of Hugging Face. See ``quartet.config.PromptSetConfig``."""
+    """A split of a data set of Hugging Face. See ``quartet.config.prompt_sets.PromptSetConfig``."""
 
     name: str
     config: str | None = None
@@ -58,7 +59,7 @@ class DatasetSource:
 
 @dataclass(frozen=True, slots=True)
 class PromptSettings:
-    """Settings of one set of prompts. See ``quartet.config.DataConfig``.
+    """Settings of one set of prompts. See ``quartet.config.run.DataConfig``.
 
     ``path`` is the file, or the name of the data set if ``dataset`` is set. ``model`` has the tokenizer. ``limit``: maximum
     number of prompts; later lines are not read. ``opens_response``: messages end with the opening of a response; False leaves it

@@ -6,11 +6,10 @@ import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from quartet.atomic_directory import staged_directory
-from quartet.demo import corpus
+from quartet.demo import corpus, pretraining
+from quartet.demo.pretraining import ProgressCallback, Schedule, Shape
 from quartet.errors import ConfigError
-from quartet.models import pretraining
-from quartet.models.pretraining import ProgressCallback, Schedule, Shape
+from quartet.system.durable_files import staged_directory
 
 _FORMAT = 1
 """Version of the recipe. Increase it if the same seed gives another toy task, so that old toy tasks are recreated."""

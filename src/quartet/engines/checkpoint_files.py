@@ -17,7 +17,7 @@ import numpy as np
 
 from quartet.engines.engine import ServedModel
 from quartet.errors import ConfigError, ServiceFailed
-from quartet.hub_models import model_directory
+from quartet.model_files.hub_models import model_directory
 from quartet.weight_transfer.tensors import ITEM_BYTES, AdapterSettings, HostTensor, TensorType, WeightSet
 
 ADAPTER_PREFIX = "base_model.model."

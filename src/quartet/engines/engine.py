@@ -6,8 +6,10 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
-from quartet.types import EngineProperties as EngineProperties
-from quartet.types import FloatArray, GenerationRequest, IntArray, SamplingParameters, TrajectoryId, VersionSpan
+from quartet.contract.arrays import FloatArray, IntArray
+from quartet.contract.generation import EngineProperties as EngineProperties
+from quartet.contract.generation import GenerationRequest, SamplingParameters
+from quartet.contract.trajectory import TrajectoryId, VersionSpan
 from quartet.weight_transfer.tensors import WeightSet
 
 Cancelled = Callable[[], bool]

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import httpx2
 
-from quartet.config import EngineServerConfig
+from quartet.config.rollout import EngineServerConfig
 from quartet.engines.engine import Cancelled as IsCancelled
 from quartet.errors import (
     AccessRefused,
@@ -26,7 +26,7 @@ from quartet.errors import (
     ServiceFailed,
     ServiceUnavailable,
 )
-from quartet.secret_files import read_token
+from quartet.system.secret_files import read_token
 
 POLL_SECONDS = 0.1
 """Time between checks whether the caller still waits."""

@@ -8,8 +8,8 @@ import structlog
 
 from quartet.engines.engine import ServedModel
 from quartet.errors import ModelError
-from quartet.hub_models import model_directory
-from quartet.stop_tokens import read_json_object, read_stop_ids
+from quartet.model_files.hub_models import model_directory
+from quartet.model_files.stop_tokens import read_json_object, read_stop_ids
 
 log = structlog.get_logger()
 

@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from quartet.contract.generation import GenerationRequest, SamplingParameters
 from quartet.engines.checkpoint_files import adapter_tensors, write_adapter, write_checkpoint
 from quartet.engines.engine import Cancelled, EngineProperties, EngineResponse, ServedModel, TurnSource
 from quartet.engines.http_client import EngineServer, ServerClient
@@ -17,7 +18,6 @@ from quartet.engines.validation import check_requests
 from quartet.engines.weight_folders import WeightFolders
 from quartet.errors import Cancelled as GenerationCancelled
 from quartet.errors import ConfigError, QuartetError, ServiceFailed
-from quartet.types import GenerationRequest, SamplingParameters
 from quartet.weight_transfer.digests import tensor_digest
 from quartet.weight_transfer.tensors import WeightSet
 

@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from quartet.config import SGLangServerConfig
+from quartet.config.rollout import SGLangServerConfig
+from quartet.contract.generation import GenerationRequest, SamplingParameters
+from quartet.contract.random_streams import engine_seed
 from quartet.engines.engine import EngineProperties, ServedModel
 from quartet.engines.http_client import EngineServer, engine_server
 from quartet.engines.server_engine import ABORT_SECONDS, Partial, ServerEngine
 from quartet.errors import ConfigError, MismatchError, QuartetError, ServiceFailed
-from quartet.random_streams import engine_seed
-from quartet.types import GenerationRequest, SamplingParameters
 from quartet.weight_transfer.tensors import WeightSet
 
 LOADING = "quartet-loading"

@@ -14,9 +14,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from quartet.contract.arrays import BoolArray, IntArray
+from quartet.contract.generation import SamplingParameters
+from quartet.contract.trajectory import VersionSpan
 from quartet.engines.engine import EngineResponse, TokenDecoder
 from quartet.errors import InvalidRequest
-from quartet.types import BoolArray, IntArray, SamplingParameters, VersionSpan
 
 CONTEXT_TOKENS = 4
 """Tokens that are decoded before the longest possible stop string, because decoders change the start of a text."""

@@ -26,7 +26,9 @@ from typing import Any, Literal
 
 import structlog
 
-from quartet.config import RolloutConfig, TensorRTLLMConfig
+from quartet.config.rollout import RolloutConfig, TensorRTLLMConfig
+from quartet.contract.generation import GenerationRequest, SamplingParameters
+from quartet.contract.random_streams import engine_seed
 from quartet.engines.checkpoint_files import (
     adapter_tensors,
     base_tensors,
@@ -39,8 +41,6 @@ from quartet.engines.engine import EngineProperties, EngineResponse, ServedModel
 from quartet.engines.validation import check_requests
 from quartet.engines.weight_folders import OwnedFolder
 from quartet.errors import Cancelled, ConfigError, InvalidRequest, QuartetError, ServiceFailed
-from quartet.random_streams import engine_seed
-from quartet.types import GenerationRequest, SamplingParameters
 from quartet.weight_transfer.digests import tensor_digest
 from quartet.weight_transfer.tensors import WeightSet
 

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from quartet.contract.generation import GenerationRequest, SamplingParameters
+from quartet.contract.trajectory import FinishReason, Trajectory
 from quartet.engines.engine import EngineResponse, ServedModel
 from quartet.engines.stop_strings import StopStrings, cut
 from quartet.errors import ComputationFailed, InvalidRequest
-from quartet.types import FinishReason, GenerationRequest, SamplingParameters, Trajectory
 
 MIN_LOG_PROB = -1e4
 """A log-prob below this is invalid: no sampled token has so low a probability."""

@@ -19,6 +19,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from quartet.contract.generation import GenerationRequest, SamplingParameters
+from quartet.contract.random_streams import engine_seed
+from quartet.contract.trajectory import VersionSpan
 from quartet.engines.checkpoint_files import base_tensors
 from quartet.engines.engine import Cancelled as IsCancelled
 from quartet.engines.engine import EngineProperties, EngineResponse, ServedModel
@@ -28,8 +31,6 @@ from quartet.engines.vllm_process import VLLMProcess, error_text
 from quartet.engines.vllm_weights import VLLMWeights
 from quartet.engines.weight_folders import OwnedFolder
 from quartet.errors import Cancelled, ConfigError, EngineFailed, ServiceFailed
-from quartet.random_streams import engine_seed
-from quartet.types import GenerationRequest, SamplingParameters, VersionSpan
 from quartet.weight_transfer.digests import combined_digest
 from quartet.weight_transfer.tensors import AdapterSettings, WeightSet
 

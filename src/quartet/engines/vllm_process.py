@@ -9,9 +9,9 @@ import time
 from collections.abc import Coroutine, Mapping
 from typing import Any
 
-from quartet.child_processes import tied_spawns
 from quartet.engines.vllm_library import NAME, Library, check_head_size
 from quartet.errors import ConfigError, EngineFailed, ServiceFailed
+from quartet.system.child_processes import tied_spawns
 
 EXIT_SECONDS = 20.0
 """Time that vLLM's processes get to end."""

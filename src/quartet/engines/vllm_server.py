@@ -11,7 +11,9 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from quartet.config import VLLMServerConfig
+from quartet.config.rollout import VLLMServerConfig
+from quartet.contract.generation import GenerationRequest, SamplingParameters
+from quartet.contract.random_streams import engine_seed
 from quartet.engines.checkpoint_files import base_tensors
 from quartet.engines.engine import EngineProperties, ServedModel
 from quartet.engines.http_client import EngineServer, engine_server
@@ -25,8 +27,6 @@ from quartet.errors import (
     ServiceBusy,
     ServiceFailed,
 )
-from quartet.random_streams import engine_seed
-from quartet.types import GenerationRequest, SamplingParameters
 from quartet.weight_transfer.tensors import WeightSet
 
 LOADING = "quartet-loading"

@@ -20,16 +20,18 @@ from typing import Any
 import numpy as np
 import structlog
 
-from quartet.config import EnvironmentConfig
-from quartet.data import NO_INPUTS, TemplateInputs
+from quartet.config.environment import EnvironmentConfig
+from quartet.contract.arrays import IntArray
+from quartet.contract.status import Role, ServiceStatus
+from quartet.contract.trajectory import EnvironmentReply, Outcome
+from quartet.data.chat_template import NO_INPUTS, TemplateInputs
 from quartet.environments.hosting import Answer
 from quartet.environments.observations import ObservationEncoder, ObservationEncoders, TurnDecoder, UnusableObservation
 from quartet.errors import ConfigError, FunctionFailed, InvalidRequest, ServiceBusy, SessionLost
-from quartet.failpoints import failpoint
 from quartet.models.weights.tokenizer import load_tokenizer, tokenizer_fingerprint
 from quartet.rewards.function_worker import START_TIMEOUT, FunctionWorker
 from quartet.rewards.reward_source import parse_fields
-from quartet.types import EnvironmentReply, IntArray, Outcome, Role, ServiceStatus
+from quartet.system.failpoints import failpoint
 
 log = structlog.get_logger()
 

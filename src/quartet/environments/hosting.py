@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from quartet.environments.environment import Environment, EnvironmentFailed
-from quartet.user_code import NotImportable, import_callable, location_of, text_of, wrong_arguments
+from quartet.system.user_code import NotImportable, import_callable, location_of, text_of, wrong_arguments
 
 _OUTCOMES = ("timeout", "scorer_error", "sandbox_error", "environment_error", "cancelled", "refused")
 _LARGEST = 3.4028234663852886e38

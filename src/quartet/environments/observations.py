@@ -9,10 +9,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from quartet.data import NO_INPUTS, ChatTemplate, TemplateInputs, content_problem
+from quartet.contract.arrays import IntArray
+from quartet.data.chat_template import NO_INPUTS, ChatTemplate, TemplateInputs, content_problem
 from quartet.environments.environment import Message
 from quartet.errors import InvalidRequest, ModelError
-from quartet.types import IntArray
 
 MAX_OBSERVATION_CHARACTERS = 1_000_000
 """Maximum length of the text of one observation."""

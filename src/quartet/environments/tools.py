@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NoReturn, TypeVar
 
 from quartet.environments.environment import Environment, EnvironmentFailed, Message, Observation
-from quartet.user_code import import_callable
+from quartet.system.user_code import import_callable
 
 Format = Literal["hermes", "llama3-json", "mistral"]
 """Format of calls in the policy's text. hermes: <tool_call>{"name", "arguments"}</tool_call>, also of Qwen. llama3-json:

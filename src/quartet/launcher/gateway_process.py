@@ -13,7 +13,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 from quartet.buffer.redis_url import BUFFER_URL_VARIABLE
-from quartet.config import Config
+from quartet.config.root import Config
 from quartet.errors import ServiceFailed
 from quartet.launcher.service_process import ServiceProcess
 from quartet.launcher.supervisor import exit_error

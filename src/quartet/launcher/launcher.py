@@ -17,21 +17,22 @@ from types import TracebackType
 from quartet.buffer.connection import connect
 from quartet.buffer.embedded_redis import EmbeddedRedis
 from quartet.buffer.redis_url import BUFFER_URL_VARIABLE, buffer_url
-from quartet.child_processes import package_path
-from quartet.config import Config, ServiceConfig
+from quartet.config.deployment import ServiceConfig
+from quartet.config.layout import devices_of_generator, model_roles, num_threads
+from quartet.config.root import Config
+from quartet.contract.status import Role
 from quartet.errors import BufferFailed, ConfigError, QuartetError, ServiceFailed, ServiceUnavailable
-from quartet.fork_server import ForkServer
 from quartet.launcher.gateway_process import TOKENS, GatewayProcess
-from quartet.launcher.security_checks import local_processes
 from quartet.launcher.service_process import ServiceProcess, describe_exit
 from quartet.launcher.supervisor import ProcessSupervisor, RestartCounter, SupervisedProcess, exit_error, first_line
+from quartet.preflight.security_checks import local_processes
 from quartet.rpc.security.allow_list import OPERATOR
 from quartet.rpc.security.certificates import check_certificates
 from quartet.rpc.security.credentials import Credentials
 from quartet.run_directory.run_files import RunFiles
+from quartet.system.child_processes import package_path
+from quartet.system.fork_server import ForkServer
 from quartet.telemetry.logs import file_log
-from quartet.topology import devices_of_generator, model_roles, num_threads
-from quartet.types import Role
 
 FAILURE_DRAIN_SECONDS = 1.0
 """Seconds that the other processes have to end after one has failed, before they are killed."""

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from quartet.child_processes import module_command, tied_to_parent
-from quartet.fork_server import ForkedProcess, ForkServer
 from quartet.rpc.security.credentials import LOCAL, Credentials
 from quartet.rpc.service_channel import ServiceChannel
+from quartet.system.child_processes import module_command, tied_to_parent
+from quartet.system.fork_server import ForkedProcess, ForkServer
 
 LOG_TAIL_LINES = 20
 """Number of log lines of a dead process in an error message."""

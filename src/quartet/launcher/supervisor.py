@@ -7,12 +7,12 @@ import time
 from pathlib import Path
 from typing import Any, Protocol
 
-from quartet.child_processes import process_state
-from quartet.config import RecoveryConfig
+from quartet.config.deployment import RecoveryConfig
 from quartet.errors import ConfigError, ServiceFailed
-from quartet.fork_server import ForkedProcess
 from quartet.launcher.liveness_probe import LivenessProbe
 from quartet.launcher.service_process import ServiceProcess, describe_exit, log_tail
+from quartet.system.child_processes import process_state
+from quartet.system.fork_server import ForkedProcess
 
 
 class SupervisedProcess(Protocol):

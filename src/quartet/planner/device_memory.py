@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from quartet.planner.gpus import Device
-from quartet.planner.memory import (
+from quartet.model_files.memory import (
     CACHE_COLUMNS,
     LOGIT_COPIES,
     activation_bytes,
@@ -17,7 +16,8 @@ from quartet.planner.memory import (
     logit_rows,
     training_state,
 )
-from quartet.planner.model_shape import FLOAT32_BYTES, DecoderSizes, ModelShape
+from quartet.model_files.shape import FLOAT32_BYTES, DecoderSizes, ModelShape
+from quartet.planner.gpus import Device
 from quartet.planner.roofline import Parallel
 from quartet.planner.workload import RoleWork, Workload
 

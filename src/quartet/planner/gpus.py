@@ -12,7 +12,7 @@ import time
 from dataclasses import dataclass, replace
 
 from quartet.errors import ConfigError
-from quartet.topology import free_memory_bytes
+from quartet.system.machine import free_memory_bytes
 
 MIB, TERA, GIGA = 2**20, 10**12, 10**9
 MAX_DEVICES, MAX_NODES = 1024, 128

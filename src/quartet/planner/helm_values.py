@@ -8,13 +8,13 @@ from typing import Any
 
 import yaml
 
-from quartet.config import Config
+from quartet.config.root import Config
+from quartet.contract.status import Role
 from quartet.errors import ConfigError
 from quartet.planner.host_memory import generator_host_memory, host_memory
 from quartet.planner.placement import Placement
 from quartet.planner.plan import Plan
 from quartet.planner.proposal import proposed_settings
-from quartet.types import Role
 
 Tree = dict[str, Any]
 GIB = 2**30

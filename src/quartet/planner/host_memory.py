@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from quartet.planner.memory import training_state
-from quartet.planner.model_shape import FLOAT32_BYTES
+from quartet.model_files.memory import training_state
+from quartet.model_files.shape import FLOAT32_BYTES
 from quartet.planner.roofline import Parallel
 from quartet.planner.workload import RoleWork
 

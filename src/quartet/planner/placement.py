@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
-from quartet.config import MAX_MICRO_BATCH_TOKENS, MAX_MICRO_BATCH_TOKENS_GPU
+from quartet.config.models import MAX_MICRO_BATCH_TOKENS, MAX_MICRO_BATCH_TOKENS_GPU
+from quartet.contract.status import TRAINED_ROLES, Role
+from quartet.model_files.shape import ModelShape
 from quartet.planner.device_memory import (
     KEPT_PARTS,
     Parts,
@@ -16,10 +18,8 @@ from quartet.planner.device_memory import (
     trained_memory,
 )
 from quartet.planner.gpus import Cluster
-from quartet.planner.model_shape import ModelShape
 from quartet.planner.roofline import Parallel
 from quartet.planner.workload import RoleWork, Workload
-from quartet.types import TRAINED_ROLES, Role
 
 USABLE_FRACTION = 0.9
 """Fraction of a device's memory that a plan uses. The rest is for fragmentation and for what the formulas leave out."""

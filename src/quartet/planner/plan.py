@@ -6,10 +6,11 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from quartet.config import Config
+from quartet.config.root import Config
+from quartet.contract.status import TRAINED_ROLES, Role
 from quartet.errors import ConfigError
+from quartet.model_files.shape import FLOAT32_BYTES
 from quartet.planner.gpus import Cluster
-from quartet.planner.model_shape import FLOAT32_BYTES
 from quartet.planner.placement import (
     USABLE_FRACTION,
     Group,
@@ -22,7 +23,6 @@ from quartet.planner.placement import (
 )
 from quartet.planner.roofline import Seconds, UpdateWork, decode_seconds, scoring_seconds, update_seconds
 from quartet.planner.workload import Workload, read_workload
-from quartet.types import TRAINED_ROLES, Role
 
 TRANSFER_BYTES_PER_SECOND = 1e9
 """Rate at which generators take new weights over gRPC. `make weights` measures 0.3 to 1.3 GB/s on two cores."""

@@ -6,11 +6,13 @@ from typing import Any
 
 import yaml
 
-from quartet.config import Config, parse_config, redact_url
-from quartet.planner.model_shape import FLOAT32_BYTES
+from quartet.config.loading import parse_config
+from quartet.config.root import Config
+from quartet.config.url_redaction import redact_url
+from quartet.contract.status import TRAINED_ROLES, Role
+from quartet.model_files.shape import FLOAT32_BYTES
 from quartet.planner.placement import Placement
 from quartet.planner.plan import Plan
-from quartet.types import TRAINED_ROLES, Role
 
 Tree = dict[str, Any]
 PLACEMENT_KEYS = ("devices", "processes", "nodes", "parallel", "offload")

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from quartet.model_files.memory import DTYPE_BYTES, logit_rows
+from quartet.model_files.shape import FLOAT32_BYTES, ModelShape
 from quartet.planner.gpus import Cluster, Device
-from quartet.planner.memory import DTYPE_BYTES, logit_rows
-from quartet.planner.model_shape import FLOAT32_BYTES, ModelShape
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from quartet.adapter_files import adapter_chain
-from quartet.config import Config
+from quartet.config.root import Config
+from quartet.contract.status import Role
 from quartet.errors import ConfigError, ModelError
-from quartet.hub_models import cached_snapshot, looks_local
-from quartet.planner.memory import DTYPE_BYTES
-from quartet.planner.model_shape import ModelShape, model_shape
+from quartet.model_files.adapter_files import adapter_chain
+from quartet.model_files.hub_models import cached_snapshot, looks_local
+from quartet.model_files.memory import DTYPE_BYTES
+from quartet.model_files.shape import ModelShape, model_shape
 from quartet.planner.roofline import Parallel
-from quartet.types import Role
 
 EXTERNAL_ENGINES = ("triton", "vllm-server", "sglang-server")
 """Engines on servers with their own GPUs, which the plan does not include."""

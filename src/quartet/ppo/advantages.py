@@ -17,7 +17,7 @@ from torch import Tensor
 from quartet.errors import ComputationFailed, ConfigError
 from quartet.ppo import critic_free_advantages as estimators
 from quartet.ppo.gae import Advantages, generalized_advantages, length_adaptive_lambda
-from quartet.user_code import describe
+from quartet.system.user_code import describe
 
 
 @dataclass(frozen=True, slots=True)

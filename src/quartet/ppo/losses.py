@@ -17,12 +17,12 @@ from typing import Literal, assert_never
 import torch
 from torch import Tensor
 
+from quartet.contract.update import LossAggregation, RatioLevel
 from quartet.errors import ComputationFailed, ConfigError, InvalidRequest, QuartetError
 from quartet.ppo.critic_free_advantages import broadcast_to_tokens
 from quartet.ppo.kl import kl_estimate
 from quartet.ppo.ragged import check_flat, sequence_sum
-from quartet.types import LossAggregation, RatioLevel
-from quartet.user_code import describe
+from quartet.system.user_code import describe
 
 
 @dataclass(frozen=True, slots=True)

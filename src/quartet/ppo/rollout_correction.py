@@ -14,11 +14,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from quartet.contract.update import CorrectionLevel, RejectionRule, RolloutCorrection
 from quartet.errors import InvalidRequest
 from quartet.ppo.critic_free_advantages import broadcast_to_tokens
 from quartet.ppo.kl import LOG_RATIO_LIMIT
 from quartet.ppo.ragged import check_flat, sequence_sum
-from quartet.types import CorrectionLevel, RejectionRule, RolloutCorrection
 
 _MIN_MEAN = 1e-8
 # Keeps the logarithm of a weight of 0 finite.

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from quartet.contract.arrays import IntArray
 from quartet.errors import InvalidRequest
 from quartet.ppo.ragged import check_flat
-from quartet.types import IntArray
 
 # Makes a constant input 0 instead of NaN.
 _VARIANCE_FLOOR = 1e-8

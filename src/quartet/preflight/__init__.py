@@ -6,10 +6,12 @@ import importlib.util
 from collections.abc import Callable
 from shlex import quote
 
-from quartet.config import Config, EnvironmentServiceConfig, ServiceConfig
-from quartet.data import set_contents
+from quartet.config.deployment import EnvironmentServiceConfig, ServiceConfig
+from quartet.config.layout import listen_address, service_roles
+from quartet.config.root import Config
+from quartet.contract.status import Role
+from quartet.data.prompt_contents import set_contents
 from quartet.errors import ConfigError
-from quartet.model_digests import local_digests
 from quartet.preflight.addresses import check_gateway, check_port
 from quartet.preflight.best_metric import check_best_metric
 from quartet.preflight.contents import check_contents
@@ -19,10 +21,9 @@ from quartet.preflight.ineffective_settings import setting_notes
 from quartet.preflight.models import check_model, check_same_tokenizer, check_stop_tokens
 from quartet.preflight.prompts import check_prompts, count_prompts
 from quartet.run_directory.identity import Identity
+from quartet.run_directory.model_digests import local_digests
 from quartet.run_directory.run_files import RunFiles
 from quartet.telemetry.sinks.configured import check_sinks
-from quartet.topology import listen_address, service_roles
-from quartet.types import Role
 
 __all__ = [
     "check_gateway",

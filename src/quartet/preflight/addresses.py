@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 
-from quartet.config import Config
+from quartet.config.root import Config
 from quartet.errors import ConfigError
 
 

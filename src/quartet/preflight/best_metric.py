@@ -6,7 +6,8 @@ import re
 from collections.abc import Iterator
 from difflib import get_close_matches
 
-from quartet.config import ENVIRONMENT_PART, Config
+from quartet.config.rewards import ENVIRONMENT_PART
+from quartet.config.root import Config
 from quartet.errors import ConfigError
 from quartet.telemetry.step_metrics import EVALUATION_METRICS, STEP_METRICS
 

@@ -9,8 +9,8 @@ import subprocess
 from collections.abc import Iterator, Mapping
 from typing import IO
 
-from quartet.child_processes import module_command, tied_to_parent
-from quartet.secret_files import SECRET_VARIABLES
+from quartet.system.child_processes import module_command, tied_to_parent
+from quartet.system.secret_files import SECRET_VARIABLES
 
 
 @contextlib.contextmanager

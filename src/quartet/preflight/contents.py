@@ -9,13 +9,13 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from quartet.adapter_files import adapter_chain
+from quartet.contract.status import Role
 from quartet.data.cache_directory import limit_size, user_cache
-from quartet.durable_files import write_durably
 from quartet.errors import ModelError
-from quartet.hub_models import cached_snapshot, is_complete
+from quartet.model_files.adapter_files import adapter_chain
+from quartet.model_files.hub_models import cached_snapshot, is_complete
 from quartet.preflight.checking_process import checking_process
-from quartet.types import Role
+from quartet.system.durable_files import write_durably
 
 _FORMAT = 2
 """Version of the comparison. Raise it if its result changes."""
@@ -44,7 +44,7 @@ def check_contents(models: Mapping[str, tuple[Role, str]]) -> list[str]:
             open_models[key] = role, model, name
     if open_models:
         request = json.dumps([(role, model) for role, model, _ in open_models.values()])
-        with checking_process("quartet.checkpoint_worker", request) as (pipe, _):
+        with checking_process("quartet.preflight.checkpoint_worker", request) as (pipe, _):
             for (key, (_, _, name)), line in zip(open_models.items(), pipe, strict=False):
                 results[key] = json.loads(line)
                 if cache is not None and "notes" in results[key]:

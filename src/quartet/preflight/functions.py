@@ -11,12 +11,15 @@ from importlib.machinery import ModuleSpec, PathFinder
 from multiprocessing.connection import wait
 from pathlib import Path
 
-from quartet.config import TRL_ARGUMENTS, TRL_NO_COLUMNS, Config, RewardSourceConfig
 from quartet.config.policy_losses import BUILT_IN_POLICY_LOSSES
-from quartet.data import PromptSettings, cached_rows_file, iterate_prompts
+from quartet.config.rewards import TRL_ARGUMENTS, TRL_NO_COLUMNS, RewardSourceConfig
+from quartet.config.root import Config
+from quartet.data.prompt_datasets import cached_rows_file
+from quartet.data.prompt_lines import iterate_prompts
+from quartet.data.prompt_settings import PromptSettings
 from quartet.errors import ConfigError, QuartetError
 from quartet.preflight.checking_process import checking_process
-from quartet.user_code import CHECKED, counted_arguments
+from quartet.system.user_code import CHECKED, counted_arguments
 
 REWARD_ARGUMENTS = {
     "quartet": ("prompt", "response", "fields"),
@@ -127,7 +130,7 @@ def _import_problem(call: FunctionCall, columns: Sequence[str] | None) -> str:
     passed = {"count": len(call.positional), "keywords": call.keywords}
     if call.takes_columns:
         passed["columns"] = columns
-    with checking_process("quartet.user_code", call.function, json.dumps(passed)) as (pipe, _):
+    with checking_process("quartet.system.user_code", call.function, json.dumps(passed)) as (pipe, _):
         answered = bool(wait([pipe.fileno()], IMPORT_SECONDS))
         result = pipe.read1().decode() if answered else ""  # type: ignore[attr-defined]
     if not answered:

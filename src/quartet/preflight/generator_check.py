@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from quartet import __version__
-from quartet.config import Config
-from quartet.types import ProcessStatus, ServiceStatus
+from quartet.config.root import Config
+from quartet.contract.status import ProcessStatus, ServiceStatus
 
 
 def generator_mismatch(

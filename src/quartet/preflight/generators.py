@@ -7,11 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-from quartet.child_processes import package_path
-from quartet.config import Config
+from quartet.config.layout import listen_address
+from quartet.config.root import Config
+from quartet.config.section import is_loopback
 from quartet.errors import ConfigError
 from quartet.preflight.addresses import check_port
-from quartet.topology import is_loopback, listen_address
+from quartet.system.child_processes import package_path
 
 ENGINE_PACKAGES = {
     "torch": "torch",

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from quartet.config import Config, Section
+from quartet.config.root import Config
+from quartet.config.section import Section
 
 
 def setting_notes(config: Config) -> list[str]:

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from quartet.adapter_files import adapter_chain, is_adapter
+from quartet.contract.status import Role
 from quartet.errors import ModelError
-from quartet.hub_models import cached_snapshot, hub_directory, looks_local
-from quartet.model_support import (
+from quartet.model_files.adapter_files import adapter_chain, is_adapter
+from quartet.model_files.hub_models import cached_snapshot, hub_directory, looks_local
+from quartet.model_files.model_support import (
     causal_names,
     classifier_names,
     encoder_reason,
@@ -19,11 +20,10 @@ from quartet.model_support import (
     uncacheable_reason,
     unreadable_reason,
 )
-from quartet.sharded_files import is_sharded
-from quartet.stop_tokens import NO_STOP_TOKEN, read_stop_ids
-from quartet.tokenizer_check import check_tokenizer, first_difference, has_tokenizer, tokenizer_location
-from quartet.types import Role
-from quartet.weight_files import VALUE_HEAD_FILE, read_header, read_headers, weight_files
+from quartet.model_files.sharded_files import is_sharded
+from quartet.model_files.stop_tokens import NO_STOP_TOKEN, read_stop_ids
+from quartet.model_files.tokenizer_check import check_tokenizer, first_difference, has_tokenizer, tokenizer_location
+from quartet.model_files.weight_files import VALUE_HEAD_FILE, read_header, read_headers, weight_files
 
 _WANTED = {
     Role.ACTOR: "a causal language model",

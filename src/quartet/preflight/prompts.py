@@ -8,29 +8,23 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from quartet.adapter_files import adapter_chain
-from quartet.config import Config
-from quartet.data import (
-    PromptSettings,
-    PromptSummary,
-    cached_prompts,
-    cached_rows_file,
-    check_regular_file,
-    iterate_prompts,
-    max_parts,
-    on_the_hub,
-    rows_file,
-    shares_of_rest,
-    summarize_prompts,
-)
+from quartet.config.root import Config
+from quartet.data.prompt_cache import cached_prompts
+from quartet.data.prompt_datasets import cached_rows_file, on_the_hub, rows_file
+from quartet.data.prompt_encoding import PromptSummary, summarize_prompts
+from quartet.data.prompt_files import check_regular_file
+from quartet.data.prompt_lines import iterate_prompts
+from quartet.data.prompt_mixing import max_parts, shares_of_rest
+from quartet.data.prompt_settings import PromptSettings
 from quartet.errors import ConfigError, DataError, ModelError, ServiceFailed
-from quartet.hub_models import cached_snapshot
-from quartet.missing_packages import explain_missing_package
-from quartet.model_support import number_in, positions_in
+from quartet.model_files.adapter_files import adapter_chain
+from quartet.model_files.hub_models import cached_snapshot
+from quartet.model_files.model_support import number_in, positions_in
+from quartet.model_files.tokenizer_check import has_tokenizer, tokenizer_location
 from quartet.preflight.checking_process import checking_process
 from quartet.run_directory.identity import Identity
 from quartet.run_directory.run_files import RunFiles
-from quartet.tokenizer_check import has_tokenizer, tokenizer_location
+from quartet.system.missing_packages import explain_missing_package
 
 Report = Callable[[str], None]
 """Function that gets a line of progress every few seconds."""
@@ -126,11 +120,14 @@ def _summaries(files: list[PromptSettings], vocabulary_size: int | None, report:
 
 
 def _run_worker(request: dict[str, Any], needs_hub: bool, report: Report) -> dict[str, Any]:
-    """Return the last message of a ``quartet.prompt_worker``. Raises ServiceFailed if it has died."""
+    """Return the last message of a ``quartet.preflight.prompt_worker``. Raises ServiceFailed if it has died."""
     message: dict[str, Any] = {}
     # The tokenizer is on this machine, so only prompts from the hub need the network.
     offline = {} if needs_hub else {"HF_HUB_OFFLINE": "1"}
-    with checking_process("quartet.prompt_worker", json.dumps(request), environment=offline) as (pipe, process):
+    with checking_process("quartet.preflight.prompt_worker", json.dumps(request), environment=offline) as (
+        pipe,
+        process,
+    ):
         for line in pipe:
             message = json.loads(line)
             if "progress" in message:

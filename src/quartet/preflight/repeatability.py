@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 
-from quartet.config import Config
-from quartet.types import EngineProperties
+from quartet.config.root import Config
+from quartet.contract.generation import EngineProperties
 
 _SEED_REMEDIES = {
     "sglang-server": "start the server with --enable-deterministic-inference",

@@ -10,9 +10,9 @@ import random
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
-from quartet.config import RetryConfig
+from quartet.config.rewards import RetryConfig
+from quartet.contract.trajectory import Outcome
 from quartet.errors import ConfigError
-from quartet.types import Outcome
 
 MAX_PAUSE = 30.0
 """Maximum pause between two attempts, in seconds, without jitter."""

@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from quartet.config import HttpRewardConfig
-from quartet.logged_values import cleaned
+from quartet.config.rewards import HttpRewardConfig
+from quartet.contract.logged_values import cleaned
 from quartet.rewards.numbers import is_score, shown
 from quartet.rewards.response_texts import ScoredText
 from quartet.rewards.reward_source import Score

@@ -8,11 +8,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from quartet.contract.arrays import FloatArray
+from quartet.contract.logged_values import merged
+from quartet.contract.status import Role, ServiceStatus
+from quartet.contract.trajectory import Outcome, Scores, TokenBatch
 from quartet.errors import ComputationFailed, MismatchError, QuartetError
-from quartet.logged_values import merged
 from quartet.rewards.reward_source import RewardSource, Units, never, score_in_units
 from quartet.rewards.shadow import SourceThread, failed_scores, report
-from quartet.types import FloatArray, Outcome, Role, Scores, ServiceStatus, TokenBatch
 
 
 @dataclass(frozen=True, slots=True)

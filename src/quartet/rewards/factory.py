@@ -7,7 +7,9 @@ from contextlib import ExitStack
 
 import structlog
 
-from quartet.config import Config, RewardSourceConfig
+from quartet.config.rewards import RewardSourceConfig
+from quartet.config.root import Config
+from quartet.contract.status import ServiceStatus
 from quartet.errors import MismatchError, QuartetError, ServiceUnavailable
 from quartet.models.weights.tokenizer import load_tokenizer, tokenizer_fingerprint
 from quartet.models.workers.workers import SINGLE, Workers
@@ -22,7 +24,6 @@ from quartet.rewards.reward_source import RewardSource
 from quartet.rewards.service_scorer import ServiceScorer
 from quartet.rewards.triton_scorer import TritonScorer
 from quartet.rpc.security.credentials import LOCAL, Credentials
-from quartet.types import ServiceStatus
 
 log = structlog.get_logger()
 

@@ -7,15 +7,16 @@ from typing import Any
 
 import numpy as np
 
-from quartet.config import TRL_NO_COLUMNS, RewardSourceConfig
+from quartet.config.rewards import TRL_NO_COLUMNS, RewardSourceConfig
+from quartet.contract.logged_values import cleaned
+from quartet.contract.status import ServiceStatus
+from quartet.contract.trajectory import Outcome, Scores, TokenBatch
 from quartet.errors import Cancelled, ConfigError, FunctionFailed
-from quartet.logged_values import cleaned
 from quartet.rewards.function_worker import FunctionWorker
 from quartet.rewards.numbers import is_score, shown
 from quartet.rewards.response_texts import ResponseTexts, ScoredText
 from quartet.rewards.reward_source import Result, Score, Units, completed, never, scores_of
 from quartet.rewards.signatures import SIGNATURES, Signature
-from quartet.types import Outcome, Scores, ServiceStatus, TokenBatch
 
 _REMEDIES = {
     "trl": "return one number per completion, or None for one that it does not score",

@@ -20,10 +20,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from quartet.child_processes import module_command, tied_to_parent
+from quartet.contract.trajectory import FAILURES, Outcome
 from quartet.errors import Cancelled, ConfigError, FailedPrecondition, FunctionFailed
-from quartet.secret_files import SECRET_VARIABLES
-from quartet.types import FAILURES, Outcome
+from quartet.system.child_processes import module_command, tied_to_parent
+from quartet.system.secret_files import SECRET_VARIABLES
 
 START_TIMEOUT = 120.0
 """Maximum seconds to import the function's module."""

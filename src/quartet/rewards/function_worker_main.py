@@ -20,8 +20,8 @@ import traceback
 from collections.abc import Callable, Iterable
 from typing import Any, BinaryIO
 
-from quartet.logged_values import MAX_NAMES, clean_name, clean_value, cleaned
-from quartet.user_code import (
+from quartet.contract.logged_values import MAX_NAMES, clean_name, clean_value, cleaned
+from quartet.system.user_code import (
     NotImportable,
     import_callable,
     location_of,

@@ -13,14 +13,14 @@ from typing import Any
 
 import structlog
 
-from quartet.config import JudgeConfig
+from quartet.config.rewards import JudgeConfig
+from quartet.contract.trajectory import Outcome
 from quartet.rewards.attempts import Attempts, RequestFailed
 from quartet.rewards.http_scorer import HttpConnection
 from quartet.rewards.judge_cache import JudgeCache
 from quartet.rewards.numbers import is_score, shown, strict_json
 from quartet.rewards.response_texts import ScoredText
 from quartet.rewards.reward_source import Result
-from quartet.types import Outcome
 
 log = structlog.get_logger()
 

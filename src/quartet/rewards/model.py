@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from quartet.config import RewardSourceConfig
+from quartet.config.rewards import RewardSourceConfig
+from quartet.contract.status import Role, ServiceStatus
+from quartet.contract.trajectory import Scores, TokenBatch
 from quartet.errors import ModelError
 from quartet.models.forward.model_capabilities import max_positions, vocabulary_size
 from quartet.models.forward.scoring import sequence_score_passes
@@ -13,7 +15,6 @@ from quartet.models.weights.tokenizer import load_tokenizer, tokenizer_fingerpri
 from quartet.models.workers.frozen import shard_frozen
 from quartet.models.workers.workers import SINGLE, Workers
 from quartet.rewards.reward_source import Units, completed, never, parse_fields
-from quartet.types import Role, Scores, ServiceStatus, TokenBatch
 
 
 class ModelReward:

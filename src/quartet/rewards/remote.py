@@ -10,11 +10,12 @@ from concurrent.futures import CancelledError
 from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
+from quartet.contract.status import ServiceStatus
+from quartet.contract.trajectory import Outcome, Scores, TokenBatch
 from quartet.errors import Cancelled, ServiceFailed
 from quartet.rewards.attempts import RequestFailed
 from quartet.rewards.response_texts import ResponseTexts, ScoredText
 from quartet.rewards.reward_source import Result, never, scores_of
-from quartet.types import Outcome, Scores, ServiceStatus, TokenBatch
 
 POLL_SECONDS = 0.05
 """Time between checks whether the caller still waits."""

@@ -8,10 +8,12 @@ from typing import Any
 
 import numpy as np
 
+from quartet.contract.arrays import IntArray
+from quartet.contract.status import Role, ServiceStatus
+from quartet.contract.trajectory import TokenBatch
 from quartet.errors import InvalidRequest
 from quartet.models.weights.tokenizer import load_tokenizer, tokenizer_fingerprint
 from quartet.rewards.reward_source import parse_fields
-from quartet.types import IntArray, Role, ServiceStatus, TokenBatch
 
 
 @dataclass(frozen=True, slots=True)

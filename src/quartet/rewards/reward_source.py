@@ -8,8 +8,9 @@ from typing import Any, NoReturn, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 
+from quartet.contract.status import ServiceStatus
+from quartet.contract.trajectory import Outcome, Scores, TokenBatch
 from quartet.errors import InvalidRequest
-from quartet.types import Outcome, Scores, ServiceStatus, TokenBatch
 
 LARGEST = float(np.finfo(np.float32).max)
 """Largest score."""

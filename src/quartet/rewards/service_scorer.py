@@ -11,7 +11,10 @@ from typing import TypeVar
 
 import numpy as np
 
-from quartet.config import ServiceRewardConfig, TimeoutsConfig
+from quartet.config.deployment import TimeoutsConfig
+from quartet.config.rewards import ServiceRewardConfig
+from quartet.contract.status import ServiceStatus
+from quartet.contract.trajectory import Outcome, Scores, TokenBatch
 from quartet.errors import (
     Cancelled,
     ComputationFailed,
@@ -31,7 +34,6 @@ from quartet.rewards.reward_source import Result, Score
 from quartet.rpc.clients import RewardClient
 from quartet.rpc.pending_calls import PendingResult
 from quartet.rpc.security.credentials import Credentials
-from quartet.types import Outcome, Scores, ServiceStatus, TokenBatch
 
 Value = TypeVar("Value")
 

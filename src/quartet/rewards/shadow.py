@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import structlog
 
+from quartet.contract.trajectory import Outcome, Scores, TokenBatch
 from quartet.errors import Cancelled, ConfigError, QuartetError, ScorerFailed, ServiceFailed
 from quartet.rewards.reward_source import RewardSource
-from quartet.types import Outcome, Scores, TokenBatch
 
 log = structlog.get_logger()
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from quartet.config import TRL_NO_COLUMNS
+from quartet.config.rewards import TRL_NO_COLUMNS
 from quartet.rewards.response_texts import ScoredText
 
 Arguments = tuple[list[Any], dict[str, Any]]

@@ -11,11 +11,14 @@ from typing import Any, ClassVar, Generic, Protocol, TypeVar
 import grpc
 
 from quartet import codec
+from quartet.contract.generation import GenerationBatch
+from quartet.contract.status import ServiceStatus
+from quartet.contract.update import OptimizationSettings, UpdateResult
+from quartet.contract.weights import SavedFile, SaveKind
 from quartet.errors import DeadlinePassed, InvalidRequest, ServiceBusy
 from quartet.rpc.commands import CommandHandler, Commands, Result
 from quartet.rpc.compute_thread import ComputeThread, remaining_time
 from quartet.rpc.limits import MAX_PENDING_SAVES
-from quartet.types import GenerationBatch, OptimizationSettings, SavedFile, SaveKind, ServiceStatus, UpdateResult
 
 
 class Core(Protocol):

@@ -1,4 +1,4 @@
-"""Typed clients of all services: ``quartet.types`` in, ``quartet.types`` out."""
+"""Typed clients of all services: ``quartet.contract`` in, ``quartet.contract`` out."""
 
 from __future__ import annotations
 
@@ -8,36 +8,25 @@ from contextlib import closing
 from typing import Any
 
 from quartet import codec
-from quartet.config import TimeoutsConfig
+from quartet.config.deployment import TimeoutsConfig
+from quartet.contract.arrays import FloatArray
+from quartet.contract.control import Progress, Setting, SettingChange
+from quartet.contract.generation import GenerationBatch
+from quartet.contract.status import GeneratorInfo, ProcessStatus, Role, ServiceStatus
+from quartet.contract.trajectory import Scores, TokenBatch
+from quartet.contract.update import (
+    OptimizationSettings,
+    PolicyLossSettings,
+    UpdateRequest,
+    UpdateResult,
+    ValueLossSettings,
+)
+from quartet.contract.weights import ReferenceVersion, RestoreRequest, SavedFile, SaveKind, SaveRequest, WeightTransfer
 from quartet.errors import FailedPrecondition, MismatchError
 from quartet.rpc.call_interceptors import CallTracer
 from quartet.rpc.pending_calls import PendingGeneration, PendingResult
 from quartet.rpc.security.credentials import LOCAL, Credentials
 from quartet.rpc.service_channel import ServiceChannel
-from quartet.types import (
-    FloatArray,
-    GenerationBatch,
-    GeneratorInfo,
-    OptimizationSettings,
-    PolicyLossSettings,
-    ProcessStatus,
-    Progress,
-    ReferenceVersion,
-    RestoreRequest,
-    Role,
-    SavedFile,
-    SaveKind,
-    SaveRequest,
-    Scores,
-    ServiceStatus,
-    Setting,
-    SettingChange,
-    TokenBatch,
-    UpdateRequest,
-    UpdateResult,
-    ValueLossSettings,
-    WeightTransfer,
-)
 from quartet.v1 import (
     actor_pb2_grpc,
     critic_pb2_grpc,

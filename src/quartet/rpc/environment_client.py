@@ -17,7 +17,10 @@ import structlog
 
 from quartet import codec
 from quartet.codec import EnvironmentReset, EnvironmentStep
-from quartet.config import RecoveryConfig, TimeoutsConfig
+from quartet.config.deployment import RecoveryConfig, TimeoutsConfig
+from quartet.contract.arrays import IntArray
+from quartet.contract.status import Role
+from quartet.contract.trajectory import EnvironmentReply, Outcome
 from quartet.errors import (
     AccessRefused,
     Cancelled,
@@ -32,7 +35,6 @@ from quartet.errors import (
 from quartet.rpc.pending_calls import PendingCall
 from quartet.rpc.security.credentials import LOCAL, Credentials
 from quartet.rpc.service_channel import ServiceChannel
-from quartet.types import EnvironmentReply, IntArray, Outcome, Role
 from quartet.v1 import environment_pb2_grpc
 
 log = structlog.get_logger()

@@ -16,6 +16,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_status import rpc_status
 
 from quartet import __version__, codec
+from quartet.config.layout import check_listen_address
+from quartet.contract.status import ProcessStatus, Role, ServiceStatus
 from quartet.errors import ConfigError, InvalidRequest, ServiceBusy
 from quartet.rpc.call_interceptors import CallInterceptor, wrap_handler
 from quartet.rpc.health import HealthListener, HealthServicer
@@ -23,8 +25,6 @@ from quartet.rpc.limits import MAX_STREAMS, CallLimits
 from quartet.rpc.security.allow_list import CALLERS
 from quartet.rpc.security.credentials import LOCAL, AccessControl, Credentials
 from quartet.rpc.status_codes import status_of
-from quartet.topology import check_listen_address
-from quartet.types import ProcessStatus, Role, ServiceStatus
 from quartet.v1 import status_pb2_grpc
 
 log = structlog.get_logger()

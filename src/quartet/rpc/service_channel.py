@@ -12,12 +12,12 @@ import structlog
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from quartet import codec
+from quartet.contract.status import ProcessStatus
 from quartet.errors import AccessRefused, Cancelled, ConfigError, MismatchError, QuartetError, ServiceUnavailable
 from quartet.rpc.call_interceptors import OK, Attributes, CallTracer, OutgoingSpan
 from quartet.rpc.pending_calls import PendingCall, PendingResult, PendingStream
 from quartet.rpc.security.credentials import LOCAL, Credentials
 from quartet.rpc.status_codes import error_of
-from quartet.types import ProcessStatus
 from quartet.v1 import status_pb2_grpc
 
 Response = TypeVar("Response")

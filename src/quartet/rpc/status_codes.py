@@ -16,7 +16,7 @@ from google.rpc.status_pb2 import Status
 from grpc_status import rpc_status
 
 from quartet import errors
-from quartet.domain_errors import domain_error
+from quartet.contract.domain_errors import domain_error
 
 DOMAIN = "quartet"
 """``ErrorInfo.domain`` of every error that Quartet sends."""

@@ -8,8 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from quartet.config import CheckpointConfig
-from quartet.durable_files import fsync_path, storage_errors
+from quartet.config.run import CheckpointConfig
 from quartet.run_directory.checkpoints import (
     BEST,
     DamagedCheckpoint,
@@ -20,6 +19,7 @@ from quartet.run_directory.checkpoints import (
 )
 from quartet.run_directory.run_files import RunFiles
 from quartet.run_directory.step_lines import read_step_lines
+from quartet.system.durable_files import fsync_path, storage_errors
 
 EVALUATION_PREFIX = "eval_"
 """Start of the names of the metrics of evaluations."""

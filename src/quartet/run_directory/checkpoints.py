@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from quartet.durable_files import sha256
 from quartet.errors import ConfigError
 from quartet.run_directory.run_files import RunFiles
+from quartet.system.durable_files import sha256
 
 FORMAT = 1
 """Version of the manifest."""

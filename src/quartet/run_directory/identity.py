@@ -11,11 +11,14 @@ from shlex import quote
 from types import MappingProxyType
 from typing import Any
 
-from quartet.config import Config, HttpScorerConfig, RetryConfig
-from quartet.durable_files import sha256, storage_errors, write_durably
+from quartet.config.rewards import HttpScorerConfig, RetryConfig
+from quartet.config.root import Config
+from quartet.contract.generation import EngineProperties
+from quartet.contract.status import Role
+from quartet.contract.trajectory import PromptSetContent
 from quartet.errors import ConfigError
-from quartet.hub_models import looks_local
-from quartet.types import EngineProperties, PromptSetContent, Role
+from quartet.model_files.hub_models import looks_local
+from quartet.system.durable_files import sha256, storage_errors, write_durably
 
 CHANGEABLE_SETTINGS = (
     "run.steps",

@@ -8,9 +8,9 @@ import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
-from quartet.durable_files import describe_files
+from quartet.contract.weights import ReferenceVersion
 from quartet.errors import ConfigError
-from quartet.types import ReferenceVersion
+from quartet.system.durable_files import describe_files
 
 RECORD = "reference.json"
 """File with the digest of all others, written last."""

@@ -10,8 +10,9 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from quartet.config import FIRST_CONFIG_LINE
-from quartet.durable_files import storage_errors, write_durably
+from quartet.config.loading import FIRST_CONFIG_LINE
+from quartet.contract.control import Alert
+from quartet.contract.status import Role
 from quartet.errors import ConfigError
 from quartet.run_directory.reference_versions import remove_versions, versions
 from quartet.run_directory.step_lines import (
@@ -24,7 +25,7 @@ from quartet.run_directory.step_lines import (
 )
 from quartet.run_directory.timeline_file import append_timeline, truncate_timeline
 from quartet.run_directory.token_files import TrajectoryTokens, read_tokens, token_files, write_tokens
-from quartet.types import Alert, Role
+from quartet.system.durable_files import storage_errors, write_durably
 
 
 class RunFiles:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from quartet.config import Config, load_config
+from quartet.config.loading import load_config
+from quartet.config.root import Config
 from quartet.errors import ConfigError
 from quartet.run_directory.checkpoints import checkpoint_folders
 from quartet.run_directory.locking_and_removal import find_run

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from quartet.config import load_config
+from quartet.config.loading import load_config
 from quartet.errors import ConfigError
 from quartet.run_directory.best_checkpoint import tag_best
 from quartet.run_directory.checkpoints import (

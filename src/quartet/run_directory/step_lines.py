@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from quartet.durable_files import append_durably, storage_errors, write_durably
 from quartet.errors import ConfigError
+from quartet.system.durable_files import append_durably, storage_errors, write_durably
 
 
 def to_json_lines(items: Iterable[Mapping[str, Any]], ensure_ascii: bool = True) -> str:

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from quartet.contract.arrays import BoolArray, FloatArray
 from quartet.errors import ConfigError
-from quartet.types import BoolArray, FloatArray
 
 _OF_RESPONSES = ("log_probs", "reference_log_probs", "kl", "advantages", "returns")
 """float32 [response tokens], flat, in the order of the trajectories. With a critic also ``values``."""

@@ -17,10 +17,10 @@ from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 
 from quartet import __version__
+from quartet.config.section import is_loopback
+from quartet.contract.status import Role, ServiceStatus
 from quartet.errors import ConfigError
-from quartet.secret_files import AUTHORITY, CERTIFICATE, KEY
-from quartet.topology import is_loopback
-from quartet.types import Role, ServiceStatus
+from quartet.system.secret_files import AUTHORITY, CERTIFICATE, KEY
 
 if TYPE_CHECKING:
     from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment

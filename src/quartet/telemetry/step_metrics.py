@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from quartet.logged_values import PREFIX
+from quartet.contract.logged_values import PREFIX
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,9 +10,9 @@ import signal
 from functools import cache
 from typing import Any
 
+from quartet.contract.trajectory import Outcome
 from quartet.errors import FunctionFailed
 from quartet.rewards.function_worker import FunctionWorker
-from quartet.types import Outcome
 from quartet.verifiers.errors import ComputationTooLarge, VerifierError, VerifierTimeout
 
 MEMORY_BYTES = 4 * 1024**3

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from quartet.contract.weights import WeightPublication
 from quartet.errors import InvalidRequest
-from quartet.types import WeightPublication
 from quartet.weight_transfer.delta import encode
 from quartet.weight_transfer.digests import tensor_digest
 from quartet.weight_transfer.messages import CHUNK_BYTES, Chunk, TensorLayout

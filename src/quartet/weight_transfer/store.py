@@ -14,7 +14,7 @@ from typing import TypeVar
 import numpy as np
 
 from quartet.errors import Cancelled, FailedPrecondition, InvalidRequest, ServiceUnavailable
-from quartet.topology import available_cores
+from quartet.system.machine import available_cores
 from quartet.weight_transfer.delta import Bytes, Difference
 from quartet.weight_transfer.digests import combined_digest
 from quartet.weight_transfer.messages import (

@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 
 from quartet.cli.remote.control import change_settings
-from quartet.config import Config
+from quartet.config.root import Config
+from quartet.contract.control import RunState
 from quartet.errors import ConfigError
+from quartet.launcher.gateway_client import Target
 from quartet.run_directory.run_files import RunFiles
-from quartet.runs.gateway_client import Target
 from quartet.services.orchestrator.control.live_settings import LiveSettings
 from quartet.services.orchestrator.control.progress import ProgressBoard
 from quartet.services.orchestrator.control.run_control import RunControl
-from quartet.types import RunState
 from tests.gateway.serving import TOKEN, Gateway, commit, config_of, serve_orchestrator, serving
 from tests.training.runs import ActiveRun
 

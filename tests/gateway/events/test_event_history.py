@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
+from quartet.contract.control import Alert
 from quartet.gateway.events.event_cursor import EventCursor
 from quartet.gateway.events.event_history import MAX_BATCH, EventHistory, EventReader
 from quartet.gateway.readers.jsonl_tail import JsonlTail
 from quartet.run_directory.run_files import RunFiles
-from quartet.types import Alert
 
 
 @pytest.fixture

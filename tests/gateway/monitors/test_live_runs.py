@@ -14,13 +14,14 @@ import pytest
 
 from quartet.buffer.connection import connect
 from quartet.buffer.rollout_stream import RolloutStream
+from quartet.contract.control import RunState
+from quartet.contract.status import MODEL_ROLES, Role
 from quartet.gateway.monitors.run_progress import RunMonitor
 from quartet.gateway.readers.run_catalog import RunCatalog
 from quartet.rpc.server import Server
 from quartet.run_directory.run_files import RunFiles
 from quartet.services.orchestrator.control.progress import ProgressBoard
 from quartet.services.orchestrator.servicer import OrchestratorServicer
-from quartet.types import MODEL_ROLES, Role, RunState
 from tests.gateway.live_runs import eventually, start_live_run
 from tests.gateway.serving import TIMEOUT, Gateway, create_run, serving
 from tests.training.conftest import MakeConfig

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from quartet.durable_files import write_durably
 from quartet.errors import ConfigError
 from quartet.gateway.readers.jsonl_records import RecordReader
 from quartet.gateway.readers.log_tail import BLOCK_BYTES, MAX_BYTES, last_lines, log_files
 from quartet.gateway.readers.metric_columns import LINES_PER_READ, MetricColumns, MetricsReader
 from quartet.gateway.readers.timeline_reader import TimelineReader
 from quartet.gateway.readers.token_texts import TokenizerCache, token_texts
+from quartet.system.durable_files import write_durably
 from tests.gateway.conftest import write_metrics
 from tests.gateway.serving import create_run
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from quartet.types import Outcome, TokenBatch
+from quartet.contract.trajectory import Outcome, TokenBatch
 
 MARK = "w9"
 """Word of the responses for which a faulty scorer fails. It is token 9 of ``tiny.tokenizer``."""

@@ -12,8 +12,9 @@ import grpc
 import numpy as np
 
 from quartet import codec
+from quartet.contract.status import ProcessStatus, Role, ServiceStatus
+from quartet.contract.trajectory import Outcome, Scores
 from quartet.models.weights.tokenizer import tokenizer_fingerprint
-from quartet.types import Outcome, ProcessStatus, Role, Scores, ServiceStatus
 from quartet.v1 import reward_pb2, tensor_pb2
 from tests.rewards.scorers.faults import HANG_SECONDS
 from tests.unit.models import tiny

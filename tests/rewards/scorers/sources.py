@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from quartet.config import Config, parse_config
+from quartet.config.loading import parse_config
+from quartet.config.root import Config
 from tests.rewards.scorers.faults import TIMEOUT
 
 FAST: dict[str, Any] = {"timeout_seconds": TIMEOUT, "max_attempts": 2, "backoff_seconds": 0.001}

@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from quartet.config import RecoveryConfig
+from quartet.config.deployment import RecoveryConfig
+from quartet.contract.trajectory import FinishReason, Outcome, Scores, TokenBatch, Trajectory, TrajectoryId
 from quartet.errors import ComputationFailed, QuartetError, ServiceFailed
 from quartet.rewards.reward_source import RewardSource
 from quartet.services.orchestrator.rollout.scoring import Scoring, ScoringServices
-from quartet.types import FinishReason, Outcome, Scores, TokenBatch, Trajectory, TrajectoryId
 from tests.rewards.scorers.conftest import Build
 from tests.rewards.scorers.faults import FAULTS, HANG_TIMEOUT, MARK, TIMEOUT, responses
 from tests.rewards.scorers.function_faults import FUNCTIONS

@@ -17,10 +17,10 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from quartet.config import HttpRewardConfig
+from quartet.config.rewards import HttpRewardConfig
+from quartet.contract.trajectory import Outcome
 from quartet.errors import AccessRefused, Cancelled, ConfigError, MismatchError, ServiceFailed
 from quartet.rewards.dialects import DIALECTS as READ
-from quartet.types import Outcome
 from tests.rewards.scorers.conftest import Build
 from tests.rewards.scorers.faults import responses
 from tests.rewards.scorers.http_server import DIALECTS, ScorerServer

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import structlog
 
-from quartet.config import JudgeConfig
+from quartet.config.rewards import JudgeConfig
+from quartet.contract.trajectory import Outcome, TokenBatch
 from quartet.rewards.attempts import RequestFailed
 from quartet.rewards.judge import Judge
 from quartet.rewards.judge_cache import JudgeCache
-from quartet.types import Outcome, TokenBatch
 from tests.rewards.scorers.conftest import Build
 from tests.rewards.scorers.faults import responses
 from tests.rewards.scorers.http_server import DIALECTS, ScorerServer

@@ -7,9 +7,9 @@ from contextlib import nullcontext
 
 import pytest
 
-from quartet.config import RetryConfig
+from quartet.config.rewards import RetryConfig
+from quartet.contract.trajectory import Outcome
 from quartet.rewards.attempts import Attempts, RequestFailed, RequestRefused
-from quartet.types import Outcome
 
 STRICT = RetryConfig(max_attempts=1, circuit_breaker_failures=1, max_concurrency=1, timeout_seconds=5.0)
 

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from quartet.contract.trajectory import Outcome
 from quartet.errors import ConfigError, ServiceFailed
-from quartet.types import Outcome
 from tests.rewards.scorers.conftest import Build
 from tests.rewards.scorers.faults import responses
 from tests.rewards.scorers.http_server import DIALECTS, ScorerServer

@@ -11,9 +11,11 @@ import pytest
 from quartet import codec
 from quartet.buffer.connection import Redis
 from quartet.buffer.rollout_stream import RolloutStream
-from quartet.config import Config
+from quartet.config.root import Config
+from quartet.contract.generation import SamplingParameters
+from quartet.contract.status import Role
+from quartet.contract.trajectory import FinishReason, Prompt, TokenBatch, Trajectory, TrajectoryId
 from quartet.errors import FailedPrecondition
-from quartet.types import FinishReason, Prompt, Role, SamplingParameters, TokenBatch, Trajectory, TrajectoryId
 from tests.services.model_services import Services, start_generation
 from tests.unit.models import tiny
 

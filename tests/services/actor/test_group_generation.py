@@ -15,6 +15,9 @@ import torch
 
 from quartet import codec
 from quartet.buffer.rollout_stream import RolloutStream
+from quartet.contract.generation import GenerationBatch, SamplingParameters, requests_of
+from quartet.contract.status import Role, ServiceStatus
+from quartet.contract.trajectory import Prompt
 from quartet.errors import Cancelled, EngineFailed, FailedPrecondition, GroupWeightsChanged, InvalidRequest
 from quartet.models.generation.detached_torch import DetachedTorchEngine
 from quartet.models.generation.validation import served_model
@@ -29,7 +32,6 @@ from quartet.services.actor.rank_servers import ServedRank, rank_host
 from quartet.services.generator import attestation
 from quartet.services.generator.generator import Generator, Progress
 from quartet.services.orchestrator.rollout.generation import ActorGeneration
-from quartet.types import GenerationBatch, Prompt, Role, SamplingParameters, ServiceStatus, requests_of
 from quartet.weight_transfer.source import WeightSource
 from tests.services.model_services import TIMEOUTS
 from tests.unit.models import tiny

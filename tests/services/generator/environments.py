@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from quartet.types import EnvironmentReply, IntArray, Outcome
+from quartet.contract.arrays import IntArray
+from quartet.contract.trajectory import EnvironmentReply, Outcome
 from tests.unit.models import tiny
 
 Wait = Callable[[str, int], None]

@@ -12,22 +12,12 @@ import numpy as np
 import pytest
 
 from quartet import codec
+from quartet.contract.generation import EpisodeSettings, GenerationBatch, GenerationRequest, SamplingParameters
+from quartet.contract.trajectory import EnvironmentReply, FinishReason, Outcome, SegmentRole, Trajectory, TrajectoryId
 from quartet.engines.engine import TurnSource
 from quartet.errors import Cancelled, FailedPrecondition, MismatchError
 from quartet.models.generation.torch_engine import TorchEngine
 from quartet.services.generator.episodes import EnvironmentAccess, generate_episodes
-from quartet.types import (
-    EnvironmentReply,
-    EpisodeSettings,
-    FinishReason,
-    GenerationBatch,
-    GenerationRequest,
-    Outcome,
-    SamplingParameters,
-    SegmentRole,
-    Trajectory,
-    TrajectoryId,
-)
 from tests.services.generator.environments import EchoEnvironment, failure
 from tests.unit.models import tiny
 

@@ -10,7 +10,16 @@ import numpy as np
 import pytest
 
 from quartet.buffer.rollout_stream import RolloutStream
-from quartet.config import Config
+from quartet.config.root import Config
+from quartet.contract.generation import (
+    EngineProperties,
+    GenerationBatch,
+    GenerationRequest,
+    SamplingParameters,
+    requests_of,
+)
+from quartet.contract.status import Role, ServiceStatus
+from quartet.contract.trajectory import Prompt
 from quartet.engines.engine import EngineResponse, ServedModel
 from quartet.errors import (
     Cancelled,
@@ -25,16 +34,6 @@ from quartet.rpc.compute_thread import ComputeThread
 from quartet.rpc.security.credentials import LOCAL
 from quartet.services.generator.factory import build_generator
 from quartet.services.generator.generator import Generator
-from quartet.types import (
-    EngineProperties,
-    GenerationBatch,
-    GenerationRequest,
-    Prompt,
-    Role,
-    SamplingParameters,
-    ServiceStatus,
-    requests_of,
-)
 from quartet.v1 import generation_pb2, generation_pb2_grpc
 from quartet.weight_transfer.digests import combined_digest, tensor_digest
 from quartet.weight_transfer.receiver import PulledWeights

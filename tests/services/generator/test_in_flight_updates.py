@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from quartet.buffer.rollout_stream import RolloutStream
+from quartet.contract.trajectory import Trajectory, VersionSpan
 from quartet.engines.engine import EngineResponse
 from quartet.errors import ComputationFailed, MismatchError, ServiceFailed
 from quartet.services.generator.generator import Generator
-from quartet.types import Trajectory, VersionSpan
 from tests.services.generator.test_generator import SAMPLING, batch, generator_of, load, no_pull, weight_set
 from tests.services.generator.test_generator import stream as stream
 from tests.services.in_flight_engine import SECONDS, InFlightEngine, token

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
+from quartet.contract.status import Role
 from quartet.errors import Cancelled
 from quartet.rpc.security.credentials import LOCAL
 from quartet.services.generator.factory import WeightClients
-from quartet.types import Role
 from quartet.weight_transfer.messages import WeightsRequest
 
 

@@ -8,8 +8,10 @@ from typing import Any
 
 import numpy as np
 
+from quartet.contract.arrays import FloatArray
+from quartet.contract.status import Role
+from quartet.contract.trajectory import Scores, TokenBatch, Trajectory
 from quartet.errors import BufferFailed, Cancelled
-from quartet.types import FloatArray, Role, Scores, TokenBatch, Trajectory
 from tests.waiting import LIMIT
 
 

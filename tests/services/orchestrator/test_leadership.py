@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from quartet.config import Config, parse_config
+from quartet.config.loading import parse_config
+from quartet.config.root import Config
 from quartet.errors import ConfigError
 from quartet.run_directory.run_files import RunFiles
 from quartet.services.orchestrator.leadership import acquire_run_directory

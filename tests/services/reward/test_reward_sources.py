@@ -12,12 +12,13 @@ import numpy as np
 import pytest
 
 from quartet import codec
-from quartet.config import Config
+from quartet.config.root import Config
+from quartet.contract.status import Role
+from quartet.contract.trajectory import Outcome, TokenBatch
 from quartet.errors import ConfigError, InvalidRequest, QuartetError, ServiceFailed
 from quartet.rpc.compute_thread import ComputeThread
 from quartet.rpc.server import Server
 from quartet.services.factories import build_model_role
-from quartet.types import Outcome, Role, TokenBatch
 from quartet.v1 import reward_pb2, reward_pb2_grpc
 from tests.rewards.processes import children
 from tests.services.model_services import TIMEOUTS, Services

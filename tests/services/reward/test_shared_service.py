@@ -14,7 +14,11 @@ import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
-from quartet.config import Config, SecurityConfig, SharingConfig
+from quartet.config.deployment import SecurityConfig
+from quartet.config.root import Config
+from quartet.config.sharing import SharingConfig
+from quartet.contract.status import Role, ServiceStatus
+from quartet.contract.trajectory import Scores, TokenBatch
 from quartet.errors import Cancelled, InvalidRequest, NoResponse, QuotaExceeded
 from quartet.rpc.clients import RewardClient
 from quartet.rpc.compute_thread import ComputeThread
@@ -27,7 +31,6 @@ from quartet.services.factories import build_model_role
 from quartet.services.reward.servicer import RewardServicer
 from quartet.services.reward.sharing import RunUsage, SharedTurns
 from quartet.services.reward.sharing_metrics import SharingMetrics
-from quartet.types import Role, Scores, ServiceStatus, TokenBatch
 from tests.services.model_services import TIMEOUTS, Services
 from tests.unit.models import tiny
 from tests.waiting import wait_until

@@ -17,7 +17,7 @@ from huggingface_hub import ModelCard
 
 from quartet.cli.checkpoint.model_card import write_model_card
 from quartet.cli.checkpoint.push import check_push, push
-from quartet.config import parse_config
+from quartet.config.loading import parse_config
 from quartet.errors import ConfigError, ServiceUnavailable
 from quartet.run_directory.identity import Identity
 from quartet.run_directory.run_files import RunFiles

@@ -13,10 +13,10 @@ import yaml
 
 from quartet.cli.report.command import report
 from quartet.cli.report.curves import MAX_POINTS, main_charts
-from quartet.config import FIRST_CONFIG_LINE, parse_config
+from quartet.config.loading import FIRST_CONFIG_LINE, parse_config
+from quartet.contract.control import Alert
 from quartet.errors import ConfigError
 from quartet.run_directory.run_files import RunFiles
-from quartet.types import Alert
 
 HOSTILE = "</script><script>document.title='taken'</script><img src=x onerror=alert(1)>"
 STEPS = 4

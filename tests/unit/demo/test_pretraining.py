@@ -8,9 +8,9 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
 
+from quartet.demo import pretraining
+from quartet.demo.pretraining import Schedule, Shape
 from quartet.errors import InvalidRequest
-from quartet.models import pretraining
-from quartet.models.pretraining import Schedule, Shape
 
 SHAPE = Shape(hidden=32, layers=1, heads=2, positions=32)
 TEXTS = [f"{noun} is {word}" for noun in ("food", "wine", "room") for word in ("good", "fine", "bad", "poor")]

@@ -9,9 +9,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
+from quartet.demo.pretraining import PretrainingProgress, Schedule, Shape
 from quartet.demo.toy_task import Recipe, ToyTask, make_toy_task
 from quartet.errors import ConfigError
-from quartet.models.pretraining import PretrainingProgress, Schedule, Shape
 
 MINIATURE = Recipe(
     vocabulary=300,

@@ -8,12 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from quartet.contract.generation import GenerationRequest, SamplingParameters
+from quartet.contract.trajectory import TrajectoryId
 from quartet.engines.engine import ServedModel
 from quartet.engines.server_engine import Partial, ServerEngine
 from quartet.engines.sglang_server import SGLangServerEngine
 from quartet.engines.vllm_server import VLLMServerEngine
 from quartet.errors import ServiceFailed
-from quartet.types import GenerationRequest, SamplingParameters, TrajectoryId
 
 STRINGS = ("\nUser:", "END")
 

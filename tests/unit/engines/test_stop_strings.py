@@ -10,11 +10,12 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from quartet.contract.generation import GenerationRequest, SamplingParameters
+from quartet.contract.trajectory import FinishReason, TrajectoryId, VersionSpan
 from quartet.engines.engine import EngineResponse, ServedModel
 from quartet.engines.stop_strings import StopStringCache, StopStrings, token_decoder
 from quartet.engines.validation import check_response
 from quartet.errors import ComputationFailed, InvalidRequest
-from quartet.types import FinishReason, GenerationRequest, SamplingParameters, TrajectoryId, VersionSpan
 
 Decode = Any
 

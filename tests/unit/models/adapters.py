@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from quartet.contract.update import Experience, OptimizationSettings, PolicyLossSettings
 from quartet.models.training.optimizer import create_optimizer
 from quartet.models.training.updates import update_policy
 from quartet.models.weights.host_tensors import adapter_settings, host_tensors, named_weights
 from quartet.models.weights.lora import Adapter, add_adapter
-from quartet.types import Experience, OptimizationSettings, PolicyLossSettings
 from quartet.weight_transfer.digests import combined_digest, tensor_digest
 from quartet.weight_transfer.tensors import WeightSet
 from tests.unit.models import tiny

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from quartet.contract.update import ValueLossSettings
 from quartet.errors import ModelError
 from quartet.models.forward.scoring import response_values
 from quartet.models.training.updates import update_value
@@ -15,7 +16,6 @@ from quartet.models.value_head import ValueModel
 from quartet.models.weights.loading import load_causal_lm, load_critic
 from quartet.models.weights.lora import add_adapter
 from quartet.models.weights.tokenizer import load_tokenizer
-from quartet.types import ValueLossSettings
 from tests.unit.models import tiny
 from tests.unit.models.adapters import (
     ALPHA,

@@ -14,6 +14,7 @@ import torch
 import transformers
 from torch.nn.utils import parametrize
 
+from quartet.contract.generation import SamplingParameters
 from quartet.errors import ModelError
 from quartet.models.forward.scoring import response_log_probs
 from quartet.models.generation.detached_torch import DetachedTorchEngine
@@ -23,7 +24,6 @@ from quartet.models.training.optimizer import load_optimizer
 from quartet.models.weights import lora
 from quartet.models.weights.loading import load_causal_lm
 from quartet.models.weights.lora import add_adapter, matrices_without_adapter
-from quartet.types import SamplingParameters
 from quartet.weight_transfer.digests import combined_digest
 from tests.unit.models import tiny
 from tests.unit.models.adapters import ALPHA, IDS, RANK, adapted, files, learn, optimizer_of, same, snapshot, weight_set

@@ -10,7 +10,8 @@ import tokenizers
 import torch
 import transformers
 
-from quartet.types import GenerationRequest, SamplingParameters, TokenBatch, Trajectory, TrajectoryId
+from quartet.contract.generation import GenerationRequest, SamplingParameters
+from quartet.contract.trajectory import TokenBatch, Trajectory, TrajectoryId
 
 VOCABULARY = 61
 EOS = 1

@@ -10,10 +10,16 @@ import numpy as np
 import torch
 
 from quartet.config.policy_losses import BUILT_IN_POLICY_LOSSES
+from quartet.contract.random_streams import permutation
+from quartet.contract.update import (
+    Experience,
+    OptimizationSettings,
+    PolicyLossSettings,
+    RejectionRule,
+    RolloutCorrection,
+)
 from quartet.models.forward.scoring import response_log_probs
-from quartet.random_streams import permutation
-from quartet.types import Experience, OptimizationSettings, PolicyLossSettings, RejectionRule, RolloutCorrection
-from quartet.user_code import import_callable
+from quartet.system.user_code import import_callable
 from tests.unit.models import tiny
 
 PROMPTS, RESPONSES = [3, 1, 6, 4, 2, 5, 3], [5, 8, 1, 6, 2, 7, 4]

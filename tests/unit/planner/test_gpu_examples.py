@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from quartet.config import Config, load_config
+from quartet.config.loading import load_config
+from quartet.config.root import Config
+from quartet.contract.status import TRAINED_ROLES, Role
 from quartet.planner.device_memory import (
     actor_generation_memory,
     add_parts,
@@ -21,7 +23,6 @@ from quartet.planner.placement import USABLE_FRACTION, Group, Placed, Placement
 from quartet.planner.plan import make_plan
 from quartet.planner.roofline import Parallel
 from quartet.planner.workload import RoleWork, Workload, read_workload
-from quartet.types import TRAINED_ROLES, Role
 
 ROOT = Path(__file__).parents[3]
 EXAMPLES = sorted((ROOT / "examples/gpus").glob("*.yaml"))

@@ -8,16 +8,17 @@ from typing import Any
 import pytest
 import yaml
 
-from quartet.config import Config, load_config
+from quartet.config.loading import load_config
+from quartet.config.root import Config
+from quartet.contract.status import Role
 from quartet.errors import ConfigError
+from quartet.model_files.shape import model_shape
 from quartet.planner.gpus import parse_gpus
 from quartet.planner.helm_values import helm_values
 from quartet.planner.host_memory import GPU_PROCESS_BYTES, HOST_FRACTION, HostMemory, host_memory
-from quartet.planner.model_shape import model_shape
 from quartet.planner.plan import make_plan
 from quartet.planner.roofline import Parallel
 from quartet.planner.workload import read_description, role_work
-from quartet.types import Role
 from tests.helm.rendering import example, manifests, pod_templates, with_keys
 from tests.unit.planner.test_plan import EXAMPLES, run
 

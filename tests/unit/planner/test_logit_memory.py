@@ -11,12 +11,12 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.plan_cases import Case
+from quartet.contract.status import Role
+from quartet.model_files.memory import cpu_logit_copies
 from quartet.planner.device_memory import trained_memory
 from quartet.planner.gpus import CPU, GPUS, Device
-from quartet.planner.memory import cpu_logit_copies
 from quartet.planner.roofline import Parallel
 from quartet.ppo.distributions import entropy, token_log_probs
-from quartet.types import Role
 
 ROWS, VOCABULARY = 128, 2**15
 COPY = 4 * ROWS * VOCABULARY

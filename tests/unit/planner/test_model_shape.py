@@ -11,7 +11,9 @@ import pytest
 import torch
 import transformers
 
+from quartet.contract.trajectory import TokenBatch
 from quartet.errors import ConfigError
+from quartet.model_files.shape import FAMILIES, ModelShape, model_shape
 from quartet.models.forward.batching import build_micro_batch
 from quartet.models.forward.log_probs import forward_log_probs
 from quartet.models.forward.packing import supports_packing
@@ -19,8 +21,6 @@ from quartet.models.training.update_memory import saved_bytes
 from quartet.models.value_head import ValueModel
 from quartet.models.weights.lora import add_adapter
 from quartet.models.workers.tensor_parallel import STYLES
-from quartet.planner.model_shape import FAMILIES, ModelShape, model_shape
-from quartet.types import TokenBatch
 
 HIDDEN, HEAD, VOCABULARY, EXAMPLES = 64, 24, 997, Path("examples/plan/models")
 ROWS, LENGTH, PROMPT = 8, 40, 8

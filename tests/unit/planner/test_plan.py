@@ -13,13 +13,14 @@ from typing import Any
 import pytest
 import yaml
 
-from quartet.config import Config, config_of, load_config
+from quartet.config.loading import config_of, load_config
+from quartet.config.root import Config
+from quartet.contract.status import Role
 from quartet.errors import ConfigError
 from quartet.planner.gpus import Cluster, parse_gpus
 from quartet.planner.placement import USABLE_FRACTION
 from quartet.planner.plan import Plan, make_plan
 from quartet.planner.proposal import proposed_config, proposed_settings, requirements, service_settings
-from quartet.types import Role
 
 EXAMPLES = Path("examples/plan")
 MODEL = {

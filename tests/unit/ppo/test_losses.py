@@ -12,6 +12,7 @@ import torch
 from hypothesis import given
 from torch import Tensor
 
+from quartet.contract.update import LossAggregation, RatioLevel
 from quartet.errors import InvalidRequest
 from quartet.ppo.critic_free_advantages import broadcast_to_tokens
 from quartet.ppo.losses import (
@@ -23,7 +24,6 @@ from quartet.ppo.losses import (
     weighted_sum,
 )
 from quartet.ppo.policy_losses import clipped
-from quartet.types import LossAggregation, RatioLevel
 from tests.unit.ppo.batches import check, draw, draw_mask, gradient, ragged_lengths, seeds, split
 
 sizes = st.integers(1, 40)

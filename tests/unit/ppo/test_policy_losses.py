@@ -16,7 +16,7 @@ from quartet.config.policy_losses import BUILT_IN_POLICY_LOSSES
 from quartet.ppo.critic_free_advantages import broadcast_to_tokens
 from quartet.ppo.losses import PolicyLoss, PolicyLossInput, SelectionInput, loss_weights
 from quartet.ppo.policy_losses import select_clip_cov, select_kl_cov
-from quartet.user_code import import_callable
+from quartet.system.user_code import import_callable
 from tests.unit.ppo.batches import check, draw, draw_mask, gradient, ragged_lengths, seeds, split
 
 OTHERS = [name for name in BUILT_IN_POLICY_LOSSES if name != "clipped"]

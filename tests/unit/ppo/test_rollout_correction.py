@@ -12,6 +12,13 @@ import torch
 from hypothesis import given
 from torch import Tensor
 
+from quartet.contract.update import (
+    CorrectionLevel,
+    CorrectionTreatment,
+    RejectionRule,
+    RejectionStatistic,
+    RolloutCorrection,
+)
 from quartet.errors import InvalidRequest
 from quartet.ppo.losses import loss_weights
 from quartet.ppo.rollout_correction import (
@@ -24,7 +31,6 @@ from quartet.ppo.rollout_correction import (
     off_policy_tokens,
     rejected_tokens,
 )
-from quartet.types import CorrectionLevel, CorrectionTreatment, RejectionRule, RejectionStatistic, RolloutCorrection
 from tests.unit.ppo.batches import check, draw, draw_mask, ragged_lengths, seeds, split
 
 # Two responses. The third token of the first one is not in the loss.

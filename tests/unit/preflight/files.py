@@ -8,7 +8,8 @@ from typing import Any
 
 import tokenizers
 
-from quartet.config import Config, parse_config
+from quartet.config.loading import parse_config
+from quartet.config.root import Config
 
 
 def save_tokenizer(directory: Path) -> None:

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from quartet.config import Config, parse_config
+from quartet.config.loading import parse_config
+from quartet.config.root import Config
 from quartet.errors import ConfigError
 from quartet.preflight.best_metric import check_best_metric
 

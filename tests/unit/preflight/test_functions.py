@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from quartet.config import Config, parse_config
+from quartet.config.loading import parse_config
+from quartet.config.root import Config
 from quartet.errors import ConfigError
 from quartet.preflight import check_inputs
 from tests.every_case import every_case

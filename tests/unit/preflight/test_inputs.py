@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from quartet.config import parse_config
+from quartet.config.loading import parse_config
 from quartet.errors import ConfigError, ModelError
 from quartet.preflight import check_inputs
 from tests.unit.preflight.files import config

@@ -9,11 +9,11 @@ from typing import Any
 import huggingface_hub.constants
 import pytest
 
-from quartet.config import parse_config
+from quartet.config.loading import parse_config
 from quartet.errors import ModelError
-from quartet.hub_models import looks_local
+from quartet.model_files.hub_models import looks_local
+from quartet.model_files.tokenizer_check import first_difference
 from quartet.preflight import check_inputs
-from quartet.tokenizer_check import first_difference
 from tests.unit.preflight.files import config
 
 

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from quartet.config import Config, parse_config
+from quartet.config.loading import parse_config
+from quartet.config.root import Config
 from quartet.errors import ConfigError, DataError, ServiceFailed
 from quartet.preflight import check_inputs
 from quartet.preflight.checking_process import checking_process
@@ -161,7 +162,7 @@ def test_the_death_of_the_process_that_tokenizes_is_reported(
     command: str, problem: str, models: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def dying(*_: Any, **__: Any) -> Any:
-        return checking_process("quartet.child_processes", str(os.getpid()), "sh", "-c", command)
+        return checking_process("quartet.system.child_processes", str(os.getpid()), "sh", "-c", command)
 
     monkeypatch.setenv("QUARTET_CACHE", "")
     monkeypatch.setattr("quartet.preflight.prompts.checking_process", dying)

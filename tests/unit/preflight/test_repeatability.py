@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from quartet.config import Config, parse_config
+from quartet.config.loading import parse_config
+from quartet.config.root import Config
+from quartet.contract.generation import EngineProperties
 from quartet.preflight.repeatability import moved_note, repeatability_notes
-from quartet.types import EngineProperties
 
 PASSED = EngineProperties(
     "torch", True, True, "whole", "tensors", "read back", trial="passed on A, AVX512, 1 thread", trial_digest="01"

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from quartet.config import Config, load_config, parse_config
+from quartet.config.loading import load_config, parse_config
+from quartet.config.root import Config
 from quartet.preflight import check_inputs
 from quartet.preflight.ineffective_settings import unused_settings
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from quartet.config import parse_config
+from quartet.config.loading import parse_config
 from quartet.errors import ConfigError
 from quartet.run_directory.identity import check_settings, fixed_settings
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from quartet.contract.control import Alert
 from quartet.errors import ConfigError, StorageFailed
 from quartet.run_directory.locking_and_removal import (
     check_unused,
@@ -22,7 +23,6 @@ from quartet.run_directory.locking_and_removal import (
 )
 from quartet.run_directory.run_files import RunFiles
 from quartet.run_directory.step_lines import read_step_lines
-from quartet.types import Alert
 
 
 def write_run(files: RunFiles) -> None:

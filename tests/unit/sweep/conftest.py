@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import yaml
 
+from quartet.launcher.sweep.grid import PlannedRun
 from quartet.run_directory.run_files import RunFiles
-from quartet.sweep.grid import PlannedRun
 
 WriteConfig = Callable[..., Path]
 

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from quartet.config import load_config, redact_url
+from quartet.config.loading import load_config
+from quartet.config.url_redaction import redact_url
 from quartet.errors import ConfigError
-from quartet.sweep.definition import Definition, SweepFiles, check_usable, lock_sweep
-from quartet.sweep.grid import Grid, parse_grid
+from quartet.launcher.sweep.definition import Definition, SweepFiles, check_usable, lock_sweep
+from quartet.launcher.sweep.grid import Grid, parse_grid
 from tests.unit.sweep.conftest import WriteConfig
 
 GRID = parse_grid(["run.steps=5", "actor.optimizer.betas=[0.9,0.95],[0.9,0.999]"], "0,7")

@@ -8,7 +8,15 @@ from pathlib import Path
 import pytest
 
 from quartet.errors import ConfigError
-from quartet.sweep.grid import Grid, parse_grid, parse_seeds, plan_runs, setting_names, short_keys, split_values
+from quartet.launcher.sweep.grid import (
+    Grid,
+    parse_grid,
+    parse_seeds,
+    plan_runs,
+    setting_names,
+    short_keys,
+    split_values,
+)
 
 FOLDER = Path("runs/it's a # sweep")
 

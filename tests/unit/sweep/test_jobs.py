@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from quartet.sweep import jobs
-from quartet.sweep.jobs import run_jobs
+from quartet.launcher.sweep import jobs
+from quartet.launcher.sweep.jobs import run_jobs
 
 
 class FakeJob:

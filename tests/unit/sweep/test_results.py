@@ -12,8 +12,8 @@ import pytest
 
 from quartet.cli.sweep.table import best_note, make_table
 from quartet.errors import ConfigError
-from quartet.sweep.grid import PlannedRun, parse_grid, plan_runs
-from quartet.sweep.results import STOPPED, Direction, as_csv, as_json, is_finished, run_result, setting_results
+from quartet.launcher.sweep.grid import PlannedRun, parse_grid, plan_runs
+from quartet.launcher.sweep.results import STOPPED, Direction, as_csv, as_json, is_finished, run_result, setting_results
 from tests.unit.sweep.conftest import write_run
 
 

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from quartet.config import MLflowConfig, WandbConfig
+from quartet.config.telemetry import MLflowConfig, WandbConfig
+from quartet.contract.control import Alert
 from quartet.telemetry.sinks.background import Sinks
 from quartet.telemetry.sinks.sink import Sink
 from quartet.telemetry.sinks.tensorboard import TensorBoard
-from quartet.types import Alert
 from tests.waiting import LIMIT
 
 ALERT = Alert(step=3, guard="entropy", action="note", evidence="entropy is 0.01", remedy="Raise the temperature")

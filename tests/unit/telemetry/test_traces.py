@@ -21,9 +21,9 @@ ROOT = Path(__file__).parents[3]
 def test_opentelemetry_is_not_imported_if_traces_are_off() -> None:
     code = (
         "import sys\n"
-        "from quartet.config import parse_config\n"
+        "from quartet.config.loading import parse_config\n"
         "from quartet.services.observability import Observability\n"
-        "from quartet.types import Role\n"
+        "from quartet.contract.status import Role\n"
         "tree = {'data': {'prompts': 'p'}, 'actor': {'model': 'a'}, 'reward': {'model': 'r'}}\n"
         "observation = Observability([Role.ACTOR], parse_config(tree, 'test'))\n"
         "assert observation.traces is None\n"

@@ -6,12 +6,14 @@ import shutil
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from quartet.adapter_files import is_adapter
 from quartet.cli.checkpoint.list_and_tag import console
 from quartet.cli.checkpoint.model_card import write_model_card
 from quartet.cli.checkpoint.push import check_push, push
-from quartet.config import load_config
+from quartet.config.loading import load_config
+from quartet.contract.status import Role
 from quartet.errors import ConfigError
+from quartet.model_files.adapter_files import is_adapter
+from quartet.model_files.sharded_files import is_sharded
 from quartet.models.training.optimizer import OPTIMIZER_FILE
 from quartet.models.training.weight_average import EMA_FILE, apply_average
 from quartet.models.weights.loading import load_causal_lm, snapshot_model, write_consolidated
@@ -21,8 +23,6 @@ from quartet.models.weights.tokenizer import load_tokenizer
 from quartet.run_directory.checkpoints import Checkpoint
 from quartet.run_directory.run_files import RunFiles
 from quartet.run_directory.selection import checkpoint_at, run_files
-from quartet.sharded_files import is_sharded
-from quartet.types import Role
 
 
 def export(

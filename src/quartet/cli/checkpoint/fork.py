@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from quartet.cli.checkpoint.list_and_tag import console, how_to_resume
-from quartet.config import Config, load_config
-from quartet.data import set_contents
-from quartet.durable_files import write_durably
+from quartet.config.loading import load_config
+from quartet.config.root import Config
+from quartet.contract.status import TRAINED_ROLES, Role
+from quartet.data.prompt_contents import set_contents
 from quartet.errors import ConfigError
 from quartet.preflight import check_inputs
 from quartet.run_directory.checkpoints import MANIFEST, Checkpoint
@@ -18,7 +19,7 @@ from quartet.run_directory.identity import Identity
 from quartet.run_directory.locking_and_removal import is_used, lock_run_directory, remove_run
 from quartet.run_directory.run_files import RunFiles
 from quartet.run_directory.selection import checkpoint_at, run_files
-from quartet.types import TRAINED_ROLES, Role
+from quartet.system.durable_files import write_durably
 
 
 def fork(run: Path, which: str, name: str, overrides: list[str]) -> None:

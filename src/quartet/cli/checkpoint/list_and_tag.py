@@ -10,7 +10,9 @@ import typer
 from rich.table import Table
 
 from quartet.cli.console import make_console
-from quartet.config import Config, is_redacted, load_config, redact_url
+from quartet.config.loading import load_config
+from quartet.config.root import Config
+from quartet.config.url_redaction import is_redacted, redact_url
 from quartet.errors import ConfigError
 from quartet.run_directory.best_checkpoint import tag_best
 from quartet.run_directory.checkpoints import (

@@ -12,11 +12,13 @@ from typing import Any
 import yaml
 
 from quartet import __version__
-from quartet.config import Config, RewardSourceConfig, load_config
+from quartet.config.loading import load_config
+from quartet.config.rewards import RewardSourceConfig
+from quartet.config.root import Config
+from quartet.contract.trajectory import PromptSetContent
 from quartet.run_directory.identity import Identity, fixed_settings
 from quartet.run_directory.run_files import RunFiles
 from quartet.run_directory.step_lines import read_step_lines
-from quartet.types import PromptSetContent
 
 CARD, CURVES = "README.md", "curves.svg"
 WINDOW_STEPS = 10

@@ -52,8 +52,8 @@ def generate(
     """Complete prompts with a model, or chat with it."""
     from quartet.cli.inference.chat import chat
     from quartet.cli.inference.generate import generate as run
-    from quartet.config import check_stop_strings
-    from quartet.types import SamplingParameters
+    from quartet.config.rollout import check_stop_strings
+    from quartet.contract.generation import SamplingParameters
 
     if top_p == 0:
         raise ConfigError("--top-p 0: expected more than 0 and at most 1")

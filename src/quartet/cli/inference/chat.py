@@ -12,15 +12,18 @@ import numpy as np
 import typer
 
 from quartet.cli.inference.generate import template_inputs
-from quartet.data import PromptEncoder, PromptSettings, TemplateInputs, encode_prompts, prompt_of
-from quartet.data.chat_template import Message
+from quartet.contract.generation import GenerationRequest, SamplingParameters
+from quartet.contract.trajectory import TrajectoryId
+from quartet.data.chat_template import Message, TemplateInputs
+from quartet.data.prompt_encoding import PromptEncoder, encode_prompts
+from quartet.data.prompt_lines import prompt_of
+from quartet.data.prompt_settings import PromptSettings
 from quartet.engines.stop_strings import token_decoder
 from quartet.errors import ConfigError, DataError, InvalidRequest
 from quartet.models.generation.torch_engine import TorchEngine
 from quartet.models.weights.loading import load_causal_lm, stop_token_ids
 from quartet.models.weights.tokenizer import load_tokenizer
 from quartet.run_directory.saved_policy import policy_in
-from quartet.types import GenerationRequest, SamplingParameters, TrajectoryId
 
 RESET = "/reset"
 """Line that begins a new conversation."""

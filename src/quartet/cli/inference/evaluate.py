@@ -14,10 +14,11 @@ from rich.table import Table
 from rich.text import Text
 
 from quartet.cli.console import make_console
-from quartet.config import Config, load_config
-from quartet.engines.stop_strings import token_decoder
-from quartet.errors import ConfigError, InvalidRequest, MismatchError, ModelError
-from quartet.evaluation import (
+from quartet.config.loading import load_config
+from quartet.config.root import Config
+from quartet.contract.generation import GenerationRequest, SamplingParameters
+from quartet.contract.trajectory import Prompt, TokenBatch, Trajectory
+from quartet.data.evaluation import (
     Comparison,
     Judge,
     PromptResponses,
@@ -31,7 +32,9 @@ from quartet.evaluation import (
     texts_of,
     trajectory_id,
 )
-from quartet.hub_models import looks_local
+from quartet.engines.stop_strings import token_decoder
+from quartet.errors import ConfigError, InvalidRequest, MismatchError, ModelError
+from quartet.model_files.hub_models import looks_local
 from quartet.models.forward.scoring import response_log_probs
 from quartet.models.generation.torch_engine import TorchEngine
 from quartet.models.weights.loading import load_causal_lm, stop_token_ids
@@ -42,7 +45,6 @@ from quartet.rewards.function_worker import FunctionWorker
 from quartet.rewards.reward_source import RewardSource
 from quartet.run_directory.locking_and_removal import find_run
 from quartet.run_directory.saved_policy import policy_in
-from quartet.types import GenerationRequest, Prompt, SamplingParameters, TokenBatch, Trajectory
 
 SHOWN_PROMPTS = 3
 """Number of prompts whose responses are printed side by side."""

@@ -8,11 +8,12 @@ from typing import Any
 
 import typer
 
-from quartet.completions import complete
-from quartet.data import TemplateInputs, prompt_of, read_prompt_lines
+from quartet.api.completions import complete
+from quartet.contract.generation import SamplingParameters
+from quartet.data.chat_template import TemplateInputs
+from quartet.data.prompt_lines import prompt_of, read_prompt_lines
 from quartet.errors import ConfigError, InvalidRequest
 from quartet.run_directory.saved_policy import config_of_policy, policy_in
-from quartet.types import SamplingParameters
 
 
 def generate(

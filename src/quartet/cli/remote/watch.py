@@ -8,9 +8,9 @@ from typing import Any
 
 from quartet.cli.console import make_console
 from quartet.cli.progress_view import CURVE_STEPS, View, make_view
+from quartet.contract.control import Progress, RunState
 from quartet.errors import ServiceFailed, ServiceUnavailable
-from quartet.runs.gateway_client import Api, Event, Target, connect
-from quartet.types import Progress, RunState
+from quartet.launcher.gateway_client import Api, Event, Target, connect
 
 console = make_console()
 RECONNECT_SECONDS = 1.0

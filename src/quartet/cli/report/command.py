@@ -29,7 +29,6 @@ from quartet.cli.report.page import (
     table,
     texts,
 )
-from quartet.durable_files import write_durably
 from quartet.errors import ConfigError
 from quartet.run_directory.checkpoints import (
     DamagedCheckpoint,
@@ -41,6 +40,7 @@ from quartet.run_directory.checkpoints import (
 from quartet.run_directory.run_files import RunFiles
 from quartet.run_directory.selection import run_files
 from quartet.run_directory.step_lines import read_step_lines
+from quartet.system.durable_files import write_durably
 
 console = make_console()
 WINDOW_STEPS = 10

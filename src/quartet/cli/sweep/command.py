@@ -19,22 +19,17 @@ from rich.console import Console
 from rich.status import Status
 
 from quartet.buffer.redis_url import BUFFER_URL_VARIABLE, environment_overrides
-from quartet.child_processes import module_command, tied_to_parent
 from quartet.cli.console import make_console
 from quartet.cli.sweep.table import WIDTH, best_note, error_lines, make_table
-from quartet.config import Config, is_redacted, redact_url
+from quartet.config.root import Config
 from quartet.config.section import NAME_PATTERN
-from quartet.durable_files import storage_errors, write_durably
+from quartet.config.url_redaction import is_redacted, redact_url
 from quartet.errors import ConfigError, QuartetError, ServiceFailed
-from quartet.launcher.security_checks import check_access
-from quartet.preflight import check_gateway, check_inputs, setting_notes
-from quartet.run_directory.locking_and_removal import is_used
-from quartet.run_directory.run_files import RunFiles
-from quartet.sweep.definition import Definition, SweepFiles, check_usable, lock_sweep
-from quartet.sweep.grid import Grid, PlannedRun, describe, load_setting, parse_grid, plan_runs
-from quartet.sweep.jobs import run_jobs
-from quartet.sweep.machine import slot_environments
-from quartet.sweep.results import (
+from quartet.launcher.sweep.definition import Definition, SweepFiles, check_usable, lock_sweep
+from quartet.launcher.sweep.grid import Grid, PlannedRun, describe, load_setting, parse_grid, plan_runs
+from quartet.launcher.sweep.jobs import run_jobs
+from quartet.launcher.sweep.machine import slot_environments
+from quartet.launcher.sweep.results import (
     STOPPED,
     Direction,
     SettingResult,
@@ -44,6 +39,12 @@ from quartet.sweep.results import (
     run_result,
     setting_results,
 )
+from quartet.preflight import check_gateway, check_inputs, setting_notes
+from quartet.preflight.security_checks import check_access
+from quartet.run_directory.locking_and_removal import is_used
+from quartet.run_directory.run_files import RunFiles
+from quartet.system.child_processes import module_command, tied_to_parent
+from quartet.system.durable_files import storage_errors, write_durably
 from quartet.telemetry.step_metrics import EVALUATION_METRICS, STEP_METRICS
 
 STATUS_SECONDS = 5.0

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 
 from rich.table import Table
 
-from quartet.sweep.grid import short_keys
-from quartet.sweep.results import Estimate, SettingResult, columns
+from quartet.launcher.sweep.grid import short_keys
+from quartet.launcher.sweep.results import Estimate, SettingResult, columns
 
 MAX_SHOWN_ERRORS = 20
 WIDTH = 160

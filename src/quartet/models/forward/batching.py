@@ -15,10 +15,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from quartet.contract.arrays import IntArray
+from quartet.contract.trajectory import TokenBatch
 from quartet.errors import InvalidRequest
 from quartet.models.forward.model_capabilities import device_of
 from quartet.models.forward.packing import Packing, TokenIndices, supports_packing
-from quartet.types import IntArray, TokenBatch
 
 MAX_ATTENTION_EXPANSION = 4
 """Maximum of rows x longest in attention, as a multiple of ``max_tokens`` of a packed micro-batch."""

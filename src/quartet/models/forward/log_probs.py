@@ -14,11 +14,11 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from quartet.model_files.memory import logit_rows
 from quartet.models.forward.batching import MicroBatch
 from quartet.models.forward.model_capabilities import backbone, device_of, vocabulary_size
 from quartet.models.forward.onednn_linear import same_linear
 from quartet.models.forward.packing import hidden_states, logits_at_positions, select_positions
-from quartet.planner.memory import logit_rows
 from quartet.ppo.distributions import entropy, token_log_probs
 
 EntropyUse = Literal["none", "report", "train"]

@@ -13,8 +13,8 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
+from quartet.contract.trajectory import TokenBatch
 from quartet.errors import InvalidRequest
-from quartet.types import TokenBatch
 
 
 def attends_to_all(model: Any) -> bool:

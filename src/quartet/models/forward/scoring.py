@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from quartet.contract.arrays import FloatArray
+from quartet.contract.trajectory import TokenBatch
 from quartet.errors import ComputationFailed
 from quartet.models.forward.batching import MicroBatch, micro_batches, right_pad
 from quartet.models.forward.log_probs import forward_log_probs
@@ -19,7 +21,6 @@ from quartet.models.forward.packing import hidden_states
 from quartet.models.value_head import ValueModel
 from quartet.models.workers.shares import share_of, share_rows
 from quartet.models.workers.workers import SINGLE, Workers
-from quartet.types import FloatArray, TokenBatch
 
 
 def forward_values(value_model: ValueModel, micro_batch: MicroBatch) -> torch.Tensor:

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
+from quartet.contract.generation import EngineProperties, GenerationRequest, SamplingParameters
 from quartet.engines.engine import Cancelled, EngineResponse, TokenDecoder, TurnSource
 from quartet.errors import MismatchError
 from quartet.models.generation.merged_torch import shared_torch_engine
 from quartet.models.weights.host_tensors import host_tensor, named_weights, write_tensor
 from quartet.models.weights.lora import Adapter
-from quartet.types import EngineProperties, GenerationRequest, SamplingParameters
 from quartet.weight_transfer.digests import tensor_digest
 from quartet.weight_transfer.tensors import WeightSet
 

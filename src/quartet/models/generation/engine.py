@@ -9,9 +9,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
+from quartet.contract.arrays import FloatArray
+from quartet.contract.generation import GenerationRequest, SamplingParameters
+from quartet.contract.trajectory import TokenBatch, Trajectory
 from quartet.engines.engine import TurnSource
 from quartet.models.weights.lora import Adapter
-from quartet.types import FloatArray, GenerationRequest, SamplingParameters, TokenBatch, Trajectory
 
 Cancelled = Callable[[], bool]
 """Function that returns True once the caller no longer waits."""

@@ -13,7 +13,7 @@ import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from quartet.errors import ModelError
-from quartet.model_support import uncacheable_reason
+from quartet.model_files.model_support import uncacheable_reason
 
 # The interface of a cache layer in transformers. Its annotations allow layers without keys.
 _CacheLayer: Any = CacheLayerMixin

@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from quartet.contract.generation import EngineProperties
 from quartet.models.generation.merged_torch import shared_torch_engine
 from quartet.models.generation.torch_engine import TorchEngine
 from quartet.models.torch_threads import torch_threads
 from quartet.models.weights.loading import load_causal_lm
 from quartet.models.weights.lora import add_adapter
-from quartet.types import EngineProperties
 
 SMALL_MODEL = "a random Llama, 128 wide"
 """Model of ``try_small_model``. Narrower models get other code from matmul libraries than those of users."""

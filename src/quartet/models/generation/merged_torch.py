@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from quartet.contract.generation import GenerationRequest, SamplingParameters
+from quartet.contract.trajectory import Trajectory
 from quartet.engines.engine import TokenDecoder, TurnSource
 from quartet.models.generation.torch_engine import TorchEngine
 from quartet.models.weights.lora import Adapter
 from quartet.models.weights.merged_weights import MergedWeights
-from quartet.types import GenerationRequest, SamplingParameters, Trajectory
 
 
 class MergedTorchEngine(TorchEngine):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from quartet.types import SamplingParameters
+from quartet.contract.generation import SamplingParameters
 
 BLOCK = 128
 """Tokens whose probabilities a GPU adds up in one sum. It divides most vocabularies."""

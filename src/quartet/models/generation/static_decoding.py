@@ -23,6 +23,7 @@ from torch import nn
 from transformers import AttentionInterface
 from transformers.cache_utils import Cache
 
+from quartet.model_files.memory import CACHE_COLUMNS, graph_columns
 from quartet.models.forward.model_capabilities import (
     accepts_argument,
     attends_to_all,
@@ -34,7 +35,6 @@ from quartet.models.forward.onednn_linear import onednn_linear
 from quartet.models.forward.packing import TOLERANCE
 from quartet.models.generation.kv_cache import BufferLayer, prefill_cache
 from quartet.models.generation.recording import NotRecordable, record
-from quartet.planner.memory import CACHE_COLUMNS, graph_columns
 
 log = structlog.get_logger()
 

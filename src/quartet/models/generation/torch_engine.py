@@ -17,6 +17,9 @@ import structlog
 import torch
 from numpy.typing import NDArray
 
+from quartet.contract.generation import EngineProperties, GenerationRequest, SamplingParameters
+from quartet.contract.random_streams import uniforms
+from quartet.contract.trajectory import FinishReason, Trajectory, TrajectoryId
 from quartet.engines.engine import TokenDecoder, TurnSource
 from quartet.engines.stop_strings import StopStringCache, StopStrings
 from quartet.errors import Cancelled, ComputationFailed, InvalidRequest, ModelError
@@ -35,15 +38,6 @@ from quartet.models.generation.static_decoding import StaticDecoder, is_recordab
 from quartet.models.generation.trial import LogitDigests, trial_requests, trial_result, untried_reason
 from quartet.models.generation.validation import validate_requests
 from quartet.models.generation.window_decoding import WindowDecoder
-from quartet.random_streams import uniforms
-from quartet.types import (
-    EngineProperties,
-    FinishReason,
-    GenerationRequest,
-    SamplingParameters,
-    Trajectory,
-    TrajectoryId,
-)
 
 log = structlog.get_logger()
 

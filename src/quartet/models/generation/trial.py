@@ -13,9 +13,10 @@ import torch
 import xxhash
 from numpy.typing import NDArray
 
-from quartet.failpoints import InjectedFault, failpoint
+from quartet.contract.generation import GenerationRequest
+from quartet.contract.trajectory import TrajectoryId
 from quartet.models.forward.model_capabilities import device_of, has_experts, vocabulary_size
-from quartet.types import GenerationRequest, TrajectoryId
+from quartet.system.failpoints import InjectedFault, failpoint
 
 CPU_INFO = Path("/proc/cpuinfo")
 LIMITS = (

@@ -14,6 +14,8 @@ from typing import Any, Literal
 
 import numpy as np
 
+from quartet.contract.generation import GenerationRequest, SamplingParameters
+from quartet.contract.trajectory import Trajectory
 from quartet.engines.engine import EngineProperties, EngineResponse
 from quartet.engines.triton_properties import triton_properties
 from quartet.errors import (
@@ -31,7 +33,6 @@ from quartet.models.generation.engine import Policy
 from quartet.models.generation.lora_tensors import LoraTensors, lora_tensors
 from quartet.models.generation.triton_tensors import Dialect, Partial, Served, Tensors, dialect_of
 from quartet.models.generation.validation import trajectories, validate_requests
-from quartet.types import GenerationRequest, SamplingParameters, Trajectory
 
 POLL = 0.1
 """Seconds between checks whether the caller still waits."""

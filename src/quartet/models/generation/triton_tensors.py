@@ -16,12 +16,12 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
+from quartet.contract.generation import GenerationRequest, SamplingParameters
+from quartet.contract.random_streams import engine_seed
 from quartet.engines.engine import EngineResponse
 from quartet.engines.triton_properties import TritonDialect
 from quartet.errors import ComputationFailed, InvalidRequest, MismatchError
 from quartet.models.generation.engine import Policy
-from quartet.random_streams import engine_seed
-from quartet.types import GenerationRequest, SamplingParameters
 
 Tensors = dict[str, NDArray[Any]]
 

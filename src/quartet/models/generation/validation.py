@@ -7,11 +7,12 @@ from typing import Any
 
 import numpy as np
 
+from quartet.contract.generation import GenerationRequest, SamplingParameters
+from quartet.contract.trajectory import TokenBatch, Trajectory
 from quartet.engines.engine import EngineResponse, ServedModel, TokenDecoder
 from quartet.engines.validation import check_requests, check_response
 from quartet.models.forward.model_capabilities import max_positions, vocabulary_size
 from quartet.models.generation.engine import Policy
-from quartet.types import GenerationRequest, SamplingParameters, TokenBatch, Trajectory
 
 
 def served_model(model: Any, stop_ids: frozenset[int] = frozenset(), decode: TokenDecoder | None = None) -> ServedModel:

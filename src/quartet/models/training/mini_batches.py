@@ -9,14 +9,16 @@ from typing import Any
 import numpy as np
 import torch
 
+from quartet.contract.arrays import FloatArray
+from quartet.contract.random_streams import permutation
+from quartet.contract.trajectory import TokenBatch
+from quartet.contract.update import Experience, OptimizationSettings
 from quartet.errors import ComputationFailed, InvalidRequest
 from quartet.models.forward.batching import response_token_indices
 from quartet.models.forward.model_capabilities import check_batch, device_of
 from quartet.models.training.optimizer import apply_gradients
 from quartet.models.workers.shares import Share, share_of
 from quartet.models.workers.workers import SINGLE, Workers
-from quartet.random_streams import permutation
-from quartet.types import Experience, FloatArray, OptimizationSettings, TokenBatch
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,10 +14,10 @@ import torch
 from torch import nn
 
 from quartet.errors import ComputationFailed, ModelError
-from quartet.failpoints import failpoint
 from quartet.models.weights.saved_state import Part, SavedState, StateFile
 from quartet.models.weights.snapshot import Writer, host_copy
 from quartet.models.workers.workers import SINGLE, Workers
+from quartet.system.failpoints import failpoint
 
 OPTIMIZER_FILE = "optimizer.safetensors"
 """Name of the optimizer state in a checkpoint."""

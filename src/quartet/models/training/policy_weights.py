@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from quartet.contract.update import PolicyLossSettings
 from quartet.models.training.mini_batches import MetricSums
 from quartet.ppo.losses import loss_weights
 from quartet.ppo.rollout_correction import (
@@ -15,7 +16,6 @@ from quartet.ppo.rollout_correction import (
     off_policy_tokens,
     rejected_tokens,
 )
-from quartet.types import PolicyLossSettings
 
 MASKED_SUMS = ("off_policy_masked", "rejected")
 """Sums of tokens that ``PolicyWeights.of_loss`` adds, each for a metric with the suffix _fraction."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from quartet.contract.leader_fence import LeaderFence
+from quartet.contract.update import UpdateResult
 from quartet.errors import BufferFailed, FailedPrecondition, InvalidRequest, ServiceUnavailable
-from quartet.leader_fence import LeaderFence
-from quartet.types import UpdateResult
 
 _BEFORE_ANY_STEP = (InvalidRequest, FailedPrecondition, BufferFailed, ServiceUnavailable)
 """Errors that an update can only raise before it touches the weights."""

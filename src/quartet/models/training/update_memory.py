@@ -13,7 +13,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from quartet.contract.trajectory import TokenBatch
 from quartet.errors import ModelError
+from quartet.model_files.memory import LOGIT_COPIES, MEMORY_FRACTION, training_state
 from quartet.models.forward.batching import MicroBatch, build_micro_batch
 from quartet.models.forward.log_probs import EntropyUse, forward_log_probs, logit_chunk_tokens
 from quartet.models.forward.model_capabilities import device_of, vocabulary_size
@@ -21,8 +23,6 @@ from quartet.models.forward.packing import supports_packing
 from quartet.models.forward.scoring import forward_values
 from quartet.models.training.activation_checkpointing import activation_checkpointing, count_checkpointed_layers
 from quartet.models.workers.workers import SINGLE, Workers, local_tensor
-from quartet.planner.memory import LOGIT_COPIES, MEMORY_FRACTION, training_state
-from quartet.types import TokenBatch
 
 LONG_TRIAL_TOKENS, SHORT_TRIAL_TOKENS, SHORT_TRIAL_SEQUENCES = 40, 24, 3
 """Tokens of the trial sequences, one long and some short. Packed, they nearly reach the maximum padding in attention."""

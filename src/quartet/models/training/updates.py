@@ -13,6 +13,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from quartet.contract.arrays import FloatArray
+from quartet.contract.random_streams import selection_order
+from quartet.contract.update import Experience, OptimizationSettings, PolicyLossSettings, ValueLossSettings
 from quartet.errors import ComputationFailed, QuartetError
 from quartet.models.forward.batching import MicroBatch
 from quartet.models.forward.log_probs import EntropyUse, forward_log_probs
@@ -34,14 +37,6 @@ from quartet.ppo.losses import (
     weighted_sum,
 )
 from quartet.ppo.policy_losses import clipped
-from quartet.random_streams import selection_order
-from quartet.types import (
-    Experience,
-    FloatArray,
-    OptimizationSettings,
-    PolicyLossSettings,
-    ValueLossSettings,
-)
 
 RandomOrder = Callable[[int], np.ndarray[Any, np.dtype[np.int64]]]
 

@@ -12,9 +12,9 @@ from torch import nn
 from transformers.models.auto.auto_factory import _get_model_class
 
 from quartet.errors import ModelError
+from quartet.model_files.weight_files import TensorEntry, read_headers, same_bytes
 from quartet.models.weights.safetensors_file import DTYPES
 from quartet.models.weights.tokenizer import SAFE
-from quartet.weight_files import TensorEntry, read_headers, same_bytes
 
 log = structlog.get_logger()
 _FLOATS = frozenset({"F64", "F32", "F16", "BF16"})

@@ -22,10 +22,13 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
 )
 
-from quartet.adapter_files import adapter_base, adapter_chain, is_adapter
 from quartet.errors import ModelError
-from quartet.hub_models import model_directory
-from quartet.model_support import not_causal_reason, uncacheable_reason, unreadable_reason
+from quartet.model_files.adapter_files import adapter_base, adapter_chain, is_adapter
+from quartet.model_files.hub_models import model_directory
+from quartet.model_files.model_support import not_causal_reason, uncacheable_reason, unreadable_reason
+from quartet.model_files.sharded_files import is_sharded
+from quartet.model_files.stop_tokens import select_stop_ids
+from quartet.model_files.weight_files import read_headers
 from quartet.models.forward.model_capabilities import vocabulary_size
 from quartet.models.hf_logging import suppress_hf_logging
 from quartet.models.weights.contents import check_contents, describe_model
@@ -35,9 +38,6 @@ from quartet.models.weights.snapshot import Writer, host_state
 from quartet.models.weights.streamed_model import StreamedModel
 from quartet.models.weights.tokenizer import SAFE, explained, first_line
 from quartet.models.workers.workers import SINGLE, Workers
-from quartet.sharded_files import is_sharded
-from quartet.stop_tokens import select_stop_ids
-from quartet.weight_files import read_headers
 
 if TYPE_CHECKING:
     from quartet.models.value_head import ValueModel

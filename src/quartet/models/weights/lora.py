@@ -25,8 +25,8 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from quartet.adapter_files import CONFIG_FILE
 from quartet.errors import ModelError
+from quartet.model_files.adapter_files import CONFIG_FILE
 from quartet.models.weights.snapshot import Writer, host_copy, host_state
 
 if TYPE_CHECKING:

@@ -8,9 +8,9 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from quartet.durable_files import is_storage_error, replace_directory
 from quartet.errors import StorageFailed
 from quartet.models.hf_logging import suppress_hf_logging
+from quartet.system.durable_files import is_storage_error, replace_directory
 
 Writer = Callable[[Path], None]
 """Function that writes part of a model into an existing directory, on any thread. Call it at most once."""

@@ -12,8 +12,8 @@ from typing import Any
 import transformers
 
 from quartet.errors import ModelError
-from quartet.hub_models import model_directory
-from quartet.tokenizer_check import check_tokenizer, tokenizer_location
+from quartet.model_files.hub_models import model_directory
+from quartet.model_files.tokenizer_check import check_tokenizer, tokenizer_location
 
 SAFE = {"trust_remote_code": False}
 """Options of every load: never run code from a checkpoint."""

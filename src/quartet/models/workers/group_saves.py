@@ -18,17 +18,10 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from quartet.domain_errors import domain_error
-from quartet.durable_files import (
-    create_replacement,
-    describe_files,
-    install_replacement,
-    is_storage_error,
-    remove_replacement,
-    sha256,
-    temporary_directory,
-)
+from quartet.contract.domain_errors import domain_error
+from quartet.contract.weights import SavedFile
 from quartet.errors import MismatchError, QuartetError, ServiceFailed, StorageFailed
+from quartet.model_files.sharded_files import FOLDER, GROUPS_FILE, rank_file
 from quartet.models.hf_logging import suppress_hf_logging
 from quartet.models.training.optimizer import MasterWeightAdamW, optimizer_parts, parameter_groups
 from quartet.models.weights.lora import Adapter
@@ -38,8 +31,15 @@ from quartet.models.weights.streamed_model import StreamedModel
 from quartet.models.workers.group import WorkerGroup
 from quartet.models.workers.sharded_checkpoint import OPTIMIZER, WEIGHTS, write_parts
 from quartet.models.workers.sharding import host_parts, part_of
-from quartet.sharded_files import FOLDER, GROUPS_FILE, rank_file
-from quartet.types import SavedFile
+from quartet.system.durable_files import (
+    create_replacement,
+    describe_files,
+    install_replacement,
+    is_storage_error,
+    remove_replacement,
+    sha256,
+    temporary_directory,
+)
 
 log = structlog.get_logger()
 

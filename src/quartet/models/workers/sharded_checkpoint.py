@@ -31,11 +31,11 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 from torch.futures import Future
 
-from quartet.domain_errors import domain_error
+from quartet.contract.domain_errors import domain_error
 from quartet.errors import ModelError
+from quartet.model_files.sharded_files import FOLDER, GROUPS_FILE, rank_files
 from quartet.models.weights.safetensors_file import DTYPES, SafetensorsFile
 from quartet.models.weights.saved_state import Part, read_block
-from quartet.sharded_files import FOLDER, GROUPS_FILE, rank_files
 
 WEIGHTS, OPTIMIZER = "weights.", "optimizer."
 """Prefixes of the names of tensors in a checkpoint."""

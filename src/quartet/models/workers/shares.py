@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from quartet.contract.arrays import IntArray
+from quartet.contract.trajectory import TokenBatch
 from quartet.models.forward.batching import MicroBatch, build_micro_batch, plan_micro_batches
 from quartet.models.forward.model_capabilities import device_of
 from quartet.models.forward.packing import supports_packing
 from quartet.models.workers.workers import Workers, split_by_tokens
-from quartet.types import IntArray, TokenBatch
 
 Rows = IntArray | NDArray[np.int64]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from quartet.types import Role
+from quartet.contract.status import Role
 
 GATEWAY = "gateway"
 """The gateway."""

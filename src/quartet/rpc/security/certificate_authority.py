@@ -13,7 +13,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from quartet.secret_files import AUTHORITY, CERTIFICATE, KEY
+from quartet.system.secret_files import AUTHORITY, CERTIFICATE, KEY
 
 SLACK = timedelta(minutes=5)
 """Tolerance for clocks that differ."""

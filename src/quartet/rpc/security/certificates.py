@@ -8,10 +8,10 @@ from pathlib import Path
 from cryptography import x509
 from cryptography.exceptions import InvalidSignature
 
-from quartet.config import SecurityConfig
+from quartet.config.deployment import SecurityConfig
 from quartet.errors import ConfigError
 from quartet.rpc.security.credentials import DOMAIN, Credentials
-from quartet.secret_files import AUTHORITY, CERTIFICATE
+from quartet.system.secret_files import AUTHORITY, CERTIFICATE
 
 
 def check_certificates(certificates: Path, processes: Iterable[str]) -> None:

@@ -18,12 +18,13 @@ from typing import cast
 import grpc
 import structlog
 
-from quartet.config import NAME_PATTERN, SecurityConfig
+from quartet.config.deployment import SecurityConfig
+from quartet.config.section import NAME_PATTERN
 from quartet.errors import ConfigError, InvalidRequest
 from quartet.rpc.call_interceptors import CallContext, CallInterceptor, Metadata
 from quartet.rpc.limits import CHANNEL_OPTIONS
 from quartet.rpc.security.allow_list import CALLERS, OPERATOR, may_call
-from quartet.secret_files import AUTHORITY, CERTIFICATE, KEY, read_token
+from quartet.system.secret_files import AUTHORITY, CERTIFICATE, KEY, read_token
 
 log = structlog.get_logger()
 

@@ -10,8 +10,8 @@ from contextlib import suppress
 
 import structlog
 
+from quartet.contract.control import Alert
 from quartet.telemetry.sinks.sink import Sink
-from quartet.types import Alert
 
 log = structlog.get_logger()
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from quartet.config import Config
+from quartet.config.root import Config
 from quartet.errors import ConfigError
 from quartet.run_directory.run_files import RunFiles
 

@@ -7,9 +7,9 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from quartet.config import MLflowConfig
+from quartet.config.telemetry import MLflowConfig
+from quartet.contract.control import Alert
 from quartet.telemetry.sinks.sink import with_prefix
-from quartet.types import Alert
 
 TAG = "quartet.run"
 """Tag of an MLflow run that contains the id of the Quartet run."""

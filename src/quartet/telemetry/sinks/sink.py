@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Protocol
 
-from quartet.types import Alert
+from quartet.contract.control import Alert
 
 
 class Sink(Protocol):

@@ -14,8 +14,8 @@ from tensorboardX.proto.summary_pb2 import Summary
 from tensorboardX.record_writer import masked_crc32c
 from tensorboardX.summary import text
 
+from quartet.contract.control import Alert
 from quartet.telemetry.sinks.sink import with_prefix
-from quartet.types import Alert
 
 
 class TensorBoard:

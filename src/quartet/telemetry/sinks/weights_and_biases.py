@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from quartet.config import WandbConfig
+from quartet.config.telemetry import WandbConfig
+from quartet.contract.control import Alert
 from quartet.telemetry.sinks.sink import with_prefix
-from quartet.types import Alert
 
 
 class WeightsAndBiases:

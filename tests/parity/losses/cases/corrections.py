@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from quartet.config.policy_losses import BUILT_IN_POLICY_LOSSES
+from quartet.contract.update import RejectionRule, RolloutCorrection
 from quartet.ppo.rollout_correction import (
     geometric_mean_weights,
     importance_metrics,
@@ -17,7 +18,6 @@ from quartet.ppo.rollout_correction import (
     off_policy_tokens,
     rejected_tokens,
 )
-from quartet.types import RejectionRule, RolloutCorrection
 from tests.parity.losses.batch import Batch
 from tests.parity.losses.case import Case, Group, Results, unique
 from tests.parity.losses.cases.policy_losses import OFF

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from quartet.config import AlgorithmConfig
+from quartet.config.algorithm import AlgorithmConfig
 from quartet.services.orchestrator.algorithm.experience import prepare_step
 from tests.services.orchestrator.algorithm.test_experience import LIMIT, moments, scored
 

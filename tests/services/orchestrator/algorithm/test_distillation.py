@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from quartet.config import AlgorithmConfig, parse_config
+from quartet.config.algorithm import AlgorithmConfig
 from quartet.config.estimators import BUILT_IN_ESTIMATORS
+from quartet.config.loading import parse_config
 from quartet.services.orchestrator.algorithm.experience import PreparedStep, prepare_step
 from quartet.services.orchestrator.algorithm.state import AlgorithmState
 from quartet.services.orchestrator.rollout.scoring import ScoredTrajectory

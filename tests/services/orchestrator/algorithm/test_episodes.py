@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from quartet.config import AlgorithmConfig
+from quartet.config.algorithm import AlgorithmConfig
+from quartet.contract.trajectory import FinishReason, Segment, SegmentRole, Trajectory, TrajectoryId
 from quartet.services.orchestrator.algorithm.experience import PreparedStep, prepare_step
 from quartet.services.orchestrator.rollout.scoring import ScoredTrajectory
-from quartet.types import FinishReason, Segment, SegmentRole, Trajectory, TrajectoryId
 from tests.services.orchestrator.algorithm.test_experience import moments
 
 LIMIT, BETA, GAMMA, LAMBDA = 30, 0.1, 0.9, 0.8

@@ -13,13 +13,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from quartet.config import AlgorithmConfig
+from quartet.config.algorithm import AlgorithmConfig
+from quartet.contract.trajectory import FinishReason, Trajectory, TrajectoryId
 from quartet.errors import ConfigError
 from quartet.ppo.rewards import RunningMoments
 from quartet.services.orchestrator.algorithm.experience import PreparedStep, prepare_step, response_metrics
 from quartet.services.orchestrator.checkpointing.step_artifacts import token_arrays
 from quartet.services.orchestrator.rollout.scoring import ScoredTrajectory
-from quartet.types import FinishReason, Trajectory, TrajectoryId
 
 check = settings(max_examples=60, deadline=None, derandomize=True)
 LIMIT = 8

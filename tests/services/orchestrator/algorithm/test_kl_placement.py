@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 import yaml
 
-from quartet.config import Config, parse_config
+from quartet.config.loading import parse_config
+from quartet.config.root import Config
+from quartet.contract.trajectory import FinishReason, Trajectory, TrajectoryId
 from quartet.preflight import setting_notes
 from quartet.services.orchestrator.algorithm.experience import prepare_step
 from quartet.services.orchestrator.algorithm.update_request import policy_loss_of
 from quartet.services.orchestrator.rollout.scoring import ScoredTrajectory
-from quartet.types import FinishReason, Trajectory, TrajectoryId
 
 
 def config(**algorithm: Any) -> Config:

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from quartet.config import Config, parse_config
+from quartet.config.loading import parse_config
+from quartet.config.root import Config
 from quartet.services.orchestrator.algorithm.state import AlgorithmState
 from quartet.services.orchestrator.algorithm.update_request import policy_loss_of
 

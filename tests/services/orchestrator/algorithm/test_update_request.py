@@ -9,21 +9,23 @@ from typing import Any
 import pytest
 
 from quartet import codec
-from quartet.config import MAX_SETTING, Config, parse_config
-from quartet.errors import ConfigError
-from quartet.services.orchestrator.algorithm.update_request import (
-    learning_rate_at,
-    optimization_at,
-    policy_loss_of,
-    value_loss_of,
-)
-from quartet.types import (
+from quartet.config.loading import parse_config
+from quartet.config.root import Config
+from quartet.config.section import MAX_SETTING
+from quartet.contract.update import (
     OptimizationSettings,
     PolicyLossSettings,
     RejectionRule,
     RolloutCorrection,
     UpdateRequest,
     ValueLossSettings,
+)
+from quartet.errors import ConfigError
+from quartet.services.orchestrator.algorithm.update_request import (
+    learning_rate_at,
+    optimization_at,
+    policy_loss_of,
+    value_loss_of,
 )
 
 

@@ -8,13 +8,13 @@ from typing import Any, cast
 
 import pytest
 
-from quartet.config import parse_config
+from quartet.config.loading import parse_config
+from quartet.contract.status import Role
 from quartet.errors import OutOfMemory, QuartetError, ServiceFailed, StorageFailed
 from quartet.run_directory.run_files import RunFiles
 from quartet.services.orchestrator.checkpointing.checkpoint_scheduler import CheckpointScheduler
 from quartet.services.orchestrator.control.progress import ProgressBoard
 from quartet.services.orchestrator.telemetry.step_profiler import StepProfiler
-from quartet.types import Role
 from tests.services.orchestrator.checkpointing.test_checkpoint_writer import Saver
 
 

@@ -12,13 +12,14 @@ from typing import Any
 
 import pytest
 
-from quartet.durable_files import describe_files
+from quartet.contract.status import Role
+from quartet.contract.weights import SavedFile, SaveKind
 from quartet.errors import MismatchError, ServiceFailed, ServiceUnavailable, StorageFailed
 from quartet.run_directory.checkpoints import checkpoint_folders, delete_checkpoint, read_checkpoint, tagged_checkpoints
 from quartet.run_directory.run_files import RunFiles
 from quartet.services.orchestrator.checkpointing import checkpoint_writer as module
 from quartet.services.orchestrator.checkpointing.checkpoint_writer import CheckpointWriter
-from quartet.types import Role, SavedFile, SaveKind
+from quartet.system.durable_files import describe_files
 from tests.services.orchestrator.fake_services import FakeCall
 from tests.waiting import LIMIT
 

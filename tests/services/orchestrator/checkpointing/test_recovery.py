@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from quartet import errors
-from quartet.config import RecoveryConfig
+from quartet.config.deployment import RecoveryConfig
 from quartet.services.orchestrator.checkpointing.recovery import TRANSIENT_ERRORS, RecoveryAttempts
 
 PERMANENT = (

@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
+from quartet.contract.trajectory import FinishReason, Outcome, Segment, SegmentRole, Trajectory, VersionSpan
 from quartet.errors import ServiceFailed
 from quartet.services.orchestrator.checkpointing.step_artifacts import failed_trajectory_rows, trajectory_rows
 from quartet.services.orchestrator.rollout.collector import CollectedStep
 from quartet.services.orchestrator.rollout.scoring_queue import FailedTrajectory
-from quartet.types import FinishReason, Outcome, Segment, SegmentRole, Trajectory, VersionSpan
 from tests.buffer.samples import trajectory
 
 OLD, NEW = bytes(range(16)), bytes(range(16, 32))

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from quartet.config import GuardsConfig
+from quartet.config.guards import GuardsConfig
+from quartet.contract.control import Alert
 from quartet.services.orchestrator.control.guards import Guards
-from quartet.types import Alert
 
 HEALTHY = {
     "reward_mean": 1.0,

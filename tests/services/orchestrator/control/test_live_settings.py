@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from quartet.config import parse_config
+from quartet.config.loading import parse_config
 from quartet.errors import InvalidRequest
 from quartet.run_directory.run_files import RunFiles
 from quartet.services.orchestrator.control.live_settings import LiveSettings

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from quartet.config import parse_config
+from quartet.config.loading import parse_config
+from quartet.contract.control import Alert, Progress, RunState
 from quartet.errors import Cancelled, ServiceUnavailable
 from quartet.rpc.clients import OrchestratorClient
 from quartet.rpc.server import Server
@@ -20,7 +21,6 @@ from quartet.services.orchestrator.control.live_settings import LiveSettings
 from quartet.services.orchestrator.control.progress import HISTORY, ProgressBoard
 from quartet.services.orchestrator.control.run_control import RunControl
 from quartet.services.orchestrator.servicer import OrchestratorServicer
-from quartet.types import Alert, Progress, RunState
 from tests.waiting import LIMIT
 
 

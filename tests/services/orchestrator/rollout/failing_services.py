@@ -9,19 +9,13 @@ from typing import Any
 import numpy as np
 
 from quartet.buffer.rollout_stream import RolloutStream
-from quartet.config import RecoveryConfig
+from quartet.config.deployment import RecoveryConfig
+from quartet.contract.generation import GenerationBatch, GenerationRequest, SamplingParameters
+from quartet.contract.status import Role
+from quartet.contract.trajectory import Scores, TokenBatch, Trajectory
 from quartet.errors import QuartetError
 from quartet.services.orchestrator.rollout.collector import CollectedStep, Collector, ReplacementRule
 from quartet.services.orchestrator.rollout.scoring import ScoringServices
-from quartet.types import (
-    GenerationBatch,
-    GenerationRequest,
-    Role,
-    SamplingParameters,
-    Scores,
-    TokenBatch,
-    Trajectory,
-)
 from tests.buffer.samples import trajectory
 from tests.services.orchestrator.fake_services import FakeCall, FakeGeneration, responses
 

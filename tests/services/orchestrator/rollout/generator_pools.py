@@ -11,7 +11,10 @@ import numpy as np
 import pytest
 
 from quartet.buffer.rollout_stream import RolloutStream
-from quartet.config import Config
+from quartet.config.root import Config
+from quartet.contract.generation import GenerationBatch, SamplingParameters, requests_of
+from quartet.contract.status import Role
+from quartet.contract.trajectory import Prompt, Trajectory, TrajectoryId
 from quartet.errors import Cancelled
 from quartet.models.generation.detached_torch import DetachedTorchEngine
 from quartet.rpc.compute_thread import ComputeThread
@@ -20,15 +23,6 @@ from quartet.rpc.server import Server
 from quartet.services.generator.factory import build_generator
 from quartet.services.orchestrator.rollout.generation import PendingTrajectories
 from quartet.services.orchestrator.rollout.generator_pool import GeneratorPool
-from quartet.types import (
-    GenerationBatch,
-    Prompt,
-    Role,
-    SamplingParameters,
-    Trajectory,
-    TrajectoryId,
-    requests_of,
-)
 from tests.services.model_services import Services, start_generation
 from tests.waiting import LIMIT
 

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
+from quartet.contract.status import GeneratorState
 from quartet.errors import WeightsChanged
 from quartet.models.generation.detached_torch import DetachedTorchEngine
 from quartet.services.generator import attestation
 from quartet.services.orchestrator.rollout.generator_pool import GeneratorPool
-from quartet.types import GeneratorState
 from tests.services.orchestrator.rollout.generator_pools import Gate, Generators, contents, wait
 from tests.services.orchestrator.rollout.test_generator_pool import generators as generators
 from tests.waiting import wait_until

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 
 from quartet.buffer.rollout_stream import RolloutStream
+from quartet.contract.trajectory import TokenBatch, Trajectory, VersionSpan
 from quartet.errors import BufferFailed, ConfigError, ServiceFailed
 from quartet.services.orchestrator.rollout.collector import CollectedStep, Collector
 from quartet.services.orchestrator.rollout.scoring import Scoring, ScoringServices
 from quartet.services.orchestrator.rollout.scoring_queue import max_batches_in_flight
 from quartet.services.orchestrator.service_clients import wait_for_all, wait_until_ended
-from quartet.types import TokenBatch, Trajectory, VersionSpan
 from tests.buffer.samples import trajectory
 from tests.services.orchestrator.fake_services import FakeCall, FakeGeneration, Scorer, responses
 from tests.services.orchestrator.rollout.failing_services import batch_of, ended_generation

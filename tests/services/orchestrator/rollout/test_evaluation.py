@@ -14,9 +14,11 @@ import pytest
 from quartet.buffer.connection import Redis
 from quartet.buffer.rollout_stream import RolloutStream
 from quartet.cli.inference.evaluate import compare_with_initial
-from quartet.config import Config
+from quartet.config.root import Config
+from quartet.contract.status import Role
+from quartet.contract.trajectory import FinishReason, TokenBatch, Trajectory
+from quartet.data.evaluation import greedy_sampling, read_validation_prompts, row, run_sampling, stream_name, summarize
 from quartet.errors import ComputationFailed, ConfigError, FailedPrecondition
-from quartet.evaluation import greedy_sampling, read_validation_prompts, row, run_sampling, stream_name, summarize
 from quartet.rpc.clients import GenerationClient
 from quartet.run_directory.run_files import RunFiles
 from quartet.run_directory.step_lines import read_step_lines
@@ -27,7 +29,6 @@ from quartet.services.orchestrator.rollout.scoring import ScoringServices
 from quartet.services.orchestrator.telemetry.run_outputs import RunTelemetry
 from quartet.services.orchestrator.telemetry.step_profiler import ignore_call
 from quartet.services.orchestrator.telemetry.timeline import Timeline
-from quartet.types import FinishReason, Role, TokenBatch, Trajectory
 from tests.buffer.samples import trajectory
 from tests.services.model_services import Services, save_checkpoint, start_generation
 from tests.unit.models import tiny

@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 
 from quartet.buffer.rollout_stream import RolloutStream
-from quartet.config import OutcomeConfig, OutcomesConfig
+from quartet.config.deployment import OutcomeConfig, OutcomesConfig
+from quartet.contract.trajectory import FinishReason, Outcome, Trajectory
 from quartet.errors import ComputationFailed, ScorerFailed, ServiceFailed, TooManyFailedTrajectories
 from quartet.services.orchestrator.rollout.collector import Collector
 from quartet.services.orchestrator.rollout.scoring import ScoringServices
-from quartet.types import FinishReason, Outcome, Trajectory
 from tests.services.orchestrator.rollout.failing_services import (
     Actor,
     FailingScorer,

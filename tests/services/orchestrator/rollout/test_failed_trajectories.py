@@ -10,6 +10,7 @@ import pytest
 import structlog
 
 from quartet.buffer.rollout_stream import RolloutStream
+from quartet.contract.trajectory import Trajectory, TrajectoryId
 from quartet.errors import (
     BufferFailed,
     ComputationFailed,
@@ -19,7 +20,6 @@ from quartet.errors import (
     ServiceUnavailable,
     TooManyFailedTrajectories,
 )
-from quartet.types import Trajectory, TrajectoryId
 from tests.services.orchestrator.rollout.failing_services import (
     ALWAYS,
     SERVICES,

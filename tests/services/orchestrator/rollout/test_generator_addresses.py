@@ -12,14 +12,16 @@ from typing import Any
 import grpc
 import pytest
 
-from quartet.config import TimeoutsConfig, parse_config
+from quartet.config.deployment import TimeoutsConfig
+from quartet.config.loading import parse_config
+from quartet.contract.generation import EngineProperties
+from quartet.contract.status import Role, ServiceStatus
 from quartet.errors import QuartetError
 from quartet.rpc.clients import GenerationClient
 from quartet.rpc.server import Server
 from quartet.services.orchestrator.rollout import generator_members
 from quartet.services.orchestrator.rollout.generator_members import Member, Members
 from quartet.services.orchestrator.rollout.generator_pool import GeneratorPool
-from quartet.types import EngineProperties, Role, ServiceStatus
 from tests.e2e.commands import ends
 from tests.waiting import LIMIT, wait_until
 

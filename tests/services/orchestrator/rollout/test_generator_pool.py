@@ -13,7 +13,10 @@ import numpy as np
 import pytest
 
 from quartet.buffer.rollout_stream import RolloutStream
-from quartet.config import Config
+from quartet.config.root import Config
+from quartet.contract.generation import EngineProperties, GenerationBatch, requests_of
+from quartet.contract.status import GeneratorState
+from quartet.contract.trajectory import Trajectory, TrajectoryId
 from quartet.errors import BufferFailed, Cancelled, ComputationFailed, InvalidRequest, QuartetError, ServiceUnavailable
 from quartet.models.generation.detached_torch import DetachedTorchEngine
 from quartet.preflight import generator_check
@@ -23,14 +26,6 @@ from quartet.services.orchestrator.rollout.collector import Collector
 from quartet.services.orchestrator.rollout.generator_members import Member
 from quartet.services.orchestrator.rollout.generator_pool import MAX_FAILURES
 from quartet.services.orchestrator.rollout.scoring import ScoringServices
-from quartet.types import (
-    EngineProperties,
-    GenerationBatch,
-    GeneratorState,
-    Trajectory,
-    TrajectoryId,
-    requests_of,
-)
 from tests.services.model_services import Services
 from tests.services.orchestrator.fake_services import Scorer
 from tests.services.orchestrator.rollout.generator_pools import (

@@ -11,7 +11,10 @@ import pytest
 
 from quartet.buffer.connection import Redis
 from quartet.buffer.rollout_stream import RolloutStream
-from quartet.config import Config
+from quartet.config.root import Config
+from quartet.contract.generation import GenerationBatch, SamplingParameters, requests_of
+from quartet.contract.status import Role, ServiceStatus
+from quartet.contract.trajectory import Trajectory, VersionSpan
 from quartet.engines.engine import ServedModel
 from quartet.errors import BufferFailed, MismatchError, ServiceFailed, ServiceUnavailable
 from quartet.rpc.clients import ActorClient, WeightClient
@@ -22,15 +25,6 @@ from quartet.services.orchestrator.checkpointing.step_artifacts import in_flight
 from quartet.services.orchestrator.rollout.collector import CollectedStep, Collector
 from quartet.services.orchestrator.rollout.generator_pool import GeneratorPool
 from quartet.services.orchestrator.rollout.scoring import ScoringServices
-from quartet.types import (
-    GenerationBatch,
-    Role,
-    SamplingParameters,
-    ServiceStatus,
-    Trajectory,
-    VersionSpan,
-    requests_of,
-)
 from quartet.weight_transfer.receiver import WeightMirror
 from tests.buffer.samples import trajectory
 from tests.services.in_flight_engine import SECONDS, InFlightEngine

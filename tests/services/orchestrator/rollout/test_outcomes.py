@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from quartet.buffer.rollout_stream import RolloutStream
-from quartet.config import RecoveryConfig
+from quartet.config.deployment import RecoveryConfig
+from quartet.contract.trajectory import FAILURES, Outcome, Scores, TokenBatch
 from quartet.errors import ScorerFailed, ServiceFailed, TooManyFailedTrajectories
 from quartet.services.orchestrator.checkpointing.step_artifacts import outcome_metrics
 from quartet.services.orchestrator.rollout.collector import Collector
 from quartet.services.orchestrator.rollout.scoring import ScoringServices
-from quartet.types import FAILURES, Outcome, Scores, TokenBatch
 from tests.services.orchestrator.rollout.failing_services import (
     ALWAYS,
     Actor,

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from quartet.codec import WeightUpdate
+from quartet.contract.status import GeneratorState, Role
 from quartet.errors import ServiceFailed, ServiceUnavailable, StaleLeaderEpoch
 from quartet.models.generation.detached_torch import DetachedTorchEngine
 from quartet.services.generator.generator import Generator
 from quartet.services.orchestrator.rollout import generator_members
 from quartet.services.orchestrator.rollout.generator_members import Member
 from quartet.services.orchestrator.rollout.generator_pool import MAX_FAILURES, GeneratorPool
-from quartet.types import GeneratorState, Role
 from tests.services.orchestrator.rollout.generator_pools import (
     SECONDS,
     Generators,

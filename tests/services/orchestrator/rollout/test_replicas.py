@@ -9,7 +9,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from quartet.config import TimeoutsConfig
+from quartet.config.deployment import TimeoutsConfig
+from quartet.contract.arrays import FloatArray
+from quartet.contract.status import Role, ServiceStatus
+from quartet.contract.trajectory import TokenBatch
+from quartet.contract.weights import ReferenceVersion
 from quartet.errors import (
     Cancelled,
     ComputationFailed,
@@ -25,7 +29,6 @@ from quartet.rpc.server import Server
 from quartet.services.orchestrator.rollout import replicas as module
 from quartet.services.orchestrator.rollout.replicas import ReferenceReplicas
 from quartet.services.reference.servicer import ReferenceServicer
-from quartet.types import FloatArray, ReferenceVersion, Role, ServiceStatus, TokenBatch
 from tests.e2e.commands import ends
 from tests.unit.models import tiny
 from tests.waiting import LIMIT, wait_until

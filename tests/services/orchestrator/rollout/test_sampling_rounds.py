@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 
 from quartet.buffer.rollout_stream import RolloutStream
-from quartet.config import RolloutConfig
-from quartet.data import PromptOrder, PromptSequence
+from quartet.config.rollout import RolloutConfig
+from quartet.contract.generation import GenerationBatch
+from quartet.contract.trajectory import Prompt, Scores, TokenBatch
+from quartet.data.prompt_order import PromptOrder, PromptSequence
 from quartet.errors import ComputationFailed, TooManyEqualGroups
 from quartet.services.orchestrator.rollout.collector import (
     CollectedStep,
@@ -19,7 +21,6 @@ from quartet.services.orchestrator.rollout.collector import (
 )
 from quartet.services.orchestrator.rollout.sampling_rounds import SamplingRounds
 from quartet.services.orchestrator.rollout.scoring import ScoredTrajectory, ScoringServices
-from quartet.types import GenerationBatch, Prompt, Scores, TokenBatch
 from tests.buffer.samples import trajectory
 from tests.services.orchestrator.fake_services import FakeGeneration
 from tests.services.orchestrator.rollout.failing_services import (

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from quartet.buffer.rollout_stream import RolloutStream
-from quartet.config import RecoveryConfig
+from quartet.config.deployment import RecoveryConfig
 from quartet.errors import (
     Cancelled,
     ComputationFailed,

@@ -8,8 +8,11 @@ import numpy as np
 import pytest
 
 from quartet.buffer.rollout_stream import RolloutStream
-from quartet.config import RecoveryConfig, RolloutConfig
-from quartet.data import PromptOrder, PromptSequence
+from quartet.config.deployment import RecoveryConfig
+from quartet.config.rollout import RolloutConfig
+from quartet.contract.generation import GenerationBatch
+from quartet.contract.trajectory import Outcome, Prompt, TrajectoryId
+from quartet.data.prompt_order import PromptOrder, PromptSequence
 from quartet.errors import ConfigError, QuartetError, ServiceFailed, TooManyFailedTrajectories
 from quartet.services.orchestrator.checkpointing.step_artifacts import failed_trajectories_note
 from quartet.services.orchestrator.rollout.collector import (
@@ -22,7 +25,6 @@ from quartet.services.orchestrator.rollout.prompt_failures import PromptFailures
 from quartet.services.orchestrator.rollout.sampling_rounds import SamplingRounds
 from quartet.services.orchestrator.rollout.scoring import ScoringServices
 from quartet.services.orchestrator.rollout.scoring_queue import FailedTrajectory
-from quartet.types import GenerationBatch, Outcome, Prompt, TrajectoryId
 from tests.services.orchestrator.fake_services import FakeGeneration
 from tests.services.orchestrator.rollout.failing_services import (
     ALWAYS,

@@ -7,8 +7,9 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from quartet.types import GenerationRequest, Prompt, requests_of
-from quartet.work_split import by_expected_length, split_by_rule, take_by_load
+from quartet.contract.generation import GenerationRequest, requests_of
+from quartet.contract.trajectory import Prompt
+from quartet.contract.work_split import by_expected_length, split_by_rule, take_by_load
 
 
 def requests(prompts: int, samples: int) -> list[GenerationRequest]:

@@ -14,7 +14,10 @@ import torch
 
 from quartet.buffer.connection import Redis
 from quartet.buffer.rollout_stream import RolloutStream
-from quartet.config import Config
+from quartet.config.root import Config
+from quartet.contract.generation import GenerationBatch, GenerationRequest, SamplingParameters, requests_of
+from quartet.contract.status import Role, ServiceStatus
+from quartet.contract.trajectory import Prompt, Trajectory
 from quartet.engines.engine import Cancelled, EngineResponse
 from quartet.errors import MismatchError
 from quartet.models.generation.detached_torch import DetachedTorchEngine
@@ -26,16 +29,6 @@ from quartet.services.generator.servicer import GeneratorServicer
 from quartet.services.orchestrator.rollout.collector import Collector
 from quartet.services.orchestrator.rollout.generator_pool import GeneratorPool
 from quartet.services.orchestrator.rollout.scoring import ScoringServices
-from quartet.types import (
-    GenerationBatch,
-    GenerationRequest,
-    Prompt,
-    Role,
-    SamplingParameters,
-    ServiceStatus,
-    Trajectory,
-    requests_of,
-)
 from quartet.weight_transfer.receiver import WeightMirror
 from quartet.weight_transfer.tensors import WeightSet
 from tests.services.model_services import TIMEOUTS, Services

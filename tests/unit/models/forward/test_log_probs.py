@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
+from quartet.model_files import memory
 from quartet.models.forward.batching import build_micro_batch
 from quartet.models.forward.log_probs import EntropyUse, forward_log_probs
-from quartet.planner import memory
 from tests.unit.models import tiny
 
 PROMPTS, RESPONSES = [3, 9, 1, 5], [7, 2, 11, 1]

@@ -11,6 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional
 
+from quartet.contract.update import ValueLossSettings
+from quartet.model_files import memory
 from quartet.models.forward import onednn_linear as module
 from quartet.models.forward.onednn_linear import is_needed, linear, onednn_linear
 from quartet.models.forward.scoring import response_log_probs, response_values, sequence_scores
@@ -20,8 +22,6 @@ from quartet.models.training.activation_checkpointing import activation_checkpoi
 from quartet.models.training.optimizer import create_optimizer
 from quartet.models.training.updates import update_policy, update_value
 from quartet.models.value_head import ValueModel
-from quartet.planner import memory
-from quartet.types import ValueLossSettings
 from tests.unit.models import tiny, updates
 
 pytestmark = pytest.mark.skipif(

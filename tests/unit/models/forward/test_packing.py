@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 import torch
 
+from quartet.contract.trajectory import TokenBatch
 from quartet.models.forward import packing as packing_module
 from quartet.models.forward.batching import build_micro_batch, iter_micro_batches, micro_batches
 from quartet.models.forward.log_probs import forward_log_probs
 from quartet.models.forward.packing import ATTENTION_NAME, Packing, hidden_states, supports_packing
 from quartet.models.forward.scoring import response_log_probs
 from quartet.models.value_head import ValueModel
-from quartet.types import TokenBatch
 from tests.unit.models import tiny
 
 PROMPTS, RESPONSES = [3, 9, 1, 5], [7, 2, 11, 1]

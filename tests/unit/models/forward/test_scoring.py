@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from quartet.contract.trajectory import TokenBatch
 from quartet.errors import ComputationFailed, InvalidRequest
 from quartet.models.forward.batching import build_micro_batch
 from quartet.models.forward.scoring import (
@@ -15,7 +16,6 @@ from quartet.models.forward.scoring import (
     sequence_scores,
 )
 from quartet.models.value_head import ValueModel
-from quartet.types import TokenBatch
 from tests.unit.models import tiny
 
 PROMPTS, RESPONSES = [3, 1, 7, 4, 2, 9], [5, 8, 1, 6, 2, 11]

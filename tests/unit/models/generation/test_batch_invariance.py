@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 import torch
 
+from quartet.contract.generation import GenerationRequest
+from quartet.contract.trajectory import Trajectory
 from quartet.models.generation import torch_engine as engine_module
 from quartet.models.generation.static_decoding import padded_rows
 from quartet.models.generation.torch_engine import TorchEngine
 from quartet.models.torch_threads import torch_threads
 from quartet.models.weights.lora import add_adapter
-from quartet.types import GenerationRequest, Trajectory
 from tests.unit.models import tiny
 
 STOPS = frozenset({tiny.EOS, 7, 9})

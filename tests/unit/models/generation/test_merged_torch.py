@@ -10,12 +10,13 @@ import pytest
 import torch
 import transformers
 
+from quartet.contract.generation import SamplingParameters
+from quartet.contract.trajectory import Trajectory
 from quartet.errors import ModelError
 from quartet.models.generation.detached_torch import DetachedTorchEngine
 from quartet.models.generation.merged_torch import MergedTorchEngine
 from quartet.models.generation.torch_engine import TorchEngine
 from quartet.models.weights.host_tensors import named_weights
-from quartet.types import SamplingParameters, Trajectory
 from tests.unit.models import tiny
 from tests.unit.models.adapters import adapted, learn, same, snapshot, weight_set
 from tests.unit.models.saving import save_policy

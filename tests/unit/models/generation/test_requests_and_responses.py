@@ -11,6 +11,9 @@ import numpy as np
 import pytest
 import torch
 
+from quartet.contract.generation import GenerationRequest, SamplingParameters
+from quartet.contract.random_streams import engine_seed
+from quartet.contract.trajectory import FinishReason, TokenBatch, TrajectoryId
 from quartet.errors import ComputationFailed, ConfigError, InvalidRequest, MismatchError, ModelError
 from quartet.models.forward.scoring import response_log_probs
 from quartet.models.generation.engine import Policy
@@ -19,8 +22,6 @@ from quartet.models.generation.triton_server import TritonEngine, TritonServer
 from quartet.models.generation.triton_tensors import Dialect, Partial, Served, dialect_of
 from quartet.models.generation.validation import EngineResponse, trajectories
 from quartet.models.weights.lora import add_adapter
-from quartet.random_streams import engine_seed
-from quartet.types import FinishReason, GenerationRequest, SamplingParameters, TokenBatch, TrajectoryId
 from tests.unit.models import tiny
 
 SAMPLING = SamplingParameters(4, temperature=0.7, top_k=5, top_p=0.9)

@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 import torch
 
+from quartet.contract.generation import SamplingParameters
+from quartet.contract.random_streams import uniforms
+from quartet.contract.trajectory import TrajectoryId
 from quartet.engines.validation import check_sampling
 from quartet.errors import InvalidRequest
 from quartet.models.generation.sampling import BLOCK, _draw, _draw_by_blocks, sample_tokens
-from quartet.random_streams import uniforms
-from quartet.types import SamplingParameters, TrajectoryId
 
 LOGITS = torch.tensor([1.0, -0.5, 0.3, 2.0, -3.0, 0.0, 1.5, -1.0])
 

@@ -11,13 +11,14 @@ import structlog
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from quartet.contract.generation import SamplingParameters
+from quartet.contract.trajectory import Trajectory
 from quartet.errors import Cancelled, ComputationFailed
+from quartet.model_files.memory import CACHE_COLUMNS
 from quartet.models.generation import static_decoding
 from quartet.models.generation.static_decoding import StaticDecoder, unsupported_reason
 from quartet.models.generation.torch_engine import TorchEngine
 from quartet.models.weights.lora import add_adapter
-from quartet.planner.memory import CACHE_COLUMNS
-from quartet.types import SamplingParameters, Trajectory
 from tests.unit.models import tiny
 
 STOPS = frozenset({tiny.EOS, 7, 9})

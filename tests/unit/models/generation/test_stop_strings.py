@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from quartet.contract.generation import SamplingParameters
+from quartet.contract.trajectory import FinishReason
 from quartet.engines.stop_strings import StopStrings
 from quartet.errors import InvalidRequest
 from quartet.models.generation.torch_engine import TorchEngine
-from quartet.types import FinishReason, SamplingParameters
 from tests.unit.models import tiny
 
 STOPS = frozenset({tiny.EOS})

@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 import torch
 
+from quartet.contract.generation import GenerationRequest, SamplingParameters
+from quartet.contract.random_streams import uniforms
+from quartet.contract.trajectory import FinishReason, TokenBatch, TrajectoryId
 from quartet.errors import Cancelled, ComputationFailed, InvalidRequest, ModelError
 from quartet.models.forward.scoring import response_log_probs
 from quartet.models.generation import torch_engine as engine_module
 from quartet.models.generation.torch_engine import TorchEngine
-from quartet.random_streams import uniforms
-from quartet.types import FinishReason, GenerationRequest, SamplingParameters, TokenBatch, TrajectoryId
 from tests.unit.models import tiny
 
 STOPS = frozenset({tiny.EOS, 7, 9})

@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import FalconConfig, FalconForCausalLM
 
+from quartet.contract.update import ValueLossSettings
 from quartet.models.forward.packing import supports_packing
 from quartet.models.training.activation_checkpointing import activation_checkpointing, count_checkpointed_layers
 from quartet.models.training.optimizer import create_optimizer
@@ -18,7 +19,6 @@ from quartet.models.training.updates import update_policy, update_value
 from quartet.models.value_head import ValueModel
 from quartet.models.weights.loading import load_causal_lm
 from quartet.models.weights.lora import add_adapter
-from quartet.types import ValueLossSettings
 from tests.unit.models import tiny, updates
 
 PACKED = {"llama": True, "gpt2": True, "gpt_neox": True, "qwen2": True, "mistral": False, "bloom": False}

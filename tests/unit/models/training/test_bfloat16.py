@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 import torch
 
+from quartet.contract.generation import SamplingParameters
+from quartet.contract.trajectory import TokenBatch
 from quartet.models.forward.packing import supports_packing
 from quartet.models.forward.scoring import response_log_probs
 from quartet.models.generation.sampling import sample_tokens
@@ -18,7 +20,6 @@ from quartet.models.training.optimizer import create_optimizer
 from quartet.models.training.updates import update_policy
 from quartet.models.weights.lora import add_adapter
 from quartet.ppo.kl import kl_estimate
-from quartet.types import SamplingParameters, TokenBatch
 from tests.unit.models import tiny, updates
 
 STOPS = frozenset({tiny.EOS, 7, 9})

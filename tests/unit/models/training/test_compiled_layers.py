@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from quartet.contract.update import ValueLossSettings
 from quartet.errors import ConfigError
 from quartet.models.forward import onednn_linear
 from quartet.models.forward.log_probs import forward_log_probs
@@ -27,7 +28,6 @@ from quartet.models.training.update_memory import trial_batch
 from quartet.models.training.updates import update_policy, update_value
 from quartet.models.value_head import ValueModel
 from quartet.models.weights.lora import add_adapter
-from quartet.types import ValueLossSettings
 from tests.unit.models import tiny, updates
 
 TOLERANCE = 2e-5

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
+from quartet.contract.update import Experience, ValueLossSettings
 from quartet.errors import InvalidRequest
 from quartet.models.training.updates import update_policy, update_value
 from quartet.models.value_head import ValueModel
-from quartet.types import Experience, ValueLossSettings
 from tests.unit.models import tiny
 from tests.unit.models.updates import (
     LOSS,

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from quartet.contract.update import ValueLossSettings
 from quartet.errors import ModelError
 from quartet.models.training.optimizer import create_optimizer, load_optimizer
 from quartet.models.training.updates import update_policy, update_value
 from quartet.models.value_head import ValueModel
 from quartet.models.weights.loading import load_critic
-from quartet.types import ValueLossSettings
 from tests.unit.models import tiny
 from tests.unit.models.saving import save_critic, save_optimizer
 from tests.unit.models.updates import (

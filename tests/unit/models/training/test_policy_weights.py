@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from quartet.contract.update import CorrectionLevel, RejectionRule, RolloutCorrection
 from quartet.models.training import updates as training
 from quartet.models.training.optimizer import create_optimizer
 from quartet.models.training.updates import update_policy
-from quartet.types import CorrectionLevel, RejectionRule, RolloutCorrection
 from tests.unit.models import tiny
 from tests.unit.models.updates import (
     CORRECTIONS,

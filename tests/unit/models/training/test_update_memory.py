@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 import torch
 
+from quartet.contract.trajectory import TokenBatch
 from quartet.errors import ModelError
+from quartet.model_files.memory import training_state
 from quartet.models.forward.batching import build_micro_batch
 from quartet.models.forward.log_probs import forward_log_probs
 from quartet.models.forward.packing import supports_packing
@@ -27,8 +29,6 @@ from quartet.models.training.update_memory import (
 )
 from quartet.models.value_head import ValueModel
 from quartet.models.weights.lora import add_adapter
-from quartet.planner.memory import training_state
-from quartet.types import TokenBatch
 from tests.unit.models import tiny
 
 KINDS = ("llama", "gpt2", "mistral", "bloom")

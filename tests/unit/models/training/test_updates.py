@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 import torch
 
+from quartet.contract.random_streams import permutation
+from quartet.contract.update import PolicyLossSettings, ValueLossSettings
 from quartet.errors import InvalidRequest
 from quartet.models.training import updates as training
 from quartet.models.training.optimizer import create_optimizer
@@ -17,8 +19,6 @@ from quartet.models.training.updates import update_policy, update_value
 from quartet.models.value_head import ValueModel
 from quartet.ppo.losses import PolicyLoss, PolicyLossInput
 from quartet.ppo.policy_losses import clipped
-from quartet.random_streams import permutation
-from quartet.types import PolicyLossSettings, ValueLossSettings
 from tests.unit.models import tiny
 from tests.unit.models.updates import (
     LOSS,

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 import torch
 
+from quartet.contract.random_streams import permutation
+from quartet.contract.update import Experience, PolicyLossSettings, RejectionRule, RolloutCorrection, ValueLossSettings
 from quartet.errors import ComputationFailed
 from quartet.models.training import updates as training
 from quartet.models.training.optimizer import create_optimizer
 from quartet.models.training.updates import update_policy, update_value
 from quartet.models.value_head import ValueModel
-from quartet.random_streams import permutation
-from quartet.types import Experience, PolicyLossSettings, RejectionRule, RolloutCorrection, ValueLossSettings
 from tests.unit.models import tiny
 from tests.unit.models.updates import (
     LOSS,

@@ -19,6 +19,8 @@ import safetensors.torch
 import torch
 import torch.distributed as dist
 
+from quartet.contract.update import ValueLossSettings
+from quartet.model_files.sharded_files import FOLDER, GROUPS_FILE, rank_file
 from quartet.models.forward.scoring import response_log_probs, response_values
 from quartet.models.training import compiled_layers as compilation
 from quartet.models.training.activation_checkpointing import activation_checkpointing
@@ -34,8 +36,6 @@ from quartet.models.workers.group import WorkerGroup, join_group
 from quartet.models.workers.sharded_checkpoint import OPTIMIZER, ShardedState, write_parts
 from quartet.models.workers.sharding import ShardedAdamW, complete_weights, shard_model
 from quartet.models.workers.workers import Workers, local_tensor
-from quartet.sharded_files import FOLDER, GROUPS_FILE, rank_file
-from quartet.types import ValueLossSettings
 from tests.unit.models import tiny, updates
 
 STEPS = 5

@@ -11,7 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from quartet.config import Config
+from quartet.config.root import Config
+from quartet.contract.status import Role
 from quartet.errors import ConfigError, ServiceUnavailable
 from quartet.models.value_head import ValueModel
 from quartet.models.weights.loading import load_causal_lm, load_critic, load_reward_model
@@ -27,7 +28,6 @@ from quartet.rpc.compute_thread import ComputeThread
 from quartet.services import factories
 from quartet.services.factories import set_up_thread
 from quartet.services.reference import reference as reference_module
-from quartet.types import Role
 from tests.unit.models import tiny
 
 

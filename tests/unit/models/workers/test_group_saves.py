@@ -11,12 +11,12 @@ import safetensors
 import torch
 
 from quartet.errors import ModelError, OutOfMemory, QuartetError, ServiceFailed
+from quartet.model_files.sharded_files import FOLDER, rank_file
 from quartet.models.weights.saved_state import Part
 from quartet.models.weights.streamed_model import StreamedModel
 from quartet.models.workers import sharded_checkpoint
 from quartet.models.workers.group_saves import GroupSaves
 from quartet.models.workers.sharded_checkpoint import WEIGHTS, ShardedState, write_parts
-from quartet.sharded_files import FOLDER, rank_file
 from tests.unit.models import tiny
 
 EXHAUSTED = torch.OutOfMemoryError("Tried to allocate 20 GiB")

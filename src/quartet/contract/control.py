@@ -1,0 +1,88 @@
+"""State of a run, its alerts, and its settings that can change."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class Alert:
+    """Finding of a guard after ``step``.
+
+    ``action`` is warn, pause or stop; ``evidence`` names the metrics that the guard compared; ``remedy`` is advice that usually
+    helps.
+    """
+
+    step: int
+    guard: str
+    action: str
+    evidence: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"guard {self.guard} ({self.action}) after step {self.step}: {self.evidence}; {self.remedy}"
+
+
+class RunState(enum.StrEnum):
+    """State of a run."""
+
+    STARTING = "starting"
+    TRAINING = "training"
+    FINISHED = "finished"
+    STOPPED = "stopped"
+    FAILED = "failed"
+    PAUSED = "paused"
+    RECOVERING = "recovering"
+
+    @property
+    def ended(self) -> bool:
+        """Return whether the state is final."""
+        return self in (RunState.FINISHED, RunState.STOPPED, RunState.FAILED)
+
+
+@dataclass(slots=True)
+class Progress:
+    """Progress of a run. See ``Progress`` in proto/quartet/v1/orchestrator.proto for every field.
+
+    ``metrics`` are the metrics of the last committed step. ``notes_before`` and ``alerts_before`` count the entries that were
+    dropped before the first of ``notes`` and ``alerts``.
+    """
+
+    run: str
+    total_steps: int
+    state: RunState = RunState.STARTING
+    step: int = 0
+    phase: str = "starting"
+    num_scored: int = 0
+    num_expected: int = 0
+    metrics: dict[str, float] = field(default_factory=dict)
+    error: str = ""
+    exit_code: int = 0
+    notes: list[str] = field(default_factory=list)
+    alerts: list[Alert] = field(default_factory=list)
+    recoveries: int = 0
+    notes_before: int = 0
+    alerts_before: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """A setting that can change during a run: its value for the next step, its minimum ``low`` and its maximum ``high``."""
+
+    name: str
+    value: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True, slots=True)
+class SettingChange:
+    """Change of a setting from ``step`` on. ``user`` requested it; ``at`` is in seconds since 1970."""
+
+    setting: str
+    before: float
+    after: float
+    step: int
+    user: str
+    at: float

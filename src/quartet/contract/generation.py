@@ -1,0 +1,133 @@
+"""Requests for generation, and the properties that an engine declares."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from quartet.contract.arrays import IntArray
+from quartet.contract.trajectory import Prompt, TrajectoryId
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParameters:
+    """Sampling of response tokens. ``temperature`` 0 is greedy; ``top_k`` 0, ``top_p`` 1 and ``min_p`` 0 are off.
+
+    ``stop_strings``: a response ends after the token that completes one of them in its text.
+    """
+
+    max_response_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    ignore_eos: bool = False
+    min_p: float = 0.0
+    stop_strings: tuple[str, ...] = ()
+
+    @property
+    def truncates(self) -> bool:
+        """Return whether top_k, top_p or min_p removes tokens from the distribution. Greedy sampling ignores them."""
+        return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    """One trajectory, or one turn of it, to generate. Its random stream depends on (seed, step, prompt, sample, turn) only.
+
+    ``prompt_ids``: all tokens before the turn. ``turn`` counts from 0. ``max_tokens`` limits the turn; 0 leaves the limit to the
+    sampling parameters. ``greedy``: take the likeliest token at each position, with its log-prob at temperature 1.
+    """
+
+    id: TrajectoryId
+    prompt_ids: IntArray
+    turn: int = 0
+    max_tokens: int = 0
+    greedy: bool = False
+
+    def own_sampling(self, sampling: SamplingParameters) -> SamplingParameters:
+        """Return ``sampling`` with the token limit of this request, at temperature 0 if it is greedy."""
+        limit = self.max_tokens or sampling.max_response_tokens
+        if limit == sampling.max_response_tokens and not self.greedy:
+            return sampling
+        if self.greedy:
+            sampling = replace(sampling, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0)
+        return replace(sampling, max_response_tokens=limit)
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeSettings:
+    """Settings of episodes with an environment.
+
+    ``max_turns`` limits the turns of a trajectory. ``max_turn_tokens`` limits the tokens of one turn; 0 leaves the limit to the
+    sampling parameters, which limits all tokens after the prompt, observations included. ``fields`` are the prompts' own fields,
+    JSON objects by prompt index, for the environment.
+    """
+
+    max_turns: int
+    max_turn_tokens: int = 0
+    fields: Mapping[int, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationBatch:
+    """Arguments of one Generate call.
+
+    ``requests``: the trajectories, all of ``run`` and ``step``. ``policy_version`` is the number of updates that the policy must
+    have taken. ``weights_digest``: the digest that the generator's weights must have, 16 bytes; empty for a generator that shares
+    the weights of the actor. ``generator``: name that its trajectories carry, HOST:PORT; empty for the actor. ``attempt``: number
+    of this call, which its trajectories carry, too. ``episode``: settings of episodes with the environment; None generates one
+    response to each prompt.
+    """
+
+    run: str
+    step: int
+    leader_epoch: int
+    requests: Sequence[GenerationRequest]
+    sampling: SamplingParameters
+    seed: int
+    policy_version: int
+    weights_digest: bytes = b""
+    generator: str = ""
+    attempt: int = 0
+    episode: EpisodeSettings | None = None
+
+
+def requests_of(
+    run: str, step: int, prompts: Sequence[Prompt], samples: int, first_sample: int = 0, greedy: int = 0
+) -> list[GenerationRequest]:
+    """Return one request per trajectory: prompt after prompt, each with its samples from ``first_sample`` on.
+
+    After them, each prompt has ``greedy`` greedy ones.
+    """
+    end = first_sample + samples
+    return [
+        GenerationRequest(TrajectoryId(run, step, prompt.index, sample), prompt.token_ids, greedy=sample >= end)
+        for prompt in prompts
+        for sample in range(first_sample, end + greedy)
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineProperties:
+    """Guarantees of a generation engine. The orchestrator relies on them, so an engine declares only what it keeps.
+
+    ``seeded``: the seed of a trajectory decides its random numbers. ``batch_invariant``: the other requests in a batch change no
+    bit of a response. ``log_probs``: of the sampled tokens, at the sampling temperature, over the "whole" distribution or over
+    the one that top_k, top_p and min_p "truncated"; "none" if the engine reports none or others. ``weights``: way of a new policy
+    version into the engine. ``digest``: "read back" if the engine computes it from the weights that it holds after loading,
+    "reported" if a server names a version, "none" otherwise. ``in_flight_updates``: takes new weights in the middle of a
+    response. ``trial``: result of the trial of batch invariance at the engine's start, and the processor, or the reason for no
+    trial; empty for an engine that is not tried. ``trial_digest`` is of the trial's logits, in hexadecimal: engines with the same
+    model and equal digests round in the same way.
+    """
+
+    name: str
+    seeded: bool
+    batch_invariant: bool
+    log_probs: Literal["whole", "truncated", "none"]
+    weights: Literal["shared", "tensors", "folder", "adapter", "restart", "static"]
+    digest: Literal["read back", "reported", "none"]
+    in_flight_updates: bool = False
+    trial: str = ""
+    trial_digest: str = ""

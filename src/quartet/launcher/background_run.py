@@ -1,0 +1,146 @@
+"""A run in a thread of this process: the launcher needs a thread that lives as long as the run."""
+
+from __future__ import annotations
+
+import atexit
+import math
+import os
+import queue
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from quartet.config.root import Config
+from quartet.contract.control import Progress, RunState
+from quartet.launcher.local_run import follow_run, started_run
+from quartet.launcher.progress_text import Messages, Pace, step_line
+from quartet.run_directory.run_files import RunFiles
+
+MAX_STEP_LINES = 20
+"""Approximate number of lines about steps in the output of a run."""
+
+
+class ProgressLines:
+    """Display that collects lines: all messages, and about ``MAX_STEP_LINES`` of the steps."""
+
+    def __init__(self, run: str) -> None:
+        self.lines: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._messages, self._pace, self._step = Messages(run), Pace(), 0
+
+    def show(self, progress: Progress) -> None:
+        """Collect new notes, alerts and some of the committed steps."""
+        for line in self._messages.new_lines(progress):
+            self.print_line(line)
+        if progress.step <= self._step or not progress.metrics:
+            return
+        self._step = progress.step
+        self._pace.add(dict(progress.metrics))
+        if progress.step in (1, progress.total_steps) or not progress.step % _interval(progress.total_steps):
+            self.print_line(step_line(progress, self._pace))
+
+    def print_line(self, line: str) -> None:
+        """Collect a message."""
+        self.lines.put(line)
+
+    def rewind(self, step: int) -> None:
+        """Show the steps after ``step`` again."""
+        self._step = min(self._step, step)
+
+    def take(self, timeout: float) -> str | None:
+        """Return the next line, or None if there is none within ``timeout`` seconds."""
+        try:
+            return self.lines.get(timeout=timeout) if timeout > 0 else self.lines.get_nowait()
+        except queue.Empty:
+            return None
+
+
+def _interval(steps: int) -> int:
+    return max(1, math.ceil(steps / MAX_STEP_LINES))
+
+
+class BackgroundRun:
+    """A run whose processes a thread of this process starts, supervises and stops. It ends with this process."""
+
+    def __init__(self, config: Config, overwrite: bool, resume: bool) -> None:
+        """Start the run. Returns when the input is checked. Raises the error if the check fails."""
+        self.display = ProgressLines(str(config.run_directory))
+        self.dashboard: str | None = None
+        self.state = RunState.STARTING
+        self.error: Exception | None = None
+        """The error that ended the run."""
+        self.interrupted = False
+        """True if ``interrupt`` ended the run before its last step."""
+        self._process = os.getpid()
+        self._checked, self._interrupt, self._ended = threading.Event(), threading.Event(), threading.Event()
+        # A daemon thread: the interpreter would wait for any other before it calls the exit handlers.
+        self._thread = threading.Thread(
+            target=self._run, args=(config, overwrite, resume), name=f"run {config.run.name}", daemon=True
+        )
+        atexit.register(self.interrupt)
+        self._thread.start()
+        try:
+            self._checked.wait()
+        except KeyboardInterrupt:
+            self.interrupt()
+            raise
+        if self.ended and self.error is not None:
+            raise self.error
+
+    @property
+    def ended(self) -> bool:
+        """Return whether the run has ended and its processes are stopped."""
+        return self._ended.is_set()
+
+    def interrupt(self) -> None:
+        """End the run as Ctrl-C ends `quartet train`, and wait until its processes have stopped. Does nothing in a fork."""
+        if os.getpid() != self._process:
+            return  # A fork has no thread that could end the run.
+        self._interrupt.set()
+        self._ended.wait()
+
+    def _run(self, config: Config, overwrite: bool, resume: bool) -> None:
+        try:
+            with started_run(
+                config, overwrite, resume, self.display.print_line, self._activity, self._interrupt, with_token=False
+            ) as (launcher, files):
+                self.dashboard = launcher.dashboard_link
+                self.state = follow_run(launcher, files, _WithState(self), self._interrupt)
+        except KeyboardInterrupt:
+            self.interrupted = True
+        except Exception as error:
+            self.error, self.state = error, RunState.FAILED
+        finally:
+            self.dashboard = None
+            atexit.unregister(self.interrupt)
+            self._ended.set()
+            self._checked.set()
+
+    @contextmanager
+    def _activity(self, text: str) -> Iterator[None]:
+        self.display.print_line(text)
+        self._checked.set()
+        yield
+
+
+class _WithState:
+    """Display that also keeps the state of the run."""
+
+    def __init__(self, run: BackgroundRun) -> None:
+        self._run = run
+
+    def show(self, progress: Progress) -> None:
+        # The final state follows when the processes have stopped.
+        if not progress.state.ended:
+            self._run.state = progress.state
+        self._run.display.show(progress)
+
+    def print_line(self, line: str) -> None:
+        self._run.display.print_line(line)
+
+    def rewind(self, step: int) -> None:
+        self._run.display.rewind(step)
+
+
+def saved_state(files: RunFiles, steps: int, last_step: int) -> str:
+    """Return "finished" or "idle" for a run that is not active. The files do not record why a run ended early."""
+    return RunState.FINISHED.value if last_step >= steps and files.policy_step() == last_step else "idle"

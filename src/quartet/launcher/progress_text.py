@@ -1,0 +1,84 @@
+"""Lines of text about the progress of a run."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+
+from quartet.contract.control import Progress, RunState
+
+
+class Pace:
+    """Tokens per second and remaining time, by the latest steps."""
+
+    def __init__(self) -> None:
+        self._seconds: deque[float] = deque(maxlen=20)
+        self.tokens_per_second = 0.0
+
+    def add(self, metrics: dict[str, float]) -> None:
+        """Add a committed step."""
+        self._seconds.append(metrics["seconds"])
+        self.tokens_per_second = metrics["response_tokens"] / max(metrics["seconds"], 1e-9)
+
+    def time_left(self, steps: int) -> str:
+        """Return the estimated duration of ``steps`` steps as [h:]mm:ss."""
+        if not self._seconds:
+            return "--:--"
+        seconds = round(steps * sum(self._seconds) / len(self._seconds))
+        hours, rest = divmod(seconds, 3600)
+        clock = f"{rest // 60:02d}:{rest % 60:02d}"
+        return f"{hours}:{clock}" if hours else clock
+
+
+class Messages:
+    """Selection of the notes, alerts and pauses of a run that have not been printed yet. ``run`` is its directory or URL."""
+
+    def __init__(self, run: Path | str) -> None:
+        self._run = run
+        self._notes: tuple[int, Sequence[object]] = (0, [])
+        self._alerts: tuple[int, Sequence[object]] = (0, [])
+        self._paused = False
+
+    def new_lines(self, progress: Progress) -> list[str]:
+        """Return the lines to print for this progress."""
+        notes = progress.notes_before, list(progress.notes)
+        alerts = progress.alerts_before, [(alert.step, alert.guard) for alert in progress.alerts]
+        lines = [
+            note if note.startswith("warning: ") else f"note: {note}"
+            for note in progress.notes[_num_seen(self._notes, notes) :]
+        ]
+        lines += [
+            f"guard {alert.guard} ({alert.action}) after step {alert.step}: {alert.evidence}; {alert.remedy}"
+            for alert in progress.alerts[_num_seen(self._alerts, alerts) :]
+        ]
+        paused = progress.state == RunState.PAUSED
+        if paused and not self._paused:
+            lines.append(
+                f"paused after step {progress.step}: quartet resume {self._run} continues, "
+                f"quartet stop {self._run} saves the policy and ends the run"
+            )
+        self._notes, self._alerts, self._paused = notes, alerts, paused
+        return lines
+
+
+def _num_seen(before: tuple[int, Sequence[object]], now: tuple[int, Sequence[object]]) -> int:
+    """Return the number of entries of ``now`` that are also in ``before``, or 0 if another orchestrator started a new list.
+
+    Each argument is the tail of a growing list and the number of entries before that tail.
+    """
+    dropped = now[0] - before[0]
+    seen = before[1][max(0, dropped) :]
+    return len(seen) if dropped >= 0 and now[1][: len(seen)] == seen else 0
+
+
+def step_line(progress: Progress, pace: Pace) -> str:
+    """Return one line about a committed step. ``progress`` has its metrics."""
+    metrics = progress.metrics
+    reward = f"reward {metrics['reward_mean']:+.3f}  " if "reward_mean" in metrics else ""
+    return (
+        f"step {progress.step}/{progress.total_steps}  {reward}"
+        f"kl {metrics['kl_mean']:.3f}  entropy {metrics.get('entropy', math.nan):.2f}  eos {metrics['eos_rate']:.2f}  "
+        f"{pace.tokens_per_second:.0f} tokens/s  left {pace.time_left(progress.total_steps - progress.step)}"
+    )

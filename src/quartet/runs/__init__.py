@@ -1,1 +1,0 @@
-"""Start a run on this machine and follow it to its end; control an active run through its gateway."""
