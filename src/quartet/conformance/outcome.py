@@ -1,4 +1,4 @@
-"""How a check ends before it has passed."""
+"""Endings of a check that has not passed, and what raises them."""
 
 from __future__ import annotations
 
