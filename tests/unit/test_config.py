@@ -385,3 +385,18 @@ def test_parameters_of_a_loss_that_are_not_given_have_its_defaults() -> None:
 def test_the_literals_of_the_config_and_of_the_messages_agree() -> None:
     assert policy_losses.Aggregation == update.LossAggregation
     assert policy_losses.RatioLevel == update.RatioLevel
+
+
+def test_all_contradictions_between_sections_are_shown_together(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as raised:
+        load_config(
+            write(tmp_path, MINIMAL),
+            ["algorithm.num_mini_batches=4000", "rollout.max_turn_tokens=5", "evaluation.every_steps=1"],
+        )
+    lines = str(raised.value).splitlines()
+    assert lines[0].endswith("3 problems:")
+    assert [line.split(": ")[1].split()[0] for line in lines[1:]] == [
+        "algorithm.num_mini_batches",
+        "rollout.max_turn_tokens",
+        "evaluation.every_steps",
+    ]

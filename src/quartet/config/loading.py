@@ -13,7 +13,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from quartet.config.peer_names import KEYS_BY_PEER_NAME
-from quartet.config.root import Config
+from quartet.config.root import Config, Contradictions
 from quartet.config.section import Section
 from quartet.config.url_redaction import redact_url
 from quartet.errors import ConfigError
@@ -146,9 +146,17 @@ def invalid_keys(tree: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _errors(error: ValidationError) -> list[dict[str, Any]]:
-    """Return the errors of pydantic. A union has one for each of its types, whose name ends the location; they become one."""
+    """Return the errors of pydantic, and one for each rule that the config contradicts.
+
+    A union has one for each of its types, whose name ends the location; they become one.
+    """
     merged: dict[tuple[int | str, ...], dict[str, Any]] = {}
     for item in error.errors():
+        cause = item.get("ctx", {}).get("error")
+        if isinstance(cause, Contradictions):
+            for number, text in enumerate(cause.problems):
+                merged[(number,)] = {**item, "loc": (), "text": text}
+            continue
         of_union = bool(item["loc"]) and item["loc"][-1] in _UNION_TYPES
         location = item["loc"][:-1] if of_union else item["loc"]
         text = _message(dict(item))

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from pydantic import model_validator
 
 from quartet.config.section import Positive, Section
-
-if TYPE_CHECKING:
-    from quartet.config.root import Config
 
 _UPPER = 2.0
 
@@ -109,28 +106,3 @@ class RolloutCorrectionConfig(Section):
         if repeated := sorted({name for name in names if names.count(name) > 1}):
             raise ValueError(f"rejection: {repeated[0]} is there twice; expected each statistic once")
         return self
-
-
-def check_rollout_correction(config: Config) -> None:
-    """Raise ValueError if algorithm.rollout_correction, algorithm.old_log_probs and the rollout do not fit each other."""
-    algorithm, rollout = config.algorithm, config.rollout
-    correction = algorithm.rollout_correction
-    uses_engine = algorithm.old_log_probs == "rollout"
-    if uses_engine and correction.level != "none":
-        raise ValueError(
-            "algorithm.old_log_probs rollout: the ratio of the policy loss then compares with the engine, and importance weights "
-            "would count the difference twice; set algorithm.rollout_correction.level none"
-        )
-    if uses_engine or correction.level != "none":
-        return
-    remedy = "set algorithm.rollout_correction.level, such as token, or algorithm.old_log_probs rollout with level none"
-    if rollout.triton is not None and rollout.triton.weights == "static":
-        raise ValueError(
-            "rollout.triton.weights static: the server samples from another policy than the trained one, which needs "
-            f"a correction; {remedy}"
-        )
-    if rollout.max_off_policy_steps and not correction.rejection:
-        raise ValueError(
-            f"rollout.max_off_policy_steps {rollout.max_off_policy_steps}: responses come from an older policy than the trained "
-            f"one, which needs a correction; {remedy}"
-        )

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from quartet.config.root import Config
+from quartet.config.tree import ConfigTree
 
 
-def check_best_checkpoint(config: Config) -> None:
+def check_best_checkpoint(config: ConfigTree) -> None:
     """Raise ValueError if checkpoints have no value of checkpoint.best_metric."""
     metric, every = config.checkpoint.best_metric, config.evaluation.every_steps
     if metric is None or not metric.startswith("eval_"):
@@ -24,7 +21,7 @@ def check_best_checkpoint(config: Config) -> None:
         )
 
 
-def check_average(config: Config) -> None:
+def check_average(config: ConfigTree) -> None:
     """Raise ValueError if the weights of the policy, of which actor.ema_decay keeps an average, are divided over ranks."""
     service, decay = config.services.actor, config.actor.ema_decay
     if decay is not None and service.num_ranks > 1:
@@ -34,7 +31,7 @@ def check_average(config: Config) -> None:
         )
 
 
-def check_synchronization(config: Config) -> None:
+def check_synchronization(config: ConfigTree) -> None:
     """Raise ValueError if the reference cannot take over a part of the policy, as reference.sync_steps demands."""
     steps = config.reference.sync_steps
     if steps is None:

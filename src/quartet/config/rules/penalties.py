@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from quartet.config.root import Config
+from quartet.config.tree import ConfigTree
 
 
-def check_penalties(config: Config) -> None:
+def check_penalties(config: ConfigTree) -> None:
     """Raise ValueError if the settings of the KL penalty or of the entropy contradict each other or the rest of the config."""
     algorithm = config.algorithm
     if algorithm.kl_estimator == "absolute" and not algorithm.has_kl_loss:
@@ -17,7 +14,7 @@ def check_penalties(config: Config) -> None:
     _check_entropy_controller(config)
 
 
-def _check_rounding(config: Config) -> None:
+def _check_rounding(config: ConfigTree) -> None:
     """Refuse log-probs whose rounding errors differ between policy and reference: each error would count as KL."""
     setting, remedy = "algorithm.kl_estimator absolute", "set kl_estimator k1"
     rollout = config.rollout
@@ -40,7 +37,7 @@ def _check_rounding(config: Config) -> None:
             )
 
 
-def _check_kl_controller(config: Config) -> None:
+def _check_kl_controller(config: ConfigTree) -> None:
     controller, coefficient = config.algorithm.kl_controller, config.algorithm.kl_coefficient
     if controller.kind == "fixed":
         return
@@ -57,7 +54,7 @@ def _check_kl_controller(config: Config) -> None:
         raise ValueError(f"{setting}: horizon {controller.horizon:g}: expected more than 1 step")
 
 
-def _check_entropy_controller(config: Config) -> None:
+def _check_entropy_controller(config: ConfigTree) -> None:
     controller, coefficient = config.algorithm.entropy_controller, config.algorithm.entropy_coefficient
     low, high = controller.min_coefficient, controller.max_coefficient
     if low > high:

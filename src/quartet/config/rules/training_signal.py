@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from quartet.config.root import Config
+from quartet.config.tree import ConfigTree
 
 
-def check_distillation(config: Config) -> None:
+def check_distillation(config: ConfigTree) -> None:
     """Raise ValueError if the other sections do not fit algorithm.distillation."""
     algorithm = config.algorithm
     if algorithm.distillation is None:
@@ -30,7 +27,7 @@ def check_distillation(config: Config) -> None:
         )
 
 
-def check_reward_service(config: Config) -> None:
+def check_reward_service(config: ConfigTree) -> None:
     """Raise ValueError if reward.source none comes with settings of a shared or divided reward service.
 
     Its address and a single device are allowed, because the layers of a deployment give them to all runs.
@@ -51,7 +48,7 @@ def check_reward_service(config: Config) -> None:
             )
 
 
-def check_scores(config: Config) -> None:
+def check_scores(config: ConfigTree) -> None:
     """Raise ValueError if the other sections do not fit reward.source none."""
     if config.has_scores:
         return

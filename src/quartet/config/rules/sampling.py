@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from quartet.config.rollout import MAX_RESPONSES, RolloutConfig, TensorRTLLMConfig
-
-if TYPE_CHECKING:
-    from quartet.config.root import Config
+from quartet.config.tree import ConfigTree
 
 
-def check_sampling(config: Config) -> None:
+def check_sampling(config: ConfigTree) -> None:
     """Raise ValueError for a setting of the sampling that the engine of the run does not support."""
     rollout = config.rollout
     if config.num_greedy_baselines:
@@ -67,7 +63,7 @@ def _settings_without_log_probs(rollout: RolloutConfig) -> dict[str, str]:
     return settings
 
 
-def _check_greedy_baselines(config: Config) -> None:
+def _check_greedy_baselines(config: ConfigTree) -> None:
     algorithm, rollout = config.algorithm, config.rollout
     setting = f"algorithm.estimator {algorithm.estimator}"
     if algorithm.gamma != 1:

@@ -1,0 +1,111 @@
+"""Conditions on the services: their addresses, processes and devices."""
+
+from __future__ import annotations
+
+from quartet.config.deployment import OffloadConfig, ServiceConfig
+from quartet.config.rewards import is_encrypted_or_local
+from quartet.config.tree import ConfigTree
+
+
+def check_processes(config: ConfigTree) -> None:
+    """Raise ValueError if a service cannot have its processes or devices."""
+    for name in ("actor", "critic", "reward", "reference"):
+        service: ServiceConfig = getattr(config.services, name)
+        devices = list(service.devices)
+        if service.processes > 1 and devices:
+            raise ValueError(
+                f"services.{name}.processes {service.processes}: counts processes on CPUs, and services.{name}.devices "
+                f"{devices} starts one process per device; set processes 1, or devices []"
+            )
+        if repeated := sorted({device for device in devices if devices.count(device) > 1}):
+            raise ValueError(
+                f"services.{name}.devices {devices}: {repeated} given more than once; each rank needs another device"
+            )
+        service.parallel.check(f"services.{name}", service)
+        if name in ("actor", "critic") and getattr(config, name).compile and service.parallel.tensor > 1:
+            raise ValueError(
+                f"{name}.compile: layers of which each rank computes slices cannot be compiled; set {name}.compile false, or "
+                f"services.{name}.parallel.tensor 1"
+            )
+        if name in ("reward", "reference") and service.offload != OffloadConfig():
+            raise ValueError(f"services.{name}.offload: only actor and critic are trained; leave it out")
+        if service.offload.parameters and len(devices) == 1:
+            raise ValueError(
+                f"services.{name}.offload.parameters: a model on one device keeps its parameters there; give several "
+                "devices, or set parameters false and optimizer true"
+            )
+        if service.num_ranks == 1:
+            continue
+        key, one = ("devices", "one device") if devices else ("processes", "1")
+        setting = f"services.{name}.{key} {devices or service.processes}"
+        if name == "reward" and not config.reward.has_model_only:
+            raise ValueError(
+                f"{setting}: several processes hold a model together, and the reward has another source; set {key} to "
+                f"{one}, or give models only"
+            )
+        if name == "actor" and config.rollout.engine == "triton":
+            raise ValueError(
+                f"{setting}: engine triton needs an actor with all of its weights in one process; set {key} to {one}, or "
+                "another rollout.engine"
+            )
+        if name == "actor" and len(devices) == 2 and config.rollout.max_off_policy_steps and not config.has_generators:
+            first, second = devices
+            raise ValueError(
+                f"{setting}: with rollout.max_off_policy_steps this could mean to train on both devices, or to train on one "
+                f"and generate on the other. To generate on device {second}, set services.actor.devices [{first}], "
+                f"rollout.generators 1 and services.generator.devices [{second}]. To train on both, let generators generate "
+                "(rollout.generators), which may share a device with the actor"
+            )
+
+
+def check_reward_addresses(config: ConfigTree) -> None:
+    """Raise ValueError if a reward source would be called without encryption."""
+    for section, source in config.reward.sources.items():
+        for key, url in source.urls.items():
+            has_tls = source.service is not None and config.security.certificates is not None
+            if not has_tls and not is_encrypted_or_local(url) and not config.security.allow_plaintext:
+                raise ValueError(
+                    f"{section}.{key} {url}: not a loopback address, and calls are not encrypted; use TLS, or set "
+                    "security.allow_plaintext"
+                )
+
+
+def check_environment(config: ConfigTree) -> None:
+    """Raise ValueError if environment and rollout.max_turns contradict each other."""
+    setting = f"rollout.max_turns {config.rollout.max_turns}"
+    if not config.has_environment:
+        if config.environment.class_name is not None:
+            raise ValueError(
+                f"environment.class_name {config.environment.class_name}: not used with {setting}; set rollout.max_turns to "
+                "the maximum number of turns, or remove it"
+            )
+        return
+    if config.environment.class_name is None and config.services.environment.address is None:
+        raise ValueError(
+            f"environment.class_name: missing; {setting} needs an environment: name its class, or set "
+            "services.environment.address to the address of one that runs"
+        )
+
+
+def check_services(config: ConfigTree) -> None:
+    """Raise ValueError if an address, the validation prompts or the buffer do not fit the services."""
+    for name in ("actor", "critic"):
+        if not isinstance(getattr(config.services, name).address, str | None):
+            raise ValueError(
+                f"services.{name}.address: one process has the trained model; give one HOST:PORT. Lists are for reward and "
+                "reference"
+            )
+    if config.evaluation.every_steps and not config.data.has_validation:
+        raise ValueError(
+            f"evaluation.every_steps {config.evaluation.every_steps}: data.validation is null; set data.validation, or "
+            "evaluation.every_steps 0"
+        )
+    if not config.has_reference and config.services.reference.address:
+        raise ValueError(
+            "services.reference.address: the actor serves the reference, with its adapter disabled; leave it null, "
+            "or set reference.model"
+        )
+    if config.buffer.url is None and (config.services.actor.address or config.services.critic.address):
+        raise ValueError(
+            "buffer.url: an actor or critic at an address needs a Redis server that it shares with this run; set buffer.url"
+        )
