@@ -19,7 +19,9 @@ import numpy as np
 from benchmarks import machine, page
 from benchmarks.options import add_shared, page_of, parser_of
 from benchmarks.simulated import replicas
-from quartet import codec
+from quartet.codec.experience import decode_experience, encode_experience
+from quartet.codec.messages import from_message, to_message
+from quartet.codec.tensors import floats_from_proto
 from quartet.config.deployment import TimeoutsConfig
 from quartet.contract.arrays import FloatArray
 from quartet.contract.status import Role
@@ -28,6 +30,7 @@ from quartet.contract.update import Experience
 from quartet.rpc.clients import ReferenceClient
 from quartet.rpc.limits import MAX_MESSAGE_BYTES
 from quartet.v1 import tensor_pb2, trajectory_pb2
+from tests.contract.tensors import tensor_message
 
 LIMIT = 1e9
 """Minimum bytes per second of the codec, at the sizes in a step."""
@@ -143,30 +146,30 @@ def experience_of(tokens: int) -> Experience:
 def tensor_rate(size: int, rounds: int) -> Rate:
     """Measure one float32 tensor of ``size`` MiB."""
     array = floats(size * MEBIBYTE // 4)
-    data = codec.tensor_to_proto(array).SerializeToString()
-    write = best(rounds, lambda: codec.tensor_to_proto(array).SerializeToString())
-    read = best(rounds, lambda: codec.floats_from_proto(tensor_pb2.Tensor.FromString(data), "tensor"))
+    data = tensor_message(array).SerializeToString()
+    write = best(rounds, lambda: tensor_message(array).SerializeToString())
+    read = best(rounds, lambda: floats_from_proto(tensor_pb2.Tensor.FromString(data), "tensor"))
     return Rate("tensor", len(data), write, read)
 
 
 def batch_rate(size: int, rounds: int) -> Rate:
     """Measure a token batch with ``size`` MiB of token ids."""
     batch = batch_of(size * MEBIBYTE // 4)
-    data = codec.batch_to_proto(batch).SerializeToString()
-    write = best(rounds, lambda: codec.batch_to_proto(batch).SerializeToString())
-    read = best(rounds, lambda: codec.batch_from_proto(trajectory_pb2.TokenBatch.FromString(data)))
+    data = to_message(trajectory_pb2.TokenBatch, batch).SerializeToString()
+    write = best(rounds, lambda: to_message(trajectory_pb2.TokenBatch, batch).SerializeToString())
+    read = best(rounds, lambda: from_message(TokenBatch, trajectory_pb2.TokenBatch.FromString(data)))
     return Rate("token batch", len(data), write, read)
 
 
 def experience_rate(tokens: int, rounds: int) -> Rate:
     """Measure the experience of a step with this many response tokens."""
     experience = experience_of(tokens)
-    encoded = codec.encode_experience(experience)
+    encoded = encode_experience(experience)
     # Separate bytes objects, as Redis returns them.
     chunks = {name: bytes(chunk) for name, chunk in encoded.chunks.items()}
     size = len(encoded.manifest) + sum(map(len, chunks.values()))
-    write = best(rounds, lambda: codec.encode_experience(experience))
-    return Rate("experience", size, write, best(rounds, lambda: codec.decode_experience(encoded.manifest, chunks.get)))
+    write = best(rounds, lambda: encode_experience(experience))
+    return Rate("experience", size, write, best(rounds, lambda: decode_experience(encoded.manifest, chunks.get)))
 
 
 def rpc(rounds: int) -> tuple[list[Call], float]:

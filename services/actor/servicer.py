@@ -9,9 +9,12 @@ from typing import Any
 
 import grpc
 
-from quartet import codec
+from quartet.codec.checks import checked_temperature
+from quartet.codec.generation import weight_update_from_proto
+from quartet.codec.messages import from_message, to_message
 from quartet.contract.arrays import FloatArray
 from quartet.contract.status import Role, ServiceStatus
+from quartet.contract.trajectory import TokenBatch
 from quartet.contract.update import PolicyLossSettings
 from quartet.errors import FailedPrecondition
 from quartet.rpc.base_servicers import GenerationCore, TrainableServicer, stream_generation
@@ -20,7 +23,7 @@ from quartet.rpc.compute_thread import ComputeThread
 from quartet.rpc.weight_servicer import WeightServicer
 from quartet.services.actor.actor import Actor
 from quartet.services.actor.group_generation import SeparateGeneration
-from quartet.v1 import actor_pb2_grpc, generation_pb2_grpc
+from quartet.v1 import actor_pb2, actor_pb2_grpc, generation_pb2_grpc
 from quartet.weight_transfer.store import WeightStore
 
 
@@ -88,13 +91,13 @@ class ActorServicer(
 
     def UpdateWeights(self, request: Any, context: grpc.ServicerContext) -> Any:
         """Raise FailedPrecondition: an engine in this process gets its weights without a transfer."""
-        codec.weight_update_from_proto(request)
+        weight_update_from_proto(request)
         raise FailedPrecondition("update weights: the engine of the actor gets its weights without a transfer")
 
     def LogProbs(self, request: Any, context: grpc.ServicerContext) -> Any:
         """Compute log-probs under the current policy, or under the reference."""
-        result = self.run_command("log_probs", request, context, self._log_probs(request))
-        return codec.actor_log_probs_response_to_proto(*result)
+        log_probs, version = self.run_command("log_probs", request, context, self._log_probs(request))
+        return to_message(actor_pb2.ActorServiceLogProbsResponse, log_probs=log_probs, policy_version=version)
 
     def handlers(self) -> dict[str, CommandHandler]:
         """See ``TrainableServicer.handlers``."""
@@ -104,8 +107,8 @@ class ActorServicer(
         }
 
     def _log_probs(self, request: Any) -> Callable[[], tuple[FloatArray, int]]:
-        batch, temperature, reference = codec.actor_log_probs_from_proto(request)
-        return lambda: (self.core.log_probs(batch, temperature, reference), self.core.policy_version)
+        batch, temperature = from_message(TokenBatch, request.batch, "batch"), checked_temperature(request)
+        return lambda: (self.core.log_probs(batch, temperature, request.reference), self.core.policy_version)
 
 
 class RankServicer(generation_pb2_grpc.GenerationServiceServicer):

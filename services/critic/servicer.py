@@ -7,14 +7,15 @@ from typing import Any
 
 import grpc
 
-from quartet import codec
+from quartet.codec.messages import from_message, to_message
 from quartet.contract.arrays import FloatArray
 from quartet.contract.status import Role
+from quartet.contract.trajectory import TokenBatch
 from quartet.contract.update import ValueLossSettings
 from quartet.rpc.base_servicers import TrainableServicer
 from quartet.rpc.commands import CommandHandler
 from quartet.services.critic.critic import Critic
-from quartet.v1 import critic_pb2_grpc
+from quartet.v1 import critic_pb2, critic_pb2_grpc
 
 
 class CriticServicer(TrainableServicer[Critic], critic_pb2_grpc.CriticServiceServicer):
@@ -29,7 +30,8 @@ class CriticServicer(TrainableServicer[Critic], critic_pb2_grpc.CriticServiceSer
 
     def Values(self, request: Any, context: grpc.ServicerContext) -> Any:
         """Compute the values of the states in which the response tokens were drawn."""
-        return codec.values_to_proto(*self.run_command("values", request, context, self._values(request)))
+        values, version = self.run_command("values", request, context, self._values(request))
+        return to_message(critic_pb2.ValuesResponse, values=values, policy_version=version)
 
     def handlers(self) -> dict[str, CommandHandler]:
         """See ``TrainableServicer.handlers``."""
@@ -39,5 +41,5 @@ class CriticServicer(TrainableServicer[Critic], critic_pb2_grpc.CriticServiceSer
         }
 
     def _values(self, request: Any) -> Callable[[], tuple[FloatArray, int]]:
-        batch = codec.values_request_from_proto(request)
+        batch = from_message(TokenBatch, request.batch, "batch")
         return lambda: (self.core.values(batch), self.core.policy_version)

@@ -7,10 +7,15 @@ from typing import Any
 
 import grpc
 
-from quartet import codec
+from quartet.codec.environment import (
+    checked_session,
+    environment_reply_to_proto,
+    environment_reset_from_proto,
+    environment_step_from_proto,
+)
 from quartet.contract.status import Role, ServiceStatus
 from quartet.environments.host import EnvironmentHost
-from quartet.v1 import environment_pb2_grpc
+from quartet.v1 import environment_pb2, environment_pb2_grpc
 
 
 class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
@@ -44,15 +49,17 @@ class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
 
     def Reset(self, request: Any, context: grpc.ServicerContext) -> Any:
         """Start an episode, or start it again."""
-        reset = codec.environment_reset_from_proto(request)
-        return codec.reset_reply_to_proto(self._host.reset(reset.session, reset.seed, reset.fields, reset.token_ids))
+        reset = environment_reset_from_proto(request)
+        reply = self._host.reset(reset.session, reset.seed, reset.fields, reset.token_ids)
+        return environment_reply_to_proto(environment_pb2.ResetResponse, reply)
 
     def Step(self, request: Any, context: grpc.ServicerContext) -> Any:
         """Give the policy's turn to the environment."""
-        step = codec.environment_step_from_proto(request)
-        return codec.step_reply_to_proto(self._host.step(step.session, step.turn, step.token_ids))
+        step = environment_step_from_proto(request)
+        reply = self._host.step(step.session, step.turn, step.token_ids)
+        return environment_reply_to_proto(environment_pb2.StepResponse, reply)
 
     def CloseSession(self, request: Any, context: grpc.ServicerContext) -> Any:
         """End a session."""
-        self._host.close_session(codec.close_session_from_proto(request))
-        return codec.close_session_response()
+        self._host.close_session(checked_session(request.session))
+        return environment_pb2.CloseSessionResponse()

@@ -8,14 +8,15 @@ from typing import Any
 
 import grpc
 
-from quartet import codec
+from quartet.codec.generation import weight_update_from_proto
+from quartet.codec.messages import to_message
 from quartet.contract.status import Role, ServiceStatus
 from quartet.contract.weights import WeightTransfer
 from quartet.rpc.base_servicers import ModelServicer, stream_generation
 from quartet.rpc.compute_thread import ComputeThread, remaining_time
 from quartet.rpc.weight_servicer import WeightServicer
 from quartet.services.generator.generator import Generator
-from quartet.v1 import generation_pb2_grpc
+from quartet.v1 import generation_pb2, generation_pb2_grpc
 from quartet.weight_transfer.messages import WeightPeer
 from quartet.weight_transfer.receiver import WeightMirror
 
@@ -82,7 +83,7 @@ class GeneratorServicer(ModelServicer[Generator], generation_pb2_grpc.Generation
 
     def UpdateWeights(self, request: Any, context: grpc.ServicerContext) -> Any:
         """Load a policy version into the engine, and read back its digest."""
-        update = codec.weight_update_from_proto(request)
+        update = weight_update_from_proto(request)
 
         def work(_: Callable[[], bool]) -> WeightTransfer:
             return self.core.load(
@@ -101,4 +102,5 @@ class GeneratorServicer(ModelServicer[Generator], generation_pb2_grpc.Generation
                 ),
             )
 
-        return codec.weight_update_response_to_proto(self._updates.run("update_weights", context, work))
+        transfer = self._updates.run("update_weights", context, work)
+        return to_message(generation_pb2.UpdateWeightsResponse, transfer=transfer)

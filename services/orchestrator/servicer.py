@@ -7,12 +7,12 @@ from typing import Any
 
 import grpc
 
-from quartet import codec
+from quartet.codec.messages import to_message
 from quartet.contract.status import GeneratorInfo, Role, ServiceStatus
 from quartet.services.orchestrator.control.live_settings import LiveSettings
 from quartet.services.orchestrator.control.progress import ProgressBoard
 from quartet.services.orchestrator.control.run_control import RunControl
-from quartet.v1 import orchestrator_pb2_grpc
+from quartet.v1 import orchestrator_pb2, orchestrator_pb2_grpc
 
 
 class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
@@ -58,50 +58,50 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
 
     def GetProgress(self, request: Any, context: grpc.ServicerContext) -> Any:
         """Return the progress of the run."""
-        return codec.get_progress_response(self._board.current())
+        return to_message(orchestrator_pb2.GetProgressResponse, progress=self._board.current())
 
     def WatchProgress(self, request: Any, context: grpc.ServicerContext) -> Iterator[Any]:
         """Stream the progress at every committed step and every change of phase."""
-        for progress in self._board.watch(codec.watched_step_from_proto(request)):
+        for progress in self._board.watch(request.after_step):
             if not context.is_active():
                 return
             if progress is not None:
-                yield codec.watch_progress_response(progress)
+                yield to_message(orchestrator_pb2.WatchProgressResponse, progress=progress)
 
     def Stop(self, request: Any, context: grpc.ServicerContext) -> Any:
         """Stop the run after the current step."""
         self._control.stop()
-        return codec.command_response("Stop")
+        return orchestrator_pb2.StopResponse()
 
     def Pause(self, request: Any, context: grpc.ServicerContext) -> Any:
         """Pause the run after the current step."""
         self._control.pause()
-        return codec.command_response("Pause")
+        return orchestrator_pb2.PauseResponse()
 
     def Resume(self, request: Any, context: grpc.ServicerContext) -> Any:
         """Continue a paused run."""
         self._control.resume()
-        return codec.command_response("Resume")
+        return orchestrator_pb2.ResumeResponse()
 
     def Checkpoint(self, request: Any, context: grpc.ServicerContext) -> Any:
         """Save a checkpoint after the current step."""
         self._control.checkpoint()
-        return codec.command_response("Checkpoint")
+        return orchestrator_pb2.CheckpointResponse()
 
     def RollBack(self, request: Any, context: grpc.ServicerContext) -> Any:
         """Return to a checkpoint after the current step."""
-        self._control.roll_back(codec.rollback_step_from_proto(request))
-        return codec.roll_back_response()
+        self._control.roll_back(request.step)
+        return orchestrator_pb2.RollBackResponse()
 
     def GetSettings(self, request: Any, context: grpc.ServicerContext) -> Any:
         """Return the settings that can be changed now."""
-        return codec.settings_to_proto(self._live_settings.settings())
+        return to_message(orchestrator_pb2.GetSettingsResponse, settings=self._live_settings.settings())
 
     def ChangeSettings(self, request: Any, context: grpc.ServicerContext) -> Any:
         """Change settings from the next step on."""
-        values, user = codec.changed_settings_from_proto(request)
-        return codec.setting_changes_to_proto(self._live_settings.change(values, user))
+        changes = self._live_settings.change(dict(request.values), request.user)
+        return to_message(orchestrator_pb2.ChangeSettingsResponse, changes=changes)
 
     def GetGenerators(self, request: Any, context: grpc.ServicerContext) -> Any:
         """Return the generators in separate processes."""
-        return codec.generators_to_proto(self._generators())
+        return to_message(orchestrator_pb2.GetGeneratorsResponse, generators=self._generators())

@@ -7,13 +7,16 @@ from typing import Any
 
 import grpc
 
-from quartet import codec
+from quartet.codec.checks import checked_temperature
+from quartet.codec.messages import from_message, to_message
 from quartet.contract.arrays import FloatArray
 from quartet.contract.status import Role
+from quartet.contract.trajectory import TokenBatch
+from quartet.contract.weights import ReferenceVersion
 from quartet.rpc.base_servicers import ModelServicer
 from quartet.rpc.commands import CommandHandler
 from quartet.services.reference.reference import Reference
-from quartet.v1 import reference_pb2_grpc
+from quartet.v1 import reference_pb2, reference_pb2_grpc
 
 
 class ReferenceServicer(ModelServicer[Reference], reference_pb2_grpc.ReferenceServiceServicer):
@@ -32,12 +35,14 @@ class ReferenceServicer(ModelServicer[Reference], reference_pb2_grpc.ReferenceSe
         log_probs = self.compute.run(
             "log_probs", context, lambda _: self._commands.run("reference_log_probs", request, work)
         )
-        return codec.reference_log_probs_response_to_proto(log_probs, step)
+        return to_message(reference_pb2.ReferenceServiceLogProbsResponse, log_probs=log_probs, version_step=step)
 
     def handlers(self) -> dict[str, CommandHandler]:
         """See ``ModelServicer.handlers``."""
         return {"reference_log_probs": lambda request: self._log_probs(request)()}
 
     def _log_probs(self, request: Any) -> Callable[[], FloatArray]:
-        batch, temperature, version = codec.reference_log_probs_from_proto(request)
+        batch, temperature = from_message(TokenBatch, request.batch, "batch"), checked_temperature(request)
+        has_version = request.HasField("version")
+        version = from_message(ReferenceVersion, request.version, "version") if has_version else None
         return lambda: self.core.log_probs(batch, temperature, version)

@@ -8,7 +8,7 @@ from typing import Any
 
 import grpc
 
-from quartet import codec
+from quartet.codec.scoring import score_request_from_proto, scores_to_proto
 from quartet.contract.status import Role
 from quartet.contract.trajectory import Scores, TokenBatch
 from quartet.errors import Cancelled, DeadlinePassed, MismatchError, QuotaExceeded
@@ -55,13 +55,13 @@ class RewardServicer(ModelServicer[RewardSource], reward_pb2_grpc.RewardServiceS
     def Score(self, request: Any, context: grpc.ServicerContext) -> Any:
         """Compute one score for each prompt and response. Raises QuotaExceeded if the caller's run has used its quota."""
         if self.shared is not None:
-            return codec.scores_to_proto(self._score_shared(self.shared, request, context))
+            return scores_to_proto(self._score_shared(self.shared, request, context))
         score = self._score(request)
         # Rewards of a group do not ask whether they are cancelled: the ranks would differ.
         scores = self.compute.run(
             "score", context, lambda cancelled: self._commands.run("score", request, lambda: score(cancelled))
         )
-        return codec.scores_to_proto(scores)
+        return scores_to_proto(scores)
 
     def handlers(self) -> dict[str, CommandHandler]:
         """See ``ModelServicer.handlers``."""
@@ -81,7 +81,7 @@ class RewardServicer(ModelServicer[RewardSource], reward_pb2_grpc.RewardServiceS
 
     def _read(self, request: Any) -> tuple[TokenBatch, list[str], Mapping[str, float]]:
         """Return the batch, its fields and the weights of a request. Raises InvalidRequest and MismatchError."""
-        batch, fields, weights = codec.score_request_from_proto(request)
+        batch, fields, weights = score_request_from_proto(request)
         if weights and not isinstance(self.core, EnsembleReward):
             raise MismatchError("weights: this service has a single source; start it with the config of the run")
         return batch, fields, weights

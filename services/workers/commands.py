@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import structlog
 
-from quartet import codec
+from quartet.codec.updates import command_from_bytes, command_to_bytes
 from quartet.config.deployment import ServiceConfig
 from quartet.config.root import Config
 from quartet.config.section import is_loopback
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from quartet.models.workers.group import WorkerGroup
 
 STOP = 0
-"""Number of the command that ends a rank. Those of ``codec.command_to_bytes`` start at 1."""
+"""Number of the command that ends a rank. Those of ``command_to_bytes`` start at 1."""
 GROUP_TIMEOUT_SECONDS = 365 * 86400.0
 """Time limit of a collective. Ranks wait for a command for as long as there is none, and the watchdog ends other waits."""
 
@@ -47,7 +47,7 @@ class GroupCommands(Commands):
         """See ``Commands.run``. An error that only some ranks can have makes this process fail."""
         if self.failure:
             raise error_of(self._failures.poll())
-        number, data = codec.command_to_bytes(kind, request)
+        number, data = command_to_bytes(kind, request)
         self._group.progress.begin(kind)
         try:
             self._group.send(number, self._succeeded, data)
@@ -89,7 +89,7 @@ class GroupCommands(Commands):
                 )
             if number == STOP:
                 return
-            kind, request = codec.command_from_bytes(number, data)
+            kind, request = command_from_bytes(number, data)
             self._group.progress.begin(kind)
             try:
                 handlers[kind](request)

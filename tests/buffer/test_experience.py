@@ -8,9 +8,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from quartet import codec
 from quartet.buffer.connection import Redis
 from quartet.buffer.experience_store import ExperienceStore
+from quartet.codec.checks import MAX_RESPONSE_TOKENS
+from quartet.codec.experience import EXPERIENCE_CHUNK_BYTES, encode_experience
 from quartet.config.rollout import MAX_RESPONSES
 from quartet.contract.trajectory import TokenBatch
 from quartet.contract.update import Experience
@@ -38,7 +39,7 @@ def keys(client: Redis, run: str) -> set[str]:
 
 def same(left: Experience, right: Experience) -> bool:
     """Return whether two experiences are bit-identical."""
-    return codec.encode_experience(left) == codec.encode_experience(right)
+    return encode_experience(left) == encode_experience(right)
 
 
 def large_experience(run: str, sequences: int, response: int) -> Experience:
@@ -81,11 +82,11 @@ def test_no_redis_value_is_larger_than_the_chunk_size(
 def test_the_largest_step_has_values_far_below_the_limit_of_redis() -> None:
     # As many chunks as with 1,048,576 tokens per response, each at 1/65,536 of the size.
     scale = 65_536
-    response = codec.MAX_RESPONSE_TOKENS // scale
+    response = MAX_RESPONSE_TOKENS // scale
     large = large_experience("n" * 64, MAX_RESPONSES, response)
-    encoded = codec.encode_experience(large, codec.EXPERIENCE_CHUNK_BYTES // scale)
+    encoded = encode_experience(large, EXPERIENCE_CHUNK_BYTES // scale)
     assert len(encoded.chunks) > 6 * 4096
-    assert len(encoded.manifest) < 16 * 2**20 < codec.EXPERIENCE_CHUNK_BYTES < REDIS_VALUE_BYTES
+    assert len(encoded.manifest) < 16 * 2**20 < EXPERIENCE_CHUNK_BYTES < REDIS_VALUE_BYTES
 
 
 def test_a_step_whose_manifest_is_too_large_is_refused_and_leaves_nothing(
@@ -124,14 +125,14 @@ def test_sealing_a_step_again_replaces_it_and_leaves_no_other_chunk(
         store.seal(new)
         assert same(store.load(1), new)
         names = {name.decode() for name in redis_client.hkeys(store.chunks_key(1))}
-        assert names == set(codec.encode_experience(new).chunks)
+        assert names == set(encode_experience(new).chunks)
 
 
 def test_an_interrupted_seal_leaves_the_former_experience_intact(
     store: ExperienceStore, run: str, redis_client: Redis
 ) -> None:
     store.seal(experience(run, 1))
-    changed = codec.encode_experience(replace(experience(run, 1), scores=np.array([2.0, 3.0], np.float32)))
+    changed = encode_experience(replace(experience(run, 1), scores=np.array([2.0, 3.0], np.float32)))
     for name, chunk in changed.chunks.items():
         redis_client.hset(store.chunks_key(1), name, chunk)  # type: ignore[arg-type]
     assert same(store.load(1), experience(run, 1))
@@ -163,7 +164,7 @@ def put_manifest(client: Redis, key: str, manifest: bytes, digest: str | None = 
 def test_a_damaged_manifest_is_an_error_that_names_its_key(
     damage: str, checksum: str, store: ExperienceStore, run: str, redis_client: Redis
 ) -> None:
-    encoded = codec.encode_experience(experience(run, 1))
+    encoded = encode_experience(experience(run, 1))
     store.seal(experience(run, 1))
     manifest = encoded.manifest
     flipped = bytearray(manifest)
@@ -200,7 +201,7 @@ def test_experience_of_another_step_or_run_under_the_key_is_an_error(
 ) -> None:
     store.seal(experience(run, 1))
     for wrong in (experience(run, 2), experience("other", 1)):
-        encoded = codec.encode_experience(wrong)
+        encoded = encode_experience(wrong)
         put_manifest(redis_client, store.key(1), encoded.manifest)
         for name, chunk in encoded.chunks.items():
             redis_client.hset(store.chunks_key(1), name, chunk)  # type: ignore[arg-type]

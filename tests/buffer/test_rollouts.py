@@ -9,9 +9,9 @@ from queue import SimpleQueue
 
 import pytest
 
-from quartet import codec
 from quartet.buffer.connection import Redis, connect
 from quartet.buffer.rollout_stream import BLOCK_SECONDS, Delivery, RolloutStream
+from quartet.codec.trajectories import trajectory_to_bytes
 from quartet.errors import BufferFailed
 from tests.buffer.samples import trajectory
 from tests.waiting import LIMIT
@@ -38,7 +38,7 @@ def test_trajectories_are_read_in_the_order_of_their_append(stream: RolloutStrea
     stream.append(written[:2])
     stream.append(written[2:])
     read = [delivery.trajectory for delivery in stream.read(10, 0.01)]
-    assert list(map(codec.trajectory_to_bytes, read)) == list(map(codec.trajectory_to_bytes, written))
+    assert list(map(trajectory_to_bytes, read)) == list(map(trajectory_to_bytes, written))
 
 
 def test_each_entry_is_delivered_once_and_reads_are_limited_by_count(stream: RolloutStream, run: str) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from quartet import codec
+from quartet.codec.scoring import score_request_from_proto, scores_to_proto
 from quartet.contract.status import ServiceStatus
 from quartet.contract.trajectory import Outcome, Scores
 from quartet.contract.update import UpdateResult
@@ -90,7 +90,7 @@ def lengths(batch: Any, name: str) -> np.ndarray[Any, Any]:
 
 
 def zeros(message: Any) -> Any:
-    return codec.scores_to_proto(Scores(np.zeros(len(lengths(message.batch, "prompt_lengths")), np.float32)))
+    return scores_to_proto(Scores(np.zeros(len(lengths(message.batch, "prompt_lengths")), np.float32)))
 
 
 def accepts(condition: Callable[[Any], bool]) -> Callable[[Service], None]:
@@ -204,7 +204,7 @@ def shares_state(service: Service) -> None:
     real = model.score
 
     def wrong(message: Any, context: Any) -> Any:
-        model.current = codec.score_request_from_proto(message)[0]
+        model.current = score_request_from_proto(message)[0]
         time.sleep(0.05)
         return right(message, context)
 

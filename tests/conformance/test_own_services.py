@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from quartet.codec import WeightUpdate
+from quartet.codec.generation import WeightUpdate
 from quartet.config.deployment import TimeoutsConfig
 from quartet.conformance.check import CheckOutcome
 from quartet.conformance.report import as_text

@@ -9,7 +9,7 @@ import hypothesis.strategies as st
 import numpy as np
 from hypothesis import settings
 
-from quartet import codec
+from quartet.codec.checks import MAX_EPOCHS, MAX_RESPONSE_TOKENS
 from quartet.config.section import MAX_SETTING
 from quartet.contract.arrays import FloatArray, IntArray
 from quartet.contract.control import Alert, Progress, RunState
@@ -203,7 +203,7 @@ statuses = st.builds(
 )
 samplings = st.builds(
     SamplingParameters,
-    st.integers(1, codec.MAX_RESPONSE_TOKENS),
+    st.integers(1, MAX_RESPONSE_TOKENS),
     st.one_of(st.just(0.0), positive32),
     st.floats(2.0**-20, 1, width=32),
     uint32,
@@ -216,7 +216,7 @@ samplings = st.builds(
 _settings = st.floats(0, MAX_SETTING)
 optimizations = st.builds(
     OptimizationSettings,
-    st.integers(0, codec.MAX_EPOCHS),
+    st.integers(0, MAX_EPOCHS),
     st.integers(1, 2**32 - 1),
     _settings,
     _settings,

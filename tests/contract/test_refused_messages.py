@@ -11,8 +11,14 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from quartet import codec
-from quartet.codec.rollout_correction import rollout_correction_from_proto
+from quartet.codec.experience import decode_experience, encode_experience
+from quartet.codec.generation import trajectories_from_proto
+from quartet.codec.messages import from_message
+from quartet.codec.tensors import floats_from_proto, ints_from_proto
+from quartet.codec.trajectories import trajectory_from_bytes, trajectory_to_bytes
+from quartet.codec.updates import update_request_from_proto, update_request_to_proto
+from quartet.contract.generation import SamplingParameters
+from quartet.contract.status import ServiceStatus
 from quartet.contract.trajectory import FinishReason, TokenBatch, Trajectory, TrajectoryId
 from quartet.contract.update import (
     Experience,
@@ -21,9 +27,11 @@ from quartet.contract.update import (
     RolloutCorrection,
     UpdateRequest,
 )
+from quartet.contract.weights import SaveRequest
 from quartet.errors import InvalidRequest, ServiceFailed
-from quartet.v1 import experience_pb2, status_pb2, tensor_pb2, trajectory_pb2, update_pb2
+from quartet.v1 import experience_pb2, generation_pb2, status_pb2, tensor_pb2, trajectory_pb2, update_pb2
 from tests.contract.strategies import check
+from tests.contract.tensors import tensor_message
 from tests.every_case import every_case
 
 FLOAT, INT = tensor_pb2.DATA_TYPE_FLOAT32, tensor_pb2.DATA_TYPE_INT32
@@ -53,20 +61,20 @@ MALFORMED = {
 def test_a_malformed_tensor_is_refused_with_the_name_of_its_field(name: str) -> None:
     message, expected = MALFORMED[name]
     with pytest.raises(InvalidRequest, match=f"^prompt_lengths: .*{expected}"):
-        codec.ints_from_proto(message, "prompt_lengths", 2)
+        ints_from_proto(message, "prompt_lengths", 2)
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_numbers_that_are_not_finite_are_refused(value: float) -> None:
     with pytest.raises(InvalidRequest, match=r"^log_probs: contains NaN or infinity"):
-        codec.floats_from_proto(codec.tensor_to_proto(np.array([0, value], np.float32)), "log_probs")
+        floats_from_proto(tensor_message(np.array([0, value], np.float32)), "log_probs")
 
 
 @check
 @given(st.integers(0, 3), st.lists(st.integers(-(2**63), 2**63 - 1), max_size=3), st.binary(max_size=40))
 def test_any_tensor_is_either_read_or_refused(dtype: int, shape: list[int], data: bytes) -> None:
     message = tensor(dtype, shape, data)
-    for read, size in ((codec.ints_from_proto, 4), (codec.floats_from_proto, 4)):
+    for read, size in ((ints_from_proto, 4), (floats_from_proto, 4)):
         try:
             result = read(message, "field")
         except InvalidRequest:
@@ -87,7 +95,7 @@ def small_experience() -> Experience:
 
 
 def changed_trajectory(change: Callable[[trajectory_pb2.Trajectory], None]) -> bytes:
-    message = trajectory_pb2.Trajectory.FromString(codec.trajectory_to_bytes(small_trajectory()))
+    message = trajectory_pb2.Trajectory.FromString(trajectory_to_bytes(small_trajectory()))
     change(message)
     return message.SerializeToString()
 
@@ -99,11 +107,11 @@ def drop(field: str) -> Callable[[Any], None]:
 @pytest.mark.parametrize("field", ["id", "segments", "finish_reason", "outcome"])
 def test_a_trajectory_without_a_required_field_is_refused(field: str) -> None:
     with pytest.raises(InvalidRequest, match="trajectory"):
-        codec.trajectory_from_bytes(changed_trajectory(drop(field)))
+        trajectory_from_bytes(changed_trajectory(drop(field)))
 
 
 def tokens(count: int) -> Any:
-    return codec.tensor_to_proto(np.zeros(count, np.int32))
+    return tensor_message(np.zeros(count, np.int32))
 
 
 POLICY, OBSERVATION = trajectory_pb2.SEGMENT_ROLE_POLICY, trajectory_pb2.SEGMENT_ROLE_OBSERVATION
@@ -112,10 +120,13 @@ POLICY, OBSERVATION = trajectory_pb2.SEGMENT_ROLE_POLICY, trajectory_pb2.SEGMENT
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        (lambda m: m.segments[1].log_probs.CopyFrom(codec.tensor_to_proto(np.zeros(1, np.float32))), "expected 2"),
-        (lambda m: m.segments[0].log_probs.CopyFrom(codec.tensor_to_proto(np.zeros(2, np.float32))), "expected none"),
+        (lambda m: m.segments[1].log_probs.CopyFrom(tensor_message(np.zeros(1, np.float32))), "expected 2"),
+        (lambda m: m.segments[0].log_probs.CopyFrom(tensor_message(np.zeros(2, np.float32))), "expected none"),
         (lambda m: m.segments[0].token_ids.CopyFrom(tokens(0)), "at least one token"),
-        (lambda m: m.segments[1].ClearField("role"), "expected a role"),
+        (
+            lambda m: m.segments[1].ClearField("role"),
+            r"segments\[1\]\.role 0: unknown, expected prompt, policy, observation",
+        ),
         (lambda m: m.segments.add(role=trajectory_pb2.SEGMENT_ROLE_PROMPT, token_ids=tokens(1)), "one prompt"),
         (lambda m: m.segments.add(role=OBSERVATION, token_ids=tokens(1)), "a segment of the policy at the end"),
         (lambda m: m.segments.add(role=POLICY, token_ids=tokens(1)), "in all segments of the policy, or in none"),
@@ -125,12 +136,12 @@ POLICY, OBSERVATION = trajectory_pb2.SEGMENT_ROLE_POLICY, trajectory_pb2.SEGMENT
         (lambda m: m.version_spans.add(tokens=1), "cover the 2 tokens"),
         (lambda m: setattr(m, "outcome", trajectory_pb2.OUTCOME_TIMEOUT), "outcome timeout with finish_reason eos"),
         (lambda m: setattr(m, "finish_reason", trajectory_pb2.FINISH_REASON_FAILED), "outcome ok with finish_reason"),
-        (lambda m: setattr(m, "outcome", 99), "is not an outcome"),
+        (lambda m: setattr(m, "outcome", 99), "outcome 99: unknown, expected ok, timeout"),
     ],
 )
 def test_a_trajectory_that_contradicts_itself_is_refused(change: Callable[[Any], Any], problem: str) -> None:
     with pytest.raises(InvalidRequest, match=problem) as raised:
-        codec.trajectory_from_bytes(changed_trajectory(change))
+        trajectory_from_bytes(changed_trajectory(change))
     assert str(raised.value).startswith("trajectory")
 
 
@@ -140,7 +151,7 @@ def test_a_failure_with_a_reward_is_refused() -> None:
         message.turn_rewards.append(0.0)
 
     with pytest.raises(InvalidRequest, match="none for a failure"):
-        codec.trajectory_from_bytes(changed_trajectory(fail))
+        trajectory_from_bytes(changed_trajectory(fail))
 
 
 @pytest.mark.parametrize(
@@ -148,20 +159,20 @@ def test_a_failure_with_a_reward_is_refused() -> None:
     [(np.ones(1, np.bool_), "expected 2 elements, got 1"), (np.ones(2, np.int32), "expected dtype bool")],
 )
 def test_experience_with_a_mask_that_does_not_fit_is_refused(mask: Any, problem: str) -> None:
-    encoded = codec.encode_experience(dataclasses.replace(small_experience(), response_mask=mask))
+    encoded = encode_experience(dataclasses.replace(small_experience(), response_mask=mask))
     with pytest.raises(InvalidRequest, match=f"experience.response_mask: {problem}"):
-        codec.decode_experience(encoded.manifest, encoded.chunks.get)
+        decode_experience(encoded.manifest, encoded.chunks.get)
 
 
 def test_experience_with_a_mask_of_other_bytes_than_0_and_1_is_refused() -> None:
     mask = np.array([2, 1], np.uint8).view(np.bool_)
-    encoded = codec.encode_experience(dataclasses.replace(small_experience(), response_mask=mask))
+    encoded = encode_experience(dataclasses.replace(small_experience(), response_mask=mask))
     with pytest.raises(InvalidRequest, match=r"experience\.response_mask: expected bytes 0 and 1"):
-        codec.decode_experience(encoded.manifest, encoded.chunks.get)
+        decode_experience(encoded.manifest, encoded.chunks.get)
 
 
 def test_all_tokens_of_the_policy_need_no_mask() -> None:
-    encoded = codec.encode_experience(small_experience())
+    encoded = encode_experience(small_experience())
     manifest = experience_pb2.ExperienceManifest.FromString(encoded.manifest)
     assert (manifest.response_mask.length, len(manifest.response_mask.chunks)) == (0, 0)
 
@@ -171,10 +182,10 @@ FLAT = ("log_probs", "reference_log_probs", "values", "advantages", "returns", "
 
 def decode_changed_experience(change: Callable[[experience_pb2.ExperienceManifest], None]) -> Experience:
     """Encode an experience, change its manifest and decode it."""
-    encoded = codec.encode_experience(small_experience())
+    encoded = encode_experience(small_experience())
     manifest = experience_pb2.ExperienceManifest.FromString(encoded.manifest)
     change(manifest)
-    return codec.decode_experience(manifest.SerializeToString(), encoded.chunks.get)
+    return decode_experience(manifest.SerializeToString(), encoded.chunks.get)
 
 
 @pytest.mark.parametrize(
@@ -201,24 +212,24 @@ def test_experience_with_an_array_of_another_length_or_type_is_refused(field: st
 @pytest.mark.parametrize("field", [*FLAT, "scores"])
 def test_experience_with_nan_is_refused(field: str) -> None:
     invalid = np.full(1 if field == "scores" else 2, np.nan, np.float32)
-    encoded = codec.encode_experience(dataclasses.replace(small_experience(), **{field: invalid}))
+    encoded = encode_experience(dataclasses.replace(small_experience(), **{field: invalid}))
     with pytest.raises(InvalidRequest, match=f"experience.{field}: contains NaN"):
-        codec.decode_experience(encoded.manifest, encoded.chunks.get)
+        decode_experience(encoded.manifest, encoded.chunks.get)
 
 
 def test_experience_with_a_missing_or_damaged_chunk_is_refused() -> None:
-    encoded = codec.encode_experience(small_experience(), chunk_bytes=4)
+    encoded = encode_experience(small_experience(), chunk_bytes=4)
     with pytest.raises(InvalidRequest, match=r"experience.token_ids: chunk 0 of 3 is missing"):
-        codec.decode_experience(encoded.manifest, {}.get)
+        decode_experience(encoded.manifest, {}.get)
     damaged = {name: bytes(chunk[:-1]) for name, chunk in encoded.chunks.items()}
     with pytest.raises(InvalidRequest, match=r"experience.token_ids: chunk 0 of 3 does not match its SHA-256"):
-        codec.decode_experience(encoded.manifest, damaged.get)
+        decode_experience(encoded.manifest, damaged.get)
 
 
 @check
 @given(st.binary(max_size=200))
 def test_random_bytes_are_refused_as_invalid(data: bytes) -> None:
-    for read in (codec.trajectory_from_bytes, lambda data: codec.decode_experience(data, {}.get)):
+    for read in (trajectory_from_bytes, lambda data: decode_experience(data, {}.get)):
         with pytest.raises(InvalidRequest):
             read(data)
 
@@ -226,10 +237,10 @@ def test_random_bytes_are_refused_as_invalid(data: bytes) -> None:
 @check
 @given(st.data())
 def test_a_damaged_entry_is_either_read_or_refused(data: st.DataObject) -> None:
-    encoded = codec.encode_experience(small_experience())
+    encoded = encode_experience(small_experience())
     for valid, read in (
-        (codec.trajectory_to_bytes(small_trajectory()), codec.trajectory_from_bytes),
-        (encoded.manifest, lambda manifest: codec.decode_experience(manifest, encoded.chunks.get)),
+        (trajectory_to_bytes(small_trajectory()), trajectory_from_bytes),
+        (encoded.manifest, lambda manifest: decode_experience(manifest, encoded.chunks.get)),
     ):
         damaged = bytearray(valid)
         damaged[data.draw(st.integers(0, len(valid) - 1))] = data.draw(st.integers(0, 255))
@@ -263,9 +274,9 @@ NAN, INFINITY = float("nan"), float("inf")
 )
 def test_sampling_parameters_out_of_range_are_refused(invalid: dict[str, Any]) -> None:
     valid = {"max_response_tokens": 1, "temperature": 1.0, "top_p": 1.0}
-    codec.sampling_from_proto(trajectory_pb2.SamplingParameters(**valid))  # type: ignore[arg-type]
+    from_message(SamplingParameters, trajectory_pb2.SamplingParameters(**valid), "sampling")  # type: ignore[arg-type]
     with pytest.raises(InvalidRequest, match=f"sampling.{next(iter(invalid))}"):
-        codec.sampling_from_proto(trajectory_pb2.SamplingParameters(**{**valid, **invalid}))  # type: ignore[arg-type]
+        from_message(SamplingParameters, trajectory_pb2.SamplingParameters(**{**valid, **invalid}), "sampling")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -275,9 +286,9 @@ def test_sampling_parameters_out_of_range_are_refused(invalid: dict[str, Any]) -
 )
 def test_optimization_settings_out_of_range_are_refused(invalid: dict[str, float]) -> None:
     valid = {"num_epochs": 1, "num_mini_batches": 1, "learning_rate": 0.1, "max_grad_norm": 0.0}
-    codec.optimization_from_proto(update_pb2.OptimizationSettings(**valid))  # type: ignore[arg-type]
+    from_message(OptimizationSettings, update_pb2.OptimizationSettings(**valid))  # type: ignore[arg-type]
     with pytest.raises(InvalidRequest, match=next(iter(invalid))):
-        codec.optimization_from_proto(update_pb2.OptimizationSettings(**{**valid, **invalid}))  # type: ignore[arg-type]
+        from_message(OptimizationSettings, update_pb2.OptimizationSettings(**{**valid, **invalid}))  # type: ignore[arg-type]
 
 
 def update(**loss: Any) -> update_pb2.UpdateRequest:
@@ -319,9 +330,9 @@ def test_policy_loss_settings_out_of_range_are_refused(invalid: dict[str, Any]) 
             level=update_pb2.CORRECTION_LEVEL_NONE, treatment=update_pb2.CORRECTION_TREATMENT_TRUNCATE
         ),
     }
-    codec.update_request_from_proto(update(policy_loss=update_pb2.PolicyLossSettings(**valid)))
+    update_request_from_proto(update(policy_loss=update_pb2.PolicyLossSettings(**valid)))
     with pytest.raises(InvalidRequest, match=next(iter(invalid))):
-        codec.update_request_from_proto(update(policy_loss=update_pb2.PolicyLossSettings(**{**valid, **invalid})))
+        update_request_from_proto(update(policy_loss=update_pb2.PolicyLossSettings(**{**valid, **invalid})))
 
 
 RULE: dict[str, Any] = {"statistic": update_pb2.REJECTION_STATISTIC_TOKEN_K1, "upper": 2.0}
@@ -349,9 +360,9 @@ def test_a_rollout_correction_out_of_range_is_refused(invalid: dict[str, Any]) -
         "treatment": update_pb2.CORRECTION_TREATMENT_TRUNCATE,
         "upper": 2.0,
     }
-    rollout_correction_from_proto(update_pb2.RolloutCorrection(**valid))
+    from_message(RolloutCorrection, update_pb2.RolloutCorrection(**valid))
     with pytest.raises(InvalidRequest, match=next(iter(invalid))):
-        rollout_correction_from_proto(update_pb2.RolloutCorrection(**{**valid, **invalid}))
+        from_message(RolloutCorrection, update_pb2.RolloutCorrection(**{**valid, **invalid}))
 
 
 def test_importance_weights_and_the_old_log_probs_of_the_engine_exclude_each_other() -> None:
@@ -359,28 +370,28 @@ def test_importance_weights_and_the_old_log_probs_of_the_engine_exclude_each_oth
     loss = PolicyLossSettings(rollout_correction=correction, old_log_probs="rollout")
     request = UpdateRequest("r", 1, 0, OptimizationSettings(1, 1, 0.1, 1.0, 0), loss)
     with pytest.raises(InvalidRequest, match="old_log_probs rollout"):
-        codec.update_request_from_proto(codec.update_request_to_proto(request))
+        update_request_from_proto(update_request_to_proto(request))
 
 
 @pytest.mark.parametrize("value", [-0.1, NAN, INFINITY])
 def test_a_value_clip_out_of_range_is_refused(value: float) -> None:
     with pytest.raises(InvalidRequest, match="value_clip"):
-        codec.update_request_from_proto(update(value_loss=update_pb2.ValueLossSettings(value_clip=value)))
+        update_request_from_proto(update(value_loss=update_pb2.ValueLossSettings(value_clip=value)))
 
 
 @pytest.mark.parametrize("kind", [0, 5, 99])
 def test_an_unknown_save_kind_is_refused(kind: int) -> None:
-    with pytest.raises(InvalidRequest, match=f"kind {kind}: expected SAVE_KIND_CHECKPOINT, _MODEL, _ADAPTER or _EMA"):
-        codec.save_request_from_proto(update_pb2.SaveRequest(kind=kind))  # type: ignore[arg-type]
+    with pytest.raises(InvalidRequest, match=f"kind {kind}: unknown, expected checkpoint, model, adapter, ema"):
+        from_message(SaveRequest, update_pb2.SaveRequest(kind=kind))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("role", [0, 99])
 def test_an_unknown_role_is_refused(role: int) -> None:
     with pytest.raises(InvalidRequest, match=f"status.role {role}: unknown"):
-        codec.status_from_proto(status_pb2.RoleStatus(role=role))  # type: ignore[arg-type]
+        from_message(ServiceStatus, status_pb2.RoleStatus(role=role), "status")  # type: ignore[arg-type]
 
 
 def test_a_generation_without_a_finished_event_is_a_service_failure() -> None:
-    for last in (None, codec.generation_started_to_proto()):
+    for last in (None, generation_pb2.GenerateResponse(started=generation_pb2.GenerationStarted())):
         with pytest.raises(ServiceFailed, match="without the event `finished`"):
-            codec.trajectories_from_proto(last)
+            trajectories_from_proto(last)

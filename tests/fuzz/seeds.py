@@ -10,7 +10,7 @@ import numpy as np
 from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2
 
-from quartet import codec
+from quartet.codec.messages import to_message
 from quartet.contract.trajectory import TokenBatch
 from quartet.v1 import (
     actor_pb2,
@@ -26,6 +26,7 @@ from quartet.v1 import (
     update_pb2,
     weights_pb2,
 )
+from tests.contract.tensors import tensor_message
 from tests.unit.models import tiny
 
 RUN = "fuzz"
@@ -64,7 +65,7 @@ class ServiceState:
 
 
 def ints(values: list[int]) -> tensor_pb2.Tensor:
-    return codec.tensor_to_proto(np.array(values, np.int32))
+    return tensor_message(np.array(values, np.int32))
 
 
 def _batch(random: Random) -> trajectory_pb2.TokenBatch:
@@ -72,7 +73,7 @@ def _batch(random: Random) -> trajectory_pb2.TokenBatch:
     prompts, responses = ([random.randint(1, 8) for _ in range(sequences)] for _ in range(2))
     tokens = [random.randrange(tiny.VOCABULARY) for _ in range(sum(prompts) + sum(responses))]
     batch = TokenBatch(np.array(tokens, np.int32), np.array(prompts, np.int32), np.array(responses, np.int32))
-    return codec.batch_to_proto(batch)
+    return to_message(trajectory_pb2.TokenBatch, batch)
 
 
 def _generate(random: Random, state: ServiceState) -> Message:

@@ -16,7 +16,6 @@ import grpc
 import numpy as np
 import pytest
 
-from quartet import codec
 from quartet.config.deployment import RecoveryConfig, TimeoutsConfig
 from quartet.contract.status import Role
 from quartet.contract.trajectory import EnvironmentReply, Outcome
@@ -27,6 +26,7 @@ from quartet.rpc.environment_client import EnvironmentClient
 from quartet.rpc.server import Server
 from quartet.services.environment.servicer import EnvironmentServicer
 from quartet.v1 import environment_pb2, environment_pb2_grpc
+from tests.contract.tensors import tensor_message
 from tests.environments.test_host import PROMPT, events, ids, text
 from tests.waiting import LIMIT, wait_until
 
@@ -207,7 +207,7 @@ class Foreign(environment_pb2_grpc.EnvironmentServiceServicer):
 
 
 def reply(ids_: list[int] | None = None, **fields: Any) -> Reply:
-    values = {"outcome": 1, "observation": codec.tensor_to_proto(np.array(ids_ or [], np.int32)), **fields}
+    values = {"outcome": 1, "observation": tensor_message(np.array(ids_ or [], np.int32)), **fields}
     return Reply(**values)
 
 
@@ -241,12 +241,12 @@ FAULTS: dict[str, tuple[Any, Outcome, str]] = {
     "infinity": (reply(reward=math.inf), Outcome.ENVIRONMENT_ERROR, "reward: inf with outcome ok"),
     "number": (reply(outcome=5, reward=0, done=True), Outcome.ENVIRONMENT_ERROR, "reward: 0 with outcome environment"),
     "not done": (reply(outcome=5, reward=math.nan), Outcome.ENVIRONMENT_ERROR, "expected no observation, and done"),
-    "no outcome": (reply(outcome=0), Outcome.ENVIRONMENT_ERROR, "outcome: 0 is not an outcome"),
+    "no outcome": (reply(outcome=0), Outcome.ENVIRONMENT_ERROR, "outcome 0: unknown, expected ok, timeout"),
     "empty": (Reply(), Outcome.ENVIRONMENT_ERROR, "observation: expected dtype int32, got none"),
     "ids": (reply([3, 100]), Outcome.ENVIRONMENT_ERROR, "observation: expected ids in 0..99, got 3 to 100"),
     "negative": (reply([-1]), Outcome.ENVIRONMENT_ERROR, "observation: expected ids in 0..99, got -1 to -1"),
     "floats": (
-        Reply(outcome=1, observation=codec.tensor_to_proto(np.zeros(1, np.float32))),
+        Reply(outcome=1, observation=tensor_message(np.zeros(1, np.float32))),
         Outcome.ENVIRONMENT_ERROR,
         "observation: expected dtype int32, got float32",
     ),
@@ -287,9 +287,9 @@ def test_a_process_without_the_service_is_an_error(connect: Connect, stack: Exit
         ({"session": "s" * 513}, "session: expected 1 to 512 printable characters, got 513"),
         ({"session": "a\nb"}, "session: expected"),
         ({"seed": 2**63}, "seed 9223372036854775808: expected less than 2**63"),
-        ({"token_ids": codec.tensor_to_proto(np.zeros(0, np.int32))}, "token_ids: empty"),
-        ({"token_ids": codec.tensor_to_proto(np.array([-1], np.int32))}, "token_ids: expected 0 or more, got -1"),
-        ({"token_ids": codec.tensor_to_proto(np.zeros(2, np.float32))}, "token_ids: expected dtype int32"),
+        ({"token_ids": tensor_message(np.zeros(0, np.int32))}, "token_ids: empty"),
+        ({"token_ids": tensor_message(np.array([-1], np.int32))}, "token_ids: expected 0 or more, got -1"),
+        ({"token_ids": tensor_message(np.zeros(2, np.float32))}, "token_ids: expected dtype int32"),
         ({"fields": "[1]"}, "fields[0]: found list, expected a JSON object"),
     ],
 )
@@ -300,7 +300,7 @@ def test_a_malformed_reset_is_refused(
     stack: ExitStack,
 ) -> None:
     server = serve(stack, host())
-    values = {"session": "s", "seed": 1, "token_ids": codec.tensor_to_proto(PROMPT), **request_}
+    values = {"session": "s", "seed": 1, "token_ids": tensor_message(PROMPT), **request_}
     with grpc.insecure_channel(server.address) as channel:
         stub = environment_pb2_grpc.EnvironmentServiceStub(channel)
         with pytest.raises(grpc.RpcError) as refused:
@@ -308,7 +308,7 @@ def test_a_malformed_reset_is_refused(
         assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
         assert expected in refused.value.details()
         with pytest.raises(grpc.RpcError, match="turn 0: expected 1 to"):
-            stub.Step(environment_pb2.StepRequest(session="s", token_ids=codec.tensor_to_proto(PROMPT)), timeout=10)
+            stub.Step(environment_pb2.StepRequest(session="s", token_ids=tensor_message(PROMPT)), timeout=10)
 
 
 def test_the_status_of_the_service(host: Callable[..., EnvironmentHost], connect: Connect, stack: ExitStack) -> None:

@@ -16,7 +16,8 @@ import pytest
 import torch
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from quartet import codec, errors
+from quartet import errors
+from quartet.codec.messages import to_message
 from quartet.config.deployment import SecurityConfig, TimeoutsConfig
 from quartet.config.layout import check_listen_address
 from quartet.config.root import Config
@@ -41,7 +42,7 @@ from quartet.rpc.limits import MAX_CONCURRENT_CALLS, MAX_PENDING_SAVES, MAX_PEND
 from quartet.rpc.security.credentials import LOCAL, Credentials
 from quartet.rpc.server import Server
 from quartet.services.reference.servicer import ReferenceServicer
-from quartet.v1 import actor_pb2, actor_pb2_grpc, update_pb2
+from quartet.v1 import actor_pb2, actor_pb2_grpc, trajectory_pb2, update_pb2
 from tests.services.model_services import TIMEOUTS, Services
 from tests.unit.models import tiny
 from tests.waiting import LIMIT, wait_until
@@ -350,7 +351,9 @@ def test_calls_without_a_deadline_succeed(services: Services, make_config: Calla
     server = services.serve(services.build(Role.ACTOR, config))
     with grpc.insecure_channel(server.address) as channel:
         stub = actor_pb2_grpc.ActorServiceStub(channel)
-        request = actor_pb2.ActorServiceLogProbsRequest(batch=codec.batch_to_proto(BATCH), temperature=1.0)
+        request = actor_pb2.ActorServiceLogProbsRequest(
+            batch=to_message(trajectory_pb2.TokenBatch, BATCH), temperature=1.0
+        )
         assert stub.LogProbs(request).log_probs.shape == [11]
         save = update_pb2.SaveRequest(run="run", directory="saved", kind=update_pb2.SAVE_KIND_MODEL)
         assert stub.Save(save).files

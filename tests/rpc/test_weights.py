@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 import pytest
 
-from quartet import codec
+from quartet.codec.weights import weights_from_proto
 from quartet.contract.status import Role, ServiceStatus
 from quartet.errors import FailedPrecondition, InvalidRequest, NoResponse, QuartetError, ServiceBusy, ServiceUnavailable
 from quartet.rpc.clients import WeightClient
@@ -273,6 +273,6 @@ def test_a_malformed_response_is_refused(case: str, network: Network) -> None:
 
 
 def test_the_samples_of_malformed_responses_are_otherwise_valid() -> None:
-    assert isinstance(codec.weights_from_proto(manifest_with()), Manifest)
-    assert isinstance(codec.weights_from_proto(tensor_with()), Manifest)
-    assert codec.weights_from_proto(chunk_with())
+    assert isinstance(weights_from_proto(manifest_with()), Manifest)
+    assert isinstance(weights_from_proto(tensor_with()), Manifest)
+    assert weights_from_proto(chunk_with())

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from quartet import codec
+from quartet.codec.updates import command_to_bytes
 from quartet.errors import InvalidRequest, OutOfMemory, QuartetError, ServiceFailed
 from quartet.models.workers.progress import Progress
 from quartet.services.workers import group_failures
@@ -166,7 +166,7 @@ def test_the_collective_of_a_rank_is_read_from_its_stack() -> None:
 
 def test_a_rank_gives_memory_back_after_every_command() -> None:
     group, sent = group_commands()
-    number, data = codec.command_to_bytes("update", REQUEST)
+    number, data = command_to_bytes("update", REQUEST)
     received = iter([(number, True, data), (number, True, data), (STOP, True, b"")])
     sent.receive = lambda: next(received)  # type: ignore[attr-defined]
     calls: list[str] = []

@@ -9,10 +9,10 @@ import grpc
 import numpy as np
 import pytest
 
-from quartet import codec
 from quartet.buffer.connection import Redis, connect
 from quartet.buffer.experience_store import ExperienceStore
 from quartet.buffer.rollout_stream import RolloutStream
+from quartet.codec.messages import to_message
 from quartet.config.root import Config
 from quartet.contract.status import MODEL_ROLES, Role
 from quartet.contract.weights import SaveKind
@@ -32,6 +32,7 @@ from quartet.v1 import (
     update_pb2,
 )
 from tests.buffer.samples import experience
+from tests.contract.tensors import tensor_message
 from tests.every_case import every_case
 from tests.services.model_services import Services
 from tests.unit.models import tiny
@@ -41,15 +42,15 @@ NAN = float("nan")
 
 
 def ints(*values: int) -> tensor_pb2.Tensor:
-    return codec.tensor_to_proto(np.array(values, np.int32))
+    return tensor_message(np.array(values, np.int32))
 
 
 def floats(*values: float) -> tensor_pb2.Tensor:
-    return codec.tensor_to_proto(np.array(values, np.float32))
+    return tensor_message(np.array(values, np.float32))
 
 
 def valid_batch() -> trajectory_pb2.TokenBatch:
-    return codec.batch_to_proto(tiny.batch([2, 3], [4, 1]))
+    return to_message(trajectory_pb2.TokenBatch, tiny.batch([2, 3], [4, 1]))
 
 
 def valid_requests() -> dict[str, Any]:

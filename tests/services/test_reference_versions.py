@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 import torch
 
-from quartet import codec
 from quartet.config.root import Config
 from quartet.contract.status import Role
 from quartet.contract.weights import ReferenceVersion
 from quartet.errors import FailedPrecondition, InvalidRequest, MismatchError
 from quartet.models.weights.loading import load_causal_lm
 from quartet.run_directory.reference_versions import RECORD, read_version, version_folder, write_record
+from quartet.services.reference import servicer
 from tests.services.model_services import Services
 from tests.unit.models import tiny
 
@@ -80,8 +80,8 @@ def test_an_answer_of_another_version_is_refused(
 ) -> None:
     config = make_config()
     reference = services.start(Role.REFERENCE, config)
-    one, real = version(config, 1), codec.reference_log_probs_response_to_proto
-    monkeypatch.setattr(codec, "reference_log_probs_response_to_proto", lambda log_probs, step: real(log_probs))
+    one, real = version(config, 1), servicer.to_message
+    monkeypatch.setattr(servicer, "to_message", lambda kind, **fields: real(kind, **{**fields, "version_step": 0}))
     with pytest.raises(MismatchError, match="LogProbs of version 0, expected 1; use a reference service that supports"):
         reference.log_probs(BATCH, 1.0, one).result()
 

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from quartet import codec
 from quartet.contract.status import Role
 from quartet.contract.trajectory import NO_LOG_PROBS
 from quartet.contract.update import Experience
@@ -20,6 +19,7 @@ from quartet.demo.toy_task import ToyTask
 from quartet.models.forward.scoring import response_log_probs
 from quartet.models.generation.detached_torch import DetachedTorchEngine
 from quartet.models.training.updates import update_policy
+from quartet.rpc import base_servicers
 from quartet.services.actor import actor
 from quartet.services.critic.critic import Critic
 from quartet.services.orchestrator.rollout.collector import _Collection
@@ -208,13 +208,13 @@ def test_a_requested_checkpoint_generates_the_next_step(make: MakeConfig, monkey
 def test_an_update_waits_for_the_generation_that_needs_the_old_weights(
     make: MakeConfig, uninterrupted: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = codec.generation_batch_from_proto
+    real = base_servicers.generation_batch_from_proto
 
     def delayed_parse(request: Any) -> Any:
         time.sleep(0.1)
         return real(request)
 
-    monkeypatch.setattr(codec, "generation_batch_from_proto", delayed_parse)
+    monkeypatch.setattr(base_servicers, "generation_batch_from_proto", delayed_parse)
     run = run_to_completion(off_policy_config(make))
     assert_same(run, uninterrupted)
     assert run.progress.recoveries == 0

@@ -12,7 +12,7 @@ from typing import Any
 
 import structlog
 
-from quartet import codec
+from quartet.codec.generation import WeightUpdate
 from quartet.config.root import Config
 from quartet.contract.generation import EngineProperties, GenerationBatch, GenerationRequest
 from quartet.contract.status import GeneratorInfo, Role, ServiceStatus
@@ -308,7 +308,7 @@ class GeneratorPool:
 
     def _start_update(self, member: Member, work: Work, version: int, digest: bytes) -> PendingResult[WeightTransfer]:
         sources = self._sources(member, digest)
-        update = codec.WeightUpdate(self._config.run.name, work.batch.leader_epoch, version, digest, sources)
+        update = WeightUpdate(self._config.run.name, work.batch.leader_epoch, version, digest, sources)
         call = work.context.run(member.client.update_weights, update)
         self._observe(f"{Role.GENERATOR} {member.address}", "update_weights", call)
         return call

@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable
 
-from quartet import codec
 from quartet.buffer.connection import Redis, translate_errors
+from quartet.codec.experience import EXPERIENCE_CHUNK_BYTES, decode_experience, encode_experience
 from quartet.contract.update import Experience
 from quartet.errors import BufferFailed, ConfigError, FailedPrecondition, InvalidRequest
 
@@ -25,7 +25,7 @@ class ExperienceStore:
         url: str,
         run: str,
         lost: Callable[[], None] = lambda: None,
-        chunk_bytes: int = codec.EXPERIENCE_CHUNK_BYTES,
+        chunk_bytes: int = EXPERIENCE_CHUNK_BYTES,
     ) -> None:
         """``lost`` is called if a load cannot reach the server. ``chunk_bytes`` is the largest value that ``seal`` writes."""
         self._client, self._url, self._run, self._lost = client, url, run, lost
@@ -46,7 +46,7 @@ class ExperienceStore:
         bounds a step. Raises ConfigError if the step has so many sequences that its manifest is too large, BufferFailed if Redis
         is full.
         """
-        encoded = codec.encode_experience(experience, self._chunk_bytes)
+        encoded = encode_experience(experience, self._chunk_bytes)
         if len(encoded.manifest) > self._chunk_bytes:
             raise ConfigError(
                 f"experience of step {experience.step}: the manifest of its {len(experience.ids):,} sequences has "
@@ -74,7 +74,7 @@ class ExperienceStore:
         if not isinstance(manifest, bytes) or digest != hashlib.sha256(manifest).hexdigest().encode():
             raise BufferFailed(f"{key}: the manifest does not match its SHA-256")
         try:
-            experience = codec.decode_experience(manifest, lambda name: self._read_chunk(step, name))
+            experience = decode_experience(manifest, lambda name: self._read_chunk(step, name))
         except InvalidRequest as error:
             raise BufferFailed(f"{key}: {error}") from None
         if (experience.run, experience.step) != (self._run, step):

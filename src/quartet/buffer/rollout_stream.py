@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from quartet import codec
 from quartet.buffer.connection import Redis, dedicated_client, translate_errors
+from quartet.codec.trajectories import trajectory_from_bytes, trajectory_to_bytes
 from quartet.contract.trajectory import Trajectory
 from quartet.errors import BufferFailed, InvalidRequest
 from quartet.system.failpoints import failpoint
@@ -60,7 +60,7 @@ class RolloutStream:
                     self.key,
                     {
                         "id": str(trajectory.id),
-                        "trajectory": codec.trajectory_to_bytes(trajectory),
+                        "trajectory": trajectory_to_bytes(trajectory),
                         "leader_epoch": leader_epoch,
                     },
                 )
@@ -128,7 +128,7 @@ class RolloutStream:
 
     def _delivery(self, entry_id: bytes, fields: dict[bytes, bytes]) -> Delivery:
         try:
-            trajectory = codec.trajectory_from_bytes(fields[b"trajectory"])
+            trajectory = trajectory_from_bytes(fields[b"trajectory"])
         except (KeyError, InvalidRequest) as error:
             raise BufferFailed(f"{self.key} entry {entry_id.decode()}: not a trajectory ({error})") from None
         return Delivery(entry_id.decode(), trajectory)

@@ -1,33 +1,207 @@
-"""Range checks for the numbers of a request."""
+"""Limits of the records in messages. A check gets each record that is read, and the path before its fields."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import Any
 
-from quartet.config.section import MAX_SETTING
+from quartet.config.policy_losses import MAX_PARAMETERS
+from quartet.config.rollout import MAX_TURNS, check_stop_strings
+from quartet.config.section import MAX_PARAMETER_NAME, MAX_SETTING
+from quartet.contract.generation import EpisodeSettings, GenerationBatch, SamplingParameters
+from quartet.contract.trajectory import FinishReason, Outcome, Segment, SegmentRole, Trajectory
+from quartet.contract.update import (
+    OptimizationSettings,
+    PolicyLossSettings,
+    RejectionRule,
+    RolloutCorrection,
+    ValueLossSettings,
+)
+from quartet.contract.weights import ReferenceVersion, WeightPublication, WeightTransfer
 from quartet.errors import InvalidRequest
+from quartet.weight_transfer.digests import DIGEST_BYTES
+from quartet.weight_transfer.messages import MAX_WAIT_SECONDS, WeightsRequest
+from quartet.weight_transfer.tensors import AdapterSettings
 
-DIGEST_BYTES = 16
-"""Size of a digest of weights."""
-
-
-def checked_digest(digest: bytes, name: str, required: bool = False) -> bytes:
-    """Return a digest of weights, which may be empty unless it is ``required``. Raises InvalidRequest."""
-    if len(digest) != DIGEST_BYTES and (digest or required):
-        raise InvalidRequest(f"{name}: expected {DIGEST_BYTES} bytes, got {len(digest)}")
-    return digest
-
-
-def positive(value: float, name: str) -> float:
-    """Return the value if it is more than 0 and at most MAX_SETTING. Raises InvalidRequest."""
-    if not 0 < value <= MAX_SETTING:
-        raise InvalidRequest(f"{name} {value}: expected more than 0 and at most {MAX_SETTING:g}")
-    return value
+MAX_EPOCHS = 1000
+"""Maximum passes over one step's experience in a request. An update cannot be interrupted, so its length needs a limit."""
+MAX_RESPONSE_TOKENS = 1_048_576
+"""Maximum response tokens in a request."""
+MAX_TARGET_MODULES = 4096
+"""Maximum number of modules with an adapter."""
 
 
-def require_non_negative(message: Any, *names: str) -> None:
-    """Raise InvalidRequest unless each of these fields is in 0..MAX_SETTING."""
+def within(record: Any, at: str, low: float, high: float, *names: str) -> None:
+    """Raise InvalidRequest unless these fields are in ``low``..``high``."""
     for name in names:
-        value = getattr(message, name)
-        if not 0 <= value <= MAX_SETTING:
-            raise InvalidRequest(f"{name} {value}: expected 0 to {MAX_SETTING:g}")
+        value = getattr(record, name)
+        if not low <= value <= high:
+            raise InvalidRequest(
+                f"{at}{name} {value}: expected {low} to {high if isinstance(high, int) else f'{high:g}'}"
+            )
+
+
+def more_than_0(record: Any, at: str, high: float, *names: str) -> None:
+    """Raise InvalidRequest unless these fields are more than 0 and at most ``high``."""
+    for name in names:
+        value = getattr(record, name)
+        if not 0 < value <= high:
+            raise InvalidRequest(f"{at}{name} {value}: expected more than 0 and at most {high:g}")
+
+
+def checked_temperature(request: Any) -> float:
+    """Return the temperature of a request for log-probs. Raises InvalidRequest."""
+    more_than_0(request, "", MAX_SETTING, "temperature")
+    return float(request.temperature)
+
+
+def check_digest(digest: bytes, name: str, required: bool = False, size: int = DIGEST_BYTES) -> None:
+    """Raise InvalidRequest unless a digest has ``size`` bytes. It may be empty unless it is ``required``."""
+    if len(digest) != size and (digest or required):
+        raise InvalidRequest(f"{name}: expected {size} bytes, got {len(digest)}")
+
+
+def _sampling(sampling: SamplingParameters, at: str) -> None:
+    within(sampling, at, 1, MAX_RESPONSE_TOKENS, "max_response_tokens")
+    within(sampling, at, 0, MAX_SETTING, "temperature")
+    more_than_0(sampling, at, 1, "top_p")
+    within(sampling, at, 0, 1, "min_p")
+    try:
+        check_stop_strings(sampling.stop_strings)
+    except ValueError as error:
+        raise InvalidRequest(f"{at}stop_strings: {error}") from None
+
+
+def _optimization(settings: OptimizationSettings, at: str) -> None:
+    within(settings, at, 1, 2**32 - 1, "num_mini_batches")
+    within(settings, at, 0, MAX_EPOCHS, "num_epochs")
+    within(settings, at, 0, MAX_SETTING, "learning_rate", "max_grad_norm")
+
+
+def _policy_loss(loss: PolicyLossSettings, at: str) -> None:
+    more_than_0(loss, at, MAX_SETTING, "temperature")
+    coefficients = ("entropy_coefficient", "kl_loss_coefficient", "target_kl", "loss_divisor")
+    within(loss, at, 0, MAX_SETTING, "clip_low", "clip_high", "dual_clip", *coefficients)
+    if 0 < loss.dual_clip <= 1:
+        raise InvalidRequest(f"{at}dual_clip {loss.dual_clip}: expected 0 (off) or more than 1")
+    if not loss.policy_loss:
+        raise InvalidRequest(f"{at}policy_loss: empty, expected the name or import path of a policy loss")
+    if loss.aggregation == "sequence_mean_token_sum_norm" and loss.loss_divisor == 0:
+        raise InvalidRequest(f"{at}loss_divisor 0: expected more than 0 with aggregation {loss.aggregation}")
+    if loss.old_log_probs == "rollout" and loss.rollout_correction.level != "none":
+        raise InvalidRequest(
+            f"{at}old_log_probs rollout: the ratio compares with the engine; expected rollout_correction.level none"
+        )
+    if len(loss.parameters) > MAX_PARAMETERS:
+        raise InvalidRequest(f"{at}parameters: {len(loss.parameters)}, expected at most {MAX_PARAMETERS}")
+    for name, value in loss.parameters.items():
+        if not math.isfinite(value):
+            raise InvalidRequest(f"{at}parameters {name[:MAX_PARAMETER_NAME]} {value}: expected a finite number")
+        if not 0 < len(name) <= MAX_PARAMETER_NAME:
+            raise InvalidRequest(
+                f"{at}parameters: a name of {len(name)} characters, expected 1 to {MAX_PARAMETER_NAME}"
+            )
+
+
+def _rollout_correction(correction: RolloutCorrection, at: str) -> None:
+    within(correction, at, 0, MAX_SETTING, "lower", "upper", "off_policy_mask")
+    if correction.treatment == "seq_mask" and correction.level != "token":
+        raise InvalidRequest(f"{at}treatment seq_mask: expected level token, not {correction.level}")
+    if correction.upper and correction.lower > correction.upper:
+        raise InvalidRequest(f"{at}lower {correction.lower}: expected at most upper {correction.upper}")
+    if len({rule.statistic for rule in correction.rejection}) < len(correction.rejection):
+        raise InvalidRequest(f"{at}rejection: a statistic is there twice, expected each once")
+
+
+def _rejection_rule(rule: RejectionRule, at: str) -> None:
+    within(rule, at, 0, MAX_SETTING, "lower")
+    more_than_0(rule, at, MAX_SETTING, "upper")
+    if not rule.statistic.endswith("k1"):
+        if rule.lower:
+            raise InvalidRequest(f"{at}lower {rule.lower}: {rule.statistic} has an upper bound only")
+    elif (rule.lower or 1 / rule.upper) > rule.upper:
+        raise InvalidRequest(f"{at}upper {rule.upper}: expected at least lower, or 1 if lower is 0")
+
+
+def _episode(episode: EpisodeSettings, at: str) -> None:
+    within(episode, at, 1, MAX_TURNS, "max_turns")
+    within(episode, at, 0, MAX_RESPONSE_TOKENS, "max_turn_tokens")
+
+
+def _segment(segment: Segment, at: str) -> None:
+    if not len(segment.token_ids):
+        raise InvalidRequest(f"{at}token_ids: expected at least one token")
+    if segment.role is not SegmentRole.POLICY and len(segment.log_probs):
+        raise InvalidRequest(f"{at}log_probs: expected none for the role {segment.role}")
+
+
+def _trajectory(trajectory: Trajectory, at: str) -> None:
+    """The prompt comes first, and only there, and a turn comes last."""
+    outcome, reason, turns = trajectory.outcome, trajectory.finish_reason, trajectory.turns
+    if not trajectory.id.run:
+        raise InvalidRequest(f"{at}id.run: empty, expected the name of the run")
+    if (reason is FinishReason.FAILED) != (outcome is not Outcome.OK):
+        raise InvalidRequest(f"{at}outcome {outcome} with finish_reason {reason}; expected ok, or failed")
+    roles = [segment.role for segment in trajectory.segments]
+    if roles[:1] != [SegmentRole.PROMPT] or SegmentRole.PROMPT in roles[1:]:
+        raise InvalidRequest(f"{at}segments: expected one prompt, as the first segment")
+    if outcome is Outcome.OK and roles[-1] is not SegmentRole.POLICY:
+        raise InvalidRequest(f"{at}segments: expected a segment of the policy at the end")
+    if len({len(turn.log_probs) > 0 for turn in turns}) > 1:
+        raise InvalidRequest(f"{at}segments: expected log-probs in all segments of the policy, or in none")
+    spans, rewards, tokens = (
+        trajectory.version_spans,
+        trajectory.turn_rewards,
+        sum(len(turn.token_ids) for turn in turns),
+    )
+    if spans and (sum(span.tokens for span in spans) != tokens or not all(span.tokens for span in spans)):
+        raise InvalidRequest(f"{at}version_spans: expected spans that cover the {tokens} tokens of the policy")
+    for digest in (trajectory.weights_digest, *(span.weights_digest for span in spans)):
+        check_digest(digest, f"{at}weights_digest")
+    if rewards and (len(rewards) != len(turns) or outcome is not Outcome.OK):
+        raise InvalidRequest(f"{at}turn_rewards: expected {len(turns)}, one per turn, or none; none for a failure")
+    if not all(map(math.isfinite, rewards)):
+        raise InvalidRequest(f"{at}turn_rewards: contains NaN or infinity, expected finite numbers")
+
+
+def _weights_request(request: WeightsRequest, at: str) -> None:
+    if not request.run:
+        raise InvalidRequest(f"{at}run: expected the name of the run")
+    check_digest(request.digest, f"{at}digest")
+    check_digest(request.have_digest, f"{at}have_digest", required=request.have_version is not None)
+    within(request, at, 0, MAX_WAIT_SECONDS, "wait_seconds")
+
+
+def _adapter(adapter: AdapterSettings, at: str) -> None:
+    if adapter.rank < 1 or not math.isfinite(adapter.alpha):
+        raise InvalidRequest(
+            f"{at.rstrip('.')}: expected a rank of 1 or more and a finite alpha, got {adapter.rank}, {adapter.alpha}"
+        )
+    if len(adapter.target_modules) > MAX_TARGET_MODULES:
+        raise InvalidRequest(
+            f"{at}target_modules: expected at most {MAX_TARGET_MODULES}, got {len(adapter.target_modules)}"
+        )
+
+
+def _weights_digest(record: GenerationBatch | WeightTransfer | WeightPublication, at: str) -> None:
+    check_digest(record.weights_digest, f"{at}weights_digest")
+
+
+CHECKS: dict[type, Callable[[Any, str], None]] = {
+    SamplingParameters: _sampling,
+    OptimizationSettings: _optimization,
+    PolicyLossSettings: _policy_loss,
+    ValueLossSettings: lambda loss, at: within(loss, at, 0, MAX_SETTING, "value_clip"),
+    RolloutCorrection: _rollout_correction,
+    RejectionRule: _rejection_rule,
+    EpisodeSettings: _episode,
+    GenerationBatch: _weights_digest,
+    Segment: _segment,
+    Trajectory: _trajectory,
+    ReferenceVersion: lambda version, at: check_digest(version.digest, f"{at}digest", required=True, size=32),
+    WeightsRequest: _weights_request,
+    AdapterSettings: _adapter,
+    WeightTransfer: _weights_digest,
+    WeightPublication: _weights_digest,
+}

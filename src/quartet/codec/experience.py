@@ -11,7 +11,7 @@ import numpy as np
 from google.protobuf.message import DecodeError
 from numpy.typing import NDArray
 
-from quartet.codec.tensors import dtype_from_proto, dtype_to_proto, require_finite
+from quartet.codec.tensors import BOOL, FLOAT32, INT32, dtype_to_proto, require_dtype, require_finite
 from quartet.contract.trajectory import TokenBatch
 from quartet.contract.update import Experience
 from quartet.errors import InvalidRequest
@@ -19,7 +19,6 @@ from quartet.v1 import experience_pb2
 
 EXPERIENCE_CHUNK_BYTES = 64 * 2**20
 """Size of a chunk: an eighth of the 512 MB that Redis allows for a value."""
-_INT32, _FLOAT32, _BOOL = np.dtype("<i4"), np.dtype("<f4"), np.dtype(np.bool_)
 _BATCH = ("token_ids", "prompt_lengths", "response_lengths")
 _PER_TOKEN = ("log_probs", "reference_log_probs", "values", "advantages", "returns", "actor_mask")
 
@@ -67,20 +66,20 @@ def decode_experience(manifest: bytes, read_chunk: Callable[[str], bytes | memor
     def read(name: str, dtype: np.dtype[Any], length: int | None = None) -> NDArray[Any]:
         return _read_array(getattr(message, name), f"experience.{name}", dtype, length, read_chunk)
 
-    token_ids, prompt_lengths, response_lengths = (read(name, _INT32) for name in _BATCH)
+    token_ids, prompt_lengths, response_lengths = (read(name, INT32) for name in _BATCH)
     batch = TokenBatch(token_ids, prompt_lengths, response_lengths)
     if len(message.ids) != len(batch):
         raise InvalidRequest(f"experience.ids: expected {len(batch)}, got {len(message.ids)}")
     tokens = int(batch.response_lengths.sum(dtype=np.int64))
-    mask = read("response_mask", _BOOL, tokens if message.response_mask.length else 0)
+    mask = read("response_mask", BOOL, tokens if message.response_mask.length else 0)
     return Experience(
         run=message.run,
         step=message.step,
         policy_version=message.policy_version,
         ids=tuple(message.ids),
         batch=batch,
-        scores=read("scores", _FLOAT32, len(batch) if message.scores.length else 0),
-        **{name: read(name, _FLOAT32, tokens) for name in _PER_TOKEN},
+        scores=read("scores", FLOAT32, len(batch) if message.scores.length else 0),
+        **{name: read(name, FLOAT32, tokens) for name in _PER_TOKEN},
         response_mask=mask,
     )
 
@@ -92,9 +91,7 @@ def _read_array(
     length: int | None,
     read_chunk: Callable[[str], bytes | memoryview | None],
 ) -> NDArray[Any]:
-    actual = dtype_from_proto(entry.dtype)
-    if actual != dtype:
-        raise InvalidRequest(f"{name}: expected dtype {dtype.name}, got {actual.name if actual else 'none'}")
+    require_dtype(entry.dtype, dtype, name)
     if length is not None and entry.length != length:
         raise InvalidRequest(f"{name}: expected {length} elements, got {entry.length}")
     chunks = []
@@ -111,8 +108,8 @@ def _read_array(
             f"{name}: {entry.length} elements of {dtype.name} need {entry.length * dtype.itemsize} bytes, got {len(data)}"
         )
     array = np.frombuffer(data, dtype)
-    if dtype == _FLOAT32:
+    if dtype == FLOAT32:
         require_finite(array, name)
-    if dtype == _BOOL and array.view(np.uint8).max(initial=0) > 1:
+    if dtype == BOOL and array.view(np.uint8).max(initial=0) > 1:
         raise InvalidRequest(f"{name}: expected bytes 0 and 1")
     return array

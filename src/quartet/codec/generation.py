@@ -1,22 +1,21 @@
-"""Messages of GenerationService: requests, and the events of a generation."""
+"""Messages of GenerationService."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from quartet.codec.checks import checked_digest
-from quartet.codec.tensors import ints_from_proto, tensor_to_proto
-from quartet.codec.trajectories import MAX_RESPONSE_TOKENS, sampling_from_proto, sampling_to_proto
-from quartet.config.rollout import MAX_RESPONSES, MAX_TURNS
+from quartet.codec.checks import check_digest
+from quartet.codec.messages import from_message, to_message
+from quartet.codec.tensors import ints_from_proto
+from quartet.config.rollout import MAX_RESPONSES
 from quartet.contract.arrays import IntArray
 from quartet.contract.generation import EpisodeSettings, GenerationBatch, GenerationRequest
 from quartet.contract.status import Role
 from quartet.contract.trajectory import TrajectoryId
-from quartet.contract.weights import WeightTransfer
 from quartet.errors import InvalidRequest, ServiceFailed
 from quartet.v1 import generation_pb2
 
@@ -47,42 +46,18 @@ def generation_batch_to_proto(batch: GenerationBatch) -> generation_pb2.Generate
             positions[request.id.prompt] = len(prompts)
             prompts.append(request.prompt_ids)
     greedy = [request.greedy for request in batch.requests]
-    return generation_pb2.GenerateRequest(
-        run=batch.run,
-        step=batch.step,
-        leader_epoch=batch.leader_epoch,
-        prompt_ids=tensor_to_proto(np.concatenate(prompts) if prompts else np.zeros(0, np.int32)),
-        prompt_lengths=tensor_to_proto(np.array([len(prompt) for prompt in prompts], np.int32)),
+    fields = [batch.episode.fields.get(prompt, "{}") for prompt in positions] if batch.episode else []
+    return to_message(
+        generation_pb2.GenerateRequest,
+        batch,
+        prompt_ids=np.concatenate(prompts) if prompts else np.zeros(0, np.int32),
+        prompt_lengths=np.array([len(prompt) for prompt in prompts], np.int32),
         prompts=list(positions),
         trajectory_prompts=[positions[request.id.prompt] for request in batch.requests],
         trajectory_samples=[request.id.sample for request in batch.requests],
-        sampling=sampling_to_proto(batch.sampling),
-        seed=batch.seed,
-        policy_version=batch.policy_version,
-        weights_digest=batch.weights_digest,
-        generator=batch.generator,
-        attempt=batch.attempt,
         trajectory_greedy=greedy if any(greedy) else [],
-        episode=_episode_to_proto(batch.episode, list(positions)) if batch.episode else None,
+        episode=replace(batch.episode, fields=fields) if batch.episode else None,  # type: ignore[arg-type]
     )
-
-
-def _episode_to_proto(episode: EpisodeSettings, prompts: Sequence[int]) -> generation_pb2.EpisodeSettings:
-    return generation_pb2.EpisodeSettings(
-        max_turns=episode.max_turns,
-        max_turn_tokens=episode.max_turn_tokens,
-        fields=[episode.fields.get(prompt, "{}") for prompt in prompts],
-    )
-
-
-def _episode_from_proto(message: generation_pb2.EpisodeSettings, prompts: Sequence[int]) -> EpisodeSettings:
-    if not 1 <= message.max_turns <= MAX_TURNS:
-        raise InvalidRequest(f"episode.max_turns {message.max_turns}: expected 1 to {MAX_TURNS}")
-    if message.max_turn_tokens > MAX_RESPONSE_TOKENS:
-        raise InvalidRequest(f"episode.max_turn_tokens {message.max_turn_tokens}: expected 0 to {MAX_RESPONSE_TOKENS}")
-    if len(message.fields) != len(prompts):
-        raise InvalidRequest(f"episode.fields: expected {len(prompts)}, one per prompt, got {len(message.fields)}")
-    return EpisodeSettings(message.max_turns, message.max_turn_tokens, dict(zip(prompts, message.fields, strict=True)))
 
 
 def generation_batch_from_proto(message: generation_pb2.GenerateRequest) -> GenerationBatch:
@@ -115,40 +90,19 @@ def generation_batch_from_proto(message: generation_pb2.GenerateRequest) -> Gene
     ]
     if len({request.id for request in requests}) != count:
         raise InvalidRequest("generate: a pair of prompt and sample repeats; expected each trajectory once")
-    return GenerationBatch(
-        run=message.run,
-        step=message.step,
-        leader_epoch=message.leader_epoch,
+    return from_message(
+        GenerationBatch,
+        message,
         requests=requests,
-        sampling=sampling_from_proto(message.sampling),
-        seed=message.seed,
-        policy_version=message.policy_version,
-        weights_digest=checked_digest(message.weights_digest, "weights_digest"),
-        generator=message.generator,
-        attempt=message.attempt,
-        episode=_episode_from_proto(message.episode, message.prompts) if message.HasField("episode") else None,
+        episode=_episode(message.episode, message.prompts) if message.HasField("episode") else None,
     )
 
 
-def generation_started_to_proto() -> generation_pb2.GenerateResponse:
-    """Return the first event of a generation."""
-    return generation_pb2.GenerateResponse(started=generation_pb2.GenerationStarted())
-
-
-def generation_progress_to_proto(trajectories: int, response_tokens: int) -> generation_pb2.GenerateResponse:
-    """Return an event in the middle of a generation."""
-    progress = generation_pb2.GenerationProgress(trajectories=trajectories, response_tokens=response_tokens)
-    return generation_pb2.GenerateResponse(progress=progress)
-
-
-def generation_finished_to_proto(
-    trajectories: int, response_tokens: int, seconds: float
-) -> generation_pb2.GenerateResponse:
-    """Return the last event of a generation."""
-    finished = generation_pb2.GenerationFinished(
-        trajectories=trajectories, response_tokens=response_tokens, seconds=seconds
-    )
-    return generation_pb2.GenerateResponse(finished=finished)
+def _episode(message: generation_pb2.EpisodeSettings, prompts: Sequence[int]) -> EpisodeSettings:
+    if len(message.fields) != len(prompts):
+        raise InvalidRequest(f"episode.fields: expected {len(prompts)}, one per prompt, got {len(message.fields)}")
+    fields = dict(zip(prompts, message.fields, strict=True))
+    return from_message(EpisodeSettings, message, "episode", fields=fields)
 
 
 def generation_progress_from_proto(message: generation_pb2.GenerateResponse) -> tuple[int, int] | None:
@@ -169,16 +123,10 @@ def trajectories_from_proto(last: generation_pb2.GenerateResponse | None) -> int
 
 def weight_update_to_proto(update: WeightUpdate) -> generation_pb2.UpdateWeightsRequest:
     """Convert the arguments of an UpdateWeights call."""
-    return generation_pb2.UpdateWeightsRequest(
-        run=update.run,
-        leader_epoch=update.leader_epoch,
-        policy_version=update.policy_version,
-        weights_digest=update.weights_digest,
-        sources=[
-            generation_pb2.WeightPeer(address=address, generator=role is Role.GENERATOR)
-            for role, address in update.sources
-        ],
-    )
+    message = to_message(generation_pb2.UpdateWeightsRequest, update, sources=[])
+    for role, address in update.sources:
+        message.sources.add(address=address, generator=role is Role.GENERATOR)
+    return message
 
 
 def weight_update_from_proto(message: generation_pb2.UpdateWeightsRequest) -> WeightUpdate:
@@ -189,46 +137,6 @@ def weight_update_from_proto(message: generation_pb2.UpdateWeightsRequest) -> We
         or not all(_HOST_PORT.fullmatch(source.address) for source in message.sources)
     ):
         raise InvalidRequest(f"update weights: expected a run, and 1 to {MAX_SOURCES} sources HOST:PORT")
-    return WeightUpdate(
-        message.run,
-        message.leader_epoch,
-        message.policy_version,
-        checked_digest(message.weights_digest, "weights_digest", required=True),
-        tuple((Role.GENERATOR if source.generator else Role.ACTOR, source.address) for source in message.sources),
-    )
-
-
-def weight_transfer_to_proto(transfer: WeightTransfer) -> generation_pb2.WeightTransfer:
-    """Convert a transfer of weights."""
-    return generation_pb2.WeightTransfer(
-        policy_version=transfer.policy_version,
-        weights_digest=transfer.weights_digest,
-        source=transfer.source,
-        bytes=transfer.bytes,
-        delta=transfer.delta,
-        transfer_seconds=transfer.transfer_seconds,
-        load_seconds=transfer.load_seconds,
-    )
-
-
-def weight_transfer_from_proto(message: generation_pb2.WeightTransfer) -> WeightTransfer:
-    """Convert a transfer of weights. Raises InvalidRequest."""
-    return WeightTransfer(
-        policy_version=message.policy_version,
-        weights_digest=checked_digest(message.weights_digest, "weights_digest"),
-        source=message.source,
-        bytes=message.bytes,
-        delta=message.delta,
-        transfer_seconds=message.transfer_seconds,
-        load_seconds=message.load_seconds,
-    )
-
-
-def weight_update_response_to_proto(transfer: WeightTransfer) -> generation_pb2.UpdateWeightsResponse:
-    """Return the response to UpdateWeights."""
-    return generation_pb2.UpdateWeightsResponse(transfer=weight_transfer_to_proto(transfer))
-
-
-def updated_weights_from_proto(message: generation_pb2.UpdateWeightsResponse) -> WeightTransfer:
-    """Return the transfer of the response to UpdateWeights. Raises InvalidRequest."""
-    return weight_transfer_from_proto(message.transfer)
+    check_digest(message.weights_digest, "weights_digest", required=True)
+    sources = tuple((Role.GENERATOR if each.generator else Role.ACTOR, each.address) for each in message.sources)
+    return from_message(WeightUpdate, message, sources=sources)

@@ -11,27 +11,27 @@ from quartet.contract.arrays import FloatArray, IntArray
 from quartet.errors import InvalidRequest
 from quartet.v1 import tensor_pb2
 
-_FLOAT32 = np.dtype("<f4")
-_INT32 = np.dtype("<i4")
-_DTYPES = {
-    tensor_pb2.DATA_TYPE_FLOAT32: _FLOAT32,
-    tensor_pb2.DATA_TYPE_INT32: _INT32,
-    tensor_pb2.DATA_TYPE_BOOL: np.dtype(np.bool_),
+FLOAT32, INT32, BOOL = np.dtype("<f4"), np.dtype("<i4"), np.dtype(np.bool_)
+DTYPES: dict[int, np.dtype[Any]] = {
+    tensor_pb2.DATA_TYPE_FLOAT32: FLOAT32,
+    tensor_pb2.DATA_TYPE_INT32: INT32,
+    tensor_pb2.DATA_TYPE_BOOL: BOOL,
 }
-_DATA_TYPES = {dtype: number for number, dtype in _DTYPES.items()}
+_NUMBERS = {dtype: number for number, dtype in DTYPES.items()}
 
 
-def dtype_to_proto(dtype: np.dtype[Any]) -> tensor_pb2.DataType.ValueType:
-    """Return the protobuf name of float32, int32 or bool. Raises InvalidRequest for any other type."""
-    data_type = _DATA_TYPES.get(dtype.newbyteorder("<"))
-    if data_type is None:
+def dtype_to_proto(dtype: np.dtype[Any]) -> int:
+    """Return the number of float32, int32 or bool. Raises InvalidRequest for any other type."""
+    number = _NUMBERS.get(dtype.newbyteorder("<"))
+    if number is None:
         raise InvalidRequest(f"tensor of {dtype}: expected float32, int32 or bool")
-    return data_type
+    return number
 
 
-def dtype_from_proto(data_type: tensor_pb2.DataType.ValueType) -> np.dtype[Any] | None:
-    """Return the element type, little-endian, or None for a number that names none."""
-    return _DTYPES.get(data_type)
+def require_dtype(number: int, expected: np.dtype[Any], name: str) -> None:
+    """Raise InvalidRequest naming the field unless the number is that of the expected element type."""
+    if (sent := DTYPES.get(number)) != expected:
+        raise InvalidRequest(f"{name}: expected dtype {expected.name}, got {sent.name if sent else 'none'}")
 
 
 def require_finite(values: NDArray[Any], name: str) -> None:
@@ -40,24 +40,14 @@ def require_finite(values: NDArray[Any], name: str) -> None:
         raise InvalidRequest(f"{name}: contains NaN or infinity, expected finite numbers")
 
 
-def tensor_to_proto(array: NDArray[Any]) -> tensor_pb2.Tensor:
-    """Convert a float32 or int32 array of any shape."""
-    message = tensor_pb2.Tensor()
-    write_tensor(message, array)
-    return message
-
-
-def write_tensor(message: tensor_pb2.Tensor, array: NDArray[Any]) -> None:
-    """Write a float32 or int32 array into a message, which may be a field of another message. This saves a copy."""
-    message.dtype = dtype_to_proto(array.dtype)
-    message.shape.extend(array.shape)
-    message.data = np.ascontiguousarray(array, array.dtype.newbyteorder("<")).tobytes()
+def tensor_content(array: NDArray[Any]) -> dict[str, Any]:
+    """Return the fields of the message of an array of any shape."""
+    data = np.ascontiguousarray(array, array.dtype.newbyteorder("<")).tobytes()
+    return {"dtype": dtype_to_proto(array.dtype), "shape": array.shape, "data": data}
 
 
 def _vector(message: tensor_pb2.Tensor, name: str, dtype: np.dtype[Any], length: int | None) -> NDArray[Any]:
-    sent = dtype_from_proto(message.dtype)
-    if sent != dtype:
-        raise InvalidRequest(f"{name}: expected dtype {dtype.name}, got {sent.name if sent else 'none'}")
+    require_dtype(message.dtype, dtype, name)
     if len(message.shape) != 1 or message.shape[0] < 0:
         raise InvalidRequest(f"{name}: expected one dimension, got shape {list(message.shape)}")
     expected = message.shape[0] * dtype.itemsize
@@ -73,16 +63,14 @@ def _vector(message: tensor_pb2.Tensor, name: str, dtype: np.dtype[Any], length:
 
 def ints_from_proto(message: tensor_pb2.Tensor, name: str, length: int | None = None) -> IntArray:
     """Return a one-dimensional int32 tensor. Raises InvalidRequest with the field's name."""
-    return _vector(message, name, _INT32, length)
+    return _vector(message, name, INT32, length)
 
 
-def floats_from_proto(message: tensor_pb2.Tensor, name: str, length: int | None = None) -> FloatArray:
-    """Return a one-dimensional float32 tensor of finite numbers. Raises InvalidRequest with the field's name."""
-    values = _vector(message, name, _FLOAT32, length)
-    require_finite(values, name)
+def floats_from_proto(
+    message: tensor_pb2.Tensor, name: str, length: int | None = None, finite: bool = True
+) -> FloatArray:
+    """Return a one-dimensional float32 tensor, of finite numbers. Raises InvalidRequest with the field's name."""
+    values = _vector(message, name, FLOAT32, length)
+    if finite:
+        require_finite(values, name)
     return values
-
-
-def scores_or_nan_from_proto(message: tensor_pb2.Tensor, name: str, length: int) -> FloatArray:
-    """Return a one-dimensional float32 tensor, in which NaN stands for a missing score. Raises InvalidRequest."""
-    return _vector(message, name, _FLOAT32, length)

@@ -13,8 +13,8 @@ import grpc
 import numpy as np
 from numpy.typing import NDArray
 
-from quartet import codec
 from quartet.buffer.connection import Redis, connect
+from quartet.codec.trajectories import trajectory_from_bytes
 from quartet.conformance.batches import tensor
 from quartet.conformance.check import Check
 from quartet.conformance.model_checks import ACTOR_LOG_PROBS
@@ -94,7 +94,7 @@ class Generation:
         for entry in self.entries():
             name = entry.get(b"id", b"").decode()
             try:
-                trajectory = codec.trajectory_from_bytes(entry.get(b"trajectory", b""))
+                trajectory = trajectory_from_bytes(entry.get(b"trajectory", b""))
             except InvalidRequest as error:
                 raise Violation(f"the entry {name!r} of the rollout stream is not a trajectory: {error}") from None
             expect(name not in result, f"the trajectory {name} is in the rollout stream twice")
@@ -138,7 +138,7 @@ def _events(each: Generation) -> None:
         finished.trajectories == expected, f"finished names {finished.trajectories} trajectories; expected {expected}"
     )
     expect(len(entries) == expected, f"the rollout stream has {len(entries)} entries; expected {expected}")
-    tokens = sum(len(codec.trajectory_from_bytes(entry[b"trajectory"]).response_ids) for entry in entries)
+    tokens = sum(len(trajectory_from_bytes(entry[b"trajectory"]).response_ids) for entry in entries)
     expect(
         finished.response_tokens == tokens,
         f"finished names {finished.response_tokens} response tokens; expected {tokens}, those in the stream",
@@ -162,7 +162,7 @@ def _origin(each: Generation) -> None:
     request = each.request()
     each.events(request)
     for entry in each.entries():
-        trajectory = codec.trajectory_from_bytes(entry[b"trajectory"])
+        trajectory = trajectory_from_bytes(entry[b"trajectory"])
         epoch = entry.get(b"leader_epoch")
         expect(epoch == str(each.epoch).encode(), f"the field leader_epoch is {epoch!r}; expected {each.epoch}")
         for name in ("policy_version", "weights_digest", "generator", "attempt"):

@@ -10,15 +10,18 @@ from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 import grpc
 
-from quartet import codec
+from quartet.codec.generation import generation_batch_from_proto
+from quartet.codec.messages import from_message, to_message
+from quartet.codec.updates import update_request_from_proto
 from quartet.contract.generation import GenerationBatch
 from quartet.contract.status import ServiceStatus
 from quartet.contract.update import OptimizationSettings, UpdateResult
-from quartet.contract.weights import SavedFile, SaveKind
+from quartet.contract.weights import RestoreRequest, SavedFile, SaveKind, SaveRequest
 from quartet.errors import DeadlinePassed, InvalidRequest, ServiceBusy
 from quartet.rpc.commands import CommandHandler, Commands, Result
 from quartet.rpc.compute_thread import ComputeThread, remaining_time
 from quartet.rpc.limits import MAX_PENDING_SAVES
+from quartet.v1 import generation_pb2, update_pb2
 
 
 class Core(Protocol):
@@ -114,20 +117,28 @@ def stream_generation(
     core: GenerationCore, compute: ComputeThread, request: Any, context: grpc.ServicerContext
 ) -> Iterator[Any]:
     """Run a Generate call on ``compute``. Yield its events: the start, the progress, the end."""
-    batch, start = codec.generation_batch_from_proto(request), time.perf_counter()
+    batch, start = generation_batch_from_proto(request), time.perf_counter()
     done = [0, 0]
 
+    def progress() -> Any:
+        now = generation_pb2.GenerationProgress(trajectories=done[0], response_tokens=done[1])
+        return generation_pb2.GenerateResponse(progress=now)
+
     def work(cancelled: Callable[[], bool], emit: Callable[[Any], None]) -> Any:
+        def on_start() -> None:
+            emit(generation_pb2.GenerateResponse(started=generation_pb2.GenerationStarted()))
+
         def on_progress(trajectories: int, response_tokens: int) -> None:
             done[:] = trajectories, response_tokens
-            emit(codec.generation_progress_to_proto(trajectories, response_tokens))
+            emit(progress())
 
-        trajectories, tokens = core.generate(
-            batch, cancelled, lambda: emit(codec.generation_started_to_proto()), on_progress
+        trajectories, tokens = core.generate(batch, cancelled, on_start, on_progress)
+        finished = generation_pb2.GenerationFinished(
+            trajectories=trajectories, response_tokens=tokens, seconds=time.perf_counter() - start
         )
-        return codec.generation_finished_to_proto(trajectories, tokens, time.perf_counter() - start)
+        return generation_pb2.GenerateResponse(finished=finished)
 
-    return compute.stream("generate", context, work, lambda: codec.generation_progress_to_proto(*done))
+    return compute.stream("generate", context, work, progress)
 
 
 class TrainableServicer(ModelServicer[AnyTrainableCore]):
@@ -170,20 +181,20 @@ class TrainableServicer(ModelServicer[AnyTrainableCore]):
         }
 
     def _update(self, request: Any) -> Callable[[], UpdateResult]:
-        update = codec.update_request_from_proto(request)
+        update = update_request_from_proto(request)
         if not isinstance(update.loss, self.loss):
             raise InvalidRequest(f"loss: expected {self.loss.__name__}, got {type(update.loss).__name__}")
         return lambda: self.core.update(update.run, update.step, update.leader_epoch, update.optimization, update.loss)
 
     def _snapshot(self, request: Any) -> Callable[[], tuple[Callable[[], list[SavedFile]], int]]:
-        save = codec.save_request_from_proto(request)
+        save = from_message(SaveRequest, request)
         return lambda: (
             self.core.snapshot(save.run, save.leader_epoch, save.directory, save.kind, save.step),
             self.core.policy_version,
         )
 
     def _restore(self, request: Any) -> Callable[[], int]:
-        restore = codec.restore_request_from_proto(request)
+        restore = from_message(RestoreRequest, request)
 
         def work() -> int:
             self.core.restore(restore.run, restore.step, restore.leader_epoch, restore.directory)
@@ -193,7 +204,8 @@ class TrainableServicer(ModelServicer[AnyTrainableCore]):
 
     def Update(self, request: Any, context: grpc.ServicerContext) -> Any:
         """Apply the update of one step."""
-        return codec.update_result_to_proto(self.run_command("update", request, context, self._update(request)))
+        result = self.run_command("update", request, context, self._update(request))
+        return to_message(update_pb2.UpdateResponse, result)
 
     def Save(self, request: Any, context: grpc.ServicerContext) -> Any:
         """Save the model below the run's directory."""
@@ -210,9 +222,9 @@ class TrainableServicer(ModelServicer[AnyTrainableCore]):
                 self._save_lock.release()
         finally:
             self._save_slots.release()
-        return codec.save_response_to_proto(files, version)
+        return to_message(update_pb2.SaveResponse, files=files, policy_version=version)
 
     def Restore(self, request: Any, context: grpc.ServicerContext) -> Any:
         """Restore the model of a checkpoint."""
         version = self.run_command("restore", request, context, self._restore(request))
-        return codec.restore_response_to_proto(version)
+        return update_pb2.RestoreResponse(policy_version=version)

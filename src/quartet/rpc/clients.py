@@ -1,13 +1,24 @@
-"""Typed clients of all services: ``quartet.contract`` in, ``quartet.contract`` out."""
+"""Typed clients of all services: records of ``quartet.contract`` in and out."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
-from typing import Any
+from typing import Any, Literal
 
-from quartet import codec
+from quartet.codec.generation import (
+    WeightUpdate,
+    generation_batch_to_proto,
+    generation_progress_from_proto,
+    trajectories_from_proto,
+    weight_update_to_proto,
+)
+from quartet.codec.messages import from_message, to_message
+from quartet.codec.scoring import scores_from_proto
+from quartet.codec.tensors import floats_from_proto
+from quartet.codec.updates import update_request_to_proto, update_result_from_proto
+from quartet.codec.weights import weights_from_proto
 from quartet.config.deployment import TimeoutsConfig
 from quartet.contract.arrays import FloatArray
 from quartet.contract.control import Progress, Setting, SettingChange
@@ -28,12 +39,19 @@ from quartet.rpc.pending_calls import PendingGeneration, PendingResult
 from quartet.rpc.security.credentials import LOCAL, Credentials
 from quartet.rpc.service_channel import ServiceChannel
 from quartet.v1 import (
+    actor_pb2,
     actor_pb2_grpc,
+    critic_pb2,
     critic_pb2_grpc,
     generation_pb2_grpc,
+    orchestrator_pb2,
     orchestrator_pb2_grpc,
+    reference_pb2,
     reference_pb2_grpc,
+    reward_pb2,
     reward_pb2_grpc,
+    update_pb2,
+    weights_pb2,
     weights_pb2_grpc,
 )
 from quartet.weight_transfer.messages import Message, WeightsRequest
@@ -106,26 +124,28 @@ class TrainableClient(ServiceClient):
         settings: OptimizationSettings,
         loss: PolicyLossSettings | ValueLossSettings,
     ) -> PendingResult[UpdateResult]:
-        request = codec.update_request_to_proto(UpdateRequest(run, step, leader_epoch, settings, loss))
+        request = update_request_to_proto(UpdateRequest(run, step, leader_epoch, settings, loss))
         pending = self.channel.start(self._stub.Update, request, self.timeouts.update_seconds, "Update")
-        return PendingResult(pending, lambda response: codec.update_result_from_proto(response, step))
+        return PendingResult(pending, lambda response: update_result_from_proto(response, step))
 
     def save(
         self, run: str, leader_epoch: int, directory: str, kind: SaveKind, step: int | None = None
     ) -> PendingResult[list[SavedFile]]:
         """Start a save below the run's directory. ``step`` is the step that the model must have; None accepts any step."""
-        request = codec.save_request_to_proto(SaveRequest(run, directory, kind, leader_epoch, step))
+        request = to_message(update_pb2.SaveRequest, SaveRequest(run, directory, kind, leader_epoch, step))
         pending = self.channel.start(self._stub.Save, request, self._save_seconds(), "Save")
-        return PendingResult(pending, codec.saved_files_from_proto)
+        return PendingResult(
+            pending, lambda response: [from_message(SavedFile, file, "files") for file in response.files]
+        )
 
     def restore(self, run: str, step: int, leader_epoch: int, directory: str) -> PendingResult[int]:
         """Start the restore of a checkpoint below the run's directory; step 0 is the initial model.
 
         The result is the number of updates that the restored model has taken.
         """
-        request = codec.restore_request_to_proto(RestoreRequest(run, step, directory, leader_epoch))
+        request = to_message(update_pb2.RestoreRequest, RestoreRequest(run, step, directory, leader_epoch))
         pending = self.channel.start(self._stub.Restore, request, self.timeouts.load_seconds, "Restore")
-        return PendingResult(pending, codec.restored_version_from_proto)
+        return PendingResult(pending, lambda response: int(response.policy_version))
 
     def _save_seconds(self) -> float:
         return self.timeouts.save_seconds
@@ -150,11 +170,12 @@ class ActorClient(TrainableClient):
 
     def versioned_log_probs(self, batch: TokenBatch, temperature: float) -> PendingResult[tuple[FloatArray, int]]:
         """Start log-probs under the current policy, float32 [response tokens]. The result has the policy's version, too."""
-        request = codec.actor_log_probs_to_proto(batch, temperature, False)
+        request = _log_probs_request(batch, temperature, False)
         tokens = int(batch.response_lengths.sum())
         pending = self.channel.start(self._actor.LogProbs, request, self.timeouts.score_seconds, "LogProbs")
         return PendingResult(
-            pending, lambda response: (codec.log_probs_from_proto(response, tokens), int(response.policy_version))
+            pending,
+            lambda response: (floats_from_proto(response.log_probs, "log_probs", tokens), int(response.policy_version)),
         )
 
     def log_probs_of_version(
@@ -164,7 +185,7 @@ class ActorClient(TrainableClient):
 
         The result raises FailedPrecondition unless the policy is of ``policy_version``, as ``CriticClient.values``.
         """
-        request = codec.actor_log_probs_to_proto(batch, temperature, False)
+        request = _log_probs_request(batch, temperature, False)
         tokens = int(batch.response_lengths.sum())
         seconds = self.timeouts.generate_seconds + self.timeouts.score_seconds
 
@@ -174,7 +195,7 @@ class ActorClient(TrainableClient):
                     f"actor at {self.channel.address}: LogProbs: the policy is version {response.policy_version}, "
                     f"expected {policy_version}"
                 )
-            return codec.log_probs_from_proto(response, tokens)
+            return floats_from_proto(response.log_probs, "log_probs", tokens)
 
         return PendingResult(self.channel.start(self._actor.LogProbs, request, seconds, "LogProbs"), convert)
 
@@ -186,10 +207,10 @@ class ActorClient(TrainableClient):
     def _start_log_probs(
         self, batch: TokenBatch, temperature: float, reference: bool, timeout: float
     ) -> PendingResult[FloatArray]:
-        request = codec.actor_log_probs_to_proto(batch, temperature, reference)
+        request = _log_probs_request(batch, temperature, reference)
         tokens = int(batch.response_lengths.sum())
         pending = self.channel.start(self._actor.LogProbs, request, timeout, "LogProbs")
-        return PendingResult(pending, lambda response: codec.log_probs_from_proto(response, tokens))
+        return PendingResult(pending, lambda response: floats_from_proto(response.log_probs, "log_probs", tokens))
 
     def update(
         self, run: str, step: int, leader_epoch: int, settings: OptimizationSettings, loss: PolicyLossSettings
@@ -200,6 +221,10 @@ class ActorClient(TrainableClient):
     def _save_seconds(self) -> float:
         # A save may wait for a running generation.
         return self.timeouts.generate_seconds + self.timeouts.save_seconds
+
+
+def _log_probs_request(batch: TokenBatch, temperature: float, reference: bool) -> Any:
+    return to_message(actor_pb2.ActorServiceLogProbsRequest, batch=batch, temperature=temperature, reference=reference)
 
 
 class GenerationClient(ServiceClient):
@@ -225,10 +250,10 @@ class GenerationClient(ServiceClient):
         """
 
         def on_message(message: Any) -> None:
-            if (progress := codec.generation_progress_from_proto(message)) is not None:
+            if (progress := generation_progress_from_proto(message)) is not None:
                 on_progress(*progress)
 
-        request = codec.generation_batch_to_proto(batch)
+        request = generation_batch_to_proto(batch)
         timeout = self.timeouts.generate_seconds * (1 + waits_for)
         attributes = {
             "quartet.policy_version": batch.policy_version,
@@ -236,11 +261,11 @@ class GenerationClient(ServiceClient):
             "quartet.trajectories": len(batch.requests),
         }
         pending = self.channel.start_stream(self._stub.Generate, request, timeout, "Generate", attributes, on_message)
-        return PendingGeneration(pending, codec.trajectories_from_proto)
+        return PendingGeneration(pending, trajectories_from_proto)
 
-    def update_weights(self, update: codec.WeightUpdate) -> PendingResult[WeightTransfer]:
+    def update_weights(self, update: WeightUpdate) -> PendingResult[WeightTransfer]:
         """Start to load a policy version into the generator."""
-        request = codec.weight_update_to_proto(update)
+        request = weight_update_to_proto(update)
         pending = self.channel.start(
             self._stub.UpdateWeights,
             request,
@@ -249,7 +274,7 @@ class GenerationClient(ServiceClient):
             {"quartet.policy_version": update.policy_version},
             lambda response: {"quartet.weight_bytes": int(response.transfer.bytes)},
         )
-        return PendingResult(pending, codec.updated_weights_from_proto)
+        return PendingResult(pending, lambda response: from_message(WeightTransfer, response.transfer, "transfer"))
 
 
 class CriticClient(TrainableClient):
@@ -271,18 +296,17 @@ class CriticClient(TrainableClient):
         The result raises FailedPrecondition unless the value model has taken ``policy_version`` updates. A critic that restarted
         in the middle of a step would otherwise respond with its initial weights.
         """
-        request = codec.values_request_to_proto(batch)
+        request = to_message(critic_pb2.ValuesRequest, batch=batch)
         tokens = int(batch.response_lengths.sum())
         pending = self.channel.start(self._critic.Values, request, self.timeouts.score_seconds, "Values")
 
         def convert(response: Any) -> FloatArray:
-            values, version = codec.values_from_proto(response, tokens)
-            if policy_version not in (None, version):
+            if policy_version not in (None, response.policy_version):
                 raise FailedPrecondition(
-                    f"critic at {self.channel.address}: Values: the value model is version {version}, "
+                    f"critic at {self.channel.address}: Values: the value model is version {response.policy_version}, "
                     f"expected {policy_version}"
                 )
-            return values
+            return floats_from_proto(response.values, "values", tokens)
 
         return PendingResult(pending, convert)
 
@@ -313,9 +337,11 @@ class RewardClient(ServiceClient):
 
         ``weights`` of an ensemble's parts by name; None for those of the service's config.
         """
-        request = codec.score_request_to_proto(batch, fields, weights)
+        request = to_message(
+            reward_pb2.ScoreRequest, batch=batch, fields=fields, weights=weights or {}, updates=batch.updates
+        )
         pending = self.channel.start(self._stub.Score, request, self._seconds, "Score")
-        return PendingResult(pending, lambda response: codec.scores_from_proto(response, len(batch)))
+        return PendingResult(pending, lambda response: scores_from_proto(response, len(batch)))
 
 
 class ReferenceClient(ServiceClient):
@@ -334,7 +360,9 @@ class ReferenceClient(ServiceClient):
 
         The result raises MismatchError if another version has computed them.
         """
-        request = codec.reference_log_probs_to_proto(batch, temperature, version)
+        request = to_message(
+            reference_pb2.ReferenceServiceLogProbsRequest, batch=batch, temperature=temperature, version=version
+        )
         step = version.step if version else 0
         tokens = int(batch.response_lengths.sum())
         pending = self.channel.start(self._stub.LogProbs, request, self.timeouts.score_seconds, "LogProbs")
@@ -345,7 +373,7 @@ class ReferenceClient(ServiceClient):
                     f"{self.role} at {self.channel.address}: LogProbs of version {response.version_step}, expected {step}; use a "
                     "reference service that supports reference.sync_steps"
                 )
-            return codec.log_probs_from_proto(response, tokens)
+            return floats_from_proto(response.log_probs, "log_probs", tokens)
 
         return PendingResult(pending, log_probs_of)
 
@@ -368,38 +396,38 @@ class OrchestratorClient:
 
     def progress(self) -> Progress:
         """Return the progress of the run."""
-        response = self._call(self._stub.GetProgress, codec.get_progress_request(), "GetProgress")
-        return codec.progress_of_response(response)
+        response = self._call(self._stub.GetProgress, orchestrator_pb2.GetProgressRequest(), "GetProgress")
+        return from_message(Progress, response.progress, "progress")
 
     def watch(self, after_step: int) -> Iterator[Progress]:
         """Yield each committed step after ``after_step`` and each change of phase, until the run ends."""
-        request = codec.watch_progress_request(after_step)
+        request = orchestrator_pb2.WatchProgressRequest(after_step=after_step)
         for response in self._channel.stream(self._stub.WatchProgress, request, "WatchProgress"):
-            yield codec.progress_of_response(response)
+            yield from_message(Progress, response.progress, "progress")
 
-    def command(self, command: codec.Command) -> None:
+    def command(self, command: Literal["Stop", "Pause", "Resume", "Checkpoint"]) -> None:
         """Send a command without arguments. The run obeys it after the current step."""
-        self._call(getattr(self._stub, command), codec.command_request(command), command)
+        self._call(getattr(self._stub, command), getattr(orchestrator_pb2, f"{command}Request")(), command)
 
     def roll_back(self, step: int) -> None:
         """Request a rollback to the checkpoint of ``step`` after the current step."""
-        self._call(self._stub.RollBack, codec.roll_back_request(step), "RollBack")
+        self._call(self._stub.RollBack, orchestrator_pb2.RollBackRequest(step=step), "RollBack")
 
     def settings(self) -> list[Setting]:
         """Return the settings that can change during the run."""
-        return codec.settings_from_proto(
-            self._call(self._stub.GetSettings, codec.get_settings_request(), "GetSettings")
-        )
+        response = self._call(self._stub.GetSettings, orchestrator_pb2.GetSettingsRequest(), "GetSettings")
+        return [from_message(Setting, each, "settings") for each in response.settings]
 
     def change_settings(self, values: Mapping[str, float], user: str) -> list[SettingChange]:
         """Change settings from the next step on: all of them, or none if one is refused. ``user`` is the requester's name."""
-        request = codec.change_settings_request(values, user)
-        return codec.setting_changes_from_proto(self._call(self._stub.ChangeSettings, request, "ChangeSettings"))
+        request = orchestrator_pb2.ChangeSettingsRequest(values=values, user=user)
+        response = self._call(self._stub.ChangeSettings, request, "ChangeSettings")
+        return [from_message(SettingChange, each, "changes") for each in response.changes]
 
     def generators(self) -> list[GeneratorInfo]:
         """Return the generators in separate processes that the run has found; none if the actor generates."""
-        response = self._call(self._stub.GetGenerators, codec.get_generators_request(), "GetGenerators")
-        return codec.generators_from_proto(response)
+        response = self._call(self._stub.GetGenerators, orchestrator_pb2.GetGeneratorsRequest(), "GetGenerators")
+        return [from_message(GeneratorInfo, each, "generators") for each in response.generators]
 
     def close(self) -> None:
         """Close the channel. A call in progress ends with NoResponse, a later one with Cancelled."""
@@ -428,10 +456,10 @@ class WeightClient:
         Raises FailedPrecondition if the process does not have the version, InvalidRequest for a malformed message. Closing the
         iterator cancels the call.
         """
-        message = codec.weights_request_to_proto(request)
+        message = to_message(weights_pb2.GetWeightsRequest, request)
         with closing(self._channel.stream(self._stub.GetWeights, message, "GetWeights", timeout)) as responses:
             for response in responses:
-                yield codec.weights_from_proto(response)
+                yield weights_from_proto(response)
 
     def close(self) -> None:
         """Close the channel."""

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import structlog
 
-from quartet import codec
-from quartet.codec import EnvironmentReset, EnvironmentStep
+from quartet.codec.environment import EnvironmentReset, EnvironmentStep, environment_reply_from_proto
+from quartet.codec.messages import to_message
 from quartet.config.deployment import RecoveryConfig, TimeoutsConfig
 from quartet.contract.arrays import IntArray
 from quartet.contract.status import Role
@@ -35,7 +35,7 @@ from quartet.errors import (
 from quartet.rpc.pending_calls import PendingCall
 from quartet.rpc.security.credentials import LOCAL, Credentials
 from quartet.rpc.service_channel import ServiceChannel
-from quartet.v1 import environment_pb2_grpc
+from quartet.v1 import environment_pb2, environment_pb2_grpc
 
 log = structlog.get_logger()
 
@@ -130,7 +130,7 @@ class EnvironmentClient:
         with self._lock:
             if self._episodes.pop(session, None) is None:
                 return
-        request = codec.close_session_to_proto(session)
+        request = environment_pb2.CloseSessionRequest(session=session)
         try:
             pending = self._channel.start(self._stub.CloseSession, request, self._deadline_seconds, "CloseSession")
         except Cancelled:
@@ -150,12 +150,12 @@ class EnvironmentClient:
         return reply
 
     def _send_reset(self, reset: EnvironmentReset) -> EnvironmentReply:
-        return self._send(self._stub.Reset, codec.environment_reset_to_proto(reset), "Reset")
+        return self._send(self._stub.Reset, to_message(environment_pb2.ResetRequest, reset), "Reset")
 
     def _send_step(self, episode: _Episode, step: EnvironmentStep) -> EnvironmentReply:
         for _ in range(MAX_ATTEMPTS):
             try:
-                return self._send(self._stub.Step, codec.environment_step_to_proto(step), "Step")
+                return self._send(self._stub.Step, to_message(environment_pb2.StepRequest, step), "Step")
             except SessionLost as lost:
                 log.info("session is repeated", session=step.session, turns=len(episode.steps), cause=str(lost))
                 try:
@@ -189,7 +189,7 @@ class EnvironmentClient:
                 )
 
     def _send_step_once(self, step: EnvironmentStep) -> EnvironmentReply:
-        return self._send(self._stub.Step, codec.environment_step_to_proto(step), "Step")
+        return self._send(self._stub.Step, to_message(environment_pb2.StepRequest, step), "Step")
 
     def _send(self, method: Any, request: Any, title: str) -> EnvironmentReply:
         """Make one call, again and again while the service is away or busy. Raises its error, NoResponse at the deadline."""
@@ -200,7 +200,7 @@ class EnvironmentClient:
                 with self._calls:
                     response = self._channel.call(method, request, self._deadline_seconds, title)
                 self._last_answer = time.monotonic()
-                return codec.environment_reply_from_proto(response, self._vocabulary_size)
+                return environment_reply_from_proto(response.reply, self._vocabulary_size)
             except ServiceBusy:
                 self._last_answer = time.monotonic()
                 if time.monotonic() > deadline:

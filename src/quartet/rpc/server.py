@@ -15,7 +15,8 @@ from google.protobuf.message import DecodeError
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_status import rpc_status
 
-from quartet import __version__, codec
+from quartet import __version__
+from quartet.codec.messages import to_message
 from quartet.config.layout import check_listen_address
 from quartet.contract.status import ProcessStatus, Role, ServiceStatus
 from quartet.errors import ConfigError, InvalidRequest, ServiceBusy
@@ -25,7 +26,7 @@ from quartet.rpc.limits import MAX_STREAMS, CallLimits
 from quartet.rpc.security.allow_list import CALLERS
 from quartet.rpc.security.credentials import LOCAL, AccessControl, Credentials
 from quartet.rpc.status_codes import status_of
-from quartet.v1 import status_pb2_grpc
+from quartet.v1 import status_pb2, status_pb2_grpc
 
 log = structlog.get_logger()
 
@@ -63,8 +64,8 @@ class StatusServicer(status_pb2_grpc.StatusServiceServicer):
     def GetStatus(self, request: Any, context: grpc.ServicerContext) -> Any:
         """Return the status of the process."""
         roles = tuple(role.status() for role in self._roles)
-        return codec.process_status_to_proto(
-            ProcessStatus(roles, __version__, self._metrics_address, self._instance_id)
+        return to_message(
+            status_pb2.GetStatusResponse, ProcessStatus(roles, __version__, self._metrics_address, self._instance_id)
         )
 
 

@@ -11,14 +11,14 @@ import grpc
 import structlog
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from quartet import codec
+from quartet.codec.messages import from_message
 from quartet.contract.status import ProcessStatus
 from quartet.errors import AccessRefused, Cancelled, ConfigError, MismatchError, QuartetError, ServiceUnavailable
 from quartet.rpc.call_interceptors import OK, Attributes, CallTracer, OutgoingSpan
 from quartet.rpc.pending_calls import PendingCall, PendingResult, PendingStream
 from quartet.rpc.security.credentials import LOCAL, Credentials
 from quartet.rpc.status_codes import error_of
-from quartet.v1 import status_pb2_grpc
+from quartet.v1 import status_pb2, status_pb2_grpc
 
 Response = TypeVar("Response")
 
@@ -131,14 +131,14 @@ class ServiceChannel:
 
     def status(self, timeout: float = STATUS_TIMEOUT) -> ProcessStatus:
         """Return the status of the process. Raises as ``call``."""
-        response = self.call(self._status.GetStatus, codec.get_status_request(), timeout, "GetStatus")
+        response = self.call(self._status.GetStatus, status_pb2.GetStatusRequest(), timeout, "GetStatus")
         self._has_responded = True
-        return codec.process_status_from_proto(response)
+        return from_message(ProcessStatus, response)
 
     def start_status(self, timeout: float = STATUS_TIMEOUT) -> PendingResult[ProcessStatus]:
         """Start to ask for the status of the process. Raises Cancelled if the channel is closed."""
-        pending = self.start(self._status.GetStatus, codec.get_status_request(), timeout, "GetStatus")
-        return PendingResult(pending, codec.process_status_from_proto)
+        pending = self.start(self._status.GetStatus, status_pb2.GetStatusRequest(), timeout, "GetStatus")
+        return PendingResult(pending, lambda response: from_message(ProcessStatus, response))
 
     def is_serving(self, timeout: float = STATUS_TIMEOUT) -> bool:
         """Return whether the process reports itself as serving. Raises as ``call``."""
@@ -191,7 +191,7 @@ class ServiceChannel:
         try:
             # wait_for_ready: a lost connection is re-established only after a backoff.
             self._status.GetStatus(
-                codec.get_status_request(), timeout=timeout, wait_for_ready=True, metadata=self._credentials.metadata
+                status_pb2.GetStatusRequest(), timeout=timeout, wait_for_ready=True, metadata=self._credentials.metadata
             )
         except grpc.RpcError as error:
             return error.code() not in _NO_RESPONSE_CODES

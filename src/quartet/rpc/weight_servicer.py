@@ -9,10 +9,12 @@ from typing import Any
 
 import grpc
 
-from quartet import codec
+from quartet.codec.messages import from_message
+from quartet.codec.weights import weights_to_proto
 from quartet.errors import Cancelled, ServiceBusy
 from quartet.rpc.limits import MAX_WEIGHT_STREAMS
 from quartet.v1 import weights_pb2_grpc
+from quartet.weight_transfer.messages import WeightsRequest
 from quartet.weight_transfer.store import WeightStore
 
 
@@ -31,7 +33,7 @@ class WeightServicer(weights_pb2_grpc.WeightServiceServicer):
 
     def GetWeights(self, request: Any, context: grpc.ServicerContext) -> Iterator[Any]:
         """Yield the manifest, then the chunks of the wanted version."""
-        wanted = codec.weights_request_from_proto(request)
+        wanted = from_message(WeightsRequest, request)
         if not self._slots.acquire(blocking=False):
             raise ServiceBusy(f"weights: {self._max_streams} streams are open already; try another source, or later")
         try:
@@ -39,6 +41,6 @@ class WeightServicer(weights_pb2_grpc.WeightServiceServicer):
                 raise Cancelled("weights: the caller is gone")
             with closing(self._store.stream(wanted, lambda: not context.is_active())) as messages:
                 for message in messages:
-                    yield codec.weights_to_proto(message)
+                    yield weights_to_proto(message)
         finally:
             self._slots.release()

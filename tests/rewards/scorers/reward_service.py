@@ -11,11 +11,12 @@ from typing import Any
 import grpc
 import numpy as np
 
-from quartet import codec
+from quartet.codec.messages import to_message
+from quartet.codec.scoring import score_request_from_proto, scores_to_proto
 from quartet.contract.status import ProcessStatus, Role, ServiceStatus
 from quartet.contract.trajectory import Outcome, Scores
 from quartet.models.weights.tokenizer import tokenizer_fingerprint
-from quartet.v1 import reward_pb2, tensor_pb2
+from quartet.v1 import reward_pb2, status_pb2, tensor_pb2
 from tests.rewards.scorers.faults import HANG_SECONDS
 from tests.unit.models import tiny
 
@@ -53,16 +54,16 @@ class FaultyRewardService(grpc.GenericRpcHandler):
             tokenizer_fingerprint=tokenizer_fingerprint(tokenizer),
             vocabulary_size=len(tokenizer),
         )
-        return codec.process_status_to_proto(ProcessStatus((status,), "0")).SerializeToString()
+        return to_message(status_pb2.GetStatusResponse, ProcessStatus((status,), "0")).SerializeToString()
 
     def _score(self, request: bytes, context: grpc.ServicerContext) -> bytes:
-        batch, *_ = codec.score_request_from_proto(reward_pb2.ScoreRequest.FromString(request))
+        batch, *_ = score_request_from_proto(reward_pb2.ScoreRequest.FromString(request))
         marked = np.array(
             [MARK_ID in ids[prompt:] for ids, prompt in zip(batch.sequences(), batch.prompt_lengths, strict=True)]
         )
         total = (batch.response_lengths / 4).astype(np.float32)
         if not self._fault or not marked.any():
-            return codec.scores_to_proto(Scores(total)).SerializeToString()
+            return scores_to_proto(Scores(total)).SerializeToString()
         return self._faulty(context, total, marked)
 
     def _faulty(self, context: grpc.ServicerContext, total: np.ndarray, marked: np.ndarray) -> bytes:
@@ -76,15 +77,15 @@ class FaultyRewardService(grpc.GenericRpcHandler):
         if fault == "refusal":
             outcomes = tuple(Outcome.REFUSED if mark else Outcome.OK for mark in marked)
             hidden = np.where(marked, np.float32(np.nan), total)
-            return codec.scores_to_proto(Scores(hidden, outcomes=outcomes)).SerializeToString()
-        message = codec.scores_to_proto(Scores(total))
+            return scores_to_proto(Scores(hidden, outcomes=outcomes)).SerializeToString()
+        message = scores_to_proto(Scores(total))
         wrong = {"nan": np.nan, "infinity": np.inf}
         if fault in wrong:
             message.scores.data = np.where(marked, np.float32(wrong[fault]), total).tobytes()
         if fault == "too few":
-            message = codec.scores_to_proto(Scores(total[:-1]))
+            message = scores_to_proto(Scores(total[:-1]))
         if fault == "too many":
-            message = codec.scores_to_proto(Scores(np.append(total, total[:1])))
+            message = scores_to_proto(Scores(np.append(total, total[:1])))
         if fault == "boolean":
             message.scores.dtype = tensor_pb2.DATA_TYPE_INT32
         if fault == "string":

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from quartet import codec
 from quartet.buffer.connection import Redis
 from quartet.buffer.rollout_stream import RolloutStream
+from quartet.codec.trajectories import trajectory_to_bytes
 from quartet.config.root import Config
 from quartet.contract.generation import SamplingParameters
 from quartet.contract.status import Role
@@ -40,7 +40,7 @@ def generate(actor: Any, stream: RolloutStream, prompts: list[Prompt], **changes
 
 
 def by_id(trajectories: list[Trajectory]) -> list[bytes]:
-    return [codec.trajectory_to_bytes(t) for t in sorted(trajectories, key=lambda trajectory: trajectory.id)]
+    return [trajectory_to_bytes(t) for t in sorted(trajectories, key=lambda trajectory: trajectory.id)]
 
 
 def test_every_trajectory_is_written_under_its_derived_id(

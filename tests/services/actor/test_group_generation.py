@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from quartet import codec
 from quartet.buffer.rollout_stream import RolloutStream
+from quartet.codec.trajectories import trajectory_to_bytes
 from quartet.contract.generation import GenerationBatch, SamplingParameters, requests_of
 from quartet.contract.status import Role, ServiceStatus
 from quartet.contract.trajectory import Prompt
@@ -109,7 +109,7 @@ def requested(rank: EnginePublication, **changes: Any) -> GenerationBatch:
 def written(stream: RolloutStream) -> list[bytes]:
     trajectories = [delivery.trajectory for delivery in stream.read(1000, 0.01)]
     stream.reset()
-    return [codec.trajectory_to_bytes(each) for each in sorted(trajectories, key=lambda each: each.id)]
+    return [trajectory_to_bytes(each) for each in sorted(trajectories, key=lambda each: each.id)]
 
 
 def never() -> bool:

@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from quartet import codec
+from quartet.codec.trajectories import trajectory_from_bytes, trajectory_to_bytes
 from quartet.contract.generation import EpisodeSettings, GenerationBatch, GenerationRequest, SamplingParameters
 from quartet.contract.trajectory import EnvironmentReply, FinishReason, Outcome, SegmentRole, Trajectory, TrajectoryId
 from quartet.engines.engine import TurnSource
@@ -79,7 +79,7 @@ def episodes(
 
 
 def encoded(trajectories: Sequence[Trajectory]) -> list[bytes]:
-    return [codec.trajectory_to_bytes(item) for item in sorted(trajectories, key=lambda item: item.id)]
+    return [trajectory_to_bytes(item) for item in sorted(trajectories, key=lambda item: item.id)]
 
 
 def test_the_ids_of_three_turns_are_those_of_engine_and_environment(engine: TorchEngine) -> None:
@@ -105,7 +105,7 @@ def test_the_ids_of_three_turns_are_those_of_engine_and_environment(engine: Torc
         assert trajectory.finish_reason is FinishReason.DONE
         assert len(trajectory.turn_rewards) == 3
         assert (trajectory.policy_version, trajectory.outcome) == (2, Outcome.OK)
-        assert encoded([codec.trajectory_from_bytes(codec.trajectory_to_bytes(trajectory))]) == encoded([trajectory])
+        assert encoded([trajectory_from_bytes(trajectory_to_bytes(trajectory))]) == encoded([trajectory])
 
 
 def test_the_first_turn_is_the_response_without_an_environment_and_later_turns_have_own_streams(
@@ -226,7 +226,7 @@ def test_a_failed_environment_is_an_outcome_and_no_reward(
         assert (item.finish_reason, item.outcome, item.detail) == (FinishReason.FAILED, outcome, "the dice are lost")
         assert item.turn_rewards == ()
         assert len(item.turns) == failing_turn
-        assert encoded([codec.trajectory_from_bytes(codec.trajectory_to_bytes(item))]) == encoded([item])
+        assert encoded([trajectory_from_bytes(trajectory_to_bytes(item))]) == encoded([item])
 
 
 @pytest.mark.parametrize("rounds", [False, True])

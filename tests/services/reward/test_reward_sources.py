@@ -11,7 +11,7 @@ import grpc
 import numpy as np
 import pytest
 
-from quartet import codec
+from quartet.codec.messages import to_message
 from quartet.config.root import Config
 from quartet.contract.status import Role
 from quartet.contract.trajectory import Outcome, TokenBatch
@@ -19,7 +19,7 @@ from quartet.errors import ConfigError, InvalidRequest, QuartetError, ServiceFai
 from quartet.rpc.compute_thread import ComputeThread
 from quartet.rpc.server import Server
 from quartet.services.factories import build_model_role
-from quartet.v1 import reward_pb2, reward_pb2_grpc
+from quartet.v1 import reward_pb2, reward_pb2_grpc, trajectory_pb2
 from tests.rewards.processes import children
 from tests.services.model_services import TIMEOUTS, Services
 from tests.unit.models import tiny
@@ -138,7 +138,7 @@ def test_malformed_fields_are_refused_and_a_valid_request_after_them_succeeds(
     if kind != "model":
         client = start(**(ensemble if kind == "ensemble" else function("bonus")))
     stub = reward_pb2_grpc.RewardServiceStub(client.channel.grpc_channel)
-    request = reward_pb2.ScoreRequest(batch=codec.batch_to_proto(BATCH), fields=fields)
+    request = reward_pb2.ScoreRequest(batch=to_message(trajectory_pb2.TokenBatch, BATCH), fields=fields)
     with pytest.raises(grpc.RpcError) as refused:
         stub.Score(request, timeout=30)
     assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from quartet import codec
+from quartet.codec.updates import update_request_from_proto, update_request_to_proto
 from quartet.config.loading import parse_config
 from quartet.config.root import Config
 from quartet.config.section import MAX_SETTING
@@ -206,7 +206,7 @@ def request_of(settings: dict[str, Any]) -> UpdateRequest:
 @pytest.mark.parametrize("settings", LIMIT_SETTINGS, ids=str)
 def test_the_largest_settings_of_a_config_pass_the_checks_of_a_request(settings: dict[str, Any]) -> None:
     request = request_of(settings)
-    assert codec.update_request_from_proto(codec.update_request_to_proto(request)) == request
+    assert update_request_from_proto(update_request_to_proto(request)) == request
     with pytest.raises(ConfigError, match="expected at most"):
         config(algorithm=beyond(settings))
 
@@ -215,7 +215,7 @@ def test_the_largest_settings_of_a_config_pass_the_checks_of_a_request(settings:
 def test_parameters_of_a_custom_function_are_limited(own: dict[str, Any]) -> None:
     key = "policy_loss_parameters" if "policy_loss" in own else "estimator_parameters"
     request = request_of({**own, key: {f"{number:064d}": 1.0 for number in range(32)}})
-    assert codec.update_request_from_proto(codec.update_request_to_proto(request)) == request
+    assert update_request_from_proto(update_request_to_proto(request)) == request
     for parameters in ({"": 1.0}, {"a" * 65: 1.0}, {str(number): 1.0 for number in range(33)}):
         with pytest.raises(ConfigError, match=key):
             config(algorithm={**own, key: parameters})

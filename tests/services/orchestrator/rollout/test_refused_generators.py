@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from quartet.codec import WeightUpdate
+from quartet.codec.generation import WeightUpdate
 from quartet.contract.status import GeneratorState, Role
 from quartet.errors import ServiceFailed, ServiceUnavailable, StaleLeaderEpoch
 from quartet.models.generation.detached_torch import DetachedTorchEngine
