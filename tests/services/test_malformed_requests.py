@@ -132,7 +132,7 @@ BATCH: dict[str, tuple[Change, str]] = {
     "ids as floats": (put("batch.token_ids", floats(*range(10))), "token_ids: expected dtype int32"),
     "lengths as floats": (put("batch.response_lengths", floats(4, 1)), "response_lengths: expected dtype int32"),
     "too few ids": (put("batch.token_ids", ints(1, 2, 3)), "token_ids"),
-    "too many lengths": (put("batch.prompt_lengths", ints(2, 3, 1)), "response_lengths: expected 3 elements"),
+    "too many lengths": (put("batch.prompt_lengths", ints(2, 3, 1)), "of the same length"),
     "an empty response": (put("batch.response_lengths", ints(5, 0)), "at least one token"),
     "a negative length": (put("batch.prompt_lengths", ints(6, -1)), "at least one token"),
     "an id outside the vocabulary": (put("batch.token_ids", ints(*range(9), tiny.VOCABULARY)), "0..60"),
