@@ -128,7 +128,7 @@ def all_of(*changes: Change) -> Change:
 
 
 BATCH: dict[str, tuple[Change, str]] = {
-    "no batch": (drop("batch"), "prompt_lengths"),
+    "no batch": (drop("batch"), "batch.token_ids: expected dtype int32, got none"),
     "ids as floats": (put("batch.token_ids", floats(*range(10))), "token_ids: expected dtype int32"),
     "lengths as floats": (put("batch.response_lengths", floats(4, 1)), "response_lengths: expected dtype int32"),
     "too few ids": (put("batch.token_ids", ints(1, 2, 3)), "token_ids"),
@@ -190,7 +190,7 @@ UPDATE: dict[str, tuple[Change, str]] = {
         all_of(put("step", 2), put("optimization.num_mini_batches", 3)),
         "num_mini_batches 3: expected 1 to 2",
     ),
-    "epochs without end": (put("optimization.num_epochs", 2**32 - 1), "num_epochs 4294967295: expected at most 1000"),
+    "epochs without end": (put("optimization.num_epochs", 2**32 - 1), "num_epochs 4294967295: expected 0 to 1000"),
     "a negative learning rate": (put("optimization.learning_rate", -1.0), "learning_rate"),
     "a learning rate beyond single precision": (put("optimization.learning_rate", 1e300), "expected 0 to 1e+30"),
     "learning rate NaN": (put("optimization.learning_rate", NAN), "learning_rate"),
