@@ -104,7 +104,7 @@ _PLAIN_MLP_TENSORS = {"gelu_new": 5, "gelu_fast": 6}
 class ModelShape:
     """Sizes of a decoder. ``experts`` is 0 for a dense model. ``sparse_layers`` of the layers have experts.
 
-    ``packs``: updates pack sequences in one row without pads (ADR 20).
+    ``packs``: updates pack sequences in one row without pads (ADR 42).
     """
 
     kind: str

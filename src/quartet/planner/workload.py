@@ -97,7 +97,7 @@ class Workload:
         return next((each for each in self.roles if each.role is role), None)
 
     def prompt_share(self, micro_batch_tokens: int) -> float:
-        """Return how many samples of a prompt share a micro-batch, which then computes the prompt once (ADR 20)."""
+        """Return how many samples of a prompt share a micro-batch, which then computes the prompt once (ADR 42)."""
         fitting = micro_batch_tokens / self.mean_length
         return max(1.0, min(float(self.samples), float(int(fitting))))
 

@@ -5,7 +5,7 @@ launches them all at once. On a CPU, a recording repeats them without the Python
 at column 0, and the size of a step is rounded up to one of a few sizes. The engine tries each model once; a model that does not
 support it uses ordinary decoding.
 
-On a CPU the sizes are chosen so that they change no bit of a row, see docs/adr/0031-batch-invariance.md.
+On a CPU the sizes are chosen so that they change no bit of a row, see docs/adr/0025-the-same-bits-in-any-batch.md.
 """
 
 from __future__ import annotations
