@@ -1,9 +1,8 @@
 """Throughput of the rollout buffer: trajectories per second from one process to another, and experience in GB/s.
 
-`make buffer`, or python -m benchmarks.buffer. Uses the embedded Redis as `quartet train` starts it, with an append-only file that
-is flushed to the disk every second. One process appends as the actor does, another reads and acknowledges as the orchestrator
-does. Writes the results below build/ and a table to docs/performance.md. The exit status is 1 if fewer than LIMIT trajectories
-pass per second.
+Uses the embedded Redis as `quartet train` starts it, with an append-only file that is flushed to the disk every second. One
+process appends as the actor does, another reads and acknowledges as the orchestrator does. Writes the results below build/ and
+a table to docs/performance.md. The exit status is 1 if fewer than LIMIT trajectories pass per second.
 """
 
 from __future__ import annotations

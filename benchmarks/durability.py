@@ -1,7 +1,7 @@
 """Cost of durability in a run without faults: its share of each step, by part.
 
-`make durability-cost`, or python -m benchmarks.durability. Reads the durations that the orchestrator logs. Writes the results
-below build/ and a table into docs/durability.md. The exit status is 1 if all parts together take 3 % of a step or more.
+Reads the durations that the orchestrator logs. Writes the results below build/ and a table into docs/durability.md. The exit
+status is 1 if all parts together take 3 % of a step or more.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     (options.folder / "cost.json").write_text(json.dumps({**asdict(cost), "share": cost.share}, indent=1) + "\n")
     text = table(cost, options.config, options.steps)
     print(text)
-    page.write(page_of(parser, options), "durability-cost", text)
+    page.write(page_of(parser, options), "durability", text)
     return 0 if cost.share < LIMIT else 1
 
 
@@ -100,7 +100,7 @@ def _check_models(config: Config) -> None:
     if str(config.actor.model).startswith("build/") and not model.exists():
         raise ConfigError(
             f"actor.model {model}: not found; create it with python examples/reviews/prepare.py POSITIVE NEGATIVE "
-            f"{model.parent} or make acceptance, or pass another --config"
+            f"{model.parent}, or pass another --config"
         )
 
 

@@ -1,8 +1,8 @@
 """Episodes and tokens per second of Quartet's services and TRL's trainers, on the same checkpoints, prompts and settings.
 
-`make end-to-end`, or python -m benchmarks.end_to_end. The two sides run alternately, several times, so that variations of the
-machine affect both. TRL runs in a separate Python environment. Writes the results below build/ and the table into
-docs/performance.md. If the configs put the models on a GPU (configs/gpu), TRL uses it, too, and the table is only printed.
+The two sides run alternately, several times, so that variations of the machine affect both. TRL runs in a separate Python
+environment. Writes the results below build/ and the table into docs/performance.md. If the configs put the models on a GPU
+(configs/gpu), TRL uses it, too, and the table is only printed.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     text = table(results, options.steps, dtype, host)
     print(text)
     if device == "cpu":
-        page.write(page_of(parser, options), "end-to-end", text)
+        page.write(page_of(parser, options), "end_to_end", text)
     return 0
 
 

@@ -1,9 +1,9 @@
 """Load the gateway with 100 event streams and 50 requests per second while a run trains on the same cores.
 
-`make gateway-load`, or python -m benchmarks.gateway. The load is switched on and off alternately during one run. Measures lost
-events, the latency of requests, the slowdown of the run, and the CPU shares of gateway and load. Writes the results below build/
-and a table into docs/gateway.md. The exit status is 1 if an event is lost, a request fails, the 99th percentile of the latency is
-500 ms or more, or the run slows down by more than those shares.
+The load is switched on and off alternately during one run. Measures lost events, the latency of requests, the slowdown of the
+run, and the CPU shares of gateway and load. Writes the results below build/ and a table into docs/gateway.md. The exit status
+is 1 if an event is lost, a request fails, the 99th percentile of the latency is 500 ms or more, or the run slows down by more
+than those shares.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     (options.folder / "gateway.json").write_text(json.dumps(report, indent=1) + "\n")
     text = _table(report)
     print(text)
-    page.write(page_of(parser, options), "gateway-load", text)
+    page.write(page_of(parser, options), "gateway", text)
     problems = _problems(report)
     for problem in problems:
         print(f"error: {problem}", file=sys.stderr)

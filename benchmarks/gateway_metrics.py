@@ -1,7 +1,7 @@
 """Response times of metrics requests for a long run: complete HTTP requests on files that have the format of a run.
 
-`make gateway-metrics`, or python -m benchmarks.gateway_metrics. Prints the results as JSON, in milliseconds, and writes a table
-into docs/gateway.md. The exit status is 1 if the median time of the dashboard's request, with a warm cache, is LIMIT or more.
+Prints the results as JSON, in milliseconds, and writes a table into docs/gateway.md. The exit status is 1 if the median time of
+the dashboard's request, with a warm cache, is LIMIT or more.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         results = measure(Path(folder), options.repeats)
     report = {"steps": options.steps, "metrics": len(NAMES), "file_megabytes": round(megabytes, 1), **results}
     print(json.dumps(report, indent=2))
-    page.write(page_of(parser, options), "gateway-metrics", table(report))
+    page.write(page_of(parser, options), "gateway_metrics", table(report))
     median = results[DASHBOARD]["median"]
     print(f"{DASHBOARD}: median {median} ms, limit {LIMIT:g} ms", file=sys.stderr)
     return 0 if median < LIMIT else 1

@@ -1,11 +1,11 @@
 """Runs with worker groups beside runs with one process: weights, repetition and rewards.
 
-`make groups`, or python -m benchmarks.groups. Trains the review configs with one, two and four processes for each trained role:
-PPO and RLOO, all weights and LoRA. Short runs are compared by the weights of their policies: the distance between two policies
-after the same steps, as a share of the distance that training has moved them. A probability that is rounded differently can
-sample another token, and from there it is another run. So these runs have the first seed with which all sizes sample the same
-tokens. Each of them is repeated, and must end with equal files. Longer runs are compared by mean rewards, beside runs of one
-process with other seeds. Writes the results below build/ and tables into docs/scale-out.md.
+Trains the review configs with one, two and four processes for each trained role: PPO and RLOO, all weights and LoRA. Short runs
+are compared by the weights of their policies: the distance between two policies after the same steps, as a share of the
+distance that training has moved them. A probability that is rounded differently can sample another token, and from there it is
+another run. So these runs have the first seed with which all sizes sample the same tokens. Each of them is repeated, and must
+end with equal files. Longer runs are compared by mean rewards, beside runs of one process with other seeds. Writes the results
+below build/ and tables into docs/scale-out.md.
 """
 
 from __future__ import annotations

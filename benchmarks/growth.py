@@ -1,9 +1,8 @@
 """Growth of a step's duration with the number of prompts, the length of responses and the size of the model.
 
-`make growth`, or python -m benchmarks.growth. Uses one process, one thread, random weights, and responses of the maximum length.
-A step uses REINFORCE with a reward that takes no time. It runs generation, the reference's log-probs, advantages and an update of
-one epoch in sequence; `make orchestration` measures services and buffer. Writes the results below build/ and the tables into
-docs/performance.md.
+Uses one process, one thread, random weights, and responses of the maximum length. A step uses REINFORCE with a reward that
+takes no time. It runs generation, the reference's log-probs, advantages and an update of one epoch in sequence; `python -m
+benchmarks orchestration` measures services and buffer. Writes the results below build/ and the tables into docs/performance.md.
 """
 
 from __future__ import annotations

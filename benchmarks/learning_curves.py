@@ -1,8 +1,7 @@
 """Learning curves of examples whose model and prompts the example makes, for three seeds each.
 
-`make learning-curves`, or python -m benchmarks.learning_curves. For each example: prepare.py, then for each seed a run of the
-example's config with one thread per process. Writes the mean score of each PART steps, and a plot, to docs/verifiers.md and
-docs/environments.md.
+For each example: prepare.py, then for each seed a run of the example's config with one thread per process. Writes the mean
+score of each PART steps, and a plot, to docs/verifiers.md and docs/environments.md.
 """
 
 from __future__ import annotations
@@ -86,7 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             picture = path.with_name(f"{path.stem}-curves.svg")
             plot(part, picture)
             text = f"{table(part, host)}\n\n![score of each step, a line for each seed]({picture.name})"
-            page.write(path, "learning-curves", text)
+            page.write(path, "learning_curves", text)
     return 0
 
 

@@ -1,8 +1,8 @@
 """Duration of a policy update with each policy loss and each aggregation, beside the clipped loss of PPO.
 
-`make losses`, or python -m benchmarks.losses. Each variant updates the model on the experience of ``benchmarks.update``, with the
-defaults of the loss. Updates of the variant and of PPO alternate in one process, and the ratio of each pair is taken,
-so that a change of the machine's speed affects both. Writes the results below build/ and the table into docs/performance.md.
+Each variant updates the model on the experience of ``benchmarks.update``, with the defaults of the loss. Updates of the variant
+and of PPO alternate in one process, and the ratio of each pair is taken, so that a change of the machine's speed affects both.
+Writes the results below build/ and the table into docs/performance.md.
 """
 
 from __future__ import annotations

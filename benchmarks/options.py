@@ -22,7 +22,7 @@ def positive(text: str) -> int:
 def parser_of(name: str, description: str | None) -> argparse.ArgumentParser:
     """Return the parser of a benchmark. ``description`` is the docstring of its module."""
     return argparse.ArgumentParser(
-        prog=f"python -m benchmarks.{name}",
+        prog=f"python -m benchmarks {name}",
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

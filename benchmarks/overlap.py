@@ -1,12 +1,11 @@
 """Overlap of generation and updates on two simulated devices, by `rollout.max_off_policy_steps`.
 
-`make overlap`, or python -m benchmarks.overlap. A generator works on one simulated device, actor and critic train on the other.
-They sleep for a stated time per token (`benchmarks/simulated.py`); gRPC, the embedded Redis, and the orchestrator with its files
-are real. Runs with different settings take the same steps, whose responses differ in length. The services record the start and
-end of each generation and each update. The critical path is the duration of the same steps if only the services took time: a
-generation starts when its policy version exists and the generator is free, scoring starts when a batch is complete, and an update
-starts after its scores and after the update before it. Writes the results below build/, and table and timeline into
-docs/performance.md.
+A generator works on one simulated device, actor and critic train on the other. They sleep for a stated time per token
+(`benchmarks/simulated.py`); gRPC, the embedded Redis, and the orchestrator with its files are real. Runs with different
+settings take the same steps, whose responses differ in length. The services record the start and end of each generation and
+each update. The critical path is the duration of the same steps if only the services took time: a generation starts when its
+policy version exists and the generator is free, scoring starts when a batch is complete, and an update starts after its scores
+and after the update before it. Writes the results below build/, and table and timeline into docs/performance.md.
 """
 
 from __future__ import annotations

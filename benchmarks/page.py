@@ -5,25 +5,32 @@ from __future__ import annotations
 from pathlib import Path
 
 
-def begin(name: str) -> str:
+def begin(command: str) -> str:
     """Return the mark before the part that a benchmark writes."""
-    return f"<!-- {name}: what follows is written by make {name} -->"
+    return f"<!-- {_name(command)}: what follows is written by python -m benchmarks -->"
 
 
-def end(name: str) -> str:
+def end(command: str) -> str:
     """Return the mark after the part that a benchmark writes."""
-    return f"<!-- {name}: end -->"
+    return f"<!-- {_name(command)}: end -->"
 
 
-def write(page: Path | None, name: str, text: str) -> None:
-    """Write the command and ``text`` between the marks of ``name``; do nothing if ``page`` is None.
+def _name(command: str) -> str:
+    # A comment of HTML may not have two dashes.
+    return command.replace(" --", "-")
+
+
+def write(page: Path | None, command: str, text: str) -> None:
+    """Write the command and ``text`` between its marks; do nothing if ``page`` is None. ``command``: name and options.
 
     Raises ValueError if the page has lost a mark.
     """
     if page is None:
         return
-    before, result, rest = page.read_text(encoding="utf-8").partition(begin(name))
-    _, closed, after = rest.partition(end(name))
+    first, last = begin(command), end(command)
+    before, result, rest = page.read_text(encoding="utf-8").partition(first)
+    _, closed, after = rest.partition(last)
     if not result or not closed:
-        raise ValueError(f"{page} has lost a mark: expected {begin(name)} and then {end(name)}")
-    page.write_text(f"{before}{begin(name)}\n\n`make {name}`\n\n{text.strip()}\n\n{end(name)}{after}", encoding="utf-8")
+        raise ValueError(f"{page} has lost a mark: expected {first} and then {last}")
+    part = f"{first}\n\n`python -m benchmarks {command}`\n\n{text.strip()}\n\n{last}"
+    page.write_text(f"{before}{part}{after}", encoding="utf-8")

@@ -1,9 +1,9 @@
 """Planned and measured memory and seconds on this CPU.
 
-`make plan`, or python -m benchmarks.plan. One model calibrates the seconds of each phase. Then the seconds of updates and scoring
-of other models are planned and measured, and of updates by groups of processes. Fails if memory differs by more than 10 %, or
-seconds by more than 30 %. Other work on the machine disturbs the seconds: `make plan-memory` measures the memory only. Writes the
-tables into docs/plan.md.
+One model calibrates the seconds of each phase. Then the seconds of updates and scoring of other models are planned and
+measured, and of updates by groups of processes. Fails if memory differs by more than 10 %, or seconds by more than 30 %. Other
+work on the machine disturbs the seconds: `python -m benchmarks plan --memory-only` measures the memory only. Writes the tables
+into docs/plan.md.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def measure_memory(host: str, target: Path | None) -> bool:
         cells = f"{planned / 2**20:.0f} | {tensors / 2**20:.0f} | {planned / tensors:.2f} | {resident / 2**20:.0f}"
         lines.append(f"| {case.role}: {case.name} | {cells} |")
         print(lines[-1], flush=True)
-        page.write(target, "plan-memory", "\n".join(lines))
+        page.write(target, "plan --memory-only", "\n".join(lines))
     return failed
 
 

@@ -1,9 +1,8 @@
 """bfloat16 compared with float32 on a CPU: tokens per second of the torch engine, and seconds per policy update.
 
-`make precision`, or python -m benchmarks.precision. Uses one thread, and alternates between the dtypes. The models are the review
-policy, and one with the shape of Qwen2 0.5B, 4 of its 24 layers and random weights. A second table compares one update of float32
-weights, of the float32 master weights of bfloat16 weights, and of the bfloat16 weights. Writes the results below build/ and the
-tables into docs/performance.md.
+Uses one thread, and alternates between the dtypes. The models are the review policy, and one with the shape of Qwen2 0.5B, 4 of
+its 24 layers and random weights. A second table compares one update of float32 weights, of the float32 master weights of
+bfloat16 weights, and of the bfloat16 weights. Writes the results below build/ and the tables into docs/performance.md.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import machine, page
+from benchmarks import machine, page, random_models
 from benchmarks.generation import read_prompts
 from benchmarks.options import add_shared, page_of, parser_of
 from benchmarks.update import RepeatableUpdate, matmul_peak, policy_update_of
@@ -77,6 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = parser_of("precision", __doc__)
     add_shared(parser, "build/precision", rounds=5, threads=True)
     options = parser.parse_args(arguments)
+    random_models.main(["build/half", "--layers", "4", "--dtype", "float32"])
     torch.set_num_threads(options.threads)
     host = machine.describe()
     try:

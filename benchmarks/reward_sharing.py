@@ -1,8 +1,7 @@
 """Latency of a run at a reward service that another run floods, with and without quotas.
 
-`make reward-sharing`, or python -m benchmarks.reward_sharing. A real service process scores over TCP. This process is the normal
-run: it sends one batch at a time. Another process is the flooding run: it keeps many batches in flight. Rounds with and without
-the flood alternate. Writes a table to docs/rewards.md.
+A real service process scores over TCP. This process is the normal run: it sends one batch at a time. Another process is the
+flooding run: it keeps many batches in flight. Rounds with and without the flood alternate. Writes a table to docs/rewards.md.
 """
 
 from __future__ import annotations
@@ -71,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     host = machine.describe()
     text = table(options, host)
     print(text)
-    page.write(page_of(parser, options), "reward-sharing", text)
+    page.write(page_of(parser, options), "reward_sharing", text)
     return 0
 
 

@@ -1,7 +1,6 @@
 """Throughput of the sandbox in programs per second, for tests with input and for test statements.
 
-`make sandbox`, or python -m benchmarks.sandbox. Runs correct programs with one test each, by one worker and by as many as
-there are cores. Writes a table to docs/verifiers.md.
+Runs correct programs with one test each, by one worker and by as many as there are cores. Writes a table to docs/verifiers.md.
 """
 
 from __future__ import annotations

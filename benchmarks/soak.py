@@ -1,7 +1,6 @@
 """A run of 1,000 steps on a tiny model, with samples of the memory and open files of every process and the memory of Redis.
 
-`make soak`, or python -m benchmarks.soak. Writes samples and results below build/, and a table into docs/durability.md. The exit
-status is 1 if memory or open files grow.
+Writes samples and results below build/, and a table into docs/durability.md. The exit status is 1 if memory or open files grow.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Time from `quartet train` to the dashboard and to the first step, CPU seconds and memory of a whole run.
 
-`make startup`, or python -m benchmarks.startup. Each round is a run of 3 steps on a toy task. With `--compare COMMAND`, a run of
-another checkout's quartet command follows each one. Memory is the maximum of the sum over all processes of the run, by
-proportional set size: a page that several processes share counts once. Linux only.
+Each round is a run of 3 steps on a toy task. With `--compare COMMAND`, a run of another checkout's quartet command follows each
+one. Memory is the maximum of the sum over all processes of the run, by proportional set size: a page that several processes
+share counts once. Linux only.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Duration of updates with packed and padded sequences, and their share of the measured matmul peak (MFU).
 
-`make update`, or python -m benchmarks.update. Updates a model in one process on the experience of one step: random tokens, with
-geometrically distributed response lengths. Packed and padded updates alternate. The FLOP count is 6 per weight and token, without
-padding and attention, as usual in the literature. Writes the results below build/ and the table into docs/performance.md. If the
-config puts the actor on a GPU (configs/gpu), measures that GPU and only prints the table.
+Updates a model in one process on the experience of one step: random tokens, with geometrically distributed response lengths.
+Packed and padded updates alternate. The FLOP count is 6 per weight and token, without padding and attention, as usual in the
+literature. Writes the results below build/ and the table into docs/performance.md. If the config puts the actor on a GPU
+(configs/gpu), measures that GPU and only prints the table.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Generated tokens per second of vLLM on random prompts, for the table of `make gpu`.
+"""Generated tokens per second of vLLM on random prompts, for the table of `python -m benchmarks gpu`.
 
 python -m benchmarks.vllm_decoding MODEL PROMPTS PROMPT_TOKENS TOKENS FOLDER needs an environment with vLLM. Each response has
 TOKENS tokens. A first round warms up; the best of three counts. FOLDER/results.json gets the rate by the number of prompts.

@@ -1,11 +1,11 @@
 """Weights from the actor to generators: GB/s of full sets and deltas, bytes of deltas, and the distribution tree.
 
-`make weights`, or python -m benchmarks.weights. Sources and generators are separate processes that use real gRPC over TCP on
-loopback; every receiver verifies every digest. The weights have the shapes of Qwen2.5-0.5B and are drawn from N(0, 0.02). An
-update moves each float32 master weight by the same distance, with a random sign: Adam's first step moves every weight by the
-learning rate, and later steps by less, so this is the most that one step changes. The result is rounded to bfloat16. The tree is
-measured with smaller weights, and once with a limit on the bytes that each process sends per second, in place of network cards.
-Writes the results below build/ and the table into docs/performance.md.
+Sources and generators are separate processes that use real gRPC over TCP on loopback; every receiver verifies every digest. The
+weights have the shapes of Qwen2.5-0.5B and are drawn from N(0, 0.02). An update moves each float32 master weight by the same
+distance, with a random sign: Adam's first step moves every weight by the learning rate, and later steps by less, so this is the
+most that one step changes. The result is rounded to bfloat16. The tree is measured with smaller weights, and once with a limit
+on the bytes that each process sends per second, in place of network cards. Writes the results below build/ and the table into
+docs/performance.md.
 """
 
 from __future__ import annotations

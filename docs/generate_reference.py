@@ -1,7 +1,7 @@
 """Generates the pages of docs/reference from the code.
 
 Without arguments, compares the committed pages with the code and exits with status 1 if one differs (`make check`).
-With --write, writes them (`make docs-reference`).
+With --write, writes them (`make generate`).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def metrics() -> str:
         "# Metrics",
         "",
         "Which metrics exist, in which unit, and what they mean. [Read the curves](../tuning.md) explains how to act on them.",
-        "This page is generated from the code by `make docs-reference`.",
+        "This page is generated from the code by `make generate`.",
         "",
     ]
     columns = ["metric", "unit", "meaning", "healthy", "warning sign"]
@@ -143,7 +143,7 @@ def command_line() -> str:
     lines = [
         "# Command line",
         "",
-        "Which commands and options `quartet` has. This page is generated from the code by `make docs-reference`;",
+        "Which commands and options `quartet` has. This page is generated from the code by `make generate`;",
         "`quartet COMMAND --help` shows the same.",
         "",
     ]
@@ -230,7 +230,7 @@ def engines() -> str:
         "",
         "What can each generation engine guarantee? `quartet doctor` prints the same table. What the engines of a run keep on",
         "their machines, they [declare](../engines.md#what-an-engine-declares). [Generation engines](../engines.md) explains how",
-        "to choose and set up one. This page is generated from the code by `make docs-reference`.",
+        "to choose and set up one. This page is generated from the code by `make generate`.",
         "",
         *table([COLUMNS[0], "runs in", *COLUMNS[1:], "depends on", "contract suite has run on"], rows),
         "The table holds for default settings.",
@@ -273,7 +273,7 @@ def rest() -> str:
     lines = [
         "# REST API",
         "",
-        "Which requests the gateway answers. This page is generated from its OpenAPI document by `make docs-reference`;",
+        "Which requests the gateway answers. This page is generated from its OpenAPI document by `make generate`;",
         "a running gateway serves the document at `/api/v1/openapi.json`. [Gateway](../gateway.md) shows how to use it.",
         "",
         *_docstring(document["info"]["description"]),
@@ -384,7 +384,7 @@ def protobuf() -> str:
         "# Protobuf contract",
         "",
         "Which RPCs and messages connect the services. This page is generated from the comments in `proto/quartet/v1` by",
-        "`make docs-reference`. Token ids travel, never text; batches are ragged: one flat array and the lengths.",
+        "`make generate`. Token ids travel, never text; batches are ragged: one flat array and the lengths.",
         "",
         "## Services",
         "",
@@ -498,9 +498,7 @@ def main() -> int:
         return 0
     stale = stale_pages()
     for name in stale:
-        print(
-            f"error: docs/reference/{name} differs from the code; run make docs-reference and commit", file=sys.stderr
-        )
+        print(f"error: docs/reference/{name} differs from the code; run make generate and commit", file=sys.stderr)
     return 1 if stale else 0
 
 

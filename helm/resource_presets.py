@@ -1,6 +1,6 @@
 """Resource presets of the chart: CPU and memory by role and size of the model, from the planner's arithmetic.
 
-Written to files/resources.json by `make helm-schema`. A preset has MiB of host memory (see ``quartet.planner.host_memory``) and
+Written to files/resources.json by `make generate`. A preset has MiB of host memory (see ``quartet.planner.host_memory``) and
 milli-CPUs of each rank, for pods with and without GPUs. The template adds them up for the roles and the ranks of a pod.
 """
 

@@ -1,4 +1,4 @@
-"""The reference of the chart's values, helm/quartet/VALUES.md, from the comments in values.yaml. Written by `make helm-schema`.
+"""The reference of the chart's values, helm/quartet/VALUES.md, from the comments in values.yaml. Written by `make generate`.
 
 A comment above a key, or behind it on the same line, describes the key. A comment above a section describes the section.
 """
@@ -12,7 +12,7 @@ import yaml
 
 INTRODUCTION = """# Values
 
-Every value of the chart with its default. This page is generated from `values.yaml` by `make helm-schema`. [README.md](README.md)
+Every value of the chart with its default. This page is generated from `values.yaml` by `make generate`. [README.md](README.md)
 explains how the values work together, and [configuration](../../docs/reference/configuration.md) has every key of `config`. Keys
 of `defaults` are also keys of each component.
 """

@@ -1,4 +1,4 @@
-"""Evidence that runs learn: `make evidence POSITIVE=... NEGATIVE=...`, or python -m benchmarks.evidence.
+"""Evidence that runs learn: algorithms over model seeds and run seeds, PPO and RLOO beside TRL.
 
 Runs of each algorithm on several model seeds and run seeds, runs of the default config, and PPO and RLOO beside TRL with equal
 settings. Every final policy answers the same 2,000 prompts. It takes hours. If it is interrupted, the same command continues.
@@ -107,7 +107,7 @@ def _prepare(
     if positive_file is None or negative_file is None:
         raise ConfigError(
             f"{folder}: no models of seed {missing[0]}; give two files of sentences: "
-            "make evidence POSITIVE=positive.txt NEGATIVE=negative.txt"
+            "python -m benchmarks evidence --positive positive.txt --negative negative.txt"
         )
     files = positive_file, negative_file
     print(f"models of seeds {', '.join(map(str, missing))}", flush=True)

@@ -122,7 +122,10 @@ def test_a_benchmark_writes_only_between_its_marks(tmp_path: Path) -> None:
     assert "old" not in text
     assert "memory and open files stay flat" in text
     page.write(path, "soak", "new")
-    assert path.read_text() == f"above\n{page.begin('soak')}\n\n`make soak`\n\nnew\n\n{page.end('soak')}\nbelow\n"
+    assert (
+        path.read_text()
+        == f"above\n{page.begin('soak')}\n\n`python -m benchmarks soak`\n\nnew\n\n{page.end('soak')}\nbelow\n"
+    )
     with pytest.raises(ValueError, match="lost a mark"):
         page.write(path, "cost", "new")
 

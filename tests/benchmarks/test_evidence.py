@@ -185,4 +185,4 @@ def test_the_page_is_written_with_the_files_of_sentences_and_not_with_other_seed
 
 def test_missing_models_are_an_error_that_names_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert evidence.main(["--folder", str(tmp_path), "--results", str(tmp_path / "none"), "--parts", "default"]) == 2
-    assert "make evidence POSITIVE=positive.txt NEGATIVE=negative.txt" in capsys.readouterr().err
+    assert "--positive positive.txt --negative negative.txt" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Take screenshots of all dashboard pages in both themes; ``make screenshots`` writes them to docs/screenshots.
+"""Take screenshots of all dashboard pages in both themes: python -m tests.browser.screenshots. Writes docs/screenshots.
 
 Trains two short runs on the toy task of the demo: a finished run for the comparison, and a paused run for all other pages.
 """

@@ -12,7 +12,7 @@ from tests.gateway.serving import Gateway, serving
 from tests.training.runs import Run
 
 pytestmark = pytest.mark.slow
-"""`make browser` runs these tests; `make test` runs only those with an active run."""
+"""`make test-all PYTEST_ARGS=tests/browser` runs these tests; `make test` runs only those with an active run."""
 
 axe = pytest.importorskip("axe_playwright_python.base", reason="needs axe-playwright-python")
 

@@ -26,7 +26,7 @@ HEADER = """# Checks of conformance
 
 Which checks does `quartet conformance` make, and which faults of a service fail each? A fault is a mutant of a correct service
 in `tests/conformance`; its test requires that the check fails. `BATCH` is `score` for a reward, `values` for a critic, and
-`log_probs` for a reference and an actor. This page is generated from the code by `make docs-reference`.
+`log_probs` for a reference and an actor. This page is generated from the code by `make generate`.
 """
 
 
@@ -77,7 +77,7 @@ def main(arguments: list[str]) -> int:
     if "--write" in arguments:
         PAGE.write_text(page(), encoding="utf-8")
     elif PAGE.read_text(encoding="utf-8") != page():
-        print(f"{PAGE.name} does not match the checks; run make docs-reference and commit", file=sys.stderr)
+        print(f"{PAGE.name} does not match the checks; run make generate and commit", file=sys.stderr)
         return 1
     return 0
 

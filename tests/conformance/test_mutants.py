@@ -75,4 +75,4 @@ def test_every_check_has_a_mutant() -> None:
 
 
 def test_the_table_of_checks_and_mutants_is_current() -> None:
-    assert PAGE.read_text(encoding="utf-8") == page(), "run make docs-reference and commit"
+    assert PAGE.read_text(encoding="utf-8") == page(), "run make generate and commit"

@@ -39,7 +39,7 @@ LIMITS = Limits(fields='{"words": "a,e,i,o,s,t"}', failing_fields='{"words": ""}
 """Fields with which random responses get different scores, and those of a response without a score, as in the README."""
 pytestmark = pytest.mark.skipif(
     shutil.which("node") is None or not (EXAMPLE / "node_modules").is_dir(),
-    reason="needs Node and its packages; run make reward-node",
+    reason="needs Node and its packages; run npm ci and npm run build in examples/reward-node",
 )
 
 

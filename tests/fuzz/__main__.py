@@ -1,4 +1,4 @@
-"""Mutated requests to every RPC method of real service processes: `make fuzz-rpc`, or python -m tests.fuzz.
+"""Mutated requests to every RPC method of real service processes: `python -m tests.fuzz`, or python -m tests.fuzz.
 
 The exit status is 1 if a process ends, hangs or leaks, writes outside its run directory, or sends an invalid response.
 """

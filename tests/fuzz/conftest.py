@@ -1,4 +1,4 @@
-"""The servers of ``make fuzz-rpc`` in this process, over TCP, without the start-up time of separate processes."""
+"""The servers of ``python -m tests.fuzz`` in this process, over TCP, without the start-up time of separate processes."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Schemathesis over the OpenAPI document: every generated request gets a documented response and no server error.
 
-These tests send a few requests per method. ``make fuzz-api`` sends ten thousand requests to a gateway process.
+These tests send a few requests per method. The slow one sends ten thousand requests to a gateway process.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ def main(arguments: list[str]) -> int:
                 path.unlink()
     if not ok:
         print(
-            "error: helm/quartet renders other manifests, see above; if intended, run make helm-golden and commit",
+            "error: helm/quartet renders other manifests, see above; if intended, run make generate and commit",
             file=sys.stderr,
         )
     return 0 if ok else 1

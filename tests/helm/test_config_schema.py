@@ -72,7 +72,7 @@ def test_a_meaningful_null_is_preserved(tmp_path: Path) -> None:
 
 def test_the_schema_matches_the_config() -> None:
     committed = values_schema.SCHEMA.read_text(encoding="utf-8")
-    assert committed == values_schema.generated(committed), "run make helm-schema and commit"
+    assert committed == values_schema.generated(committed), "run make generate and commit"
     assert values_schema.main([]) == 0
 
 
@@ -86,7 +86,7 @@ def test_an_outdated_schema_is_reported(
     assert values_schema.main([]) == 1
     output = capsys.readouterr()
     assert re.search(r'^\+ +"rloo",$', output.out, re.MULTILINE)
-    assert "make helm-schema" in output.err
+    assert "make generate" in output.err
     assert values_schema.main(["--write"]) == 0
     assert values_schema.main([]) == 0
 

@@ -51,7 +51,7 @@ _read_schema = kubernetes_validate.utils.schema_contents
 def test_rendered_manifests_match_the_golden_files(name: str) -> None:
     result = golden.golden_text(name)
     committed = (golden.GOLDEN / f"{name}.yaml").read_text(encoding="utf-8")
-    assert result == committed, "if intended, run make helm-golden and commit"
+    assert result == committed, "if intended, run make generate and commit"
 
 
 def test_a_valid_chart_gives_no_output(capfd: pytest.CaptureFixture[str]) -> None:

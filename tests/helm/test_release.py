@@ -92,7 +92,7 @@ def test_the_workflow_runs_the_script_and_pins_what_it_builds() -> None:
 
 def test_the_reference_has_every_default_of_the_chart() -> None:
     page = values_schema.PAGE.read_text(encoding="utf-8")
-    assert page == values_page((CHART / "values.yaml").read_text(encoding="utf-8")), "run make helm-schema and commit"
+    assert page == values_page((CHART / "values.yaml").read_text(encoding="utf-8")), "run make generate and commit"
     for path, value in defaults(chart().values):
         parents = [path.rsplit("__", count)[0] for count in range(1, path.count("__") + 1)]
         names = [name.replace("__", ".") for name in (path, *parents)]

@@ -1,4 +1,4 @@
-"""``make notebook``: execute the notebooks of examples/ and store their outputs in them."""
+"""``python -m tests.notebooks``: execute the notebooks of examples/ and store their outputs in them."""
 
 from __future__ import annotations
 

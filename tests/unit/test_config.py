@@ -287,7 +287,7 @@ def test_every_setting_has_one_line_in_the_reference() -> None:
 
 def test_the_reference_of_settings_in_the_docs_is_current() -> None:
     page = Path(__file__).parents[2] / "docs" / "reference" / "configuration.md"
-    assert page.read_text(encoding="utf-8") == reference(), "run: make docs-reference"
+    assert page.read_text(encoding="utf-8") == reference(), "run: make generate"
 
 
 def test_an_estimator_without_critic_needs_no_critic_and_lora_no_reference() -> None:

@@ -11,6 +11,7 @@ from typing import Any, get_args
 import yaml
 from typer.main import get_command
 
+from benchmarks.__main__ import NAMES, summary
 from quartet.cli.config_reference import settings
 from quartet.cli.main import app
 from quartet.config.estimators import BUILT_IN_ESTIMATORS
@@ -142,6 +143,12 @@ def test_make_targets_named_in_pages_exist() -> None:
     assert not missing
 
 
+def test_benchmarks_named_in_pages_exist() -> None:
+    named = {name for text in TEXTS.values() for name in re.findall(r"python -m benchmarks ([a-z]\w*)", text)}
+    assert named - set(NAMES) == set()
+    assert all(summary(name) for name in NAMES)
+
+
 def test_quartet_commands_named_in_pages_exist() -> None:
     known = {" ".join(path) for path in _commands(get_command(app), ())}
     groups = {command.split()[0] for command in known if " " in command}
@@ -163,7 +170,9 @@ def _commands(command: Any, path: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
 
 
 def test_measured_claims_of_the_readme_are_on_the_linked_page() -> None:
-    claims = re.findall(r"- \*\*(.*?)\[`(make [a-z-]+)`\]\((docs/[a-z-]+\.md)\)", TEXTS["README.md"], re.S)
+    claims = re.findall(
+        r"- \*\*(.*?)\[`((?:make|python -m benchmarks) [a-z_]+)`\]\((docs/[a-z/]+\.md)\)", TEXTS["README.md"], re.S
+    )
     assert len(claims) >= 3
     assert any("." in number for claim, *_ in claims for number in _numbers(claim))
     for claim, command, page in claims:

@@ -58,7 +58,7 @@ def reference() -> str:
         "# Settings",
         "",
         "Which keys a config file has, which values they take, and what they mean. This page is generated from the config",
-        "tree by `make docs-reference`; `quartet config reference` prints it.",
+        "tree by `make generate`; `quartet config reference` prints it.",
         "",
         "[Hyperparameters](../hyperparameters.md) says what TRL, OpenRLHF and NeMo-Aligner call these settings.",
         "`quartet config check CONFIG` also checks the conditions between keys. Numbers without a maximum in the table are at",

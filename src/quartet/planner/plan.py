@@ -25,7 +25,7 @@ from quartet.planner.roofline import Seconds, UpdateWork, decode_seconds, scorin
 from quartet.planner.workload import Workload, read_workload
 
 TRANSFER_BYTES_PER_SECOND = 1e9
-"""Rate at which generators take new weights over gRPC. `make weights` measures 0.3 to 1.3 GB/s on two cores."""
+"""Rate at which generators take new weights over gRPC. `python -m benchmarks weights` measures 0.3 to 1.3 GB/s on two cores."""
 GROUP_COST = 0.02
 """A further group of devices must shorten a step by this fraction. Plans with fewer groups are simpler to run."""
 PHASES = ("generation", "weights", "scoring", "update")

@@ -2,7 +2,8 @@
 
 Equal prompts are computed once. Each row draws from its own random stream, so the composition of a batch does not affect the
 draws. The rounding of a matmul depends on its shape, so it may affect the last bits of the logits. On a CPU, the sizes of static
-decoding avoid that for most models (docs/adr/0025-the-same-bits-in-any-batch.md); ``TorchEngine.properties`` has the result of a trial.
+decoding avoid that for most models (docs/adr/0025-the-same-bits-in-any-batch.md); ``TorchEngine.properties`` has the result of
+a trial.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The last table of make gpu, and the flags of its benchmarks."""
+"""The last table of the benchmark gpu, and the flags of its benchmarks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import gpu_table, machine, random_models
+from benchmarks import gpu, machine, random_models
 from quartet.models import gpu_settings, torch_threads
 
 
@@ -28,7 +28,7 @@ def test_the_table_has_rates_shares_and_step_times_of_all_sides(
     write(tmp_path, "end-to-end", {"machine": "a GPU", "configs/gpu/ppo.yaml": pairs})
     write(tmp_path, "vllm", {"rates": {"128": 3000.0}})
     write(tmp_path, "generation-qwen3-8b", {"machine": "a GPU", "results": [{**results[0], "prompts": 64}]})
-    assert gpu_table.main([str(tmp_path)]) == 0
+    assert gpu.main(["--table", "--folder", str(tmp_path)]) == 0
     assert capsys.readouterr().out.splitlines() == [
         "a GPU. Medians.",
         "",
@@ -46,9 +46,9 @@ def test_the_table_has_rates_shares_and_step_times_of_all_sides(
 def test_parts_that_have_not_run_are_left_out_and_a_missing_folder_is_an_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert "no results" in gpu_table.table(tmp_path)
-    assert gpu_table.main([str(tmp_path / "none")]) == 2
-    assert capsys.readouterr().err.startswith("error: expected one folder")
+    assert "no results" in gpu.table(tmp_path)
+    assert gpu.main(["--table", "--folder", str(tmp_path / "none")]) == 2
+    assert capsys.readouterr().err.endswith("none: no such folder; run python -m benchmarks gpu without --table\n")
 
 
 def test_benchmarks_on_a_gpu_set_the_flags_of_a_service(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,7 +65,7 @@ def test_benchmarks_on_a_gpu_set_the_flags_of_a_service(monkeypatch: pytest.Monk
 @pytest.mark.parametrize(("name", "millions"), [("qwen2-0.5b", 494), ("qwen3-0.6b", 596), ("qwen3-8b", 8191)])
 def test_random_models_have_the_sizes_of_their_names(name: str, millions: int) -> None:
     assert round(random_models.model_of(name, "meta").num_parameters() / 1e6) == millions
-    assert tuple(random_models.SHAPES) == gpu_table.SHAPES
+    assert tuple(random_models.SHAPES) == gpu.SHAPES
 
 
 def test_random_models_are_written_with_fewer_layers_and_without_a_reward_model(
