@@ -59,7 +59,7 @@ test: $(VENV)/.installed-dev ## Run all tests except the slow suites; 20 to 30 m
 test-all: $(VENV)/.installed-dev ## Run all tests and the slow suites that this machine has the tools for
 	$(PYTEST) -m 'slow or not slow' --timeout=1800 $(PYTEST_ARGS)
 
-chaos: $(VENV)/.installed-dev ## Kill and stop every process at every moment of a step; write docs/durability.md
+chaos: $(VENV)/.installed-dev ## Kill and stop every process at every moment of a step; write docs/evidence/durability.md
 	$(BIN)/python -m tests.chaos $(CHAOS_ARGS)
 
 e2e-compose: $(VENV)/.installed-dev ## Build the images, start the stack on the CPU, train, kill, recover; needs Docker
@@ -123,7 +123,7 @@ $(PEERS)/.installed: $(PARITY)/.installed
 		--target $(PEERS) trl==1.16.0 verl==0.9.1 openrlhf==0.11.2
 	@touch $@
 
-parity: $(PEERS)/.installed ## Compare an update with TRL, and each loss and estimator with TRL, verl and OpenRLHF; write docs/parity.md
+parity: $(PEERS)/.installed ## Compare an update with TRL, and each loss and estimator with TRL, verl and OpenRLHF; write docs/evidence/parity.md
 	PYTHONPATH=$(PEERS) $(PARITY)/bin/python -m tests.parity.losses
 	$(PARITY)/bin/python -m tests.parity
 
@@ -132,7 +132,7 @@ $(MUTATION)/.installed: constraints.txt | $(BIN)/python
 	$(MUTATION)/bin/python -m pip install --quiet --constraint constraints.txt cosmic-ray==8.7.0
 	@touch $@
 
-mutation: $(VENV)/.installed-dev $(MUTATION)/.installed ## Change quartet.ppo in small ways and list what no test notices; write docs/mutation.md
+mutation: $(VENV)/.installed-dev $(MUTATION)/.installed ## Change quartet.ppo in small ways and list what no test notices; write docs/evidence/mutation.md
 	$(BIN)/python -m tests.mutation $(MUTATION_ARGS)
 
 # The Triton server's Python backend can only read arrays of NumPy below 2, so that NumPy is installed in a second environment, which

@@ -2,7 +2,7 @@
 
 Uses the embedded Redis as `quartet train` starts it, with an append-only file that is flushed to the disk every second. One
 process appends as the actor does, another reads and acknowledges as the orchestrator does. Writes the results below build/ and
-a table to docs/performance.md. The exit status is 1 if fewer than LIMIT trajectories pass per second.
+a table to docs/evidence/performance.md. The exit status is 1 if fewer than LIMIT trajectories pass per second.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Cost of durability in a run without faults: its share of each step, by part.
 
-Reads the durations that the orchestrator logs. Writes the results below build/ and a table into docs/durability.md. The exit
-status is 1 if all parts together take 3 % of a step or more.
+Reads the durations that the orchestrator logs. Writes the results below build/ and a table into docs/evidence/durability.md.
+The exit status is 1 if all parts together take 3 % of a step or more.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = parser_of("durability", __doc__)
     parser.add_argument("--config", type=Path, default=Path("configs/reviews/ppo.yaml"))
     parser.add_argument("--steps", type=positive, default=33)
-    add_shared(parser, "build/durability", Path("docs/durability.md"), contents="run")
+    add_shared(parser, "build/durability", Path("docs/evidence/durability.md"), contents="run")
     options = parser.parse_args(arguments)
     try:
         config = load_config(options.config, [])

@@ -1,8 +1,8 @@
 """Episodes and tokens per second of Quartet's services and TRL's trainers, on the same checkpoints, prompts and settings.
 
 The two sides run alternately, several times, so that variations of the machine affect both. TRL runs in a separate Python
-environment. Writes the results below build/ and the table into docs/performance.md. If the configs put the models on a GPU
-(configs/gpu), TRL uses it, too, and the table is only printed.
+environment. Writes the results below build/ and the table into docs/evidence/performance.md. If the configs put the models on a
+GPU (configs/gpu), TRL uses it, too, and the table is only printed.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Duration of GAE for a million response tokens, for several distributions of response lengths.
 
-Writes the results below build/ and the table into docs/performance.md. The exit status is 1 if the best of several calls takes
-LIMIT or longer.
+Writes the results below build/ and the table into docs/evidence/performance.md. The exit status is 1 if the best of several
+calls takes LIMIT or longer.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Load the gateway with 100 event streams and 50 requests per second while a run trains on the same cores.
 
 The load is switched on and off alternately during one run. Measures lost events, the latency of requests, the slowdown of the
-run, and the CPU shares of gateway and load. Writes the results below build/ and a table into docs/gateway.md. The exit status
-is 1 if an event is lost, a request fails, the 99th percentile of the latency is 500 ms or more, or the run slows down by more
-than those shares.
+run, and the CPU shares of gateway and load. Writes the results below build/ and a table into docs/evidence/performance.md. The
+exit status is 1 if an event is lost, a request fails, the 99th percentile of the latency is 500 ms or more, or the run slows
+down by more than those shares.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = parser_of("gateway", __doc__)
     parser.add_argument("--periods", type=positive, default=6, help="number of periods, every second with load")
     parser.add_argument("--seconds", type=float, default=20.0, help="duration of a period in seconds")
-    add_shared(parser, "build/gateway-load", Path("docs/gateway.md"), contents="run")
+    add_shared(parser, "build/gateway-load", Path("docs/evidence/performance.md"), contents="run")
     options = parser.parse_args(arguments)
     shutil.rmtree(options.folder, ignore_errors=True)
     options.folder.mkdir(parents=True)

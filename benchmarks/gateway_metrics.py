@@ -1,7 +1,7 @@
 """Response times of metrics requests for a long run: complete HTTP requests on files that have the format of a run.
 
-Prints the results as JSON, in milliseconds, and writes a table into docs/gateway.md. The exit status is 1 if the median time of
-the dashboard's request, with a warm cache, is LIMIT or more.
+Prints the results as JSON, in milliseconds, and writes a table into docs/evidence/performance.md. The exit status is 1 if the
+median time of the dashboard's request, with a warm cache, is LIMIT or more.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=positive, default=100_000)
     parser.add_argument("--repeats", type=positive, default=31)
-    add_page(parser, Path("docs/gateway.md"))
+    add_page(parser, Path("docs/evidence/performance.md"))
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as folder:
         megabytes = write_run(Path(folder), options.steps)

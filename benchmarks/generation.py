@@ -2,8 +2,8 @@
 
 Counts the tokens up to the end of each response, with one thread. The engines run alternately, several times. The memory limit
 is the rate at which memory delivers the weights once per token, and the key-value cache as it grows; no engine can be faster.
-Writes the results below build/ and the table into docs/performance.md. If the config puts the actor on a GPU (configs/gpu),
-measures that GPU and only prints the table.
+Writes the results below build/ and the table into docs/evidence/performance.md. If the config puts the actor on a GPU
+(configs/gpu), measures that GPU and only prints the table.
 """
 
 from __future__ import annotations

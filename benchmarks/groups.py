@@ -5,7 +5,7 @@ are compared by the weights of their policies: the distance between two policies
 distance that training has moved them. A probability that is rounded differently can sample another token, and from there it is
 another run. So these runs have the first seed with which all sizes sample the same tokens. Each of them is repeated, and must
 end with equal files. Longer runs are compared by mean rewards, beside runs of one process with other seeds. Writes the results
-below build/ and tables into docs/scale-out.md.
+below build/ and tables into docs/evidence/learning.md.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = parser_of("groups", __doc__)
     parser.add_argument("--steps", type=positive, default=60, help=f"steps of the longer runs, a multiple of {PART}")
     parser.add_argument("--cases", type=positive, default=len(CASES), help="number of cases to run, in their order")
-    add_shared(parser, "build/groups", Path("docs/scale-out.md"), contents="runs and results")
+    add_shared(parser, "build/groups", Path("docs/evidence/learning.md"), contents="runs and results")
     options = parser.parse_args(arguments)
     if options.steps % PART:
         parser.error(f"--steps {options.steps}: expected a multiple of {PART}")

@@ -2,7 +2,8 @@
 
 Uses one process, one thread, random weights, and responses of the maximum length. A step uses REINFORCE with a reward that
 takes no time. It runs generation, the reference's log-probs, advantages and an update of one epoch in sequence; `python -m
-benchmarks orchestration` measures services and buffer. Writes the results below build/ and the tables into docs/performance.md.
+benchmarks orchestration` measures services and buffer. Writes the results below build/ and the tables into
+docs/evidence/performance.md.
 """
 
 from __future__ import annotations

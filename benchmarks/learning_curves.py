@@ -1,7 +1,7 @@
 """Learning curves of examples whose model and prompts the example makes, for three seeds each.
 
 For each example: prepare.py, then for each seed a run of the example's config with one thread per process. Writes the mean
-score of each PART steps, and a plot, to docs/verifiers.md and docs/environments.md.
+score of each PART steps, and plots, to docs/evidence/learning.md.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ import matplotlib.pyplot as plt
 SEEDS = (0, 1, 2)
 PART = 10
 """Steps of which the table has the mean."""
-VERIFIERS, ENVIRONMENTS = Path("docs/verifiers.md"), Path("docs/environments.md")
+PAGE = Path("docs/evidence/learning.md")
 
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """An example: its config, its page, and the arguments of prepare.py that create a folder with the example's name."""
+    """An example: its config, its plot, and the arguments of prepare.py that create a folder with the example's name."""
 
     config: str
     prepare: tuple[str, ...]
-    page: Path
+    plot: str
 
 
 EXAMPLES = {
-    "arithmetic": Example("examples/arithmetic/arithmetic.yaml", ("arithmetic",), VERIFIERS),
-    "code": Example("examples/code/code.yaml", ("code",), VERIFIERS),
-    "guessing": Example("examples/multi_turn/guessing.yaml", (".", "--games", "guessing"), ENVIRONMENTS),
-    "calculator": Example("examples/multi_turn/calculator.yaml", (".", "--games", "calculator"), ENVIRONMENTS),
-    "puzzle": Example("examples/multi_turn/puzzle.yaml", (".", "--games", "puzzle"), ENVIRONMENTS),
+    "arithmetic": Example("examples/arithmetic/arithmetic.yaml", ("arithmetic",), "verifiers"),
+    "code": Example("examples/code/code.yaml", ("code",), "verifiers"),
+    "guessing": Example("examples/multi_turn/guessing.yaml", (".", "--games", "guessing"), "environments"),
+    "calculator": Example("examples/multi_turn/calculator.yaml", (".", "--games", "calculator"), "environments"),
+    "puzzle": Example("examples/multi_turn/puzzle.yaml", (".", "--games", "puzzle"), "environments"),
 }
 
 
@@ -66,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = parser_of("learning_curves", __doc__)
     parser.add_argument("--examples", nargs="+", choices=EXAMPLES, default=list(EXAMPLES))
     parser.add_argument("--seeds", nargs="+", type=int, default=list(SEEDS))
-    add_shared(parser, "build/learning-curves", VERIFIERS, contents="models, runs and results")
+    add_shared(parser, "build/learning-curves", PAGE, contents="models, runs and results")
     options = parser.parse_args(arguments)
     folder: Path = options.folder.absolute()
     host = machine.describe()
@@ -80,12 +80,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             (folder / "results.json").write_text(json.dumps(results, indent=1) + "\n")
     print(table(curves, host))
     plot(curves, folder / "curves.svg")
-    if (chosen := page_of(parser, options)) is not None:
-        for path, part in by_page(curves).items() if chosen == VERIFIERS else [(chosen, curves)]:
-            picture = path.with_name(f"{path.stem}-curves.svg")
-            plot(part, picture)
-            text = f"{table(part, host)}\n\n![score of each step, a line for each seed]({picture.name})"
-            page.write(path, "learning_curves", text)
+    if (path := page_of(parser, options)) is not None:
+        text = table(curves, host)
+        for group in dict.fromkeys(EXAMPLES[example].plot for example in options.examples):
+            picture = path.with_name(f"{path.stem}-{group}.svg")
+            plot({key: each for key, each in curves.items() if EXAMPLES[key[0]].plot == group}, picture)
+            text += f"\n\n![score of each step of the {group}, a line for each seed]({picture.name})"
+        page.write(path, "learning_curves", text)
     return 0
 
 
@@ -126,12 +127,6 @@ def cpu_seconds_of_children() -> float:
     """Return the CPU time of all processes that have ended below this one."""
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     return usage.ru_utime + usage.ru_stime
-
-
-def by_page(curves: Curves) -> dict[Path, Curves]:
-    """Return the curves of each page."""
-    pages = dict.fromkeys(EXAMPLES[example].page for example, _ in curves)
-    return {path: {key: curves[key] for key in curves if EXAMPLES[key[0]].page == path} for path in pages}
 
 
 def table(curves: Curves, host: str) -> str:

@@ -2,7 +2,7 @@
 
 Each variant updates the model on the experience of ``benchmarks.update``, with the defaults of the loss. Updates of the variant
 and of PPO alternate in one process, and the ratio of each pair is taken, so that a change of the machine's speed affects both.
-Writes the results below build/ and the table into docs/performance.md.
+Writes the results below build/ and the table into docs/evidence/performance.md.
 """
 
 from __future__ import annotations

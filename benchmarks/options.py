@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-PERFORMANCE = Path("docs/performance.md")
+PERFORMANCE = Path("docs/evidence/performance.md")
 NOT_MEASURED = frozenset({"folder", "page"})
 """Options that do not change the measurement."""
 

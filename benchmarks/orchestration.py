@@ -4,7 +4,7 @@ The services sleep for a stated time per token (`benchmarks/simulated.py`). gRPC
 its files are real. All replicas of reward and reference together have the same throughput in every case, so more replicas stand
 for larger models. The critical path is the duration of a step in which only the services take time: generation, scoring as soon
 as a batch is complete and a replica is free, and the update. Writes the results below build/ and the table into
-docs/performance.md. The exit status is 1 if a step at 1 or 64 replicas takes more than LIMIT times the critical path.
+docs/evidence/performance.md. The exit status is 1 if a step at 1 or 64 replicas takes more than LIMIT times the critical path.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ A generator works on one simulated device, actor and critic train on the other. 
 settings take the same steps, whose responses differ in length. The services record the start and end of each generation and
 each update. The critical path is the duration of the same steps if only the services took time: a generation starts when its
 policy version exists and the generator is free, scoring starts when a batch is complete, and an update starts after its scores
-and after the update before it. Writes the results below build/, and table and timeline into docs/performance.md.
+and after the update before it. Writes the results below build/, and table and timeline into docs/evidence/performance.md.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 One model calibrates the seconds of each phase. Then the seconds of updates and scoring of other models are planned and
 measured, and of updates by groups of processes. Fails if memory differs by more than 10 %, or seconds by more than 30 %. Other
 work on the machine disturbs the seconds: `python -m benchmarks plan --memory-only` measures the memory only. Writes the tables
-into docs/plan.md.
+into docs/evidence/performance.md.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ GROUP_CASES = (
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = parser_of("plan", __doc__)
-    add_shared(parser, "build/plan", page=Path("docs/plan.md"), rounds=5, threads=True)
+    add_shared(parser, "build/plan", page=Path("docs/evidence/performance.md"), rounds=5, threads=True)
     parts = parser.add_mutually_exclusive_group()
     parts.add_argument("--memory-only", action="store_true", help="measure no seconds, on a machine with other work")
     parts.add_argument("--seconds-only", action="store_true", help="measure no memory")

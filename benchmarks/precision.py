@@ -2,7 +2,7 @@
 
 Uses one thread, and alternates between the dtypes. The models are the review policy, and one with the shape of Qwen2 0.5B, 4 of
 its 24 layers and random weights. A second table compares one update of float32 weights, of the float32 master weights of
-bfloat16 weights, and of the bfloat16 weights. Writes the results below build/ and the tables into docs/performance.md.
+bfloat16 weights, and of the bfloat16 weights. Writes the results below build/ and the tables into docs/evidence/performance.md.
 """
 
 from __future__ import annotations

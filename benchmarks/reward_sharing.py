@@ -1,7 +1,8 @@
 """Latency of a run at a reward service that another run floods, with and without quotas.
 
 A real service process scores over TCP. This process is the normal run: it sends one batch at a time. Another process is the
-flooding run: it keeps many batches in flight. Rounds with and without the flood alternate. Writes a table to docs/rewards.md.
+flooding run: it keeps many batches in flight. Rounds with and without the flood alternate. Writes a table to
+docs/evidence/performance.md.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--sequences", type=positive, default=32, help="responses in a call")
     parser.add_argument("--in-flight", type=positive, default=64, help="calls of the flooding run in flight")
     parser.add_argument("--flood", nargs=2, metavar=("ADDRESS", "KIND"), help=argparse.SUPPRESS)
-    add_shared(parser, "build/reward-sharing", Path("docs/rewards.md"), rounds=6)
+    add_shared(parser, "build/reward-sharing", Path("docs/evidence/performance.md"), rounds=6)
     options = parser.parse_args(arguments)
     if options.flood:
         flood(options.flood[0], FLOOD_FRACTIONS[options.flood[1]], options)

@@ -1,6 +1,7 @@
 """Throughput of the sandbox in programs per second, for tests with input and for test statements.
 
-Runs correct programs with one test each, by one worker and by as many as there are cores. Writes a table to docs/verifiers.md.
+Runs correct programs with one test each, by one worker and by as many as there are cores. Writes a table to
+docs/evidence/performance.md.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = parser_of("sandbox", __doc__)
     parser.add_argument("--programs", type=positive, default=200, help="programs per round")
     parser.add_argument("--sandbox", choices=KINDS, default="auto")
-    add_shared(parser, "build/sandbox", Path("docs/verifiers.md"), rounds=3)
+    add_shared(parser, "build/sandbox", Path("docs/evidence/performance.md"), rounds=3)
     options = parser.parse_args(arguments)
     try:
         sandbox = open_sandbox(options.sandbox)

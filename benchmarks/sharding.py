@@ -3,7 +3,7 @@
 Writes a model with random weights, and runs each group on it in new processes of one CPU thread each. Bytes of tensors are
 counted after updates, those of gradients in the optimizer step. Peaks are of resident memory, above that of a rank before it
 loads the model. They include pages of files. The largest rank counts. The groups take turns. Writes the results below build/
-and the table into docs/performance.md.
+and the table into docs/evidence/performance.md.
 """
 
 from __future__ import annotations

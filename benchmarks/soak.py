@@ -1,6 +1,7 @@
 """A run of 1,000 steps on a tiny model, with samples of the memory and open files of every process and the memory of Redis.
 
-Writes samples and results below build/, and a table into docs/durability.md. The exit status is 1 if memory or open files grow.
+Writes samples and results below build/, and a table into docs/evidence/durability.md. The exit status is 1 if memory or open
+files grow.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ class Row:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = parser_of("soak", __doc__)
     parser.add_argument("--steps", type=positive, default=1000)
-    add_shared(parser, "build/soak", Path("docs/durability.md"), contents="run and results")
+    add_shared(parser, "build/soak", Path("docs/evidence/durability.md"), contents="run and results")
     options = parser.parse_args(arguments)
     shutil.rmtree(options.folder, ignore_errors=True)
     options.folder.mkdir(parents=True)

@@ -2,7 +2,7 @@
 
 The codec encodes arrays to the bytes of a message, and decodes and checks them. RPC calls the reference over real gRPC on
 loopback; the server in a separate process responds at once. Bytes count in both directions. Writes the results below build/ and
-the table into docs/performance.md. The exit status is 1 if the codec is slower than LIMIT.
+the table into docs/evidence/performance.md. The exit status is 1 if the codec is slower than LIMIT.
 """
 
 from __future__ import annotations

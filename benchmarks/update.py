@@ -2,7 +2,7 @@
 
 Updates a model in one process on the experience of one step: random tokens, with geometrically distributed response lengths.
 Packed and padded updates alternate. The FLOP count is 6 per weight and token, without padding and attention, as usual in the
-literature. Writes the results below build/ and the table into docs/performance.md. If the config puts the actor on a GPU
+literature. Writes the results below build/ and the table into docs/evidence/performance.md. If the config puts the actor on a GPU
 (configs/gpu), measures that GPU and only prints the table.
 """
 

@@ -5,7 +5,7 @@ weights have the shapes of Qwen2.5-0.5B and are drawn from N(0, 0.02). An update
 distance, with a random sign: Adam's first step moves every weight by the learning rate, and later steps by less, so this is the
 most that one step changes. The result is rounded to bfloat16. The tree is measured with smaller weights, and once with a limit
 on the bytes that each process sends per second, in place of network cards. Writes the results below build/ and the table into
-docs/performance.md.
+docs/evidence/performance.md.
 """
 
 from __future__ import annotations

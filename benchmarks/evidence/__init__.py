@@ -1,1 +1,1 @@
-"""Evidence that runs learn: algorithms over model seeds and run seeds, and PPO and RLOO beside TRL. See docs/evidence.md."""
+"""Evidence that runs learn: algorithms over model seeds and run seeds, PPO and RLOO beside TRL."""

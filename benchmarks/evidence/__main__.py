@@ -2,7 +2,7 @@
 
 Runs of each algorithm on several model seeds and run seeds, runs of the default config, and PPO and RLOO beside TRL with equal
 settings. Every final policy answers the same 2,000 prompts. It takes hours. If it is interrupted, the same command continues.
-Writes docs/evidence.md and its plots.
+Writes docs/evidence/learning.md and its plots.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from benchmarks.evidence.tables import (
 from benchmarks.options import NOT_MEASURED, add_shared, page_of, parser_of, positive
 from quartet.errors import ConfigError
 
-PAGE = Path("docs/evidence.md")
+PAGE = Path("docs/evidence/learning.md")
 RESULTS = Path(__file__).with_name("results.jsonl")
 PARTS = ("default", "algorithm", "beside", "variation")
 
@@ -143,7 +143,7 @@ def report(parts: dict[str, dict[Experiment, Result]], host: str, folder: Path) 
     machine_name = host.rpartition(", load")[0]
     lines = [f"{machine_name}, one thread per process, float32. ± is the half width of a 95 % confidence interval."]
     if runs := parts.get("default"):
-        picture = folder / "evidence-default.svg"
+        picture = folder / "learning-default.svg"
         plot_default(runs, picture)
         lines += [
             "",
@@ -156,7 +156,7 @@ def report(parts: dict[str, dict[Experiment, Result]], host: str, folder: Path) 
             f"![reward, KL, its coefficient and the EOS rate over steps]({picture.name})",
         ]
     if runs := parts.get("algorithm"):
-        picture = folder / "evidence-algorithms.svg"
+        picture = folder / "learning-algorithms.svg"
         plot_algorithms(runs, picture)
         lines += [
             "",
@@ -169,7 +169,7 @@ def report(parts: dict[str, dict[Experiment, Result]], host: str, folder: Path) 
             f"![reward over steps and over KL]({picture.name})",
         ]
     if runs := parts.get("beside"):
-        picture = folder / "evidence-trl.svg"
+        picture = folder / "learning-trl.svg"
         plot_beside(runs, picture)
         lines += [
             "",

@@ -141,7 +141,7 @@ def test_results_with_other_options_are_not_written_to_the_page(capsys: pytest.C
     assert page_for("--rounds", "3", "--page", "mine.md") == Path("mine.md")
     assert capsys.readouterr().err == ""
     assert page_for("--rounds", "3") is None
-    assert "not written to docs/performance.md" in capsys.readouterr().err
+    assert "not written to docs/evidence/performance.md" in capsys.readouterr().err
     with pytest.raises(SystemExit, match="2"):
         page_for("--rounds", "0")
     assert "argument --rounds: 0: expected at least 1" in capsys.readouterr().err

@@ -163,7 +163,7 @@ def test_the_page_is_written_with_the_files_of_sentences_and_not_with_other_seed
         evidence, "_take_all", lambda experiments, *_: {run: result_of(run, run.model_seed / 10) for run in experiments}
     )
     monkeypatch.setattr(page, "write", lambda path, name, text: written.append(path))
-    monkeypatch.setattr(evidence, "PAGE", tmp_path / "docs" / "evidence.md")
+    monkeypatch.setattr(evidence, "PAGE", tmp_path / "docs" / "learning.md")
     (tmp_path / "docs").mkdir()
     sentences = [
         "--folder",
@@ -177,8 +177,8 @@ def test_the_page_is_written_with_the_files_of_sentences_and_not_with_other_seed
     ]
     assert evidence.main(sentences) == 0
     assert evidence.main([*sentences, "--run-seeds", "5"]) == 0
-    assert written == [tmp_path / "docs" / "evidence.md", None]
-    plots = {"evidence-default.svg", "evidence-algorithms.svg", "evidence-trl.svg"}
+    assert written == [tmp_path / "docs" / "learning.md", None]
+    plots = {"learning-default.svg", "learning-algorithms.svg", "learning-trl.svg"}
     assert {path.name for path in (tmp_path / "docs").glob("*.svg")} == plots
     assert {path.name for path in tmp_path.glob("*.svg")} == plots
 

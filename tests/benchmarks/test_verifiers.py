@@ -26,24 +26,19 @@ def test_a_learning_curve_has_the_mean_of_each_part() -> None:
     assert lines[4:] == ["| code | 0 | 0.00 | 0.00 | 1.00 | 40 | 61 |", "| arithmetic | 1 | 0.25 | 0.25 |  | 9 | 9 |"]
 
 
-def test_each_page_gets_the_table_and_the_plot_of_its_examples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_page_gets_the_table_and_a_plot_of_each_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(learning_curves, "prepare", lambda *_: None)
     monkeypatch.setattr(learning_curves, "curve", lambda *_: Curve([0.2, 0.6], 9.0, 8.0))
-    pages = (learning_curves.VERIFIERS, learning_curves.ENVIRONMENTS)
-    pages[0].parent.mkdir()
-    for path in pages:
-        path.write_text(f"{begin('learning-curves')}\n{end('learning-curves')}")
+    learning_curves.PAGE.parent.mkdir(parents=True)
+    learning_curves.PAGE.write_text(f"{begin('learning_curves')}\n{end('learning_curves')}")
     assert learning_curves.main(["--folder", "out"]) == 0
-    verifiers, environments = (path.read_text() for path in pages)
-    assert "| code | 2 | 0.20 | 0.40 |" in verifiers
-    assert "guessing" not in verifiers
-    assert "| guessing | 2 | 0.20 | 0.40 |" in environments
-    assert "code" not in environments
-    assert "](verifiers-curves.svg)" in verifiers
-    assert Path("docs/verifiers-curves.svg").is_file()
-    assert "](environments-curves.svg)" in environments
-    assert Path("docs/environments-curves.svg").is_file()
+    text = learning_curves.PAGE.read_text()
+    assert "| code | 2 | 0.20 | 0.40 |" in text
+    assert "| guessing | 2 | 0.20 | 0.40 |" in text
+    for picture in ("learning-verifiers.svg", "learning-environments.svg"):
+        assert f"]({picture})" in text
+        assert learning_curves.PAGE.with_name(picture).is_file()
     assert len(json.loads(Path("out/results.json").read_text())) == 15
 
 

@@ -1,7 +1,7 @@
 """Kill or suspend every process at every moment of a step: `make chaos`, or python -m tests.chaos.
 
 Each case is one run of `quartet train` that must be bit-identical to an undisturbed run. Writes the table in
-docs/durability.md after all cases have run. The exit status is 1 if a case fails.
+docs/evidence/durability.md after all cases have run. The exit status is 1 if a case fails.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--folder", type=Path, default=Path("build/chaos"), help="folder of results and undisturbed runs"
     )
-    parser.add_argument("--page", type=Path, default=Path("docs/durability.md"), help="page of the table")
+    parser.add_argument("--page", type=Path, default=Path("docs/evidence/durability.md"), help="page of the table")
     options = parser.parse_args(arguments)
     if options.list:
         print("\n".join(case.name for case in CASES))

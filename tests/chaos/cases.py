@@ -109,7 +109,7 @@ MOMENTS = (
     ),
     Moment("starting", "orchestrator.starting", at_start=True),
 )
-"""Moments in the order of a step, then those of a start. docs/durability.md describes each."""
+"""Moments in the order of a step, then those of a start. docs/evidence/durability.md describes each."""
 
 
 @dataclass(frozen=True)

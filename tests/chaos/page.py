@@ -1,4 +1,4 @@
-"""Generated part of docs/durability.md: written from the results, and checked by a test."""
+"""Generated part of docs/evidence/durability.md: written from the results, and checked by a test."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from tests.chaos import page
 from tests.chaos.cases import CASES, GROUPS, MOMENTS, PARTS, SEEDS, SERVICES, STEPS, Case, Part, part_of
 from tests.chaos.runs import ChaosSetup, Result, differences, disturb
 
-DOCS = Path(__file__).parents[2] / "docs" / "durability.md"
+DOCS = Path(__file__).parents[2] / "docs/evidence/durability.md"
 CHAOS_SEED = os.environ.get("CHAOS_SEED") or datetime.datetime.now(datetime.UTC).date().isoformat()
 PART = 0.1
 

@@ -1,4 +1,4 @@
-"""The table of faults in docs/durability.md names existing tests, and every test of a fault."""
+"""The table of faults in docs/evidence/durability.md names existing tests, and every test of a fault."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from tests.faults import test_messages, test_network, test_redis, test_slowness
 
 ROOT = Path(__file__).parents[2]
 SECTION = (
-    (ROOT / "docs/durability.md").read_text(encoding="utf-8").partition("\n## Other faults\n")[2].partition("\n## ")[0]
+    (ROOT / "docs/evidence/durability.md")
+    .read_text(encoding="utf-8")
+    .partition("\n## Other faults\n")[2]
+    .partition("\n## ")[0]
 )
 NAMED = re.findall(r"`(tests/[\w/]+\.py)`: ((?:`\w+`(?:, )?)+)", SECTION)
 

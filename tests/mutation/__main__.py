@@ -1,9 +1,9 @@
 """Change quartet.ppo in small ways, one at a time, and list the changes that no test notices: `make mutation`.
 
-It writes docs/mutation.md. The exit status is 1 if a change survives that tests/mutation/equivalent.toml does not explain, or if
-that file explains a change that does not survive. Results are kept in tests/mutation/results.jsonl, so that a stopped command
-continues, and a repeated one tests only what changed: a mutant that failed a test is tested again only if the file of that test
-has changed.
+It writes docs/evidence/mutation.md. The exit status is 1 if a change survives that tests/mutation/equivalent.toml does not
+explain, or if that file explains a change that does not survive. Results are kept in tests/mutation/results.jsonl, so that a
+stopped command continues, and a repeated one tests only what changed: a mutant that failed a test is tested again only if the
+file of that test has changed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tests.mutation.report import Mutant, Result, page, problems, read_explanati
 FOLDER = Path("build/mutation")
 ENVIRONMENT = Path("build/mutation-venv/bin/python")
 RESULTS = Path(__file__).with_name("results.jsonl")
-PAGE = Path("docs/mutation.md")
+PAGE = Path("docs/evidence/mutation.md")
 SLOWEST = 5
 """Seconds of the processor that a mutant may take, in multiples of the seconds with the unchanged module."""
 

@@ -1,4 +1,4 @@
-"""Compare one update with TRL's trainers, and write docs/parity.md: `make parity`, or python -m tests.parity.
+"""Compare one update with TRL's trainers, and write docs/evidence/parity.md: `make parity`, or python -m tests.parity.
 
 The exit status is 1 if a metric differs by more than its tolerance, and 2 if TRL is not installed. The page's section about
 losses and estimators stays as it is; tests.parity.losses writes it.
@@ -23,7 +23,7 @@ PACKAGES = ("trl", "transformers", "accelerate", "torch")
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--docs", type=Path, default=Path("docs"), help="folder of parity.md")
+    parser.add_argument("--docs", type=Path, default=Path("docs/evidence"), help="folder of parity.md")
     options = parser.parse_args()
     if importlib.util.find_spec("trl") is None:
         print(

@@ -1,4 +1,4 @@
-"""Writer of docs/parity.md, and a reader of its tables for a test."""
+"""Writer of docs/evidence/parity.md, and a reader of its tables for a test."""
 
 from __future__ import annotations
 

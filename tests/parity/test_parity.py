@@ -1,4 +1,4 @@
-"""Tests of the comparison without TRL: tolerances, replaced expressions, and the content of docs/parity.md."""
+"""Tests of the comparison without TRL: tolerances, replaced expressions, and the content of docs/evidence/parity.md."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.parity import page, scenarios
 from tests.parity.comparison import MetricComparison, compare, compare_change
 from tests.parity.page import ScenarioResult
 
-DOCS = Path(__file__).parents[2] / "docs" / "parity.md"
+DOCS = Path(__file__).parents[2] / "docs/evidence/parity.md"
 COMMON = {
     "log_probs",
     "reference_log_probs",

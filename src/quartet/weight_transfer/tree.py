@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from quartet.errors import InvalidRequest
 
 FAN_OUT = 2
-"""Default number of generators that pull from one source at the same time. See docs/performance.md for the measurement."""
+"""Default number of generators that pull from one source at the same time; docs/evidence/performance.md has the measurement."""
 
 
 def distribution_tree(

@@ -1,7 +1,7 @@
 """Run the peers' losses and estimators on one batch, and compare: make parity, or python -m tests.parity.losses.
 
 It needs the peers in build/peers on the path. It writes their results to tests/parity/losses/results, and a section of
-docs/parity.md. The exit status is 1 if a result differs by more than the tolerance, and 2 if a peer is missing.
+docs/evidence/parity.md. The exit status is 1 if a result differs by more than the tolerance, and 2 if a peer is missing.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--docs", type=Path, default=Path("docs"), help="folder of parity.md")
+    parser.add_argument("--docs", type=Path, default=Path("docs/evidence"), help="folder of parity.md")
     options = parser.parse_args()
     # Set before the first import of a library that reads them.
     os.environ |= {"HF_HUB_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1", "CUDA_VISIBLE_DEVICES": ""}

@@ -1,4 +1,4 @@
-"""Writer of the section "Losses and estimators" of docs/parity.md."""
+"""Writer of the section "Losses and estimators" of docs/evidence/parity.md."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from tests.parity.losses.batch import Batch, make_batch
 from tests.parity.losses.case import Case, Group, compare, load, save, unique
 from tests.parity.losses.cases import GROUPS
 
-DOCS = Path(__file__).parents[3] / "docs" / "parity.md"
+DOCS = Path(__file__).parents[3] / "docs/evidence/parity.md"
 CASES = [(group, case) for group in GROUPS for case in group.cases]
 
 
