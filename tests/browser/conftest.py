@@ -13,11 +13,11 @@ import pytest
 from tests.browser.window import Window
 from tests.gateway.conftest import finished_run, run_gateway
 from tests.gateway.serving import Gateway
-from tests.training.conftest import _one_thread, make, toy_task, toy_task_tree
+from tests.training.conftest import _measured_once, _one_thread, make, toy_task, toy_task_tree
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="the browser tests need playwright")
 
-__all__ = ["_one_thread", "finished_run", "make", "run_gateway", "toy_task", "toy_task_tree"]
+__all__ = ["_measured_once", "_one_thread", "finished_run", "make", "run_gateway", "toy_task", "toy_task_tree"]
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 

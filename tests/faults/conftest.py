@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from tests.faults.network import SETTINGS
-from tests.training.conftest import MakeConfig, _one_thread, make, toy_task, toy_task_tree
+from tests.training.conftest import MakeConfig, _measured_once, _one_thread, make, toy_task, toy_task_tree
 from tests.training.runs import Run, run_to_completion
 
-__all__ = ["_one_thread", "make", "toy_task", "toy_task_tree"]
+__all__ = ["_measured_once", "_one_thread", "make", "toy_task", "toy_task_tree"]
 
 
 @pytest.fixture(scope="session")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 from quartet.config.root import Config
 from quartet.demo.toy_task import ToyTask, make_toy_task
 from tests.e2e.conftest import MINIATURE
+from tests.training.measured_once import measured_once
 from tests.training.runs import merged, parsed
 
 MakeConfig = Callable[..., Config]
@@ -24,6 +25,12 @@ _NUMBERS = itertools.count()
 @pytest.fixture(scope="session", autouse=True)
 def _one_thread() -> None:
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _measured_once() -> Iterator[None]:
+    with measured_once():
+        yield
 
 
 @pytest.fixture(scope="session")

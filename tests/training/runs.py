@@ -14,7 +14,7 @@ from typing import Any
 import grpc
 
 from quartet.config.layout import service_roles
-from quartet.config.loading import load_config, parse_config
+from quartet.config.loading import parse_config
 from quartet.config.root import Config
 from quartet.contract.control import Progress
 from quartet.contract.status import GeneratorInfo, Role, ServiceStatus
@@ -136,8 +136,8 @@ class Fleet:
     @property
     def config(self) -> Config:
         """Return the config with the addresses of the services."""
-        overrides = [f"services.{role}.address={address}" for role, address in self._addresses.items()]
-        return load_config(RunFiles(self._config.run_directory).config, overrides)
+        addresses = {str(role): {"address": address} for role, address in self._addresses.items()}
+        return parsed(merged(self._config.model_dump(), {"services": addresses}))
 
     def start(self, role: Role, config: Config | None = None, compute: ComputeThread | None = None) -> None:
         """Start a service; ``config`` and ``compute`` override the config of the run and a new compute thread."""

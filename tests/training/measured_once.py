@@ -1,0 +1,65 @@
+"""What services measure at their start, once for equal models. Half of a short run was spent on it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import xxhash
+
+from quartet.models.generation import torch_engine, trial
+from quartet.models.training.update_memory import measure_policy, measure_value
+from quartet.services.actor import actor
+from quartet.services.critic import critic
+
+_RESULTS: dict[Hashable, Any] = {}
+
+
+def _once(key: Hashable, measure: Callable[[], Any]) -> Any:
+    if key not in _RESULTS:
+        _RESULTS[key] = measure()
+    return _RESULTS[key]
+
+
+def _shape(model: Any) -> Hashable:
+    parameters = tuple((name, item.shape, item.dtype, item.requires_grad) for name, item in model.named_parameters())
+    return type(model), parameters, str(getattr(model, "config", ""))
+
+
+def _content(model: Any) -> str:
+    digest = xxhash.xxh3_64()
+    for parameter in model.parameters():
+        digest.update(parameter.detach().contiguous().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def _trial_result(untried: str, passes: Callable[[], bool], bits: Any) -> trial.TrialResult:
+    # A test may have replaced the trial, with another result.
+    engine, function = getattr(passes, "__self__", None), getattr(passes, "__func__", None)
+    if untried or function is not _TRIAL:
+        return trial.trial_result(untried, passes, bits)
+    key = (type(engine), _shape(engine._model), _content(engine._model), engine._max_concurrent, trial.processor())
+    return _once(key, lambda: trial.trial_result(untried, passes, bits))
+
+
+def _of_update(measure: Callable[..., Any]) -> Callable[..., Any]:
+    def measure_once(model: Any, *arguments: Any) -> Any:
+        return _once((measure, _shape(model), *arguments), lambda: measure(model, *arguments))
+
+    return measure_once
+
+
+_TRIAL = torch_engine.TorchEngine._is_batch_invariant
+
+
+@contextmanager
+def measured_once() -> Iterator[None]:
+    """Keep the results of the engine's trial and of the memory of updates, by model."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch_engine, "trial_result", _trial_result)
+        patch.setattr(actor, "measure_policy", _of_update(measure_policy))
+        patch.setattr(critic, "measure_value", _of_update(measure_value))
+        yield
