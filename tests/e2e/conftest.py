@@ -8,12 +8,14 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 
+import grpc
 import pytest
 import yaml
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from quartet.buffer.embedded_redis import EmbeddedRedis
 from quartet.cli.main import main
@@ -21,6 +23,7 @@ from quartet.demo.pretraining import Schedule, Shape
 from quartet.demo.toy_task import Recipe, ToyTask, make_toy_task
 from quartet.telemetry.step_metrics import is_measured
 from tests.e2e.commands import QUARTET, Command, CommandResult, settings
+from tests.once import once
 
 Start = Callable[..., Command]
 Call = Callable[..., CommandResult]
@@ -35,7 +38,9 @@ MINIATURE = Recipe(
 )
 WIDE = replace(MINIATURE, vocabulary=600, reviews=400, shape=Shape(hidden=128, layers=2, heads=4, positions=128))
 """Models as wide as those of the reviews, which reach the kernels that users reach."""
-STEPS = 3
+STEPS = 8
+SAVED = (6, 8)
+"""Steps of the checkpoints of a finished run. A fault at another step makes the run recompute steps."""
 MAX_PROMPT = 24
 
 
@@ -53,11 +58,12 @@ class Run:
 
 @pytest.fixture(scope="session")
 def toy_task(tmp_path_factory: pytest.TempPathFactory) -> ToyTask:
-    return make_toy_task(tmp_path_factory.mktemp("e2e") / "toy-task", recipe=MINIATURE)
+    folder = once(tmp_path_factory, "e2e", lambda folder: make_toy_task(folder / "toy-task", recipe=MINIATURE))
+    return make_toy_task(folder / "toy-task", recipe=MINIATURE)
 
 
 @pytest.fixture(scope="session")
-def config(toy_task: ToyTask) -> Path:
+def config(toy_task: ToyTask, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The config file of every run. Run directories are below the working directory of the command."""
     tree = {
         "run": {"name": "tiny", "steps": STEPS},
@@ -67,11 +73,11 @@ def config(toy_task: ToyTask) -> Path:
         "actor": {"model": str(toy_task.policy), "learning_rate": 1e-3},
         "critic": {"learning_rate": 1e-3},
         "reward": {"model": str(toy_task.reward)},
-        "checkpoint": {"every_steps": 1, "keep_last": 2},
+        "checkpoint": {"every_steps": 3, "keep_last": 2},
         # One thread each, so that the results do not depend on how the services are started.
         "services": {role: {"num_threads": 1} for role in ("actor", "critic", "reward", "reference")},
     }
-    path = toy_task.policy.parent.parent / "tiny.yaml"
+    path = tmp_path_factory.mktemp("config") / "tiny.yaml"
     path.write_text(yaml.safe_dump(tree, sort_keys=False))
     return path
 
@@ -127,22 +133,22 @@ def train(folder: Path, config: Path, *options: str) -> Run:
         command.clean_up()
 
 
+def _shared_run(factory: pytest.TempPathFactory, name: str, config: Path, *options: str) -> Run:
+    """Return a finished run that the tests of all workers read."""
+
+    def create(folder: Path) -> None:
+        run = train(folder, config, *options)
+        assert (run.result.code, run.result.leftovers) == (0, []), run.result
+        (folder / "result.json").write_text(json.dumps(asdict(run.result)))
+
+    folder = once(factory, name, create)
+    return Run(CommandResult(**json.loads((folder / "result.json").read_text())), folder / "runs" / "tiny")
+
+
 @pytest.fixture(scope="session")
 def first_run(config: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """A run of ``quartet train`` that starts all its processes itself."""
-    return train(tmp_path_factory.mktemp("first"), config)
-
-
-LONGER = settings("run.steps=8", "checkpoint.every_steps=3")
-"""Settings of a run with steps between two checkpoints, so that a fault can happen there."""
-
-
-@pytest.fixture(scope="session")
-def uninterrupted_run(config: Path, few_processes: list[str], tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """A ``LONGER`` run without a fault."""
-    run = train(tmp_path_factory.mktemp("uninterrupted"), config, *few_processes, *LONGER)
-    assert run.result.code == 0, run.result
-    return run
+    """A run of ``quartet train`` that starts all its processes itself, without a fault."""
+    return _shared_run(tmp_path_factory, "first", config)
 
 
 GROUPS = settings("services.actor.processes=2", "services.critic.processes=2")
@@ -150,10 +156,8 @@ GROUPS = settings("services.actor.processes=2", "services.critic.processes=2")
 
 @pytest.fixture(scope="session")
 def group_run(config: Path, few_processes: list[str], tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """A ``LONGER`` run of two groups without a fault."""
-    run = train(tmp_path_factory.mktemp("groups"), config, *few_processes, *LONGER, *GROUPS)
-    assert (run.result.code, run.result.leftovers) == (0, []), run.result
-    return run
+    """A run of two groups without a fault."""
+    return _shared_run(tmp_path_factory, "groups", config, *few_processes, *GROUPS)
 
 
 def deterministic_metrics(run: Run) -> list[dict[str, float]]:
@@ -210,3 +214,9 @@ def frozen(config: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
 def few_processes(frozen: Service) -> list[str]:
     """Options of a run that does not test its start: it shares the frozen models and has no gateway."""
     return [*frozen.serving("reward", "reference"), *settings("gateway.enabled=false")]
+
+
+def health(address: str) -> int:
+    """Return the status that the service at HOST:PORT reports."""
+    with grpc.insecure_channel(address) as channel:
+        return health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=10).status

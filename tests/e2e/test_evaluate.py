@@ -9,9 +9,10 @@ import pytest
 
 from quartet.demo.toy_task import ToyTask
 from tests.e2e.commands import settings
-from tests.e2e.conftest import STEPS, Call, Run, Start, train
+from tests.e2e.conftest import Call, Run, train
 
 NUM_PROMPTS = 6
+STEPS = 3
 
 
 @pytest.fixture(scope="module")
@@ -20,7 +21,10 @@ def evaluated_run(
 ) -> Run:
     """A run that evaluates before the first step, after the second and after the last."""
     options = settings(
-        f"data.validation={toy_task.prompts}", "evaluation.every_steps=2", f"evaluation.max_prompts={NUM_PROMPTS}"
+        f"data.validation={toy_task.prompts}",
+        "evaluation.every_steps=2",
+        f"evaluation.max_prompts={NUM_PROMPTS}",
+        f"run.steps={STEPS}",
     )
     return train(tmp_path_factory.mktemp("evaluated"), config, *few_processes, *options)
 
@@ -41,10 +45,10 @@ def test_a_run_evaluates_before_the_first_step_every_second_step_and_after_the_l
 
 
 def test_quartet_evaluate_reproduces_the_metrics_of_the_last_evaluation(
-    evaluated_run: Run, start: Start, tmp_path: Path
+    evaluated_run: Run, call: Call, tmp_path: Path
 ) -> None:
     last = lines(evaluated_run.directory / "evaluations.jsonl")[-1]
-    result = start("evaluate", evaluated_run.directory / "policy", "--json", "--output", tmp_path / "rows.jsonl").wait()
+    result = call("evaluate", evaluated_run.directory / "policy", "--json", "--output", tmp_path / "rows.jsonl")
     assert (result.code, result.leftovers) == (0, [])
     assert "prompts are over data.max_prompt_tokens 24 and dropped" in result.err
     # The command uses all threads and each service used one, so rounding may differ.

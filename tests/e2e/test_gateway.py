@@ -8,7 +8,6 @@ import re
 import signal
 import socket
 import stat
-import time
 from pathlib import Path
 from typing import Any
 
@@ -110,35 +109,12 @@ def test_watch_and_commands_work_through_a_gateway_that_restarts_at_the_same_add
     assert run_command(call, "report", "runs/tiny") == "report: runs/tiny/report.html\n"
 
 
-def test_a_run_continues_after_its_gateway_has_failed_and_ctrl_c_ends_it(
-    start: Start, call: Call, config: Path, frozen: Service, tmp_path: Path
-) -> None:
-    run = tmp_path / "runs" / "tiny"
-    no_restarts = settings("recovery.max_restarts=0")
-    command = start("train", config, *frozen.serving("reward", "reference"), *ENDLESS, *no_restarts)
-    dashboard_link(command)
-    os.kill(command.child("gateway"), signal.SIGKILL)
-    without = "gateway: killed by SIGKILL; the run continues without it, see runs/tiny/logs/gateway.log"
-    command.wait_for(lambda: without in command.out.splitlines())
-    at = committed_steps(run)
-    command.wait_for(lambda: committed_steps(run) > at + 1)
-    (run / "gateway.json").unlink()
-    refused = call("stop", "runs/tiny")
-    assert refused.code == 2
-    assert refused.err.startswith("error: run runs/tiny: is active but has no gateway")
-    command.process.send_signal(signal.SIGINT)
-    interrupt_time = time.monotonic()
-    result = command.wait(LIMIT)
-    assert time.monotonic() - interrupt_time < SHUTDOWN_TIMEOUT
-    assert (result.code, result.err, result.leftovers) == (130, "stopped\n", [])
-
-
 def test_an_address_in_use_is_reported_before_the_run_starts_and_leaves_no_folder(
-    start: Start, config: Path, tmp_path: Path
+    call: Call, config: Path, tmp_path: Path
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         listen = f"127.0.0.1:{taken.getsockname()[1]}"
-        result = start("train", config, *settings(f"gateway.listen={listen}")).wait()
+        result = call("train", config, *settings(f"gateway.listen={listen}"))
     assert (result.code, result.leftovers) == (2, [])
     assert result.err.startswith(
         f"error: gateway.listen {listen}: cannot listen there (Address already in use); stop the process"

@@ -20,6 +20,7 @@ from tests.e2e.conftest import Run, deterministic_metrics, train, weights
 KILLS = 100
 
 
+@pytest.mark.slow  # test_turns.py has generators, tests/training/test_wide_models.py compares them in one process.
 def test_two_generators_with_certificates_train_the_same_policy_as_the_actor(
     config: Path, tmp_path: Path, first_run: Run
 ) -> None:

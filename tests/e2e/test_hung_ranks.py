@@ -12,7 +12,7 @@ import pytest
 
 from quartet.system.failpoints import FOLDER_VARIABLE, VARIABLE
 from tests.e2e.commands import QUARTET, Command, settings
-from tests.e2e.conftest import GROUPS, LONGER, Run, deterministic_metrics, weights
+from tests.e2e.conftest import GROUPS, Run, deterministic_metrics, weights
 
 HANG_TIMEOUT = 3
 RUN = Path("runs") / "tiny"
@@ -27,7 +27,7 @@ def held(config: Path, few_processes: list[str], tmp_path: Path) -> Iterator[Hel
     folder.mkdir()
 
     def hold(failpoint: str) -> Command:
-        options = [*few_processes, *LONGER, *GROUPS, *settings(f"recovery.hang_timeout_seconds={HANG_TIMEOUT}")]
+        options = [*few_processes, *GROUPS, *settings(f"recovery.hang_timeout_seconds={HANG_TIMEOUT}")]
         environment = {VARIABLE: failpoint, FOLDER_VARIABLE: str(folder)}
         command = Command(QUARTET, "train", config, *options, cwd=tmp_path, environment=environment)
         commands.append(command)

@@ -18,7 +18,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tests.e2e.commands import Command, committed_steps, settings
-from tests.e2e.conftest import Start
+from tests.e2e.conftest import Call, Service, Start
 from tests.waiting import LIMIT, wait_until
 
 ENDLESS = settings("run.steps=1000000", "checkpoint.every_steps=0")
@@ -30,39 +30,41 @@ def wait_for_steps(command: Command, folder: Path, steps: int = 1) -> None:
     command.wait_for(lambda: committed_steps(folder / "runs" / "tiny") >= steps)
 
 
-@pytest.mark.parametrize(
-    ("victim", "message"),
-    [
-        ("actor", "actor: killed by SIGKILL; the last lines of"),
-        ("critic", "critic: killed by SIGKILL; the last lines of"),
-        ("orchestrator", "orchestrator: killed by SIGKILL; the last lines of"),
-        ("redis", "redis: killed by SIGKILL; the last lines of"),
-    ],
-)
+@pytest.mark.parametrize("victim", ["actor", "critic", "orchestrator", "redis"])
 @pytest.mark.sampled(4)
-def test_without_restarts_a_dead_process_ends_the_run_and_its_log_is_shown(
-    victim: str, message: str, start: Start, config: Path, few_processes: list[str], tmp_path: Path
+def test_without_restarts_a_run_continues_without_its_gateway_and_a_dead_process_ends_it_with_its_log(
+    victim: str, start: Start, call: Call, config: Path, frozen: Service, tmp_path: Path
 ) -> None:
+    run = tmp_path / "runs" / "tiny"
     no_restarts = settings("recovery.max_restarts=0")
-    command = start("train", config, *few_processes, *ENDLESS, *no_restarts)
-    wait_for_steps(command, tmp_path)
+    command = start("train", config, *frozen.serving("reward", "reference"), *ENDLESS, *no_restarts)
+    command.wait_for(lambda: "dashboard: " in command.out)
+    os.kill(command.child("gateway"), signal.SIGKILL)
+    without = "gateway: killed by SIGKILL; the run continues without it, see runs/tiny/logs/gateway.log"
+    command.wait_for(lambda: without in command.out.splitlines())
+    wait_for_steps(command, tmp_path, committed_steps(run) + 2)
+    (run / "gateway.json").unlink()
+    refused = call("stop", "runs/tiny")
+    assert refused.code == 2
+    assert refused.err.startswith("error: run runs/tiny: is active but has no gateway")
     os.kill(command.child(victim), signal.SIGKILL)
     death_time = time.monotonic()
     result = command.wait(LIMIT)
     assert time.monotonic() - death_time < SHUTDOWN_TIMEOUT
     assert result.code == 1, result
-    assert result.err.startswith(f"error: {message}")
-    log = (tmp_path / "runs" / "tiny" / "logs" / f"{victim}.log").read_text().splitlines()
+    assert result.err.startswith(f"error: {victim}: killed by SIGKILL; the last lines of")
+    log = (run / "logs" / f"{victim}.log").read_text().splitlines()
     assert any(line in result.err for line in log), "no line of its log is shown"
     assert "Traceback" not in result.err
     assert result.leftovers == []
-    assert not (tmp_path / "runs" / "tiny" / "policy").exists()
+    assert not (run / "policy").exists()
 
 
-def test_a_terminal_shows_reward_kl_throughput_and_time_left_and_ctrl_c_stops_everything(
+def test_a_terminal_shows_reward_kl_throughput_and_time_left_and_ctrl_c_during_a_backoff_stops_everything(
     start: Start, config: Path, few_processes: list[str], tmp_path: Path
 ) -> None:
-    command = start("train", config, *few_processes, *ENDLESS, terminal=True)
+    backoff = settings("recovery.backoff_seconds=30")
+    command = start("train", config, *few_processes, *ENDLESS, *backoff, terminal=True)
     wait_for_steps(command, tmp_path, steps=2)
     for shown in (
         r"tiny .* \d+/1000000",
@@ -72,6 +74,8 @@ def test_a_terminal_shows_reward_kl_throughput_and_time_left_and_ctrl_c_stops_ev
         r"tokens per second +[1-9]\d*",
     ):
         command.wait_for(lambda shown=shown: re.search(shown, command.out), 10)
+    os.kill(command.child("actor"), signal.SIGKILL)
+    command.wait_for(lambda: "actor: killed by SIGKILL; restarted (1 of 5 in a row)" in command.out)
     command.type("\x03")
     interrupt_time = time.monotonic()
     result = command.wait(LIMIT)
@@ -81,9 +85,8 @@ def test_a_terminal_shows_reward_kl_throughput_and_time_left_and_ctrl_c_stops_ev
     assert result.out.rstrip().endswith("stopped")
     assert "Traceback" not in result.out
     assert result.leftovers == []
-    for role in ("actor", "critic"):
-        log = (tmp_path / "runs" / "tiny" / "logs" / f"{role}.log").read_text()
-        assert "event='stopped'" in log, f"the {role} was killed rather than drained"
+    log = (tmp_path / "runs" / "tiny" / "logs" / "critic.log").read_text()
+    assert "event='stopped'" in log, "the critic was killed rather than drained"
     assert not (tmp_path / "runs" / "tiny" / "policy").exists()
 
 
@@ -106,13 +109,6 @@ def test_sigterm_while_the_services_start_stops_everything(
     result = command.wait(LIMIT)
     assert time.monotonic() - signal_time < SHUTDOWN_TIMEOUT
     assert (result.code, result.err, result.leftovers) == (130, "stopped\n", [])
-
-
-def test_sigkill_of_the_command_ends_all_its_children(start: Start, config: Path, few_processes: list[str]) -> None:
-    command = start("train", config, *few_processes)
-    command.wait_for(lambda: is_loading(command))
-    command.process.kill()
-    wait_until(lambda: not command.processes(), command.processes)
 
 
 def test_a_service_with_a_blocked_log_pipe_drains_and_ends_on_sigterm(config: Path) -> None:

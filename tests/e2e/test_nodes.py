@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.commands import QUARTET, Command, committed_steps, settings
-from tests.e2e.conftest import GROUPS, LONGER, Run, Service, Start, deterministic_metrics, weights
+from tests.e2e.conftest import GROUPS, Run, Service, Start, deterministic_metrics, weights
 from tests.e2e.test_separate_processes import free_ports
 from tests.waiting import LIMIT, wait_until
 
@@ -38,7 +38,7 @@ class Nodes:
             QUARTET.with_name("torchrun"),
             *torchrun.split(),
             *f"--local-addr 127.0.0.{number + 1} --max-restarts 9 --monitor-interval 0.1".split(),
-            *("-m", "quartet.services", "actor", "--config", self._config, *self.options, *LONGER),
+            *("-m", "quartet.services", "actor", "--config", self._config, *self.options),
             cwd=self._folder,
         )
         self._agents.append(agent)
@@ -70,7 +70,7 @@ def test_a_run_continues_after_the_loss_of_a_node_and_ends_bit_identically(
 ) -> None:
     agents = [nodes.start(0), nodes.start(1)]
     run = tmp_path / "runs" / "tiny"
-    options = [*frozen.serving("reward", "reference"), *settings("gateway.enabled=false"), *LONGER, *GROUPS[2:]]
+    options = [*frozen.serving("reward", "reference"), *settings("gateway.enabled=false"), *GROUPS[2:]]
     command = start("train", config, *options, *nodes.options)
     command.wait_for(lambda: committed_steps(run) >= 2)
     lose(agents[lost])

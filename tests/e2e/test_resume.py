@@ -16,60 +16,62 @@ from quartet.config.loading import load_config
 from quartet.preflight import nothing_to_resume
 from quartet.run_directory.run_files import RunFiles
 from tests.e2e.commands import QUARTET, Command, committed_steps, settings
-from tests.e2e.conftest import LONGER, Call, Run, Start, deterministic_metrics, weights
+from tests.e2e.conftest import Call, Run, Start, deterministic_metrics, weights
+from tests.waiting import wait_until
 
 
 @pytest.mark.parametrize("redis", ["lost", "kept"])
 @pytest.mark.sampled(2)
-def test_a_run_with_all_processes_killed_resumes_bit_identically(
-    redis: str, start: Start, config: Path, few_processes: list[str], uninterrupted_run: Run, tmp_path: Path
+def test_a_run_whose_launcher_is_killed_leaves_no_process_and_resumes_bit_identically(
+    redis: str, start: Start, config: Path, few_processes: list[str], first_run: Run, tmp_path: Path
 ) -> None:
     run = tmp_path / "runs" / "tiny"
-    command = start("train", config, *few_processes, *LONGER)
+    command = start("train", config, *few_processes)
     command.wait_for(lambda: committed_steps(run) >= 4)
-    command.kill_everything()
+    # The kernel ends the children of a launcher that is killed.
+    command.process.kill()
+    command.process.wait()
+    wait_until(lambda: not command.processes(), command.processes)
     assert not (run / "policy").exists()
     if redis == "lost":
         shutil.rmtree(run / "redis")
-    result = start("train", config, *few_processes, *LONGER, "--resume").wait()
+    result = start("train", config, *few_processes, "--resume").wait()
     assert (result.code, result.err, result.leftovers) == (0, "", [])
     assert "note: resumed after step" in result.out
-    assert deterministic_metrics(Run(result, run)) == deterministic_metrics(uninterrupted_run)
-    assert weights(run) == weights(uninterrupted_run.directory)
+    assert deterministic_metrics(Run(result, run)) == deterministic_metrics(first_run)
+    assert weights(run) == weights(first_run.directory)
 
 
 def test_resume_refuses_a_missing_run_and_changed_settings(
-    call: Call, config: Path, few_processes: list[str], uninterrupted_run: Run, tmp_path: Path
+    call: Call, config: Path, few_processes: list[str], first_run: Run, tmp_path: Path
 ) -> None:
     nothing = call("train", config, "--resume")
     assert nothing.code == 2
     assert "--resume: runs/tiny does not contain a run" in nothing.err
-    shutil.copytree(uninterrupted_run.directory, tmp_path / "runs" / "tiny", dirs_exist_ok=True)
+    shutil.copytree(first_run.directory, tmp_path / "runs" / "tiny", dirs_exist_ok=True)
     changed = settings("actor.learning_rate=0.5")
-    other = call("train", config, *few_processes, *LONGER, *changed, "--resume")
+    other = call("train", config, *few_processes, *changed, "--resume")
     assert other.code == 2
     assert "--resume: actor.learning_rate is 0.5, the run in runs/tiny had 0.001" in other.err
     assert "quartet fork runs/tiny STEP --name NAME --set actor.learning_rate=0.5" in other.err
     both = call("train", config, "--resume", "--overwrite")
     assert both.code == 2
-    assert weights(tmp_path / "runs" / "tiny") == weights(uninterrupted_run.directory)
+    assert weights(tmp_path / "runs" / "tiny") == weights(first_run.directory)
 
 
 @pytest.mark.slow  # tests/training/test_resume.py resumes a stopped run in one process.
-def test_a_finished_run_resumes_with_more_steps(
-    start: Start, config: Path, uninterrupted_run: Run, tmp_path: Path
-) -> None:
+def test_a_finished_run_resumes_with_more_steps(start: Start, config: Path, first_run: Run, tmp_path: Path) -> None:
     run = tmp_path / "runs" / "tiny"
     first = start("train", config, *settings("run.steps=5", "checkpoint.every_steps=3")).wait()
     assert first.code == 0, first
     assert yaml.safe_load((run / "config.yaml").read_text())["run"]["steps"] == 5
-    result = start("train", config, *LONGER, "--resume").wait()
+    result = start("train", config, "--resume").wait()
     assert result.code == 0, result
-    assert weights(run) == weights(uninterrupted_run.directory)
+    assert weights(run) == weights(first_run.directory)
 
 
-def test_checkpoints_are_listed_and_verified(call: Call, uninterrupted_run: Run, tmp_path: Path) -> None:
-    run = shutil.copytree(uninterrupted_run.directory, tmp_path / "copy")
+def test_checkpoints_are_listed_and_verified(call: Call, first_run: Run, tmp_path: Path) -> None:
+    run = shutil.copytree(first_run.directory, tmp_path / "copy")
     listed = call("checkpoints", "list", run)
     assert listed.code == 0
     assert all(word in listed.out for word in ("6", "8", "MiB", "not verified"))
@@ -154,23 +156,23 @@ def test_a_fork_names_the_setting_or_argument_to_change(call: Call, run_copy: Pa
 
 @pytest.mark.slow  # tests/training/test_live_control.py rolls back in one process.
 def test_a_run_resumes_bit_identically_after_a_rollback(
-    start: Start, config: Path, uninterrupted_run: Run, tmp_path: Path
+    start: Start, config: Path, first_run: Run, tmp_path: Path
 ) -> None:
-    run = shutil.copytree(uninterrupted_run.directory, tmp_path / "runs" / "tiny")
+    run = shutil.copytree(first_run.directory, tmp_path / "runs" / "tiny")
     assert start("rollback", "runs/tiny", "6", "--yes").wait().code == 0
     assert committed_steps(run) == 6
     assert not (run / "policy").exists()
-    result = start("train", config, *LONGER, "--resume").wait()
+    result = start("train", config, "--resume").wait()
     assert result.code == 0, result
-    assert weights(run) == weights(uninterrupted_run.directory)
-    assert deterministic_metrics(Run(result, run)) == deterministic_metrics(uninterrupted_run)
+    assert weights(run) == weights(first_run.directory)
+    assert deterministic_metrics(Run(result, run)) == deterministic_metrics(first_run)
 
 
 @pytest.mark.slow  # tests/training/test_fork.py forks in one process.
 def test_a_fork_continues_from_an_old_checkpoint_with_other_settings(
-    start: Start, uninterrupted_run: Run, tmp_path: Path
+    start: Start, first_run: Run, tmp_path: Path
 ) -> None:
-    shutil.copytree(uninterrupted_run.directory, tmp_path / "runs" / "tiny")
+    shutil.copytree(first_run.directory, tmp_path / "runs" / "tiny")
     forked_result = start("fork", "runs/tiny", "6", "--name", "faster", *settings("actor.learning_rate=0.01")).wait()
     assert (forked_result.code, forked_result.err) == (0, "")
     forked = tmp_path / "runs" / "faster"
@@ -179,8 +181,8 @@ def test_a_fork_continues_from_an_old_checkpoint_with_other_settings(
     assert result.code == 0, result
     rates = [step["learning_rate_actor"] for step in Run(result, forked).metrics]
     assert rates == [1e-3] * 6 + [0.01] * 2
-    assert weights(forked) != weights(uninterrupted_run.directory)
-    assert weights(tmp_path / "runs" / "tiny") == weights(uninterrupted_run.directory)
+    assert weights(forked) != weights(first_run.directory)
+    assert weights(tmp_path / "runs" / "tiny") == weights(first_run.directory)
     second = start("fork", "runs/tiny", "6", "--name", "faster").wait()
     assert second.code == 2
     assert "holds an earlier run" in second.err
@@ -191,9 +193,9 @@ def checkpoint_folders(run: Path) -> list[str]:
 
 
 @pytest.fixture
-def run_copy(uninterrupted_run: Run, tmp_path: Path) -> Path:
+def run_copy(first_run: Run, tmp_path: Path) -> Path:
     """A finished run of eight steps with checkpoints of steps 6 and 8."""
-    return Path(shutil.copytree(uninterrupted_run.directory, tmp_path / "runs" / "tiny"))
+    return Path(shutil.copytree(first_run.directory, tmp_path / "runs" / "tiny"))
 
 
 def stderr_of_refused(call: Call, *arguments: str | Path) -> str:
@@ -312,9 +314,9 @@ def test_an_exported_adapter_is_merged_like_the_final_policy(start: Start, confi
 
 @pytest.mark.slow  # tests/training/test_checkpointing.py fails to write checkpoints.
 def test_a_run_completes_without_room_for_checkpoints_and_resumes_when_there_is_room(
-    config: Path, uninterrupted_run: Run, start: Start, tmp_path: Path
+    config: Path, first_run: Run, start: Start, tmp_path: Path
 ) -> None:
-    saved = uninterrupted_run.directory / "checkpoints" / "step-000008" / "actor"
+    saved = first_run.directory / "checkpoints" / "step-000008" / "actor"
     # The limit on the file size stops only the largest file, the optimizer's.
     limit = (saved / "optimizer.safetensors").stat().st_size // 1024
     run = tmp_path / "runs" / "tiny"
@@ -332,6 +334,6 @@ def test_a_run_completes_without_room_for_checkpoints_and_resumes_when_there_is_
     assert "too large" in result.out.replace("\n", " ")
     assert checkpoint_folders(run) == []
     assert (run / "policy" / "model.safetensors").exists()
-    resumed = start("train", config, *LONGER, "--resume").wait()
+    resumed = start("train", config, "--resume").wait()
     assert (resumed.code, checkpoint_folders(run)) == (0, ["step-000006", "step-000008"])
-    assert weights(run) == weights(uninterrupted_run.directory)
+    assert weights(run) == weights(first_run.directory)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.commands import Command, committed_steps, settings
-from tests.e2e.conftest import LONGER, Run, Start, deterministic_metrics, weights
+from tests.e2e.conftest import Run, Start, deterministic_metrics, weights
 from tests.waiting import LIMIT
 
 ENDLESS = settings("run.steps=1000000", "checkpoint.every_steps=0")
@@ -25,9 +25,9 @@ def wait_for_steps(command: Command, folder: Path, steps: int = 1) -> None:
 
 @pytest.mark.slow  # tests/chaos kills each process at every moment of a step.
 def test_a_run_with_each_process_killed_once_ends_bit_identically(
-    start: Start, config: Path, uninterrupted_run: Run, tmp_path: Path
+    start: Start, config: Path, first_run: Run, tmp_path: Path
 ) -> None:
-    command = start("train", config, *LONGER)
+    command = start("train", config)
     before = {}
     for step, victim in enumerate(("actor", "critic", "reward", "redis", "orchestrator"), 1):
         wait_for_steps(command, tmp_path, step)
@@ -40,8 +40,8 @@ def test_a_run_with_each_process_killed_once_ends_bit_identically(
         assert command.child(victim) != before[victim]
     result = command.wait()
     assert (result.code, result.err, result.leftovers) == (0, "", [])
-    assert deterministic_metrics(Run(result, tmp_path / "runs" / "tiny")) == deterministic_metrics(uninterrupted_run)
-    assert weights(tmp_path / "runs" / "tiny") == weights(uninterrupted_run.directory)
+    assert deterministic_metrics(Run(result, tmp_path / "runs" / "tiny")) == deterministic_metrics(first_run)
+    assert weights(tmp_path / "runs" / "tiny") == weights(first_run.directory)
     steps = re.findall(r"^step (\d+)/8 ", result.out, re.MULTILINE)
     assert steps == [str(step) for step in range(1, 9)], "a step is missing from what is shown, or shown twice"
     log = (tmp_path / "runs" / "tiny" / "logs" / "launcher.log").read_text()
@@ -55,11 +55,11 @@ def wait_for_start(command: Command, name: str) -> int:
     return command.child(name)
 
 
-@pytest.mark.slow  # A faster test below kills a process at every start.
+@pytest.mark.slow  # tests/chaos kills processes while they load.
 def test_a_run_starts_although_processes_are_killed_while_they_load(
-    start: Start, config: Path, uninterrupted_run: Run, tmp_path: Path
+    start: Start, config: Path, first_run: Run, tmp_path: Path
 ) -> None:
-    command = start("train", config, *LONGER)
+    command = start("train", config)
     for victim in ("critic", "critic", "orchestrator"):
         process = wait_for_start(command, victim)
         os.kill(process, signal.SIGKILL)
@@ -71,10 +71,11 @@ def test_a_run_starts_although_processes_are_killed_while_they_load(
         ("critic", "2"),
         ("orchestrator", "1"),
     ]
-    assert deterministic_metrics(Run(result, tmp_path / "runs" / "tiny")) == deterministic_metrics(uninterrupted_run)
-    assert weights(tmp_path / "runs" / "tiny") == weights(uninterrupted_run.directory)
+    assert deterministic_metrics(Run(result, tmp_path / "runs" / "tiny")) == deterministic_metrics(first_run)
+    assert weights(tmp_path / "runs" / "tiny") == weights(first_run.directory)
 
 
+@pytest.mark.slow  # tests/launcher/test_supervision.py gives up a process that crashes at its start.
 def test_a_process_killed_at_every_start_ends_the_run_at_the_restart_limit(
     start: Start, config: Path, few_processes: list[str]
 ) -> None:
@@ -93,14 +94,13 @@ def test_a_process_killed_at_every_start_ends_the_run_at_the_restart_limit(
 
 @pytest.mark.slow  # tests/launcher/test_supervision.py hangs a process.
 def test_a_hung_process_is_restarted_and_a_short_pause_is_tolerated(
-    start: Start, config: Path, few_processes: list[str], uninterrupted_run: Run, tmp_path: Path
+    start: Start, config: Path, few_processes: list[str], first_run: Run, tmp_path: Path
 ) -> None:
     timeout = 4.0
     command = start(
         "train",
         config,
         *few_processes,
-        *LONGER,
         *settings(f"recovery.hang_timeout_seconds={timeout}"),
     )
     wait_for_steps(command, tmp_path)
@@ -121,10 +121,10 @@ def test_a_hung_process_is_restarted_and_a_short_pause_is_tolerated(
         "critic: killed by SIGKILL; restarted (1 of 5 in a row)",
     ]
     assert len(lines) == 3
-    assert weights(tmp_path / "runs" / "tiny") == weights(uninterrupted_run.directory)
+    assert weights(tmp_path / "runs" / "tiny") == weights(first_run.directory)
 
 
-@pytest.mark.slow  # A faster test above kills a process at every start.
+@pytest.mark.slow  # tests/launcher/test_supervision.py gives up a process without restarts left.
 def test_a_process_that_dies_too_often_ends_the_run_and_its_log_is_shown(
     start: Start, config: Path, few_processes: list[str], tmp_path: Path
 ) -> None:
@@ -152,35 +152,21 @@ def test_a_process_that_dies_too_often_ends_the_run_and_its_log_is_shown(
     assert "event='ready'" in result.err
 
 
-def test_ctrl_c_during_a_backoff_stops_everything_at_once(
-    start: Start, config: Path, few_processes: list[str], tmp_path: Path
-) -> None:
-    command = start("train", config, *few_processes, *ENDLESS, *settings("recovery.backoff_seconds=30"))
-    wait_for_steps(command, tmp_path)
-    os.kill(command.child("actor"), signal.SIGKILL)
-    command.wait_for(lambda: "actor: killed by SIGKILL; restarted (1 of 5 in a row)" in command.out)
-    command.process.send_signal(signal.SIGINT)
-    interrupt_time = time.monotonic()
-    result = command.wait(LIMIT)
-    assert time.monotonic() - interrupt_time < SHUTDOWN_TIMEOUT
-    assert (result.code, result.err, result.leftovers) == (130, "stopped\n", [])
-
-
 @pytest.mark.slow  # tests/training/test_resume.py damages the experience.
 def test_a_damaged_buffer_is_moved_away_on_resume_and_the_run_is_bit_identical(
-    start: Start, config: Path, few_processes: list[str], uninterrupted_run: Run, tmp_path: Path
+    start: Start, config: Path, few_processes: list[str], first_run: Run, tmp_path: Path
 ) -> None:
     run = tmp_path / "runs" / "tiny"
-    command = start("train", config, *few_processes, *LONGER)
+    command = start("train", config, *few_processes)
     wait_for_steps(command, tmp_path, 4)
     command.kill_everything()
     file = next(iter((run / "redis" / "appendonlydir").glob("*.incr.aof")))
     data = file.read_bytes()
     file.write_bytes(data[: len(data) // 2] + bytes(1000) + data[len(data) // 2 + 1000 :])
-    result = start("train", config, *few_processes, *LONGER, "--resume").wait()
+    result = start("train", config, *few_processes, "--resume").wait()
     assert (result.code, result.err, result.leftovers) == (0, "", [])
     assert "redis: its data is damaged, see runs/tiny/logs/redis.log; moved to runs/tiny/redis.damaged" in result.out
     assert "note: resumed after step 3" in result.out
     assert bytes(1000) in (run / "redis.damaged" / "appendonlydir" / file.name).read_bytes()
-    assert deterministic_metrics(Run(result, run)) == deterministic_metrics(uninterrupted_run)
-    assert weights(run) == weights(uninterrupted_run.directory)
+    assert deterministic_metrics(Run(result, run)) == deterministic_metrics(first_run)
+    assert weights(run) == weights(first_run.directory)

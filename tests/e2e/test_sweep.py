@@ -15,7 +15,7 @@ from quartet.buffer.embedded_redis import EmbeddedRedis
 from quartet.run_directory.locking_and_removal import lock_run_directory
 from quartet.run_directory.run_files import RunFiles
 from tests.e2e.commands import committed_steps, settings
-from tests.e2e.conftest import LONGER, Call, Run, Start, weights
+from tests.e2e.conftest import Call, Run, Start, weights
 from tests.waiting import LIMIT, wait_until
 
 SWEEP = Path("runs", "tiny-sweep")
@@ -72,9 +72,9 @@ def test_failed_runs_do_not_end_the_sweep_and_a_second_call_retries_only_them(
 
 @pytest.mark.slow
 def test_a_killed_sweep_leaves_no_process_and_continues_with_the_same_bits(
-    start: Start, config: Path, few_processes: list[str], secured: str, uninterrupted_run: Run, tmp_path: Path
+    start: Start, config: Path, few_processes: list[str], secured: str, first_run: Run, tmp_path: Path
 ) -> None:
-    options = [*LONGER, "--seeds", "2", "--jobs", "2", *settings(f"buffer.url={secured}")]
+    options = ["--seeds", "2", "--jobs", "2", *settings(f"buffer.url={secured}")]
     command = start("sweep", config, *few_processes, *options)
     run, other = (tmp_path / SWEEP / f"seed-{seed}" for seed in range(2))
     command.wait_for(lambda: committed_steps(run) >= 2 and committed_steps(other) >= 1)
@@ -86,7 +86,7 @@ def test_a_killed_sweep_leaves_no_process_and_continues_with_the_same_bits(
     assert result.code == 0, result
     assert "seed-0: resumed at step" in result.out
     assert result.leftovers == []
-    assert weights(run) == weights(uninterrupted_run.directory)
+    assert weights(run) == weights(first_run.directory)
 
 
 def test_runs_use_a_redis_whose_password_is_in_no_file_and_sigterm_ends_two_at_once(

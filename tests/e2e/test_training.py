@@ -7,17 +7,15 @@ import json
 import signal
 from pathlib import Path
 
-import grpc
 import pytest
 import torch
 import yaml
-from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from quartet.demo.toy_task import ToyTask
-from quartet.telemetry.step_metrics import is_measured
 from tests.e2e.commands import committed_steps, settings
-from tests.e2e.conftest import MAX_PROMPT, STEPS, Run, Service, Start
+from tests.e2e.conftest import MAX_PROMPT, SAVED, STEPS, Run, Start, health, weights
 from tests.waiting import LIMIT
 
 METRICS = """
@@ -26,14 +24,6 @@ explained_variance advantage_std grad_norm_actor grad_norm_critic learning_rate_
 repetition prompt_tokens response_tokens seconds generate_seconds score_seconds update_seconds
 """
 """Metrics that the dashboards use."""
-
-
-def weights(run: Path) -> bytes:
-    return (run / "policy" / "model.safetensors").read_bytes()
-
-
-def without_seconds(run: Run) -> list[dict[str, float]]:
-    return [{name: step[name] for name in step if not is_measured(name)} for step in run.metrics]
 
 
 def test_a_run_succeeds_and_leaves_no_process(first_run: Run) -> None:
@@ -76,7 +66,7 @@ def test_the_resolved_config_is_saved(first_run: Run) -> None:
 
 def test_the_newest_checkpoints_are_complete_and_match_their_checksums(first_run: Run) -> None:
     checkpoints = first_run.directory / "checkpoints"
-    assert sorted(path.name for path in checkpoints.iterdir()) == ["step-000002", "step-000003"]
+    assert sorted(path.name for path in checkpoints.iterdir()) == [f"step-{step:06d}" for step in SAVED]
     for directory in checkpoints.iterdir():
         manifest = json.loads((directory / "manifest.json").read_text())
         assert manifest["step"] == int(directory.name.removeprefix("step-"))
@@ -89,7 +79,7 @@ def test_the_newest_checkpoints_are_complete_and_match_their_checksums(first_run
 
 
 def test_the_last_checkpoint_contains_the_final_policy(first_run: Run) -> None:
-    last = first_run.directory / "checkpoints" / "step-000003" / "actor" / "model.safetensors"
+    last = first_run.directory / "checkpoints" / f"step-{STEPS:06d}" / "actor" / "model.safetensors"
     assert last.read_bytes() == weights(first_run.directory)
 
 
@@ -124,21 +114,6 @@ def test_prompts_over_the_limit_are_dropped_and_counted(first_run: Run, toy_task
         assert not too_long & {json.loads(line)["prompt"] for line in path.read_text().splitlines()}
 
 
-def test_the_same_seed_gives_identical_weights_also_with_external_services(
-    first_run: Run, frozen: Service, start: Start, config: Path, tmp_path: Path
-) -> None:
-    result = start("train", config, *frozen.serving("reward", "reference")).wait()
-    assert result.code == 0, result
-    assert result.leftovers == []
-    second = Run(result, tmp_path / "runs" / "tiny")
-    assert weights(second.directory) == weights(first_run.directory)
-    assert without_seconds(second) == without_seconds(first_run)
-    assert not (second.directory / "logs" / "reward.log").exists(), "the command started a service that has an address"
-    assert health(frozen.address) == health_pb2.HealthCheckResponse.SERVING, (
-        "the run stopped a service that it did not start"
-    )
-
-
 def test_up_keeps_the_services_until_interrupted_and_another_seed_gives_other_weights(
     first_run: Run, few_processes: list[str], start: Start, config: Path, tmp_path: Path
 ) -> None:
@@ -153,8 +128,3 @@ def test_up_keeps_the_services_until_interrupted_and_another_seed_gives_other_we
     assert committed_steps(other) == STEPS
     assert weights(other) != weights(first_run.directory)
     assert Run(result, other).metrics[0]["prompt_tokens"] > 0
-
-
-def health(address: str) -> int:
-    with grpc.insecure_channel(address) as channel:
-        return health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=10).status

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -48,11 +49,15 @@ def test_generators_with_certificates_train_the_same_policy(with_turns: Run, con
     options = settings(
         "rollout.generators=2",
         "services.generator.num_threads=1",
+        f"services.generator.python={sys.executable}",
         f"security.certificates={tmp_path / 'certificates'}",
     )
     run = train(tmp_path, config, *TURNS, *options)
     assert run.result.code == 0, run.result
     assert weights(run.directory) == weights(with_turns.directory)
+    logs = [(run.directory / "logs" / f"generator-{index}.log").read_text() for index in range(2)]
+    assert all("event='ready'" in log for log in logs)
+    assert "restarted" not in (run.directory / "logs" / "launcher.log").read_text()
     assert deterministic_metrics(run) == deterministic_metrics(with_turns)
 
 

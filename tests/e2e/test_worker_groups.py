@@ -14,11 +14,11 @@ import transformers
 from quartet.model_files.sharded_files import rank_file
 from quartet.system.failpoints import FOLDER_VARIABLE, VARIABLE
 from tests.e2e.commands import QUARTET, Command, committed_steps, settings
-from tests.e2e.conftest import GROUPS, LONGER, Call, Run, Start, deterministic_metrics, train, weights
+from tests.e2e.conftest import GROUPS, Call, Run, Start, deterministic_metrics, train, weights
 
 
-def test_groups_train_as_one_process_does(group_run: Run, uninterrupted_run: Run) -> None:
-    steps = zip(deterministic_metrics(group_run), deterministic_metrics(uninterrupted_run), strict=True)
+def test_groups_train_as_one_process_does(group_run: Run, first_run: Run) -> None:
+    steps = zip(deterministic_metrics(group_run), deterministic_metrics(first_run), strict=True)
     for step, expected in steps:
         assert step.keys() == expected.keys()
         # Rounding may change a sampled token in a later step.
@@ -29,11 +29,12 @@ def test_groups_train_as_one_process_does(group_run: Run, uninterrupted_run: Run
     assert policy.config.architectures == ["LlamaForCausalLM"]
 
 
-@pytest.mark.parametrize("role", ["actor", pytest.param("critic", marks=pytest.mark.slow)])
+@pytest.mark.slow  # test_hung_ranks.py restarts a group, tests/services/test_group_failures.py kills ranks.
+@pytest.mark.parametrize("role", ["actor", "critic"])
 def test_a_group_that_loses_a_rank_is_restarted_and_ends_bit_identically(
     start: Start, config: Path, few_processes: list[str], group_run: Run, tmp_path: Path, role: str
 ) -> None:
-    command = start("train", config, *few_processes, *LONGER, *GROUPS)
+    command = start("train", config, *few_processes, *GROUPS)
     command.wait_for(lambda: committed_steps(tmp_path / "runs" / "tiny") >= 2)
     process = command.child(role, 1)
     os.kill(process, signal.SIGKILL)
@@ -65,7 +66,7 @@ def test_a_rank_that_is_killed_while_its_group_writes_a_checkpoint_changes_nothi
     folder = tmp_path / "failpoints"
     folder.mkdir()
     environment = {VARIABLE: f"{role}.saving=hold", FOLDER_VARIABLE: str(folder)}
-    command = Command(QUARTET, "train", config, *few_processes, *LONGER, *GROUPS, cwd=tmp_path, environment=environment)
+    command = Command(QUARTET, "train", config, *few_processes, *GROUPS, cwd=tmp_path, environment=environment)
     try:
         command.wait_for((folder / f"{role}.saving.reached").exists)
         os.kill(command.child(role, rank), signal.SIGKILL)
@@ -102,7 +103,7 @@ def test_one_process_continues_before_a_damaged_part_and_a_fork(
     forked_result = start("fork", run, "6", "--name", "forked").wait()
     assert (forked_result.code, forked_result.err) == (0, "")
     rank_file(run / "checkpoints" / "step-000008" / "critic", 1, 2).unlink()
-    longer = start("train", config, *few_processes, *LONGER, *settings("run.steps=9"), "--resume").wait()
+    longer = start("train", config, *few_processes, *settings("run.steps=9"), "--resume").wait()
     assert (longer.code, longer.err) == (0, ""), longer
     assert re.search(
         r"step-000008 is skipped: critic/sharded/rank-00001-of-00002.safetensors\s+is\s+missing", longer.out
@@ -145,9 +146,9 @@ def test_a_group_that_generates_while_it_trains_ends_bit_identically_after_a_los
 ) -> None:
     (tmp_path / "undisturbed").mkdir()
     off_policy = settings("rollout.max_off_policy_steps=1", "algorithm.rollout_correction.upper=2")
-    undisturbed = train(tmp_path / "undisturbed", config, *few_processes, *LONGER, *GROUPS, *off_policy)
+    undisturbed = train(tmp_path / "undisturbed", config, *few_processes, *GROUPS, *off_policy)
     assert undisturbed.result.code == 0, undisturbed.result
-    command = start("train", config, *few_processes, *LONGER, *GROUPS, *off_policy)
+    command = start("train", config, *few_processes, *GROUPS, *off_policy)
     command.wait_for(lambda: committed_steps(tmp_path / "runs" / "tiny") >= 2)
     os.kill(command.child("actor", 1), signal.SIGKILL)
     result = command.wait()
@@ -159,17 +160,17 @@ def test_a_group_that_generates_while_it_trains_ends_bit_identically_after_a_los
 
 @pytest.mark.slow  # tests/unit/models/workers/test_frozen_groups.py compares the scores of groups.
 def test_frozen_models_in_groups_score_as_single_processes_do_also_after_a_lost_rank(
-    start: Start, config: Path, uninterrupted_run: Run, tmp_path: Path
+    start: Start, config: Path, first_run: Run, tmp_path: Path
 ) -> None:
     groups = settings("services.reward.processes=2", "services.reference.processes=2", "gateway.enabled=false")
-    command = start("train", config, *LONGER, *groups)
+    command = start("train", config, *groups)
     command.wait_for(lambda: committed_steps(tmp_path / "runs" / "tiny") >= 2)
     os.kill(command.child("reward", 1), signal.SIGKILL)
     command.wait_for(lambda: re.search(r"reward: back after [\d.]+ s", command.out))
     result = command.wait()
     assert (result.code, result.err, result.leftovers) == (0, "", []), result
     steps = deterministic_metrics(Run(result, tmp_path / "runs" / "tiny"))
-    for step, expected in zip(steps[:2], deterministic_metrics(uninterrupted_run), strict=False):
+    for step, expected in zip(steps[:2], deterministic_metrics(first_run), strict=False):
         assert step == pytest.approx(expected, rel=1e-3, abs=1e-5)
 
 
