@@ -6,7 +6,7 @@ import json
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +16,8 @@ import quartet
 from quartet.errors import ConfigError
 from quartet.launcher import launcher
 from tests.e2e.commands import Command, committed_steps
-from tests.e2e.conftest import STEPS
+from tests.e2e.conftest import SAVED, STEPS, Service
+from tests.e2e.test_interruption import is_loading
 from tests.waiting import LIMIT, wait_until
 
 LONG = ["run.steps=100000", "checkpoint.every_steps=100000"]
@@ -29,23 +30,33 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+StartScript = Callable[..., Command]
+
+
 @pytest.fixture
-def script(folder: Path, config: Path, few_processes: list[str]) -> Iterator[Command]:
-    """A script that waits for a long run, and ends when a file named ``end`` appears."""
-    (folder / "script.py").write_text(
-        "import pathlib, sys, quartet\n"
-        f"run = quartet.train({str(config)!r}, {[*few_processes[1::2], *LONG]!r}, wait=False)\n"
-        "while not pathlib.Path('end').exists(): run.wait(0.1)\n"
-    )
-    command = Command(sys.executable, "script.py", cwd=folder)
-    yield command
-    command.clean_up()
+def start_script(folder: Path, config: Path, few_processes: list[str]) -> Iterator[StartScript]:
+    """Start a script that waits for a long run, and ends when a file named ``end`` appears."""
+    commands: list[Command] = []
+
+    def start(resume: bool = False) -> Command:
+        (folder / "script.py").write_text(
+            "import pathlib, sys, quartet\n"
+            f"run = quartet.train({str(config)!r}, {[*few_processes[1::2], *LONG]!r}, wait=False, resume={resume})\n"
+            "while not pathlib.Path('end').exists(): run.wait(0.1)\n"
+        )
+        commands.append(Command(sys.executable, "script.py", cwd=folder))
+        return commands[-1]
+
+    yield start
+    for command in commands:
+        command.clean_up()
 
 
-def test_a_run_is_trained_read_and_used(
+def test_a_run_is_trained_read_used_and_resumed_by_a_script_whose_end_ends_it(
     folder: Path,
     config: Path,
     few_processes: list[str],
+    start_script: StartScript,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -53,11 +64,13 @@ def test_a_run_is_trained_read_and_used(
     run = quartet.train(config, few_processes[1::2])
     assert (run.name, run.state, run.step, run.total_steps) == ("tiny", "finished", STEPS, STEPS)
     printed = capsys.readouterr().out.splitlines()
-    assert [line.split()[1] for line in printed if line.startswith("step ")] == ["1/3", "2/3", "3/3"]
+    assert [line.split()[1] for line in printed if line.startswith("step ")] == [
+        f"{step}/{STEPS}" for step in range(1, STEPS + 1)
+    ]
     assert next(line.split(": ")[1] for line in printed if line.startswith("loading for ")) == "actor, critic"
 
     lines = [json.loads(line) for line in (folder / "runs/tiny/metrics.jsonl").read_text().splitlines()]
-    np.testing.assert_array_equal(run.metrics["step"], [1, 2, 3])
+    np.testing.assert_array_equal(run.metrics["step"], range(1, STEPS + 1))
     np.testing.assert_array_equal(run.metrics["reward_mean"], [line["reward_mean"] for line in lines])
 
     trajectories = run.trajectories(2)
@@ -67,8 +80,8 @@ def test_a_run_is_trained_read_and_used(
         assert item.tokens is not None
         assert len(item.tokens.response_ids) == item.response_tokens
         assert item.kl == pytest.approx(float(item.tokens.kl.sum()), abs=1e-4)
-    with pytest.raises(ConfigError, match=r"no trajectories of step 4; stored steps: 1 to 3"):
-        run.trajectories(4)
+    with pytest.raises(ConfigError, match=r"no trajectories of step 9; stored steps: 1 to 8"):
+        run.trajectories(9)
 
     first, second = quartet.generate(run, ["a quick lunch :"], samples=2, max_tokens=5, temperature=0.0)
     assert first.prompt == "a quick lunch :"
@@ -79,20 +92,27 @@ def test_a_run_is_trained_read_and_used(
     np.testing.assert_array_equal(checkpoint.token_ids, first.token_ids)
 
     run.stop()  # Does nothing, because the run has ended.
-    run.rollback(2)
-    assert (run.state, run.step) == ("idle", 2)
+    assert quartet.train(config, few_processes[1::2], resume=True, wait=False).state == "finished"
+    run.rollback(SAVED[0])
+    assert (run.state, run.step) == ("idle", SAVED[0])
     with pytest.raises(ConfigError, match="has no saved policy"):
         run.policy  # noqa: B018
-    again = quartet.train(config, few_processes[1::2], resume=True)
-    assert quartet.train(config, few_processes[1::2], resume=True, wait=False).state == "finished"
-    np.testing.assert_array_equal(again.metrics["reward_mean"], [line["reward_mean"] for line in lines])
+    script = start_script(resume=True)
+    script.wait_for(lambda: committed_steps(folder / "runs/tiny") > STEPS)
+    assert len(script.processes()) > 2
+    (folder / "end").touch()
+    result = script.wait()
+    assert (result.code, result.leftovers) == (0, []), result
+    assert run.state == "idle"
+    np.testing.assert_array_equal(run.metrics["reward_mean"][:STEPS], [line["reward_mean"] for line in lines])
 
 
 def test_a_run_that_another_thread_started_is_controlled(
-    folder: Path, config: Path, capsys: pytest.CaptureFixture[str]
+    folder: Path, config: Path, frozen: Service, capsys: pytest.CaptureFixture[str]
 ) -> None:
     started: list[quartet.Run] = []
-    thread = threading.Thread(target=lambda: started.append(quartet.train(config, LONG, wait=False)))
+    settings = [*frozen.serving("reward", "reference")[1::2], *LONG]
+    thread = threading.Thread(target=lambda: started.append(quartet.train(config, settings, wait=False)))
     thread.start()
     thread.join()
     [run] = started
@@ -138,18 +158,10 @@ def lines(run: quartet.Run) -> list[str]:
     return progress.notes if progress is not None else []
 
 
-def test_the_end_of_the_script_ends_the_run(script: Command, folder: Path, config: Path) -> None:
-    script.wait_for(lambda: committed_steps(folder / "runs/tiny") > 1)
-    assert len(script.processes()) > 2
-    (folder / "end").touch()
-    result = script.wait()
-    assert (result.code, result.leftovers) == (0, []), result
-    assert quartet.Run(folder / "runs/tiny").state == "idle"
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux ties processes to their parent")
-def test_a_killed_script_leaves_no_process(script: Command, folder: Path) -> None:
-    script.wait_for(lambda: committed_steps(folder / "runs/tiny") > 1)
+def test_a_killed_script_leaves_no_process(start_script: StartScript) -> None:
+    script = start_script()
+    script.wait_for(lambda: is_loading(script))
     script.process.send_signal(signal.SIGKILL)
     script.process.wait()
     wait_until(lambda: not script.processes(), script.processes)

@@ -61,6 +61,8 @@ def test_generators_with_certificates_train_the_same_policy(with_turns: Run, con
     assert deterministic_metrics(run) == deterministic_metrics(with_turns)
 
 
+# tests/environments/test_host.py has the cause, tests/launcher/test_service.py shows it to the user.
+@pytest.mark.slow
 def test_a_class_that_cannot_be_imported_ends_the_command_with_its_cause(config: Path, tmp_path: Path) -> None:
     run = train(tmp_path, config, *TURNS, *settings("environment.class_name=quartet.environments.examples:Missing"))
     assert run.result.code == 2
