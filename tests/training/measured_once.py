@@ -38,11 +38,12 @@ def _content(model: Any) -> str:
 
 def _trial_result(untried: str, passes: Callable[[], bool], bits: Any) -> trial.TrialResult:
     # A test may have replaced the trial, with another result.
-    engine, function = getattr(passes, "__self__", None), getattr(passes, "__func__", None)
-    if untried or function is not _TRIAL:
+    if untried or getattr(passes, "__func__", None) is not _TRIAL:
         return trial.trial_result(untried, passes, bits)
+    engine: Any = passes.__self__  # type: ignore[attr-defined]
     key = (type(engine), _shape(engine._model), _content(engine._model), engine._max_concurrent, trial.processor())
-    return _once(key, lambda: trial.trial_result(untried, passes, bits))
+    result: trial.TrialResult = _once(key, lambda: trial.trial_result(untried, passes, bits))
+    return result
 
 
 def _of_update(measure: Callable[..., Any]) -> Callable[..., Any]:
