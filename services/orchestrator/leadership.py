@@ -13,7 +13,7 @@ from quartet.buffer.lease import Lease
 from quartet.config.layout import service_roles
 from quartet.config.root import Config
 from quartet.contract.status import Role
-from quartet.preflight import check_inputs, check_resumable, check_separate_orchestrator
+from quartet.preflight import check_earlier_run, check_inputs, check_separate_orchestrator, raise_errors
 from quartet.run_directory.locking_and_removal import lock_run_directory
 from quartet.run_directory.run_files import RunFiles
 from quartet.services.orchestrator.algorithm.state import AlgorithmState
@@ -69,14 +69,15 @@ def acquire_run_directory(config: Config) -> Iterator[Callable[[str], None]]:
     the addresses of the run's processes; call it with the address that this process listens on. Raises ConfigError for invalid
     input, for a directory locked by another process, and if the run there does not match the config.
     """
-    check_separate_orchestrator(config)
-    for note in check_inputs(config):
-        if note.startswith("warning: "):
-            log.warning(note.removeprefix("warning: "))
+    found = [*check_separate_orchestrator(config), *check_inputs(config)]
+    raise_errors(found)
+    for finding in found:
+        if finding.level == "warning":
+            log.warning(f"{finding.where}: {finding.what}")
     files = RunFiles(config.run_directory)
     with lock_run_directory(files):
         if files.is_run():
-            check_resumable(config, files)
+            check_earlier_run(config, files, resume=True)
         # A run that ended before its first step leaves files, but nothing to resume.
         resumes = files.metrics.exists()
         log.info("run resumed" if resumes else "run started", directory=str(files.root))

@@ -57,7 +57,7 @@ def compare(kind: str, folder: Path) -> Result:
     """Compare a model of this type that works. ``folder`` is empty. Raises any error of Quartet or transformers."""
     plain = models.causal_lm(kind)
     directory = str(_saved(plain, folder / "policy"))
-    check_model("actor.model", Role.ACTOR, directory, 8)
+    list(check_model("actor.model", Role.ACTOR, directory, 8))
     policy = load_causal_lm(directory)
     differences = {
         "log-probs": _distance(response_log_probs(policy, BATCH, 1.0, MAX_TOKENS), _plain_log_probs(plain)),
@@ -89,7 +89,7 @@ def refuse(kind: str, folder: Path) -> Result:
     for name in ("model.safetensors", "tokenizer.json"):
         (folder / name).touch()
     try:
-        check_model("actor.model", Role.ACTOR, str(folder), 8)
+        list(check_model("actor.model", Role.ACTOR, str(folder), 8))
     except ModelError as error:
         return Result(kind, refused=str(error).removeprefix(f"actor.model {folder}: "))
     raise AssertionError(f"{kind}: accepted, but expected to be refused")

@@ -14,6 +14,7 @@ from quartet.config.root import Config
 from quartet.errors import ConfigError
 from quartet.preflight.security_checks import check_access
 from quartet.rpc.security.certificate_authority import Authority
+from tests.unit.preflight.files import lines
 
 LOCAL_PROCESSES = ("operator", "actor", "critic", "reward", "reference", "orchestrator", "gateway")
 GENERATORS = {"rollout": {"generators": 2}}
@@ -48,24 +49,26 @@ def config(folder: Path, orchestrator: str | None = None, **sections: Any) -> Co
 
 def refusal(*arguments: Any, **sections: Any) -> str:
     with pytest.raises(ConfigError) as refused:
-        check_access(config(*arguments, **sections))
+        lines(check_access(config(*arguments, **sections)))
     assert "seekret" not in str(refused.value)
     return str(refused.value)
 
 
 def test_each_usable_file_gets_one_line(folder: Path) -> None:
     certificates = folder / "certificates"
-    notes = check_access(
-        config(
-            folder,
-            security={"certificates": str(certificates), "token_file": str(folder / "token")},
-            buffer={"url": "redis://me@far/0", "password_file": str(folder / "token")},
-            gateway={
-                "token_file": str(folder / "token"),
-                "viewer_token_file": str(folder / "token"),
-                "certificate_file": str(certificates / "gateway/tls.crt"),
-                "key_file": str(certificates / "gateway/tls.key"),
-            },
+    notes = lines(
+        check_access(
+            config(
+                folder,
+                security={"certificates": str(certificates), "token_file": str(folder / "token")},
+                buffer={"url": "redis://me@far/0", "password_file": str(folder / "token")},
+                gateway={
+                    "token_file": str(folder / "token"),
+                    "viewer_token_file": str(folder / "token"),
+                    "certificate_file": str(certificates / "gateway/tls.crt"),
+                    "key_file": str(certificates / "gateway/tls.key"),
+                },
+            )
         )
     )
     assert [note.split()[0] for note in notes] == [
@@ -78,7 +81,7 @@ def test_each_usable_file_gets_one_line(folder: Path) -> None:
 
 
 def test_a_config_without_secrets_needs_no_files(folder: Path) -> None:
-    assert check_access(config(folder, security={})) == []
+    assert lines(check_access(config(folder, security={}))) == []
 
 
 @pytest.mark.parametrize("process", LOCAL_PROCESSES)
@@ -91,18 +94,18 @@ def test_a_process_on_another_machine_needs_no_certificate_here(folder: Path) ->
     shutil.rmtree(folder / "certificates/reward")
     shutil.rmtree(folder / "certificates/gateway")
     services = {"reward": {"address": "far:7001"}}
-    assert len(check_access(config(folder, services=services, gateway={"enabled": False}))) == 1
+    assert len(lines(check_access(config(folder, services=services, gateway={"enabled": False})))) == 1
 
 
 def test_local_generators_share_a_certificate(folder: Path) -> None:
     assert "certificates/generator/tls.crt cannot be read (No such file" in refusal(folder, **GENERATORS)
-    check_access(config(folder, services={"generators": ["far:1"]}, buffer={"url": "redis://far"}))
+    lines(check_access(config(folder, services={"generators": ["far:1"]}, buffer={"url": "redis://far"})))
     for process in (*LOCAL_PROCESSES, "generator"):
         shutil.rmtree(folder / "certificates" / process, ignore_errors=True)
     authority = Authority(timedelta(days=1))
     for process in (*LOCAL_PROCESSES, "generator"):
         authority.issue(folder / "certificates" / process, [f"{process}.quartet"])
-    assert "reference, generator, orchestrator" in check_access(config(folder, **GENERATORS))[0]
+    assert "reference, generator, orchestrator" in lines(check_access(config(folder, **GENERATORS)))[0]
 
 
 @pytest.mark.parametrize(
@@ -155,7 +158,9 @@ def engine_server(engine: str, key: Path, generators: int = 1) -> dict[str, Any]
 @ENGINE_SERVERS
 def test_the_key_of_an_engine_server_is_checked(folder: Path, engine: str) -> None:
     key = f"rollout.{engine.replace('-', '_')}.api_key_file"
-    assert check_access(config(folder, **engine_server(engine, folder / "token"))) == [f"{key} {folder}/token: usable"]
+    assert lines(check_access(config(folder, **engine_server(engine, folder / "token")))) == [
+        f"{key} {folder}/token: usable"
+    ]
     (folder / "empty").touch()
     for file, text in (
         ("absent", "No such file"),
@@ -169,7 +174,7 @@ def test_the_key_of_an_engine_server_is_checked(folder: Path, engine: str) -> No
 
 @ENGINE_SERVERS
 def test_the_key_of_generators_elsewhere_is_only_reported(folder: Path, engine: str) -> None:
-    notes = check_access(config(folder, **engine_server(engine, folder / "absent", generators=0)))
+    notes = lines(check_access(config(folder, **engine_server(engine, folder / "absent", generators=0))))
     assert len(notes) == 1
     assert "api_key_file" in notes[0]
     assert "not on this machine" in notes[0]
@@ -191,12 +196,14 @@ def test_files_of_processes_on_other_machines_are_only_reported(folder: Path) ->
         if process != "orchestrator":
             shutil.rmtree(folder / "certificates" / process)
     secrets = {"certificates": str(folder / "certificates"), "token_file": "/nowhere/token"}
-    notes = check_access(config(folder, "far:1", security=secrets))
+    notes = lines(check_access(config(folder, "far:1", security=secrets)))
     assert notes == [
         f"security.certificates {folder}/certificates: usable for orchestrator",
         "security.token_file /nowhere/token: not on this machine; processes on other machines read their own",
     ]
-    assert "not on this machine" in check_access(config(folder, "far:1", security={"certificates": "/nowhere"}))[0]
+    assert (
+        "not on this machine" in lines(check_access(config(folder, "far:1", security={"certificates": "/nowhere"})))[0]
+    )
     assert "has 7 characters" in refusal(folder, "far:1", security={"token_file": str(folder / "short")})
 
 
@@ -217,17 +224,17 @@ def test_files_of_processes_on_other_machines_are_only_reported(folder: Path) ->
 )
 def test_a_plaintext_address_beyond_loopback_is_refused(folder: Path, sections: dict[str, Any], text: str) -> None:
     assert refusal(folder, **{"security": {}, **sections}).startswith(text)
-    check_access(config(folder, **{**sections, "security": {"allow_plaintext": True}}))
+    lines(check_access(config(folder, **{**sections, "security": {"allow_plaintext": True}})))
     actor = {"address": "far:1", "listen": "0.0.0.0:5551"}
     remote = {"services": {"actor": actor, "generators": ["far:2"]}, "buffer": {"url": "redis://far"}}
-    check_access(config(folder, **{"security": {}, **remote}))
+    lines(check_access(config(folder, **{"security": {}, **remote})))
 
 
 def test_a_certificate_chain_is_verified_up_to_its_authority(folder: Path) -> None:
     certificate, foreign = folder / "certificates" / "actor" / "tls.crt", folder / "foreign" / "tls.crt"
     good = certificate.read_bytes()
     certificate.write_bytes(good + foreign.read_bytes())
-    check_access(config(folder))
+    lines(check_access(config(folder)))
     shutil.copy(folder / "foreign" / "tls.key", folder / "certificates" / "actor" / "tls.key")
     certificate.write_bytes(foreign.read_bytes() + good)
     assert "was not signed by the authority" in refusal(folder)

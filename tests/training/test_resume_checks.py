@@ -14,7 +14,7 @@ from quartet.config.root import Config
 from quartet.demo.toy_task import ToyTask
 from quartet.errors import ConfigError, ServiceFailed, StorageFailed
 from quartet.launcher import local_run
-from quartet.preflight import check_resumable
+from quartet.preflight import check_earlier_run
 from quartet.run_directory.identity import Identity
 from quartet.run_directory.run_files import RunFiles
 from quartet.services.orchestrator.control import run_control
@@ -55,14 +55,14 @@ def test_the_evaluation_data_of_a_run_cannot_change(
     config = make(**evaluation_sections(toy_task))
     files = write_run(config)
     with pytest.raises(ConfigError, match=rf"^--resume: {key} is .*, the run in .* had "):
-        check_resumable(changed_config(config, **changed), files)
+        check_earlier_run(changed_config(config, **changed), files, resume=True)
 
 
 def test_evaluation_cannot_be_turned_on_without_a_baseline(make: MakeConfig, toy_task: ToyTask) -> None:
     config = make(data={"validation": str(toy_task.prompts)})
     files = write_run(config)
     with pytest.raises(ConfigError, match=r"^--resume: evaluation\.every_steps is 3, .* had none: .* leave it at 0"):
-        check_resumable(changed_config(config, evaluation={"every_steps": 3}), files)
+        check_earlier_run(changed_config(config, evaluation={"every_steps": 3}), files, resume=True)
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_evaluation_cannot_be_turned_on_without_a_baseline(make: MakeConfig, toy
 )
 def test_evaluation_interval_and_judge_may_change(changed: dict[str, Any], make: MakeConfig, toy_task: ToyTask) -> None:
     config = make(**evaluation_sections(toy_task))
-    check_resumable(changed_config(config, evaluation=changed), write_run(config))
+    check_earlier_run(changed_config(config, evaluation=changed), write_run(config), resume=True)
 
 
 def test_a_run_resumes_with_another_evaluation_interval(
@@ -79,7 +79,7 @@ def test_a_run_resumes_with_another_evaluation_interval(
     config = make(**merged(evaluation_sections(toy_task), {"run": {"steps": 6}, "checkpoint": {"every_steps": 2}}))
     crash_run(config, "generate", 4, monkeypatch)
     other = changed_config(config, evaluation={"every_steps": 3})
-    check_resumable(other, RunFiles(config.run_directory))
+    check_earlier_run(other, RunFiles(config.run_directory), resume=True)
     run = run_to_completion(other)
     assert [line["step"] for line in json_lines(run.files.evaluation_summaries)] == [0, 2, 3, 6]
 

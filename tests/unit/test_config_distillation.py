@@ -11,8 +11,9 @@ from quartet.config.loading import parse_config
 from quartet.config.root import Config
 from quartet.contract.status import Role
 from quartet.errors import ConfigError
-from quartet.preflight.ineffective_settings import unused_settings
+from quartet.preflight.ineffective_settings import check_settings
 from tests.training.runs import merged
+from tests.unit.preflight.files import lines
 
 DISTILLED: dict[str, Any] = {
     "data": {"prompts": "p.jsonl"},
@@ -99,13 +100,15 @@ def test_settings_that_do_not_fit_are_refused(changes: dict[str, Any], message: 
 
 def test_addresses_of_a_deployment_that_the_run_does_not_use_are_named() -> None:
     services = {"reward": {"address": "reward:50051", "devices": [0]}, "environment": {"address": "environment:50051"}}
-    lines = unused_settings(config_of(services=services, security={"allow_plaintext": True}))
-    assert "not used: services.reward.address, services.reward.devices: reward.source is none" in lines
-    assert "not used: services.environment.address: rollout.max_turns is 0, so no environment is used" in lines
+    found = lines(check_settings(config_of(services=services, security={"allow_plaintext": True})))
+    assert "warning: services.reward.address, services.reward.devices: not used: reward.source is none" in found
+    assert "warning: services.environment.address: not used: rollout.max_turns is 0, so no environment is used" in found
 
 
 def test_settings_without_effect_are_named() -> None:
     config = config_of(guards={"kl_runaway": {"above": 3}, "length_reward": {"above": 0.5}}, algorithm={"gamma": 1.0})
-    lines = unused_settings(config)
-    assert "not used: guards.kl_runaway.above: the KL to a teacher starts high and falls" in lines
-    assert any(line.startswith("not used: guards.length_reward.above: reward.source is none") for line in lines)
+    found = lines(check_settings(config))
+    assert "warning: guards.kl_runaway.above: not used: the KL to a teacher starts high and falls" in found
+    assert any(
+        line.startswith("warning: guards.length_reward.above: not used: reward.source is none") for line in found
+    )

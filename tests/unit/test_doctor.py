@@ -16,7 +16,7 @@ from rich.console import Console
 
 from quartet import __version__
 from quartet.cli import doctor as module
-from quartet.cli.doctor import Finding, _memory, _requirements, doctor
+from quartet.cli.doctor import _memory, _requirements, doctor
 from quartet.config.loading import parse_config
 from quartet.config.root import Config
 from quartet.contract.generation import EngineProperties
@@ -26,7 +26,7 @@ from quartet.engines.catalog import CATALOG
 from quartet.models.generation.trial import processor
 from quartet.models.training.optimizer import create_optimizer
 from quartet.models.training.updates import update_policy
-from quartet.preflight import generator_check
+from quartet.preflight import Finding, generator_check
 from quartet.rpc.server import Server
 from quartet.system import failpoints
 from tests.unit.models import tiny, updates
@@ -110,9 +110,9 @@ def test_a_port_of_the_gateway_that_is_in_use_is_reported(tmp_path: Path) -> Non
     with socket.create_server(("127.0.0.1", 0)) as other:
         listen = f"127.0.0.1:{other.getsockname()[1]}"
         settings = parse_config({**settings.model_dump(mode="json"), "gateway": {"listen": listen}}, "test")
-        [finding] = [finding for finding in _requirements(settings) if finding.subject == "gateway"]
-    assert not finding.ok
-    assert f"gateway.listen {listen}: cannot listen there" in finding.detail
+        [finding] = [finding for finding in _requirements(settings) if "gateway.listen" in finding.what]
+    assert finding.level == "error"
+    assert f"gateway.listen {listen}: cannot listen there" in finding.what
 
 
 class StatusOnly:
@@ -143,7 +143,7 @@ def generator_findings(settings: Config, addresses: list[str], **rollout: Any) -
     tree = {**settings.model_dump(mode="json"), "buffer": {"url": "redis://127.0.0.1:1"}}
     tree["services"]["generators"] = addresses
     tree["rollout"] |= rollout
-    return [each for each in _requirements(parse_config(tree, "test")) if each.subject.startswith("generator")]
+    return [each for each in _requirements(parse_config(tree, "test")) if each.where.startswith("generator")]
 
 
 def test_a_fitting_generator_shows_engine_version_weights_and_guarantees(tmp_path: Path) -> None:
@@ -152,8 +152,8 @@ def test_a_fitting_generator_shows_engine_version_weights_and_guarantees(tmp_pat
         [finding] = generator_findings(config(tmp_path, torch.float32), [server.address])
     finally:
         server.stop(0.0)
-    assert (finding.subject, finding.ok) == (f"generator {server.address}", True)
-    assert finding.detail == (
+    assert (finding.where, finding.level) == (f"generator {server.address}", "ok")
+    assert finding.what == (
         f"torch, Quartet {__version__}, cpu, float32, weights of version 7, digest abababab, seeded yes, batch-invariant yes, "
         "log-probs whole, weights tensors, digest read back, in-flight updates no, trial passed on A, AVX2, 1 thread"
     )
@@ -176,8 +176,8 @@ def test_a_generator_that_does_not_fit_fails_with_the_reason(
         [finding] = generator_findings(config(tmp_path, torch.float32), [server.address])
     finally:
         server.stop(0.0)
-    assert not finding.ok
-    assert finding.detail.startswith(problem)
+    assert finding.level == "error"
+    assert finding.what.startswith(problem)
 
 
 def test_a_generator_of_another_version_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,30 +187,30 @@ def test_a_generator_of_another_version_fails(tmp_path: Path, monkeypatch: pytes
         [finding] = generator_findings(config(tmp_path, torch.float32), [server.address])
     finally:
         server.stop(0.0)
-    assert finding.detail.startswith(f"runs Quartet {__version__}, this is 99.0")
+    assert finding.what.startswith(f"runs Quartet {__version__}, this is 99.0")
 
 
 def test_an_address_without_a_generator_fails(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         address = f"127.0.0.1:{other.getsockname()[1]}"
     [finding] = generator_findings(config(tmp_path, torch.float32), [address])
-    assert (finding.subject, finding.ok) == (f"generator {address}", False)
-    assert "start it, or correct services.generators" in finding.detail
+    assert (finding.where, finding.level) == (f"generator {address}", "error")
+    assert "start it, or correct services.generators" in finding.what
 
 
 def test_the_interpreter_of_local_generators_must_import_their_engine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = config(tmp_path, torch.float32)
-    findings = {finding.subject: finding for finding in generator_findings(settings, [], generators=2)}
-    assert findings["generator.python"].ok
-    assert findings["generator.python"].detail.endswith(f"torch {torch.__version__}")
-    assert findings["generators"].detail.startswith("2 of engine torch, CPU, ")
-    assert findings["generators"].ok
+    findings = {finding.where: finding for finding in generator_findings(settings, [], generators=2)}
+    assert findings["generator.python"].level == "ok"
+    assert findings["generator.python"].what.endswith(f"torch {torch.__version__}")
+    assert findings["generators"].what.startswith("2 of engine torch, CPU, ")
+    assert findings["generators"].level == "ok"
     assert "threads" not in findings, "each generator needs a thread"
-    [many] = [each for each in generator_findings(settings, [], generators=300) if each.subject == "generators"]
-    assert not many.ok
-    assert many.detail.endswith("cores, lower rollout.generators")
+    [many] = [each for each in generator_findings(settings, [], generators=300) if each.where == "generators"]
+    assert many.level == "error"
+    assert many.what.endswith("cores, lower rollout.generators")
     assert module._environment(tmp_path / "python", "torch") == (
         False,
         f"{tmp_path / 'python'}: not an executable file; correct services.generator.python",
@@ -319,8 +319,8 @@ def test_an_engine_that_is_not_torch_has_no_trial_here(
 def test_a_name_of_generators_that_does_not_resolve_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "endpoints_at", lambda address: [])
     [finding] = generator_findings(config(tmp_path, torch.float32), ["generators.example:50070"])
-    assert (finding.subject, finding.ok) == ("generator generators.example:50070", False)
-    assert "does not resolve" in finding.detail
+    assert (finding.where, finding.level) == ("generator generators.example:50070", "error")
+    assert "does not resolve" in finding.what
 
 
 def test_every_replica_of_a_frozen_model_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -332,9 +332,9 @@ def test_every_replica_of_a_frozen_model_is_asked(tmp_path: Path, monkeypatch: p
         monkeypatch.setattr(
             module, "endpoints_at", lambda name: [addresses[1], "127.0.0.1:1"] if name == "rewards:1" else [name]
         )
-        findings = [each for each in _requirements(Config.model_validate(tree)) if each.subject == Role.REWARD]
-    assert [(each.ok, each.detail) for each in findings] == [
-        (True, f"{addresses[0]} responds"),
-        (True, f"{addresses[1]} responds"),
-        (False, "no service responds at 127.0.0.1:1; start it"),
+        findings = [each for each in _requirements(Config.model_validate(tree)) if each.where == Role.REWARD]
+    assert [(each.level, each.what) for each in findings] == [
+        ("ok", f"{addresses[0]} responds"),
+        ("ok", f"{addresses[1]} responds"),
+        ("error", "no service responds at 127.0.0.1:1; start it"),
     ]

@@ -11,10 +11,9 @@ import pytest
 from quartet.config.loading import parse_config
 from quartet.config.root import Config
 from quartet.errors import ConfigError
-from quartet.preflight import check_inputs
 from quartet.run_directory.identity import fixed_settings
 from quartet.services.actor.engines import engine_factory
-from tests.unit.preflight.files import save_tokenizer
+from tests.unit.preflight.files import check_inputs, save_tokenizer
 
 URL = "grpc://127.0.0.1:8001"
 LORA = {"rank": 4}

@@ -15,6 +15,7 @@ from quartet.data.prompt_settings import PromptSettings
 from quartet.errors import ConfigError
 from quartet.preflight import check_separate_orchestrator
 from quartet.preflight.functions import FunctionCall, named_functions
+from tests.unit.preflight.files import lines
 
 GAME = {"class_name": "my_game:Game"}
 TURNS = {"max_turns": 3}
@@ -67,7 +68,7 @@ def test_a_separate_orchestrator_needs_the_address() -> None:
     services: dict[str, Any] = {name: {"address": f"{name}:1"} for name in ("actor", "critic", "reward", "reference")}
     played = config(rollout=TURNS, environment=GAME, services=services, buffer={"url": "redis://host:1/0"})
     with pytest.raises(ConfigError, match=r"services\.environment\.address: null"):
-        check_separate_orchestrator(played)
+        lines(check_separate_orchestrator(played))
 
 
 @pytest.mark.parametrize(("observations", "opens"), [("text", True), ("chat", False)])

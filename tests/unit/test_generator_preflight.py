@@ -16,8 +16,9 @@ from quartet.config.root import Config
 from quartet.errors import ConfigError
 from quartet.preflight import check_separate_orchestrator
 from quartet.preflight.generators import check_generators
-from quartet.preflight.ineffective_settings import unused_settings
+from quartet.preflight.ineffective_settings import check_settings
 from quartet.system.child_processes import package_path
+from tests.unit.preflight.files import lines
 
 
 def config(generators: int = 1, rollout: dict[str, Any] | None = None, /, **services: Any) -> Config:
@@ -34,7 +35,7 @@ def config(generators: int = 1, rollout: dict[str, Any] | None = None, /, **serv
 
 def refusal(*arguments: Any, **services: Any) -> str:
     with pytest.raises(ConfigError) as refused:
-        check_generators(config(*arguments, **services))
+        lines(check_generators(config(*arguments, **services)))
     return str(refused.value)
 
 
@@ -61,18 +62,18 @@ BASE = (
 
 
 def test_a_run_without_local_generators_needs_no_environment() -> None:
-    assert check_generators(config(0)) == []
-    assert check_generators(config(0, generators=["127.0.0.1:7100"], generator={"python": "/absent"})) == []
+    assert lines(check_generators(config(0))) == []
+    assert lines(check_generators(config(0, generators=["127.0.0.1:7100"], generator={"python": "/absent"}))) == []
 
 
 def test_generators_of_the_torch_engine_use_the_environment_of_this_command() -> None:
-    assert check_generators(config(2)) == [f"rollout.generators 2: engine torch of {sys.executable}"]
+    assert lines(check_generators(config(2))) == [f"rollout.generators 2: engine torch of {sys.executable}"]
 
 
 def test_the_environment_of_an_engine_is_checked_without_importing_it(tmp_path: Path) -> None:
     python = environment(tmp_path, *BASE, "vllm")
     (tmp_path / "packages/vllm/__init__.py").write_text("raise SystemError('a minute has passed')")
-    notes = check_generators(config(1, {"engine": "vllm"}, generator={"python": str(python)}))
+    notes = lines(check_generators(config(1, {"engine": "vllm"}, generator={"python": str(python)})))
     assert notes == [f"rollout.generators 1: engine vllm of {python}"]
 
 
@@ -89,12 +90,12 @@ def test_the_directory_that_a_server_shares_must_exist_and_be_writable(
     assert refusal(1, rollout).startswith(f"{key}not a directory on this machine; create it")
     folder.unlink()
     folder.mkdir()
-    check_generators(config(1, rollout))
+    lines(check_generators(config(1, rollout)))
     # The tests may run as root, who can write everywhere.
     monkeypatch.setattr(os, "access", lambda path, mode: path != folder)
     assert refusal(1, rollout).startswith(f"{key}the generator cannot write there; give this user the permission")
     elsewhere = config(0, rollout, generators=["127.0.0.1:7100"])
-    assert check_generators(elsewhere) == []
+    assert lines(check_generators(elsewhere)) == []
 
 
 @pytest.mark.parametrize(("engine", "package"), [("vllm", "vllm"), ("tensorrt-llm", "tensorrt_llm")])
@@ -149,7 +150,7 @@ def test_an_interpreter_that_does_not_run_is_refused(contents: str | None, tmp_p
 def test_several_generators_cannot_share_a_port(name: str) -> None:
     message = refusal(2, generator={name: "127.0.0.1:7100"})
     assert message.startswith(f"services.generator.{name} 127.0.0.1:7100: 2 generators of rollout.generators cannot")
-    check_generators(config(2, generator={name: "127.0.0.1:0"}))
+    lines(check_generators(config(2, generator={name: "127.0.0.1:0"})))
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
         assert refusal(1, generator={name: address}).startswith(f"services.generator.{name} {address}: cannot listen")
@@ -161,7 +162,7 @@ def test_devices_must_fit_the_engine(tmp_path: Path) -> None:
     parallel = {"engine": "vllm", "vllm": {"tensor_parallel_size": 2}}
     message = refusal(2, parallel, generator={"python": python, "devices": [0, 1]})
     assert "1 for each of 2 generators; expected 2 for each, as rollout.vllm.tensor_parallel_size" in message
-    assert check_generators(config(2, parallel, generator={"python": python, "devices": [0, 1, 2, 3]}))
+    assert lines(check_generators(config(2, parallel, generator={"python": python, "devices": [0, 1, 2, 3]})))
     assert "needs a GPU" in refusal(1, {"engine": "tensorrt-llm"}, generator={"python": python})
 
 
@@ -171,25 +172,25 @@ def test_the_actor_must_listen_where_generators_of_other_machines_reach_it(liste
     assert message.startswith(
         f"services.actor.listen {listen or 'null'}: the generator node1:7100 pulls the weights from"
     )
-    check_generators(config(0, generators=["node1:7100"], actor={"listen": "node0:7001"}))
-    check_generators(config(0, generators=["node1:7100"], actor={"address": "node0:7001"}))
-    check_generators(config(0, generators=["localhost:7100"], actor={"listen": listen}))
+    lines(check_generators(config(0, generators=["node1:7100"], actor={"listen": "node0:7001"})))
+    lines(check_generators(config(0, generators=["node1:7100"], actor={"address": "node0:7001"})))
+    lines(check_generators(config(0, generators=["localhost:7100"], actor={"listen": listen})))
 
 
 def test_a_separately_started_orchestrator_starts_no_generators() -> None:
     services: dict[str, Any] = {role: {"address": f"{role}:1"} for role in ("actor", "critic", "reward", "reference")}
     with pytest.raises(ConfigError, match=r"^rollout\.generators 2: .*services\.generators"):
-        check_separate_orchestrator(config(2, **services))
-    check_separate_orchestrator(config(0, generators=["generator:1"], **services))
+        lines(check_separate_orchestrator(config(2, **services)))
+    lines(check_separate_orchestrator(config(0, generators=["generator:1"], **services)))
 
 
 def test_settings_of_generators_without_an_effect_are_reported() -> None:
     generator = {"python": os.devnull, "num_threads": 2}
-    assert unused_settings(config(0, generator=generator)) == [
-        "not used: services.generator.python, services.generator.num_threads: the actor generates; set rollout.generators or "
-        "services.generators for generators"
+    assert lines(check_settings(config(0, generator=generator))) == [
+        "warning: services.generator.python, services.generator.num_threads: not used: the actor generates; set "
+        "rollout.generators or services.generators for generators"
     ]
-    assert unused_settings(config(0, generator=generator, generators=["far:1"])) == [
-        "not used: services.generator.python: rollout.generators is 0, so no generator is started on this machine"
+    assert lines(check_settings(config(0, generator=generator, generators=["far:1"]))) == [
+        "warning: services.generator.python: not used: rollout.generators is 0, so no generator is started on this machine"
     ]
-    assert unused_settings(config(1, generator=generator)) == []
+    assert lines(check_settings(config(1, generator=generator))) == []

@@ -11,7 +11,6 @@ import sys
 import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -44,11 +43,10 @@ from quartet.planner.gpus import CPU, GPUS
 from quartet.planner.memory_shares import gpu_share, role_memory
 from quartet.planner.roofline import Parallel
 from quartet.planner.workload import configured_parallel, read_workload
-from quartet.preflight import check_gateway, check_inputs
+from quartet.preflight import Finding, has_error, problems
 from quartet.preflight.generator_check import generator_mismatch
 from quartet.preflight.generators import ENGINE_PACKAGES
 from quartet.preflight.repeatability import repeatability_notes, torch_remedy
-from quartet.preflight.security_checks import check_access
 from quartet.rpc.security.allow_list import OPERATOR
 from quartet.rpc.security.credentials import Credentials
 from quartet.rpc.service_channel import ServiceChannel, accepts_connections, endpoints_at
@@ -77,15 +75,12 @@ print("\\n" + json.dumps(versions))
 """Program that imports the generator and the packages in its arguments, and prints versions in its last line."""
 
 
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """Result of one check."""
+_MARKS = {"ok": ("ok", "green"), "warning": ("warning", "yellow"), "error": ("failed", "red")}
+"""Word and style of each level."""
 
-    subject: str
-    ok: bool
-    detail: str
-    warning: bool = False
-    """True for a check that passed, but shows what a user may not want."""
+
+def _finding(subject: str, passed: object, detail: str) -> Finding:
+    return Finding("ok" if passed else "error", subject, detail)
 
 
 def doctor(config_path: Path | None, overrides: list[str], overlays: list[Path]) -> bool:
@@ -104,13 +99,12 @@ def doctor(config_path: Path | None, overrides: list[str], overlays: list[Path])
         findings += _requirements(config)
     table = Table(show_header=False, box=None, padding=(0, 2))
     for finding in findings:
-        style = "red" if not finding.ok else "yellow" if finding.warning else "green"
-        mark = Text("failed" if not finding.ok else "warning" if finding.warning else "ok", style)
-        table.add_row(mark, finding.subject, finding.detail)
+        word, style = _MARKS[finding.level]
+        table.add_row(Text(word, style), finding.where, finding.what)
     console.print(_engines(config))
     console.print()
     console.print(table)
-    return all(finding.ok for finding in findings)
+    return not has_error(findings)
 
 
 def _engines(config: Config | None) -> Table:
@@ -131,20 +125,20 @@ def _guarantees(cells: Iterable[str]) -> str:
 
 def _machine(torch: Any) -> Iterator[Finding]:
     """Check this machine. ``torch`` is the module, or None if it is not installed."""
-    yield Finding("quartet", True, f"{__version__}, Python {platform.python_version()}")
+    yield Finding("ok", "quartet", f"{__version__}, Python {platform.python_version()}")
     yield (
-        Finding("torch", True, torch.__version__)
+        Finding("ok", "torch", torch.__version__)
         if torch is not None
-        else Finding("torch", False, "not installed; model services need it: pip install 'quartet-rlhf[train]'")
+        else Finding("error", "torch", "not installed; model services need it: pip install 'quartet-rlhf[train]'")
     )
-    yield Finding("cores", True, f"{available_cores()} usable")
+    yield Finding("ok", "cores", f"{available_cores()} usable")
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    yield Finding("memory", True, f"{total / 2**30:.1f} GiB")
+    yield Finding("ok", "memory", f"{total / 2**30:.1f} GiB")
     if torch is not None:
         devices = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
         seen = ", ".join(f"{device.name} ({device.total_memory / 2**30:.0f} GiB)" for device in devices)
-        yield Finding("GPUs", True, seen or "none; every service uses the CPU")
-        yield Finding("bf16", True, _bf16(torch))
+        yield Finding("ok", "GPUs", seen or "none; every service uses the CPU")
+        yield Finding("ok", "bf16", _bf16(torch))
     yield _redis_server()
 
 
@@ -203,21 +197,18 @@ def _trial(config: Config | None) -> Iterator[Finding]:
                     more or "; actor.model is large, its own trial is at the run's start",
                 )
     except QuartetError as error:
-        yield Finding("torch engine", False, str(error))
+        yield Finding("error", "torch engine", str(error))
         return
     yield Finding(
+        "ok" if engine.batch_invariant else "warning",
         "torch engine",
-        True,
         f"batch-invariant {'yes' if engine.batch_invariant else 'no'}: trial {engine.trial}, with {tried}{more}",
-        warning=not engine.batch_invariant,
     )
     if config is not None:
         for note in repeatability_notes(config, [engine]):
-            yield Finding("bits", True, note, warning=True)
+            yield Finding("warning", "bits", note)
     elif not engine.batch_invariant:
-        yield Finding(
-            "bits", True, f"the number of generators changes the bits of a run; {torch_remedy(engine)}", warning=True
-        )
+        yield Finding("warning", "bits", f"the number of generators changes the bits of a run; {torch_remedy(engine)}")
 
 
 def _weight_file_bytes(model: str) -> float:
@@ -232,19 +223,15 @@ def _redis_server() -> Finding:
         server = find_server()
         version = subprocess.run([str(server), "--version"], capture_output=True, text=True, timeout=10, check=True)
     except (QuartetError, OSError, subprocess.SubprocessError) as error:
-        return Finding("embedded Redis", False, str(error))
-    return Finding("embedded Redis", True, f"{server} ({version.stdout.strip().split(' sha')[0]})")
+        return Finding("error", "embedded Redis", str(error))
+    return Finding("ok", "embedded Redis", f"{server} ({version.stdout.strip().split(' sha')[0]})")
 
 
 def _requirements(config: Config) -> Iterator[Finding]:
     import torch
 
-    for what, check in (("input", check_inputs), ("access", check_access), ("gateway", check_gateway)):
-        try:
-            for note in check(config) or ():
-                yield Finding(what, True, note)
-        except QuartetError as error:
-            yield Finding(what, False, str(error))
+    for finding in problems(config):
+        yield Finding(finding.level, "config", f"{finding.where}: {finding.what}")
     threads = 0
     roles = model_roles(config)
     for role in roles:
@@ -255,7 +242,7 @@ def _requirements(config: Config) -> Iterator[Finding]:
                 for endpoint in endpoints_at(address) or [address]:
                     responds = accepts_connections(endpoint)
                     seen = f"{endpoint} responds" if responds else f"no service responds at {endpoint}; start it"
-                    yield Finding(role, responds, seen)
+                    yield _finding(role, responds, seen)
             continue
         missing = [index for index in service.devices if index >= torch.cuda.device_count()]
         place = f"CUDA {list(service.devices)}" if service.devices else f"CPU, {_threads(config, role)}"
@@ -263,7 +250,7 @@ def _requirements(config: Config) -> Iterator[Finding]:
         listen = listen_address(service).removesuffix(":0")
         port = listen if ":" in listen else f"a free port of {listen}"
         detail = f"{place}, listens on {port}{_memory(config, role)}{_update_memory(config, role)}"
-        yield Finding(role, not missing, f"{detail}; CUDA devices {missing} do not exist" if missing else detail)
+        yield _finding(role, not missing, f"{detail}; CUDA devices {missing} do not exist" if missing else detail)
     yield from _environment_service(config)
     yield from _running_generators(config)
     if config.rollout.generators:
@@ -275,8 +262,8 @@ def _requirements(config: Config) -> Iterator[Finding]:
     # Every process needs a thread.
     if threads > max(available_cores(), len(roles) + config.rollout.generators):
         yield Finding(
+            "error",
             "threads",
-            False,
             f"{threads} threads for {available_cores()} cores slow every service down; lower services.*.num_threads",
         )
     if config.buffer.url is not None:
@@ -289,11 +276,11 @@ def _environment_service(config: Config) -> Iterator[Finding]:
         return
     address, environment = config.services.environment.address, config.environment
     if address is None:
-        yield Finding("environment", True, f"{environment.class_name} in {environment.num_workers} worker processes")
+        yield Finding("ok", "environment", f"{environment.class_name} in {environment.num_workers} worker processes")
     else:
         responds = accepts_connections(address)
         seen = f"{address} responds" if responds else f"no service responds at {address}; start it"
-        yield Finding("environment", responds, seen)
+        yield _finding("environment", responds, seen)
 
 
 def _running_generators(config: Config) -> Iterator[Finding]:
@@ -303,11 +290,11 @@ def _running_generators(config: Config) -> Iterator[Finding]:
     try:
         credentials = Credentials(OPERATOR, config.security)
     except QuartetError as error:
-        yield Finding("generators", False, f"not checked: {error}")
+        yield Finding("error", "generators", f"not checked: {error}")
         return
     resolved = {address: endpoints_at(address) for address in config.services.generators}
     for address in (address for address, endpoints in resolved.items() if not endpoints):
-        yield Finding(f"generator {address}", False, "the host name does not resolve; correct services.generators")
+        yield Finding("error", f"generator {address}", "the host name does not resolve; correct services.generators")
     endpoints = sorted({each for endpoints in resolved.values() for each in endpoints})
     with ThreadPoolExecutor(MAX_PARALLEL_CHECKS) as workers:
         yield from workers.map(lambda address: _running_generator(config, credentials, address), endpoints)
@@ -318,17 +305,17 @@ def _running_generator(config: Config, credentials: Credentials, address: str) -
     try:
         process = channel.status(STATUS_SECONDS)
     except QuartetError as error:
-        return Finding(subject, False, f"{error}; start it, or correct services.generators")
+        return Finding("error", subject, f"{error}; start it, or correct services.generators")
     finally:
         channel.close()
     status = next((each for each in process.roles if each.role is Role.GENERATOR), None)
     if status is None:
         roles = ", ".join(each.role for each in process.roles)
-        return Finding(subject, False, f"expected a generator, got the {roles} service; correct services.generators")
+        return Finding("error", subject, f"expected a generator, got the {roles} service; correct services.generators")
     problem = generator_mismatch(config, process, status)
     if not problem and status.buffer_unreachable:
         problem = "cannot reach the rollout buffer; check buffer.url from its machine"
-    return Finding(subject, not problem, "; ".join(filter(None, (problem, _described_generator(process, status)))))
+    return _finding(subject, not problem, "; ".join(filter(None, (problem, _described_generator(process, status)))))
 
 
 def _described_generator(process: ProcessStatus, status: ServiceStatus) -> str:
@@ -352,7 +339,7 @@ def _local_generators(config: Config) -> Iterator[Finding]:
 
     engine, service = config.rollout.engine, config.services.generator
     python = service.python or Path(sys.executable)
-    yield Finding("generator.python", *_environment(python, ENGINE_PACKAGES.get(engine, "")))
+    yield _finding("generator.python", *_environment(python, ENGINE_PACKAGES.get(engine, "")))
     available = torch.cuda.device_count()
     shares = [devices_of_generator(config, index) for index in range(config.rollout.generators)]
     missing = sorted({device for share in shares for device in share if device >= available})
@@ -367,7 +354,7 @@ def _local_generators(config: Config) -> Iterator[Finding]:
         problem = f"; CUDA devices {missing} do not exist"
     elif not service.devices and count > cores:
         problem = f"; they share {cores} cores, lower rollout.generators"
-    yield Finding("generators", not problem, detail + problem)
+    yield _finding("generators", not problem, detail + problem)
 
 
 def _engine_server(config: Config) -> Iterator[Finding]:
@@ -379,7 +366,7 @@ def _engine_server(config: Config) -> Iterator[Finding]:
         port = parts.port or (443 if parts.scheme == "https" else 80)
         responds = accepts_connections(f"{parts.hostname}:{port}")
         detail = f"{server.url} accepts connections" if responds else f"no server listens at {server.url}; start it"
-        yield Finding(rollout.engine, responds, detail)
+        yield _finding(rollout.engine, responds, detail)
 
 
 def _environment(python: Path, package: str) -> tuple[bool, str]:
@@ -469,9 +456,9 @@ def _buffer(config: Config) -> Finding:
     folder = certificates / OPERATOR if certificates is not None and url.startswith("rediss:") else None
     missing = [path for path in (config.buffer.password_file, folder) if path is not None and not path.exists()]
     if missing and config.services.orchestrator.address is not None:
-        return Finding("buffer", True, f"{redact_url(url)} was not checked: {missing[0]} is not on this machine")
+        return Finding("ok", "buffer", f"{redact_url(url)} was not checked: {missing[0]} is not on this machine")
     try:
         connect(buffer_url(config, folder) or "").close()
     except QuartetError as error:
-        return Finding("buffer", False, str(error))
-    return Finding("buffer", True, f"{redact_url(url)} responds")
+        return Finding("error", "buffer", str(error))
+    return Finding("ok", "buffer", f"{redact_url(url)} responds")

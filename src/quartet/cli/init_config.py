@@ -22,8 +22,7 @@ from quartet.config.section import IMPORT_PATH
 from quartet.data.prompt_files import FORMATS
 from quartet.errors import ConfigError, QuartetError
 from quartet.model_files.model_support import positions_in
-from quartet.preflight import check_inputs, count_prompts
-from quartet.preflight.security_checks import check_access
+from quartet.preflight import count_prompts, problems, raise_errors
 from quartet.system.durable_files import write_durably
 
 DEFAULT_STEPS = 200
@@ -131,7 +130,8 @@ def _write(path: Path, answers: Answers) -> None:
             config = _parse(path, _config_text(path, answers, RESPONSES_PER_STEP))
             # The check of the prompts tells how many are usable, and so how many a step can have.
             rollout = config.rollout.model_copy(update={"prompts_per_step": 1})
-            notes = [*check_inputs(config.model_copy(update={"rollout": rollout})), *check_access(config)]
+            found = problems(config.model_copy(update={"rollout": rollout}))
+            raise_errors(found)
             text = _config_text(path, answers, count_prompts(config))
             _parse(path, text)
         write_durably(path, text)
@@ -142,8 +142,8 @@ def _write(path: Path, answers: Answers) -> None:
             with contextlib.suppress(OSError):
                 item.rmdir() if item.is_dir() else item.unlink()
         raise
-    for note in notes:
-        typer.echo(note)
+    for finding in found:
+        typer.echo(finding)
     if function_file is not None:
         typer.echo(f"{function_file}: an example; replace its score with yours")
     change = f"cd {quote(str(folder))} && " if folder.resolve() != Path.cwd() else ""

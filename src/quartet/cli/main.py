@@ -454,12 +454,15 @@ def certificates(
 def config_check(config: ConfigPath, overrides: Overrides = None, overlays: Overlays = None) -> None:
     """Check a config and the files that it names: prompts, models, certificates, tokens and passwords."""
     from quartet.config.loading import load_config
-    from quartet.preflight import check_inputs
-    from quartet.preflight.security_checks import check_access
+    from quartet.preflight import problems, raise_errors
 
-    loaded = load_config(config, overrides or [], overlays or [])
-    for note in [*check_inputs(loaded, lambda line: typer.echo(line, err=True)), *check_access(loaded)]:
-        typer.echo(note)
+    found = problems(
+        load_config(config, overrides or [], overlays or []), report=lambda line: typer.echo(line, err=True)
+    )
+    for finding in found:
+        if finding.level != "error":
+            typer.echo(finding)
+    raise_errors(found)
     typer.echo(f"{config}: valid")
 
 

@@ -15,12 +15,10 @@ from quartet.contract.status import Role
 from quartet.errors import ConfigError, QuartetError, ServiceFailed
 from quartet.launcher.display import Display
 from quartet.launcher.launcher import Launcher
-from quartet.preflight import check_gateway, check_inputs, check_resumable
-from quartet.preflight.security_checks import check_access
+from quartet.preflight import check_earlier_run, problems, raise_errors
 from quartet.rpc.clients import OrchestratorClient
 from quartet.rpc.security.credentials import Credentials
 from quartet.run_directory.locking_and_removal import (
-    check_unused,
     delete_earlier_run,
     lock_run_directory,
     move_earlier_run_aside,
@@ -48,31 +46,17 @@ def started_run(
     if overwrite and resume:
         raise ConfigError("--overwrite and --resume: one replaces the earlier run, the other resumes it; give only one")
     files = RunFiles(config.run_directory)
-    # The fast checks come first: prompts may take minutes to tokenize.
-    check_access(config)
-    check_gateway(config)
-    if files.root.is_dir():
-        with lock_run_directory(files):
-            _check_earlier_run(config, files, overwrite, resume)
-    elif resume:
-        check_resumable(config, files)
-    # The progress of the run shows the notes about prompts.
-    shown = (
-        "warning: algorithm.",
-        "warning: actor.",
-        "warning: reward.",
-        "warning: critic.",
-        "warning: reference.",
-        "not used: ",
-    )
-    for note in check_inputs(config, report):
-        if note.startswith(shown):
-            report(note)
+    found = problems(config, files, overwrite, resume, report)
+    raise_errors(found)
+    for finding in found:
+        # The progress of the run shows the warnings about prompts.
+        if finding.level == "warning" and not finding.where.startswith("data."):
+            report(str(finding))
     with lock_run_directory(files):
         if overwrite:
             move_earlier_run_aside(files)
         try:
-            _check_earlier_run(config, files, overwrite=False, resume=resume)
+            check_earlier_run(config, files, resume)
             if not resume:
                 # Files of an earlier run that completed no step, such as its baseline or an embedded Redis, are not part of
                 # this run.
@@ -106,14 +90,6 @@ def started_run(
             files.services.unlink(missing_ok=True)
             files.gateway.unlink(missing_ok=True)
             restore_earlier_run(files)
-
-
-def _check_earlier_run(config: Config, files: RunFiles, overwrite: bool, resume: bool) -> None:
-    """Raise ConfigError unless the run can start in its directory."""
-    if resume:
-        check_resumable(config, files)
-    elif not overwrite:
-        check_unused(files)
 
 
 def _resume_command(files: RunFiles) -> str:

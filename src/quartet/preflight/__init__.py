@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from importlib.util import find_spec
 from shlex import quote
 
 from quartet.config.deployment import EnvironmentServiceConfig, ServiceConfig
@@ -12,68 +13,91 @@ from quartet.config.root import Config
 from quartet.contract.status import Role
 from quartet.data.prompt_contents import set_contents
 from quartet.errors import ConfigError
-from quartet.preflight.addresses import check_gateway, check_port
+from quartet.preflight.addresses import check_port
 from quartet.preflight.best_metric import check_best_metric
 from quartet.preflight.contents import check_contents
+from quartet.preflight.findings import Finding, collect, has_error, raise_errors
 from quartet.preflight.functions import check_function, named_functions, prompt_columns
 from quartet.preflight.generators import check_generators
-from quartet.preflight.ineffective_settings import setting_notes
+from quartet.preflight.ineffective_settings import check_settings
 from quartet.preflight.models import check_model, check_same_tokenizer, check_stop_tokens
 from quartet.preflight.prompts import check_prompts, count_prompts
+from quartet.preflight.security_checks import check_access
 from quartet.run_directory.identity import Identity
+from quartet.run_directory.locking_and_removal import check_unused, lock_run_directory
 from quartet.run_directory.model_digests import local_digests
 from quartet.run_directory.run_files import RunFiles
 from quartet.telemetry.sinks.configured import check_sinks
 
 __all__ = [
-    "check_gateway",
+    "Finding",
+    "check_earlier_run",
     "check_inputs",
-    "check_resumable",
     "check_separate_orchestrator",
     "count_prompts",
+    "has_error",
     "nothing_to_resume",
-    "setting_notes",
+    "problems",
+    "raise_errors",
 ]
 
 
-def check_inputs(config: Config, report: Callable[[str], None] = lambda _: None) -> list[str]:
-    """Check prompts, local models, modules of functions, and ports. Return one line per check, and those of ``setting_notes``.
+def problems(
+    config: Config,
+    files: RunFiles | None = None,
+    overwrite: bool = False,
+    resume: bool = False,
+    report: Callable[[str], None] = lambda _: None,
+) -> list[Finding]:
+    """Return the findings of all checks: errors, warnings and, to show what was checked, what is well.
 
-    ``report`` gets a line of progress every few seconds while prompts are tokenized. Raises ConfigError for the first problem.
+    With ``files`` also those of an earlier run there, which the run is to ``overwrite`` or to ``resume``. ``report`` gets a line
+    of progress every few seconds while prompts are tokenized.
     """
-    if config.services.orchestrator.address is not None:
-        check_separate_orchestrator(config)
-    _check_run_directory(config)
-    notes = []
+    found = collect(check_access, config)
+    if config.gateway.enabled and config.gateway.listen is not None:
+        found += collect(check_port, "gateway.listen", config.gateway.listen)
+    if files is not None:
+        found += collect(_check_directory, config, files, overwrite, resume)
+    return check_inputs(config, report, found)
+
+
+def check_inputs(
+    config: Config, report: Callable[[str], None] = lambda _: None, earlier: Sequence[Finding] = ()
+) -> list[Finding]:
+    """Return the findings of prompts, local models, functions, ports and settings, after ``earlier`` ones. See ``problems``.
+
+    Prompts are only read, and not tokenized, if there are other errors.
+    """
+    found = [*earlier, *collect(_check_path, config)]
+    found += collect(check_separate_orchestrator, config) if config.services.orchestrator.address is not None else []
     local: dict[str, tuple[Role, str]] = {}
     compared = {config.actor.model} if config.services.actor.address is None else set(config.models.values())
     for key, model in config.models.items():
         role = Role(key.partition(".")[0])
-        if getattr(config.services, role).address is None:
-            tensor = getattr(config.services, role).parallel.tensor
-            notes.append(
-                check_model(key, role, model, config.rollout.max_response_tokens, config.rollout.engine, tensor)
-            )
+        if getattr(config.services, role).address is not None:
+            continue
+        tensor = getattr(config.services, role).parallel.tensor
+        limit = config.rollout.max_response_tokens
+        result = collect(check_model, key, role, model, limit, config.rollout.engine, tensor)
+        found += result
+        if not has_error(result):
             local[key] = role, model
-            if model not in compared:
+            if model not in compared and "actor.model" in local:
                 compared.add(model)
-                check_same_tokenizer(key, model, config.actor.model)
-    if config.services.actor.address is None:
-        _check_engine(config)
-    notes += check_stop_tokens("actor.model", config.actor.model, config.rollout.stop_strings)
-    if config.services.reward.address is None:
-        _check_reward(config)
-    if config.services.orchestrator.address is None:
-        check_sinks(config)
+                found += collect(check_same_tokenizer, key, model, config.actor.model)
+    if "actor.model" in local or config.services.actor.address is not None:
+        found += collect(check_stop_tokens, "actor.model", config.actor.model, config.rollout.stop_strings)
+    found += collect(_check_triton, config)
+    found += collect(check_sinks, config) if config.services.orchestrator.address is None else []
     functions = named_functions(config)
     columns = prompt_columns(config) if any(function.takes_columns for function in functions.values()) else None
     for key, function in functions.items():
-        notes.append(check_function(key, function, columns))
+        found += collect(check_function, key, function, columns)
     for role in service_roles(config):
         service: ServiceConfig | EnvironmentServiceConfig = getattr(config.services, role)
         if service.address is None:
-            if isinstance(service, ServiceConfig):
-                _check_nodes(role, service)
+            found += collect(_check_nodes, role, service)
             addresses = {
                 "listen": listen_address(service),
                 "metrics_listen": service.metrics_listen,
@@ -81,15 +105,20 @@ def check_inputs(config: Config, report: Callable[[str], None] = lambda _: None)
             }
             for name, address in addresses.items():
                 if address is not None:
-                    check_port(f"services.{role}.{name}", address)
-    notes += check_generators(config)
-    check_best_metric(config)
-    # Processes that import libraries come last, because they take seconds.
-    notes += check_contents(local)
-    return check_prompts(config, report) + notes + setting_notes(config)
+                    found += collect(check_port, f"services.{role}.{name}", address)
+    found += collect(check_generators, config)
+    found += collect(check_best_metric, config)
+    # Processes that import libraries come last, because they take seconds, and prompts minutes.
+    found += collect(check_contents, local)
+    # Roles share models: the same problem is shown for the first of them.
+    firsts = {
+        (each.where.partition(".model ")[2], each.what): each for each in reversed(found) if ".model " in each.where
+    }
+    found = [each for each in found if each.level != "error" or ".model " not in each.where or each in firsts.values()]
+    return collect(check_prompts, config, report, not has_error(found)) + found + collect(check_settings, config)
 
 
-def _check_run_directory(config: Config) -> None:
+def _check_path(config: Config) -> None:
     path = str(config.run_directory.absolute())
     try:
         path.encode()
@@ -100,8 +129,8 @@ def _check_run_directory(config: Config) -> None:
         ) from None
 
 
-def _check_nodes(role: Role, service: ServiceConfig) -> None:
-    if service.nodes > 1:
+def _check_nodes(role: Role, service: ServiceConfig | EnvironmentServiceConfig) -> None:
+    if isinstance(service, ServiceConfig) and service.nodes > 1:
         raise ConfigError(
             f"services.{role}.nodes {service.nodes}: services.{role}.address is null, and this command starts processes "
             "on this machine only; start the ranks with torchrun on every machine, and set "
@@ -109,41 +138,49 @@ def _check_nodes(role: Role, service: ServiceConfig) -> None:
         )
 
 
-def check_separate_orchestrator(config: Config) -> None:
-    """Check that an orchestrator that is started separately knows the addresses of all services. Raises ConfigError."""
+def check_separate_orchestrator(config: Config) -> Iterator[Finding]:
+    """Check that an orchestrator that is started separately knows the addresses of all services."""
     for role in service_roles(config):
         if getattr(config.services, role).address is None:
-            raise ConfigError(
-                f"services.{role}.address: null, but a separately started orchestrator needs it; set it "
-                "(in Docker Compose: QUARTET_ROLES in .env)"
+            yield Finding(
+                "error",
+                f"services.{role}.address",
+                "null, but a separately started orchestrator needs it; set it (in Docker Compose: QUARTET_ROLES in .env)",
             )
     if config.rollout.generators:
-        raise ConfigError(
-            f"rollout.generators {config.rollout.generators}: a separately started orchestrator starts no generators; set it to "
-            "0, and name the generators that you start in services.generators (in Docker Compose: QUARTET_GENERATION in .env)"
+        yield Finding(
+            "error",
+            f"rollout.generators {config.rollout.generators}",
+            "a separately started orchestrator starts no generators; set it to 0, and name the generators that you start in "
+            "services.generators (in Docker Compose: QUARTET_GENERATION in .env)",
         )
 
 
-def _check_engine(config: Config) -> None:
-    """Check that the package of an engine in the actor's process is installed. Raises ConfigError."""
-    if config.rollout.engine == "triton" and importlib.util.find_spec("tritonclient") is None:
-        raise ConfigError(
-            "rollout.engine triton: the package tritonclient is not installed; run pip install 'quartet-rlhf[triton]', or "
-            "set rollout.engine torch"
-        )
+def _check_triton(config: Config) -> Iterator[Finding]:
+    """Check that the package of an engine in the actor's process, and those of scorers, are installed."""
+    needed = []
+    triton = "run pip install 'quartet-rlhf[triton]'"
+    if config.services.actor.address is None and config.rollout.engine == "triton":
+        needed.append(("rollout.engine triton", f"{triton}, or set rollout.engine torch"))
+    if config.services.reward.address is None:
+        sources = config.reward.sources.items()
+        needed += [(f"{key}.source triton", triton) for key, source in sources if source.triton is not None]
+    for where, remedy in needed if find_spec("tritonclient") is None else ():
+        yield Finding("error", where, f"the package tritonclient is not installed; {remedy}")
 
 
-def _check_reward(config: Config) -> None:
-    """Check that the package of a scorer is installed. Raises ConfigError."""
-    for key, source in config.reward.sources.items():
-        if source.triton is not None and importlib.util.find_spec("tritonclient") is None:
-            raise ConfigError(
-                f"{key}.source triton: the package tritonclient is not installed; run pip install 'quartet-rlhf[triton]'"
-            )
+def _check_directory(config: Config, files: RunFiles, overwrite: bool, resume: bool) -> None:
+    """Check that the run can start in its directory now. Raises ConfigError."""
+    with lock_run_directory(files) if files.root.is_dir() else nullcontext():
+        if not overwrite:
+            check_earlier_run(config, files, resume)
 
 
-def check_resumable(config: Config, files: RunFiles) -> None:
-    """Check that there is a run to resume, and that the config fits it. Raises ConfigError."""
+def check_earlier_run(config: Config, files: RunFiles, resume: bool) -> None:
+    """Check that there is a run to resume and that the config fits it, or that there is none. Raises ConfigError."""
+    if not resume:
+        check_unused(files)
+        return
     if not files.is_run():
         raise ConfigError(f"--resume: {files.root} does not contain a run; remove --resume to start a new one")
     identity = Identity.read(files.identity)
@@ -166,5 +203,5 @@ def nothing_to_resume(config: Config, files: RunFiles) -> bool:
     """
     if files.last_step() != config.run.steps or files.policy_step() != config.run.steps or files.rolling_back.exists():
         return False
-    check_resumable(config, files)
+    check_earlier_run(config, files, resume=True)
     return True

@@ -1,20 +1,14 @@
-"""Checks of the addresses at which processes listen."""
+"""Check of an address at which a process listens."""
 
 from __future__ import annotations
 
 import socket
 
-from quartet.config.root import Config
 from quartet.errors import ConfigError
 
 
-def check_gateway(config: Config) -> None:
-    """Check that the gateway of a run can listen at its address. Raises ConfigError."""
-    if config.gateway.enabled and config.gateway.listen is not None:
-        check_port("gateway.listen", config.gateway.listen)
-
-
 def check_port(key: str, listen: str) -> None:
+    """Check that a process can listen at HOST:PORT. Raises ConfigError."""
     host, _, port = listen.rpartition(":")
     if port == "0":
         return

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from quartet.errors import ModelError
 from quartet.model_files.adapter_files import adapter_chain
 from quartet.model_files.hub_models import cached_snapshot, is_complete
 from quartet.preflight.checking_process import checking_process
+from quartet.preflight.findings import Finding
 from quartet.system.durable_files import write_durably
 
 _FORMAT = 2
@@ -22,11 +23,11 @@ _FORMAT = 2
 _MAX_CACHE_BYTES = 16 * 1024**2
 
 
-def check_contents(models: Mapping[str, tuple[Role, str]]) -> list[str]:
-    """Compare the files of models, by config key, with their config.json. Return notes as warnings.
+def check_contents(models: Mapping[str, tuple[Role, str]]) -> Iterator[Finding]:
+    """Compare the files of models, by config key, with their config.json, and their vocabularies with the actor's.
 
     A model of the hub whose weights are not on this machine is compared when its service loads it. A result is kept in the
-    user's cache. Raises ModelError for the first model that does not fit, also if its vocabulary is smaller than the actor's.
+    user's cache.
     """
     results: dict[str, dict[str, Any]] = {}
     open_models = {}
@@ -49,34 +50,35 @@ def check_contents(models: Mapping[str, tuple[Role, str]]) -> list[str]:
                 results[key] = json.loads(line)
                 if cache is not None and "notes" in results[key]:
                     _store(cache, name, results[key])
-    return _notes(models, results)
-
-
-def _notes(models: Mapping[str, tuple[Role, str]], results: Mapping[str, dict[str, Any]]) -> list[str]:
-    notes = []
     actor = results.get("actor.model", {}).get("vocabulary_size")
     for key, result in results.items():
         role, model = models[key]
+        where = f"{key} {model}"
         if "error" in result:
-            raise ModelError(f"{key} {_without_prefix(result['error'], model)}")
+            yield Finding("error", *_located(key, model, result["error"]), ModelError)
         if "missing" in result:
-            notes.append(
-                f"{key} {model}: its tensors are compared when the service starts: no module {result['missing']}"
+            yield Finding(
+                "ok", where, f"its tensors are compared when the service starts: no module {result['missing']}"
             )
         if not result:
-            notes.append(f"warning: {key} {model}: the process that compares its tensors died; memory may be short")
+            yield Finding("warning", where, "the process that compares its tensors died; memory may be short")
         size = result.get("vocabulary_size")
         if actor is not None and size is not None and size < actor:
-            raise ModelError(
-                f"{key} {model}: embeds {size} token ids, actor.model can generate {actor}; resize the {role} model's embeddings "
-                "to at least as many"
+            yield Finding(
+                "error",
+                where,
+                f"embeds {size} token ids, actor.model can generate {actor}; resize the {role} model's embeddings to at least "
+                "as many",
+                ModelError,
             )
-        notes += [f"warning: {key} {_without_prefix(note, model)}" for note in result.get("notes", ())]
-    return notes
+        for note in result.get("notes", ()):
+            yield Finding("warning", *_located(key, model, note))
 
 
-def _without_prefix(text: str, model: str) -> str:
-    return text.removeprefix("model ") if text.startswith("model ") else f"{model}: {text}"
+def _located(key: str, model: str, text: str) -> tuple[str, str]:
+    """Return where a message of the worker is and what it says. It may name another directory, such as a base model."""
+    path, _, what = text.removeprefix("model ").partition(": ") if text.startswith("model ") else (model, "", text)
+    return f"{key} {path}", what
 
 
 def _directories(model: str) -> list[Path] | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec, PathFinder
 from multiprocessing.connection import wait
@@ -19,6 +19,7 @@ from quartet.data.prompt_lines import iterate_prompts
 from quartet.data.prompt_settings import PromptSettings
 from quartet.errors import ConfigError, QuartetError
 from quartet.preflight.checking_process import checking_process
+from quartet.preflight.findings import Finding
 from quartet.system.user_code import CHECKED, counted_arguments
 
 REWARD_ARGUMENTS = {
@@ -81,7 +82,7 @@ def _reward_call(source: RewardSourceConfig, function: str) -> FunctionCall:
     return FunctionCall(function, names, () if source.signature == "slime" else arguments)
 
 
-def check_function(key: str, call: FunctionCall, columns: Sequence[str] | None = None) -> str:
+def check_function(key: str, call: FunctionCall, columns: Sequence[str] | None = None) -> Iterator[Finding]:
     """Check that a function exists and accepts its arguments. Raises ConfigError.
 
     ``columns`` of the prompts; None if they are not known.
@@ -102,7 +103,7 @@ def check_function(key: str, call: FunctionCall, columns: Sequence[str] | None =
     if call.takes_columns:
         own = [name for name in columns or () if name not in call.keywords]
         accepted = f"{', '.join(call.keywords)} and the columns {', '.join(own) if own else 'of the prompts'} by name"
-    return f"{key} {function}: can be imported and accepts {accepted}"
+    yield Finding("ok", f"{key} {function}", f"can be imported and accepts {accepted}")
 
 
 def prompt_columns(config: Config) -> list[str] | None:

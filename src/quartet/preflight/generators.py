@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 from quartet.config.layout import listen_address
@@ -12,6 +13,7 @@ from quartet.config.root import Config
 from quartet.config.section import is_loopback
 from quartet.errors import ConfigError
 from quartet.preflight.addresses import check_port
+from quartet.preflight.findings import Finding, collect
 from quartet.system.child_processes import package_path
 
 ENGINE_PACKAGES = {
@@ -43,19 +45,13 @@ _BASE_PACKAGES = (
 _WILDCARDS = ("0.0.0.0", "::", "")  # noqa: S104 - compared, not bound
 
 
-def check_generators(config: Config) -> list[str]:
-    """Check the generators that this machine starts, and that remote ones reach the actor. Return one line per check.
-
-    Raises ConfigError.
-    """
+def check_generators(config: Config) -> Iterator[Finding]:
+    """Check the generators that this machine starts, and that remote ones reach the actor."""
     if config.services.actor.address is None and config.services.orchestrator.address is None:
-        _check_reaches_actor(config)
-    if not config.rollout.generators:
-        return []
-    _check_devices(config)
-    _check_addresses(config)
-    _check_weights_directory(config)
-    return [_check_environment(config)]
+        yield from collect(_check_reaches_actor, config)
+    if config.rollout.generators:
+        for check in (_check_devices, _check_addresses, _check_weights_directory, _check_environment):
+            yield from collect(check, config)
 
 
 def _check_reaches_actor(config: Config) -> None:
@@ -119,8 +115,8 @@ def _check_weights_directory(config: Config) -> None:
             )
 
 
-def _check_environment(config: Config) -> str:
-    """Check that the interpreter of the generators runs, and that it finds the engine. Return a line about it."""
+def _check_environment(config: Config) -> Iterator[Finding]:
+    """Check that the interpreter of the generators runs, and that it finds the engine. Raises ConfigError."""
     engine, python = config.rollout.engine, config.services.generator.python
     package = ENGINE_PACKAGES.get(engine)
     if python is not None and not (python.is_file() and os.access(python, os.X_OK)):
@@ -143,7 +139,7 @@ def _check_environment(config: Config) -> str:
             f"services.generator.python {used}: the environment lacks {', '.join(missing)}, which every generator needs; "
             f"install them there: {used} -m pip install --requirement docker/generator-requirements.txt"
         )
-    return f"rollout.generators {config.rollout.generators}: engine {engine} of {used}"
+    yield Finding("ok", f"rollout.generators {config.rollout.generators}", f"engine {engine} of {used}")
 
 
 def _missing(python: Path, packages: list[str]) -> list[str]:

@@ -7,33 +7,26 @@ from typing import Any
 
 from quartet.config.root import Config
 from quartet.config.section import Section
+from quartet.preflight.findings import Finding
 
 
-def setting_notes(config: Config) -> list[str]:
-    """Return the lines of ``unused_settings``, and a warning for each combination of settings that is known to harm."""
-    return unused_settings(config) + [f"warning: {text}" for text in _harmful(config)]
-
-
-def _harmful(config: Config) -> Iterator[str]:
-    algorithm = config.algorithm
-    if algorithm.divides_by_group_std and not algorithm.has_kl_loss and algorithm.kl_coefficient:
-        yield (
-            f"algorithm.kl_loss none: estimator {algorithm.estimator} divides the rewards of a prompt by their standard "
-            "deviation, the KL included, so responses with equal scores are trained on the noise of their KL at full scale; "
-            "leave kl_loss out, and the KL is a term of the loss"
-        )
-
-
-def unused_settings(config: Config) -> list[str]:
-    """Return one line for each group of given settings that have no effect in this config, with the reason.
+def check_settings(config: Config) -> Iterator[Finding]:
+    """Yield a warning for each group of given settings that have no effect, and for a combination that is known to harm.
 
     In a section where all keys are given, as in the config that a run writes, only values other than the default count.
     """
-    return [
-        f"not used: {', '.join(keys)}: {reason}"
-        for section, names, reason in _ineffective(config)
-        if (keys := _given(config, section, names))
-    ]
+    for section, names, reason in _ineffective(config):
+        if keys := _given(config, section, names):
+            yield Finding("warning", ", ".join(keys), f"not used: {reason}")
+    algorithm = config.algorithm
+    if algorithm.divides_by_group_std and not algorithm.has_kl_loss and algorithm.kl_coefficient:
+        yield Finding(
+            "warning",
+            "algorithm.kl_loss none",
+            f"estimator {algorithm.estimator} divides the rewards of a prompt by their standard deviation, the KL included, so "
+            "responses with equal scores are trained on the noise of their KL at full scale; leave kl_loss out, and the KL is a "
+            "term of the loss",
+        )
 
 
 def _ineffective(config: Config) -> Iterator[tuple[str, tuple[str, ...], str]]:

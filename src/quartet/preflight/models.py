@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from quartet.model_files.sharded_files import is_sharded
 from quartet.model_files.stop_tokens import NO_STOP_TOKEN, read_stop_ids
 from quartet.model_files.tokenizer_check import check_tokenizer, first_difference, has_tokenizer, tokenizer_location
 from quartet.model_files.weight_files import VALUE_HEAD_FILE, read_header, read_headers, weight_files
+from quartet.preflight.findings import Finding
 
 _WANTED = {
     Role.ACTOR: "a causal language model",
@@ -36,8 +37,8 @@ _WANTED = {
 
 def check_model(
     key: str, role: Role, model: str, max_response_tokens: int, engine: str = "torch", tensor: int = 1
-) -> str:
-    """Check the model of a role, and return a line that reports it. Raises ModelError.
+) -> Iterator[Finding]:
+    """Check the model of a role, and yield what it is. Raises ModelError.
 
     ``engine`` is the actor's. ``tensor``: number of ranks that compute each layer together.
     """
@@ -46,7 +47,8 @@ def check_model(
         names = _check_checkpoint(f"{key} {model}", role, directory, looks_local(model), max_response_tokens, engine)
         _check_slices(f"{key} {model}", role, directory, tensor)
         check_tokenizer(key, directory)
-        return f"{key} {model}: {names}"
+        yield Finding("ok", f"{key} {model}", names)
+        return
     try:
         base, adapters = adapter_chain(directory)
     except ModelError as error:
@@ -62,11 +64,11 @@ def check_model(
     _check_slices(f"{what} {base}", role, base_directory, tensor)
     if not any(has_tokenizer(adapter) for adapter in adapters):
         check_tokenizer(what, base_directory)
-    return f"{key} {model}: LoRA adapter on {base}, {names}"
+    yield Finding("ok", f"{key} {model}", f"LoRA adapter on {base}, {names}")
 
 
-def check_stop_tokens(key: str, model: str, stop_strings: Sequence[str]) -> list[str]:
-    """Return warnings about the stop tokens of the policy, if its files are on this machine.
+def check_stop_tokens(key: str, model: str, stop_strings: Sequence[str]) -> Iterator[Finding]:
+    """Yield warnings about the stop tokens of the policy, if its files are on this machine.
 
     Raises ModelError for values that are no token ids.
     """
@@ -74,13 +76,14 @@ def check_stop_tokens(key: str, model: str, stop_strings: Sequence[str]) -> list
         base, location = (Path(place) for place in (adapter_chain(model)[0], tokenizer_location(model)))
         directories = [place if place.is_dir() else cached_snapshot(str(place)) for place in (base, location)]
         if directories[0] is None or directories[1] is None:
-            return []
+            return
         stops, ignored = read_stop_ids(directories[0], directories[1])
     except ModelError as error:
         raise ModelError(f"{key} {model}: {error}") from None
     if not stops and not stop_strings:
         ignored.append(NO_STOP_TOKEN)
-    return [f"warning: {key} {model}: {line}" for line in ignored]
+    for line in ignored:
+        yield Finding("warning", f"{key} {model}", line)
 
 
 def _check_slices(what: str, role: Role, directory: Path, tensor: int) -> None:

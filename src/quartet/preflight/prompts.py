@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from quartet.model_files.hub_models import cached_snapshot
 from quartet.model_files.model_support import number_in, positions_in
 from quartet.model_files.tokenizer_check import has_tokenizer, tokenizer_location
 from quartet.preflight.checking_process import checking_process
+from quartet.preflight.findings import Finding, collect, has_error
 from quartet.run_directory.identity import Identity
 from quartet.run_directory.run_files import RunFiles
 from quartet.system.missing_packages import explain_missing_package
@@ -30,11 +31,11 @@ Report = Callable[[str], None]
 """Function that gets a line of progress every few seconds."""
 
 
-def check_prompts(config: Config, report: Report) -> list[str]:
-    """Check that every prompt can be tokenized and fits the models. Return lines that report the result.
+def check_prompts(config: Config, report: Report, tokenizes: bool = True) -> Iterator[Finding]:
+    """Check that every prompt can be tokenized and fits the models.
 
-    Without the tokenizer on this machine, only the files are read. Raises ConfigError for the first problem, and ServiceFailed if
-    the process that tokenizes them dies.
+    Without the tokenizer on this machine, or without ``tokenizes``, only the files are read. Raises ConfigError, and
+    ServiceFailed if the process that tokenizes them dies.
     """
     # A resumed run uses the commits that it has recorded.
     identity = Identity.read(RunFiles(config.run_directory).identity)
@@ -43,12 +44,17 @@ def check_prompts(config: Config, report: Report) -> list[str]:
     needed = dict(zip((settings.key for settings in files), _needed(config), strict=True))
     if (validation := PromptSettings.for_validation(config, revisions)) is not None:
         files.append(validation)
-    for settings in files:
-        if settings.dataset is None:
-            check_regular_file(settings.path, settings.key)
+    found = [
+        each
+        for settings in files
+        if settings.dataset is None
+        for each in collect(check_regular_file, settings.path, settings.key)
+    ]
+    yield from found
+    if has_error(found):
+        return
     vocabulary_size = number_in(_description(config.actor.model), "vocab_size")
-    summaries = _summaries(files, vocabulary_size, report)
-    notes = []
+    summaries = _summaries(files, vocabulary_size, report) if tokenizes else None
     for number, settings in enumerate(files):
         key = settings.key
         if summaries is None:
@@ -57,18 +63,19 @@ def check_prompts(config: Config, report: Report) -> list[str]:
         else:
             summary = summaries[number]
             num_prompts, num_messages, extra = summary.num_prompts, summary.num_messages, summary.notes
-            _check_positions(key, summary.max_length, config)
+            yield from collect(_check_positions, key, summary.max_length, config)
         of_chats = f", {num_messages} of them messages" if num_messages else ""
-        notes.append(f"{key} {settings}: {num_prompts} prompts{of_chats}")
+        yield Finding("ok", f"{key} {settings}", f"{num_prompts} prompts{of_chats}")
         for note in extra:
-            is_warning = note.startswith("warning: ")
-            notes.append(f"{'warning: ' if is_warning else ''}{key}: {note.removeprefix('warning: ')}")
+            text = note.removeprefix("warning: ")
+            yield Finding("ok" if text == note else "warning", key, text)
         if num_prompts < needed.get(key, 0):
-            raise ConfigError(
-                f"rollout.prompts_per_step {config.rollout.prompts_per_step}: {key} {settings} has only {num_prompts} usable "
-                f"prompts, and a step needs {needed[key]}; lower it, or give more prompts"
+            yield Finding(
+                "error",
+                f"rollout.prompts_per_step {config.rollout.prompts_per_step}",
+                f"{key} {settings} has only {num_prompts} usable prompts, and a step needs {needed[key]}; lower it, or give more "
+                "prompts",
             )
-    return notes
 
 
 def count_prompts(config: Config) -> int:

@@ -6,6 +6,7 @@ containers, read their own files, so a file that is not on this machine is only 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 from quartet.buffer.redis_url import buffer_url
@@ -13,6 +14,7 @@ from quartet.config.layout import check_listen_address, listen_address, service_
 from quartet.config.root import Config
 from quartet.contract.status import Role
 from quartet.errors import ConfigError
+from quartet.preflight.findings import Finding, collect
 from quartet.rpc.security.allow_list import GATEWAY, OPERATOR, PROCESSES
 from quartet.system.secret_files import check_certificate, read_token
 
@@ -24,57 +26,57 @@ def local_processes(config: Config) -> tuple[str, ...]:
     return (OPERATOR, *roles, Role.ORCHESTRATOR, *([GATEWAY] if config.gateway.enabled else []))
 
 
-def check_access(config: Config) -> list[str]:
-    """Check every secret file and listen address of the config. Return one line for each file.
+def check_access(config: Config) -> Iterator[Finding]:
+    """Check every secret file and listen address of the config.
 
-    Raises ConfigError for an unusable file, or for an unencrypted address beyond loopback unless plaintext is allowed.
+    Errors are unusable files, and unencrypted addresses beyond loopback unless plaintext is allowed.
     """
-    _check_addresses(config)
-    notes = _check_certificates(config)
+    yield from _check_addresses(config)
+    yield from collect(_check_certificates, config)
     for key, path in _files(config).items():
         if _is_elsewhere(key, config) and not _exists(path):
-            notes.append(_not_here(key, path))
-            continue
-        _check(key, path, config)
-        notes.append(f"{key} {path}: usable")
-    return notes
+            yield _not_here(key, path)
+        else:
+            yield from collect(_check, key, path, config)
 
 
-def _check_addresses(config: Config) -> None:
+def _check_addresses(config: Config) -> Iterator[Finding]:
     encrypted, allowed = config.security.certificates is not None, config.security.allow_plaintext
     generators = (Role.GENERATOR,) if config.has_generators else ()
     for role in (*service_roles(config), *generators, Role.ORCHESTRATOR):
         service = getattr(config.services, role)
         local = config.rollout.generators > 0 if role is Role.GENERATOR else getattr(service, "address", None) is None
         if _is_distributed(config) or local:
-            _check_address(f"services.{role}", listen_address(service), encrypted or allowed)
-            _check_address(f"services.{role}.metrics_listen", service.metrics_listen, encrypted or allowed)
+            yield from _check_address(f"services.{role}", listen_address(service), encrypted or allowed)
+            yield from _check_address(f"services.{role}.metrics_listen", service.metrics_listen, encrypted or allowed)
     if config.gateway.enabled or _is_distributed(config):
-        _check_address("gateway", config.gateway.listen, config.gateway.certificate_file is not None or allowed)
+        encrypted = config.gateway.certificate_file is not None
+        yield from _check_address("gateway", config.gateway.listen, encrypted or allowed)
 
 
-def _check_address(key: str, listen: str | None, allowed: bool) -> None:
+def _check_address(key: str, listen: str | None, allowed: bool) -> Iterator[Finding]:
     try:
         if listen is not None:
             check_listen_address(listen, allowed)
     except ConfigError as error:
-        raise ConfigError(f"{key}: {error}") from None
+        yield Finding("error", key, str(error))
 
 
-def _check_certificates(config: Config) -> list[str]:
+def _check_certificates(config: Config) -> Iterator[Finding]:
     folder = config.security.certificates
     if folder is None:
-        return []
+        return
     processes = local_processes(config)
     if _is_distributed(config):
         processes = tuple(process for process in PROCESSES if _exists(folder / process))
         if not processes:
-            return [_not_here("security.certificates", folder)]
+            yield _not_here("security.certificates", folder)
+            return
     # Its libraries for TLS take a noticeable time to import, and most configs have no certificates.
     from quartet.rpc.security.certificates import check_certificates
 
     check_certificates(folder, processes)
-    return [f"security.certificates {folder}: usable for {', '.join(processes)}"]
+    yield Finding("ok", f"security.certificates {folder}", f"usable for {', '.join(processes)}")
 
 
 def _is_distributed(config: Config) -> bool:
@@ -93,8 +95,8 @@ def _exists(path: Path) -> bool:
         return True  # This user may not read the directory. Reading the file gives a clear error.
 
 
-def _not_here(key: str, path: Path) -> str:
-    return f"{key} {path}: not on this machine; processes on other machines read their own"
+def _not_here(key: str, path: Path) -> Finding:
+    return Finding("ok", f"{key} {path}", "not on this machine; processes on other machines read their own")
 
 
 def _files(config: Config) -> dict[str, Path]:
@@ -119,7 +121,7 @@ def _files(config: Config) -> dict[str, Path]:
     return {key: path for key, path in results.items() if path is not None}
 
 
-def _check(key: str, path: Path, config: Config) -> None:
+def _check(key: str, path: Path, config: Config) -> Iterator[Finding]:
     if key == "buffer.password_file":
         buffer_url(config)
     elif key == "gateway.certificate_file":
@@ -127,3 +129,4 @@ def _check(key: str, path: Path, config: Config) -> None:
         check_certificate(path, config.gateway.key_file)
     else:
         read_token(path, key)
+    yield Finding("ok", f"{key} {path}", "usable")

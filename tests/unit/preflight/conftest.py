@@ -15,7 +15,7 @@ from tests.unit.preflight.files import save_tokenizer
 def _tensors(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """The checkpoints of ``models`` have no tensors, so only tests of real ones compare them."""
     if "real_models" not in request.fixturenames:
-        monkeypatch.setattr("quartet.preflight.check_contents", lambda models: [])
+        monkeypatch.setattr("quartet.preflight.check_contents", lambda models: ())
 
 
 @pytest.fixture(scope="session")

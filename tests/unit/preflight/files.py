@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ import tokenizers
 
 from quartet.config.loading import parse_config
 from quartet.config.root import Config
+from quartet.preflight import Finding, raise_errors
+from quartet.preflight import check_inputs as findings_of_inputs
 
 
 def save_tokenizer(directory: Path) -> None:
@@ -31,3 +34,14 @@ def config(models: Path, **services: dict[str, Any]) -> Config:
         "services": services,
     }
     return parse_config(tree, "test")
+
+
+def lines(findings: Iterable[Finding]) -> list[str]:
+    """Return the lines of findings, or raise their errors as a command does."""
+    found = [*findings]
+    raise_errors(found)
+    return [str(finding) for finding in found]
+
+
+def check_inputs(config: Config) -> list[str]:
+    return lines(findings_of_inputs(config))

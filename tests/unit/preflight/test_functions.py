@@ -12,9 +12,8 @@ import pytest
 from quartet.config.loading import parse_config
 from quartet.config.root import Config
 from quartet.errors import ConfigError
-from quartet.preflight import check_inputs
 from tests.every_case import every_case
-from tests.unit.preflight.files import config
+from tests.unit.preflight.files import check_inputs, config
 from tests.unit.test_child_processes import is_running
 from tests.waiting import wait_until
 

@@ -11,8 +11,9 @@ import pytest
 
 from quartet.config.loading import parse_config
 from quartet.errors import ConfigError, ModelError
-from quartet.preflight import check_inputs
-from tests.unit.preflight.files import config
+from quartet.preflight import has_error, problems, raise_errors
+from quartet.run_directory.run_files import RunFiles
+from tests.unit.preflight.files import check_inputs, config
 
 
 def test_each_check_is_reported_in_one_line(models: Path) -> None:
@@ -67,3 +68,32 @@ def test_slices_that_the_model_does_not_allow_are_refused(models: Path) -> None:
     sizes = {"processes": 3, "parallel": {"tensor": 3}}
     with pytest.raises(ModelError, match=r"services\.actor\.parallel\.tensor 3: does not divide num_attention_heads 4"):
         check_inputs(config(models, actor=sizes))
+
+
+def test_all_mistakes_are_shown_together(models: Path, tmp_path: Path) -> None:
+    (models / "prompts.jsonl").write_text('{"text": "a"}\n')
+    (tmp_path / "runs/run").mkdir(parents=True)
+    files = RunFiles(tmp_path / "runs/run")
+    files.metrics.touch()
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        tree = config(models, reward={"listen": address}, critic={"listen": address}).model_dump()
+        tree |= {"gateway": {"listen": address}, "checkpoint": {"best_metric": "reward_men"}}
+        tree["security"]["token_file"] = models / "absent"
+        found = problems(parse_config(tree, "test"), files)
+    assert has_error(found)
+    with pytest.raises(ConfigError) as refused:
+        raise_errors(found)
+    first, *lines = str(refused.value).splitlines()
+    assert first == "7 problems:"
+    keys = [line.split()[0].rstrip(":") for line in lines]
+    assert keys == [
+        "rollout.prompts_per_step", "security.token_file", "gateway.listen", "run", "services.critic.listen",
+        "services.reward.listen", "checkpoint.best_metric",
+    ]  # fmt: skip
+
+
+def test_one_mistake_keeps_its_class_and_its_message(models: Path) -> None:
+    (models / "policy/config.json").unlink()
+    with pytest.raises(ModelError, match=r"^actor\.model .*/policy: config\.json cannot be read .*[^\n]*$"):
+        check_inputs(config(models))

@@ -13,8 +13,7 @@ from quartet.config.loading import parse_config
 from quartet.errors import ModelError
 from quartet.model_files.hub_models import looks_local
 from quartet.model_files.tokenizer_check import first_difference
-from quartet.preflight import check_inputs
-from tests.unit.preflight.files import config
+from tests.unit.preflight.files import check_inputs, config
 
 
 @pytest.mark.parametrize("labels", [{"id2label": {"0": "bad", "1": "good"}}, {"num_labels": 3}, {}])

@@ -13,10 +13,9 @@ import pytest
 from quartet.config.loading import parse_config
 from quartet.config.root import Config
 from quartet.errors import ConfigError, DataError, ServiceFailed
-from quartet.preflight import check_inputs
 from quartet.preflight.checking_process import checking_process
 from quartet.preflight.prompts import check_prompts
-from tests.unit.preflight.files import config
+from tests.unit.preflight.files import check_inputs, config, lines
 
 
 def test_invalid_prompts_are_refused(models: Path) -> None:
@@ -119,14 +118,14 @@ def test_prompts_that_do_not_fit_a_model_of_the_hub_are_refused(models: Path, mo
     tree = config(models).model_dump()
     tree["actor"]["model"] = "owner/policy"
     tree["rollout"]["max_response_tokens"] = 6
-    check_prompts(parse_config(tree, "test"), print)
+    lines(check_prompts(parse_config(tree, "test"), print))
     description = json.loads((snapshot / "config.json").read_text())
     (snapshot / "config.json").write_text(json.dumps({**description, "max_position_embeddings": 6}))
     with pytest.raises(ConfigError, match=r"exceeds the 6 positions of \w+\.model owner/policy"):
-        check_prompts(parse_config(tree, "test"), print)
+        lines(check_prompts(parse_config(tree, "test"), print))
     (snapshot / "config.json").write_text(json.dumps({**description, "vocab_size": 1}))
     with pytest.raises(DataError, match=r"prompts\.jsonl:2: token id 1; the policy's vocabulary is 0\.\.0"):
-        check_prompts(parse_config(tree, "test"), print)
+        lines(check_prompts(parse_config(tree, "test"), print))
 
 
 def test_too_many_dropped_prompts_and_unknown_token_ids_are_refused(models: Path) -> None:
@@ -192,7 +191,7 @@ def test_a_package_that_cannot_be_imported_is_reported(
 def test_without_the_tokenizer_the_prompts_are_only_read(models: Path) -> None:
     tree = config(models).model_dump()
     tree["actor"]["model"] = str(models / "absent")
-    assert check_prompts(parse_config(tree, "test"), print) == [
+    assert lines(check_prompts(parse_config(tree, "test"), print)) == [
         f"data.prompts {models}/prompts.jsonl: 2 prompts",
         "data.prompts: they are tokenized when the run starts: the tokenizer is not on this machine",
     ]

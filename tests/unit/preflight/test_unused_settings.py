@@ -9,8 +9,8 @@ import pytest
 
 from quartet.config.loading import load_config, parse_config
 from quartet.config.root import Config
-from quartet.preflight import check_inputs
-from quartet.preflight.ineffective_settings import unused_settings
+from quartet.preflight.ineffective_settings import check_settings
+from tests.unit.preflight.files import check_inputs, lines
 
 
 def minimal(models: Path, **sections: Any) -> dict[str, Any]:
@@ -82,7 +82,7 @@ def test_settings_without_effect_are_reported_with_the_reason(
     sections: dict[str, Any], keys: str, reason: str, models: Path
 ) -> None:
     parsed = parse_config(minimal(models, **{"algorithm": RLOO, **sections}), "test")
-    assert unused_settings(parsed) == [f"not used: {keys}: {reason}"]
+    assert lines(check_settings(parsed)) == [f"warning: {keys}: not used: {reason}"]
 
 
 def test_settings_with_an_effect_are_not_reported(models: Path) -> None:
@@ -98,7 +98,7 @@ def test_settings_with_an_effect_are_not_reported(models: Path) -> None:
         "services": {"critic": {"num_threads": 1}, "reference": {"num_threads": 1}},
         "guards": {"critic_lost": {"action": "stop"}},
     }  # fmt: skip
-    assert unused_settings(parse_config(minimal(models, **sections), "test")) == []
+    assert lines(check_settings(parse_config(minimal(models, **sections), "test"))) == []
     grpo = {
         "algorithm": {
             "estimator": "grpo",
@@ -106,10 +106,10 @@ def test_settings_with_an_effect_are_not_reported(models: Path) -> None:
             "truncation": {"treatment": "scale", "scale": 0.1},
         }
     }
-    assert unused_settings(parse_config(minimal(models, **grpo), "test")) == []
+    assert lines(check_settings(parse_config(minimal(models, **grpo), "test"))) == []
     critic = {"critic": {"final_learning_rate": 1e-6}}
-    assert unused_settings(parse_config(minimal(models, **critic), "test")) == [
-        "not used: critic.final_learning_rate: critic.schedule is constant"
+    assert lines(check_settings(parse_config(minimal(models, **critic), "test"))) == [
+        "warning: critic.final_learning_rate: not used: critic.schedule is constant"
     ]
 
 
@@ -119,14 +119,14 @@ def test_in_a_complete_config_only_values_other_than_the_default_are_reported(mo
         return load_config(models / "config.yaml")
 
     actor = {"model": str(models / "policy"), "lora": {"rank": 2}}
-    assert unused_settings(resolved(algorithm=RLOO, actor=actor)) == []
+    assert lines(check_settings(resolved(algorithm=RLOO, actor=actor))) == []
     parsed = resolved(algorithm={**RLOO, "gae_lambda": 0.9}, critic={"optimizer": {"eps": 1e-6}}, actor=actor)
-    assert unused_settings(parsed) == [
-        f"not used: critic.optimizer.eps: {NO_CRITIC}",
-        f"not used: algorithm.gae_lambda: {NO_CRITIC}",
+    assert lines(check_settings(parsed)) == [
+        f"warning: critic.optimizer.eps: not used: {NO_CRITIC}",
+        f"warning: algorithm.gae_lambda: not used: {NO_CRITIC}",
     ]
 
 
 def test_the_check_reports_unused_settings_last(models: Path) -> None:
     parsed = parse_config(minimal(models, algorithm=RLOO, critic={"warmup_steps": 3}), "test")
-    assert check_inputs(parsed)[-1] == f"not used: critic.warmup_steps: {NO_CRITIC}"
+    assert check_inputs(parsed)[-1] == f"warning: critic.warmup_steps: not used: {NO_CRITIC}"

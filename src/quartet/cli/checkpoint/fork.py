@@ -13,7 +13,7 @@ from quartet.config.root import Config
 from quartet.contract.status import TRAINED_ROLES, Role
 from quartet.data.prompt_contents import set_contents
 from quartet.errors import ConfigError
-from quartet.preflight import check_inputs
+from quartet.preflight import check_inputs, raise_errors
 from quartet.run_directory.checkpoints import MANIFEST, Checkpoint
 from quartet.run_directory.identity import Identity
 from quartet.run_directory.locking_and_removal import is_used, lock_run_directory, remove_run
@@ -78,7 +78,7 @@ def _check_run(before: Config, config: Config, checkpoint: Checkpoint) -> None:
             f"algorithm.value_pretraining_steps {pretraining}: counts from step 1 of the original run, so it has no effect after "
             f"step {checkpoint.step}; for N steps in the fork set {checkpoint.step} + N, or leave it out"
         )
-    check_inputs(config)
+    raise_errors(check_inputs(config))
 
 
 def _check_models(before: Config, config: Config, checkpoint: Checkpoint) -> None:

@@ -39,8 +39,7 @@ from quartet.launcher.sweep.results import (
     run_result,
     setting_results,
 )
-from quartet.preflight import check_gateway, check_inputs, setting_notes
-from quartet.preflight.security_checks import check_access
+from quartet.preflight import problems, raise_errors
 from quartet.run_directory.locking_and_removal import is_used
 from quartet.run_directory.run_files import RunFiles
 from quartet.system.child_processes import module_command, tied_to_parent
@@ -203,15 +202,14 @@ class _Execution:
         settings = {tuple(run.setting.items()): run for run in reversed(runs)}
         notes: dict[str, None] = {}
         for run in reversed(settings.values()):
+            found = problems(run.config, report=self._print)
             try:
-                check_access(run.config)
-                check_gateway(run.config)
-                check_inputs(run.config, self._print)
+                raise_errors(found)
             except QuartetError as error:
                 if not run.setting:
                     raise
                 raise type(error)(f"{error}\n  in the setting {describe(run.setting)} of the sweep") from error
-            notes |= dict.fromkeys(setting_notes(run.config))
+            notes |= dict.fromkeys(str(finding) for finding in found if finding.level == "warning")
         for note in notes:
             self._print(note)
 

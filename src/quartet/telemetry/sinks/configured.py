@@ -18,14 +18,16 @@ if TYPE_CHECKING:
 
 
 def check_sinks(config: Config) -> None:
-    """Raise ConfigError if the package of an enabled sink is not installed."""
+    """Raise ConfigError if packages of enabled sinks are not installed."""
     packages = {"wandb": config.telemetry.wandb, "mlflow": config.telemetry.mlflow}
-    for package, settings in packages.items():
-        if settings is not None and find_spec(package) is None:
-            raise ConfigError(
-                f"telemetry.{package}: the package {package} is not installed; "
-                f"pip install 'quartet-rlhf[{package}]', or remove telemetry.{package}"
-            )
+    missing = [
+        f"telemetry.{package}: the package {package} is not installed; "
+        f"pip install 'quartet-rlhf[{package}]', or remove telemetry.{package}"
+        for package, settings in packages.items()
+        if settings is not None and find_spec(package) is None
+    ]
+    if missing:
+        raise ConfigError("\n  ".join(missing))
 
 
 def open_sinks(config: Config, files: RunFiles, identity: str, note: Callable[[str], None]) -> Sinks:
