@@ -41,6 +41,7 @@ from quartet.telemetry.logs import configure_logs
 
 if TYPE_CHECKING:
     from quartet.rpc.security.credentials import Credentials
+    from quartet.run_directory.run_files import RunOutcome
     from quartet.services.observability import Observability
 
 log = structlog.get_logger()
@@ -167,8 +168,7 @@ def _serve(roles: list[Role], options: argparse.Namespace, notifier: ReadyNotifi
         configure_logs(f"{roles[0]}-{ranks.rank}")
         notifier.close()
         arm(os.environ, ranks.rank)
-    status: list[int] = []
-    failures: list[str] = []
+    outcomes: list[RunOutcome] = []
 
     def on_signal(signum: int, _: Any) -> None:
         endings.put(signal.Signals(signum).name)
@@ -196,9 +196,7 @@ def _serve(roles: list[Role], options: argparse.Namespace, notifier: ReadyNotifi
             from quartet.services.orchestrator.leadership import acquire_run_directory
 
             publish = stack.enter_context(acquire_run_directory(config)) if options.ready_fd is None else None
-            hosted, background, wait_for_outcome = _orchestrator(
-                config, endings, status, failures, notifier, observability, credentials
-            )
+            hosted, background, wait_for_outcome = _orchestrator(config, endings, outcomes, observability, credentials)
         else:
             if roles == [Role.GENERATOR]:
                 hosted = _generator(config, threads, credentials)
@@ -248,10 +246,10 @@ def _serve(roles: list[Role], options: argparse.Namespace, notifier: ReadyNotifi
             wait_for_outcome()
         observability.close()
         log.info("stopped")
-        for failure in failures:
-            print(f"error: {failure}", file=sys.stderr)
-        if status:
-            return status[0]
+        for outcome in outcomes:
+            if outcome.exit_status:
+                print(f"error: {outcome.message}", file=sys.stderr)
+            return outcome.exit_status
         # A run that has not ended: a non-zero status makes a supervisor restart this process.
         return 128 + signal.SIGTERM if roles == [Role.ORCHESTRATOR] else 0
 
@@ -409,9 +407,7 @@ def _freeze_loaded_objects() -> None:
 def _orchestrator(
     config: Config,
     endings: queue.SimpleQueue[str],
-    status: list[int],
-    failures: list[str],
-    notifier: ReadyNotifier,
+    outcomes: list[RunOutcome],
     observability: Observability,
     credentials: Credentials,
 ) -> tuple[list[Any], threading.Thread, Callable[[], None]]:
@@ -425,22 +421,19 @@ def _orchestrator(
 
     set_up_torch(1)
     board = ProgressBoard(config.run.name, config.run.steps)
-    control = RunControl(RunFiles(config.run_directory))
+    files = RunFiles(config.run_directory)
+    control = RunControl(files)
     url = required_buffer_url(config, credentials.folder)
     training = TrainingRun(config, url, board, control, _freeze_loaded_objects, observability.traces, credentials)
     observability.registry.register(RunMetrics(config, board, BufferDepth(url, config.run.name), training.generators))
 
-    def finished(code: int) -> None:
-        status.append(code)
-        if code:
-            # For a launcher that did not watch the progress yet when the run ended.
-            notifier.notify(error=board.current().error, exit_code=code)
-            failures.append(board.current().error)
-        else:
-            notifier.notify(outcome=board.current().state)
+    def finished(outcome: RunOutcome) -> None:
+        outcomes.append(outcome)
         endings.put(END_OF_RUN)
 
-    thread = threading.Thread(target=run_training, args=(training, board, finished), name="training", daemon=True)
+    thread = threading.Thread(
+        target=run_training, args=(training, files, board, finished), name="training", daemon=True
+    )
     servicer = OrchestratorServicer(board, control, training.live_settings, training.interrupt, training.generators)
 
     def wait_for_outcome() -> None:

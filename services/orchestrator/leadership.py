@@ -82,6 +82,7 @@ def acquire_run_directory(config: Config) -> Iterator[Callable[[str], None]]:
         resumes = files.metrics.exists()
         log.info("run resumed" if resumes else "run started", directory=str(files.root))
         files.write_config(config.to_yaml())
+        files.outcome.unlink(missing_ok=True)
         published: list[int] = []
 
         def publish_addresses(address: str) -> None:

@@ -20,13 +20,13 @@ from quartet.contract.control import RunState
 from quartet.contract.status import GeneratorInfo
 from quartet.data.evaluation import stream_name
 from quartet.data.prompt_contents import set_contents
-from quartet.errors import Cancelled, ConfigError, LeadershipConflict, QuartetError
+from quartet.errors import Cancelled, ConfigError, LeadershipConflict, QuartetError, ServiceFailed, StorageFailed
 from quartet.models.weights.tokenizer import load_tokenizer
 from quartet.preflight.repeatability import moved_note
 from quartet.rpc.security.credentials import LOCAL, Credentials
 from quartet.run_directory.checkpoints import DamagedCheckpoint, read_verified_checkpoint, roll_back
 from quartet.run_directory.identity import Identity
-from quartet.run_directory.run_files import RunFiles
+from quartet.run_directory.run_files import RunFiles, RunOutcome
 from quartet.services.orchestrator.algorithm.advantages import import_estimator
 from quartet.services.orchestrator.algorithm.state import AlgorithmState
 from quartet.services.orchestrator.algorithm.update_request import ModelUpdater
@@ -130,22 +130,18 @@ class TrainingRun:
         self.has_outcome = False
         """True once the run has ended or failed by itself, and not because its process ends."""
 
-    def run(self) -> None:
+    def run(self) -> RunOutcome:
         """Train from the last committed step to the end. Raises the first error that recovery cannot handle."""
         try:
-            self._run_to_end()
+            outcome = self._run_to_end()
             self.has_outcome = True
+            return outcome
         except Exception:
             # Before ``close``: an interruption during it is not the cause.
             self.has_outcome = not self._interrupted.is_set()
             raise
         finally:
             self.close()
-
-    @property
-    def exit_code(self) -> int:
-        """Exit code of a run that has ended without an error: 1 if a guard stopped it, else 0."""
-        return 0 if self._alerts.stopped_by is None else 1
 
     def generators(self) -> list[GeneratorInfo]:
         """Return the generators in separate processes. May be called from another thread."""
@@ -172,7 +168,7 @@ class TrainingRun:
             stack.callback(self._generation.close)
             stack.callback(self._preparation.discard)
 
-    def _run_to_end(self) -> None:
+    def _run_to_end(self) -> RunOutcome:
         failpoint("orchestrator.starting")
         # Before waiting for the services: a custom estimator that cannot be used ends the run at once.
         import_estimator(self._config.algorithm.estimator_spec)
@@ -199,10 +195,8 @@ class TrainingRun:
             error_text = (
                 f"stopped by guard {alert.guard} after step {step}; the policy is saved in {self._files.policy}"
             )
-            self._board.update(state=RunState.FAILED, phase="done", error=error_text, exit_code=1)
-            return
-        finished = step >= self._config.run.steps
-        self._board.update(state=RunState.FINISHED if finished else RunState.STOPPED, phase="done")
+            return RunOutcome.of(ServiceFailed(error_text), step)
+        return RunOutcome(RunState.FINISHED if step >= self._config.run.steps else RunState.STOPPED, step)
 
     def _load(self, statuses: ServiceStatuses) -> LoadedRun:
         """Load prompts, tokenizer and identity. Raises ConfigError."""
@@ -469,24 +463,26 @@ class TrainingLoop:
             raise RollbackRequested
 
 
-def run_training(run: TrainingRun, board: ProgressBoard, on_end: Callable[[int], None]) -> None:
-    """Run to the end, on the calling thread. Shows the outcome on the board and passes the exit code to ``on_end``.
+def run_training(run: TrainingRun, files: RunFiles, board: ProgressBoard, on_end: Callable[[RunOutcome], None]) -> None:
+    """Run to the end, on the calling thread. Records the outcome, ends the progress with it and passes it to ``on_end``.
 
     A run that is interrupted before its end has no outcome.
     """
     try:
-        run.run()
+        outcome = run.run()
     except Exception as error:
         if not run.has_outcome:
             log.info("run interrupted", error=str(error))
             return
+        step = board.current().step
         if isinstance(error, Cancelled):
-            board.update(state=RunState.STOPPED, phase="done", error=str(error))
-            on_end(0)
-            return
-        code = 2 if isinstance(error, ConfigError) else 1
-        log.error("run failed", error=str(error), exc_info=None if code == 2 else error)
-        board.update(state=RunState.FAILED, phase="failed", error=str(error) or type(error).__name__, exit_code=code)
-        on_end(code)
-    else:
-        on_end(run.exit_code)
+            outcome = RunOutcome(RunState.STOPPED, step, message=str(error))
+        else:
+            outcome = RunOutcome.of(error, step)
+            log.error("run failed", error=str(error), exc_info=None if outcome.exit_status == 2 else error)
+    try:
+        files.write_outcome(outcome)
+    except StorageFailed as error:
+        log.error("outcome not recorded", error=str(error))
+    board.end(outcome)
+    on_end(outcome)

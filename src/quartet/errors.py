@@ -14,6 +14,9 @@ class QuartetError(Exception):
     to do.
     """
 
+    service: str = ""
+    """The service that a call failed at: its name, or NAME at ADDRESS. Empty if the error is of another kind."""
+
 
 class ConfigError(QuartetError):
     """The configuration, or a file it names, is wrong. The user can fix it; a retry fails again."""

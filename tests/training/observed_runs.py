@@ -143,7 +143,8 @@ def run_observed(config: Config) -> Observed:
         )
         observation.registry.register(RunMetrics(addressed, board, BufferDepth(config.buffer.url, config.run.name)))
         observation.start()
-        run_training(training, board, exit_codes.append)
+        files = RunFiles(config.run_directory)
+        run_training(training, files, board, lambda outcome: exit_codes.append(outcome.exit_status))
         samples = {name: read(observation.address) for name, observation in observations.items()}
     closing = [threading.Thread(target=observation.close) for observation in observations.values()]
     for thread in closing:

@@ -189,11 +189,19 @@ def services(config: Config) -> Iterator[Config]:
 def orchestrator(config: Config, control: RunControl | None = None) -> Iterator[ActiveRun]:
     """Run the training in a thread, with the services at the addresses of the config."""
     control = control or RunControl(RunFiles(config.run_directory), persist=False)
-    board, exit_codes = ProgressBoard(config.run.name, config.run.steps), list[int]()
+    board, exit_codes, files = (
+        ProgressBoard(config.run.name, config.run.steps),
+        list[int](),
+        RunFiles(config.run_directory),
+    )
     assert config.buffer.url is not None
     credentials = Credentials(Role.ORCHESTRATOR, run=config.run.name)
     training = TrainingRun(config, config.buffer.url, board, control, credentials=credentials)
-    thread = threading.Thread(target=run_training, args=(training, board, exit_codes.append), daemon=True)
+    thread = threading.Thread(
+        target=run_training,
+        args=(training, files, board, lambda outcome: exit_codes.append(outcome.exit_status)),
+        daemon=True,
+    )
     thread.start()
     yield ActiveRun(
         config, board, control, thread, exit_codes, training.live_settings, training.generators, training.interrupt

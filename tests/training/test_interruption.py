@@ -14,6 +14,7 @@ from quartet.buffer.connection import connect
 from quartet.config.root import Config
 from quartet.contract.control import RunState
 from quartet.errors import ConfigError, ServiceFailed
+from quartet.run_directory.run_files import RunFiles, RunOutcome
 from quartet.services.orchestrator.run import TrainingRun
 from quartet.services.orchestrator.telemetry.run_outputs import RunTelemetry
 from tests.training.conftest import MakeConfig
@@ -49,6 +50,7 @@ def interrupt(active: ActiveRun) -> None:
     active.thread.join(LIMIT)
     assert not active.thread.is_alive()
     assert active.exit_codes == []
+    assert RunFiles(active.config.run_directory).read_outcome() is None
     progress = active.board.current()
     assert (progress.state, progress.recoveries, progress.error) == (RunState.TRAINING, 0, "")
     assert active.config.buffer.url is not None
@@ -85,9 +87,10 @@ def test_an_interruption_after_the_end_of_a_run_does_not_change_its_outcome(
 ) -> None:
     closing, interrupted = threading.Event(), threading.Event()
 
-    def run_to_end(self: TrainingRun) -> None:
+    def run_to_end(self: TrainingRun) -> RunOutcome:
         if error is not None:
             raise error
+        return RunOutcome(RunState.FINISHED, 0)
 
     def close(self: RunTelemetry) -> None:
         if closing.is_set():
@@ -102,3 +105,5 @@ def test_an_interruption_after_the_end_of_a_run_does_not_change_its_outcome(
         active.interrupt()
         active.thread.join(LIMIT)
     assert active.exit_codes == [code]
+    recorded = RunFiles(active.config.run_directory).read_outcome()
+    assert recorded == (RunOutcome(RunState.FINISHED, 0) if error is None else RunOutcome.of(error, 0))

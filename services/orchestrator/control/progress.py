@@ -11,6 +11,8 @@ from typing import Protocol
 
 from quartet.contract.control import Alert, Progress, RunState
 
+from quartet.run_directory.run_files import RunOutcome
+
 HISTORY = 256
 """Committed steps, notes and alerts kept in memory for late watchers. The run's files and log have all of them."""
 
@@ -44,6 +46,11 @@ class ProgressBoard:
                 setattr(self._progress, name, value)
             self._changes += 1
             self._changed.notify_all()
+
+    def end(self, outcome: RunOutcome) -> None:
+        """End the progress of the run."""
+        phase = "failed" if outcome.state is RunState.FAILED else "done"
+        self.update(state=outcome.state, phase=phase, error=outcome.message, exit_code=outcome.exit_status)
 
     def note(self, text: str) -> None:
         """Add a note for the user."""

@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 
 from quartet.config.loading import load_config
 from quartet.config.root import Config
-from quartet.contract.control import Progress, RunState, Setting, SettingChange
+from quartet.contract.control import Progress, Setting, SettingChange
 from quartet.contract.trajectory import VersionSpan
-from quartet.errors import ConfigError, QuartetError, ServiceFailed
+from quartet.errors import ConfigError, QuartetError
 from quartet.launcher.background_run import BackgroundRun, ProgressLines, saved_state
 from quartet.launcher.gateway_client import Api, connect, find_run
 from quartet.rpc.clients import OrchestratorClient
@@ -31,7 +31,7 @@ from quartet.run_directory.step_lines import read_step_lines
 from quartet.run_directory.token_files import TrajectoryTokens
 
 IDLE = "idle"
-"""State of a run that is not active and did not reach its last step."""
+"""State of a run that is not active and has no outcome."""
 TIMEOUT_SECONDS = 2.0
 """Time that an orchestrator has to respond. It responds at once, also during a step."""
 RESTART_SECONDS = 15.0
@@ -109,7 +109,7 @@ class Run:
         """The state of the run.
 
         An active run is "starting", "training", "paused" or "recovering", any other "finished", "stopped", "failed" or "idle".
-        "idle": not active and not at its last step. A run whose services another process is starting is "idle", too.
+        "idle": interrupted before its last step. A run whose services another process is starting is "idle", too.
         """
         active = self._active
         if active is not None and not active.interrupted:
@@ -282,10 +282,9 @@ class Run:
                 display.show(now)
             while _print_line(display, 0, progress):
                 pass
-            if now is not None and now.state is RunState.FAILED:
-                raise (ConfigError if now.exit_code == 2 else ServiceFailed)(now.error)
-            if now is not None and now.state.ended:
-                return now.state.value
+            if outcome := self._files.read_outcome():
+                outcome.raise_failure()
+                return outcome.state.value
             if not self._files.services.exists() or time.monotonic() - responded > RESTART_SECONDS:
                 return self._saved_state()
             time.sleep(POLL_SECONDS)

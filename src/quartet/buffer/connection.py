@@ -169,7 +169,9 @@ def translate_errors(url: str, lost: Callable[[], None] = lambda: None) -> Itera
         ) from None
     except (redis.exceptions.ConnectionError, redis.exceptions.TimeoutError) as error:
         lost()
-        raise ServiceUnavailable(f"{where}: unreachable ({error}); {_remedy(url)}") from None
+        unreachable = ServiceUnavailable(f"{where}: unreachable ({error}); {_remedy(url)}")
+        unreachable.service = "redis"
+        raise unreachable from None
     except redis.exceptions.OutOfMemoryError:
         raise BufferFailed(
             f"{where}: is full; raise its maxmemory, or lower rollout.prompts_per_step or checkpoint.every_steps: experience "

@@ -142,5 +142,9 @@ class _WithState:
 
 
 def saved_state(files: RunFiles, steps: int, last_step: int) -> str:
-    """Return "finished" or "idle" for a run that is not active. The files do not record why a run ended early."""
-    return RunState.FINISHED.value if last_step >= steps and files.policy_step() == last_step else "idle"
+    """Return "finished", "stopped", "failed" or, if it was interrupted, "idle" for a run that is not active."""
+    if last_step >= steps and files.policy_step() == last_step:
+        return RunState.FINISHED.value
+    outcome = files.read_outcome()
+    # A rollback or a fork since then starts from another step.
+    return outcome.state.value if outcome is not None and outcome.step == last_step else "idle"

@@ -9,9 +9,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from multiprocessing.connection import wait
 from pathlib import Path
+from subprocess import TimeoutExpired
 from types import TracebackType
 
 from quartet.buffer.connection import connect
@@ -36,6 +37,8 @@ from quartet.telemetry.logs import file_log
 
 FAILURE_DRAIN_SECONDS = 1.0
 """Seconds that the other processes have to end after one has failed, before they are killed."""
+EXIT_SECONDS = 1.0
+"""Seconds that a process may take to end after its connections are lost."""
 CLOSE_SECONDS = 5.0
 """Seconds that a process has to end after its calls have drained."""
 PRELOADED = (
@@ -67,8 +70,10 @@ class Launcher:
         """
         self._config, self._config_path = config, config_path
         self._interrupted = interrupted or threading.Event()
+        self.total_steps = config.run.steps
         self.credentials = Credentials(OPERATOR, config.security)
-        self._logs = RunFiles(config.run_directory).logs
+        self._files = RunFiles(config.run_directory)
+        self._logs = self._files.logs
         self._redis: EmbeddedRedis | None = None
         self._fork_server: ForkServer | None = None
         self._services: list[ServiceProcess] = []
@@ -147,7 +152,7 @@ class Launcher:
     def _start_buffer(self) -> None:
         url = buffer_url(self._config, self.credentials.folder)
         if url is None:
-            self._redis = EmbeddedRedis(RunFiles(self._config.run_directory).redis, self._logs / "redis.log")
+            self._redis = EmbeddedRedis(self._files.redis, self._logs / "redis.log")
             self.url = self._redis.url
             self._messages += [self._redis.damage] if self._redis.damage else []
             return
@@ -242,10 +247,10 @@ class Launcher:
 
         Raises the process's error otherwise, unless the run can continue without the process.
         """
+        if self._has_ended_run(process):
+            return False
         if isinstance(process, ServiceProcess):
             process.read_messages()
-            if process.outcome is not None:
-                return False
         gave_up = ""
         # A process with an exit status or a reported error would fail again in the same way, unless one of its ranks was killed.
         reported = process.reported_error if isinstance(process, ServiceProcess) else None
@@ -303,14 +308,13 @@ class Launcher:
         """The link that opens the dashboard, or None without a gateway."""
         return self._gateway.link() if self._gateway is not None else None
 
-    def check(self, orchestrator: bool = True) -> list[str]:
+    def check(self) -> list[str]:
         """Restart processes that have ended, kill those that hang. Return messages for the user. Never waits.
 
-        Raises ServiceFailed if a process is given up. Raises the orchestrator's error if it ended the run with one.
-        ``orchestrator`` False leaves the orchestrator out, for a caller that has not read all of its progress yet.
+        An orchestrator that has recorded the outcome of the run may end. Raises ServiceFailed if a process is given up.
         """
         for supervisor in [*self._supervisors]:
-            if supervisor.supervised is self._orchestrator and (not orchestrator or self.run_ended):
+            if self._has_ended_run(supervisor.supervised):
                 continue
             try:
                 self._messages += supervisor.poll()
@@ -325,35 +329,25 @@ class Launcher:
         messages, self._messages = self._messages, []
         return messages
 
-    @property
-    def _orchestrator(self) -> ServiceProcess | None:
-        return next((service for service in self._services if service.name == Role.ORCHESTRATOR), None)
+    def _has_ended_run(self, process: SupervisedProcess) -> bool:
+        """Return whether this is the orchestrator, which has recorded the outcome of the run and has ended."""
+        ended = process.name == Role.ORCHESTRATOR and process.process.poll() is not None
+        return ended and self._files.read_outcome() is not None
 
-    @property
-    def run_ended(self) -> bool:
-        """Return whether the orchestrator has finished the run. Raises the error that it reported if the run failed.
+    def raise_if_down(self, service: str) -> None:
+        """Raise the error of a process other than the orchestrator and the gateway that is down: it may have failed the run.
 
-        An orchestrator that crashed has reported nothing: it is restarted, and the run continues.
+        Waits a moment for the end of that behind ``service``, whose connection may be lost before.
         """
-        service = self._orchestrator
-        if service is None or service.process.poll() is None:
-            return False
-        service.read_messages()
-        # A restarted orchestrator that did not get ready has not resumed the run, so its error is not the run's.
-        if service.ready and service.reported_error is not None:
-            raise exit_error(service)
-        return service.outcome is not None or (service.ready and service.process.returncode == 0)
-
-    @property
-    def outcome(self) -> str | None:
-        """Return how the run ended, as the orchestrator reported it: "finished" or "stopped". None if it reported nothing."""
-        return self._orchestrator.outcome if self._orchestrator is not None else None
-
-    def raise_if_down(self) -> None:
-        """Raise ServiceFailed if a process other than the orchestrator and the gateway is down: it may have failed the run."""
+        name, _, address = service.partition(" at ")
         for supervisor in self._supervisors:
-            if supervisor.supervised not in (self._orchestrator, self._gateway):
-                supervisor.raise_if_down()
+            process = supervisor.supervised
+            if process.name == Role.ORCHESTRATOR or process is self._gateway:
+                continue
+            if process.name == name or (address and getattr(process, "address", None) == address):
+                with suppress(TimeoutExpired):
+                    process.process.wait(timeout=EXIT_SECONDS)
+            supervisor.raise_if_down()
 
     def stop(self, timeout: float) -> None:
         """Stop the orchestrator, then the other services, then Redis. Kill processes that have not ended within ``timeout``

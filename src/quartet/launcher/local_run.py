@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import queue
 import threading
-import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from shlex import quote
 
 from quartet.config.root import Config
@@ -25,7 +24,7 @@ from quartet.run_directory.locking_and_removal import (
     remove_run,
     restore_earlier_run,
 )
-from quartet.run_directory.run_files import RunFiles
+from quartet.run_directory.run_files import RunFiles, RunOutcome
 
 
 @contextmanager
@@ -64,6 +63,7 @@ def started_run(
             files.write_config(config.to_yaml())
             # A start or resume overrides an earlier pause command.
             files.pending_commands.unlink(missing_ok=True)
+            files.outcome.unlink(missing_ok=True)
             with Launcher(config, files.config, interrupted) as launcher:
                 with activity("starting the services"):
                     launcher.start(report=report)
@@ -77,10 +77,13 @@ def started_run(
                 try:
                     yield launcher, files
                 except KeyboardInterrupt:
-                    if files.metrics.exists() and not launcher.run_ended:
+                    if files.metrics.exists() and files.read_outcome() is None:
                         report(f"to continue: {_resume_command(files)}")
                     raise
                 except QuartetError as error:
+                    # What ended the run is what the user sees, also if the orchestrator knew less or was lost.
+                    with suppress(QuartetError):
+                        files.write_outcome(RunOutcome.of(error, files.last_step()))
                     if not files.metrics.exists():
                         raise
                     message = f"{error}\nto continue once the cause is fixed: {_resume_command(files)}"
@@ -98,6 +101,10 @@ def _resume_command(files: RunFiles) -> str:
 
 RECONNECT_SECONDS = 0.2
 """Pause before reconnecting to the progress stream."""
+POLL_SECONDS = 0.2
+"""Interval between two looks at the processes of a run without progress."""
+LOST = ("ServiceUnavailable", "ServiceFailed", "NoResponse", "EngineFailed")
+"""Errors of calls to a process that may have ended."""
 
 
 class _ProgressStream:
@@ -144,9 +151,9 @@ def follow_run(
 ) -> RunState:
     """Show the run and supervise its processes until it ends. A replaced earlier run is deleted after the first step.
 
-    If the orchestrator crashes, it is restarted at the same address and the progress stream reconnects. Returns FINISHED or
-    STOPPED. Raises ConfigError or ServiceFailed if the run fails, or if a process exceeds its restart limit; KeyboardInterrupt if
-    ``interrupted`` is set.
+    If the orchestrator ends without an outcome, it is restarted at the same address and the progress stream reconnects. Returns
+    FINISHED or STOPPED. Raises ConfigError or ServiceFailed if the run fails, or if a process exceeds its restart limit;
+    KeyboardInterrupt if ``interrupted`` is set.
     """
     stream = _ProgressStream(launcher.addresses[Role.ORCHESTRATOR][0], launcher.credentials)
     try:
@@ -165,54 +172,36 @@ def _follow(
     while True:
         if interrupted.is_set():
             raise KeyboardInterrupt
+        outcome = None
         try:
-            progress = updates.get(timeout=0.2)
+            progress = updates.get(timeout=POLL_SECONDS)
         except queue.Empty:
-            _supervise(launcher, display)
-            continue
-        if progress is None:
-            _supervise(launcher, display)
-            if launcher.run_ended:
-                return _end_state(launcher, display)
-            continue
-        # After a rollback the step is lower than the last one shown. Recomputed steps are shown again.
-        display.rewind(progress.step)
-        display.show(progress)
-        if progress.step:
-            delete_earlier_run(files)
-        if progress.state is RunState.FAILED:
-            _blame_a_service(launcher)
-            kind = ConfigError if progress.exit_code == 2 else ServiceFailed
-            raise kind(progress.error)
-        if progress.state.ended:
-            if progress.state is RunState.STOPPED:
-                display.print_line(f"stopped after step {progress.step} of {progress.total_steps}")
-            return progress.state
-        # While progress arrives, the orchestrator is healthy.
-        _supervise(launcher, display, orchestrator=False)
+            pass
+        else:
+            if progress is None:
+                # The orchestrator may have ended before all of its progress was read.
+                outcome = files.read_outcome()
+            else:
+                # After a rollback the step is lower than the last one shown. Recomputed steps are shown again.
+                display.rewind(progress.step)
+                display.show(progress)
+                if progress.step:
+                    delete_earlier_run(files)
+                if progress.state.ended:
+                    outcome = files.read_outcome() or _unrecorded(progress)
+        if outcome is not None:
+            if outcome.state is RunState.FAILED:
+                # A process that has ended says more than a call to it.
+                launcher.raise_if_down(outcome.service if outcome.error in LOST else "")
+                outcome.raise_failure()
+            if outcome.state is RunState.STOPPED:
+                display.print_line(f"stopped after step {outcome.step} of {launcher.total_steps}")
+            return outcome.state
+        for line in launcher.check():
+            display.print_line(line)
 
 
-def _supervise(launcher: Launcher, display: Display, orchestrator: bool = True) -> None:
-    for line in launcher.check(orchestrator):
-        display.print_line(line)
-
-
-def _blame_a_service(launcher: Launcher, wait: float = 1.0) -> None:
-    """Raise the error of a crashed service. The orchestrator may notice a crash before the launcher does."""
-    deadline = time.monotonic() + wait
-    while time.monotonic() < deadline:
-        launcher.raise_if_down()
-        time.sleep(0.05)
-
-
-def _end_state(launcher: Launcher, display: Display) -> RunState:
-    """Return the outcome of an orchestrator that exited normally while the progress stream was disconnected."""
-    if launcher.outcome is None:
-        _blame_a_service(launcher)
-        raise ServiceFailed(
-            "orchestrator: its progress stream ended before the run; see logs/orchestrator.log of the run"
-        )
-    if launcher.outcome == "stopped":
-        display.print_line("stopped before the last step")
-        return RunState.STOPPED
-    return RunState.FINISHED
+def _unrecorded(progress: Progress) -> RunOutcome:
+    """Return the outcome in the last progress: a full disk may refuse the record."""
+    error = {0: "", 2: ConfigError.__name__}.get(progress.exit_code, ServiceFailed.__name__)
+    return RunOutcome(progress.state, progress.step, error, progress.error)

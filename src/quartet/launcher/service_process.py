@@ -21,7 +21,7 @@ LOG_TAIL_LINES = 20
 
 
 class ServiceProcess:
-    """One service process. It reports through a pipe when it is ready, why it ended, or how the run ended."""
+    """One service process. It reports through a pipe when it is ready, or why it ended."""
 
     def __init__(
         self,
@@ -56,8 +56,6 @@ class ServiceProcess:
         self.ready = False
         self.reported_error: dict[str, Any] | None = None
         """``error``, ``exit_code``, and whether a rank was ``killed``, if the process ended with an error that it reported."""
-        self.outcome: str | None = None
-        """Outcome of the run, if this is an orchestrator that ended it: "finished" or "stopped"."""
         reader, writer = os.pipe()
         os.set_blocking(reader, False)
         self._pipe = os.fdopen(reader, "rb", buffering=0)
@@ -91,8 +89,6 @@ class ServiceProcess:
             message = json.loads(line)
             if "address" in message:
                 self.address, self.ready = message["address"], True
-            elif "outcome" in message:
-                self.outcome = message["outcome"]
             else:
                 self.reported_error = message
 

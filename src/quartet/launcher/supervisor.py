@@ -184,11 +184,16 @@ def exit_error(process: SupervisedProcess, prefix: str = "") -> ConfigError | Se
     Return ConfigError if the process reported one at its first start, else ServiceFailed. ``prefix`` comes before the cause.
     """
     reported = process.reported_error if isinstance(process, ServiceProcess) else None
+    kind: type[ConfigError | ServiceFailed] = ServiceFailed
     if reported is not None:
         kind = ConfigError if reported["exit_code"] == 2 and not prefix else ServiceFailed
-        return kind(": ".join(text for text in (process.name, prefix, reported["error"]) if text))
-    cause = "; ".join(text for text in (prefix, describe_exit(process.process)) if text)
-    return ServiceFailed(f"{process.name}: {cause}; {log_tail(process.log)}")
+        text = ": ".join(text for text in (process.name, prefix, reported["error"]) if text)
+    else:
+        cause = "; ".join(text for text in (prefix, describe_exit(process.process)) if text)
+        text = f"{process.name}: {cause}; {log_tail(process.log)}"
+    error = kind(text)
+    error.service = process.name
+    return error
 
 
 def first_line(error: Exception) -> str:

@@ -216,7 +216,10 @@ class ServiceChannel:
         return (*self._credentials.metadata, *(span.metadata if span is not None else ())), span
 
     def _error(self, error: grpc.RpcError, title: str, timeout: float) -> QuartetError:
-        return error_of(error, f"{self.name} at {self.address}: {title}", timeout)
+        service = f"{self.name} at {self.address}"
+        failure = error_of(error, f"{service}: {title}", timeout)
+        failure.service = service
+        return failure
 
     def _late_error(self, error: grpc.RpcError, title: str, timeout: float) -> QuartetError:
         """Return the error of a call. A refusal by a service that has responded before is a fault, and not one of the config.
@@ -225,7 +228,9 @@ class ServiceChannel:
         """
         failure = self._error(error, title, timeout)
         if self._has_responded and error.code() in _REFUSAL_CODES:
-            return ServiceUnavailable(str(failure))
+            unavailable = ServiceUnavailable(str(failure))
+            unavailable.service = failure.service
+            return unavailable
         return failure
 
     def _closed(self, title: str) -> QuartetError:

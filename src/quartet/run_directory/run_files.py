@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from numpy.typing import NDArray
 
+from quartet import errors
 from quartet.config.loading import FIRST_CONFIG_LINE
-from quartet.contract.control import Alert
+from quartet.contract.control import Alert, RunState
 from quartet.contract.status import Role
-from quartet.errors import ConfigError
+from quartet.errors import ConfigError, ServiceFailed
 from quartet.run_directory.reference_versions import remove_versions, versions
 from quartet.run_directory.step_lines import (
     append_step_lines,
@@ -26,6 +27,45 @@ from quartet.run_directory.step_lines import (
 from quartet.run_directory.timeline_file import append_timeline, truncate_timeline
 from quartet.run_directory.token_files import TrajectoryTokens, read_tokens, token_files, write_tokens
 from quartet.system.durable_files import storage_errors, write_durably
+
+
+@dataclass(frozen=True, slots=True)
+class RunOutcome:
+    """How a run ended after ``step``: FINISHED, STOPPED or FAILED.
+
+    Of a failure: the class of the error, its ``message``, and the ``service`` to blame, as ``QuartetError.service``.
+    """
+
+    state: RunState
+    step: int
+    error: str = ""
+    message: str = ""
+    service: str = ""
+
+    @classmethod
+    def of(cls, error: BaseException, step: int) -> RunOutcome:
+        """Return the failure of a run by ``error``."""
+        # A service's error may have become the context of another one.
+        cause: BaseException | None = error
+        service = ""
+        while not service and cause is not None:
+            service = getattr(cause, "service", "")
+            cause = cause.__cause__ or cause.__context__
+        return cls(RunState.FAILED, step, type(error).__name__, str(error) or type(error).__name__, service)
+
+    @property
+    def exit_status(self) -> int:
+        """Exit status of the command: 2 for an error that the user can fix, 1 for any other, else 0."""
+        if self.state is not RunState.FAILED:
+            return 0
+        return 2 if issubclass(getattr(errors, self.error, Exception), ConfigError) else 1
+
+    def raise_failure(self) -> None:
+        """Raise the error of a failure, as ConfigError or ServiceFailed."""
+        if self.state is RunState.FAILED:
+            failure = (ConfigError if self.exit_status == 2 else ServiceFailed)(self.message)
+            failure.service = self.service
+            raise failure
 
 
 class RunFiles:
@@ -62,6 +102,7 @@ class RunFiles:
         self.failed_trajectories = root / "failed_trajectories.jsonl"
         self.services = root / "services.json"
         self.identity = root / "run.json"
+        self.outcome = root / "outcome.json"
         self.pending_commands = root / "pending_commands"
         self.rolling_back = root / "rolling_back"
         self.logs = root / "logs"
@@ -90,6 +131,19 @@ class RunFiles:
             raise ConfigError(
                 f"run directory {self.root}: cannot be written ({error.strerror}); set run.directory to a folder of yours"
             ) from None
+
+    def write_outcome(self, outcome: RunOutcome) -> None:
+        """Write ``outcome.json``: the run has ended, and no process continues it."""
+        with storage_errors(self.outcome):
+            write_durably(self.outcome, json.dumps(asdict(outcome), indent=2) + "\n")
+
+    def read_outcome(self) -> RunOutcome | None:
+        """Return how the run ended; None if it is active or was interrupted."""
+        try:
+            given = json.loads(self.outcome.read_text(encoding="utf-8"))
+            return RunOutcome(**{**given, "state": RunState(given["state"])})
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
 
     def write_policy_step(self, step: int) -> None:
         """Record in ``policy.json`` that the saved policy is the one after ``step``."""
