@@ -10,7 +10,6 @@ from itertools import islice
 from typing import Protocol
 
 from quartet.contract.control import Alert, Progress, RunState
-
 from quartet.run_directory.run_files import RunOutcome
 
 HISTORY = 256

@@ -66,7 +66,11 @@ def started_run(
             files.outcome.unlink(missing_ok=True)
             with Launcher(config, files.config, interrupted) as launcher:
                 with activity("starting the services"):
-                    launcher.start(report=report)
+                    try:
+                        launcher.start(report=report)
+                    except QuartetError as error:
+                        _record_failure(files, error)
+                        raise
                 for line in launcher.check():
                     report(line)
                 files.write_services(launcher.addresses)
@@ -81,9 +85,7 @@ def started_run(
                         report(f"to continue: {_resume_command(files)}")
                     raise
                 except QuartetError as error:
-                    # What ended the run is what the user sees, also if the orchestrator knew less or was lost.
-                    with suppress(QuartetError):
-                        files.write_outcome(RunOutcome.of(error, files.last_step()))
+                    _record_failure(files, error)
                     if not files.metrics.exists():
                         raise
                     message = f"{error}\nto continue once the cause is fixed: {_resume_command(files)}"
@@ -93,6 +95,14 @@ def started_run(
             files.services.unlink(missing_ok=True)
             files.gateway.unlink(missing_ok=True)
             restore_earlier_run(files)
+
+
+def _record_failure(files: RunFiles, error: QuartetError) -> None:
+    """Record what the user sees, unless the orchestrator has: it may know less, or be lost."""
+    known = files.read_outcome()
+    if known is None or known.message != str(error):
+        with suppress(QuartetError):  # A full disk, or damaged metrics: the error itself is shown.
+            files.write_outcome(RunOutcome.of(error, files.last_step()))
 
 
 def _resume_command(files: RunFiles) -> str:

@@ -55,7 +55,8 @@ def problems(
     of progress every few seconds while prompts are tokenized.
     """
     found = collect(check_access, config)
-    if config.gateway.enabled and config.gateway.listen is not None:
+    starts_gateway = config.gateway.enabled and config.services.orchestrator.address is None
+    if starts_gateway and config.gateway.listen is not None:
         found += collect(check_port, "gateway.listen", config.gateway.listen)
     if files is not None:
         found += collect(_check_directory, config, files, overwrite, resume)

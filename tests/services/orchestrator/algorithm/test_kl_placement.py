@@ -11,7 +11,7 @@ import yaml
 from quartet.config.loading import parse_config
 from quartet.config.root import Config
 from quartet.contract.trajectory import FinishReason, Trajectory, TrajectoryId
-from quartet.preflight import setting_notes
+from quartet.preflight.ineffective_settings import check_settings
 from quartet.services.orchestrator.algorithm.experience import prepare_step
 from quartet.services.orchestrator.algorithm.update_request import policy_loss_of
 from quartet.services.orchestrator.rollout.scoring import ScoredTrajectory
@@ -61,7 +61,8 @@ def test_the_estimator_decides_the_default_which_the_resolved_config_shows(
     assert (settings.kl_loss, settings.kl_loss_coefficient) == (expected, weight)
     again = parse_config(yaml.safe_load(whole.to_yaml()), "config of the run")
     assert again == whole
-    assert setting_notes(again) == setting_notes(config(**yaml.safe_load(whole.to_yaml())["algorithm"]))
+    read = config(**yaml.safe_load(whole.to_yaml())["algorithm"])
+    assert [*check_settings(again)] == [*check_settings(read)]
 
 
 def advantages(groups: list[list[float]], **algorithm: Any) -> np.ndarray:
@@ -96,11 +97,13 @@ def test_the_kl_in_the_rewards_of_a_group_gets_full_scale_and_a_warning() -> Non
     settings = {"estimator": "grpo", "kl_loss": "none"}
     equal = advantages(EQUAL_AND_MIXED, **settings)[0]
     assert np.sqrt((equal**2).mean()) > 0.8
-    (note,) = setting_notes(config(**settings))
-    assert note.startswith("warning: algorithm.kl_loss none: estimator grpo divides the rewards of a prompt by their")
+    (note,) = check_settings(config(**settings))
+    assert str(note).startswith(
+        "warning: algorithm.kl_loss none: estimator grpo divides the rewards of a prompt by their"
+    )
     for harmless in ({"estimator": "grpo"}, {**settings, "kl_coefficient": 0.0}, {"estimator": "rloo"}):
-        assert not setting_notes(config(**harmless))
-    assert setting_notes(config(**custom(divides_by_group_std=True), kl_loss="none"))
+        assert not [*check_settings(config(**harmless))]
+    assert [*check_settings(config(**custom(divides_by_group_std=True), kl_loss="none"))]
 
 
 @pytest.mark.parametrize("estimator", ["rloo", "opo", "reinforce_plus_plus_baseline"])
