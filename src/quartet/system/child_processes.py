@@ -93,7 +93,7 @@ def package_path() -> Iterator[str]:
     from tempfile import TemporaryDirectory  # Every child process imports this module, and few need this.
 
     with TemporaryDirectory(prefix="quartet-") as folder:
-        package = Path(__file__).resolve().parent
+        package = Path(__file__).resolve().parents[1]
         (Path(folder) / package.name).symlink_to(package, target_is_directory=True)
         yield folder
 
