@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,11 +25,12 @@ import numpy as np
 from benchmarks import machine, page
 from benchmarks.options import add_shared, page_of, parser_of, positive
 from quartet.config.deployment import TimeoutsConfig
+from quartet.contract.status import Role
 from quartet.contract.trajectory import Scores, TokenBatch
 from quartet.errors import Cancelled, QuartetError, ServiceBusy
+from quartet.rpc import replica_set
 from quartet.rpc.clients import RewardClient
-from quartet.rpc.pending_calls import PendingResult
-from quartet.rpc.refused_calls import RepeatedCall
+from quartet.rpc.replica_set import FrozenReplicas
 from quartet.rpc.security.credentials import OPERATOR, Credentials
 
 VOCABULARY, PROMPT_TOKENS, RESPONSE_TOKENS = 1000, 64, 64
@@ -142,12 +144,12 @@ def measure(
 
 def timed(client: RewardClient, batch: TokenBatch, calls: int) -> list[float]:
     """Return the seconds of each of several calls, one after the other. A busy service is asked again."""
-    seconds = []
+    seconds, replicas = [], replicas_of(client)
     for _ in range(calls):
         start = time.perf_counter()
         while True:
             try:
-                RepeatedCall(lambda: client.score(batch)).result()
+                replicas.start(lambda each: each.score(batch)).result()
                 break
             except ServiceBusy:
                 time.sleep(0.05)
@@ -162,6 +164,11 @@ def client_of(address: str, run: str) -> RewardClient:
     return client
 
 
+def replicas_of(client: RewardClient) -> FrozenReplicas[RewardClient]:
+    """Return the service of a client as the only replica, whose refused calls are repeated."""
+    return FrozenReplicas(Role.REWARD, [client.channel.address], lambda _: client, lambda note: None)
+
+
 def batch_of(sequences: int) -> TokenBatch:
     """Return random sequences."""
     ids = np.random.default_rng(0).integers(2, VOCABULARY, sequences * (PROMPT_TOKENS + RESPONSE_TOKENS), np.int32)
@@ -172,15 +179,16 @@ def batch_of(sequences: int) -> TokenBatch:
 def flood(address: str, fraction: float, options: argparse.Namespace) -> None:
     """Flood a service by the commands start, stop and count on standard input. Answers with the number of scored responses."""
     client, batch = client_of(address, "flood"), batch_of(options.sequences)
-    calls: list[PendingResult[Scores]] = []
+    replicas, calls = replicas_of(client), list[Future[Scores]]()
+    replica_set.QUOTA_JITTER = (fraction, fraction)
     active, scored, failures = False, 0, list[str]()
 
     def begin() -> None:
-        call: PendingResult[Scores] = RepeatedCall(lambda: client.score(batch), lambda: fraction)
+        call = replicas.start(lambda each: each.score(batch))
         calls.append(call)
-        call.when_done(lambda: ended(call))
+        call.add_done_callback(ended)
 
-    def ended(call: PendingResult[Scores]) -> None:
+    def ended(call: Future[Scores]) -> None:
         nonlocal scored
         try:
             scored += len(call.result().total)
@@ -209,7 +217,7 @@ def flood(address: str, fraction: float, options: argparse.Namespace) -> None:
         print(json.dumps({"scored": scored, "failures": failures}), flush=True)
 
 
-def failure_of(call: PendingResult[Scores]) -> str:
+def failure_of(call: Future[Scores]) -> str:
     """Return the error of a call that has ended; "" if it has none, was cancelled or met a busy service."""
     try:
         call.result()

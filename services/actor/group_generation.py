@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from typing import Protocol
 
@@ -16,7 +17,6 @@ from quartet.contract.work_split import split_by_rule
 from quartet.errors import Cancelled, EngineFailed, GroupWeightsChanged, NoResponse, QuartetError, ServiceUnavailable
 from quartet.rpc.base_servicers import GenerationCore
 from quartet.rpc.clients import GenerationClient
-from quartet.rpc.pending_calls import PendingGeneration
 from quartet.services.generator.generator import Progress
 
 POLL_SECONDS = 0.2
@@ -82,7 +82,7 @@ class _Calls:
     """Generate calls of the other ranks."""
 
     def __init__(self) -> None:
-        self._calls: dict[int, PendingGeneration] = {}
+        self._calls: dict[int, Future[int]] = {}
         self._ended = threading.Event()
 
     def start(
@@ -90,7 +90,7 @@ class _Calls:
     ) -> None:
         # Rank 0 cancels the call at the deadline of the caller, which comes first.
         call = self._calls[rank] = client.generate(batch, waits_for=1, on_progress=on_progress)
-        call.when_done(self._ended.set)
+        call.add_done_callback(lambda _: self._ended.set())
 
     def failed(self) -> bool:
         """Return whether a call has failed."""
@@ -123,7 +123,7 @@ class _Calls:
                 call.cancel()
 
 
-def _error_of(call: PendingGeneration) -> QuartetError | None:
+def _error_of(call: Future[int]) -> QuartetError | None:
     try:
         call.result()
     except QuartetError as error:

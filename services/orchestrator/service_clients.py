@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -28,7 +28,7 @@ from quartet.rpc.clients import (
     ReferenceClient,
     RewardClient,
 )
-from quartet.rpc.pending_calls import PendingResult
+from quartet.rpc.replica_set import FrozenReplicas, different_file
 from quartet.rpc.security.credentials import LOCAL, Credentials
 from quartet.run_directory.identity import Identity
 from quartet.run_directory.run_files import RunFiles
@@ -36,13 +36,7 @@ from quartet.services.orchestrator.control.progress import ProgressBoard
 from quartet.services.orchestrator.control.run_control import RunControl
 from quartet.services.orchestrator.rollout.generation import ActorGeneration, Generation, RepeatabilityNotes
 from quartet.services.orchestrator.rollout.generator_pool import GeneratorPool
-from quartet.services.orchestrator.rollout.replicas import ReferenceReplicas, RewardReplicas, different_file
-from quartet.services.orchestrator.rollout.scoring import (
-    ActorAsReference,
-    ReferencePolicy,
-    ScoringServices,
-    SynchronizedReference,
-)
+from quartet.services.orchestrator.rollout.scoring import ScoringServices
 from quartet.services.orchestrator.rollout.scoring_queue import max_batches_in_flight
 from quartet.services.orchestrator.telemetry.step_profiler import CallObserver
 
@@ -66,18 +60,19 @@ class ServiceClients:
         self._roles, self._credentials = model_roles(config), credentials
         timeouts = config.timeouts
         self.actor = ActorClient(self._address(Role.ACTOR), timeouts, credentials)
-        self.reward: RewardReplicas | None = None
+        self.reward: FrozenReplicas[RewardClient] | None = None
         if Role.REWARD in self._roles:
             # A source that is no model may take its time limit for each response, so a batch waits for the batches before it.
             rewards = config.services.reward.addresses
             source_seconds = max_batches_in_flight(len(rewards)) * config.reward.source_seconds(
                 config.rollout.score_batch_size
             )
-            self.reward = RewardReplicas(
+            self.reward = FrozenReplicas(
                 Role.REWARD, rewards, lambda address: RewardClient(address, timeouts, credentials, source_seconds), note
             )
         self.critic: CriticClient | None = None
-        self._reference: ReferenceReplicas | None = None
+        self.reference: FrozenReplicas[ReferenceClient] | None = None
+        """None if the actor answers as the reference, with its adapter off."""
         self.reference_version: ReferenceVersion | None = None
         """Version of the reference that scores, None if the reference is frozen."""
         self._environment: EnvironmentStatusClient | None = None
@@ -86,7 +81,7 @@ class ServiceClients:
         if Role.CRITIC in self._roles:
             self.critic = CriticClient(self._address(Role.CRITIC), timeouts, credentials)
         if Role.REFERENCE in self._roles:
-            self._reference = ReferenceReplicas(
+            self.reference = FrozenReplicas(
                 Role.REFERENCE,
                 config.services.reference.addresses,
                 lambda address: ReferenceClient(address, timeouts, credentials),
@@ -99,13 +94,6 @@ class ServiceClients:
             client.trace(tracer)
 
     @property
-    def reference(self) -> ReferencePolicy:
-        """The reference service, or the actor with its adapter off."""
-        if self._reference is None:
-            return ActorAsReference(self.actor)
-        return SynchronizedReference(self._reference, lambda: self.reference_version)
-
-    @property
     def trained(self) -> list[ActorClient | CriticClient]:
         """Clients of the models that take updates and are saved."""
         return [self.actor] if self.critic is None else [self.actor, self.critic]
@@ -115,7 +103,16 @@ class ServiceClients:
         critic = self.critic if for_training else None
         temperature, dtype = self._config.rollout.temperature, self._config.actor.dtype
         scores_policy = for_training and self._config.algorithm.kl_log_probs == "trainer"
-        return ScoringServices(self.reward, self.reference, critic, temperature, self.actor, dtype, scores_policy)
+        return ScoringServices(
+            self.reward,
+            self.reference,
+            critic,
+            temperature,
+            self.actor,
+            dtype,
+            scores_policy,
+            lambda: self.reference_version,
+        )
 
     def generation(self, note: Callable[[str], None], observe: CallObserver) -> Generation:
         """Return the run's generators: those in separate processes, or the actor. ``note`` shows a line to the user."""
@@ -155,7 +152,7 @@ class ServiceClients:
 
     def close_replicas(self) -> None:
         """Stop watching the replicas of frozen models."""
-        for replicas in (self.reward, self._reference):
+        for replicas in (self.reward, self.reference):
             if replicas is not None:
                 replicas.close()
 
@@ -178,7 +175,7 @@ class ServiceClients:
             self.actor,
             self.reward,
             self.critic,
-            self._reference,
+            self.reference,
             self._environment,
         ]
         return [client for client in clients if client is not None]
@@ -397,29 +394,18 @@ def memory_notes(status: ServiceStatus, tokens: int) -> list[str]:
     return []
 
 
-def wait_for_all(calls: Sequence[PendingResult[Any]], on_end: Callable[[], None] = lambda: None) -> None:
+def wait_for_all(calls: Sequence[Future[Any]], on_end: Callable[[], None] = lambda: None) -> None:
     """Wait until every call has ended. Raises the first failure as soon as it arrives, even if other calls are in flight.
 
     ``on_end`` is called on this thread each time that calls have ended, and once at the start.
     """
-    call_ended = threading.Event()
-    for call in calls:
-        call.when_done(call_ended.set)
+    waiting = list(calls)
     while True:
-        # Cleared before the calls are examined: a call that ends in between sets it again.
-        call_ended.clear()
-        ended = [call for call in calls if call.done()]
+        ended = [call for call in waiting if call.done()]
         for call in ended:
             call.result()
         on_end()
-        if len(ended) == len(calls):
+        waiting = [call for call in waiting if call not in ended]
+        if not waiting:
             return
-        call_ended.wait()
-
-
-def wait_until_ended(calls: Sequence[PendingResult[Any]]) -> None:
-    """Wait until every call has ended, with a result or a failure."""
-    for call in calls:
-        call_ended = threading.Event()
-        call.when_done(call_ended.set)
-        call_ended.wait()
+        wait(waiting, return_when=FIRST_COMPLETED)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from typing import Any
 
 import grpc
@@ -13,7 +13,7 @@ from quartet.contract.status import Role
 from quartet.contract.trajectory import Scores, TokenBatch
 from quartet.errors import Cancelled, DeadlinePassed, MismatchError, QuotaExceeded
 from quartet.rewards.ensemble import EnsembleReward
-from quartet.rewards.reward_source import RewardSource, Units, never, score_in_units
+from quartet.rewards.reward_source import RewardSource, never, score_in_units
 from quartet.rpc.base_servicers import ModelServicer
 from quartet.rpc.commands import CommandHandler, Commands
 from quartet.rpc.compute_thread import CallerState, ComputeThread, remaining_time
@@ -103,16 +103,16 @@ class RewardServicer(ModelServicer[RewardSource], reward_pb2_grpc.RewardServiceS
 
     def _units(
         self, request: Any, batch: TokenBatch, fields: list[str], weights: Mapping[str, float]
-    ) -> Callable[[Callable[[], bool]], Units[Scores]]:
+    ) -> Callable[[Callable[[], bool]], Generator[None, None, Scores]]:
         """Return the function that starts the computation. The ranks of a group compute a call as one unit."""
         source = self.core
 
-        def whole(cancelled: Callable[[], bool]) -> Units[Scores]:
+        def whole(cancelled: Callable[[], bool]) -> Generator[None, None, Scores]:
             score = self._score(request)
             return self._commands.run("score", request, lambda: score(cancelled))
             yield  # A generator without a pause.
 
-        def divided(cancelled: Callable[[], bool]) -> Units[Scores]:
+        def divided(cancelled: Callable[[], bool]) -> Generator[None, None, Scores]:
             _reach_scoring()
             if isinstance(source, EnsembleReward):
                 return (yield from source.score_in_units(batch, fields, cancelled, weights or None))
@@ -124,7 +124,7 @@ class RewardServicer(ModelServicer[RewardSource], reward_pb2_grpc.RewardServiceS
         self,
         shared: SharedTurns,
         call: SharedCall,
-        start: Callable[[Callable[[], bool]], Units[Scores]],
+        start: Callable[[Callable[[], bool]], Generator[None, None, Scores]],
         context: grpc.ServicerContext,
     ) -> Scores:
         caller = CallerState(remaining_time(context))
@@ -152,7 +152,7 @@ def _reach_scoring() -> None:
     failpoint("reward.scoring")
 
 
-def _next_unit(units: Units[Scores], shared: SharedTurns, call: SharedCall) -> Scores | None:
+def _next_unit(units: Generator[None, None, Scores], shared: SharedTurns, call: SharedCall) -> Scores | None:
     """Compute a unit of work and end the turn. Return the scores if it was the last one."""
     start = time.perf_counter()
     try:

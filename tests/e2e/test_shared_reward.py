@@ -17,9 +17,9 @@ from quartet.config.deployment import TimeoutsConfig
 from quartet.contract.trajectory import TokenBatch
 from quartet.errors import QuotaExceeded
 from quartet.rpc.clients import RewardClient
-from quartet.rpc.refused_calls import RepeatedCall
 from quartet.rpc.security.credentials import OPERATOR, Credentials
 from tests.e2e.commands import Command, settings
+from tests.services.model_services import replicas_of
 
 TIMEOUTS = TimeoutsConfig(load_seconds=60, score_seconds=60)
 FUNCTIONS = """
@@ -68,7 +68,7 @@ def test_a_flooding_client_is_refused_and_finishes_and_the_other_is_neither_refu
         flood.wait_until_ready()
         expected = normal.score(batch_of(4)).result().total
         calls = [flood.score(batch_of(8)) for _ in range(8)]
-        repeated = [RepeatedCall(lambda: flood.score(batch_of(8))) for _ in range(8)]
+        repeated = [replicas_of(flood).start(lambda client: client.score(batch_of(8))) for _ in range(8)]
         start = time.monotonic()
         # Every response of the flood takes 20 ms: 2.9 s together. Behind all of them, this call would end with the last one.
         assert normal.score(batch_of(4)).result().total.tolist() == expected.tolist()

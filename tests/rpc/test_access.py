@@ -214,8 +214,10 @@ def test_with_the_token_calls_streams_and_health_checks_succeed(guarded: tuple[S
     channel = ServiceChannel(Role.ACTOR, server.address, credentials)
     assert channel.status().version == __version__
     status = status_pb2_grpc.StatusServiceStub(channel.grpc_channel)
-    pending = channel.start(status.GetStatus, status_pb2.GetStatusRequest(), 5, "GetStatus")
-    assert pending.result().version == __version__
+    pending = channel.start(
+        status.GetStatus, status_pb2.GetStatusRequest(), 5, "GetStatus", lambda response: response.version
+    )
+    assert pending.result() == __version__
     health = health_pb2_grpc.HealthStub(channel.grpc_channel)
     updates = health.Watch(health_pb2.HealthCheckRequest(), timeout=5, metadata=credentials.metadata)
     assert next(iter(updates)).status == health_pb2.HealthCheckResponse.SERVING

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from quartet.rpc.clients import (
     ServiceClient,
 )
 from quartet.rpc.compute_thread import ComputeThread
-from quartet.rpc.pending_calls import PendingGeneration
+from quartet.rpc.replica_set import FrozenReplicas
 from quartet.rpc.server import HostedRole, Server
 from quartet.services.factories import build_model_role
 from tests.unit.models import tiny
@@ -69,12 +70,17 @@ def start_generation(
     first_sample: int = 0,
     step: int = 1,
     **batch: Any,
-) -> PendingGeneration:
+) -> Future[int]:
     """Start a Generate call at the process of an actor's client. ``batch``: further fields of ``GenerationBatch``."""
     client = GenerationClient(actor.channel.address, actor.timeouts, role=Role.ACTOR)
     requests = requests_of(run, step, prompts, samples, first_sample)
     fields = {"leader_epoch": 1, "seed": 0, "policy_version": 0, **batch}
     return client.generate(GenerationBatch(run, step, requests=requests, sampling=sampling, **fields))
+
+
+def replicas_of(client: Any) -> FrozenReplicas[Any]:
+    """Return the process of a client as the only replica of its role. The caller closes the client."""
+    return FrozenReplicas(client.role, [client.channel.address], lambda _: client, lambda note: None)
 
 
 class Services:

@@ -110,5 +110,5 @@ def test_a_generator_whose_weights_change_again_is_refused_until_its_restart(
     run = run_with_generators(make(**SHORT), 2)
     assert_same(run, undisturbed)
     assert sum(line["weights_changed"] for line in run.metrics) == 2
-    assert any("gets no more work: " in note and "have changed since" in note for note in run.progress.notes)
+    assert any("gets no work: " in note and "have changed since" in note for note in run.progress.notes)
     assert run.metrics[-1]["generators"] == 1

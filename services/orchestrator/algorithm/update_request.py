@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
+
 from quartet.config.algorithm import AlgorithmConfig
 from quartet.config.models import TrainedModelConfig
 from quartet.config.rollout import RolloutConfig
@@ -18,7 +20,6 @@ from quartet.contract.update import (
 )
 from quartet.ppo.learning_rate import scheduled_learning_rate
 from quartet.rpc.clients import ActorClient, CriticClient
-from quartet.rpc.pending_calls import PendingResult
 from quartet.run_directory.identity import Identity
 from quartet.services.orchestrator.algorithm.state import AlgorithmState
 from quartet.services.orchestrator.control.live_settings import LiveSettings
@@ -128,7 +129,7 @@ def start_update(
     micro_batch_tokens: int = 0,
     entropy_coefficient: float | None = None,
     kl_coefficient: float | None = None,
-) -> PendingResult[UpdateResult]:
+) -> Future[UpdateResult]:
     """Start the update of ``step``. The same ``learning_rate`` and coefficients always give the same request."""
     if isinstance(client, ActorClient):
         optimization = optimization_at(config, config.actor, step, learning_rate, micro_batch_tokens)
@@ -153,9 +154,7 @@ class ModelUpdater:
         self._config, self._identity, self._service_clients = config, identity, service_clients
         self._live_settings, self._profiler = live_settings, profiler
 
-    def start(
-        self, step: int, leader_epoch: int, algorithm_state: AlgorithmState
-    ) -> dict[Role, PendingResult[UpdateResult]]:
+    def start(self, step: int, leader_epoch: int, algorithm_state: AlgorithmState) -> dict[Role, Future[UpdateResult]]:
         """Start the updates of ``step``, the next after ``algorithm_state``, at all trained models together."""
         rates = self.learning_rates(step)
         calls = {

@@ -6,6 +6,7 @@ import hashlib
 import json
 import shutil
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,6 @@ from quartet import __version__
 from quartet.contract.weights import SavedFile, SaveKind
 from quartet.errors import ServiceFailed, StorageFailed
 from quartet.rpc.clients import ActorClient, CriticClient
-from quartet.rpc.pending_calls import PendingResult
 from quartet.run_directory.checkpoints import (
     FORMAT,
     MANIFEST,
@@ -30,7 +30,7 @@ from quartet.run_directory.checkpoints import (
     tagged_checkpoints,
 )
 from quartet.run_directory.run_files import RunFiles
-from quartet.services.orchestrator.service_clients import wait_for_all, wait_until_ended
+from quartet.services.orchestrator.service_clients import wait_for_all
 from quartet.system.durable_files import check_saved_files, fsync_path, is_storage_error, write_durably
 from quartet.system.failpoints import failpoint
 
@@ -120,7 +120,7 @@ class PendingCheckpoint:
         step: int,
         partial: Path,
         manifest: dict[str, Any],
-        calls: Sequence[PendingResult[list[SavedFile]]],
+        calls: Sequence[Future[list[SavedFile]]],
         keep: int,
         tag_best: Callable[[], None],
     ) -> None:
@@ -128,7 +128,7 @@ class PendingCheckpoint:
         self._files, self._partial, self._manifest, self._calls, self._keep = files, partial, manifest, calls, keep
 
     @property
-    def calls(self) -> Sequence[PendingResult[list[SavedFile]]]:
+    def calls(self) -> Sequence[Future[list[SavedFile]]]:
         """The save of each model."""
         return self._calls
 
@@ -149,7 +149,7 @@ class PendingCheckpoint:
             self._publish(saved)
         except (ServiceFailed, StorageFailed):
             # A partial checkpoint takes disk space that the next one needs. Another service may still be writing.
-            wait_until_ended(self._calls)
+            wait(self._calls)
             shutil.rmtree(self._partial, ignore_errors=True)
             raise
         failpoint("orchestrator.checkpointed")

@@ -75,7 +75,10 @@ class FurtherRounds:
 
 
 class Collector:
-    """Reader of one run's rollout stream, which scores trajectories as they arrive."""
+    """Reader of one run's rollout stream, which scores trajectories as they arrive, one step after the other.
+
+    The thread of ``collect`` waits for one event at a time: a delivery, a response, or the end of a call.
+    """
 
     def __init__(
         self,
@@ -85,12 +88,7 @@ class Collector:
         observe: CallObserver = ignore_call,
     ) -> None:
         """``observe`` receives every scoring call."""
-        self._stream, self._services, self._score_batch_size, self._observe = (
-            stream,
-            services,
-            score_batch_size,
-            observe,
-        )
+        self._stream, self._services, self._size, self._observe = stream, services, score_batch_size, observe
         # Trajectories of later steps, which arrived while an earlier step was collected.
         self._early: dict[int, list[Delivery]] = {}
         # Deliveries, the error that ended the reading, or None for anything else that may have changed.
@@ -101,7 +99,9 @@ class Collector:
         """Stop reading, and forget the trajectories of later steps. Call it before the stream is reset, and at the end."""
         self._stop_reading()
         self._early.clear()
-        self._events = queue.SimpleQueue()
+        events, self._events = self._events, queue.SimpleQueue()
+        # Another thread may wait for an event in ``collect``.
+        events.put(None)
 
     def _stop_reading(self) -> None:
         reading, self._reading = self._reading, None
@@ -124,7 +124,7 @@ class Collector:
             deliveries += self._stream.delivered()
         if self._reading is None:
             self._reading = ExitStack()
-            self._reading.enter_context(self._stream.listen(self._score_batch_size, self._events.put))
+            self._reading.enter_context(self._stream.listen(self._size, self._events.put))
         return deliveries
 
     def collect(
@@ -147,64 +147,41 @@ class Collector:
         depends neither on timing nor on the number of generators. Raises the error of generation or scoring, BufferFailed if the
         stream holds an unexpected trajectory, TooManyFailedTrajectories and TooManyEqualGroups.
         """
-        return _Collection(self, batch, generation, on_progress, fields or {}, replacement, weights, further).run()
-
-
-class _Collection:
-    """Collection of one step. Its thread waits for one event at a time: a delivery, a response, or the end of a call."""
-
-    def __init__(
-        self,
-        collector: Collector,
-        batch: GenerationBatch,
-        generation: PendingTrajectories,
-        on_progress: Callable[[int], None],
-        fields: Mapping[int, str],
-        replacement: ReplacementRule | None,
-        weights: Mapping[str, float] | None,
-        further: FurtherRounds | None,
-    ) -> None:
-        self._collector, self._services = collector, collector._services
-        self._stream, self._early, self._size = collector._stream, collector._early, collector._score_batch_size
+        start = time.perf_counter()
         self._run, self._step = batch.requests[0].id.run, batch.step
         self._on_progress, self._replacement, self._further = on_progress, replacement, further
         # By prompt index: the first sample index that is not taken, and the number of replaced trajectories, greedy ones apart.
         self._next_sample, self._replaced = Counter[int](), Counter[tuple[int, bool]]()
         self._greedy: set[TrajectoryId] = set()
-        self._events = collector._events
         recovery = replacement.recovery if replacement else None
         self._failures = self._failures_of(recovery)
         self._scoring = Scoring(
-            collector._services,
-            fields,
+            self._services,
+            fields or {},
             recovery,
-            observe=collector._observe,
+            observe=self._observe,
             on_response=self._wake,
             weights=weights,
             failures=self._failures,
         )
-        self._first = collector._services.first_trajectories(batch.sampling, self._wake)
+        self._first = self._services.first_trajectories(batch.sampling, self._wake)
         self._arrivals = _Arrivals()
         self._entry_ids: list[str] = []
         self._quiet_since: float | None = None
         self._expect(batch, generation)
-
-    def run(self) -> CollectedStep:
-        """See ``Collector.collect``."""
-        start = time.perf_counter()
         generate_seconds = 0.0
         try:
-            self._receive([*self._early.pop(self._step, []), *self._collector._start_reading()])
+            self._receive([*self._early.pop(self._step, []), *self._start_reading()])
             generate_seconds += self._finish_round(start)
-            while self._further is not None:
-                self._scoring.scored = self._further.rounds.keep(self._scoring.scored, self._skipped)
-                if not self._further.rounds.next_round():
+            while further is not None:
+                self._scoring.scored = further.rounds.keep(self._scoring.scored, self._skipped)
+                if not further.rounds.next_round():
                     break
                 round_start = time.perf_counter()
-                self._expect(*self._further.generate(self._next_sample))
+                self._expect(*further.generate(self._next_sample))
                 generate_seconds += self._finish_round(round_start)
         except BaseException:
-            self._collector.reset()
+            self.reset()
             self._generation.cancel()
             self._scoring.cancel()
             self._first.cancel()
@@ -262,7 +239,7 @@ class _Collection:
         ids = [item.trajectory.id for item in self._scoring.failed_trajectories]
         return Counter((id.prompt, id in self._greedy) for id in ids)
 
-    def _wake(self) -> None:
+    def _wake(self, _: object = None) -> None:
         self._events.put(None)
 
     def _expect(self, batch: GenerationBatch, generation: PendingTrajectories) -> None:
@@ -272,7 +249,7 @@ class _Collection:
         for id in (request.id for request in batch.requests):
             self._next_sample[id.prompt] = max(self._next_sample[id.prompt], id.sample + 1)
         self._arrivals.expect(batch, self._size)
-        generation.when_done(self._wake)
+        generation.add_done_callback(self._wake)
 
     def _wait_for(self, condition: Callable[[], bool]) -> None:
         """Handle events until the condition holds."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import Future
 from dataclasses import replace
 from itertools import count
-from typing import Protocol
+from typing import Any, Protocol
 
 import structlog
 
@@ -16,7 +17,6 @@ from quartet.contract.trajectory import Trajectory
 from quartet.errors import BufferFailed, QuartetError, WeightsChanged
 from quartet.preflight.repeatability import repeatability_notes
 from quartet.rpc.clients import ActorClient, GenerationClient
-from quartet.rpc.pending_calls import PendingGeneration
 from quartet.services.orchestrator.telemetry.step_profiler import CallObserver
 
 log = structlog.get_logger()
@@ -28,13 +28,13 @@ class PendingTrajectories(Protocol):
     def done(self) -> bool:
         """Return whether the generation has ended, with all trajectories in the stream or with a failure."""
 
-    def when_done(self, callback: Callable[[], None]) -> None:
+    def add_done_callback(self, callback: Callable[[Any], object]) -> None:
         """Call ``callback`` on another thread when the generation ends, or now if it has ended."""
 
     def result(self) -> object:
         """Wait for the end. Raises the error of the generation."""
 
-    def cancel(self) -> None:
+    def cancel(self) -> object:
         """Cancel the generation."""
 
     def abandoned(self, trajectory: Trajectory) -> bool:
@@ -118,7 +118,7 @@ class ActorGeneration:
         """``separate_weights``: the engine has its own weights, which are named by their digest."""
         self._client, self._actor, self._separate, self._observe = client, actor, separate_weights, observe
         self._notes = notes
-        self._calls: list[PendingGeneration] = []
+        self._calls: list[Future[int]] = []
         self._changed = 0
         self._attempts = count(1)
 
@@ -131,7 +131,7 @@ class ActorGeneration:
         self._calls = [call for call in self._calls if not call.done()]
         call = self._client.generate(batch, waits_for=len(self._calls))
         self._calls.append(call)
-        call.when_done(lambda: self._ended(call))
+        call.add_done_callback(self._ended)
         self._observe(Role.ACTOR, "generate", call)
         return batch, _ActorTrajectories(call, batch.attempt)
 
@@ -152,7 +152,7 @@ class ActorGeneration:
         """Return none."""
         return []
 
-    def _ended(self, call: PendingGeneration) -> None:
+    def _ended(self, call: Future[int]) -> None:
         try:
             call.result()
         except WeightsChanged:
@@ -176,9 +176,10 @@ class ActorGeneration:
 class _ActorTrajectories:
     """A pending Generate call of the actor."""
 
-    def __init__(self, call: PendingGeneration, attempt: int) -> None:
+    def __init__(self, call: Future[int], attempt: int) -> None:
         self._attempt = attempt
-        self.done, self.when_done, self.result, self.cancel = call.done, call.when_done, call.result, call.cancel
+        self.done, self.result, self.cancel = call.done, call.result, call.cancel
+        self.add_done_callback = call.add_done_callback
 
     def abandoned(self, trajectory: Trajectory) -> bool:
         """Return whether an earlier call generated a trajectory. The earlier calls for its step were cancelled, or have ended."""

@@ -4,18 +4,53 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from contextvars import copy_context
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from quartet.contract.generation import GenerationBatch, GenerationRequest
+from quartet.contract.status import GeneratorInfo, GeneratorState
 from quartet.contract.trajectory import Trajectory, TrajectoryId
-from quartet.contract.work_split import by_expected_length
+from quartet.contract.weights import WeightTransfer
+from quartet.contract.work_split import by_expected_length, split_by_rule, take_by_load
 from quartet.errors import QuartetError
+from quartet.rpc.clients import GenerationClient
+from quartet.rpc.replica_set import Replica
 
 if TYPE_CHECKING:
-    from quartet.services.orchestrator.rollout.generator_members import Member
     from quartet.services.orchestrator.rollout.generator_pool import GeneratorPool
+
+EVALUATION = 0
+"""The step of an evaluation, which is always by one policy version."""
+
+
+@dataclass(eq=False, slots=True)
+class RemoteGenerator(Replica[GenerationClient]):
+    """A generator in another process. ``digest`` names the weights that it is known to hold."""
+
+    digest: bytes = b""
+    transfer: WeightTransfer | None = None
+    """Its last transfer of weights."""
+    failures: int = 0
+    """Failed calls since its last generation."""
+    changes: int = 0
+    """Calls of this process at whose end its weights had changed."""
+    exhausted: bool = False
+    """True if it is refused because of its failures, which may have another cause."""
+    call: Future[Any] | None = None
+    update: Future[WeightTransfer] | None = None
+    """An in-flight update. No other call begins until it has ended."""
+    work: Work | None = None
+    requests: list[GenerationRequest] = field(default_factory=list)
+    attempt: int = 0
+    """Number of its Generate call, 0 without one."""
+
+    def info(self) -> GeneratorInfo:
+        """Return its state, and the number of trajectories that it generates."""
+        state = GeneratorState.READY if self.ready else GeneratorState.REFUSED if self.refused else GeneratorState.LOST
+        seen = self.work.seen if self.work is not None else set()
+        return GeneratorInfo(self.address, state, self.refused, sum(each.id not in seen for each in self.requests))
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,27 +67,27 @@ class Work:
     def __init__(self, pool: GeneratorPool, batch: GenerationBatch, by_rule: bool) -> None:
         self.pool, self.batch, self.by_rule = pool, batch, by_rule
         self.waiting = list(batch.requests) if by_rule else by_expected_length(batch.requests)
-        self.shares: dict[Member, list[GenerationRequest]] | None = None
+        self.shares: dict[RemoteGenerator, list[GenerationRequest]] | None = None
         self.seen: set[TrajectoryId] = set()
         self.context = copy_context()
         """Context of the thread that started the work. Its calls belong to the trace of the step that was current there."""
         self.attempts: dict[int, Attempt] = {}
         """Generate calls that are in flight or have ended well. Trajectories of all others are abandoned."""
-        self.failed: dict[Member, QuartetError] = {}
+        self.failed: dict[RemoteGenerator, QuartetError] = {}
         """Generators that have failed at this work, although they respond. They get no more of it."""
         self._ended = threading.Event()
         self._error: QuartetError | None = None
-        self._callbacks: list[Callable[[], None]] = []
+        self._callbacks: list[Callable[[Any], object]] = []
 
     def done(self) -> bool:
         """See ``PendingTrajectories``."""
         return self._ended.is_set()
 
-    def when_done(self, callback: Callable[[], None]) -> None:
+    def add_done_callback(self, callback: Callable[[Any], object]) -> None:
         """See ``PendingTrajectories``. A refused trajectory continues the work, which then ends again."""
         self._callbacks.append(callback)
         if self.done():
-            callback()
+            callback(self)
 
     def result(self) -> int:
         """See ``PendingTrajectories``."""
@@ -67,7 +102,7 @@ class Work:
 
     def abandoned(self, trajectory: Trajectory) -> bool:
         """See ``PendingTrajectories``."""
-        return self.pool.was_started(trajectory.attempt) and trajectory.attempt not in self.attempts
+        return 0 < trajectory.attempt <= self.pool.last_attempt and trajectory.attempt not in self.attempts
 
     def wrong_origin(self, trajectory: Trajectory) -> str:
         """See ``PendingTrajectories``."""
@@ -107,7 +142,11 @@ class Work:
 
     def arrived(self, trajectory: Trajectory) -> bool:
         """See ``PendingTrajectories``."""
-        return self.pool.arrived(self, trajectory)
+        with self.pool.lock:
+            if self.abandoned(trajectory):
+                return False
+            self.seen.add(trajectory.id)
+            return True
 
     def used_of(self, address: str) -> bool:
         """Return whether a trajectory that a generator has generated has arrived."""
@@ -116,7 +155,41 @@ class Work:
 
     def newer_weights(self) -> Mapping[int, bytes]:
         """See ``PendingTrajectories``."""
-        return self.pool.newer_weights(self)
+        if self.batch.step == EVALUATION:
+            return {}
+        with self.pool.lock:
+            return {
+                version: digest
+                for version, digest in self.pool.published.items()
+                if version > self.batch.policy_version
+            }
+
+    def wanted_weights(self) -> tuple[int, bytes]:
+        """Return the policy version and the digest with which generators begin a share."""
+        newer = self.newer_weights()
+        version = max(newer, default=self.batch.policy_version)
+        return version, newer.get(version, self.batch.weights_digest)
+
+    def share_of(self, generator: RemoteGenerator, ready: Sequence[RemoteGenerator]) -> list[GenerationRequest]:
+        """Remove and return the requests that the generator gets next."""
+        if not self.by_rule:
+            return take_by_load(self.waiting, len(ready)) if self.waiting else []
+        if self.shares is None:
+            parts = split_by_rule(self.waiting, len(ready))
+            self.shares, self.waiting = dict(zip(ready, parts, strict=True)), []
+        for lost in [other for other in self.shares if not other.ready or other in self.failed]:
+            self.waiting += self.shares.pop(lost)
+        if share := self.shares.pop(generator, []):
+            return share
+        if self.waiting:
+            first, *rest = split_by_rule(self.waiting, sum(other.call is None for other in ready))
+            self.waiting = [request for part in rest for request in part]
+            return first
+        # The others are busy with an earlier step.
+        if longest := max(self.shares.values(), key=len, default=[]):
+            first, longest[:] = split_by_rule(longest, 2)
+            return first
+        return []
 
     def refuse(self, trajectory: Trajectory, reason: str) -> None:
         """See ``PendingTrajectories``."""
@@ -132,7 +205,7 @@ class Work:
         self._error = error
         self._ended.set()
         for callback in [*self._callbacks]:
-            callback()
+            callback(self)
 
     def reopen(self) -> None:
         """Continue after the end."""

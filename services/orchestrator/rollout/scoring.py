@@ -7,8 +7,9 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import structlog
@@ -21,10 +22,9 @@ from quartet.contract.status import Role
 from quartet.contract.trajectory import Outcome, Scores, TokenBatch, Trajectory
 from quartet.contract.weights import ReferenceVersion
 from quartet.errors import ConfigError, MismatchError, ScorerFailed, ServiceFailed
-from quartet.rpc.clients import ActorClient, CriticClient
-from quartet.rpc.pending_calls import PendingResult
+from quartet.rpc.clients import ActorClient, CriticClient, ReferenceClient, RewardClient
+from quartet.rpc.replica_set import FrozenReplicas
 from quartet.services.orchestrator.rollout.prompt_failures import PromptFailures
-from quartet.services.orchestrator.rollout.replicas import ReferenceReplicas, RewardReplicas
 from quartet.services.orchestrator.rollout.scoring_queue import (
     BatchCall,
     FailedTrajectory,
@@ -61,68 +61,31 @@ class ScoredTrajectory:
     logged: Mapping[str, Any] = field(default_factory=dict)
 
 
-class ReferencePolicy(Protocol):
-    """Source of the initial policy's log-probs: a reference service, or an actor with its adapter off."""
-
-    role: Role
-
-    def log_probs(self, batch: TokenBatch, temperature: float) -> PendingResult[FloatArray]:
-        """Start to compute log-probs, float32 [response tokens]."""
-
-    def replicas(self) -> int:
-        """Return the number of processes that share the calls."""
-
-
-class ActorAsReference:
-    """The actor with its LoRA adapter off, used as the reference."""
-
-    role = Role.ACTOR
-
-    def __init__(self, actor: ActorClient) -> None:
-        self._actor = actor
-
-    def log_probs(self, batch: TokenBatch, temperature: float) -> PendingResult[FloatArray]:
-        """Start to compute log-probs, float32 [response tokens]. The actor first finishes the current generation."""
-        return self._actor.reference_log_probs(batch, temperature)
-
-    def replicas(self) -> int:
-        """Return 1: there is a single policy."""
-        return 1
-
-
-class SynchronizedReference:
-    """A reference service whose version changes during the run."""
-
-    role = Role.REFERENCE
-
-    def __init__(self, replicas: ReferenceReplicas, version: Callable[[], ReferenceVersion | None]) -> None:
-        """``version`` returns the current version, None for the initial model."""
-        self._replicas, self._version = replicas, version
-
-    def log_probs(self, batch: TokenBatch, temperature: float) -> PendingResult[FloatArray]:
-        """Start to compute log-probs, float32 [response tokens], under the current version."""
-        return self._replicas.log_probs(batch, temperature, self._version())
-
-    def replicas(self) -> int:
-        """Return the number of processes that share the calls."""
-        return self._replicas.replicas()
-
-
 @dataclass(frozen=True, slots=True)
 class ScoringServices:
     """The services that score a batch: reference and, if any, reward and critic. ``temperature`` is that of the rollouts.
 
     ``actor``, whose parameters are of ``dtype``, computes the log-probs of responses whose engine reports none, and verifies
-    those that generators report. With ``scores_policy`` it computes those of all responses.
+    those that generators report. With ``scores_policy`` it computes those of all responses. Without a ``reference`` it is the
+    reference, with its adapter off. ``reference_version`` returns the version that scores, None for the initial model.
     """
 
-    reward: RewardReplicas | None
-    reference: ReferencePolicy
+    reward: FrozenReplicas[RewardClient] | None
+    reference: FrozenReplicas[ReferenceClient] | None
     critic: CriticClient | None
     temperature: float
     actor: ActorClient | None = None
     dtype: str = "float32"
     scores_policy: bool = False
+    reference_version: Callable[[], ReferenceVersion | None] = lambda: None
+
+    def reference_log_probs(self, batch: TokenBatch) -> Future[FloatArray]:
+        """Start to compute log-probs of the reference, float32 [response tokens]. An actor first finishes its generation."""
+        if self.reference is None:
+            assert self.actor is not None
+            return self.actor.reference_log_probs(batch, self.temperature)
+        version = self.reference_version()
+        return self.reference.start(lambda client: client.log_probs(batch, self.temperature, version))
 
     def first_trajectories(self, sampling: SamplingParameters, on_response: Callable[[], None]) -> FirstTrajectories:
         """Return the check of the generators of one step."""
@@ -182,30 +145,29 @@ class Scoring:
         self._cured_there = Counter[str]()
         self._recovery, self._clock = recovery, clock
         self._failures = failures if failures or recovery is None else PromptFailures(recovery)
-        self._batches: list[_Batch] = []
+        # Each with its calls at the services, in the order of ``_queues``.
+        self._batches: list[tuple[Sequence[Trajectory], list[BatchCall | None]]] = []
 
-        def request_scores(trajectories: Sequence[Trajectory], batch: TokenBatch) -> PendingResult[Scores]:
+        def request_scores(trajectories: Sequence[Trajectory], batch: TokenBatch) -> Future[Scores]:
             assert services.reward is not None
             lines = [fields[item.id.prompt] for item in trajectories] if fields else []
-            call = services.reward.score(batch, lines, weights or None)
+            call = services.reward.start(lambda client: client.score(batch, lines, weights or None))
             observe(Role.REWARD, "score", call)
             return call
 
-        def request_log_probs(_: Sequence[Trajectory], batch: TokenBatch) -> PendingResult[FloatArray]:
-            call = services.reference.log_probs(batch, services.temperature)
-            observe(services.reference.role, "log_probs", call)
+        def request_log_probs(_: Sequence[Trajectory], batch: TokenBatch) -> Future[FloatArray]:
+            call = services.reference_log_probs(batch)
+            observe(Role.ACTOR if services.reference is None else Role.REFERENCE, "log_probs", call)
             return call
 
-        def request_policy_log_probs(
-            trajectories: Sequence[Trajectory], batch: TokenBatch
-        ) -> PendingResult[FloatArray]:
+        def request_policy_log_probs(trajectories: Sequence[Trajectory], batch: TokenBatch) -> Future[FloatArray]:
             assert services.actor is not None
             # By now the policy has taken all updates before this step, also if an older policy generated it.
             call = services.actor.log_probs_of_version(batch, services.temperature, trajectories[0].id.step - 1)
             observe(Role.ACTOR, "log_probs", call)
             return call
 
-        def request_values(trajectories: Sequence[Trajectory], batch: TokenBatch) -> PendingResult[FloatArray]:
+        def request_values(trajectories: Sequence[Trajectory], batch: TokenBatch) -> Future[FloatArray]:
             assert services.critic is not None
             # The critic has learned from all earlier steps, even if an older policy generated this one.
             call = services.critic.values(batch, trajectories[0].id.step - 1)
@@ -220,19 +182,20 @@ class Scoring:
             check_weighted_sum(scores, weights or {})
             return _split_scores(scores)
 
-        self._reward = queue(request_scores, split_scores, services.reward.replicas()) if services.reward else None
-        self._reference = queue(request_log_probs, _split_tokens, services.reference.replicas())
-        self._policy = queue(request_policy_log_probs, _split_tokens, 1) if services.scores_policy else None
-        self._critic = queue(request_values, _split_tokens, services.critic.replicas()) if services.critic else None
+        reference, critic = services.reference.replicas() if services.reference else 1, services.critic is not None
+        self._queues = (
+            queue(request_scores, split_scores, services.reward.replicas()) if services.reward else None,
+            queue(request_log_probs, _split_tokens, reference),
+            queue(request_values, _split_tokens, 1) if critic else None,
+            queue(request_policy_log_probs, _split_tokens, 1) if services.scores_policy else None,
+        )
 
     def start(self, trajectories: Sequence[Trajectory]) -> None:
         """Send one ragged batch to all services, to each as soon as it has room for it."""
         batch = TokenBatch.of(trajectories)
-        scores = self._reward.add(trajectories, batch) if self._reward else None
-        log_probs = self._reference.add(trajectories, batch)
-        values = self._critic.add(trajectories, batch) if self._critic else None
-        policy = self._policy.add(trajectories, batch) if self._policy else None
-        self._batches.append(_Batch(trajectories, scores, log_probs, values, policy))
+        self._batches.append(
+            (trajectories, [queue.add(trajectories, batch) if queue else None for queue in self._queues])
+        )
 
     def reject(self, trajectory: Trajectory) -> None:
         """Record an episode that failed in all its attempts, which has no score.
@@ -256,85 +219,65 @@ class Scoring:
 
         Raises the error of any batch if no trajectory causes it, and those of ``PromptFailures`` if too many trajectories fail.
         """
-        if not sum([queue.advance() for queue in self._queues()]):
+        if not sum([queue.advance() for queue in self._queues if queue]):
             return
-        for batch in self._batches:
-            if batch.ended:
-                scored, failed_trajectories = batch.split()
+        active = []
+        for trajectories, calls in self._batches:
+            if all(call is None or call.ended for call in calls):
+                scored = self._split(trajectories, [call.results if call else None for call in calls])
                 self.scored += scored
-                self.failed_trajectories += failed_trajectories
                 if self._failures is not None:
                     self._failures.add_scored(item.trajectory.id for item in scored)
-        self._batches = [batch for batch in self._batches if not batch.ended]
+            else:
+                active.append((trajectories, calls))
+        self._batches = active
 
     def seconds_until_retry(self) -> float | None:
         """Return the seconds until the next retry is due; None if none is pending."""
-        times = [queue.retry_at for queue in self._queues() if queue.retry_at is not None]
+        times = [queue.retry_at for queue in self._queues if queue and queue.retry_at is not None]
         return max(0.0, min(times) - self._clock()) if times else None
 
     def cancel(self) -> None:
         """Cancel every call."""
-        for queue in self._queues():
-            queue.cancel()
+        for queue in self._queues:
+            if queue:
+                queue.cancel()
 
     @property
     def cured_faults(self) -> Counter[str]:
         """Number of faults that further attempts cured, by source: "" for those of a single source, and of the services."""
-        return self._cured_there + Counter({"": sum(queue.cured_faults for queue in self._queues())})
+        return self._cured_there + Counter({"": sum(queue.cured_faults for queue in self._queues if queue)})
 
     @property
     def batches_in_flight(self) -> int:
         """Number of batches that have not ended."""
         return len(self._batches)
 
-    def _queues(self) -> list[ServiceQueue]:
-        return [queue for queue in (self._reward, self._reference, self._critic, self._policy) if queue is not None]
-
     def _record_failure(self, failed: FailedTrajectory) -> None:
         log.warning("trajectory failed", id=str(failed.trajectory.id), attempts=failed.attempts, error=failed.cause)
         assert self._failures is not None
         self._failures.add(failed)
 
-
-@dataclass(frozen=True, slots=True)
-class _Batch:
-    """One batch at all services."""
-
-    trajectories: Sequence[Trajectory]
-    scores: BatchCall | None
-    log_probs: BatchCall
-    values: BatchCall | None
-    policy_log_probs: BatchCall | None
-
-    @property
-    def ended(self) -> bool:
-        return all(call is None or call.ended for call in self._calls())
-
-    def split(self) -> tuple[list[ScoredTrajectory], list[FailedTrajectory]]:
-        """Return the scored trajectories and the failed ones."""
-        scored, failed_trajectories = [], []
-        values = (
-            self.values.results
-            if self.values
-            else [np.zeros(len(item.response_ids), np.float32) for item in self.trajectories]
-        )
-        scores = self.scores.results if self.scores else [(None, {}, {})] * len(self.trajectories)
-        policy = self.policy_log_probs.results if self.policy_log_probs else [None] * len(self.trajectories)
-        for trajectory, *results in zip(self.trajectories, scores, self.log_probs.results, values, policy, strict=True):
-            failed = next((result for result in results if isinstance(result, FailedTrajectory)), None)
+    def _split(self, trajectories: Sequence[Trajectory], results: Sequence[list[Any] | None]) -> list[ScoredTrajectory]:
+        """Return the scored trajectories of a batch, and keep the failed ones."""
+        scored = []
+        scores, log_probs, values, policy = results
+        scores = scores or [(None, {}, {})] * len(trajectories)
+        values = values or [np.zeros(len(item.response_ids), np.float32) for item in trajectories]
+        policy = policy or [None] * len(trajectories)
+        assert log_probs is not None
+        for trajectory, *of_one in zip(trajectories, scores, log_probs, values, policy, strict=True):
+            failed = next((result for result in of_one if isinstance(result, FailedTrajectory)), None)
             if failed is not None:
-                failed_trajectories.append(failed)
+                self.failed_trajectories.append(failed)
                 continue
-            (score, parts, logged), log_probs, value, policy_log_probs = results
+            (score, parts, logged), reference, value, policy_log_probs = of_one
             if trajectory.turn_rewards:
                 earned = sum(trajectory.turn_rewards)
                 # Without a reward service, the score has no part beside the environment's.
                 score, parts = (earned, {}) if score is None else (score + earned, {**parts, ENVIRONMENT_PART: earned})
-            scored.append(ScoredTrajectory(trajectory, score, log_probs, value, parts, policy_log_probs, logged))
-        return scored, failed_trajectories
-
-    def _calls(self) -> tuple[BatchCall | None, ...]:
-        return self.scores, self.log_probs, self.values, self.policy_log_probs
+            scored.append(ScoredTrajectory(trajectory, score, reference, value, parts, policy_log_probs, logged))
+        return scored
 
 
 def check_weighted_sum(scores: Scores, weights: Mapping[str, float]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +19,6 @@ from quartet.errors import (
     ScorerFailed,
     ServiceFailed,
 )
-from quartet.rpc.pending_calls import PendingResult
 
 TRAJECTORY_FAULTS = (ComputationFailed, ServiceFailed, InvalidRequest)
 """Errors that a trajectory may cause, except ``NoResponse``. Any other error, such as OutOfMemory, is raised at once."""
@@ -57,7 +57,7 @@ class Failure:
     fault: type[QuartetError]
 
 
-StartCall = Callable[[Sequence[Trajectory], TokenBatch], PendingResult[Any]]
+StartCall = Callable[[Sequence[Trajectory], TokenBatch], Future[Any]]
 """Function that sends trajectories to one service. The batch holds their tokens."""
 SplitResult = Callable[[Any, Sequence[Trajectory]], list[Any]]
 """Function that splits the result of a service into one entry per trajectory."""
@@ -84,7 +84,7 @@ class BatchCall:
         """Trajectories to send again at ``_retry_at``, on the queue's clock. Set after the current call has failed."""
         self._retry_at = 0.0
         self._unsent_batch: TokenBatch | None = batch
-        self._call: PendingResult[Any] | None = None
+        self._call: Future[Any] | None = None
 
     @property
     def ended(self) -> bool:
@@ -242,10 +242,10 @@ class ServiceQueue:
         self._send_waiting()
         return batch_call
 
-    def start_call(self, trajectories: Sequence[Trajectory], batch: TokenBatch) -> PendingResult[Any]:
+    def start_call(self, trajectories: Sequence[Trajectory], batch: TokenBatch) -> Future[Any]:
         """Start one call."""
         call = self._send_call(trajectories, batch)
-        call.when_done(self._notify)
+        call.add_done_callback(lambda _: self._notify())
         return call
 
     def advance(self) -> bool:

@@ -7,13 +7,13 @@ with former weights. The log-probs do.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 
 import numpy as np
 
 from quartet.contract.arrays import FloatArray
 from quartet.contract.trajectory import TokenBatch, Trajectory
 from quartet.rpc.clients import ActorClient
-from quartet.rpc.pending_calls import PendingResult
 
 TOLERANCE = {"float32": 0.01, "bfloat16": 0.25, "float16": 0.1}
 """Maximum mean difference between the log-probs of engine and trainer, in nats per token, by parameter type."""
@@ -37,7 +37,7 @@ class FirstTrajectories:
         self._tolerance = TOLERANCE[dtype]
         self._verified: set[str] = set()
         self._held: dict[str, list[Trajectory]] = {}
-        self._calls: dict[str, PendingResult[tuple[FloatArray, int]]] = {}
+        self._calls: dict[str, Future[tuple[FloatArray, int]]] = {}
 
     def admit(self, trajectory: Trajectory, greedy: bool = False) -> bool:
         """Return whether a trajectory can be used now. Otherwise hold it. ``greedy``: its log-probs are at temperature 1."""
@@ -51,7 +51,7 @@ class FirstTrajectories:
         if generator not in self._calls:
             call = self._actor.versioned_log_probs(TokenBatch.of([trajectory]), 1.0 if greedy else self._temperature)
             self._calls[generator] = call
-            call.when_done(self._on_response)
+            call.add_done_callback(lambda _: self._on_response())
         return False
 
     def decided(self) -> Iterator[tuple[Trajectory, str]]:

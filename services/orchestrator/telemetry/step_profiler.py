@@ -5,19 +5,19 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from quartet.rpc.pending_calls import PendingResult
 from quartet.services.orchestrator.telemetry.timeline import Timeline
 from quartet.telemetry.traces import NoTraces, StepTraces
 
-CallObserver = Callable[[str, str, PendingResult[Any]], None]
+CallObserver = Callable[[str, str, Future[Any]], None]
 """Function that receives a call that has just started: the service, the phase and the pending result."""
 
 
-def ignore_call(service: str, phase: str, call: PendingResult[Any]) -> None:
+def ignore_call(service: str, phase: str, call: Future[Any]) -> None:
     """Do nothing: a ``CallObserver`` for callers without a profiler."""
 
 
@@ -57,7 +57,7 @@ class StepProfiler:
             timer.seconds = time.perf_counter() - start
             self._seconds[phase] += timer.seconds
 
-    def observe(self, service: str, phase: str, call: PendingResult[Any]) -> None:
+    def observe(self, service: str, phase: str, call: Future[Any]) -> None:
         """Record a call that has just started on the timeline, until its response arrives or it fails."""
         self.timeline.observe(service, phase, call)
 

@@ -6,12 +6,12 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 from quartet.contract.status import Role
-from quartet.rpc.pending_calls import PendingResult
 
 MAX_SPANS = 200
 """Largest number of spans kept per step. Beyond it, neighbouring spans of one kind are merged."""
@@ -49,7 +49,7 @@ class _Activity:
     service: str
     phase: str
     start: float
-    call: PendingResult[Any] | None
+    call: Future[Any] | None
     end: float | None = None
 
 
@@ -62,10 +62,10 @@ class Timeline:
         self._lock = threading.Lock()
         self._activities: list[_Activity] = []
 
-    def observe(self, service: str, phase: str, call: PendingResult[Any]) -> None:
+    def observe(self, service: str, phase: str, call: Future[Any]) -> None:
         """Record a call that has just started, until its response arrives or it fails."""
         activity = self._start(service, phase, call)
-        call.when_done(lambda: self._end(activity))
+        call.add_done_callback(lambda _: self._end(activity))
 
     @contextmanager
     def span(self, service: str, phase: str) -> Iterator[None]:
@@ -96,7 +96,7 @@ class Timeline:
             ]
         return merge_neighbours(join_generators(spans, MAX_GENERATORS), MAX_SPANS)
 
-    def _start(self, service: str, phase: str, call: PendingResult[Any] | None) -> _Activity:
+    def _start(self, service: str, phase: str, call: Future[Any] | None) -> _Activity:
         with self._lock:
             activity = _Activity(service, phase, self._clock(), call)
             self._activities.append(activity)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,7 +13,7 @@ from quartet.contract.logged_values import merged
 from quartet.contract.status import Role, ServiceStatus
 from quartet.contract.trajectory import Outcome, Scores, TokenBatch
 from quartet.errors import ComputationFailed, MismatchError, QuartetError
-from quartet.rewards.reward_source import RewardSource, Units, never, score_in_units
+from quartet.rewards.reward_source import RewardSource, never, score_in_units
 from quartet.rewards.shadow import SourceThread, failed_scores, report
 
 
@@ -87,7 +87,7 @@ class EnsembleReward:
         fields: Sequence[str] = (),
         cancelled: Callable[[], bool] = never,
         weights: Mapping[str, float] | None = None,
-    ) -> Units[Scores]:
+    ) -> Generator[None, None, Scores]:
         """See ``DivisibleSource.score_in_units``, and ``score`` for ``weights``. The parts compute one after the other.
 
         A part that is not a model is one unit: it computes on its thread, which may still have a call of another run.

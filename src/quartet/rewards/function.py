@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ from quartet.errors import Cancelled, ConfigError, FunctionFailed
 from quartet.rewards.function_worker import FunctionWorker
 from quartet.rewards.numbers import is_score, shown
 from quartet.rewards.response_texts import ResponseTexts, ScoredText
-from quartet.rewards.reward_source import Result, Score, Units, completed, never, scores_of
+from quartet.rewards.reward_source import Result, Score, completed, never, scores_of
 from quartet.rewards.signatures import SIGNATURES, Signature
 
 _REMEDIES = {
@@ -71,7 +71,7 @@ class FunctionReward:
 
     def score_in_units(
         self, batch: TokenBatch, fields: Sequence[str] = (), cancelled: Callable[[], bool] = never
-    ) -> Units[Scores]:
+    ) -> Generator[None, None, Scores]:
         """See ``DivisibleSource.score_in_units``. A unit is a call of the function."""
         texts = self._texts.of(batch, fields)
         if self._signature.takes_lists and len(texts) > 1:

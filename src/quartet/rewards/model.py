@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 
 from quartet.config.rewards import RewardSourceConfig
 from quartet.contract.status import Role, ServiceStatus
@@ -14,7 +14,7 @@ from quartet.models.weights.loading import count_parameters, load_reward_model
 from quartet.models.weights.tokenizer import load_tokenizer, tokenizer_fingerprint
 from quartet.models.workers.frozen import shard_frozen
 from quartet.models.workers.workers import SINGLE, Workers
-from quartet.rewards.reward_source import Units, completed, never, parse_fields
+from quartet.rewards.reward_source import completed, never, parse_fields
 
 
 class ModelReward:
@@ -45,7 +45,7 @@ class ModelReward:
 
     def score_in_units(
         self, batch: TokenBatch, fields: Sequence[str] = (), cancelled: Callable[[], bool] = never
-    ) -> Units[Scores]:
+    ) -> Generator[None, None, Scores]:
         """See ``DivisibleSource.score_in_units``. A unit is a micro-batch."""
         parse_fields(fields, len(batch))
         return Scores((yield from sequence_score_passes(self._model, batch, self._micro_batch_tokens, self._workers)))

@@ -40,8 +40,6 @@ class RewardSource(Protocol):
 
 
 Value = TypeVar("Value")
-Units = Generator[None, None, Value]
-"""A computation in units of work, which yields between two of them. The caller may compute something else then."""
 
 
 @runtime_checkable
@@ -50,20 +48,20 @@ class DivisibleSource(Protocol):
 
     def score_in_units(
         self, batch: TokenBatch, fields: Sequence[str] = (), cancelled: Callable[[], bool] = never
-    ) -> Units[Scores]:
+    ) -> Generator[None, None, Scores]:
         """Compute the scores of ``RewardSource.score``, with the same bits. Yields between two units of work."""
 
 
 def score_in_units(
     source: RewardSource, batch: TokenBatch, fields: Sequence[str], cancelled: Callable[[], bool] = never
-) -> Units[Scores]:
+) -> Generator[None, None, Scores]:
     """Return the scores of a source in units of work. A source that cannot be interrupted has one unit."""
     if isinstance(source, DivisibleSource):
         return (yield from source.score_in_units(batch, fields, cancelled))
     return source.score(batch, fields, cancelled)
 
 
-def completed(units: Units[Value]) -> Value:
+def completed(units: Generator[None, None, Value]) -> Value:
     """Return the result of a computation in units, without a pause."""
     while True:
         try:

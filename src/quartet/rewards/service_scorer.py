@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TypeVar
 
 import numpy as np
 
@@ -32,10 +30,7 @@ from quartet.rewards.attempts import Attempts, RequestFailed, RequestRefused
 from quartet.rewards.response_texts import ScoredText
 from quartet.rewards.reward_source import Result, Score
 from quartet.rpc.clients import RewardClient
-from quartet.rpc.pending_calls import PendingResult
 from quartet.rpc.security.credentials import Credentials
-
-Value = TypeVar("Value")
 
 
 class ServiceScorer:
@@ -76,7 +71,7 @@ class ServiceScorer:
         async def send(_: int) -> Scores:
             try:
                 await self._check()
-                return await _result(self._client.score(batch, fields))
+                return await asyncio.wrap_future(self._client.score(batch, fields))
             except ConfigError:
                 raise
             except QuotaExceeded as error:
@@ -105,7 +100,7 @@ class ServiceScorer:
     async def _check(self) -> None:
         if self._unchecked is None:
             return
-        _, status = await _result(self._client.start_status())
+        _, status = await asyncio.wrap_future(self._client.start_status())
         if status.tokenizer_fingerprint != self._unchecked.tokenizer_fingerprint:
             raise MismatchError(
                 f"{self._where}: its vocabulary is not that of reward.tokenizer, so token ids would be misread; use a service "
@@ -130,21 +125,3 @@ class ServiceScorer:
 def _as_source(status: ServiceStatus) -> ServiceStatus:
     """Return the status of a source whose model computes elsewhere."""
     return replace(status, parameters=0, device="cpu", dtype="")
-
-
-async def _result(pending: PendingResult[Value]) -> Value:
-    """Return the result of a call without blocking the event loop. Cancels the call with its caller."""
-    loop = asyncio.get_running_loop()
-    done = asyncio.Event()
-
-    def wake() -> None:
-        with contextlib.suppress(RuntimeError):  # The loop is closed.
-            loop.call_soon_threadsafe(done.set)
-
-    pending.when_done(wake)
-    try:
-        await done.wait()
-    except asyncio.CancelledError:
-        pending.cancel()
-        raise
-    return pending.result()

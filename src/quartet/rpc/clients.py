@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import closing
 from typing import Any, Literal
 
@@ -35,7 +36,6 @@ from quartet.contract.update import (
 from quartet.contract.weights import ReferenceVersion, RestoreRequest, SavedFile, SaveKind, SaveRequest, WeightTransfer
 from quartet.errors import FailedPrecondition, MismatchError
 from quartet.rpc.call_interceptors import CallTracer
-from quartet.rpc.pending_calls import PendingGeneration, PendingResult
 from quartet.rpc.security.credentials import LOCAL, Credentials
 from quartet.rpc.service_channel import ServiceChannel
 from quartet.v1 import (
@@ -87,17 +87,9 @@ class ServiceClient:
         """Return the status of the service. Raises the error of the call."""
         return self._own_status(self.channel.status())
 
-    def start_status(self) -> PendingResult[tuple[ProcessStatus, ServiceStatus]]:
+    def start_status(self) -> Future[tuple[ProcessStatus, ServiceStatus]]:
         """Start to ask for the status of the process and of the service. The result raises as ``status``."""
-
-        def convert(process: ProcessStatus) -> tuple[ProcessStatus, ServiceStatus]:
-            return process, self._own_status(process)
-
-        return PendingResult(self.channel.start_status(), convert)
-
-    def replicas(self) -> int:
-        """Return 1, the number of services that get the calls."""
-        return 1
+        return self.channel.start_status(lambda process: (process, self._own_status(process)))
 
     def trace(self, tracer: CallTracer) -> None:
         """Trace every call of this client."""
@@ -123,29 +115,42 @@ class TrainableClient(ServiceClient):
         leader_epoch: int,
         settings: OptimizationSettings,
         loss: PolicyLossSettings | ValueLossSettings,
-    ) -> PendingResult[UpdateResult]:
+    ) -> Future[UpdateResult]:
         request = update_request_to_proto(UpdateRequest(run, step, leader_epoch, settings, loss))
-        pending = self.channel.start(self._stub.Update, request, self.timeouts.update_seconds, "Update")
-        return PendingResult(pending, lambda response: update_result_from_proto(response, step))
+        return self.channel.start(
+            self._stub.Update,
+            request,
+            self.timeouts.update_seconds,
+            "Update",
+            lambda response: update_result_from_proto(response, step),
+        )
 
     def save(
         self, run: str, leader_epoch: int, directory: str, kind: SaveKind, step: int | None = None
-    ) -> PendingResult[list[SavedFile]]:
+    ) -> Future[list[SavedFile]]:
         """Start a save below the run's directory. ``step`` is the step that the model must have; None accepts any step."""
         request = to_message(update_pb2.SaveRequest, SaveRequest(run, directory, kind, leader_epoch, step))
-        pending = self.channel.start(self._stub.Save, request, self._save_seconds(), "Save")
-        return PendingResult(
-            pending, lambda response: [from_message(SavedFile, file, "files") for file in response.files]
+        return self.channel.start(
+            self._stub.Save,
+            request,
+            self._save_seconds(),
+            "Save",
+            lambda response: [from_message(SavedFile, file, "files") for file in response.files],
         )
 
-    def restore(self, run: str, step: int, leader_epoch: int, directory: str) -> PendingResult[int]:
+    def restore(self, run: str, step: int, leader_epoch: int, directory: str) -> Future[int]:
         """Start the restore of a checkpoint below the run's directory; step 0 is the initial model.
 
         The result is the number of updates that the restored model has taken.
         """
         request = to_message(update_pb2.RestoreRequest, RestoreRequest(run, step, directory, leader_epoch))
-        pending = self.channel.start(self._stub.Restore, request, self.timeouts.load_seconds, "Restore")
-        return PendingResult(pending, lambda response: int(response.policy_version))
+        return self.channel.start(
+            self._stub.Restore,
+            request,
+            self.timeouts.load_seconds,
+            "Restore",
+            lambda response: int(response.policy_version),
+        )
 
     def _save_seconds(self) -> float:
         return self.timeouts.save_seconds
@@ -168,19 +173,19 @@ class ActorClient(TrainableClient):
         """Return log-probs under the current policy, float32 [response tokens]."""
         return self._start_log_probs(batch, temperature, False, self.timeouts.score_seconds).result()
 
-    def versioned_log_probs(self, batch: TokenBatch, temperature: float) -> PendingResult[tuple[FloatArray, int]]:
+    def versioned_log_probs(self, batch: TokenBatch, temperature: float) -> Future[tuple[FloatArray, int]]:
         """Start log-probs under the current policy, float32 [response tokens]. The result has the policy's version, too."""
         request = _log_probs_request(batch, temperature, False)
         tokens = int(batch.response_lengths.sum())
-        pending = self.channel.start(self._actor.LogProbs, request, self.timeouts.score_seconds, "LogProbs")
-        return PendingResult(
-            pending,
+        return self.channel.start(
+            self._actor.LogProbs,
+            request,
+            self.timeouts.score_seconds,
+            "LogProbs",
             lambda response: (floats_from_proto(response.log_probs, "log_probs", tokens), int(response.policy_version)),
         )
 
-    def log_probs_of_version(
-        self, batch: TokenBatch, temperature: float, policy_version: int
-    ) -> PendingResult[FloatArray]:
+    def log_probs_of_version(self, batch: TokenBatch, temperature: float, policy_version: int) -> Future[FloatArray]:
         """Start log-probs under the policy, float32 [response tokens]. They wait for a running generation.
 
         The result raises FailedPrecondition unless the policy is of ``policy_version``, as ``CriticClient.values``.
@@ -197,24 +202,29 @@ class ActorClient(TrainableClient):
                 )
             return floats_from_proto(response.log_probs, "log_probs", tokens)
 
-        return PendingResult(self.channel.start(self._actor.LogProbs, request, seconds, "LogProbs"), convert)
+        return self.channel.start(self._actor.LogProbs, request, seconds, "LogProbs", convert)
 
-    def reference_log_probs(self, batch: TokenBatch, temperature: float) -> PendingResult[FloatArray]:
+    def reference_log_probs(self, batch: TokenBatch, temperature: float) -> Future[FloatArray]:
         """Start log-probs with the adapter disabled, float32 [response tokens]. They wait for a running generation."""
         seconds = self.timeouts.generate_seconds + self.timeouts.score_seconds
         return self._start_log_probs(batch, temperature, True, seconds)
 
     def _start_log_probs(
         self, batch: TokenBatch, temperature: float, reference: bool, timeout: float
-    ) -> PendingResult[FloatArray]:
+    ) -> Future[FloatArray]:
         request = _log_probs_request(batch, temperature, reference)
         tokens = int(batch.response_lengths.sum())
-        pending = self.channel.start(self._actor.LogProbs, request, timeout, "LogProbs")
-        return PendingResult(pending, lambda response: floats_from_proto(response.log_probs, "log_probs", tokens))
+        return self.channel.start(
+            self._actor.LogProbs,
+            request,
+            timeout,
+            "LogProbs",
+            lambda response: floats_from_proto(response.log_probs, "log_probs", tokens),
+        )
 
     def update(
         self, run: str, step: int, leader_epoch: int, settings: OptimizationSettings, loss: PolicyLossSettings
-    ) -> PendingResult[UpdateResult]:
+    ) -> Future[UpdateResult]:
         """Start the policy update of a step."""
         return self._start_update(run, step, leader_epoch, settings, loss)
 
@@ -243,9 +253,10 @@ class GenerationClient(ServiceClient):
         batch: GenerationBatch,
         waits_for: int = 0,
         on_progress: Callable[[int, int], None] = lambda trajectories, response_tokens: None,
-    ) -> PendingGeneration:
-        """Start a generation. Its trajectories go to the rollout stream. ``waits_for``: earlier calls that must end first.
+    ) -> Future[int]:
+        """Start a generation. Its trajectories go to the rollout stream, and the result is their number.
 
+        ``waits_for``: earlier calls that must end first.
         ``on_progress`` receives the numbers of trajectories and of their response tokens so far, on another thread.
         """
 
@@ -260,21 +271,22 @@ class GenerationClient(ServiceClient):
             "quartet.step": batch.step,
             "quartet.trajectories": len(batch.requests),
         }
-        pending = self.channel.start_stream(self._stub.Generate, request, timeout, "Generate", attributes, on_message)
-        return PendingGeneration(pending, trajectories_from_proto)
+        return self.channel.start_stream(
+            self._stub.Generate, request, timeout, "Generate", trajectories_from_proto, attributes, on_message
+        )
 
-    def update_weights(self, update: WeightUpdate) -> PendingResult[WeightTransfer]:
+    def update_weights(self, update: WeightUpdate) -> Future[WeightTransfer]:
         """Start to load a policy version into the generator."""
         request = weight_update_to_proto(update)
-        pending = self.channel.start(
+        return self.channel.start(
             self._stub.UpdateWeights,
             request,
             self.timeouts.load_seconds,
             "UpdateWeights",
+            lambda response: from_message(WeightTransfer, response.transfer, "transfer"),
             {"quartet.policy_version": update.policy_version},
             lambda response: {"quartet.weight_bytes": int(response.transfer.bytes)},
         )
-        return PendingResult(pending, lambda response: from_message(WeightTransfer, response.transfer, "transfer"))
 
 
 class CriticClient(TrainableClient):
@@ -290,7 +302,7 @@ class CriticClient(TrainableClient):
     def _stub(self) -> critic_pb2_grpc.CriticServiceStub:
         return self._critic
 
-    def values(self, batch: TokenBatch, policy_version: int | None = None) -> PendingResult[FloatArray]:
+    def values(self, batch: TokenBatch, policy_version: int | None = None) -> Future[FloatArray]:
         """Start to compute values, float32 [response tokens].
 
         The result raises FailedPrecondition unless the value model has taken ``policy_version`` updates. A critic that restarted
@@ -298,7 +310,6 @@ class CriticClient(TrainableClient):
         """
         request = to_message(critic_pb2.ValuesRequest, batch=batch)
         tokens = int(batch.response_lengths.sum())
-        pending = self.channel.start(self._critic.Values, request, self.timeouts.score_seconds, "Values")
 
         def convert(response: Any) -> FloatArray:
             if policy_version not in (None, response.policy_version):
@@ -308,11 +319,11 @@ class CriticClient(TrainableClient):
                 )
             return floats_from_proto(response.values, "values", tokens)
 
-        return PendingResult(pending, convert)
+        return self.channel.start(self._critic.Values, request, self.timeouts.score_seconds, "Values", convert)
 
     def update(
         self, run: str, step: int, leader_epoch: int, settings: OptimizationSettings, loss: ValueLossSettings
-    ) -> PendingResult[UpdateResult]:
+    ) -> Future[UpdateResult]:
         """Start the value update of a step."""
         return self._start_update(run, step, leader_epoch, settings, loss)
 
@@ -332,7 +343,7 @@ class RewardClient(ServiceClient):
 
     def score(
         self, batch: TokenBatch, fields: Sequence[str] = (), weights: Mapping[str, float] | None = None
-    ) -> PendingResult[Scores]:
+    ) -> Future[Scores]:
         """Start to score. ``fields``: the fields of each sequence's prompt as a JSON object, or empty.
 
         ``weights`` of an ensemble's parts by name; None for those of the service's config.
@@ -340,8 +351,9 @@ class RewardClient(ServiceClient):
         request = to_message(
             reward_pb2.ScoreRequest, batch=batch, fields=fields, weights=weights or {}, updates=batch.updates
         )
-        pending = self.channel.start(self._stub.Score, request, self._seconds, "Score")
-        return PendingResult(pending, lambda response: scores_from_proto(response, len(batch)))
+        return self.channel.start(
+            self._stub.Score, request, self._seconds, "Score", lambda response: scores_from_proto(response, len(batch))
+        )
 
 
 class ReferenceClient(ServiceClient):
@@ -355,7 +367,7 @@ class ReferenceClient(ServiceClient):
 
     def log_probs(
         self, batch: TokenBatch, temperature: float, version: ReferenceVersion | None = None
-    ) -> PendingResult[FloatArray]:
+    ) -> Future[FloatArray]:
         """Start to compute log-probs, float32 [response tokens], under a ``version``, None for the initial model.
 
         The result raises MismatchError if another version has computed them.
@@ -365,7 +377,6 @@ class ReferenceClient(ServiceClient):
         )
         step = version.step if version else 0
         tokens = int(batch.response_lengths.sum())
-        pending = self.channel.start(self._stub.LogProbs, request, self.timeouts.score_seconds, "LogProbs")
 
         def log_probs_of(response: Any) -> FloatArray:
             if response.version_step != step:
@@ -375,7 +386,7 @@ class ReferenceClient(ServiceClient):
                 )
             return floats_from_proto(response.log_probs, "log_probs", tokens)
 
-        return PendingResult(pending, log_probs_of)
+        return self.channel.start(self._stub.LogProbs, request, self.timeouts.score_seconds, "LogProbs", log_probs_of)
 
 
 class EnvironmentStatusClient(ServiceClient):

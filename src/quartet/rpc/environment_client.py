@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,7 +33,6 @@ from quartet.errors import (
     ServiceUnavailable,
     SessionLost,
 )
-from quartet.rpc.pending_calls import PendingCall
 from quartet.rpc.security.credentials import LOCAL, Credentials
 from quartet.rpc.service_channel import ServiceChannel
 from quartet.v1 import environment_pb2, environment_pb2_grpc
@@ -80,7 +80,6 @@ class EnvironmentClient:
         self._recovery, self._vocabulary_size = recovery, vocabulary_size
         self._lock = threading.Lock()
         self._episodes: dict[str, _Episode] = {}
-        self._ending: set[PendingCall] = set()
         self._closed = threading.Event()
         self._last_answer = time.monotonic()
         self._calls = threading.BoundedSemaphore(MAX_CALLS)
@@ -131,13 +130,10 @@ class EnvironmentClient:
             if self._episodes.pop(session, None) is None:
                 return
         request = environment_pb2.CloseSessionRequest(session=session)
-        try:
-            pending = self._channel.start(self._stub.CloseSession, request, self._deadline_seconds, "CloseSession")
-        except Cancelled:
-            return  # Closed. The session expires.
-        # gRPC cancels a call that is no longer referenced.
-        self._ending.add(pending)
-        pending.when_done(lambda: self._ending.discard(pending))
+        with suppress(Cancelled):  # Closed. The session expires.
+            self._channel.start(
+                self._stub.CloseSession, request, self._deadline_seconds, "CloseSession", lambda response: None
+            )
 
     def close(self) -> None:
         """Close the connection. Calls in progress end with Cancelled."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import socket
+import threading
 import time
 from collections.abc import Callable, Generator
+from concurrent.futures import Future
 from typing import Any, TypeVar
 
 import grpc
@@ -15,12 +17,12 @@ from quartet.codec.messages import from_message
 from quartet.contract.status import ProcessStatus
 from quartet.errors import AccessRefused, Cancelled, ConfigError, MismatchError, QuartetError, ServiceUnavailable
 from quartet.rpc.call_interceptors import OK, Attributes, CallTracer, OutgoingSpan
-from quartet.rpc.pending_calls import PendingCall, PendingResult, PendingStream
 from quartet.rpc.security.credentials import LOCAL, Credentials
 from quartet.rpc.status_codes import error_of
 from quartet.v1 import status_pb2, status_pb2_grpc
 
 Response = TypeVar("Response")
+Result = TypeVar("Result")
 
 log = structlog.get_logger()
 
@@ -35,6 +37,27 @@ STATUS_TIMEOUT = 2.0
 _REFUSAL_CODES = (grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)
 """Codes that tell of a wrong address or credential at the first contact. Later, a proxy or a restarting process sends them."""
 _NO_RESPONSE_CODES = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
+
+
+class Call(Future[Result]):
+    """A call in progress. It ends with Cancelled after ``cancel``, once the service knows of it and may stop its work."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cancelling = False
+        self._abort: Callable[[], object] = lambda: None
+
+    def on_cancel(self, abort: Callable[[], object]) -> None:
+        """Set what ``cancel`` does from now on. Does it at once after ``cancel``."""
+        self._abort = abort
+        if self.cancelling:
+            abort()
+
+    def cancel(self) -> bool:
+        """Cancel the call."""
+        self.cancelling = True
+        self._abort()
+        return True
 
 
 class ServiceChannel:
@@ -71,11 +94,13 @@ class ServiceChannel:
         request: Any,
         timeout: float,
         title: str,
+        convert: Callable[[Any], Result],
         attributes: Attributes | None = None,
         response_attributes: Callable[[Any], Attributes] = lambda response: {},
-    ) -> PendingCall:
-        """Start a call of a unary method without waiting for its response. Raises Cancelled if the channel is closed.
+    ) -> Future[Result]:
+        """Start a call of a unary method. Raises Cancelled if the channel is closed.
 
+        The result is the response as ``convert`` returns it. It raises what the service raised, or Cancelled after ``cancel``.
         ``attributes`` and ``response_attributes`` are added to the span of the call.
         """
         metadata, span = self._traced(title, attributes)
@@ -85,7 +110,10 @@ class ServiceChannel:
             raise self._closed(title) from None
         if span is not None:
             future.add_done_callback(lambda ended: _end_span(span, ended, response_attributes))
-        return PendingCall(future, lambda error: self._late_error(error, title, timeout), f"{self.name}: {title}")
+        call = Call[Result]()
+        call.on_cancel(future.cancel)
+        future.add_done_callback(lambda ended: self._end(call, ended.result, convert, title, timeout))
+        return call
 
     def start_stream(
         self,
@@ -93,24 +121,37 @@ class ServiceChannel:
         request: Any,
         timeout: float,
         title: str,
+        convert: Callable[[Any], Result],
         attributes: Attributes | None = None,
         on_message: Callable[[Any], None] = lambda message: None,
-    ) -> PendingStream:
-        """Start a call of a server-streaming method and read its messages on a separate thread, which calls ``on_message``.
-
-        Raises as ``start``. ``attributes`` are added to the span of the call.
+    ) -> Future[Result]:
+        """Start a call of a server-streaming method, whose result is the last message. A separate thread reads its messages and
+        calls ``on_message``. See ``start`` for the rest.
         """
         metadata, span = self._traced(title, attributes)
         try:
             stream = method(request, timeout=timeout, metadata=metadata)
         except ValueError:
             raise self._closed(title) from None
-        pending = PendingStream(
-            stream, lambda error: self._late_error(error, title, timeout), f"{self.name}: {title}", on_message
-        )
+        call = Call[Result]()
+        call.on_cancel(stream.cancel)
         if span is not None:
-            pending.when_done(lambda: span.end(stream.code().name, {}))
-        return pending
+            call.add_done_callback(lambda _: span.end(stream.code().name, {}))
+
+        def last_message() -> Any:
+            message: Any = None
+            try:
+                for message in stream:
+                    on_message(message)
+            except Exception:
+                if stream.cancelled():
+                    raise grpc.FutureCancelledError from None
+                raise
+            return message
+
+        arguments = (call, last_message, convert, title, timeout)
+        threading.Thread(target=self._end, args=arguments, name="stream", daemon=True).start()
+        return call
 
     def stream(self, method: Any, request: Any, title: str, timeout: float | None = None) -> Generator[Any, None, None]:
         """Yield the messages of a server-streaming method. Raises as ``call``.
@@ -135,10 +176,17 @@ class ServiceChannel:
         self._has_responded = True
         return from_message(ProcessStatus, response)
 
-    def start_status(self, timeout: float = STATUS_TIMEOUT) -> PendingResult[ProcessStatus]:
+    def start_status(
+        self, convert: Callable[[ProcessStatus], Result], timeout: float = STATUS_TIMEOUT
+    ) -> Future[Result]:
         """Start to ask for the status of the process. Raises Cancelled if the channel is closed."""
-        pending = self.start(self._status.GetStatus, status_pb2.GetStatusRequest(), timeout, "GetStatus")
-        return PendingResult(pending, lambda response: from_message(ProcessStatus, response))
+        return self.start(
+            self._status.GetStatus,
+            status_pb2.GetStatusRequest(),
+            timeout,
+            "GetStatus",
+            lambda response: convert(from_message(ProcessStatus, response)),
+        )
 
     def is_serving(self, timeout: float = STATUS_TIMEOUT) -> bool:
         """Return whether the process reports itself as serving. Raises as ``call``."""
@@ -214,6 +262,26 @@ class ServiceChannel:
         if self.tracer is not None:
             span = self.tracer.outgoing(self.name, title, {"server.address": self.address, **(attributes or {})})
         return (*self._credentials.metadata, *(span.metadata if span is not None else ())), span
+
+    def _end(
+        self,
+        call: Future[Result],
+        response: Callable[[], Any],
+        convert: Callable[[Any], Result],
+        title: str,
+        timeout: float,
+    ) -> None:
+        """End a call with its converted ``response``, or with the error of its failure."""
+        try:
+            result = convert(response())
+        except grpc.RpcError as error:
+            call.set_exception(self._late_error(error, title, timeout))
+        except grpc.FutureCancelledError:
+            call.set_exception(Cancelled(f"{self.name}: {title}: cancelled"))
+        except Exception as error:
+            call.set_exception(error)
+        else:
+            call.set_result(result)
 
     def _error(self, error: grpc.RpcError, title: str, timeout: float) -> QuartetError:
         service = f"{self.name} at {self.address}"

@@ -6,7 +6,7 @@ Each fault is tried with each source. The scores that reach the update are those
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -110,6 +110,9 @@ class LocalReward:
 
     def replicas(self) -> int:
         return 1
+
+    def start(self, begin: Callable[[Any], Any]) -> Any:
+        return begin(self)
 
     def score(self, batch: TokenBatch, fields: Sequence[str] = (), weights: Any = None) -> Any:
         try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,45 +11,26 @@ from quartet.contract.arrays import FloatArray
 from quartet.contract.status import Role
 from quartet.contract.trajectory import Scores, TokenBatch, Trajectory
 from quartet.errors import BufferFailed, Cancelled
+from quartet.rpc.service_channel import Call
 from tests.waiting import LIMIT
 
 
-class FakeCall:
+class FakeCall(Call[Any]):
     """A call that the test completes, with a result or an error."""
 
     def __init__(self, compute: Callable[[], Any] | None = None) -> None:
+        super().__init__()
         self._compute = compute
-        self._done = threading.Event()
-        self._error: Exception | None = None
-        self.cancelled = False
-        self._callbacks: list[Callable[[], None]] = []
+        self.on_cancel(lambda: None if self.done() else self.set_exception(Cancelled("cancelled")))
 
     def complete(self, error: Exception | None = None) -> None:
-        self._error = error
-        self._done.set()
-        for callback in self._callbacks:
-            callback()
+        if error is not None:
+            self.set_exception(error)
+        elif not self.done():
+            self.set_result(self._compute() if self._compute else None)
 
-    def when_done(self, callback: Callable[[], None]) -> None:
-        if self._done.is_set():
-            callback()
-        else:
-            self._callbacks.append(callback)
-
-    def done(self) -> bool:
-        return self._done.is_set()
-
-    def result(self) -> Any:
-        assert self._done.wait(LIMIT)
-        if self.cancelled:
-            raise Cancelled("cancelled")
-        if self._error is not None:
-            raise self._error
-        return self._compute() if self._compute else None
-
-    def cancel(self) -> None:
-        self.cancelled = True
-        self._done.set()
+    def result(self, timeout: float | None = LIMIT) -> Any:
+        return super().result(timeout)
 
 
 class FakeGeneration(FakeCall):
@@ -95,6 +75,9 @@ class Scorer:
     def replicas(self) -> int:
         return self.processes
 
+    def start(self, begin: Callable[[Any], Any]) -> Any:
+        return begin(self)
+
     def _call(self, name: str, compute: Callable[[], Any]) -> Any:
         call = FakeCall(compute)
         self.calls.append(call)
@@ -110,7 +93,7 @@ class Scorer:
         first = np.array([sequence[0] for sequence in batch.sequences()], np.float32)
         return self._call("score", lambda: Scores(first, {"half": first / 2}))
 
-    def log_probs(self, batch: TokenBatch, temperature: float) -> Any:
+    def log_probs(self, batch: TokenBatch, temperature: float, version: Any = None) -> Any:
         self.temperatures.add(temperature)
         return self._call("log_probs", lambda: -responses(batch))
 

@@ -20,10 +20,10 @@ from quartet.config.sharing import SharingConfig
 from quartet.contract.status import Role, ServiceStatus
 from quartet.contract.trajectory import Scores, TokenBatch
 from quartet.errors import Cancelled, InvalidRequest, NoResponse, QuotaExceeded
+from quartet.rpc import replica_set
 from quartet.rpc.clients import RewardClient
 from quartet.rpc.compute_thread import ComputeThread
 from quartet.rpc.limits import shared_limits
-from quartet.rpc.refused_calls import RepeatedCall
 from quartet.rpc.security.certificate_authority import Authority
 from quartet.rpc.security.credentials import Credentials
 from quartet.rpc.server import Server
@@ -31,9 +31,9 @@ from quartet.services.factories import build_model_role
 from quartet.services.reward.servicer import RewardServicer
 from quartet.services.reward.sharing import RunUsage, SharedTurns
 from quartet.services.reward.sharing_metrics import SharingMetrics
-from tests.services.model_services import TIMEOUTS, Services
+from tests.services.model_services import TIMEOUTS, Services, replicas_of
 from tests.unit.models import tiny
-from tests.waiting import wait_until
+from tests.waiting import LIMIT, wait_until
 
 BATCH = tiny.batch([3, 2, 5, 4, 4], [4, 7, 1, 3, 3], seed=9)
 SCORERS = """
@@ -174,7 +174,8 @@ def test_a_flooding_run_is_refused_with_a_delay_and_another_run_is_not() -> None
 def test_a_flooding_run_finishes_if_it_repeats_its_refused_calls() -> None:
     with gated(max_pending_calls=2) as (source, turns, client):
         flood = client("flood")
-        calls = [RepeatedCall(lambda length=length: flood.score(batch_of(1, length))) for length in range(1, 13)]  # type: ignore[misc]
+        batches = [batch_of(1, length) for length in range(1, 13)]
+        calls = [replicas_of(flood).start(lambda each, batch=batch: each.score(batch)) for batch in batches]  # type: ignore[misc]
         wait_until(lambda: "flood" in usage(turns) and usage(turns)["flood"].refused_calls > 0)
         source.gate.release(1000)
         assert [call.result().total.tolist() for call in calls] == [[float(length)] for length in range(1, 13)]
@@ -184,21 +185,22 @@ def test_more_calls_in_flight_than_a_connection_may_have_are_all_answered() -> N
     with gated(max_pending_calls=2) as (source, turns, client):
         source.gate.release(1000)
         flood = client("flood")
-        calls = [RepeatedCall(lambda: flood.score(batch_of(1, 1))) for _ in range(200)]
+        calls = [replicas_of(flood).start(lambda each: each.score(batch_of(1, 1))) for _ in range(200)]
         assert [call.result().total.tolist() for call in calls] == [[1.0]] * 200
         assert usage(turns)["flood"].scored_sequences == 200
 
 
-def test_a_repeated_call_can_be_cancelled_while_it_waits() -> None:
+def test_a_repeated_call_can_be_cancelled_while_it_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replica_set, "QUOTA_JITTER", (1e6, 1e6))
     with gated(max_pending_calls=1) as (_, turns, client):
         running = client("a").score(batch_of(1, 1))
         wait_until(lambda: "a" in usage(turns))
-        waiting = RepeatedCall(lambda: client("a").score(batch_of(1, 1)), jitter=lambda: 1e6)
-        wait_until(lambda: usage(turns)["a"].refused_calls == 1 and waiting._timer is not None)
+        waiting = replicas_of(client("a")).start(lambda each: each.score(batch_of(1, 1)))
+        wait_until(lambda: any(thread.name == "reward quota" for thread in threading.enumerate()))
+        assert usage(turns)["a"].refused_calls == 1
         waiting.cancel()
-        assert waiting.done()
         with pytest.raises(Cancelled, match="while it waited for its quota"):
-            waiting.result()
+            waiting.result(LIMIT)
         running.cancel()
 
 

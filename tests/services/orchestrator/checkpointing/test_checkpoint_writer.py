@@ -181,8 +181,8 @@ def test_an_abandoned_checkpoint_is_removed_by_the_next(files: RunFiles, savers:
     savers[0].blocked = savers[1].blocked = True
     checkpoints = CheckpointWriter(files, 2, "")
     checkpoints.start("run", 3, 1, savers, {}).abandon()
-    assert savers[0].call.cancelled
-    assert savers[1].call.cancelled
+    assert savers[0].call.cancelling
+    assert savers[1].call.cancelling
     savers[0].blocked = savers[1].blocked = False
     save(checkpoints, 6, savers)
     assert names(files) == ["step-000006"]

@@ -71,6 +71,9 @@ class FailingScorer:
     def replicas(self) -> int:
         return 1
 
+    def start(self, begin: Callable[[Any], Any]) -> Any:
+        return begin(self)
+
     def _call(self, service: str, batch: TokenBatch, compute: Callable[[], Any]) -> Any:
         batch_names, failures, fails = names(batch), self._failures[service], False
         self.requests[service].append(batch_names)
@@ -95,7 +98,7 @@ class FailingScorer:
         result = np.array([prompt + sample / 8 for prompt, sample in names(batch)], np.float32)
         return self._call("score", batch, lambda: Scores(result, {"half": result / 2}))
 
-    def log_probs(self, batch: TokenBatch, temperature: float) -> Any:
+    def log_probs(self, batch: TokenBatch, temperature: float, version: Any = None) -> Any:
         return self._call("log_probs", batch, lambda: -responses(batch))
 
     def values(self, batch: TokenBatch, policy_version: int | None = None) -> Any:

@@ -93,7 +93,7 @@ class Generators:
 def wait(work: PendingTrajectories) -> None:
     """Wait until a work ends, and no longer than a test may take."""
     ended = threading.Event()
-    work.when_done(ended.set)
+    work.add_done_callback(lambda _: ended.set())
     assert ended.wait(SECONDS)
 
 

@@ -30,7 +30,7 @@ from quartet.services.orchestrator.telemetry.run_outputs import RunTelemetry
 from quartet.services.orchestrator.telemetry.step_profiler import ignore_call
 from quartet.services.orchestrator.telemetry.timeline import Timeline
 from tests.buffer.samples import trajectory
-from tests.services.model_services import Services, save_checkpoint, start_generation
+from tests.services.model_services import Services, replicas_of, save_checkpoint, start_generation
 from tests.unit.models import tiny
 
 PROMPTS = [{"text": f"w{30 + index} w{5 + index % 4} w7", "answer": index / 8} for index in range(9)]
@@ -96,7 +96,10 @@ def build(services: Services, clients: dict[Role, Any], redis_client: Redis, red
         def build_evaluator(config: Config, actor: Any = None, reward: Any = None) -> Evaluator:
             prompts = read_validation_prompts(config, tiny.tokenizer, tiny.VOCABULARY).prompts
             scoring = ScoringServices(
-                reward or clients[Role.REWARD], clients[Role.REFERENCE], None, config.rollout.temperature
+                replicas_of(reward or clients[Role.REWARD]),
+                replicas_of(clients[Role.REFERENCE]),
+                None,
+                config.rollout.temperature,
             )
             files = RunFiles(config.run_directory)
             files.root.mkdir(parents=True, exist_ok=True)

@@ -17,11 +17,11 @@ from quartet.config.loading import parse_config
 from quartet.contract.generation import EngineProperties
 from quartet.contract.status import Role, ServiceStatus
 from quartet.errors import QuartetError
+from quartet.rpc import replica_set
 from quartet.rpc.clients import GenerationClient
 from quartet.rpc.server import Server
-from quartet.services.orchestrator.rollout import generator_members
-from quartet.services.orchestrator.rollout.generator_members import Member, Members
 from quartet.services.orchestrator.rollout.generator_pool import GeneratorPool
+from quartet.services.orchestrator.rollout.generator_work import RemoteGenerator
 from tests.e2e.commands import ends
 from tests.waiting import LIMIT, wait_until
 
@@ -95,7 +95,7 @@ def test_a_generator_that_hangs_does_not_delay_the_others(servers: list[str]) ->
 
 
 def test_a_run_begins_with_all_generators_that_respond(servers: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(generator_members, "SETTLE_SECONDS", 20.0)
+    monkeypatch.setattr(replica_set, "SETTLE_SECONDS", 20.0)
     with ExitStack() as stack:
         slow = IdleGenerator()
         slow.status = lambda: (Event().wait(0.5), IdleGenerator().status())[1]  # type: ignore[method-assign]
@@ -112,15 +112,14 @@ def test_closing_ends_all_calls_in_progress() -> None:
     slow = IdleGenerator()
     slow.status = lambda: (answered.wait(LIMIT), IdleGenerator().status())[1]  # type: ignore[method-assign]
     server = Server([slow], "127.0.0.1:0")
-    actor: Any = IdleActor()
-    members = Members(parse_config(far_generators(server.address), "test"), actor, lambda note: None, lambda: None)
+    pool = pool_of(far_generators(server.address))
     client = GenerationClient(server.address, TimeoutsConfig())
-    members.by_address[server.address] = Member(client)
+    pool._by_address[server.address] = RemoteGenerator(client)
     calls = [client.start_status() for _ in range(4)]
     for call in calls:
         # As the callbacks of the pool do. gRPC runs all of them in one thread.
-        call.when_done(lambda: acquire(members.lock))
-    closed = ends(members.close, 20)
+        call.add_done_callback(lambda _: acquire(pool.lock))
+    closed = ends(pool.close, 20)
     answered.set()
     server.stop(0)
     assert closed
@@ -130,7 +129,7 @@ def test_closing_ends_all_calls_in_progress() -> None:
 
 
 def test_the_monitor_survives_an_unexpected_error(servers: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(generator_members, "RESOLVE_SECONDS", 0.02)
+    monkeypatch.setattr(replica_set, "RESOLVE_SECONDS", 0.02)
     errors = [OSError("no name server"), ValueError("no port")]
 
     def endpoints_at(address: str) -> list[str]:
@@ -138,7 +137,7 @@ def test_the_monitor_survives_an_unexpected_error(servers: list[str], monkeypatc
             raise errors.pop()
         return [address]
 
-    monkeypatch.setattr(generator_members, "endpoints_at", endpoints_at)
+    monkeypatch.setattr(replica_set, "endpoints_at", endpoints_at)
     pool = pool_of(far_generators(servers[0]))
     try:
         pool.wait_until_ready(LIMIT)
@@ -150,10 +149,10 @@ def test_the_monitor_survives_an_unexpected_error(servers: list[str], monkeypatc
 def test_replicas_join_and_leave_with_the_addresses_of_their_name(
     servers: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(generator_members, "RESOLVE_SECONDS", 0.02)
-    monkeypatch.setattr(generator_members, "CHECK_SECONDS", 0.02)
+    monkeypatch.setattr(replica_set, "RESOLVE_SECONDS", 0.02)
+    monkeypatch.setattr(replica_set, "CHECK_SECONDS", 0.02)
     resolved = servers[:1]
-    monkeypatch.setattr(generator_members, "endpoints_at", lambda _: list(resolved))
+    monkeypatch.setattr(replica_set, "endpoints_at", lambda _: list(resolved))
     pool = pool_of(far_generators("generator:50051"))
     try:
         pool.wait_until_ready(LIMIT)
@@ -169,7 +168,7 @@ def test_replicas_join_and_leave_with_the_addresses_of_their_name(
             asked.append(name)
             return []
 
-        monkeypatch.setattr(generator_members, "endpoints_at", no_answer)
+        monkeypatch.setattr(replica_set, "endpoints_at", no_answer)
         wait_until(lambda: len(asked) > 2)
         assert set(pool.statuses()) == set(servers)
     finally:

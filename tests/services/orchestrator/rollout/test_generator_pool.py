@@ -23,8 +23,8 @@ from quartet.preflight import generator_check
 from quartet.rpc.clients import GenerationClient
 from quartet.services.generator.generator import Generator
 from quartet.services.orchestrator.rollout.collector import Collector
-from quartet.services.orchestrator.rollout.generator_members import Member
 from quartet.services.orchestrator.rollout.generator_pool import MAX_FAILURES
+from quartet.services.orchestrator.rollout.generator_work import RemoteGenerator
 from quartet.services.orchestrator.rollout.scoring import ScoringServices
 from tests.services.model_services import Services
 from tests.services.orchestrator.fake_services import Scorer
@@ -70,8 +70,8 @@ def test_the_work_of_a_lost_generator_is_generated_by_the_others(
         wait_until(lambda: len(pool.statuses()) == 2)
         _, work = generators.begin(pool)
         assert gate.reached.wait(SECONDS)
-        with pool._lock:
-            calls = {member.address: member.call for member in pool._members.all() if member.work is not None}
+        with pool.lock:
+            calls = {member.address: member.call for member in pool._all() if member.work is not None}
         [lost] = [address for address, call in calls.items() if not finishes(call)]
         generators.lose(lost)
         wait(work)
@@ -88,7 +88,7 @@ def test_the_work_of_a_lost_generator_is_generated_by_the_others(
 def finishes(call: Any) -> bool:
     """Wait until a call ends, or has been silent for a second. Return whether it ended."""
     ended = threading.Event()
-    call.when_done(ended.set)
+    call.add_done_callback(lambda _: ended.set())
     return ended.wait(1.0)
 
 
@@ -103,8 +103,8 @@ def test_a_trajectory_that_has_arrived_is_not_generated_again(
         arrived = [TrajectoryId(generators._run, 1, 0, 0), TrajectoryId(generators._run, 1, 1, 1)]
         for id in arrived:
             work.arrived(Trajectory.of_response(id, 0, *[np.zeros(1, np.int32)] * 2, np.zeros(1, np.float32), None))  # type: ignore[arg-type]
-        pool._members.by_address[second] = Member(GenerationClient(second, generators.actor.timeouts))
-        pool._members._ask(pool._members.by_address[second])
+        pool._by_address[second] = RemoteGenerator(GenerationClient(second, generators.actor.timeouts))
+        pool._ask(pool._by_address[second])
         wait_until(lambda: len(pool.statuses()) == 2)
         generators.lose(first)
         wait(work)
@@ -126,9 +126,7 @@ def test_late_generators_take_the_weights_from_the_actor_and_from_generators_tha
             generators.start(address)
         wait_until(lambda: len(pool.statuses()) == 4)
         assert prompts_by_generator(generators.step(pool, 2)).keys() == {first, *late}
-        transfers = {
-            address: member.client.status().last_transfer for address, member in pool._members.by_address.items()
-        }
+        transfers = {address: member.client.status().last_transfer for address, member in pool._by_address.items()}
     actor = f"actor at {generators.actor.channel.address}"
     assert transfers[first].source == actor
     # The actor sends a version to two generators at a time.
@@ -281,7 +279,7 @@ def test_the_work_of_a_refused_generator_continues_on_another(generators: Genera
         again = generators.read()
         assert {item.generator for item in again} == {second}
         assert [item.id for item in again] == [item.id for item in result if item.generator == first]
-        assert generators.notes == [f"generator {first} gets no more work: wrong weights"]
+        assert generators.notes == [f"generator at {first} gets no work: wrong weights"]
         assert prompts_by_generator(generators.step(pool, 2)).keys() == {second}
 
 
@@ -293,8 +291,8 @@ def test_a_late_trajectory_of_an_abandoned_call_refuses_no_generator(
     with generators.pool(address) as pool:
         batch, cancelled = generators.begin(pool)
         assert gate.reached.wait(SECONDS)
-        member = pool._members.by_address[address]
-        with pool._lock:
+        member = pool._by_address[address]
+        with pool.lock:
             attempt = member.attempt
         cancelled.cancel()
         wait(cancelled)
@@ -417,5 +415,5 @@ def test_a_generator_of_another_engine_gets_no_work(generators: Generators, monk
     ):
         pass
     assert generators.notes == [
-        f"generator {address} gets no work: runs engine vllm, rollout.engine is torch; start it with this run's config"
+        f"generator at {address} gets no work: runs engine vllm, rollout.engine is torch; start it with this run's config"
     ]

@@ -153,7 +153,7 @@ def test_a_generator_begins_nothing_during_an_update_in_flight(cluster: Cluster)
     engine.may_load.clear()
     cluster.publish()
     engine.resume()
-    member = cluster.pool._members.by_address[address]
+    member = cluster.pool._by_address[address]
     # The call ends after the update, because its weights are attested at its end.
     wait_until(lambda: not engine._generating and member.update is not None)
     engine.may_load.set()
@@ -221,7 +221,7 @@ def test_a_generator_that_loses_an_update_in_flight_is_refused_and_the_others_do
     faulty.lost = names(cluster)
     cluster.publish()
     wait_until(lambda: cluster.refusals)
-    assert cluster.refusals[0].startswith(f"generator {wrong} gets no more work: ")
+    assert cluster.refusals[0].startswith(f"generator at {wrong} gets no work: ")
     assert "after it loaded version 1" in cluster.refusals[0]
     faulty.resume()
     sound.resume()

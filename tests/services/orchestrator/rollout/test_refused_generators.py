@@ -11,10 +11,10 @@ from quartet.codec.generation import WeightUpdate
 from quartet.contract.status import GeneratorState, Role
 from quartet.errors import ServiceFailed, ServiceUnavailable, StaleLeaderEpoch
 from quartet.models.generation.detached_torch import DetachedTorchEngine
+from quartet.rpc import replica_set
 from quartet.services.generator.generator import Generator
-from quartet.services.orchestrator.rollout import generator_members
-from quartet.services.orchestrator.rollout.generator_members import Member
 from quartet.services.orchestrator.rollout.generator_pool import MAX_FAILURES, GeneratorPool
+from quartet.services.orchestrator.rollout.generator_work import RemoteGenerator
 from tests.services.orchestrator.rollout.generator_pools import (
     SECONDS,
     Generators,
@@ -28,10 +28,10 @@ from tests.waiting import wait_until
 
 @pytest.fixture(autouse=True)
 def _frequent_checks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(generator_members, "CHECK_SECONDS", 0.01)
+    monkeypatch.setattr(replica_set, "CHECK_SECONDS", 0.01)
 
 
-def asked_again(pool: GeneratorPool, member: Member) -> None:
+def asked_again(pool: GeneratorPool, member: RemoteGenerator) -> None:
     """Wait until the pool has handled another status of a generator."""
     questions = {member.question}
 
@@ -40,7 +40,7 @@ def asked_again(pool: GeneratorPool, member: Member) -> None:
         return len(questions) - 1
 
     wait_until(lambda: asked() > 2)
-    with pool._lock:
+    with pool.lock:
         pass  # The answer is handled.
 
 
@@ -48,10 +48,10 @@ def test_a_refused_generator_without_weights_gets_no_work_until_it_is_restarted(
     first, second = generators.start(), generators.start()
     with generators.pool(first, second) as pool:
         wait_until(lambda: len(pool.statuses()) == 2)
-        member = pool._members.by_address[second]
+        member = pool._by_address[second]
         # As after a failed load: it holds nothing, as if it had just started.
-        with pool._lock:
-            pool._members.refuse(member, "has dropped the update")
+        with pool.lock:
+            pool._refuse(member, "has dropped the update")
         asked_again(pool, member)
         assert not member.ready
         assert prompts_by_generator(generators.step(pool)).keys() == {first}
@@ -59,7 +59,7 @@ def test_a_refused_generator_without_weights_gets_no_work_until_it_is_restarted(
         generators.start(second)
         wait_until(lambda: member.ready)
         assert prompts_by_generator(generators.step(pool, 2)).keys() == {first, second}
-        assert generators.notes == [f"generator {second} gets no more work: has dropped the update"]
+        assert generators.notes == [f"generator at {second} gets no work: has dropped the update"]
 
 
 def test_a_generator_whose_loads_fail_is_refused_after_a_limited_number(
@@ -67,7 +67,7 @@ def test_a_generator_whose_loads_fail_is_refused_after_a_limited_number(
 ) -> None:
     address = generators.start()
     with generators.pool(address) as pool:
-        loads, member = list[int](), pool._members.by_address[address]
+        loads, member = list[int](), pool._by_address[address]
 
         def failing(*_: Any) -> Any:
             loads.append(1)
@@ -90,12 +90,12 @@ def test_a_generator_that_does_not_fit_is_noted_once(generators: Generators, mon
     first, second = generators.start(), generators.start()
     generators.lose(second)
     with generators.pool(first, second) as pool, monkeypatch.context() as patched:
-        status, member = Generator.status, pool._members.by_address[second]
+        status, member = Generator.status, pool._by_address[second]
         patched.setattr(Generator, "status", lambda generator: replace(status(generator), dtype="bfloat16"))
         generators.start(second)
         wait_until(lambda: member.refused)
         asked_again(pool, member)
-        assert generators.notes == [f"generator {second} gets no work: {member.refused}"]
+        assert generators.notes == [f"generator at {second} gets no work: {member.refused}"]
         patched.undo()
         generators.lose(second)
         generators.start(second)
@@ -138,7 +138,7 @@ def test_a_superseded_orchestrator_ends_its_work_at_once_with_the_epoch_of_the_o
     with generators.pool(*addresses) as pool:
         wait_until(lambda: len(pool.statuses()) == 2)
         generators.step(pool)
-        for member in pool._members.all():
+        for member in pool._all():
             actor = ((Role.ACTOR, generators.actor.channel.address),)
             member.client.update_weights(WeightUpdate(generators._run, 5, 0, member.digest, actor)).result()
         _, work = generators.begin(pool, 2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from dataclasses import replace
 
 import numpy as np
@@ -23,11 +24,11 @@ from quartet.errors import (
     QuotaExceeded,
     ServiceUnavailable,
 )
+from quartet.rpc import replica_set as module
 from quartet.rpc.clients import ReferenceClient
 from quartet.rpc.compute_thread import ComputeThread
+from quartet.rpc.replica_set import FrozenReplicas
 from quartet.rpc.server import Server
-from quartet.services.orchestrator.rollout import replicas as module
-from quartet.services.orchestrator.rollout.replicas import ReferenceReplicas
 from quartet.services.reference.servicer import ReferenceServicer
 from tests.e2e.commands import ends
 from tests.unit.models import tiny
@@ -72,6 +73,10 @@ class Service:
         self.server.stop(0.0)
 
 
+def log_probs(replicas: FrozenReplicas[ReferenceClient], temperature: float) -> Future[FloatArray]:
+    return replicas.start(lambda client: client.log_probs(BATCH, temperature))
+
+
 @pytest.fixture
 def serve() -> Iterator[Callable[..., Service]]:
     """Start a service. All are stopped after the test."""
@@ -93,16 +98,18 @@ def notes() -> list[str]:
 
 
 @pytest.fixture
-def connect(notes: list[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., ReferenceReplicas]]:
+def connect(
+    notes: list[str], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., FrozenReplicas[ReferenceClient]]]:
     """Create the replicas at the addresses of services. All are closed after the test."""
     monkeypatch.setattr(module, "CHECK_SECONDS", 0.02)
     monkeypatch.setattr(module, "SETTLE_SECONDS", 0.3)
-    created: list[ReferenceReplicas] = []
+    created: list[FrozenReplicas[ReferenceClient]] = []
 
-    def create(*addresses: str, **timeouts: float) -> ReferenceReplicas:
+    def create(*addresses: str, **timeouts: float) -> FrozenReplicas[ReferenceClient]:
         limits = TimeoutsConfig(**timeouts)
         created.append(
-            ReferenceReplicas(Role.REFERENCE, addresses, lambda address: ReferenceClient(address, limits), notes.append)
+            FrozenReplicas(Role.REFERENCE, addresses, lambda address: ReferenceClient(address, limits), notes.append)
         )
         return created[-1]
 
@@ -112,29 +119,29 @@ def connect(notes: list[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[Calla
 
 
 def test_calls_go_to_the_replica_with_the_fewest(
-    serve: Callable[..., Service], connect: Callable[..., ReferenceReplicas]
+    serve: Callable[..., Service], connect: Callable[..., FrozenReplicas[ReferenceClient]]
 ) -> None:
     busy, free = serve(free=False), serve()
     replicas = connect(busy.address, free.address)
     assert replicas.wait_until_ready().model == "m"
     assert replicas.replicas() == 2
-    first = replicas.log_probs(BATCH, 0.5)
+    first = log_probs(replicas, 0.5)
     for _ in range(3):
-        assert replicas.log_probs(BATCH, 0.7).result().tolist() == pytest.approx([0.7] * 5)
+        assert log_probs(replicas, 0.7).result().tolist() == pytest.approx([0.7] * 5)
     assert (busy.model.calls, free.model.calls) == (1, 3)
     busy.model.free.set()
     assert first.result().tolist() == [0.5] * 5
 
 
 def test_another_replica_repeats_the_calls_of_a_lost_one_which_gets_calls_again_when_it_is_back(
-    serve: Callable[..., Service], connect: Callable[..., ReferenceReplicas], notes: list[str]
+    serve: Callable[..., Service], connect: Callable[..., FrozenReplicas[ReferenceClient]], notes: list[str]
 ) -> None:
     lost, other = serve(free=False), serve()
     replicas = connect(lost.address, other.address)
     replicas.wait_until_ready()
     ended = threading.Event()
-    call = replicas.log_probs(BATCH, 0.5)
-    call.when_done(ended.set)
+    call = log_probs(replicas, 0.5)
+    call.add_done_callback(lambda _: ended.set())
     wait_until(lambda: lost.model.calls == 1)
     lost.end()
     assert ended.wait(LIMIT)
@@ -145,37 +152,37 @@ def test_another_replica_repeats_the_calls_of_a_lost_one_which_gets_calls_again_
     lost.start()
     wait_until(lambda: replicas.replicas() == 2)
     assert notes[1:] == [f"reference at {lost.address} is back"]
-    replicas.log_probs(BATCH, 0.5).result()
+    log_probs(replicas, 0.5).result()
     assert (lost.model.calls, other.model.calls) == (2, 1)
 
 
 def test_a_replica_that_does_not_respond_in_time_is_not_asked_twice(
-    serve: Callable[..., Service], connect: Callable[..., ReferenceReplicas]
+    serve: Callable[..., Service], connect: Callable[..., FrozenReplicas[ReferenceClient]]
 ) -> None:
     hung, other = serve(free=False), serve()
     replicas = connect(hung.address, other.address, score_seconds=0.5)
     replicas.wait_until_ready()
-    assert replicas.log_probs(BATCH, 0.5).result().tolist() == [0.5] * 5
+    assert log_probs(replicas, 0.5).result().tolist() == [0.5] * 5
     other.end()
     with pytest.raises(QuartetError) as raised:
-        replicas.log_probs(BATCH, 0.5).result()
+        log_probs(replicas, 0.5).result()
     assert isinstance(raised.value, NoResponse | ServiceUnavailable)
 
 
 def test_an_error_of_the_batch_is_not_repeated(
-    serve: Callable[..., Service], connect: Callable[..., ReferenceReplicas]
+    serve: Callable[..., Service], connect: Callable[..., FrozenReplicas[ReferenceClient]]
 ) -> None:
     first, second = serve(), serve()
     first.model.error = ComputationFailed("not finite")
     replicas = connect(first.address, second.address)
     replicas.wait_until_ready()
     with pytest.raises(ComputationFailed, match="not finite"):
-        replicas.log_probs(BATCH, 0.5).result()
+        log_probs(replicas, 0.5).result()
     assert second.model.calls == 0
 
 
 def test_without_a_replica_the_call_names_the_last_error(
-    serve: Callable[..., Service], connect: Callable[..., ReferenceReplicas]
+    serve: Callable[..., Service], connect: Callable[..., FrozenReplicas[ReferenceClient]]
 ) -> None:
     first, second = serve(), serve()
     replicas = connect(first.address, second.address)
@@ -183,16 +190,16 @@ def test_without_a_replica_the_call_names_the_last_error(
     first.end()
     second.end()
     with pytest.raises(ServiceUnavailable, match=f"reference at {second.address}"):
-        replicas.log_probs(BATCH, 0.5).result()
+        log_probs(replicas, 0.5).result()
 
 
 def test_cancellation_goes_to_no_other_replica(
-    serve: Callable[..., Service], connect: Callable[..., ReferenceReplicas]
+    serve: Callable[..., Service], connect: Callable[..., FrozenReplicas[ReferenceClient]]
 ) -> None:
     first, second = serve(free=False), serve()
     replicas = connect(first.address, second.address)
     replicas.wait_until_ready()
-    call = replicas.log_probs(BATCH, 0.5)
+    call = log_probs(replicas, 0.5)
     call.cancel()
     with pytest.raises(Cancelled):
         call.result()
@@ -201,11 +208,11 @@ def test_cancellation_goes_to_no_other_replica(
 
 def test_closing_ends_all_calls_in_progress(serve: Callable[..., Service], notes: list[str]) -> None:
     busy = serve(free=False)
-    replicas = ReferenceReplicas(
+    replicas = FrozenReplicas(
         Role.REFERENCE, [busy.address], lambda address: ReferenceClient(address, TimeoutsConfig()), notes.append
     )
     replicas.wait_until_ready()
-    calls = [replicas.log_probs(BATCH, 0.5) for _ in range(4)]
+    calls = [log_probs(replicas, 0.5) for _ in range(4)]
     wait_until(lambda: busy.model.calls == 1)
     # gRPC runs the callbacks of all calls in one thread, and waits for them when it closes the channel.
     assert ends(replicas.close, 20)
@@ -215,7 +222,7 @@ def test_closing_ends_all_calls_in_progress(serve: Callable[..., Service], notes
 
 
 def test_replicas_with_different_models_are_an_error_at_the_start(
-    serve: Callable[..., Service], connect: Callable[..., ReferenceReplicas]
+    serve: Callable[..., Service], connect: Callable[..., FrozenReplicas[ReferenceClient]]
 ) -> None:
     first, second = serve(), serve(Model(replace(STATUS, dtype="bfloat16")))
     with pytest.raises(MismatchError, match=r"has dtype '(bfloat16|float32)', expected '(bfloat16|float32)'"):
@@ -223,14 +230,14 @@ def test_replicas_with_different_models_are_an_error_at_the_start(
 
 
 def test_a_replica_that_comes_back_with_another_model_gets_no_calls(
-    serve: Callable[..., Service], connect: Callable[..., ReferenceReplicas], notes: list[str]
+    serve: Callable[..., Service], connect: Callable[..., FrozenReplicas[ReferenceClient]], notes: list[str]
 ) -> None:
     first, second = serve(free=False), serve()
     replicas = connect(first.address, second.address)
     replicas.wait_until_ready()
-    calls = [replicas.log_probs(BATCH, 0.5)]
+    calls = [log_probs(replicas, 0.5)]
     second.end()
-    calls.append(replicas.log_probs(BATCH, 0.5))
+    calls.append(log_probs(replicas, 0.5))
     wait_until(lambda: replicas.replicas() == 1)
     first.model.free.set()
     assert all(call.result().tolist() == [0.5] * 5 for call in calls)
@@ -243,7 +250,7 @@ def test_a_replica_that_comes_back_with_another_model_gets_no_calls(
 
 
 def test_a_run_starts_without_a_replica_that_does_not_respond(
-    serve: Callable[..., Service], connect: Callable[..., ReferenceReplicas], notes: list[str]
+    serve: Callable[..., Service], connect: Callable[..., FrozenReplicas[ReferenceClient]], notes: list[str]
 ) -> None:
     first, second = serve(), serve()
     second.end()
@@ -255,7 +262,9 @@ def test_a_run_starts_without_a_replica_that_does_not_respond(
 
 
 def test_a_name_with_several_addresses_stands_for_a_replica_at_each(
-    serve: Callable[..., Service], connect: Callable[..., ReferenceReplicas], monkeypatch: pytest.MonkeyPatch
+    serve: Callable[..., Service],
+    connect: Callable[..., FrozenReplicas[ReferenceClient]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     services = [serve(), serve(), serve()]
     known = [service.address for service in services[:2]]
@@ -265,22 +274,21 @@ def test_a_name_with_several_addresses_stands_for_a_replica_at_each(
     replicas.wait_until_ready()
     assert replicas.replicas() == 2
     known[:] = [service.address for service in services[1:]]
-    wait_until(lambda: set(replicas._members) == set(known))
+    wait_until(lambda: set(replicas._by_address) == set(known))
     wait_until(lambda: replicas.replicas() == 2)
 
 
 def test_a_refusal_by_quota_counts_more_than_the_loss_of_another_replica(
-    serve: Callable[..., Service], connect: Callable[..., ReferenceReplicas]
+    serve: Callable[..., Service], connect: Callable[..., FrozenReplicas[ReferenceClient]]
 ) -> None:
     """A call that one replica refuses for a moment, while another one is lost, waits instead of failing."""
     refusing, lost = serve(), serve()
     replicas = connect(refusing.address, lost.address)
     replicas.wait_until_ready()
-    refusing.model.error = QuotaExceeded("run a: too many calls", 2.0)
+    refusing.model.error = QuotaExceeded("run a: too many calls", 0.02)
     lost.end()
-    for _ in range(4):
-        with pytest.raises(QuotaExceeded) as refused:
-            replicas.log_probs(BATCH, 1.0).result()
-        assert refused.value.retry_seconds == 2.0
+    calls = [log_probs(replicas, 1.0) for _ in range(4)]
+    wait_until(lambda: refusing.model.calls > 12)
+    assert not any(call.done() for call in calls)
     refusing.model.error = None
-    assert replicas.log_probs(BATCH, 1.0).result().tolist() == [1.0] * 5
+    assert [call.result(LIMIT).tolist() for call in calls] == [[1.0] * 5] * 4

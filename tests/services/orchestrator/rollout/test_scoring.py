@@ -215,9 +215,9 @@ def test_cancel_includes_the_retry_of_a_batch(run: str) -> None:
     scoring.advance()
     assert len(scorer.calls["score"]) == 2
     scoring.cancel()
-    assert scorer.calls["score"][1].cancelled
-    assert scorer.calls["log_probs"][0].cancelled
-    assert scorer.calls["values"][0].cancelled
+    assert scorer.calls["score"][1].cancelling
+    assert scorer.calls["log_probs"][0].cancelling
+    assert scorer.calls["values"][0].cancelling
 
 
 @pytest.mark.parametrize("pauses", [[2.0, 4.0], [2.0, 4.0, 8.0], [2.0, 4.0, 8.0, 16.0, 30.0, 30.0]])

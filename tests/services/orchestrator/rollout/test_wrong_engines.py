@@ -121,7 +121,7 @@ def test_an_engine_with_wrong_weights_is_refused_by_name_at_its_first_trajectory
         train(hosted, config.run.name, case)
         with pytest.raises(MismatchError, match=rf"{address}"):
             collect(pool, collector, stream, config, 2, 1, case)
-        assert any(note.startswith(f"generator {address} gets no more work: ") for note in notes)
+        assert any(note.startswith(f"generator at {address} gets no work: ") for note in notes)
     finally:
         collector.reset()
         pool.close()
@@ -168,7 +168,7 @@ def test_what_a_refused_generator_has_done_for_a_later_step_is_generated_again(
             assert {item.trajectory.generator for item in step.scored} == {right}
             assert len(step.scored) == 2 * len(PROMPTS)
         assert len(notes) == 1
-        assert notes[0].startswith(f"generator {wrong} gets no more work: ")
+        assert notes[0].startswith(f"generator at {wrong} gets no work: ")
     finally:
         collector.reset()
         pool.close()

@@ -30,12 +30,12 @@ class Clock:
 class Call(FakeCall):
     """A call whose completion callback the test runs."""
 
-    def when_done(self, callback: object) -> None:
+    def add_done_callback(self, callback: object) -> None:
         self.callback = callback
 
     def end(self) -> None:
         self.complete()
-        self.callback()  # type: ignore[operator]
+        self.callback(self)  # type: ignore[operator]
 
 
 def watch(timeline: Timeline, service: str, phase: str) -> Call:
