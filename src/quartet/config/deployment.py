@@ -8,11 +8,8 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
-from quartet.config.section import Count, Positive, Section, WholeNumber
+from quartet.config.section import Count, Positive, Section, WholeNumber, pause_after
 from quartet.config.sharing import SharingConfig
-
-MAX_BACKOFF_SECONDS = 30.0
-"""Maximum pause before another attempt, in seconds."""
 
 _BUFFER_URL = re.compile(
     r"(rediss?://([^/?#\s]*@)?(\[[^]/?#@\s]*\]|[^]:/?#@\s[]*)(:[0-9]{1,5})?(/[0-9]*)?|unix://([^/?#\s]*@)?/[^?#]*)"
@@ -352,7 +349,7 @@ class RecoveryConfig(Section):
 
     def pause(self, failures: int) -> float:
         """Return the pause before the next attempt, in seconds, after this many consecutive failures (at least 1)."""
-        return min(MAX_BACKOFF_SECONDS, self.backoff_seconds * 2.0 ** min(failures - 1, 100))
+        return pause_after(failures, self.backoff_seconds)
 
 
 class SecurityConfig(Section):

@@ -20,6 +20,7 @@ from quartet.config.section import (
     Positive,
     Section,
     is_loopback,
+    pause_after,
 )
 
 RewardKind = Literal["model", "function", "http", "triton", "service", "judge"]
@@ -56,9 +57,13 @@ class RetryConfig(Section):
     circuit_breaker_seconds: NonNegative = 10.0
     """Time between two tries while the circuit breaker is open, in seconds."""
 
+    def pause(self, failures: int) -> float:
+        """Return the pause before the next attempt, in seconds without the random part, after this many failures."""
+        return pause_after(failures, self.backoff_seconds)
+
     def seconds(self) -> float:
         """Return the time limit of one request with all its attempts, in seconds."""
-        pauses = sum(min(30.0, self.backoff_seconds * 2.0**attempt) * 1.5 for attempt in range(self.max_attempts - 1))
+        pauses = sum(1.5 * self.pause(failures) for failures in range(1, self.max_attempts))
         return self.max_attempts * (self.timeout_seconds + self.circuit_breaker_seconds) + pauses
 
 

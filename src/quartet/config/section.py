@@ -20,6 +20,8 @@ MAX_INTEGER = 1_000_000_000
 """Upper limit of integers. Messages and tensors have 32 bits for them and for the sum of two."""
 Count = Annotated[int, Field(ge=1, le=MAX_INTEGER)]
 WholeNumber = Annotated[int, Field(ge=0, le=MAX_INTEGER)]
+MAX_PAUSE = 30.0
+"""Maximum pause before another attempt, in seconds, without the random part."""
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
 Name = Annotated[str, Field(pattern=NAME_PATTERN)]
 MAX_PARAMETER_NAME = 64
@@ -65,3 +67,8 @@ class Section(BaseModel):
         if isinstance(validated, bool) and type(value) in (int, float):
             raise ValueError("expected true or false")
         return validated
+
+
+def pause_after(failures: int, first: float, maximum: float = MAX_PAUSE) -> float:
+    """Return the pause in seconds after this many failures in a row: ``first``, doubled with each further one."""
+    return min(maximum, first * 2.0 ** min(failures - 1, 100))

@@ -10,12 +10,15 @@ import random
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
+import structlog
+
 from quartet.config.rewards import RetryConfig
 from quartet.contract.trajectory import Outcome
-from quartet.errors import ConfigError
+from quartet.errors import ConfigError, QuotaExceeded
+from quartet.rpc.replica_set import QUOTA_JITTER
 
-MAX_PAUSE = 30.0
-"""Maximum pause between two attempts, in seconds, without jitter."""
+log = structlog.get_logger()
+
 Answer = TypeVar("Answer")
 Sleep = Callable[[float], Awaitable[None]]
 """Function that waits for a number of seconds."""
@@ -46,26 +49,18 @@ def no_longer_a_scorer(error: ConfigError) -> RequestFailed:
     return RequestFailed(Outcome.SCORER_ERROR, str(error), retry=True, unreachable=True, at_start=error)
 
 
-class RequestRefused(Exception):
-    """A request that the scorer refused because of a quota, which says nothing about its responses.
-
-    ``seconds``: time after which it should be sent again.
-    """
-
-    def __init__(self, seconds: float) -> None:
-        super().__init__(f"refused for {seconds:g} s")
-        self.seconds = seconds
-
-
 class CircuitBreaker:
     """Protection of a scorer that does not respond: after several failures in a row, one request tries for all.
 
     Only unreachable scorers count, because any other failure may be that of a single response.
     """
 
-    def __init__(self, failures: int, seconds: float, sleep: Sleep) -> None:
-        self._limit, self._seconds, self._sleep = failures, seconds, sleep
+    def __init__(self, config: RetryConfig, name: str, sleep: Sleep) -> None:
+        """``name`` is that of the scorer. ``sleep`` makes all pauses."""
+        self._limit, self._seconds = config.circuit_breaker_failures, config.circuit_breaker_seconds
+        self._name, self._sleep = name, sleep
         self._failures = 0
+        self._responds = True
         self._trial: asyncio.Future[RequestFailed | None] | None = None
 
     async def admit(self) -> asyncio.Future[RequestFailed | None] | None:
@@ -88,10 +83,16 @@ class CircuitBreaker:
         return None
 
     def record(self, trial: asyncio.Future[RequestFailed | None] | None, failure: RequestFailed | None) -> None:
-        """Take note of the end of an attempt."""
-        if failure is None or (not failure.unreachable and failure.outcome is not Outcome.TIMEOUT):
+        """Take note of the end of an attempt. Log the first one without a response, and the first response after it."""
+        responds = failure is None or (not failure.unreachable and failure.outcome is not Outcome.TIMEOUT)
+        if failure is not None and self._responds and not responds:
+            log.warning("scorer does not respond", scorer=self._name, error=failure.detail)
+        elif responds and not self._responds:
+            log.info("scorer responds again", scorer=self._name)
+        self._responds = responds
+        if responds:
             self._failures = 0
-        elif failure.unreachable:
+        elif failure is not None and failure.unreachable:
             self._failures += 1
         if trial is not None:
             self._end(trial, failure if self._failures >= self._limit else None)
@@ -114,7 +115,7 @@ class Attempts:
         """``name`` starts the messages. ``sleep`` makes all pauses."""
         self._config, self._name, self._sleep = config, name, sleep
         self._turns = asyncio.Semaphore(config.max_concurrency)
-        self._breaker = CircuitBreaker(config.circuit_breaker_failures, config.circuit_breaker_seconds, sleep)
+        self._breaker = CircuitBreaker(config, name, sleep)
         self._has_answered = False
         self._cured_faults = 0
 
@@ -142,19 +143,18 @@ class Attempts:
             else:
                 self._cured_faults += attempt
                 return answer
-            pause = min(MAX_PAUSE, config.backoff_seconds * 2.0**attempt)
             # Jitter keeps requests that failed together apart. It changes the time of an attempt and no result.
-            await self._sleep(pause * random.uniform(0.5, 1.5))
+            await self._sleep(config.pause(attempt + 1) * random.uniform(0.5, 1.5))
         raise AssertionError("max_attempts is at least 1")
 
     async def _attempt(self, send: Callable[[int], Awaitable[Answer]], attempt: int) -> Answer:
-        """Send the request until it is not refused. A refused request keeps its place among those in flight while it waits."""
+        """Send the request until no quota refuses it. A refused request keeps its place among those in flight while it waits."""
         async with self._turns:
             while True:
                 try:
                     return await self._send(send, attempt)
-                except RequestRefused as refused:
-                    await self._sleep(refused.seconds * random.uniform(1.0, 1.5))
+                except QuotaExceeded as refused:
+                    await self._sleep(refused.retry_seconds * random.uniform(*QUOTA_JITTER))
 
     async def _send(self, send: Callable[[int], Awaitable[Answer]], attempt: int) -> Answer:
         trial = await self._breaker.admit()
@@ -175,7 +175,7 @@ class Attempts:
             else:
                 self._breaker.record(trial, failure)
             raise
-        except RequestRefused:
+        except QuotaExceeded:
             # The scorer responds.
             self._breaker.record(trial, None)
             raise

@@ -26,7 +26,7 @@ from quartet.errors import (
     ServiceBusy,
     ServiceUnavailable,
 )
-from quartet.rewards.attempts import Attempts, RequestFailed, RequestRefused
+from quartet.rewards.attempts import Attempts, RequestFailed
 from quartet.rewards.response_texts import ScoredText
 from quartet.rewards.reward_source import Result, Score
 from quartet.rpc.clients import RewardClient
@@ -72,10 +72,8 @@ class ServiceScorer:
             try:
                 await self._check()
                 return await asyncio.wrap_future(self._client.score(batch, fields))
-            except ConfigError:
+            except (ConfigError, QuotaExceeded):
                 raise
-            except QuotaExceeded as error:
-                raise RequestRefused(error.retry_seconds) from None
             except QuartetError as error:
                 raise self._failure(error) from None
 

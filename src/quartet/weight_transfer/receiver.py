@@ -6,10 +6,12 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import Literal
 
 import numpy as np
 
+from quartet.config.section import pause_after
 from quartet.errors import InvalidRequest, NoResponse, QuartetError, ServiceBusy, ServiceFailed
 from quartet.weight_transfer.digests import combined_digest, tensor_digest
 from quartet.weight_transfer.messages import (
@@ -88,8 +90,8 @@ class WeightMirror(WeightStore):
             if self._versions and self._run == run and self._find(version, digest) == len(self._versions) - 1:
                 return self._pulled(digest, frozenset(), 0, start, "", "held")
             errors: list[QuartetError] = []
-            delta, pause, remaining = True, FIRST_PAUSE, list(sources)
-            while remaining:
+            delta, remaining = True, list(sources)
+            for rounds in count(1):
                 busy = []
                 for source in remaining:
                     for _ in range(2):
@@ -117,10 +119,10 @@ class WeightMirror(WeightStore):
                         except QuartetError as error:
                             errors.append(error)
                             break
+                pause, remaining = pause_after(rounds, FIRST_PAUSE, MAX_PAUSE), busy
                 if not busy or time.monotonic() + pause > deadline:
                     break
                 time.sleep(pause)
-                pause, remaining = min(2 * pause, MAX_PAUSE), busy
             self._fail()
             if not errors:
                 raise InvalidRequest("sources: expected at least one")

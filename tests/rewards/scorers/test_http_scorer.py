@@ -16,6 +16,7 @@ import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
+from structlog.testing import capture_logs
 
 from quartet.config.rewards import HttpRewardConfig
 from quartet.contract.trajectory import Outcome
@@ -194,14 +195,19 @@ def test_the_circuit_breaker_lets_one_request_try_for_all(build: Build) -> None:
     with server.running():
         limits: dict[str, Any] = {"circuit_breaker_failures": 7, "circuit_breaker_seconds": 0.3, "max_attempts": 3}
         source = build(section("slime", server.url, **limits))
-        with pytest.raises(ServiceFailed, match="status 503"):
+        with capture_logs() as logs, pytest.raises(ServiceFailed, match="status 503"):
             source.score(BATCH)
+        # At once, and not for each request.
+        assert [(line["event"], line["log_level"]) for line in logs] == [("scorer does not respond", "warning")]
+        assert "status 503" in logs[0]["error"]
         # Two tries for all instead of two more requests for each response. On a busy machine, six more requests may be on their
         # way when the breaker opens, and a third try may be needed.
         assert 7 + 2 <= len(server.requests) <= 7 + 6 + 3, "requests went to a scorer behind an open circuit breaker"
         server.fault = ""
         started = time.monotonic()
-        np.testing.assert_array_equal(source.score(BATCH).total, EXPECTED)
+        with capture_logs() as logs:
+            np.testing.assert_array_equal(source.score(BATCH).total, EXPECTED)
+        assert [line["event"] for line in logs] == ["scorer responds again"]
         assert time.monotonic() - started >= 0.3
 
 

@@ -9,7 +9,8 @@ import pytest
 
 from quartet.config.rewards import RetryConfig
 from quartet.contract.trajectory import Outcome
-from quartet.rewards.attempts import Attempts, RequestFailed, RequestRefused
+from quartet.errors import QuotaExceeded
+from quartet.rewards.attempts import Attempts, RequestFailed
 
 STRICT = RetryConfig(max_attempts=1, circuit_breaker_failures=1, max_concurrency=1, timeout_seconds=5.0)
 
@@ -33,7 +34,7 @@ def test_a_refused_request_is_repeated_with_jitter_and_counts_as_no_failure() ->
     async def send(attempt: int) -> str:
         sent.append(attempt)
         if len(sent) <= 20:
-            raise RequestRefused(2.0)
+            raise QuotaExceeded("run a", 2.0)
         return "scores"
 
     assert asyncio.run(attempts.run(send, 0)) == "scores"
@@ -61,8 +62,8 @@ def test_a_refusal_shows_that_the_scorer_is_reachable() -> None:
     async def everything() -> None:
         unreachable = RequestFailed(Outcome.SCORER_ERROR, "gone", unreachable=True)
         await run(unreachable)
-        await run(RequestRefused(0.5), unreachable)
-        await run(RequestRefused(0.5))
+        await run(QuotaExceeded("run a", 0.5), unreachable)
+        await run(QuotaExceeded("run a", 0.5))
 
     asyncio.run(everything())
     # The circuit breaker would have waited for ten seconds.
