@@ -35,7 +35,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.skip("not a git checkout")
     listed = subprocess.run([git, "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True)
     for name in filter(None, listed.stdout.split("\0")):
-        if name.startswith(("src/", "services/", "gateway/")) or "/" not in name:
+        if name.startswith(("src/", "services/", "gateway/", "contrib/")) or "/" not in name:
             (copy / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, copy / name, follow_symlinks=False)
     return copy
@@ -58,9 +58,16 @@ def test_the_wheel_has_one_top_level_package(wheel: Path) -> None:
 
 def test_the_wheel_has_every_module_and_data_file(wheel: Path, checkout: Path) -> None:
     expected = set()
-    for folder, inside in (("src/quartet", ""), ("services", "services/"), ("gateway", "gateway/")):
+    for folder, inside in (
+        ("src/quartet", ""),
+        ("services", "services/"),
+        ("gateway", "gateway/"),
+        ("contrib", "contrib/"),
+    ):
         for path in (checkout / folder).rglob("*"):
-            if path.is_file() and "__pycache__" not in path.parts:
+            if {"__pycache__", "tests"} & set(path.parts[len(checkout.parts) :]) or path.name == "README.md":
+                continue
+            if path.is_file():
                 expected.add(f"quartet/{inside}{path.relative_to(checkout / folder).as_posix()}")
     assert members(wheel) == expected
     assert {"quartet/demo/demo.yaml", "quartet/gateway/static/index.html", "quartet/services/__main__.py"} <= expected

@@ -1,4 +1,4 @@
-"""Environments of OpenEnv servers, over WebSocket. Needs the extra openenv. See ``quartet.environments.openenv``."""
+"""Environments of OpenEnv servers, over WebSocket. Needs the extra openenv. See ``http``."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 
 from websockets.sync import client
 
+from quartet.contrib.openenv.http import MAX_ANSWER_BYTES, RETRY_SECONDS, OpenEnv, parsed_answer
 from quartet.environments.environment import EnvironmentFailed, Observation
-from quartet.environments.openenv import MAX_ANSWER_BYTES, RETRY_SECONDS, OpenEnv, parsed_answer
 
 
 class OpenEnvWebSocket(OpenEnv):

@@ -1,4 +1,4 @@
-"""Environments of OpenEnv servers, over HTTP. ``openenv_websocket`` has those over WebSocket.
+"""Environments of OpenEnv servers, over HTTP. ``websocket`` has those over WebSocket.
 
 A failure of a server is an outcome, never a reward. The policy's turn is one field of the action, or the whole action as
 JSON. The observation's text is one of its fields, or all of it as JSON.

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
+from contrib.openenv.tests.servers import Handler, HTTPServer, WebSocketServer, send
 from quartet.config.environment import EnvironmentConfig
 from quartet.contract.trajectory import Outcome
+from quartet.contrib.openenv.http import OpenEnv, OpenEnvHTTP
+from quartet.contrib.openenv.websocket import OpenEnvWebSocket
 from quartet.environments import EnvironmentFailed
 from quartet.environments.host import EnvironmentHost
-from quartet.environments.openenv import OpenEnv, OpenEnvHTTP
-from quartet.environments.openenv_websocket import OpenEnvWebSocket
-from tests.environments.openenv_servers import Handler, HTTPServer, WebSocketServer, send
 from tests.environments.test_host import PROMPT, ids, text
 from tests.waiting import wait_until
 
@@ -240,7 +240,7 @@ def test_the_token_is_sent_from_its_file(http: HTTPServer, tmp_path: Path) -> No
 
 def test_a_hosted_server_plays_episodes_and_its_faults_are_outcomes(http: HTTPServer, model: Path) -> None:
     config = EnvironmentConfig(
-        class_name="quartet.environments.openenv:OpenEnvHTTP",
+        class_name="quartet.contrib.openenv.http:OpenEnvHTTP",
         arguments={"url": http.url, "observation_key": KEY},
     )
     played = EnvironmentHost(config, str(model))
