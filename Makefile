@@ -20,7 +20,7 @@ TEST_WORKERS ?= 3
 CHAOS_ARGS ?=
 MUTATION_ARGS ?=
 ARCHITECTURES_ARGS ?=
-PYTEST := $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile
+PYTEST := $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .PHONY: help install demo test test-fast test-all check format generate proto architectures docs chaos parity mutation engines e2e-compose
@@ -57,7 +57,7 @@ test: $(VENV)/.installed-dev ## Run all tests except the slow suites; 20 to 30 m
 	$(PYTEST) $(PYTEST_ARGS)
 
 test-all: $(VENV)/.installed-dev ## Run all tests and the slow suites that this machine has the tools for
-	$(PYTEST) -m 'slow or not slow' --timeout=1800 $(PYTEST_ARGS)
+	$(PYTEST) -m 'slow or not slow' --hypothesis-profile=thorough --timeout=1800 $(PYTEST_ARGS)
 
 chaos: $(VENV)/.installed-dev ## Kill and stop every process at every moment of a step; write docs/evidence/durability.md
 	$(BIN)/python -m tests.chaos $(CHAOS_ARGS)

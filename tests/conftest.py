@@ -1,7 +1,8 @@
-"""Fixtures of several folders of tests, sampled cases, and the list of the slowest test files."""
+"""Fixtures of several folders of tests, sampled cases, and the profiles of Hypothesis."""
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import tempfile
@@ -30,7 +31,14 @@ set_cpu_environment(os.environ)
 # The imports of the tests create millions of objects that stay. Searches for garbage among them would take a part of all tests.
 gc.disable()
 
-SLOWEST_FILES = 10
+pytest_plugins = ["tests.durations"]
+
+with contextlib.suppress(ModuleNotFoundError):  # The environments of other engines do not have it.
+    from hypothesis import settings
+
+    settings.register_profile("quick", max_examples=20, deadline=None, derandomize=True)
+    settings.register_profile("thorough", settings.get_profile("quick"), max_examples=100)
+    settings.load_profile("quick")
 
 
 @pytest.hookimpl(tryfirst=True)  # Before pytest deselects by marker.
@@ -53,19 +61,6 @@ def pytest_collection_finish() -> None:
     """Exclude the objects so far from garbage collection, and start it."""
     gc.freeze()
     gc.enable()
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Print the slowest test files with their seconds, including fixtures."""
-    seconds: Counter[str] = Counter()
-    for reports in terminalreporter.stats.values():
-        for report in reports:
-            if isinstance(report, pytest.TestReport):
-                seconds[report.nodeid.partition("::")[0]] += report.duration
-    if len(seconds) > 1:
-        terminalreporter.section("slowest test files")
-        for name, duration in seconds.most_common(SLOWEST_FILES):
-            terminalreporter.write_line(f"{duration:7.1f} s  {name}")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -7,7 +7,6 @@ from typing import get_args
 
 import hypothesis.strategies as st
 import numpy as np
-from hypothesis import settings
 
 from quartet.codec.checks import MAX_EPOCHS, MAX_RESPONSE_TOKENS
 from quartet.config.section import MAX_SETTING
@@ -46,8 +45,6 @@ from quartet.contract.update import (
     ValueLossSettings,
 )
 from quartet.contract.weights import WeightTransfer
-
-check = settings(max_examples=60, deadline=None, derandomize=True)
 
 names = st.text(st.characters(exclude_categories=("Cs",)), min_size=1, max_size=12)
 uint32 = st.integers(0, 2**32 - 1)

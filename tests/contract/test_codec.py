@@ -8,7 +8,7 @@ from typing import Any, get_args, get_type_hints
 import hypothesis.strategies as st
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from quartet.codec.experience import decode_experience, encode_experience
 from quartet.codec.generation import generation_batch_from_proto, generation_batch_to_proto, trajectories_from_proto
@@ -50,7 +50,6 @@ from quartet.v1 import (
 from quartet.weight_transfer.messages import Encoding
 from quartet.weight_transfer.tensors import TensorType
 from tests.contract import strategies
-from tests.contract.strategies import check
 from tests.contract.tensors import tensor_message
 
 
@@ -115,7 +114,6 @@ RECORDS: list[tuple[Any, st.SearchStrategy[Any]]] = [
 
 
 @pytest.mark.parametrize("message_type", [message_type for message_type, _ in RECORDS])
-@settings(check, max_examples=15)
 @given(st.data())
 def test_records_round_trip(message_type: Any, data: st.DataObject) -> None:
     record = data.draw(dict(RECORDS)[message_type])
@@ -156,7 +154,6 @@ def test_every_enumeration_has_the_values_of_the_contract(values: tuple[str, ...
     assert [prefix + value.upper().replace(" ", "_") for value in values] == enumeration.keys()[1:]
 
 
-@check
 @given(strategies.batches())
 def test_batches_are_sent_without_padding(batch: TokenBatch) -> None:
     message = to_message(trajectory_pb2.TokenBatch, batch)
@@ -166,13 +163,11 @@ def test_batches_are_sent_without_padding(batch: TokenBatch) -> None:
     assert message.ByteSize() <= 4 * (int(batch.lengths.sum()) + 2 * len(batch)) + 64
 
 
-@check
 @given(strategies.trajectories())
 def test_trajectories_round_trip(trajectory: Trajectory) -> None:
     assert_same(trajectory_from_bytes(trajectory_to_bytes(trajectory)), trajectory)
 
 
-@check
 @given(strategies.experiences(), st.integers(5, 64))
 def test_experience_round_trips_for_any_chunk_size(experience: Experience, chunk_bytes: int) -> None:
     encoded = encode_experience(experience, chunk_bytes)
@@ -180,13 +175,11 @@ def test_experience_round_trips_for_any_chunk_size(experience: Experience, chunk
     assert_same(decode_experience(encoded.manifest, encoded.chunks.get), experience)
 
 
-@check
 @given(strategies.update_requests)
 def test_update_requests_round_trip(request: UpdateRequest) -> None:
     assert_same(update_request_from_proto(update_request_to_proto(request)), request)
 
 
-@check
 @given(strategies.generation_batches())
 def test_generation_batches_round_trip(batch: GenerationBatch) -> None:
     assert_same(generation_batch_from_proto(generation_batch_to_proto(batch)), batch)
@@ -206,7 +199,6 @@ def test_a_finished_generation_contains_its_number_of_trajectories() -> None:
         trajectories_from_proto(generation_pb2.GenerateResponse(started=generation_pb2.GenerationStarted()))
 
 
-@check
 @given(strategies.scores())
 def test_scores_round_trip(scores: Scores) -> None:
     assert_same(scores_from_proto(scores_to_proto(scores), len(scores.total)), scores)

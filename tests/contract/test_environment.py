@@ -22,7 +22,7 @@ from quartet.codec.messages import to_message
 from quartet.contract.trajectory import FAILURES, EnvironmentReply, Outcome
 from quartet.errors import ComputationFailed, InvalidRequest
 from quartet.v1 import environment_pb2
-from tests.contract.strategies import check, float32, ints, names
+from tests.contract.strategies import float32, ints, names
 from tests.contract.test_codec import assert_same
 
 printable = st.characters(categories=("L", "N", "P"))
@@ -34,19 +34,16 @@ replies = st.builds(EnvironmentReply, st.integers(0, 9).flatmap(ints), float32, 
 failures = st.builds(EnvironmentReply.failed, st.sampled_from(FAILURES), st.text(printable, max_size=100))
 
 
-@check
 @given(resets)
 def test_resets_survive_the_wire(reset: EnvironmentReset) -> None:
     assert_same(environment_reset_from_proto(to_message(environment_pb2.ResetRequest, reset)), reset)
 
 
-@check
 @given(steps)
 def test_steps_survive_the_wire(step: EnvironmentStep) -> None:
     assert_same(environment_step_from_proto(to_message(environment_pb2.StepRequest, step)), step)
 
 
-@check
 @given(replies)
 def test_replies_survive_the_wire(reply: EnvironmentReply) -> None:
     assert_same(
@@ -54,7 +51,6 @@ def test_replies_survive_the_wire(reply: EnvironmentReply) -> None:
     )
 
 
-@check
 @given(failures)
 def test_failures_survive_the_wire(reply: EnvironmentReply) -> None:
     result = environment_reply_from_proto(environment_reply_to_proto(environment_pb2.ResetResponse, reply).reply)

@@ -30,7 +30,6 @@ from quartet.contract.update import (
 from quartet.contract.weights import SaveRequest
 from quartet.errors import InvalidRequest, ServiceFailed
 from quartet.v1 import experience_pb2, generation_pb2, status_pb2, tensor_pb2, trajectory_pb2, update_pb2
-from tests.contract.strategies import check
 from tests.contract.tensors import tensor_message
 from tests.every_case import every_case
 
@@ -70,7 +69,6 @@ def test_numbers_that_are_not_finite_are_refused(value: float) -> None:
         floats_from_proto(tensor_message(np.array([0, value], np.float32)), "log_probs")
 
 
-@check
 @given(st.integers(0, 3), st.lists(st.integers(-(2**63), 2**63 - 1), max_size=3), st.binary(max_size=40))
 def test_any_tensor_is_either_read_or_refused(dtype: int, shape: list[int], data: bytes) -> None:
     message = tensor(dtype, shape, data)
@@ -226,7 +224,6 @@ def test_experience_with_a_missing_or_damaged_chunk_is_refused() -> None:
         decode_experience(encoded.manifest, damaged.get)
 
 
-@check
 @given(st.binary(max_size=200))
 def test_random_bytes_are_refused_as_invalid(data: bytes) -> None:
     for read in (trajectory_from_bytes, lambda data: decode_experience(data, {}.get)):
@@ -234,7 +231,6 @@ def test_random_bytes_are_refused_as_invalid(data: bytes) -> None:
             read(data)
 
 
-@check
 @given(st.data())
 def test_a_damaged_entry_is_either_read_or_refused(data: st.DataObject) -> None:
     encoded = encode_experience(small_experience())

@@ -90,7 +90,8 @@ def preload() -> None:
     # A failing example is enough. Making it smaller takes most of the time of a failing test. A slow machine is no failure.
     phases = (hypothesis.Phase.explicit, hypothesis.Phase.generate)
     checks = list(hypothesis.HealthCheck)
-    hypothesis.settings.register_profile("mutation", phases=phases, deadline=None, suppress_health_check=checks)
+    thorough = hypothesis.settings.get_profile("thorough")
+    hypothesis.settings.register_profile("mutation", thorough, phases=phases, suppress_health_check=checks)
     hypothesis.settings.load_profile("mutation")
     for name in [name for name in sys.modules if name == PACKAGE or name.startswith(f"{PACKAGE}.")]:
         raise RuntimeError(f"{name} is imported before the mutant; remove the import from tests/conftest.py")

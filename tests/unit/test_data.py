@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import settings
 
 from quartet.data.prompt_encoding import ENCODE_LINES, PromptEncoder, PromptSet, encode_prompts
 from quartet.data.prompt_files import MAX_LINE_BYTES
@@ -24,8 +23,6 @@ from quartet.data.prompt_settings import PromptSettings
 from quartet.errors import DataError
 from tests.every_case import every_case
 from tests.unit.models import tiny
-
-check = settings(max_examples=60, deadline=None, derandomize=True)
 
 
 def prompts_file(tmp_path: Path, *lines: str | bytes) -> Path:

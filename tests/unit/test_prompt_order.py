@@ -5,13 +5,11 @@ from __future__ import annotations
 import hypothesis.strategies as st
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from quartet.contract.trajectory import Prompt
 from quartet.data.prompt_order import PromptOrder
 from quartet.errors import ConfigError
-
-check = settings(max_examples=60, deadline=None, derandomize=True)
 
 
 def data_set(size: int) -> list[Prompt]:
@@ -22,7 +20,6 @@ def indices(order: PromptOrder, step: int) -> list[int]:
     return [prompt.index for prompt in order.of_step(step)]
 
 
-@check
 @given(st.integers(1, 30), st.data(), st.integers(0, 2**63 - 1))
 def test_a_pass_repeats_no_prompt_and_covers_all_but_the_remainder(size: int, data: st.DataObject, seed: int) -> None:
     per_step = data.draw(st.integers(1, size))
@@ -47,7 +44,6 @@ def test_the_prompts_of_a_step_do_not_depend_on_earlier_calls() -> None:
     assert fresh == in_order
 
 
-@check
 @given(st.integers(1, 12), st.integers(1, 40), st.integers(0, 2**63 - 1))
 def test_a_resumed_run_continues_the_order(per_step: int, step: int, seed: int) -> None:
     uninterrupted = PromptOrder(data_set(17), per_step, seed)

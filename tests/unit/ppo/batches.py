@@ -7,10 +7,7 @@ from collections.abc import Callable, Sequence
 import hypothesis.strategies as st
 import numpy as np
 import torch
-from hypothesis import settings
 from torch import Tensor
-
-check = settings(max_examples=50, deadline=None, derandomize=True)
 
 ragged_lengths = st.lists(st.integers(1, 12), min_size=1, max_size=8)
 seeds = st.integers(0, 2**32 - 1)

@@ -12,7 +12,7 @@ from hypothesis import given
 
 from quartet.errors import InvalidRequest
 from quartet.ppo.distributions import entropy, token_log_probs
-from tests.unit.ppo.batches import check, seeds
+from tests.unit.ppo.batches import seeds
 
 temperatures = st.floats(0.1, 5)
 
@@ -22,7 +22,6 @@ def probabilities(row: list[float], temperature: float) -> list[float]:
     return [w / math.fsum(weights) for w in weights]
 
 
-@check
 @given(st.integers(1, 6), st.integers(1, 9), seeds, temperatures)
 def test_log_probs_and_entropies_follow_the_softmax(rows: int, vocabulary: int, seed: int, temperature: float) -> None:
     random = np.random.default_rng(seed)
@@ -74,7 +73,6 @@ def test_impossible_tokens_add_no_entropy_and_no_gradient() -> None:
     assert logits.grad.tolist() == [pytest.approx([0.0, 0.0, 0.0], abs=1e-7)]
 
 
-@check
 @given(seeds, temperatures)
 def test_log_probs_and_entropies_are_differentiable(seed: int, temperature: float) -> None:
     generator = torch.Generator().manual_seed(seed)
@@ -91,7 +89,6 @@ def test_log_probs_and_entropies_are_differentiable(seed: int, temperature: floa
         torch.autograd.grad(result.sum(), logits)
 
 
-@check
 @given(seeds)
 def test_other_rows_do_not_change_the_result(seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)

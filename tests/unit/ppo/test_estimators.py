@@ -25,7 +25,7 @@ from quartet.ppo.critic_free_advantages import (
     sequence_rewards,
 )
 from quartet.ppo.rewards import token_rewards
-from tests.unit.ppo.batches import check, draw, gradient, ragged_lengths, seeds, split
+from tests.unit.ppo.batches import draw, gradient, ragged_lengths, seeds, split
 
 group_sizes = st.lists(st.integers(2, 6), min_size=1, max_size=5)
 
@@ -42,7 +42,6 @@ def same_prompt(rewards: list[float], groups: list[int], row: int) -> list[float
     return [rewards[row], *others]
 
 
-@check
 @given(ragged_lengths, seeds)
 def test_a_sequence_reward_is_the_score_minus_the_kl_of_the_response(lengths: list[int], seed: int) -> None:
     kl, scores = draw(seed, sum(lengths)), draw(seed + 1, len(lengths))
@@ -52,7 +51,6 @@ def test_a_sequence_reward_is_the_score_minus_the_kl_of_the_response(lengths: li
     assert result.tolist() == pytest.approx(expected, rel=1e-6, abs=1e-6)
 
 
-@check
 @given(st.integers(1, 30), seeds)
 def test_reinforce_compares_with_the_mean_of_the_batch(count: int, seed: int) -> None:
     rewards = draw(seed, count)
@@ -60,7 +58,6 @@ def test_reinforce_compares_with_the_mean_of_the_batch(count: int, seed: int) ->
     assert reinforce_advantages(rewards).tolist() == pytest.approx([r - mean for r in rewards.tolist()], abs=1e-6)
 
 
-@check
 @given(group_sizes, seeds)
 def test_rloo_compares_each_sample_with_the_mean_of_the_other_samples(sizes: list[int], seed: int) -> None:
     groups, rewards = draw_groups(seed, sizes), draw(seed, sum(sizes), scale=3.0)
@@ -72,7 +69,6 @@ def test_rloo_compares_each_sample_with_the_mean_of_the_other_samples(sizes: lis
 
 
 @pytest.mark.parametrize("divide_by_std", [True, False])
-@check
 @given(sizes=group_sizes, seed=seeds)
 def test_grpo_follows_its_definition(divide_by_std: bool, sizes: list[int], seed: int) -> None:
     groups, rewards = draw_groups(seed, sizes), draw(seed, sum(sizes), scale=0.01)
@@ -95,7 +91,6 @@ def test_group_advantages_of_a_worked_example() -> None:
     assert result == pytest.approx([-first, -second, first, 0.0, second], rel=1e-6)
 
 
-@check
 @given(group_sizes, seeds)
 def test_leave_one_out_normalizes_by_the_other_samples(sizes: list[int], seed: int) -> None:
     groups, rewards = draw_groups(seed, sizes), draw(seed, sum(sizes), scale=3.0)
@@ -123,7 +118,6 @@ def test_leave_one_out_of_a_worked_example() -> None:
     assert result == pytest.approx([-outer, 0.0, outer, unequal, unequal, 0.9], abs=1e-6)
 
 
-@check
 @given(group_sizes, seeds)
 def test_the_baseline_of_opo_is_weighted_by_length(sizes: list[int], seed: int) -> None:
     groups, rewards = draw_groups(seed, sizes), draw(seed, sum(sizes), scale=3.0)
@@ -156,7 +150,6 @@ def test_samples_of_equal_reward_have_zero_advantage(reward: float) -> None:
         assert result.tolist() == [0.0] * 7
 
 
-@check
 @given(group_sizes, group_sizes, seeds)
 def test_other_prompts_do_not_change_the_bits_of_a_group(sizes: list[int], others: list[int], seed: int) -> None:
     groups, rewards = draw_groups(seed, sizes), draw(seed, sum(sizes))
@@ -172,7 +165,6 @@ def test_other_prompts_do_not_change_the_bits_of_a_group(sizes: list[int], other
         assert torch.equal(estimate(with_more, more)[: len(rewards)], estimate(rewards, groups))
 
 
-@check
 @given(ragged_lengths, seeds, st.floats(0, 1))
 def test_discounted_returns_are_the_sum_of_later_rewards(lengths: list[int], seed: int, gamma: float) -> None:
     rewards = draw(seed, sum(lengths))
@@ -186,7 +178,6 @@ def test_discounted_returns_are_the_sum_of_later_rewards(lengths: list[int], see
     assert result.tolist() == pytest.approx(expected, rel=1e-6, abs=1e-6)
 
 
-@check
 @given(ragged_lengths, ragged_lengths, seeds)
 def test_other_sequences_do_not_change_the_bits_of_a_return(lengths: list[int], others: list[int], seed: int) -> None:
     rewards, others_nan = draw(seed, sum(lengths)), torch.full((sum(others),), math.nan)
@@ -277,7 +268,6 @@ def test_remax_subtracts_the_score_of_the_greedy_response_from_the_return() -> N
     assert remax_advantages(rewards, baselines, lengths, 0.5)[0].item() == pytest.approx(0.35 - 0.5)
 
 
-@check
 @given(ragged_lengths, seeds)
 def test_remax_equals_a_loop_over_tokens(lengths: list[int], seed: int) -> None:
     rewards, baselines = draw(seed, sum(lengths)), draw(seed + 1, len(lengths))

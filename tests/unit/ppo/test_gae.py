@@ -14,7 +14,7 @@ from quartet.errors import InvalidRequest
 from quartet.ppo.gae import generalized_advantages, length_adaptive_lambda
 from quartet.ppo.ragged import sequence_sum
 from quartet.ppo.rewards import token_rewards
-from tests.unit.ppo.batches import check, draw, ragged_lengths, seeds, split
+from tests.unit.ppo.batches import draw, ragged_lengths, seeds, split
 
 fractions = st.floats(0, 1)
 
@@ -30,7 +30,6 @@ def advantages_by_definition(rewards: list[float], values: list[float], gamma: f
     ]
 
 
-@check
 @given(ragged_lengths, seeds, fractions, fractions)
 def test_advantages_are_the_discounted_sum_of_later_errors(
     lengths: list[int], seed: int, gamma: float, gae_lambda: float
@@ -64,7 +63,6 @@ def test_a_worked_example_with_a_second_lambda_for_the_values() -> None:
     assert result.returns.tolist() == pytest.approx([1.9, 2.0])
 
 
-@check
 @given(ragged_lengths, seeds, fractions, fractions)
 def test_each_response_may_have_its_own_lambda(
     lengths: list[int], seed: int, gamma: float, value_lambda: float
@@ -85,7 +83,6 @@ def test_lambda_grows_with_the_length_and_is_never_negative() -> None:
     assert result.tolist() == pytest.approx([0.0, 0.0, 0.5, 0.8, 0.99])
 
 
-@check
 @given(ragged_lengths, ragged_lengths, seeds)
 def test_other_sequences_do_not_change_the_bits_with_a_lambda_by_length(
     lengths: list[int], others: list[int], seed: int
@@ -102,7 +99,6 @@ def test_other_sequences_do_not_change_the_bits_with_a_lambda_by_length(
     assert torch.equal(together[selected], estimate(rewards, values, lengths))
 
 
-@check
 @given(ragged_lengths, seeds)
 def test_undiscounted_returns_are_the_score_minus_later_kl_penalties(lengths: list[int], seed: int) -> None:
     kl, values = draw(seed, sum(lengths)), draw(seed + 1, sum(lengths))
@@ -116,7 +112,6 @@ def test_undiscounted_returns_are_the_score_minus_later_kl_penalties(lengths: li
     assert result.returns.tolist() == pytest.approx(expected, rel=1e-5, abs=1e-5)
 
 
-@check
 @given(ragged_lengths, seeds, fractions)
 def test_with_lambda_zero_only_the_next_value_counts(lengths: list[int], seed: int, gamma: float) -> None:
     rewards, values = draw(seed, sum(lengths)), draw(seed + 1, sum(lengths))
@@ -129,7 +124,6 @@ def test_with_lambda_zero_only_the_next_value_counts(lengths: list[int], seed: i
     assert result.returns.tolist() == pytest.approx(expected, rel=1e-5, abs=1e-5)
 
 
-@check
 @given(ragged_lengths, ragged_lengths, seeds)
 def test_other_sequences_do_not_change_the_bits(lengths: list[int], others: list[int], seed: int) -> None:
     rewards, values = draw(seed, sum(lengths)), draw(seed + 1, sum(lengths))

@@ -13,7 +13,7 @@ from hypothesis import given
 
 from quartet.errors import ComputationFailed, ConfigError, InvalidRequest
 from quartet.ppo.kl import KLKind, kl_estimate, make_kl_controller
-from tests.unit.ppo.batches import check, draw, gradient, seeds
+from tests.unit.ppo.batches import draw, gradient, seeds
 
 DEFINITIONS = {
     "k1": lambda d: d,
@@ -24,7 +24,6 @@ DEFINITIONS = {
 
 
 @pytest.mark.parametrize("kind", list(DEFINITIONS))
-@check
 @given(seed=seeds)
 def test_each_estimator_follows_its_definition(kind: KLKind, seed: int) -> None:
     log_probs, reference = draw(seed, 20), draw(seed + 1, 20)
@@ -43,7 +42,6 @@ def test_a_worked_example_with_a_policy_less_certain_than_its_reference(kind: KL
 
 
 @pytest.mark.parametrize("kind", ["k1", "k3"])
-@check
 @given(seed=seeds)
 def test_the_unbiased_estimators_average_to_the_divergence(kind: KLKind, seed: int) -> None:
     random = np.random.default_rng(seed)
@@ -93,7 +91,6 @@ def test_the_simple_controller_takes_an_unclipped_step_per_update(kl: float, exp
     assert controller.value == pytest.approx(expected, rel=1e-12)
 
 
-@check
 @given(st.lists(st.floats(-10, 100), max_size=20))
 def test_the_fixed_controller_is_constant(observed: list[float]) -> None:
     controller = make_kl_controller("fixed", 0.05, target=6.0, horizon=10.0)
@@ -103,7 +100,6 @@ def test_the_fixed_controller_is_constant(observed: list[float]) -> None:
 
 
 @pytest.mark.parametrize("kind", ["adaptive", "simple"])
-@check
 @given(st.lists(st.floats(-10, 100), max_size=20))
 def test_the_coefficient_stays_positive(kind: str, observed: list[float]) -> None:
     controller = make_kl_controller(kind, 0.05, target=6.0, horizon=20.0)  # type: ignore[arg-type]

@@ -24,7 +24,7 @@ from quartet.ppo.losses import (
     weighted_sum,
 )
 from quartet.ppo.policy_losses import clipped
-from tests.unit.ppo.batches import check, draw, draw_mask, gradient, ragged_lengths, seeds, split
+from tests.unit.ppo.batches import draw, draw_mask, gradient, ragged_lengths, seeds, split
 
 sizes = st.integers(1, 40)
 DUAL = pytest.mark.parametrize("dual_clip", [0.0, 1.5])
@@ -78,7 +78,6 @@ def weights_by_definition(mask: list[list[float]], aggregation: LossAggregation)
 
 
 @AGGREGATION
-@check
 @given(lengths=ragged_lengths, seed=seeds)
 def test_loss_weights_follow_their_definition(aggregation: LossAggregation, lengths: list[int], seed: int) -> None:
     mask = draw_mask(seed, sum(lengths))
@@ -112,7 +111,6 @@ def test_all_weights_are_zero_if_no_token_counts(aggregation: LossAggregation) -
 @LEVEL
 @AGGREGATION
 @DUAL
-@check
 @given(lengths=ragged_lengths, seed=seeds)
 def test_the_policy_loss_follows_its_definition(
     level: RatioLevel, aggregation: LossAggregation, dual_clip: float, lengths: list[int], seed: int
@@ -220,7 +218,6 @@ def test_worked_examples_with_one_token(
 
 
 @DUAL
-@check
 @given(tokens=sizes, seed=seeds)
 def test_the_gradient_is_zero_exactly_if_a_clip_is_active(dual_clip: float, tokens: int, seed: int) -> None:
     new, old, advantages = draw(seed, tokens, 0.5), draw(seed + 1, tokens, 0.5), draw(seed + 2, tokens)
@@ -260,7 +257,6 @@ def same_whole_as_parts(loss: Callable[[Tensor, Tensor], Tensor], at: Tensor, mi
 @LEVEL
 @AGGREGATION
 @pytest.mark.parametrize("cap", [0.0, 2.0])
-@check
 @given(lengths=ragged_lengths, seed=seeds)
 def test_policy_loss_and_gradient_do_not_depend_on_the_split_into_micro_batches(
     level: RatioLevel, aggregation: LossAggregation, cap: float, lengths: list[int], seed: int
@@ -286,7 +282,6 @@ def test_policy_loss_and_gradient_do_not_depend_on_the_split_into_micro_batches(
     same_whole_as_parts(loss, new, micro_batches)
 
 
-@check
 @given(sizes, seeds)
 def test_value_loss_and_gradient_do_not_depend_on_the_split_into_micro_batches(tokens: int, seed: int) -> None:
     x, y, z = draw(seed, tokens, 0.5), draw(seed + 1, tokens, 0.5), draw(seed + 2, tokens)
@@ -360,7 +355,6 @@ def test_only_the_loss_has_a_gradient() -> None:
 
 
 @pytest.mark.parametrize("value_clip", [0.0, 0.3])
-@check
 @given(tokens=sizes, seed=seeds)
 def test_the_value_loss_and_its_gradient_follow_the_definition(value_clip: float, tokens: int, seed: int) -> None:
     new, old, returns = draw(seed, tokens), draw(seed + 1, tokens), draw(seed + 2, tokens)
@@ -386,7 +380,6 @@ def test_a_value_beyond_its_clip_has_no_gradient() -> None:
 
 
 @pytest.mark.parametrize("kind", ["k2", "k3"])
-@check
 @given(tokens=sizes, seed=seeds)
 def test_the_kl_loss_and_its_gradient_follow_the_definition(kind: Literal["k2", "k3"], tokens: int, seed: int) -> None:
     new, reference, mask = draw(seed, tokens), draw(seed + 1, tokens), draw_mask(seed + 2, tokens)

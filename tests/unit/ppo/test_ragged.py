@@ -12,10 +12,9 @@ from hypothesis import given
 
 from quartet.errors import InvalidRequest
 from quartet.ppo.ragged import FEW, check_flat, discounted_sum, from_padded, last_token_index, sequence_sum, to_padded
-from tests.unit.ppo.batches import check, draw, gradient, ragged_lengths, seeds, split
+from tests.unit.ppo.batches import draw, gradient, ragged_lengths, seeds, split
 
 
-@check
 @given(ragged_lengths, seeds)
 def test_a_sequence_sum_is_the_sum_of_its_tokens(lengths: list[int], seed: int) -> None:
     values = draw(seed, sum(lengths))
@@ -25,7 +24,6 @@ def test_a_sequence_sum_is_the_sum_of_its_tokens(lengths: list[int], seed: int) 
     assert sums.tolist() == pytest.approx(expected, rel=1e-6, abs=1e-6)
 
 
-@check
 @given(ragged_lengths, ragged_lengths, seeds)
 def test_other_sequences_do_not_change_the_bits_of_a_sum(lengths: list[int], others: list[int], seed: int) -> None:
     values, more = draw(seed, sum(lengths)), draw(seed + 1, sum(others), scale=1e6)
@@ -34,7 +32,6 @@ def test_other_sequences_do_not_change_the_bits_of_a_sum(lengths: list[int], oth
     assert torch.equal(together[: len(lengths)], expected)
 
 
-@check
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=3 * FEW), st.lists(st.integers(20, 60), max_size=3), seeds)
 def test_sequences_with_their_own_discount_match_a_loop_to_the_bit(
     short: list[int], long: list[int], seed: int
@@ -58,7 +55,6 @@ def test_a_discount_for_each_sequence_has_as_many_numbers() -> None:
         discounted_sum(torch.zeros(3), torch.tensor([1, 2]), torch.ones(3, dtype=torch.float64))
 
 
-@check
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=3 * FEW), st.lists(st.integers(20, 60), max_size=3), seeds)
 def test_a_discounted_sum_is_bit_identical_to_a_loop_over_tokens(short: list[int], long: list[int], seed: int) -> None:
     lengths = random.Random(seed).sample(short + long, len(short + long))
@@ -80,7 +76,6 @@ def test_every_token_gets_the_gradient_of_its_sequence_sum() -> None:
     assert gradient(lambda x: (sequence_sum(x, lengths) * weights).sum(), torch.ones(3)) == [2.0, 5.0, 5.0]
 
 
-@check
 @given(ragged_lengths, seeds)
 def test_padding_keeps_every_token_at_its_position(lengths: list[int], seed: int) -> None:
     values = draw(seed, sum(lengths))
@@ -89,7 +84,6 @@ def test_padding_keeps_every_token_at_its_position(lengths: list[int], seed: int
     assert padded.tolist() == [row + [-7.0] * (longest - len(row)) for row in split(values, lengths)]
 
 
-@check
 @given(ragged_lengths, seeds)
 def test_unpadding_removes_all_padding(lengths: list[int], seed: int) -> None:
     values = draw(seed, sum(lengths))
@@ -117,7 +111,6 @@ def test_padding_and_unpadding_are_differentiable() -> None:
     assert padded.grad.tolist() == [[1.0, 1.0], [1.0, 0.0]]
 
 
-@check
 @given(ragged_lengths)
 def test_the_last_token_is_the_one_before_the_next_sequence(lengths: list[int]) -> None:
     index = last_token_index(torch.tensor(lengths, dtype=torch.int32))

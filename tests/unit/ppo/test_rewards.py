@@ -26,10 +26,9 @@ from quartet.ppo.rewards import (
     scale_truncated,
     token_rewards,
 )
-from tests.unit.ppo.batches import check, draw, gradient, ragged_lengths, seeds, split
+from tests.unit.ppo.batches import draw, gradient, ragged_lengths, seeds, split
 
 
-@check
 @given(ragged_lengths, seeds)
 def test_the_last_token_gets_the_score_and_every_token_the_kl_penalty(lengths: list[int], seed: int) -> None:
     kl, scores = draw(seed, sum(lengths)), draw(seed + 1, len(lengths))
@@ -83,7 +82,6 @@ def test_moments_that_cannot_normalise_are_refused(mean: float, std: float) -> N
         normalize_scores(torch.zeros(2), mean, std)
 
 
-@check
 @given(st.lists(st.integers(1, 20), min_size=1, max_size=6), seeds, st.floats(-1e4, 1e4))
 def test_running_moments_equal_those_of_all_scores(sizes: list[int], seed: int, offset: float) -> None:
     moments, everything = RunningMoments(), []
@@ -177,7 +175,6 @@ def test_scores_are_clipped_at_both_ends() -> None:
     assert clip_scores(torch.tensor([-9.0, 0.25, 9.0]), 0.5).tolist() == [-0.5, 0.25, 0.5]
 
 
-@check
 @given(ragged_lengths, seeds, st.floats(0, 2), st.integers(0, 12))
 def test_only_tokens_beyond_the_free_ones_are_penalised(lengths: list[int], seed: int, price: float, free: int) -> None:
     scores = draw(seed, len(lengths))
@@ -187,7 +184,6 @@ def test_only_tokens_beyond_the_free_ones_are_penalised(lengths: list[int], seed
     assert result.tolist() == pytest.approx(expected, rel=1e-5, abs=1e-5)
 
 
-@check
 @given(ragged_lengths, seeds, st.integers(0, 12), st.integers(0, 8), st.floats(0, 3))
 def test_the_overlong_penalty_follows_its_definition(
     lengths: list[int], seed: int, buffer: int, more: int, penalty: float
@@ -232,7 +228,6 @@ def test_invalid_penalties_are_refused() -> None:
         penalize_overlong(torch.zeros(2), length, 8, 4, 1.0)
 
 
-@check
 @given(ragged_lengths, seeds, st.sampled_from([0.0, 0.5, 1.5]))
 def test_only_truncated_responses_are_treated(lengths: list[int], seed: int, penalty: float) -> None:
     scores = draw(seed, len(lengths))

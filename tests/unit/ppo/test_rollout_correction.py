@@ -31,7 +31,7 @@ from quartet.ppo.rollout_correction import (
     off_policy_tokens,
     rejected_tokens,
 )
-from tests.unit.ppo.batches import check, draw, draw_mask, ragged_lengths, seeds, split
+from tests.unit.ppo.batches import draw, draw_mask, ragged_lengths, seeds, split
 
 # Two responses. The third token of the first one is not in the loss.
 LENGTHS = torch.tensor([3, 2])
@@ -194,7 +194,6 @@ def definition(old: Tensor, rollout: Tensor, mask: Tensor, lengths: Sequence[int
 
 
 @pytest.mark.parametrize("level", ["token", "sequence", "geometric_mean"])
-@check
 @given(lengths=ragged_lengths, seed=seeds)
 def test_ratios_follow_their_definition(level: CorrectionLevel, lengths: list[int], seed: int) -> None:
     tokens = sum(lengths)
@@ -260,7 +259,6 @@ def test_a_token_is_kept_if_all_rules_keep_it() -> None:
 
 
 @pytest.mark.parametrize("statistic", STATISTICS)
-@check
 @given(lengths=ragged_lengths, seed=seeds, upper=st.floats(1.01, 3))
 def test_rejection_follows_its_definition(
     statistic: RejectionStatistic, lengths: list[int], seed: int, upper: float
@@ -340,7 +338,6 @@ def test_a_nan_reaches_the_weights_and_is_never_masked_away() -> None:
     assert not off_policy_tokens(old, ROLLOUT, -torch.ones(5), MASK, LENGTHS, 1e-9)[3:].any()
 
 
-@check
 @given(lengths=ragged_lengths, seed=seeds)
 def test_a_response_gets_the_same_bits_with_and_without_the_others(lengths: list[int], seed: int) -> None:
     """The reason that the split of a mini-batch into micro-batches and ranks changes nothing."""

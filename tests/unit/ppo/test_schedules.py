@@ -11,7 +11,6 @@ from hypothesis import given
 
 from quartet.errors import InvalidRequest
 from quartet.ppo.learning_rate import ScheduleKind, scheduled_learning_rate
-from tests.unit.ppo.batches import check
 
 KIND = pytest.mark.parametrize("kind", ["constant", "linear", "cosine"])
 
@@ -34,7 +33,6 @@ def test_a_worked_example_with_two_warm_up_steps(kind: ScheduleKind, expected: l
 
 
 @KIND
-@check
 @given(total=st.integers(1, 300), data=st.data(), peak=st.floats(1e-9, 1.0), share=st.floats(0, 1))
 def test_the_first_and_last_rates_are_exact_and_all_rates_are_in_range(
     kind: ScheduleKind, total: int, data: st.DataObject, peak: float, share: float

@@ -13,10 +13,9 @@ from hypothesis import given
 from quartet.errors import InvalidRequest
 from quartet.ppo.ragged import from_padded, to_padded
 from quartet.ppo.statistics import correlation, distinct, explained_variance, repetition, slope, whiten
-from tests.unit.ppo.batches import check, draw, draw_mask, ragged_lengths, seeds
+from tests.unit.ppo.batches import draw, draw_mask, ragged_lengths, seeds
 
 
-@check
 @given(st.integers(1, 60), seeds, st.booleans(), st.booleans())
 def test_whitening_follows_its_definition(tokens: int, seed: int, shift_mean: bool, masked: bool) -> None:
     values = draw(seed, tokens, scale=3.0) + 2
@@ -30,7 +29,6 @@ def test_whitening_follows_its_definition(tokens: int, seed: int, shift_mean: bo
     assert whiten(values, shift_mean, mask).tolist() == pytest.approx(expected, rel=1e-5, abs=1e-5)
 
 
-@check
 @given(st.integers(20, 60), seeds)
 def test_whitened_advantages_have_mean_zero_and_rewards_keep_their_mean(tokens: int, seed: int) -> None:
     values = draw(seed, tokens, scale=3.0) + 2
@@ -41,7 +39,6 @@ def test_whitened_advantages_have_mean_zero_and_rewards_keep_their_mean(tokens: 
     assert np.std(rewards, dtype=np.float64) == pytest.approx(1.0, rel=1e-5)
 
 
-@check
 @given(ragged_lengths, seeds)
 def test_masked_tokens_do_not_affect_the_moments(lengths: list[int], seed: int) -> None:
     values, sizes = draw(seed, sum(lengths)), torch.tensor(lengths)
@@ -68,7 +65,6 @@ def test_a_small_variance_around_a_large_mean_keeps_its_precision() -> None:
     assert whiten(values, True)[:2].tolist() == pytest.approx([-1.0, 1.0], rel=1e-5)
 
 
-@check
 @given(st.integers(2, 60), seeds)
 def test_explained_variance_follows_its_definition(tokens: int, seed: int) -> None:
     values, returns = draw(seed, tokens), draw(seed + 1, tokens)
@@ -89,7 +85,6 @@ def test_explained_variance_of_a_perfect_a_constant_and_an_opposite_critic() -> 
     assert explained_variance(-returns, returns) == pytest.approx(-3.0)
 
 
-@check
 @given(st.floats(-1e3, 1e3), st.integers(1, 2000))
 def test_explained_variance_of_equal_returns_is_zero(value: float, tokens: int) -> None:
     # In float64 the rounded mean of equal numbers may differ from them, so their computed variance may not be 0.
@@ -103,7 +98,6 @@ def repeated_by_definition(ids: list[int], n: int) -> float:
     return sum(grams[i] in grams[:i] for i in range(len(grams))) / len(grams)
 
 
-@check
 @given(st.lists(st.lists(st.integers(0, 2), max_size=15), min_size=1, max_size=6), st.integers(1, 4))
 def test_repetition_counts_ngrams_seen_before_in_the_same_response(responses: list[list[int]], n: int) -> None:
     expected = sum(repeated_by_definition(ids, n) for ids in responses) / len(responses)
@@ -118,7 +112,6 @@ def test_repetition_of_worked_examples() -> None:
     assert repetition([]) == 0.0
 
 
-@check
 @given(st.lists(st.lists(st.integers(0, 2), max_size=15), max_size=6), st.integers(1, 4))
 def test_distinct_is_the_fraction_of_distinct_ngrams_in_the_batch(responses: list[list[int]], n: int) -> None:
     grams = [tuple(ids[i : i + n]) for ids in responses for i in range(len(ids) - n + 1)]
@@ -128,7 +121,6 @@ def test_distinct_is_the_fraction_of_distinct_ngrams_in_the_batch(responses: lis
     assert distinct([np.array(ids, np.int32) for ids in responses], n) == pytest.approx(expected)
 
 
-@check
 @given(st.lists(st.lists(st.sampled_from([0, 5, 2**31 - 1]), max_size=15), min_size=1, max_size=6), st.integers(1, 4))
 def test_ngrams_support_the_largest_token_ids(responses: list[list[int]], n: int) -> None:
     small = [[{0: 0, 5: 1, 2**31 - 1: 2}[token] for token in ids] for ids in responses]
@@ -169,7 +161,6 @@ def test_ngrams_of_size_zero_are_refused(responses: list[list[int]]) -> None:
         distinct(responses, n=0)
 
 
-@check
 @given(st.integers(2, 60), seeds)
 def test_correlation_is_pearsons(count: int, seed: int) -> None:
     a, b = draw(seed, count), draw(seed + 1, count, scale=5.0) + 3
@@ -200,7 +191,6 @@ def test_correlation_with_a_nan_is_nan() -> None:
     assert math.isnan(correlation(torch.tensor([1.0, 2.0]), torch.tensor([1.0, math.nan])))
 
 
-@check
 @given(st.integers(2, 60), seeds)
 def test_the_slope_is_that_of_the_least_squares_line(count: int, seed: int) -> None:
     values = (draw(seed, count).double() + 100).tolist()

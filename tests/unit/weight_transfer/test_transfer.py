@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from quartet.errors import (
@@ -280,7 +280,6 @@ def test_pulls_during_publications_get_the_version_that_they_asked_for() -> None
     source.close()
 
 
-@settings(max_examples=25, deadline=None)
 @given(
     shapes=st.lists(st.lists(st.integers(0, 40), max_size=3), max_size=4),
     dtypes=st.lists(st.sampled_from(["F32", "BF16", "F16"]), min_size=4, max_size=4),

@@ -11,7 +11,7 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 
 from quartet.config.algorithm import AlgorithmConfig
 from quartet.contract.trajectory import FinishReason, Trajectory, TrajectoryId
@@ -21,7 +21,6 @@ from quartet.services.orchestrator.algorithm.experience import PreparedStep, pre
 from quartet.services.orchestrator.checkpointing.step_artifacts import token_arrays
 from quartet.services.orchestrator.rollout.scoring import ScoredTrajectory
 
-check = settings(max_examples=60, deadline=None, derandomize=True)
 LIMIT = 8
 """rollout.max_response_tokens of these tests."""
 
@@ -217,7 +216,6 @@ by_response = st.fixed_dictionaries(
 )
 
 
-@check
 @given(
     steps(),
     st.one_of(by_token, by_response),

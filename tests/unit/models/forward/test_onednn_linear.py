@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import functional
 
@@ -46,7 +46,6 @@ def matmuls(monkeypatch: pytest.MonkeyPatch) -> Matmuls:
     return shapes
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
 @given(
     rows=st.integers(1, 40),
     inputs=st.integers(1, 40),
