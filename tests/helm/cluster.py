@@ -44,6 +44,9 @@ CUSTOM_KINDS: dict[str, dict[str, tuple[str, bool]]] = {
 class ApiServer(ThreadingHTTPServer):
     """The server with its kinds and objects. ``forbidden`` contains plurals that the user may not read."""
 
+    # Helm opens a connection for each API version at once. One that does not fit waits for a second.
+    request_queue_size = 64
+
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _RequestHandler)
         self.kinds = dict(KINDS)

@@ -10,7 +10,18 @@ import pytest
 
 from tests.every_case import every_case
 from tests.helm.cluster import CUSTOM_KINDS, KINDS, ApiServer, api_server, connected
-from tests.helm.rendering import NAMESPACE, RELEASE, Manifest, Values, changed, chart, example, manifests, of_kind
+from tests.helm.rendering import (
+    NAMESPACE,
+    RELEASE,
+    Manifest,
+    Values,
+    changed,
+    chart,
+    checks,
+    example,
+    manifests,
+    of_kind,
+)
 
 CLASSES = (
     ("PriorityClass", "training", {"value": 1000}),
@@ -33,27 +44,17 @@ def api() -> Iterator[ApiServer]:
         yield server
 
 
-RENDERED = "unable to build kubernetes objects from release manifest"
-"""Message of Helm after rendering: the server has no schemas."""
-
-
-def outcome(values: Values, api: ApiServer) -> str:
-    """Return the message of `helm install --dry-run=server`."""
-    with connected(api) as cluster, pytest.raises(helm_python.HelmError) as error:
-        cluster.install(chart(), RELEASE, values, namespace=NAMESPACE, dry_run="server")
-    return str(error.value)
-
-
 def assert_accepted(values: Values, api: ApiServer) -> None:
-    """Assert that no check refuses the values."""
-    assert RENDERED in outcome(values, api)
+    """Assert that no check refuses the values at `helm install --dry-run=server`."""
+    with connected(api) as cluster:
+        cluster.install(checks(), RELEASE, values, namespace=NAMESPACE, dry_run="server")
 
 
 def refusal(values: Values, api: ApiServer) -> str:
-    """Return the message with which the chart refuses values."""
-    message = outcome(values, api)
-    assert RENDERED not in message
-    return message
+    """Return the message with which a check refuses the values."""
+    with pytest.raises(helm_python.HelmError) as error:
+        assert_accepted(values, api)
+    return str(error.value)
 
 
 def installed(api: ApiServer, values: Values) -> None:
@@ -74,6 +75,12 @@ def test_a_cluster_with_all_objects_is_accepted(api: ApiServer, name: str) -> No
     assert_accepted(example(name), api)
     installed(api, example(name))
     assert_accepted(example(name), api)
+
+
+def test_the_whole_chart_has_the_checks(api: ApiServer) -> None:
+    api.objects = []
+    with connected(api) as cluster, pytest.raises(helm_python.HelmError, match="no default StorageClass"):
+        cluster.install(chart(), RELEASE, example("cpu-kind"), namespace=NAMESPACE, dry_run="server")
 
 
 @every_case(
@@ -226,7 +233,7 @@ def test_a_change_of_an_existing_claim_says_what_it_has(api: ApiServer, key: str
     assert "set it to " in message
 
 
-@every_case("size", ["8Gi", "8192Mi", 8 * 2**30, "8.0Gi", "0.0078125Ti"])
+@every_case("size", ["8192Mi", 8 * 2**30, "8.0Gi", "0.0078125Ti"])
 def test_the_same_size_in_another_unit_is_accepted(api: ApiServer, size: Any) -> None:
     installed(api, example("cpu-kind"))
     assert_accepted(changed("cpu-kind", storage__claim__size=size), api)

@@ -11,7 +11,7 @@ import kubernetes_validate.utils
 import pytest
 
 from tests.helm import golden
-from tests.helm.rendering import CHART, EXAMPLES, Manifest, changed, chart_folder, example, manifests, of_kind, texts
+from tests.helm.rendering import CHART, EXAMPLES, Manifest, changed, example, manifests, of_kind, texts
 
 VERSIONS = ("1.29", kubernetes_validate.latest_version())
 CUSTOM_RESOURCES = {
@@ -47,13 +47,6 @@ def _schema(filename: str, version: str) -> object:
 _read_schema = kubernetes_validate.utils.schema_contents
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
-def test_rendered_manifests_match_the_golden_files(name: str) -> None:
-    result = golden.golden_text(name)
-    committed = (golden.GOLDEN / f"{name}.yaml").read_text(encoding="utf-8")
-    assert result == committed, "if intended, run make generate and commit"
-
-
 def test_a_valid_chart_gives_no_output(capfd: pytest.CaptureFixture[str]) -> None:
     assert golden.main([]) == 0
     assert capfd.readouterr() == ("", "")
@@ -61,20 +54,10 @@ def test_a_valid_chart_gives_no_output(capfd: pytest.CaptureFixture[str]) -> Non
 
 def test_a_problem_of_the_chart_is_reported(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(golden, "EXAMPLES", ("cpu-kind",))
+    monkeypatch.setattr(golden, "COMPARED", ())
     monkeypatch.setattr(golden, "example", lambda name: changed(name, redis__persistance={}))
     assert golden.main([]) == 1
     assert "additional properties 'persistance' not allowed" in capfd.readouterr().err
-
-
-def test_every_golden_file_belongs_to_an_example() -> None:
-    assert sorted(path.stem for path in golden.GOLDEN.glob("*.yaml")) == list(EXAMPLES)
-
-
-@pytest.mark.parametrize("name", EXAMPLES)
-def test_the_linter_reports_no_problem(name: str) -> None:
-    report = helm_python.lint(chart_folder(), example(name), strict=True, kube_version="v1.29.0")
-    assert [message for message in report["messages"] if message["severity"] >= golden.WARNING] == []
-    assert report["errors"] == []
 
 
 @pytest.mark.parametrize("version", VERSIONS)
