@@ -84,6 +84,7 @@ check: $(VENV)/.installed-dev ## Run linters, type checks, the secret scan and t
 		{ echo "error: src/quartet/v1 differs from proto/; run make proto and commit the result" >&2; exit 1; }
 	$(BIN)/python docs/generate_reference.py
 	$(BIN)/python -m tests.conformance.check_table
+	$(BIN)/python -m pytest docs
 	$(BIN)/python -m helm.values_schema
 	$(BIN)/python -m tests.helm.golden
 	for hook in secrets code-of-models; do PRE_COMMIT_HOME=build/pre-commit $(BIN)/pre-commit run --all-files $$hook || exit; done

@@ -22,7 +22,7 @@ from quartet.config.root import Config
 from quartet.errors import ConfigError
 from quartet.telemetry.step_metrics import EVALUATION_METRICS, STEP_METRICS
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PAGES = sorted([*ROOT.glob("*.md"), *DOCS.rglob("*.md")])
 TEXTS = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in PAGES}
