@@ -7,12 +7,15 @@ import math
 import re
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from typer.testing import CliRunner
 
+from quartet.cli.main import app
 from quartet.config.loading import config_of, load_config
 from quartet.config.root import Config
 from quartet.contract.status import Role
@@ -54,9 +57,10 @@ def make_config(tmp_path: Path) -> Any:
     return make
 
 
-def example(name: str, gpus: str, nodes: int = 1, **options: Any) -> tuple[Config, Plan]:
+@cache
+def example(name: str, gpus: str, nodes: int = 1) -> tuple[Config, Plan]:
     config = load_config(EXAMPLES / f"{name}.yaml")
-    return config, make_plan(config, parse_gpus(gpus, nodes), **options)
+    return config, make_plan(config, parse_gpus(gpus, nodes))
 
 
 def check_fits(plan: Plan) -> None:
@@ -310,9 +314,12 @@ def test_a_model_in_the_hub_cache_is_read(make_config: Any, tmp_path: Path, monk
     assert plan.placed.placements[0].work.parameters > 10**9
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "quartet.cli.main", "plan", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+def run(*arguments: str) -> str:
+    """Return what `quartet plan` prints. Raises ConfigError."""
+    result = CliRunner().invoke(app, ["plan", *arguments])
+    if result.exception is not None:
+        raise result.exception
+    return result.stdout
 
 
 def test_the_command_prints_tables_and_writes_a_config_without_torch(tmp_path: Path) -> None:
@@ -338,25 +345,28 @@ def test_the_command_prints_tables_and_writes_a_config_without_torch(tmp_path: P
     assert load_config(output).rollout.engine == "vllm"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("--gpus", "8xH100"), "error: --gpus '8xH100': unknown device or count; expected cpu, or COUNTxNAME"),
-        (("--gpus", "L4-24GB", "--set", "actor.dtype=float32"), "error: --gpus 1xL4-24GB: the run does not fit: "),
-        (
-            ("--gpus", "L4-24GB", "--output", "/none/x.yaml"),
-            "error: --output /none/x.yaml: the folder /none does not exist",
-        ),
-        (("--gpus", "L4-24GB", "--set", "actor.model=/none"), "error: actor.model: /none/config.json does not exist"),
-    ],
-)
-def test_bad_input_is_one_line_and_exit_status_2(arguments: tuple[str, ...], message: str) -> None:
+BAD_INPUT = [
+    (("--gpus", "8xH100"), "--gpus '8xH100': unknown device or count; expected cpu, or COUNTxNAME"),
+    (("--gpus", "L4-24GB", "--set", "actor.dtype=float32"), "--gpus 1xL4-24GB: the run does not fit: "),
+    (("--gpus", "L4-24GB", "--output", "/none/x.yaml"), "--output /none/x.yaml: the folder /none does not exist"),
+    (("--gpus", "L4-24GB", "--set", "actor.model=/none"), "actor.model: /none/config.json does not exist"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), BAD_INPUT)
+def test_bad_input_is_refused(arguments: tuple[str, ...], message: str) -> None:
     settings = ("--set", "rollout.engine=torch", "--set", "rollout.generators=0")
-    process = run(str(EXAMPLES / "qwen2.5-7b.yaml"), *settings, *arguments)
-    assert process.returncode == 2
-    assert process.stdout == ""
+    with pytest.raises(ConfigError, match=f"^{re.escape(message)}"):
+        run(str(EXAMPLES / "qwen2.5-7b.yaml"), *settings, *arguments)
+
+
+def test_bad_input_is_one_line_and_exit_status_2() -> None:
+    arguments, message = BAD_INPUT[0]
+    command = [sys.executable, "-m", "quartet.cli.main", "plan", str(EXAMPLES / "qwen2.5-7b.yaml"), *arguments]
+    process = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (process.returncode, process.stdout) == (2, "")
     [line] = process.stderr.splitlines()
-    assert line.startswith(message)
+    assert line.startswith(f"error: {message}")
 
 
 def test_a_cpu_is_one_device_for_all_roles(make_config: Any) -> None:
@@ -373,5 +383,5 @@ def test_the_plans_on_the_page_are_those_of_the_command() -> None:
     plans = re.findall(r"`quartet (plan [^`]+)`\n\n```text\n(.*?)```", page, flags=re.DOTALL)
     assert len(plans) == 3
     for command, expected in plans:
-        printed = run(*command.split()[1:]).stdout
+        printed = run(*command.split()[1:])
         assert [line.rstrip() for line in printed.splitlines()] == expected.splitlines(), command
