@@ -20,6 +20,9 @@ TEST_WORKERS ?= 3
 CHAOS_ARGS ?=
 MUTATION_ARGS ?=
 ARCHITECTURES_ARGS ?=
+# Numerics, config, codec, rewards, data and planner: no model is computed, and no service started.
+FAST := $(addprefix tests/,contract rewards/test_quotes.py rewards/test_shadow.py \
+	$(addprefix unit/,config data planner ppo test_reward_weights.py))
 PYTEST := $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
@@ -50,8 +53,8 @@ install: $(VENV)/.installed-dev ## Install into .venv, with the development tool
 demo: $(VENV)/.installed ## Train a tiny model from scratch and show what changed
 	$(BIN)/quartet demo
 
-test-fast: $(VENV)/.installed-dev ## Run the unit, contract and buffer tests; minutes
-	$(PYTEST) tests/unit tests/contract tests/buffer $(PYTEST_ARGS)
+test-fast: $(VENV)/.installed-dev ## Run the unit tests without models and services; a minute
+	$(PYTEST) $(FAST) $(PYTEST_ARGS)
 
 test: $(VENV)/.installed-dev ## Run all tests except the slow suites; 20 to 30 minutes on two cores
 	$(PYTEST) $(PYTEST_ARGS)

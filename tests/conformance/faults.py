@@ -178,7 +178,7 @@ def hangs(service: Service) -> None:
                 time.sleep(0.005)
             if cancelled() and not blocked.is_set():
                 blocked.set()
-                time.sleep(5)
+                time.sleep(2)
         scored: Scores = right(batch, fields, cancelled)
         return scored
 
@@ -192,7 +192,7 @@ def hangs_after_deadline(service: Service) -> None:
     def wrong(message: Any, context: Any) -> Any:
         if context.time_remaining() < 1 and not blocked.is_set():
             blocked.set()
-            service.servicer.compute._executor.submit(time.sleep, 5)
+            service.servicer.compute._executor.submit(time.sleep, 2)
         return right(message, context)
 
     service.servicer.Score = wrong
@@ -232,7 +232,7 @@ def slow_status(service: Service) -> None:
 
     def wrong() -> ServiceStatus:
         if service.servicer.compute.pending():
-            time.sleep(5.2)
+            time.sleep(1.2)
         return right()  # type: ignore[no-any-return]
 
     real = service.model.score
@@ -470,7 +470,7 @@ def any_sampling(service: Service) -> None:
 
 def hangs_after_cancellation(service: Service) -> None:
     """Work for a while on the first request, whether its caller is there or not."""
-    model("trajectories", lambda _, right, batch: time.sleep(4) or right(batch))(service)
+    model("trajectories", lambda _, right, batch: time.sleep(2) or right(batch))(service)
 
 
 def confused_by_fields(_: Any, right: Any, batch: Any, fields: Any, cancelled: Any) -> Scores:

@@ -248,14 +248,19 @@ def serving(
     url: str,
     mutate: Callable[[Service], None] = lambda _: None,
     credentials: Credentials = LOCAL,
+    seconds: float = 3.0,
 ) -> Iterator[Target]:
-    """Serve a tiny model, changed by ``mutate``, and yield a target without credentials. ``credentials``: the server's."""
+    """Serve a tiny model, changed by ``mutate``, and yield a target without credentials. ``credentials``: the server's.
+    ``seconds``: limit of a call.
+    """
     service = _service(role, folder, url)
     mutate(service)
     server = Server([service.servicer], "127.0.0.1:0", credentials)
     for change in service.after_start:
         change(server)
-    limits = Limits(seconds=3.0, allow_changes=True, buffer_url=url, failing_fields=FAILING, distinct_response=(1, 2))
+    limits = Limits(
+        seconds=seconds, allow_changes=True, buffer_url=url, failing_fields=FAILING, distinct_response=(1, 2)
+    )
     target = Target(role, server.address, limits)
     try:
         yield target

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from quartet.config.deployment import SecurityConfig
+from quartet.conformance import batch_checks
 from quartet.conformance.check import CheckOutcome
 from quartet.conformance.runner import ROLES, checks_of, run_checks
 from quartet.conformance.target import Limits, Target
@@ -36,9 +37,12 @@ def test_there_are_at_least_forty_mutants() -> None:
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name.replace(" ", "_"))
-def test_a_mutant_fails_the_check_that_names_its_fault(mutant: Mutant, tmp_path: Path, redis_url: str) -> None:
+def test_a_mutant_fails_the_check_that_names_its_fault(
+    mutant: Mutant, tmp_path: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batch_checks, "STATUS_SECONDS", 1.0)
     checks = [check for check in checks_of(mutant.role) if check.id == mutant.check]
-    with serving(mutant.role, tmp_path, redis_url, mutant.mutate) as target:
+    with serving(mutant.role, tmp_path, redis_url, mutant.mutate, seconds=1.0) as target:
         [result] = run_checks(target, checks)
     assert result.outcome is CheckOutcome.FAILED, result.detail
 

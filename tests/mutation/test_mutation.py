@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -46,26 +47,30 @@ def test_tests_of_a_module_come_before_those_of_its_users() -> None:
     assert "tests/unit/ppo/test_statistics.py" not in tests
 
 
-@pytest.mark.parametrize(
-    ("code", "test", "outcome"),
-    [
-        ("def two(): return 2", "assert two() == 2", "survived "),
-        ("def two(): return 3", "assert two() == 2", "killed test_of_a_change.py"),
-        ("def two():\n    while True: pass", "assert two() == 2", "killed "),
-        ("two = 1 / 0", "assert two", "killed test_of_a_change.py"),
-    ],
-)
-def test_a_child_imports_the_replaced_module(code: str, test: str, outcome: str, tmp_path: Path) -> None:
-    file = tmp_path / "test_of_a_change.py"
-    file.write_text(f"from quartet.ppo.kl import two\n\ndef test(): {test}\n", encoding="utf-8")
+CHANGES = [
+    ("def two(): return 2", "assert two() == 2", "survived "),
+    ("def two(): return 3", "assert two() == 2", "killed test_1.py"),
+    ("def two():\n    while True: pass", "assert two() == 2", "killed "),
+    ("two = 1 / 0", "assert two", "killed test_3.py"),
+]
+
+
+def test_a_child_imports_the_replaced_module(tmp_path: Path) -> None:
     script = (
-        "import sys, time\nfrom tests.mutation.execute import Child\nimport pytest\n"
-        "child = Child('kl', sys.argv[1], [sys.argv[2]], 4)\n"
-        "while (outcome := child.outcome()) is None: time.sleep(0.02)\nprint(outcome, child.failed.rpartition('/')[2])\n"
+        "import json, sys, time\nfrom tests.mutation import execute\nexecute.preload()\n"
+        "for code, file in json.loads(sys.argv[1]):\n"
+        "    child = execute.Child('kl', code, [file], 4)\n"
+        "    while (outcome := child.outcome()) is None: time.sleep(0.02)\n"
+        "    print(outcome, child.failed.rpartition('/')[2])\n"
     )
-    arguments = [sys.executable, "-c", script, code, str(file)]
+    changes = []
+    for number, (code, test, _) in enumerate(CHANGES):
+        file = tmp_path / f"test_{number}.py"
+        file.write_text(f"from quartet.ppo.kl import two\n\ndef test(): {test}\n", encoding="utf-8")
+        changes.append((code, str(file)))
+    arguments = [sys.executable, "-c", script, json.dumps(changes)]
     done = subprocess.run(arguments, check=True, capture_output=True, text=True, timeout=LIMIT, cwd=execute.ROOT)
-    assert done.stdout == f"{outcome}\n"
+    assert done.stdout.split("\n")[:-1] == [outcome for *_, outcome in CHANGES]
 
 
 def test_only_mutants_without_a_valid_result_are_tested_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from quartet.data.prompt_lines import read_prompt_lines
 from quartet.errors import DataError
-from tests.unit.test_prompt_files import parquet
+from tests.unit.data.test_prompt_files import parquet
 
 IGNORE = ", or leave the column out with ignore_columns in data.sets"
 

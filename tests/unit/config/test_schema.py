@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
+from typer.testing import CliRunner
+
 from quartet.cli.config_reference import settings
+from quartet.cli.main import app
 from quartet.config.estimators import BUILT_IN_ESTIMATORS
 from quartet.config.schema import json_schema
-from tests.waiting import LIMIT
 
 SCHEMA = json_schema()
 ALGORITHM = SCHEMA["properties"]["algorithm"]["properties"]
@@ -80,6 +79,4 @@ def test_ranges_choices_and_null_match_the_config_tree() -> None:
 
 
 def test_the_command_prints_the_schema() -> None:
-    command = [str(Path(sys.executable).with_name("quartet")), "config", "schema"]
-    result = subprocess.run(command, capture_output=True, text=True, check=True, timeout=LIMIT)
-    assert json.loads(result.stdout) == SCHEMA
+    assert json.loads(CliRunner().invoke(app, ["config", "schema"]).stdout) == SCHEMA

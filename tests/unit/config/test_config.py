@@ -19,7 +19,7 @@ from quartet.errors import ConfigError
 from tests.every_case import every_case
 from tests.unit.config_files import MINIMAL, REQUIRED, write
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 SHIPPED = [*sorted((ROOT / "configs").rglob("*.yaml")), ROOT / "src/quartet/demo/demo.yaml"]
 
 
@@ -286,7 +286,7 @@ def test_every_setting_has_one_line_in_the_reference() -> None:
 
 
 def test_the_reference_of_settings_in_the_docs_is_current() -> None:
-    page = Path(__file__).parents[2] / "docs" / "reference" / "configuration.md"
+    page = Path(__file__).parents[3] / "docs" / "reference" / "configuration.md"
     assert page.read_text(encoding="utf-8") == reference(), "run: make generate"
 
 
