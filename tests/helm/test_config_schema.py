@@ -142,8 +142,7 @@ MINIMAL = {
 }
 
 
-@every_case("setting", [{}, MINIMAL], ids=["default", "minimal"])
-@every_case("path", sorted(CHART_KEYS))
+@every_case("path, setting", [*((path, MINIMAL) for path in sorted(CHART_KEYS)), (min(CHART_KEYS), {})])
 def test_keys_of_the_chart_are_refused_even_if_it_does_not_set_them(path: str, setting: dict[str, Any]) -> None:
     value = VALUES.get(path.rpartition("__")[2], "/models/x")
     message = refusal(changed("cpu-kind", **setting, **{path: value}))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -46,14 +47,17 @@ def without_secrets(values: Values) -> list[dict[str, Any]]:
     return [item for item in manifests(values) if item["kind"] != "Secret"]
 
 
-@every_case("path", REQUIRED)
-def test_a_required_default_refuses_null(path: str) -> None:
-    *above, last = path.split("__")
+@every_case("depth", sorted({path.count("__") for path in REQUIRED}))
+def test_a_required_default_refuses_null(depth: int) -> None:
+    paths = [path for path in REQUIRED if path.count("__") == depth]
     with pytest.raises(helm_python.HelmValuesError) as error:
-        chart().validate_schema(changed("cpu-kind", **{path: None}))
-    parent = "".join(f"/{key}" for key in above)
-    assert f"at '{parent}': missing propert" in str(error.value)
-    assert f"'{last}'" in str(error.value)
+        chart().validate_schema(changed("cpu-kind", **dict.fromkeys(paths)))
+    reported = {
+        f"{parent}/{name}"
+        for parent, names in re.findall(r"at '(\S*)': missing propert(?:y|ies) (.*)", str(error.value))
+        for name in re.findall(r"'(\w+)'", names)
+    }
+    assert {"/" + path.replace("__", "/") for path in paths} - reported == set()
 
 
 def test_null_for_an_empty_default_changes_nothing() -> None:

@@ -143,10 +143,13 @@ def test_messages_and_token_ids_of_csv_are_json(tmp_path: Path) -> None:
         ("prompt,answer\n,1\n", ":2: prompt is empty"),
         ("prompt\n", ": empty; expected at least one prompt"),
         ("", ": empty; expected at least one prompt"),
-        ("prompt\na\n" + '"' + "b\n" * (MAX_LINE_BYTES // 2), "its row is longer than"),
+        ("prompt\na\n" + '"' + "b\n" * 4096, "its row is longer than"),
     ],
 )
-def test_malformed_csv_is_refused_with_its_line(text: str, problem: str, tmp_path: Path) -> None:
+def test_malformed_csv_is_refused_with_its_line(
+    text: str, problem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("quartet.data.prompt_files.MAX_LINE_BYTES", 4096)
     with pytest.raises(DataError) as refused:
         read_prompt_lines(csv_file(tmp_path, text))
     assert str(refused.value).startswith(f"prompts {tmp_path}/p.csv")
