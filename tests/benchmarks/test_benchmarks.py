@@ -13,6 +13,7 @@ import pytest
 import torch
 import transformers
 
+from benchmarks import __main__ as command
 from benchmarks import (
     buffer,
     durability,
@@ -110,6 +111,13 @@ def test_the_cost_includes_steps_and_checkpoints_at_the_configured_interval() ->
     assert cost.checkpoint == pytest.approx(0.3)
     assert cost.share == pytest.approx((0.008 + 0.3 / 50) / 2.0)
     assert "| together | 14.00 | 0.700 % |" in durability.table(cost, Path("ppo.yaml"), 30)
+
+
+def test_an_unknown_benchmark_is_an_error_and_no_name_lists_all(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["nope"]) == 2
+    assert capsys.readouterr().err == "error: no benchmark 'nope'; python -m benchmarks lists them\n"
+    assert command.main([]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 2 + len(command.NAMES)
 
 
 def test_a_benchmark_writes_only_between_its_marks(tmp_path: Path) -> None:
