@@ -50,21 +50,22 @@ def from_message(record_type: type[Record], message: Any, path: str = "", /, **v
 
 
 def _record(record_type: Any, message: Any, prefix: str, values: Mapping[str, Any] | None = None) -> Any:
-    result = dict(values or ())
+    fields = dict(values) if values else {}
     for name, optional, read in _readers(record_type, message.DESCRIPTOR):
-        if name in result:
+        if name in fields:
             continue
         if optional and not message.HasField(name):
-            result[name] = None
+            fields[name] = None
         else:
             value = getattr(message, name)
-            result[name] = value if read is None else read(value, prefix + name)
+            fields[name] = value if read is None else read(value, prefix + name)
     try:
-        record = record_type(**result)
+        record = record_type(**fields)
     except ComputationFailed as error:
         raise InvalidRequest(str(error)) from None
-    if record_type in CHECKS:
-        CHECKS[record_type](record, prefix)
+    check = CHECKS.get(record_type)
+    if check is not None:
+        check(record, prefix)
     return record
 
 
@@ -74,10 +75,8 @@ def _readers(record_type: Any, descriptor: Any) -> list[tuple[str, bool, Read]]:
     result = []
     for name, hint in get_type_hints(record_type).items():
         if name in descriptor.fields_by_name:
-            optional = type(None) in get_args(hint)
-            result.append(
-                (name, optional, _reader(get_args(hint)[0] if optional else hint, descriptor.fields_by_name[name]))
-            )
+            optional, field = type(None) in get_args(hint), descriptor.fields_by_name[name]
+            result.append((name, optional, _reader(get_args(hint)[0] if optional else hint, field)))
     return result
 
 
@@ -102,8 +101,8 @@ def _element_reader(hint: Any, field: Any) -> Read:
     if is_dataclass(hint):
         return lambda message, path: _record(hint, message, f"{path}.")
     if field.enum_type is not None:
-        numbers = _numbers(field.enum_type)
-        return _choice({numbers[_label(member)]: member for member in get_args(hint) or hint})
+        numbers = numbers_of(field.enum_type)
+        return _choice({numbers[member]: member for member in get_args(hint) or hint})
     if get_origin(hint) is Literal:
         return _choice({value: value for value in get_args(hint)})
     return None
@@ -111,9 +110,10 @@ def _element_reader(hint: Any, field: Any) -> Read:
 
 def _choice(values: Mapping[Any, Any]) -> Read:
     def read(value: Any, path: str) -> Any:
-        if value not in values:
-            raise InvalidRequest(f"{path} {value!r}: unknown, expected {', '.join(values.values())}")
-        return values[value]
+        try:
+            return values[value]
+        except KeyError:
+            raise InvalidRequest(f"{path} {value!r}: unknown, expected {', '.join(values.values())}") from None
 
     return read
 
@@ -136,8 +136,7 @@ def _writer(field: Any) -> Write:
     message = field.message_type
     write: Callable[[Any], Any]
     if field.enum_type is not None:
-        numbers = _numbers(field.enum_type)
-        write = lambda value: numbers[_label(value)]  # noqa: E731
+        write = numbers_of(field.enum_type).__getitem__
     elif message is None:
         return bytes if field.type == field.TYPE_BYTES else None
     elif message.GetOptions().map_entry:
@@ -163,12 +162,12 @@ def _writer(field: Any) -> Write:
 
 
 @cache
-def _numbers(enumeration: Any) -> dict[str, int]:
-    """Return the numbers of an enumeration by label. The first name ends with UNSPECIFIED, which no record has."""
+def numbers_of(enumeration: Any) -> dict[str, int]:
+    """Return the numbers of an enumeration by the values of records: X_A_B is "A_B", "a_b" or "a b". None is unspecified."""
     prefix = enumeration.values[0].name.removesuffix("UNSPECIFIED")
-    return {value.name.removeprefix(prefix): value.number for value in enumeration.values[1:]}
-
-
-@cache
-def _label(value: str) -> str:
-    return value.upper().replace(" ", "_")
+    labels = {value.name.removeprefix(prefix): value.number for value in enumeration.values[1:]}
+    return {
+        spelling: number
+        for label, number in labels.items()
+        for spelling in (label, label.lower(), label.lower().replace("_", " "))
+    }

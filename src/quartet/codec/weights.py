@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from quartet.codec.checks import check_digest, within
-from quartet.codec.messages import content, from_message, to_message
+from quartet.codec.messages import content, from_message, numbers_of, to_message
 from quartet.errors import InvalidRequest
 from quartet.v1 import weights_pb2
 from quartet.weight_transfer.messages import (
@@ -19,13 +19,17 @@ from quartet.weight_transfer.messages import (
     Message,
     TensorLayout,
 )
+from quartet.weight_transfer.tensors import ITEM_BYTES
+
+_TYPES = numbers_of(weights_pb2.WeightType.DESCRIPTOR)
+_TYPE_NAMES = {_TYPES[name]: name for name in ITEM_BYTES}
 
 
 def weights_to_proto(message: Message) -> weights_pb2.GetWeightsResponse:
     """Convert one message of a stream of weights."""
     if isinstance(message, Manifest):
         tensors = [
-            content(weights_pb2.WeightTensor, layout, digest=digest)
+            {"name": layout.name, "dtype": _TYPES[layout.dtype], "shape": layout.shape, "digest": digest}
             for layout, digest in zip(message.layouts, message.digests, strict=True)
         ]
         manifest = content(weights_pb2.WeightManifest, message, tensors=tensors)
@@ -55,13 +59,16 @@ def _manifest(message: weights_pb2.WeightManifest) -> Manifest:
 
 
 def _layout(message: weights_pb2.WeightTensor) -> TensorLayout:
-    name = f"tensor {message.name[:80]}"
     if not 1 <= len(message.name.encode()) <= MAX_NAME_BYTES:
         raise InvalidRequest(f"tensors.name {message.name[:80]!r}: expected 1 to {MAX_NAME_BYTES} bytes")
+    name = f"tensor {message.name}"
     if len(message.shape) > MAX_DIMENSIONS:
         raise InvalidRequest(f"{name}: expected at most {MAX_DIMENSIONS} dimensions, got {len(message.shape)}")
+    dtype = _TYPE_NAMES.get(message.dtype)
+    if dtype is None:
+        raise InvalidRequest(f"{name}: dtype {message.dtype}: unknown, expected {', '.join(ITEM_BYTES)}")
     check_digest(message.digest, f"{name}: digest", required=True)
-    layout = from_message(TensorLayout, message, name)
+    layout = TensorLayout(message.name, dtype, tuple(message.shape))
     if layout.num_bytes > MAX_TENSOR_BYTES:
         raise InvalidRequest(f"{name}: shape {list(layout.shape)}: expected at most {MAX_TENSOR_BYTES} bytes")
     return layout
