@@ -9,7 +9,7 @@ import time
 
 from quartet.contract import control
 from quartet.errors import ConfigError, QuartetError
-from quartet.gateway.readers.file_signature import Signature, signature
+from quartet.gateway.readers.file_cache import Signature, signature
 from quartet.gateway.readers.run_catalog import RunCatalog
 from quartet.gateway.schemas import ProgressInfo, State
 from quartet.rpc.clients import OrchestratorClient

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
-from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -12,7 +10,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel
 
 from quartet.errors import ConfigError
-from quartet.gateway.readers.file_signature import Signature, signature
+from quartet.gateway.readers.file_cache import FileCache
 
 MAX_CACHED_FILES = 64
 MAX_FILE_BYTES = 64 * 1024 * 1024
@@ -25,34 +23,27 @@ class RecordReader:
     """Reader of record files. Caches the most recently used ones. Thread-safe."""
 
     def __init__(self) -> None:
-        self._files: OrderedDict[Path, tuple[Signature, list[Record]]] = OrderedDict()
-        self._lock = threading.Lock()
+        self._files = FileCache(_records, MAX_CACHED_FILES)
 
     def of(self, path: Path) -> list[Record]:
         """Return every record; empty if there is no file. An incomplete last line is ignored. Raises ConfigError."""
         try:
-            current = signature(path)
-            with self._lock:
-                cached = self._files.get(path)
-            if cached is not None and cached[0] == current:
-                return cached[1]
-            if current[2] > MAX_FILE_BYTES:
-                raise ConfigError(
-                    f"{path}: has {current[2]} bytes; the gateway reads at most {MAX_FILE_BYTES}; open it with another tool"
-                )
-            records = parse_lines(path, path.read_bytes())
+            return self._files.of(path)
         except FileNotFoundError:
             return []
         except OSError as error:
             raise ConfigError(
                 f"{path}: cannot be read ({error.strerror}); give the gateway's user read permission"
             ) from None
-        with self._lock:
-            self._files[path] = (current, records)
-            self._files.move_to_end(path)
-            if len(self._files) > MAX_CACHED_FILES:
-                self._files.popitem(last=False)
-        return records
+
+
+def _records(path: Path) -> list[Record]:
+    size = path.stat().st_size
+    if size > MAX_FILE_BYTES:
+        raise ConfigError(
+            f"{path}: has {size} bytes; the gateway reads at most {MAX_FILE_BYTES}; open it with another tool"
+        )
+    return parse_lines(path, path.read_bytes())
 
 
 def validated(model: type[ModelType], path: Path, records: Sequence[Record], first: int) -> list[ModelType]:

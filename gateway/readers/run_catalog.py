@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import re
-import threading
-from collections import OrderedDict
 from pathlib import Path
 
 from quartet.config.loading import load_config
 from quartet.config.root import Config
 from quartet.gateway.http.http_errors import NotFound
-from quartet.gateway.readers.file_signature import Signature, signature
+from quartet.gateway.readers.file_cache import FileCache
 from quartet.run_directory.run_files import RunFiles
 
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
@@ -24,8 +22,7 @@ class RunCatalog:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._configs: OrderedDict[str, tuple[Signature, Config]] = OrderedDict()
-        self._lock = threading.Lock()
+        self._configs = FileCache(load_config, _MAX_CACHED_CONFIGS)
 
     def names(self) -> list[str]:
         """Return the sorted names of all runs; empty if the folder does not exist."""
@@ -46,20 +43,9 @@ class RunCatalog:
         """Return the resolved config of a run. Raises NotFound, and ConfigError if it cannot be read."""
         path = self.find(name).config
         try:
-            current = signature(path)
+            return self._configs.of(path)
         except OSError:
             raise NotFound(f"run {name!r}: it was just removed") from None
-        with self._lock:
-            cached = self._configs.get(name)
-        if cached is not None and cached[0] == current:
-            return cached[1]
-        config = load_config(path)
-        with self._lock:
-            self._configs[name] = (current, config)
-            self._configs.move_to_end(name)
-            if len(self._configs) > _MAX_CACHED_CONFIGS:
-                self._configs.popitem(last=False)
-        return config
 
     def _files(self, name: str) -> RunFiles | None:
         """Return the run's files, or None if there is no such run. A link to a folder elsewhere is not a run."""

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import threading
-from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
 import structlog
 
-from quartet.gateway.readers.file_signature import Signature, signature
+from quartet.gateway.readers.file_cache import FileCache
 
 log = structlog.get_logger()
 
@@ -20,33 +18,24 @@ class TokenizerCache:
     """The tokenizers of the most recently used runs. Thread-safe."""
 
     def __init__(self) -> None:
-        self._tokenizers: OrderedDict[Path, tuple[Signature, Any]] = OrderedDict()
-        self._lock = threading.Lock()
+        self._tokenizers = FileCache(_load, MAX_CACHED_TOKENIZERS)
 
     def of(self, folder: Path) -> Any | None:
         """Return the tokenizer in a run's ``tokenizer/`` folder, or None if it is missing or cannot be loaded."""
-        path = folder / "tokenizer.json"
         try:
-            current = signature(path)
+            return self._tokenizers.of(folder / "tokenizer.json")
         except OSError:
             return None
-        with self._lock:
-            cached = self._tokenizers.get(path)
-            if cached is not None and cached[0] == current:
-                return cached[1]
-        try:
-            from tokenizers import Tokenizer  # Not part of the base install.
 
-            tokenizer = Tokenizer.from_file(str(path))
-        except Exception as error:  # The library raises no more specific exception.
-            log.warning("tokenizer not loaded: tokens are shown as ids", path=str(path), error=str(error))
-            tokenizer = None
-        with self._lock:
-            self._tokenizers[path] = (current, tokenizer)
-            self._tokenizers.move_to_end(path)
-            if len(self._tokenizers) > MAX_CACHED_TOKENIZERS:
-                self._tokenizers.popitem(last=False)
-        return tokenizer
+
+def _load(path: Path) -> Any | None:
+    try:
+        from tokenizers import Tokenizer  # Not part of the base install.
+
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # The library raises no more specific exception.
+        log.warning("tokenizer not loaded: tokens are shown as ids", path=str(path), error=str(error))
+        return None
 
 
 def token_texts(tokenizer: Any | None, ids: list[int]) -> list[str]:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import threading
-from collections import OrderedDict
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quartet.errors import ConfigError
-from quartet.gateway.readers.file_signature import Signature, signature
+from quartet.gateway.readers.file_cache import FileCache
 from quartet.gateway.readers.jsonl_records import Record, parse_line
 
 MAX_CACHED_STEPS = 20_000
@@ -124,29 +122,14 @@ class TrajectoryIndexes:
     """The indexes of the most recently used steps. Thread-safe."""
 
     def __init__(self, max_steps: int = MAX_CACHED_STEPS) -> None:
-        self._max_steps = max_steps
-        self._indexes: OrderedDict[Path, tuple[Signature, StepIndex]] = OrderedDict()
-        self._lock = threading.Lock()
+        self._indexes = FileCache(_build_index, max_steps)
 
     def index(self, folder: Path, step: int) -> StepIndex | None:
         """Return the index of a step, or None if it has no trajectories. Raises ConfigError."""
-        path = folder / f"step-{step:06d}.jsonl"
         try:
-            current = signature(path)
+            return self._indexes.of(folder / f"step-{step:06d}.jsonl")
         except OSError:
             return None
-        with self._lock:
-            cached = self._indexes.get(path)
-            if cached is not None and cached[0] == current:
-                self._indexes.move_to_end(path)
-                return cached[1]
-        index = _build_index(path, step)
-        with self._lock:
-            self._indexes[path] = (current, index)
-            self._indexes.move_to_end(path)
-            if len(self._indexes) > self._max_steps:
-                self._indexes.popitem(last=False)
-        return index
 
     def page(
         self, folder: Path, steps: range, matching: TrajectoryFilter, sort: str, limit: int, after: SortKey | None
@@ -213,8 +196,8 @@ def _count_up_to(columns: list[NDArray[Any]], key: SortKey) -> int:
     return count - int(greater.sum())
 
 
-def _build_index(path: Path, step: int) -> StepIndex:
-    """Read the file of a step. Raises ConfigError."""
+def _build_index(path: Path) -> StepIndex:
+    """Read the file of a step, step-NNNNNN.jsonl. Raises ConfigError."""
     ends = [0]
     rows = []
     with _open(path) as file:
@@ -224,7 +207,7 @@ def _build_index(path: Path, step: int) -> StepIndex:
     columns = list(zip(*rows, strict=True)) if rows else [()] * 6
     return StepIndex(
         path,
-        step,
+        int(path.stem.removeprefix("step-")),
         np.array(ends, dtype=np.int64),
         np.array(columns[0], dtype=np.int64),
         np.array(columns[1], dtype=np.int64),

@@ -14,7 +14,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from quartet.gateway.http.http_errors import NotFound
-from quartet.gateway.readers.file_signature import Signature, signature
+from quartet.gateway.readers.file_cache import FileCache
 
 router = APIRouter(include_in_schema=False)
 
@@ -34,6 +34,7 @@ MEDIA_TYPES = {
 """Files with other suffixes are not served."""
 COMPRESSED = (".css", ".html", ".js", ".json", ".svg", ".txt")
 PLOTLY = "plotly.min.js"
+MAX_CACHED_FILES = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,13 +45,23 @@ class _File:
     etag: str
 
 
+def _read(path: Path) -> _File:
+    content = path.read_bytes()
+    return _File(
+        content,
+        gzip.compress(content, 6, mtime=0) if path.suffix in COMPRESSED else None,
+        MEDIA_TYPES[path.suffix],
+        f'"{hashlib.sha256(content).hexdigest()[:32]}"',
+    )
+
+
 class StaticFiles:
     """Static files. Each is read and compressed at the first request, and again after it changes. Thread-safe."""
 
     def __init__(self, folder: Path, external: dict[str, Callable[[], Path]]) -> None:
         """``external`` maps names to functions that locate files outside the folder."""
         self._folder, self._external = folder, external
-        self._cache: dict[str, tuple[Signature, _File]] = {}
+        self._files = FileCache(_read, MAX_CACHED_FILES)
         self._lock = threading.Lock()
 
     def find(self, name: str) -> _File:
@@ -59,19 +70,7 @@ class StaticFiles:
         try:
             # One request at a time, so that a large file is not compressed twice.
             with self._lock:
-                current = signature(path)
-                cached = self._cache.get(name)
-                if cached is not None and cached[0] == current:
-                    return cached[1]
-                content = path.read_bytes()
-                file = _File(
-                    content,
-                    gzip.compress(content, 6, mtime=0) if path.suffix in COMPRESSED else None,
-                    MEDIA_TYPES[path.suffix],
-                    f'"{hashlib.sha256(content).hexdigest()[:32]}"',
-                )
-                self._cache[name] = (current, file)
-                return file
+                return self._files.of(path)
         except OSError:
             raise _missing(name) from None
 
