@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -13,7 +14,7 @@ import pytest
 
 from quartet.buffer.rollout_stream import RolloutStream
 from quartet.contract.trajectory import TokenBatch, Trajectory, VersionSpan
-from quartet.errors import BufferFailed, ConfigError, ServiceFailed
+from quartet.errors import BufferFailed, Cancelled, ConfigError, ServiceFailed
 from quartet.services.orchestrator.rollout.collector import CollectedStep, Collector
 from quartet.services.orchestrator.rollout.scoring import Scoring, ScoringServices
 from quartet.services.orchestrator.rollout.scoring_queue import max_batches_in_flight
@@ -242,6 +243,21 @@ def test_a_failed_generation_is_raised_and_cancels_scoring(stream: RolloutStream
         with pytest.raises(ServiceFailed, match="actor: gone"):
             step.result(timeout=LIMIT)
     assert [call.cancelling for call in scorer.calls] == [True] * 3
+
+
+def test_a_collection_ends_with_its_generation_after_another_thread_has_reset_the_collector(
+    stream: RolloutStream, run: str
+) -> None:
+    scorer, generation, waiting = Scorer(), FakeGeneration(), threading.Event()
+    collector = Collector(stream, ScoringServices(scorer, scorer, scorer, 0.7), 3)  # type: ignore[arg-type]
+    with ThreadPoolExecutor(1) as executor:
+        step = executor.submit(collector.collect, batch_of([trajectory(run, 0)]), generation, lambda _: waiting.set())
+        assert waiting.wait(LIMIT)
+        # As when the process ends: first the collector is reset, then the generation is cancelled.
+        collector.reset()
+        generation.cancel()
+        with pytest.raises(Cancelled):
+            step.result(timeout=LIMIT)
 
 
 @pytest.mark.parametrize("service", ["score", "log_probs", "values"])
