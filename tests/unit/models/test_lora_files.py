@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import peft
@@ -76,6 +76,23 @@ def test_the_adapter_config_has_the_base_model_and_no_local_path(tmp_path: Path)
     assert (config["base_model_name_or_path"], config["r"], config["lora_alpha"]) == ("owner/model", 4, 8)
     assert config["target_modules"] == ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
     assert (config["peft_type"], config["task_type"], config["lora_dropout"]) == ("LORA", "CAUSAL_LM", 0.0)
+
+
+def test_equal_weights_give_equal_bytes_whatever_the_order_of_peft_s_sets(tmp_path: Path) -> None:
+    class Backwards(set[str]):
+        """A set in another order, as another process with another hash seed has it."""
+
+        def __iter__(self) -> Iterator[str]:
+            return reversed(list(super().__iter__()))
+
+    for name in ("here", "there"):
+        _, adapter = adapted("llama")
+        settings = adapter._peft.peft_config["default"]
+        assert isinstance(settings.target_modules, set)
+        if name == "there":
+            settings.target_modules = Backwards(settings.target_modules)
+        save_adapter(adapter, tiny.tokenizer(), tmp_path / name)
+    assert files(tmp_path / "here") == files(tmp_path / "there")
 
 
 @pytest.mark.parametrize("kind", tiny.KINDS)
