@@ -11,8 +11,7 @@ import torch
 import transformers
 
 from quartet.models.forward.scoring import response_log_probs
-from quartet.models.generation.engine import Engine, Policy
-from quartet.models.generation.torch_engine import TorchEngine
+from quartet.models.generation.engine import Policy
 from quartet.models.weights.lora import add_adapter
 from tests.engines import http_servers
 from tests.engines.http_servers import VLLMServer
@@ -32,19 +31,11 @@ SERVED = (
 )
 EOS = 32
 """A token with a high probability, so that some responses end early, including greedy ones."""
-ENGINES = (
-    "torch",
-    "torch-static",
-    "triton-current",
-    "triton-older",
-    "triton-whole",
-    "triton-older-whole",
-    "triton-silent",
-    "triton-text",
-)
+SEED = 3
+"""Seed of the adapter that a policy starts with."""
 
 
-def policy(seed: int = 3) -> Policy:
+def policy(seed: int = SEED) -> Policy:
     """Return a tiny Llama with a random adapter and EOS as its only stop token."""
     model = tiny.causal("llama")
     adapter = add_adapter(model, "base", rank=2, alpha=3.0, seed=seed)
@@ -112,18 +103,3 @@ def sglang_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def subject() -> Policy:
     """Return the policy of a test."""
     return policy()
-
-
-@pytest.fixture(params=ENGINES)
-def engine(request: pytest.FixtureRequest, subject: Policy, tmp_path: Path) -> Iterator[Engine]:
-    """Return each engine in turn with the policy of the test."""
-    name: str = request.param
-    result: Engine
-    if name.startswith("torch"):
-        result = TorchEngine(subject.model, subject.stop_ids, 32, static=name == "torch-static")
-    else:
-        from tests.engines.triton_engines import engine_of
-
-        result = engine_of(request.getfixturevalue("server"), name.removeprefix("triton-"), subject, tmp_path)
-    yield result
-    result.close()

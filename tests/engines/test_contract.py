@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -12,9 +13,46 @@ from quartet.contract.generation import GenerationRequest, SamplingParameters
 from quartet.contract.trajectory import FinishReason, TokenBatch, Trajectory, TrajectoryId
 from quartet.errors import Cancelled, InvalidRequest
 from quartet.models.generation.engine import Engine, Policy
+from quartet.models.generation.torch_engine import TorchEngine
 from quartet.models.generation.triton_server import TritonEngine
-from tests.engines.conftest import EOS, change_adapter
+from tests.engines.conftest import EOS, SEED, change_adapter, policy
+from tests.every_case import every_case
 from tests.unit.models import tiny
+
+ENGINES = (
+    "torch",
+    "torch-static",
+    "triton-current",
+    "triton-older",
+    "triton-whole",
+    "triton-older-whole",
+    "triton-silent",
+    "triton-text",
+)
+
+
+@pytest.fixture(scope="module")
+def subject() -> Policy:
+    """Return the policy that all engines share. A test that changes it restores it."""
+    return policy()
+
+
+@pytest.fixture(params=ENGINES, scope="module")
+def engine(
+    request: pytest.FixtureRequest, subject: Policy, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Engine]:
+    """Return each engine in turn."""
+    name: str = request.param
+    result: Engine
+    if name.startswith("torch"):
+        result = TorchEngine(subject.model, subject.stop_ids, 32, static=name == "torch-static")
+    else:
+        from tests.engines.triton_engines import engine_of
+
+        folder = tmp_path_factory.mktemp(name)
+        result = engine_of(request.getfixturevalue("server"), name.removeprefix("triton-"), subject, folder)
+    yield result
+    result.close()
 
 
 def requests(count: int, first: int = 0) -> list[GenerationRequest]:
@@ -99,12 +137,13 @@ def test_stop_tokens_can_be_ignored(engine: Engine, request: pytest.FixtureReque
 def test_new_weights_apply_to_the_next_generation(engine: Engine, subject: Policy) -> None:
     batch = requests(8)
     before = run(engine, batch, temperature=0.0)
-    engine.release()
-    change_adapter(subject.model, seed=11)
-    engine.weights_changed()
-    after = run(engine, batch, temperature=0.0)
-    assert tokens(after) == [greedy(subject, request) for request in batch]
-    assert tokens(after) != tokens(before)
+    for seed in (11, SEED):
+        engine.release()
+        change_adapter(subject.model, seed)
+        engine.weights_changed()
+        after = run(engine, batch, temperature=0.0)
+        assert tokens(after) == [greedy(subject, request) for request in batch]
+        assert (tokens(after) == tokens(before)) == (seed == SEED)
 
 
 def test_the_engine_works_after_a_cancelled_generation(engine: Engine) -> None:
@@ -123,7 +162,7 @@ def test_the_engine_works_after_a_caller_stops_reading(engine: Engine) -> None:
     assert len(run(engine, requests(4))) == 4
 
 
-@pytest.mark.parametrize(
+@every_case(
     ("prompt", "limit", "message"),
     [
         ([3] * 60, 5, "positions for 64"),

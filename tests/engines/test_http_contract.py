@@ -18,14 +18,17 @@ from quartet.services.generator.episodes import EnvironmentAccess, generate_epis
 from tests.engines.http_servers import KEY, connect_sglang, connect_vllm
 from tests.engines.remote_policy import EOS, POSITIONS, VOCABULARY, greedy, policy, requests, run, tokens, weight_set
 from tests.engines.sglang_server import Launch, SGLangServer
+from tests.every_case import every_case
 from tests.services.generator.environments import EchoEnvironment
 
 ENGINES = ("vllm", "sglang", "sglang-incremental")
 
 
-@pytest.fixture(params=ENGINES)
-def engine(request: pytest.FixtureRequest, tmp_path: Path, sglang_checkpoint: Path) -> Iterator[ServerEngine]:
-    """Return a client of each server in turn. It holds policy(1)."""
+@pytest.fixture(params=ENGINES, scope="module")
+def engine(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, sglang_checkpoint: Path
+) -> Iterator[ServerEngine]:
+    """Return a client of each server in turn. It holds policy(1), and no test changes that."""
     server = None
     result: ServerEngine
     if request.param == "vllm":
@@ -39,7 +42,7 @@ def engine(request: pytest.FixtureRequest, tmp_path: Path, sglang_checkpoint: Pa
         )
         server = SGLangServer(launch)
         server.start()
-        result = connect_sglang(server, tmp_path)
+        result = connect_sglang(server, tmp_path_factory.mktemp("client"))
     weights = weight_set(policy(1))
     result.load_weights(weights, weights.tensors)
     yield result
@@ -48,12 +51,19 @@ def engine(request: pytest.FixtureRequest, tmp_path: Path, sglang_checkpoint: Pa
         server.stop()
 
 
-def test_greedy_responses_are_those_of_the_loaded_weights(engine: ServerEngine) -> None:
-    batch = requests(10)
-    expected = greedy(policy(1), batch, 40)  # longer than one event
-    assert tokens(run(engine, batch, temperature=0.0, max_response_tokens=40)) == expected
-    assert len({len(response) for response in expected}) > 1  # some end early
-    assert expected != greedy(policy(0), batch, 40)
+@pytest.fixture(scope="module")
+def greedy_responses() -> list[list[int]]:
+    """The greedy responses of policy(1), longer than one event. Some end early."""
+    result = greedy(policy(1), requests(6), 40)
+    assert len({len(response) for response in result}) > 1
+    assert result != greedy(policy(0), requests(6), 40)
+    return result
+
+
+def test_greedy_responses_are_those_of_the_loaded_weights(
+    engine: ServerEngine, greedy_responses: list[list[int]]
+) -> None:
+    assert tokens(run(engine, requests(6), temperature=0.0, max_response_tokens=40)) == greedy_responses
 
 
 def test_responses_depend_on_the_seed_and_not_on_the_batch(engine: ServerEngine) -> None:
@@ -84,7 +94,7 @@ def test_the_engine_works_after_a_caller_stops_reading(engine: ServerEngine) -> 
     assert len(run(engine, requests(4))) == 4
 
 
-@pytest.mark.parametrize(
+@every_case(
     ("prompt", "limit", "message"),
     [
         ([3] * (POSITIONS - 5), 10, f"positions for {POSITIONS}"),

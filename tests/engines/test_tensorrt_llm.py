@@ -31,6 +31,7 @@ from tests.engines import fake_tensorrt_llm
 from tests.engines.conftest import EOS, change_adapter
 from tests.engines.fake_tensorrt_llm import LLM, NEW, OLD
 from tests.engines.test_contract import greedy, requests
+from tests.every_case import every_case
 from tests.unit.models import tiny
 from tests.waiting import LIMIT
 
@@ -118,7 +119,7 @@ def load(engine: TensorRTLLMEngine, weights: WeightSet, changed: set[str] | None
 def test_greedy_tokens_are_those_without_cache_and_batching(
     create: Create, subject: Policy, tmp_path: Path, version: str, merged: bool
 ) -> None:
-    engine, batch = create(version), requests(12)
+    engine, batch = create(version), requests(6)
     load(engine, weight_set(subject, 0, tmp_path / "w", merged))
     result = run(engine, batch, temperature=0.0)
     assert tokens(result) == [greedy(subject, request) for request in batch]
@@ -129,7 +130,7 @@ def test_greedy_tokens_are_those_without_cache_and_batching(
 def test_new_weights_apply_to_the_next_generation(
     create: Create, subject: Policy, tmp_path: Path, version: str, merged: bool
 ) -> None:
-    engine, batch = create(version), requests(8)
+    engine, batch = create(version), requests(4)
     load(engine, weight_set(subject, 0, tmp_path / "w0", merged))
     before = run(engine, batch, temperature=0.0)
     for number in (1, 2):
@@ -176,7 +177,7 @@ def test_reported_log_probs_are_those_of_the_whole_distribution(
         pytest.skip("only older versions have this sampler")
     engine = create(version, sampler=sampler)
     load(engine, weight_set(subject, 0, tmp_path / "w"))
-    result = run(engine, requests(8), temperature=temperature, top_k=top_k)
+    result = run(engine, requests(3), temperature=temperature, top_k=top_k)
     if version != REAL:
         assert {response.log_probs is not None for response in result} == {version in reported}
     sampling = SamplingParameters(10, temperature=temperature, top_k=top_k)
@@ -191,7 +192,7 @@ def test_reported_log_probs_are_those_of_the_whole_distribution(
 
 
 def test_only_the_older_sampler_is_seeded(create: Create, subject: Policy, tmp_path: Path) -> None:
-    batch, weights = requests(10), weight_set(subject, 0, tmp_path / "w")
+    batch, weights = requests(6), weight_set(subject, 0, tmp_path / "w")
     seeded = create(OLD, sampler="TRTLLMSampler")
     load(seeded, weights)
     assert seeded.properties.seeded
@@ -228,9 +229,9 @@ def test_responses_are_valid(create: Create, subject: Policy, tmp_path: Path, ve
     engine = create(version)
     load(engine, weight_set(subject, 0, tmp_path / "w"))
     sampling = SamplingParameters(6, temperature=0.8)
-    result = checked(run(engine, requests(30), max_response_tokens=6), subject, sampling)
+    result = checked(run(engine, requests(12), max_response_tokens=6), subject, sampling)
     assert {len(t.response_ids) < 6 for t in result} == {True, False}
-    assert {len(r.token_ids) for r in run(engine, requests(12), ignore_eos=True)} == {10}
+    assert {len(r.token_ids) for r in run(engine, requests(4), ignore_eos=True)} == {10}
     assert run(engine, []) == []
 
 
@@ -287,7 +288,7 @@ def test_a_failed_request_is_an_error_and_the_engine_works_again(
     assert len(run(engine, requests(4))) == 4
 
 
-@pytest.mark.parametrize(
+@every_case(
     ("prompt", "limit", "message"),
     [
         ([3] * 60, 5, "positions for 64"),
