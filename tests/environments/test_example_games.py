@@ -72,7 +72,8 @@ def test_the_episodes_of_the_puzzle_are_those_of_its_environment() -> None:
     assert 0.5 < sum(rewards) / EPISODES < 0.75
 
 
-def test_a_policy_and_prompts_are_made_for_each_game(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_policy_and_prompts_are_made_for_each_game(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prepare, "EPISODES", 200)
     out = tmp_path / "out"
     assert prepare.main([str(out), "--games", "calculator", "--steps", "1"]) == 0
     assert [path.name for path in out.iterdir()] == ["calculator"]

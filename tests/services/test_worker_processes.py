@@ -7,7 +7,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -18,12 +17,35 @@ from quartet.contract.status import Role
 from quartet.errors import ConfigError
 from quartet.services.workers.processes import MAX_REPORT_CHARACTERS, interface_towards, start_ranks
 from tests.unit.test_child_processes import is_running
+from tests.waiting import wait_until
 
 PROGRAM = """
-import time
+import importlib, os, sys, time
+import torch
+calls = []
+for name in ("is_available", "device_count", "init", "_lazy_init", "current_device"):
+    setattr(torch.cuda, name, lambda *_, name=name: calls.append(name) or 0)
+from quartet.launcher.launcher import PRELOADED
+for module in ("quartet.services.__main__", *PRELOADED):
+    importlib.import_module(module)
+print(calls, flush=True)
+
 from quartet.config.deployment import ServiceConfig
 from quartet.services.workers.processes import start_ranks
 from quartet.contract.status import Role
+if not os.fork():
+    ranks = start_ranks(Role.ACTOR, ServiceConfig(processes=4), {})
+    if ranks.rank == 2:
+        assert ranks.report("no memory: " + 5000 * chr(0x1F600), "OutOfMemory")
+        os._exit(1)
+    while not (failure := ranks.failure()):
+        time.sleep(0.001)
+    assert not ranks.report("rank 0 reports to no other", "")
+    if ranks.rank == 0:
+        print(failure, ranks.error[0][:11], len(ranks.error[0]), ranks.error[1], sep="|", flush=True)
+    os._exit(0)
+assert os.wait()[1] == 0
+
 ranks = start_ranks(Role.ACTOR, ServiceConfig(processes=3), {})
 if ranks.rank == 0:
     print(*ranks.children.values(), flush=True)
@@ -31,6 +53,7 @@ while not (failure := ranks.failure()):
     time.sleep(0.01)
 print(failure, flush=True)
 """
+"""Imports of a service, whose use of CUDA it prints, then a group with a failed rank, then a group of which a rank is killed."""
 
 
 @pytest.fixture(autouse=True)
@@ -47,56 +70,18 @@ def test_one_process_starts_no_other() -> None:
     assert (ranks.rank, ranks.size, ranks.children) == (0, 1, {})
 
 
-def test_rank_0_reports_the_end_of_another_rank_which_dies_with_it() -> None:
+def test_ranks_are_forked_without_cuda_and_rank_0_reports_the_error_and_the_end_of_the_others() -> None:
     with subprocess.Popen([sys.executable, "-c", PROGRAM], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
+        assert process.stdout.readline() == "[]\n", "an import uses CUDA"
+        failure, error, length, kind = process.stdout.readline().strip().split("|")
+        assert re.fullmatch(r"rank 2 of 4 \(process \d+\): ended with status 1", failure)
+        assert (error, int(length), kind) == ("no memory: ", MAX_REPORT_CHARACTERS, "OutOfMemory")
         first, second = map(int, process.stdout.readline().split())
         os.kill(second, signal.SIGKILL)
         failure = process.stdout.readline().strip()
         assert failure == f"rank 2 of 3 (process {second}): killed by SIGKILL"
-    start = time.monotonic()
-    while is_running(first):
-        assert time.monotonic() - start < 30
-
-
-REPORTING = """
-from quartet.config.deployment import ServiceConfig
-from quartet.services.workers.processes import start_ranks
-from quartet.contract.status import Role
-ranks = start_ranks(Role.ACTOR, ServiceConfig(processes=4), {})
-if ranks.rank == 2:
-    assert ranks.report("no memory: " + 5000 * chr(0x1F600), "OutOfMemory")
-    raise SystemExit(1)
-while not (failure := ranks.failure()):
-    pass
-assert not ranks.report("rank 0 reports to no other", "")
-print(failure, ranks.error[0][:11], len(ranks.error[0]), ranks.error[1], sep="|")
-"""
-
-
-def test_rank_0_gets_the_error_that_has_ended_another_rank() -> None:
-    result = subprocess.run([sys.executable, "-c", REPORTING], check=True, capture_output=True, text=True, timeout=60)
-    failure, error, length, kind = result.stdout.strip().split("|")
-    assert re.fullmatch(r"rank 2 of 4 \(process \d+\): ended with status 1", failure)
-    assert (error, int(length), kind) == ("no memory: ", MAX_REPORT_CHARACTERS, "OutOfMemory")
-
-
-IMPORTS = """
-import importlib
-import torch
-calls = []
-for name in ("is_available", "device_count", "init", "_lazy_init", "current_device"):
-    setattr(torch.cuda, name, lambda *_, name=name: calls.append(name) or 0)
-from quartet.launcher.launcher import PRELOADED
-for module in ("quartet.services.__main__", *PRELOADED):
-    importlib.import_module(module)
-print(calls)
-"""
-
-
-def test_nothing_uses_cuda_before_the_ranks_are_forked() -> None:
-    result = subprocess.run([sys.executable, "-c", IMPORTS], check=True, capture_output=True, text=True)
-    assert result.stdout == "[]\n"
+    wait_until(lambda: not is_running(first))
 
 
 def test_ranks_are_not_forked_from_a_process_that_has_started_cuda(monkeypatch: pytest.MonkeyPatch) -> None:

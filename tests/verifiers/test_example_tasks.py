@@ -17,8 +17,9 @@ from quartet.verifiers.sandbox.backend import Sandbox
 
 @pytest.mark.parametrize("example", [arithmetic, code])
 def test_an_example_makes_a_model_and_prompts_and_replaces_only_them(
-    example: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    example: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(example, "SENTENCES", 500)
     out = tmp_path / "out"
     for _ in range(2):
         assert example.main([str(out), "--steps", "1"]) == 0

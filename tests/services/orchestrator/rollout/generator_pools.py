@@ -13,17 +13,17 @@ import pytest
 from quartet.buffer.rollout_stream import RolloutStream
 from quartet.config.root import Config
 from quartet.contract.generation import GenerationBatch, SamplingParameters, requests_of
-from quartet.contract.status import Role
 from quartet.contract.trajectory import Prompt, Trajectory, TrajectoryId
 from quartet.errors import Cancelled
 from quartet.models.generation.detached_torch import DetachedTorchEngine
+from quartet.rpc.clients import ActorClient
 from quartet.rpc.compute_thread import ComputeThread
 from quartet.rpc.security.credentials import LOCAL
 from quartet.rpc.server import Server
 from quartet.services.generator.factory import build_generator
 from quartet.services.orchestrator.rollout.generation import PendingTrajectories
 from quartet.services.orchestrator.rollout.generator_pool import GeneratorPool
-from tests.services.model_services import Services, start_generation
+from tests.services.model_services import start_generation
 from tests.waiting import LIMIT
 
 PROMPTS = [Prompt(index, np.arange(3, 5 + index, dtype=np.int32)) for index in range(5)]
@@ -35,9 +35,8 @@ SECONDS = LIMIT
 class Generators:
     """Generators at fixed addresses, an actor with the weights, and a pool."""
 
-    def __init__(self, config: Config, services: Services, stream: RolloutStream) -> None:
-        self.config, self.stream = config, stream
-        self.actor = services.start(Role.ACTOR, config)
+    def __init__(self, config: Config, actor: ActorClient, stream: RolloutStream) -> None:
+        self.config, self.actor, self.stream = config, actor, stream
         self.servers: dict[str, Server] = {}
         self.notes: list[str] = []
         self._run = stream.key.split(":")[1]

@@ -13,7 +13,6 @@ from quartet.models.generation.detached_torch import DetachedTorchEngine
 from quartet.services.generator import attestation
 from quartet.services.orchestrator.rollout.generator_pool import GeneratorPool
 from tests.services.orchestrator.rollout.generator_pools import Gate, Generators, contents, wait
-from tests.services.orchestrator.rollout.test_generator_pool import generators as generators
 from tests.waiting import wait_until
 
 

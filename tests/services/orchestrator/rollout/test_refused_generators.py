@@ -22,7 +22,6 @@ from tests.services.orchestrator.rollout.generator_pools import (
     prompts_by_generator,
     wait,
 )
-from tests.services.orchestrator.rollout.test_generator_pool import generators as generators
 from tests.waiting import wait_until
 
 
