@@ -45,7 +45,7 @@ def config(make_config: Callable[..., Config]) -> Callable[..., Config]:
         tree["data"] |= {"max_prompt_tokens": 10}
         tree["rollout"] |= {"max_response_tokens": 30}
         for role in TRAINED:
-            tree[role] |= {"micro_batch_tokens": None, **changes}
+            tree[role] |= {"micro_batch_tokens": None, "gradient_checkpointing": None, **changes}
         return Config.model_validate(tree)
 
     return make

@@ -50,6 +50,7 @@ def changed_config(make_config: MakeConfig) -> MakeConfig:
 
     def make(**sections: dict[str, Any]) -> Config:
         tree = make_config().model_dump()
+        tree["actor"]["gradient_checkpointing"] = None  # The default, so that it is tried at the start.
         for name, changes in sections.items():
             tree[name] |= changes
         return Config.model_validate(tree)

@@ -6,9 +6,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from quartet.verifiers import math_comparison
+from quartet.verifiers import math, math_comparison
 from quartet.verifiers.errors import ComputationTooLarge, InvalidField
 from quartet.verifiers.math import final_answer
+from tests.waiting import LIMIT
 
 
 @pytest.mark.parametrize(
@@ -97,9 +98,10 @@ def test_a_response_that_takes_too_long_scores_0_in_every_thread() -> None:
     assert final_answer("", "3", {"answer": 3}) == 1.0
 
 
-def test_an_answer_that_takes_too_long_is_an_error() -> None:
+def test_an_answer_that_takes_too_long_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(math, "WALL_FACTOR", LIMIT)
     with pytest.raises(ComputationTooLarge):
-        final_answer("", "3", {"answer": "(9^{999999})^{99999}"}, seconds=1.0)
+        final_answer("", "3", {"answer": "(9^{999999})^{99999}"}, seconds=0.2)
 
 
 @pytest.mark.parametrize("fields", [{}, {"answer": ""}, {"answer": [1]}, {"answer": True}, {"answer": "?"}])

@@ -173,15 +173,11 @@ def test_an_inactive_run_refuses_commands(tmp_path_factory: pytest.TempPathFacto
     assert len(json_lines(files.audit)) == 5
 
 
-def test_a_run_stops(make: MakeConfig, tmp_path_factory: pytest.TempPathFactory) -> None:
-    folder = tmp_path_factory.mktemp("stopped")
-    with (
-        start_live_run(make, folder, "stopped") as (active, _),
-        serving(folder) as gateway,
-        gateway.stream("stopped") as stream,
-    ):
+def test_a_run_stops(active: ActiveRun, gateway: Gateway) -> None:
+    """The last test of the file: it ends the run of the others."""
+    with gateway.stream("commanded") as stream:
         next(iter(stream))
-        assert gateway.client.post("/runs/stopped/stop").status_code == 202
+        assert gateway.client.post("/runs/commanded/stop").status_code == 202
         stream.until("progress", state="stopped")
         assert active.finish().code == 0
-        assert gateway.client.post("/runs/stopped/pause").status_code == 409
+        assert gateway.client.post("/runs/commanded/pause").status_code == 409

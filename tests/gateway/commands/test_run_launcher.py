@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from quartet.gateway.commands import run_launcher
 from quartet.gateway.commands.audit_log import write_entry
 from tests.gateway.serving import Gateway, create_run, serving
 from tests.training.runs import json_lines
@@ -18,7 +19,8 @@ from tests.waiting import LIMIT
 
 
 @pytest.fixture
-def gateway(tmp_path: Path) -> Iterator[Gateway]:
+def gateway(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Gateway]:
+    monkeypatch.setattr(run_launcher, "START_TIMEOUT_SECONDS", LIMIT)
     with serving(tmp_path, start_runs=True) as result:
         yield result
 
@@ -39,7 +41,7 @@ def tree(toy_task_tree: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 
 def start(gateway: Gateway, tree: dict[str, Any], **more: Any) -> Any:
     content = json.dumps({"config": tree, **more})
-    return gateway.client.post("/runs", content=content, headers={"content-type": "application/json"}, timeout=60)
+    return gateway.client.post("/runs", content=content, headers={"content-type": "application/json"}, timeout=LIMIT)
 
 
 def fields(response: Any) -> list[str]:
