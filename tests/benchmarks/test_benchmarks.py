@@ -189,6 +189,7 @@ def test_off_policy_runs_are_measured_with_simulated_devices(tmp_path: Path) -> 
     assert overlap.seconds_per_step(work) >= overlap.seconds_per_step(result.critical)
 
 
+@pytest.mark.slow
 def test_processes_of_simulated_services_and_writers_start(redis_url: str) -> None:
     with simulated.replicas(Role.REWARD) as addresses:
         assert len(addresses) == 1

@@ -30,6 +30,7 @@ def test_the_stored_outputs_are_complete_and_name_no_machine(path: Path) -> None
     assert "Traceback" not in text
 
 
+@pytest.mark.slow
 def test_the_quickstart_trains_and_shows_a_gain(tmp_path: Path) -> None:
     [path] = [path for path in NOTEBOOKS if path.name == "quickstart.ipynb"]
     cells = code_cells(execute(path, tmp_path))

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -19,12 +20,19 @@ from quartet.system.failpoints import FAILPOINTS, FOLDER_VARIABLE, VARIABLE, Inj
 from tests.waiting import LIMIT, wait_until
 
 ROOT = Path(__file__).parents[2]
-CODE = [
-    path
-    for folder in ("src/quartet", "services")
-    for path in (ROOT / folder).rglob("*.py")
-    if path.name != "failpoints.py" and "v1" not in path.parts
-]
+
+
+@cache
+def code() -> list[ast.AST]:
+    """Return the nodes of all modules except that of the failpoints."""
+    return [
+        node
+        for folder in ("src/quartet", "services")
+        for path in (ROOT / folder).rglob("*.py")
+        if path.name != "failpoints.py" and "v1" not in path.parts
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Constant | ast.Call)
+    ]
 
 
 @pytest.fixture(autouse=True)
@@ -176,20 +184,14 @@ def test_a_service_with_a_wrong_setting_does_not_start(tmp_path: Path) -> None:
 
 
 def test_every_failpoint_is_used_exactly_once() -> None:
-    results = [
-        node.value
-        for path in CODE
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(node, ast.Constant) and node.value in FAILPOINTS
-    ]
+    results = [node.value for node in code() if isinstance(node, ast.Constant) and node.value in FAILPOINTS]
     assert sorted(results) == sorted(FAILPOINTS)
 
 
 def test_every_call_names_an_existing_failpoint() -> None:
     calls = [
         call
-        for path in CODE
-        for call in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        for call in code()
         if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == "failpoint"
     ]
     named = {call.args[0].value for call in calls if isinstance(call.args[0], ast.Constant)}

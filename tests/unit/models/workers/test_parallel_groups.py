@@ -23,7 +23,7 @@ SIZES = {
     "replicate-2-shard-2": (2, 2, 1, CASES),
 }
 """Replicate, shard, tensor, and cases, by name."""
-ALWAYS = {"tensor-2": SHORT, "replicate-2": SHORT}
+ALWAYS = {"tensor-2": SHORT}
 """Cases that are not slow."""
 PARAMETERS = [
     pytest.param(sizes, case, marks=[] if case in ALWAYS.get(sizes, ()) else pytest.mark.slow, id=f"{sizes}-{case}")
@@ -68,6 +68,7 @@ def test_the_same_group_repeats_to_the_bit(results: Callable[[str, str], Results
     assert all(torch.equal(value, twice[0][name]) for name, value in once[0].items())
 
 
+@pytest.mark.slow
 def test_a_whole_parameter_that_gets_a_part_of_its_gradient_is_refused(tmp_path: Path) -> None:
     """The plan of phi does not name its norms of heads."""
     message = (

@@ -47,22 +47,35 @@ def run_group(
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Results]:
-    """A function that returns the results of a group of a size. Each group runs once."""
+    """A function that returns the results of a group of 2 with the quick cases, or of 4 with all. Each group runs once."""
     known: dict[int, Results] = {}
 
     def of_size(size: int) -> Results:
         if size not in known:
-            known[size] = run_group(tmp_path_factory.mktemp("ranks"), size)
+            cases = QUICK if size == 2 else rank.CASES
+            known[size] = run_group(tmp_path_factory.mktemp("ranks"), size, cases=cases)
         return known[size]
 
     return of_size
 
 
+QUICK = (
+    *rank.OFFLOADED,
+    "rloo-lora",
+    "value",
+    "few-tokens",
+    "not-finite",
+    "bfloat16",
+    "correction-of_engine_with_masks",
+    "kl_cov",
+)
 SIZES = [2, pytest.param(4, marks=pytest.mark.slow)]
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("case", rank.CASES)
+@pytest.mark.parametrize(
+    ("size", "case"),
+    [*((2, case) for case in QUICK), *(pytest.param(4, case, marks=pytest.mark.slow) for case in rank.CASES)],
+)
 def test_a_group_computes_what_one_process_computes(
     results: Callable[[int], Results], case: str, size: int, tmp_path: Path
 ) -> None:
