@@ -7,6 +7,9 @@ from typing import Annotated, Any, Generic, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from quartet.contract.control import Alert
+from quartet.contract.generation import EngineProperties
+
 Item = TypeVar("Item")
 
 
@@ -350,29 +353,6 @@ class CheckpointInfo(Model):
     """Reason that the checkpoint cannot be used, or null. Only the manifest and file sizes are checked."""
 
 
-class EngineInfo(Model):
-    """Guarantees that a generation engine declares."""
-
-    name: str
-    seeded: bool
-    """True if the seed of a trajectory decides its random numbers."""
-    batch_invariant: bool
-    """True if the other requests in a batch change no bit of a response."""
-    log_probs: Literal["whole", "truncated", "none"]
-    """Distribution of the log-probs: the whole one, the one truncated by top_k, top_p and min_p, or none."""
-    weights: Literal["shared", "tensors", "folder", "adapter", "restart", "static"]
-    """Way of a new policy version into the engine."""
-    digest: Literal["read back", "reported", "none"]
-    """Origin of the digest: read back from the engine's memory, reported by a server, or none."""
-    in_flight_updates: bool
-    """True if new weights may arrive in the middle of a response."""
-    trial: str
-    """Result of the trial of batch invariance at the engine's start and the processor, or the reason for no trial; empty for an
-    engine that is not tried."""
-    trial_digest: str
-    """Digest of the logits of the trial, in hexadecimal. Engines with equal ones round in the same way."""
-
-
 class WeightTransferInfo(Model):
     """Transfer of one policy version into a generator."""
 
@@ -437,7 +417,7 @@ class ServiceInfo(Model):
     """Response tokens generated since the process started."""
     tokens_per_second: float | None = None
     """Mean of tokens_generated per second of generation."""
-    engine: EngineInfo | None = None
+    engine: EngineProperties | None = None
     last_transfer: WeightTransferInfo | None = None
     """Last transfer of weights into a generator."""
     published_versions: list[int] = []
@@ -457,21 +437,11 @@ class Buffer(Model):
     memory_bytes: int | None
 
 
-class AlertInfo(Model):
-    """An alert of a guard."""
-
-    step: int
-    guard: str
-    action: str
-    evidence: str
-    remedy: str
-
-
 class Guards(Model):
     """The settings of the guards and their alerts."""
 
     settings: dict[str, Any]
-    alerts: list[AlertInfo]
+    alerts: list[Alert]
     """Newest first, at most 200."""
 
 

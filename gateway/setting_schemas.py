@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 from pydantic import ConfigDict, Field
 
+from quartet.contract.control import Setting
 from quartet.gateway.schemas import Model, RequestBody
 
 _PART_WEIGHT = r"^reward\.parts\.[A-Za-z0-9][A-Za-z0-9._-]{0,63}\.weight$"
@@ -15,18 +16,6 @@ def _extra_keys_are_part_weights(schema: dict[str, Any]) -> None:
     """State the pattern of extra keys in a JSON schema, which pydantic leaves out."""
     schema["patternProperties"] = {_PART_WEIGHT: schema.pop("additionalProperties")}
     schema["additionalProperties"] = False
-
-
-class SettingInfo(Model):
-    """A setting that can be changed during training."""
-
-    name: str
-    """kl_coefficient, entropy_coefficient, actor.learning_rate, critic.learning_rate, or reward.parts.NAME.weight for a part of
-    an ensemble."""
-    value: float
-    """Value for the next step. For a learning rate, the initial value of its schedule."""
-    low: float
-    high: float
 
 
 class SettingChange(Model):
@@ -48,7 +37,7 @@ class SettingChange(Model):
 class Settings(Model):
     """The settings that can be changed during training, and past changes."""
 
-    settings: list[SettingInfo]
+    settings: list[Setting]
     """Empty unless the run is active."""
     changes: list[SettingChange]
     """The newest 200 changes, oldest first."""

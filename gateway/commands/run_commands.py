@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from typing import Any, TypeVar
 
+from quartet.contract.control import Setting
 from quartet.errors import Cancelled, ConfigError, InvalidRequest, MismatchError, NoResponse, QuartetError
 from quartet.gateway.commands.audit_log import audited
 from quartet.gateway.http.http_errors import ProblemError, WrongField
 from quartet.gateway.monitors.run_progress import END_STATES, RunMonitor
 from quartet.gateway.readers.run_catalog import RunCatalog
-from quartet.gateway.setting_schemas import ChangeSettingsRequest, SettingChange, SettingInfo
+from quartet.gateway.setting_schemas import ChangeSettingsRequest, SettingChange
 from quartet.rpc.clients import OrchestratorClient
 
 T = TypeVar("T")
@@ -47,17 +49,13 @@ class RunCommands:
         """Restore the run from the checkpoint of a step."""
         return self._command(run, user, "rollback", {"step": step}, lambda client: client.roll_back(step))[1]
 
-    def settings(self, run: str) -> list[SettingInfo]:
+    def settings(self, run: str) -> list[Setting]:
         """Return the settings that can be changed now; empty if the run is not active."""
         orchestrator = self._monitor.orchestrator(run)
         if orchestrator is None or self._monitor.progress(run) is None:
             return []
         with _closed_at_the_end(run):
-            settings = orchestrator.settings()
-        return [
-            SettingInfo.model_validate({"name": item.name, "value": item.value, "low": item.low, "high": item.high})
-            for item in settings
-        ]
+            return orchestrator.settings()
 
     def change_settings(self, run: str, user: str, request: ChangeSettingsRequest) -> list[SettingChange]:
         """Change settings from the next step on: either all of them or none. Return the changes."""
@@ -69,12 +67,7 @@ class RunCommands:
                 "reward.parts.NAME.weight",
             )
         changes, _ = self._command(run, user, "set", dict(values), lambda client: client.change_settings(values, user))
-        return [
-            SettingChange(
-                setting=item.setting, before=item.before, after=item.after, step=item.step, user=item.user, at=item.at
-            )
-            for item in changes
-        ]
+        return [SettingChange(**asdict(change)) for change in changes]
 
     def _command(
         self,

@@ -182,17 +182,8 @@ def _request_progress(run: _OrchestratorConnection, orchestrator: OrchestratorCl
 
 
 def _progress(progress: control.Progress) -> ProgressInfo:
-    return ProgressInfo(
-        state=State(progress.state),
-        step=progress.step,
-        total_steps=progress.total_steps,
-        phase=progress.phase,
-        num_scored=progress.num_scored,
-        num_expected=progress.num_expected,
-        error=progress.error,
-        recoveries=progress.recoveries,
-        notes=list(progress.notes)[-MAX_NOTES:],
-    )
+    fields = {name: getattr(progress, name) for name in ProgressInfo.model_fields}
+    return ProgressInfo(**fields | {"state": State(progress.state), "notes": progress.notes[-MAX_NOTES:]})
 
 
 def _without_response(last: ProgressInfo | None) -> ProgressInfo | None:

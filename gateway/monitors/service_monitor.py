@@ -16,7 +16,7 @@ from quartet.contract.weights import WeightPublication, WeightTransfer
 from quartet.errors import ConfigError, MismatchError, NoResponse, QuartetError, ServiceUnavailable
 from quartet.gateway.monitors.buffer_monitor import BufferMonitor
 from quartet.gateway.readers.run_catalog import RunCatalog
-from quartet.gateway.schemas import EngineInfo, ServiceInfo, WeightPublicationInfo, WeightTransferInfo
+from quartet.gateway.schemas import ServiceInfo, WeightPublicationInfo, WeightTransferInfo
 from quartet.rpc.clients import OrchestratorClient
 from quartet.rpc.security.credentials import LOCAL, Credentials
 from quartet.rpc.service_channel import ServiceChannel, endpoints_at
@@ -218,9 +218,9 @@ def _poll_service(role: str, service: _MonitoredService, generator: GeneratorInf
 
 def _weights(status: ServiceStatus) -> dict[str, Any]:
     """Return the fields of an engine and of its weights."""
-    engine, transfer, publication = status.engine, status.last_transfer, status.last_publication
+    transfer, publication = status.last_transfer, status.last_publication
     return {
-        "engine": EngineInfo(**asdict(engine)) if engine else None,
+        "engine": status.engine,
         "published_versions": sorted(status.published_weights),
         "last_transfer": WeightTransferInfo(**_with_hex_digest(transfer)) if transfer else None,
         "last_publication": WeightPublicationInfo(**_with_hex_digest(publication)) if publication else None,

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from pydantic import TypeAdapter
+
+from quartet.contract.control import Alert
 from quartet.errors import ConfigError
 from quartet.gateway.access.callers import Viewer
 from quartet.gateway.http.api_router import api_router
 from quartet.gateway.http.pagination import cursor_after, read_cursor
 from quartet.gateway.routes.dependencies import Cursor, Limit, TheReaders, TheRunConfig, TheRunFiles
-from quartet.gateway.schemas import AlertInfo, FailedTrajectory, Guards, Page
+from quartet.gateway.schemas import FailedTrajectory, Guards, Page
 
 router = api_router("guards")
 
 MAX_ALERTS = 200
+_ALERTS = TypeAdapter(list[Alert], config={"extra": "forbid"})
 
 
 @router.get("/runs/{run}/guards")
@@ -19,7 +23,7 @@ def get_guards(_: Viewer, files: TheRunFiles, config: TheRunConfig, readers: The
     """Return the settings of the guards, and their alerts, newest first."""
     newest = readers.records.of(files.alerts)[: -MAX_ALERTS - 1 : -1]
     try:
-        alerts = [AlertInfo.model_validate(record) for record in newest]
+        alerts = _ALERTS.validate_python(newest)
     except ValueError:
         raise ConfigError(f"{files.alerts}: not alerts in Quartet's format; repair the file, or remove it") from None
     return Guards(settings=config.guards.model_dump(mode="json"), alerts=alerts)

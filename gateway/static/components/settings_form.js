@@ -15,7 +15,7 @@ const LABELS = {
 
 const label = (name) => LABELS[name] ?? name;
 
-/** Form for `settings`, a list of SettingInfo objects. Calls `done(answer)` with the settings after a change. */
+/** Form for `settings`, a list of Setting objects. Calls `done(answer)` with the settings after a change. */
 export function settingsForm(run, settings, mayCommand, done) {
   const rows = settings.map((setting) => row(setting, mayCommand));
   const send = async (event) => {

@@ -8,17 +8,16 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class Alert:
-    """Finding of a guard after ``step``.
-
-    ``action`` is warn, pause or stop; ``evidence`` names the metrics that the guard compared; ``remedy`` is advice that usually
-    helps.
-    """
+    """An alert of a guard after a step."""
 
     step: int
     guard: str
     action: str
+    """warn, pause or stop."""
     evidence: str
+    """The metrics that the guard compared."""
     remedy: str
+    """Advice that usually helps."""
 
     def __str__(self) -> str:
         return f"guard {self.guard} ({self.action}) after step {self.step}: {self.evidence}; {self.remedy}"
@@ -68,10 +67,13 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A setting that can change during a run: its value for the next step, its minimum ``low`` and its maximum ``high``."""
+    """A setting that can be changed during training."""
 
     name: str
+    """kl_coefficient, entropy_coefficient, actor.learning_rate, critic.learning_rate, or reward.parts.NAME.weight for a part of
+    an ensemble."""
     value: float
+    """Value for the next step. For a learning rate, the initial value of its schedule."""
     low: float
     high: float
 

@@ -110,24 +110,24 @@ def requests_of(
 
 @dataclass(frozen=True, slots=True)
 class EngineProperties:
-    """Guarantees of a generation engine. The orchestrator relies on them, so an engine declares only what it keeps.
-
-    ``seeded``: the seed of a trajectory decides its random numbers. ``batch_invariant``: the other requests in a batch change no
-    bit of a response. ``log_probs``: of the sampled tokens, at the sampling temperature, over the "whole" distribution or over
-    the one that top_k, top_p and min_p "truncated"; "none" if the engine reports none or others. ``weights``: way of a new policy
-    version into the engine. ``digest``: "read back" if the engine computes it from the weights that it holds after loading,
-    "reported" if a server names a version, "none" otherwise. ``in_flight_updates``: takes new weights in the middle of a
-    response. ``trial``: result of the trial of batch invariance at the engine's start, and the processor, or the reason for no
-    trial; empty for an engine that is not tried. ``trial_digest`` is of the trial's logits, in hexadecimal: engines with the same
-    model and equal digests round in the same way.
-    """
+    """Guarantees of a generation engine. The orchestrator relies on them, so an engine declares only what it keeps."""
 
     name: str
     seeded: bool
+    """True if the seed of a trajectory decides its random numbers."""
     batch_invariant: bool
+    """True if the other requests in a batch change no bit of a response."""
     log_probs: Literal["whole", "truncated", "none"]
+    """Distribution of the log-probs of the sampled tokens, at the sampling temperature: the whole one, the one truncated by
+    top_k, top_p and min_p, or none if the engine reports none or others."""
     weights: Literal["shared", "tensors", "folder", "adapter", "restart", "static"]
+    """Way of a new policy version into the engine."""
     digest: Literal["read back", "reported", "none"]
+    """Origin of the digest: read back from the weights that the engine holds after loading, reported by a server, or none."""
     in_flight_updates: bool = False
+    """True if new weights may arrive in the middle of a response."""
     trial: str = ""
+    """Result of the trial of batch invariance at the engine's start and the processor, or the reason for no trial; empty for an
+    engine that is not tried."""
     trial_digest: str = ""
+    """Digest of the logits of the trial, in hexadecimal. Engines with the same model and equal digests round in the same way."""
