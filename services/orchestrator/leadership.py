@@ -13,7 +13,8 @@ from quartet.buffer.lease import Lease
 from quartet.config.layout import service_roles
 from quartet.config.root import Config
 from quartet.contract.status import Role
-from quartet.preflight import check_earlier_run, check_inputs, check_separate_orchestrator, raise_errors
+from quartet.preflight import check_earlier_run, check_inputs, check_separate_orchestrator
+from quartet.preflight.findings import raise_errors
 from quartet.run_directory.locking_and_removal import lock_run_directory
 from quartet.run_directory.run_files import RunFiles
 from quartet.services.orchestrator.algorithm.state import AlgorithmState

@@ -26,7 +26,8 @@ from quartet.engines.catalog import CATALOG
 from quartet.models.generation.trial import processor
 from quartet.models.training.optimizer import create_optimizer
 from quartet.models.training.updates import update_policy
-from quartet.preflight import Finding, generator_check
+from quartet.preflight import generator_check
+from quartet.preflight.findings import Finding
 from quartet.rpc.server import Server
 from quartet.system import failpoints
 from tests.unit.models import tiny, updates

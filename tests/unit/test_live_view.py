@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from quartet.cli.progress_view import LineView, LiveView
+from quartet.cli.progress_view import make_view
 from quartet.contract.control import Alert, Progress
 from quartet.launcher.progress_text import Messages
 
@@ -33,7 +33,7 @@ def alert(step: int, guard: str) -> Alert:
 
 def test_a_step_without_scores_is_shown_without_a_reward() -> None:
     output = io.StringIO()
-    with LineView(Console(file=output, width=200), "runs/tiny") as view:
+    with make_view(Console(file=output, width=200), "runs/tiny") as view:
         view.show(progress(1, **{name: value for name, value in METRICS.items() if name != "reward_mean"}))
     assert "step 1/9  kl 0.100  entropy 2.00" in output.getvalue()
 
@@ -88,11 +88,11 @@ def test_each_entry_is_printed_once_if_the_start_of_the_list_is_dropped() -> Non
     assert new_entries(1, "zee") == "zee"
 
 
-@pytest.mark.parametrize("kind", [LineView, LiveView])
-def test_messages_about_processes_are_printed_between_steps(kind: type[LineView] | type[LiveView]) -> None:
+@pytest.mark.parametrize("terminal", [False, True])
+def test_messages_about_processes_are_printed_between_steps(terminal: bool) -> None:
     output = io.StringIO()
-    console = Console(file=output, force_terminal=kind is LiveView, width=120)
-    with kind(console, Path("runs/tiny")) as view:
+    console = Console(file=output, force_terminal=terminal, width=120)
+    with make_view(console, Path("runs/tiny")) as view:
         view.show(progress(1, **METRICS))
         view.print_line("critic: killed by SIGKILL; restarted (1 of 5 in a row)")
         view.show(progress(2, **METRICS))
@@ -101,18 +101,18 @@ def test_messages_about_processes_are_printed_between_steps(kind: type[LineView]
 
 def test_a_step_without_metrics_is_not_printed() -> None:
     output = io.StringIO()
-    view = LineView(Console(file=output, width=120), Path("runs/tiny"))
-    view.show(progress(3))
-    assert output.getvalue() == ""
-    view.show(progress(3, **METRICS))
-    view.show(progress(2, **METRICS))
+    with make_view(Console(file=output, width=120), Path("runs/tiny")) as view:
+        view.show(progress(3))
+        assert output.getvalue() == ""
+        view.show(progress(3, **METRICS))
+        view.show(progress(2, **METRICS))
     assert output.getvalue().startswith("step 3/9  reward +0.500")
     assert output.getvalue().count("step") == 1
 
 
 def test_recomputed_steps_are_printed_again_after_a_rewind() -> None:
     output = io.StringIO()
-    with LineView(Console(file=output, width=200), Path("runs/tiny")) as view:
+    with make_view(Console(file=output, width=200), Path("runs/tiny")) as view:
         for step in (1, 2, 3):
             view.show(progress(step, **METRICS))
         # A late message about an earlier step is not a rewind.

@@ -43,7 +43,8 @@ from quartet.planner.gpus import CPU, GPUS
 from quartet.planner.memory_shares import gpu_share, role_memory
 from quartet.planner.roofline import Parallel
 from quartet.planner.workload import configured_parallel, read_workload
-from quartet.preflight import Finding, has_error, problems
+from quartet.preflight import problems
+from quartet.preflight.findings import Finding, has_error
 from quartet.preflight.generator_check import generator_mismatch
 from quartet.preflight.generators import ENGINE_PACKAGES
 from quartet.preflight.repeatability import repeatability_notes, torch_remedy

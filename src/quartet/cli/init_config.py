@@ -22,7 +22,9 @@ from quartet.config.section import IMPORT_PATH
 from quartet.data.prompt_files import FORMATS
 from quartet.errors import ConfigError, QuartetError
 from quartet.model_files.model_support import positions_in
-from quartet.preflight import count_prompts, problems, raise_errors
+from quartet.preflight import problems
+from quartet.preflight.findings import raise_errors
+from quartet.preflight.prompts import count_prompts
 from quartet.system.durable_files import write_durably
 
 DEFAULT_STEPS = 200

@@ -454,7 +454,8 @@ def certificates(
 def config_check(config: ConfigPath, overrides: Overrides = None, overlays: Overlays = None) -> None:
     """Check a config and the files that it names: prompts, models, certificates, tokens and passwords."""
     from quartet.config.loading import load_config
-    from quartet.preflight import problems, raise_errors
+    from quartet.preflight import problems
+    from quartet.preflight.findings import raise_errors
 
     found = problems(
         load_config(config, overrides or [], overlays or []), report=lambda line: typer.echo(line, err=True)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -15,68 +15,18 @@ from rich.table import Table
 from rich.text import Text
 
 from quartet.contract.control import Progress as RunProgress
-from quartet.launcher.display import Display
-from quartet.launcher.progress_text import Messages, Pace, step_line
+from quartet.launcher.progress_text import Display, LineView, Messages, Pace
 
 CURVE_STEPS = 48
 """Number of steps in a sparkline."""
 _SPARK_CHARACTERS = "▁▂▃▄▅▆▇█"
 
 
-class View(Display, Protocol):
-    """Display that is open while the run is shown."""
-
-    def __enter__(self) -> View: ...
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
-
-
-def make_view(console: Console, run: Path | str) -> View:
+def make_view(console: Console, run: Path | str) -> AbstractContextManager[Display]:
     """Return a live view for a terminal, otherwise one that prints lines. ``run`` is the directory or URL of the run."""
-    return LiveView(console, run) if console.is_terminal else LineView(console, run)
-
-
-class LineView:
-    """View that prints one line per step, for logs and pipes."""
-
-    def __init__(self, console: Console, run: Path | str) -> None:
-        self._console = console
-        self._pace = Pace()
-        self._step = 0
-        self._phase = ""
-        self._messages = Messages(run)
-
-    def show(self, progress: RunProgress) -> None:
-        """Print new notes, alerts and committed steps."""
-        for line in self._messages.new_lines(progress):
-            self._print(line)
-        if progress.phase.startswith("tokenizing prompts") and progress.phase != self._phase:
-            self._print(progress.phase)
-        self._phase = progress.phase
-        if progress.step <= self._step or not progress.metrics:
-            return
-        self._step = progress.step
-        self._pace.add(dict(progress.metrics))
-        self._print(step_line(progress, self._pace))
-
-    def rewind(self, step: int) -> None:
-        """Print the steps after ``step`` again."""
-        self._step = min(self._step, step)
-
-    def print_line(self, line: str) -> None:
-        """Print a message."""
-        self._print(line)
-
-    def _print(self, text: str) -> None:
-        self._console.print(text, soft_wrap=True)
-
-    def __enter__(self) -> LineView:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
+    if console.is_terminal:
+        return LiveView(console, run)
+    return nullcontext(LineView(run, lambda line: console.print(line, soft_wrap=True)))
 
 
 class LiveView:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import math
 import os
 import queue
 import threading
@@ -13,49 +12,34 @@ from contextlib import contextmanager
 from quartet.config.root import Config
 from quartet.contract.control import Progress, RunState
 from quartet.launcher.local_run import follow_run, started_run
-from quartet.launcher.progress_text import Messages, Pace, step_line
+from quartet.launcher.progress_text import LineView
 from quartet.run_directory.run_files import RunFiles
 
 MAX_STEP_LINES = 20
 """Approximate number of lines about steps in the output of a run."""
 
 
-class ProgressLines:
-    """Display that collects lines: all messages, and about ``MAX_STEP_LINES`` of the steps."""
+class ProgressLines(LineView):
+    """Lines about a run for another thread, and its state before the end."""
 
     def __init__(self, run: str) -> None:
-        self.lines: queue.SimpleQueue[str] = queue.SimpleQueue()
-        self._messages, self._pace, self._step = Messages(run), Pace(), 0
+        self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self.state = RunState.STARTING
+        super().__init__(run, self._lines.put, MAX_STEP_LINES)
 
     def show(self, progress: Progress) -> None:
-        """Collect new notes, alerts and some of the committed steps."""
-        for line in self._messages.new_lines(progress):
-            self.print_line(line)
-        if progress.step <= self._step or not progress.metrics:
-            return
-        self._step = progress.step
-        self._pace.add(dict(progress.metrics))
-        if progress.step in (1, progress.total_steps) or not progress.step % _interval(progress.total_steps):
-            self.print_line(step_line(progress, self._pace))
-
-    def print_line(self, line: str) -> None:
-        """Collect a message."""
-        self.lines.put(line)
-
-    def rewind(self, step: int) -> None:
-        """Show the steps after ``step`` again."""
-        self._step = min(self._step, step)
+        """Collect new lines."""
+        # The final state follows when the processes have stopped.
+        if not progress.state.ended:
+            self.state = progress.state
+        super().show(progress)
 
     def take(self, timeout: float) -> str | None:
         """Return the next line, or None if there is none within ``timeout`` seconds."""
         try:
-            return self.lines.get(timeout=timeout) if timeout > 0 else self.lines.get_nowait()
+            return self._lines.get(timeout=timeout) if timeout > 0 else self._lines.get_nowait()
         except queue.Empty:
             return None
-
-
-def _interval(steps: int) -> int:
-    return max(1, math.ceil(steps / MAX_STEP_LINES))
 
 
 class BackgroundRun:
@@ -65,7 +49,7 @@ class BackgroundRun:
         """Start the run. Returns when the input is checked. Raises the error if the check fails."""
         self.display = ProgressLines(str(config.run_directory))
         self.dashboard: str | None = None
-        self.state = RunState.STARTING
+        self._end_state: RunState | None = None
         self.error: Exception | None = None
         """The error that ended the run."""
         self.interrupted = False
@@ -87,6 +71,11 @@ class BackgroundRun:
             raise self.error
 
     @property
+    def state(self) -> RunState:
+        """Return the state of the run. It is final when the processes have stopped."""
+        return self._end_state or self.display.state
+
+    @property
     def ended(self) -> bool:
         """Return whether the run has ended and its processes are stopped."""
         return self._ended.is_set()
@@ -104,11 +93,11 @@ class BackgroundRun:
                 config, overwrite, resume, self.display.print_line, self._activity, self._interrupt, with_token=False
             ) as (launcher, files):
                 self.dashboard = launcher.dashboard_link
-                self.state = follow_run(launcher, files, _WithState(self), self._interrupt)
+                self._end_state = follow_run(launcher, files, self.display, self._interrupt)
         except KeyboardInterrupt:
             self.interrupted = True
         except Exception as error:
-            self.error, self.state = error, RunState.FAILED
+            self.error, self._end_state = error, RunState.FAILED
         finally:
             self.dashboard = None
             atexit.unregister(self.interrupt)
@@ -120,25 +109,6 @@ class BackgroundRun:
         self.display.print_line(text)
         self._checked.set()
         yield
-
-
-class _WithState:
-    """Display that also keeps the state of the run."""
-
-    def __init__(self, run: BackgroundRun) -> None:
-        self._run = run
-
-    def show(self, progress: Progress) -> None:
-        # The final state follows when the processes have stopped.
-        if not progress.state.ended:
-            self._run.state = progress.state
-        self._run.display.show(progress)
-
-    def print_line(self, line: str) -> None:
-        self._run.display.print_line(line)
-
-    def rewind(self, step: int) -> None:
-        self._run.display.rewind(step)
 
 
 def saved_state(files: RunFiles, steps: int, last_step: int) -> str:

@@ -12,9 +12,10 @@ from quartet.config.root import Config
 from quartet.contract.control import Progress, RunState
 from quartet.contract.status import Role
 from quartet.errors import ConfigError, QuartetError, ServiceFailed
-from quartet.launcher.display import Display
 from quartet.launcher.launcher import Launcher
-from quartet.preflight import check_earlier_run, problems, raise_errors
+from quartet.launcher.progress_text import Display
+from quartet.preflight import check_earlier_run, problems
+from quartet.preflight.findings import raise_errors
 from quartet.rpc.clients import OrchestratorClient
 from quartet.rpc.security.credentials import Credentials
 from quartet.run_directory.locking_and_removal import (

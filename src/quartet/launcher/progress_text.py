@@ -1,11 +1,12 @@
-"""Lines of text about the progress of a run."""
+"""The progress of a run as lines of text, and the protocol of its displays."""
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Protocol
 
 from quartet.contract.control import Progress, RunState
 
@@ -82,3 +83,45 @@ def step_line(progress: Progress, pace: Pace) -> str:
         f"kl {metrics['kl_mean']:.3f}  entropy {metrics.get('entropy', math.nan):.2f}  eos {metrics['eos_rate']:.2f}  "
         f"{pace.tokens_per_second:.0f} tokens/s  left {pace.time_left(progress.total_steps - progress.step)}"
     )
+
+
+class Display(Protocol):
+    """Display of the progress of a run."""
+
+    def show(self, progress: Progress) -> None:
+        """Display the current progress."""
+
+    def print_line(self, line: str) -> None:
+        """Print a message, such as the restart of a process."""
+
+    def rewind(self, step: int) -> None:
+        """Go back to ``step``, so that later steps are displayed again."""
+
+
+class LineView:
+    """Display that writes lines: all messages, and the committed steps."""
+
+    def __init__(self, run: Path | str, write: Callable[[str], None], max_step_lines: int | None = None) -> None:
+        """``run`` is its directory or URL. ``max_step_lines`` is about the number of steps that are shown. Defaults to all."""
+        self.print_line = write
+        self._messages, self._pace, self._step, self._phase = Messages(run), Pace(), 0, ""
+        self._max_step_lines = max_step_lines
+
+    def show(self, progress: Progress) -> None:
+        """Write new notes, alerts and committed steps."""
+        for line in self._messages.new_lines(progress):
+            self.print_line(line)
+        if progress.phase.startswith("tokenizing prompts") and progress.phase != self._phase:
+            self.print_line(progress.phase)
+        self._phase = progress.phase
+        if progress.step <= self._step or not progress.metrics:
+            return
+        self._step = progress.step
+        self._pace.add(dict(progress.metrics))
+        interval = max(1, math.ceil(progress.total_steps / self._max_step_lines)) if self._max_step_lines else 1
+        if progress.step in (1, progress.total_steps) or not progress.step % interval:
+            self.print_line(step_line(progress, self._pace))
+
+    def rewind(self, step: int) -> None:
+        """Write the steps after ``step`` again."""
+        self._step = min(self._step, step)

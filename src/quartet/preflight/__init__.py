@@ -13,33 +13,20 @@ from quartet.config.root import Config
 from quartet.contract.status import Role
 from quartet.data.prompt_contents import set_contents
 from quartet.errors import ConfigError
-from quartet.preflight.addresses import check_port
 from quartet.preflight.best_metric import check_best_metric
 from quartet.preflight.contents import check_contents
-from quartet.preflight.findings import Finding, collect, has_error, raise_errors
+from quartet.preflight.findings import Finding, collect, has_error
 from quartet.preflight.functions import check_function, named_functions, prompt_columns
 from quartet.preflight.generators import check_generators
 from quartet.preflight.ineffective_settings import check_settings
 from quartet.preflight.models import check_model, check_same_tokenizer, check_stop_tokens
-from quartet.preflight.prompts import check_prompts, count_prompts
-from quartet.preflight.security_checks import check_access
+from quartet.preflight.prompts import check_prompts
+from quartet.preflight.security_checks import check_access, check_port
 from quartet.run_directory.identity import Identity
 from quartet.run_directory.locking_and_removal import check_unused, lock_run_directory
 from quartet.run_directory.model_digests import local_digests
 from quartet.run_directory.run_files import RunFiles
 from quartet.telemetry.sinks.configured import check_sinks
-
-__all__ = [
-    "Finding",
-    "check_earlier_run",
-    "check_inputs",
-    "check_separate_orchestrator",
-    "count_prompts",
-    "has_error",
-    "nothing_to_resume",
-    "problems",
-    "raise_errors",
-]
 
 
 def problems(

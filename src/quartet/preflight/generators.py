@@ -12,8 +12,8 @@ from quartet.config.layout import listen_address
 from quartet.config.root import Config
 from quartet.config.section import is_loopback
 from quartet.errors import ConfigError
-from quartet.preflight.addresses import check_port
 from quartet.preflight.findings import Finding, collect
+from quartet.preflight.security_checks import check_port
 from quartet.system.child_processes import package_path
 
 ENGINE_PACKAGES = {

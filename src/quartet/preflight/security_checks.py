@@ -1,4 +1,4 @@
-"""Check certificates, tokens and passwords of a config before any process starts.
+"""Check certificates, tokens, passwords and listen addresses of a config before any process starts.
 
 For processes that `quartet train` starts, every file must be on this machine. Processes that are started separately, as in
 containers, read their own files, so a file that is not on this machine is only reported.
@@ -6,6 +6,7 @@ containers, read their own files, so a file that is not on this machine is only 
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +18,24 @@ from quartet.errors import ConfigError
 from quartet.preflight.findings import Finding, collect
 from quartet.rpc.security.allow_list import GATEWAY, OPERATOR, PROCESSES
 from quartet.system.secret_files import check_certificate, read_token
+
+
+def check_port(key: str, listen: str) -> None:
+    """Check that a process can listen at HOST:PORT. Raises ConfigError."""
+    host, _, port = listen.rpartition(":")
+    if port == "0":
+        return
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        # As the server does, so that a port with lingering connections counts as free.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host.strip("[]"), int(port)))
+        except OSError as error:
+            raise ConfigError(
+                f"{key} {listen}: cannot listen there ({error.strerror}); "
+                "stop the process that uses the port, choose another port, or null for a free one"
+            ) from None
 
 
 def local_processes(config: Config) -> tuple[str, ...]:

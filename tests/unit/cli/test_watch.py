@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from quartet.cli.progress_view import LineView
+from quartet.cli.progress_view import make_view
 from quartet.cli.remote import watch as module
 from quartet.cli.remote.watch import RunDisplay, watch
 from quartet.errors import ConfigError, ServiceFailed
@@ -48,7 +48,7 @@ def step(number: int) -> dict[str, Any]:
 def shown(*events: tuple[str, dict[str, Any]]) -> list[str]:
     """Return the lines that are printed for these events."""
     output = io.StringIO()
-    with LineView(Console(file=output, width=200), "runs/tiny") as view:
+    with make_view(Console(file=output, width=200), "runs/tiny") as view:
         shown = RunDisplay("tiny", view)
         for kind, data in events:
             shown.update(Event(kind, data, ""))

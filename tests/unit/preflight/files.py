@@ -11,8 +11,8 @@ import tokenizers
 
 from quartet.config.loading import parse_config
 from quartet.config.root import Config
-from quartet.preflight import Finding, raise_errors
 from quartet.preflight import check_inputs as findings_of_inputs
+from quartet.preflight.findings import Finding, raise_errors
 
 
 def save_tokenizer(directory: Path) -> None:

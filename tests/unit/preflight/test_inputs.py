@@ -11,7 +11,8 @@ import pytest
 
 from quartet.config.loading import parse_config
 from quartet.errors import ConfigError, ModelError
-from quartet.preflight import has_error, problems, raise_errors
+from quartet.preflight import problems
+from quartet.preflight.findings import has_error, raise_errors
 from quartet.run_directory.run_files import RunFiles
 from tests.unit.preflight.files import check_inputs, config
 

@@ -13,7 +13,8 @@ from quartet.config.root import Config
 from quartet.contract.status import TRAINED_ROLES, Role
 from quartet.data.prompt_contents import set_contents
 from quartet.errors import ConfigError
-from quartet.preflight import check_inputs, raise_errors
+from quartet.preflight import check_inputs
+from quartet.preflight.findings import raise_errors
 from quartet.run_directory.checkpoints import MANIFEST, Checkpoint
 from quartet.run_directory.identity import Identity
 from quartet.run_directory.locking_and_removal import is_used, lock_run_directory, remove_run

@@ -7,10 +7,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from quartet.cli.console import make_console
-from quartet.cli.progress_view import CURVE_STEPS, View, make_view
+from quartet.cli.progress_view import CURVE_STEPS, make_view
 from quartet.contract.control import Progress, RunState
 from quartet.errors import ServiceFailed, ServiceUnavailable
 from quartet.launcher.gateway_client import Api, Event, Target, connect
+from quartet.launcher.progress_text import Display
 
 console = make_console()
 RECONNECT_SECONDS = 1.0
@@ -45,7 +46,7 @@ _END_MESSAGES = {
 
 
 def _follow(api: Api, display: RunDisplay, end_states: Sequence[str]) -> str:
-    """Show events until the run ends, and return its final state. The state is empty if the gateway ended with the run."""
+    """Show events until the run ends, and return its final state. The state is empty if the run ended without one."""
     try:
         for event in _events(api):
             display.update(event)
@@ -58,6 +59,9 @@ def _follow(api: Api, display: RunDisplay, end_states: Sequence[str]) -> str:
         files = api.target.files
         if files is None or files.gateway.exists():
             raise
+        if outcome := files.read_outcome():
+            outcome.raise_failure()
+            return outcome.state.value
     return ""
 
 
@@ -93,7 +97,7 @@ def _latest_steps(api: Api) -> list[dict[str, Any]]:
 class RunDisplay:
     """Converter from the events of a run to updates of a view."""
 
-    def __init__(self, run: str, view: View) -> None:
+    def __init__(self, run: str, view: Display) -> None:
         self._view = view
         self._progress = Progress(run, 0, phase="")
         self._notes: list[str] = []

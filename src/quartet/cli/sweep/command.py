@@ -39,7 +39,8 @@ from quartet.launcher.sweep.results import (
     run_result,
     setting_results,
 )
-from quartet.preflight import problems, raise_errors
+from quartet.preflight import problems
+from quartet.preflight.findings import raise_errors
 from quartet.run_directory.locking_and_removal import is_used
 from quartet.run_directory.run_files import RunFiles
 from quartet.system.child_processes import module_command, tied_to_parent
