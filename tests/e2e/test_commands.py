@@ -194,7 +194,7 @@ def test_overlays_apply_to_config_show_config_check_and_doctor(call: Call, confi
     assert (checked.code, checked.err.startswith(f"error: {refused}")) == (2, True)
     diagnosed = call("doctor", config, *layers)
     assert diagnosed.code == 1
-    assert re.search(r"failed +access +security\.token_file /nowhere/token", diagnosed.out)
+    assert re.search(r"failed +input +security\.token_file /nowhere/token", diagnosed.out)
     without_config = call("doctor", *layers)
     assert (without_config.code, "need CONFIG" in without_config.err) == (2, True)
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from quartet.run_directory.run_files import RunFiles
 from tests.e2e.commands import Command, committed_steps, settings
 from tests.e2e.conftest import Run, Start, deterministic_metrics, weights
 from tests.waiting import LIMIT
@@ -77,7 +78,7 @@ def test_a_run_starts_although_processes_are_killed_while_they_load(
 
 @pytest.mark.slow  # tests/launcher/test_supervision.py gives up a process that crashes at its start.
 def test_a_process_killed_at_every_start_ends_the_run_at_the_restart_limit(
-    start: Start, config: Path, few_processes: list[str]
+    start: Start, config: Path, few_processes: list[str], tmp_path: Path
 ) -> None:
     options = [*few_processes, *settings("recovery.max_restarts=1")]
     command = start("train", config, *options)
@@ -90,6 +91,10 @@ def test_a_process_killed_at_every_start_ends_the_run_at_the_restart_limit(
         r"error: critic: given up after 1 restart in \d+ s \(recovery\.max_restarts 1\); killed by SIGKILL; ",
         result.err,
     ), result.err
+    outcome = RunFiles(tmp_path / "runs" / "tiny").read_outcome()
+    assert outcome is not None
+    assert (outcome.error, outcome.service, outcome.exit_status) == ("ServiceFailed", "critic", 1)
+    assert result.err.startswith(f"error: {outcome.message}")
 
 
 @pytest.mark.slow  # tests/launcher/test_supervision.py hangs a process.

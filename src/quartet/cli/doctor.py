@@ -232,7 +232,7 @@ def _requirements(config: Config) -> Iterator[Finding]:
     import torch
 
     for finding in problems(config):
-        yield Finding(finding.level, "config", f"{finding.where}: {finding.what}")
+        yield Finding(finding.level, "input", f"{finding.where}: {finding.what}")
     threads = 0
     roles = model_roles(config)
     for role in roles:

@@ -455,13 +455,13 @@ def config_check(config: ConfigPath, overrides: Overrides = None, overlays: Over
     """Check a config and the files that it names: prompts, models, certificates, tokens and passwords."""
     from quartet.config.loading import load_config
     from quartet.preflight import problems
-    from quartet.preflight.findings import raise_errors
+    from quartet.preflight.findings import has_error, raise_errors
 
     found = problems(
         load_config(config, overrides or [], overlays or []), report=lambda line: typer.echo(line, err=True)
     )
     for finding in found:
-        if finding.level != "error":
+        if finding.level == "warning" or not has_error(found):
             typer.echo(finding)
     raise_errors(found)
     typer.echo(f"{config}: valid")

@@ -47,11 +47,11 @@ def started_run(
         raise ConfigError("--overwrite and --resume: one replaces the earlier run, the other resumes it; give only one")
     files = RunFiles(config.run_directory)
     found = problems(config, files, overwrite, resume, report)
-    raise_errors(found)
     for finding in found:
         # The progress of the run shows the warnings about prompts.
         if finding.level == "warning" and not finding.where.startswith("data."):
             report(str(finding))
+    raise_errors(found)
     with lock_run_directory(files):
         if overwrite:
             move_earlier_run_aside(files)
