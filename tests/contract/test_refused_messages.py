@@ -17,7 +17,7 @@ from quartet.codec.messages import from_message
 from quartet.codec.tensors import floats_from_proto, ints_from_proto
 from quartet.codec.trajectories import trajectory_from_bytes, trajectory_to_bytes
 from quartet.codec.updates import update_request_from_proto, update_request_to_proto
-from quartet.contract.generation import SamplingParameters
+from quartet.contract.generation import EpisodeSettings, SamplingParameters
 from quartet.contract.status import ServiceStatus
 from quartet.contract.trajectory import FinishReason, TokenBatch, Trajectory, TrajectoryId
 from quartet.contract.update import (
@@ -27,7 +27,7 @@ from quartet.contract.update import (
     RolloutCorrection,
     UpdateRequest,
 )
-from quartet.contract.weights import SaveRequest
+from quartet.contract.weights import SaveRequest, WeightPublication, WeightTransfer
 from quartet.errors import InvalidRequest, ServiceFailed
 from quartet.v1 import experience_pb2, generation_pb2, status_pb2, tensor_pb2, trajectory_pb2, update_pb2
 from tests.contract.tensors import tensor_message
@@ -373,6 +373,32 @@ def test_importance_weights_and_the_old_log_probs_of_the_engine_exclude_each_oth
 def test_a_value_clip_out_of_range_is_refused(value: float) -> None:
     with pytest.raises(InvalidRequest, match="value_clip"):
         update_request_from_proto(update(value_loss=update_pb2.ValueLossSettings(value_clip=value)))
+
+
+@pytest.mark.parametrize(
+    ("record_type", "message", "problem"),
+    [
+        (EpisodeSettings, generation_pb2.EpisodeSettings(), "max_turns 0: expected 1 to 1024"),
+        (
+            EpisodeSettings,
+            generation_pb2.EpisodeSettings(max_turns=1, max_turn_tokens=2**21),
+            "max_turn_tokens 2097152",
+        ),
+        (
+            WeightTransfer,
+            generation_pb2.WeightTransfer(weights_digest=b"x"),
+            "weights_digest: expected 16 bytes, got 1",
+        ),
+        (
+            WeightPublication,
+            status_pb2.WeightPublication(weights_digest=bytes(17)),
+            "weights_digest: expected 16 bytes",
+        ),
+    ],
+)
+def test_a_record_beyond_its_limits_is_refused_with_its_path(record_type: Any, message: Any, problem: str) -> None:
+    with pytest.raises(InvalidRequest, match=rf"^at\.{problem}"):
+        from_message(record_type, message, "at", **({"fields": {}} if record_type is EpisodeSettings else {}))
 
 
 @pytest.mark.parametrize("kind", [0, 5, 99])
