@@ -17,7 +17,7 @@ from tests.training.generator_runs import run_with_generators
 from tests.training.runs import Run, active_run, assert_same, run_to_completion, step_metrics, weights
 from tests.training.test_live_control import run_with_commands
 from tests.training.test_recovery import MOMENTS, run_with_lost_service
-from tests.training.test_resume import crash_run, delete_run_data
+from tests.training.test_resume import delete_run_data, run_with_crashes
 
 STEPS, PROMPTS, SAMPLES = 5, 3, 2
 FUNCTIONS = """
@@ -98,21 +98,15 @@ def test_without_equal_groups_a_run_has_the_bits_of_one_without_dynamic_sampling
 
 
 @pytest.mark.parametrize("lost", [False, True], ids=["replayed", "recomputed"])
-@pytest.mark.parametrize("crash_point", ["generate", "sealed", "updated", "committed", "checkpoint"])
-@pytest.mark.sampled(3)
-def test_a_crashed_run_resumes_with_the_same_prompts(
-    crash_point: str,
-    lost: bool,
-    make: MakeConfig,
-    uninterrupted: Run,
-    monkeypatch: pytest.MonkeyPatch,
-    redis_client: Redis,
+def test_a_run_that_crashes_at_every_point_resumes_with_the_same_prompts(
+    lost: bool, make: MakeConfig, uninterrupted: Run, monkeypatch: pytest.MonkeyPatch, redis_client: Redis
 ) -> None:
     crashed = config(make)
-    crash_run(crashed, crash_point, 4 if crash_point == "checkpoint" else 3, monkeypatch)
+    crashes = [*((point, 3) for point in ("generate", "sealed", "updated", "committed")), ("checkpoint", 4)]
     if lost:
-        delete_run_data(redis_client, crashed.run.name)
-    assert_same(run_to_completion(crashed), uninterrupted)
+        crashes = [*crashes[:-1], ("sealed", 4)]
+    lose = (lambda: delete_run_data(redis_client, crashed.run.name)) if lost else lambda: None
+    assert_same(run_with_crashes(crashed, crashes, monkeypatch, lose), uninterrupted)
 
 
 def test_a_run_that_is_rolled_back_takes_the_same_prompts_again(

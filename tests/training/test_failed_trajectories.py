@@ -21,7 +21,7 @@ from quartet.services.orchestrator.rollout.evaluation import Evaluator
 from tests.services.orchestrator.fake_services import FakeCall
 from tests.training.conftest import MakeConfig
 from tests.training.runs import Run, active_run, json_lines, run_to_completion, step_metrics, weights
-from tests.training.test_resume import crash_run, delete_run_data
+from tests.training.test_resume import delete_run_data, run_with_crashes
 
 STEPS = 4
 FUNCTIONS = '''
@@ -70,6 +70,9 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
+_FINISHED: dict[str, Run] = {}
+
+
 @dataclass(frozen=True)
 class Runs:
     """Factory of runs that use the functions."""
@@ -88,6 +91,13 @@ class Runs:
 
     def run(self, function: str, kind: str = "ppo", **changes: Any) -> Run:
         return run_to_completion(self.config(function, kind, **changes))
+
+    def expected(self, function: str, kind: str = "ppo", **changes: Any) -> Run:
+        """Return a finished run that the tests only read."""
+        key = json.dumps([function, kind, changes], default=str)
+        if key not in _FINISHED:
+            _FINISHED[key] = self.run(function, kind, **changes)
+        return _FINISHED[key]
 
     def failure(self, function: str, kind: str = "ppo", **changes: Any) -> Run:
         with active_run(self.config(function, kind, **changes)) as running:
@@ -116,7 +126,7 @@ def ids(run: Run, step: int) -> list[tuple[int, int]]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_failed_trajectory_is_replaced_counted_and_reported(kind: str, runs: Runs) -> None:
-    run = runs.run("raises", kind)
+    run = runs.expected("raises", kind)
     samples = KINDS[kind].get("rollout", {}).get("samples_per_prompt", 1)
     lines = json_lines(run.files.failed_trajectories)
     assert len(lines) >= 2, "the test needs a failed trajectory"
@@ -153,7 +163,7 @@ def test_a_failed_trajectory_is_replaced_counted_and_reported(kind: str, runs: R
 
 @pytest.mark.parametrize(("function", "error"), [("not_a_number", "nan"), ("crashes", "ended with status 3")])
 def test_every_kind_of_scoring_failure_is_handled_in_the_same_way(function: str, error: str, runs: Runs) -> None:
-    expected, run = runs.run("raises"), runs.run(function)
+    expected, run = runs.expected("raises"), runs.run(function)
     assert all(error in line["error"] for line in json_lines(run.files.failed_trajectories))
     assert failed_rows(run) == failed_rows(expected) != []
     assert step_metrics(run) == step_metrics(expected)
@@ -161,7 +171,7 @@ def test_every_kind_of_scoring_failure_is_handled_in_the_same_way(function: str,
 
 
 def test_a_transient_scoring_failure_changes_nothing(runs: Runs) -> None:
-    expected, run = runs.run("healthy"), runs.run("raises_once")
+    expected, run = runs.expected("healthy"), runs.run("raises_once")
     assert list(Path().glob("*.seen")), "the test needs a failed attempt"
     assert not run.files.failed_trajectories.exists()
     assert {step["failed_trajectories"] for step in run.metrics} == {0}
@@ -169,37 +179,19 @@ def test_a_transient_scoring_failure_changes_nothing(runs: Runs) -> None:
     assert weights(run) == weights(expected)
 
 
-@pytest.mark.parametrize("kind", ["ppo", "rloo"])
-@pytest.mark.parametrize("lost", [False, True], ids=["replayed", "recomputed"])
-@pytest.mark.parametrize("crash_point", ["sealed", "updated", "committed"])
-@pytest.mark.sampled(5)
-def test_a_resumed_run_records_each_failed_trajectory_once(
-    crash_point: str,
-    lost: bool,
-    kind: str,
-    runs: Runs,
-    uninterrupted: dict[str, Run],
-    monkeypatch: pytest.MonkeyPatch,
-    redis_client: Redis,
+@pytest.mark.parametrize(("kind", "lost"), [("ppo", True), ("rloo", False)])
+def test_a_run_that_crashes_at_every_point_records_each_failed_trajectory_once(
+    kind: str, lost: bool, runs: Runs, monkeypatch: pytest.MonkeyPatch, redis_client: Redis
 ) -> None:
-    if kind not in uninterrupted:
-        uninterrupted[kind] = runs.run("raises", kind)
     config = runs.config("raises", kind)
-    crash_run(config, crash_point, 3, monkeypatch)
-    if lost:
-        delete_run_data(redis_client, config.run.name)
-    run, expected = run_to_completion(config), uninterrupted[kind]
+    crashes = [("sealed", 3), ("updated", 3), ("committed", 3), ("updated", 4)]
+    lose = (lambda: delete_run_data(redis_client, config.run.name)) if lost else lambda: None
+    run, expected = run_with_crashes(config, crashes, monkeypatch, lose), runs.expected("raises", kind)
     assert any(line["step"] >= 3 for line in failed_rows(expected)), "the test needs a failed trajectory"
     assert failed_rows(run) == failed_rows(expected)
     assert step_metrics(run) == step_metrics(expected)
     assert weights(run) == weights(expected)
     assert [ids(run, step) for step in range(1, STEPS + 1)] == [ids(expected, step) for step in range(1, STEPS + 1)]
-
-
-@pytest.fixture(scope="module")
-def uninterrupted() -> dict[str, Run]:
-    """A cache of uninterrupted runs by kind."""
-    return {}
 
 
 def marked(toy_task: ToyTask, path: Path, count: int) -> dict[str, Any]:
@@ -243,7 +235,7 @@ def test_a_resumed_run_drops_the_failure_that_ended_it(runs: Runs, toy_task: Toy
 
 
 def test_no_failed_trajectory_is_allowed_with_a_limit_of_0(runs: Runs) -> None:
-    expected = runs.run("raises")
+    expected = runs.expected("raises")
     first = failed_rows(expected)[0]
     run = runs.failure("raises", recovery={"max_failed_trajectories": 0})
     assert len(run.metrics) == first["step"] - 1 if first["step"] > 1 else not run.files.metrics.exists()
@@ -269,7 +261,7 @@ def test_a_failed_later_evaluation_becomes_a_note_and_the_run_continues(
     error: type[QuartetError], runs: Runs, toy_task: ToyTask, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     changes: dict[str, Any] = {"data": {"validation": str(toy_task.prompts)}, "evaluation": EVALUATION}
-    expected = runs.run("healthy", **changes)
+    expected = runs.expected("healthy", **changes)
     real = Evaluator._responses
 
     def fail(self: Evaluator, version: int, *arguments: Any) -> Any:
@@ -346,7 +338,7 @@ def test_a_scoring_service_with_a_transient_failure_fails_no_trajectory(
         "rollout": {"prompts_per_step": 8, "score_batch_size": 4},
         "recovery": RecoveryConfig().model_dump(),
     }
-    expected = runs.run("healthy", **changes)
+    expected = runs.expected("healthy", **changes)
     transient = TransientFailure(seconds, error)
     monkeypatch.setattr(RewardClient, "score", lambda *arguments: transient(*arguments))
     run = runs.run("healthy", **changes)

@@ -34,7 +34,7 @@ from tests.training.runs import (
     wait_for,
     weights,
 )
-from tests.training.test_resume import KINDS, crash_run
+from tests.training.test_resume import KINDS, run_with_crashes
 from tests.waiting import LIMIT
 
 STEPS = 6
@@ -77,8 +77,13 @@ def changed(values: dict[str, float], user: str = "operator 127.0.0.1") -> Calla
     return lambda running: running.live_settings.change(values, user) and None
 
 
-def test_a_change_applies_from_the_next_step(make: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = run_to_completion(make(**PPO))
+@pytest.fixture(scope="module")
+def plain(make: MakeConfig) -> Run:
+    """A run without commands."""
+    return run_to_completion(make(**PPO))
+
+
+def test_a_change_applies_from_the_next_step(make: MakeConfig, plain: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     values = {"kl_coefficient": 0.2, "actor.learning_rate": 5e-4}
     with run_with_commands(make(**PPO), {3: changed(values)}, monkeypatch) as active:
         run = active.finish()
@@ -100,30 +105,26 @@ def test_a_change_applies_from_the_next_step(make: MakeConfig, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("kind", ["ppo", "lora"])
-@pytest.mark.parametrize("crash_point", ["generate", "sealed", "updated", "committed"])
-@pytest.mark.parametrize("step", [4, 5])
-@pytest.mark.sampled(5)
-def test_a_crashed_run_with_changes_resumes_bit_identically(
-    step: int, crash_point: str, kind: str, make: MakeConfig, monkeypatch: pytest.MonkeyPatch
+def test_a_run_with_changes_that_crashes_at_every_point_resumes_bit_identically(
+    kind: str, make: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config: dict[str, Any] = {**PPO, **KINDS[kind], "checkpoint": {"every_steps": 4}}
     values = {"kl_coefficient": 0.4, "actor.learning_rate": 2e-3}
     with monkeypatch.context() as patch, run_with_commands(make(**config), {3: changed(values)}, patch) as active:
         expected = active.finish()
     assert expected.code == 0, expected.progress.error
-    crashed = make(**config)
+    real = StepTransaction._prepare
+
+    def prepare(self: Any, now: int, leadership: Any) -> Any:
+        changes = self._updater._live_settings
+        if now == 3 and changes.settings()[0].value != 0.4:
+            changes.change(values, "alice")
+        return real(self, now, leadership)
+
+    crashes = [(point, step) for step in (4, 5) for point in ("generate", "sealed", "updated", "committed")]
     with monkeypatch.context() as patch:
-        real = StepTransaction._prepare
-
-        def prepare(self: Any, now: int, leadership: Any) -> Any:
-            changes = self._updater._live_settings
-            if now == 3 and changes.settings()[0].value != 0.4:
-                changes.change(values, "alice")
-            return real(self, now, leadership)
-
         patch.setattr(StepTransaction, "_prepare", prepare)
-        crash_run(crashed, crash_point, step, patch)
-    run = run_to_completion(crashed)
+        run = run_with_crashes(make(**config), crashes, patch)
     assert step_metrics(run) == step_metrics(expected)
     assert weights(run) == weights(expected)
 
@@ -151,20 +152,17 @@ def test_an_adaptive_controller_continues_from_the_value_that_was_set(
     ],
 )
 def test_an_invalid_change_is_refused_and_changes_nothing(
-    values: dict[str, float], message: str, make: MakeConfig, monkeypatch: pytest.MonkeyPatch
+    values: dict[str, float], message: str, make: MakeConfig
 ) -> None:
-    refused: list[str] = []
-
-    def command(running: Any) -> None:
-        with pytest.raises(InvalidRequest) as error:
-            running.live_settings.change(values, "alice")
-        refused.append(str(error.value))
-
-    with run_with_commands(make(**{**PPO, "run": {"steps": 2}}), {1: command}, monkeypatch) as active:
-        run = active.finish()
-    assert message in refused[0]
-    assert not run.files.changes.exists()
-    assert {step["kl_coefficient"] for step in run.metrics} == {0.05}
+    config = make(**PPO)
+    changes = live_settings_of(config)
+    changes.resume(0, lambda: 0.05)
+    before = changes.settings()
+    with pytest.raises(InvalidRequest) as error:
+        changes.change(values, "alice")
+    assert message in str(error.value)
+    assert not RunFiles(config.run_directory).changes.exists()
+    assert changes.settings() == before
 
 
 @pytest.mark.parametrize("user", ["x" * 201, "two\nlines"])
@@ -214,8 +212,9 @@ def test_a_requested_checkpoint_is_saved(make: MakeConfig, monkeypatch: pytest.M
     assert checkpoint_names(run) == ["step-000002"]
 
 
-def test_a_paused_run_saves_a_checkpoint_and_rolls_back(make: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = run_to_completion(make(**PPO))
+def test_a_paused_run_saves_a_checkpoint_and_rolls_back(
+    make: MakeConfig, plain: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
 
     def pause(running: Any) -> None:
         running.control.pause()
@@ -239,8 +238,7 @@ def test_a_paused_run_saves_a_checkpoint_and_rolls_back(make: MakeConfig, monkey
     assert "rolled back to step 2, as requested" in run.progress.notes
 
 
-def test_a_rollback_drops_later_changes(make: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = run_to_completion(make(**PPO))
+def test_a_rollback_drops_later_changes(make: MakeConfig, plain: Run, monkeypatch: pytest.MonkeyPatch) -> None:
 
     def roll_back(running: Any) -> None:
         running.control.roll_back(4)
@@ -277,10 +275,9 @@ def test_a_rollback_is_refused_without_a_checkpoint_and_past_a_tagged_checkpoint
 
 
 def test_the_target_checkpoint_of_a_requested_rollback_is_kept(
-    make: MakeConfig, monkeypatch: pytest.MonkeyPatch
+    make: MakeConfig, plain: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = {**PPO, "checkpoint": {"every_steps": 2, "keep_last": 2}}
-    plain = run_to_completion(make(**settings))
     config = make(**settings)
     files = RunFiles(config.run_directory)
     commands = {6: lambda running: running.control.roll_back(2)}
@@ -298,9 +295,8 @@ def test_the_target_checkpoint_of_a_requested_rollback_is_kept(
 
 @pytest.mark.parametrize("crash_point", ["truncate_changes_after", "truncate_after"])
 def test_an_interrupted_rollback_is_completed(
-    crash_point: str, make: MakeConfig, monkeypatch: pytest.MonkeyPatch
+    crash_point: str, make: MakeConfig, plain: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plain = run_to_completion(make(**PPO))
     config = make(**PPO)
     files = RunFiles(config.run_directory)
     commands = {4: changed({"kl_coefficient": 0.5}), 5: lambda running: running.control.roll_back(2)}
@@ -326,8 +322,7 @@ def test_an_interrupted_rollback_is_completed(
     assert not run.files.rolling_back.exists()
 
 
-def test_changes_are_refused_during_a_rollback(make: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = run_to_completion(make(**PPO))
+def test_changes_are_refused_during_a_rollback(make: MakeConfig, plain: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     refused: list[str] = []
     real, active_runs = ServiceHandshake.reconnect, list[ActiveRun]()
 

@@ -25,10 +25,10 @@ from quartet.services.critic.critic import Critic
 from quartet.services.orchestrator.rollout.collector import _Collection
 from quartet.services.orchestrator.rollout.off_policy import OffPolicySchedule
 from tests.training.conftest import MakeConfig
-from tests.training.runs import Run, active_run, assert_same, json_lines, orchestrator, run_to_completion, services
+from tests.training.runs import Run, active_run, assert_same, json_lines, run_to_completion
 from tests.training.test_live_control import checkpoint_names, run_with_commands
 from tests.training.test_recovery import MOMENTS, run_with_lost_service
-from tests.training.test_resume import crash_run
+from tests.training.test_resume import crash_run, run_with_crashes
 from tests.waiting import LIMIT
 
 STEPS, CHECKPOINT_INTERVAL = 7, 5
@@ -163,27 +163,14 @@ def test_a_lost_service_is_restored_with_the_same_policy_versions(
     assert_same(run_with_lost_service(off_policy_config(make), moment, role, monkeypatch), uninterrupted)
 
 
-@pytest.mark.parametrize("services_stay_up", [False, True])
-@pytest.mark.parametrize("crash_point", ["generate", "sealed", "updated", "committed"])
-@pytest.mark.parametrize("step", [4, 6])
-@pytest.mark.sampled(5)
-def test_an_off_policy_run_resumes_bit_identically(
-    step: int,
-    crash_point: str,
-    services_stay_up: bool,
-    make: MakeConfig,
-    uninterrupted: Run,
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("last", ["generate", "sealed", "updated", "committed"])
+@pytest.mark.sampled(2)
+def test_an_off_policy_run_that_crashes_at_every_point_resumes_bit_identically(
+    last: str, make: MakeConfig, uninterrupted: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = off_policy_config(make)
-    if not services_stay_up:
-        crash_run(config, crash_point, step, monkeypatch)
-        assert_same(run_to_completion(config), uninterrupted)
-        return
-    with services(config) as with_addresses:
-        crash_run(with_addresses, crash_point, step, monkeypatch)
-        with orchestrator(with_addresses) as active:
-            assert_same(active.finish(), uninterrupted)
+    points = ("generate", "sealed", "updated", "committed")
+    crashes = [*((point, step) for step in (3, 4) for point in points), (last, 6)]
+    assert_same(run_with_crashes(off_policy_config(make), crashes, monkeypatch), uninterrupted)
 
 
 def test_an_evaluation_does_not_change_the_run(make: MakeConfig, toy_task: ToyTask, uninterrupted: Run) -> None:

@@ -16,7 +16,7 @@ from tests.training.conftest import MakeConfig
 from tests.training.generator_runs import run_with_generators
 from tests.training.runs import Run, assert_same, run_to_completion
 from tests.training.test_recovery import MOMENTS, run_with_lost_service
-from tests.training.test_resume import crash_run
+from tests.training.test_resume import run_with_crashes
 
 PROMPTS, SAMPLES = 3, 2
 FUNCTIONS = """
@@ -99,14 +99,11 @@ def test_each_prompt_has_a_greedy_response_that_is_scored_and_not_trained_on(
         assert greedy.mean() > sampled.mean()
 
 
-@pytest.mark.parametrize("crash_point", ["generate", "sealed", "updated", "committed"])
-@pytest.mark.sampled(2)
-def test_a_run_that_is_killed_and_resumed_ends_with_the_same_bits(
-    crash_point: str, make: MakeConfig, uninterrupted: Run, monkeypatch: pytest.MonkeyPatch
+def test_a_run_that_crashes_at_every_point_ends_with_the_same_bits(
+    make: MakeConfig, uninterrupted: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings = config(make)
-    crash_run(settings, crash_point, 4, monkeypatch)
-    assert_same(run_to_completion(settings), uninterrupted)
+    crashes = [("committed", 2), ("generate", 4), ("sealed", 4), ("updated", 4)]
+    assert_same(run_with_crashes(config(make), crashes, monkeypatch), uninterrupted)
 
 
 @pytest.mark.parametrize("moment", MOMENTS)

@@ -11,7 +11,7 @@ from quartet.services.orchestrator.step import StepTransaction
 from tests.training.conftest import MakeConfig
 from tests.training.runs import Run, json_lines, run_to_completion, step_metrics, weights
 from tests.training.test_live_control import changed, run_with_commands
-from tests.training.test_resume import crash_run
+from tests.training.test_resume import run_with_crashes
 
 STEPS = 5
 MODULE = "tests.training.switch_functions"
@@ -74,13 +74,20 @@ def test_no_fault_of_a_shadow_changes_a_bit_of_training(fault: str, plain: Run, 
     assert sum(missing) == 0 if fault == "none" else sum(missing) > 0
 
 
-def test_a_switch_applies_from_one_step_on_and_resets_the_statistics(
-    make: MakeConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = config_of(make, ensemble(OLD, NEW))
-    with run_with_commands(config, {3: changed(SWITCH, "alice")}, monkeypatch) as active:
+@pytest.fixture(scope="module")
+def switched(make: MakeConfig) -> Run:
+    """A run that gets the command in step 3."""
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        run_with_commands(config_of(make, ensemble(OLD, NEW)), {3: changed(SWITCH, "alice")}, patch) as active,
+    ):
         run = active.finish()
     assert run.code == 0, run.progress.error
+    return run
+
+
+def test_a_switch_applies_from_one_step_on_and_resets_the_statistics(switched: Run) -> None:
+    run = switched
     assert [(step["reward_old_weight"], step["reward_new_weight"]) for step in run.metrics] == [(1, 0)] * 3 + [
         (0, 1)
     ] * 2
@@ -97,37 +104,21 @@ def test_a_switch_applies_from_one_step_on_and_resets_the_statistics(
     assert {line["user"] for line in json_lines(run.files.changes)} == {"alice"}
 
 
-CRASHES = [
-    *((step, point) for step in (3, 4, 5) for point in ("sealed", "updated", "committed")),
-    (4, "generate"),
-    (5, "generate"),
-]
-"""The command arrives in step 3, and the switch applies from step 4 on."""
-
-
-@pytest.mark.parametrize(("step", "crash_point"), CRASHES)
-@pytest.mark.sampled(3)
-def test_a_run_that_is_killed_around_a_switch_resumes_bit_identically(
-    step: int, crash_point: str, make: MakeConfig, monkeypatch: pytest.MonkeyPatch
+def test_a_run_that_crashes_at_every_point_around_a_switch_resumes_bit_identically(
+    make: MakeConfig, switched: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with (
-        monkeypatch.context() as patch,
-        run_with_commands(config_of(make, ensemble(OLD, NEW)), {3: changed(SWITCH)}, patch) as active,
-    ):
-        expected = active.finish()
-    assert expected.code == 0, expected.progress.error
-    crashed = config_of(make, ensemble(OLD, NEW))
+    """The command arrives in step 3, and the switch applies from step 4 on."""
+    real = StepTransaction._prepare
+
+    def prepare(self: Any, now: int, leadership: Any) -> Any:
+        live = self._updater._live_settings
+        if now == 3 and live.part_weights(4)["new"] == 0:
+            live.change(SWITCH, "alice")
+        return real(self, now, leadership)
+
+    crashes = [(point, step) for step in (3, 4, 5) for point in ("generate", "sealed", "updated", "committed")]
     with monkeypatch.context() as patch:
-        real = StepTransaction._prepare
-
-        def prepare(self: Any, now: int, leadership: Any) -> Any:
-            live = self._updater._live_settings
-            if now == 3 and live.part_weights(4)["new"] == 0:
-                live.change(SWITCH, "alice")
-            return real(self, now, leadership)
-
         patch.setattr(StepTransaction, "_prepare", prepare)
-        crash_run(crashed, crash_point, step, patch)
-    run = run_to_completion(crashed)
-    assert step_metrics(run) == step_metrics(expected)
-    assert weights(run) == weights(expected)
+        run = run_with_crashes(config_of(make, ensemble(OLD, NEW)), crashes[1:], patch)
+    assert step_metrics(run) == step_metrics(switched)
+    assert weights(run) == weights(switched)
