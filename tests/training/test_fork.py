@@ -110,50 +110,42 @@ def test_a_fork_with_the_same_settings_is_bit_identical(
     assert weights(run) == weights(source(kind))
 
 
-@pytest.mark.parametrize("role", ["actor", "critic"])
-@pytest.mark.parametrize(
-    ("name", "value", "decayed", "others"),
-    [
-        ("betas", [0.5, 0.75], (0.5, 0.75), (0.5, 0.75)),
-        ("eps", 1e-3, 1e-3, 1e-3),
-        ("weight_decay", 0.5, 0.5, 0.0),
-    ],
-)
+OPTIMIZER = {
+    "actor": {"betas": [0.5, 0.75], "eps": 1e-3, "weight_decay": 0.5},
+    "critic": {"betas": [0.25, 0.5], "eps": 1e-4, "weight_decay": 0.25},
+}
+
+
 def test_changed_optimizer_settings_take_effect_and_its_moments_are_kept(
-    role: str,
-    name: str,
-    value: Any,
-    decayed: Any,
-    others: Any,
-    forked: MakeFork,
-    first_update: FirstUpdate,
-    source: Callable[[str], Run],
+    forked: MakeFork, first_update: FirstUpdate, source: Callable[[str], Run]
 ) -> None:
     before = source("ppo")
-    run = run_to_completion(forked("ppo", f"{role}.optimizer.{name}={json.dumps(value)}"))
-    assert [group[name] for group in first_update.groups[role]] == [decayed, others]
-    optimizer_steps = sum(step[f"optimizer_steps_{role}"] for step in before.metrics[:FORK_STEP])
-    assert first_update.steps_before[role] == {optimizer_steps}
+    settings = [
+        f"{role}.optimizer.{name}={json.dumps(value)}" for role in OPTIMIZER for name, value in OPTIMIZER[role].items()
+    ]
+    run = run_to_completion(forked("ppo", *settings))
+    for role, changed in OPTIMIZER.items():
+        # Weights decay, and biases and norms do not.
+        for group, decay in zip(first_update.groups[role], (changed["weight_decay"], 0.0), strict=True):
+            assert (list(group["betas"]), group["eps"]) == (changed["betas"], changed["eps"])
+            assert group["weight_decay"] == decay
+        optimizer_steps = sum(step[f"optimizer_steps_{role}"] for step in before.metrics[:FORK_STEP])
+        assert first_update.steps_before[role] == {optimizer_steps}
     assert step_metrics(run)[:FORK_STEP] == step_metrics(before)[:FORK_STEP]
     assert step_metrics(run) != step_metrics(before)
 
 
-@pytest.mark.parametrize("role", ["actor", "critic"])
-@pytest.mark.parametrize(
-    ("key", "value", "name"),
-    [
-        ("{role}.learning_rate", 0.25, "learning_rate"),
-        ("{role}.optimizer.max_grad_norm", 0.125, "max_grad_norm"),
-        ("algorithm.num_epochs", 3, "num_epochs"),
-        ("algorithm.num_mini_batches", 2, "num_mini_batches"),
-    ],
-)
-@pytest.mark.sampled(3)
-def test_changed_update_settings_take_effect(
-    role: str, key: str, value: float, name: str, forked: MakeFork, first_update: FirstUpdate
-) -> None:
-    run_to_completion(forked("ppo", f"{key.format(role=role)}={value}"))
-    assert getattr(first_update.settings[role], name) == value
+def test_changed_update_settings_take_effect(forked: MakeFork, first_update: FirstUpdate) -> None:
+    own = {
+        "actor": {"learning_rate": 0.25, "optimizer.max_grad_norm": 0.125},
+        "critic": {"learning_rate": 0.5, "optimizer.max_grad_norm": 0.375},
+    }
+    settings = [f"{role}.{key}={value}" for role in own for key, value in own[role].items()]
+    run_to_completion(forked("ppo", *settings, "algorithm.num_epochs=3", "algorithm.num_mini_batches=2"))
+    for role, changed in own.items():
+        result = first_update.settings[role]
+        assert (result.num_epochs, result.num_mini_batches) == (3, 2)
+        assert [result.learning_rate, result.max_grad_norm] == [*changed.values()]
 
 
 @pytest.mark.parametrize("kind", ["ppo", "adaptive"])

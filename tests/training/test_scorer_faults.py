@@ -13,7 +13,7 @@ from quartet.config.root import Config
 from tests.rewards.scorers.http_server import DIALECTS, ScorerServer
 from tests.training.conftest import MakeConfig
 from tests.training.runs import Run, json_lines, run_to_completion, step_metrics, weights
-from tests.training.test_resume import crash_run, delete_run_data
+from tests.training.test_resume import delete_run_data, run_with_crashes
 
 STEPS = 3
 
@@ -54,9 +54,7 @@ def failed_rows(run: Run) -> list[dict[str, Any]]:
     ]
 
 
-@pytest.mark.parametrize("crash_point", ["sealed", "committed"])
 def test_a_killed_run_has_the_same_failures_and_weights(
-    crash_point: str,
     server: ScorerServer,
     make: MakeConfig,
     monkeypatch: pytest.MonkeyPatch,
@@ -71,9 +69,8 @@ def test_a_killed_run_has_the_same_failures_and_weights(
         assert step[f"outcome_{outcome}"] == step["failed_trajectories"]
         assert sum(value for name, value in step.items() if name.startswith("outcome_")) == step["failed_trajectories"]
     config = config_of(make, server)
-    crash_run(config, crash_point, 2, monkeypatch)
-    delete_run_data(redis_client, config.run.name)
-    run = run_to_completion(config)
+    crashes = [("sealed", 2), ("committed", 2)]
+    run = run_with_crashes(config, crashes, monkeypatch, lambda: delete_run_data(redis_client, config.run.name))
     assert failed_rows(run) == failed
     assert step_metrics(run) == step_metrics(expected)
     assert weights(run) == weights(expected)

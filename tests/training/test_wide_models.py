@@ -27,10 +27,12 @@ from tests.training.runs import Run, assert_same, run_to_completion
 from tests.training.test_episodes import EPISODES, environment, slow
 
 AVX2 = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"}
-STEPS = 3
+STEPS = 2
+TASK = "QUARTET_TEST_WIDE_TASK"
+"""Environment variable with the folder of the toy task, for the process of the test that imitates AVX2."""
 SHORT: dict[str, Any] = {
     "run": {"steps": STEPS},
-    "checkpoint": {"every_steps": 2},
+    "checkpoint": {"every_steps": 1},
     "rollout": {"prompts_per_step": 8, "samples_per_prompt": 2, "score_batch_size": 8},
     "recovery": {"backoff_seconds": 0.01},
 }
@@ -40,7 +42,8 @@ LORA = {"lora": {"rank": 8}}
 @pytest.fixture(scope="module")
 def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A policy as wide as that of the reviews, beside its reward model."""
-    return make_toy_task(tmp_path_factory.mktemp("wide") / "toy-task", recipe=WIDE).policy
+    folder = os.environ.get(TASK) or tmp_path_factory.mktemp("wide") / "toy-task"
+    return make_toy_task(Path(folder), recipe=WIDE).policy
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +73,7 @@ def test_the_engine_is_batch_invariant(policy: Path, rank: int | None, threads: 
         assert TorchEngine(model, frozenset(), 64).batch_invariant
 
 
-@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("count", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_generators_give_the_same_bits_as_the_engine_of_the_actor(
     count: int, make: MakeConfig, wide: dict[str, Any], built_in: Run
 ) -> None:
@@ -103,13 +106,15 @@ def test_the_time_of_turns_changes_no_bit(make: MakeConfig, wide: dict[str, Any]
         assert_same(run_to_completion(make(**changes)), expected)
 
 
-@pytest.mark.parametrize("part", ["batch_invariant or of_the_actor", pytest.param("not avx2", marks=pytest.mark.slow)])
-def test_this_holds_with_avx2(part: str) -> None:
+@pytest.mark.parametrize(
+    "part", ["batch_invariant or (of_the_actor and 2)", pytest.param("not avx2", marks=pytest.mark.slow)]
+)
+def test_this_holds_with_avx2(part: str, policy: Path) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:xdist", "-p", "no:cacheprovider", __file__]
     result = subprocess.run(
         # Not itself again: the name of this test contains that of its part.
         [*command, "-k", f"({part}) and not avx2"],
-        env={**os.environ, **AVX2},
+        env={**os.environ, **AVX2, TASK: str(policy.parent)},
         capture_output=True,
         text=True,
         check=False,
