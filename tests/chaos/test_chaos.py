@@ -37,14 +37,26 @@ def setup(tmp_path_factory: pytest.TempPathFactory) -> ChaosSetup:
 
 
 @pytest.fixture(scope="session")
-def setup_of_groups(tmp_path_factory: pytest.TempPathFactory) -> ChaosSetup:
-    return ChaosSetup(tmp_path_factory.mktemp("chaos-groups"), ranks=GROUPS.ranks)
+def setup_of_groups(setup: ChaosSetup, tmp_path_factory: pytest.TempPathFactory) -> ChaosSetup:
+    folder = tmp_path_factory.mktemp("chaos-groups")
+    shutil.copytree(setup.folder / "toy-task", folder / "toy-task")
+    return ChaosSetup(folder, ranks=GROUPS.ranks)
+
+
+SAMPLE = sample_of_the_suite(CHAOS_SEED)
+OF_EVERY_DAY = [next((case for case in SAMPLE if part_of(case) is part), part.cases[0]) for part in PARTS]
+"""The cases of ``make test``: one of each part. `make test-all` runs the whole sample."""
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(case, id=f"CHAOS_SEED={CHAOS_SEED}-{case.name}") for case in sample_of_the_suite(CHAOS_SEED)]
+    "case",
+    [
+        pytest.param(
+            case, id=f"CHAOS_SEED={CHAOS_SEED}-{case.name}", marks=[] if case in OF_EVERY_DAY else [pytest.mark.slow]
+        )
+        for case in [*OF_EVERY_DAY, *(case for case in SAMPLE if case not in OF_EVERY_DAY)]
+    ],
 )
-@pytest.mark.sampled(16)
 def test_a_disturbed_run_is_bit_identical_to_the_undisturbed_one(
     case: Case, setup: ChaosSetup, setup_of_groups: ChaosSetup
 ) -> None:
@@ -144,7 +156,7 @@ def lower_epoch(path: Path) -> None:
 def test_the_suite_detects_every_kind_of_damage(
     file: str, damage: Callable[[Path], None], message: str, setup: ChaosSetup, tmp_path: Path
 ) -> None:
-    undisturbed = setup.undisturbed(0)
+    undisturbed = setup.undisturbed(OF_EVERY_DAY[0].seed)
     run = shutil.copytree(undisturbed, tmp_path / "run")
     assert list(differences(run, undisturbed)) == []
     damage(run / file)

@@ -157,11 +157,9 @@ def test_a_reward_that_scores_all_alike_ends_the_run_with_the_score(make: MakeCo
     assert not run.files.metrics.exists()
 
 
-def test_nothing_of_a_replaced_group_stays_in_the_buffer(make: MakeConfig, redis_client: Redis) -> None:
-    finished = config(make)
-    run = run_to_completion(finished)
-    assert sum(step["equal_groups"] for step in run.metrics) > 0
-    for key in redis_client.scan_iter(match=f"quartet:{finished.run.name}:rollouts*"):
+def test_nothing_of_a_replaced_group_stays_in_the_buffer(uninterrupted: Run, redis_client: Redis) -> None:
+    assert sum(step["equal_groups"] for step in uninterrupted.metrics) > 0
+    for key in redis_client.scan_iter(match=f"quartet:{uninterrupted.files.root.name}:rollouts*"):
         assert redis_client.xlen(key) == 0
 
 

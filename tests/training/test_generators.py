@@ -31,7 +31,8 @@ def built_in(make: MakeConfig) -> Run:
     return run_to_completion(make(**SHORT))
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 4])
+# The tests below have two.
+@pytest.mark.parametrize("count", [1, *(pytest.param(count, marks=pytest.mark.slow) for count in (2, 3)), 4])
 def test_generators_give_the_same_bits_as_the_engine_of_the_actor(count: int, make: MakeConfig, built_in: Run) -> None:
     run = run_with_generators(make(**SHORT), count)
     assert_same(run, built_in)
@@ -84,11 +85,6 @@ def off_policy(request: pytest.FixtureRequest, make: MakeConfig) -> tuple[Callab
     lags = [line["off_policy_steps"] for line in run.metrics]
     assert lags == [*range(request.param), *[request.param] * (6 - request.param), 0]
     return config, run
-
-
-def test_a_run_k_steps_off_policy_repeats_bit_identically(off_policy: tuple[Callable[[], Config], Run]) -> None:
-    config, run = off_policy
-    assert_same(run_to_completion(config()), run)
 
 
 # One step off-policy, see test_off_policy.py.
