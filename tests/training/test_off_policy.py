@@ -22,7 +22,7 @@ from quartet.models.training.updates import update_policy
 from quartet.rpc import base_servicers
 from quartet.services.actor import actor
 from quartet.services.critic.critic import Critic
-from quartet.services.orchestrator.rollout.collector import _Collection
+from quartet.services.orchestrator.rollout.collector import Collector
 from quartet.services.orchestrator.rollout.off_policy import OffPolicySchedule
 from tests.training.conftest import MakeConfig
 from tests.training.runs import Run, active_run, assert_same, json_lines, run_to_completion
@@ -97,7 +97,7 @@ def test_an_engine_without_log_probs_ends_an_off_policy_run(
     off_policy_steps: int, make: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The trainer computes them with the policy that sampled, or not at all: weights by another policy are all 1."""
-    receive = _Collection._receive
+    receive = Collector._receive
 
     def receive_without_log_probs(collection: Any, deliveries: Any) -> None:
         for delivery in deliveries:
@@ -105,7 +105,7 @@ def test_an_engine_without_log_probs_ends_an_off_policy_run(
             object.__setattr__(delivery, "trajectory", replace(delivery.trajectory, segments=segments))
         receive(collection, deliveries)
 
-    monkeypatch.setattr(_Collection, "_receive", receive_without_log_probs)
+    monkeypatch.setattr(Collector, "_receive", receive_without_log_probs)
     config = off_policy_config(make, run={"steps": 3}, rollout={"max_off_policy_steps": off_policy_steps})
     with active_run(config) as running:
         run = running.finish()
