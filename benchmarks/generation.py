@@ -156,7 +156,7 @@ def measure(model: Any, stops: frozenset[int], prompts: Sequence[Any], tokens: i
 
 def _quartet(engine: TorchEngine, prompts: Sequence[Any], tokens: int, seed: int) -> int:
     requests = [GenerationRequest(TrajectoryId("r", 1, index, 0), ids) for index, ids in enumerate(prompts)]
-    return sum(len(result.response_ids) for result in engine.generate(requests, SamplingParameters(tokens), seed, 0))
+    return sum(len(result.response_ids) for result in engine.trajectories(requests, SamplingParameters(tokens), seed))
 
 
 def _sampling(model: Any, stops: frozenset[int], tokens: int) -> Any:

@@ -158,7 +158,7 @@ class Step:
             GenerationRequest(TrajectoryId("growth", step, index, 0), ids) for index, ids in enumerate(self._prompts)
         ]
         sampling = SamplingParameters(self._point.tokens, ignore_eos=True)
-        return sorted(self._engine.generate(requests, sampling, 0, step), key=lambda item: item.id)
+        return self._engine.trajectories(requests, sampling, 0)
 
     def _experience(self, generated: Sequence[Trajectory], step: int) -> Experience:
         tokens, limit = self._point.tokens, self._config.reference.micro_batch_tokens

@@ -133,7 +133,7 @@ class _Side:
 
     def rate(self, tokens: int, seed: int) -> float:
         start = time.perf_counter()
-        trajectories = self._engine.generate(self._requests, SamplingParameters(tokens, ignore_eos=True), seed, 0)
+        trajectories = self._engine.trajectories(self._requests, SamplingParameters(tokens, ignore_eos=True), seed)
         return sum(len(trajectory.response_ids) for trajectory in trajectories) / (time.perf_counter() - start)
 
     def seconds(self) -> float:

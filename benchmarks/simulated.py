@@ -242,7 +242,8 @@ def hosted(role: Role, times: Times, url: str, activity: Path | None = None) -> 
     """Return one replica of a role. ``activity``: see ``SimulatedModel``."""
     compute = ComputeThread()
     if role is Role.ACTOR:
-        return ActorServicer(SimulatedActor(times, url, activity), compute, 1, lambda: False)  # type: ignore[arg-type]
+        actor: Any = SimulatedActor(times, url, activity)
+        return ActorServicer(actor, compute, 1, lambda: False, generator=actor)
     if role is Role.GENERATOR:
         core: Any = SimulatedGenerator(times, url, activity)
         return GeneratorServicer(core, compute, 1, lambda: False, WeightMirror(num_threads=1), lambda sources: [])

@@ -219,11 +219,13 @@ def _default(item: Any) -> str:
 
 def engines() -> str:
     """Return the page of the engines' guarantees."""
-    from quartet.engines.catalog import CATALOG, COLUMNS
+    from quartet.engines.engine import COLUMNS
+    from quartet.engines.registry import BUILT_IN, find_engine
 
     rows = (
-        (f"`{entry.properties.name}`", entry.runs_in, *entry.cells()[1:], entry.depends_on, entry.tested)
-        for entry in CATALOG
+        (f"`{place.properties.name}`", place.runs_in, *place.cells()[1:], place.depends_on, place.tested)
+        for name in BUILT_IN
+        for place in find_engine(name).guarantees
     )
     lines = [
         "# Engines",

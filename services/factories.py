@@ -23,8 +23,9 @@ from quartet.config.layout import (
 from quartet.config.models import MAX_MICRO_BATCH_TOKENS, MAX_MICRO_BATCH_TOKENS_GPU
 from quartet.config.root import Config
 from quartet.contract.status import Role, ServiceStatus
+from quartet.engines.registry import find_engine
 from quartet.errors import ConfigError
-from quartet.models.generation.detached_torch import DetachedTorchEngine
+from quartet.models.generation.torch_kind import load_detached
 from quartet.models.gpu_settings import check_gpu
 from quartet.models.torch_threads import set_num_threads
 from quartet.models.weights.loading import check_cacheable_config
@@ -42,17 +43,12 @@ from quartet.rpc.commands import Commands
 from quartet.rpc.compute_thread import ComputeThread
 from quartet.rpc.security.credentials import LOCAL, Credentials
 from quartet.services.actor.actor import Actor, BufferAccess
-from quartet.services.actor.engines import NoEngine, engine_factory
-from quartet.services.actor.group_generation import SeparateGeneration
-from quartet.services.actor.local_generator import LocalGenerator
-from quartet.services.actor.publication import EnginePublication, NoPublication, SourcePublication
-from quartet.services.actor.rank_servers import join_ranks
+from quartet.services.actor.group_generation import GroupGeneration, join_ranks
 from quartet.services.actor.servicer import ActorServicer
 from quartet.services.critic.critic import Critic
 from quartet.services.critic.servicer import CriticServicer
 from quartet.services.generator.environment_access import environment_access
 from quartet.services.generator.generator import Generator
-from quartet.services.generator.torch_factory import create_torch_engine
 from quartet.services.memory_budget import UpdateLimits
 from quartet.services.reference.reference import Reference
 from quartet.services.reference.servicer import ReferenceServicer
@@ -107,65 +103,63 @@ def _build_actor(
             RolloutStream(client, url, run, monitor.mark_lost), ExperienceStore(client, url, run, monitor.mark_lost)
         )
 
-    detached = generates_in_actor(config)
+    device = device_of(config.services.actor, workers.rank)
+    rollout, ahead = config.rollout, config.rollout.max_off_policy_steps
+    kind = find_engine(rollout.engine)
+    if rollout.engine == "torch":
+        check_cacheable_config(config.actor.model)
+    # Who generates, with which weights, and how they get there:
+    #   generators in other processes   their own     pulled from the weight source of rank 0
+    #   this process, during updates    its own       taken from the weight source of this process
+    #   this process, of a group        its own       copied when all ranks publish them
+    #   this process                    the policy's  shared
+    hosts, detached = not config.has_generators, generates_in_actor(config)
+    shares = hosts and not detached
+    # A version is needed until its step is generated, and the one after it may be published before.
+    source = WeightSource(ahead + 2) if (ahead if hosts else not workers.rank) and not shares else None
+    share = kind.share
+    if shares and share is None:
+        raise ConfigError(
+            f"rollout.engine {rollout.engine}: needs a generator process, because it cannot share a Python environment "
+            "with the actor; start one with this engine, or set rollout.engine torch"
+        )
     # torch has one deterministic mode for all threads, and sampling has no deterministic kernel on a GPU.
     concurrent = {"deterministic_updates": False} if generates_during_updates(config) else {}
-    device = device_of(config.services.actor, workers.rank)
-    if config.rollout.engine == "torch":
-        check_cacheable_config(config.actor.model)
-    shares_weights = not detached and not config.has_generators
-    environment = environment_access(config, credentials)
     actor = Actor(
         config.actor.model_copy(update=concurrent),
         device,
-        config.rollout.max_concurrent_sequences,
         run_root(config),
         access,
         config.run.seed,
-        engine_factory(config, certificates)
-        if shares_weights
-        else (lambda _: NoEngine())
-        if workers.size > 1
-        else None,
+        (lambda policy: share(config, policy, certificates)) if shares and share is not None else None,
         num_update_threads(config, Role.ACTOR),
         limits_of(config, Role.ACTOR, workers.rank),
         config.algorithm.policy_loss,
         workers,
         config.services.actor.offload,
-        environment,
         config.algorithm.loss_parameters,
     )
-    if shares_weights:
-        return ActorServicer(actor, compute, threads, monitor.is_lost, commands=commands)
-    off_policy = config.rollout.max_off_policy_steps
-    source = None
-    if off_policy if detached else not workers.rank:
-        # A version is needed until its step is generated, and the one after it may be published before.
-        source = WeightSource(off_policy + 2)
-    if not detached:
-        actor.publish_to(NoPublication() if source is None else SourcePublication(source))
+    if not hosts:
+        actor.publish_to(source)
         return ActorServicer(actor, compute, threads, monitor.is_lost, weights=source, commands=commands)
-    if workers.size > 1:
-        engine, served, _ = create_torch_engine(config, device)
-    else:
-        served, model, adapter = actor.separate_model(device)
-        rollout = config.rollout
-        engine = DetachedTorchEngine(
-            model, adapter, served.stop_ids, rollout.max_concurrent_sequences, rollout.merge_adapter, served.decode
-        )
-    generator = Generator(engine, served, ServiceStatus(Role.ACTOR), lambda run: access(run).rollouts, environment)
-    own: LocalGenerator | EnginePublication
-    if source is None:
-        own = EnginePublication(engine, generator)
-        actor.publish_to(own)
-    else:
-        own = LocalGenerator(generator, source)
-        actor.publish_to(SourcePublication(source))
+    own, served = load_detached(config, device) if detached else (None, actor.served_model())
+    generator = Generator(
+        actor.engine if own is None else lambda: own,
+        served,
+        ServiceStatus(Role.ACTOR),
+        lambda run: access(run).rollouts,
+        environment_access(config, credentials),
+        actor if shares else source,
+        actor.fence,
+    )
+    if shares:
+        return ActorServicer(actor, compute, threads, monitor.is_lost, generator=generator, commands=commands)
+    actor.publish_to(source, None if source else generator)
     generation = ComputeThread(set_up_thread(threads, workers), config.timeouts.score_seconds)
-    everything: SeparateGeneration = own
+    everything: Generator | GroupGeneration = generator
     if workers.size > 1:
         nodes = config.services.actor.nodes
-        everything = join_ranks(own, generation, actor.status, workers, nodes, config.timeouts, credentials)
+        everything = join_ranks(generator, generation, actor.status, workers, nodes, config.timeouts, credentials)
     return ActorServicer(actor, compute, threads, monitor.is_lost, generation, everything, commands=commands)
 
 

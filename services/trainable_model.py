@@ -15,6 +15,7 @@ import structlog
 
 from quartet.config.deployment import OffloadConfig
 from quartet.config.models import TrainedModelConfig
+from quartet.contract.leader_fence import LeaderFence
 from quartet.contract.status import Role, ServiceStatus
 from quartet.contract.update import UpdateResult
 from quartet.contract.weights import SavedFile, SaveKind
@@ -321,11 +322,16 @@ class TrainableModel(ABC):
             max_sequence_tokens=self._positions,
             run=self._updates.run,
             step=self._updates.step,
-            leader_epoch=self._updates.leader_epoch,
+            leader_epoch=self._updates.fence.epoch,
             broken=self._updates.broken,
             tokens=dict(self._tokens),
         )
         return self._budget.add_to(status)
+
+    @property
+    def fence(self) -> LeaderFence:
+        """The fence against the requests of former leaders."""
+        return self._updates.fence
 
     @property
     def policy_version(self) -> int:

@@ -57,9 +57,7 @@ def score(path: Path, directory: Path, settings: list[str]) -> Scores:
     engine = TorchEngine(policy, stop_token_ids(policy, tokenizer), rollout.max_concurrent_sequences)
     # A fixed run name and seed, because the random numbers depend on them.
     requests = [GenerationRequest(trajectory_id("evidence", prompt), prompt.token_ids) for prompt in prompts]
-    trajectories = sorted(
-        engine.generate(requests, run_sampling(rollout), 0, policy_version=0), key=lambda each: each.id
-    )
+    trajectories = engine.trajectories(requests, run_sampling(rollout), 0)
     batch = TokenBatch.of(trajectories)
     reward = build_reward(config, device)
     try:

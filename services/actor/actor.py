@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,36 +15,33 @@ from quartet.config.deployment import OffloadConfig
 from quartet.config.models import ActorConfig
 from quartet.config.policy_losses import BUILT_IN_POLICY_LOSSES, policy_loss_spec
 from quartet.contract.arrays import FloatArray
-from quartet.contract.generation import GenerationBatch, GenerationRequest
 from quartet.contract.status import Role, ServiceStatus
-from quartet.contract.trajectory import TokenBatch, Trajectory
+from quartet.contract.trajectory import TokenBatch
 from quartet.contract.update import OptimizationSettings, PolicyLossSettings, UpdateResult
-from quartet.engines.engine import ServedModel, TurnSource
+from quartet.contract.weights import WeightPublication
+from quartet.engines.engine import Engine, Policy, ServedModel
 from quartet.engines.stop_strings import token_decoder
 from quartet.errors import ConfigError, FailedPrecondition, InvalidRequest, MismatchError
 from quartet.models.forward.batching import MicroBatch
 from quartet.models.forward.log_probs import EntropyUse, forward_log_probs
 from quartet.models.forward.scoring import response_log_probs
-from quartet.models.generation.engine import EngineFactory, Policy, TurnEngine
-from quartet.models.generation.validation import served_model
+from quartet.models.generation.torch_engine import served_model
 from quartet.models.training.update_memory import UpdateMemory, measure_policy
 from quartet.models.training.updates import update_policy
 from quartet.models.training.weight_average import WeightAverage
-from quartet.models.weights.device_copy import copy_to_device
-from quartet.models.weights.host_tensors import adapter_settings, complete_tensors, named_weights
+from quartet.models.weights.host_tensors import adapter_settings, complete_tensors, host_tensor, named_weights
 from quartet.models.weights.loading import check_causal_lm, load_causal_lm, snapshot_model, stop_token_ids
 from quartet.models.weights.lora import Adapter
 from quartet.models.weights.snapshot import Writer
 from quartet.models.weights.streamed_model import write_config
 from quartet.models.workers.workers import SINGLE, Workers
 from quartet.ppo.losses import PolicyLossFunction, TokenSelector, checked_policy_loss
-from quartet.services.actor.engines import torch_engine
-from quartet.services.actor.publication import Publication
-from quartet.services.generator.episodes import EnvironmentAccess, generate_episodes
-from quartet.services.generator.generator import Progress, TrajectoryWriter
+from quartet.services.generator.generator import Generator
 from quartet.services.memory_budget import UpdateLimits
 from quartet.services.trainable_model import TrainableModel
 from quartet.system.user_code import NotImportable, import_callable
+from quartet.weight_transfer.source import WeightSource
+from quartet.weight_transfer.tensors import WeightSet
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +53,7 @@ class BufferAccess:
 
 
 class Actor(TrainableModel):
-    """The policy, its optimizer and its generation engine."""
+    """The policy and its optimizer. Every version of the policy is published."""
 
     role = Role.ACTOR
     saving = "actor.saving"
@@ -63,35 +62,35 @@ class Actor(TrainableModel):
         self,
         config: ActorConfig,
         device: str,
-        max_concurrent_sequences: int,
         run_directory: Path,
         buffer: Callable[[str], BufferAccess],
         seed: int = 0,
-        create_engine: EngineFactory | None = None,
+        create_engine: Callable[[Policy], Engine] | None = None,
         update_threads: int | None = None,
         limits: UpdateLimits | None = None,
         policy_loss: str = "clipped",
         workers: Workers = SINGLE,
         offload: OffloadConfig | None = None,
-        environment: EnvironmentAccess | None = None,
         policy_loss_parameters: Mapping[str, float] | None = None,
     ) -> None:
         """Load the model. ``buffer`` returns the access to the buffer of a run by its name.
 
-        ``create_engine`` creates the generation engine that shares the policy model; None is the torch engine. ``policy_loss`` is
-        the name or import path of the only policy loss that updates may request; a custom one is tried with
-        ``policy_loss_parameters``. ``environment`` answers the turns of episodes.
-        See TrainableModel for the other arguments. Raises ModelError, ConfigError.
+        ``create_engine`` creates an engine for a generator in this process that shares the weights of the policy. ``policy_loss``
+        is the name or import path of the only policy loss that updates may request; a custom one is tried with
+        ``policy_loss_parameters``. See TrainableModel for the other arguments. Raises ModelError, ConfigError.
         """
-        self._config, self._buffer, self._environment = config, buffer, environment
-        self._publication: Publication | None = None
+        self._config, self._buffer = config, buffer
+        self._engine: Engine | None = None
+        self._source: WeightSource | None = None
+        self._generator: Generator | None = None
+        self._last_copy: WeightPublication | None = None
         self._policy_loss, self._loss_function = (
             policy_loss,
             _import_policy_loss(policy_loss, policy_loss_parameters or {}),
         )
         selector = policy_loss_spec(policy_loss).select_tokens
         self._select_tokens: TokenSelector | None = import_callable(selector) if selector else None
-        self._create_engine = create_engine or torch_engine(max_concurrent_sequences)
+        self._create_engine = create_engine
         if config.ema_decay is not None and workers.size > 1:
             raise ConfigError(
                 f"actor.ema_decay {config.ema_decay:g}: one process keeps the average of all weights, and this actor has "
@@ -137,101 +136,70 @@ class Actor(TrainableModel):
 
     def _load(self, checkpoint: Path | None) -> None:
         # The engine references the previous model, which must be released first.
-        if "_engine" in vars(self):
-            vars(self).pop("_engine").close()
+        if self._engine is not None:
+            self._engine.close()
+            self._engine = None
         self._average: WeightAverage | None = None
         super()._load(checkpoint)
         if self._config.ema_decay is not None:
             self._average = WeightAverage(self._model, self._optimizer, self._config.ema_decay)
             if checkpoint is not None:
                 self._average.read(checkpoint)
-        stop_ids = stop_token_ids(self._model, self._tokenizer)
-        self._engine = self._create_engine(Policy(self._model, self._tokenizer, self._adapter, stop_ids, self._score))
-        self._stop_ids = stop_ids
+        if self._create_engine is not None:
+            policy = Policy(self._model, self._tokenizer, self._adapter, self.served_model())
+            self._engine = self._create_engine(policy)
 
-    def publish_to(self, publication: Publication) -> None:
-        """Give ``publication`` the current policy version and every later one."""
-        self._publication = publication
+    def served_model(self) -> ServedModel:
+        """Return the description of the policy for an engine."""
+        stop_ids = stop_token_ids(self._model, self._tokenizer)
+        return served_model(self._model, stop_ids, token_decoder(self._tokenizer))
+
+    def engine(self) -> Engine | None:
+        """Return the engine that shares the weights of the policy. There is none after a failed restore."""
+        return self._engine
+
+    @contextmanager
+    def hold(self, version: int, digest: bytes) -> Iterator[tuple[WeightSet, Mapping[str, bytes]]]:
+        """Hold the policy for the engine that shares its weights, see ``HeldWeights``: there is nothing to copy.
+
+        Raises FailedPrecondition if the policy is not of this version, if there is a digest, or after a failed update.
+        """
+        self._updates.check_not_broken()
+        if version != self._updates.policy_version or digest:
+            raise FailedPrecondition(
+                f"generate with policy version {version}: this policy is version {self._updates.policy_version}; "
+                "restart the actor for a new run"
+            )
+        yield WeightSet(version, b"", {}), {}
+
+    def publish_to(self, source: WeightSource | None = None, generator: Generator | None = None) -> None:
+        """Publish the current policy version and every later one: to ``source``, or to the engine of ``generator``.
+
+        With neither, this rank only takes part in gathering the weights.
+        """
+        self._source, self._generator = source, generator
         self._publish()
 
     def _publish(self) -> None:
-        if self._publication is not None:
-            self._publication.publish(
-                self._updates.policy_version,
-                complete_tensors(named_weights(self._model, self._adapter), self._workers),
-                adapter_settings(self._adapter),
-                self._updates.run,
-            )
-
-    def separate_model(self, device: str) -> tuple[ServedModel, Any, Adapter | None]:
-        """Return a copy of the policy on ``device`` for an engine with its own weights: description, model and adapter."""
-        # Copied together, so that the adapter's copy refers to the model's copy.
-        model, adapter = copy_to_device((self._model, self._adapter), self._model, device)
-        return served_model(model, self._stop_ids, token_decoder(self._tokenizer)), model.to(device), adapter
-
-    def generate(
-        self,
-        batch: GenerationBatch,
-        cancelled: Callable[[], bool],
-        on_start: Callable[[], None] = lambda: None,
-        on_progress: Progress = lambda trajectories, response_tokens: None,
-    ) -> tuple[int, int]:
-        """Generate trajectories into the rollout stream, each as it finishes. Return the numbers of trajectories and response
-        tokens.
-
-        Raises FailedPrecondition if the policy is not of the requested version, or if the request names a digest: this engine
-        shares the weights of the policy.
-        """
-        self._updates.fence(batch.leader_epoch)
-        self._updates.check_not_broken()
-        if batch.policy_version != self._updates.policy_version or batch.weights_digest:
-            raise FailedPrecondition(
-                f"generate with policy version {batch.policy_version}: this policy is version {self._updates.policy_version}; "
-                "restart the actor for a new run"
-            )
-        requests = batch.requests
-        for request in requests:
-            if request.prompt_ids.min() < 0 or request.prompt_ids.max() >= self._vocabulary:
-                raise InvalidRequest(f"prompt {request.id}: expected token ids in 0..{self._vocabulary - 1}")
-        on_start()
-        writer = TrajectoryWriter(self._buffer(batch.run).rollouts, batch, self._tokens, on_progress)
-        if batch.episode is None:
-            for trajectory in self._responses(requests, batch, cancelled):
-                writer.add(trajectory)
+        if self._source is None and self._generator is None and self._workers.size == 1:
+            return
+        version, run = self._updates.policy_version, self._updates.run
+        tensors = complete_tensors(named_weights(self._model, self._adapter), self._workers)
+        if self._source is not None:
+            on_host = ((name, host_tensor(value)) for name, value in tensors)
+            self._source.publish(version, on_host, adapter_settings(self._adapter), run)
+        elif self._generator is not None:
+            self._last_copy = None
+            self._last_copy = self._generator.copy(version, tensors)
         else:
-            self._generate_episodes(batch, cancelled, writer)
-        return writer.finish()
-
-    def _responses(
-        self, requests: Sequence[GenerationRequest], batch: GenerationBatch, cancelled: Callable[[], bool]
-    ) -> Iterator[Trajectory]:
-        return self._engine.generate(requests, batch.sampling, batch.seed, batch.policy_version, cancelled)
-
-    def _generate_episodes(
-        self, batch: GenerationBatch, cancelled: Callable[[], bool], writer: TrajectoryWriter
-    ) -> None:
-        engine = self._engine
-
-        def generate_turns(prompts: Sequence[GenerationRequest], turns: TurnSource) -> Iterator[Trajectory]:
-            assert isinstance(engine, TurnEngine)
-            return engine.generate_turns(prompts, batch.sampling, batch.seed, batch.policy_version, cancelled, turns)
-
-        generate_episodes(
-            self._environment,
-            batch,
-            batch.requests,
-            self._vocabulary,
-            lambda turns: self._responses(turns, batch, cancelled),
-            generate_turns if isinstance(engine, TurnEngine) else None,
-            writer.add,
-            cancelled,
-        )
+            deque(tensors, maxlen=0)
 
     def restore(self, run: str, step: int, leader_epoch: int, directory: str) -> None:
         """Restore a checkpoint. See ``TrainableModel.restore``."""
         super().restore(run, step, leader_epoch, directory)
-        if self._publication is not None:
-            self._publication.reset()
+        if self._source is not None:
+            # The numbers of its versions may stand for other weights now.
+            self._source.reset()
         self._publish()
 
     def log_probs(self, batch: TokenBatch, temperature: float, reference: bool = False) -> FloatArray:
@@ -270,7 +238,8 @@ class Actor(TrainableModel):
 
         def apply() -> dict[str, float]:
             experience = self._workers.agreed(lambda: self._buffer(run).experience.load(step))
-            self._engine.release(self._budget.frees_cache)
+            if self._engine is not None:
+                self._engine.sleep(self._budget.frees_cache)
             tokens, checkpointing = self._budget.resolve(settings.micro_batch_tokens)
             spec = policy_loss_spec(self._policy_loss)
             with self._passes_of_update(checkpointing):
@@ -287,7 +256,6 @@ class Actor(TrainableModel):
                     spec.needs_old_log_probs,
                     spec.uses_geometric_mean,
                 )
-            self._engine.weights_changed()
             if settings.num_epochs and self._average is not None:
                 self._average.update()
             if settings.num_epochs:
@@ -302,13 +270,15 @@ class Actor(TrainableModel):
 
     def status(self) -> ServiceStatus:
         """Return the status of the actor."""
-        engine = getattr(vars(self).get("_engine"), "properties", None)
+        last = self._last_copy
+        published = {} if last is None else {last.policy_version: last.weights_digest}
+        if self._source is not None:
+            published, last = dict(self._source.published()), self._source.last
         return replace(
             super().status(),
             answers_as_reference=self._config.lora is not None,
-            engine=engine,
-            published_weights=dict(self._publication.published()) if self._publication is not None else {},
-            last_publication=self._publication.last() if self._publication is not None else None,
+            published_weights=published,
+            last_publication=last,
         )
 
 

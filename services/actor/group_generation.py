@@ -5,42 +5,45 @@ The ranks call each other by gRPC, so that generation never waits for a collecti
 
 from __future__ import annotations
 
+import os
+import socket
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
-from typing import Protocol
 
+from quartet.config.deployment import TimeoutsConfig
 from quartet.contract.generation import GenerationBatch, GenerationRequest
-from quartet.contract.status import ServiceStatus
+from quartet.contract.status import Role, ServiceStatus
 from quartet.contract.work_split import split_by_rule
 from quartet.errors import Cancelled, EngineFailed, GroupWeightsChanged, NoResponse, QuartetError, ServiceUnavailable
-from quartet.rpc.base_servicers import GenerationCore
+from quartet.models.workers.workers import Workers
 from quartet.rpc.clients import GenerationClient
-from quartet.services.generator.generator import Progress
+from quartet.rpc.compute_thread import ComputeThread
+from quartet.rpc.security.allow_list import RANK_CALLERS
+from quartet.rpc.security.credentials import Credentials
+from quartet.rpc.server import Server
+from quartet.services.actor.servicer import RankServicer
+from quartet.services.generator.generator import Generator, Progress
 
 POLL_SECONDS = 0.2
 """Interval at which rank 0 checks whether its caller is gone while other ranks generate."""
 
 
-class SeparateGeneration(GenerationCore, Protocol):
-    """Generation in the actor's process with an engine that has its own weights."""
-
-    def status(self) -> ServiceStatus:
-        """Return the engine, and the tokens that it has generated."""
-
-
 class GroupGeneration:
-    """Generation by rank 0 and the other ranks at once. Runs on rank 0."""
+    """Generation by rank 0 and the other ranks at once."""
 
-    def __init__(self, own: SeparateGeneration, others: Sequence[GenerationClient]) -> None:
-        """``own`` generates in this process. ``others``: clients of the other ranks, in their order."""
-        self._own, self._others = own, others
+    def __init__(self, own: Generator, others: Sequence[GenerationClient] = (), server: Server | None = None) -> None:
+        """``own`` generates in this process. ``others``: on rank 0, clients of the other ranks in their order.
+
+        ``server``: on the other ranks, that by which rank 0 reaches ``own``.
+        """
+        self._own, self._others, self.server = own, others, server
         self._tokens = 0
         """Response tokens of all ranks."""
 
     def status(self) -> ServiceStatus:
-        """See ``SeparateGeneration.status``."""
+        """Return the engine, and the tokens that all ranks have generated."""
         return replace(self._own.status(), tokens={"generated": self._tokens})
 
     def generate(
@@ -85,9 +88,7 @@ class _Calls:
         self._calls: dict[int, Future[int]] = {}
         self._ended = threading.Event()
 
-    def start(
-        self, rank: int, client: GenerationClient, batch: GenerationBatch, on_progress: Callable[[int, int], None]
-    ) -> None:
+    def start(self, rank: int, client: GenerationClient, batch: GenerationBatch, on_progress: Progress) -> None:
         # Rank 0 cancels the call at the deadline of the caller, which comes first.
         call = self._calls[rank] = client.generate(batch, waits_for=1, on_progress=on_progress)
         call.add_done_callback(lambda _: self._ended.set())
@@ -138,7 +139,7 @@ class _Totals:
         self._done = [(0, 0)] * ranks
         self._on_progress, self._lock = on_progress, threading.Lock()
 
-    def of(self, rank: int) -> Callable[[int, int], None]:
+    def of(self, rank: int) -> Progress:
         """Return the observer of one rank."""
 
         def on_progress(trajectories: int, response_tokens: int) -> None:
@@ -155,3 +156,38 @@ class _Totals:
 
     def _sums(self) -> tuple[int, int]:
         return sum(each[0] for each in self._done), sum(each[1] for each in self._done)
+
+
+def rank_host(nodes: int, environment: Mapping[str, str]) -> str:
+    """Return the host at which this process listens for rank 0: loopback, or the address on the way to MASTER_ADDR.
+
+    ``nodes``: number of machines of the group.
+    """
+    if nodes == 1:
+        return "127.0.0.1"
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((environment["MASTER_ADDR"], int(environment["MASTER_PORT"])))  # Sends nothing.
+        return str(probe.getsockname()[0])
+
+
+def join_ranks(
+    own: Generator,
+    compute: ComputeThread,
+    status: Callable[[], ServiceStatus],
+    workers: Workers,
+    nodes: int,
+    timeouts: TimeoutsConfig,
+    credentials: Credentials,
+) -> GroupGeneration:
+    """Return the generation of this rank: rank 0 uses all ranks, the others serve it. All ranks must call it.
+
+    ``own`` generates on ``compute``. ``status``: that of the actor of this rank. For ``nodes`` see ``rank_host``. Raises
+    ConfigError if a rank on another machine would listen without encryption.
+    """
+    if workers.rank:
+        listen = f"{rank_host(nodes, os.environ)}:0"
+        server = Server([RankServicer(own, compute, status)], listen, credentials, allowed=RANK_CALLERS)
+        workers.exchange(server.address)
+        return GroupGeneration(own, server=server)
+    _, *addresses = workers.exchange("")
+    return GroupGeneration(own, [GenerationClient(each, timeouts, credentials, Role.ACTOR) for each in addresses])

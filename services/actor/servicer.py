@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from operator import itemgetter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import grpc
 
@@ -22,9 +22,12 @@ from quartet.rpc.commands import CommandHandler, Commands
 from quartet.rpc.compute_thread import ComputeThread
 from quartet.rpc.weight_servicer import WeightServicer
 from quartet.services.actor.actor import Actor
-from quartet.services.actor.group_generation import SeparateGeneration
+from quartet.services.generator.generator import Generator
 from quartet.v1 import actor_pb2, actor_pb2_grpc, generation_pb2_grpc
 from quartet.weight_transfer.store import WeightStore
+
+if TYPE_CHECKING:
+    from quartet.services.actor.group_generation import GroupGeneration
 
 
 class ActorServicer(
@@ -42,14 +45,13 @@ class ActorServicer(
         threads: int,
         buffer_unreachable: Callable[[], bool],
         generation: ComputeThread | None = None,
-        generator: SeparateGeneration | None = None,
+        generator: Generator | GroupGeneration | None = None,
         weights: WeightStore | None = None,
         commands: Commands | None = None,
     ) -> None:
-        """``generator``: an engine with its own weights in this process, which generates on the compute thread ``generation``.
+        """``generator``: the generator that this process hosts, if it does. It runs on ``generation``, by default on ``compute``.
 
-        By default the actor generates, on ``compute``. ``weights``: the policy versions that generators in other processes may
-        pull. See TrainableServicer for the rest.
+        ``weights``: the policy versions that generators in other processes may pull. See TrainableServicer for the rest.
         """
         super().__init__(core, compute, threads, buffer_unreachable, commands)
         self._generation, self._generator = generation or compute, generator
@@ -61,10 +63,11 @@ class ActorServicer(
         if self._generator is None:
             return status
         generator = self._generator.status()
+        status = replace(status, engine=generator.engine, tokens=status.tokens | generator.tokens)
+        if self._generation is self.compute:
+            return status
         return replace(
             status,
-            engine=generator.engine,
-            tokens=status.tokens | generator.tokens,
             busy_seconds=status.busy_seconds | self._generation.busy_seconds(),
             work_pending=status.work_pending + self._generation.pending(),
         )
@@ -87,7 +90,11 @@ class ActorServicer(
 
     def Generate(self, request: Any, context: grpc.ServicerContext) -> Iterator[Any]:
         """Generate trajectories into the rollout stream. Yield an event at the start, with progress, and at the end."""
-        return stream_generation(self._generator or self.core, self._generation, request, context)
+        if self._generator is None:
+            raise FailedPrecondition(
+                "generate: the generators of this run are in other processes; send it to one of them"
+            )
+        return stream_generation(self._generator, self._generation, request, context)
 
     def UpdateWeights(self, request: Any, context: grpc.ServicerContext) -> Any:
         """Raise FailedPrecondition: an engine in this process gets its weights without a transfer."""

@@ -21,14 +21,14 @@ class Attestation:
     """
 
     def __init__(self) -> None:
-        self._expected: Mapping[str, bytes] = {}
+        self.expected: Mapping[str, bytes] = {}
         self._names: list[str] = []
         self._next = 0
         self._seconds = 0.0
 
     def expect(self, digests: Mapping[str, bytes]) -> None:
         """Take note of the digest of each tensor, as verified after loading."""
-        self._expected, self._names = digests, sorted(digests)
+        self.expected, self._names = digests, sorted(digests)
 
     def changed(self, engine: Engine, seconds: float) -> tuple[list[str], int]:
         """Return the names of tensors whose digest is another one now, and the number of tensors that were read back.
@@ -49,4 +49,4 @@ class Attestation:
                 read |= engine.held_digests([name])
                 # May become negative, for a large tensor: later calls then make up for it.
                 self._seconds -= time.perf_counter() - start
-        return sorted(name for name, digest in read.items() if digest != self._expected.get(name)), len(read)
+        return sorted(name for name, digest in read.items() if digest != self.expected.get(name)), len(read)

@@ -9,11 +9,10 @@ from dataclasses import replace
 from quartet.buffer.connection import ConnectionMonitor, connect_at_start
 from quartet.buffer.redis_url import required_buffer_url
 from quartet.buffer.rollout_stream import RolloutStream
-from quartet.config.rollout import VLLMConfig
 from quartet.config.root import Config
 from quartet.contract.status import Role, ServiceStatus
-from quartet.engines.engine import Engine, ServedModel
-from quartet.engines.served_model import read_served_model
+from quartet.engines.engine import Engine, ServedModel, TokenDecoder
+from quartet.engines.registry import find_engine
 from quartet.engines.stop_strings import token_decoder
 from quartet.errors import ConfigError
 from quartet.rpc.clients import WeightClient
@@ -39,7 +38,7 @@ def build_generator(
     engine, model, status = create_engine(config)
     environment = environment_access(config, credentials)
     generator = Generator(
-        engine, model, status, lambda run: RolloutStream(client, url, run, monitor.mark_lost), environment
+        lambda: engine, model, status, lambda run: RolloutStream(client, url, run, monitor.mark_lost), environment
     )
 
     mirror = WeightMirror(capacity=config.rollout.max_off_policy_steps + 2)
@@ -84,67 +83,31 @@ def set_up_engine(config: Config, threads: int) -> Callable[[], object]:
 
 def create_engine(config: Config) -> tuple[Engine, ServedModel, ServiceStatus]:
     """Create the engine of ``rollout.engine``. Return it with the model that it serves, and its constant status."""
-    devices = config.services.generator.devices
-    if config.rollout.engine == "torch":
-        from quartet.services.generator.torch_factory import create_torch_engine
-
-        if len(devices) > 1:
-            raise ConfigError(f"services.generator.devices {list(devices)}: engine torch uses one device per generator")
-        return create_torch_engine(config, f"cuda:{devices[0]}" if devices else "cpu")
-    model = _served_model(config)
-    device = f"cuda:{','.join(map(str, devices))}" if devices else "default"
+    name, devices = config.rollout.engine, config.services.generator.devices
+    create = find_engine(name).create
+    if create is None:
+        raise ConfigError(f"rollout.engine {name}: does not run in a generator; set engine torch")
+    engine, model = create(config)
+    if config.rollout.stop_strings and model.decode is None:
+        model = replace(model, decode=_tokenizer_of(config))
     status = ServiceStatus(
         Role.GENERATOR,
         model=config.actor.model,
-        device=device,
+        device=f"cuda:{','.join(map(str, devices))}" if devices else "cpu" if name == "torch" else "default",
         dtype=model.dtype,
+        tokenizer_fingerprint=model.tokenizer_fingerprint,
         vocabulary_size=model.vocabulary_size,
         max_sequence_tokens=model.max_sequence_tokens,
     )
-    return _external_engine(config, model), model, status
+    return engine, model, status
 
 
-def _served_model(config: Config) -> ServedModel:
-    """Return the description of the policy, with its tokenizer if there are stop strings. Raises ConfigError, ModelError."""
-    model = read_served_model(config.actor.model, config.actor.dtype)
-    if not config.rollout.stop_strings:
-        return model
+def _tokenizer_of(config: Config) -> TokenDecoder:
+    """Return the decoder of the policy's tokens, for stop strings. Raises ConfigError, ModelError."""
     try:
         from quartet.models.weights.tokenizer import load_tokenizer
     except ImportError as error:
         raise ConfigError(
             f"rollout.stop_strings: a generator needs the tokenizer for them: {error}; install transformers in its environment"
         ) from None
-    return replace(model, decode=token_decoder(load_tokenizer(config.actor.model)))
-
-
-def _external_engine(config: Config, model: ServedModel) -> Engine:
-    rollout = config.rollout
-    if rollout.engine == "vllm":
-        from quartet.engines.vllm import VLLMEngine, VLLMSettings
-
-        vllm = rollout.vllm or VLLMConfig()
-        settings = VLLMSettings(
-            max_concurrent_sequences=rollout.max_concurrent_sequences,
-            tensor_parallel_size=vllm.tensor_parallel_size,
-            memory_fraction=vllm.memory_fraction,
-            release_memory=vllm.release_memory,
-            prefix_caching=vllm.prefix_caching,
-            enforce_eager=vllm.enforce_eager,
-            stall_seconds=config.timeouts.score_seconds,
-            engine_arguments=vllm.engine_arguments,
-        )
-        return VLLMEngine(settings, model)
-    if rollout.engine == "tensorrt-llm":
-        from quartet.engines.tensorrt_llm import create_tensorrt_llm
-
-        return create_tensorrt_llm(rollout, model)
-    if rollout.engine == "vllm-server" and rollout.vllm_server is not None:
-        from quartet.engines.vllm_server import create_vllm_server
-
-        return create_vllm_server(rollout.vllm_server, model, rollout.max_concurrent_sequences)
-    if rollout.engine == "sglang-server" and rollout.sglang_server is not None:
-        from quartet.engines.sglang_server import create_sglang_server
-
-        return create_sglang_server(rollout.sglang_server, model, rollout.max_concurrent_sequences)
-    raise ConfigError(f"rollout.engine {rollout.engine}: does not run in a generator; set engine torch")
+    return token_decoder(load_tokenizer(config.actor.model))

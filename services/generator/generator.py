@@ -1,13 +1,14 @@
-"""Logic of the generator, without gRPC: an engine with its own weights, which writes to the rollout stream."""
+"""Generation without gRPC: an engine, in the process of an actor or in its own, which writes to the rollout stream."""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import structlog
 
@@ -16,11 +17,18 @@ from quartet.contract.generation import GenerationBatch, GenerationRequest
 from quartet.contract.leader_fence import LeaderFence
 from quartet.contract.status import Role, ServiceStatus
 from quartet.contract.trajectory import Trajectory, VersionSpan
-from quartet.contract.weights import WeightTransfer
-from quartet.engines.engine import Engine, EngineResponse, ServedModel, TurnEngine, TurnSource
+from quartet.contract.weights import WeightPublication, WeightTransfer
+from quartet.engines.engine import CopyingEngine, Engine, EngineResponse, ServedModel, TurnEngine, TurnSource
 from quartet.engines.stop_strings import StopStringCache
 from quartet.engines.validation import check_requests, check_response
-from quartet.errors import Cancelled, FailedPrecondition, InvalidRequest, MismatchError, WeightsChanged
+from quartet.errors import (
+    Cancelled,
+    FailedPrecondition,
+    GroupWeightsChanged,
+    InvalidRequest,
+    MismatchError,
+    WeightsChanged,
+)
 from quartet.services.generator.attestation import Attestation
 from quartet.services.generator.episodes import EnvironmentAccess, generate_episodes
 from quartet.system.failpoints import failpoint
@@ -38,45 +46,65 @@ Pull = Callable[[], PulledWeights]
 """Function that brings the requested weights into host memory. Raises ServiceFailed if they are not those of the digest."""
 
 
-class Progress(Protocol):
-    """Observer of a generation."""
+Progress = Callable[[int, int], None]
+"""Observer of a generation, which receives the numbers of trajectories and of their response tokens so far."""
 
-    def __call__(self, trajectories: int, response_tokens: int) -> None:
-        """Receive the numbers of trajectories and of their response tokens so far."""
+
+class HeldWeights(Protocol):
+    """Policy versions in the process of a generator."""
+
+    def hold(self, version: int, digest: bytes) -> AbstractContextManager[tuple[WeightSet, Mapping[str, bytes]]]:
+        """Hold a version inside the context: its weights, and the digest of each. Raises FailedPrecondition."""
 
 
 class Generator:
     """An engine, the weights that it holds, and the rollout streams that it writes to.
 
-    Not thread-safe, except ``status``; and ``load`` beside ``generate``, if the engine takes in-flight updates.
+    A version reaches the engine in one of three ways: ``load`` brings one from another process, ``copy`` takes one from an actor
+    in the same process, or ``generate`` takes the one that a request names from the versions that this process holds.
+
+    Not thread-safe, except ``status``; ``copy`` beside ``generate``; and ``load``, if the engine takes in-flight updates.
     """
 
     role = Role.GENERATOR
 
     def __init__(
         self,
-        engine: Engine,
+        engine: Callable[[], Engine | None],
         model: ServedModel,
         status: ServiceStatus,
         stream: Callable[[str], RolloutStream],
         environment: EnvironmentAccess | None = None,
+        held: HeldWeights | None = None,
+        fence: LeaderFence | None = None,
     ) -> None:
-        """``status`` has the fields that never change. ``stream`` returns the rollout stream of a run by its name.
+        """``engine`` returns the engine: a restore of an actor replaces the one that shares its weights.
 
-        ``environment`` answers the turns of episodes.
+        ``status`` has the fields that never change. ``stream`` returns the rollout stream of a run by its name. ``environment``
+        answers the turns of episodes. ``held``: the versions of this process, if requests take theirs from it. ``fence``: that of
+        the process.
         """
-        self._engine, self._model, self._status, self._stream = engine, model, status, stream
-        self._environment = environment
+        self._current_engine, self._model, self._status, self._stream = engine, model, status, stream
+        self._environment, self._held_here = environment, held
         self._stop_strings = StopStringCache(model.decode, model.vocabulary_size)
-        self._fence = LeaderFence()
+        self._fence = fence or LeaderFence()
+        # Generation and ``copy`` exclude each other. Both end without the other.
+        self._generating = threading.Lock()
         # Held while the engine loads weights and they are verified.
         self._loading = threading.Lock()
         self._held: WeightTransfer | None = None
         self._verified: dict[bytes, int] = {}
         # Digest of the last load. Empty after a failure: what the engine holds is then unknown.
         self._loaded = b""
+        self._is_copied = False
         self._attestation = Attestation()
         self._tokens: Counter[str] = Counter()
+
+    @property
+    def _engine(self) -> Engine:
+        engine = self._current_engine()
+        assert engine is not None
+        return engine
 
     def load(self, run: str, leader_epoch: int, policy_version: int, digest: bytes, pull: Pull) -> WeightTransfer:
         """Bring a policy version into the engine, and verify what the engine holds afterwards. Idempotent by digest.
@@ -89,19 +117,21 @@ class Generator:
             return self._load(run, policy_version, digest, pull)
 
     def _load(self, run: str, policy_version: int, digest: bytes, pull: Pull) -> WeightTransfer:
-        if self._held is not None and self._held.weights_digest == digest:
+        held = self._held
+        # Shared weights have no digest.
+        if held is not None and held.weights_digest == digest and (digest or held.policy_version == policy_version):
             # The same bytes can be two versions, such as after an update without epochs.
-            self._held = replace(self._held, policy_version=policy_version)
+            self._held = replace(held, policy_version=policy_version)
             return self._held
         pulled = pull()
         self._held = None
         start = time.perf_counter()
         changed = pulled.changed if pulled.base_digest == self._loaded else frozenset(pulled.weight_set.tensors)
         self._loaded = b""
-        held = self._engine.load_weights(pulled.weight_set, changed)
+        digests = self._engine.load_weights(pulled.weight_set, changed)
         if self._engine.properties.digest == "read back":
-            self._check_held(pulled.weight_set, held)
-        self._attestation.expect(held)
+            self._check_held(pulled.weight_set, digests)
+        self._attestation.expect(digests)
         self._loaded = digest
         self._verified[digest] = policy_version
         self._held = WeightTransfer(
@@ -113,25 +143,46 @@ class Generator:
             pulled.seconds,
             time.perf_counter() - start,
         )
-        log.info("weights loaded", run=run, version=policy_version, bytes=pulled.bytes_received, kind=pulled.kind)
-        failpoint("generator.loaded")
+        if digest:
+            log.info("weights loaded", run=run, version=policy_version, bytes=pulled.bytes_received, kind=pulled.kind)
+            failpoint("generator.loaded")
         return self._held
 
-    def drop(self) -> None:
-        """Take note that the weights of the engine are being replaced."""
+    def _take(self, batch: GenerationBatch, held: HeldWeights) -> None:
+        """Bring the version that a request names into the engine, from those of this process. Raises FailedPrecondition."""
+        start = time.perf_counter()
         with self._loading:
-            self._held, self._loaded = None, b""
+            self._fence.check(batch.leader_epoch)
+            with held.hold(batch.policy_version, batch.weights_digest) as (weights, digests):
+                before = self._attestation.expected if self._loaded else {}
+                changed = frozenset(name for name in digests if digests[name] != before.get(name))
+                seconds = time.perf_counter() - start
+                pulled = PulledWeights(weights, self._loaded, changed, 0, seconds, "this process", "held")
+                self._load(batch.run, batch.policy_version, batch.weights_digest, lambda: pulled)
 
-    def take_over(self, policy_version: int, digests: Mapping[str, bytes]) -> None:
-        """Take note that the engine holds a policy version, with the digest of each tensor as read back from its weights.
+    def copy(self, policy_version: int, tensors: Iterable[tuple[str, Any]]) -> WeightPublication:
+        """Copy a version of an actor in this process into the engine, after the end of a generation.
 
-        See ``load`` for a transfer.
+        ``tensors``: name and torch tensor of every weight, made one after the other. All of them are consumed in any case.
         """
-        digest = combined_digest(digests)
-        with self._loading:
+        start, size = time.perf_counter(), 0
+
+        def counted() -> Iterator[tuple[str, Any]]:
+            nonlocal size
+            for name, value in tensors:
+                size += value.nbytes
+                yield name, value
+
+        engine = self._engine
+        assert isinstance(engine, CopyingEngine)
+        with self._generating, self._loading:
+            self._held, self._loaded, self._is_copied = None, b"", True
+            digests = engine.copy_weights(counted())
+            digest = combined_digest(digests)
             self._attestation.expect(digests)
             self._held = WeightTransfer(policy_version, digest, "", 0, False, 0.0, 0.0)
             self._loaded, self._verified = digest, {digest: policy_version}
+        return WeightPublication(policy_version, digest, len(digests), size, 0, time.perf_counter() - start)
 
     def _check_held(self, weights: WeightSet, held: Mapping[str, bytes]) -> None:
         digest = combined_digest(held)
@@ -154,10 +205,22 @@ class Generator:
 
         Raises StaleLeaderEpoch for a lower leader epoch, FailedPrecondition if the engine does not hold the requested weights,
         MismatchError for a response by weights that were loaded meanwhile and are not those of their digest, and WeightsChanged
-        if the weights are other ones at the end: all trajectories of the call must then be discarded, also those that are
-        written. After a failure of the engine, the next update loads every tensor: its server may have been restarted, for
-        example.
+        if the weights are other ones at the end (GroupWeightsChanged if only a restart of the process brings them back): all
+        trajectories of the call must then be discarded, also those that are written. After a failure of the engine, the next
+        update loads every tensor: its server may have been restarted, for example.
         """
+        with self._generating:
+            return self._generate(batch, cancelled, on_start, on_progress)
+
+    def _generate(
+        self,
+        batch: GenerationBatch,
+        cancelled: Callable[[], bool],
+        on_start: Callable[[], None],
+        on_progress: Progress,
+    ) -> tuple[int, int]:
+        if self._held_here is not None:
+            self._take(batch, self._held_here)
         with self._loading:
             self._fence.check(batch.leader_epoch)
             self._check_requested(batch)
@@ -174,8 +237,9 @@ class Generator:
             else:
                 self._generate_episodes(requests, batch, cancelled, writer)
             self._attest(batch, time.perf_counter() - start)
-            # Without effect unless the engine shares its device with training.
-            self._engine.sleep()
+            if self._held_here is None and not self._is_copied:
+                # Without effect unless the engine shares its device with training. In an actor's process, updates ask for it.
+                self._engine.sleep()
             return writer.finish()
         except (Cancelled, InvalidRequest, FailedPrecondition):
             raise
@@ -194,7 +258,8 @@ class Generator:
             log.error(
                 "weights changed", run=batch.run, step=batch.step, version=batch.policy_version, tensors=changed[:10]
             )
-            raise WeightsChanged(
+            kind = GroupWeightsChanged if self._is_copied else WeightsChanged
+            raise kind(
                 f"engine {self._engine.properties.name}: {len(changed)} of {read} tensors that were read back, the first "
                 f"{changed[0]}, have changed since version {batch.policy_version} was loaded and verified; the trajectories of "
                 "this call are discarded; if it happens again, check the memory of this machine, and report the engine's version"
@@ -284,12 +349,13 @@ class Generator:
 
     def status(self) -> ServiceStatus:
         """Return the status of the generator."""
+        engine = self._current_engine()
         return replace(
             self._status,
             policy_version=self._held.policy_version if self._held else 0,
             leader_epoch=self._fence.epoch,
             tokens=dict(self._tokens),
-            engine=self._engine.properties,
+            engine=engine.properties if engine is not None else None,
             last_transfer=self._held,
         )
 

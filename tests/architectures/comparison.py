@@ -138,7 +138,7 @@ def _compare_generation(policy: Any, plain: Any) -> float:
     engine = TorchEngine(policy, frozenset([tiny.EOS]), 3)
     sampling = SamplingParameters(12, temperature=0.0)
     result = 0.0
-    for trajectory in engine.generate(tiny.requests(6), sampling, 0, 0):
+    for trajectory in engine.trajectories(tiny.requests(6), sampling, 0):
         prompt = torch.from_numpy(trajectory.prompt_ids.astype(np.int64))[None]
         ids = plain.generate(
             prompt,

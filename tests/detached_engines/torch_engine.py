@@ -6,7 +6,7 @@ from pathlib import Path
 
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from quartet.models.generation.detached_torch import DetachedTorchEngine
+from quartet.models.generation.torch_engine import DetachedTorchEngine
 from tests.detached_engines.tiny_checkpoint import served_model
 
 

@@ -9,10 +9,10 @@ import structlog
 import torch
 
 from quartet.model_files.memory import CACHE_COLUMNS, graph_columns
-from quartet.models.generation.merged_torch import MergedTorchEngine
 from quartet.models.generation.static_decoding import StaticDecoder
 from quartet.models.generation.torch_engine import TorchEngine
 from quartet.models.weights.lora import add_adapter
+from quartet.weight_transfer.tensors import WeightSet
 from tests.device.conftest import on_gpu
 from tests.device.pretended_gpu import PretendedGpu
 from tests.unit.models import tiny
@@ -91,9 +91,9 @@ def test_a_failed_capture_leaves_the_thread_on_its_stream_and_no_memory_pool_in_
 def test_an_engine_that_frees_everything_captures_again_and_draws_the_same_tokens(gpu: PretendedGpu) -> None:
     engine = TorchEngine(on_gpu(tiny.causal("llama")), frozenset(), 4)
     before, captures = decode(engine), len(gpu.captures)
-    engine.release()
+    engine.sleep(everything=False)
     assert (decode(engine), len(gpu.captures)) == (before, captures)
-    engine.release(everything=True)
+    engine.sleep()
     assert engine._static is not None
     assert not engine._static._keys_values
     assert decode(engine) == before
@@ -122,14 +122,14 @@ def test_a_lack_of_memory_in_the_trial_is_raised_and_the_next_generation_tries_a
 def test_captured_steps_read_an_adapter_that_is_merged_again(gpu: PretendedGpu) -> None:
     models = [tiny.causal("llama") for _ in range(2)]
     adapters = [add_adapter(model, "base", 3, 12.0) for model in (models[0], on_gpu(models[1]))]
-    engines = [MergedTorchEngine(adapter, frozenset(), 4) for adapter in adapters]
+    engines = [TorchEngine(adapter.model, frozenset(), 4, merged=adapter) for adapter in adapters]
     first = [decode(engine) for engine in engines]
     captures = len(gpu.captures)
     for adapter, engine in zip(adapters, engines, strict=True):
         with torch.no_grad():
             for parameter in adapter.parameters():
                 parameter.fill_(0.1)
-        engine.weights_changed()
+        engine.load_weights(WeightSet(0, b"", {}), [])
     second = [decode(engine) for engine in engines]
     assert first[0] == first[1] != second[0] == second[1]
     assert len(gpu.captures) == captures > 0

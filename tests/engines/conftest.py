@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -10,8 +10,13 @@ import tokenizers
 import torch
 import transformers
 
+from quartet.contract.arrays import FloatArray
+from quartet.contract.generation import SamplingParameters
+from quartet.contract.trajectory import TokenBatch, Trajectory
+from quartet.engines.engine import EngineResponse, Policy
+from quartet.engines.validation import check_response
 from quartet.models.forward.scoring import response_log_probs
-from quartet.models.generation.engine import Policy
+from quartet.models.generation.torch_engine import served_model
 from quartet.models.weights.lora import add_adapter
 from tests.engines import http_servers
 from tests.engines.http_servers import VLLMServer
@@ -40,9 +45,25 @@ def policy(seed: int = SEED) -> Policy:
     model = tiny.causal("llama")
     adapter = add_adapter(model, "base", rank=2, alpha=3.0, seed=seed)
     change_adapter(model, seed)
-    return Policy(
-        model, tokenizer(), adapter, frozenset({EOS}), lambda batch, t: response_log_probs(model, batch, t, 4096)
-    )
+    return Policy(model, tokenizer(), adapter, served_model(model, frozenset({EOS})))
+
+
+def score(subject: Policy, batch: TokenBatch, temperature: float) -> FloatArray:
+    """Return the trainer's log-probs."""
+    return response_log_probs(subject.model, batch, temperature, 4096)
+
+
+def trajectories(
+    responses: Iterable[EngineResponse], subject: Policy, sampling: SamplingParameters, version: int = 0
+) -> list[Trajectory]:
+    """Return checked responses, ordered by id. The trainer computes the log-probs that an engine does not report, as in a run."""
+    results = [check_response(each, subject.served, sampling, version, "engine") for each in responses]
+    return [
+        each
+        if each.has_log_probs
+        else each.with_log_probs(score(subject, TokenBatch.of([each]), sampling.temperature or 1.0))
+        for each in sorted(results, key=lambda each: each.id)
+    ]
 
 
 def change_adapter(model: torch.nn.Module, seed: int) -> None:

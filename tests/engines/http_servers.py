@@ -16,8 +16,9 @@ from typing import Any
 import httpx2
 
 from quartet.config.rollout import SGLangServerConfig, VLLMServerConfig
-from quartet.engines.sglang_server import SGLangServerEngine, create_sglang_server
-from quartet.engines.vllm_server import VLLMServerEngine, create_vllm_server
+from quartet.engines.http_client import engine_server
+from quartet.engines.sglang_server import SGLangServerEngine
+from quartet.engines.vllm_server import VLLMServerEngine
 from tests.engines.remote_policy import EOS, POSITIONS, policy, served
 from tests.engines.sglang_server import SGLangServer
 from tests.waiting import LIMIT
@@ -118,7 +119,11 @@ def connect_vllm(
     key = server.folder / "key"
     key.write_text(KEY)
     settings = {"weights_directory": server.folder / "weights", "api_key_file": key, "timeout_seconds": 30.0, **changes}
-    return create_vllm_server(VLLMServerConfig(url=url or server.url, **settings), served(server.model), max_in_flight)
+    config = VLLMServerConfig(url=url or server.url, **settings)
+    options = {"model": config.model, "verify_weights": config.verify_weights}
+    return VLLMServerEngine(
+        engine_server(config, "vLLM", "rollout.vllm_server", max_in_flight, **options), served(server.model)
+    )
 
 
 def sglang_policy(seed: int) -> Any:
@@ -134,4 +139,6 @@ def connect_sglang(server: SGLangServer, tmp_path: Path, url: str | None = None,
     key.write_text(KEY)
     settings = {"weights_directory": tmp_path / "weights", "api_key_file": key, "timeout_seconds": 20.0, **changes}
     config = SGLangServerConfig(url=url or server.url, **settings)
-    return create_sglang_server(config, served(server.launch.model_path), 64)
+    return SGLangServerEngine(
+        engine_server(config, "SGLang", "rollout.sglang_server", 64), served(server.launch.model_path)
+    )

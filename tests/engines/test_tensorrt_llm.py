@@ -15,20 +15,19 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from quartet.config.rollout import RolloutConfig
+from quartet.config.loading import parse_config
 from quartet.contract.generation import GenerationRequest, SamplingParameters
 from quartet.contract.trajectory import Trajectory, TrajectoryId
 from quartet.engines import tensorrt_llm
 from quartet.engines.checkpoint_files import readable_by_older_versions
-from quartet.engines.engine import EngineResponse, ServedModel
-from quartet.engines.tensorrt_llm import TensorRTLLMEngine, TensorRTLLMSettings, create_tensorrt_llm
+from quartet.engines.engine import EngineResponse, Policy, ServedModel
+from quartet.engines.registry import find_engine
+from quartet.engines.tensorrt_llm import TensorRTLLMEngine, TensorRTLLMSettings
 from quartet.errors import Cancelled, ConfigError, InvalidRequest, ServiceFailed
-from quartet.models.generation.engine import Policy
-from quartet.models.generation.validation import trajectories
 from quartet.weight_transfer.digests import combined_digest, tensor_digest
 from quartet.weight_transfer.tensors import AdapterSettings, HostTensor, WeightSet
 from tests.engines import fake_tensorrt_llm
-from tests.engines.conftest import EOS, change_adapter
+from tests.engines.conftest import EOS, change_adapter, trajectories
 from tests.engines.fake_tensorrt_llm import LLM, NEW, OLD
 from tests.engines.test_contract import greedy, requests
 from tests.every_case import every_case
@@ -147,7 +146,7 @@ def test_new_weights_apply_to_the_next_generation(
 
 
 def checked(result: list[EngineResponse], subject: Policy, sampling: SamplingParameters) -> list[Trajectory]:
-    return trajectories(result, subject, sampling, 0, "engine")
+    return trajectories(result, subject, sampling)
 
 
 @pytest.mark.parametrize(
@@ -385,19 +384,28 @@ def test_settings_reach_the_engine(
     checkpoint: Path, subject: Policy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fake_tensorrt_llm.install(monkeypatch)
-    rollout = RolloutConfig.model_validate(
+    rollout = {
+        "engine": "tensorrt-llm",
+        "generators": 1,
+        "max_concurrent_sequences": 7,
+        "tensorrt_llm": {"memory_fraction": 0.3, "tensor_parallel_size": 2, "cuda_graphs": False},
+    }
+    config = parse_config(
         {
-            "engine": "tensorrt-llm",
-            "max_concurrent_sequences": 7,
-            "tensorrt_llm": {"memory_fraction": 0.3, "tensor_parallel_size": 2, "cuda_graphs": False},
-        }
+            "actor": {"model": str(checkpoint)},
+            "reward": {"model": str(checkpoint)},
+            "data": {"prompts": "p"},
+            "rollout": rollout,
+        },
+        "test",
     )
-    served = ServedModel(str(checkpoint), "float32", frozenset({EOS}), tiny.VOCABULARY, 64)
+    create = find_engine("tensorrt-llm").create
+    assert create is not None
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
     with pytest.raises(ConfigError, match=r"tensor_parallel_size 2: CUDA_VISIBLE_DEVICES '3' shows 1 GPUs"):
-        create_tensorrt_llm(rollout, served, tmp_path)
+        create(config)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,4")
-    engine = create_tensorrt_llm(rollout, served, tmp_path)
+    engine: Any = create(config)[0]
     load(engine, weight_set(subject, 0, tmp_path / "w"))
     arguments = LLM.started[0].args
     assert (arguments.max_batch_size, arguments.tensor_parallel_size, arguments.cuda_graph_config) == (7, 2, None)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -14,10 +13,10 @@ import numpy as np
 import pytest
 import torch
 
-from quartet.contract.arrays import FloatArray
 from quartet.contract.generation import GenerationRequest, SamplingParameters
 from quartet.contract.trajectory import FinishReason, TokenBatch, Trajectory, TrajectoryId
 from quartet.contract.update import Experience, OptimizationSettings, PolicyLossSettings, RolloutCorrection
+from quartet.engines.engine import Policy
 from quartet.errors import (
     ComputationFailed,
     MismatchError,
@@ -25,11 +24,10 @@ from quartet.errors import (
     ServiceFailed,
     ServiceUnavailable,
 )
-from quartet.models.generation.engine import Policy
 from quartet.models.training.optimizer import create_optimizer
 from quartet.models.training.updates import update_policy
 from quartet.rpc.security.certificate_authority import Authority
-from tests.engines.conftest import change_adapter, policy
+from tests.engines.conftest import change_adapter, policy, score
 from tests.engines.test_contract import greedy, requests, run, tokens
 from tests.engines.triton_engines import engine_of
 from tests.engines.triton_server import Model, TritonServer, free_port
@@ -73,19 +71,19 @@ def test_an_invalid_response_of_the_server_is_an_error(
 ) -> None:
     engine = engine_of(server, "current", subject, tmp_path)
     with pytest.raises(error, match=message):
-        run(engine, with_fault(token))
-    assert len(run(engine, requests(4))) == 4
+        run(engine, with_fault(token), subject)
+    assert len(run(engine, requests(4), subject)) == 4
 
 
 def test_text_that_does_not_match_its_tokens_is_an_error(server: TritonServer, subject: Policy, tmp_path: Path) -> None:
     with pytest.raises(ComputationFailed, match="tokenized text does not decode to the same text"):
-        run(engine_of(server, "garbled", subject, tmp_path), requests(2))
+        run(engine_of(server, "garbled", subject, tmp_path), requests(2), subject)
 
 
 def test_a_server_without_a_response_is_unavailable(server: TritonServer, subject: Policy, tmp_path: Path) -> None:
     engine = engine_of(server, "current", subject, tmp_path, timeout=0.5)
     with pytest.raises(ServiceUnavailable, match=r"no response for 0\.5 s; raise rollout\.triton\.timeout"):
-        run(engine, with_fault(57))
+        run(engine, with_fault(57), subject)
 
 
 def test_a_model_that_crashes_is_an_error(
@@ -93,7 +91,7 @@ def test_a_model_that_crashes_is_an_error(
 ) -> None:
     engine = engine_of(own_server(Model("current")), "current", subject, tmp_path, timeout=5.0)
     with pytest.raises((ServiceFailed, ServiceUnavailable)):
-        run(engine, with_fault(60))
+        run(engine, with_fault(60), subject)
 
 
 def test_a_killed_server_is_unavailable_and_is_used_again_after_its_restart(
@@ -101,16 +99,16 @@ def test_a_killed_server_is_unavailable_and_is_used_again_after_its_restart(
 ) -> None:
     server = own_server(Model("current"))
     engine = engine_of(server, "current", subject, tmp_path)
-    running = engine.generate(requests(32), SamplingParameters(40), 0, 0, lambda: False)
+    running = engine.generate(requests(32), SamplingParameters(40), 0, lambda: False)
     next(running)
     server.stop(signal.SIGKILL)
     with pytest.raises(ServiceUnavailable, match="start the server, or correct"):
         list(running)
     with pytest.raises(ServiceUnavailable, match=r"rollout\.triton\.url"):
-        run(engine, requests(2))
+        run(engine, requests(2), subject)
     server.start(server.port)
     # The server has lost the adapter. The first request of every generation sends it.
-    result = run(engine, requests(4), temperature=0.0)
+    result = run(engine, requests(4), subject, temperature=0.0)
     assert tokens(result) == [greedy(subject, request) for request in requests(4)]
 
 
@@ -119,7 +117,7 @@ def test_the_error_names_an_unreachable_server(subject: Policy, tmp_path: Path, 
     unreachable = TritonServer(tmp_path, checkpoint, ())
     unreachable.port = free_port()
     with pytest.raises(ServiceUnavailable, match=rf"model current of Triton at 127\.0\.0\.1:{unreachable.port}: "):
-        run(engine_of(unreachable, "current", subject, tmp_path), requests(1))
+        run(engine_of(unreachable, "current", subject, tmp_path), requests(1), subject)
 
 
 @pytest.mark.parametrize(("model", "message"), [("absent", "unknown model"), ("seedless", "no random_seed")])
@@ -127,23 +125,23 @@ def test_a_model_with_other_inputs_is_a_mismatch(
     server: TritonServer, subject: Policy, tmp_path: Path, model: str, message: str
 ) -> None:
     with pytest.raises(MismatchError, match=message) as refused:
-        run(engine_of(server, model, subject, tmp_path), requests(1))
+        run(engine_of(server, model, subject, tmp_path), requests(1), subject)
     assert "rollout.triton.model names the model" in str(refused.value)
 
 
 def test_max_in_flight_does_not_change_the_tokens(server: TritonServer, subject: Policy, tmp_path: Path) -> None:
     few, many = (engine_of(server, "current", subject, tmp_path, max_in_flight=limit) for limit in (2, 32))
-    assert tokens(run(few, requests(9))) == tokens(run(many, requests(9)))
+    assert tokens(run(few, requests(9), subject)) == tokens(run(many, requests(9), subject))
 
 
 def test_the_mismatch_of_static_weights_is_reported_and_corrected(
     server: TritonServer, subject: Policy, tmp_path: Path
 ) -> None:
     engine = engine_of(server, "current", subject, tmp_path, weights="static")
-    result = run(engine, requests(24), temperature=1.0)
+    result = run(engine, requests(24), subject, temperature=1.0)
     assert subject.adapter is not None
     with subject.adapter.off():
-        base = subject.score(TokenBatch.of(result), 1.0)
+        base = score(subject, TokenBatch.of(result), 1.0)
     assert np.allclose(np.concatenate([t.log_probs for t in result]), base, atol=1e-3)
 
     metrics = update_metrics(subject, result)
@@ -155,7 +153,7 @@ def test_with_sent_adapters_the_mismatch_is_only_rounding(
     server: TritonServer, subject: Policy, tmp_path: Path
 ) -> None:
     metrics = update_metrics(
-        subject, run(engine_of(server, "current", subject, tmp_path), requests(24), temperature=1.0)
+        subject, run(engine_of(server, "current", subject, tmp_path), requests(24), subject, temperature=1.0)
     )
     assert metrics["rollout_mismatch_kl"] < 1e-6
     assert metrics["importance_weight"] == pytest.approx(1.0, abs=1e-4)
@@ -195,25 +193,18 @@ def test_static_weights_need_log_probs_of_the_sampled_distribution(
 ) -> None:
     engine = engine_of(server, model, subject, tmp_path, weights="static")
     with pytest.raises(MismatchError, match=message):
-        run(engine, requests(1), **sampling)
+        run(engine, requests(1), subject, **sampling)
     # Greedy responses are for evaluations, which need none.
-    assert len(run(engine, requests(2), temperature=0.0)) == 2
+    assert len(run(engine, requests(2), subject, temperature=0.0)) == 2
 
 
 def test_log_probs_of_a_truncated_distribution_come_from_the_trainer(
     server: TritonServer, subject: Policy, tmp_path: Path
 ) -> None:
-    scored = []
-
-    def score(batch: TokenBatch, temperature: float) -> FloatArray:
-        scored.append(batch)
-        return subject.score(batch, temperature)
-
-    watched = replace(subject, score=score)
-    run(engine_of(server, "current", watched, tmp_path), requests(2))
-    assert not scored
-    run(engine_of(server, "current", watched, tmp_path), requests(2), top_k=5)
-    assert scored
+    engine = engine_of(server, "current", subject, tmp_path)
+    for top_k, reported in ((0, True), (5, False)):
+        responses = list(engine.generate(requests(2), SamplingParameters(10, temperature=0.8, top_k=top_k), 0))
+        assert all((response.log_probs is not None) is reported for response in responses)
 
 
 @pytest.mark.parametrize(
@@ -231,7 +222,7 @@ def test_the_engine_declares_what_the_served_model_guarantees(
     engine = engine_of(server, model, subject, tmp_path, weights=weights)
     before = engine.properties  # Without a call, so that a status does not depend on the server.
     assert (before.name, before.seeded, before.log_probs, before.weights) == ("triton", False, "none", expected[3])
-    run(engine, requests(1), temperature=0.0)
+    run(engine, requests(1), subject, temperature=0.0)
     declared = engine.properties
     assert (declared.name, declared.seeded, declared.log_probs, declared.weights) == expected
     assert (declared.batch_invariant, declared.digest) == (False, "none")
@@ -251,26 +242,24 @@ def test_vllms_backend_returns_the_exact_tokens_and_log_probs(
     server: TritonServer, served_policy: Policy, tmp_path: Path
 ) -> None:
     engine, batch = engine_of(server, "vllm", served_policy, tmp_path, weights="static"), requests(12)
-    result = run(engine, batch, temperature=0.0)
+    result = run(engine, batch, served_policy, temperature=0.0)
     assert tokens(result) == [greedy(served_policy, request) for request in batch]
-    first = run(engine, batch, temperature=1.0)
-    expected = served_policy.score(TokenBatch.of(first), 1.0)
+    first = run(engine, batch, served_policy, temperature=1.0)
+    expected = score(served_policy, TokenBatch.of(first), 1.0)
     assert np.allclose(np.concatenate([t.log_probs for t in first]), expected, atol=1e-3)
-    assert tokens(run(engine, batch[3:6], temperature=1.0)) == tokens(first)[3:6]
-    assert tokens(run(engine, batch, temperature=1.0, seed=1)) != tokens(first)
-    assert {t.finish_reason for t in run(engine, requests(30), temperature=1.0)} == set(FinishReason)
-    assert {len(t.response_ids) for t in run(engine, batch, temperature=1.0, ignore_eos=True)} == {10}
+    assert tokens(run(engine, batch[3:6], served_policy, temperature=1.0)) == tokens(first)[3:6]
+    assert tokens(run(engine, batch, served_policy, temperature=1.0, seed=1)) != tokens(first)
+    assert {t.finish_reason for t in run(engine, requests(30), served_policy, temperature=1.0)} == set(FinishReason)
+    assert {len(t.response_ids) for t in run(engine, batch, served_policy, temperature=1.0, ignore_eos=True)} == {10}
 
 
 def test_vllms_backend_stops_cancelled_requests(server: TritonServer, subject: Policy, tmp_path: Path) -> None:
     engine = engine_of(server, "vllm", subject, tmp_path, weights="static")
     before = server.count("tokens")
-    running = engine.generate(
-        requests(32), SamplingParameters(50, temperature=1.0, ignore_eos=True), 0, 0, lambda: False
-    )
+    running = engine.generate(requests(32), SamplingParameters(50, temperature=1.0, ignore_eos=True), 0, lambda: False)
     next(running)
     getattr(running, "close")()  # noqa: B009
-    run(engine, requests(1), temperature=1.0, max_response_tokens=1)
+    run(engine, requests(1), subject, temperature=1.0, max_response_tokens=1)
     assert server.count("tokens") - before < 32 * 50 / 4
 
 
@@ -291,20 +280,20 @@ def test_an_invalid_response_of_vllms_backend_is_an_error(
 ) -> None:
     engine = engine_of(server, "vllm", subject, tmp_path, weights="static")
     with pytest.raises(error, match=message):
-        run(engine, with_fault(token), temperature=1.0)
-    assert len(run(engine, requests(4), temperature=1.0)) == 4
+        run(engine, with_fault(token), subject, temperature=1.0)
+    assert len(run(engine, requests(4), subject, temperature=1.0)) == 4
 
 
 def test_vllms_backend_takes_no_adapters(server: TritonServer, subject: Policy, tmp_path: Path) -> None:
     with pytest.raises(MismatchError, match=r"from a file when it starts.*set rollout\.engine vllm"):
-        run(engine_of(server, "vllm", subject, tmp_path), requests(1))
+        run(engine_of(server, "vllm", subject, tmp_path), requests(1), subject)
 
 
 def test_an_adapter_is_sent_once_per_generation(server: TritonServer, subject: Policy, tmp_path: Path) -> None:
     engine = engine_of(server, "current", subject, tmp_path)
     before = server.count("adapters")
     for generation in (1, 2):
-        run(engine, requests(12))
+        run(engine, requests(12), subject)
         assert server.count("adapters") == before + generation
 
 
@@ -313,15 +302,15 @@ def test_two_policies_on_one_server_do_not_mix(server: TritonServer, tmp_path: P
     batch = requests(6)
     for subject in (one, other, one):
         engine = engine_of(server, "current", subject, tmp_path)
-        assert tokens(run(engine, batch, temperature=0.0)) == [greedy(subject, request) for request in batch]
+        assert tokens(run(engine, batch, subject, temperature=0.0)) == [greedy(subject, request) for request in batch]
 
 
 def test_only_the_newest_adapter_is_on_disk(server: TritonServer, subject: Policy, tmp_path: Path) -> None:
     engine = engine_of(server, "text", subject, tmp_path)
-    run(engine, requests(2))
+    run(engine, requests(2), subject)
     change_adapter(subject.model, 5)
     engine.weights_changed()
-    run(engine, requests(2))
+    run(engine, requests(2), subject)
     assert len(list((tmp_path / "engine").iterdir())) == 1
     engine.close()
     assert not (tmp_path / "engine").exists()
@@ -340,22 +329,24 @@ def test_server_and_client_authenticate_with_certificates(
         for name, file in (("authority", "ca.crt"), ("certificate", "tls.crt"), ("key", "tls.key"))
     }
     batch = requests(2)
-    result = run(engine_of(server, "current", subject, tmp_path, encrypted=True, **files), batch, temperature=0.0)
+    result = run(
+        engine_of(server, "current", subject, tmp_path, encrypted=True, **files), batch, subject, temperature=0.0
+    )
     assert tokens(result) == [greedy(subject, request) for request in batch]
     for incomplete in ({"encrypted": True, "authority": files["authority"]}, {"encrypted": False}):
         with pytest.raises(ServiceUnavailable):
-            run(engine_of(server, "current", subject, tmp_path, timeout=3.0, **incomplete), batch)
+            run(engine_of(server, "current", subject, tmp_path, timeout=3.0, **incomplete), batch, subject)
 
 
 def test_generations_leave_no_threads(server: TritonServer, subject: Policy, tmp_path: Path) -> None:
     engine = engine_of(server, "current", subject, tmp_path)
 
     def cut_short() -> None:
-        running = engine.generate(requests(8), SamplingParameters(10), 0, 0, lambda: False)
+        running = engine.generate(requests(8), SamplingParameters(10), 0, lambda: False)
         next(running)
         getattr(running, "close")()  # noqa: B009
 
-    for generation in (lambda: run(engine, requests(4)), cut_short):
+    for generation in (lambda: run(engine, requests(4), subject), cut_short):
         generation()
         before = threading.active_count()
         for _ in range(5):

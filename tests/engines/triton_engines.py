@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from quartet.models.generation.engine import Policy
+from quartet.engines.engine import Policy
 from quartet.models.generation.triton_server import TritonEngine
 from quartet.models.generation.triton_server import TritonServer as Target
 from tests.engines.triton_server import TritonServer

@@ -15,7 +15,6 @@ import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -64,11 +63,7 @@ def build(folder: Path, case: str, workers: Workers = SINGLE) -> TrainableModel:
     if case.startswith("critic"):
         return Critic(CriticConfig(lora=lora, **options), base, "cpu", folder, no_buffer, workers=workers)
     config = ActorConfig(model=base, lora=lora, **options)
-    return Actor(config, "cpu", 4, folder, no_buffer, create_engine=no_engine, workers=workers)
-
-
-def no_engine(policy: Any) -> Any:
-    return SimpleNamespace(close=lambda: None)
+    return Actor(config, "cpu", folder, no_buffer, workers=workers)
 
 
 def no_buffer(run: str) -> Any:

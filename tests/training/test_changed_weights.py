@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from quartet.models.generation.detached_torch import DetachedTorchEngine
+from quartet.models.generation.torch_engine import DetachedTorchEngine
 from quartet.services.generator import attestation
 from tests.training.conftest import MakeConfig
 from tests.training.generator_runs import run_with_generators

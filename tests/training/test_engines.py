@@ -1,63 +1,69 @@
-"""Notifications that a run sends to its generation engine."""
+"""What a run asks of an engine that shares the weights of the actor."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from quartet.contract.trajectory import Trajectory
-from quartet.models.generation.engine import Policy
+from quartet.engines.engine import EngineResponse, Policy
 from quartet.models.generation.torch_engine import TorchEngine
-from quartet.services import factories as roles
+from quartet.models.generation.torch_kind import KIND
+from quartet.services import factories
+from quartet.services.actor.actor import Actor
+from quartet.weight_transfer.tensors import WeightSet
 from tests.training.conftest import MakeConfig
 from tests.training.runs import run_to_completion
 
 
-def test_an_engine_is_notified_before_and_after_each_update(make: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    notifications: list[str] = []
+class RecordingEngine(TorchEngine):
+    """Engine that records its calls."""
 
-    class RecordingEngine(TorchEngine):
-        def generate(self, *arguments: Any, **options: Any) -> Iterator[Trajectory]:
-            notifications.append("generate")
-            return super().generate(*arguments, **options)
+    def __init__(self, policy: Policy, calls: list[str]) -> None:
+        super().__init__(policy.model, policy.served.stop_ids, 8)
+        self._calls = calls
 
-        def release(self, everything: bool = False) -> None:
-            notifications.append("release")
+    def generate(self, *arguments: Any, **options: Any) -> Iterator[EngineResponse]:
+        self._calls.append("generate")
+        return super().generate(*arguments, **options)
 
-        def weights_changed(self) -> None:
-            notifications.append("weights changed")
+    def sleep(self, everything: bool = True) -> None:
+        self._calls.append("sleep")
 
-    def build(policy: Policy) -> RecordingEngine:
-        engine = RecordingEngine(policy.model, policy.stop_ids, 8)
-        notifications.clear()  # the trial of the engine releases its own memory
-        return engine
+    def load_weights(self, weights: WeightSet, changed: Collection[str]) -> Mapping[str, bytes]:
+        assert not weights.tensors
+        self._calls.append(f"version {weights.version}")
+        return {}
 
-    monkeypatch.setattr(roles, "engine_factory", lambda *_: build)
-    run_to_completion(make())
-    assert notifications == ["generate", "release", "weights changed"] * 2
+    def close(self) -> None:
+        self._calls.append("close")
 
 
-def test_an_engine_is_closed_when_the_policy_is_replaced(
-    make: MakeConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    calls: list[str] = []
+    kind = replace(KIND, share=lambda config, policy, certificates: RecordingEngine(policy, calls))
+    monkeypatch.setattr(factories, "find_engine", lambda name: kind)
+    return calls
+
+
+def test_an_engine_with_shared_weights_gets_each_version_and_frees_memory_for_updates(
+    make: MakeConfig, recorded: list[str]
 ) -> None:
-    from quartet.services.actor.actor import Actor
+    run_to_completion(make())
+    assert recorded == ["version 0", "generate", "sleep", "version 1", "generate", "sleep"]
 
-    closed: list[Policy] = []
 
-    class ClosableEngine(TorchEngine):
-        def __init__(self, policy: Policy) -> None:
-            super().__init__(policy.model, policy.stop_ids, 8)
-            self._policy = policy
-
-        def close(self) -> None:
-            closed.append(self._policy)
-
+def test_an_engine_is_closed_when_the_policy_is_replaced(make: MakeConfig, tmp_path: Any) -> None:
     def no_buffer(run: str) -> Any:
         raise AssertionError(run)
 
-    config = make()
-    actor = Actor(config.actor, "cpu", 8, tmp_path, no_buffer, create_engine=ClosableEngine)
+    calls: list[str] = []
+    create: Callable[[Policy], RecordingEngine] = lambda policy: RecordingEngine(policy, calls)  # noqa: E731
+    actor = Actor(make().actor, "cpu", tmp_path, no_buffer, create_engine=create)
+    first = actor.engine()
     actor.restore("run", 0, 1, "")
-    assert len(closed) == 1
+    assert calls == ["close"]
+    assert actor.engine() is not first

@@ -17,7 +17,7 @@ from quartet.contract.trajectory import NO_LOG_PROBS
 from quartet.contract.update import Experience
 from quartet.demo.toy_task import ToyTask
 from quartet.models.forward.scoring import response_log_probs
-from quartet.models.generation.detached_torch import DetachedTorchEngine
+from quartet.models.generation.torch_engine import DetachedTorchEngine
 from quartet.models.training.updates import update_policy
 from quartet.rpc import base_servicers
 from quartet.services.actor import actor

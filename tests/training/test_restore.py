@@ -27,7 +27,7 @@ def no_buffer(run: str) -> Any:
 
 def build(role: str, config: Config, root: Path) -> Actor | Critic:
     if role == "actor":
-        return Actor(config.actor, "cpu", 4, root, no_buffer)
+        return Actor(config.actor, "cpu", root, no_buffer)
     return Critic(config.critic, config.critic_model, "cpu", root, no_buffer)
 
 

@@ -51,7 +51,7 @@ def test_an_update_uses_its_number_of_threads_and_restores_the_old_one(
     buffer: Any = NoBuffer
     more = threads + 2
     if role == "actor":
-        actor = Actor(config.actor, "cpu", 4, tmp_path, buffer, update_threads=more)
+        actor = Actor(config.actor, "cpu", tmp_path, buffer, update_threads=more)
         update_model = partial(actor.update, loss=PolicyLossSettings())
     else:
         critic = Critic(config.critic, config.critic_model, "cpu", tmp_path, buffer, update_threads=more)

@@ -22,7 +22,7 @@ from quartet.config.root import Config
 from quartet.contract.generation import EngineProperties
 from quartet.contract.status import Role, ServiceStatus
 from quartet.contract.weights import WeightTransfer
-from quartet.engines.catalog import CATALOG
+from quartet.engines.registry import engine_names, find_engine
 from quartet.models.generation.trial import processor
 from quartet.models.training.optimizer import create_optimizer
 from quartet.models.training.updates import update_policy
@@ -227,8 +227,8 @@ def test_the_guarantees_of_every_engine_are_printed(
     monkeypatch.setattr(module, "console", Console(width=80))
     doctor(None, [], [])
     output = " ".join(capsys.readouterr().out.split())
-    for entry in CATALOG:
-        assert entry.properties.name in output
+    for name in engine_names():
+        assert all(place.properties.name in output for place in find_engine(name).guarantees)
     assert "a vLLM server, called by a generator: seeded yes, batch-invariant if the server has VLLM_BATCH" in output
     assert "the actor's process: seeded yes, batch-invariant if its trial at the start passes" in output
 

@@ -65,9 +65,9 @@ def test_a_lower_leader_epoch_is_refused_from_then_on() -> None:
     for step in (1, 2):
         with pytest.raises(FailedPrecondition, match="leader_epoch 2: an orchestrator of epoch 3 has taken over"):
             log.admit("run", step, 2)
-    log.fence(4)
+    log.fence.check(4)
     with pytest.raises(FailedPrecondition, match="epoch 4 has taken over"):
-        log.fence(3)
+        log.fence.check(3)
     applied(log, 2, epoch=4)
 
 

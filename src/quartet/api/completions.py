@@ -58,9 +58,7 @@ def complete(
         for sample in range(samples)
     ]
     engine = TorchEngine(policy, stops, max_concurrent_sequences=64, decode=token_decoder(tokenizer))
-    trajectories = {
-        trajectory.id: trajectory for trajectory in engine.generate(requests, sampling, seed, 0, lambda: False)
-    }
+    trajectories = {trajectory.id: trajectory for trajectory in engine.trajectories(requests, sampling, seed)}
     by_index: dict[int, Prompt] = {prompt.index: prompt for prompt in prompts}
     return [
         Completion(

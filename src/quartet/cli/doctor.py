@@ -35,7 +35,8 @@ from quartet.config.loading import load_config
 from quartet.config.root import Config
 from quartet.config.url_redaction import redact_url
 from quartet.contract.status import TRAINED_ROLES, ProcessStatus, Role, ServiceStatus
-from quartet.engines.catalog import CATALOG, COLUMNS, described
+from quartet.engines.engine import COLUMNS, described
+from quartet.engines.registry import engine_names, find_engine
 from quartet.errors import ConfigError, QuartetError
 from quartet.model_files.hub_models import cached_snapshot, looks_local
 from quartet.planner.device_memory import add_parts, frozen_memory, trained_memory
@@ -46,7 +47,6 @@ from quartet.planner.workload import configured_parallel, read_workload
 from quartet.preflight import problems
 from quartet.preflight.findings import Finding, has_error
 from quartet.preflight.generator_check import generator_mismatch
-from quartet.preflight.generators import ENGINE_PACKAGES
 from quartet.preflight.repeatability import repeatability_notes, torch_remedy
 from quartet.rpc.security.allow_list import OPERATOR
 from quartet.rpc.security.credentials import Credentials
@@ -113,10 +113,10 @@ def _engines(config: Config | None) -> Table:
     table = Table(
         title="What the engines can guarantee", title_justify="left", show_header=False, box=None, padding=(0, 2)
     )
-    for entry in CATALOG:
-        name, *cells = entry.cells()
-        if config is None or entry.engine == config.rollout.engine:
-            table.add_row(name, f"{entry.runs_in}: {_guarantees(cells)}")
+    for engine in engine_names() if config is None else [config.rollout.engine]:
+        for place in find_engine(engine).guarantees:
+            name, *cells = place.cells()
+            table.add_row(name, f"{place.runs_in}: {_guarantees(cells)}")
     return table
 
 
@@ -340,7 +340,7 @@ def _local_generators(config: Config) -> Iterator[Finding]:
 
     engine, service = config.rollout.engine, config.services.generator
     python = service.python or Path(sys.executable)
-    yield _finding("generator.python", *_environment(python, ENGINE_PACKAGES.get(engine, "")))
+    yield _finding("generator.python", *_environment(python, find_engine(engine).package))
     available = torch.cuda.device_count()
     shares = [devices_of_generator(config, index) for index in range(config.rollout.generators)]
     missing = sorted({device for share in shares for device in share if device >= available})

@@ -1,16 +1,20 @@
-"""The interface of generation engines that hold their own copy of the weights."""
+"""The interface of generation engines, and what each kind of engine states about itself."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from quartet.contract.arrays import FloatArray, IntArray
 from quartet.contract.generation import EngineProperties as EngineProperties
 from quartet.contract.generation import GenerationRequest, SamplingParameters
 from quartet.contract.trajectory import TrajectoryId, VersionSpan
 from quartet.weight_transfer.tensors import WeightSet
+
+if TYPE_CHECKING:
+    from quartet.config.root import Config
 
 Cancelled = Callable[[], bool]
 """Function that returns True once the caller no longer waits."""
@@ -26,7 +30,7 @@ class ServedModel:
 
     ``stop_ids`` end a response. ``vocabulary_size``: number of token ids that the model embeds. ``max_sequence_tokens``: longest
     prompt and response together; 0 is no limit. ``dtype``: "float32", "bfloat16" or "float16". ``decode``: the tokenizer,
-    for stop strings; None in a process without one.
+    for stop strings; None in a process without one. ``tokenizer_fingerprint``: "" in a process without one.
     """
 
     model: str
@@ -35,6 +39,20 @@ class ServedModel:
     vocabulary_size: int
     max_sequence_tokens: int
     decode: TokenDecoder | None = field(default=None, compare=False)
+    tokenizer_fingerprint: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """The policy that an actor trains, for an engine that shares its weights.
+
+    ``model`` is a transformers model, updated in place. ``adapter`` is its LoRA adapter if only that is trained.
+    """
+
+    model: Any
+    tokenizer: Any
+    adapter: Any
+    served: ServedModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +87,7 @@ class TurnSource(Protocol):
 
 
 class Engine(Protocol):
-    """Generation engine with its own copy of the weights.
+    """Generation engine, with its own copy of the weights or with those of an actor's policy.
 
     Not thread-safe, except that an engine with ``properties.in_flight_updates`` takes ``load_weights`` on another thread while
     ``generate`` runs.
@@ -85,6 +103,8 @@ class Engine(Protocol):
         ``changed`` names the tensors that differ from the version that the engine holds; at the first call, all of them. Return
         the digest of each tensor of ``weights``, see ``digests.tensor_digest``, computed from what the engine holds afterwards.
         Raises ServiceFailed or ConfigError.
+
+        An engine that shares the weights of a policy gets no tensors: it only takes note that the policy is of another version.
 
         During a generation no token is made by a mixture of both versions. After a failure the generation ends with an error.
         """
@@ -103,8 +123,11 @@ class Engine(Protocol):
         engine that also asks while it waits for other processes raises EngineFailed if they report no progress for that time.
         """
 
-    def sleep(self) -> None:
-        """Free the memory of the device until the next ``load_weights`` or ``generate``. Do nothing on a separate device."""
+    def sleep(self, everything: bool = True) -> None:
+        """Free the memory of the device until the next ``load_weights`` or ``generate``. Do nothing on a separate device.
+
+        ``everything``: also what takes long to allocate again, if the engine can tell.
+        """
 
     def close(self) -> None:
         """Release all resources of the engine."""
@@ -116,6 +139,14 @@ class ReadableEngine(Protocol):
 
     def held_digests(self, names: Collection[str]) -> Mapping[str, bytes]:
         """Return the digest of at least these tensors, computed from what the engine holds now. See ``Engine.load_weights``."""
+
+
+@runtime_checkable
+class CopyingEngine(Protocol):
+    """Generation engine that takes the weights of a policy in its process tensor by tensor, so that nothing else holds them."""
+
+    def copy_weights(self, tensors: Iterable[tuple[str, Any]]) -> Mapping[str, bytes]:
+        """Copy every weight, a torch tensor. All of ``tensors`` are consumed in any case. See ``Engine.load_weights``."""
 
 
 @runtime_checkable
@@ -134,3 +165,56 @@ class TurnEngine(Protocol):
 
         See ``Engine.generate`` for the rest.
         """
+
+
+@dataclass(frozen=True, slots=True)
+class Guarantees:
+    """What a kind of engine can guarantee with default settings in one of the places where it runs.
+
+    ``runs_in`` names its process and environment. ``depends_on`` says which settings change the guarantees. ``tested``: where
+    `make engines` has run the contract suite. ``batch_invariant``: where the engine is, in words.
+    """
+
+    properties: EngineProperties
+    runs_in: str
+    tested: str
+    depends_on: str = ""
+    batch_invariant: str = "no"
+
+    def cells(self) -> tuple[str, ...]:
+        """Return the cells of ``COLUMNS``."""
+        seeded, _, *rest = described(self.properties)
+        return (self.properties.name, seeded, self.batch_invariant, *rest)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineKind:
+    """A value of rollout.engine. Its module imports the engine's packages when the engine is created.
+
+    ``create`` loads the policy of a config, and returns an engine with its own copy of the weights and what it serves; None for
+    an engine that does not run in a generator. ``share`` returns an engine for the weights of a policy in its process, which gets
+    the folder of the process's certificates; None for an engine that needs a generator. Both raise ConfigError or ModelError.
+    ``package`` must be installed in the engine's environment. ``seed_remedy`` and ``batch_remedy`` say what to set so that the
+    engine is seeded and batch-invariant; "" for nothing.
+    """
+
+    name: str
+    package: str
+    guarantees: tuple[Guarantees, ...]
+    create: Callable[[Config], tuple[Engine, ServedModel]] | None = None
+    share: Callable[[Config, Policy, Path | None], Engine] | None = None
+    seed_remedy: str = ""
+    batch_remedy: str = ""
+
+
+COLUMNS = ("engine", "seeded", "batch-invariant", "log-probs", "weights", "digest", "in-flight updates")
+"""Columns of the table of guarantees."""
+
+
+def described(properties: EngineProperties) -> tuple[str, ...]:
+    """Return the guarantees in words, in the order of ``COLUMNS`` after the name."""
+    seeded, batch_invariant, in_flight = (
+        "yes" if value else "no"
+        for value in (properties.seeded, properties.batch_invariant, properties.in_flight_updates)
+    )
+    return (seeded, batch_invariant, properties.log_probs, properties.weights, properties.digest, in_flight)

@@ -155,7 +155,7 @@ class ServerEngine(abc.ABC):
         self._checked(requests, sampling)
         return self._generate([], sampling, seed, cancelled, turns)
 
-    def sleep(self) -> None:  # noqa: B027 - the same for every server
+    def sleep(self, everything: bool = True) -> None:  # noqa: B027 - the same for every server
         """Do nothing. The server has its own device."""
 
     def close(self) -> None:

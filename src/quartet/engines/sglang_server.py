@@ -8,13 +8,15 @@ the server has the environment variable SGLANG_RETURN_ORIGINAL_LOGPROB.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from quartet.config.rollout import SGLangServerConfig
+from quartet.config.root import Config
 from quartet.contract.generation import GenerationRequest, SamplingParameters
 from quartet.contract.random_streams import engine_seed
-from quartet.engines.engine import EngineProperties, ServedModel
+from quartet.engines.engine import Engine, EngineKind, EngineProperties, Guarantees, ServedModel
 from quartet.engines.http_client import EngineServer, engine_server
+from quartet.engines.served_model import read_served_model
 from quartet.engines.server_engine import ABORT_SECONDS, Partial, ServerEngine
 from quartet.errors import ConfigError, MismatchError, QuartetError, ServiceFailed
 from quartet.weight_transfer.tensors import WeightSet
@@ -24,6 +26,12 @@ LOADING = "quartet-loading"
 STREAM_INTERVAL = 32
 """Tokens per event. Without --incremental-streaming-output, each event repeats all previous tokens."""
 _DTYPES = {"float": "float32", "half": "float16"}
+
+
+PROPERTIES = EngineProperties(
+    "sglang-server", seeded=False, batch_invariant=False, log_probs="whole", weights="folder", digest="reported"
+)
+"""Guarantees with default settings."""
 
 
 class SGLangServerEngine(ServerEngine):
@@ -39,13 +47,11 @@ class SGLangServerEngine(ServerEngine):
     @property
     def properties(self) -> EngineProperties:
         """Guarantees of this server. Its own checksums are hashes computed by the GPU, which another process cannot compare."""
-        return EngineProperties(
-            name="sglang-server",
+        return replace(
+            PROPERTIES,
             seeded=self._deterministic,
             batch_invariant=self._deterministic,
-            log_probs="whole",
             weights="adapter" if self.server.weights == "lora" else "folder",
-            digest="reported",
         )
 
     @property
@@ -217,10 +223,31 @@ class SGLangServerEngine(ServerEngine):
             ) from None
 
 
-def create_sglang_server(config: SGLangServerConfig, model: ServedModel, max_in_flight: int) -> SGLangServerEngine:
+def create(config: Config) -> tuple[Engine, ServedModel]:
     """Connect to the SGLang server of ``rollout.sglang_server``.
 
-    ``max_in_flight``: maximum number of requests at the same time. Raises ConfigError if a setting of the server does not fit,
-    and ServiceUnavailable if it does not respond.
+    Raises ConfigError if a setting of the server does not fit, ModelError, and ServiceUnavailable if it does not respond.
     """
-    return SGLangServerEngine(engine_server(config, "SGLang", "rollout.sglang_server", max_in_flight), model)
+    chosen, model = config.rollout.sglang_server, read_served_model(config.actor.model, config.actor.dtype)
+    assert chosen is not None
+    server = engine_server(chosen, "SGLang", "rollout.sglang_server", config.rollout.max_concurrent_sequences)
+    return SGLangServerEngine(server, model), model
+
+
+_DETERMINISTIC = "start the server with --enable-deterministic-inference"
+KIND = EngineKind(
+    "sglang-server",
+    "httpx2",
+    (
+        Guarantees(
+            PROPERTIES,
+            "an SGLang server, called by a generator",
+            "not run: a server generated from its published interface stands in",
+            "Seeded with --enable-deterministic-inference.",
+            "with --enable-deterministic-inference",
+        ),
+    ),
+    create,
+    seed_remedy=_DETERMINISTIC,
+    batch_remedy=_DETERMINISTIC,
+)

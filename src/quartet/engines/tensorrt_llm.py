@@ -26,7 +26,8 @@ from typing import Any, Literal
 
 import structlog
 
-from quartet.config.rollout import RolloutConfig, TensorRTLLMConfig
+from quartet.config.rollout import TensorRTLLMConfig
+from quartet.config.root import Config
 from quartet.contract.generation import GenerationRequest, SamplingParameters
 from quartet.contract.random_streams import engine_seed
 from quartet.engines.checkpoint_files import (
@@ -37,7 +38,8 @@ from quartet.engines.checkpoint_files import (
     write_checkpoint,
 )
 from quartet.engines.engine import Cancelled as IsCancelled
-from quartet.engines.engine import EngineProperties, EngineResponse, ServedModel
+from quartet.engines.engine import Engine, EngineKind, EngineProperties, EngineResponse, Guarantees, ServedModel
+from quartet.engines.served_model import read_served_model
 from quartet.engines.validation import check_requests
 from quartet.engines.weight_folders import OwnedFolder
 from quartet.errors import Cancelled, ConfigError, InvalidRequest, QuartetError, ServiceFailed
@@ -89,24 +91,6 @@ def tensorrt_llm_properties(sampler: Sampler, adapter: bool, reports_at_temperat
         weights="adapter" if adapter else "restart",
         digest="none",
     )
-
-
-def create_tensorrt_llm(
-    rollout: RolloutConfig, served_model: ServedModel, folder: Path | None = None
-) -> TensorRTLLMEngine:
-    """Return the engine for ``rollout``, without starting it. Raises ConfigError if the package or a GPU is missing."""
-    chosen = rollout.tensorrt_llm or TensorRTLLMConfig()
-    settings = TensorRTLLMSettings(
-        max_in_flight=rollout.max_concurrent_sequences,
-        memory_fraction=chosen.memory_fraction,
-        release_memory=chosen.release_memory,
-        sampler=chosen.sampler,
-        tensor_parallel_size=chosen.tensor_parallel_size,
-        chunked_prefill=chosen.chunked_prefill,
-        cuda_graphs=chosen.cuda_graphs,
-        folder=folder,
-    )
-    return TensorRTLLMEngine(settings, served_model)
 
 
 class TensorRTLLMEngine:
@@ -175,7 +159,7 @@ class TensorRTLLMEngine:
             raise ServiceFailed(f"{NAME}: no weights are loaded")
         return self._generate(requests, sampling, seed, cancelled)
 
-    def sleep(self) -> None:
+    def sleep(self, everything: bool = True) -> None:
         """Shut the engine down if ``release_memory`` is set. The next call loads it from disk again."""
         if self._settings.release_memory:
             self._shut_down()
@@ -470,3 +454,41 @@ def _optional_attribute(module: str, name: str) -> Any:
 def _log_prob(token: int, entry: Any) -> float:
     """Return the log-prob of a token from an entry, which is a number or a mapping of token to log-prob."""
     return float(entry[token].logprob) if isinstance(entry, dict) else float(entry)
+
+
+def create(config: Config) -> tuple[Engine, ServedModel]:
+    """Return the engine of ``rollout.tensorrt_llm``, without starting it.
+
+    Raises ConfigError if the package or a GPU is missing, and ModelError.
+    """
+    chosen, model = (
+        config.rollout.tensorrt_llm or TensorRTLLMConfig(),
+        read_served_model(config.actor.model, config.actor.dtype),
+    )
+    settings = TensorRTLLMSettings(
+        max_in_flight=config.rollout.max_concurrent_sequences,
+        memory_fraction=chosen.memory_fraction,
+        release_memory=chosen.release_memory,
+        sampler=chosen.sampler,
+        tensor_parallel_size=chosen.tensor_parallel_size,
+        chunked_prefill=chosen.chunked_prefill,
+        cuda_graphs=chosen.cuda_graphs,
+    )
+    return TensorRTLLMEngine(settings, model), model
+
+
+KIND = EngineKind(
+    NAME,
+    "tensorrt_llm",
+    (
+        Guarantees(
+            tensorrt_llm_properties("TorchSampler", adapter=False, reports_at_temperature=True),
+            "a generator in TensorRT-LLM's image",
+            "not run: it needs an NVIDIA GPU; a fake with the behaviour of its sources stands in",
+            "Seeded with sampler TRTLLMSampler. With actor.lora: adapter. No log-probs where the version cannot report them "
+            "after the temperature.",
+        ),
+    ),
+    create,
+    seed_remedy=("set rollout.tensorrt_llm.sampler: TRTLLMSampler, if the version has it, or rollout.engine: torch"),
+)

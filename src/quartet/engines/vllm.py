@@ -17,14 +17,15 @@ import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from quartet.contract.generation import GenerationRequest, SamplingParameters
 from quartet.contract.random_streams import engine_seed
 from quartet.contract.trajectory import VersionSpan
 from quartet.engines.checkpoint_files import base_tensors
 from quartet.engines.engine import Cancelled as IsCancelled
-from quartet.engines.engine import EngineProperties, EngineResponse, ServedModel
+from quartet.engines.engine import Engine, EngineKind, EngineProperties, EngineResponse, Guarantees, ServedModel
+from quartet.engines.served_model import read_served_model
 from quartet.engines.validation import check_requests
 from quartet.engines.vllm_library import NAME, check_arguments, import_vllm, lora_rank, on_cpu
 from quartet.engines.vllm_process import VLLMProcess, error_text
@@ -34,6 +35,9 @@ from quartet.errors import Cancelled, ConfigError, EngineFailed, ServiceFailed
 from quartet.weight_transfer.digests import combined_digest
 from quartet.weight_transfer.tensors import AdapterSettings, WeightSet
 
+if TYPE_CHECKING:
+    from quartet.config.root import Config
+
 POLL_SECONDS = 0.05
 """Time between checks whether the caller still waits."""
 ENDED = ("stop", "length")
@@ -41,6 +45,16 @@ ENDED = ("stop", "length")
 CPU_CACHE_BYTES = 4 << 30
 """Default size of the key-value cache on a CPU. A fraction of the memory of a machine that also trains would be too much."""
 TYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+PROPERTIES = EngineProperties(
+    "vllm",
+    seeded=True,
+    batch_invariant=False,
+    log_probs="whole",
+    weights="tensors",
+    digest="read back",
+    in_flight_updates=True,
+)
+"""Guarantees with default settings."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,15 +115,7 @@ class VLLMEngine:
         VLLM_BATCH_INVARIANT changes that on some GPUs.
         """
         invariant = os.environ.get("VLLM_BATCH_INVARIANT", "0") not in ("", "0") and not on_cpu()
-        return EngineProperties(
-            name="vllm",
-            seeded=True,
-            batch_invariant=invariant,
-            log_probs="whole",
-            weights="tensors",
-            digest="read back",
-            in_flight_updates=True,
-        )
+        return dataclasses.replace(PROPERTIES, batch_invariant=invariant)
 
     def load_weights(self, weights: WeightSet, changed: Collection[str]) -> Mapping[str, bytes]:
         """Load a policy version and reset the prefix cache. See ``Engine.load_weights``.
@@ -199,7 +205,7 @@ class VLLMEngine:
             raise ServiceFailed(f"{NAME}: no weights are loaded; load a policy version first")
         return self._generate(requests, sampling, seed, cancelled)
 
-    def sleep(self) -> None:
+    def sleep(self, everything: bool = True) -> None:
         """Free the GPU's memory if ``release_memory`` is set: weights move to host memory, the cache is discarded."""
         if self._settings.release_memory:
             self._process.sleep()
@@ -389,3 +395,37 @@ def _memory_folder() -> Path:
     """Return the folder of a file system in memory, or else the default folder of temporary files."""
     folder = Path("/dev/shm")  # noqa: S108 - OwnedFolder creates a private folder in it.
     return folder if folder.is_dir() and os.access(folder, os.W_OK) else Path(tempfile.gettempdir())
+
+
+def create(config: Config) -> tuple[Engine, ServedModel]:
+    """Return the engine of ``rollout.vllm``, without starting vLLM. Raises ConfigError, ModelError."""
+    from quartet.config.rollout import VLLMConfig
+
+    vllm, model = config.rollout.vllm or VLLMConfig(), read_served_model(config.actor.model, config.actor.dtype)
+    settings = VLLMSettings(
+        max_concurrent_sequences=config.rollout.max_concurrent_sequences,
+        tensor_parallel_size=vllm.tensor_parallel_size,
+        memory_fraction=vllm.memory_fraction,
+        release_memory=vllm.release_memory,
+        prefix_caching=vllm.prefix_caching,
+        enforce_eager=vllm.enforce_eager,
+        stall_seconds=config.timeouts.score_seconds,
+        engine_arguments=vllm.engine_arguments,
+    )
+    return VLLMEngine(settings, model), model
+
+
+KIND = EngineKind(
+    "vllm",
+    "vllm",
+    (
+        Guarantees(
+            PROPERTIES,
+            "a generator in vLLM's environment",
+            "CPU",
+            batch_invariant="on GPUs, with VLLM_BATCH_INVARIANT=1",
+        ),
+    ),
+    create,
+    batch_remedy="set VLLM_BATCH_INVARIANT=1 in the environment of the generators, on GPUs that vLLM supports it on",
+)

@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from quartet.config.rollout import VLLMServerConfig
+from quartet.config.root import Config
 from quartet.contract.generation import GenerationRequest, SamplingParameters
 from quartet.contract.random_streams import engine_seed
 from quartet.engines.checkpoint_files import base_tensors
-from quartet.engines.engine import EngineProperties, ServedModel
+from quartet.engines.engine import Engine, EngineKind, EngineProperties, Guarantees, ServedModel
 from quartet.engines.http_client import EngineServer, engine_server
+from quartet.engines.served_model import read_served_model
 from quartet.engines.server_engine import ABORT_SECONDS, Partial, ServerEngine
 from quartet.engines.vllm_checksums import compare
 from quartet.errors import (
@@ -34,6 +36,10 @@ LOADING = "quartet-loading"
 MISSING_LOG_PROB = -9999.0
 """vLLM's value for a log-prob that it does not have."""
 _CACHE_RESET_SECONDS = 10.0
+PROPERTIES = EngineProperties(
+    "vllm-server", seeded=True, batch_invariant=False, log_probs="truncated", weights="folder", digest="reported"
+)
+"""Guarantees with default settings."""
 
 
 class VLLMServerEngine(ServerEngine):
@@ -49,11 +55,9 @@ class VLLMServerEngine(ServerEngine):
     @property
     def properties(self) -> EngineProperties:
         """Guarantees of this server. ``digest`` is "read back" once its checksums have proven all tensors."""
-        return EngineProperties(
-            name="vllm-server",
-            seeded=True,
+        return replace(
+            PROPERTIES,
             batch_invariant=self._batch_invariant,
-            log_probs="truncated",
             weights="adapter" if self.server.weights == "lora" else "folder",
             digest="read back" if self._proven else "reported",
         )
@@ -318,13 +322,36 @@ class _NoDevelopmentRoutes(MismatchError):
     """The server was started without VLLM_SERVER_DEV_MODE."""
 
 
-def create_vllm_server(config: VLLMServerConfig, model: ServedModel, max_in_flight: int) -> VLLMServerEngine:
+def create(config: Config) -> tuple[Engine, ServedModel]:
     """Connect to the vLLM server of ``rollout.vllm_server``.
 
-    ``max_in_flight``: maximum number of requests at the same time. Raises ConfigError if a setting of the server does not fit,
-    and ServiceUnavailable if it does not respond.
+    Raises ConfigError if a setting of the server does not fit, ModelError, and ServiceUnavailable if it does not respond.
     """
+    chosen, model = config.rollout.vllm_server, read_served_model(config.actor.model, config.actor.dtype)
+    assert chosen is not None
     server = engine_server(
-        config, "vLLM", "rollout.vllm_server", max_in_flight, model=config.model, verify_weights=config.verify_weights
+        chosen,
+        "vLLM",
+        "rollout.vllm_server",
+        config.rollout.max_concurrent_sequences,
+        model=chosen.model,
+        verify_weights=chosen.verify_weights,
     )
-    return VLLMServerEngine(server, model)
+    return VLLMServerEngine(server, model), model
+
+
+KIND = EngineKind(
+    "vllm-server",
+    "httpx2",
+    (
+        Guarantees(
+            PROPERTIES,
+            "a vLLM server, called by a generator",
+            "CPU",
+            "The digest is read back once the server's checksums have proven all tensors.",
+            "if the server has VLLM_BATCH_INVARIANT=1",
+        ),
+    ),
+    create,
+    batch_remedy="start the server with VLLM_BATCH_INVARIANT=1, on GPUs that vLLM supports it on",
+)

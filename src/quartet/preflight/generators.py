@@ -11,19 +11,12 @@ from pathlib import Path
 from quartet.config.layout import listen_address
 from quartet.config.root import Config
 from quartet.config.section import is_loopback
+from quartet.engines.registry import find_engine
 from quartet.errors import ConfigError
 from quartet.preflight.findings import Finding, collect
 from quartet.preflight.security_checks import check_port
 from quartet.system.child_processes import package_path
 
-ENGINE_PACKAGES = {
-    "torch": "torch",
-    "vllm": "vllm",
-    "tensorrt-llm": "tensorrt_llm",
-    "vllm-server": "httpx2",
-    "sglang-server": "httpx2",
-}
-"""Package of each engine that runs in a generator."""
 IMPORT_SECONDS = 60.0
 """Time limit for looking up packages in another environment."""
 _FIND = """
@@ -118,14 +111,14 @@ def _check_weights_directory(config: Config) -> None:
 def _check_environment(config: Config) -> Iterator[Finding]:
     """Check that the interpreter of the generators runs, and that it finds the engine. Raises ConfigError."""
     engine, python = config.rollout.engine, config.services.generator.python
-    package = ENGINE_PACKAGES.get(engine)
+    package = find_engine(engine).package
     if python is not None and not (python.is_file() and os.access(python, os.X_OK)):
         raise ConfigError(
             f"services.generator.python {python}: not an executable file; expected the Python of the engine's environment, such "
             "as ENVIRONMENT/bin/python"
         )
     used = python or Path(sys.executable)
-    missing = _missing(used, [*_BASE_PACKAGES, *([package] if package else [])])
+    missing = _missing(used, [*_BASE_PACKAGES, package])
     if package in missing:
         advice = (
             "set services.generator.python to the Python of an environment with it, because it cannot share one with Quartet's "

@@ -6,17 +6,9 @@ from collections.abc import Collection, Iterator
 
 from quartet.config.root import Config
 from quartet.contract.generation import EngineProperties
+from quartet.engines.registry import find_engine
+from quartet.errors import ConfigError
 
-_SEED_REMEDIES = {
-    "sglang-server": "start the server with --enable-deterministic-inference",
-    "tensorrt-llm": "set rollout.tensorrt_llm.sampler: TRTLLMSampler, if the version has it, or rollout.engine: torch",
-    "triton": "serve a model that reads seeds, or set rollout.engine: torch",
-}
-_BATCH_REMEDIES = {
-    "vllm": "set VLLM_BATCH_INVARIANT=1 in the environment of the generators, on GPUs that vLLM supports it on",
-    "vllm-server": "start the server with VLLM_BATCH_INVARIANT=1, on GPUs that vLLM supports it on",
-    "sglang-server": "start the server with --enable-deterministic-inference",
-}
 _OTHER_ENGINE = "set rollout.engine: torch and generate on a CPU"
 
 
@@ -47,7 +39,7 @@ def _notes(config: Config, engines: Collection[EngineProperties]) -> Iterator[st
         if not engine.seeded and engine.name != "triton":
             yield (
                 f"engine {engine.name} draws random numbers that no seed decides: a repeated or recovered run ends with another "
-                f"policy; {_SEED_REMEDIES.get(name, _OTHER_ENGINE)}"
+                f"policy; {_remedies(name)[0]}"
             )
         if not engine.batch_invariant:
             trial = f" (trial {engine.trial})" if engine.trial else ""
@@ -71,6 +63,15 @@ def _notes(config: Config, engines: Collection[EngineProperties]) -> Iterator[st
         )
 
 
+def _remedies(name: str) -> tuple[str, str]:
+    """Return what to set so that an engine is seeded, and batch-invariant. A service in another language may name any engine."""
+    try:
+        kind = find_engine(name)
+    except ConfigError:
+        return _OTHER_ENGINE, _OTHER_ENGINE
+    return kind.seed_remedy or _OTHER_ENGINE, kind.batch_remedy or _OTHER_ENGINE
+
+
 def _effect(config: Config) -> str:
     """Return what changes the bits with an engine that is not batch-invariant."""
     if config.has_generators:
@@ -91,7 +92,7 @@ def _effect(config: Config) -> str:
 
 def _batch_remedy(config: Config, name: str, engine: EngineProperties) -> str:
     if name != "torch":
-        return _BATCH_REMEDIES.get(name, _OTHER_ENGINE)
+        return _remedies(name)[1]
     remedy = torch_remedy(engine)
     if not config.has_generators or config.has_environment:
         return remedy

@@ -18,17 +18,16 @@ from quartet.codec.trajectories import trajectory_to_bytes
 from quartet.contract.generation import GenerationBatch, SamplingParameters, requests_of
 from quartet.contract.status import Role, ServiceStatus
 from quartet.contract.trajectory import Prompt
+from quartet.contract.weights import WeightTransfer
 from quartet.errors import Cancelled, EngineFailed, FailedPrecondition, GroupWeightsChanged, InvalidRequest
-from quartet.models.generation.detached_torch import DetachedTorchEngine
-from quartet.models.generation.validation import served_model
+from quartet.models.generation.torch_engine import DetachedTorchEngine, served_model
 from quartet.models.weights.host_tensors import complete_tensors, host_tensor, named_weights
 from quartet.rpc.clients import GenerationClient
 from quartet.rpc.compute_thread import ComputeThread
 from quartet.rpc.security.credentials import LOCAL
-from quartet.services.actor.group_generation import GroupGeneration
-from quartet.services.actor.local_generator import LocalGenerator
-from quartet.services.actor.publication import EnginePublication, SourcePublication
-from quartet.services.actor.rank_servers import ServedRank, rank_host
+from quartet.rpc.server import Server
+from quartet.services.actor.group_generation import GroupGeneration, rank_host
+from quartet.services.actor.servicer import RankServicer
 from quartet.services.generator import attestation
 from quartet.services.generator.generator import Generator, Progress
 from quartet.services.orchestrator.rollout.generation import ActorGeneration
@@ -50,24 +49,33 @@ def stream(redis_client: Any, redis_url: str) -> RolloutStream:
 
 
 @pytest.fixture
-def make_rank(stream: RolloutStream) -> Callable[[], EnginePublication]:
-    """Create the engine of a rank. It has published the weights of ``trainer`` as version 0."""
+def make_rank(stream: RolloutStream) -> Callable[[], Generator]:
+    """Create the generator of a rank. Its engine holds the weights of a trainer as version 0."""
 
-    def make() -> EnginePublication:
-        engine, generator = engine_of(stream)
-        rank = EnginePublication(engine, generator)
-        rank.publish(0, complete_tensors(named_weights(tiny.causal("llama"))), None, RUN)
+    def make() -> Generator:
+        rank = generator_of(stream)
+        rank.copy(0, complete_tensors(named_weights(tiny.causal("llama"))))
         return rank
 
     return make
 
 
-def engine_of(stream: RolloutStream) -> tuple[DetachedTorchEngine, Generator]:
-    """Return an engine with other weights than those that are published, and its generator."""
+def generator_of(stream: RolloutStream, source: WeightSource | None = None) -> Generator:
+    """Return a generator with other weights than those that are published."""
     model = tiny.causal("llama", seed=9)
     served = served_model(model, frozenset([tiny.EOS]))
     engine = DetachedTorchEngine(model, None, served.stop_ids, 4)
-    return engine, Generator(engine, served, ServiceStatus(Role.ACTOR), lambda run: stream)
+    return Generator(lambda: engine, served, ServiceStatus(Role.ACTOR), lambda run: stream, held=source)
+
+
+def serve(core: Any, compute: ComputeThread) -> Server:
+    return Server([RankServicer(core, compute, lambda: ServiceStatus(Role.ACTOR))], "127.0.0.1:0")
+
+
+def transfer_of(rank: Generator) -> WeightTransfer:
+    transfer = rank.status().last_transfer
+    assert transfer is not None
+    return transfer
 
 
 class Ranks:
@@ -75,16 +83,13 @@ class Ranks:
 
     def __init__(self, cores: Sequence[Any]) -> None:
         self.computes = [ComputeThread() for _ in cores]
-        self.served = [
-            ServedRank(core, compute, lambda: ServiceStatus(Role.ACTOR), "127.0.0.1:0", LOCAL)
-            for core, compute in zip(cores[1:], self.computes[1:], strict=True)
-        ]
+        self.served = [serve(core, compute) for core, compute in zip(cores[1:], self.computes[1:], strict=True)]
         clients = [GenerationClient(each.address, TIMEOUTS, LOCAL, Role.ACTOR) for each in self.served]
         self.generation = GroupGeneration(cores[0], clients)
 
     def close(self) -> None:
         for each in self.served:
-            each.close()
+            each.stop(0.0)
 
 
 @pytest.fixture
@@ -101,9 +106,9 @@ def group() -> Iterator[Callable[..., GroupGeneration]]:
         each.close()
 
 
-def requested(rank: EnginePublication, **changes: Any) -> GenerationBatch:
-    [(version, digest)] = rank.published().items()
-    return replace(BATCH, policy_version=version, weights_digest=digest, **changes)
+def requested(rank: Generator, **changes: Any) -> GenerationBatch:
+    held = transfer_of(rank)
+    return replace(BATCH, policy_version=held.policy_version, weights_digest=held.weights_digest, **changes)
 
 
 def written(stream: RolloutStream) -> list[bytes]:
@@ -118,7 +123,7 @@ def never() -> bool:
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_several_ranks_generate_the_trajectories_of_one(
-    stream: RolloutStream, make_rank: Callable[[], EnginePublication], group: Callable[..., GroupGeneration], size: int
+    stream: RolloutStream, make_rank: Callable[[], Generator], group: Callable[..., GroupGeneration], size: int
 ) -> None:
     ranks = [make_rank() for _ in range(size)]
     expected_result = ranks[0].generate(requested(ranks[0]), never)
@@ -139,10 +144,10 @@ def test_several_ranks_generate_the_trajectories_of_one(
 
 
 def test_a_rank_that_holds_other_weights_is_an_error(
-    stream: RolloutStream, make_rank: Callable[[], EnginePublication], group: Callable[..., GroupGeneration]
+    stream: RolloutStream, make_rank: Callable[[], Generator], group: Callable[..., GroupGeneration]
 ) -> None:
     first, second = make_rank(), make_rank()
-    second.publish(1, complete_tensors(named_weights(tiny.causal("llama", seed=3))), None, RUN)
+    second.copy(1, complete_tensors(named_weights(tiny.causal("llama", seed=3))))
     with pytest.raises(FailedPrecondition, match=r"generate with version 0 .* holds version 1"):
         group(first, second).generate(requested(first), never)
 
@@ -205,7 +210,7 @@ def test_a_rank_that_is_gone_asks_for_a_restart_of_the_group() -> None:
 @pytest.mark.parametrize("damaged", [0, 1])
 def test_changed_weights_of_a_rank_end_the_step_and_are_counted_by_the_orchestrator(
     damaged: int,
-    make_rank: Callable[[], EnginePublication],
+    make_rank: Callable[[], Generator],
     group: Callable[..., GroupGeneration],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -215,9 +220,10 @@ def test_changed_weights_of_a_rank_end_the_step_and_are_counted_by_the_orchestra
     with torch.no_grad():
         weight.view(-1)[0] += 1.0
     compute = ComputeThread()
-    actor = ServedRank(group(*ranks), compute, lambda: ServiceStatus(Role.ACTOR), "127.0.0.1:0", LOCAL)
+    actor = serve(group(*ranks), compute)
     client = GenerationClient(actor.address, TIMEOUTS, LOCAL, Role.ACTOR)
-    status = MagicMock(published_weights=ranks[0].published())
+    held = transfer_of(ranks[0])
+    status = MagicMock(published_weights={held.policy_version: held.weights_digest})
     notes = MagicMock()
     generation = ActorGeneration(client, MagicMock(status=lambda: status), True, lambda *_: None, notes)
     _, work = generation.start(BATCH)
@@ -227,33 +233,33 @@ def test_changed_weights_of_a_rank_end_the_step_and_are_counted_by_the_orchestra
         work.result()
     assert wait_until(lambda: generation.take_metrics(0)["weights_changed"]) == 1
     assert "have changed since" in compute.failure, "only a restart helps"
-    actor.close()
+    actor.stop(0.0)
 
 
 def test_an_engine_takes_over_tensors_that_are_made_one_after_the_other(stream: RolloutStream) -> None:
-    engine, generator = engine_of(stream)
-    rank, trainer = EnginePublication(engine, generator), tiny.causal("llama")
-    rank.publish(3, complete_tensors(named_weights(trainer)), None, RUN)
+    rank, trainer = generator_of(stream), tiny.causal("llama")
+    copied = rank.copy(3, complete_tensors(named_weights(trainer)))
     source = WeightSource()
-    SourcePublication(source).publish(3, complete_tensors(named_weights(trainer)), None, RUN)
-    assert rank.published() == source.published()
-    last = rank.last()
-    assert last is not None
+    publish(source, 3, trainer)
+    assert {copied.policy_version: copied.weights_digest} == source.published()
     size = sum(host_tensor(each).data.nbytes for each in named_weights(trainer).values())
-    assert (last.policy_version, last.total_bytes) == (3, size)
+    assert (copied.policy_version, copied.total_bytes) == (3, size)
     source.close()
 
 
+def publish(source: WeightSource, version: int, policy: Any) -> None:
+    source.publish(version, ((name, host_tensor(value)) for name, value in named_weights(policy).items()), None, RUN)
+
+
 def test_an_engine_reads_older_versions_from_the_source_of_its_process(stream: RolloutStream) -> None:
-    _, generator = engine_of(stream)
     source = WeightSource(capacity=3)
-    publication, local = SourcePublication(source), LocalGenerator(generator, source)
+    generator = generator_of(stream, source)
     policies = [tiny.causal("llama", seed=seed) for seed in range(2)]
     for version, policy in enumerate(policies):
-        publication.publish(version, complete_tensors(named_weights(policy)), None, RUN)
+        publish(source, version, policy)
     results = []
     for version in (0, 1, 0):
-        local.generate(replace(BATCH, policy_version=version, weights_digest=source.published()[version]), never)
+        generator.generate(replace(BATCH, policy_version=version, weights_digest=source.published()[version]), never)
         results.append(written(stream))
     assert results[0] == results[2] != results[1]
     source.close()

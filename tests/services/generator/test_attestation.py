@@ -11,7 +11,7 @@ import torch
 
 from quartet.buffer.rollout_stream import RolloutStream
 from quartet.errors import FailedPrecondition, WeightsChanged
-from quartet.models.generation.detached_torch import DetachedTorchEngine
+from quartet.models.generation.torch_engine import DetachedTorchEngine
 from quartet.services.generator import attestation as module
 from quartet.services.generator.attestation import SHARE, Attestation
 from quartet.weight_transfer.digests import tensor_digest

@@ -14,7 +14,8 @@ import pytest
 from quartet.codec.trajectories import trajectory_from_bytes, trajectory_to_bytes
 from quartet.contract.generation import EpisodeSettings, GenerationBatch, GenerationRequest, SamplingParameters
 from quartet.contract.trajectory import EnvironmentReply, FinishReason, Outcome, SegmentRole, Trajectory, TrajectoryId
-from quartet.engines.engine import TurnSource
+from quartet.engines.engine import EngineResponse, TurnSource
+from quartet.engines.validation import check_response
 from quartet.errors import Cancelled, FailedPrecondition, MismatchError
 from quartet.models.generation.torch_engine import TorchEngine
 from quartet.services.generator.episodes import EnvironmentAccess, generate_episodes
@@ -53,16 +54,17 @@ def episodes(
     engine._max_concurrent = slots
     finished: list[Trajectory] = []
 
-    def observed(turns: Iterator[Trajectory]) -> Iterator[Trajectory]:
-        for turn in turns:
+    def observed(responses: Iterator[EngineResponse]) -> Iterator[Trajectory]:
+        for response in responses:
+            turn = check_response(response, engine._served, batch.sampling, 2, "torch")
             on_turn(turn)
             yield turn
 
     def generate(turns: Sequence[GenerationRequest]) -> Iterator[Trajectory]:
-        return observed(engine.generate(turns, batch.sampling, batch.seed, 2, cancelled))
+        return observed(engine.generate(turns, batch.sampling, batch.seed, cancelled))
 
     def generate_turns(prompts: Sequence[GenerationRequest], turns: TurnSource) -> Iterator[Trajectory]:
-        return observed(engine.generate_turns(prompts, batch.sampling, batch.seed, 2, cancelled, turns))
+        return observed(engine.generate_turns(prompts, batch.sampling, batch.seed, cancelled, turns))
 
     generate_episodes(
         EnvironmentAccess(environment, max_open, max_attempts),

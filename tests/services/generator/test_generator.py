@@ -79,7 +79,7 @@ class CopyingEngine:
         for request in requests:
             yield EngineResponse(request, [3, 4], [-1.0, -2.0])
 
-    def sleep(self) -> None:
+    def sleep(self, everything: bool = True) -> None:
         pass
 
     def close(self) -> None:
@@ -105,7 +105,7 @@ def generator(engine: CopyingEngine, stream: RolloutStream) -> Generator:
 
 def generator_of(engine: CopyingEngine, stream: RolloutStream) -> Generator:
     served = ServedModel("m", "float32", frozenset(), 10, 64)
-    return Generator(engine, served, ServiceStatus(Role.GENERATOR), lambda run: stream)
+    return Generator(lambda: engine, served, ServiceStatus(Role.GENERATOR), lambda run: stream)
 
 
 def load(

@@ -5,14 +5,15 @@ from __future__ import annotations
 import importlib.util
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
 from quartet.config.loading import parse_config
 from quartet.config.root import Config
+from quartet.engines.registry import find_engine
 from quartet.errors import ConfigError
 from quartet.run_directory.identity import fixed_settings
-from quartet.services.actor.engines import engine_factory
 from tests.unit.preflight.files import check_inputs, save_tokenizer
 
 URL = "grpc://127.0.0.1:8001"
@@ -236,14 +237,15 @@ def test_a_missing_package_is_reported_with_installation_advice(checkpoints: dic
 def test_the_actor_does_not_host_an_engine_of_a_generator_process() -> None:
     with pytest.raises(ConfigError, match=r"rollout\.engine tensorrt-llm: runs in generators; set rollout\.generators"):
         config("tensorrt-llm")
-    with pytest.raises(ConfigError, match=r"rollout\.engine tensorrt-llm: needs a generator process"):
-        engine_factory(config("tensorrt-llm", rollout={"generators": 1}), None)
+    assert find_engine("tensorrt-llm").share is None
 
 
 def test_an_unreadable_certificate_authority_is_reported(tmp_path: Path) -> None:
     triton = {"url": "grpcs://h:1", "certificate_authority_file": str(tmp_path / "absent.crt")}
+    share = find_engine("triton").share
+    assert share is not None
     with pytest.raises(ConfigError, match=r"rollout\.triton\.certificate_authority_file: .*absent\.crt cannot be read"):
-        engine_factory(config(lora=LORA, rollout={"triton": triton}), None)
+        share(config(lora=LORA, rollout={"triton": triton}), MagicMock(), None)
 
 
 @pytest.mark.parametrize(

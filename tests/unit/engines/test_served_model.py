@@ -10,7 +10,7 @@ import pytest
 
 from quartet.engines.served_model import read_served_model
 from quartet.errors import ModelError
-from quartet.models.generation.validation import served_model
+from quartet.models.generation.torch_engine import served_model
 from quartet.models.weights.loading import stop_token_ids
 from tests.unit.models import tiny
 

@@ -17,8 +17,8 @@ from torch.nn.utils import parametrize
 from quartet.contract.generation import SamplingParameters
 from quartet.errors import ModelError
 from quartet.models.forward.scoring import response_log_probs
-from quartet.models.generation.detached_torch import DetachedTorchEngine
 from quartet.models.generation.lora_tensors import lora_tensors
+from quartet.models.generation.torch_engine import DetachedTorchEngine
 from quartet.models.training.activation_checkpointing import activation_checkpointing
 from quartet.models.training.optimizer import load_optimizer
 from quartet.models.weights import lora

@@ -124,4 +124,5 @@ def requests(count: int, step: int = 0, seed: int = 0, lengths: tuple[int, int] 
 def generated(engine: Any, requests_: list[GenerationRequest], seed: int = 0, **sampling: Any) -> list[Trajectory]:
     """Return the generated trajectories, ordered by id."""
     parameters = SamplingParameters(**{"max_response_tokens": 12, **sampling})
-    return sorted(engine.generate(requests_, parameters, seed, 0, lambda: False), key=lambda trajectory: trajectory.id)
+    result: list[Trajectory] = engine.trajectories(requests_, parameters, seed)
+    return result

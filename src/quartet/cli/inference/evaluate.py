@@ -163,8 +163,7 @@ class _LocalEvaluator:
         run, size = self._config.run, self._config.rollout.score_batch_size
         requests = [GenerationRequest(trajectory_id(run.name, prompt), prompt.token_ids) for prompt in self._prompts]
         # Same order and batch size as in a run, for bit-identical scores.
-        generated = engine.generate(requests, sampling, run.seed, policy_version=0)
-        finished = sorted(generated, key=lambda trajectory: trajectory.id)
+        finished = engine.trajectories(requests, sampling, run.seed)
         responses: dict[int, Response] = {}
         for start in range(0, len(finished), size):
             responses |= self._scored(finished[start : start + size], sampled=sampling.temperature > 0)

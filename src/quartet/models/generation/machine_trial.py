@@ -8,7 +8,6 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from quartet.contract.generation import EngineProperties
-from quartet.models.generation.merged_torch import shared_torch_engine
 from quartet.models.generation.torch_engine import TorchEngine
 from quartet.models.torch_threads import torch_threads
 from quartet.models.weights.loading import load_causal_lm
@@ -51,4 +50,5 @@ def try_model(
     with torch_threads(threads):
         loaded = load_causal_lm(model, dtype)
         added = add_adapter(loaded, model, *adapter, seed=0) if adapter is not None else None
-        return shared_torch_engine(loaded, added, frozenset(), max_concurrent_sequences, merge_adapter).properties
+        merged = added if merge_adapter else None
+        return TorchEngine(loaded, frozenset(), max_concurrent_sequences, merged=merged).properties

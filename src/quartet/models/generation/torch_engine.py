@@ -9,7 +9,7 @@ a trial.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,10 +20,11 @@ from numpy.typing import NDArray
 
 from quartet.contract.generation import EngineProperties, GenerationRequest, SamplingParameters
 from quartet.contract.random_streams import uniforms
-from quartet.contract.trajectory import FinishReason, Trajectory, TrajectoryId
-from quartet.engines.engine import TokenDecoder, TurnSource
+from quartet.contract.trajectory import Trajectory, TrajectoryId
+from quartet.engines.engine import EngineResponse, ServedModel, TokenDecoder, TurnSource
 from quartet.engines.stop_strings import StopStringCache, StopStrings
-from quartet.errors import Cancelled, ComputationFailed, InvalidRequest, ModelError
+from quartet.engines.validation import check_requests, check_response
+from quartet.errors import Cancelled, ComputationFailed, InvalidRequest, MismatchError, ModelError
 from quartet.models.forward.batching import micro_batches, right_pad
 from quartet.models.forward.model_capabilities import (
     accepts_argument,
@@ -36,9 +37,14 @@ from quartet.models.forward.packing import logits_at_positions
 from quartet.models.generation.kv_cache import check_cacheable, prefill_cache
 from quartet.models.generation.sampling import sample_tokens
 from quartet.models.generation.static_decoding import StaticDecoder, is_recordable, padded_rows, unsupported_reason
+from quartet.models.generation.torch_kind import DETACHED, SHARED
 from quartet.models.generation.trial import LogitDigests, trial_requests, trial_result, untried_reason
-from quartet.models.generation.validation import validate_requests
 from quartet.models.generation.window_decoding import WindowDecoder
+from quartet.models.weights.host_tensors import host_tensor, named_weights, write_tensor
+from quartet.models.weights.lora import Adapter
+from quartet.models.weights.merged_weights import MergedWeights
+from quartet.weight_transfer.digests import tensor_digest
+from quartet.weight_transfer.tensors import WeightSet
 
 log = structlog.get_logger()
 
@@ -58,14 +64,26 @@ DROP_FRACTION = 1 / 8
 """Finished rows are replaced once they are at least this fraction of the batch. Until then their results are ignored."""
 
 
+def served_model(model: Any, stop_ids: frozenset[int] = frozenset(), decode: TokenDecoder | None = None) -> ServedModel:
+    """Return the description of a loaded model. ``decode`` as in ``ServedModel``."""
+    dtype = str(model.get_input_embeddings().weight.dtype).removeprefix("torch.")
+    return ServedModel(
+        str(model.config.name_or_path), dtype, stop_ids, vocabulary_size(model), max_positions(model) or 0, decode
+    )
+
+
 class TorchEngine:
-    """Engine that generates with a transformers causal LM in this process.
+    """Engine that generates with a transformers causal LM in this process, whose weights another object updates in place.
 
     ``stop_ids`` end a response. ``max_concurrent_sequences`` limits the rows decoded at once, and so the memory of the cache.
     ``static``: decode in buffers that are allocated once, if the model supports it, with CUDA graphs on a GPU.
-    ``decode`` is needed for stop strings. Not thread-safe. Raises ModelError for a model whose state is more than keys and
-    values.
+    ``decode`` is needed for stop strings. ``merged``: an adapter on ``model`` whose layers are decoded as one matmul instead of
+    three. In half precision, merged weights are rounded, so the engine samples from a slightly different distribution than the
+    one that is trained. Not thread-safe. Raises ModelError for a model whose state is more than keys and values.
     """
+
+    kind = SHARED
+    """Guarantees before the trial."""
 
     def __init__(
         self,
@@ -74,14 +92,20 @@ class TorchEngine:
         max_concurrent_sequences: int,
         static: bool = True,
         decode: TokenDecoder | None = None,
+        merged: Adapter | None = None,
     ) -> None:
+        # Shares the policy's weights, except for copies of the matrices of adapted layers.
+        self._merged = None if merged is None else MergedWeights(merged)
+        self._is_current = True
+        if self._merged is not None:
+            model = self._merged.model
         if max_concurrent_sequences < 1:
             raise InvalidRequest(f"max_concurrent_sequences {max_concurrent_sequences}: expected at least 1")
         check_cacheable(model)
         if not accepts_argument(model, "past_key_values"):
             raise ModelError(f"{type(model).__name__}: expected a causal language model with a key-value cache")
         self._model = model
-        self._stop_ids = stop_ids
+        self._served = served_model(model, stop_ids)
         self._stop_strings = StopStringCache(decode, vocabulary_size(model))
         self._max_concurrent = max_concurrent_sequences
         self._graphs = device_of(model).type == "cuda"
@@ -94,7 +118,7 @@ class TorchEngine:
         self._check_decoding()
         self._declared = self._declare()
         # The trial's buffers may be larger than those of any generation.
-        self.release(everything=not self._graphs)
+        self._free(everything=not self._graphs)
 
     @property
     def batch_invariant(self) -> bool:
@@ -112,68 +136,74 @@ class TorchEngine:
             self._is_batch_invariant,
             lambda: self._trial_bits(self._trial_requests(), len(INVARIANCE_LENGTHS)),
         )
-        shared = EngineProperties(
-            "torch", seeded=True, batch_invariant=False, log_probs="whole", weights="shared", digest="none"
-        )
-        return replace(shared, batch_invariant=result.passed, trial=result.text, trial_digest=result.digest)
+        return replace(self.kind, batch_invariant=result.passed, trial=result.text, trial_digest=result.digest)
+
+    def load_weights(self, weights: WeightSet, changed: Collection[str]) -> Mapping[str, bytes]:
+        """Take note that the weights of the model are those of another version. Return no digests."""
+        self._is_current = False
+        return {}
 
     def generate(
         self,
         requests: Sequence[GenerationRequest],
         sampling: SamplingParameters,
         seed: int,
-        policy_version: int,
         cancelled: Callable[[], bool] = lambda: False,
-    ) -> Iterator[Trajectory]:
-        """Yield each trajectory as soon as it is finished; trajectories that finish at the same token are ordered by id.
+    ) -> Iterator[EngineResponse]:
+        """Yield each response as soon as it is finished; responses that finish at the same token are ordered by id.
 
         ``log_probs`` are of the sampled tokens at the sampling temperature (1 when greedy). They refer to the whole distribution
         even if it is truncated by top_k and the like, because the trainer computes the same. Raises InvalidRequest at the call.
         While iterating, raises Cancelled (``cancelled`` is checked before every token), or ComputationFailed if logits are not
         finite.
         """
-        ordered = validate_requests(self._model, requests, sampling)
-        return self._generate(ordered, sampling, seed, policy_version, cancelled)
+        return self._generate(check_requests(self._served, requests, sampling), sampling, seed, cancelled)
 
     def generate_turns(
         self,
         requests: Sequence[GenerationRequest],
         sampling: SamplingParameters,
         seed: int,
-        policy_version: int,
         cancelled: Callable[[], bool],
         turns: TurnSource,
-    ) -> Iterator[Trajectory]:
-        """Generate the requests that ``turns`` provides, until it is closed. ``requests``: the prompts of the trajectories.
+    ) -> Iterator[EngineResponse]:
+        """Generate the requests that ``turns`` provides. See ``TurnEngine.generate_turns``, and ``generate`` for the rest."""
+        return self._generate(check_requests(self._served, requests, sampling), sampling, seed, cancelled, turns)
 
-        Each turn is yielded as a trajectory whose prompt is everything before the turn. See ``generate`` for the rest.
-        """
-        ordered = validate_requests(self._model, requests, sampling)
-        return self._generate(ordered, sampling, seed, policy_version, cancelled, turns)
+    def trajectories(
+        self, requests: Sequence[GenerationRequest], sampling: SamplingParameters, seed: int
+    ) -> list[Trajectory]:
+        """Return the responses as trajectories of policy version 0, ordered by id. For errors see ``generate``."""
+        results = [
+            check_response(response, self._served, sampling, 0, self.kind.name)
+            for response in self.generate(requests, sampling, seed)
+        ]
+        return sorted(results, key=lambda trajectory: trajectory.id)
 
     def stream(self, request: GenerationRequest, sampling: SamplingParameters, seed: int) -> Iterator[int]:
         """Yield the token ids of one response as they are sampled, the same as ``generate`` does. For errors see ``generate``."""
-        requests = validate_requests(self._model, [request], sampling)
+        requests = check_requests(self._served, [request], sampling)
+        self._merge()
         static = None if self._graphs else self._static
         options = 1, static, self._stop_strings.of(sampling)
-        slots = _Slots(self._model, self._stop_ids, requests, sampling, seed, *options)
+        slots = _Slots(self._model, self._served.stop_ids, requests, sampling, seed, *options)
         self._generations += 1
         number = self._generations
         while slots.active:
             self._check_current(static, number)
             finished = slots.step()
-            yield int(finished[0][1][-1]) if finished else slots.last_token
+            yield int(finished[0].token_ids[-1]) if finished else slots.last_token
 
     def _generate(
         self,
         requests: list[GenerationRequest],
         sampling: SamplingParameters,
         seed: int,
-        policy_version: int,
         cancelled: Callable[[], bool],
         turns: TurnSource | None = None,
-    ) -> Iterator[Trajectory]:
-        stop_ids = frozenset[int]() if sampling.ignore_eos else self._stop_ids
+    ) -> Iterator[EngineResponse]:
+        stop_ids = frozenset[int]() if sampling.ignore_eos else self._served.stop_ids
+        self._merge()
         self._try_static()
         options = self._max_concurrent, self._static, self._stop_strings.of(sampling), turns
         slots = _Slots(self._model, stop_ids, requests, sampling, seed, *options)
@@ -185,9 +215,13 @@ class TorchEngine:
             self._check_current(self._static, number)
             if not slots.receive():
                 continue
-            for request, response_ids, log_probs, reason in slots.step():
-                prompt_ids = np.asarray(request.prompt_ids, np.int32)
-                yield Trajectory.of_response(request.id, policy_version, prompt_ids, response_ids, log_probs, reason)
+            yield from slots.step()
+
+    def _merge(self) -> None:
+        """Compute the merged weights again if they are not current."""
+        if self._merged is not None and not self._is_current:
+            self._merged.update()
+        self._is_current = True
 
     def _check_current(self, static: StaticDecoder | None, number: int) -> None:
         if static and number != self._generations:
@@ -204,13 +238,13 @@ class TorchEngine:
         tolerance = TRIAL_TOLERANCE[self._model.get_input_embeddings().weight.dtype]
         slots = _Slots(self._model, frozenset(), requests, sampling, 0, len(requests), self._static)
         while slots.active:
-            for request, response_ids, log_probs, _ in slots.step():
-                sequence = np.concatenate([request.prompt_ids, response_ids]).astype(np.int64)
+            for response in slots.step():
+                sequence = np.concatenate([response.request.prompt_ids, response.token_ids]).astype(np.int64)
                 input_ids = torch.from_numpy(sequence)[None].to(device_of(self._model))
                 logits = self._model(input_ids=input_ids, use_cache=False).logits[0, -1 - TRIAL_TOKENS : -1].float()
                 expected = logits.log_softmax(-1).gather(1, input_ids[0, -TRIAL_TOKENS:, None])[:, 0].cpu().numpy()
                 # The median, because in half precision a token may get other experts.
-                difference = float(np.median(np.abs(expected - log_probs)))
+                difference = float(np.median(np.abs(expected - response.log_probs)))
                 if difference > tolerance:
                     raise ModelError(
                         f"{type(self._model).__name__}: generation with a key-value cache and prompts of different lengths "
@@ -260,20 +294,95 @@ class TorchEngine:
         else:
             log.info("decodes without static buffers", model=type(self._model).__name__, reason=reason)
 
-    def release(self, everything: bool = False) -> None:
+    def _free(self, everything: bool) -> None:
         """Free a large cache. One of captured CUDA graphs is kept unless ``everything``: capturing them again is slow."""
         if self._static is not None:
             self._static.release(everything)
 
-    def weights_changed(self) -> None:
-        """Do nothing. The engine decodes with the policy itself, whose weights are updated in place."""
+    def sleep(self, everything: bool = True) -> None:
+        """Free a large cache before an update of the model. ``everything``: also captured CUDA graphs and merged weights."""
+        self._free(everything)
+        if everything and self._merged is not None:
+            self._merged.release()
+            self._is_current = False
 
     def close(self) -> None:
         """Release the cache and the captured graphs."""
         self._static = None
 
 
-Finished = tuple[GenerationRequest, NDArray[np.int32], NDArray[np.float32], FinishReason]
+class DetachedTorchEngine(TorchEngine):
+    """Engine that decodes with a separate model, whose weights come by ``load_weights``."""
+
+    kind = DETACHED
+
+    def __init__(
+        self,
+        model: Any,
+        adapter: Adapter | None,
+        stop_ids: frozenset[int],
+        max_concurrent_sequences: int,
+        merge_adapter: bool = False,
+        decode: TokenDecoder | None = None,
+    ) -> None:
+        """Own ``model`` from now on, with its ``adapter`` if it has one. ``merge_adapter``: decode with it merged."""
+        model.requires_grad_(False)
+        merged = adapter if merge_adapter else None
+        super().__init__(model, stop_ids, max_concurrent_sequences, decode=decode, merged=merged)
+        self._weights = named_weights(model, adapter)
+
+    @torch.no_grad()
+    def load_weights(self, weights: WeightSet, changed: Collection[str]) -> Mapping[str, bytes]:
+        """Copy the changed tensors into the model. Return the digest of each of the model's weights.
+
+        Raises MismatchError if the weights are those of another architecture.
+        """
+        different = weights.tensors.keys() ^ self._weights.keys()
+        if different:
+            raise MismatchError(
+                f"weights: {len(different)} names differ from those of this engine's model, the first {min(different)!r}; "
+                "start actor and generator with the same actor.model and actor.lora"
+            )
+        for name in changed:
+            try:
+                write_tensor(self._weights[name], weights.tensors[name])
+            except ValueError as error:
+                raise MismatchError(
+                    f"weights: {name}: {error}; start actor and generator with the same model"
+                ) from None
+        self._is_current = False
+        return self.held_digests(self._weights)
+
+    @torch.no_grad()
+    def held_digests(self, names: Collection[str]) -> Mapping[str, bytes]:
+        """Return the digest of these tensors as the model holds them."""
+        return {name: tensor_digest(host_tensor(self._weights[name])) for name in names}
+
+    @torch.no_grad()
+    def copy_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Mapping[str, bytes]:
+        """Copy every weight into the model, one after the other. Return the digest of each as the model holds it.
+
+        Raises MismatchError if the weights are those of another architecture. All of ``tensors`` are consumed in any case.
+        """
+        digests, unknown = {}, list[str]()
+        for name, value in tensors:
+            target = self._weights.get(name)
+            if target is None or (target.dtype, target.shape) != (value.dtype, value.shape):
+                unknown.append(name)
+                continue
+            target.copy_(value)
+            digests[name] = tensor_digest(host_tensor(target))
+        different = [*unknown, *(self._weights.keys() - digests.keys())]
+        if different:
+            raise MismatchError(
+                f"weights: {len(different)} differ from those of this engine's model, the first {min(different)!r}; restart the "
+                "actor"
+            )
+        self._is_current = False
+        return digests
+
+    def sleep(self, everything: bool = True) -> None:
+        """Do nothing: no training waits for the memory of the cache."""
 
 
 class _Slots:
@@ -350,8 +459,8 @@ class _Slots:
         return bool(self._rows or self._queue)
 
     @torch.inference_mode()
-    def step(self) -> list[Finished]:
-        """Draw every row's next token. Return the rows that this token finishes, ordered by id."""
+    def step(self) -> list[EngineResponse]:
+        """Draw every row's next token. Return the responses that this token finishes, ordered by id."""
         logits = self._decoder.logits(self._chosen[: len(self._rows)]) if self._rows else None
         free = self._slots - len(self._rows)
         if self._queue and free:
@@ -372,8 +481,8 @@ class _Slots:
             self._drop()
         return finished
 
-    def _record(self, tokens: NDArray[np.int64], log_probs: NDArray[np.float32]) -> list[Finished]:
-        """Record the token drawn for each row. Return the rows that it finishes."""
+    def _record(self, tokens: NDArray[np.int64], log_probs: NDArray[np.float32]) -> list[EngineResponse]:
+        """Record the token drawn for each row. Return the responses that it finishes."""
         live, slots = np.flatnonzero(self._alive), np.arange(len(self._rows))
         if not np.isfinite(log_probs[live]).all():
             raise ComputationFailed(
@@ -392,12 +501,11 @@ class _Slots:
                 response = self._token_ids[slot, : self._counts[slot]]
                 stopped[slot] = stopped[slot] or self._stop_strings.completed_by(response)
         ended = slots[self._alive & (stopped | (self._counts[slots] == self._limits[slots]))]
-        finished: list[Finished] = []
+        finished: list[EngineResponse] = []
         for slot in sorted(ended.tolist(), key=lambda slot: self._rows[slot].id):
-            reason = FinishReason.EOS if stopped[slot] else FinishReason.LENGTH
             count = self._counts[slot]
-            ids, values = self._token_ids[slot, :count], self._log_probs[slot, :count]
-            finished.append((self._rows[slot], ids.copy(), values.copy(), reason))
+            ids, values = self._token_ids[slot, :count].copy(), self._log_probs[slot, :count].copy()
+            finished.append(EngineResponse(self._rows[slot], ids, values, stopped=bool(stopped[slot])))
         self._alive[ended] = False
         return finished
 

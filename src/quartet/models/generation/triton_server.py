@@ -7,7 +7,7 @@ import queue
 import shutil
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -15,9 +15,8 @@ from typing import Any, Literal
 import numpy as np
 
 from quartet.contract.generation import GenerationRequest, SamplingParameters
-from quartet.contract.trajectory import Trajectory
-from quartet.engines.engine import EngineProperties, EngineResponse
-from quartet.engines.triton_properties import triton_properties
+from quartet.engines.engine import EngineProperties, EngineResponse, Policy
+from quartet.engines.validation import check_requests
 from quartet.errors import (
     AccessRefused,
     Cancelled,
@@ -29,10 +28,10 @@ from quartet.errors import (
     ServiceFailed,
     ServiceUnavailable,
 )
-from quartet.models.generation.engine import Policy
 from quartet.models.generation.lora_tensors import LoraTensors, lora_tensors
+from quartet.models.generation.triton_kind import triton_properties
 from quartet.models.generation.triton_tensors import Dialect, Partial, Served, Tensors, dialect_of
-from quartet.models.generation.validation import trajectories, validate_requests
+from quartet.weight_transfer.tensors import WeightSet
 
 POLL = 0.1
 """Seconds between checks whether the caller still waits."""
@@ -94,23 +93,23 @@ class TritonEngine:
         requests: Sequence[GenerationRequest],
         sampling: SamplingParameters,
         seed: int,
-        policy_version: int,
         cancelled: Callable[[], bool] = lambda: False,
-    ) -> Iterator[Trajectory]:
-        """Yield each trajectory when it is finished, in any order.
+    ) -> Iterator[EngineResponse]:
+        """Yield each response when it is finished, in any order.
 
         ``log_probs`` come from the server if it reports them. Raises InvalidRequest at the call. While iterating, raises
         Cancelled, ServiceUnavailable, ServiceFailed, MismatchError, AccessRefused or ComputationFailed.
         """
-        ordered = validate_requests(self._policy.model, requests, sampling)
-        return self._generate(ordered, sampling, seed, policy_version, cancelled)
+        ordered = check_requests(self._policy.served, requests, sampling)
+        return self._generate(ordered, sampling, seed, cancelled)
 
-    def release(self, everything: bool = False) -> None:
-        """Do nothing. The memory belongs to the server."""
-
-    def weights_changed(self) -> None:
-        """Send the current adapter with the next generation."""
+    def load_weights(self, weights: WeightSet, changed: Collection[str]) -> Mapping[str, bytes]:
+        """Send the current adapter of the policy with the next generation. Return no digests."""
         self._lora = None
+        return {}
+
+    def sleep(self, everything: bool = True) -> None:
+        """Do nothing. The memory belongs to the server."""
 
     def close(self) -> None:
         """Delete the adapters that were written for the server."""
@@ -121,9 +120,8 @@ class TritonEngine:
         requests: list[GenerationRequest],
         sampling: SamplingParameters,
         seed: int,
-        policy_version: int,
         cancelled: Callable[[], bool],
-    ) -> Iterator[Trajectory]:
+    ) -> Iterator[EngineResponse]:
         waiting, running = deque(requests), dict[str, Partial]()
         if not waiting:
             return
@@ -151,7 +149,7 @@ class TritonEngine:
                         # After its first response the server knows the adapter by its number.
                         limit = self._server.max_in_flight
                         adapter = {name: value for name, value in adapter.items() if name not in _WEIGHTS}
-                    yield from trajectories(finished, self._policy, sampling, policy_version, str(self._server))
+                    yield from finished
             finally:
                 stream.close()
 

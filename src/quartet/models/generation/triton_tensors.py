@@ -18,10 +18,9 @@ from numpy.typing import NDArray
 
 from quartet.contract.generation import GenerationRequest, SamplingParameters
 from quartet.contract.random_streams import engine_seed
-from quartet.engines.engine import EngineResponse
-from quartet.engines.triton_properties import TritonDialect
+from quartet.engines.engine import EngineResponse, Policy
 from quartet.errors import ComputationFailed, InvalidRequest, MismatchError
-from quartet.models.generation.engine import Policy
+from quartet.models.generation.triton_kind import TritonDialect
 
 Tensors = dict[str, NDArray[Any]]
 
@@ -126,7 +125,7 @@ class TokenDialect(Dialect):
     def request(self, request: GenerationRequest, sampling: SamplingParameters, seed: int) -> Tensors:
         """Return the inputs. Stop tokens are stop words, not end_id, so that the response contains them with their log-probs."""
         greedy, prompt = sampling.temperature == 0, request.prompt_ids
-        stops = [] if sampling.ignore_eos else sorted(self._policy.stop_ids)
+        stops = [] if sampling.ignore_eos else sorted(self._policy.served.stop_ids)
         result: Tensors = {
             "input_ids": prompt.astype(np.int32),
             "input_lengths": np.array([len(prompt)], np.int32),
@@ -238,7 +237,7 @@ class TextDialect(Dialect):
         return EngineResponse(partial.request, ids, None)
 
     def _stop_id(self, partial: Partial) -> int:
-        if partial.stop_reason.isdecimal() and int(partial.stop_reason) in self._policy.stop_ids:
+        if partial.stop_reason.isdecimal() and int(partial.stop_reason) in self._policy.served.stop_ids:
             return int(partial.stop_reason)
         end: int | None = self._policy.tokenizer.eos_token_id
         if end is None:
@@ -277,7 +276,7 @@ class VllmDialect(Dialect):
             "logprobs": 0,
             # The stop tokens of the policy, and not those of the server's generation_config.json.
             "ignore_eos": True,
-            "stop_token_ids": [] if sampling.ignore_eos else sorted(self._policy.stop_ids),
+            "stop_token_ids": [] if sampling.ignore_eos else sorted(self._policy.served.stop_ids),
             "detokenize": False,
         }
         return {

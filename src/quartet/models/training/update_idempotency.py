@@ -18,7 +18,8 @@ class UpdateLog:
     def __init__(self) -> None:
         self.run = ""
         self.step = 0
-        self._fence = LeaderFence()
+        self.fence = LeaderFence()
+        """Highest leader epoch seen. A lower one is refused: another orchestrator is the leader."""
         self._last: UpdateResult | None = None
         self._broken_at: int | None = None
 
@@ -31,15 +32,6 @@ class UpdateLog:
     def broken(self) -> bool:
         """Return whether an update or a restore was interrupted."""
         return self._broken_at is not None
-
-    def fence(self, leader_epoch: int) -> None:
-        """Record the highest leader epoch. Raises StaleLeaderEpoch for a lower one: another orchestrator is the leader."""
-        self._fence.check(leader_epoch)
-
-    @property
-    def leader_epoch(self) -> int:
-        """Highest leader epoch seen."""
-        return self._fence.epoch
 
     def check_run(self, run: str) -> None:
         """Raise FailedPrecondition if updates of another run were applied to the model."""
@@ -58,7 +50,7 @@ class UpdateLog:
 
     def check_save(self, run: str, leader_epoch: int, step: int | None = None) -> None:
         """Raise FailedPrecondition unless this leader may save the model of this run, unbroken and at ``step`` if given."""
-        self.fence(leader_epoch)
+        self.fence.check(leader_epoch)
         self.check_run(run)
         self.check_not_broken()
         if step is not None and step != self.step:
@@ -71,7 +63,7 @@ class UpdateLog:
 
         Raises FailedPrecondition for a lower leader epoch. If ``apply`` raises, its error is raised and the model is broken.
         """
-        self.fence(leader_epoch)
+        self.fence.check(leader_epoch)
         self._broken_at = step
         apply()
         self.run, self.step, self._last, self._broken_at = run, step, None, None
@@ -81,7 +73,7 @@ class UpdateLog:
 
         Raises FailedPrecondition for any other step, another run, a lower leader epoch, or after an interrupted update.
         """
-        self.fence(leader_epoch)
+        self.fence.check(leader_epoch)
         self.check_not_broken()
         if self._last is not None and (run, step) == (self.run, self.step):
             return self._last

@@ -15,7 +15,7 @@ from quartet.config.root import Config
 from quartet.contract.generation import GenerationBatch, SamplingParameters, requests_of
 from quartet.contract.trajectory import Prompt, Trajectory, TrajectoryId
 from quartet.errors import Cancelled
-from quartet.models.generation.detached_torch import DetachedTorchEngine
+from quartet.models.generation.torch_engine import DetachedTorchEngine
 from quartet.rpc.clients import ActorClient
 from quartet.rpc.compute_thread import ComputeThread
 from quartet.rpc.security.credentials import LOCAL

@@ -9,7 +9,7 @@ import torch
 
 from quartet.contract.status import GeneratorState
 from quartet.errors import WeightsChanged
-from quartet.models.generation.detached_torch import DetachedTorchEngine
+from quartet.models.generation.torch_engine import DetachedTorchEngine
 from quartet.services.generator import attestation
 from quartet.services.orchestrator.rollout.generator_pool import GeneratorPool
 from tests.services.orchestrator.rollout.generator_pools import Gate, Generators, contents, wait

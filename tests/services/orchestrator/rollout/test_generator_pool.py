@@ -16,7 +16,7 @@ from quartet.contract.generation import EngineProperties, GenerationBatch, reque
 from quartet.contract.status import GeneratorState
 from quartet.contract.trajectory import Trajectory, TrajectoryId
 from quartet.errors import BufferFailed, Cancelled, ComputationFailed, InvalidRequest, QuartetError, ServiceUnavailable
-from quartet.models.generation.detached_torch import DetachedTorchEngine
+from quartet.models.generation.torch_engine import DetachedTorchEngine
 from quartet.preflight import generator_check
 from quartet.rpc.clients import GenerationClient
 from quartet.services.generator.generator import Generator

@@ -57,7 +57,7 @@ class Cluster:
         """Start a generator. Return its address."""
         served = ServedModel("m", "float32", frozenset(), 64, 0)
         generator = Generator(
-            engine,
+            lambda: engine,
             served,
             ServiceStatus(Role.GENERATOR, dtype="float32", vocabulary_size=self.actor.status().vocabulary_size),
             lambda run: RolloutStream(self._client, self._url, run),

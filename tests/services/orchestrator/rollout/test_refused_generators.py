@@ -10,7 +10,7 @@ import pytest
 from quartet.codec.generation import WeightUpdate
 from quartet.contract.status import GeneratorState, Role
 from quartet.errors import ServiceFailed, ServiceUnavailable, StaleLeaderEpoch
-from quartet.models.generation.detached_torch import DetachedTorchEngine
+from quartet.models.generation.torch_engine import DetachedTorchEngine
 from quartet.rpc import replica_set
 from quartet.services.generator.generator import Generator
 from quartet.services.orchestrator.rollout.generator_pool import MAX_FAILURES, GeneratorPool

@@ -20,7 +20,7 @@ from quartet.contract.status import Role, ServiceStatus
 from quartet.contract.trajectory import Prompt, Trajectory
 from quartet.engines.engine import Cancelled, EngineResponse
 from quartet.errors import MismatchError
-from quartet.models.generation.detached_torch import DetachedTorchEngine
+from quartet.models.generation.torch_engine import DetachedTorchEngine
 from quartet.rpc.clients import WeightClient
 from quartet.rpc.compute_thread import ComputeThread
 from quartet.services.actor.servicer import ActorServicer
@@ -178,11 +178,12 @@ def start_generator(
     fault: str, case: int, actor: ActorServicer, config: Config, services: Services, client: Redis, url: str
 ) -> str:
     """Start a generator with this fault; return its address."""
-    served, model, adapter = actor.core.separate_model("cpu")
+    served = actor.core.served_model()
+    model, adapter = deepcopy((actor.core._model, actor.core._adapter))
     kind = MislabelingGenerator if fault == "another version" else Generator
     engine = FaultyEngine(fault, case, model, adapter, served.stop_ids, 4)
     status = ServiceStatus(Role.GENERATOR, dtype="float32", vocabulary_size=served.vocabulary_size)
-    generator = kind(engine, served, status, lambda run: RolloutStream(client, url, run))
+    generator = kind(lambda: engine, served, status, lambda run: RolloutStream(client, url, run))
 
     def peers(sources: Sequence[tuple[Role, str]]) -> list[Any]:
         return [WeightClient(role, address) for role, address in sources]

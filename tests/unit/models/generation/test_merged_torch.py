@@ -13,16 +13,16 @@ import transformers
 from quartet.contract.generation import SamplingParameters
 from quartet.contract.trajectory import Trajectory
 from quartet.errors import ModelError
-from quartet.models.generation.detached_torch import DetachedTorchEngine
-from quartet.models.generation.merged_torch import MergedTorchEngine
-from quartet.models.generation.torch_engine import TorchEngine
+from quartet.models.generation.torch_engine import DetachedTorchEngine, TorchEngine
 from quartet.models.weights.host_tensors import named_weights
+from quartet.weight_transfer.tensors import WeightSet
 from tests.unit.models import tiny
 from tests.unit.models.adapters import adapted, learn, same, snapshot, weight_set
 from tests.unit.models.saving import save_policy
 
 STOPS = frozenset({tiny.EOS})
 REQUESTS = tiny.requests(20)
+NO_TENSORS = WeightSet(0, b"", {})
 
 
 def bits(trajectories: list[Trajectory]) -> list[tuple[bytes, bytes]]:
@@ -38,11 +38,11 @@ def merged_model(model: Any, adapter: Any, folder: Path) -> Any:
 @pytest.mark.parametrize("kind", tiny.KINDS)
 def test_responses_are_those_of_the_merged_checkpoint_after_every_update(kind: str, tmp_path: Path) -> None:
     model, adapter = adapted(kind)
-    engine, optimizer = MergedTorchEngine(adapter, STOPS, 8), None
+    engine, optimizer = TorchEngine(model, STOPS, 8, merged=adapter), None
     assert engine.batch_invariant == TorchEngine(tiny.causal(kind), STOPS, 8).batch_invariant
     for step in range(2):
         optimizer = learn(model, optimizer=optimizer)
-        engine.weights_changed()
+        engine.load_weights(NO_TENSORS, [])
         expected = TorchEngine(merged_model(model, adapter, tmp_path / str(step)), STOPS, 8)
         assert bits(tiny.generated(engine, REQUESTS)) == bits(tiny.generated(expected, REQUESTS))
 
@@ -53,7 +53,7 @@ def test_in_float32_the_log_probs_are_those_of_the_adapted_model_up_to_rounding(
     learn(model, steps=3)
     results = [
         tiny.generated(engine, REQUESTS)
-        for engine in (MergedTorchEngine(adapter, STOPS, 8), TorchEngine(model, STOPS, 8))
+        for engine in (TorchEngine(model, STOPS, 8, merged=adapter), TorchEngine(model, STOPS, 8))
     ]
     for merged, separate in zip(*results, strict=True):
         assert merged.response_ids.tolist() == separate.response_ids.tolist()
@@ -64,7 +64,7 @@ def test_generation_changes_no_weight_and_copies_only_the_adapted_matrices() -> 
     model, adapter = adapted("qwen2")
     learn(model)
     before = snapshot(model)
-    engine = MergedTorchEngine(adapter, STOPS, 8)
+    engine = TorchEngine(model, STOPS, 8, merged=adapter)
     tiny.generated(engine, REQUESTS)
     assert same(before, snapshot(model))
     own = {tensor.data_ptr() for tensor in model.parameters()}
@@ -76,11 +76,11 @@ def test_generation_changes_no_weight_and_copies_only_the_adapted_matrices() -> 
 def test_released_weights_are_merged_again_for_the_same_bits() -> None:
     model, adapter = adapted("llama")
     learn(model)
-    engine = MergedTorchEngine(adapter, STOPS, 8)
+    engine = TorchEngine(model, STOPS, 8, merged=adapter)
     expected = bits(tiny.generated(engine, REQUESTS))
-    engine.release()
+    engine.sleep(everything=False)
     assert bits(tiny.generated(engine, REQUESTS)) == expected
-    engine.release(everything=True)
+    engine.sleep()
     assert any(parameter.numel() == 0 for parameter in engine._model.parameters())
     assert bits(tiny.generated(engine, REQUESTS)) == expected
 
@@ -100,7 +100,7 @@ def test_a_detached_engine_merges_the_weights_that_it_gets_and_attests_the_adapt
         digests = fresh.copy_weights(iter(named_weights(trained, adapter).items()))
     assert digests == DetachedTorchEngine(trained, adapter, STOPS, 8).load_weights(sent, [])
     result = {item.request.id: list(item.token_ids) for item in fresh.generate(REQUESTS, sampling, 0, lambda: False)}
-    expected = tiny.generated(MergedTorchEngine(adapter, STOPS, 8), REQUESTS)
+    expected = tiny.generated(TorchEngine(trained, STOPS, 8, merged=adapter), REQUESTS)
     assert result == {item.id: item.response_ids.tolist() for item in expected}
     assert list(result.values()) != before
 
@@ -124,6 +124,6 @@ def tiny_adapter(model: Any) -> Any:
 
 
 def test_adapters_of_experts_cannot_be_merged() -> None:
-    _, adapter = adapted("mixtral")
+    model, adapter = adapted("mixtral")
     with pytest.raises(ModelError, match=r"set actor\.lora\.target_modules to linear layers outside the experts"):
-        MergedTorchEngine(adapter, STOPS, 8)
+        TorchEngine(model, STOPS, 8, merged=adapter)

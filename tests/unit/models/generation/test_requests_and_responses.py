@@ -13,14 +13,14 @@ import torch
 
 from quartet.contract.generation import GenerationRequest, SamplingParameters
 from quartet.contract.random_streams import engine_seed
-from quartet.contract.trajectory import FinishReason, TokenBatch, TrajectoryId
+from quartet.contract.trajectory import FinishReason, TrajectoryId
+from quartet.engines.engine import EngineResponse, Policy
+from quartet.engines.validation import check_response
 from quartet.errors import ComputationFailed, ConfigError, InvalidRequest, MismatchError, ModelError
-from quartet.models.forward.scoring import response_log_probs
-from quartet.models.generation.engine import Policy
 from quartet.models.generation.lora_tensors import lora_tensors
+from quartet.models.generation.torch_engine import served_model
 from quartet.models.generation.triton_server import TritonEngine, TritonServer
 from quartet.models.generation.triton_tensors import Dialect, Partial, Served, dialect_of
-from quartet.models.generation.validation import EngineResponse, trajectories
 from quartet.models.weights.lora import add_adapter
 from tests.unit.models import tiny
 
@@ -31,11 +31,11 @@ def policy(kind: str = "llama", adapter: bool = False) -> Policy:
     model = tiny.causal(kind)
     added = add_adapter(model, "base", rank=2, alpha=3.0) if adapter else None
     stops = frozenset({tiny.EOS, 7})
-    return Policy(model, tiny.tokenizer(), added, stops, lambda batch, t: response_log_probs(model, batch, t, 4096))
+    return Policy(model, tiny.tokenizer(), added, served_model(model, stops))
 
 
 def to_trajectory(ids: list[int], log_probs: list[float] | None, sampling: SamplingParameters = SAMPLING) -> Any:
-    return trajectories([EngineResponse(tiny.requests(1)[0], ids, log_probs)], policy(), sampling, 3, "engine")[0]
+    return check_response(EngineResponse(tiny.requests(1)[0], ids, log_probs), policy().served, sampling, 3, "engine")
 
 
 def test_a_valid_answer_becomes_a_trajectory() -> None:
@@ -45,22 +45,6 @@ def test_a_valid_answer_becomes_a_trajectory() -> None:
     assert to_trajectory([5, 6, 8, 9], [-1.0] * 4).finish_reason is FinishReason.LENGTH
     unstopped = to_trajectory([5, 7, 8, 9], [-1.0] * 4, SamplingParameters(4, ignore_eos=True))
     assert unstopped.finish_reason is FinishReason.LENGTH
-
-
-@pytest.mark.parametrize("temperature", [0.0, 0.7])
-def test_missing_log_probs_are_computed_by_the_trainer(temperature: float) -> None:
-    subject, requests = policy(), tiny.requests(3)
-    sampling = SamplingParameters(4, temperature=temperature)
-    answers = [
-        EngineResponse(requests[0], [5, 7], None),
-        EngineResponse(requests[1], [6, 7], [-1.0, -2.0]),
-        EngineResponse(requests[2], [8, 9, 3, 4], None),
-    ]
-    result = trajectories(answers, subject, sampling, 0, "engine")
-    assert result[1].log_probs.tolist() == [-1.0, -2.0]
-    for trajectory in (result[0], result[2]):
-        expected = subject.score(TokenBatch.of([trajectory]), temperature or 1.0)
-        assert np.allclose(trajectory.log_probs, expected, atol=1e-5)
 
 
 @pytest.mark.parametrize(

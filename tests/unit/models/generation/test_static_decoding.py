@@ -281,7 +281,7 @@ def test_non_finite_weights_do_not_affect_later_generations() -> None:
 
 def test_a_later_generation_cancels_an_unfinished_one() -> None:
     engine = static(tiny.causal("llama"))
-    first = engine.generate(tiny.requests(6), SamplingParameters(12), 0, 0)
+    first = engine.generate(tiny.requests(6), SamplingParameters(12), 0)
     next(first)
     tiny.generated(engine, tiny.requests(6, step=1))
     with pytest.raises(Cancelled, match="a later generation uses its cache"):

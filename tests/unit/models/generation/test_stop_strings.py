@@ -70,7 +70,7 @@ def test_without_stop_strings_no_token_is_decoded() -> None:
 def test_an_engine_without_a_tokenizer_refuses_stop_strings() -> None:
     engine = TorchEngine(tiny.causal("llama"), STOPS, 8)
     with pytest.raises(InvalidRequest, match="no tokenizer"):
-        list(engine.generate(tiny.requests(2), SamplingParameters(4, stop_strings=("a",)), 0, 0))
+        list(engine.generate(tiny.requests(2), SamplingParameters(4, stop_strings=("a",)), 0))
 
 
 def test_the_check_of_a_whole_response_agrees_with_the_engine() -> None:

@@ -10,10 +10,9 @@ import pytest
 import torch
 
 from quartet.models.generation import trial as module
-from quartet.models.generation.detached_torch import DetachedTorchEngine
 from quartet.models.generation.machine_trial import try_model, try_small_model
 from quartet.models.generation.static_decoding import StaticDecoder
-from quartet.models.generation.torch_engine import TorchEngine
+from quartet.models.generation.torch_engine import DetachedTorchEngine, TorchEngine
 from quartet.models.torch_threads import torch_threads
 from quartet.system.failpoints import FOLDER_VARIABLE, VARIABLE, arm
 from tests.unit.models import tiny
