@@ -305,7 +305,8 @@ def test_other_trajectories_finish_while_some_wait_for_their_environment(engine:
 
     def generate_turns(prompts: Sequence[GenerationRequest], turns: TurnSource) -> Iterator[Trajectory]:
         engine._max_concurrent = 4
-        return engine.generate_turns(prompts, batch.sampling, batch.seed, 2, lambda: False, turns)
+        responses = engine.generate_turns(prompts, batch.sampling, batch.seed, lambda: False, turns)
+        return (check_response(each, engine._served, batch.sampling, 2, "torch") for each in responses)
 
     def on_finished(trajectory: Trajectory) -> None:
         finished.append(trajectory.id)
