@@ -27,6 +27,7 @@ from quartet.errors import (
 from quartet.models.training.optimizer import create_optimizer
 from quartet.models.training.updates import update_policy
 from quartet.rpc.security.certificate_authority import Authority
+from quartet.weight_transfer.tensors import WeightSet
 from tests.engines.conftest import change_adapter, policy, score
 from tests.engines.test_contract import greedy, requests, run, tokens
 from tests.engines.triton_engines import engine_of
@@ -309,7 +310,7 @@ def test_only_the_newest_adapter_is_on_disk(server: TritonServer, subject: Polic
     engine = engine_of(server, "text", subject, tmp_path)
     run(engine, requests(2), subject)
     change_adapter(subject.model, 5)
-    engine.weights_changed()
+    engine.load_weights(WeightSet(1, b"", {}), [])
     run(engine, requests(2), subject)
     assert len(list((tmp_path / "engine").iterdir())) == 1
     engine.close()

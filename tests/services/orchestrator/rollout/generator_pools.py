@@ -13,6 +13,7 @@ import pytest
 from quartet.buffer.rollout_stream import RolloutStream
 from quartet.config.root import Config
 from quartet.contract.generation import GenerationBatch, SamplingParameters, requests_of
+from quartet.contract.status import Role
 from quartet.contract.trajectory import Prompt, Trajectory, TrajectoryId
 from quartet.errors import Cancelled
 from quartet.models.generation.torch_engine import DetachedTorchEngine
@@ -20,6 +21,7 @@ from quartet.rpc.clients import ActorClient
 from quartet.rpc.compute_thread import ComputeThread
 from quartet.rpc.security.credentials import LOCAL
 from quartet.rpc.server import Server
+from quartet.services.factories import build_model_role
 from quartet.services.generator.factory import build_generator
 from quartet.services.orchestrator.rollout.generation import PendingTrajectories
 from quartet.services.orchestrator.rollout.generator_pool import GeneratorPool
@@ -79,8 +81,16 @@ class Generators:
         return sorted((item.trajectory for item in self.stream.read(1000, 0.01)), key=lambda item: item.id)
 
     def by_the_actor(self) -> list[Trajectory]:
-        """Return the trajectories of step 1 as the actor's own engine generates them."""
-        start_generation(self.actor, self._run, PROMPTS, SAMPLING, SAMPLES, seed=5).result()
+        """Return the trajectories of step 1 as an actor without generators generates them."""
+        rollout = self.config.rollout.model_copy(update={"generators": 0})
+        config = self.config.model_copy(update={"rollout": rollout})
+        server = Server([build_model_role(Role.ACTOR, config, ComputeThread(), 1)], "127.0.0.1:0")
+        actor = ActorClient(server.address, self.actor.timeouts)
+        try:
+            start_generation(actor, self._run, PROMPTS, SAMPLING, SAMPLES, seed=5).result()
+        finally:
+            actor.close()
+            server.stop(0.0)
         return self.read()
 
     def stop(self) -> None:
