@@ -47,7 +47,7 @@ def proxy(target: str, fault: Fault) -> Iterator[str]:
 
     with httpx2.Client(base_url=target, timeout=60, trust_env=False) as client:
         server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
         thread.start()
         try:
             yield f"http://127.0.0.1:{server.server_port}"

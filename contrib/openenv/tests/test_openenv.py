@@ -198,7 +198,7 @@ def test_a_server_without_room_is_tried_again(socket: WebSocketServer) -> None:
     assert start(socket).reset(1, {}) == "start/1/0"
     socket.fault["reset"] = lambda it: send(it, "error", {"code": "CAPACITY_REACHED"})
     with pytest.raises(EnvironmentFailed, match="CAPACITY_REACHED"):
-        start(socket, timeout_seconds=2).reset(1, {})
+        start(socket, timeout_seconds=1).reset(1, {})
 
 
 @pytest.mark.parametrize(("kind", "scheme"), [(OpenEnvHTTP, "http"), (OpenEnvWebSocket, "ws")])
