@@ -303,8 +303,10 @@ def test_the_process_imports_little_and_gets_no_secrets(start: Start, monkeypatc
         monkeypatch.setenv(name, "value")
     assert start("loaded").call([], 20) == [
         "quartet",
+        "quartet.contract",
         "quartet.contract.logged_values",
         "quartet.rewards",
+        "quartet.system",
         "quartet.system.user_code",
     ]
     assert start("inherited").call([], 20) == []

@@ -13,6 +13,7 @@ import pytest
 from contrib.openenv.tests.servers import Handler, HTTPServer, WebSocketServer, send
 from quartet.config.environment import EnvironmentConfig
 from quartet.contract.trajectory import Outcome
+from quartet.contrib.openenv import websocket
 from quartet.contrib.openenv.http import OpenEnv, OpenEnvHTTP
 from quartet.contrib.openenv.websocket import OpenEnvWebSocket
 from quartet.environments import EnvironmentFailed
@@ -189,7 +190,7 @@ def test_a_fault_over_web_socket_is_an_outcome(fault: str, kind: str, socket: We
     environment.close()
 
 
-def test_a_server_without_room_is_tried_again(socket: WebSocketServer) -> None:
+def test_a_server_without_room_is_tried_again(socket: WebSocketServer, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(connection: Any) -> None:
         del socket.fault["reset"]
         send(connection, "error", {"message": "full", "code": "CAPACITY_REACHED"})
@@ -197,8 +198,9 @@ def test_a_server_without_room_is_tried_again(socket: WebSocketServer) -> None:
     socket.fault["reset"] = full
     assert start(socket).reset(1, {}) == "start/1/0"
     socket.fault["reset"] = lambda it: send(it, "error", {"code": "CAPACITY_REACHED"})
+    monkeypatch.setattr(websocket, "RETRY_SECONDS", 100.0)  # Later than the deadline.
     with pytest.raises(EnvironmentFailed, match="CAPACITY_REACHED"):
-        start(socket, timeout_seconds=1).reset(1, {})
+        start(socket).reset(1, {})
 
 
 @pytest.mark.parametrize(("kind", "scheme"), [(OpenEnvHTTP, "http"), (OpenEnvWebSocket, "ws")])

@@ -47,6 +47,6 @@ def test_a_run_with_a_committed_step_is_resumed(tmp_path: Path) -> None:
 
 def test_a_run_with_an_invalid_config_leaves_no_files(tmp_path: Path) -> None:
     config = config_of(tmp_path, services={"actor": {"address": "far:1"}})
-    with pytest.raises(ConfigError, match=r"^services\.critic\.address: null"), acquire_run_directory(config):
+    with pytest.raises(ConfigError, match=r"(?m)^ *services\.critic\.address: null"), acquire_run_directory(config):
         pass
     assert not config.run_directory.exists()
