@@ -43,7 +43,8 @@ def test_steps_report_the_weights_that_generators_took_over(run: tuple[ActiveRun
 def test_the_timeline_has_a_lane_for_each_generator(run: tuple[ActiveRun, Generators]) -> None:
     running, generators = run
     lines = json_lines(RunFiles(running.config.run_directory).root / "timeline.jsonl")
-    phases = {(span["service"], span["phase"]) for span in lines[1]["spans"]}
+    # One generator may have all the work of a step if the other is late.
+    phases = {(span["service"], span["phase"]) for line in lines for span in line["spans"]}
     for address in generators.addresses:
         assert (f"generator {address}", "update_weights") in phases
         assert (f"generator {address}", "generate") in phases
