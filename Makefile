@@ -180,6 +180,6 @@ architectures: $(VENV)/.installed-dev ## Compare tiny models of many architectur
 	$(BIN)/python -m tests.architectures $(ARCHITECTURES_ARGS)
 
 engines: $(ENGINES)/.installed $(VLLM)/.installed $(PYTRITON)/.installed ## Test every generation engine against one contract, Triton's and vLLM's for real
-	QUARTET_TRITON_PYTHON=$(TRITON)/bin/python QUARTET_PYTRITON_PYTHON=$(PYTRITON)/bin/python $(ENGINES)/bin/python -m pytest tests/engines $(PYTEST_ARGS)
+	QUARTET_TRITON_PYTHON=$(TRITON)/bin/python QUARTET_PYTRITON_PYTHON=$(PYTRITON)/bin/python $(ENGINES)/bin/python -m pytest tests/engines contrib/triton contrib/sglang contrib/tensorrt_llm $(PYTEST_ARGS)
 	VLLM_LOGGING_LEVEL=WARNING $(VLLM)/bin/python -m pytest tests/detached_engines --timeout=900 $(PYTEST_ARGS)
 

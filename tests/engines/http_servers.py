@@ -16,8 +16,8 @@ from typing import Any
 import httpx2
 
 from quartet.config.rollout import SGLangServerConfig, VLLMServerConfig
+from quartet.contrib.sglang.engine import SGLangServerEngine
 from quartet.engines.http_client import engine_server
-from quartet.engines.sglang_server import SGLangServerEngine
 from quartet.engines.vllm_server import VLLMServerEngine
 from tests.engines.remote_policy import EOS, POSITIONS, policy, served
 from tests.engines.sglang_server import SGLangServer

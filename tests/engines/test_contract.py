@@ -11,10 +11,10 @@ import torch
 
 from quartet.contract.generation import GenerationRequest, SamplingParameters
 from quartet.contract.trajectory import FinishReason, TokenBatch, Trajectory, TrajectoryId
+from quartet.contrib.triton.engine import TritonEngine
 from quartet.engines.engine import Engine, Policy
 from quartet.errors import Cancelled, InvalidRequest
 from quartet.models.generation.torch_engine import TorchEngine
-from quartet.models.generation.triton_server import TritonEngine
 from quartet.weight_transfer.tensors import WeightSet
 from tests.engines.conftest import EOS, SEED, change_adapter, policy, score, trajectories
 from tests.every_case import every_case

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from quartet.contrib.triton.engine import TritonEngine
+from quartet.contrib.triton.engine import TritonServer as Target
 from quartet.engines.engine import Policy
-from quartet.models.generation.triton_server import TritonEngine
-from quartet.models.generation.triton_server import TritonServer as Target
 from tests.engines.triton_server import TritonServer
 
 

@@ -17,6 +17,8 @@ TORCH_MODULES = {
     "quartet.api.completions",
     "quartet.cli.inference.chat",
     "quartet.environments.host",
+    "quartet.contrib.triton.engine",
+    "quartet.contrib.triton.tensors",
     # Only vLLM imports it.
     "quartet.engines.vllm_worker",
 }

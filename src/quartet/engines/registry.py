@@ -12,13 +12,10 @@ BUILT_IN = {
     "torch": "quartet.models.generation.torch_kind",
     "vllm": "quartet.engines.vllm",
     "vllm-server": "quartet.engines.vllm_server",
-    "sglang-server": "quartet.engines.sglang_server",
-    "triton": "quartet.models.generation.triton_kind",
-    "tensorrt-llm": "quartet.engines.tensorrt_llm",
 }
-"""Modules whose ``KIND`` is the engine. They need no entry point, because a generator may find Quartet on its path only."""
+"""Modules whose ``KIND`` is the engine."""
 GROUP = "quartet.engines"
-"""Entry points of other packages. Each names an ``EngineKind``."""
+"""Entry points of contrib/ and of other packages. Each names an ``EngineKind``."""
 
 
 def engine_names() -> list[str]:

@@ -86,15 +86,23 @@ def kill_descendants() -> None:
 
 @contextmanager
 def package_path() -> Iterator[str]:
-    """Yield a folder for the PYTHONPATH of another environment. It contains only Quartet.
+    """Yield a folder for the PYTHONPATH of another environment. It contains only Quartet and its entry points.
 
     The folder in which Quartet is installed may contain torch and other packages, which would hide those of the environment.
     """
-    from tempfile import TemporaryDirectory  # Every child process imports this module, and few need this.
+    # Every child process imports this module, and few need these.
+    from importlib.metadata import PackageNotFoundError, distribution
+    from tempfile import TemporaryDirectory
 
     with TemporaryDirectory(prefix="quartet-") as folder:
         package = Path(__file__).resolve().parents[1]
         (Path(folder) / package.name).symlink_to(package, target_is_directory=True)
+        with suppress(PackageNotFoundError):
+            installed = distribution("quartet-rlhf")
+            metadata = Path(folder) / f"quartet_rlhf-{installed.version}.dist-info"
+            metadata.mkdir()
+            for name in ("METADATA", "entry_points.txt"):
+                (metadata / name).write_text(installed.read_text(name) or "", encoding="utf-8")
         yield folder
 
 

@@ -10,9 +10,9 @@ import pytest
 
 from quartet.contract.generation import GenerationRequest, SamplingParameters
 from quartet.contract.trajectory import TrajectoryId
+from quartet.contrib.sglang.engine import SGLangServerEngine
 from quartet.engines.engine import ServedModel
 from quartet.engines.server_engine import Partial, ServerEngine
-from quartet.engines.sglang_server import SGLangServerEngine
 from quartet.engines.vllm_server import VLLMServerEngine
 from quartet.errors import ServiceFailed
 

@@ -15,6 +15,8 @@ from typing import Any, Literal
 import numpy as np
 
 from quartet.contract.generation import GenerationRequest, SamplingParameters
+from quartet.contrib.triton.kind import triton_properties
+from quartet.contrib.triton.tensors import Dialect, Partial, Served, Tensors, dialect_of
 from quartet.engines.engine import EngineProperties, EngineResponse, Policy
 from quartet.engines.validation import check_requests
 from quartet.errors import (
@@ -29,8 +31,6 @@ from quartet.errors import (
     ServiceUnavailable,
 )
 from quartet.models.generation.lora_tensors import LoraTensors, lora_tensors
-from quartet.models.generation.triton_kind import triton_properties
-from quartet.models.generation.triton_tensors import Dialect, Partial, Served, Tensors, dialect_of
 from quartet.weight_transfer.tensors import WeightSet
 
 POLL = 0.1

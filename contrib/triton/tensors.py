@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 
 from quartet.contract.generation import GenerationRequest, SamplingParameters
 from quartet.contract.random_streams import engine_seed
+from quartet.contrib.triton.kind import TritonDialect
 from quartet.engines.engine import EngineResponse, Policy
 from quartet.errors import ComputationFailed, InvalidRequest, MismatchError
-from quartet.models.generation.triton_kind import TritonDialect
 
 Tensors = dict[str, NDArray[Any]]
 

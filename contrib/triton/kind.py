@@ -38,7 +38,7 @@ def triton_properties(
 
 def share(config: Config, policy: Policy, certificates: Path | None) -> Engine:
     """Return the engine that calls the server of ``rollout.triton``. Raises ConfigError, ModelError."""
-    from quartet.models.generation.triton_server import TritonEngine, TritonServer
+    from quartet.contrib.triton.engine import TritonEngine, TritonServer
 
     triton = config.rollout.triton
     assert triton is not None

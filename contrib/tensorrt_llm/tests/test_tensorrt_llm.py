@@ -15,20 +15,20 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
+from contrib.tensorrt_llm.tests import fake_tensorrt_llm
+from contrib.tensorrt_llm.tests.fake_tensorrt_llm import LLM, NEW, OLD
 from quartet.config.loading import parse_config
 from quartet.contract.generation import GenerationRequest, SamplingParameters
 from quartet.contract.trajectory import Trajectory, TrajectoryId
-from quartet.engines import tensorrt_llm
+from quartet.contrib.tensorrt_llm import engine as tensorrt_llm
+from quartet.contrib.tensorrt_llm.engine import TensorRTLLMEngine, TensorRTLLMSettings
 from quartet.engines.checkpoint_files import readable_by_older_versions
 from quartet.engines.engine import EngineResponse, Policy, ServedModel
 from quartet.engines.registry import find_engine
-from quartet.engines.tensorrt_llm import TensorRTLLMEngine, TensorRTLLMSettings
 from quartet.errors import Cancelled, ConfigError, InvalidRequest, ServiceFailed
 from quartet.weight_transfer.digests import combined_digest, tensor_digest
 from quartet.weight_transfer.tensors import AdapterSettings, HostTensor, WeightSet
-from tests.engines import fake_tensorrt_llm
 from tests.engines.conftest import EOS, change_adapter, trajectories
-from tests.engines.fake_tensorrt_llm import LLM, NEW, OLD
 from tests.engines.test_contract import greedy, requests
 from tests.every_case import every_case
 from tests.unit.models import tiny
@@ -434,7 +434,7 @@ def test_the_config_file_can_be_read_by_older_transformers() -> None:
 
 def test_the_engine_imports_neither_torch_nor_transformers() -> None:
     code = (
-        "import sys, quartet.engines.tensorrt_llm; "
+        "import sys, quartet.contrib.tensorrt_llm.engine; "
         "sys.exit(', '.join({'torch', 'transformers', 'tensorrt_llm'} & set(sys.modules)))"
     )
     assert (

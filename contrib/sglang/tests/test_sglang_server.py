@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from quartet.contract.generation import SamplingParameters
-from quartet.engines.sglang_server import SGLangServerEngine
+from quartet.contrib.sglang.engine import SGLangServerEngine
 from quartet.errors import (
     AccessRefused,
     Cancelled,

@@ -1,0 +1,1 @@
+"""SGLang servers as a generation engine."""

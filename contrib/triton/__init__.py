@@ -1,0 +1,1 @@
+"""Triton Inference Servers as a generation engine."""
