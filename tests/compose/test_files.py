@@ -17,6 +17,7 @@ from quartet.contract.status import MODEL_ROLES, Role
 from quartet.errors import ConfigError
 from quartet.gateway.__main__ import PUBLISHED_ADDRESS_VARIABLE
 from quartet.preflight import check_separate_orchestrator
+from quartet.preflight.findings import raise_errors
 from quartet.rpc.security.allow_list import PROCESSES
 from quartet.rpc.security.credentials import DOMAIN
 from tests.compose.stack import SECRETS
@@ -235,7 +236,7 @@ def test_local_generators_of_the_config_are_refused_unless_containers_replace_th
     (tmp_path / "config.yaml").write_text(CONFIGS["ppo"])
     config = load_config(tmp_path / "config.yaml", ["rollout.generators=2"], layers)
     with pytest.raises(ConfigError, match=r"^rollout\.generators 2: .*QUARTET_GENERATION in \.env"):
-        check_separate_orchestrator(config)
+        raise_errors(check_separate_orchestrator(config))
 
 
 def test_a_deployment_for_other_roles_is_refused(tmp_path: Path) -> None:
