@@ -107,7 +107,6 @@ class ActorServicer(
         return to_message(actor_pb2.ActorServiceLogProbsResponse, log_probs=log_probs, policy_version=version)
 
     def handlers(self) -> dict[str, CommandHandler]:
-        """See ``TrainableServicer.handlers``."""
         return {
             **super().handlers(),
             "log_probs": lambda request: self._log_probs(request)(),
@@ -131,7 +130,6 @@ class RankServicer(generation_pb2_grpc.GenerationServiceServicer):
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(self, server)
 
     def abandoned(self) -> tuple[str, float]:
-        """See ``ComputeThread.abandoned``."""
         return self._compute.abandoned()
 
     def close(self) -> None:

@@ -34,7 +34,6 @@ class CriticServicer(TrainableServicer[Critic], critic_pb2_grpc.CriticServiceSer
         return to_message(critic_pb2.ValuesResponse, values=values, policy_version=version)
 
     def handlers(self) -> dict[str, CommandHandler]:
-        """See ``TrainableServicer.handlers``."""
         return {
             **super().handlers(),
             "values": lambda request: self._values(request)(),

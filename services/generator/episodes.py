@@ -156,7 +156,6 @@ class Episodes:
         return sorted(requests, key=lambda request: request.id)
 
     def request_of(self, id: TrajectoryId) -> GenerationRequest:
-        """See ``TurnSource.request_of``."""
         request = self._episodes[id].request
         assert request is not None
         return request

@@ -59,11 +59,9 @@ class GeneratorServicer(ModelServicer[Generator], generation_pb2_grpc.Generation
         )
 
     def abandoned(self) -> tuple[str, float]:
-        """See ``ComputeThread.abandoned``."""
         return max(self.compute.abandoned(), self._updates.abandoned(), key=lambda work: work[1])
 
     def failure(self) -> str:
-        """See ``ComputeThread.failure``."""
         return self.compute.failure or self._updates.failure
 
     def register(self, server: grpc.Server) -> None:

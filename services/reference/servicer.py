@@ -38,7 +38,6 @@ class ReferenceServicer(ModelServicer[Reference], reference_pb2_grpc.ReferenceSe
         return to_message(reference_pb2.ReferenceServiceLogProbsResponse, log_probs=log_probs, version_step=step)
 
     def handlers(self) -> dict[str, CommandHandler]:
-        """See ``ModelServicer.handlers``."""
         return {"reference_log_probs": lambda request: self._log_probs(request)()}
 
     def _log_probs(self, request: Any) -> Callable[[], FloatArray]:

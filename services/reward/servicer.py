@@ -64,7 +64,6 @@ class RewardServicer(ModelServicer[RewardSource], reward_pb2_grpc.RewardServiceS
         return scores_to_proto(scores)
 
     def handlers(self) -> dict[str, CommandHandler]:
-        """See ``ModelServicer.handlers``."""
         return {"score": lambda request: self._score(request)(never)}
 
     def _score(self, request: Any) -> Callable[[Callable[[], bool]], Scores]:

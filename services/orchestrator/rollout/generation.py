@@ -123,7 +123,6 @@ class ActorGeneration:
         self._attempts = count(1)
 
     def start(self, batch: GenerationBatch) -> tuple[GenerationBatch, PendingTrajectories]:
-        """See ``Generation.start``."""
         if self._separate:
             batch = replace(batch, weights_digest=published_digest(self._actor, batch.policy_version))
         batch = replace(batch, attempt=next(self._attempts))

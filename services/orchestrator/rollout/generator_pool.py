@@ -103,12 +103,10 @@ class GeneratorPool(ReplicaSet[RemoteGenerator]):
             return {each.address: each.status for each in self._all() if each.status is not None}
 
     def engines(self) -> list[EngineProperties]:
-        """See ``Generation.engines``."""
         engines = (status.engine for _, status in sorted(self.statuses().items()))
         return list(dict.fromkeys(engine for engine in engines if engine is not None))
 
     def generators(self) -> list[GeneratorInfo]:
-        """See ``Generation.generators``."""
         with self.lock:
             return [generator.info() for generator in self._all() if not generator.left]
 
@@ -162,7 +160,6 @@ class GeneratorPool(ReplicaSet[RemoteGenerator]):
         }
 
     def leader_epochs(self) -> list[int]:
-        """See ``Generation.leader_epochs``."""
         return [status.leader_epoch for status in self.statuses().values()]
 
     # Work

@@ -80,7 +80,6 @@ class Work:
         self._callbacks: list[Callable[[Any], object]] = []
 
     def done(self) -> bool:
-        """See ``PendingTrajectories``."""
         return self._ended.is_set()
 
     def add_done_callback(self, callback: Callable[[Any], object]) -> None:
@@ -90,22 +89,18 @@ class Work:
             callback(self)
 
     def result(self) -> int:
-        """See ``PendingTrajectories``."""
         self._ended.wait()
         if self._error is not None:
             raise self._error
         return len(self.batch.requests)
 
     def cancel(self) -> None:
-        """See ``PendingTrajectories``."""
         self.pool.cancel(self)
 
     def abandoned(self, trajectory: Trajectory) -> bool:
-        """See ``PendingTrajectories``."""
         return 0 < trajectory.attempt <= self.pool.last_attempt and trajectory.attempt not in self.attempts
 
     def wrong_origin(self, trajectory: Trajectory) -> str:
-        """See ``PendingTrajectories``."""
         attempt = self.attempts.get(trajectory.attempt)
         if attempt is None:
             return (
@@ -141,7 +136,6 @@ class Work:
         self.waiting += [request for request in requests if request.id not in self.seen]
 
     def arrived(self, trajectory: Trajectory) -> bool:
-        """See ``PendingTrajectories``."""
         with self.pool.lock:
             if self.abandoned(trajectory):
                 return False
@@ -154,7 +148,6 @@ class Work:
         return any(request.id in self.seen for attempt in attempts for request in attempt.requests)
 
     def newer_weights(self) -> Mapping[int, bytes]:
-        """See ``PendingTrajectories``."""
         if self.batch.step == EVALUATION:
             return {}
         with self.pool.lock:
@@ -192,7 +185,6 @@ class Work:
         return []
 
     def refuse(self, trajectory: Trajectory, reason: str) -> None:
-        """See ``PendingTrajectories``."""
         self.pool.refuse(self, trajectory, reason)
 
     def error_of_all(self) -> QuartetError:

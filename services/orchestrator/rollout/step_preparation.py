@@ -76,7 +76,6 @@ class StepPreparation:
         self._collector.reset()
 
     def policy_updated(self) -> None:
-        """See ``Generation.policy_updated``."""
         self._generation.policy_updated()
 
     def take_metrics(self, policy_version: int) -> dict[str, float]:

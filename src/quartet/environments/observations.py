@@ -49,11 +49,9 @@ class TextObservations:
         self._tokenizer = tokenizer
 
     def first(self, observation: str | Sequence[Message]) -> IntArray:
-        """See ``ObservationEncoder``."""
         return self.next(observation, 0)
 
     def next(self, observation: str | Sequence[Message], last_id: int) -> IntArray:
-        """See ``ObservationEncoder``."""
         if not isinstance(observation, str):
             raise UnusableObservation("returned messages; set environment.observations to chat, or return text")
         return _encoded(self._tokenizer, observation, split_special_tokens=True)
@@ -103,7 +101,6 @@ class ChatObservations:
         return self._ids(self._difference(self._first_opening, self._opening, messages))
 
     def next(self, observation: str | Sequence[Message], last_id: int) -> IntArray:
-        """See ``ObservationEncoder``."""
         messages = _messages(observation)
         closing, ended = self._closing, str(self._tokenizer.convert_ids_to_tokens(int(last_id)))
         # A turn that was cut off has no end-of-sequence token, but may end with the token's first characters. The observation

@@ -169,7 +169,6 @@ class HttpScorer:
         return await self._attempts[server].run(send, max(text.updates for text in texts))
 
     def take_cured_faults(self) -> int:
-        """See ``Scorer.take_cured_faults``."""
         return sum(attempts.take_cured_faults() for attempts in self._attempts)
 
     async def close(self) -> None:

@@ -63,7 +63,6 @@ class Judge:
         return [await asyncio.shield(task)]
 
     def take_cured_faults(self) -> int:
-        """See ``Scorer.take_cured_faults``."""
         return self._attempts.take_cured_faults()
 
     async def close(self) -> None:

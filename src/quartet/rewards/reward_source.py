@@ -77,7 +77,6 @@ class Score(float):
     logged: Mapping[str, Any]
 
     def __new__(cls, value: Any, logged: Mapping[str, Any]) -> Score:
-        """See ``Scores.logged``."""
         score = super().__new__(cls, value)
         score.logged = logged
         return score

@@ -59,7 +59,6 @@ class ServiceScorer:
         self._unchecked = expected
 
     async def score(self, texts: Sequence[ScoredText]) -> list[Result]:
-        """See ``Scorer.score``."""
         batch = TokenBatch(
             np.concatenate([text.token_ids for text in texts]),
             np.array([text.prompt_tokens for text in texts], np.int32),

@@ -51,7 +51,6 @@ class TritonScorer:
         )
 
     async def score(self, texts: Sequence[ScoredText]) -> list[Result]:
-        """See ``Scorer.score``."""
         inputs = self._inputs(texts)
 
         async def send(_: int) -> list[Result]:
@@ -66,7 +65,6 @@ class TritonScorer:
         return await self._attempts.run(send, max(text.updates for text in texts))
 
     def take_cured_faults(self) -> int:
-        """See ``Scorer.take_cured_faults``."""
         return self._attempts.take_cured_faults()
 
     async def close(self) -> None:

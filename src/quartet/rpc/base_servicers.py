@@ -77,7 +77,6 @@ class ModelServicer(Generic[AnyCore]):
         )
 
     def abandoned(self) -> tuple[str, float]:
-        """See ``ComputeThread.abandoned``."""
         return self.compute.abandoned()
 
     def failure(self) -> str:
@@ -173,7 +172,6 @@ class TrainableServicer(ModelServicer[AnyTrainableCore]):
         return replace(super().status(), buffer_unreachable=self._buffer_unreachable())
 
     def handlers(self) -> dict[str, CommandHandler]:
-        """See ``ModelServicer.handlers``."""
         return {
             "update": lambda request: self._update(request)(),
             "save": lambda request: self._snapshot(request)(),

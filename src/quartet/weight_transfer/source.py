@@ -35,7 +35,6 @@ class WeightSource(WeightStore):
     """Weights of the versions that a trainer has published."""
 
     def __init__(self, capacity: int = 4, num_threads: int | None = None) -> None:
-        """See ``WeightStore``."""
         super().__init__("this weight source", capacity, num_threads)
         self.last: WeightPublication | None = None
         """The last publication; None before the first."""

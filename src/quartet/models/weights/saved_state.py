@@ -74,7 +74,6 @@ class StateFile:
 
     @torch.no_grad()
     def read(self, parts: Mapping[str, Part]) -> None:
-        """See ``SavedState.read``."""
         with safetensors.safe_open(self._path, framework="pt") as file:
             for name, part in parts.items():
                 read_block(file, name, part.region, part.tensor)

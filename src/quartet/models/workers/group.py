@@ -56,7 +56,6 @@ class WorkerGroup(Workers):
         self.release()
 
     def release(self) -> None:
-        """See ``Workers.release``."""
         self.root: FSDPModule | None = None
         """The module of ``shard_model``, inside which the forward passes run."""
         self.compute_type: torch.dtype | None = None
@@ -85,12 +84,10 @@ class WorkerGroup(Workers):
             return result
 
     def evaluate(self, compute: Callable[[], Result]) -> Result:
-        """See ``Workers.evaluate``."""
         with torch.no_grad():
             return self.forward(compute)
 
     def end_trial(self) -> None:
-        """See ``Workers.end_trial``."""
         assert self.root is not None
         self.root.reset_iter_state()
 
@@ -106,7 +103,6 @@ class WorkerGroup(Workers):
         return size * (ends + 2 * largest) + torch.float32.itemsize * gradients
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
-        """See ``Workers.sum``."""
         self.progress.mark()
         total = values.detach().to(torch.float64, copy=True)
         if self.tensor is not None and self.tensor.rank:
@@ -116,14 +112,12 @@ class WorkerGroup(Workers):
         return total
 
     def smallest(self, value: int) -> int:
-        """See ``Workers.smallest``."""
         self.progress.mark()
         result = torch.tensor(value, dtype=torch.int64)
         dist.all_reduce(result, dist.ReduceOp.MIN)
         return int(result)
 
     def complete(self, value: torch.Tensor) -> torch.Tensor:
-        """See ``Workers.complete``."""
         if not isinstance(value, DTensor):
             return value
         self.progress.mark()
@@ -141,7 +135,6 @@ class WorkerGroup(Workers):
         return self.tensor.gather(value, slicing)
 
     def agreed(self, compute: Callable[[], Result]) -> Result:
-        """See ``Workers.agreed``."""
         self.progress.mark()
         failed = torch.zeros(self.size, dtype=torch.int64)
         try:
@@ -160,7 +153,6 @@ class WorkerGroup(Workers):
         return result
 
     def raise_on_all(self, error: QuartetError | None) -> None:
-        """See ``Workers.raise_on_all``."""
         if not self.smallest(0 if error is None else -1):
             return
         texts = self.exchange("" if error is None else str(error) or type(error).__name__)
