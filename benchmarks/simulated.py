@@ -100,7 +100,7 @@ class SimulatedModel:
             vocabulary_size=VOCABULARY,
             run=log.run,
             step=log.step,
-            leader_epoch=log.leader_epoch,
+            leader_epoch=log.fence.epoch,
         )
 
     def close(self) -> None:

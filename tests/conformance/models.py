@@ -81,7 +81,7 @@ class TinyModel:
             policy_version=self.updates.policy_version,
             run=self.updates.run,
             step=self.updates.step,
-            leader_epoch=self.updates.leader_epoch,
+            leader_epoch=self.updates.fence.epoch,
             engine=self.engine(),
         )
 
@@ -190,7 +190,7 @@ class TinyEngine(TinyModel):
         )
 
     def fence(self, batch: Any) -> None:
-        self.updates.fence(batch.leader_epoch)
+        self.updates.fence.check(batch.leader_epoch)
 
     def admit(self, batch: Any) -> None:
         if batch.policy_version != self.updates.policy_version or batch.weights_digest:
@@ -238,7 +238,8 @@ def _service(role: Role, folder: Path, url: str) -> Service:
     model = TinyEngine(folder, url) if role is Role.ACTOR else TinyModel(folder, url)
     model.role = role
     trained = (lambda: False,) if role in (Role.ACTOR, Role.CRITIC) else ()
-    return Service(role, model, _SERVICERS[role](model, ComputeThread(), 1, *trained))
+    hosted: dict[str, Any] = {"generator": model} if role is Role.ACTOR else {}
+    return Service(role, model, _SERVICERS[role](model, ComputeThread(), 1, *trained, **hosted))
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from quartet.config.rewards import RewardSourceConfig
 from quartet.contract.status import Role
 from quartet.contract.trajectory import TokenBatch
 from quartet.models.weights.tokenizer import load_tokenizer
+from quartet.preflight.findings import has_error
 from quartet.preflight.models import check_model, check_same_tokenizer
 from quartet.rewards.model import ModelReward
 from tests.dialogue.preference_files import write_dialogues
@@ -50,9 +51,10 @@ def test_the_reward_model_prefers_the_better_answers_of_unseen_prompts(prepared:
 
 def test_the_reward_service_scores_the_checkpoint(prepared: Path) -> None:
     policy, reward = str(prepared / "policy"), str(prepared / "reward")
-    assert "SequenceClassification" in check_model("reward.model", Role.REWARD, reward, 64)
+    [found] = check_model("reward.model", Role.REWARD, reward, 64)
+    assert "SequenceClassification" in found.what
     check_same_tokenizer("reward.model", reward, policy)
-    check_model("critic.model", Role.CRITIC, reward, 64)
+    assert not has_error(check_model("critic.model", Role.CRITIC, reward, 64))
     tokenizer = load_tokenizer(policy)
     question = [{"role": "user", "content": "how do i start with rice"}]
     prompt = tokenizer.apply_chat_template(question, add_generation_prompt=True, return_dict=False)

@@ -15,6 +15,7 @@ from quartet.contract.generation import SamplingParameters
 from quartet.contract.update import OptimizationSettings, PolicyLossSettings, RolloutCorrection, ValueLossSettings
 from quartet.services.actor.actor import Actor
 from quartet.services.critic.critic import Critic
+from quartet.services.generator.generator import Generator
 from quartet.services.reference.reference import Reference
 from tests.training.conftest import MakeConfig
 from tests.training.runs import Run, run_to_completion
@@ -22,7 +23,7 @@ from tests.training.runs import Run, run_to_completion
 Requests = dict[str, list[dict[str, Any]]]
 
 CORES: list[tuple[type, str]] = [
-    (Actor, "generate"),
+    (Generator, "generate"),
     (Actor, "log_probs"),
     (Actor, "update"),
     (Critic, "update"),
@@ -94,7 +95,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 def test_requests_of_a_step_follow_the_config(make: MakeConfig, requests: Requests) -> None:
     run_to_completion(make(**OPTIONS))
     sampling = SamplingParameters(max_response_tokens=6, temperature=0.5, top_p=0.9, top_k=7, min_p=0.05)
-    batches = arguments_of(requests["Actor.generate"], "batch")
+    batches = arguments_of(requests["Generator.generate"], "batch")
     assert [(batch.sampling, batch.seed, batch.policy_version) for batch in batches] == [
         (sampling, 11, version) for version in range(4)
     ]

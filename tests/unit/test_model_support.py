@@ -83,7 +83,7 @@ def test_a_policy_that_cannot_be_used_is_refused_with_reason_and_remedy(
         assert remedy in str(uncacheable_reason(config))
         return
     with pytest.raises(ModelError) as caught:
-        check_model("actor.model", Role.ACTOR, model, 8)
+        list(check_model("actor.model", Role.ACTOR, model, 8))
     assert str(caught.value).startswith(f"actor.model {model}: {why}")
     assert remedy in str(caught.value)
     assert "\n" not in str(caught.value)
@@ -114,16 +114,16 @@ def test_usable_models_are_accepted(config: dict[str, Any]) -> None:
 
 def test_only_a_policy_of_the_torch_engine_needs_a_cache_per_token(tmp_path: Path) -> None:
     model = saved(tmp_path / "m", {"model_type": "mamba", "architectures": ["MambaForCausalLM"]})
-    check_model("actor.model", Role.ACTOR, model, 8, "triton")
-    check_model("reference.model", Role.REFERENCE, model, 8)
+    list(check_model("actor.model", Role.ACTOR, model, 8, "triton"))
+    list(check_model("reference.model", Role.REFERENCE, model, 8))
     with pytest.raises(ModelError, match="keep other state than keys and values"):
-        check_model("actor.model", Role.ACTOR, model, 8, "torch")
+        list(check_model("actor.model", Role.ACTOR, model, 8, "torch"))
 
 
 def test_positions_under_the_name_of_older_models_are_checked(tmp_path: Path) -> None:
     model = saved(tmp_path / "m", {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "n_positions": 8})
     with pytest.raises(ModelError, match=r"supports 8 positions, and rollout\.max_response_tokens 8 leaves none"):
-        check_model("actor.model", Role.ACTOR, model, 8)
+        list(check_model("actor.model", Role.ACTOR, model, 8))
 
 
 def test_the_rule_imports_neither_torch_nor_transformers() -> None:
