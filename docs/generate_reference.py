@@ -220,11 +220,11 @@ def _default(item: Any) -> str:
 def engines() -> str:
     """Return the page of the engines' guarantees."""
     from quartet.engines.engine import COLUMNS
-    from quartet.engines.registry import BUILT_IN, find_engine
+    from quartet.engines.registry import engine_names, find_engine
 
     rows = (
         (f"`{place.properties.name}`", place.runs_in, *place.cells()[1:], place.depends_on, place.tested)
-        for name in BUILT_IN
+        for name in engine_names()
         for place in find_engine(name).guarantees
     )
     lines = [
