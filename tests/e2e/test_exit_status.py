@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import structlog
 
 from quartet.gateway import __main__ as gateway
 from quartet.rpc import health
@@ -110,7 +109,7 @@ def test_a_gateway_that_fails_exits_with_1(
     monkeypatch.setattr(gateway, "_run", lambda *_: 1 / 0)
     assert gateway.main(["--runs", str(tmp_path)]) == 1
     assert capsys.readouterr().err.endswith("error: division by zero\n")
-    structlog.reset_defaults()
+    configure_logs("tests")
 
 
 @pytest.mark.parametrize("listen", ["127.0.0.1", "127.0.0.1:70000", "127.0.0.1:x"])

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import pytest
-import structlog
 
 from quartet import __version__
 from quartet.gateway.__main__ import OPERATOR_TOKEN_VARIABLE, PUBLISHED_ADDRESS_VARIABLE, VIEWER_TOKEN_VARIABLE, main
+from quartet.telemetry.logs import configure_logs
 from tests.gateway.serving import create_run
 from tests.waiting import LIMIT
 
@@ -71,9 +71,9 @@ class Process:
 
 @pytest.fixture(autouse=True)
 def _own_logs() -> Iterator[None]:
-    """Reset the log configuration that ``main`` changes."""
+    """Restore the log configuration of the tests, which ``main`` changes."""
     yield
-    structlog.reset_defaults()
+    configure_logs("tests")
 
 
 @pytest.fixture
