@@ -21,7 +21,7 @@ def _name(command: str) -> str:
 
 
 def write(page: Path | None, command: str, text: str) -> None:
-    """Write the command and ``text`` between its marks; do nothing if ``page`` is None. ``command``: name and options.
+    """Write a benchmark's ``command``, its name and options, and its ``text`` into the page. Without a page, write nothing.
 
     Raises ValueError if the page has lost a mark.
     """

@@ -155,7 +155,7 @@ class Actor(TrainableModel):
         return served_model(self._model, stop_ids, token_decoder(self._tokenizer))
 
     def engine(self) -> Engine | None:
-        """Return the engine that shares the weights of the policy. There is none after a failed restore."""
+        """Return the engine that shares the weights of the policy, or None after a failed restore."""
         return self._engine
 
     @contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 import fcntl
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from shlex import quote
 
@@ -14,29 +14,39 @@ from quartet.run_directory.run_files import RunFiles
 
 
 @contextmanager
-def lock_run_directory(files: RunFiles) -> Iterator[None]:
-    """Create the directory and lock it for one run. Raises ConfigError if another run holds the lock."""
+def lock_folder(folder: Path, name: str, in_use: str) -> Iterator[None]:
+    """Create the folder and lock it for this process. ``name`` is what messages call it.
+
+    Raises ConfigError with ``in_use`` if another process holds the lock, and for a folder that cannot be written or locked.
+    """
     try:
-        files.root.mkdir(parents=True, exist_ok=True)
-        lock = (files.root / ".lock").open("w")
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = (folder / ".lock").open("w")
     except OSError as error:
         raise ConfigError(
-            f"run directory {files.root}: cannot be written ({error.strerror}); set run.directory to a folder of yours"
+            f"{name} {folder}: cannot be written ({error.strerror}); set run.directory to a folder of yours"
         ) from None
     with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ConfigError(
-                f"run directory {files.root}: a run is active there; wait until it ends, stop it with quartet stop "
-                f"{quote(str(files.root))}, or choose another run.name"
-            ) from None
+            raise ConfigError(f"{name} {folder}: {in_use}") from None
         except OSError as error:
             raise ConfigError(
-                f"run directory {files.root}: cannot be locked ({error.strerror}); set run.directory to a folder on a file "
-                "system that supports flock"
+                f"{name} {folder}: cannot be locked ({error.strerror}); set run.directory to a folder on a file system that "
+                "supports flock"
             ) from None
         yield
+
+
+def lock_run_directory(files: RunFiles) -> AbstractContextManager[None]:
+    """Create the directory and lock it for one run. Raises ConfigError if another run holds the lock."""
+    return lock_folder(
+        files.root,
+        "run directory",
+        f"a run is active there; wait until it ends, stop it with quartet stop {quote(str(files.root))}, or choose another "
+        "run.name",
+    )
 
 
 def is_used(files: RunFiles) -> bool:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from shlex import quote
@@ -16,6 +15,7 @@ from quartet.config.root import Config
 from quartet.errors import ConfigError
 from quartet.launcher.sweep.grid import Grid
 from quartet.run_directory.identity import fixed_settings
+from quartet.run_directory.locking_and_removal import lock_folder
 from quartet.run_directory.run_files import RunFiles
 from quartet.system.durable_files import write_durably
 
@@ -142,27 +142,11 @@ def check_usable(files: SweepFiles) -> None:
         )
 
 
-@contextmanager
-def lock_sweep(files: SweepFiles) -> Iterator[None]:
+def lock_sweep(files: SweepFiles) -> AbstractContextManager[None]:
     """Create the folder and lock it. Raises ConfigError if another process works on the sweep."""
-    try:
-        files.root.mkdir(parents=True, exist_ok=True)
-        lock = (files.root / ".lock").open("w")
-    except OSError as error:
-        raise ConfigError(
-            f"sweep {files.root}: cannot be written ({error.strerror}); set run.directory to a folder of yours"
-        ) from None
-    with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ConfigError(
-                f"sweep {files.root}: is active in another process; wait until it ends, or show its table with "
-                f"quartet sweep {quote(str(files.root))} --table"
-            ) from None
-        except OSError as error:
-            raise ConfigError(
-                f"sweep {files.root}: cannot be locked ({error.strerror}); set run.directory to a folder on a file system "
-                "that supports flock"
-            ) from None
-        yield
+    return lock_folder(
+        files.root,
+        "sweep",
+        f"is active in another process; wait until it ends, or show its table with quartet sweep {quote(str(files.root))} "
+        "--table",
+    )
