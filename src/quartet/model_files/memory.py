@@ -16,6 +16,8 @@ LOGIT_COPIES = 5
 MAX_LOGITS = 2**26
 """Number of logits in a chunk: 256 MiB in float32."""
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+PREFILL_TOKENS = 8192
+"""Maximum number of prompt tokens in one forward pass of the torch engine, pads included."""
 CACHE_COLUMNS = 64
 """The torch engine rounds the columns of its key-value cache up to a multiple of this number. For a GPU see ``graph_columns``."""
 

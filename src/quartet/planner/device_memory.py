@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from quartet.model_files.memory import (
     CACHE_COLUMNS,
     LOGIT_COPIES,
+    PREFILL_TOKENS,
     activation_bytes,
     backward_bytes,
     cpu_logit_copies,
@@ -46,8 +47,6 @@ COLLECTIVE_BYTES = 2**30
 """Buffers of NCCL in a process with several ranks."""
 CPU_CONTEXT_BYTES = 350 * 2**20
 """Memory of a process that has imported torch."""
-PREFILL_TOKENS = 8192
-"""Tokens of a generator's forward pass over prompts."""
 
 Parts = Mapping[str, float]
 

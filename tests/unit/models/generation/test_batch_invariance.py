@@ -10,6 +10,7 @@ import torch
 
 from quartet.contract.generation import GenerationRequest
 from quartet.contract.trajectory import Trajectory
+from quartet.models.generation import decode_slots
 from quartet.models.generation import torch_engine as engine_module
 from quartet.models.generation.static_decoding import padded_rows
 from quartet.models.generation.torch_engine import TorchEngine
@@ -102,13 +103,13 @@ def test_the_trial_finds_rows_that_depend_on_the_batch(monkeypatch: pytest.Monke
 def test_a_large_model_is_tried_in_a_small_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     rows: list[int] = []
     monkeypatch.setattr(engine_module, "INVARIANCE_FLOPS", 1.0)
-    sample = engine_module.sample_tokens
+    sample = decode_slots.sample_tokens
 
     def recorded(logits: torch.Tensor, *arguments: Any) -> Any:
         rows.append(len(logits))
         return sample(logits, *arguments)
 
-    monkeypatch.setattr(engine_module, "sample_tokens", recorded)
+    monkeypatch.setattr(decode_slots, "sample_tokens", recorded)
     assert TorchEngine(tiny.causal("llama"), STOPS, 64).batch_invariant
     assert max(rows) == len(engine_module.INVARIANCE_LENGTHS)
 

@@ -14,7 +14,7 @@ from quartet.contract.random_streams import uniforms
 from quartet.contract.trajectory import FinishReason, TokenBatch, TrajectoryId
 from quartet.errors import Cancelled, ComputationFailed, InvalidRequest, ModelError
 from quartet.models.forward.scoring import response_log_probs
-from quartet.models.generation import torch_engine as engine_module
+from quartet.models.generation import decode_slots
 from quartet.models.generation.torch_engine import TorchEngine
 from tests.unit.models import tiny
 
@@ -73,7 +73,7 @@ def test_the_moment_of_dropping_rows_does_not_change_the_tokens(
 ) -> None:
     model, requests = tiny.causal("llama"), tiny.requests(24)
     expected = tiny.generated(TorchEngine(model, STOPS, 32), requests)
-    monkeypatch.setattr(engine_module, "DROP_FRACTION", fraction)
+    monkeypatch.setattr(decode_slots, "DROP_FRACTION", fraction)
     result = tiny.generated(TorchEngine(model, STOPS, 32, static), requests)
     assert [t.response_ids.tolist() for t in result] == [t.response_ids.tolist() for t in expected]
 
@@ -97,14 +97,14 @@ def test_requests_that_wait_for_a_slot_get_the_same_tokens(kind: str, slots: int
 
 def test_a_free_slot_is_reused_immediately(monkeypatch: pytest.MonkeyPatch) -> None:
     model, requests, rows = tiny.causal("llama"), tiny.requests(40), []
-    sample_tokens = engine_module.sample_tokens
+    sample_tokens = decode_slots.sample_tokens
 
     def record_rows(logits: torch.Tensor, *arguments: Any) -> Any:
         rows.append(len(logits))
         return sample_tokens(logits, *arguments)
 
     engine = TorchEngine(model, STOPS, 4)
-    monkeypatch.setattr(engine_module, "sample_tokens", record_rows)
+    monkeypatch.setattr(decode_slots, "sample_tokens", record_rows)
     result = tiny.generated(engine, requests)
     assert sum(rows) == sum(len(t.response_ids) for t in result)
     assert rows == sorted(rows, reverse=True), "a slot was free while requests waited"
@@ -112,7 +112,7 @@ def test_a_free_slot_is_reused_immediately(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_decoding_never_exceeds_the_positions_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     # Finished rows stay in the batch until they are half of it. Meanwhile the cache moves to its left end.
-    monkeypatch.setattr(engine_module, "DROP_FRACTION", 0.5)
+    monkeypatch.setattr(decode_slots, "DROP_FRACTION", 0.5)
     model = tiny.causal("gpt2", n_positions=24)
     requests = tiny.requests(40)
     result = tiny.generated(TorchEngine(model, STOPS, 6, static=False), requests)
@@ -158,7 +158,7 @@ def test_samples_of_one_prompt_equal_those_of_separate_calls(kind: str) -> None:
 def test_a_prefill_in_several_passes_gives_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     model, requests = tiny.causal("llama"), tiny.requests(12)
     expected = tiny.generated(TorchEngine(model, STOPS, 32), requests)
-    monkeypatch.setattr(engine_module, "PREFILL_TOKENS", 20)
+    monkeypatch.setattr(decode_slots, "PREFILL_TOKENS", 20)
     result = tiny.generated(TorchEngine(model, STOPS, 32), requests)
     assert [t.response_ids.tolist() for t in result] == [t.response_ids.tolist() for t in expected]
 
