@@ -14,7 +14,7 @@ from quartet.buffer.rollout_stream import BLOCK_SECONDS, Delivery, RolloutStream
 from quartet.codec.trajectories import trajectory_to_bytes
 from quartet.errors import BufferFailed
 from tests.buffer.samples import trajectory
-from tests.waiting import LIMIT
+from tests.waiting import LIMIT, wait_until
 
 
 @pytest.fixture
@@ -176,14 +176,14 @@ def test_a_listener_delivers_entries_as_they_arrive_up_to_its_count(stream: Roll
 
 def test_a_listener_ends_at_once_and_can_start_again(stream: RolloutStream, run: str) -> None:
     events: SimpleQueue[list[Delivery] | Exception] = SimpleQueue()
-    start = time.monotonic()
+    before, start = threading.active_count(), time.monotonic()
     # Some end before their first command, and some while it waits.
     for pause in (0.0, 0.001, 0.002, 0.005, 0.01, 0.05) * 3:
         with stream.listen(2, events.put):
             time.sleep(pause)
     assert time.monotonic() - start < BLOCK_SECONDS
     assert events.empty()
-    assert threading.active_count() < 50
+    assert wait_until(lambda: threading.active_count() <= before)
     with stream.listen(2, events.put):
         stream.append([trajectory(run, 1)])
         assert isinstance(events.get(timeout=LIMIT), list)

@@ -370,6 +370,10 @@ class PretendedGpu:
             "memory_allocated": lambda device=None: 0,
         }
 
+    def is_capturing(self) -> bool:
+        """Return whether its stream is being captured, instead of ``torch.Stream.is_capturing``."""
+        return self.capturing
+
     @property
     def capturing(self) -> bool:
         """Return whether a graph is being captured."""
@@ -409,6 +413,8 @@ def pretended_gpu() -> Iterator[PretendedGpu]:
     try:
         with (
             mock.patch.multiple(torch.cuda, **gpu.patches()),
+            # A build of torch with CUDA asks the driver, which a machine without a GPU lacks.
+            mock.patch.object(torch.accelerator, "current_stream", return_value=gpu),
             mock.patch.object(torch, "tensor", _tensor),
             mock.patch.object(torch._C, "_cuda_endAllocateToPool", gpu.end_allocate_to_pool),
             mock.patch.object(torch._C, "_cuda_releasePool", lambda device, pool: gpu.held_pools.remove(pool)),
