@@ -152,7 +152,7 @@ def _train(tree: dict[str, Any], output: Path, resume: bool) -> subprocess.Popen
 def _wait_until_started(
     process: subprocess.Popen[bytes], files: RunFiles, written_before: tuple[int, int] | None, log_size: int
 ) -> None:
-    """Wait until the run has validated its inputs and written its config. Raises ProblemError if it ends instead."""
+    """Wait until the run has validated its inputs and written its config. Raises ProblemError if it ends or needs longer."""
     deadline = time.monotonic() + START_TIMEOUT_SECONDS
     while time.monotonic() < deadline:
         ended = process.poll() is not None
@@ -166,6 +166,11 @@ def _wait_until_started(
                 raise ProblemError(422, cause, [FieldProblem(field="body.config", problem=cause)])
             raise ProblemError(503, f"run {files.root.name!r}: {cause}")
         time.sleep(POLL_SECONDS)
+    raise ProblemError(
+        504,
+        f"run {files.root.name!r}: still checks its config and inputs after {START_TIMEOUT_SECONDS:g} seconds, and goes on; "
+        f"GET /runs/{files.root.name} answers when it trains, and {LOG_NAME} in its folder logs says why if it does not",
+    )
 
 
 def _write_identity(path: Path) -> tuple[int, int] | None:

@@ -47,7 +47,10 @@ def start_run(
     summaries: TheRunSummaries,
     body: StartRunRequest,
 ) -> RunSummary:
-    """Start a run, or continue an existing one. Respond after its inputs are validated. A run outlives the gateway."""
+    """Start a run, or continue an existing one. Respond after its inputs are validated. A run outlives the gateway.
+
+    A run that checks its inputs for more than 20 seconds goes on; the response is 504 then.
+    """
     if not settings.start_runs:
         raise ProblemError(403, "this gateway may not start runs; set gateway.start_runs, or use quartet train CONFIG")
     config = launcher.start(body, caller.user)
