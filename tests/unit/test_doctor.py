@@ -18,11 +18,12 @@ from quartet import __version__
 from quartet.cli import doctor as module
 from quartet.cli.doctor import _memory, _requirements, doctor
 from quartet.config.loading import parse_config
+from quartet.config.rollout import engine_names
 from quartet.config.root import Config
 from quartet.contract.generation import EngineProperties
 from quartet.contract.status import Role, ServiceStatus
 from quartet.contract.weights import WeightTransfer
-from quartet.engines.registry import engine_names, find_engine
+from quartet.engines.registry import find_engine
 from quartet.models.generation.trial import processor
 from quartet.models.training.optimizer import create_optimizer
 from quartet.models.training.updates import update_policy

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
@@ -20,6 +21,25 @@ MAX_SAMPLING_ROUNDS = 1000
 MAX_OFF_POLICY_STEPS = 32
 """Maximum number of updates by which the generating policy may lag behind."""
 Responses = Annotated[int, Field(ge=1, le=MAX_RESPONSES)]
+ENGINES = {
+    "torch": "quartet.models.generation.torch_kind",
+    "vllm": "quartet.engines.vllm",
+    "vllm-server": "quartet.engines.vllm_server",
+}
+"""Modules of the built-in engines."""
+ENGINE_ENTRY_POINTS = "quartet.engines"
+"""Group of the entry points by which contrib/ and other packages name their engines."""
+
+
+def engine_names() -> list[str]:
+    """Return the names of all installed engines."""
+    return list(dict.fromkeys([*ENGINES, *(entry.name for entry in entry_points(group=ENGINE_ENTRY_POINTS))]))
+
+
+def check_engine_name(value: str) -> str:
+    if value not in ENGINES and not entry_points(group=ENGINE_ENTRY_POINTS, name=value):
+        raise ValueError(f"no installed package has this engine; expected one of {', '.join(engine_names())}")
+    return value
 
 
 def triton_url(value: str) -> str:
@@ -217,9 +237,10 @@ class RolloutConfig(Section):
     stop_strings: Annotated[tuple[str, ...], AfterValidator(check_stop_strings)] = ()
     """Texts that end a response, or a turn: the token that completes one is its last, as if it were the end-of-sequence token. At
     most 16 of 1 to 64 characters."""
-    engine: Literal["torch", "vllm", "triton", "vllm-server", "sglang-server", "tensorrt-llm"] = "torch"
+    engine: Annotated[str, AfterValidator(check_engine_name)] = "torch"
     """torch: PyTorch, in the actor or in generators. triton: the server of rollout.triton. vllm and tensorrt-llm: these engines,
-    in generators. vllm-server and sglang-server: the servers of rollout.vllm_server and rollout.sglang_server, by a generator."""
+    in generators. vllm-server and sglang-server: the servers of rollout.vllm_server and rollout.sglang_server, by a generator.
+    Another installed package may add engines."""
     generators: Annotated[int, Field(ge=0, le=1024)] = 0
     """Number of generator processes to start on this machine. 0 without services.generators: the actor generates."""
     vllm: VLLMConfig | None = None

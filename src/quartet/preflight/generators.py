@@ -39,12 +39,23 @@ _WILDCARDS = ("0.0.0.0", "::", "")  # noqa: S104 - compared, not bound
 
 
 def check_generators(config: Config) -> Iterator[Finding]:
-    """Check the generators that this machine starts, and that remote ones reach the actor."""
+    """Check the generators that this machine starts, that remote ones reach the actor, and that the engine needs none else."""
+    yield from collect(_check_place, config)
     if config.services.actor.address is None and config.services.orchestrator.address is None:
         yield from collect(_check_reaches_actor, config)
     if config.rollout.generators:
         for check in (_check_devices, _check_addresses, _check_weights_directory, _check_environment):
             yield from collect(check, config)
+
+
+def _check_place(config: Config) -> None:
+    """An engine that cannot share the weights of the actor's policy runs in generators."""
+    engine = config.rollout.engine
+    if find_engine(engine).share is None and not config.has_generators:
+        raise ConfigError(
+            f"rollout.engine {engine}: runs in generators; set rollout.generators to 1 or more and services.generator.python "
+            "to the Python of the engine's environment, or name running generators in services.generators"
+        )
 
 
 def _check_reaches_actor(config: Config) -> None:
@@ -68,7 +79,7 @@ def _check_devices(config: Config) -> None:
         )
     section = rollout.engine.replace("-", "_")
     size: int = getattr(getattr(rollout, section, None), "tensor_parallel_size", 1)
-    if rollout.engine != "torch" and devices and each != size:
+    if rollout.engine != "torch" and section in type(rollout).model_fields and devices and each != size:
         raise ConfigError(
             f"services.generator.devices {list(devices)}: {each} for each of {rollout.generators} generators; expected "
             f"{size} for each, as rollout.{section}.tensor_parallel_size"

@@ -234,9 +234,10 @@ def test_a_missing_package_is_reported_with_installation_advice(checkpoints: dic
     check_inputs(parse_config(tree | elsewhere, "test"))
 
 
-def test_the_actor_does_not_host_an_engine_of_a_generator_process() -> None:
+def test_the_actor_does_not_host_an_engine_of_a_generator_process(checkpoints: dict[str, Any]) -> None:
+    tree = checkpoints | {"rollout": {"engine": "tensorrt-llm"}}
     with pytest.raises(ConfigError, match=r"rollout\.engine tensorrt-llm: runs in generators; set rollout\.generators"):
-        config("tensorrt-llm")
+        check_inputs(parse_config(tree, "test"))
     assert find_engine("tensorrt-llm").share is None
 
 

@@ -2,44 +2,77 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
 from dataclasses import replace
-from importlib import metadata
-from typing import get_args
+from pathlib import Path
 
 import pytest
 
-from quartet.config.rollout import RolloutConfig
-from quartet.engines import registry
-from quartet.engines.engine import COLUMNS, EngineKind
-from quartet.engines.registry import BUILT_IN, engine_names, find_engine
+from quartet.config.rollout import ENGINES, engine_names
+from quartet.engines.engine import COLUMNS
+from quartet.engines.registry import find_engine
 from quartet.errors import ConfigError
 from quartet.models.generation.torch_engine import DetachedTorchEngine, TorchEngine
 from quartet.models.generation.torch_kind import KIND
+from quartet.preflight.generators import check_generators
+from quartet.services.generator.factory import create_engine
+from tests.unit.config.test_engines import config as engine_config
 from tests.unit.models import tiny
 
+MODULE = """
+from quartet.engines.engine import EngineKind, ServedModel
 
-def test_every_engine_of_the_config_is_found() -> None:
-    assert set(engine_names()) == set(get_args(RolloutConfig.model_fields["engine"].annotation))
+def create(config):
+    return "the engine", ServedModel("a", "float32", frozenset({1}), 600, 64)
+
+KIND = EngineKind("sprinter", "sprinter", (), create=create)
+"""
 
 
-def test_an_engine_of_another_package_is_found_by_its_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:
-    kind = EngineKind("other", "other", ())
-    monkeypatch.setattr(metadata.EntryPoint, "load", lambda entry: kind)
-    points = [metadata.EntryPoint("other", "other:KIND", registry.GROUP)]
-    monkeypatch.setattr(
-        registry,
-        "entry_points",
-        lambda group, name="other": points if (group, name) == (registry.GROUP, "other") else (),
-    )
-    assert engine_names() == [*BUILT_IN, "other"]
-    assert find_engine("other") is kind
+@pytest.fixture
+def sprinter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """An installed package with an engine that Quartet does not know."""
+    (tmp_path / "sprinter.py").write_text(MODULE)
+    metadata = tmp_path / "sprinter-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: sprinter\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text("[quartet.engines]\nsprinter = sprinter:KIND\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    yield
+    sys.modules.pop("sprinter", None)
+
+
+@pytest.mark.usefixtures("sprinter")
+def test_an_engine_of_another_package_needs_no_change_here() -> None:
+    config = engine_config("sprinter", rollout={"generators": 1, "max_off_policy_steps": 1})
+    assert "sprinter" in engine_names()
+    engine, model, status = create_engine(config)
+    assert (engine, model.vocabulary_size) == ("the engine", 600)
+    assert (status.role, status.model) == ("generator", "a")
+    assert find_engine("sprinter").package == "sprinter"
+
+
+@pytest.mark.usefixtures("sprinter")
+def test_where_an_engine_of_another_package_runs_is_checked_before_the_start() -> None:
+    (problem,) = [each for each in check_generators(engine_config("sprinter")) if each.level == "error"]
+    assert problem.where == "rollout.engine sprinter"
+    assert problem.what.startswith("runs in generators; set rollout.generators to 1 or more")
+    assert not [each for each in check_generators(engine_config("torch")) if each.level == "error"]
+
+
+@pytest.mark.usefixtures("sprinter")
+def test_an_absent_engine_is_refused_with_the_names_of_all() -> None:
+    names = "torch, vllm, vllm-server, .*sprinter"
     with pytest.raises(
-        ConfigError, match=r"rollout\.engine absent: no installed package has it; expected one of torch, .*other"
+        ConfigError, match=rf"rollout\.engine.*: no installed package has this engine; expected one of {names}"
     ):
-        find_engine("absent")
+        engine_config("sprint")
+    with pytest.raises(ConfigError, match=r"rollout\.engine sprint: no installed package has this engine"):
+        find_engine("sprint")
 
 
-@pytest.mark.parametrize("name", BUILT_IN)
+@pytest.mark.parametrize("name", ENGINES)
 def test_names_begin_with_the_engine(name: str) -> None:
     # The pool and `quartet doctor` compare this part with rollout.engine.
     kind = find_engine(name)
@@ -56,7 +89,7 @@ def test_torch_states_what_its_engines_declare() -> None:
 
 
 def test_no_engine_promises_what_only_a_trial_can_tell() -> None:
-    places = [place for name in BUILT_IN for place in find_engine(name).guarantees]
+    places = [place for name in ENGINES for place in find_engine(name).guarantees]
     assert not any(place.properties.batch_invariant for place in places)
     cells = {
         place.properties.name: dict(zip(COLUMNS, place.cells(), strict=True))["batch-invariant"] for place in places

@@ -75,11 +75,6 @@ def check_generators(config: ConfigTree) -> None:
         raise ValueError(
             "rollout.engine triton: the actor calls the Triton server; remove rollout.generators and services.generators"
         )
-    if engine not in ("torch", "triton") and not config.has_generators:
-        raise ValueError(
-            f"rollout.engine {engine}: runs in generators; set rollout.generators to 1 or more and services.generator.python "
-            "to the Python of the engine's environment, or name running generators in services.generators"
-        )
     if devices and config.rollout.generators and len(devices) % config.rollout.generators:
         raise ValueError(
             f"services.generator.devices {list(devices)}: expected an equal number for each of the "
