@@ -171,7 +171,7 @@ class Step:
             ScoredTrajectory(item, float(item.response_ids[-1] % 7), row, np.zeros(tokens, np.float32))
             for item, row in zip(generated, rows, strict=True)
         ]
-        return prepare_step("growth", step, step, scored, self._config.algorithm, 0.05, None, tokens).experience
+        return prepare_step("growth", step, step, scored, self._config.algorithm, None, tokens).experience
 
 
 def _config(point: Point) -> Config:

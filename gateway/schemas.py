@@ -5,9 +5,11 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Annotated, Any, Generic, Literal, TypeVar
 
+from fastapi import Body
 from pydantic import BaseModel, ConfigDict, Field
 
-from quartet.contract.control import Alert
+from quartet.config.live_settings import LIVE_NAME_PATTERN
+from quartet.contract.control import Alert, Setting, SettingChange
 from quartet.contract.generation import EngineProperties
 
 Item = TypeVar("Item")
@@ -474,6 +476,27 @@ class LogTail(Model):
     lines: list[str]
     truncated: bool
     """True if the log has earlier lines."""
+
+
+SettingValues = Annotated[
+    dict[
+        Annotated[str, Field(pattern=LIVE_NAME_PATTERN)],
+        Annotated[float, Field(strict=True, allow_inf_nan=False)],
+    ],
+    Body(
+        description="New values of settings by name. If one value is refused, none is changed. reward.parts.NAME.weight is the "
+        "weight of a part of an ensemble. Set both weights in one request to switch the source."
+    ),
+]
+
+
+class Settings(Model):
+    """The settings that can be changed during training, and past changes."""
+
+    settings: list[Setting]
+    """Empty unless the run is active."""
+    changes: list[SettingChange]
+    """The newest 200 changes, oldest first."""
 
 
 class RollbackRequest(RequestBody):

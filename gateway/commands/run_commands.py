@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict
 from typing import Any, TypeVar
 
+from quartet.config.live_settings import LIVE_SETTINGS
 from quartet.contract.control import Setting
 from quartet.errors import Cancelled, ConfigError, InvalidRequest, MismatchError, NoResponse, QuartetError
 from quartet.gateway.commands.audit_log import audited
 from quartet.gateway.http.http_errors import ProblemError, WrongField
 from quartet.gateway.monitors.run_progress import END_STATES, RunMonitor
 from quartet.gateway.readers.run_catalog import RunCatalog
-from quartet.gateway.setting_schemas import ChangeSettingsRequest, SettingChange
 from quartet.rpc.clients import OrchestratorClient
 
 T = TypeVar("T")
@@ -57,17 +56,12 @@ class RunCommands:
         with _closed_at_the_end(run):
             return orchestrator.settings()
 
-    def change_settings(self, run: str, user: str, request: ChangeSettingsRequest) -> list[SettingChange]:
-        """Change settings from the next step on: either all of them or none. Return the changes."""
-        values = {name: value for name, value in request.model_dump(by_alias=True).items() if value is not None}
+    def change_settings(self, run: str, user: str, values: Mapping[str, float]) -> str:
+        """Change settings from the next step on: either all of them or none."""
         if not values:
-            raise WrongField(
-                "body",
-                "contains no setting; send kl_coefficient, entropy_coefficient, actor.learning_rate, critic.learning_rate or "
-                "reward.parts.NAME.weight",
-            )
-        changes, _ = self._command(run, user, "set", dict(values), lambda client: client.change_settings(values, user))
-        return [SettingChange(**asdict(change)) for change in changes]
+            *names, last = (setting.name for setting in LIVE_SETTINGS)
+            raise WrongField("body", f"contains no setting; send {', '.join(names)} or {last}")
+        return self._command(run, user, "set", dict(values), lambda client: client.change_settings(values, user))[1]
 
     def _command(
         self,

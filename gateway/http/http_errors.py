@@ -148,7 +148,8 @@ def _on_validation(_: Request, error: Exception) -> Response:
 
 def field_problem(item: Mapping[str, Any]) -> FieldProblem:
     """Return a pydantic error with the full name of its field."""
-    location = list(item["loc"])
+    # Pydantic marks an error of a key, not of its value.
+    location = [part for part in item["loc"] if part != "[key]"]
     if item["type"] == "json_invalid":
         reason = item.get("ctx", {}).get("error", "malformed")
         return FieldProblem(field="body", problem=f"not JSON ({reason}, at character {location[-1]})")

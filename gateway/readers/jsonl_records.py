@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pydantic import BaseModel
+from pydantic import TypeAdapter
 
 from quartet.errors import ConfigError
 from quartet.gateway.readers.file_cache import FileCache
@@ -16,7 +16,7 @@ MAX_CACHED_FILES = 64
 MAX_FILE_BYTES = 64 * 1024 * 1024
 
 Record = dict[str, Any]
-ModelType = TypeVar("ModelType", bound=BaseModel)
+Item = TypeVar("Item")
 
 
 class RecordReader:
@@ -46,15 +46,15 @@ def _records(path: Path) -> list[Record]:
     return parse_lines(path, path.read_bytes())
 
 
-def validated(model: type[ModelType], path: Path, records: Sequence[Record], first: int) -> list[ModelType]:
-    """Return records as schemas of the API. ``first`` is the line number of the first record.
+def validated(kind: type[Item], path: Path, records: Sequence[Record], first: int) -> list[Item]:
+    """Return records as objects of a schema or dataclass. ``first`` is the line number of the first record.
 
     Raises ConfigError with the line number of an invalid record.
     """
-    items = []
+    items, validator = [], TypeAdapter(kind)
     for number, record in enumerate(records, first):
         try:
-            items.append(model.model_validate(record))
+            items.append(validator.validate_python(record))
         except ValueError:
             raise ConfigError(
                 f"{path}:{number}: not a line in Quartet's format; repair the file, or restore it from a copy"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from quartet.contract.control import SettingChange
 from quartet.gateway.access.callers import Operator, Viewer
 from quartet.gateway.commands.audit_log import newest_first
 from quartet.gateway.commands.run_commands import RunCommands
@@ -27,10 +28,11 @@ from quartet.gateway.schemas import (
     Page,
     RollbackRequest,
     RunSummary,
+    Settings,
+    SettingValues,
     StartRunRequest,
     State,
 )
-from quartet.gateway.setting_schemas import ChangeSettingsRequest, SettingChange, Settings
 from quartet.run_directory.run_files import RunFiles
 
 router = api_router("commands")
@@ -123,7 +125,7 @@ def change_settings(
     files: TheRunFiles,
     commands: TheRunCommands,
     readers: TheReaders,
-    body: ChangeSettingsRequest,
+    body: SettingValues,
 ) -> Settings:
     """Change settings from the first step on that has not started. If one value is refused, none is changed."""
     commands.change_settings(run, caller.user, body)

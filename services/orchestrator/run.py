@@ -112,7 +112,7 @@ class TrainingRun:
             self._stream,
             board,
             self._profiler,
-            self.live_settings.part_weights,
+            self.live_settings.config_at,
         )
         self._checkpoints = CheckpointScheduler(
             config, self._files, self._service_clients, self._experience, board, self._profiler
@@ -249,7 +249,7 @@ class TrainingRun:
             validation_prompts(self._config, statuses, self._board.note, revisions),
             tokenizer,
             self._files,
-            self.live_settings.part_weights,
+            self.live_settings.config_at,
         )
 
     def _pause_after(self, error: QuartetError) -> None:
@@ -295,7 +295,7 @@ class TrainingRun:
         loaded.evaluations.resume()
         self._telemetry.continues_from(point.step)
         self._alerts.resume(point.step, algorithm_state.alerts)
-        self.live_settings.resume(point.committed, lambda: algorithm_state.kl_coefficient)
+        self.live_settings.resume(point.committed, algorithm_state)
         self._experience.keep_only(range(point.checkpoint + 1, point.step + 1))
         self._board.update(step=point.step)
         for note in (*self._checkpoints.take_skipped(), *point.notes()):
@@ -381,8 +381,7 @@ class TrainingLoop:
         while step < self._run.steps and not self._is_last(step):
             step += 1
             with self._profiler.step(step):
-                if (value := self._live_settings.start_step(step)) is not None:
-                    algorithm_state.set_kl_coefficient(value)
+                self._live_settings.start_step(step)
                 alerts = self._steps.take(step, self._leadership, self._continues_directly)
             self._alerts.apply(alerts)
             self._synchronize_reference(step)

@@ -97,10 +97,10 @@ class StepTransaction:
         with self._profiler.span(Role.ORCHESTRATOR, "update", waits=True) as updating:
             updates, record = self._update(step, leadership, pending, continues_directly)
         failpoint("orchestrator.updated")
-        entropy_coefficient = self._updater.entropy_coefficient(step, leadership.algorithm_state)
+        algorithm = self._updater.config_at(step, leadership.algorithm_state).algorithm
         metrics = {
             **self._metrics(step, pending, record, updates),
-            **({"entropy_coefficient": entropy_coefficient} if self._trains_entropy else {}),
+            **({"entropy_coefficient": algorithm.entropy_coefficient} if self._trains_entropy else {}),
             "seconds": time.perf_counter() - started,
             "generate_seconds": pending.collected.generate_seconds,
             "score_seconds": pending.collected.score_seconds,

@@ -81,7 +81,7 @@ def test_pause_stops_the_step_counter_and_resume_continues_it(window: Window, ac
 def test_a_changed_kl_coefficient_shows_in_the_next_step(window: Window, active: tuple[ActiveRun, Fleet]) -> None:
     run, _ = active
     window.show("runs/watched/config")
-    window.page.get_by_label("KL coefficient β").fill("0.125")
+    window.page.get_by_label("kl coefficient").fill("0.125")
     window.press("Change …")
     assert "→ 0.125" in window.confirm("Change")
     row = window.page.get_by_role("region", name="Changes of settings").get_by_role("row").nth(1)
@@ -102,7 +102,7 @@ def test_a_value_out_of_bounds_is_refused_beside_its_field(window: Window, activ
     changes = RunFiles(active[0].config.run_directory).changes
     before = changes.read_bytes() if changes.exists() else b""
     window.show("runs/watched/config")
-    field = window.page.get_by_label("Actor learning rate")
+    field = window.page.get_by_label("actor learning rate")
     field.fill("7")
     window.press("Change …")
     window.page.get_by_text("Enter a number from 0 to").wait_for()

@@ -69,7 +69,6 @@ def run(models: ScenarioModels, rollouts: Rollouts, config: Config, same_order: 
         0,
         scored,
         config.algorithm,
-        config.algorithm.kl_coefficient,
         None,
         config.rollout.max_response_tokens,
     )

@@ -16,6 +16,7 @@ from quartet.config.root import Config
 from quartet.contract.control import RunState
 from quartet.errors import ConfigError, FailedPrecondition, InvalidRequest, ServiceUnavailable
 from quartet.run_directory.run_files import RunFiles
+from quartet.services.orchestrator.algorithm.state import AlgorithmState
 from quartet.services.orchestrator.checkpointing.checkpoint_scheduler import CheckpointScheduler
 from quartet.services.orchestrator.checkpointing.recovery import RecoveryAttempts
 from quartet.services.orchestrator.control.live_settings import LiveSettings
@@ -156,7 +157,7 @@ def test_an_invalid_change_is_refused_and_changes_nothing(
 ) -> None:
     config = make(**PPO)
     changes = live_settings_of(config)
-    changes.resume(0, lambda: 0.05)
+    changes.resume(0, AlgorithmState(config))
     before = changes.settings()
     with pytest.raises(InvalidRequest) as error:
         changes.change(values, "alice")
@@ -169,7 +170,7 @@ def test_an_invalid_change_is_refused_and_changes_nothing(
 def test_the_user_of_a_setting_change_is_one_short_line(make: MakeConfig, user: str) -> None:
     config = make(**PPO)
     changes = live_settings_of(config)
-    changes.resume(0, lambda: 0.05)
+    changes.resume(0, AlgorithmState(config))
     with pytest.raises(InvalidRequest, match="user: expected one line of at most 200 characters"):
         changes.change({"kl_coefficient": 0.1}, user)
     assert {setting.value for setting in changes.settings() if setting.name == "kl_coefficient"} == {0.05}
@@ -402,4 +403,4 @@ def test_a_malformed_change_line_is_reported(make: MakeConfig) -> None:
     files.root.mkdir(parents=True)
     files.changes.write_text('{"step": 2, "setting": "kl_coefficient"}\n')
     with pytest.raises(ConfigError, match=r"changes .*changes\.jsonl:1: is not a change of a setting"):
-        live_settings_of(config).resume(1, lambda: 0.05)
+        live_settings_of(config).resume(1, AlgorithmState(config))

@@ -2,18 +2,11 @@
 
 import * as api from "../api.js";
 import { freshId, h, replace } from "../dom.js";
-import { exact } from "../format.js";
+import { exact, words } from "../format.js";
 import { confirm } from "./dialog.js";
 import { toast, toastProblem } from "./toast.js";
 
-const LABELS = {
-  kl_coefficient: "KL coefficient β",
-  entropy_coefficient: "Entropy coefficient",
-  "actor.learning_rate": "Actor learning rate",
-  "critic.learning_rate": "Critic learning rate",
-};
-
-const label = (name) => LABELS[name] ?? name;
+const label = (name) => words(name).replaceAll(".", " ");
 
 /** Form for `settings`, a list of Setting objects. Calls `done(answer)` with the settings after a change. */
 export function settingsForm(run, settings, mayCommand, done) {

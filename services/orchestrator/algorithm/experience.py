@@ -42,7 +42,6 @@ def prepare_step(
     policy_version: int,
     scored: Sequence[ScoredTrajectory],
     algorithm: AlgorithmConfig,
-    kl_coefficient: float,
     moments: RunningMoments | None,
     max_response_tokens: int,
     baselines: Sequence[ScoredTrajectory] = (),
@@ -75,7 +74,7 @@ def prepare_step(
     early = early_rewards(trajectories, score_factor(algorithm, moments))
     pretrains = algorithm.pretrains_values(step)
     greedy = baseline_scores(scored, baselines, algorithm, moments, max_response_tokens) if baselines else None
-    reward_coefficient = 0.0 if algorithm.has_kl_loss else kl_coefficient
+    reward_coefficient = 0.0 if algorithm.has_kl_loss else algorithm.kl_coefficient
     estimate = estimate_advantages(
         scores, penalty, values, lengths, groups, algorithm, reward_coefficient, early, pretrains, greedy
     )
@@ -97,7 +96,7 @@ def prepare_step(
     metrics = {
         **(_score_metrics(scored, raw_scores, scores, lengths) if has_scores else {}),
         "kl_mean": float(response_kl.double().mean()),
-        "kl_coefficient": kl_coefficient,
+        "kl_coefficient": algorithm.kl_coefficient,
         "response_tokens_mean": float(lengths.double().mean()),
         "eos_rate": float((~truncated).double().mean()),
         "prompt_tokens": int(batch.prompt_lengths.sum()),

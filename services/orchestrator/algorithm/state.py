@@ -50,18 +50,15 @@ class AlgorithmState:
         """Number of prompts that the steps so far have skipped, because no response to them could be scored."""
 
     @property
-    def kl_coefficient(self) -> float:
-        """KL coefficient β of the next step."""
-        return self._kl.value
+    def coefficients(self) -> dict[str, float]:
+        """Live settings of the next step that a controller holds, by name."""
+        adapted = {} if self._entropy is None else {"entropy_coefficient": self._entropy.value}
+        return {"kl_coefficient": self._kl.value, **adapted}
 
-    def set_kl_coefficient(self, value: float) -> None:
-        """Set β of the next step. The controller continues from it."""
-        self._kl.load({"value": value})
-
-    @property
-    def entropy_coefficient(self) -> float | None:
-        """Entropy coefficient of the next step's policy loss, by an adaptive controller. None without one."""
-        return None if self._entropy is None else self._entropy.value
+    def set_coefficients(self, values: Mapping[str, float]) -> None:
+        """Set those of ``values`` for the next step that a controller holds. It continues from them."""
+        if "kl_coefficient" in values:
+            self._kl.load({"value": values["kl_coefficient"]})
 
     def moments(
         self, scores: Sequence[float | None], weights: Mapping[str, float] = NO_WEIGHTS
@@ -101,7 +98,7 @@ class AlgorithmState:
 
     def replay(self, metrics: Metrics, scores: Sequence[float | None]) -> None:
         """Advance by a step of an earlier process, as ``commit``, with the β that the step was taken with."""
-        self.set_kl_coefficient(metrics["kl_coefficient"])
+        self.set_coefficients({"kl_coefficient": metrics["kl_coefficient"]})
         self.commit(metrics, scores)
 
     def state(self) -> dict[str, Any]:

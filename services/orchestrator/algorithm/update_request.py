@@ -5,6 +5,7 @@ from __future__ import annotations
 from concurrent.futures import Future
 
 from quartet.config.algorithm import AlgorithmConfig
+from quartet.config.live_settings import with_values
 from quartet.config.models import TrainedModelConfig
 from quartet.config.rollout import RolloutConfig
 from quartet.config.rollout_correction import RolloutCorrectionConfig
@@ -69,17 +70,8 @@ def optimization_at(
     )
 
 
-def policy_loss_of(
-    algorithm: AlgorithmConfig,
-    rollout: RolloutConfig,
-    entropy_coefficient: float | None = None,
-    kl_coefficient: float | None = None,
-) -> PolicyLossSettings:
-    """Return the configured policy loss, with the defaults of the loss for settings that are null.
-
-    ``entropy_coefficient`` and ``kl_coefficient`` override the configured ones.
-    """
-    beta = algorithm.kl_coefficient if kl_coefficient is None else kl_coefficient
+def policy_loss_of(algorithm: AlgorithmConfig, rollout: RolloutConfig) -> PolicyLossSettings:
+    """Return the configured policy loss, with the defaults of the loss for settings that are null."""
     clip_low, clip_high = algorithm.clip_range
     has_divisor = algorithm.aggregation == "sequence_mean_token_sum_norm"
     return PolicyLossSettings(
@@ -87,9 +79,9 @@ def policy_loss_of(
         clip_low=clip_low,
         clip_high=clip_high,
         dual_clip=algorithm.dual_clip or 0.0,
-        entropy_coefficient=algorithm.entropy_coefficient if entropy_coefficient is None else entropy_coefficient,
+        entropy_coefficient=algorithm.entropy_coefficient,
         kl_loss=algorithm.kl_loss or "none",
-        kl_loss_coefficient=beta if algorithm.has_kl_loss else 0.0,
+        kl_loss_coefficient=algorithm.kl_coefficient if algorithm.has_kl_loss else 0.0,
         ratio_level=algorithm.ratio_level,
         aggregation=algorithm.aggregation,
         target_kl=algorithm.target_kl or 0.0,
@@ -127,13 +119,11 @@ def start_update(
     leader_epoch: int,
     learning_rate: float | None = None,
     micro_batch_tokens: int = 0,
-    entropy_coefficient: float | None = None,
-    kl_coefficient: float | None = None,
 ) -> Future[UpdateResult]:
-    """Start the update of ``step``. The same ``learning_rate`` and coefficients always give the same request."""
+    """Start the update of ``step``. The same ``config`` and ``learning_rate`` always give the same request."""
     if isinstance(client, ActorClient):
         optimization = optimization_at(config, config.actor, step, learning_rate, micro_batch_tokens)
-        loss = policy_loss_of(config.algorithm, config.rollout, entropy_coefficient, kl_coefficient)
+        loss = policy_loss_of(config.algorithm, config.rollout)
         return client.update(config.run.name, step, leader_epoch, optimization, loss)
     optimization = optimization_at(config, config.critic, step, learning_rate, micro_batch_tokens)
     return client.update(config.run.name, step, leader_epoch, optimization, value_loss_of(config.algorithm))
@@ -156,17 +146,15 @@ class ModelUpdater:
 
     def start(self, step: int, leader_epoch: int, algorithm_state: AlgorithmState) -> dict[Role, Future[UpdateResult]]:
         """Start the updates of ``step``, the next after ``algorithm_state``, at all trained models together."""
-        rates = self.learning_rates(step)
+        rates, config = self.learning_rates(step), self.config_at(step, algorithm_state)
         calls = {
             client.role: start_update(
                 client,
-                self._config,
+                config,
                 step,
                 leader_epoch,
                 rates[client.role],
                 self._identity.micro_batch_tokens_of(client.role),
-                self.entropy_coefficient(step, algorithm_state),
-                algorithm_state.kl_coefficient,
             )
             for client in self._service_clients.trained
         }
@@ -174,16 +162,16 @@ class ModelUpdater:
             self._profiler.observe(role, "update", call)
         return calls
 
-    def entropy_coefficient(self, step: int, algorithm_state: AlgorithmState) -> float:
-        """Return the entropy coefficient of ``step``, the next after ``algorithm_state``: that of the controller, or the
-        configured one with live changes."""
-        adapted = algorithm_state.entropy_coefficient
-        return self._live_settings.entropy_coefficient(step) if adapted is None else adapted
+    def config_at(self, step: int, algorithm_state: AlgorithmState) -> Config:
+        """Return the config of ``step``, the next after ``algorithm_state``: with live changes, and what controllers hold."""
+        return with_values(self._live_settings.config_at(step), algorithm_state.coefficients)
 
     def learning_rates(self, step: int) -> dict[Role, float]:
         """Return the learning rate of each trained model in ``step``: its schedule, scaled by live changes."""
-        return {client.role: self._learning_rate(client.role, step) for client in self._service_clients.trained}
+        config = self._live_settings.config_at(step)
+        return {client.role: self._learning_rate(config, client.role, step) for client in self._service_clients.trained}
 
-    def _learning_rate(self, role: Role, step: int) -> float:
-        trained: TrainedModelConfig = getattr(self._config, role)
-        return learning_rate_at(self._config, trained, step) * self._live_settings.learning_rate_factor(role, step)
+    def _learning_rate(self, config: Config, role: Role, step: int) -> float:
+        configured: TrainedModelConfig = getattr(self._config, role)
+        changed: TrainedModelConfig = getattr(config, role)
+        return learning_rate_at(self._config, configured, step) * (changed.learning_rate / configured.learning_rate)

@@ -9,6 +9,7 @@ import structlog
 
 from quartet.buffer.experience_store import ExperienceStore
 from quartet.config.deployment import RecoveryConfig
+from quartet.config.live_settings import with_values
 from quartet.config.root import Config
 from quartet.contract.status import Role, ServiceStatus
 from quartet.errors import (
@@ -26,6 +27,7 @@ from quartet.run_directory.identity import Identity
 from quartet.run_directory.run_files import RunFiles
 from quartet.services.orchestrator.algorithm.state import AlgorithmState
 from quartet.services.orchestrator.algorithm.update_request import start_update
+from quartet.services.orchestrator.control.live_settings import config_at, read_changes
 from quartet.services.orchestrator.rollout.off_policy import OffPolicySchedule
 from quartet.services.orchestrator.service_clients import ServiceClients, ServiceStatuses, wait_for_all
 
@@ -220,14 +222,15 @@ class Recovery:
         self, client: ActorClient | CriticClient, step: int, to: int, history: Sequence[Mapping[str, float]]
     ) -> None:
         """Bring one model from ``step`` forward ``to`` a later step, by the same updates as before."""
+        changes = read_changes(self._files)
         for replayed in range(step + 1, to + 1):
             # The recorded rate: the schedule differs if the run has been extended since.
             rate = history[replayed - 1].get(f"learning_rate_{client.role}")
-            entropy = history[replayed - 1].get("entropy_coefficient")
-            beta = history[replayed - 1].get("kl_coefficient")
+            # What controllers held is among the metrics, by the same names.
+            config = with_values(config_at(self._config, changes, replayed), history[replayed - 1])
             tokens = self._identity.micro_batch_tokens_of(client.role)
             try:
-                wait_for_all([start_update(client, self._config, replayed, self._epoch, rate, tokens, entropy, beta)])
+                wait_for_all([start_update(client, config, replayed, self._epoch, rate, tokens)])
             except BufferFailed:
                 # Damaged experience counts as lost: the next attempt recomputes its step.
                 self._experience.discard([replayed])

@@ -1,4 +1,4 @@
-"""Settings that can be changed during a run: coefficients of KL and entropy, learning rates, and weights of reward sources.
+"""Live settings of a run: the log of their changes, which gives the config of each step.
 
 Each change names the first step that it applies to, and is on disk before it is confirmed. So a step that is recomputed uses the
 same settings, and a run is a function of its config, its seed and its changes.
@@ -9,37 +9,38 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import Any
 
-from quartet.config.models import TrainedModelConfig
+from quartet.config.live_settings import LiveSetting, live_settings, with_values
 from quartet.config.root import Config
 from quartet.contract.control import Setting, SettingChange
-from quartet.contract.status import Role
 from quartet.errors import ConfigError, FailedPrecondition, InvalidRequest
 from quartet.run_directory.run_files import RunFiles
+from quartet.services.orchestrator.algorithm.state import AlgorithmState
 from quartet.services.orchestrator.control.run_control import RunControl
 
-KL_COEFFICIENT = "kl_coefficient"
-ENTROPY_COEFFICIENT = "entropy_coefficient"
-MAX_GROWTH = 10.0
-"""Largest value of a setting, as a multiple of its configured value. The KL coefficient may always be raised to 1, and a
-weight to 10."""
-MIN_ADAPTIVE_KL_COEFFICIENT = 1e-6
-"""Smallest KL coefficient with an adaptive controller. The controller multiplies, so it could never leave 0."""
 MAX_USER_LENGTH = 200
 """Longest name of the user who made a change. It is kept for as long as the run."""
 
 
-def learning_rate_setting(role: Role) -> str:
-    """Return the name of the setting for a model's configured learning rate, from which its schedule starts."""
-    return f"{role}.learning_rate"
+def read_changes(files: RunFiles) -> list[SettingChange]:
+    """Return the changes of a run. Raises ConfigError with the number of a malformed line."""
+    changes = []
+    for number, line in enumerate(files.read_changes(), 1):
+        try:
+            changes.append(SettingChange(**line))
+        except TypeError:
+            raise ConfigError(
+                f"changes {files.changes}:{number}: is not a change of a setting; fix the file, or return to an earlier "
+                "checkpoint with quartet rollback"
+            ) from None
+    return changes
 
 
-def part_weight_setting(name: str) -> str:
-    """Return the name of the setting for the weight of an ensemble's part."""
-    return f"reward.parts.{name}.weight"
+def config_at(config: Config, changes: Sequence[SettingChange], step: int) -> Config:
+    """Return the config of ``step``: the configured one with all changes up to it."""
+    return with_values(config, {change.setting: change.after for change in changes if change.step <= step})
 
 
 class LiveSettings:
@@ -48,54 +49,44 @@ class LiveSettings:
     def __init__(self, config: Config, files: RunFiles, control: RunControl) -> None:
         """Refuse all changes before ``resume``, and while ``control`` has a pending rollback."""
         self._config, self._files, self._control = config, files, control
+        self._offered = {name: row for name, row in live_settings(config).items() if row.is_offered(config)}
         self._lock = threading.Lock()
         self._changes: list[SettingChange] = []
         self._started_step: int | None = None
-        self._kl_coefficient: Callable[[], float] = lambda: config.algorithm.kl_coefficient
+        self._state = AlgorithmState(config)
 
-    def resume(self, committed: int, kl_coefficient: Callable[[], float]) -> None:
-        """Read the run's earlier changes and accept new ones.
+    def resume(self, committed: int, state: AlgorithmState) -> None:
+        """Read the run's earlier changes and accept new ones, which are applied to ``state``.
 
-        ``committed`` is the last committed step. ``kl_coefficient`` returns the current coefficient.
+        ``committed`` is the last committed step.
         """
         with self._lock:
-            self._changes = [self._parse(line, number) for number, line in enumerate(self._files.read_changes(), 1)]
+            self._changes = read_changes(self._files)
             # The step after the last committed one may have started already.
-            self._started_step, self._kl_coefficient = committed + 1, kl_coefficient
+            self._started_step, self._state = committed + 1, state
 
     def close(self) -> None:
         """Refuse changes until ``resume``, because the run rolls back. Waits for a change in progress."""
         with self._lock:
             self._started_step = None
 
-    def start_step(self, step: int) -> float | None:
-        """Start ``step``: later changes apply to later steps. Returns the KL coefficient that was set for this step, if any."""
+    def start_step(self, step: int) -> None:
+        """Start ``step``: apply its changes to the algorithm's state. Later changes apply to later steps."""
         with self._lock:
             self._started_step = max(step, self._started_step or 0)
-            values = [
-                change.after for change in self._changes if change.step == step and change.setting == KL_COEFFICIENT
-            ]
-            return values[-1] if values else None
+            self._state.set_coefficients(
+                {change.setting: change.after for change in self._changes if change.step == step}
+            )
 
-    def learning_rate_factor(self, role: Role, step: int) -> float:
-        """Return the factor by which changes multiply the scheduled learning rate of ``step``."""
+    def config_at(self, step: int) -> Config:
+        """Return the config of ``step``, without what controllers of the algorithm move."""
         with self._lock:
-            return self._learning_rate(role, step) / self._trained(role).learning_rate
-
-    def entropy_coefficient(self, step: int) -> float:
-        """Return the entropy coefficient of ``step`` without an adaptive controller."""
-        with self._lock:
-            return self._value(ENTROPY_COEFFICIENT, step, self._config.algorithm.entropy_coefficient)
-
-    def part_weights(self, step: int) -> dict[str, float]:
-        """Return the weight of each part of an ensemble in ``step``, by name; empty for a single source."""
-        with self._lock:
-            return self._part_weights(step)
+            return config_at(self._config, self._changes, step)
 
     def settings(self) -> list[Setting]:
         """Return the settings that can be changed now; none before the run has started."""
         with self._lock:
-            return [] if self._started_step is None else [self._setting(name) for name in self._names()]
+            return [] if self._started_step is None else [self._setting(row) for row in self._offered.values()]
 
     def change(self, values: Mapping[str, float], user: str) -> list[SettingChange]:
         """Change settings from the next step on: all of ``values``, or none if one is refused.
@@ -116,14 +107,14 @@ class LiveSettings:
                 )
             first, at = self._started_step + 1, time.time()
             if not values:
-                raise InvalidRequest(f"settings: none given; expected some of {', '.join(self._names())}")
+                raise InvalidRequest(f"settings: none given; expected some of {', '.join(self._offered)}")
             if first > self._config.run.steps:
                 raise FailedPrecondition("settings: the last step has started, so a change would have no effect")
             before = {name: self._checked(name, after).value for name, after in values.items()}
             # In the order of the settings: a map of the contract has none.
             made = [
                 SettingChange(name, before[name], values[name], first, user, at)
-                for name in self._names()
+                for name in self._offered
                 if name in before
             ]
             self._check_weights(values, first)
@@ -131,86 +122,28 @@ class LiveSettings:
             self._changes += made
             return made
 
-    def _parse(self, line: dict[str, Any], number: int) -> SettingChange:
-        try:
-            return SettingChange(**line)
-        except TypeError:
-            raise ConfigError(
-                f"changes {self._files.changes}:{number}: is not a change of a setting; fix the file, or return to an earlier "
-                "checkpoint with quartet rollback"
-            ) from None
-
-    def _names(self) -> list[str]:
-        roles = [Role.ACTOR, *([Role.CRITIC] if self._config.has_critic else [])]
-        penalties = [KL_COEFFICIENT] if self._config.algorithm.distillation is None else []
-        # The actor has planned its memory for an entropy in the loss only if it is configured.
-        is_fixed = self._config.algorithm.entropy_controller.kind == "fixed"
-        if is_fixed and self._config.algorithm.trains_entropy:
-            penalties.append(ENTROPY_COEFFICIENT)
-        weights = [part_weight_setting(name) for name in self._config.reward.part_weights]
-        return [*penalties, *(learning_rate_setting(role) for role in roles), *weights]
-
     def _check_weights(self, values: Mapping[str, float], step: int) -> None:
         """Raise InvalidRequest if ``values`` would leave no source to train on from ``step`` on."""
-        weights = self._part_weights(step)
-        after = {name: values.get(part_weight_setting(name), weight) for name, weight in weights.items()}
+        config = config_at(self._config, self._changes, step)
+        weights, after = config.reward.part_weights, with_values(config, values).reward.part_weights
         if after != weights and not any(after.values()):
-            first = next(name for name in map(part_weight_setting, weights) if name in values)
+            first = next(name for name, row in self._offered.items() if name in values and row.key[0] == "reward")
             raise InvalidRequest(
                 f"{first} 0: all weights would be 0 from step {step} on, so nothing would be trained on; "
                 "give another part a weight in the same command"
             )
 
     def _checked(self, name: str, value: float) -> Setting:
-        if name not in self._names():
-            raise InvalidRequest(f"{name}: not a live setting; expected one of {', '.join(self._names())}")
-        setting = self._setting(name)
+        if name not in self._offered:
+            raise InvalidRequest(f"{name}: not a live setting; expected one of {', '.join(self._offered)}")
+        setting = self._setting(self._offered[name])
         if not (math.isfinite(value) and setting.low <= value <= setting.high):
             raise InvalidRequest(f"{name} {value:g}: expected {setting.low:g} to {setting.high:g}")
         return setting
 
-    def _setting(self, name: str) -> Setting:
-        if name == KL_COEFFICIENT:
-            algorithm, started = self._config.algorithm, self._started_step or 0
-            pending = [change.after for change in self._changes if change.setting == name and change.step > started]
-            low = 0.0 if algorithm.kl_controller.kind == "fixed" else MIN_ADAPTIVE_KL_COEFFICIENT
-            value = pending[-1] if pending else self._kl_coefficient()
-            return Setting(name, value, low, max(1.0, _max_value(algorithm.kl_coefficient)))
-        if name == ENTROPY_COEFFICIENT:
-            configured = self._config.algorithm.entropy_coefficient
-            value = self._value(name, (self._started_step or 0) + 1, configured)
-            return Setting(name, value, 0.0, _max_value(configured))
-        if (part := self._part_of(name)) is not None:
-            limit = _max_value(max(1.0, *map(abs, self._config.reward.part_weights.values())))
-            value = self._part_weights((self._started_step or 0) + 1)[part]
-            return Setting(name, value, -limit, limit)
-        role = Role(name.partition(".")[0])
-        value = self._learning_rate(role, (self._started_step or 0) + 1)
-        return Setting(name, value, 0.0, _max_value(self._trained(role).learning_rate))
-
-    def _learning_rate(self, role: Role, step: int) -> float:
-        return self._value(learning_rate_setting(role), step, self._trained(role).learning_rate)
-
-    def _part_weights(self, step: int) -> dict[str, float]:
-        return {
-            name: self._value(part_weight_setting(name), step, weight)
-            for name, weight in self._config.reward.part_weights.items()
-        }
-
-    def _part_of(self, setting: str) -> str | None:
-        """Return the part of an ensemble whose weight a setting is, or None."""
-        names = self._config.reward.part_weights
-        return next((name for name in names if part_weight_setting(name) == setting), None)
-
-    def _value(self, setting: str, step: int, configured: float) -> float:
-        """Return the value of a setting in ``step``: that of the last change up to it, or the configured one."""
-        values = [change.after for change in self._changes if change.setting == setting and change.step <= step]
-        return values[-1] if values else configured
-
-    def _trained(self, role: Role) -> TrainedModelConfig:
-        return self._config.actor if role is Role.ACTOR else self._config.critic
-
-
-def _max_value(configured: float) -> float:
-    """Return the upper bound, rounded as it is displayed, so that the displayed bound is accepted."""
-    return float(f"{MAX_GROWTH * configured:.6g}")
+    def _setting(self, row: LiveSetting) -> Setting:
+        started = self._started_step or 0
+        value = row.value(config_at(self._config, self._changes, started + 1))
+        if not any(change.setting == row.name and change.step > started for change in self._changes):
+            value = self._state.coefficients.get(row.name, value)
+        return Setting(row.name, value, *row.bounds(self._config, row.value(self._config)))

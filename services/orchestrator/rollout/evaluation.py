@@ -56,11 +56,11 @@ class Evaluator:
         prompts: Sequence[Prompt],
         tokenizer: Any,
         files: RunFiles,
-        part_weights: Callable[[int], Mapping[str, float]],
+        config_at: Callable[[int], Config],
     ) -> None:
         """``prompts`` come from ``read_validation_prompts``, in order. ``stream`` is the result of ``stream_name``.
 
-        ``part_weights`` returns the weights of an ensemble's parts in a step, by name. An evaluation uses those of the last step.
+        ``config_at`` returns the config of a step. An evaluation uses the weights of an ensemble's parts in the last step.
 
         Starts the judge's process, if a judge is configured; ``close`` ends it. Raises ConfigError if the judge cannot be
         imported.
@@ -70,7 +70,7 @@ class Evaluator:
         self._prompts = list(prompts)
         self._tokenizer, self._files = tokenizer, files
         self._baseline: dict[int, PromptResponses] | None = None
-        self._part_weights = part_weights
+        self._config_at = config_at
         judge = config.evaluation.judge
         self._worker = (
             FunctionWorker(judge, "evaluation.judge", quotes=config.evaluation.quote_texts) if judge else None
@@ -95,7 +95,7 @@ class Evaluator:
         error of generation, scoring or judge; nothing is written then.
         """
         rollout, count = self._config.rollout, len(self._prompts)
-        weights = self._part_weights(max(1, step))
+        weights = self._config_at(max(1, step)).reward.part_weights
         greedy = self._responses(policy_version, leader_epoch, greedy_sampling(rollout), on_progress, weights)
         sampled = self._responses(
             policy_version, leader_epoch, run_sampling(rollout), lambda scored: on_progress(count + scored), weights
@@ -124,7 +124,7 @@ class Evaluator:
         self, baseline: dict[int, PromptResponses], weights: Mapping[str, float]
     ) -> dict[int, PromptResponses]:
         """Return the initial policy's responses with their scores under ``weights``, which may have changed since."""
-        if weights == self._part_weights(1):
+        if weights == self._config_at(1).reward.part_weights:
             return baseline
         return rescored(baseline, weights, {part.name for part in self._config.reward.parts if part.optional})
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from quartet.buffer.rollout_stream import RolloutStream
+from quartet.config.live_settings import with_values
 from quartet.config.root import Config
 from quartet.contract.generation import GenerationBatch, GenerationRequest, requests_of
 from quartet.contract.status import Role
@@ -49,10 +50,10 @@ class StepPreparation:
         stream: RolloutStream,
         board: ProgressBoard,
         profiler: StepProfiler,
-        part_weights: Callable[[int], Mapping[str, float]],
+        config_at: Callable[[int], Config],
     ) -> None:
-        """``part_weights`` returns the weights of an ensemble's parts in a step, by name."""
-        self._part_weights = part_weights
+        """``config_at`` returns the config of a step."""
+        self._config_at = config_at
         self._config, self._generation, self._board, self._profiler = config, generation, board, profiler
         self._service_clients = service_clients
         self._started: dict[int, tuple[GenerationBatch, PendingTrajectories]] = {}
@@ -92,7 +93,8 @@ class StepPreparation:
     ) -> PendingStep:
         """Return the experience of ``step``, which begins with the first of its ``rounds``. Raises like ``Collector.collect``."""
         version = self._check_reference(step)
-        weights = self._part_weights(step)
+        config = with_values(self._config_at(step), algorithm_state.coefficients)
+        weights = config.reward.part_weights
         all_prompts = {prompt.index: prompt for prompt in rounds.prompts}
         with self._profiler.span(Role.ORCHESTRATOR, "collect", waits=True):
             collected = self._collect(
@@ -104,8 +106,7 @@ class StepPreparation:
                 step,
                 policy_version,
                 collected.scored,
-                self._config.algorithm,
-                algorithm_state.kl_coefficient,
+                config.algorithm,
                 algorithm_state.moments([item.score for item in collected.scored], weights),
                 self._config.rollout.max_response_tokens,
                 collected.baselines,

@@ -70,8 +70,7 @@ class Setting:
     """A setting that can be changed during training."""
 
     name: str
-    """kl_coefficient, entropy_coefficient, actor.learning_rate, critic.learning_rate, or reward.parts.NAME.weight for a part of
-    an ensemble."""
+    """Such as kl_coefficient or actor.learning_rate."""
     value: float
     """Value for the next step. For a learning rate, the initial value of its schedule."""
     low: float
@@ -80,11 +79,14 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class SettingChange:
-    """Change of a setting from ``step`` on. ``user`` requested it; ``at`` is in seconds since 1970."""
+    """A change of a setting."""
 
     setting: str
     before: float
     after: float
     step: int
+    """First step with the new value."""
     user: str
+    """Who requested it: access of the token and network address of the client, or a name."""
     at: float
+    """Time in seconds since 1970."""

@@ -506,7 +506,7 @@ class Setting(_message.Message):
     LOW_FIELD_NUMBER: _builtins.int
     HIGH_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """"kl_coefficient", "actor.learning_rate" or "critic.learning_rate"."""
+    """Name, such as "kl_coefficient" or "actor.learning_rate"."""
     value: _builtins.float
     """Value for the next step. For a learning rate: the start value of its schedule."""
     low: _builtins.float

@@ -16,6 +16,7 @@ from quartet.contract.control import RunState
 from quartet.errors import ConfigError
 from quartet.launcher.gateway_client import Target
 from quartet.run_directory.run_files import RunFiles
+from quartet.services.orchestrator.algorithm.state import AlgorithmState
 from quartet.services.orchestrator.control.live_settings import LiveSettings
 from quartet.services.orchestrator.control.progress import ProgressBoard
 from quartet.services.orchestrator.control.run_control import RunControl
@@ -42,7 +43,7 @@ def run(tmp_path: Path) -> Iterator[tuple[Config, Gateway]]:
     commit(files, 1)
     control = RunControl(files, persist=False)
     live = LiveSettings(config, files, control)
-    live.resume(1, lambda: 0.05)
+    live.resume(1, AlgorithmState(config))
     board = ProgressBoard("switched", 4)
     board.update(state=RunState.TRAINING)
     active = ActiveRun(config, board, control, threading.current_thread(), [], live)
@@ -58,7 +59,7 @@ def test_a_switch_is_one_request_with_an_audit_entry(run: tuple[Config, Gateway]
     response = client.patch(f"{PATH}/settings", json={OLD: 0, NEW: 1})
     assert response.status_code == 200, response.text
     changes = [{name: row[name] for name in row if name != "at"} for row in response.json()["changes"]]
-    common = {"step": 3, "user": "operator 127.0.0.1", "together": 2}
+    common = {"step": 3, "user": "operator 127.0.0.1"}
     assert changes == [
         {"setting": OLD, "before": 1.0, "after": 0.0, **common},
         {"setting": NEW, "before": 0.0, "after": 1.0, **common},

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from quartet.cli.checkpoint.list_and_tag import console, how_to_resume
+from quartet.config.live_settings import live_settings
 from quartet.config.loading import load_config
 from quartet.config.root import Config
 from quartet.contract.status import TRAINED_ROLES, Role
@@ -173,16 +174,13 @@ def _copy_until(old: RunFiles, new: RunFiles, step: int) -> None:
 
 def _copy_changes(before: Config, config: Config, old: RunFiles, new: RunFiles, step: int) -> None:
     """Copy the live setting changes up to ``step``, except changes of a setting that the config of the fork overrides."""
+    now = {name: row.value(config) for name, row in live_settings(config).items()}
     overridden = {
-        f"{role}.learning_rate"
-        for role, was, now in ((Role.ACTOR, before.actor, config.actor), (Role.CRITIC, before.critic, config.critic))
-        if was.learning_rate != now.learning_rate
-    }
-    if before.algorithm.entropy_coefficient != config.algorithm.entropy_coefficient:
-        overridden.add("entropy_coefficient")
-    if before.reward != config.reward:
+        name
+        for name, row in live_settings(before).items()
         # The weights of the parts belong together.
-        overridden |= {f"reward.parts.{name}.weight" for name in before.reward.part_weights}
+        if now.get(name) != row.value(before) or (row.key[0] == "reward" and before.reward != config.reward)
+    }
     for change in old.read_changes():
         if change["step"] <= step and change["setting"] not in overridden:
             new.append_changes([change])

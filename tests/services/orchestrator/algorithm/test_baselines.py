@@ -21,8 +21,8 @@ GREEDY = [
 
 
 def test_each_advantage_is_the_return_minus_the_score_of_the_greedy_response() -> None:
-    algorithm = AlgorithmConfig(estimator="remax")
-    prepared = prepare_step("run", 4, 3, SAMPLED, algorithm, 0.1, None, LIMIT, GREEDY)
+    algorithm = AlgorithmConfig(estimator="remax", kl_coefficient=0.1)
+    prepared = prepare_step("run", 4, 3, SAMPLED, algorithm, None, LIMIT, GREEDY)
     # KL per token: 0.5, 0; 0; 0, -0.25. The baselines have none, although their KL is large.
     expected = [1 - 0.05 - 0.5, 1 - 0.5, 0 - 0.5, 3 + 0.025 - 2, 3 + 0.025 - 2]
     assert prepared.experience.advantages.tolist() == pytest.approx(expected)
@@ -35,12 +35,13 @@ def test_each_advantage_is_the_return_minus_the_score_of_the_greedy_response() -
 def test_baselines_get_the_treatment_of_scores() -> None:
     algorithm = AlgorithmConfig(
         estimator="remax",
+        kl_coefficient=0.0,
         score={"normalize": "running", "scale": 2.0, "clip": 3.0},
         truncation={"treatment": "penalty", "penalty": 0.25},
         length_penalty={"per_token": 0.125, "free_tokens": 1},
     )
     running = moments(0.0, 2.0)  # mean 1, standard deviation 1
-    prepared = prepare_step("run", 4, 3, SAMPLED, algorithm, 0.0, running, LIMIT, GREEDY)
+    prepared = prepare_step("run", 4, 3, SAMPLED, algorithm, running, LIMIT, GREEDY)
     # Greedy: (0.5 - 1) * 2 - 0.25 truncated = -1.25 for prompt 7; (2 - 1) * 2 - 2 * 0.125 = 1.75 for prompt 9.
     scores = np.array([0 - 0.125, -2, 3 - 0.125])
     expected = scores - [-1.25, -1.25, 1.75]

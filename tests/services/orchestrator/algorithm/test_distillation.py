@@ -25,8 +25,8 @@ ESTIMATORS = [name for name, spec in BUILT_IN_ESTIMATORS.items() if not spec.nee
 
 
 def prepare(items: list[ScoredTrajectory], distillation: dict[str, float] | None, **algorithm: Any) -> PreparedStep:
-    settings = AlgorithmConfig(gamma=0.9, distillation=distillation, **algorithm)
-    return prepare_step("run", 4, 3, items, settings, 0.0, None, LIMIT)
+    settings = AlgorithmConfig(gamma=0.9, kl_coefficient=0.0, distillation=distillation, **algorithm)
+    return prepare_step("run", 4, 3, items, settings, None, LIMIT)
 
 
 def without_scores(items: list[ScoredTrajectory]) -> list[ScoredTrajectory]:

@@ -53,8 +53,8 @@ def episodes(truncated: bool = False, leading: bool = False) -> list[ScoredTraje
 
 
 def prepare(items: list[ScoredTrajectory], running: Any = None, **algorithm: Any) -> PreparedStep:
-    defaults = {"gamma": GAMMA, "gae_lambda": LAMBDA, "normalize_advantages": False}
-    return prepare_step("run", 4, 3, items, AlgorithmConfig(**{**defaults, **algorithm}), BETA, running, LIMIT)
+    defaults = {"kl_coefficient": BETA, "gamma": GAMMA, "gae_lambda": LAMBDA, "normalize_advantages": False}
+    return prepare_step("run", 4, 3, items, AlgorithmConfig(**{**defaults, **algorithm}), running, LIMIT)
 
 
 def own_of(item: ScoredTrajectory, values: Any) -> list[float]:

@@ -60,7 +60,7 @@ def scored(
 def prepare(
     items: list[ScoredTrajectory], coefficient: float = 0.1, running: RunningMoments | None = None, **algorithm: Any
 ) -> PreparedStep:
-    return prepare_step("run", 4, 3, items, AlgorithmConfig(**algorithm), coefficient, running, LIMIT)
+    return prepare_step("run", 4, 3, items, AlgorithmConfig(kl_coefficient=coefficient, **algorithm), running, LIMIT)
 
 
 def expected_score(item: ScoredTrajectory, running: RunningMoments | None, algorithm: AlgorithmConfig) -> float:

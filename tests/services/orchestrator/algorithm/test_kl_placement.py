@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import yaml
 
+from quartet.config.live_settings import with_values
 from quartet.config.loading import parse_config
 from quartet.config.root import Config
 from quartet.contract.trajectory import FinishReason, Trajectory, TrajectoryId
@@ -56,7 +57,7 @@ def test_the_estimator_decides_the_default_which_the_resolved_config_shows(
 ) -> None:
     whole = config(**algorithm)
     assert yaml.safe_load(whole.to_yaml())["algorithm"]["kl_loss"] == expected
-    settings = policy_loss_of(whole.algorithm, whole.rollout, kl_coefficient=0.3)
+    settings = policy_loss_of(with_values(whole, {"kl_coefficient": 0.3}).algorithm, whole.rollout)
     weight = 0.0 if expected == "none" else 0.3
     assert (settings.kl_loss, settings.kl_loss_coefficient) == (expected, weight)
     again = parse_config(yaml.safe_load(whole.to_yaml()), "config of the run")
@@ -78,7 +79,7 @@ def advantages(groups: list[list[float]], **algorithm: Any) -> np.ndarray:
             reference = np.full(8, -1, np.float32)
             scored.append(ScoredTrajectory(trajectory, score, reference, np.zeros(8, np.float32), {}))
     whole = config(**algorithm)
-    experience = prepare_step("run", 1, 0, scored, whole.algorithm, 0.05, None, 8).experience
+    experience = prepare_step("run", 1, 0, scored, whole.algorithm, None, 8).experience
     return experience.advantages.reshape(len(groups), -1, 8)[:, :, 0]
 
 

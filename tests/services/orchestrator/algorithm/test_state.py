@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from quartet.config.live_settings import with_values
 from quartet.config.loading import parse_config
 from quartet.config.root import Config
 from quartet.services.orchestrator.algorithm.state import AlgorithmState
@@ -27,15 +28,15 @@ def test_the_entropy_coefficient_follows_the_committed_entropies() -> None:
     state = AlgorithmState(config(**ADAPTIVE))
     applied = []
     for step, entropy in enumerate([0.4, 0.4, 0.6, 0.5], 1):
-        applied.append(state.entropy_coefficient)
+        applied.append(state.coefficients["entropy_coefficient"])
         state.commit(metrics(step, entropy), [1.0])
-    assert [*applied, state.entropy_coefficient] == [0.0, 0.25, 0.5, 0.0, 0.5]
+    assert [*applied, state.coefficients["entropy_coefficient"]] == [0.0, 0.25, 0.5, 0.0, 0.5]
 
 
 def test_a_fixed_coefficient_has_no_state() -> None:
     state = AlgorithmState(config(entropy_coefficient=0.01))
     state.commit(metrics(1, 0.1), [1.0])
-    assert state.entropy_coefficient is None
+    assert "entropy_coefficient" not in state.coefficients
     assert state.state()["entropy_controller"] is None
 
 
@@ -45,7 +46,7 @@ def test_a_restored_state_continues_with_the_same_coefficients(checkpoint: int) 
     original, saved = AlgorithmState(settings), None
     history = []
     for step, entropy in enumerate([0.4, 0.3, 0.6, 0.2], 1):
-        history.append(metrics(step, entropy, kl_coefficient=original.kl_coefficient))
+        history.append(metrics(step, entropy, kl_coefficient=original.coefficients["kl_coefficient"]))
         original.commit(history[-1], [1.0])
         saved = original.state() if step == checkpoint else saved
     restored = AlgorithmState(settings)
@@ -53,7 +54,7 @@ def test_a_restored_state_continues_with_the_same_coefficients(checkpoint: int) 
     for line in history[checkpoint:]:
         restored.replay(line, [1.0])
     assert restored.state() == original.state()
-    assert restored.entropy_coefficient == original.entropy_coefficient == 0.5
+    assert restored.coefficients["entropy_coefficient"] == original.coefficients["entropy_coefficient"] == 0.5
 
 
 def test_a_fork_with_another_controller_starts_anew() -> None:
@@ -61,7 +62,7 @@ def test_a_fork_with_another_controller_starts_anew() -> None:
     state.commit(metrics(1, 0.1), [1.0])
     forked = AlgorithmState(config(**ADAPTIVE))
     forked.restore(1, {**state.state(), "entropy_controller": None}, [metrics(1, 0.1)])
-    assert forked.entropy_coefficient == 0.0
+    assert forked.coefficients["entropy_coefficient"] == 0.0
 
 
 def test_the_coefficients_stay_while_the_values_are_pretrained() -> None:
@@ -69,10 +70,10 @@ def test_the_coefficients_stay_while_the_values_are_pretrained() -> None:
     state = AlgorithmState(config(**ADAPTIVE, **kl, value_pretraining_steps=2))
     for step in (1, 2):
         state.commit(metrics(step, 0.1), [1.0])
-        assert (state.kl_coefficient, state.entropy_coefficient) == (0.05, 0.0)
+        assert state.coefficients == {"kl_coefficient": 0.05, "entropy_coefficient": 0.0}
     state.commit(metrics(3, 0.1), [1.0])
-    assert state.kl_coefficient < 0.05
-    assert state.entropy_coefficient == 0.25
+    assert state.coefficients["kl_coefficient"] < 0.05
+    assert state.coefficients["entropy_coefficient"] == 0.25
 
 
 def test_a_step_without_a_finite_entropy_changes_nothing() -> None:
@@ -80,10 +81,11 @@ def test_a_step_without_a_finite_entropy_changes_nothing() -> None:
     state.commit(metrics(1, 0.1), [1.0])
     state.commit(metrics(2, float("nan")), [1.0])
     state.commit({"step": 3, "kl_mean": 3.0}, [1.0])
-    assert state.entropy_coefficient == 0.25
+    assert state.coefficients["entropy_coefficient"] == 0.25
 
 
 def test_the_coefficient_of_the_controller_is_sent() -> None:
     whole = config(entropy_coefficient=0.01)
     assert policy_loss_of(whole.algorithm, whole.rollout).entropy_coefficient == 0.01
-    assert policy_loss_of(whole.algorithm, whole.rollout, 0.0).entropy_coefficient == 0.0
+    adapted = with_values(whole, {"entropy_coefficient": 0.0})
+    assert policy_loss_of(adapted.algorithm, adapted.rollout).entropy_coefficient == 0.0

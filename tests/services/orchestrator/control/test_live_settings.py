@@ -10,6 +10,7 @@ import pytest
 from quartet.config.loading import parse_config
 from quartet.errors import InvalidRequest
 from quartet.run_directory.run_files import RunFiles
+from quartet.services.orchestrator.algorithm.state import AlgorithmState
 from quartet.services.orchestrator.control.live_settings import LiveSettings
 from quartet.services.orchestrator.control.run_control import RunControl
 
@@ -26,7 +27,7 @@ def settings_of(folder: Path, **algorithm: Any) -> LiveSettings:
     files = RunFiles(config.run_directory)
     files.root.mkdir(parents=True, exist_ok=True)
     result = LiveSettings(config, files, RunControl(files, persist=False))
-    result.resume(2, lambda: 0.05)
+    result.resume(2, AlgorithmState(config))
     return result
 
 
@@ -35,7 +36,7 @@ def test_a_change_applies_from_the_next_step_and_survives_a_restart(tmp_path: Pa
     (change,) = settings.change({"entropy_coefficient": 0.03}, "me")
     assert (change.before, change.after, change.step) == (0.01, 0.03, 4)
     for each in (settings, settings_of(tmp_path, entropy_coefficient=0.01)):
-        assert [each.entropy_coefficient(step) for step in (3, 4, 5)] == [0.01, 0.03, 0.03]
+        assert [each.config_at(step).algorithm.entropy_coefficient for step in (3, 4, 5)] == [0.01, 0.03, 0.03]
     (shown,) = [item for item in settings.settings() if item.name == "entropy_coefficient"]
     assert (shown.value, shown.low, shown.high) == (0.03, 0.0, 0.1)
 

@@ -113,7 +113,7 @@ def build(services: Services, clients: dict[Role, Any], redis_client: Redis, red
                 prompts,
                 tiny.tokenizer(),
                 files,
-                lambda _: config.reward.part_weights,
+                lambda _: config,
             )
             stack.callback(evaluator.close)
             return evaluator
