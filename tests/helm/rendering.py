@@ -92,13 +92,43 @@ def _rendered(values: str) -> dict[str, str]:
 
 def manifests(values: Values, cluster: helm_python.Config | None = None) -> list[Manifest]:
     """Return every rendered object, including those of ``helm test``."""
+    result: list[Manifest] = (
+        json.loads(_manifests(json.dumps(values))) if cluster is None else objects(texts(values, cluster))
+    )
+    return result
+
+
+@cache
+def _manifests(values: str) -> str:
+    return json.dumps(objects(_rendered(values)))
+
+
+def objects(rendered: dict[str, str]) -> list[Manifest]:
+    """Return the objects in the texts of templates."""
     return [
         document
-        for name, text in sorted(texts(values, cluster).items())
+        for name, text in sorted(rendered.items())
         if name.endswith(".yaml")
         for document in yaml.load_all(text, Loader=_LOADER)
         if document
     ]
+
+
+def refusal(values: Values) -> str:
+    """Return the error of Helm for values that it must refuse. Templates are rendered only if the checks accept them."""
+    for part in (checks(), chart()):
+        try:
+            part.render(values, name=RELEASE, namespace=NAMESPACE)
+        except helm_python.HelmError as error:
+            return str(error)
+    raise AssertionError("Helm accepts these values")
+
+
+def schema_problems(values: Values) -> dict[str, str]:
+    """Return all problems that the schema finds in values, by path. Helm reports them at once, and renders nothing."""
+    found = re.findall(r"^ *- at '(.*?)': (.*)$", refusal(values), re.MULTILINE)
+    assert found
+    return {path: problem for path, problem in found if problem != "validation failed"}
 
 
 def of_kind(result: list[Manifest], kind: str) -> dict[str, Manifest]:

@@ -9,49 +9,22 @@ import helm_python
 import pytest
 import yaml
 
-from quartet.config.estimators import BUILT_IN_ESTIMATORS
-from quartet.config.layout import service_roles
 from quartet.config.loading import load_config
 from quartet.config.root import Config
-from tests.helm.rendering import EXAMPLES, Manifest, Values, changed, example, manifests, of_kind, pod_templates
-from tests.helm.test_values import refusal
+from tests.helm.rendering import (
+    Manifest,
+    Values,
+    changed,
+    example,
+    manifests,
+    of_kind,
+    pod_templates,
+)
 
 JUDGE = {"url": "https://judge.example/v1", "model": "m", "rubric": "r"}
-LORA = {"model": "models/policy", "lora": {"rank": 8}}
 TURNS: dict[str, Any] = {
     "config__rollout__max_turns": 3,
     "config__environment": {"class_name": "my_game:Game"},
-}
-RUNS: dict[str, Values] = {
-    **{name: example(name) for name in EXAMPLES},
-    **{
-        estimator: changed(
-            "single-node-4-gpus",
-            config__algorithm={"estimator": estimator},
-            config__rollout={"prompts_per_step": 8, "samples_per_prompt": 4},
-        )
-        for estimator in BUILT_IN_ESTIMATORS
-    },
-    "custom estimator": changed(
-        "single-node-4-gpus",
-        config__algorithm={"estimator": "my_package.advantages:mine", "custom_estimator": {}},
-    ),
-    "custom estimator with critic": changed(
-        "single-node-4-gpus",
-        config__algorithm={"estimator": "my_package.advantages:mine", "custom_estimator": {"needs_critic": True}},
-    ),
-    "adapter": changed("single-node-4-gpus", config__actor=LORA),
-    "adapter and reference": changed(
-        "single-node-4-gpus", config__actor=LORA, config__reference={"model": "models/reference"}
-    ),
-    "environment": changed("cpu-kind", **TURNS),
-    "distillation": changed(
-        "single-node-4-gpus",
-        config__algorithm={"estimator": "reinforce", "kl_coefficient": 0, "distillation": {}},
-        config__reference={"model": "models/teacher"},
-        config__reward={"source": "none"},
-    ),
-    "adapter is null": changed("single-node-4-gpus", config__actor={"model": "models/policy", "lora": None}),
 }
 
 
@@ -78,23 +51,6 @@ def roles_of(container: Manifest) -> list[str]:
         return []
     arguments: list[str] = container["args"]
     return arguments[: arguments.index("--config")]
-
-
-@pytest.mark.parametrize("name", RUNS)
-def test_the_pods_run_the_roles_of_the_config(name: str, tmp_path: Path) -> None:
-    for file, text in files(RUNS[name]).items():
-        (tmp_path / file).write_text(text, encoding="utf-8")
-    config = load_config(tmp_path / "config.yaml", layers=[tmp_path / "deployment.yaml"])
-    result = sorted(role for container in containers(RUNS[name]).values() for role in roles_of(container))
-    generators = ["generator"] if name in ("vllm-generators", "leader-worker-set") else []
-    assert result == sorted([*(role.value for role in service_roles(config)), *generators, "orchestrator"])
-
-
-def test_a_run_without_a_reward_has_no_reward_pod() -> None:
-    result = containers(RUNS["distillation"])
-    assert "reference" in result
-    assert "reward" not in result
-    assert "reward" not in yaml.safe_load(files(RUNS["distillation"])["deployment.yaml"])["services"]
 
 
 def test_roles_of_one_pod_share_its_certificate() -> None:
@@ -375,11 +331,6 @@ def test_generators_scale_by_the_responses_that_the_step_still_needs() -> None:
     )
     # A generator decodes rollout.max_concurrent_sequences at a time.
     assert metadata["threshold"] == str(Config.model_fields["rollout"].default.max_concurrent_sequences)
-
-
-def test_generators_have_no_metric_for_an_hpa() -> None:
-    message = refusal(changed("vllm-generators", components__generator__autoscaling={"kind": "hpa"}))
-    assert "/components/generator/autoscaling/kind" in message
 
 
 @pytest.mark.parametrize(("component", "seconds"), [("reward", 600), ("reference", 600)])

@@ -7,31 +7,67 @@ from pathlib import Path
 import pytest
 import yaml
 
-from quartet.config.layout import model_roles
+from quartet.config.estimators import BUILT_IN_ESTIMATORS
+from quartet.config.layout import model_roles, service_roles
 from quartet.config.loading import load_config
-from tests.helm.rendering import EXAMPLES, example, manifests, of_kind, pod_templates
-from tests.helm.test_components import RUNS, containers, files
+from tests.helm.rendering import EXAMPLES, Values, changed, example, manifests, of_kind, pod_templates
+from tests.helm.test_components import TURNS, containers, files, roles_of
+
+LORA = {"model": "models/policy", "lora": {"rank": 8}}
+RUNS: dict[str, Values] = {
+    **{name: example(name) for name in EXAMPLES},
+    **{
+        estimator: changed(
+            "single-node-4-gpus",
+            config__algorithm={"estimator": estimator},
+            config__rollout={"prompts_per_step": 8, "samples_per_prompt": 4},
+        )
+        for estimator in BUILT_IN_ESTIMATORS
+    },
+    "custom estimator": changed(
+        "single-node-4-gpus",
+        config__algorithm={"estimator": "my_package.advantages:mine", "custom_estimator": {}},
+    ),
+    "custom estimator with critic": changed(
+        "single-node-4-gpus",
+        config__algorithm={"estimator": "my_package.advantages:mine", "custom_estimator": {"needs_critic": True}},
+    ),
+    "adapter": changed("single-node-4-gpus", config__actor=LORA),
+    "adapter and reference": changed(
+        "single-node-4-gpus", config__actor=LORA, config__reference={"model": "models/reference"}
+    ),
+    "environment": changed("cpu-kind", **TURNS),
+    "distillation": changed(
+        "single-node-4-gpus",
+        config__algorithm={"estimator": "reinforce", "kl_coefficient": 0, "distillation": {}},
+        config__reference={"model": "models/teacher"},
+        config__reward={"source": "none"},
+    ),
+    "adapter is null": changed("single-node-4-gpus", config__actor={"model": "models/policy", "lora": None}),
+}
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_the_config_of_the_user_is_unchanged(name: str, tmp_path: Path) -> None:
-    config, own = tmp_path / "config.yaml", tmp_path / "own.yaml"
-    rendered = files(RUNS[name])
-    config.write_text(rendered["config.yaml"], encoding="utf-8")
-    own.write_text(yaml.safe_dump(RUNS[name]["config"]), encoding="utf-8")
-    # Ranks and generators are named in the overlay, and checked with the rest.
-    overlay = tmp_path / "deployment.yaml"
-    overlay.write_text(rendered["deployment.yaml"], encoding="utf-8")
-    assert load_config(config, layers=[overlay]) == load_config(own, layers=[overlay])
-
-
-@pytest.mark.parametrize("name", RUNS)
-def test_config_and_overlay_load_as_one_config(name: str, tmp_path: Path) -> None:
+def test_config_and_overlay_load_as_one_config_whose_roles_the_pods_run(name: str, tmp_path: Path) -> None:
     for file, text in files(RUNS[name]).items():
         (tmp_path / file).write_text(text, encoding="utf-8")
-    config = load_config(tmp_path / "config.yaml", layers=[tmp_path / "deployment.yaml"])
+    overlay, own = tmp_path / "deployment.yaml", tmp_path / "own.yaml"
+    config = load_config(tmp_path / "config.yaml", layers=[overlay])
     assert config.run.name == RUNS[name]["config"]["run"]["name"]
     assert all(getattr(config.services, role).address for role in model_roles(config))
+    # The chart changes nothing of the config of the user.
+    own.write_text(yaml.safe_dump(RUNS[name]["config"]), encoding="utf-8")
+    assert config == load_config(own, layers=[overlay])
+    result = sorted(role for container in containers(RUNS[name]).values() for role in roles_of(container))
+    generators = ["generator"] if name in ("vllm-generators", "leader-worker-set") else []
+    assert result == sorted([*(role.value for role in service_roles(config)), *generators, "orchestrator"])
+
+
+def test_a_run_without_a_reward_has_no_reward_pod() -> None:
+    result = containers(RUNS["distillation"])
+    assert "reference" in result
+    assert "reward" not in result
+    assert "reward" not in yaml.safe_load(files(RUNS["distillation"])["deployment.yaml"])["services"]
 
 
 def test_the_overlay_contains_addresses_secrets_and_certificates() -> None:

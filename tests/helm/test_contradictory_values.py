@@ -167,7 +167,6 @@ CONTRADICTORY: dict[str, tuple[str, Values, str, str]] = {
         "config.rollout.engine vllm: ",
         "set components.generator.enabled true",
     ),
-    "a list of downloads": ("cpu-kind", {"downloads__sources": ["hf://a/b"]}, "'/downloads/sources'", "want object"),
     "a download to another folder": (
         "cpu-kind",
         {"downloads__sources": {"policy": "hf://a/b"}},

@@ -10,9 +10,8 @@ import helm_python
 import pytest
 
 from tests.every_case import every_case
-from tests.helm.rendering import Values, changed, chart, example, manifests, of_kind, with_keys
+from tests.helm.rendering import Values, changed, chart, example, manifests, of_kind, refusal, with_keys
 from tests.helm.test_components import containers
-from tests.helm.test_values import refusal
 
 EMPTY = ("", [], {}, None)
 USER_MAPS = {"resources", "labels", "namespace", "pods"}

@@ -7,9 +7,19 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.helm.rendering import EXAMPLES, ROOT, Manifest, Values, changed, example, manifests, of_kind, pod_templates
+from tests.helm.rendering import (
+    EXAMPLES,
+    ROOT,
+    Manifest,
+    Values,
+    changed,
+    example,
+    manifests,
+    of_kind,
+    pod_templates,
+    refusal,
+)
 from tests.helm.test_components import pods
-from tests.helm.test_values import refusal
 
 KUEUE = {"gang": {"kind": "kueue", "queue": "training"}}
 VOLCANO = {"gang": {"kind": "volcano", "queue": "gpus"}}
@@ -156,12 +166,6 @@ def test_kueue_needs_a_queue() -> None:
     )
 
 
-@pytest.mark.parametrize("key", ["colocation", "gang"])
-def test_an_unknown_way_of_scheduling_is_refused_with_its_path(key: str) -> None:
-    name = "mode" if key == "colocation" else "kind"
-    assert f"/scheduling/{key}/{name}" in refusal(changed("cpu-kind", scheduling={key: {name: "sometimes"}}))
-
-
 def test_the_scheduler_of_pods_with_models_is_a_value() -> None:
     result = templates(changed("single-node-4-gpus", scheduling={"schedulerName": "bin-packing"}))
     assert result["actor"]["spec"]["schedulerName"] == "bin-packing"
@@ -169,8 +173,10 @@ def test_the_scheduler_of_pods_with_models_is_a_value() -> None:
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_a_platform_may_assign_the_users_of_all_pods(name: str) -> None:
-    for pod, template in pod_templates(manifests(changed(name, security__fixedUsers=False))):
+def test_a_platform_may_assign_the_users_the_registry_and_the_pull_secrets_of_all_pods(name: str) -> None:
+    secrets = [{"name": "registry"}]
+    values = changed(name, security__fixedUsers=False, imageRegistry="mirror.example/", imagePullSecrets=secrets)
+    for pod, template in pod_templates(manifests(values)):
         contexts = [template["spec"]["securityContext"]]
         contexts += [container["securityContext"] for container in template["spec"]["containers"]]
         for context in contexts:
@@ -178,14 +184,6 @@ def test_a_platform_may_assign_the_users_of_all_pods(name: str) -> None:
         # Pod Security "restricted" stays.
         assert contexts[0]["runAsNonRoot"] is True
         assert contexts[0]["seccompProfile"] == {"type": "RuntimeDefault"}
-
-
-@pytest.mark.parametrize("name", EXAMPLES)
-def test_one_value_sets_the_registry_and_the_pull_secrets_of_all_images(name: str) -> None:
-    secrets = [{"name": "registry"}]
-    for pod, template in pod_templates(
-        manifests(changed(name, imageRegistry="mirror.example/", imagePullSecrets=secrets))
-    ):
         assert template["spec"]["imagePullSecrets"] == secrets, pod
         for kind in ("initContainers", "containers"):
             for container in template["spec"].get(kind, []):
@@ -212,8 +210,3 @@ def test_openshift_replaces_the_labels_and_the_port_of_dns() -> None:
     assert {(port["protocol"], port["port"]) for port in rule["ports"]} == {("UDP", 5353), ("TCP", 5353)}
     router = {"namespaceSelector": {"matchLabels": {"policy-group.network.openshift.io/ingress": ""}}}
     assert [router] in [rule["from"] for rule in policies["quartet-gateway"]["spec"]["ingress"]]
-
-
-def test_an_invalid_address_of_dns_is_refused_with_its_path() -> None:
-    values = changed("cpu-kind", networkPolicy={"dns": {"cidrs": ["169.254.20.10"]}})
-    assert 'networkPolicy.dns.cidrs: "169.254.20.10"; expected an address and the length' in refusal(values)

@@ -7,74 +7,108 @@ import re
 from copy import deepcopy
 from typing import Any
 
-import helm_python
 import pytest
 
 from tests.every_case import every_case
-from tests.helm.rendering import CHART, Values, changed, chart, example, manifests, texts
+from tests.helm.rendering import CHART, Values, changed, chart, example, manifests, refusal, schema_problems
 
 SCHEMA: dict[str, Any] = json.loads((CHART / "values.schema.json").read_text(encoding="utf-8"))
 
-TYPOS = {
-    "redis__persistance": ("/redis", "persistance"),
-    "imagePullSecret": ("at ''", "imagePullSecret"),
-    "components__acter": ("/components", "acter"),
-    "components__actor__replcas": ("/components/actor", "replcas"),
-    "components__actor__image__tga": ("/components/actor/image", "tga"),
-    "components__actor__autoscaling": ("/components/actor", "autoscaling"),
-    "components__gateway__gpus": ("/components/gateway", "gpus"),
-    "components__critic__resources__limit": ("/components/critic/resources", "limit"),
-    "components__critic__probes__startup__failureTreshold": ("/components/critic/probes/startup", "failureTreshold"),
-    "components__reward__autoscaling__keda__server": ("/components/reward/autoscaling/keda", "server"),
-    "defaults__nodeselector": ("/defaults", "nodeselector"),
-    "security__tls__enable": ("/security/tls", "enable"),
-    "security__tls__existingSecrets__acter": ("/security/tls/existingSecrets", "acter"),
-    "security__tls__certManager__issuerRef__nmae": ("/security/tls/certManager/issuerRef", "nmae"),
-    "storage__runs__claim": ("/storage/runs", "claim"),
-    "networkPolicy__prometheus__namespaces": ("/networkPolicy/prometheus", "namespaces"),
-    "monitoring__serviceMonitor__intervall": ("/monitoring/serviceMonitor", "intervall"),
-    "gateway__tokens__secret": ("/gateway/tokens", "secret"),
-    "workerGroups__leaderWorkerSets": ("/workerGroups", "leaderWorkerSets"),
-    "config__algoritm": ("/config", "algoritm"),
+# Each value with the path and the text of the problem that the schema reports.
+UNKNOWN_KEYS: dict[str, tuple[Any, str, str]] = {
+    path.replace("/", "__"): ({}, f"/{path.rpartition('/')[0]}".rstrip("/"), f"'{path.rpartition('/')[2]}'")
+    for path in (
+        "redis/persistance",
+        "imagePullSecret",
+        "components/acter",
+        "components/actor/replcas",
+        "components/actor/image/tga",
+        "components/actor/autoscaling",
+        "components/gateway/gpus",
+        "components/critic/resources/limit",
+        "components/critic/probes/startup/failureTreshold",
+        "components/reward/autoscaling/keda/server",
+        "defaults/nodeselector",
+        "security/tls/enable",
+        "security/tls/existingSecrets/acter",
+        "security/tls/certManager/issuerRef/nmae",
+        "storage/runs/claim",
+        "networkPolicy/prometheus/namespaces",
+        "monitoring/serviceMonitor/intervall",
+        "gateway/tokens/secret",
+        "workerGroups/leaderWorkerSets",
+        "config/algoritm",
+        "config/run/stesp",
+        "config/algorithm/kl_coeficient",
+        "config/guards/kl_runaway/abov",
+    )
 }
-INVALID = {
-    "components__actor__replicas": (2, "components.actor.replicas: 2; expected 1: only reward, reference"),
-    "components__actor__gpus": ("all", "/components/actor/gpus"),
-    "components__actor__nodes": (0, "/components/actor/nodes"),
-    "workerGroups__port": (80, "/workerGroups/port"),
-    "components__critic__roles": (["critic", "judge"], "/components/critic/roles/1"),
-    "components__reward__autoscaling__kind": ("vpa", "/components/reward/autoscaling/kind"),
-    "components__actor__tolerations": ([{"key": "a", "operater": "Exists"}], "/components/actor/tolerations/0"),
+WRONG_TYPES: dict[str, tuple[Any, str, str]] = {
+    "components__actor__gpus": ("2", "/components/actor/gpus", "got string, want integer"),
+    "components__reference__gpus": ("all", "/components/reference/gpus", "got string, want integer"),
+    "components__actor__nodes": (0, "/components/actor/nodes", "minimum: got 0, want 1"),
+    "components__actor__env": ({"A": "b"}, "/components/actor/env", "got object, want array"),
+    "components__actor__labels": ({"a": 1}, "/components/actor/labels/a", "got number, want string"),
     "components__actor__extraVolumes": (
-        [{"name": "host", "hostPath": {"path": "/"}}],
+        [{"name": "h", "hostPath": {"path": "/"}}],
         "/components/actor/extraVolumes/0",
+        "'hostPath' not allowed",
     ),
-    "components__actor__drainSeconds": (-1, "/components/actor/drainSeconds"),
-    "storage__runs__accessModes": (["RWX"], "/storage/runs/accessModes/0"),
-    "security__tls__source": ("self", "/security/tls/source"),
-    "config__run__name": ("my run", 'config.run.name: "my run"; expected at most 64 letters'),
+    "components__actor__tolerations": (
+        [{"key": "a", "operater": "Exists"}],
+        "/components/actor/tolerations/0",
+        "'operater' not allowed",
+    ),
+    "components__actor__drainSeconds": (-1, "/components/actor/drainSeconds", "minimum: got -1, want 0"),
+    "components__critic__roles": (["critic", "judge"], "/components/critic/roles/1", "value must be one of"),
+    "components__reward__autoscaling__kind": (
+        "vpa",
+        "/components/reward/autoscaling/kind",
+        "one of 'none', 'hpa', 'keda'",
+    ),
+    # There is no metric of generators for an HPA.
+    "components__generator__autoscaling": ({"kind": "hpa"}, "/components/generator/autoscaling/kind", "value must be"),
+    "workerGroups__port": (80, "/workerGroups/port", "minimum: got 80"),
+    "defaults__resourcesPreset": ("8b", "/defaults/resourcesPreset", "'0.5b', '1.5b', '3b', '7b'"),
+    "scheduling__colocation": ({"mode": "sometimes"}, "/scheduling/colocation/mode", "value must be one of"),
+    "scheduling__gang": ({"kind": "sometimes"}, "/scheduling/gang/kind", "value must be one of"),
+    "storage__runs__accessModes": (
+        ["RWX"],
+        "/storage/runs/accessModes/0",
+        "one of 'ReadWriteOnce', 'ReadOnlyMany', 'ReadWriteMany'",
+    ),
+    "security__tls__source": ("self", "/security/tls/source", "value must be one of"),
+    "loader__enabled": ("true", "/loader/enabled", "got string, want boolean"),
+    "imagePullSecrets": (["a"], "/imagePullSecrets/0", "want object"),
+    "image__pullPolicy": ("always", "/image/pullPolicy", "one of 'Always', 'IfNotPresent', 'Never'"),
+    "downloads__sources": (["hf://a/b"], "/downloads/sources", "want object"),
+    "config__algorithm__kl_coefficient": ("0.1", "/config/algorithm/kl_coefficient", "got string, want number"),
+    "config__algorithm__clip_ratio": ("0.2", "/config/algorithm/clip_ratio", "got string, want null or number"),
+    "config__algorithm__estimator": ("ppo", "/config/algorithm/estimator", "does not match pattern '^(gae|reinforce|"),
+    "config__algorithm__gamma": (1.5, "/config/algorithm/gamma", "maximum: got 1.5, want 1"),
+    "config__algorithm__dual_clip": (1, "/config/algorithm/dual_clip", "exclusiveMinimum: got 1, want 1"),
+    "config__run__steps": (0, "/config/run/steps", "minimum: got 0, want 1"),
+    "config__actor__learning_rate": (-1, "/config/actor/learning_rate", "exclusiveMinimum: got -1, want 0"),
+    "config__critic__optimizer": ({"betas": [0.9]}, "/config/critic/optimizer/betas", "minItems: got 1, want 2"),
+    "config__reward": (
+        {"source": "ensemble", "parts": [{"name": "a", "wait": 1}]},
+        "/config/reward/parts/0",
+        "additional properties 'wait'",
+    ),
+}
+MISSING: dict[str, tuple[Any, str, str]] = {
+    "config__reward": (None, "/config/reward", "got null, want object"),
+    "config__critic": (None, "/config/critic", "got null, want object"),
+    "config__actor": ({"lora": {"rank": 8}}, "/config/actor", "missing property 'model'"),
 }
 
 
-def refusal(values: dict[str, Any]) -> str:
-    """Return the error of Helm for values that it must refuse."""
-    with pytest.raises(helm_python.HelmError) as error:
-        texts(values)
-    return str(error.value)
-
-
-@every_case("path", TYPOS)
-def test_a_typo_is_refused_with_its_path(path: str) -> None:
-    path_in_error, word = TYPOS[path]
-    message = refusal(changed("cpu-kind", **{path: {}}))
-    assert path_in_error in message
-    assert word in message
-
-
-@pytest.mark.parametrize("path", INVALID)
-def test_an_invalid_value_is_refused_with_its_path(path: str) -> None:
-    value, path_in_error = INVALID[path]
-    assert path_in_error in refusal(changed("cpu-kind", **{path: value}))
+@every_case("wrong", [UNKNOWN_KEYS, WRONG_TYPES, MISSING])
+def test_the_schema_reports_the_path_of_every_wrong_value_at_once(wrong: dict[str, tuple[Any, str, str]]) -> None:
+    problems = schema_problems(changed("cpu-kind", **{path: value for path, (value, _, _) in wrong.items()}))
+    assert problems.keys() == {where for _, where, _ in wrong.values()}
+    for _, where, text in wrong.values():
+        assert text in problems[where]
 
 
 def test_values_without_a_config_are_refused() -> None:

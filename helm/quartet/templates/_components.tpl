@@ -1,8 +1,13 @@
 {{/*
 Components of this run by name: values merged over defaults, needed roles, and derived settings.
-All other templates loop over this map.
+All other templates loop over this map. It is derived once, and kept beside .Values.
 */}}
 {{- define "quartet.components" -}}
+{{- if not (hasKey . "quartetComponents") }}{{ $_ := set . "quartetComponents" (include "quartet.deriveComponents" .) }}{{ end -}}
+{{- .quartetComponents -}}
+{{- end -}}
+
+{{- define "quartet.deriveComponents" -}}
 {{- $root := . -}}
 {{- $absent := include "quartet.absentRoles" . | fromJsonArray -}}
 {{- $componentsByName := dict -}}
@@ -200,7 +205,7 @@ component. By default the reference has the actor's model.
 {{- end -}}
 
 {{/* Processes with a certificate, and the names in it: {process: [names]}. */}}
-{{- define "quartet.system.child_processes" -}}
+{{- define "quartet.processes" -}}
 {{- $root := . -}}
 {{- $fullname := include "quartet.fullname" . -}}
 {{- $namesByProcess := dict "operator" (list "operator.quartet") -}}

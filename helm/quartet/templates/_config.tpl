@@ -32,8 +32,6 @@
 {{- $found := dict "run" (dict "directory" "runs") "services" $services "buffer" $buffer "security" $security -}}
 {{- if $components.gateway }}{{ $_ := set $found "gateway" $gateway }}{{ end -}}
 {{- if $components.generator }}{{ $_ := set $found "rollout" (dict "generators" 0) }}{{ end -}}
-{{- include "quartet.refuseOwned" . -}}
-{{- include "quartet.refuseSecrets" . -}}
 {{- toYaml $found -}}
 {{- end -}}
 
@@ -52,13 +50,15 @@
 {{- range $role, $service := omit (default dict $config.services) "generators" -}}
 {{- $_ := set $owned (printf "services.%s" $role) (omit (default dict $service) "num_threads" "processes" "parallel" "offload") -}}
 {{- end -}}
+{{- $problems := list -}}
 {{- range $section, $keys := $owned -}}
 {{- range $key, $given := $keys -}}
 {{- if not (or (kindIs "invalid" $given) (eq (toJson $given) "[]")) -}}
-{{- fail (printf "config.%s.%s: the chart sets it; remove it, and see %s of the values" $section $key (get $instead (first (splitList "." $section)))) -}}
+{{- $problems = append $problems (printf "config.%s.%s: the chart sets it; remove it, and see %s of the values" $section $key (get $instead (first (splitList "." $section)))) -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}
+{{- with $problems }}{{ fail (join "\n" .) }}{{ end -}}
 {{- end -}}
 
 {{/* Refuse a telemetry address with a user or password before it is stored in a ConfigMap, as the config does. Does not quote it. */}}

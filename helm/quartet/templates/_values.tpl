@@ -105,6 +105,8 @@ Checks of texts in the values. The schema checks keys and types; its message for
 {{- if not (regexMatch $name.pattern (include "quartet.fullname" .)) -}}
 {{- fail (printf "release name %q: Services have it in their names; expected %s; install under another name, or set fullnameOverride" .Release.Name $name.expected) -}}
 {{- end -}}
+{{- include "quartet.refuseOwned" . -}}
+{{- include "quartet.refuseSecrets" . -}}
 {{- include "quartet.checkStorage" . -}}
 {{- include "quartet.checkScheduling" . -}}
 {{- include "quartet.checkLimits" . -}}
