@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import grpc
 
@@ -17,17 +17,15 @@ from quartet.contract.status import Role, ServiceStatus
 from quartet.contract.trajectory import TokenBatch
 from quartet.contract.update import PolicyLossSettings
 from quartet.errors import FailedPrecondition
-from quartet.rpc.base_servicers import GenerationCore, TrainableServicer, stream_generation
+from quartet.rpc.base_servicers import TrainableServicer, stream_generation
 from quartet.rpc.commands import CommandHandler, Commands
 from quartet.rpc.compute_thread import ComputeThread
 from quartet.rpc.weight_servicer import WeightServicer
 from quartet.services.actor.actor import Actor
+from quartet.services.actor.group_generation import GroupGeneration
 from quartet.services.generator.generator import Generator
 from quartet.v1 import actor_pb2, actor_pb2_grpc, generation_pb2_grpc
 from quartet.weight_transfer.store import WeightStore
-
-if TYPE_CHECKING:
-    from quartet.services.actor.group_generation import GroupGeneration
 
 
 class ActorServicer(
@@ -115,31 +113,3 @@ class ActorServicer(
     def _log_probs(self, request: Any) -> Callable[[], tuple[FloatArray, int]]:
         batch, temperature = from_message(TokenBatch, request.batch, "batch"), checked_temperature(request)
         return lambda: (self.core.log_probs(batch, temperature, request.reference), self.core.policy_version)
-
-
-class RankServicer(generation_pb2_grpc.GenerationServiceServicer):
-    """GenerationService of a rank above 0."""
-
-    role = Role.ACTOR
-
-    def __init__(self, core: GenerationCore, compute: ComputeThread, status: Callable[[], ServiceStatus]) -> None:
-        self._core, self._compute, self.status = core, compute, status
-
-    def register(self, server: grpc.Server) -> None:
-        """Add this servicer to a server."""
-        generation_pb2_grpc.add_GenerationServiceServicer_to_server(self, server)
-
-    def abandoned(self) -> tuple[str, float]:
-        return self._compute.abandoned()
-
-    def close(self) -> None:
-        """Close the compute thread."""
-        self._compute.close()
-
-    def Generate(self, request: Any, context: grpc.ServicerContext) -> Iterator[Any]:
-        """Generate a share of a step. Yield an event at the start, with progress, and at the end."""
-        return stream_generation(self._core, self._compute, request, context)
-
-    def UpdateWeights(self, request: Any, context: grpc.ServicerContext) -> Any:
-        """Raise FailedPrecondition. See ``ActorServicer.UpdateWeights``."""
-        raise FailedPrecondition("update weights: the engine of the actor gets its weights without a transfer")

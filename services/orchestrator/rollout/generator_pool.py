@@ -178,7 +178,7 @@ class GeneratorPool(ReplicaSet[RemoteGenerator]):
             self._pulling = {digest: pulling for digest, pulling in self._pulling.items() if digest in wanted}
             engines = [generator.status.engine for generator in self._all() if generator.status is not None]
             by_rule = all(engine is not None and engine.seeded and engine.batch_invariant for engine in engines)
-            work = Work(self, batch, by_rule)
+            work = Work(batch, by_rule, self.lock, self.published, lambda: self.last_attempt, self.cancel, self.refuse)
             self._works.append(work)
         self._dispatch()
         return batch, work
@@ -195,7 +195,8 @@ class GeneratorPool(ReplicaSet[RemoteGenerator]):
         if self._config.rollout.in_flight_updates:
             published = self._actor.status().published_weights
             with self.lock:
-                self.published = published
+                self.published.clear()
+                self.published.update(published)
 
     def cancel(self, work: Work) -> None:
         """Cancel the calls of a work."""

@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextvars import copy_context
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import Any
 
 from quartet.contract.generation import GenerationBatch, GenerationRequest
 from quartet.contract.status import GeneratorInfo, GeneratorState
@@ -17,9 +18,6 @@ from quartet.contract.work_split import by_expected_length, split_by_rule, take_
 from quartet.errors import QuartetError
 from quartet.rpc.clients import GenerationClient
 from quartet.rpc.replica_set import Replica
-
-if TYPE_CHECKING:
-    from quartet.services.orchestrator.rollout.generator_pool import GeneratorPool
 
 EVALUATION = 0
 """The step of an evaluation, which is always by one policy version."""
@@ -64,8 +62,23 @@ class Attempt:
 class Work:
     """The trajectories of one batch: those that wait for a generator, and those that have arrived."""
 
-    def __init__(self, pool: GeneratorPool, batch: GenerationBatch, by_rule: bool) -> None:
-        self.pool, self.batch, self.by_rule = pool, batch, by_rule
+    def __init__(
+        self,
+        batch: GenerationBatch,
+        by_rule: bool,
+        lock: threading.RLock,
+        published: Mapping[int, bytes],
+        last_attempt: Callable[[], int],
+        cancel: Callable[[Work], None],
+        refuse: Callable[[Work, Trajectory, str], None],
+    ) -> None:
+        """``lock`` guards all works. ``published``: with in-flight updates, the digest of each version that the actor has.
+
+        ``last_attempt`` returns the number of the newest Generate call. ``cancel`` and ``refuse``: see ``PendingTrajectories``.
+        """
+        self.batch, self.by_rule = batch, by_rule
+        self._lock, self._published, self._last_attempt = lock, published, last_attempt
+        self.cancel, self.refuse = partial(cancel, self), partial(refuse, self)
         self.waiting = list(batch.requests) if by_rule else by_expected_length(batch.requests)
         self.shares: dict[RemoteGenerator, list[GenerationRequest]] | None = None
         self.seen: set[TrajectoryId] = set()
@@ -94,11 +107,8 @@ class Work:
             raise self._error
         return len(self.batch.requests)
 
-    def cancel(self) -> None:
-        self.pool.cancel(self)
-
     def abandoned(self, trajectory: Trajectory) -> bool:
-        return 0 < trajectory.attempt <= self.pool.last_attempt and trajectory.attempt not in self.attempts
+        return 0 < trajectory.attempt <= self._last_attempt() and trajectory.attempt not in self.attempts
 
     def wrong_origin(self, trajectory: Trajectory) -> str:
         attempt = self.attempts.get(trajectory.attempt)
@@ -136,7 +146,7 @@ class Work:
         self.waiting += [request for request in requests if request.id not in self.seen]
 
     def arrived(self, trajectory: Trajectory) -> bool:
-        with self.pool.lock:
+        with self._lock:
             if self.abandoned(trajectory):
                 return False
             self.seen.add(trajectory.id)
@@ -150,11 +160,9 @@ class Work:
     def newer_weights(self) -> Mapping[int, bytes]:
         if self.batch.step == EVALUATION:
             return {}
-        with self.pool.lock:
+        with self._lock:
             return {
-                version: digest
-                for version, digest in self.pool.published.items()
-                if version > self.batch.policy_version
+                version: digest for version, digest in self._published.items() if version > self.batch.policy_version
             }
 
     def wanted_weights(self) -> tuple[int, bytes]:
@@ -183,9 +191,6 @@ class Work:
             first, longest[:] = split_by_rule(longest, 2)
             return first
         return []
-
-    def refuse(self, trajectory: Trajectory, reason: str) -> None:
-        self.pool.refuse(self, trajectory, reason)
 
     def error_of_all(self) -> QuartetError:
         """Return one error for those of all generators that have failed at this work."""
