@@ -69,6 +69,14 @@ def _logs() -> None:
     configure_logs("tests")
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _no_flush() -> Iterator[None]:
+    """Do not wait for the disk: no machine loses its power during a test."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda descriptor: None)
+        yield
+
+
 @pytest.fixture(scope="session")
 def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The URL of a Redis for this test session. Tests use different run names, so that they do not share data."""

@@ -25,10 +25,19 @@ from quartet.contract.status import Role
 from quartet.contract.trajectory import Prompt
 from quartet.contract.update import OptimizationSettings, PolicyLossSettings, UpdateResult, ValueLossSettings
 from quartet.contract.weights import SaveKind
-from quartet.errors import BufferFailed, FailedPrecondition, InvalidRequest, ModelError, ServiceBusy, StorageFailed
+from quartet.errors import (
+    BufferFailed,
+    FailedPrecondition,
+    InvalidRequest,
+    ModelError,
+    ServiceBusy,
+    ServiceFailed,
+    StorageFailed,
+)
 from quartet.models.weights.snapshot import write_model
 from quartet.rpc.limits import MAX_PENDING_SAVES
 from quartet.services import trainable_model as trained
+from quartet.services.critic import critic
 from quartet.services.orchestrator.service_clients import wait_for_all
 from tests.buffer.samples import experience
 from tests.services.model_services import Services, start_generation
@@ -407,6 +416,39 @@ def test_updates_after_a_restore_are_bit_identical(
     assert fresh.restore(run, 1, 1, "checkpoints/one").result() == 1
     assert [update(fresh, run, step) for step in (2, 3)] == results[1:]
     assert outputs(fresh) == after_three
+
+
+def test_after_an_interrupted_update_the_model_is_broken_until_a_restore(
+    services: Services, make_config: Callable[..., Config], run: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = critic.update_value
+
+    def fail_after_update(*arguments: Any) -> Any:
+        real(*arguments)
+        raise OSError("no memory left")
+
+    client = services.start(Role.CRITIC, make_config())
+    with monkeypatch.context() as patch:
+        patch.setattr(critic, "update_value", fail_after_update)
+        with pytest.raises(ServiceFailed):
+            update(client, run, 1)
+    assert client.wait_until_ready().broken
+    with pytest.raises(FailedPrecondition, match="was interrupted"):
+        update(client, run, 1)
+    assert client.restore(run, 0, 1, "").result() == 0
+    assert update(client, run, 1).step == 1
+    assert not client.wait_until_ready().broken
+
+
+def test_values_of_another_version_are_refused(
+    services: Services, make_config: Callable[..., Config], run: str
+) -> None:
+    """A critic that restarts in the middle of a step has its initial weights."""
+    client = services.start(Role.CRITIC, make_config())
+    update(client, run, 1)
+    assert len(client.values(BATCH, 1).result()) == 11
+    with pytest.raises(FailedPrecondition, match="Values: the value model is version 1, expected 0"):
+        client.values(BATCH, 0).result()
 
 
 def test_after_a_failed_restore_the_model_is_unusable_until_another_succeeds(

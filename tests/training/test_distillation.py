@@ -15,9 +15,9 @@ from quartet.errors import MismatchError
 from quartet.run_directory.run_files import RunFiles
 from quartet.services.orchestrator.service_clients import check_agreement
 from tests.training.conftest import MakeConfig
-from tests.training.runs import Fleet, Run, active_run, assert_same, json_lines, run_to_completion
+from tests.training.runs import Run, active_run, assert_same, json_lines, run_to_completion
 from tests.training.teachers import make_teacher
-from tests.training.test_recovery import run_with_fault
+from tests.training.test_recovery import run_with_lost_services
 
 STEPS = 4
 DISTILLATION: dict[str, Any] = {
@@ -61,16 +61,12 @@ def test_a_run_without_a_reward_records_no_scores(finished: Run) -> None:
     assert not finished.progress.alerts
 
 
-@pytest.mark.parametrize(("moment", "role"), [("generate", Role.REFERENCE), ("update", Role.ACTOR)])
-def test_a_run_that_loses_a_service_is_bit_identical(
-    moment: str, role: Role, make: MakeConfig, teacher: str, finished: Run, monkeypatch: pytest.MonkeyPatch
+def test_a_run_that_loses_services_is_bit_identical(
+    make: MakeConfig, teacher: str, finished: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def restart(running: Fleet) -> None:
-        running.restart(role)
-
+    losses = {(2, "generate"): Role.REFERENCE, (3, "update"): Role.ACTOR}
     config = make(**DISTILLATION, reference={"model": teacher})
-    with run_with_fault(config, moment, restart, monkeypatch) as active:
-        assert_same(active.finish(), finished)
+    assert_same(run_with_lost_services(config, losses, monkeypatch), finished)
 
 
 def test_an_adapter_is_trained_against_a_separate_teacher(make: MakeConfig, teacher: str, finished: Run) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,10 @@ from quartet.buffer.connection import Redis
 from quartet.cli.checkpoint.fork import fork
 from quartet.config.loading import load_config
 from quartet.config.root import Config
-from quartet.contract.status import Role
 from tests.training.conftest import MakeConfig
 from tests.training.generator_runs import run_with_generators
 from tests.training.runs import Run, active_run, assert_same, run_to_completion, step_metrics, weights
 from tests.training.test_live_control import run_with_commands
-from tests.training.test_recovery import MOMENTS, run_with_lost_service
 from tests.training.test_resume import delete_run_data, run_with_crashes
 
 STEPS, PROMPTS, SAMPLES = 5, 3, 2
@@ -97,15 +96,13 @@ def test_without_equal_groups_a_run_has_the_bits_of_one_without_dynamic_sampling
     assert weights(run) == weights(plain)
 
 
-@pytest.mark.parametrize("lost", [False, True], ids=["replayed", "recomputed"])
 def test_a_run_that_crashes_at_every_point_resumes_with_the_same_prompts(
-    lost: bool, make: MakeConfig, uninterrupted: Run, monkeypatch: pytest.MonkeyPatch, redis_client: Redis
+    make: MakeConfig, uninterrupted: Run, monkeypatch: pytest.MonkeyPatch, redis_client: Redis
 ) -> None:
+    """Step 3 is replayed, and step 4 is taken again after its data in Redis is lost."""
     crashed = config(make)
-    crashes = [*((point, 3) for point in ("generate", "sealed", "updated", "committed")), ("checkpoint", 4)]
-    if lost:
-        crashes = [*crashes[:-1], ("sealed", 4)]
-    lose = (lambda: delete_run_data(redis_client, crashed.run.name)) if lost else lambda: None
+    crashes = [*((point, 3) for point in ("generate", "sealed", "updated", "committed")), ("sealed", 4)]
+    lose = partial(delete_run_data, redis_client, crashed.run.name)
     assert_same(run_with_crashes(crashed, crashes, monkeypatch, lose), uninterrupted)
 
 
@@ -166,12 +163,3 @@ def test_nothing_of_a_replaced_group_stays_in_the_buffer(uninterrupted: Run, red
 def test_generators_that_are_lost_change_nothing(make: MakeConfig, uninterrupted: Run) -> None:
     run = run_with_generators(config(make), 2, lambda running, step: running.replace(running.addresses[step % 2]))
     assert_same(run, uninterrupted)
-
-
-@pytest.mark.parametrize("role", [Role.ACTOR, Role.REWARD])
-@pytest.mark.parametrize("moment", MOMENTS)
-@pytest.mark.sampled(3)
-def test_a_run_that_loses_a_service_takes_the_same_prompts(
-    moment: str, role: Role, make: MakeConfig, uninterrupted: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert_same(run_with_lost_service(config(make), moment, role, monkeypatch), uninterrupted)

@@ -19,8 +19,8 @@ from quartet.services import factories
 from quartet.services.generator.episodes import EnvironmentAccess
 from tests.services.generator.environments import EchoEnvironment, failure
 from tests.training.conftest import MakeConfig
-from tests.training.runs import Fleet, Run, assert_same, json_lines, run_to_completion
-from tests.training.test_recovery import run_with_fault
+from tests.training.runs import Run, assert_same, json_lines, run_to_completion
+from tests.training.test_recovery import run_with_lost_services
 
 STEPS = 4
 EPISODES: dict[str, Any] = {
@@ -81,9 +81,13 @@ def test_a_run_with_several_turns_records_them(finished: Run) -> None:
             assert row["kl"] == pytest.approx(float(tokens.kl.sum()), abs=1e-4)
 
 
-def test_the_time_of_answers_changes_no_bit(make: MakeConfig, finished: Run) -> None:
+def test_a_run_that_loses_the_actor_is_bit_identical(
+    make: MakeConfig, finished: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Answers take different times, too."""
+    losses = {(3, "generate"): Role.ACTOR, (4, "update"): Role.ACTOR}
     with environment(wait=slow):
-        assert_same(run_to_completion(make(**EPISODES)), finished)
+        assert_same(run_with_lost_services(make(**EPISODES), losses, monkeypatch), finished)
 
 
 def test_an_environment_that_fails_once_changes_no_bit(make: MakeConfig, finished: Run) -> None:
@@ -100,17 +104,6 @@ def test_an_environment_that_fails_once_changes_no_bit(make: MakeConfig, finishe
     with environment(fail=fail):
         assert_same(run_to_completion(make(**EPISODES)), finished)
     assert failed
-
-
-@pytest.mark.parametrize("moment", ["generate", "update"])
-def test_a_run_that_loses_the_actor_is_bit_identical(
-    moment: str, make: MakeConfig, finished: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def restart(running: Fleet) -> None:
-        running.restart(Role.ACTOR)
-
-    with environment(wait=slow), run_with_fault(make(**EPISODES), moment, restart, monkeypatch) as active:
-        assert_same(active.finish(), finished)
 
 
 def test_evaluations_play_episodes(make: MakeConfig, toy_task: ToyTask) -> None:

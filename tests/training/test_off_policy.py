@@ -25,10 +25,10 @@ from quartet.services.critic.critic import Critic
 from quartet.services.orchestrator.rollout.collector import Collector
 from quartet.services.orchestrator.rollout.off_policy import OffPolicySchedule
 from tests.training.conftest import MakeConfig
-from tests.training.runs import Run, active_run, assert_same, json_lines, run_to_completion
+from tests.training.runs import Run, active_run, assert_same, json_lines, run_to_completion, services
 from tests.training.test_live_control import checkpoint_names, run_with_commands
-from tests.training.test_recovery import MOMENTS, run_with_lost_service
-from tests.training.test_resume import crash_run, run_with_crashes
+from tests.training.test_recovery import run_with_lost_services
+from tests.training.test_resume import crash_run
 from tests.waiting import LIMIT
 
 STEPS, CHECKPOINT_INTERVAL = 7, 5
@@ -135,6 +135,7 @@ def test_the_next_step_is_generated_during_the_update(
     make: MakeConfig, uninterrupted: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     generate, update = DetachedTorchEngine.generate, Critic.update
+    parse = base_servicers.generation_batch_from_proto
     updates_started, overlapped = defaultdict[int, threading.Event](threading.Event), list[bool]()
 
     def delayed_generate(engine: Any, requests: Any, *arguments: Any) -> Any:
@@ -148,29 +149,31 @@ def test_the_next_step_is_generated_during_the_update(
         updates_started[step].set()
         return update(critic, run, step, *arguments)
 
+    def delayed_parse(request: Any) -> Any:
+        # The request for the update arrives before the actor knows of the generation that needs the weights before it.
+        time.sleep(0.1)
+        return parse(request)
+
+    monkeypatch.setattr(base_servicers, "generation_batch_from_proto", delayed_parse)
     monkeypatch.setattr(DetachedTorchEngine, "generate", delayed_generate)
     monkeypatch.setattr(Critic, "update", recorded_update)
-    assert_same(run_to_completion(off_policy_config(make)), uninterrupted)
+    run = run_to_completion(off_policy_config(make))
+    assert_same(run, uninterrupted)
+    assert run.progress.recoveries == 0
     assert overlapped == [True] * 5
 
 
-@pytest.mark.parametrize("moment", MOMENTS)
-@pytest.mark.parametrize("role", [Role.ACTOR, Role.CRITIC])
-@pytest.mark.sampled(2)
-def test_a_lost_service_is_restored_with_the_same_policy_versions(
-    role: Role, moment: str, make: MakeConfig, uninterrupted: Run, monkeypatch: pytest.MonkeyPatch
+def test_lost_services_and_crashes_change_no_policy_version(
+    make: MakeConfig, uninterrupted: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert_same(run_with_lost_service(off_policy_config(make), moment, role, monkeypatch), uninterrupted)
-
-
-@pytest.mark.parametrize("last", ["generate", "sealed", "updated", "committed"])
-@pytest.mark.sampled(2)
-def test_an_off_policy_run_that_crashes_at_every_point_resumes_bit_identically(
-    last: str, make: MakeConfig, uninterrupted: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    points = ("generate", "sealed", "updated", "committed")
-    crashes = [*((point, step) for step in (3, 4) for point in points), (last, 6)]
-    assert_same(run_with_crashes(off_policy_config(make), crashes, monkeypatch), uninterrupted)
+    """The services stay up until the last crash, with a checkpoint behind them. New ones lose the actor and finish the run."""
+    config = off_policy_config(make)
+    crashes = [*((point, 4) for point in ("generate", "sealed", "updated", "committed")), ("sealed", 6)]
+    with services(config) as addressed:
+        for crash_point, step in crashes:
+            crash_run(addressed, crash_point, step, monkeypatch)
+    losses = {(6, "update"): Role.ACTOR, (7, "update"): Role.CRITIC}
+    assert_same(run_with_lost_services(config, losses, monkeypatch), uninterrupted)
 
 
 def test_an_evaluation_does_not_change_the_run(make: MakeConfig, toy_task: ToyTask, uninterrupted: Run) -> None:
@@ -190,21 +193,6 @@ def test_a_requested_checkpoint_generates_the_next_step(make: MakeConfig, monkey
     assert (run.code, run.progress.recoveries) == (0, 0), run.progress.notes
     assert checkpoint_names(run) == ["step-000003", "step-000005", "step-000007"]
     assert [run.trajectories(step)[0]["policy_version"] for step in range(1, STEPS + 1)] == [0, 0, 1, 3, 3, 5, 5]
-
-
-def test_an_update_waits_for_the_generation_that_needs_the_old_weights(
-    make: MakeConfig, uninterrupted: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real = base_servicers.generation_batch_from_proto
-
-    def delayed_parse(request: Any) -> Any:
-        time.sleep(0.1)
-        return real(request)
-
-    monkeypatch.setattr(base_servicers, "generation_batch_from_proto", delayed_parse)
-    run = run_to_completion(off_policy_config(make))
-    assert_same(run, uninterrupted)
-    assert run.progress.recoveries == 0
 
 
 def test_the_checkpoint_interval_cannot_change(make: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:

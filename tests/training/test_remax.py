@@ -10,13 +10,11 @@ import numpy as np
 import pytest
 
 from quartet.config.root import Config
-from quartet.contract.status import Role
 from quartet.services.orchestrator.rollout.collector import CollectedStep, Collector
 from tests.training.conftest import MakeConfig
 from tests.training.generator_runs import run_with_generators
-from tests.training.runs import Run, assert_same, run_to_completion
-from tests.training.test_recovery import MOMENTS, run_with_lost_service
-from tests.training.test_resume import run_with_crashes
+from tests.training.runs import Run, assert_same, run_to_completion, services
+from tests.training.test_resume import crash_run
 
 PROMPTS, SAMPLES = 3, 2
 FUNCTIONS = """
@@ -99,24 +97,15 @@ def test_each_prompt_has_a_greedy_response_that_is_scored_and_not_trained_on(
         assert greedy.mean() > sampled.mean()
 
 
-def test_a_run_that_crashes_at_every_point_ends_with_the_same_bits(
+def test_crashes_and_generators_change_no_bit(
     make: MakeConfig, uninterrupted: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    crashes = [("committed", 2), ("generate", 4), ("sealed", 4), ("updated", 4)]
-    assert_same(run_with_crashes(config(make), crashes, monkeypatch), uninterrupted)
-
-
-@pytest.mark.parametrize("moment", MOMENTS)
-@pytest.mark.parametrize("role", [Role.ACTOR, Role.REWARD])
-@pytest.mark.sampled(2)
-def test_a_lost_service_changes_no_bit(
-    role: Role, moment: str, make: MakeConfig, uninterrupted: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert_same(run_with_lost_service(config(make), moment, role, monkeypatch), uninterrupted)
-
-
-def test_generators_give_the_bits_of_the_actor(make: MakeConfig, uninterrupted: Run) -> None:
-    assert_same(run_with_generators(config(make), 2), uninterrupted)
+    """Two generators finish the run that the engine of the actor began."""
+    crashed = config(make)
+    with services(crashed) as addressed:
+        for crash_point, step in [("committed", 2), ("generate", 4), ("sealed", 4), ("updated", 4)]:
+            crash_run(addressed, crash_point, step, monkeypatch)
+    assert_same(run_with_generators(crashed, 2), uninterrupted)
 
 
 def test_a_custom_estimator_can_ask_for_the_baselines(make: MakeConfig) -> None:

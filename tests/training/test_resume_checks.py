@@ -20,8 +20,8 @@ from quartet.run_directory.run_files import RunFiles
 from quartet.services.orchestrator.control import run_control
 from quartet.services.orchestrator.control.run_control import RunControl
 from tests.training.conftest import MakeConfig
-from tests.training.runs import active_run, assert_same, json_lines, merged, parsed, run_to_completion
-from tests.training.test_resume import changes, crash_run
+from tests.training.runs import active_run, json_lines, merged, parsed, run_to_completion
+from tests.training.test_resume import crash_run
 
 EVALUATION: dict[str, Any] = {"evaluation": {"every_steps": 2, "max_prompts": 3}}
 
@@ -91,21 +91,7 @@ class NoLauncher:
         raise ServiceFailed("no launcher")
 
 
-def test_a_new_run_replaces_a_run_without_a_step(
-    make: MakeConfig, toy_task: ToyTask, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = make(**evaluation_sections(toy_task))
-    crash_run(config, "generate", 1, monkeypatch)
-    files = RunFiles(config.run_directory)
-    assert (files.evaluations / "step-000000.jsonl").exists(), "the run has no evaluation"
-    (files.root / "thesis.tex").write_text("mine")
-    monkeypatch.setattr(local_run, "Launcher", NoLauncher)
-    with pytest.raises(ServiceFailed, match="no launcher"):
-        command.run(changed_config(config, run={"seed": 7}), overwrite=False)
-    assert {path.name for path in files.root.iterdir()} == {".lock", "config.yaml", "logs", "thesis.tex"}
-
-
-def test_a_run_without_a_step_can_be_resumed(
+def test_a_run_without_a_step_can_be_resumed_or_replaced(
     make: MakeConfig, toy_task: ToyTask, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = make(**evaluation_sections(toy_task))
@@ -116,78 +102,36 @@ def test_a_run_without_a_step_can_be_resumed(
     with pytest.raises(ServiceFailed, match="no launcher"):
         command.run(config, overwrite=False, resume=True)
     assert (files.evaluations / "step-000000.jsonl").read_bytes() == before
-
-
-def test_a_truncated_trajectories_file_is_an_error(
-    make: MakeConfig, toy_task: ToyTask, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = make(**{**changes("ppo", toy_task), "checkpoint": {"every_steps": 4}})
-    crash_run(config, "generate", 4, monkeypatch)
-    path = RunFiles(config.run_directory).trajectories / "step-000003.jsonl"
-    content = path.read_text()
-    path.write_text("".join(content.splitlines(keepends=True)[:2]))
-    with active_run(config) as running:
-        run = running.finish()
-    assert run.code == 2
-    assert f"trajectories {path}: has 2 lines, expected the step's 4" in run.progress.error
-    assert len(run.metrics) == 3, "the run continued with the truncated file"
-    path.write_text(content)
-    repaired, expected = (
-        run_to_completion(config),
-        run_to_completion(make(**{**changes("ppo", toy_task), "checkpoint": {"every_steps": 4}})),
-    )
-    assert_same(repaired, expected)
-
-
-def test_a_truncated_alert_line_does_not_prevent_a_resume(make: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = make(
-        run={"steps": 4}, checkpoint={"every_steps": 2}, guards={"window_steps": 2, "missing_eos": {"below": 1.0}}
-    )
-    crash_run(config, "generate", 3, monkeypatch)
-    files = RunFiles(config.run_directory)
-    lines = json_lines(files.alerts)
-    with files.alerts.open("a") as file:
-        file.write('{"step": 2, "guard": "kl_runaway", "act')
-    run = run_to_completion(config)
-    assert json_lines(files.alerts)[: len(lines)] == lines
-    assert run.code == 0
+    (files.root / "thesis.tex").write_text("mine")
+    with pytest.raises(ServiceFailed, match="no launcher"):
+        command.run(changed_config(config, run={"seed": 7}), overwrite=False)
+    assert {path.name for path in files.root.iterdir()} == {".lock", "config.yaml", "logs", "thesis.tex"}
 
 
 def raise_disk_full(*_: Any) -> None:
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
-@pytest.mark.parametrize(
-    "target",
-    ["evaluations/", "evaluations.jsonl", "alerts.jsonl", "metrics.jsonl", "trajectories/", "pending_commands"],
-)
-def test_a_full_disk_ends_the_run_with_a_remedy(
-    target: str, make: MakeConfig, toy_task: ToyTask, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    common = {
-        **merged(evaluation_sections(toy_task), {"run": {"steps": 3}, "checkpoint": {"every_steps": 2}}),
-        "guards": {"window_steps": 2, "missing_eos": {"action": "pause", "below": 1.0}}
-        if target in ("alerts.jsonl", "pending_commands")
-        else {},
-    }
-    config = make(**common)
+def test_a_full_disk_ends_the_run_with_a_remedy(make: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pause by a guard cannot be stored. tests/unit/run_directory/test_run_files.py covers the other files."""
+    guards = {"window_steps": 2, "missing_eos": {"action": "pause", "below": 1.0}}
+    config = make(run={"steps": 3}, guards=guards)
     files, real = RunFiles(config.run_directory), os.fsync
 
     def fsync(descriptor: int) -> None:
         path = os.readlink(f"/proc/self/fd/{descriptor}").replace("/.", "/")
-        if path.startswith(f"{files.root}/{target}"):
+        if path.startswith(f"{files.root}/pending_commands"):
             raise_disk_full()
         real(descriptor)
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", fsync)
         with active_run(config) as running:
-            if target == "pending_commands":
-                running.control._persist = True
+            running.control._persist = True
             run = running.finish()
             running.control._persist = False
     assert run.code == 1
-    assert f"{files.root}/{target}" in run.progress.error
+    assert f"{files.root}/pending_commands" in run.progress.error
     assert "cannot be written (No space left on device); fix that, then continue with --resume" in run.progress.error
     assert run.progress.recoveries == 0
 

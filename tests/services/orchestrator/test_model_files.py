@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -50,6 +51,24 @@ def test_a_service_that_comes_back_with_another_file_is_refused() -> None:
         MismatchError, match=r"^services\.reward: came back with another reward\.model/model\.safetensors"
     ):
         check_unchanged({Role.REWARD: before}, {Role.REWARD: after})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("model", "other"),
+        ("dtype", "bfloat16"),
+        ("parameters", 5),
+        ("tokenizer_fingerprint", b"other"),
+        ("vocabulary_size", 9),
+        ("answers_as_reference", True),
+    ],
+)
+def test_a_service_that_comes_back_with_another_model_is_refused(name: str, value: Any) -> None:
+    before = ServiceStatus(Role.ACTOR, model="a", dtype="float32", parameters=4, vocabulary_size=8)
+    message = rf"^services\.actor: came back with {name} {value!r}, expected {getattr(before, name)!r}; start it with this run's"
+    with pytest.raises(MismatchError, match=message):
+        check_unchanged({Role.ACTOR: before}, {Role.ACTOR: replace(before, **{name: value})})
 
 
 def test_a_service_states_the_files_of_its_own_role_only() -> None:

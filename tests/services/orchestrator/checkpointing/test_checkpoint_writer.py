@@ -6,6 +6,7 @@ import errno
 import hashlib
 import json
 import os
+import shutil
 import threading
 from pathlib import Path
 from typing import Any
@@ -255,6 +256,40 @@ def test_a_damaged_checkpoint_of_the_same_step_is_replaced_and_keeps_its_tag(
     newest = checkpoints.newest("run")
     assert newest is not None
     assert newest.problem() is None
+
+
+@pytest.mark.parametrize(
+    ("damage", "problem"),
+    [
+        ("bit", "model.safetensors"),
+        ("cut", "model.safetensors"),
+        ("gone", "critic/"),
+        ("manifest", "manifest.json"),
+        ("run", "belongs to run other"),
+    ],
+)
+def test_a_damaged_checkpoint_is_skipped_and_reported_once(
+    damage: str, problem: str, files: RunFiles, savers: tuple[Any, Any]
+) -> None:
+    checkpoints = CheckpointWriter(files, 2, "")
+    save(checkpoints, 2, savers)
+    checkpoints.start("other" if damage == "run" else "run", 4, 1, savers, {}).finish()
+    folder = files.checkpoints / "step-000004"
+    model, manifest = folder / "actor" / "model.safetensors", folder / "manifest.json"
+    content = model.read_bytes()
+    if damage == "bit":
+        model.write_bytes(bytes([content[0] ^ 1]) + content[1:])
+    elif damage == "cut":
+        model.write_bytes(content[:-1])
+    elif damage == "gone":
+        shutil.rmtree(folder / "critic")
+    elif damage == "manifest":
+        manifest.write_text('{"format": 1, "run"')
+    assert [newest_step(checkpoints) for _ in range(2)] == [2, 2]
+    [note] = checkpoints.take_skipped()
+    assert note.startswith(f"checkpoint {folder} is skipped: ")
+    assert problem in note
+    assert checkpoints.take_skipped() == []
 
 
 def test_tagged_checkpoints_are_kept_until_they_are_untagged(files: RunFiles, savers: tuple[Any, Any]) -> None:
