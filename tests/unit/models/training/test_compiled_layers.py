@@ -95,7 +95,11 @@ def test_an_update_with_captured_layers_computes_the_same(
     assert graphs
 
 
-def test_layers_share_the_code_of_few_compilations_over_many_shapes(graphs: Graphs) -> None:
+def test_layers_share_the_code_of_few_compilations_over_many_shapes_and_do_not_use_onednn(
+    graphs: Graphs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(onednn_linear, "is_needed", lambda: True)
+    monkeypatch.setattr(onednn_linear, "_onednn", lambda *_: pytest.fail("oneDNN computes a linear layer"))
     model = tiny.causal("llama", num_hidden_layers=4)
 
     def passes(lengths: list[int]) -> None:
@@ -135,12 +139,6 @@ def test_scoring_outside_the_context_is_bit_identical_and_uses_no_compiled_code(
     assert (response_log_probs(model, data.batch, 0.8, 20) == expected).all()
     assert not graphs
     assert not any("forward" in vars(layer) for layer in transformer_layers(model))
-
-
-def test_linear_layers_of_compiled_passes_do_not_use_onednn(graphs: Graphs, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(onednn_linear, "is_needed", lambda: True)
-    monkeypatch.setattr(onednn_linear, "_onednn", lambda *_: pytest.fail("oneDNN computes a linear layer"))
-    update(tiny.causal("llama"), True)
 
 
 def test_a_layer_that_cannot_be_compiled_is_a_config_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,37 +1,55 @@
-"""Groups of test processes that meet at a socket of this process."""
+"""Groups of test processes that meet at a socket of this process. They are forks of a process that has imported torch once."""
 
 from __future__ import annotations
 
+import functools
 import os
+import runpy
 import socket
-import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from types import ModuleType
+
+from quartet.system.fork_server import ForkServer
+
+
+@functools.cache
+def _fork_server() -> ForkServer:
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": os.getcwd()}
+    programs = (f"{__package__}.{name}" for name in ("rank", "failing_rank", "frozen_rank", "reading_rank"))
+    with tempfile.NamedTemporaryFile() as log:
+        return ForkServer(__name__, list(programs), environment, Path(log.name))
 
 
 def run_ranks(program: ModuleType, folder: Path, size: int, *arguments: object) -> None:
     """Run ``python -m PROGRAM FOLDER RANK SIZE PORT SOCKET [ARGUMENT ...]`` for each rank, and wait for all of them."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    listener = socket.create_server(("127.0.0.1", 0), backlog=size)
-    port, descriptor = listener.getsockname()[1], listener.fileno()
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-m", program.__name__, *map(str, (folder, number, size, port, descriptor, *arguments))],
-            env=environment,
-            pass_fds=() if number else (descriptor,),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for number in range(size)
-    ]
-    listener.close()
+    outputs = [folder / f"output-{number}.txt" for number in range(size)]
+    processes = []
     try:
-        for process in processes:
-            output, _ = process.communicate(timeout=500)
-            assert process.returncode == 0, output
+        with socket.create_server(("127.0.0.1", 0), backlog=size) as listener:
+            port = listener.getsockname()[1]
+            for number, path in enumerate(outputs):
+                own = [program.__name__, *map(str, (folder, number, size, port, *arguments))]
+                with path.open("wb") as output:
+                    process = _fork_server().start(own, output.fileno(), listener.fileno())
+                assert process is not None, "the process that imports torch has died"
+                processes.append(process)
+        for process, path in zip(processes, outputs, strict=True):
+            assert process.wait(500) == 0, path.read_text()
     finally:
         for process in processes:
             process.kill()
             process.wait()
+
+
+def _run_rank(program: str, folder: str, number: str, size: str, port: str, *arguments: str) -> None:
+    *given, listener = arguments
+    if int(number):  # A rank that connects before rank 0 listens must be refused, not wait, once rank 0 has died.
+        os.close(int(listener))
+    sys.argv = [program, folder, number, size, port, listener, *given]
+    runpy.run_module(program, run_name="__main__")
+
+
+if __name__ == "__main__":
+    _run_rank(*sys.argv[1:])
