@@ -16,6 +16,7 @@ from quartet.gateway.readers.run_catalog import RunCatalog
 from quartet.gateway.readers.run_readers import RunReaders
 from quartet.gateway.routes.dependencies import RunName, TheCatalog, TheReaders, TheRunFiles
 from quartet.gateway.schemas import Curve, Metrics
+from quartet.telemetry.step_metrics import CHARTS, METRICS, MetricDefinition
 
 router = api_router("metrics")
 
@@ -42,6 +43,13 @@ Points = Annotated[
         description="Maximum number of points per curve. If there are more steps, each point covers several in a row.",
     ),
 ]
+
+
+@router.get("/metric-definitions")
+def list_metric_definitions(_: Viewer) -> list[MetricDefinition]:
+    """List the metrics of steps and evaluations: those with a chart in the order of the charts, then the others."""
+    charted = [definition for definitions in CHARTS.values() for definition in definitions]
+    return [*charted, *(definition for definition in METRICS.values() if not definition.chart)]
 
 
 @router.get("/runs/{run}/metrics", response_model=Metrics)

@@ -112,6 +112,14 @@ export function metricsOfRuns(runNames, names, range, points, signal) {
   return get("/metrics", { runs: runNames.join(","), names: names.join(","), ...range, points }, signal);
 }
 
+let definitions = null;
+
+/** Return the definitions of all metrics. They are requested once. */
+export async function metricDefinitions(signal) {
+  definitions ??= await get("/metric-definitions", {}, signal);
+  return definitions;
+}
+
 /** Return the items of all pages of a list, up to 5,000 items. */
 async function allItems(path, signal) {
   const items = [];

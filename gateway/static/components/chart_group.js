@@ -95,7 +95,7 @@ export class ChartGroup {
 }
 
 /**
- * One chart. `spec`: {title, unit, series: [{label, colour, dashed, area, always}], main, zero, ticks, format}. `main` is the index of
+ * One chart. `spec`: {title, unit, about, series: [{label, colour, dashed, area, always}], main, zero, ticks, format}. `main` is the index of
  * the series whose value the title shows, `ticks` the format of the axis; `always` keeps a series without data in the legend.
  * Data: {series: [{x, y, low, high}], range, marks}, with the series in the order of the spec; null for a series without points.
  */
@@ -110,7 +110,7 @@ class Chart {
     this.now = h("span", { class: "curve-now" });
     this.key = h("div", { class: "curve-key", "aria-hidden": "true" });
     const frame = h("div", { style: { position: "relative" } }, this.plot, this.line, this.nothing);
-    this.title = h("h3", {}, spec.title, spec.unit ? h("small", {}, ` ${spec.unit}`) : null);
+    this.title = h("h3", { title: spec.about ?? null }, spec.title, spec.unit ? h("small", {}, ` ${spec.unit}`) : null);
     this.element = h(
       "figure",
       { class: "curve panel", tabindex: 0, role: "group", "aria-label": spec.title, onkeydown: (event) => this.keyed(event) },

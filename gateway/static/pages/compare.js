@@ -54,16 +54,17 @@ class ComparePage {
       if (this.names.length < 2) {
         return replace(this.main, h("h1", {}, "Compare"), empty("Select at least two runs", h("a", { href: "#/runs" }, "in the list of runs"), "."));
       }
-      const [details, configs] = await Promise.all([
+      const [details, configs, definitions] = await Promise.all([
         Promise.all(this.names.map((name) => api.run(name, this.signal))),
         Promise.all(this.names.map((name) => api.config(name, this.signal))),
+        api.metricDefinitions(this.signal),
       ]);
       this.details = details;
       this.configs = configs.map((item) => item.config);
       const groups = this.grouped ? settingsOf(this.configs) : this.names.map((name, at) => ({ label: name, runs: [at] }));
       this.hidden = Math.max(0, groups.length - 2 * NUM_COLOURS);
       this.groups = groups.slice(0, 2 * NUM_COLOURS).map((group, at) => ({ ...group, colour: colourName(at), dashed: at >= NUM_COLOURS }));
-      this.base = chartsOf({
+      this.base = chartsOf(definitions, {
         has_critic: details.some((run) => run.has_critic),
         has_scores: details.some((run) => run.has_scores),
         has_teacher: details.some((run) => run.has_teacher),

@@ -3,21 +3,14 @@
 import { updateQuery } from "../address.js";
 import * as api from "../api.js";
 import { buttonGroup } from "../components/button_group.js";
+import { chartsBy, formatOf } from "../components/chart_definitions.js";
 import { ChartGroup } from "../components/chart_group.js";
 import { empty, failure, fillWith, loading } from "../components/placeholders.js";
 import { table } from "../components/table.js";
 import { freshId, h, replace } from "../dom.js";
-import { number, percent, signed, whole, words } from "../format.js";
+import { number, signed, whole, words } from "../format.js";
 
-const CHARTS = [
-  ["Reward on validation prompts", ["eval_reward_greedy", "eval_reward_sampled"]],
-  ["Win rate against the initial policy", ["eval_win_rate_greedy", "eval_win_rate_sampled", "eval_judge_win_rate"], percent, ".0%"],
-  ["KL of sampled responses", ["eval_kl"]],
-  ["Response length", ["eval_tokens_greedy", "eval_tokens_sampled"]],
-];
-const COLOURS = ["blue", "orange", "green"];
 const ROWS = 40;
-const SHARES = /rate/;
 
 /** Draw the page; `signal` ends it. */
 export async function evaluationsPage({ frame, run, element, query, signal }) {
@@ -58,11 +51,10 @@ class EvaluationsPage {
     curves.element.classList.add("small");
     const steps = this.evaluations.map((item) => item.step);
     const range = [Math.min(...steps), Math.max(...steps, Math.min(...steps) + 1)];
-    for (const [title, names, format, ticks] of CHARTS) {
-      const known = names.filter((name) => this.evaluations.some((item) => Number.isFinite(item.metrics[name])));
-      if (!known.length) continue;
-      const card = curves.add({ title, format, ticks, series: known.map((name, at) => ({ label: shortName(name), colour: COLOURS[at] })) });
-      card.set({ range, marks: [], series: known.map((name) => ({ x: steps, y: this.evaluations.map((item) => item.metrics[name] ?? null) })) });
+    const has = ({ name }) => this.evaluations.some((item) => Number.isFinite(item.metrics[name]));
+    for (const chart of chartsBy(this.frame.definitions.filter((definition) => definition.chart && has(definition)))) {
+      const card = curves.add(chart);
+      card.set({ range, marks: [], series: chart.names.map((name) => ({ x: steps, y: this.evaluations.map((item) => item.metrics[name] ?? null) })) });
     }
     return curves.element;
   }
@@ -78,10 +70,14 @@ class EvaluationsPage {
         rows: [...this.evaluations].reverse(),
         columns: [
           { label: "Step", head: true, cell: (row) => (row.step ? whole(row.step) : "0 (initial policy)") },
-          ...names.map((name) => ({ label: words(name.replace("eval_", "")), number: true, cell: (row) => shown(name, row.metrics[name]) })),
+          ...names.map((name) => ({ label: words(name.replace("eval_", "")), number: true, cell: (row) => this.formatOf(name)(row.metrics[name]) })),
         ],
       }),
     );
+  }
+
+  formatOf(name) {
+    return formatOf(this.frame.definitions.find((definition) => definition.name === name)?.unit ?? "").format ?? number;
   }
 
   chooser() {
@@ -181,11 +177,6 @@ function fits(left, right, kind, show) {
 function known(steps, wanted, otherwise) {
   return wanted !== null && steps.includes(Number(wanted)) ? Number(wanted) : otherwise;
 }
-
-/** Return the kind of response, which is enough beside a chart title. */
-const shortName = (name) => /greedy|sampled|judge/.exec(name)?.[0] ?? words(name.replace("eval_", ""));
-
-const shown = (name, value) => (SHARES.test(name) ? percent(value) : number(value));
 
 function nothing() {
   return empty("No evaluations", "Set ", h("code", {}, "evaluation.every_steps"), " and ", h("code", {}, "data.validation"), " to evaluate the policy during training.");

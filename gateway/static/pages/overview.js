@@ -34,7 +34,7 @@ class Overview {
     this.signal = signal;
     this.data = new MetricData();
     this.marks = [];
-    this.charts = chartsOf(frame.detail);
+    this.charts = chartsOf(frame.definitions, frame.detail);
     this.curves = new ChartGroup(signal, (start, end) => this.zoom(start, end));
     this.cards = this.charts.map((chart) => this.curves.add(chart));
     this.ranges = buttonGroup("Range of steps", RANGES, "all", (range) => this.pick(range));

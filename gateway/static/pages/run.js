@@ -66,7 +66,7 @@ export class RunFrame {
     this.events.start();
     await Promise.race([streamStarted, new Promise((resolve) => setTimeout(resolve, STREAM_TIMEOUT_MS))]);
     const inTime = this.queued.length > 0;
-    this.detail = await api.run(this.run, signal);
+    [this.detail, this.definitions] = await Promise.all([api.run(this.run, signal), api.metricDefinitions(signal)]);
     this.controls = new RunControls(this);
     this.head = new RunHeader(this);
     this.drawSections();

@@ -20,6 +20,7 @@ from quartet.contract.logged_values import PREFIX as LOGGED_PREFIX
 from quartet.contract.status import GeneratorInfo, GeneratorState
 from quartet.errors import QuartetError
 from quartet.services.orchestrator.control.progress import ProgressBoard
+from quartet.telemetry.step_metrics import definition_of
 
 PREFIX = "quartet_"
 BUFFER_TIMEOUT_SECONDS = 1.0
@@ -140,7 +141,10 @@ class RunMetrics(Collector):
         yield self._counters("alerts", "Alerts raised by the guards.", "guard", self._alerts)
         for name, value in self._metrics.items():
             if name != "step":
-                yield self._gauge(name, f"{name} of the last committed step, as in metrics.jsonl.", value)
+                text = f"{name} of the last committed step."
+                if (definition := definition_of(name)) is not None:
+                    text = f"{definition.meaning} Unit: {definition.unit or 'none'}. Of the last committed step."
+                yield self._gauge(name, text, value)
 
     def _buffer(self) -> Iterator[Metric]:
         try:

@@ -16,7 +16,9 @@ from rich.text import Text
 
 from quartet.contract.control import Progress as RunProgress
 from quartet.launcher.progress_text import Display, LineView, Messages, Pace
+from quartet.telemetry.step_metrics import METRICS
 
+SHOWN_METRICS = ("reward_mean", "kl_mean", "entropy", "eos_rate", "response_tokens_mean")
 CURVE_STEPS = 48
 """Number of steps in a sparkline."""
 _SPARK_CHARACTERS = "▁▂▃▄▅▆▇█"
@@ -59,7 +61,7 @@ class LiveView:
         if progress.step > self._step and progress.metrics:
             self._step = progress.step
             self._pace.add(dict(progress.metrics))
-            for name in ("reward_mean", "kl_mean", "entropy", "eos_rate", "response_tokens_mean"):
+            for name in SHOWN_METRICS:
                 if name in progress.metrics:
                     self._curves.setdefault(name, deque(maxlen=CURVE_STEPS)).append(progress.metrics[name])
         self._progress = progress
@@ -82,16 +84,11 @@ class LiveView:
 
     def _render(self) -> Group:
         table = Table.grid(padding=(0, 2))
-        titles = {
-            "reward_mean": "reward",
-            "kl_mean": "KL, nats per response",
-            "entropy": "entropy, nats per token",
-            "eos_rate": "finished responses",
-            "response_tokens_mean": "tokens per response",
-        }
         for name, curve in self._curves.items():
             table.add_row(
-                titles[name], f"{curve[-1]:+.3f}" if name == "reward_mean" else f"{curve[-1]:.3f}", _sparkline(curve)
+                METRICS[name].title,
+                f"{curve[-1]:+.3f}" if name == "reward_mean" else f"{curve[-1]:.3f}",
+                _sparkline(curve),
             )
         table.add_row("tokens per second", f"{self._pace.tokens_per_second:.0f}", "")
         phase = self._progress.phase or "starting the services"

@@ -9,17 +9,16 @@ from difflib import get_close_matches
 from quartet.config.rewards import ENVIRONMENT_PART
 from quartet.config.root import Config
 from quartet.errors import ConfigError
-from quartet.telemetry.step_metrics import EVALUATION_METRICS, STEP_METRICS
+from quartet.telemetry.step_metrics import METRICS, definition_of
 
 
 def check_best_metric(config: Config) -> None:
     """Check that checkpoint.best_metric is a metric that this config produces. Raises ConfigError."""
     metric = config.checkpoint.best_metric
-    names = [each.name for each in (*STEP_METRICS, *EVALUATION_METRICS)]
     if metric is None:
         return
-    if not any(re.fullmatch(name.replace("NAME", ".+"), metric) for name in names):
-        similar = ", ".join(get_close_matches(metric, names, n=3, cutoff=0.4)) or "reward_mean, eval_reward_sampled"
+    if definition_of(metric) is None:
+        similar = ", ".join(get_close_matches(metric, METRICS, n=3, cutoff=0.4)) or "reward_mean, eval_reward_sampled"
         raise ConfigError(
             f"checkpoint.best_metric {metric}: no metric has this name; expected one of docs/reference/metrics.md, such as "
             f"{similar}"

@@ -1,11 +1,14 @@
-"""The metrics of a step and of an evaluation: name, unit, meaning, and how to read the curve.
+"""The metrics of a step and of an evaluation: name, unit, chart, meaning, and how to read the curve.
 
-docs/reference/metrics.md is generated from this table. A test compares the names with those that the code writes.
+The REST API serves this table to the dashboard. docs/reference/metrics.md, the help of Prometheus, the report and the command
+line read it. A test compares the names with those that the code writes.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, replace
+from typing import Literal
 
 from quartet.contract.logged_values import PREFIX
 
@@ -21,12 +24,73 @@ class MetricDefinition:
     meaning: str
     healthy: str
     """Shape of the curve in a run that learns."""
-    warning: str
+    warning: str = ""
     """Shape of the curve when something is wrong, or an empty string."""
+    chart: str = ""
+    """Title of the chart that shows it, or an empty string."""
+    label: str = ""
+    """Name of its curve in the chart, and in tables for people. NAME stands for a part, as in the name."""
+    needs: Literal["", "scores", "critic", "teacher"] = ""
+    """Part of a run without which it has no such chart."""
+
+    @property
+    def title(self) -> str:
+        """Label and unit."""
+        return f"{self.label}, {self.unit}" if " per " in self.unit else self.label
+
+
+_CHARTS: tuple[tuple[str, Literal["", "scores", "critic", "teacher"], dict[str, str]], ...] = (
+    ("Reward", "scores", {"reward_mean": "reward"}),
+    ("Reward parts", "scores", {"reward_NAME_mean": "NAME"}),
+    ("Reward weights", "scores", {"reward_NAME_weight": "NAME"}),
+    ("KL to the teacher", "teacher", {"teacher_kl": "reverse KL"}),
+    ("KL to the reference", "", {"kl_mean": "KL"}),
+    ("Response length", "", {"response_tokens_mean": "tokens per response"}),
+    ("Entropy", "", {"entropy": "entropy"}),
+    ("Policy loss", "", {"policy_loss": "policy loss"}),
+    ("Value loss", "critic", {"value_loss": "value loss"}),
+    (
+        "Step time",
+        "",
+        {"seconds": "total", "generate_seconds": "generate", "score_seconds": "score", "update_seconds": "update"},
+    ),
+    ("Finished responses", "", {"eos_rate": "finished responses"}),
+    ("Gradient norms", "", {"grad_norm_actor": "actor"}),
+    ("Gradient norms", "critic", {"grad_norm_critic": "critic"}),
+    ("Clipped", "", {"clip_fraction": "clip fraction"}),
+    ("Clipped", "critic", {"value_clip_fraction": "clip fraction of values"}),
+    ("Approximate KL", "", {"approx_kl": "old policy to new"}),
+    (
+        "Correction for the engine",
+        "",
+        {
+            "importance_ess": "effective sample size",
+            "importance_truncated_fraction": "truncated",
+            "importance_masked_fraction": "masked",
+            "rejected_fraction": "rejected",
+            "off_policy_masked_fraction": "off-policy",
+        },
+    ),
+    ("Explained variance", "critic", {"explained_variance": "explained variance"}),
+    ("KL coefficient", "", {"kl_coefficient": "β"}),
+    ("Learning rate", "", {"learning_rate_actor": "actor"}),
+    ("Learning rate", "critic", {"learning_rate_critic": "critic"}),
+    ("Repetition", "", {"repetition": "repetition"}),
+    ("Reward on validation prompts", "", {"eval_reward_greedy": "greedy", "eval_reward_sampled": "sampled"}),
+    (
+        "Win rate against the initial policy",
+        "",
+        {"eval_win_rate_greedy": "greedy", "eval_win_rate_sampled": "sampled", "eval_judge_win_rate": "judge"},
+    ),
+    ("KL of sampled responses", "", {"eval_kl": "sampled"}),
+    ("Length of evaluated responses", "", {"eval_tokens_greedy": "greedy", "eval_tokens_sampled": "sampled"}),
+)
+"""Charts in their order: title, part of a run that they need, and the labels of their curves by metric."""
 
 
 def _metric(name: str, unit: str, meaning: str, healthy: str, warning: str = "") -> MetricDefinition:
-    return MetricDefinition(name, unit, meaning, healthy, warning)
+    found = ((chart, labels[name], needs) for chart, needs, labels in _CHARTS if name in labels)
+    return MetricDefinition(name, unit, meaning, healthy, warning, *next(found, ()))
 
 
 STEP_METRICS = (
@@ -510,3 +574,21 @@ EVALUATION_METRICS = (
     ),
 )
 """Metrics of evaluations.jsonl."""
+
+METRICS = {definition.name: definition for definition in (*STEP_METRICS, *EVALUATION_METRICS)}
+"""All metrics by name."""
+CHARTS = {
+    title: [METRICS[name] for each, _, labels in _CHARTS if each == title for name in labels] for title, _, _ in _CHARTS
+}
+"""Metrics of each chart by its title, in their order."""
+
+
+def definition_of(name: str) -> MetricDefinition | None:
+    """Return the definition of a metric of a run, with the name of a part or set filled in. None if there is none."""
+    if name in METRICS:
+        return METRICS[name]
+    for pattern, definition in METRICS.items():
+        if "NAME" in pattern and (match := re.fullmatch(pattern.replace("NAME", "(.+)"), name)):
+            meaning, label = (text.replace("NAME", match[1]) for text in (definition.meaning, definition.label))
+            return replace(definition, name=name, meaning=meaning, label=label)
+    return None

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import statistics
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 from quartet.run_directory.run_files import RunFiles
+from quartet.telemetry.step_metrics import METRICS
 from tests.gateway.conftest import STEPS, write_metrics
 from tests.gateway.serving import Gateway, commit, create_run, serving
 from tests.training.runs import Run
@@ -25,6 +27,13 @@ def test_all_metrics_match_the_file(run_gateway: Gateway, finished_run: Run) -> 
     for name, curve in result["curves"].items():
         assert curve["steps"] == [1, 2, 3]
         assert curve["mean"] == curve["low"] == curve["high"] == [row.get(name) for row in finished_run.metrics]
+
+
+def test_the_dashboard_gets_the_definitions_with_those_of_charts_first(run_gateway: Gateway, finished_run: Run) -> None:
+    rows = run_gateway.client.get("/metric-definitions").json()
+    assert rows[0] == asdict(METRICS["reward_mean"])
+    assert [bool(row["chart"]) for row in rows] == sorted((bool(row["chart"]) for row in rows), reverse=True)
+    assert {row["name"] for row in rows} == METRICS.keys()
 
 
 def test_names_and_steps_are_selected_and_new_steps_are_visible_at_once(tmp_path: Path) -> None:

@@ -19,16 +19,12 @@ from quartet.contract.trajectory import PromptSetContent
 from quartet.run_directory.identity import Identity, fixed_settings
 from quartet.run_directory.run_files import RunFiles
 from quartet.run_directory.step_lines import read_step_lines
+from quartet.telemetry.step_metrics import METRICS
 
 CARD, CURVES = "README.md", "curves.svg"
 WINDOW_STEPS = 10
 """Number of first and last steps whose means the card compares."""
-_METRICS = {
-    "reward_mean": "reward",
-    "kl_mean": "KL to the reference, nats per response",
-    "entropy": "entropy, nats per token",
-    "response_tokens_mean": "tokens per response",
-}
+_SHOWN = {name: METRICS[name].title for name in ("reward_mean", "kl_mean", "entropy", "response_tokens_mean")}
 _WIDTH, _HEIGHT, _MARGIN = 360, 150, 24
 
 
@@ -168,7 +164,7 @@ def _ends(steps: Sequence[Mapping[str, float]]) -> str:
     window = min(WINDOW_STEPS, max(1, len(steps) // 2))
     rows = [
         f"| {title} | {fmean(line[name] for line in first):.4g} | {fmean(line[name] for line in last):.4g} |"
-        for name, title in _METRICS.items()
+        for name, title in _SHOWN.items()
         if (first := [line for line in steps[:window] if name in line])
         and (last := [line for line in steps[-window:] if name in line])
     ]
@@ -191,9 +187,7 @@ def _evaluation(evaluations: Sequence[Mapping[str, float]]) -> str:
 
 def _curves(steps: Sequence[Mapping[str, float]]) -> str:
     """Return one chart per metric as SVG, one below the other."""
-    charts = [
-        (title, [(line["step"], line[name]) for line in steps if name in line]) for name, title in _METRICS.items()
-    ]
+    charts = [(title, [(line["step"], line[name]) for line in steps if name in line]) for name, title in _SHOWN.items()]
     shown = [(title, points) for title, points in charts if points]
     body = "".join(_chart(title, points, index * _HEIGHT) for index, (title, points) in enumerate(shown))
     height = _HEIGHT * max(1, len(shown))

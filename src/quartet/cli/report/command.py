@@ -41,6 +41,7 @@ from quartet.run_directory.run_files import RunFiles
 from quartet.run_directory.selection import run_files
 from quartet.run_directory.step_lines import read_step_lines
 from quartet.system.durable_files import write_durably
+from quartet.telemetry.step_metrics import METRICS
 
 console = make_console()
 WINDOW_STEPS = 10
@@ -178,10 +179,9 @@ def _ends(steps: Sequence[Mapping[str, float]], parts: Sequence[str]) -> list[tu
     window = min(WINDOW_STEPS, max(1, len(steps) // 2))
     rows: list[tuple[str, object]] = []
     names = [
-        ("reward", "reward_mean"),
+        (METRICS["reward_mean"].title, "reward_mean"),
         *((f"reward part {part}, unweighted", f"reward_{part}_mean") for part in parts),
-        ("KL, nats per response", "kl_mean"),
-        ("entropy", "entropy"),
+        *((METRICS[name].title, name) for name in ("kl_mean", "entropy")),
     ]
     for title, name in names:
         first, last = _mean(steps[:window], name), _mean(steps[-window:], name)

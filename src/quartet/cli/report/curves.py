@@ -6,38 +6,12 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from quartet.telemetry.step_metrics import CHARTS, METRICS
+
 MAX_POINTS = 1500
 """Maximum number of points of a curve. With more steps, a point is the mean of several consecutive steps."""
 Metrics = Mapping[str, float]
 
-GROUPS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
-    ("Reward", "per response; the band is one standard deviation between responses", ("reward_mean",)),
-    ("KL to the reference", "nats per response", ("kl_mean",)),
-    ("Response length", "tokens", ("response_tokens_mean",)),
-    ("Finished responses, repetition", "share", ("eos_rate", "repetition")),
-    ("Entropy", "nats per token", ("entropy",)),
-    ("Policy loss", "", ("policy_loss",)),
-    ("Value loss", "", ("value_loss",)),
-    ("Clipped", "share of tokens", ("clip_fraction", "value_clip_fraction")),
-    (
-        "Correction for the engine",
-        "effective sample size, and tokens outside the bounds",
-        (
-            "importance_ess",
-            "importance_truncated_fraction",
-            "importance_masked_fraction",
-            "rejected_fraction",
-            "off_policy_masked_fraction",
-        ),
-    ),
-    ("Step of the policy", "nats per token, old policy to new", ("approx_kl",)),
-    ("Explained variance of the critic", "", ("explained_variance",)),
-    ("Gradient norm", "", ("grad_norm_actor", "grad_norm_critic")),
-    ("Learning rate", "", ("learning_rate_actor", "learning_rate_critic")),
-    ("KL coefficient", "", ("kl_coefficient",)),
-    ("Seconds of a step", "", ("seconds", "generate_seconds", "score_seconds", "update_seconds")),
-)
-"""Title, unit and metrics of each chart."""
 _INSIDE = {"step", "reward_std", "response_tokens", "prompt_tokens"}
 """Metrics that are not charted separately."""
 
@@ -45,13 +19,14 @@ _INSIDE = {"step", "reward_std", "response_tokens", "prompt_tokens"}
 def main_charts(steps: Sequence[Metrics], kl_target: float | None) -> list[dict[str, Any]]:
     """Return the main charts of a run, as input of the script of the report. Charts without data are omitted."""
     charts = []
-    for title, unit, names in GROUPS:
-        lines = [_line(name, steps, _of(name)) for name in names if _has(steps, name)]
-        if names == ("reward_mean",) and lines and _has(steps, "reward_std"):
+    for title, definitions in CHARTS.items():
+        names = [definition.name for definition in definitions if _has(steps, definition.name)]
+        lines = [_line(name, steps, _of(name)) for name in names]
+        if names == ["reward_mean"] and _has(steps, "reward_std"):
             lines[0] |= _band(steps)
         if lines:
-            target = kl_target if names == ("kl_mean",) else None
-            charts.append({"title": title, "unit": unit, "lines": lines, "target": target})
+            target = kl_target if names == ["kl_mean"] else None
+            charts.append({"title": title, "unit": definitions[0].unit, "lines": lines, "target": target})
     if _has(steps, "response_tokens") and _has(steps, "seconds"):
         pace = _line("response tokens per second", steps, _tokens_per_second)
         charts.append({"title": "Throughput", "unit": "tokens per second", "lines": [pace], "target": None})
@@ -60,7 +35,7 @@ def main_charts(steps: Sequence[Metrics], kl_target: float | None) -> list[dict[
 
 def further_charts(steps: Sequence[Metrics]) -> list[dict[str, Any]]:
     """Return one chart for each metric that is not in a main chart."""
-    shown = _INSIDE | {name for _, _, names in GROUPS for name in names}
+    shown = _INSIDE | {name for name, definition in METRICS.items() if definition.chart}
     names = sorted({name for step in steps for name in step} - shown)
     return [{"title": name, "unit": "", "lines": [_line(name, steps, _of(name))], "target": None} for name in names]
 

@@ -45,7 +45,7 @@ from quartet.run_directory.locking_and_removal import is_used
 from quartet.run_directory.run_files import RunFiles
 from quartet.system.child_processes import module_command, tied_to_parent
 from quartet.system.durable_files import storage_errors, write_durably
-from quartet.telemetry.step_metrics import EVALUATION_METRICS, STEP_METRICS
+from quartet.telemetry.step_metrics import METRICS
 
 STATUS_SECONDS = 5.0
 """Interval of the status line in a terminal."""
@@ -145,7 +145,7 @@ def _metric(request: Request, runs: Sequence[PlannedRun]) -> str | None:
     metric = request.metric
     if metric is None:
         return "reward_mean" if runs[0].config.has_scores else None
-    names = [definition.name for definition in (*STEP_METRICS, *EVALUATION_METRICS)]
+    names = list(METRICS)
     if not any(re.fullmatch(re.escape(name).replace("NAME", ".+"), metric) for name in names):
         close = difflib.get_close_matches(metric, names, n=1)
         hint = f"did you mean {close[0]}?" if close else "docs/reference/metrics.md lists the metrics"

@@ -8,13 +8,13 @@ from rich.table import Table
 
 from quartet.launcher.sweep.grid import short_keys
 from quartet.launcher.sweep.results import Estimate, SettingResult, columns
+from quartet.telemetry.step_metrics import definition_of
 
 MAX_SHOWN_ERRORS = 20
 WIDTH = 160
 """Columns of the table if the output is not a terminal."""
 SHOWN = ("reward_mean", "kl_mean", "eval_reward_sampled", "eval_reward_greedy", "eval_judge_win_rate")
 """Metrics in the table for people. The files have all."""
-_TITLES = {"reward_mean": "reward", "kl_mean": "KL"}
 
 
 def make_table(results: Sequence[SettingResult], metric: str | None) -> Table:
@@ -24,7 +24,7 @@ def make_table(results: Sequence[SettingResult], metric: str | None) -> Table:
     table = Table(box=None, pad_edge=False)
     for label in labels.values():
         table.add_column(label)
-    for title in ("finished", "failed", *(_TITLES.get(name, name) for name in names)):
+    for title in ("finished", "failed", *(name if name.startswith("eval_") else _title(name) for name in names)):
         table.add_column(title, justify="right")
     table.add_column("")
     for result in results:
@@ -33,6 +33,11 @@ def make_table(results: Sequence[SettingResult], metric: str | None) -> Table:
         numbers = (_text(result.metrics.get(name)) for name in names)
         table.add_row(*result.setting.values(), finished, failed, *numbers, "best" if result.best else "")
     return table
+
+
+def _title(name: str) -> str:
+    definition = definition_of(name)
+    return (definition and definition.label) or name
 
 
 def _text(estimate: Estimate | None) -> str:
