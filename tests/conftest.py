@@ -16,12 +16,13 @@ from quartet.buffer.embedded_redis import EmbeddedRedis
 from quartet.system.cpu_environment import set_cpu_environment
 from quartet.telemetry.logs import configure_logs
 
-_CACHE = tempfile.TemporaryDirectory(prefix="quartet-tests-")
 # Tests start child processes from a process that uses gRPC. The fork handlers of gRPC could abort the child. gRPC reads this
 # variable at its first use.
 os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
-# Tests neither use nor fill the cache of the user.
-os.environ["QUARTET_CACHE"] = _CACHE.name
+# Tests neither use nor fill the cache of the user. Parallel processes of a session share one.
+if os.path.basename(os.environ.get("QUARTET_CACHE", "")).partition("_")[0] != "quartet-tests":
+    _CACHE = tempfile.TemporaryDirectory(prefix="quartet-tests_")
+    os.environ["QUARTET_CACHE"] = _CACHE.name
 # The models of the tests are too small for several threads, and waiting threads keep all cores busy. Set this before the import
 # of torch.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

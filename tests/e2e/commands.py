@@ -22,6 +22,8 @@ from types import MappingProxyType
 from typing import TypeVar
 
 from quartet.system.child_processes import tied_to_parent
+from quartet.system.fork_server import ForkedProcess
+from tests.e2e.forked_program import start as start_fork
 from tests.waiting import LIMIT, wait_until
 
 Value = TypeVar("Value")
@@ -50,37 +52,46 @@ class Command:
         cwd: Path,
         terminal: bool = False,
         environment: Mapping[str, str] = MappingProxyType({}),
+        fresh: bool = False,
     ) -> None:
         """Start the command.
 
         With ``terminal``, the command has its own terminal, and ``out`` returns the text on it. ``environment`` extends the
-        environment of the tests.
+        environment of the tests. ``quartet`` and ``python`` are forks that need no imports, unless they are to be ``fresh``.
         """
         # The path of a Unix socket has at most about 100 bytes; the paths of pytest's folders are too long.
         self.scratch = Path(tempfile.mkdtemp(prefix="e2e-"))
         (self.scratch / "tmp").mkdir()
         inherited = {name: value for name, value in os.environ.items() if not name.startswith(("QUARTET_", "OMP_"))}
+        inherited["QUARTET_CACHE"] = os.environ["QUARTET_CACHE"]
         self._screen = bytearray()
         self._started = time.monotonic()
         with (self.scratch / "out").open("wb") as out, (self.scratch / "err").open("wb") as err:
             parent_end, child_end = pty.openpty() if terminal else (None, None)
             if child_end is not None:
                 fcntl.ioctl(child_end, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))
-            self.process = subprocess.Popen(
-                tied_to_parent([str(part) for part in command]),  # Ends if the tests are killed.
-                cwd=cwd,
-                env={
-                    **inherited,
-                    "TMPDIR": str(self.scratch / "tmp"),
-                    "HF_HUB_OFFLINE": "1",
-                    "TERM": "xterm-256color" if terminal else "dumb",
-                    **environment,
-                },
-                stdin=subprocess.DEVNULL if child_end is None else child_end,
-                stdout=out if child_end is None else child_end,
-                stderr=err if child_end is None else child_end,
-                start_new_session=True,
-                preexec_fn=_reset_interrupt_handler if child_end is None else _take_terminal,
+            arguments = [str(part) for part in command]
+            variables = {
+                **inherited,
+                "TMPDIR": str(self.scratch / "tmp"),
+                "HF_HUB_OFFLINE": "1",
+                "TERM": "xterm-256color" if terminal else "dumb",
+                **environment,
+            }
+            forked = arguments[0] in (str(QUARTET), sys.executable) and not (terminal or fresh)
+            self.process: subprocess.Popen[bytes] | ForkedProcess = (
+                start_fork(arguments, cwd, variables, self.scratch, out.fileno(), err.fileno())
+                if forked
+                else subprocess.Popen(
+                    tied_to_parent(arguments),  # Ends if the tests are killed.
+                    cwd=cwd,
+                    env=variables,
+                    stdin=subprocess.DEVNULL if child_end is None else child_end,
+                    stdout=out if child_end is None else child_end,
+                    stderr=err if child_end is None else child_end,
+                    start_new_session=True,
+                    preexec_fn=_reset_interrupt_handler if child_end is None else _take_terminal,
+                )
             )
         self._terminal = parent_end
         if parent_end is not None and child_end is not None:

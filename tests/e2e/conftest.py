@@ -92,8 +92,9 @@ def start(tmp_path: Path) -> Iterator[Start]:
         terminal: bool = False,
         cwd: Path = tmp_path,
         environment: Mapping[str, str] = MappingProxyType({}),
+        fresh: bool = False,
     ) -> Command:
-        commands.append(Command(QUARTET, *arguments, cwd=cwd, terminal=terminal, environment=environment))
+        commands.append(Command(QUARTET, *arguments, cwd=cwd, terminal=terminal, environment=environment, fresh=fresh))
         return commands[-1]
 
     yield start_command
@@ -124,20 +125,20 @@ def call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
     return call_command
 
 
-def train(folder: Path, config: Path, *options: str) -> Run:
+def train(folder: Path, config: Path, *options: str, fresh: bool = False) -> Run:
     """Run ``quartet train`` to its end in ``folder``."""
-    command = Command(QUARTET, "train", config, *options, cwd=folder)
+    command = Command(QUARTET, "train", config, *options, cwd=folder, fresh=fresh)
     try:
         return Run(command.wait(), folder / "runs" / "tiny")
     finally:
         command.clean_up()
 
 
-def _shared_run(factory: pytest.TempPathFactory, name: str, config: Path, *options: str) -> Run:
+def _shared_run(factory: pytest.TempPathFactory, name: str, config: Path, *options: str, fresh: bool = False) -> Run:
     """Return a finished run that the tests of all workers read."""
 
     def create(folder: Path) -> None:
-        run = train(folder, config, *options)
+        run = train(folder, config, *options, fresh=fresh)
         assert (run.result.code, run.result.leftovers) == (0, []), run.result
         (folder / "result.json").write_text(json.dumps(asdict(run.result)))
 
@@ -148,7 +149,7 @@ def _shared_run(factory: pytest.TempPathFactory, name: str, config: Path, *optio
 @pytest.fixture(scope="session")
 def first_run(config: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
     """A run of ``quartet train`` that starts all its processes itself, without a fault."""
-    return _shared_run(tmp_path_factory, "first", config)
+    return _shared_run(tmp_path_factory, "first", config, fresh=True)
 
 
 GROUPS = settings("services.actor.processes=2", "services.critic.processes=2")

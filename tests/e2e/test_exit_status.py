@@ -19,18 +19,20 @@ from quartet.rpc import health
 from quartet.rpc.security.certificate_authority import Authority
 from quartet.services import __main__ as services
 from quartet.telemetry.logs import configure_logs
-from tests.e2e.commands import settings
+from tests.e2e.commands import Command, settings
 from tests.e2e.conftest import Run, Start
-from tests.waiting import LIMIT
 
 Status = Callable[..., tuple[int, str]]
 
 
 def run_module(*arguments: str | Path, cwd: Path) -> tuple[int, str]:
     """Run ``python -m ARGUMENTS``; return its exit status and the last line of standard error."""
-    command = [sys.executable, "-m", *map(str, arguments)]
-    result = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=LIMIT, check=False)
-    return result.returncode, result.stderr.splitlines()[-1]
+    command = Command(sys.executable, "-m", *arguments, cwd=cwd)
+    try:
+        result = command.wait()
+    finally:
+        command.clean_up()
+    return result.code, result.err.splitlines()[-1]
 
 
 @pytest.fixture
@@ -59,7 +61,7 @@ def status(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
 def test_a_command_ended_by_a_signal_exits_with_130(start: Start, first_run: Run, number: signal.Signals) -> None:
     command = start("view", first_run.directory)
     command.wait_for(lambda: "dashboard:" in command.out)
-    command.process.send_signal(number)
+    os.kill(command.process.pid, number)
     result = command.wait()
     assert (result.code, result.err, result.leftovers) == (130, "stopped\n", [])
 

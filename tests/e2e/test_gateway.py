@@ -48,7 +48,8 @@ def test_watch_and_commands_work_through_a_gateway_that_restarts_at_the_same_add
     start: Start, call: Call, config: Path, frozen: Service, tmp_path: Path
 ) -> None:
     run = tmp_path / "runs" / "tiny"
-    command = start("train", config, *frozen.serving("reward", "reference"), *ENDLESS)
+    # The environment of its services is read from /proc.
+    command = start("train", config, *frozen.serving("reward", "reference"), *ENDLESS, fresh=True)
     address, token = dashboard_link(command)
     assert get(address, None, "/session").status_code == 401
     assert get(address, token, "/session").json()["access"] == "operator"
@@ -142,6 +143,6 @@ def test_view_shows_a_finished_run_without_any_other_process(
     unknown = call("watch", url, "--token-file", "token")
     assert (unknown.code, unknown.out) == (2, "")
     assert unknown.err.startswith(f"error: {url}: the gateway refuses this token")
-    command.process.send_signal(signal.SIGINT)
+    os.kill(command.process.pid, signal.SIGINT)
     result = command.wait(SHUTDOWN_TIMEOUT)
     assert (result.code, result.err, result.leftovers) == (130, "stopped\n", [])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import subprocess
 import sys
 from collections.abc import Callable
 from importlib.util import module_from_spec, spec_from_file_location
@@ -13,6 +12,8 @@ from types import ModuleType
 
 import pytest
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+from tests.e2e.commands import Command
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "reviews" / "prepare.py"
 FAST = [
@@ -59,13 +60,15 @@ def prepare() -> ModuleType:
     return module
 
 
-def test_two_files_become_checkpoints_and_prompts(files: Files) -> None:
+def test_two_files_become_checkpoints_and_prompts(files: Files, tmp_path: Path) -> None:
     positive, negative, out = files()
-    done = subprocess.run(
-        [sys.executable, SCRIPT, positive, negative, out, *FAST], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert "held-out" in done.stdout
+    command = Command(sys.executable, SCRIPT, positive, negative, out, *FAST, cwd=tmp_path)
+    try:
+        done = command.wait()
+    finally:
+        command.clean_up()
+    assert done.code == 0, done.err
+    assert "held-out" in done.out
     assert sorted(path.name for path in out.iterdir()) == ["policy", "prompts.jsonl", "reward"]
     assert list(out.parent.iterdir()) == [out]
     tokenizer = AutoTokenizer.from_pretrained(out / "policy")

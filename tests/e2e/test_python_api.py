@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import sys
 import threading
@@ -162,7 +163,7 @@ def lines(run: quartet.Run) -> list[str]:
 def test_a_killed_script_leaves_no_process(start_script: StartScript) -> None:
     script = start_script()
     script.wait_for(lambda: is_loading(script))
-    script.process.send_signal(signal.SIGKILL)
+    os.kill(script.process.pid, signal.SIGKILL)
     script.process.wait()
     wait_until(lambda: not script.processes(), script.processes)
 
@@ -174,7 +175,7 @@ def test_an_interrupt_stops_a_run_that_is_waited_for(folder: Path, config: Path,
     command = Command(sys.executable, "script.py", cwd=folder)
     try:
         command.wait_for(lambda: committed_steps(folder / "runs/tiny") > 1)
-        command.process.send_signal(signal.SIGINT)
+        os.kill(command.process.pid, signal.SIGINT)
         result = command.wait()
     finally:
         command.clean_up()

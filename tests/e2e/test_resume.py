@@ -20,10 +20,9 @@ from tests.e2e.conftest import Call, Run, Start, deterministic_metrics, weights
 from tests.waiting import wait_until
 
 
-@pytest.mark.parametrize("redis", ["lost", "kept"])
-@pytest.mark.sampled(2)
-def test_a_run_whose_launcher_is_killed_leaves_no_process_and_resumes_bit_identically(
-    redis: str, start: Start, config: Path, few_processes: list[str], first_run: Run, tmp_path: Path
+# tests/chaos and tests/training/test_resume.py resume with the experience that Redis has kept.
+def test_a_run_whose_launcher_and_redis_are_lost_leaves_no_process_and_resumes_bit_identically(
+    start: Start, config: Path, few_processes: list[str], first_run: Run, tmp_path: Path
 ) -> None:
     run = tmp_path / "runs" / "tiny"
     command = start("train", config, *few_processes)
@@ -33,8 +32,7 @@ def test_a_run_whose_launcher_is_killed_leaves_no_process_and_resumes_bit_identi
     command.process.wait()
     wait_until(lambda: not command.processes(), command.processes)
     assert not (run / "policy").exists()
-    if redis == "lost":
-        shutil.rmtree(run / "redis")
+    shutil.rmtree(run / "redis")
     result = start("train", config, *few_processes, "--resume").wait()
     assert (result.code, result.err, result.leftovers) == (0, "", [])
     assert "note: resumed after step" in result.out

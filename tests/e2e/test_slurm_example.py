@@ -344,18 +344,21 @@ CERTIFICATE_OWNERS = {
     [
         (signal.SIGTERM, "RUNNING", ["requeue 1234"]),
         (signal.SIGUSR1, "RUNNING", ["requeue 1234"]),
-        (15, "CANCELLED", []),
+        (signal.SIGTERM, "CANCELLED", []),
     ],
 )
 def test_a_signal_shuts_the_job_down_and_requeues_it_unless_cancelled(
     job: Job, number: int, state: str, requeued: list[str]
 ) -> None:
-    process = job.start(CONFIGS / "ppo.yaml", ORCHESTRATOR="exec sleep 60", CERTIFICATES="true", STATE=state)
+    issued = number == signal.SIGUSR1
+    certificates = "true" if issued else "false"
+    process = job.start(CONFIGS / "ppo.yaml", ORCHESTRATOR="exec sleep 60", CERTIFICATES=certificates, STATE=state)
     wait_until((job.calls / "deployment.yaml").exists)
     secrets = job.folder / f"runs/reviews-ppo/slurm-{job.job_id}"
     files = [secrets, *secrets.rglob("*")]
     assert {path.name for path in secrets.iterdir()} == {*SECRETS, "users.acl", "deployment.yaml", "certificates"}
-    assert {path.parent.name for path in files if path.name == "tls.key"} == CERTIFICATE_OWNERS
+    owners = {path.parent.name for path in files if path.name == "tls.key"}
+    assert owners == (CERTIFICATE_OWNERS if issued else set())
     assert [path for path in files if path.stat().st_mode & 0o077] == []
     process.send_signal(number)
     process.communicate(timeout=LIMIT)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import signal
 from pathlib import Path
 
@@ -121,7 +122,7 @@ def test_up_keeps_the_services_until_interrupted_and_another_seed_gives_other_we
     command.wait_for(lambda: "the run has ended; the model services keep running" in command.out)
     addresses = dict(line.split() for line in command.out.splitlines() if line.startswith(("actor", "critic")))
     assert [health(address) for address in addresses.values()] == [health_pb2.HealthCheckResponse.SERVING] * 2
-    command.process.send_signal(signal.SIGINT)
+    os.kill(command.process.pid, signal.SIGINT)
     result = command.wait(LIMIT)
     assert (result.code, result.err, result.leftovers) == (130, "stopped\n", [])
     other = tmp_path / "runs" / "tiny"

@@ -28,7 +28,7 @@ def test_train_and_the_processes_of_a_run_import_the_real_libraries(
     start: Start, config: Path, shadowed: Path, frozen: Service
 ) -> None:
     function = settings("reward.source=function", "reward.model=null", "reward.function=mine:length", "run.steps=1")
-    trained = start("train", config, *function, *frozen.serving("reference")).wait()
+    trained = start("train", config, *function, *frozen.serving("reference"), fresh=True).wait()
     assert trained.code == 0, trained
     logs = "".join(path.read_text() for path in (shadowed / "runs/tiny/logs").glob("*.log"))
     assert "taken for a library" not in logs + trained.out + trained.err
