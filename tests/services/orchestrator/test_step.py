@@ -11,6 +11,7 @@ import pytest
 
 from quartet.config.deployment import RecoveryConfig
 from quartet.config.loading import parse_config
+from quartet.config.root import Config
 from quartet.contract.status import Role
 from quartet.contract.update import UpdateResult
 from quartet.errors import BufferFailed, FailedPrecondition, QuartetError, ServiceUnavailable, TooManyFailedTrajectories
@@ -25,6 +26,8 @@ from quartet.services.orchestrator.telemetry.step_profiler import StepProfiler
 
 class Parts:
     """The parts of a step, which record their calls. The next call named ``fails_at`` raises ``failure``."""
+
+    config: Config
 
     def __init__(self) -> None:
         self.calls: list[str] = []
@@ -97,8 +100,8 @@ class Parts:
                 calls[role].set_exception(error)
         return calls
 
-    def entropy_coefficient(self, step: int, state: AlgorithmState) -> float:
-        return 0.0
+    def config_at(self, step: int, state: AlgorithmState) -> Config:
+        return self.config
 
     def learning_rates(self, step: int) -> dict[Role, float]:
         return {Role.ACTOR: 0.1}
@@ -131,7 +134,7 @@ class Transaction:
             "rollout": {"prompts_per_step": 2, **rollout},
             "checkpoint": {"every_steps": 4},
         }
-        config = parse_config(tree, "test")
+        config = parts.config = parse_config(tree, "test")
         any_parts: Any = parts
         self.attempts = RecoveryAttempts(RecoveryConfig(max_recoveries=1, backoff_seconds=0.01))
         self.steps = StepTransaction(

@@ -263,7 +263,7 @@ def test_the_state_of_the_algorithm_is_that_of_an_undisturbed_run(tmp_path: Path
     for step in range(1, COMMITTED + 1):
         expected.replay(recorded(step), [float(step), 0.5])
     assert run.state.state() == expected.state()
-    assert run.state.kl_coefficient == 0.01 * COMMITTED
+    assert run.state.coefficients["kl_coefficient"] == 0.01 * COMMITTED
 
 
 @pytest.mark.parametrize("behind", [1, 2])
