@@ -9,6 +9,7 @@ import { comparePage } from "./pages/compare.js";
 import { RunFrame } from "./pages/run.js";
 import { runsPage } from "./pages/runs.js";
 import { signInPage } from "./pages/sign_in.js";
+import { recording } from "./recording.js";
 import { installShortcuts } from "./shortcuts.js";
 import { drawToolbar } from "./toolbar.js";
 
@@ -30,7 +31,7 @@ async function show() {
   page.abort();
   page = new AbortController();
   const { signal } = page;
-  if (!api.token()) return signIn();
+  if (!recording && !api.token()) return signIn();
   const { parts, query } = current();
   if (!session) {
     // The response usually arrives at once; an immediate loading indicator would flicker.
@@ -42,7 +43,7 @@ async function show() {
       return;
     }
     if (signal.aborted) return;
-    drawToolbar(session, leave);
+    drawToolbar(session, recording ? null : leave);
     if (!parts.length && session.run) return go(to(["runs", session.run, "overview"]));
   }
   const path = parts.join("/");

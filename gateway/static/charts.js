@@ -115,6 +115,8 @@ let loading = null;
 
 /** Load plotly once, on demand, because it is large. Rejects if it cannot be loaded. */
 export function ready() {
+  // A report contains plotly.
+  if (window.Plotly) return Promise.resolve();
   loading ??= new Promise((resolve, reject) => {
     const script = document.createElement("script");
     script.src = "/static/plotly.min.js";

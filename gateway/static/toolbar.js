@@ -24,7 +24,7 @@ export function drawToolbar(session, leave) {
     session?.access === "viewer" ? h("span", { class: "pill", title: "This token cannot send commands" }, "read only") : null,
     theme,
     h("button", { class: "button bare", type: "button", "aria-label": "Help and shortcuts", title: "Help (?)", onclick: showShortcuts }, icon("help", 18)),
-    session
+    session && leave
       ? h("button", { class: "button bare", type: "button", "aria-label": "Sign out", title: "Sign out", onclick: leave }, icon("leave", 18))
       : null,
   );

@@ -59,6 +59,16 @@ const THROUGHPUT = {
 /** Return the names of the metrics that charts need, without duplicates. */
 export const namesOf = (charts) => [...new Set(charts.flatMap((chart) => chart.names))];
 
+/** Return one chart for each metric of `names` that `charts` do not show. */
+export function furtherCharts(definitions, names, charts) {
+  const shown = new Set(["step", ...namesOf(charts)]);
+  const further = names.filter((name) => !shown.has(name)).map((name) => {
+    const known = definitions.find((definition) => definition.name === name);
+    return { label: name, unit: "", meaning: "not described.", healthy: "unknown", ...known, name, chart: name.replaceAll("_", " ") };
+  });
+  return chartsBy(further);
+}
+
 function withBand(chart) {
   const band = (data) => {
     const line = data.line("reward_mean");

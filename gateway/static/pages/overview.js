@@ -5,8 +5,9 @@ import * as api from "../api.js";
 import { buttonGroup } from "../components/button_group.js";
 import { MetricData } from "../components/metric_data.js";
 import { ChartGroup } from "../components/chart_group.js";
-import { chartsOf, namesOf } from "../components/chart_definitions.js";
+import { chartsOf, furtherCharts, namesOf } from "../components/chart_definitions.js";
 import { empty, failure } from "../components/placeholders.js";
+import { recording } from "../recording.js";
 import { h, replace, write } from "../dom.js";
 import { duration, exact, number, seconds, whole } from "../format.js";
 
@@ -35,6 +36,7 @@ class Overview {
     this.data = new MetricData();
     this.marks = [];
     this.charts = chartsOf(frame.definitions, frame.detail);
+    if (recording) this.charts.push(...furtherCharts(frame.definitions, frame.detail.metric_names, this.charts));
     this.curves = new ChartGroup(signal, (start, end) => this.zoom(start, end));
     this.cards = this.charts.map((chart) => this.curves.add(chart));
     this.ranges = buttonGroup("Range of steps", RANGES, "all", (range) => this.pick(range));

@@ -8,6 +8,7 @@ import { loading } from "../components/placeholders.js";
 import { add, h, replace } from "../dom.js";
 import { EventStream } from "../event_stream.js";
 import { icon } from "../icons.js";
+import { recording } from "../recording.js";
 import { showConnection } from "../toolbar.js";
 import { checkpointsPage } from "./checkpoints.js";
 import { configPage } from "./config.js";
@@ -30,7 +31,7 @@ const SECTIONS = [
   ["guards", "Guards", "shield", guardsPage],
   ["logs", "Logs", "log", logsPage],
   ["config", "Config", "sliders", configPage],
-];
+].filter(([name]) => !recording || !["services", "logs"].includes(name));
 
 /** Delay before the numbers of alerts and checkpoints are read again: events often arrive together. */
 const RECOUNT_DELAY_MS = 500;
@@ -59,12 +60,14 @@ export class RunFrame {
     this.drawSections();
     // Open the stream first: events that arrive while the run is read are queued and applied afterwards.
     this.events.on("state", showConnection, signal);
-    showConnection("waiting");
+    showConnection(recording ? null : "waiting");
     this.queued = [];
     this.listen(signal);
     const streamStarted = new Promise((resolve) => this.events.addEventListener("progress", resolve, { once: true, signal }));
-    this.events.start();
-    await Promise.race([streamStarted, new Promise((resolve) => setTimeout(resolve, STREAM_TIMEOUT_MS))]);
+    if (!recording) {
+      this.events.start();
+      await Promise.race([streamStarted, new Promise((resolve) => setTimeout(resolve, STREAM_TIMEOUT_MS))]);
+    }
     const inTime = this.queued.length > 0;
     [this.detail, this.definitions] = await Promise.all([api.run(this.run, signal), api.metricDefinitions(signal)]);
     this.controls = new RunControls(this);
@@ -215,6 +218,7 @@ export class RunFrame {
   }
 
   async drawWhere() {
+    if (recording) return replace(this.where, h("span", { class: "muted small" }, recording.about));
     replace(this.where, h("a", { href: "#/runs" }, "Runs"), h("span", { "aria-hidden": "true" }, "/"));
     const others = await api.runs({ limit: 100 }, this.life.signal).then(api.itemsOf).catch(() => []);
     if (this.life.signal.aborted) return;

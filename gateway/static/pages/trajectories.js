@@ -7,6 +7,7 @@ import { table } from "../components/table.js";
 import { toastProblem } from "../components/toast.js";
 import { h, replace } from "../dom.js";
 import { number, plural, whole } from "../format.js";
+import { recording } from "../recording.js";
 
 const PAGE = 50;
 const FILTERS = [
@@ -29,7 +30,7 @@ export async function trajectoriesPage({ frame, run, element, query, signal }) {
   const step = query.get("step");
   if (step) Object.assign(wanted, { first_step: step, last_step: step });
   // Without filters, show the newest step.
-  const newest = !Object.keys(wanted).some((name) => name !== "sort") && frame.detail.step;
+  const newest = !recording && !Object.keys(wanted).some((name) => name !== "sort") && frame.detail.step;
   const request = newest ? { ...wanted, step: newest } : wanted;
   const list = h("div", { class: "panel" });
   const more = h("button", { class: "button", type: "button", hidden: true }, "More");
@@ -67,6 +68,7 @@ export async function trajectoriesPage({ frame, run, element, query, signal }) {
 }
 
 function searchedSteps(request) {
+  if (recording) return " in this report: from the best to the worst of the first and of the last step";
   if (request.step) return ` of the newest step, ${whole(request.step)}; filters search the last 50 steps`;
   return request.first_step || request.last_step ? "" : " of the last 50 steps; set steps to search earlier ones";
 }

@@ -232,8 +232,8 @@ def report(
         typer.Option(metavar="FILE", help="File to write. Default: report.html in the directory of the run."),
     ] = None,
 ) -> None:
-    """Write a report of a run as one HTML file: curves, tables, texts and settings."""
-    from quartet.cli.report.command import report as write
+    """Write a report of a run as one HTML file: the dashboard with the data of the run, without a server."""
+    from quartet.cli.report import report as write
 
     write(run, output)
 

@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
-from quartet.cli.report.command import report
-from quartet.cli.report.curves import MAX_POINTS, main_charts
-from quartet.config.loading import FIRST_CONFIG_LINE, parse_config
+from quartet.cli.report import EVALUATION_ROWS, MARK, POINTS, RESPONSES, report
+from quartet.cli.report import STEPS as SHOWN_STEPS
+from quartet.config.loading import parse_config
 from quartet.contract.control import Alert
 from quartet.errors import ConfigError
 from quartet.run_directory.run_files import RunFiles
@@ -44,6 +43,7 @@ def trajectory(step: int, sample: int) -> dict[str, Any]:
         "response": f"response {sample} of {step} {HOSTILE}",
         "score": float(sample),
         "parts": {"length": 0.25},
+        "policy_version": step - 1,
         "kl": 0.5,
         "response_tokens": 9,
         "finished": sample != 0,
@@ -77,61 +77,80 @@ def span(service: str, phase: str, start: float, end: float) -> dict[str, Any]:
     return {"service": service, "phase": phase, "start": start, "end": end, "count": 1}
 
 
-def test_a_report_shows_the_progress_of_the_run(files: RunFiles) -> None:
+def recorded(path: Path) -> dict[str, Any]:
+    """Return the responses of the gateway in a report."""
+    data = re.search(r'<script id="recording" type="application/json">(.*?)</script>', path.read_text(encoding="utf-8"))
+    assert data is not None
+    responses: dict[str, Any] = json.loads(data[1])["responses"]
+    return responses
+
+
+def written(files: RunFiles) -> dict[str, Any]:
+    """Write the report of a run, and return its responses."""
     report(files.root, None)
-    assert "At step 4 of 4" in files.report.read_text()
-    files.services.write_text("{}")
-    report(files.root, None)
-    assert "Active: step 4 of 4" in files.report.read_text()
-    files.services.unlink()
+    return recorded(files.report)
+
+
+def test_a_report_has_the_state_the_config_and_the_events_of_its_run(files: RunFiles) -> None:
+    responses = written(files)
+    run = responses["/runs/tiny"]
+    assert (run["state"], run["step"], run["total_steps"], run["kl_target"]) == ("idle", 4, 4, 4.25)
+    assert responses["/runs"]["items"] == [run]
+    assert responses["/session"]["access"] == "viewer"
+    assert responses["/runs/tiny/config"]["config"]["actor"]["model"] == HOSTILE
+    assert [alert["evidence"] for alert in responses["/runs/tiny/guards"]["alerts"]] == [HOSTILE]
+    assert responses["/runs/tiny/settings"]["changes"] == []
+    assert responses["/runs/tiny/steps/1"]["spans"][0]["phase"] == "generate"
     files.policy.mkdir()
     files.write_policy_step(4)
-    report(files.root, None)
-    assert "Finished after 4 steps" in files.report.read_text()
+    assert written(files)["/runs/tiny"]["state"] == "finished"
 
 
-def test_a_run_without_scores_shows_its_first_responses(files: RunFiles) -> None:
+def test_a_report_has_the_best_the_median_and_the_worst_response_of_the_first_and_the_last_step(
+    files: RunFiles,
+) -> None:
+    for step in (1, STEPS):
+        files.write_trajectories(step, [trajectory(step, sample) for sample in range(101)])
+    responses = written(files)
+    items = responses["/runs/tiny/trajectories"]["items"]
+    assert [item["step"] for item in items] == [STEPS] * RESPONSES + [1] * RESPONSES
+    scores = [item["score"] for item in items[:RESPONSES]]
+    assert (scores[0], scores[RESPONSES // 2], scores[-1]) == (100.0, 50.0, 0.0)
+    best = responses[f"/runs/tiny/trajectories/{STEPS}/0/100"]
+    assert best["response"] == f"response 100 of {STEPS} {HOSTILE}"
+    assert best["parts"] == {"length": 0.25}
+
+
+def test_a_run_without_scores_has_its_responses(files: RunFiles) -> None:
     for step in range(1, STEPS + 1):
         files.write_trajectories(step, [{**trajectory(step, sample), "score": None} for sample in range(5)])
-    report(files.root, None)
-    text = files.report.read_text()
-    assert "response 0 of 4" in text
-    assert "response 1 of 4" not in text
-    assert "score None" not in text
+    items = written(files)["/runs/tiny/trajectories"]["items"]
+    assert [item["score"] for item in items] == [None] * 10
 
 
-def test_an_ensemble_is_summarized_by_its_parts(tmp_path: Path) -> None:
-    parts = [
-        {"name": "quality", "weight": 0.7, "source": "model", "model": "m/quality"},
-        {"name": "short", "weight": 0.3, "source": "function", "function": "mine:short"},
-    ]
-    tree = {
-        "run": {"name": "tiny", "steps": STEPS},
-        "data": {"prompts": "p"},
-        "actor": {"model": "a"},
-        "reward": {"source": "ensemble", "parts": parts},
+def test_the_first_and_the_last_evaluation_are_in_the_report(files: RunFiles) -> None:
+    rows = [{"index": index, "prompt": "p"} for index in range(EVALUATION_ROWS + 9)]
+    files.write_evaluation(0, {"eval_reward_greedy": 1.25}, rows)
+    files.write_evaluation(2, {"eval_reward_greedy": 2.0}, rows)
+    files.write_evaluation(4, {"eval_reward_greedy": 2.75}, rows)
+    responses = written(files)
+    summaries = responses["/runs/tiny/evaluations"]["items"]
+    assert [item["metrics"]["eval_reward_greedy"] for item in summaries][-1] == 2.75
+    assert {path for path in responses if "/evaluations/" in path} == {
+        "/runs/tiny/evaluations/0",
+        "/runs/tiny/evaluations/4",
     }
-    files = RunFiles(tmp_path / "tiny")
+    assert len(responses["/runs/tiny/evaluations/4"]["items"]) == EVALUATION_ROWS
+
+
+def test_a_run_without_steps_has_a_report(tmp_path: Path) -> None:
+    files = RunFiles(tmp_path / "new")
+    tree = {"run": {"steps": 9}, "data": {"prompts": "p"}, "actor": {"model": "a"}, "reward": {"model": "r"}}
     files.write_config(parse_config(tree, "here").to_yaml())
-    for step in range(1, STEPS + 1):
-        files.append_metrics({**metrics(step), "reward_quality_mean": 10.0 * step, "reward_short_mean": -1.0})
-    report(files.root, None)
-    text = files.report.read_text()
-    assert "0.7 × quality (m/quality) + 0.3 × short (mine:short)" in text
-    assert "reward part quality, unweighted: first and last 2 steps" in text
-    assert "15 → 35" in text
-    assert "reward part short, unweighted" in text
-
-
-def test_runs_of_an_earlier_version_and_without_steps_have_a_report(tmp_path: Path) -> None:
-    (tmp_path / "config.yaml").write_text(
-        FIRST_CONFIG_LINE + yaml.safe_dump({"run": {"name": "old", "steps": 9}, "gone": 1})
-    )
-    report(tmp_path, tmp_path / "other.html")
-    text = (tmp_path / "other.html").read_text()
-    assert "Run old" in text
-    assert "At step 0 of 9" in text
-    assert "No step has been committed yet." in text
+    report(files.root, tmp_path / "other.html")
+    responses = recorded(tmp_path / "other.html")
+    assert (responses["/runs/new"]["step"], responses["/runs/new"]["total_steps"]) == (0, 9)
+    assert responses["/runs/new/trajectories"]["items"] == []
 
 
 def test_a_report_replaces_only_another_report(files: RunFiles, tmp_path: Path) -> None:
@@ -144,25 +163,42 @@ def test_a_report_replaces_only_another_report(files: RunFiles, tmp_path: Path) 
     with pytest.raises(ConfigError, match="is not the directory of a run"):
         report(tmp_path, None)
     assert other.read_text() == "<p>mine</p>"
+    report(files.root, None)
+    report(files.root, None)
+    assert files.report.read_text().startswith(MARK)
 
 
-def test_a_damaged_file_is_reported(files: RunFiles) -> None:
+def test_a_damaged_file_is_reported(files: RunFiles, capfd: pytest.CaptureFixture[str]) -> None:
     path = files.trajectories / "step-000004.jsonl"
     path.write_text('{"score": 1.0}\n')
-    with pytest.raises(ConfigError, match=f"trajectories {re.escape(str(path))}: cannot be read"):
+    with pytest.raises(ConfigError, match=f"{re.escape(str(path))}:1: not a trajectory in Quartet's format"):
         report(files.root, None)
     assert not files.report.exists()
 
 
-def test_curves_of_long_runs_are_reduced_and_keep_their_mean() -> None:
-    steps = [{"step": step, "reward_mean": float(step), "reward_std": 2.0} for step in range(1, 10 * MAX_POINTS + 1)]
-    line = main_charts(steps, None)[0]["lines"][0]
-    assert len(line["x"]) == len(line["y"]) == MAX_POINTS
-    assert (line["x"][0], line["y"][0], line["low"][0], line["high"][0]) == (10, 5.5, 3.5, 7.5)
-    assert line["x"][-1] == 10 * MAX_POINTS
+def test_a_config_of_another_version_is_refused_with_its_keys(files: RunFiles) -> None:
+    files.config.write_text(files.config.read_text() + "gone: 1\n")
+    with pytest.raises(ConfigError, match="gone: unknown key"):
+        report(files.root, None)
 
 
-def test_missing_and_non_finite_values_are_gaps_in_curves() -> None:
-    results = {item["title"]: item["lines"][0]["y"] for item in main_charts([metrics(1), metrics(2)], None)}
-    assert results["Entropy"] == [3.0, None]
-    assert results["Throughput"] == [50.0, 50.0]
+def test_long_runs_are_reduced_and_values_that_are_no_numbers_are_gaps(files: RunFiles) -> None:
+    curves = written(files)["/runs/tiny/metrics"]["curves"]
+    assert curves["entropy"]["mean"] == [3.0, None, 3.0, 3.0]
+    for step in range(STEPS + 1, 2 * POINTS + 1):
+        files.append_metrics({"step": step, "reward_mean": float(step)})
+    responses = written(files)
+    reward = responses["/runs/tiny/metrics"]["curves"]["reward_mean"]
+    assert len(reward["mean"]) == POINTS
+    assert reward["mean"][-1] == 2 * POINTS - 0.5
+    assert len(responses["/runs/tiny/steps"]["items"]) == SHOWN_STEPS
+
+
+def test_the_file_loads_nothing_and_hostile_text_ends_no_script(files: RunFiles) -> None:
+    report(files.root, None)
+    text = files.report.read_text()
+    assert HOSTILE not in text
+    assert "<img src=x" not in text
+    own = re.sub(r"<script>.*?</script>", "", text, flags=re.DOTALL)
+    assert not re.findall(r'(?:src|href)="(?!data:|#)', own)
+    assert "default-src 'none'; script-src 'sha256-" in text.replace("&#x27;", "'")

@@ -1,1 +1,0 @@
-"""`quartet report`: one HTML file about a run."""
