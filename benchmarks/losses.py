@@ -25,7 +25,7 @@ from quartet.config.loading import load_config
 from quartet.config.policy_losses import BUILT_IN_POLICY_LOSSES, Aggregation
 from quartet.config.root import Config
 from quartet.errors import QuartetError
-from quartet.models.gpu_settings import deterministic_update
+from quartet.models.torch_settings import deterministic_update
 from quartet.models.training.compiled_layers import compiled_layers
 from quartet.models.training.optimizer import create_optimizer
 from quartet.models.training.updates import update_policy

@@ -8,8 +8,7 @@ from pathlib import Path
 
 from quartet.config.root import Config
 from quartet.errors import ConfigError
-from quartet.system.cpu_environment import set_cpu_environment
-from quartet.system.gpu_environment import set_gpu_environment
+from quartet.system.compute_environment import set_cpu_environment, set_gpu_environment
 from quartet.system.machine import available_cores
 
 
@@ -52,8 +51,7 @@ def set_up(device: str, threads: int) -> None:
     if device == "cpu":
         torch.set_num_threads(threads)
         return
-    from quartet.models.gpu_settings import set_up_gpu
-    from quartet.models.torch_threads import set_up_torch
+    from quartet.models.torch_settings import set_up_gpu, set_up_torch
 
     set_gpu_environment(os.environ)
     set_up_torch(threads)

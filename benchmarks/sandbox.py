@@ -18,8 +18,7 @@ from benchmarks.options import add_shared, page_of, parser_of, positive
 from quartet.system.machine import available_cores
 from quartet.verifiers.errors import SandboxFailed
 from quartet.verifiers.programs import InputOutput, Program, Report, run_with_calls, run_with_input
-from quartet.verifiers.sandbox.backend import Sandbox
-from quartet.verifiers.sandbox.limits import Limits
+from quartet.verifiers.sandbox.process import Limits, Sandbox
 from quartet.verifiers.sandbox.selection import KINDS, open_sandbox
 
 LIMITS = Limits(seconds=60.0, cpu_seconds=60)

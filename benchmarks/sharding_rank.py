@@ -23,7 +23,7 @@ from quartet.contract.trajectory import TokenBatch
 from quartet.contract.update import Experience, OptimizationSettings, PolicyLossSettings
 from quartet.models.forward.model_capabilities import vocabulary_size
 from quartet.models.hf_logging import suppress_hf_logging
-from quartet.models.torch_threads import set_up_torch
+from quartet.models.torch_settings import set_up_torch
 from quartet.models.training.optimizer import MasterWeightAdamW, create_optimizer
 from quartet.models.training.updates import update_policy
 from quartet.models.weights.loading import load_causal_lm

@@ -33,7 +33,7 @@ from quartet.models.forward import batching
 from quartet.models.forward.model_capabilities import vocabulary_size
 from quartet.models.forward.onednn_linear import onednn_linear
 from quartet.models.forward.scoring import response_log_probs
-from quartet.models.gpu_settings import deterministic_update
+from quartet.models.torch_settings import deterministic_update
 from quartet.models.training.compiled_layers import compiled_layers
 from quartet.models.training.optimizer import MasterWeightAdamW, create_optimizer
 from quartet.models.training.updates import update_policy, update_value

@@ -31,9 +31,9 @@ from benchmarks import machine, page
 from benchmarks.options import add_shared, page_of, parser_of, positive
 from quartet.contract.arrays import FloatArray
 from quartet.contract.status import Role, ServiceStatus
+from quartet.rpc.base_servicers import WeightServicer
 from quartet.rpc.clients import WeightClient
 from quartet.rpc.server import Server
-from quartet.rpc.weight_servicer import WeightServicer
 from quartet.system.child_processes import tied_to_parent
 from quartet.weight_transfer.receiver import WeightMirror
 from quartet.weight_transfer.source import WeightSource

@@ -220,8 +220,7 @@ def _default(item: Any) -> str:
 def engines() -> str:
     """Return the page of the engines' guarantees."""
     from quartet.config.rollout import engine_names
-    from quartet.engines.engine import COLUMNS
-    from quartet.engines.registry import find_engine
+    from quartet.engines.engine import COLUMNS, find_engine
 
     rows = (
         (f"`{place.properties.name}`", place.runs_in, *place.cells()[1:], place.depends_on, place.tested)

@@ -1,6 +1,6 @@
 """Resource presets of the chart: CPU and memory by role and size of the model, from the planner's arithmetic.
 
-Written to files/resources.json by `make generate`. A preset has MiB of host memory (see ``quartet.planner.host_memory``) and
+Written to files/resources.json by `make generate`. A preset has MiB of host memory (see ``quartet.planner.helm_values``) and
 milli-CPUs of each rank, for pods with and without GPUs. The template adds them up for the roles and the ranks of a pod.
 """
 
@@ -23,7 +23,7 @@ from quartet.planner.device_memory import (
     trained_memory,
 )
 from quartet.planner.gpus import CPU
-from quartet.planner.host_memory import (
+from quartet.planner.helm_values import (
     CPU_PROCESS_BYTES,
     GPU_PROCESS_BYTES,
     HOST_FRACTION,

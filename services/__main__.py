@@ -32,10 +32,9 @@ from quartet.contract.status import MODEL_ROLES, Role
 from quartet.errors import ConfigError, QuartetError, ServiceFailed
 from quartet.services.workers.processes import RankProcess, start_ranks
 from quartet.system.child_processes import kill_descendants
-from quartet.system.cpu_environment import set_cpu_environment
+from quartet.system.compute_environment import set_cpu_environment, set_gpu_environment
 from quartet.system.durable_files import describe_os_error
 from quartet.system.failpoints import arm
-from quartet.system.gpu_environment import set_gpu_environment
 from quartet.system.missing_packages import explain_missing_package
 from quartet.telemetry.logs import configure_logs
 
@@ -311,8 +310,7 @@ def _models(
     ranks: RankProcess,
     notifier: ReadyNotifier,
 ) -> list[Any]:
-    from quartet.models.gpu_settings import release_gpu_memory, set_up_gpu
-    from quartet.models.torch_threads import set_up_torch
+    from quartet.models.torch_settings import release_gpu_memory, set_up_gpu, set_up_torch
     from quartet.rpc.compute_thread import ComputeThread
     from quartet.run_directory.model_digests import model_digests, role_models
     from quartet.services.factories import build_model_role, device_of, set_up_thread
@@ -353,8 +351,7 @@ def _shares_gpu(role: Role, config: Config, rank: int = 0) -> bool:
 
 def _follow(ranks: RankProcess, role: Role, config: Config, threads: int, credentials: Credentials) -> None:
     """Compute the commands of rank 0 until it ends this process. The servicer of this rank serves no calls."""
-    from quartet.models.gpu_settings import release_gpu_memory, set_up_gpu
-    from quartet.models.torch_threads import set_up_torch
+    from quartet.models.torch_settings import release_gpu_memory, set_up_gpu, set_up_torch
     from quartet.rpc.compute_thread import ComputeThread
     from quartet.services.factories import build_model_role, device_of
     from quartet.services.workers.commands import GroupCommands, join
@@ -411,7 +408,7 @@ def _orchestrator(
     observability: Observability,
     credentials: Credentials,
 ) -> tuple[list[Any], threading.Thread, Callable[[], None]]:
-    from quartet.models.torch_threads import set_up_torch
+    from quartet.models.torch_settings import set_up_torch
     from quartet.run_directory.run_files import RunFiles
     from quartet.services.orchestrator.control.progress import ProgressBoard
     from quartet.services.orchestrator.control.run_control import RunControl

@@ -23,11 +23,10 @@ from quartet.config.layout import (
 from quartet.config.models import MAX_MICRO_BATCH_TOKENS, MAX_MICRO_BATCH_TOKENS_GPU
 from quartet.config.root import Config
 from quartet.contract.status import Role, ServiceStatus
-from quartet.engines.registry import find_engine
+from quartet.engines.engine import find_engine
 from quartet.errors import ConfigError
 from quartet.models.generation.torch_kind import load_detached
-from quartet.models.gpu_settings import check_gpu
-from quartet.models.torch_threads import set_num_threads
+from quartet.models.torch_settings import check_gpu, set_num_threads
 from quartet.models.weights.loading import check_cacheable_config
 from quartet.models.workers.workers import SINGLE, Workers
 from quartet.planner.memory_shares import (
@@ -38,8 +37,7 @@ from quartet.planner.memory_shares import (
     torch_cache_bytes,
 )
 from quartet.rewards.factory import build_reward
-from quartet.rpc.base_servicers import ModelServicer
-from quartet.rpc.commands import Commands
+from quartet.rpc.base_servicers import Commands, ModelServicer
 from quartet.rpc.compute_thread import ComputeThread
 from quartet.rpc.security.credentials import LOCAL, Credentials
 from quartet.services.actor.actor import Actor, BufferAccess

@@ -23,8 +23,7 @@ from quartet.errors import FailedPrecondition, ModelError
 from quartet.model_files.sharded_files import is_sharded
 from quartet.models.forward.batching import MicroBatch
 from quartet.models.forward.model_capabilities import max_positions, vocabulary_size
-from quartet.models.gpu_settings import deterministic_update
-from quartet.models.torch_threads import torch_threads
+from quartet.models.torch_settings import deterministic_update, torch_threads
 from quartet.models.training.activation_checkpointing import activation_checkpointing
 from quartet.models.training.compiled_layers import compiled_layers, try_compiled
 from quartet.models.training.optimizer import (
@@ -37,8 +36,7 @@ from quartet.models.training.optimizer import (
 )
 from quartet.models.training.update_idempotency import UpdateLog
 from quartet.models.training.update_memory import UpdateMemory
-from quartet.models.weights.freezing import freeze_parameters
-from quartet.models.weights.loading import count_parameters
+from quartet.models.weights.loading import count_parameters, freeze_parameters
 from quartet.models.weights.lora import Adapter, add_adapter, matrices_without_adapter
 from quartet.models.weights.snapshot import Writer, write_model
 from quartet.models.weights.tokenizer import load_tokenizer, tokenizer_fingerprint

@@ -13,7 +13,7 @@ import pytest
 
 from quartet.buffer.connection import Redis, connect
 from quartet.buffer.embedded_redis import EmbeddedRedis
-from quartet.system.cpu_environment import set_cpu_environment
+from quartet.system.compute_environment import set_cpu_environment
 from quartet.telemetry.logs import configure_logs
 
 # Tests start child processes from a process that uses gRPC. The fork handlers of gRPC could abort the child. gRPC reads this

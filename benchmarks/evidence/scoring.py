@@ -21,7 +21,7 @@ from quartet.contract.trajectory import FinishReason, TokenBatch
 from quartet.data.evaluation import read_validation_prompts, run_sampling, trajectory_id
 from quartet.models.forward.scoring import response_log_probs
 from quartet.models.generation.torch_engine import TorchEngine
-from quartet.models.torch_threads import set_up_torch
+from quartet.models.torch_settings import set_up_torch
 from quartet.models.weights.loading import load_causal_lm, stop_token_ids
 from quartet.models.weights.tokenizer import load_tokenizer
 from quartet.rewards.factory import build_reward

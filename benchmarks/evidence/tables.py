@@ -11,7 +11,7 @@ import matplotlib
 from benchmarks.evidence.experiments import TRL_SIDES, VARIATIONS, Experiment
 from benchmarks.evidence.runs import Result
 from quartet.config.root import Config
-from quartet.launcher.intervals import mean_interval
+from quartet.launcher.sweep.results import mean_interval
 
 matplotlib.use("svg")
 import matplotlib.pyplot as plt

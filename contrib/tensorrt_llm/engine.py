@@ -43,8 +43,7 @@ from quartet.engines.served_model import read_served_model
 from quartet.engines.validation import check_requests
 from quartet.engines.weight_folders import OwnedFolder
 from quartet.errors import Cancelled, ConfigError, InvalidRequest, QuartetError, ServiceFailed
-from quartet.weight_transfer.digests import tensor_digest
-from quartet.weight_transfer.tensors import WeightSet
+from quartet.weight_transfer.tensors import WeightSet, tensor_digest
 
 log = structlog.get_logger()
 

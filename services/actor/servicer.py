@@ -17,10 +17,8 @@ from quartet.contract.status import Role, ServiceStatus
 from quartet.contract.trajectory import TokenBatch
 from quartet.contract.update import PolicyLossSettings
 from quartet.errors import FailedPrecondition
-from quartet.rpc.base_servicers import TrainableServicer, stream_generation
-from quartet.rpc.commands import CommandHandler, Commands
+from quartet.rpc.base_servicers import CommandHandler, Commands, TrainableServicer, WeightServicer, stream_generation
 from quartet.rpc.compute_thread import ComputeThread
-from quartet.rpc.weight_servicer import WeightServicer
 from quartet.services.actor.actor import Actor
 from quartet.services.actor.group_generation import GroupGeneration
 from quartet.services.generator.generator import Generator

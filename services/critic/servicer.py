@@ -12,8 +12,7 @@ from quartet.contract.arrays import FloatArray
 from quartet.contract.status import Role
 from quartet.contract.trajectory import TokenBatch
 from quartet.contract.update import ValueLossSettings
-from quartet.rpc.base_servicers import TrainableServicer
-from quartet.rpc.commands import CommandHandler
+from quartet.rpc.base_servicers import CommandHandler, TrainableServicer
 from quartet.services.critic.critic import Critic
 from quartet.v1 import critic_pb2, critic_pb2_grpc
 

@@ -11,8 +11,7 @@ from quartet.buffer.redis_url import required_buffer_url
 from quartet.buffer.rollout_stream import RolloutStream
 from quartet.config.root import Config
 from quartet.contract.status import Role, ServiceStatus
-from quartet.engines.engine import Engine, ServedModel, TokenDecoder
-from quartet.engines.registry import find_engine
+from quartet.engines.engine import Engine, ServedModel, TokenDecoder, find_engine
 from quartet.engines.stop_strings import token_decoder
 from quartet.errors import ConfigError
 from quartet.rpc.clients import WeightClient
@@ -67,8 +66,7 @@ class WeightClients:
 def set_up_engine(config: Config, threads: int) -> Callable[[], object]:
     """Prepare this process for its engine. Return a function that prepares the thread which computes."""
     if config.rollout.engine == "torch":
-        from quartet.models.gpu_settings import set_up_gpu
-        from quartet.models.torch_threads import set_num_threads, set_up_torch
+        from quartet.models.torch_settings import set_num_threads, set_up_gpu, set_up_torch
 
         set_up_torch(threads)
         if config.services.generator.devices:

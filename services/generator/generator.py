@@ -32,9 +32,8 @@ from quartet.errors import (
 from quartet.services.generator.attestation import Attestation
 from quartet.services.generator.episodes import EnvironmentAccess, generate_episodes
 from quartet.system.failpoints import failpoint
-from quartet.weight_transfer.digests import combined_digest
 from quartet.weight_transfer.receiver import PulledWeights
-from quartet.weight_transfer.tensors import WeightSet
+from quartet.weight_transfer.tensors import WeightSet, combined_digest
 
 log = structlog.get_logger()
 

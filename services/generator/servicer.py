@@ -12,9 +12,8 @@ from quartet.codec.generation import weight_update_from_proto
 from quartet.codec.messages import to_message
 from quartet.contract.status import Role, ServiceStatus
 from quartet.contract.weights import WeightTransfer
-from quartet.rpc.base_servicers import ModelServicer, stream_generation
+from quartet.rpc.base_servicers import ModelServicer, WeightServicer, stream_generation
 from quartet.rpc.compute_thread import ComputeThread, remaining_time
-from quartet.rpc.weight_servicer import WeightServicer
 from quartet.services.generator.generator import Generator
 from quartet.v1 import generation_pb2, generation_pb2_grpc
 from quartet.weight_transfer.messages import WeightPeer

@@ -19,7 +19,7 @@ from quartet.config.root import Config
 from quartet.contract.control import RunState
 from quartet.contract.status import GeneratorInfo
 from quartet.data.evaluation import stream_name
-from quartet.data.prompt_contents import set_contents
+from quartet.data.prompt_cache import set_contents
 from quartet.errors import Cancelled, ConfigError, LeadershipConflict, QuartetError, ServiceFailed, StorageFailed
 from quartet.models.weights.tokenizer import load_tokenizer
 from quartet.preflight.repeatability import moved_note

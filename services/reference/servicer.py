@@ -13,8 +13,7 @@ from quartet.contract.arrays import FloatArray
 from quartet.contract.status import Role
 from quartet.contract.trajectory import TokenBatch
 from quartet.contract.weights import ReferenceVersion
-from quartet.rpc.base_servicers import ModelServicer
-from quartet.rpc.commands import CommandHandler
+from quartet.rpc.base_servicers import CommandHandler, ModelServicer
 from quartet.services.reference.reference import Reference
 from quartet.v1 import reference_pb2, reference_pb2_grpc
 

@@ -14,8 +14,7 @@ from quartet.contract.trajectory import Scores, TokenBatch
 from quartet.errors import Cancelled, DeadlinePassed, MismatchError, QuotaExceeded
 from quartet.rewards.ensemble import EnsembleReward
 from quartet.rewards.reward_source import RewardSource, never, score_in_units
-from quartet.rpc.base_servicers import ModelServicer
-from quartet.rpc.commands import CommandHandler, Commands
+from quartet.rpc.base_servicers import CommandHandler, Commands, ModelServicer
 from quartet.rpc.compute_thread import CallerState, ComputeThread, remaining_time
 from quartet.rpc.security.credentials import caller_run
 from quartet.services.reward.sharing import SharedCall, SharedTurns

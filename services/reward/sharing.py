@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from quartet.config.sharing import SharingConfig
+from quartet.config.deployment import SharingConfig
 from quartet.errors import InvalidRequest, QuotaExceeded
 
 OVER_QUOTA_SECONDS = 10.0

@@ -15,7 +15,7 @@ from quartet.config.section import is_loopback
 from quartet.contract.domain_errors import domain_error
 from quartet.errors import QuartetError, ServiceFailed
 from quartet.models.workers.workers import SINGLE, Workers
-from quartet.rpc.commands import CommandHandler, Commands, Result
+from quartet.rpc.base_servicers import CommandHandler, Commands, Result
 from quartet.services.workers.group_failures import GroupFailures, error_of, kind_of
 from quartet.services.workers.processes import RankProcess, interface_towards
 from quartet.services.workers.watchdog import Failure, Watchdog

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks import gpu, machine, random_models
-from quartet.models import gpu_settings, torch_threads
+from quartet.models import torch_settings
 
 
 def write(folder: Path, name: str, report: dict[str, Any]) -> None:
@@ -54,8 +54,8 @@ def test_parts_that_have_not_run_are_left_out_and_a_missing_folder_is_an_error(
 def test_benchmarks_on_a_gpu_set_the_flags_of_a_service(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
     monkeypatch.setattr(machine, "set_gpu_environment", lambda environment: calls.append("environment"))
-    monkeypatch.setattr(torch_threads, "set_up_torch", lambda threads: calls.append(f"{threads} threads"))
-    monkeypatch.setattr(gpu_settings, "set_up_gpu", lambda: calls.append("gpu"))
+    monkeypatch.setattr(torch_settings, "set_up_torch", lambda threads: calls.append(f"{threads} threads"))
+    monkeypatch.setattr(torch_settings, "set_up_gpu", lambda: calls.append("gpu"))
     machine.set_up("cuda:0", 1)
     assert calls == ["environment", "1 threads", "gpu"]
     machine.set_up("cpu", 1)

@@ -19,7 +19,7 @@ from quartet.config.loading import load_config, parse_config
 from quartet.config.root import Config
 from quartet.config.url_redaction import redact_url
 from quartet.errors import ConfigError, ServiceUnavailable
-from quartet.rpc.security.certificate_authority import Authority
+from quartet.rpc.security.certificates import Authority
 
 ENCODED, FROM_URL, FROM_FILE = ":p%40ss%2Fw%3Ard@", ":mine@", ":secret@"
 

@@ -23,7 +23,7 @@ from quartet.buffer.embedded_redis import EmbeddedRedis, find_server
 from quartet.buffer.experience_store import ExperienceStore
 from quartet.buffer.rollout_stream import RolloutStream
 from quartet.errors import ConfigError, ServiceUnavailable
-from quartet.rpc.security.certificate_authority import Authority
+from quartet.rpc.security.certificates import Authority
 from quartet.rpc.service_channel import accepts_connections
 from quartet.system.child_processes import tied_to_parent
 from tests.buffer.samples import trajectory

@@ -19,7 +19,7 @@ from quartet.conformance.report import contract_digest
 from quartet.conformance.runner import ROLES, checks_of
 from quartet.contract.status import Role
 from quartet.errors import ConfigError
-from quartet.rpc.security.certificate_authority import Authority
+from quartet.rpc.security.certificates import Authority
 from quartet.rpc.security.credentials import Credentials
 from tests.conformance.models import serving
 from tests.conformance.mutants import MUTANTS

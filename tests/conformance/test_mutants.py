@@ -15,7 +15,7 @@ from quartet.conformance.check import CheckOutcome
 from quartet.conformance.runner import ROLES, checks_of, run_checks
 from quartet.conformance.target import Limits, Target
 from quartet.contract.status import Role
-from quartet.rpc.security.certificate_authority import Authority
+from quartet.rpc.security.certificates import Authority
 from quartet.rpc.security.credentials import Credentials
 from tests.conformance.check_table import PAGE, check_name, page
 from tests.conformance.models import serving

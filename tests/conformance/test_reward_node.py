@@ -24,7 +24,7 @@ from quartet.conformance.runner import checks_of, run_checks
 from quartet.conformance.target import Limits, Target
 from quartet.contract.status import Role
 from quartet.models.weights.tokenizer import load_tokenizer, tokenizer_fingerprint
-from quartet.rpc.security.certificate_authority import Authority
+from quartet.rpc.security.certificates import Authority
 from quartet.rpc.security.credentials import Credentials
 from quartet.run_directory.run_files import RunFiles
 from quartet.system.child_processes import tied_to_parent

@@ -13,7 +13,7 @@ from quartet.contract.generation import GenerationRequest, SamplingParameters
 from quartet.contract.trajectory import TrajectoryId
 from quartet.engines.engine import Engine, EngineResponse
 from quartet.errors import Cancelled, InvalidRequest
-from quartet.weight_transfer.digests import combined_digest
+from quartet.weight_transfer.tensors import combined_digest
 from tests.detached_engines.reference import Arrays, Reference
 from tests.detached_engines.tiny_checkpoint import STOP, VOCABULARY, arrays, expected_digests, weight_set
 

@@ -15,8 +15,7 @@ from quartet.contract.generation import SamplingParameters
 from quartet.engines.engine import EngineResponse
 from quartet.engines.vllm import VLLMEngine, VLLMSettings
 from quartet.errors import ConfigError, ServiceFailed
-from quartet.weight_transfer.digests import combined_digest
-from quartet.weight_transfer.tensors import AdapterSettings, WeightSet
+from quartet.weight_transfer.tensors import AdapterSettings, WeightSet, combined_digest
 from tests.detached_engines.reference import Arrays, Reference
 from tests.detached_engines.test_contract import greedy, load, requests, run, tokens
 from tests.detached_engines.tiny_checkpoint import (

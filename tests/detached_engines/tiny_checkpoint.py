@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 
 from quartet.engines.engine import ServedModel
-from quartet.weight_transfer.digests import combined_digest, tensor_digest
-from quartet.weight_transfer.tensors import AdapterSettings, HostTensor, WeightSet
+from quartet.weight_transfer.tensors import AdapterSettings, HostTensor, WeightSet, combined_digest, tensor_digest
 
 VOCABULARY = 96
 STOP = 7

@@ -12,7 +12,7 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from quartet.models.forward import gpu_attention, onednn_linear
-from quartet.models.gpu_settings import set_up_gpu
+from quartet.models.torch_settings import set_up_gpu
 from tests.device.pretended_gpu import PretendedGpu, pretended_gpu
 
 

@@ -16,7 +16,7 @@ from quartet.models.forward.log_probs import forward_log_probs
 from quartet.models.forward.packing import Packing
 from quartet.models.forward.scoring import response_log_probs
 from quartet.models.generation.torch_engine import TorchEngine
-from quartet.models.gpu_settings import deterministic_update
+from quartet.models.torch_settings import deterministic_update
 from quartet.models.training.optimizer import create_optimizer
 from quartet.models.training.updates import update_policy
 from tests.device import flash_attention

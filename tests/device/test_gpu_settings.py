@@ -11,7 +11,7 @@ from quartet.contract.generation import SamplingParameters
 from quartet.errors import ModelError
 from quartet.models.generation.sampling import BLOCK, sample_tokens
 from quartet.models.generation.torch_engine import TorchEngine
-from quartet.models.gpu_settings import deterministic_update
+from quartet.models.torch_settings import deterministic_update
 from quartet.models.training.optimizer import create_optimizer
 from quartet.models.training.updates import update_policy
 from tests.device.conftest import on_gpu

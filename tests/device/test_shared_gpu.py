@@ -9,7 +9,7 @@ import torch
 
 from quartet.config.deployment import ServiceConfig
 from quartet.errors import ConfigError
-from quartet.models.gpu_settings import release_gpu_memory
+from quartet.models.torch_settings import release_gpu_memory
 from quartet.services import factories
 from tests.device.pretended_gpu import PretendedGpu
 

@@ -16,7 +16,7 @@ import pytest
 
 from quartet.gateway import __main__ as gateway
 from quartet.rpc import health
-from quartet.rpc.security.certificate_authority import Authority
+from quartet.rpc.security.certificates import Authority
 from quartet.services import __main__ as services
 from quartet.telemetry.logs import configure_logs
 from tests.e2e.commands import Command, settings

@@ -13,8 +13,7 @@ import transformers
 from quartet.contract.generation import GenerationRequest, SamplingParameters
 from quartet.contract.trajectory import TrajectoryId
 from quartet.engines.engine import Engine, EngineResponse, ServedModel
-from quartet.weight_transfer.digests import combined_digest, tensor_digest
-from quartet.weight_transfer.tensors import AdapterSettings, HostTensor, WeightSet
+from quartet.weight_transfer.tensors import AdapterSettings, HostTensor, WeightSet, combined_digest, tensor_digest
 
 VOCABULARY = 96
 EOS = 32

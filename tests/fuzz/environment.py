@@ -23,8 +23,8 @@ from quartet.buffer.embedded_redis import EmbeddedRedis
 from quartet.buffer.experience_store import ExperienceStore
 from quartet.contract.status import MODEL_ROLES, Role, ServiceStatus
 from quartet.engines.checkpoint_files import read_safetensors
+from quartet.rpc.base_servicers import WeightServicer
 from quartet.rpc.server import Server
-from quartet.rpc.weight_servicer import WeightServicer
 from quartet.run_directory.run_files import RunFiles
 from quartet.system.child_processes import tied_to_parent
 from quartet.weight_transfer.source import WeightSource

@@ -14,7 +14,7 @@ import pytest
 
 from quartet.gateway import server
 from quartet.gateway.routes import events
-from quartet.rpc.security.certificate_authority import Authority
+from quartet.rpc.security.certificates import Authority
 from tests.gateway.live_runs import eventually
 from tests.gateway.serving import TIMEOUT, TOKEN, Gateway, Stream, commit, create_run, serving
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from helm import resource_presets, values_schema
-from quartet.planner.host_memory import HostMemory
+from quartet.planner.helm_values import HostMemory
 from quartet.planner.roofline import Parallel
 from tests.helm.rendering import EXAMPLES, Manifest, Values, changed, example, manifests, pod_templates, refusal
 from tests.helm.test_components import TURNS, containers

@@ -13,7 +13,7 @@ from quartet.config.loading import parse_config
 from quartet.config.root import Config
 from quartet.errors import ConfigError
 from quartet.preflight.security_checks import check_access
-from quartet.rpc.security.certificate_authority import Authority
+from quartet.rpc.security.certificates import Authority
 from tests.unit.preflight.files import lines
 
 LOCAL_PROCESSES = ("operator", "actor", "critic", "reward", "reference", "orchestrator", "gateway")

@@ -15,7 +15,7 @@ from quartet.errors import ConfigError
 from quartet.launcher import launcher as module
 from quartet.launcher.gateway_process import GatewayProcess
 from quartet.launcher.launcher import Launcher
-from quartet.rpc.security.certificate_authority import Authority
+from quartet.rpc.security.certificates import Authority
 from quartet.run_directory.run_files import RunFiles
 
 

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 
-from quartet.launcher.liveness_probe import LivenessProbe
+from quartet.launcher.supervisor import LivenessProbe
 from quartet.system.child_processes import process_state
 from tests.waiting import LIMIT, wait_until
 

@@ -13,9 +13,8 @@ TORCH_PARTS = {"quartet.ppo", "quartet.models", "quartet.rewards", "quartet.demo
 TORCH_MODULES = {
     "quartet.cli.inference.evaluate",
     "quartet.cli.checkpoint.export",
-    "quartet.cli.inference.generate",
     "quartet.api.completions",
-    "quartet.cli.inference.chat",
+    "quartet.cli.inference.generate",
     "quartet.environments.host",
     "quartet.contrib.triton.engine",
     "quartet.contrib.triton.tensors",

@@ -23,7 +23,7 @@ from quartet.contract.status import Role, ServiceStatus
 from quartet.errors import AccessRefused, ConfigError, ServiceUnavailable
 from quartet.rpc.health import is_serving
 from quartet.rpc.security.allow_list import CALLERS, GATEWAY, OPERATOR, PROCESSES, PROMETHEUS, RANK_CALLERS, REDIS
-from quartet.rpc.security.certificate_authority import Authority
+from quartet.rpc.security.certificates import Authority
 from quartet.rpc.security.credentials import Credentials
 from quartet.rpc.server import Server
 from quartet.rpc.service_channel import ServiceChannel

@@ -13,9 +13,9 @@ import pytest
 from quartet.codec.weights import weights_from_proto
 from quartet.contract.status import Role, ServiceStatus
 from quartet.errors import FailedPrecondition, InvalidRequest, NoResponse, QuartetError, ServiceBusy, ServiceUnavailable
+from quartet.rpc.base_servicers import WeightServicer
 from quartet.rpc.clients import WeightClient
 from quartet.rpc.server import Server
-from quartet.rpc.weight_servicer import WeightServicer
 from quartet.v1 import weights_pb2, weights_pb2_grpc
 from quartet.weight_transfer.messages import MAX_ENCODED_BYTES, MAX_TENSORS, Manifest, WeightsRequest
 from quartet.weight_transfer.receiver import WeightMirror

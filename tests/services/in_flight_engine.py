@@ -11,8 +11,7 @@ from quartet.contract.trajectory import VersionSpan
 from quartet.engines.engine import Cancelled as IsCancelled
 from quartet.engines.engine import EngineResponse
 from quartet.errors import Cancelled, ServiceFailed
-from quartet.weight_transfer.digests import tensor_digest
-from quartet.weight_transfer.tensors import HostTensor, WeightSet
+from quartet.weight_transfer.tensors import HostTensor, WeightSet, tensor_digest
 from tests.waiting import LIMIT
 
 SECONDS = LIMIT

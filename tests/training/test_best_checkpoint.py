@@ -9,8 +9,7 @@ import pytest
 
 from quartet.demo.toy_task import ToyTask
 from quartet.run_directory.checkpoints import tagged_checkpoints
-from quartet.run_directory.saved_policy import policy_in
-from quartet.run_directory.selection import checkpoint_at, roll_back_to
+from quartet.run_directory.selection import checkpoint_at, policy_in, roll_back_to
 from quartet.services.orchestrator.checkpointing import checkpoint_scheduler
 from tests.training.conftest import MakeConfig
 from tests.training.runs import Run, active_run, assert_same, json_lines, run_to_completion

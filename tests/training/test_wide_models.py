@@ -17,7 +17,7 @@ import torch
 
 from quartet.demo.toy_task import make_toy_task
 from quartet.models.generation.torch_engine import TorchEngine
-from quartet.models.torch_threads import torch_threads
+from quartet.models.torch_settings import torch_threads
 from quartet.models.weights.loading import load_causal_lm
 from quartet.models.weights.lora import add_adapter
 from tests.e2e.conftest import WIDE

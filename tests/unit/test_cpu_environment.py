@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from quartet.system import cpu_environment
-from quartet.system.cpu_environment import MKL_STRICT, SPIN_COUNT, set_cpu_environment
+from quartet.system import compute_environment
+from quartet.system.compute_environment import MKL_STRICT, SPIN_COUNT, set_cpu_environment
 
 WAIT_POLICY = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": str(SPIN_COUNT)}
 
@@ -18,7 +18,7 @@ def processor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The file that names the processor, of AMD."""
     path = tmp_path / "cpuinfo"
     path.write_text("vendor_id\t: AuthenticAMD\n")
-    monkeypatch.setattr(cpu_environment, "CPU_INFO", path)
+    monkeypatch.setattr(compute_environment, "CPU_INFO", path)
     return path
 
 
@@ -50,10 +50,10 @@ def test_mkl_is_reproducible_on_intel_processors_only(processor: Path) -> None:
     assert environment == {**WAIT_POLICY, "MKL_CBWR": MKL_STRICT}
     assert own["MKL_CBWR"] == "given"
     processor.unlink()
-    assert not cpu_environment.is_intel(), "not Linux"
+    assert not compute_environment.is_intel(), "not Linux"
 
 
-@pytest.mark.skipif(not cpu_environment.is_intel(), reason="for other processors, MKL has no such setting")
+@pytest.mark.skipif(not compute_environment.is_intel(), reason="for other processors, MKL has no such setting")
 @pytest.mark.parametrize(
     ("module", "arguments"),
     [("quartet.services.__main__", ["actor", "--config", "missing.yaml"]), ("quartet.cli.main", ["--version"])],

@@ -23,7 +23,7 @@ from quartet.config.root import Config
 from quartet.contract.generation import EngineProperties
 from quartet.contract.status import Role, ServiceStatus
 from quartet.contract.weights import WeightTransfer
-from quartet.engines.registry import find_engine
+from quartet.engines.engine import find_engine
 from quartet.models.generation.trial import processor
 from quartet.models.training.optimizer import create_optimizer
 from quartet.models.training.updates import update_policy

@@ -11,8 +11,8 @@ import pytest
 
 from quartet.verifiers.errors import SandboxFailed
 from quartet.verifiers.sandbox import bubblewrap
-from quartet.verifiers.sandbox.backend import START_SCRIPT, Sandbox
 from quartet.verifiers.sandbox.bubblewrap import UNPRIVILEGED
+from quartet.verifiers.sandbox.process import START_SCRIPT, Sandbox
 from quartet.verifiers.sandbox.selection import open_sandbox
 
 MARKER = f"quartet-test-{uuid.uuid4().hex}"

@@ -12,9 +12,8 @@ import pytest
 from quartet.verifiers.errors import SandboxFailed
 from quartet.verifiers.programs import InputOutput, Kind, Program, run_with_calls, run_with_input
 from quartet.verifiers.sandbox import container
-from quartet.verifiers.sandbox.backend import Sandbox
 from quartet.verifiers.sandbox.container import Container
-from quartet.verifiers.sandbox.limits import Limits
+from quartet.verifiers.sandbox.process import Limits, Sandbox
 from quartet.verifiers.sandbox.selection import DEFAULT_IMAGE, open_sandbox
 from tests.verifiers.hostile_programs import ATTACKS
 

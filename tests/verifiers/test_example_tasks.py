@@ -12,7 +12,7 @@ import pytest
 from examples.arithmetic import prepare as arithmetic
 from examples.code import prepare as code
 from quartet.verifiers.code import run_tests_batched
-from quartet.verifiers.sandbox.backend import Sandbox
+from quartet.verifiers.sandbox.process import Sandbox
 
 
 @pytest.mark.parametrize("example", [arithmetic, code])

@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 
 from quartet.verifiers.programs import InputOutput, Kind, Program, run_with_calls, run_with_input
-from quartet.verifiers.sandbox.backend import Sandbox
-from quartet.verifiers.sandbox.limits import Limits
+from quartet.verifiers.sandbox.process import Limits, Sandbox
 from tests.verifiers.conftest import MARKER, files, leftovers, mounts
 from tests.verifiers.hostile_programs import ATTACKS, CHEATS, LIMITED
 

@@ -19,8 +19,7 @@ from quartet.errors import ConfigError
 from quartet.verifiers.code import program_of, run_tests, run_tests_batched
 from quartet.verifiers.errors import InvalidField, SandboxFailed
 from quartet.verifiers.programs import InputOutput, Kind, Program, run_with_calls, run_with_input
-from quartet.verifiers.sandbox.backend import Sandbox, request
-from quartet.verifiers.sandbox.limits import Limits
+from quartet.verifiers.sandbox.process import Limits, Sandbox, request
 from quartet.verifiers.sandbox.selection import open_sandbox
 from tests.verifiers.conftest import MARKER, leftovers
 from tests.verifiers.hostile_programs import ATTACKS
@@ -288,8 +287,8 @@ def test_nothing_is_left_of_a_program_when_its_caller_is_killed(box: Sandbox, tm
         "from tests.verifiers.conftest import MARKER\nimport sys\n"
         "bubblewrap.START_SCRIPT = '# ' + sys.argv[1] + '\\n' + bubblewrap.START_SCRIPT\n"
         "from quartet.verifiers.sandbox.selection import open_sandbox\n"
-        "from quartet.verifiers.sandbox.backend import request\n"
-        "from quartet.verifiers.sandbox.limits import Limits\n"
+        "from quartet.verifiers.sandbox.process import request\n"
+        "from quartet.verifiers.sandbox.process import Limits\n"
         "limits = Limits()\n"
         "process = open_sandbox('bubblewrap').launch(limits)\n"
         "process.begin(request(limits, 'import time\\ntime.sleep(1000)'))\n"
@@ -313,7 +312,7 @@ def test_nothing_is_left_of_a_program_when_its_caller_is_killed(box: Sandbox, tm
 
 AS_A_USER = """
 from quartet.verifiers.programs import InputOutput, Program, run_with_input
-from quartet.verifiers.sandbox.limits import Limits
+from quartet.verifiers.sandbox.process import Limits
 from quartet.verifiers.sandbox.selection import open_sandbox
 source = sys.argv[1]
 limits = Limits(seconds=60.0, cpu_seconds=60)

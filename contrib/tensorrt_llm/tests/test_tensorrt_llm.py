@@ -23,11 +23,9 @@ from quartet.contract.trajectory import Trajectory, TrajectoryId
 from quartet.contrib.tensorrt_llm import engine as tensorrt_llm
 from quartet.contrib.tensorrt_llm.engine import TensorRTLLMEngine, TensorRTLLMSettings
 from quartet.engines.checkpoint_files import readable_by_older_versions
-from quartet.engines.engine import EngineResponse, Policy, ServedModel
-from quartet.engines.registry import find_engine
+from quartet.engines.engine import EngineResponse, Policy, ServedModel, find_engine
 from quartet.errors import Cancelled, ConfigError, InvalidRequest, ServiceFailed
-from quartet.weight_transfer.digests import combined_digest, tensor_digest
-from quartet.weight_transfer.tensors import AdapterSettings, HostTensor, WeightSet
+from quartet.weight_transfer.tensors import AdapterSettings, HostTensor, WeightSet, combined_digest, tensor_digest
 from tests.engines.conftest import EOS, change_adapter, trajectories
 from tests.engines.test_contract import greedy, requests
 from tests.every_case import every_case

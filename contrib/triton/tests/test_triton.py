@@ -26,7 +26,7 @@ from quartet.errors import (
 )
 from quartet.models.training.optimizer import create_optimizer
 from quartet.models.training.updates import update_policy
-from quartet.rpc.security.certificate_authority import Authority
+from quartet.rpc.security.certificates import Authority
 from quartet.weight_transfer.tensors import WeightSet
 from tests.engines.conftest import change_adapter, policy, score
 from tests.engines.test_contract import greedy, requests, run, tokens

@@ -1,6 +1,6 @@
 {{/*
 CPU, memory and ephemeral storage of every container. A preset in files/resources.json comes from the planner's arithmetic, see
-src/quartet/planner/host_memory.py. Values of a component replace those of the preset, resource by resource.
+src/quartet/planner/helm_values.py. Values of a component replace those of the preset, resource by resource.
 */}}
 
 {{/* Resources of a component. Arguments: root and component. GPUs are requested by their limit. */}}

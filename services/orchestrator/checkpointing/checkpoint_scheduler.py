@@ -12,8 +12,7 @@ from quartet.config.root import Config
 from quartet.contract.status import Role
 from quartet.contract.weights import SaveKind
 from quartet.errors import StorageFailed
-from quartet.run_directory.best_checkpoint import has_value, tag_best
-from quartet.run_directory.checkpoints import Checkpoint, checkpoint_folders, checkpoint_step
+from quartet.run_directory.checkpoints import Checkpoint, checkpoint_folders, checkpoint_step, has_value, tag_best
 from quartet.run_directory.run_files import RunFiles
 from quartet.services.orchestrator.checkpointing.checkpoint_writer import CheckpointWriter, PendingCheckpoint
 from quartet.services.orchestrator.control.progress import ProgressBoard

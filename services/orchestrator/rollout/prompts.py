@@ -11,8 +11,7 @@ from quartet.config.root import Config
 from quartet.contract.status import Role
 from quartet.contract.trajectory import Prompt
 from quartet.data.evaluation import read_training_prompts, read_validation_prompts
-from quartet.data.prompt_mixing import MixedPromptOrder, WeightedPrompts
-from quartet.data.prompt_order import PromptOrder, StepPrompts
+from quartet.data.prompt_order import MixedPromptOrder, PromptOrder, StepPrompts, WeightedPrompts
 from quartet.data.prompt_settings import NO_REVISIONS
 from quartet.models.weights.tokenizer import load_tokenizer
 from quartet.services.orchestrator.service_clients import ServiceStatuses, check_lengths

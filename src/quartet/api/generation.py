@@ -15,7 +15,7 @@ from quartet.contract.generation import SamplingParameters
 from quartet.data.chat_template import TemplateInputs
 from quartet.data.prompt_lines import prompt_of
 from quartet.errors import ConfigError, InvalidRequest
-from quartet.run_directory.saved_policy import config_of_policy, policy_in
+from quartet.run_directory.selection import config_of_policy, policy_in
 from quartet.system.missing_packages import explain_missing_package
 
 

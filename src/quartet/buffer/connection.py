@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import socket
+import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,7 +16,6 @@ import structlog
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from quartet.buffer.tls_check import check_encryption
 from quartet.config.url_redaction import is_redacted, redact_url
 from quartet.errors import BufferFailed, ConfigError, QuartetError, ServiceUnavailable
 
@@ -179,3 +180,40 @@ def translate_errors(url: str, lost: Callable[[], None] = lambda: None) -> Itera
         ) from None
     except redis.exceptions.RedisError as error:
         raise BufferFailed(f"{where}: {error}") from None
+
+
+TIMEOUT = 2.0
+"""Seconds to wait for each response."""
+
+
+def check_encryption(url: str, host: str, port: int) -> None:
+    """Raise ConfigError if the server of a ``rediss://`` URL uses plaintext, or that of a ``redis://`` URL uses TLS."""
+    where = f"rollout buffer at {redact_url(url)}"
+    if url.startswith("rediss://") and _responds_in_plaintext(host, port):
+        raise ConfigError(f"{where}: does not use TLS; use redis:// in buffer.url, or a Redis with a tls-port")
+    if url.startswith("redis://") and _completes_handshake(host, port):
+        raise ConfigError(
+            f"{where}: uses TLS; use rediss:// in buffer.url, and security.certificates if it requires a client certificate"
+        )
+
+
+def _responds_in_plaintext(host: str, port: int) -> bool:
+    try:
+        with socket.create_connection((host, port), TIMEOUT) as connection:
+            connection.sendall(b"PING\r\n")
+            # +PONG, or an error, for example about a missing password.
+            return connection.recv(1) in (b"+", b"-")
+    except OSError:
+        return False
+
+
+def _completes_handshake(host: str, port: int) -> bool:
+    context = ssl.create_default_context()
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # Nothing confidential is sent.
+    try:
+        with socket.create_connection((host, port), TIMEOUT) as connection, context.wrap_socket(connection):
+            return True
+    except ssl.SSLError as error:
+        return "ALERT" in (error.reason or "")  # A TLS alert: the server refuses the handshake.
+    except OSError:
+        return False

@@ -36,8 +36,7 @@ from quartet.config.rollout import engine_names
 from quartet.config.root import Config
 from quartet.config.url_redaction import redact_url
 from quartet.contract.status import TRAINED_ROLES, ProcessStatus, Role, ServiceStatus
-from quartet.engines.engine import COLUMNS, described
-from quartet.engines.registry import find_engine
+from quartet.engines.engine import COLUMNS, described, find_engine
 from quartet.errors import ConfigError, QuartetError
 from quartet.model_files.hub_models import cached_snapshot, looks_local
 from quartet.planner.device_memory import add_parts, frozen_memory, trained_memory

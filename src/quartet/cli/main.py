@@ -16,7 +16,7 @@ from quartet.cli.conformance_command import check_conformance
 from quartet.cli.inference.arguments import generate
 from quartet.cli.sweep.arguments import sweep
 from quartet.errors import ConfigError, QuartetError
-from quartet.system.cpu_environment import set_cpu_environment
+from quartet.system.compute_environment import set_cpu_environment
 from quartet.system.durable_files import describe_os_error
 from quartet.system.missing_packages import explain_missing_package
 

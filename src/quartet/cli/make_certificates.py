@@ -17,7 +17,7 @@ from quartet.cli.console import make_console
 from quartet.contract.status import MODEL_ROLES
 from quartet.errors import ConfigError
 from quartet.rpc.security.allow_list import GATEWAY, PROCESSES, REDIS
-from quartet.rpc.security.certificate_authority import Authority
+from quartet.rpc.security.certificates import Authority
 from quartet.rpc.security.credentials import DOMAIN
 
 console = make_console()

@@ -20,9 +20,8 @@ from quartet.contract.update import (
 )
 from quartet.contract.weights import ReferenceVersion, WeightPublication, WeightTransfer
 from quartet.errors import InvalidRequest
-from quartet.weight_transfer.digests import DIGEST_BYTES
 from quartet.weight_transfer.messages import MAX_WAIT_SECONDS, WeightsRequest
-from quartet.weight_transfer.tensors import AdapterSettings
+from quartet.weight_transfer.tensors import DIGEST_BYTES, AdapterSettings
 
 MAX_EPOCHS = 1000
 """Maximum passes over one step's experience in a request. An update cannot be interrupted, so its length needs a limit."""

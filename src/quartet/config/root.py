@@ -6,23 +6,14 @@ from collections.abc import Callable
 
 from pydantic import model_validator
 
-from quartet.config.rules import (
-    engine,
-    penalties,
-    rollout_correction,
-    sampling,
-    saved_models,
-    services,
-    sizes,
-    training_signal,
-)
+from quartet.config.rules import engine, sampling, services, training
 from quartet.config.tree import ConfigTree
 
 RULES: tuple[Callable[[ConfigTree], None], ...] = (
-    sizes.check_sizes,
-    sizes.check_estimator,
-    sizes.check_warmup,
-    penalties.check_penalties,
+    training.check_sizes,
+    training.check_estimator,
+    training.check_warmup,
+    sampling.check_penalties,
     engine.check_engine,
     engine.check_turns,
     engine.check_generators,
@@ -30,17 +21,17 @@ RULES: tuple[Callable[[ConfigTree], None], ...] = (
     engine.check_off_policy,
     engine.check_in_flight_updates,
     sampling.check_sampling,
-    rollout_correction.check_rollout_correction,
-    training_signal.check_reward_service,
+    sampling.check_rollout_correction,
+    training.check_reward_service,
     services.check_processes,
     services.check_environment,
     services.check_services,
     services.check_reward_addresses,
-    training_signal.check_distillation,
-    training_signal.check_scores,
-    saved_models.check_best_checkpoint,
-    saved_models.check_average,
-    saved_models.check_synchronization,
+    training.check_distillation,
+    training.check_scores,
+    training.check_best_checkpoint,
+    training.check_average,
+    training.check_synchronization,
 )
 
 

@@ -12,11 +12,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quartet.conformance.batches import batch_of, padded, tensor
-from quartet.conformance.check import Check
-from quartet.conformance.error_checks import ERRORS, require_class, require_garbage_refused, require_text
-from quartet.conformance.outcome import Skipped, Violation, expect
+from quartet.conformance.check import Check, Skipped, Violation, expect
 from quartet.conformance.process_checks import STATUS_SECONDS
-from quartet.conformance.target import Refusal, Target, TokenPair
+from quartet.conformance.target import (
+    ERRORS,
+    Refusal,
+    Target,
+    TokenPair,
+    require_class,
+    require_garbage_refused,
+    require_text,
+)
 
 TRAJECTORY = "proto/quartet/v1/trajectory.proto"
 TENSOR = "proto/quartet/v1/tensor.proto"

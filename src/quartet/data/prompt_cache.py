@@ -11,7 +11,7 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -19,13 +19,15 @@ from typing import Any
 
 import numpy as np
 
+from quartet.config.root import Config
+from quartet.contract.trajectory import PromptSetContent
 from quartet.data.cache_directory import delete, limit_size, user_cache
 from quartet.data.chat_template import NO_INPUTS
-from quartet.data.prompt_datasets import cached_rows_file, rows_file
+from quartet.data.prompt_datasets import Report, cached_rows_file, rows_file
 from quartet.data.prompt_encoding import EncodedPrompts, PromptEncoder, encode_lines
 from quartet.data.prompt_files import FORMATS, check_regular_file
 from quartet.data.prompt_lines import iterate_prompts
-from quartet.data.prompt_settings import PromptSettings, RowMapping
+from quartet.data.prompt_settings import NO_REVISIONS, PromptSettings, RowMapping
 from quartet.errors import DataError
 from quartet.model_files.hub_models import cached_snapshot
 from quartet.model_files.tokenizer_check import tokenizer_location
@@ -216,3 +218,21 @@ class _Progress:
             self._next = time.monotonic() + PROGRESS_SECONDS
             of_all = "" if self._total is None else f" of {max(self._total, count):,}"
             self._report(f"tokenizing prompts: {count:,}{of_all}")
+
+
+def set_contents(
+    config: Config, revisions: Mapping[str, str] = NO_REVISIONS, report: Report = lambda _: None
+) -> dict[str, PromptSetContent]:
+    """Return the content of every set, by key of the config. Empty without sets.
+
+    ``revisions`` of data sets on the hub, by key. Data sets are read if they are not in the user's cache. Raises DataError.
+    """
+    sets = PromptSettings.for_training(config, revisions) if config.data.sets else []
+    validation = PromptSettings.for_validation(config, revisions)
+    if config.data.validation_set is not None and validation is not None:
+        sets.append(validation)
+    contents = {}
+    for settings in sets:
+        rows = rows_file(settings, report)
+        contents[settings.key] = PromptSetContent(FileDigest.of(rows.path).sha256, rows.revision)
+    return contents

@@ -24,7 +24,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassifi
 from transformers.utils import logging
 
 from quartet.errors import InvalidRequest
-from quartet.models.torch_threads import torch_threads
+from quartet.models.torch_settings import torch_threads
 
 PAD, BOS, EOS = "<pad>", "<bos>", "<eos>"
 """Special tokens, ids 0, 1 and 2. The tokenizer does not add them. BOS is available but unused."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
+from quartet.config.rollout import ENGINE_ENTRY_POINTS, ENGINES, check_engine_name
 from quartet.contract.arrays import FloatArray, IntArray
 from quartet.contract.generation import EngineProperties as EngineProperties
 from quartet.contract.generation import GenerationRequest, SamplingParameters
@@ -15,6 +16,10 @@ from quartet.weight_transfer.tensors import WeightSet
 
 if TYPE_CHECKING:
     from quartet.config.root import Config
+from importlib import import_module
+from importlib.metadata import entry_points
+
+from quartet.errors import ConfigError
 
 Cancelled = Callable[[], bool]
 """Function that returns True once the caller no longer waits."""
@@ -218,3 +223,17 @@ def described(properties: EngineProperties) -> tuple[str, ...]:
         for value in (properties.seeded, properties.batch_invariant, properties.in_flight_updates)
     )
     return (seeded, batch_invariant, properties.log_probs, properties.weights, properties.digest, in_flight)
+
+
+def find_engine(name: str) -> EngineKind:
+    """Return what an engine states about itself. Raises ConfigError if no installed package has it."""
+    try:
+        check_engine_name(name)
+    except ValueError as error:
+        raise ConfigError(f"rollout.engine {name}: {error}") from None
+    if (module := ENGINES.get(name)) is not None:
+        kind: EngineKind = import_module(module).KIND
+    else:
+        (entry, *_) = entry_points(group=ENGINE_ENTRY_POINTS, name=name)
+        kind = entry.load()
+    return kind

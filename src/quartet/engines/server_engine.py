@@ -18,8 +18,7 @@ from quartet.engines.validation import check_requests
 from quartet.engines.weight_folders import WeightFolders
 from quartet.errors import Cancelled as GenerationCancelled
 from quartet.errors import ConfigError, QuartetError, ServiceFailed
-from quartet.weight_transfer.digests import tensor_digest
-from quartet.weight_transfer.tensors import WeightSet
+from quartet.weight_transfer.tensors import WeightSet, tensor_digest
 
 ABORT_SECONDS = 5.0
 """Time limit for aborting requests."""

@@ -32,8 +32,7 @@ from quartet.engines.vllm_process import VLLMProcess, error_text
 from quartet.engines.vllm_weights import VLLMWeights
 from quartet.engines.weight_folders import OwnedFolder
 from quartet.errors import Cancelled, ConfigError, EngineFailed, ServiceFailed
-from quartet.weight_transfer.digests import combined_digest
-from quartet.weight_transfer.tensors import AdapterSettings, WeightSet
+from quartet.weight_transfer.tensors import AdapterSettings, WeightSet, combined_digest
 
 if TYPE_CHECKING:
     from quartet.config.root import Config

@@ -20,8 +20,7 @@ import torch
 import xxhash
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from quartet.weight_transfer.digests import tensor_digest
-from quartet.weight_transfer.tensors import HostTensor, TensorType
+from quartet.weight_transfer.tensors import HostTensor, TensorType, tensor_digest
 
 _DTYPES: dict[TensorType, torch.dtype] = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _PROBE_ROWS = 1024

@@ -11,7 +11,7 @@ from quartet.config.deployment import EnvironmentServiceConfig, ServiceConfig
 from quartet.config.layout import listen_address, service_roles
 from quartet.config.root import Config
 from quartet.contract.status import Role
-from quartet.data.prompt_contents import set_contents
+from quartet.data.prompt_cache import set_contents
 from quartet.errors import ConfigError
 from quartet.preflight.best_metric import check_best_metric
 from quartet.preflight.contents import check_contents

@@ -11,7 +11,7 @@ from pathlib import Path
 from quartet.config.layout import listen_address
 from quartet.config.root import Config
 from quartet.config.section import is_loopback
-from quartet.engines.registry import find_engine
+from quartet.engines.engine import find_engine
 from quartet.errors import ConfigError
 from quartet.preflight.findings import Finding, collect
 from quartet.preflight.security_checks import check_port

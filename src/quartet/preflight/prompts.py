@@ -14,7 +14,7 @@ from quartet.data.prompt_datasets import cached_rows_file, on_the_hub, rows_file
 from quartet.data.prompt_encoding import PromptSummary, summarize_prompts
 from quartet.data.prompt_files import check_regular_file
 from quartet.data.prompt_lines import iterate_prompts
-from quartet.data.prompt_mixing import max_parts, shares_of_rest
+from quartet.data.prompt_order import max_parts, shares_of_rest
 from quartet.data.prompt_settings import PromptSettings
 from quartet.errors import ConfigError, DataError, ModelError, ServiceFailed
 from quartet.model_files.adapter_files import adapter_chain

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator
 
 from quartet.config.root import Config
 from quartet.contract.generation import EngineProperties
-from quartet.engines.registry import find_engine
+from quartet.engines.engine import find_engine
 from quartet.errors import ConfigError
 
 _OTHER_ENGINE = "set rollout.engine: torch and generate on a CPU"

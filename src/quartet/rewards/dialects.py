@@ -12,9 +12,8 @@ from typing import Any
 
 from quartet.config.rewards import HttpRewardConfig
 from quartet.contract.logged_values import cleaned
-from quartet.rewards.numbers import is_score, shown
 from quartet.rewards.response_texts import ScoredText
-from quartet.rewards.reward_source import Score
+from quartet.rewards.reward_source import Score, is_score, shown
 
 Request = Callable[[Sequence[ScoredText], HttpRewardConfig], Any]
 """Function that builds the body of a request."""

@@ -13,9 +13,8 @@ from quartet.contract.status import ServiceStatus
 from quartet.contract.trajectory import Outcome, Scores, TokenBatch
 from quartet.errors import Cancelled, ConfigError, FunctionFailed
 from quartet.rewards.function_worker import FunctionWorker
-from quartet.rewards.numbers import is_score, shown
 from quartet.rewards.response_texts import ResponseTexts, ScoredText
-from quartet.rewards.reward_source import Result, Score, completed, never, scores_of
+from quartet.rewards.reward_source import Result, Score, completed, is_score, never, scores_of, shown
 from quartet.rewards.signatures import SIGNATURES, Signature
 
 _REMEDIES = {

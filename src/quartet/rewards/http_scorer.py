@@ -19,9 +19,8 @@ from quartet.contract.trajectory import Outcome
 from quartet.errors import AccessRefused, ConfigError, MismatchError
 from quartet.rewards.attempts import Attempts, RequestFailed, no_longer_a_scorer
 from quartet.rewards.dialects import DIALECTS, Dialect
-from quartet.rewards.numbers import strict_json
 from quartet.rewards.response_texts import ScoredText
-from quartet.rewards.reward_source import Result
+from quartet.rewards.reward_source import Result, strict_json
 from quartet.system.secret_files import read_token
 
 CONNECT_SECONDS = 15.0

@@ -17,9 +17,8 @@ from quartet.config.rewards import TritonRewardConfig
 from quartet.contract.trajectory import Outcome
 from quartet.errors import ConfigError, MismatchError
 from quartet.rewards.attempts import Attempts, RequestFailed, no_longer_a_scorer
-from quartet.rewards.numbers import is_score, shown
 from quartet.rewards.response_texts import ScoredText
-from quartet.rewards.reward_source import Result
+from quartet.rewards.reward_source import Result, is_score, shown
 
 MAX_RESPONSE_BYTES = 16 * 2**20
 """Maximum size of a response, many times the size of the rewards of a batch."""

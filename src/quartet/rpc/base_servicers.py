@@ -1,10 +1,11 @@
-"""Base classes of the model servicers. Each has a core, which computes on a compute thread."""
+"""The servicers that roles share: status, commands, updates, saves, and the stream of weights."""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import replace
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
@@ -13,15 +14,17 @@ import grpc
 from quartet.codec.generation import generation_batch_from_proto
 from quartet.codec.messages import from_message, to_message
 from quartet.codec.updates import update_request_from_proto
+from quartet.codec.weights import weights_to_proto
 from quartet.contract.generation import GenerationBatch
 from quartet.contract.status import ServiceStatus
 from quartet.contract.update import OptimizationSettings, UpdateResult
 from quartet.contract.weights import RestoreRequest, SavedFile, SaveKind, SaveRequest
-from quartet.errors import DeadlinePassed, InvalidRequest, ServiceBusy
-from quartet.rpc.commands import CommandHandler, Commands, Result
+from quartet.errors import Cancelled, DeadlinePassed, InvalidRequest, ServiceBusy
 from quartet.rpc.compute_thread import ComputeThread, remaining_time
-from quartet.rpc.limits import MAX_PENDING_SAVES
-from quartet.v1 import generation_pb2, update_pb2
+from quartet.rpc.limits import MAX_PENDING_SAVES, MAX_WEIGHT_STREAMS
+from quartet.v1 import generation_pb2, update_pb2, weights_pb2_grpc
+from quartet.weight_transfer.messages import WeightsRequest
+from quartet.weight_transfer.store import WeightStore
 
 
 class Core(Protocol):
@@ -226,3 +229,55 @@ class TrainableServicer(ModelServicer[AnyTrainableCore]):
         """Restore the model of a checkpoint."""
         version = self.run_command("restore", request, context, self._restore(request))
         return update_pb2.RestoreResponse(policy_version=version)
+
+
+Result = TypeVar("Result")
+CommandHandler = Callable[[Any], Any]
+"""Function that runs a command from its request, a protobuf message."""
+
+
+class Commands:
+    """The commands of a service of one process. The base class of those of a group.
+
+    Call the methods on the compute thread, or before and after it.
+    """
+
+    size = 1
+    """Number of processes."""
+    failure = ""
+    """Error after which the processes may no longer be at the same place, so that only a restart helps."""
+
+    def run(self, kind: str, request: Any, work: Callable[[], Result]) -> Result:
+        """Return the result of ``work``, which all processes do for the protobuf message ``request``."""
+        return work()
+
+    def stop(self) -> None:
+        """End the other processes. Call it when no command runs."""
+
+
+class WeightServicer(weights_pb2_grpc.WeightServiceServicer):
+    """WeightService for a WeightStore. Streams run on the thread of their call, beside model work."""
+
+    def __init__(self, store: WeightStore, max_streams: int = MAX_WEIGHT_STREAMS) -> None:
+        """``max_streams``: streams at once, including those that wait for a version. More fail with ServiceBusy."""
+        self._store = store
+        self._max_streams = max_streams
+        self._slots = threading.BoundedSemaphore(max_streams)
+
+    def register(self, server: grpc.Server) -> None:
+        """Add this servicer to a server."""
+        weights_pb2_grpc.add_WeightServiceServicer_to_server(self, server)
+
+    def GetWeights(self, request: Any, context: grpc.ServicerContext) -> Iterator[Any]:
+        """Yield the manifest, then the chunks of the wanted version."""
+        wanted = from_message(WeightsRequest, request)
+        if not self._slots.acquire(blocking=False):
+            raise ServiceBusy(f"weights: {self._max_streams} streams are open already; try another source, or later")
+        try:
+            if not context.add_callback(self._store.wake):
+                raise Cancelled("weights: the caller is gone")
+            with closing(self._store.stream(wanted, lambda: not context.is_active())) as messages:
+                for message in messages:
+                    yield weights_to_proto(message)
+        finally:
+            self._slots.release()

@@ -18,13 +18,14 @@ from quartet.errors import ConfigError, ServiceFailed
 from quartet.run_directory.reference_versions import remove_versions, versions
 from quartet.run_directory.step_lines import (
     append_step_lines,
+    append_timeline,
     read_step_lines,
     rewrite_step_lines,
     to_json_lines,
     truncate_step_lines,
+    truncate_timeline,
     without_incomplete_command,
 )
-from quartet.run_directory.timeline_file import append_timeline, truncate_timeline
 from quartet.run_directory.token_files import TrajectoryTokens, read_tokens, token_files, write_tokens
 from quartet.system.durable_files import storage_errors, write_durably
 

@@ -1,12 +1,13 @@
-"""The run and the checkpoint that a user names, and the rollback to it."""
+"""The run, the checkpoint and the policy that a user names, and the rollback to a checkpoint."""
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 from quartet.config.loading import load_config
+from quartet.config.root import Config
 from quartet.errors import ConfigError
-from quartet.run_directory.best_checkpoint import tag_best
 from quartet.run_directory.checkpoints import (
     Checkpoint,
     DamagedCheckpoint,
@@ -14,9 +15,10 @@ from quartet.run_directory.checkpoints import (
     checkpoint_step,
     read_verified_checkpoint,
     roll_back,
+    tag_best,
     tagged_checkpoints,
 )
-from quartet.run_directory.locking_and_removal import lock_run_directory
+from quartet.run_directory.locking_and_removal import find_run, lock_run_directory
 from quartet.run_directory.run_files import RunFiles
 
 LATEST = "latest"
@@ -66,3 +68,40 @@ def roll_back_to(files: RunFiles, which: str) -> int:
         roll_back(files, step)
         tag_best(files, config.checkpoint)
     return step
+
+
+def policy_in(directory: str) -> str:
+    """Return the policy in the directory of a run or checkpoint. Anything else is returned unchanged.
+
+    Raises ConfigError for a run that has not saved its policy yet.
+    """
+    path = Path(directory)
+    if (path / "manifest.json").is_file() and (path / "actor").is_dir():
+        return str(path / "actor")
+    files = RunFiles(path)
+    if not files.is_run():
+        return directory
+    newest = [str(folder) for folder in checkpoint_folders(files)[-1:]]
+    if not files.policy.is_dir():
+        remedy = f"give its newest checkpoint, {newest[0]}" if newest else "wait for its first checkpoint or its end"
+        raise ConfigError(f"run {directory}: has no saved policy, because it has not ended; {remedy}")
+    saved, last = files.policy_step(), files.last_step()
+    if saved is not None and saved < last:
+        remedy = f"; its newest checkpoint is {newest[0]}" if newest else ""
+        print(
+            f"note: {files.policy} is the policy after step {saved}, the run is at step {last}{remedy}", file=sys.stderr
+        )
+    return str(files.policy)
+
+
+def config_of_policy(directory: str) -> Config | None:
+    """Return the config of the run in whose directory a policy is. None if it is not in one, or its config cannot be read."""
+    # An id of the hub is no place, even if the working directory is inside a run.
+    files = find_run(Path(directory) / "policy") if Path(directory).is_dir() else None
+    if files is None:
+        return None
+    try:
+        return load_config(files.config)
+    except ConfigError as error:
+        print(f"note: the run's data.chat_template_kwargs, tools and documents are not used: {error}", file=sys.stderr)
+        return None

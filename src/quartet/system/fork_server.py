@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from quartet.system.child_processes import die_with, module_command, tied_to_parent
-from quartet.system.cpu_environment import set_cpu_environment
+from quartet.system.compute_environment import set_cpu_environment
 
 IMPORT_SECONDS = 120.0
 """Time limit for the server to import the libraries and to fork for the first time."""

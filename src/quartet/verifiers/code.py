@@ -16,7 +16,7 @@ from quartet.errors import ConfigError
 from quartet.verifiers.errors import InvalidField
 from quartet.verifiers.fields import field, texts
 from quartet.verifiers.programs import InputOutput, Program, Report, run_with_calls, run_with_input
-from quartet.verifiers.sandbox.limits import Limits
+from quartet.verifiers.sandbox.process import Limits
 from quartet.verifiers.sandbox.selection import DEFAULT_IMAGE, open_sandbox
 
 MAX_TESTS = 1000

@@ -9,10 +9,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from quartet.verifiers.errors import InvalidField, SandboxFailed
-from quartet.verifiers.sandbox.backend import Sandbox, request
 from quartet.verifiers.sandbox.inside import calls, checks
-from quartet.verifiers.sandbox.limits import Limits
-from quartet.verifiers.sandbox.process import SandboxProcess
+from quartet.verifiers.sandbox.process import Limits, Sandbox, SandboxProcess, request
 
 MAX_SOURCE_CHARACTERS = 256 * 1024
 """Maximum length of a program. A longer one passes no test."""

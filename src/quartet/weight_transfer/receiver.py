@@ -13,7 +13,6 @@ import numpy as np
 
 from quartet.config.section import pause_after
 from quartet.errors import InvalidRequest, NoResponse, QuartetError, ServiceBusy, ServiceFailed
-from quartet.weight_transfer.digests import combined_digest, tensor_digest
 from quartet.weight_transfer.messages import (
     CHUNK_BYTES,
     MAX_LINKS,
@@ -25,7 +24,7 @@ from quartet.weight_transfer.messages import (
     WeightsRequest,
 )
 from quartet.weight_transfer.store import Link, Position, WeightStore, apply_differences, check_names, version_of
-from quartet.weight_transfer.tensors import HostTensor, WeightSet
+from quartet.weight_transfer.tensors import HostTensor, WeightSet, combined_digest, tensor_digest
 
 FIRST_PAUSE, MAX_PAUSE = 0.05, 1.0
 """Seconds before busy sources are asked again. The pause doubles each time."""

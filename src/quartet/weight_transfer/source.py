@@ -11,10 +11,9 @@ import numpy as np
 from quartet.contract.weights import WeightPublication
 from quartet.errors import InvalidRequest
 from quartet.weight_transfer.delta import encode
-from quartet.weight_transfer.digests import tensor_digest
 from quartet.weight_transfer.messages import CHUNK_BYTES, Chunk, TensorLayout
 from quartet.weight_transfer.store import Buffer, Link, WeightStore, version_of
-from quartet.weight_transfer.tensors import ITEM_BYTES, AdapterSettings, HostTensor
+from quartet.weight_transfer.tensors import ITEM_BYTES, AdapterSettings, HostTensor, tensor_digest
 
 WINDOW_BYTES = 256 * 2**20
 """Bytes of tensors that are hashed, compared and copied together, so that several threads have work."""

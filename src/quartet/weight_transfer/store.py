@@ -16,7 +16,6 @@ import numpy as np
 from quartet.errors import Cancelled, FailedPrecondition, InvalidRequest, ServiceUnavailable
 from quartet.system.machine import available_cores
 from quartet.weight_transfer.delta import Bytes, Difference
-from quartet.weight_transfer.digests import combined_digest
 from quartet.weight_transfer.messages import (
     CHUNK_BYTES,
     MAX_LINKS,
@@ -28,7 +27,7 @@ from quartet.weight_transfer.messages import (
     WeightsRequest,
     grouped,
 )
-from quartet.weight_transfer.tensors import ITEM_BYTES, AdapterSettings, HostTensor, WeightSet
+from quartet.weight_transfer.tensors import ITEM_BYTES, AdapterSettings, HostTensor, WeightSet, combined_digest
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")

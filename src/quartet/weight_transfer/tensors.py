@@ -1,4 +1,4 @@
-"""Weights as bytes in host memory, without torch."""
+"""Weights as bytes in host memory, without torch, and their digests."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
 TensorType = Literal["F32", "BF16", "F16"]
@@ -46,3 +47,23 @@ class WeightSet:
     digest: bytes
     tensors: Mapping[str, HostTensor]
     adapter: AdapterSettings | None = None
+
+
+DIGEST_BYTES = 16
+"""Size of a digest."""
+
+
+def tensor_digest(tensor: HostTensor) -> bytes:
+    """Return the xxh3-128 of a tensor's dtype, shape and bytes: 16 bytes."""
+    digest = xxhash.xxh3_128(f"{tensor.dtype}{list(tensor.shape)}".encode())
+    digest.update(tensor.data.data)
+    return digest.digest()
+
+
+def combined_digest(digests: Mapping[str, bytes]) -> bytes:
+    """Return the digest of a set of tensors from the digest of each by name: 16 bytes. The order does not matter."""
+    combined = xxhash.xxh3_128()
+    for name in sorted(digests):
+        combined.update(f"{len(name.encode())}:{name}".encode())
+        combined.update(digests[name])
+    return combined.digest()

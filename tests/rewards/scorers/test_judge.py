@@ -13,8 +13,7 @@ import structlog
 from quartet.config.rewards import JudgeConfig
 from quartet.contract.trajectory import Outcome, TokenBatch
 from quartet.rewards.attempts import RequestFailed
-from quartet.rewards.judge import Judge
-from quartet.rewards.judge_cache import JudgeCache
+from quartet.rewards.judge import Judge, JudgeCache
 from tests.rewards.scorers.conftest import Build
 from tests.rewards.scorers.faults import responses
 from tests.rewards.scorers.http_server import DIALECTS, ScorerServer

@@ -14,8 +14,7 @@ from quartet.errors import FailedPrecondition, WeightsChanged
 from quartet.models.generation.torch_engine import DetachedTorchEngine
 from quartet.services.generator import attestation as module
 from quartet.services.generator.attestation import SHARE, Attestation
-from quartet.weight_transfer.digests import tensor_digest
-from quartet.weight_transfer.tensors import HostTensor
+from quartet.weight_transfer.tensors import HostTensor, tensor_digest
 from tests.services.generator.test_generator import CopyingEngine, generate, generator_of, load, weight_set
 from tests.services.generator.test_generator import stream as stream
 from tests.unit.models import tiny

@@ -35,9 +35,8 @@ from quartet.rpc.security.credentials import LOCAL
 from quartet.services.generator.factory import build_generator
 from quartet.services.generator.generator import Generator
 from quartet.v1 import generation_pb2, generation_pb2_grpc
-from quartet.weight_transfer.digests import combined_digest, tensor_digest
 from quartet.weight_transfer.receiver import PulledWeights
-from quartet.weight_transfer.tensors import HostTensor, WeightSet
+from quartet.weight_transfer.tensors import HostTensor, WeightSet, combined_digest, tensor_digest
 from tests.services.model_services import TIMEOUTS, Services
 
 RUN = "generator"

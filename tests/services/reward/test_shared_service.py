@@ -14,9 +14,8 @@ import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
-from quartet.config.deployment import SecurityConfig
+from quartet.config.deployment import SecurityConfig, SharingConfig
 from quartet.config.root import Config
-from quartet.config.sharing import SharingConfig
 from quartet.contract.status import Role, ServiceStatus
 from quartet.contract.trajectory import Scores, TokenBatch
 from quartet.errors import Cancelled, InvalidRequest, NoResponse, QuotaExceeded
@@ -24,7 +23,7 @@ from quartet.rpc import replica_set
 from quartet.rpc.clients import RewardClient
 from quartet.rpc.compute_thread import ComputeThread
 from quartet.rpc.limits import shared_limits
-from quartet.rpc.security.certificate_authority import Authority
+from quartet.rpc.security.certificates import Authority
 from quartet.rpc.security.credentials import Credentials
 from quartet.rpc.server import Server
 from quartet.services.factories import build_model_role

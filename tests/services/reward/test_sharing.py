@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from quartet.config.sharing import SharingConfig
+from quartet.config.deployment import SharingConfig
 from quartet.errors import InvalidRequest, QuotaExceeded
 from quartet.services.reward.sharing import (
     CREDIT_SECONDS,

@@ -15,8 +15,8 @@ import pytest
 import yaml
 from huggingface_hub import ModelCard
 
+from quartet.cli.checkpoint.export import check_push, push
 from quartet.cli.checkpoint.model_card import write_model_card
-from quartet.cli.checkpoint.push import check_push, push
 from quartet.config.loading import parse_config
 from quartet.errors import ConfigError, ServiceUnavailable
 from quartet.run_directory.identity import Identity

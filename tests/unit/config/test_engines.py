@@ -11,7 +11,7 @@ import pytest
 
 from quartet.config.loading import parse_config
 from quartet.config.root import Config
-from quartet.engines.registry import find_engine
+from quartet.engines.engine import find_engine
 from quartet.errors import ConfigError
 from quartet.run_directory.identity import fixed_settings
 from tests.unit.preflight.files import check_inputs, save_tokenizer

@@ -14,7 +14,7 @@ import pytest
 
 from quartet.config.loading import config_of
 from quartet.data import prompt_datasets
-from quartet.data.prompt_contents import set_contents
+from quartet.data.prompt_cache import set_contents
 from quartet.data.prompt_datasets import cached_rows_file, rows_file
 from quartet.data.prompt_lines import iterate_prompts
 from quartet.data.prompt_settings import PromptSettings

@@ -8,8 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quartet.contract.trajectory import Prompt
-from quartet.data.prompt_mixing import MixedPromptOrder, WeightedPrompts
-from quartet.data.prompt_order import PromptDraw, PromptOrder, PromptSequence, StepPrompts
+from quartet.data.prompt_order import (
+    MixedPromptOrder,
+    PromptDraw,
+    PromptOrder,
+    PromptSequence,
+    StepPrompts,
+    WeightedPrompts,
+)
 
 
 def prompts(count: int, first: int = 0) -> list[Prompt]:

@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from quartet.config.loading import config_of
 from quartet.config.root import Config
 from quartet.contract.trajectory import Prompt
-from quartet.data.prompt_contents import set_contents
+from quartet.data.prompt_cache import set_contents
 from quartet.data.prompt_encoding import PromptEncoder, encode_lines
 from quartet.data.prompt_lines import iterate_prompts
-from quartet.data.prompt_mixing import MixedPromptOrder, WeightedPrompts, cumulative_parts, max_parts, shares_of_rest
+from quartet.data.prompt_order import MixedPromptOrder, WeightedPrompts, cumulative_parts, max_parts, shares_of_rest
 from quartet.data.prompt_settings import PromptSettings
 from quartet.errors import ConfigError, DataError
 from quartet.run_directory.identity import Identity

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from quartet.config.rollout import ENGINES, engine_names
-from quartet.engines.engine import COLUMNS
-from quartet.engines.registry import find_engine
+from quartet.engines.engine import COLUMNS, find_engine
 from quartet.errors import ConfigError
 from quartet.models.generation.torch_engine import DetachedTorchEngine, TorchEngine
 from quartet.models.generation.torch_kind import KIND

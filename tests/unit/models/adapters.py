@@ -14,8 +14,7 @@ from quartet.models.training.optimizer import create_optimizer
 from quartet.models.training.updates import update_policy
 from quartet.models.weights.host_tensors import adapter_settings, host_tensors, named_weights
 from quartet.models.weights.lora import Adapter, add_adapter
-from quartet.weight_transfer.digests import combined_digest, tensor_digest
-from quartet.weight_transfer.tensors import WeightSet
+from quartet.weight_transfer.tensors import WeightSet, combined_digest, tensor_digest
 from tests.unit.models import tiny
 
 IDS = torch.tensor([[3, 4, 5, 6], [9, 8, 2, 7]])

@@ -12,7 +12,7 @@ from quartet.errors import ModelError
 from quartet.models.training.optimizer import create_optimizer
 from quartet.models.training.updates import update_value
 from quartet.models.value_head import ValueModel
-from quartet.models.weights.freezing import freeze_parameters
+from quartet.models.weights.loading import freeze_parameters
 from tests.unit.models import tiny
 from tests.unit.models.adapters import SETTINGS, experience, learn
 

@@ -24,7 +24,7 @@ from quartet.models.training.optimizer import load_optimizer
 from quartet.models.weights import lora
 from quartet.models.weights.loading import load_causal_lm
 from quartet.models.weights.lora import add_adapter, matrices_without_adapter
-from quartet.weight_transfer.digests import combined_digest
+from quartet.weight_transfer.tensors import combined_digest
 from tests.unit.models import tiny
 from tests.unit.models.adapters import ALPHA, IDS, RANK, adapted, files, learn, optimizer_of, same, snapshot, weight_set
 from tests.unit.models.saving import save_adapter, save_optimizer, save_policy

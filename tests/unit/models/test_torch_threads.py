@@ -3,11 +3,11 @@ import sys
 
 import pytest
 
-from quartet.models.torch_threads import keep_freed_memory
+from quartet.models.torch_settings import keep_freed_memory
 
 PROGRAM = """
 import ctypes, resource
-from quartet.models.torch_threads import set_up_torch
+from quartet.models.torch_settings import set_up_torch
 
 libc = ctypes.CDLL(None)
 libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]

@@ -15,8 +15,7 @@ from quartet.contract.status import Role
 from quartet.errors import ConfigError
 from quartet.model_files.shape import model_shape
 from quartet.planner.gpus import parse_gpus
-from quartet.planner.helm_values import helm_values
-from quartet.planner.host_memory import GPU_PROCESS_BYTES, HOST_FRACTION, HostMemory, host_memory
+from quartet.planner.helm_values import GPU_PROCESS_BYTES, HOST_FRACTION, HostMemory, helm_values, host_memory
 from quartet.planner.plan import make_plan
 from quartet.planner.roofline import Parallel
 from quartet.planner.workload import read_description, role_work

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from quartet.config.run import CheckpointConfig
-from quartet.run_directory.best_checkpoint import BestCheckpoint, tag_best
-from quartet.run_directory.checkpoints import FORMAT, MANIFEST, roll_back, tagged_checkpoints
+from quartet.run_directory.checkpoints import FORMAT, MANIFEST, BestCheckpoint, roll_back, tag_best, tagged_checkpoints
 from quartet.run_directory.run_files import RunFiles
 from quartet.run_directory.selection import checkpoint_at
 

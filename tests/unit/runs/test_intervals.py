@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from quartet.launcher.intervals import mean_interval, t_quantile
+from quartet.launcher.sweep.results import mean_interval, t_quantile
 
 
 @pytest.mark.parametrize(

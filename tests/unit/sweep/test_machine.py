@@ -9,7 +9,7 @@ import pytest
 
 from quartet.config.loading import load_config
 from quartet.errors import ConfigError
-from quartet.launcher.sweep.machine import slot_environments
+from quartet.launcher.sweep.jobs import slot_environments
 from quartet.system.machine import CONCURRENT_RUNS_VARIABLE, available_cores, free_memory_bytes
 from tests.unit.sweep.conftest import WriteConfig
 
@@ -49,7 +49,7 @@ def test_gpus_that_cannot_be_listed_are_an_error(write_config: WriteConfig, monk
     def missing(*_: Any, **__: Any) -> None:
         raise FileNotFoundError
 
-    monkeypatch.setattr("quartet.launcher.sweep.machine.subprocess.run", missing)
+    monkeypatch.setattr("quartet.launcher.sweep.jobs.subprocess.run", missing)
     config = load_config(write_config(services={"actor": {"devices": [0]}}))
     with pytest.raises(ConfigError, match="name them in CUDA_VISIBLE_DEVICES"):
         slot_environments([config], 2, {})

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from quartet.cli.sweep.table import best_note, make_table
+from quartet.cli.sweep.command import best_note, make_table
 from quartet.errors import ConfigError
 from quartet.launcher.sweep.grid import PlannedRun, parse_grid, plan_runs
 from quartet.launcher.sweep.results import STOPPED, Direction, as_csv, as_json, is_finished, run_result, setting_results

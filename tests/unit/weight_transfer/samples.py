@@ -8,12 +8,18 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from quartet.errors import QuartetError, ServiceUnavailable
-from quartet.weight_transfer.digests import combined_digest, tensor_digest
 from quartet.weight_transfer.messages import CHUNK_BYTES, Message, WeightsRequest
 from quartet.weight_transfer.receiver import PulledWeights, WeightMirror
 from quartet.weight_transfer.source import WeightSource
 from quartet.weight_transfer.store import WeightStore
-from quartet.weight_transfer.tensors import ITEM_BYTES, HostTensor, TensorType, WeightSet
+from quartet.weight_transfer.tensors import (
+    ITEM_BYTES,
+    HostTensor,
+    TensorType,
+    WeightSet,
+    combined_digest,
+    tensor_digest,
+)
 
 Tensors = dict[str, HostTensor]
 RUN = "run"

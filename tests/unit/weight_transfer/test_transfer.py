@@ -16,7 +16,6 @@ from quartet.errors import (
     FailedPrecondition,
     InvalidRequest,
 )
-from quartet.weight_transfer.digests import combined_digest
 from quartet.weight_transfer.messages import (
     CHUNK_BYTES,
     MESSAGE_DATA,
@@ -26,7 +25,7 @@ from quartet.weight_transfer.messages import (
 )
 from quartet.weight_transfer.receiver import WeightMirror
 from quartet.weight_transfer.source import WeightSource
-from quartet.weight_transfer.tensors import AdapterSettings, HostTensor
+from quartet.weight_transfer.tensors import AdapterSettings, HostTensor, combined_digest
 from tests.unit.weight_transfer.samples import (
     RUN,
     LocalPeer,

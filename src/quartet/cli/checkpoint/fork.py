@@ -12,7 +12,7 @@ from quartet.config.live_settings import live_settings
 from quartet.config.loading import load_config
 from quartet.config.root import Config
 from quartet.contract.status import TRAINED_ROLES, Role
-from quartet.data.prompt_contents import set_contents
+from quartet.data.prompt_cache import set_contents
 from quartet.errors import ConfigError
 from quartet.preflight import check_inputs
 from quartet.preflight.findings import raise_errors

@@ -14,7 +14,6 @@ from quartet.config.loading import load_config
 from quartet.config.root import Config
 from quartet.config.url_redaction import is_redacted, redact_url
 from quartet.errors import ConfigError
-from quartet.run_directory.best_checkpoint import tag_best
 from quartet.run_directory.checkpoints import (
     BEST,
     DamagedCheckpoint,
@@ -24,6 +23,7 @@ from quartet.run_directory.checkpoints import (
     read_checkpoint,
     read_verified_checkpoint,
     roll_back,
+    tag_best,
     tagged_checkpoints,
 )
 from quartet.run_directory.locking_and_removal import lock_run_directory

@@ -50,7 +50,7 @@ def generate(
     system: Annotated[Optional[str], typer.Option(metavar="TEXT", help="System message of --chat.")] = None,  # noqa: UP045
 ) -> None:
     """Complete prompts with a model, or chat with it."""
-    from quartet.cli.inference.chat import chat
+    from quartet.cli.inference.generate import chat
     from quartet.cli.inference.generate import generate as run
     from quartet.config.rollout import check_stop_strings
     from quartet.contract.generation import SamplingParameters

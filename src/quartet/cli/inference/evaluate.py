@@ -44,7 +44,7 @@ from quartet.rewards.factory import build_reward
 from quartet.rewards.function_worker import FunctionWorker
 from quartet.rewards.reward_source import RewardSource
 from quartet.run_directory.locking_and_removal import find_run
-from quartet.run_directory.saved_policy import policy_in
+from quartet.run_directory.selection import policy_in
 
 SHOWN_PROMPTS = 3
 """Number of prompts whose responses are printed side by side."""

@@ -8,7 +8,7 @@ import os
 import re
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,24 +17,25 @@ from shlex import quote
 import typer
 from rich.console import Console
 from rich.status import Status
+from rich.table import Table
 
 from quartet.buffer.redis_url import BUFFER_URL_VARIABLE, environment_overrides
 from quartet.cli.console import make_console
-from quartet.cli.sweep.table import WIDTH, best_note, error_lines, make_table
 from quartet.config.root import Config
 from quartet.config.section import NAME_PATTERN
 from quartet.config.url_redaction import is_redacted, redact_url
 from quartet.errors import ConfigError, QuartetError, ServiceFailed
 from quartet.launcher.sweep.definition import Definition, SweepFiles, check_usable, lock_sweep
-from quartet.launcher.sweep.grid import Grid, PlannedRun, describe, load_setting, parse_grid, plan_runs
-from quartet.launcher.sweep.jobs import run_jobs
-from quartet.launcher.sweep.machine import slot_environments
+from quartet.launcher.sweep.grid import Grid, PlannedRun, describe, load_setting, parse_grid, plan_runs, short_keys
+from quartet.launcher.sweep.jobs import run_jobs, slot_environments
 from quartet.launcher.sweep.results import (
     STOPPED,
     Direction,
+    Estimate,
     SettingResult,
     as_csv,
     as_json,
+    columns,
     is_finished,
     run_result,
     setting_results,
@@ -45,7 +46,7 @@ from quartet.run_directory.locking_and_removal import is_used
 from quartet.run_directory.run_files import RunFiles
 from quartet.system.child_processes import module_command, tied_to_parent
 from quartet.system.durable_files import storage_errors, write_durably
-from quartet.telemetry.step_metrics import METRICS
+from quartet.telemetry.step_metrics import METRICS, definition_of
 
 STATUS_SECONDS = 5.0
 """Interval of the status line in a terminal."""
@@ -315,3 +316,72 @@ def _print_table(sweep: Sweep, metric: str | None, request: Request, write: bool
     if write:
         console.print(f"table: {sweep.files.table_csv} {sweep.files.table_json}", soft_wrap=True)
     return results
+
+
+MAX_SHOWN_ERRORS = 20
+WIDTH = 160
+"""Columns of the table if the output is not a terminal."""
+SHOWN = ("reward_mean", "kl_mean", "eval_reward_sampled", "eval_reward_greedy", "eval_judge_win_rate")
+"""Metrics in the table for people. The files have all."""
+
+
+def make_table(results: Sequence[SettingResult], metric: str | None) -> Table:
+    """Return one row for each setting: its values, its runs, and mean ± half width of the 95 % interval of metrics."""
+    names = [name for name in columns(results, metric) if name in SHOWN or name == metric]
+    labels = short_keys(list(results[0].setting)) if results else {}
+    table = Table(box=None, pad_edge=False)
+    for label in labels.values():
+        table.add_column(label)
+    for title in ("finished", "failed", *(name if name.startswith("eval_") else _title(name) for name in names)):
+        table.add_column(title, justify="right")
+    table.add_column("")
+    for result in results:
+        failed = str(result.count("failed") or "")
+        finished = f"{result.count('finished')} of {len(result.runs)}"
+        numbers = (_text(result.metrics.get(name)) for name in names)
+        table.add_row(*result.setting.values(), finished, failed, *numbers, "best" if result.best else "")
+    return table
+
+
+def _title(name: str) -> str:
+    definition = definition_of(name)
+    return (definition and definition.label) or name
+
+
+def _text(estimate: Estimate | None) -> str:
+    if estimate is None:
+        return ""
+    width = "" if estimate.half_width is None else f" ± {estimate.half_width:.2g}"
+    return f"{estimate.mean:.4g}{width}"
+
+
+def best_note(results: Sequence[SettingResult], metric: str | None) -> str | None:
+    """Return which settings cannot be the best, or else how certain the best one is. None if there is nothing to say."""
+    incomplete = sum(not result.is_complete for result in results)
+    if metric is None:
+        return None
+    if incomplete:
+        return f"{incomplete} of {len(results)} settings cannot be the best yet: not all of their runs have finished"
+    best = next((result for result in results if result.best), None)
+    if best is None or len(results) == 1:
+        return None
+    leading = best.metrics[metric]
+    if leading.half_width is None:
+        return "one run per setting gives no interval, so chance may decide which is best; --seeds 3 runs three of each"
+    others = [result.metrics[metric] for result in results if not result.best and metric in result.metrics]
+    overlapping = sum(
+        abs(other.mean - leading.mean) <= leading.half_width + (other.half_width or 0) for other in others
+    )
+    return f"settings whose interval overlaps with that of the best: {overlapping}" if overlapping else None
+
+
+def error_lines(results: Sequence[SettingResult]) -> Iterator[str]:
+    """Yield a line for each run that has not finished, up to a limit."""
+    open_runs = [
+        each for result in results for each in result.runs if each.state in ("failed", "stopped", "unfinished")
+    ]
+    for each in open_runs[:MAX_SHOWN_ERRORS]:
+        error = f": {each.error}" if each.error else ""
+        yield f"{each.run.name}: {each.state} at step {each.step} of {each.run.config.run.steps}{error}"
+    if len(open_runs) > MAX_SHOWN_ERRORS:
+        yield f"... and {len(open_runs) - MAX_SHOWN_ERRORS} more"

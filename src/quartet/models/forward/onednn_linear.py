@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from quartet.system.cpu_environment import is_intel
+from quartet.system.compute_environment import is_intel
 
 _is_on: ContextVar[bool] = ContextVar("onednn_linear", default=False)
 _is_allowed: ContextVar[bool] = ContextVar("onednn_allowed", default=True)

@@ -9,7 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from quartet.contract.generation import EngineProperties
 from quartet.models.generation.torch_engine import TorchEngine
-from quartet.models.torch_threads import torch_threads
+from quartet.models.torch_settings import torch_threads
 from quartet.models.weights.loading import load_causal_lm
 from quartet.models.weights.lora import add_adapter
 

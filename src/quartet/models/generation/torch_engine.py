@@ -34,10 +34,8 @@ from quartet.models.generation.static_decoding import StaticDecoder, is_recordab
 from quartet.models.generation.torch_kind import DETACHED, SHARED
 from quartet.models.generation.trial import LogitDigests, trial_requests, trial_result, untried_reason
 from quartet.models.weights.host_tensors import host_tensor, named_weights, write_tensor
-from quartet.models.weights.lora import Adapter
-from quartet.models.weights.merged_weights import MergedWeights
-from quartet.weight_transfer.digests import tensor_digest
-from quartet.weight_transfer.tensors import WeightSet
+from quartet.models.weights.lora import Adapter, MergedWeights
+from quartet.weight_transfer.tensors import WeightSet, tensor_digest
 
 log = structlog.get_logger()
 

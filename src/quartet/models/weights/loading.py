@@ -41,6 +41,8 @@ from quartet.models.workers.workers import SINGLE, Workers
 
 if TYPE_CHECKING:
     from quartet.models.value_head import ValueModel
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
 
 log = structlog.get_logger()
 
@@ -385,3 +387,36 @@ def _check_architecture(model: str | Path, config: Any, mapping: Any, wanted: st
 def _names(mapping: Any) -> set[str]:
     """Return the class names in one of transformers' tables, whose entries are one name or several."""
     return {name for entry in mapping.values() for name in ([entry] if isinstance(entry, str) else entry)}
+
+
+_EXAMPLES = 6
+
+
+def freeze_parameters(model: nn.Module, patterns: Sequence[str]) -> None:
+    """Freeze every parameter whose name matches one of the shell patterns (``*.layers.0.*``).
+
+    A weight that two layers share (tied) has both names and is frozen if either matches. Raises ModelError if a pattern matches
+    nothing, or if every parameter would be frozen.
+    """
+    if not patterns:
+        return
+    parameters = list(model.named_parameters(remove_duplicate=False))
+    for pattern in patterns:
+        matching = [parameter for name, parameter in parameters if fnmatchcase(name, pattern)]
+        if not matching:
+            raise ModelError(
+                f"freeze {pattern!r}: matches no parameter of {type(model).__name__}; parameters are, for example, "
+                f"{_examples([name for name, _ in parameters])}"
+            )
+        for parameter in matching:
+            parameter.requires_grad_(False)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ModelError(
+            f"freeze {', '.join(map(repr, patterns))}: every parameter of {type(model).__name__} is frozen, so nothing can be "
+            f"trained; keep some trainable, for example {_examples([name for name, _ in parameters])}"
+        )
+
+
+def _examples(names: Sequence[str]) -> str:
+    """Return a few names, spread over the model."""
+    return ", ".join(names[:: max(1, len(names) // _EXAMPLES)][:_EXAMPLES])

@@ -13,9 +13,7 @@ import time
 from pathlib import Path
 
 from quartet.verifiers.errors import SandboxFailed
-from quartet.verifiers.sandbox.backend import START_SCRIPT
-from quartet.verifiers.sandbox.limits import END_SECONDS, MEBIBYTE, Limits
-from quartet.verifiers.sandbox.process import Identity, SandboxProcess
+from quartet.verifiers.sandbox.process import END_SECONDS, MEBIBYTE, START_SCRIPT, Identity, Limits, SandboxProcess
 from quartet.verifiers.sandbox.seccomp import filter_program
 
 UNPRIVILEGED = 65534

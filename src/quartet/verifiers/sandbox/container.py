@@ -8,9 +8,7 @@ import shutil
 import subprocess
 
 from quartet.verifiers.errors import SandboxFailed
-from quartet.verifiers.sandbox.backend import START_SCRIPT
-from quartet.verifiers.sandbox.limits import END_SECONDS, Limits
-from quartet.verifiers.sandbox.process import SandboxProcess
+from quartet.verifiers.sandbox.process import END_SECONDS, START_SCRIPT, Limits, SandboxProcess
 
 CLIENT_VARIABLES = ("PATH", "HOME", "DOCKER_HOST", "DOCKER_CONTEXT", "CONTAINER_HOST", "XDG_RUNTIME_DIR")
 """Environment variables that the client gets. The program gets none of them."""

@@ -1,19 +1,22 @@
-"""One process in a sandbox, and its pipes with deadlines and limits."""
+"""A process in a sandbox: its limits, its request on standard input, and its messages."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import inspect
 import os
 import selectors
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from types import ModuleType
+from typing import Any, Protocol
 
 from quartet.verifiers.errors import SandboxFailed
+from quartet.verifiers.sandbox.inside import start
 from quartet.verifiers.sandbox.inside.start import STARTED
-from quartet.verifiers.sandbox.limits import END_SECONDS, START_SECONDS
 
 _CHUNK = 65536
 MAX_ERROR_CHARACTERS = 300
@@ -230,3 +233,74 @@ class SandboxProcess:
             self._selector.unregister(self._input.fileno())
             if self._closes_input:
                 self._input.close()
+
+
+MEBIBYTE = 1024 * 1024
+START_SECONDS = 60.0
+"""Maximum seconds until the sandbox runs. Longer is a failure of the sandbox, not of the program."""
+END_SECONDS = 30.0
+"""Maximum seconds until a killed sandbox has ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Limits of one run of a program. A run is one test, or one process that answers the calls of several tests."""
+
+    seconds: float = 10.0
+    """Wall time of a test. More than the CPU time, so that a busy machine does not fail a right program."""
+    cpu_seconds: int = 4
+    """CPU time of each process."""
+    memory_mb: int = 512
+    """Address space of each process, in MiB. In a container or cgroup: memory of all processes together."""
+    processes: int = 4
+    """Processes and threads at a time."""
+    files_mb: int = 16
+    """Size of /tmp, the only place that can be written to, and of each file there, in MiB."""
+    output_bytes: int = MEBIBYTE
+    """Size of standard output, of standard error, and of each result of a call."""
+
+    def __post_init__(self) -> None:
+        """Raises ValueError if a limit is not above 0."""
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+                raise ValueError(f"{field.name}: found {value!r}, expected a number above 0")
+            if field.name != "seconds" and not isinstance(value, int):
+                raise ValueError(f"{field.name}: found {value!r}, expected a whole number")
+
+
+START_SCRIPT = inspect.getsource(start)
+"""Text of the first script, an argument of the Python in the sandbox."""
+
+
+class Sandbox(Protocol):
+    """A way to run programs that are isolated from this machine and from each other. Threads may share it."""
+
+    @property
+    def name(self) -> str:
+        """Return the name of the tool and of its interpreter, for messages."""
+
+    @property
+    def memory_bound(self) -> str:
+        """Return the bound of the memory of all processes of a program together, in words."""
+
+    def launch(self, limits: Limits) -> SandboxProcess:
+        """Start a sandbox that waits for its request. Raises SandboxFailed."""
+
+
+def request(
+    limits: Limits,
+    source: str,
+    *,
+    script: ModuleType | None = None,
+    more: str = "",
+    command: Sequence[str] = (),
+    file_name: str = "program.py",
+) -> bytes:
+    """Return the first bytes of standard input, see ``quartet.verifiers.sandbox.inside.start``. ``more`` is for the script."""
+    script_text = "" if script is None else inspect.getsource(script)
+    texts = [text.encode(errors="surrogatepass") for text in (file_name, source, script_text, more, "\0".join(command))]
+    numbers = {name: value for name, value in dataclasses.asdict(limits).items() if isinstance(value, int)}
+    numbers |= {name: len(text) for name, text in zip(start.TEXTS, texts, strict=True)}
+    header = "".join(f"{name} {value}\n" for name, value in numbers.items()).encode()
+    return b"%010d" % len(header) + header + b"".join(texts)

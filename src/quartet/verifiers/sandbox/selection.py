@@ -8,10 +8,9 @@ from functools import cache, partial
 
 from quartet.errors import ConfigError
 from quartet.verifiers.errors import SandboxFailed
-from quartet.verifiers.sandbox.backend import Sandbox, request
 from quartet.verifiers.sandbox.bubblewrap import Bubblewrap, candidate_interpreters
 from quartet.verifiers.sandbox.container import Container
-from quartet.verifiers.sandbox.limits import START_SECONDS, Limits
+from quartet.verifiers.sandbox.process import START_SECONDS, Limits, Sandbox, request
 
 KINDS = ("auto", "bubblewrap", "docker", "podman")
 DEFAULT_IMAGE = "python:3-slim"

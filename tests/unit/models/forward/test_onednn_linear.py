@@ -17,7 +17,7 @@ from quartet.models.forward import onednn_linear as module
 from quartet.models.forward.onednn_linear import is_needed, linear, onednn_linear
 from quartet.models.forward.scoring import response_log_probs, response_values, sequence_scores
 from quartet.models.generation.torch_engine import TorchEngine
-from quartet.models.torch_threads import torch_threads
+from quartet.models.torch_settings import torch_threads
 from quartet.models.training.activation_checkpointing import activation_checkpointing
 from quartet.models.training.optimizer import create_optimizer
 from quartet.models.training.updates import update_policy, update_value

@@ -14,7 +14,7 @@ from quartet.models.generation import decode_slots
 from quartet.models.generation import torch_engine as engine_module
 from quartet.models.generation.static_decoding import padded_rows
 from quartet.models.generation.torch_engine import TorchEngine
-from quartet.models.torch_threads import torch_threads
+from quartet.models.torch_settings import torch_threads
 from quartet.models.weights.lora import add_adapter
 from tests.unit.models import tiny
 

@@ -13,7 +13,7 @@ from quartet.models.generation import trial as module
 from quartet.models.generation.machine_trial import try_model, try_small_model
 from quartet.models.generation.static_decoding import StaticDecoder
 from quartet.models.generation.torch_engine import DetachedTorchEngine, TorchEngine
-from quartet.models.torch_threads import torch_threads
+from quartet.models.torch_settings import torch_threads
 from quartet.system.failpoints import FOLDER_VARIABLE, VARIABLE, arm
 from tests.unit.models import tiny
 

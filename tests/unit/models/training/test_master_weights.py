@@ -16,8 +16,7 @@ from quartet.contract.update import ValueLossSettings
 from quartet.errors import ModelError
 from quartet.models.training.optimizer import MasterWeightAdamW, apply_gradients, create_optimizer, load_optimizer
 from quartet.models.training.updates import update_policy, update_value
-from quartet.models.weights.freezing import freeze_parameters
-from quartet.models.weights.loading import load_causal_lm, load_critic
+from quartet.models.weights.loading import freeze_parameters, load_causal_lm, load_critic
 from quartet.models.weights.lora import add_adapter
 from tests.unit.models import tiny, updates
 from tests.unit.models.saving import save_optimizer, save_policy

@@ -14,7 +14,7 @@ from quartet.errors import ModelError
 from quartet.models.training.optimizer import MasterWeightAdamW, create_optimizer
 from quartet.models.training.updates import update_policy
 from quartet.models.training.weight_average import EMA_FILE, WeightAverage, apply_average
-from quartet.models.weights.freezing import freeze_parameters
+from quartet.models.weights.loading import freeze_parameters
 from quartet.models.weights.lora import add_adapter
 from tests.unit.models import tiny, updates
 

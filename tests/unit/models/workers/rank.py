@@ -28,9 +28,8 @@ from quartet.models.training.compiled_layers import compiled_layers
 from quartet.models.training.optimizer import create_optimizer, load_optimizer_state, optimizer_parts, parameter_groups
 from quartet.models.training.updates import update_policy, update_value
 from quartet.models.value_head import ValueModel
-from quartet.models.weights.freezing import freeze_parameters
 from quartet.models.weights.host_tensors import complete_tensors, named_weights
-from quartet.models.weights.loading import count_parameters
+from quartet.models.weights.loading import count_parameters, freeze_parameters
 from quartet.models.weights.lora import add_adapter
 from quartet.models.workers.group import WorkerGroup, join_group
 from quartet.models.workers.sharded_checkpoint import OPTIMIZER, ShardedState, write_parts

@@ -2,7 +2,7 @@
 
 Standard input begins with the length of a header (10 digits) and the header, lines of a key and a number:
 
-- the limits by name, see ``quartet.verifiers.sandbox.limits``;
+- the limits by name, see ``quartet.verifiers.sandbox.process``;
 - ``name``, ``source``, ``script``, ``more``, ``command``: the lengths of texts in bytes. The texts follow the header in this
   order.
 

@@ -1,4 +1,4 @@
-"""Environment variables for a process that computes on a CPU. Imports no torch, whose libraries read them at their first use."""
+"""Environment variables for a process that computes. Imports no torch, whose libraries read them at their first use."""
 
 from __future__ import annotations
 
@@ -31,3 +31,19 @@ def set_cpu_environment(environment: MutableMapping[str, str]) -> None:
 def is_intel() -> bool:
     """Return whether this is an Intel processor. For others, MKL's reproducible code is its slowest."""
     return CPU_INFO.exists() and "GenuineIntel" in CPU_INFO.read_text()
+
+
+_DEFAULTS = {
+    # cuBLAS needs a fixed workspace to repeat its results, and deterministic mode refuses matmuls without it.
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+    # Batches of ragged lengths fragment memory otherwise, and what one phase frees would not fit the next.
+    "PYTORCH_ALLOC_CONF": "expandable_segments:True",
+    # Sums inside an NVLink switch have no fixed order, so a group would not repeat its results.
+    "NCCL_ALGO": "^NVLS,NVLSTree",
+}
+
+
+def set_gpu_environment(environment: MutableMapping[str, str]) -> None:
+    """Set the variables that the user has not set."""
+    for name, value in _DEFAULTS.items():
+        environment.setdefault(name, value)
