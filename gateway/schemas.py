@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from quartet.config.live_settings import LIVE_NAME_PATTERN
 from quartet.contract.control import Alert, Setting, SettingChange
 from quartet.contract.generation import EngineProperties
+from quartet.services.orchestrator.telemetry.timeline import Span
 
 Item = TypeVar("Item")
 
@@ -178,29 +179,6 @@ class RunConfig(Model):
     """The same config as YAML."""
 
 
-class Curve(Model):
-    """One metric over the steps. If there are many steps, each point covers several in a row."""
-
-    steps: list[int]
-    """The last step of each point."""
-    mean: list[float | None]
-    """Mean over the steps of a point; null if the metric is missing or not a number."""
-    low: list[float | None]
-    high: list[float | None]
-
-
-class Metrics(Model):
-    """Metrics of one run."""
-
-    run: str
-    first: int
-    """First step of the curves; 0 if there are no steps."""
-    last: int
-    bucket: int
-    """Maximum number of steps per point."""
-    curves: dict[str, Curve]
-
-
 class StepSummary(Model):
     """One committed step."""
 
@@ -214,19 +192,6 @@ class StepSummary(Model):
     kl_mean: float | None
     response_tokens: int | None
     failed_trajectories: int
-
-
-class Span(Model):
-    """One activity of a process during a step. Times are in seconds after the start of the step."""
-
-    service: str
-    """actor, critic, reward, reference, orchestrator or redis."""
-    phase: str
-    """generate, score, log_probs, values, wait, prepare, seal, update, commit, acknowledge or checkpoint."""
-    start: float
-    end: float
-    count: int = 1
-    """Number of calls in the span. Adjacent calls of one kind are merged if a step has very many."""
 
 
 class StepDetail(Model):

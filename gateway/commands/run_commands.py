@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from quartet.config.live_settings import LIVE_SETTINGS
 from quartet.contract.control import Setting
@@ -28,21 +28,9 @@ class RunCommands:
     def __init__(self, catalog: RunCatalog, monitor: RunMonitor) -> None:
         self._catalog, self._monitor = catalog, monitor
 
-    def pause(self, run: str, user: str) -> str:
-        """Pause the run after the current step."""
-        return self._command(run, user, "pause", {}, lambda client: client.command("Pause"))[1]
-
-    def resume(self, run: str, user: str) -> str:
-        """Resume a paused run."""
-        return self._command(run, user, "resume", {}, lambda client: client.command("Resume"))[1]
-
-    def stop(self, run: str, user: str) -> str:
-        """Stop the run after the current step and save its policy."""
-        return self._command(run, user, "stop", {}, lambda client: client.command("Stop"))[1]
-
-    def checkpoint(self, run: str, user: str) -> str:
-        """Save a checkpoint after the current step."""
-        return self._command(run, user, "checkpoint", {}, lambda client: client.command("Checkpoint"))[1]
+    def send(self, run: str, user: str, command: Literal["Pause", "Resume", "Stop", "Checkpoint"]) -> str:
+        """Send a command without arguments."""
+        return self._command(run, user, command.lower(), {}, lambda client: client.command(command))[1]
 
     def roll_back(self, run: str, user: str, step: int) -> str:
         """Restore the run from the checkpoint of a step."""

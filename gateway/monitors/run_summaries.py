@@ -51,15 +51,15 @@ class RunSummaries:
             has_scores=config.has_scores,
             has_teacher=config.algorithm.distillation is not None,
             reward_parts=list(config.reward.part_weights),
-            metric_names=self._readers.metrics.of(files.metrics).names(),
+            metric_names=self._readers.metrics(files.metrics).names(),
             checkpoints=len(checkpoint_folders(files)),
-            evaluations=len(self._readers.records.of(files.evaluation_summaries)),
-            alerts=len(self._readers.records.of(files.alerts)),
-            failed_trajectories=len(self._readers.records.of(files.failed_trajectories)),
+            evaluations=len(self._readers.records(files.evaluation_summaries)),
+            alerts=len(self._readers.records(files.alerts)),
+            failed_trajectories=len(self._readers.records(files.failed_trajectories)),
         )
 
     def _summary(self, files: RunFiles, name: str, config: Config, progress: ProgressInfo | None) -> RunSummary:
-        columns = self._readers.metrics.of(files.metrics)
+        columns = self._readers.metrics(files.metrics)
         step = columns.count()
         rows = columns.rows([step], ["reward_mean", "kl_mean"]) if step else []
         newest = rows[0] if rows else {}

@@ -43,3 +43,25 @@ class FileCache(Generic[Content]):
             if len(self._contents) > self._max_files:
                 self._contents.popitem(last=False)
         return content
+
+
+class RecentFiles(Generic[Content]):
+    """Objects that follow growing files: those of the most recently used files. Thread-safe."""
+
+    def __init__(
+        self, follow: Callable[[Path], Content], limit: int, size: Callable[[Content], int] = lambda _: 1
+    ) -> None:
+        """``follow`` starts to follow a file. The sizes of the objects are at most ``limit`` together, but the newest is kept."""
+        self._follow, self._limit, self._size = follow, limit, size
+        self._objects: OrderedDict[Path, Content] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def of(self, path: Path) -> Content:
+        """Return the object that follows a file."""
+        with self._lock:
+            if path not in self._objects:
+                self._objects[path] = self._follow(path)
+            self._objects.move_to_end(path)
+            while len(self._objects) > 1 and sum(map(self._size, self._objects.values())) > self._limit:
+                self._objects.popitem(last=False)
+            return self._objects[path]

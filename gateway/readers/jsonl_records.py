@@ -10,34 +10,15 @@ from typing import Any, TypeVar
 from pydantic import TypeAdapter
 
 from quartet.errors import ConfigError
-from quartet.gateway.readers.file_cache import FileCache
 
-MAX_CACHED_FILES = 64
 MAX_FILE_BYTES = 64 * 1024 * 1024
 
 Record = dict[str, Any]
 Item = TypeVar("Item")
 
 
-class RecordReader:
-    """Reader of record files. Caches the most recently used ones. Thread-safe."""
-
-    def __init__(self) -> None:
-        self._files = FileCache(_records, MAX_CACHED_FILES)
-
-    def of(self, path: Path) -> list[Record]:
-        """Return every record; empty if there is no file. An incomplete last line is ignored. Raises ConfigError."""
-        try:
-            return self._files.of(path)
-        except FileNotFoundError:
-            return []
-        except OSError as error:
-            raise ConfigError(
-                f"{path}: cannot be read ({error.strerror}); give the gateway's user read permission"
-            ) from None
-
-
-def _records(path: Path) -> list[Record]:
+def read_records(path: Path) -> list[Record]:
+    """Return every record of a file. An incomplete last line is ignored. Raises ConfigError, and OSError if there is no file."""
     size = path.stat().st_size
     if size > MAX_FILE_BYTES:
         raise ConfigError(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import threading
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import ConfigDict
 
 from quartet.errors import ConfigError
 from quartet.gateway.readers.jsonl_tail import JsonlTail
@@ -21,29 +21,36 @@ FloatColumn = NDArray[np.float64]
 
 LINES_PER_READ = 2000
 """Lines that are parsed at a time."""
-MAX_CACHED_BYTES = 512 * 1024 * 1024
-"""Size of all cached columns. Beyond it, the least recently used run is dropped."""
 MAX_NAMES = 1000
 """Metrics per run."""
 
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """One metric: for each point its last step, and mean, minimum and maximum over its steps. Missing values are NaN."""
+    """One metric over the steps. If there are many steps, each point covers several in a row."""
+
+    __pydantic_config__ = ConfigDict(use_attribute_docstrings=True)
 
     steps: list[int]
-    mean: FloatColumn
-    low: FloatColumn
-    high: FloatColumn
+    """The last step of each point."""
+    mean: list[float | None]
+    """Mean over the steps of a point; null if the metric is missing or not a number."""
+    low: list[float | None]
+    high: list[float | None]
 
 
 @dataclass(frozen=True, slots=True)
-class Curves:
-    """Metrics of one run from step ``first`` to ``last``. A point covers ``bucket`` steps; the last one may cover fewer."""
+class Metrics:
+    """Metrics of one run."""
 
+    __pydantic_config__ = ConfigDict(use_attribute_docstrings=True)
+
+    run: str
     first: int
+    """First step of the curves; 0 if there are no steps."""
     last: int
     bucket: int
+    """Maximum number of steps per point."""
     curves: dict[str, Curve]
 
 
@@ -98,12 +105,13 @@ class MetricColumns:
                 if step <= self._count
             ]
 
-    def curves(self, names: Sequence[str], first: int, last: int, points: int) -> Curves:
+    def curves(self, names: Sequence[str], first: int, last: int, points: int) -> Metrics:
         """Return metrics from step ``first`` to ``last`` in at most ``points`` points. An unknown metric is all NaN."""
+        run = self._path.parent.name
         with self._lock:
             first, last = max(first, 1), min(last, self._count)
             if first > last:
-                return Curves(0, 0, 1, {name: _empty() for name in names})
+                return Metrics(run, 0, 0, 1, {name: Curve([], [], [], []) for name in names})
             bucket = math.ceil((last - first + 1) / points)
             starts = np.arange(0, last - first + 1, bucket)
             ends = np.append(starts[1:], last - first + 1)
@@ -113,8 +121,8 @@ class MetricColumns:
             for name in names:
                 column = self._columns.get(name)
                 values = missing if column is None else column[first - 1 : last]
-                curves[name] = Curve(steps, *_aggregate(values, starts, ends - starts))
-            return Curves(first, last, bucket, curves)
+                curves[name] = Curve(steps, *(part.tolist() for part in _aggregate(values, starts, ends - starts)))
+            return Metrics(run, first, last, bucket, curves)
 
     def _add_lines(self, lines: list[bytes]) -> None:
         rows: list[dict[str, Any]] = []
@@ -170,26 +178,6 @@ class MetricColumns:
         return ConfigError(f"metrics {self._path}:{number}: {problem}; repair the file, or restart the run")
 
 
-class MetricsReader:
-    """The columns of the most recently used runs. Thread-safe."""
-
-    def __init__(self, max_bytes: int = MAX_CACHED_BYTES) -> None:
-        self._max_bytes = max_bytes
-        self._columns: OrderedDict[Path, MetricColumns] = OrderedDict()
-        self._lock = threading.Lock()
-
-    def of(self, path: Path) -> MetricColumns:
-        """Return the columns of a ``metrics.jsonl`` as it is now; empty if there is no file. Raises ConfigError."""
-        with self._lock:
-            columns = self._columns.setdefault(path, MetricColumns(path))
-            self._columns.move_to_end(path)
-        columns.refresh()
-        with self._lock:
-            while len(self._columns) > 1 and sum(kept.size for kept in self._columns.values()) > self._max_bytes:
-                self._columns.popitem(last=False)
-        return columns
-
-
 def _aggregate(
     values: FloatColumn, starts: NDArray[np.int64], sizes: NDArray[np.int64]
 ) -> tuple[FloatColumn, FloatColumn, FloatColumn]:
@@ -208,11 +196,6 @@ def _aggregate(
 def _has_number(values: FloatColumn) -> bool:
     # Check the newest value first: it is nearly always a number.
     return len(values) > 0 and not (np.isnan(values[-1]) and np.isnan(values).all())
-
-
-def _empty() -> Curve:
-    none = np.empty(0)
-    return Curve([], none, none, none)
 
 
 def _or_none(value: np.float64) -> float | None:

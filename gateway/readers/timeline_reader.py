@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import re
 import threading
-from collections import OrderedDict
 from pathlib import Path
 
 from quartet.gateway.readers.jsonl_records import Record, parse_line
 from quartet.gateway.readers.jsonl_tail import JsonlTail
 
 LINES_PER_READ = 2000
-MAX_CACHED_RUNS = 32
 _STEP = re.compile(rb'\{"step": ?(\d{1,12})[,}]')
 
 
-class _Timeline:
-    """The line number of each step in one file."""
+class Timeline:
+    """The timeline of one run. It keeps the line number of each step. Thread-safe."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -26,6 +24,7 @@ class _Timeline:
         self._lock = threading.Lock()
 
     def step(self, step: int) -> Record | None:
+        """Return the timeline of one step, or None if the file does not have it. Raises ConfigError if its line is damaged."""
         with self._lock:
             if self._lines.refresh() is not None:
                 self._indexed_lines, self._line_of_step = 0, {}
@@ -38,20 +37,3 @@ class _Timeline:
             number = self._line_of_step.get(step, -1)
             lines = self._lines.read(number, 1) if number >= 0 else []
         return parse_line(self._path, lines[0], number + 1) if lines else None
-
-
-class TimelineReader:
-    """Reader of the timelines of runs. Caches the line numbers of the most recently used ones. Thread-safe."""
-
-    def __init__(self) -> None:
-        self._timelines: OrderedDict[Path, _Timeline] = OrderedDict()
-        self._lock = threading.Lock()
-
-    def step(self, path: Path, step: int) -> Record | None:
-        """Return the timeline of one step, or None if the file does not have it. Raises ConfigError if its line is damaged."""
-        with self._lock:
-            timeline = self._timelines.setdefault(path, _Timeline(path))
-            self._timelines.move_to_end(path)
-            if len(self._timelines) > MAX_CACHED_RUNS:
-                self._timelines.popitem(last=False)
-        return timeline.step(step)

@@ -7,28 +7,11 @@ from typing import Any
 
 import structlog
 
-from quartet.gateway.readers.file_cache import FileCache
-
 log = structlog.get_logger()
 
-MAX_CACHED_TOKENIZERS = 8
 
-
-class TokenizerCache:
-    """The tokenizers of the most recently used runs. Thread-safe."""
-
-    def __init__(self) -> None:
-        self._tokenizers = FileCache(_load, MAX_CACHED_TOKENIZERS)
-
-    def of(self, folder: Path) -> Any | None:
-        """Return the tokenizer in a run's ``tokenizer/`` folder, or None if it is missing or cannot be loaded."""
-        try:
-            return self._tokenizers.of(folder / "tokenizer.json")
-        except OSError:
-            return None
-
-
-def _load(path: Path) -> Any | None:
+def load_tokenizer(path: Path) -> Any | None:
+    """Return the tokenizer of a ``tokenizer.json``, or None if it cannot be loaded."""
     try:
         from tokenizers import Tokenizer  # Not part of the base install.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quartet.errors import ConfigError
-from quartet.gateway.readers.file_cache import FileCache
 from quartet.gateway.readers.jsonl_records import Record, parse_line
 
-MAX_CACHED_STEPS = 20_000
-"""Steps whose arrays are cached, over all runs."""
 SortKey = tuple[float, int, int, int]
 """Position in a sorted list: the sorted value, then step, prompt and sample."""
 
@@ -118,54 +116,36 @@ class TrajectoryPage:
     last_key: SortKey | None
 
 
-class TrajectoryIndexes:
-    """The indexes of the most recently used steps. Thread-safe."""
+def page_of(
+    indexes: Sequence[StepIndex], matching: TrajectoryFilter, sort: str, limit: int, after: SortKey | None
+) -> TrajectoryPage:
+    """Return at most ``limit`` trajectories of some steps after a sort key. Raises ConfigError.
 
-    def __init__(self, max_steps: int = MAX_CACHED_STEPS) -> None:
-        self._indexes = FileCache(_build_index, max_steps)
-
-    def index(self, folder: Path, step: int) -> StepIndex | None:
-        """Return the index of a step, or None if it has no trajectories. Raises ConfigError."""
-        try:
-            return self._indexes.of(folder / f"step-{step:06d}.jsonl")
-        except OSError:
-            return None
-
-    def page(
-        self, folder: Path, steps: range, matching: TrajectoryFilter, sort: str, limit: int, after: SortKey | None
-    ) -> TrajectoryPage:
-        """Return at most ``limit`` trajectories of some steps after a sort key. Raises ConfigError.
-
-        ``sort`` is ``score``, ``kl``, ``response_tokens`` or ``id``; ``-`` in front sorts the largest value first.
-        """
-        indexes: list[StepIndex] = []
-        matches: list[NDArray[np.int64]] = []
-        for step in steps:
-            if (index := self.index(folder, step)) is not None:
-                indexes.append(index)
-                matches.append(matching.lines(index))
-        owners = np.repeat(np.arange(len(indexes)), [len(lines) for lines in matches])
-        lines = np.concatenate(matches) if matches else np.empty(0, dtype=np.int64)
-        columns = _sort_columns(indexes, matches, sort)
-        # np.lexsort sorts by the last key first.
-        order = np.lexsort(tuple(reversed(columns)))
-        start = 0 if after is None else _count_up_to(columns, after)
-        page = order[start : start + limit]
-        records: dict[int, Record] = {}
-        for owner in np.unique(owners[page]).tolist():
-            positions = [int(position) for position in page if owners[position] == owner]
-            read = indexes[owner].read([int(lines[position]) for position in positions])
-            records |= dict(zip(positions, read, strict=True))
-        more = start + limit < len(order)
-        last = int(page[-1]) if more else -1
-        return TrajectoryPage(
-            [(indexes[int(owners[position])].step, records[int(position)]) for position in page],
-            len(order),
-            (float(columns[0][last]), *(int(column[last]) for column in columns[1:])) if more else None,  # type: ignore[arg-type]
-        )
+    ``sort`` is ``score``, ``kl``, ``response_tokens`` or ``id``; ``-`` in front sorts the largest value first.
+    """
+    matches = [matching.lines(index) for index in indexes]
+    owners = np.repeat(np.arange(len(indexes)), [len(lines) for lines in matches])
+    lines = np.concatenate(matches) if matches else np.empty(0, dtype=np.int64)
+    columns = _sort_columns(indexes, matches, sort)
+    # np.lexsort sorts by the last key first.
+    order = np.lexsort(tuple(reversed(columns)))
+    start = 0 if after is None else _count_up_to(columns, after)
+    page = order[start : start + limit]
+    records: dict[int, Record] = {}
+    for owner in np.unique(owners[page]).tolist():
+        positions = [int(position) for position in page if owners[position] == owner]
+        read = indexes[owner].read([int(lines[position]) for position in positions])
+        records |= dict(zip(positions, read, strict=True))
+    more = start + limit < len(order)
+    last = int(page[-1]) if more else -1
+    return TrajectoryPage(
+        [(indexes[int(owners[position])].step, records[int(position)]) for position in page],
+        len(order),
+        (float(columns[0][last]), *(int(column[last]) for column in columns[1:])) if more else None,  # type: ignore[arg-type]
+    )
 
 
-def _sort_columns(indexes: list[StepIndex], matches: list[NDArray[np.int64]], sort: str) -> list[NDArray[Any]]:
+def _sort_columns(indexes: Sequence[StepIndex], matches: list[NDArray[np.int64]], sort: str) -> list[NDArray[Any]]:
     """Return the keys to sort by in ascending order, the first key first: ``[trajectories]`` each."""
     name = sort.removeprefix("-")
     sign = -1.0 if sort.startswith("-") else 1.0
@@ -196,7 +176,7 @@ def _count_up_to(columns: list[NDArray[Any]], key: SortKey) -> int:
     return count - int(greater.sum())
 
 
-def _build_index(path: Path) -> StepIndex:
+def build_index(path: Path) -> StepIndex:
     """Read the file of a step, step-NNNNNN.jsonl. Raises ConfigError."""
     ends = [0]
     rows = []

@@ -63,28 +63,28 @@ def start_run(
 @router.post("/runs/{run}/pause", status_code=202)
 def pause(caller: Operator, run: RunName, commands: TheRunCommands) -> CommandAccepted:
     """Pause the run after the current step."""
-    problem = commands.pause(run, caller.user)
+    problem = commands.send(run, caller.user, "Pause")
     return _accepted(f"run {run} pauses after the current step", problem)
 
 
 @router.post("/runs/{run}/resume", status_code=202)
 def resume(caller: Operator, run: RunName, commands: TheRunCommands) -> CommandAccepted:
     """Resume a paused run."""
-    problem = commands.resume(run, caller.user)
+    problem = commands.send(run, caller.user, "Resume")
     return _accepted(f"run {run} resumes", problem)
 
 
 @router.post("/runs/{run}/stop", status_code=202)
 def stop(caller: Operator, run: RunName, commands: TheRunCommands) -> CommandAccepted:
     """Stop the run after the current step and save its policy."""
-    problem = commands.stop(run, caller.user)
+    problem = commands.send(run, caller.user, "Stop")
     return _accepted(f"run {run} stops after the current step and saves its policy", problem)
 
 
 @router.post("/runs/{run}/checkpoint", status_code=202)
 def checkpoint(caller: Operator, run: RunName, commands: TheRunCommands) -> CommandAccepted:
     """Save a checkpoint after the current step, in addition to the scheduled ones."""
-    problem = commands.checkpoint(run, caller.user)
+    problem = commands.send(run, caller.user, "Checkpoint")
     return _accepted(f"run {run} saves a checkpoint after the current step", problem)
 
 
@@ -104,7 +104,7 @@ def list_commands(
     _: Viewer, run: RunName, files: TheRunFiles, readers: TheReaders, limit: Limit = 50, cursor: Cursor = None
 ) -> Page[AuditEntry]:
     """List the commands that were sent to the run, newest first, including refused ones."""
-    records, request = readers.records.of(files.audit), ["audit", run]
+    records, request = readers.records(files.audit), ["audit", run]
     before = int(read_cursor(cursor, request, (int,))[0]) if cursor is not None else None
     items, next_before = newest_first(files.audit, records, before, limit)
     return Page(items=items, total=len(records), next=cursor_after([next_before], request) if next_before else None)
@@ -133,7 +133,7 @@ def change_settings(
 
 
 def _settings(run: str, files: RunFiles, commands: RunCommands, readers: RunReaders) -> Settings:
-    records = readers.records.of(files.changes)
+    records = readers.records(files.changes)
     first = max(0, len(records) - MAX_CHANGES)
     changes = validated(SettingChange, files.changes, records[first:], first + 1)
     return Settings(settings=commands.settings(run), changes=changes)

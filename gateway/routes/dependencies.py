@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 from fastapi import Depends, Path, Query, Request
 
@@ -28,55 +28,24 @@ Cursor = Annotated[
 Step = Annotated[int, Path(ge=1, le=1_000_000_000, description="Number of a committed step.")]
 
 
-# These functions do not block. As `async def` they run directly instead of in the thread pool.
-async def _settings(request: Request) -> GatewaySettings:
-    settings: GatewaySettings = request.app.state.settings
-    return settings
+def _of_state(name: str) -> Any:
+    """Return a dependency on an object of ``app.state``."""
+
+    # It does not block. As `async def` it runs directly instead of in the thread pool.
+    async def read(request: Request) -> Any:
+        return getattr(request.app.state, name)
+
+    return Depends(read)
 
 
-async def _catalog(request: Request) -> RunCatalog:
-    catalog: RunCatalog = request.app.state.catalog
-    return catalog
-
-
-async def _readers(request: Request) -> RunReaders:
-    readers: RunReaders = request.app.state.readers
-    return readers
-
-
-async def _run_monitor(request: Request) -> RunMonitor:
-    monitor: RunMonitor = request.app.state.run_monitor
-    return monitor
-
-
-async def _service_monitor(request: Request) -> ServiceMonitor:
-    monitor: ServiceMonitor = request.app.state.service_monitor
-    return monitor
-
-
-async def _buffer_monitor(request: Request) -> BufferMonitor:
-    monitor: BufferMonitor = request.app.state.buffer_monitor
-    return monitor
-
-
-async def _event_streams(request: Request) -> EventStreams:
-    streams: EventStreams = request.app.state.event_streams
-    return streams
-
-
-async def _run_launcher(request: Request) -> RunLauncher:
-    launcher: RunLauncher = request.app.state.run_launcher
-    return launcher
-
-
-TheSettings = Annotated[GatewaySettings, Depends(_settings)]
-TheCatalog = Annotated[RunCatalog, Depends(_catalog)]
-TheReaders = Annotated[RunReaders, Depends(_readers)]
-TheRunMonitor = Annotated[RunMonitor, Depends(_run_monitor)]
-TheServiceMonitor = Annotated[ServiceMonitor, Depends(_service_monitor)]
-TheBufferMonitor = Annotated[BufferMonitor, Depends(_buffer_monitor)]
-TheEventStreams = Annotated[EventStreams, Depends(_event_streams)]
-TheRunLauncher = Annotated[RunLauncher, Depends(_run_launcher)]
+TheSettings = Annotated[GatewaySettings, _of_state("settings")]
+TheCatalog = Annotated[RunCatalog, _of_state("catalog")]
+TheReaders = Annotated[RunReaders, _of_state("readers")]
+TheRunMonitor = Annotated[RunMonitor, _of_state("run_monitor")]
+TheServiceMonitor = Annotated[ServiceMonitor, _of_state("service_monitor")]
+TheBufferMonitor = Annotated[BufferMonitor, _of_state("buffer_monitor")]
+TheEventStreams = Annotated[EventStreams, _of_state("event_streams")]
+TheRunLauncher = Annotated[RunLauncher, _of_state("run_launcher")]
 
 
 async def _run_commands(catalog: TheCatalog, monitor: TheRunMonitor) -> RunCommands:

@@ -23,7 +23,7 @@ def list_evaluations(
     """List the evaluations, oldest first. Step 0 evaluates the initial policy."""
     request = ["evaluations", files.root.name]
     after = int(read_cursor(cursor, request, (int,))[0]) if cursor is not None else -1
-    records = readers.records.of(files.evaluation_summaries)
+    records = readers.records(files.evaluation_summaries)
     remaining = [record for record in records if int(record["step"]) > after]
     items = [
         EvaluationSummary(
@@ -53,7 +53,7 @@ def get_evaluation(
     path = files.evaluations / f"step-{step:06d}.jsonl"
     if not path.is_file():
         raise NotFound(f"step {step}: has no evaluation; GET /api/v1/runs/{files.root.name}/evaluations lists them")
-    records = readers.records.of(path)
+    records = readers.records(path)
     end = start + limit
     items = [EvaluationRow(values=record) for record in records[start:end]]
     return Page(items=items, total=len(records), next=cursor_after([end], request) if end < len(records) else None)

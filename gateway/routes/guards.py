@@ -21,7 +21,7 @@ _ALERTS = TypeAdapter(list[Alert], config={"extra": "forbid"})
 @router.get("/runs/{run}/guards")
 def get_guards(_: Viewer, files: TheRunFiles, config: TheRunConfig, readers: TheReaders) -> Guards:
     """Return the settings of the guards, and their alerts, newest first."""
-    newest = readers.records.of(files.alerts)[: -MAX_ALERTS - 1 : -1]
+    newest = readers.records(files.alerts)[: -MAX_ALERTS - 1 : -1]
     try:
         alerts = _ALERTS.validate_python(newest)
     except ValueError:
@@ -35,7 +35,7 @@ def list_failed_trajectories(
 ) -> Page[FailedTrajectory]:
     """List the trajectories and evaluation responses that could not be scored, newest first."""
     request = ["failed-trajectories", files.root.name]
-    records = readers.records.of(files.failed_trajectories)
+    records = readers.records(files.failed_trajectories)
     end = len(records)
     if cursor is not None:
         end = max(0, min(end, int(read_cursor(cursor, request, (int,))[0])))

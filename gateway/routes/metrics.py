@@ -11,11 +11,10 @@ from starlette.responses import Response
 from quartet.gateway.access.callers import Viewer
 from quartet.gateway.http.api_router import api_router
 from quartet.gateway.http.http_errors import WrongField
-from quartet.gateway.readers.metric_columns import MetricColumns
+from quartet.gateway.readers.metric_columns import MetricColumns, Metrics
 from quartet.gateway.readers.run_catalog import RunCatalog
 from quartet.gateway.readers.run_readers import RunReaders
-from quartet.gateway.routes.dependencies import RunName, TheCatalog, TheReaders, TheRunFiles
-from quartet.gateway.schemas import Curve, Metrics
+from quartet.gateway.routes.dependencies import TheCatalog, TheReaders, TheRunFiles
 from quartet.telemetry.step_metrics import CHARTS, METRICS, MetricDefinition
 
 router = api_router("metrics")
@@ -24,7 +23,7 @@ MAX_NAMES = 100
 MAX_RUNS = 20
 MAX_POINTS = 400_000
 """Points in one response: points times metrics times runs."""
-_METRICS_LIST = TypeAdapter(list[Metrics])
+_METRICS, _METRICS_LIST = TypeAdapter(Metrics), TypeAdapter(list[Metrics])
 
 Names = Annotated[
     list[str] | None,
@@ -55,7 +54,6 @@ def list_metric_definitions(_: Viewer) -> list[MetricDefinition]:
 @router.get("/runs/{run}/metrics", response_model=Metrics)
 def get_metrics(
     _: Viewer,
-    run: RunName,
     files: TheRunFiles,
     readers: TheReaders,
     names: Names = None,
@@ -64,11 +62,11 @@ def get_metrics(
     points: Points = 1000,
 ) -> Response:
     """Return metrics of one run. Each point has the mean, minimum and maximum of the steps that it covers."""
-    columns = readers.metrics.of(files.metrics)
+    columns = readers.metrics(files.metrics)
     selected = _names(names, columns)
     _check_size(len(selected), points)
     # Serialized here: FastAPI would validate hundreds of thousands of numbers again, which takes longer than all else.
-    return _json(_metrics(run, columns, selected, first, last, points).model_dump_json().encode())
+    return _json(_METRICS.dump_json(_metrics(columns, selected, first, last, points)))
 
 
 @router.get("/metrics", response_model=list[Metrics])
@@ -95,32 +93,21 @@ def compare_metrics(
         raise WrongField("query.runs", f"expected 1 to {MAX_RUNS} runs, not {len(run_names)}")
     selected = [_of_run(catalog, readers, run, names) for run in run_names]
     _check_size(sum(len(metric_names) for _, metric_names in selected), points)
-    metrics = [
-        _metrics(run, columns, metric_names, first, last, points)
-        for run, (columns, metric_names) in zip(run_names, selected, strict=True)
-    ]
+    metrics = [_metrics(columns, metric_names, first, last, points) for columns, metric_names in selected]
     return _json(_METRICS_LIST.dump_json(metrics))
 
 
 def _of_run(
     catalog: RunCatalog, readers: RunReaders, run: str, names: list[str] | None
 ) -> tuple[MetricColumns, list[str]]:
-    columns = readers.metrics.of(catalog.find(run).metrics)
+    columns = readers.metrics(catalog.find(run).metrics)
     return columns, _names(names, columns, allow_unknown=True)
 
 
-def _metrics(run: str, columns: MetricColumns, names: list[str], first: int, last: int, points: int) -> Metrics:
+def _metrics(columns: MetricColumns, names: list[str], first: int, last: int, points: int) -> Metrics:
     if first > last:
         raise WrongField("query.first", f"expected at most query.last {last}, not {first}")
-    result = columns.curves(names, first, last, points)
-    curves = {
-        # NaN is serialized as null.
-        name: Curve.model_construct(
-            steps=curve.steps, mean=curve.mean.tolist(), low=curve.low.tolist(), high=curve.high.tolist()
-        )
-        for name, curve in result.curves.items()
-    }
-    return Metrics.model_construct(run=run, first=result.first, last=result.last, bucket=result.bucket, curves=curves)
+    return columns.curves(names, first, last, points)
 
 
 def _names(names: list[str] | None, columns: MetricColumns, allow_unknown: bool = False) -> list[str]:

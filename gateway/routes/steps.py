@@ -6,6 +6,7 @@ from collections import Counter
 from typing import Annotated, Any
 
 from fastapi import Query
+from pydantic import TypeAdapter
 
 from quartet.errors import ConfigError
 from quartet.gateway.access.callers import Viewer
@@ -13,10 +14,12 @@ from quartet.gateway.http.api_router import api_router
 from quartet.gateway.http.http_errors import NotFound
 from quartet.gateway.http.pagination import cursor_after, read_cursor
 from quartet.gateway.routes.dependencies import Cursor, Limit, Step, TheReaders, TheRunFiles
-from quartet.gateway.schemas import Page, Span, StepDetail, StepSummary
+from quartet.gateway.schemas import Page, StepDetail, StepSummary
+from quartet.services.orchestrator.telemetry.timeline import Span
 
 router = api_router("steps")
 
+_SPANS = TypeAdapter(list[Span])
 _SUMMARY_METRICS = (
     "seconds",
     "generate_seconds",
@@ -39,7 +42,7 @@ def list_steps(
     cursor: Cursor = None,
 ) -> Page[StepSummary]:
     """List the committed steps, newest first."""
-    columns = readers.metrics.of(files.metrics)
+    columns = readers.metrics(files.metrics)
     request = ["steps", files.root.name, first, last]
     end = min(last, columns.count())
     total = max(0, end - first + 1)
@@ -47,7 +50,7 @@ def list_steps(
         end = min(end, int(read_cursor(cursor, request, (int,))[0]) - 1)
     steps = list(range(end, max(first, end - limit + 1) - 1, -1))
     failed = (
-        Counter(record.get("step") for record in readers.records.of(files.failed_trajectories)) if steps else Counter()
+        Counter(record.get("step") for record in readers.records(files.failed_trajectories)) if steps else Counter()
     )
     rows = columns.rows(steps, _SUMMARY_METRICS)
     items = [_summary(step, row, failed[step]) for step, row in zip(steps, rows, strict=False)]
@@ -58,10 +61,10 @@ def list_steps(
 @router.get("/runs/{run}/steps/{step}")
 def get_step(_: Viewer, step: Step, files: TheRunFiles, readers: TheReaders) -> StepDetail:
     """Return one committed step: all its metrics, and when each process worked or waited."""
-    columns = readers.metrics.of(files.metrics)
+    columns = readers.metrics(files.metrics)
     if step > columns.count():
         raise NotFound(f"step {step}: not committed; the run has steps 1 to {columns.count()}")
-    timeline = readers.timelines.step(files.timeline, step)
+    timeline = readers.timeline(files.timeline).step(step)
     return StepDetail(
         step=step,
         metrics=columns.row(step),
@@ -79,7 +82,7 @@ def _summary(step: int, row: dict[str, float | None], failed_trajectories: int) 
 
 def _spans(timeline: dict[str, Any], step: int) -> list[Span]:
     try:
-        spans = [Span.model_validate(span) for span in timeline["spans"]]
+        spans = _SPANS.validate_python(timeline["spans"])
     except (KeyError, TypeError, ValueError):
         raise ConfigError(
             f"timeline.jsonl: step {step}: not spans in Quartet's format; remove the file, which the run does not need"

@@ -12,7 +12,7 @@ from quartet.gateway.http.http_errors import NotFound, WrongField
 from quartet.gateway.http.pagination import cursor_after, read_cursor
 from quartet.gateway.readers.jsonl_records import Record
 from quartet.gateway.readers.token_texts import token_texts
-from quartet.gateway.readers.trajectory_index import SortKey, TrajectoryFilter, step_window
+from quartet.gateway.readers.trajectory_index import SortKey, TrajectoryFilter, page_of, step_window
 from quartet.gateway.routes.dependencies import Cursor, Limit, Step, TheReaders, TheRunFiles
 from quartet.gateway.schemas import Page, Segment, Token, TrajectoryDetail, TrajectorySummary, VersionSpan
 from quartet.run_directory.token_files import TrajectoryTokens, read_tokens
@@ -70,14 +70,15 @@ def list_trajectories(
         min_score, max_score, min_kl, max_kl, min_response_tokens, max_response_tokens, finished, text
     )
     request = ["trajectories", files.root.name, step, first_step, last_step, sort, str(matching)]
-    newest = readers.metrics.of(files.metrics).count()
+    newest = readers.metrics(files.metrics).count()
     after: SortKey | None = None
     if cursor is not None:
         # All pages search the same steps as the first one, even if more steps are committed meanwhile.
         newest_of_first_page, *position = read_cursor(cursor, request, (int, float, int, int, int))
         newest, after = min(newest, int(newest_of_first_page)), _sort_key(position)
     steps = _steps(step, first_step, last_step, newest)
-    page = readers.trajectories.page(files.trajectories, steps, matching, sort, limit, after)
+    indexes = [index for each in steps if (index := readers.trajectories(files.trajectories, each)) is not None]
+    page = page_of(indexes, matching, sort, limit, after)
     return Page(
         items=[_summary(number, record) for number, record in page.records],
         total=page.total,
@@ -97,8 +98,8 @@ def get_trajectory(
     readers: TheReaders,
 ) -> TrajectoryDetail:
     """Return one trajectory, token by token if the run kept the tokens of its step."""
-    columns = readers.metrics.of(files.metrics)
-    index = readers.trajectories.index(files.trajectories, step) if step <= columns.count() else None
+    columns = readers.metrics(files.metrics)
+    index = readers.trajectories(files.trajectories, step) if step <= columns.count() else None
     line = None if index is None else index.line_of(prompt, sample)
     if index is None or line is None:
         raise NotFound(
@@ -109,7 +110,7 @@ def get_trajectory(
     record, *others = index.read([line, *neighbours])
     ids = {number: str(other["id"]) for number, other in zip(neighbours, others, strict=True)}
     tokens = read_tokens(files.tokens / f"step-{step:06d}.safetensors", line)
-    tokenizer = None if tokens is None else readers.tokenizers.of(files.tokenizer)
+    tokenizer = None if tokens is None else readers.tokenizer(files.tokenizer)
     return TrajectoryDetail(
         **_summary(step, record).model_dump(),
         generator=record.get("generator", ""),

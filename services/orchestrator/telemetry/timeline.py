@@ -25,16 +25,16 @@ DIGITS = 6
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """``count`` calls of one phase at one service. ``start`` and ``end`` are seconds after the start of the step.
-
-    The service of a generator in a separate process is "generator HOST:PORT".
-    """
+    """One activity of a process during a step. Times are in seconds after the start of the step."""
 
     service: str
+    """actor, critic, reward, reference, orchestrator or redis; "generator HOST:PORT" for one in a separate process."""
     phase: str
+    """generate, score, log_probs, values, wait, prepare, seal, update, commit, acknowledge or checkpoint."""
     start: float
     end: float
     count: int = 1
+    """Number of calls in the span. Adjacent calls of one kind are merged if a step has very many."""
 
     def row(self) -> dict[str, Any]:
         """Return the span as an object of ``timeline.jsonl``."""

@@ -10,12 +10,16 @@ import re
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from pydantic import ConfigDict
+
 from quartet.contract.logged_values import PREFIX
 
 
 @dataclass(frozen=True, slots=True)
 class MetricDefinition:
     """One metric of metrics.jsonl or evaluations.jsonl."""
+
+    __pydantic_config__ = ConfigDict(use_attribute_docstrings=True)
 
     name: str
     """Key in the file. NAME stands for a part of a reward ensemble, or for a set of prompts."""

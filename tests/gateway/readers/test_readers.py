@@ -11,11 +11,10 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from quartet.errors import ConfigError
-from quartet.gateway.readers.jsonl_records import RecordReader
 from quartet.gateway.readers.log_tail import BLOCK_BYTES, MAX_BYTES, last_lines, log_files
-from quartet.gateway.readers.metric_columns import LINES_PER_READ, MetricColumns, MetricsReader
-from quartet.gateway.readers.timeline_reader import TimelineReader
-from quartet.gateway.readers.token_texts import TokenizerCache, token_texts
+from quartet.gateway.readers.metric_columns import LINES_PER_READ, MetricColumns
+from quartet.gateway.readers.run_readers import RunReaders
+from quartet.gateway.readers.token_texts import token_texts
 from quartet.system.durable_files import write_durably
 from tests.gateway.conftest import write_metrics
 from tests.gateway.serving import create_run
@@ -136,47 +135,48 @@ def test_curves_match_a_plain_loop_over_the_rows(tmp_path: Path) -> None:
 
 def test_steps_out_of_range_give_empty_curves(tmp_path: Path) -> None:
     files = create_run(tmp_path, steps=3)
-    columns = MetricsReader().of(files.metrics)
+    columns = RunReaders().metrics(files.metrics)
     for first, last in ((4, 10), (3, 2)):
         result = columns.curves(["reward_mean"], first, last, 10)
         assert (result.first, result.last, result.curves["reward_mean"].steps) == (0, 0, [])
 
 
 def test_the_least_recently_used_columns_are_dropped(tmp_path: Path) -> None:
-    metrics = MetricsReader(max_bytes=60_000)
+    readers = RunReaders(max_metrics_bytes=60_000)
     runs = [create_run(tmp_path, f"run-{number}") for number in range(4)]
     for files in runs:
         write_metrics(files, 1000)
-    columns = [metrics.of(files.metrics) for files in runs]
-    assert metrics.of(runs[3].metrics) is columns[3]
-    assert metrics.of(runs[0].metrics) is not columns[0]
-    assert metrics.of(runs[0].metrics).count() == 1000
+    columns = [readers.metrics(files.metrics) for files in runs]
+    assert readers.metrics(runs[3].metrics) is columns[3]
+    assert readers.metrics(runs[0].metrics) is not columns[0]
+    assert readers.metrics(runs[0].metrics).count() == 1000
 
 
 def test_records_are_read_again_when_their_file_changes(tmp_path: Path) -> None:
-    records, path = RecordReader(), tmp_path / "alerts.jsonl"
-    assert records.of(path) == []
+    records, path = RunReaders().records, tmp_path / "alerts.jsonl"
+    assert records(path) == []
     append(path, '{"a": 1}\n{"a"')
-    assert records.of(path) == [{"a": 1}]
-    assert records.of(path) is records.of(path)
+    assert records(path) == [{"a": 1}]
+    assert records(path) is records(path)
     append(path, ": 2}\n")
-    assert records.of(path) == [{"a": 1}, {"a": 2}]
+    assert records(path) == [{"a": 1}, {"a": 2}]
     append(path, "null\n")
     with pytest.raises(ConfigError, match=r"alerts.jsonl:3: not a JSON object"):
-        records.of(path)
+        records(path)
 
 
 def test_the_last_timeline_of_a_repeated_step_counts_and_fragments_are_skipped(tmp_path: Path) -> None:
-    timelines, path = TimelineReader(), tmp_path / "timeline.jsonl"
-    assert timelines.step(path, 1) is None
+    path = tmp_path / "timeline.jsonl"
+    timeline = RunReaders().timeline(path)
+    assert timeline.step(1) is None
     append(path, line(1, seconds=1.0) + line(2, seconds=1.0) + '{"step": 3, "sec\n' + line(2, seconds=2.0))
-    assert timelines.step(path, 2) == {"step": 2, "seconds": 2.0}
-    assert timelines.step(path, 3) is None
+    assert timeline.step(2) == {"step": 2, "seconds": 2.0}
+    assert timeline.step(3) is None
     append(path, line(3, seconds=3.0))
-    assert timelines.step(path, 3) == {"step": 3, "seconds": 3.0}
+    assert timeline.step(3) == {"step": 3, "seconds": 3.0}
     write_durably(path, line(1, seconds=9.0))
-    assert timelines.step(path, 1) == {"step": 1, "seconds": 9.0}
-    assert timelines.step(path, 2) is None
+    assert timeline.step(1) == {"step": 1, "seconds": 9.0}
+    assert timeline.step(2) is None
 
 
 @pytest.mark.parametrize("ending", ["\n", ""])
@@ -225,7 +225,7 @@ def byte_level(tmp_path: Path) -> Tokenizer:
 @pytest.mark.parametrize("text", ["plain", "naïve 日本 🙂!", " leading", "", "ends <eos>"])
 def test_token_texts_concatenate_to_the_whole_text(tmp_path: Path, text: str) -> None:
     byte_level(tmp_path)
-    tokenizer = TokenizerCache().of(tmp_path)
+    tokenizer = RunReaders().tokenizer(tmp_path)
     assert tokenizer is not None
     ids = tokenizer.encode(text).ids
     texts = token_texts(tokenizer, ids)
@@ -242,8 +242,8 @@ def test_an_incomplete_character_at_the_end_is_shown(tmp_path: Path) -> None:
 
 
 def test_without_a_tokenizer_token_ids_are_shown(tmp_path: Path) -> None:
-    assert TokenizerCache().of(tmp_path) is None
+    assert RunReaders().tokenizer(tmp_path) is None
     assert token_texts(None, [5, 12]) == ["⟨5⟩", "⟨12⟩"]
     assert token_texts(byte_level(tmp_path), [5, 10**6]) == ["⟨5⟩", "⟨1000000⟩"]
     (tmp_path / "tokenizer.json").write_text("{}")
-    assert TokenizerCache().of(tmp_path) is None
+    assert RunReaders().tokenizer(tmp_path) is None
