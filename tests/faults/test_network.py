@@ -29,7 +29,7 @@ LINKS_AND_MOMENTS = [
     (SERVICES_TO_BUFFER, "generate"),
     (SERVICES_TO_BUFFER, "update"),
 ]
-"""Faulty links, each with the moment of the fault."""
+"""Faulty links, each with the moment of the fault. The tests that are not slow have some of them."""
 
 
 def run_with_fault(
@@ -63,8 +63,7 @@ def run_with_fault(
     return run
 
 
-@pytest.mark.parametrize(("link", "moment"), LINKS_AND_MOMENTS)
-@pytest.mark.sampled(7)
+@pytest.mark.parametrize(("link", "moment"), [("actor", "generate"), ("buffer", "commit")])
 def test_a_one_second_network_outage_delays_the_run_and_changes_nothing(
     link: str, moment: str, make: MakeConfig, undisturbed: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -75,8 +74,7 @@ def test_a_one_second_network_outage_delays_the_run_and_changes_nothing(
     assert time.monotonic() - start > 1.0
 
 
-@pytest.mark.parametrize(("link", "moment"), LINKS_AND_MOMENTS)
-@pytest.mark.sampled(9)
+@pytest.mark.parametrize(("link", "moment"), [("actor", "generate"), (SERVICES_TO_BUFFER, "update")])
 def test_broken_connections_are_reconnected_and_the_step_is_repeated(
     link: str, moment: str, make: MakeConfig, undisturbed: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -85,7 +83,7 @@ def test_broken_connections_are_reconnected_and_the_step_is_repeated(
     assert run.progress.recoveries >= 1
 
 
-@pytest.mark.parametrize("moment", ["generate", "update"])
+@pytest.mark.parametrize("moment", [pytest.param("generate", marks=pytest.mark.slow), "update"])
 def test_the_run_waits_for_a_buffer_that_is_unreachable_for_longer_than_all_retries(
     moment: str, make: MakeConfig, undisturbed: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -140,10 +138,9 @@ def test_connections_that_stay_silent_are_given_up_within_a_minute(
     assert time.monotonic() - start < 60
 
 
-@pytest.mark.parametrize("link", ["buffer", SERVICES_TO_BUFFER])
-def test_a_slow_redis_changes_nothing(link: str, make: MakeConfig, undisturbed: Run) -> None:
+def test_a_slow_redis_changes_nothing(make: MakeConfig, undisturbed: Run) -> None:
     with network(make(**SETTINGS)) as parts:
-        parts.links[link].delay = 0.02
+        parts.links["buffer"].delay = parts.links[SERVICES_TO_BUFFER].delay = 0.02
         with orchestrator(parts.config) as active:
             run = active.finish(LIMIT)
     assert_same(run, undisturbed)

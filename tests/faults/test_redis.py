@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from quartet.buffer.embedded_redis import EmbeddedRedis
-from tests.faults.network import MOMENTS, SETTINGS, fault_at
+from tests.faults.network import SETTINGS, fault_at
 from tests.training.conftest import MakeConfig
 from tests.training.runs import Run, assert_same, fleet, orchestrator
 from tests.waiting import LIMIT
@@ -26,9 +26,7 @@ def server(tmp_path: Path) -> Iterator[EmbeddedRedis]:
         yield started
 
 
-@pytest.mark.parametrize("keeps_data", [True, False], ids=["with its append-only file", "without data"])
-@pytest.mark.parametrize("moment", MOMENTS)
-@pytest.mark.sampled(5)
+@pytest.mark.parametrize(("moment", "keeps_data"), [("generate", True), ("commit", False)])
 def test_a_run_whose_redis_is_killed_and_restarted_stays_bit_identical(
     moment: str,
     keeps_data: bool,

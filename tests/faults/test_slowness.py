@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from quartet.contract.status import MODEL_ROLES, Role
+from quartet.contract.status import Role
 from quartet.rpc.compute_thread import Caller, ComputeThread, Result
 from tests.faults.network import SETTINGS
 from tests.training.conftest import MakeConfig
@@ -37,8 +37,7 @@ class SlowCompute(ComputeThread):
         return super().run(kind, caller, slowly)
 
 
-@pytest.mark.parametrize("role", MODEL_ROLES)
-@pytest.mark.sampled(2)
+@pytest.mark.parametrize("role", [Role.ACTOR, Role.REWARD])
 def test_a_ten_times_slower_service_delays_the_run_and_changes_nothing(
     role: Role, make: MakeConfig, undisturbed: Run
 ) -> None:

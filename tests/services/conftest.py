@@ -8,3 +8,4 @@ from tests.services.model_services import (  # noqa: F401
     services,
     session_services,
 )
+from tests.training.conftest import _measured_once  # noqa: F401

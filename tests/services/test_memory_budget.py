@@ -36,6 +36,11 @@ RUN = "update-memory"
 LOSSES: dict[Role, Any] = {Role.ACTOR: PolicyLossSettings(), Role.CRITIC: ValueLossSettings()}
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _measured_once() -> None:
+    """Let each service measure at its start."""
+
+
 @pytest.fixture
 def config(make_config: Callable[..., Config]) -> Callable[..., Config]:
     """Factory of configs with at most 40 tokens per sequence; ``changes`` apply to actor and critic."""

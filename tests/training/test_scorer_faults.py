@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 from zlib import crc32
 
@@ -21,15 +21,6 @@ STEPS = 3
 def is_failing(text: str) -> bool:
     """Select one response in four, by its checksum."""
     return crc32(text.encode()) % 4 == 0
-
-
-@pytest.fixture(params=["nan", "refusal"])
-def server(request: pytest.FixtureRequest) -> Iterator[ScorerServer]:
-    scorer = ScorerServer(
-        DIALECTS["slime"], request.param, score=lambda text: len(text.split()) / 4, is_marked=is_failing
-    )
-    with scorer.running():
-        yield scorer
 
 
 def config_of(make: MakeConfig, server: ScorerServer, **changes: Any) -> Config:
@@ -55,34 +46,48 @@ def failed_rows(run: Run) -> list[dict[str, Any]]:
 
 
 def test_a_killed_run_has_the_same_failures_and_weights(
-    server: ScorerServer,
-    make: MakeConfig,
-    monkeypatch: pytest.MonkeyPatch,
-    redis_client: Redis,
+    make: MakeConfig, monkeypatch: pytest.MonkeyPatch, redis_client: Redis
 ) -> None:
-    expected = run_to_completion(config_of(make, server))
-    outcome, attempts = ("refused", 1) if server.fault == "refusal" else ("scorer_error", 3)
-    failed = failed_rows(expected)
-    assert failed, "the test needs a failed response"
-    assert {(row["outcome"], row["attempts"]) for row in failed} == {(outcome, attempts)}
-    for step in expected.metrics:
-        assert step[f"outcome_{outcome}"] == step["failed_trajectories"]
-        assert sum(value for name, value in step.items() if name.startswith("outcome_")) == step["failed_trajectories"]
-    config = config_of(make, server)
-    crashes = [("sealed", 2), ("committed", 2)]
-    run = run_with_crashes(config, crashes, monkeypatch, lambda: delete_run_data(redis_client, config.run.name))
+    with failing_scorer("nan") as server:
+        expected = run_to_completion(config_of(make, server))
+        failed = assert_failures(expected, "scorer_error", attempts=3)
+        config = config_of(make, server)
+        crashes = [("sealed", 2), ("committed", 2)]
+        run = run_with_crashes(config, crashes, monkeypatch, lambda: delete_run_data(redis_client, config.run.name))
     assert failed_rows(run) == failed
     assert step_metrics(run) == step_metrics(expected)
     assert weights(run) == weights(expected)
 
 
-@pytest.mark.parametrize("fault", ["status 302", "status 404", "page"])
-def test_a_stray_answer_in_the_middle_of_a_run_changes_nothing_and_is_counted(fault: str, make: MakeConfig) -> None:
+def test_a_refusal_is_recorded_and_not_attempted_again(make: MakeConfig) -> None:
+    with failing_scorer("refusal") as server:
+        assert_failures(run_to_completion(config_of(make, server, run={"steps": 2})), "refused", attempts=1)
+
+
+def failing_scorer(fault: str) -> AbstractContextManager[ScorerServer]:
+    return ScorerServer(
+        DIALECTS["slime"], fault, score=lambda text: len(text.split()) / 4, is_marked=is_failing
+    ).running()
+
+
+def assert_failures(run: Run, outcome: str, attempts: int) -> list[dict[str, Any]]:
+    """Check that all failures of a run have this outcome, and are counted in its metrics. Return them."""
+    failed = failed_rows(run)
+    assert failed, "the test needs a failed response"
+    assert {(row["outcome"], row["attempts"]) for row in failed} == {(outcome, attempts)}
+    for step in run.metrics:
+        assert step[f"outcome_{outcome}"] == step["failed_trajectories"]
+        assert sum(value for name, value in step.items() if name.startswith("outcome_")) == step["failed_trajectories"]
+    return failed
+
+
+def test_a_stray_answer_in_the_middle_of_a_run_changes_nothing_and_is_counted(make: MakeConfig) -> None:
+    """tests/rewards/scorers/test_stray_answers.py has the other kinds."""
     runs = []
     for stray in (0, 1):
         server = ScorerServer(
             DIALECTS["slime"],
-            fault,
+            "status 404",
             everywhere=True,
             faulty_requests=stray,
             good_requests=5,

@@ -29,7 +29,6 @@ def hangs(prompt, response, fields):
 """
 GROUPS = {"prompts_per_step": 4, "samples_per_prompt": 3}
 KINDS: dict[str, dict[str, Any]] = {
-    "one response": {},
     "groups": {"algorithm": {"estimator": "grpo"}, "rollout": GROUPS},
     "dynamic": {"algorithm": {"estimator": "grpo"}, "rollout": {**GROUPS, "dynamic_sampling": True}},
     "off-policy": {"algorithm": {"estimator": "grpo"}, "rollout": {**GROUPS, "max_off_policy_steps": 1}},
@@ -77,38 +76,43 @@ def prompts_of(run: Run, step: int) -> list[int]:
     return sorted({int(row["id"].split("/")[2]) for row in run.trajectories(step)})
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_run_that_crashes_at_every_point_skips_the_same_prompts(
-    kind: str,
-    make: MakeConfig,
-    prompts: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    redis_client: Redis,
-) -> None:
-    expected, crashed = run_to_completion(config(make, prompts, kind)), config(make, prompts, kind)
-    assert sum(step["skipped_prompts"] for step in expected.metrics) > 1, "the test needs skipped prompts"
-    for step, metrics in enumerate(expected.metrics, 1):
-        rows = [row for row in json_lines(expected.files.failed_trajectories) if row["step"] == step]
+def assert_skipped(run: Run, config: Config, kind: str) -> None:
+    """Check that the steps of a run have their prompts, and that it has recorded those that it has skipped."""
+    assert sum(step["skipped_prompts"] for step in run.metrics) > 1, "the test needs skipped prompts"
+    for step, metrics in enumerate(run.metrics, 1):
+        rows = [row for row in json_lines(run.files.failed_trajectories) if row["step"] == step]
         skipped = {int(row["id"].split("/")[2]) for row in rows if row["prompt_skipped"]}
         assert len(skipped) == metrics["skipped_prompts"]
         assert all(number % EVERY == 0 for number in skipped)
         assert len(rows) == metrics["outcome_refused"] == len(skipped) * (3 + (kind == "greedy"))
-        assert len(prompts_of(expected, step)) == crashed.rollout.prompts_per_step
-        assert not [number for number in prompts_of(expected, step) if number % EVERY == 0]
-    if kind in ("one response", "groups"):
-        consumed = sum(step.get("prompts_consumed", crashed.rollout.prompts_per_step) for step in expected.metrics)
-        used = [prompt for step in range(1, STEPS + 1) for prompt in prompts_of(expected, step)]
-        assert len(set(used)) == len(used), "a prompt was used twice"
-        assert consumed == len(used) + sum(step["skipped_prompts"] for step in expected.metrics)
-    # Every second kind loses its data in Redis, too, so that its steps are recomputed.
-    lost = bool([*KINDS].index(kind) % 2)
-    crashes = [("generate", 3), ("sealed", 3), *([] if lost else [("committed", 3)])]
+        assert len(prompts_of(run, step)) == config.rollout.prompts_per_step
+        assert not [number for number in prompts_of(run, step) if number % EVERY == 0]
+
+
+def test_the_next_prompts_take_the_place_of_skipped_ones(make: MakeConfig, prompts: Path) -> None:
+    settings = config(make, prompts, "groups")
+    run = run_to_completion(settings)
+    assert_skipped(run, settings, "groups")
+    consumed = sum(step.get("prompts_consumed", settings.rollout.prompts_per_step) for step in run.metrics)
+    used = [prompt for step in range(1, STEPS + 1) for prompt in prompts_of(run, step)]
+    assert len(set(used)) == len(used), "a prompt was used twice"
+    assert consumed == len(used) + sum(step["skipped_prompts"] for step in run.metrics)
+
+
+@pytest.mark.parametrize(("kind", "lost"), [("dynamic", True), ("off-policy", False), ("greedy", True)])
+def test_a_run_that_crashes_at_every_point_skips_the_same_prompts(
+    kind: str, lost: bool, make: MakeConfig, prompts: Path, monkeypatch: pytest.MonkeyPatch, redis_client: Redis
+) -> None:
+    """After the data in Redis is lost, steps are recomputed."""
+    expected, crashed = run_to_completion(config(make, prompts, kind)), config(make, prompts, kind)
+    assert_skipped(expected, crashed, kind)
+    crashes = [("sealed", 3), *([] if lost else [("committed", 3)])]
     lose = (lambda: delete_run_data(redis_client, crashed.run.name)) if lost else lambda: None
     assert_same(run_with_crashes(crashed, crashes, monkeypatch, lose), expected)
 
 
 def test_a_prompt_whose_scorer_always_hangs_is_skipped(make: MakeConfig, prompts: Path) -> None:
-    run = run_to_completion(config(make, prompts, "groups", "hangs"))
+    run = run_to_completion(config(make, prompts, "groups", "hangs", run={"steps": 2}))
     skipped = sum(step["skipped_prompts"] for step in run.metrics)
     assert skipped
     assert sum(step["outcome_timeout"] for step in run.metrics) == 3 * skipped

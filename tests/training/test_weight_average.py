@@ -30,7 +30,6 @@ def uninterrupted(make: MakeConfig) -> Run:
     return run
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("crash_point", "buffer_lost"), [("updated", False), ("committed", True)])
 def test_the_average_of_a_crashed_run_is_bit_identical(
     crash_point: str,

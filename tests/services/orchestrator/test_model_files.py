@@ -36,6 +36,9 @@ def test_the_files_of_the_services_are_recorded_at_the_start_and_compared_at_a_r
         ConfigError, match=r"^reward\.model r: model\.safetensors differs from the file .* quartet fork"
     ):
         load_identity(config, files, True, {}, {}, {**FILES, "reward.model/model.safetensors": "9 cc"})
+    files.identity.rename(tmp_path / "elsewhere")
+    with pytest.raises(ConfigError, match=r"run\.json: is missing; put the file back, or start a new run"):
+        load_identity(config, files, True, {}, {}, FILES)
     # The identity of a fork has no files yet: those of its first start count.
     replace(first, model_files={}).write(files.identity)
     forked = load_identity(config, files, True, {}, {}, {**FILES, "reward.model/model.safetensors": "9 cc"})

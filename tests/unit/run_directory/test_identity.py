@@ -35,6 +35,23 @@ def test_a_changed_setting_is_reported_with_both_values() -> None:
     assert refusal(one, other).startswith("--resume: checkpoint.every_steps is 5, the run in runs/tiny had 10;")
 
 
+@pytest.mark.parametrize(
+    ("section", "name", "value"),
+    [
+        ("run", "seed", 99),
+        ("algorithm", "kl_coefficient", 0.9),
+        ("actor", "learning_rate", 0.1),
+        ("actor", "micro_batch_tokens", 48),
+        ("rollout", "temperature", 0.5),
+    ],
+)
+def test_a_setting_that_decides_what_a_step_learns_cannot_change(section: str, name: str, value: Any) -> None:
+    model = {"model": "a"} if section == "actor" else {}
+    before, now = settings(), settings(**{section: {**model, name: value}})
+    assert refusal(before, now).startswith(f"--resume: {section}.{name} is {value}, the run in runs/tiny had ")
+    assert refusal(now, before).startswith(f"--resume: {section}.{name} is ")
+
+
 def test_an_added_or_removed_section_is_reported() -> None:
     adapted = settings(actor={"model": "a", "lora": {"rank": 4}})
     assert refusal(settings(), adapted).startswith("--resume: actor.lora.")

@@ -89,3 +89,51 @@ def test_the_coefficient_of_the_controller_is_sent() -> None:
     assert policy_loss_of(whole.algorithm, whole.rollout).entropy_coefficient == 0.01
     adapted = with_values(whole, {"entropy_coefficient": 0.0})
     assert policy_loss_of(adapted.algorithm, adapted.rollout).entropy_coefficient == 0.0
+
+
+def test_what_a_fork_has_dropped_starts_from_its_initial_value() -> None:
+    settings = config(
+        kl_coefficient=0.3, kl_controller={"kind": "adaptive", "horizon": 100}, score={"normalize": "running"}
+    )
+    state, history = AlgorithmState(settings), [metrics(1, 0.1)]
+    state.commit(history[0], [1.0, 3.0])
+    forked = AlgorithmState(settings)
+    forked.restore(1, {**state.state(), "kl_controller": None, "score_moments": None}, history)
+    assert (forked.step, forked.coefficients["kl_coefficient"]) == (1, 0.3)
+    forked.commit(metrics(2, 0.1), [5.0, 7.0])
+    moments = forked.state()["score_moments"]
+    assert (moments["count"], moments["mean"]) == (2, 6.0)
+
+
+@pytest.mark.parametrize(("normalize", "count", "mean"), [("running", 4, 4.0), ("initial", 2, 2.0)])
+def test_the_score_moments_are_those_of_all_scores_or_of_the_first_step(
+    normalize: str, count: int, mean: float
+) -> None:
+    state = AlgorithmState(config(score={"normalize": normalize}))
+    for step, scores in enumerate(([1.0, 3.0], [5.0, 7.0]), 1):
+        state.commit(metrics(step, 0.1), scores)
+    moments = state.state()["score_moments"]
+    assert (moments["count"], moments["mean"]) == (count, mean)
+    assert AlgorithmState(config(score={"normalize": "none"})).state()["score_moments"] is None
+
+
+def test_the_consumed_and_skipped_prompts_are_those_of_the_committed_steps() -> None:
+    """A step that is taken again after a crash, a rollback or in a fork begins at the same prompt."""
+    history = [
+        metrics(1, 0.1, prompts_consumed=9, skipped_prompts=2),
+        metrics(2, 0.1),
+        metrics(3, 0.1, skipped_prompts=1),
+    ]
+    state = AlgorithmState(config())
+    for line in history:
+        state.commit(line, [1.0])
+    per_step = config().rollout.prompts_per_step
+    assert (state.prompts_consumed, state.prompts_skipped) == (9 + 2 * per_step, 3)
+    for checkpoint in range(4):
+        restored, saved = AlgorithmState(config()), AlgorithmState(config())
+        for line in history[:checkpoint]:
+            saved.commit(line, [1.0])
+        restored.restore(checkpoint, saved.state() if checkpoint else None, history[:checkpoint])
+        for line in history[checkpoint:]:
+            restored.replay(line, [1.0])
+        assert (restored.prompts_consumed, restored.prompts_skipped) == (9 + 2 * per_step, 3)

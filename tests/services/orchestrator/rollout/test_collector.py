@@ -15,6 +15,7 @@ import pytest
 from quartet.buffer.rollout_stream import RolloutStream
 from quartet.contract.trajectory import TokenBatch, Trajectory, VersionSpan
 from quartet.errors import BufferFailed, Cancelled, ConfigError, ServiceFailed
+from quartet.services.orchestrator.rollout import collector as collector_module
 from quartet.services.orchestrator.rollout.collector import CollectedStep, Collector
 from quartet.services.orchestrator.rollout.scoring import Scoring, ScoringServices
 from quartet.services.orchestrator.rollout.scoring_queue import max_batches_in_flight
@@ -137,6 +138,12 @@ def test_a_trajectory_of_an_abandoned_call_is_dropped_whatever_it_contains(strea
     assert stream.depth() == 0
 
 
+@pytest.fixture
+def _short_quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(collector_module, "QUIET_SECONDS", 0.1)
+
+
+@pytest.mark.usefixtures("_short_quiet")
 def test_trajectories_of_abandoned_calls_do_not_replace_lost_ones(stream: RolloutStream, run: str) -> None:
     written = [trajectory(run, prompt) for prompt in range(2)]
     stream.append([written[0], replace(written[1], attempt=7)])
@@ -187,6 +194,7 @@ def test_a_lost_connection_between_two_steps_loses_no_trajectory(stream: Rollout
         assert len(collector.collect(batch_of(second), ended_generation(), ignore).scored) == 3
 
 
+@pytest.mark.usefixtures("_short_quiet")
 def test_missing_trajectories_at_the_end_of_generation_are_an_error(stream: RolloutStream, run: str) -> None:
     written = [trajectory(run, prompt) for prompt in range(5)]
     stream.append(written[:4])

@@ -101,8 +101,7 @@ def config(make_config: Callable[..., Config], redis_url: str) -> Config:
 
 
 @pytest.mark.parametrize("fault", ["dropped update", "half an update", "stale prefix cache", "another version"])
-@pytest.mark.parametrize("case", range(CASES))
-@pytest.mark.sampled(CASES)
+@pytest.mark.parametrize("case", [0, *(pytest.param(case, marks=pytest.mark.slow) for case in range(1, CASES))])
 def test_an_engine_with_wrong_weights_is_refused_by_name_at_its_first_trajectory(
     fault: str, case: int, config: Config, services: Services, redis_client: Redis, redis_url: str
 ) -> None:
