@@ -23,26 +23,22 @@ MAX_OUTCOME_LENGTH = 500
 """Characters of a refusal's text that are kept."""
 
 
-class AuditResult:
-    """True if a command's entry could be written."""
-
-    problem = ""
-    """Reason that the entry could not be written, or empty."""
-
-
 @contextmanager
-def audited(files: RunFiles, user: str, command: str, details: dict[str, Any]) -> Iterator[AuditResult]:
-    """Record the command that runs inside: accepted, or refused with the reason if it raises."""
-    result = AuditResult()
+def audited(files: RunFiles, user: str, command: str, details: dict[str, Any]) -> Iterator[list[str]]:
+    """Record the command that runs inside: accepted, or refused with the reason if it raises.
+
+    Yields a list that gets the reason if an accepted command cannot be recorded.
+    """
+    problems: list[str] = []
     try:
-        yield result
+        yield problems
     except (ProblemError, QuartetError) as error:
         write_entry(files, user, command, details, str(error))
         raise
     except Exception:
         write_entry(files, user, command, details, "internal error; see the gateway's log")
         raise
-    result.problem = write_entry(files, user, command, details, "accepted")
+    problems.append(write_entry(files, user, command, details, "accepted"))
 
 
 def write_entry(files: RunFiles, user: str, command: str, details: dict[str, Any], outcome: str) -> str:

@@ -63,7 +63,7 @@ class RunCommands:
 
         If the orchestrator refuses a value, its message begins with the key of that value in ``details``.
         """
-        with audited(self._catalog.find(run), user, command, details) as result:
+        with audited(self._catalog.find(run), user, command, details) as problems:
             orchestrator = self._active_orchestrator(run)
             try:
                 with _closed_at_the_end(run):
@@ -82,7 +82,7 @@ class RunCommands:
                 if isinstance(error, NoResponse):
                     raise ProblemError(503, f"run {run!r}: its orchestrator does not respond; try again") from None
                 raise type(error)(_without_address(error, orchestrator)) from None
-        return response, result.problem
+        return response, problems[0]
 
     def _active_orchestrator(self, run: str) -> OrchestratorClient:
         orchestrator = self._monitor.orchestrator(run)

@@ -20,15 +20,7 @@ from quartet.services.orchestrator.telemetry.timeline import Span
 router = api_router("steps")
 
 _SPANS = TypeAdapter(list[Span])
-_SUMMARY_METRICS = (
-    "seconds",
-    "generate_seconds",
-    "score_seconds",
-    "update_seconds",
-    "reward_mean",
-    "kl_mean",
-    "response_tokens",
-)
+_SUMMARY_METRICS = [name for name in StepSummary.model_fields if name not in ("step", "failed_trajectories")]
 
 
 @router.get("/runs/{run}/steps")

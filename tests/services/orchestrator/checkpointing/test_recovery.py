@@ -16,6 +16,7 @@ from quartet import errors
 from quartet.config.deployment import RecoveryConfig
 from quartet.config.loading import parse_config
 from quartet.config.root import Config
+from quartet.contract.control import SettingChange
 from quartet.contract.status import Role, ServiceStatus
 from quartet.rpc.clients import ActorClient, CriticClient
 from quartet.run_directory.checkpoints import Checkpoint
@@ -318,6 +319,20 @@ def test_a_damaged_experience_counts_as_lost_in_the_next_attempt(tmp_path: Path)
         "steps 4 to 4 are recomputed from the checkpoint of step 2: the buffer has lost their experience",
         "resumed after step 3",
     ]
+
+
+def test_a_replayed_step_has_the_live_settings_that_no_metric_records(tmp_path: Path) -> None:
+    run, buffer = Interrupted(tmp_path, has_checkpoint=False), Buffer(range(1, COMMITTED + 1))
+    lines = [
+        {name: line[name] for name in line if name != "entropy_coefficient"} for line in map(recorded, range(1, 5))
+    ]
+    run.files.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    for step, value in ((2, 0.5), (4, 0.25)):
+        change = SettingChange("entropy_coefficient", 0.0, value, step, "me", float(step))
+        run.files.append_changes([dataclasses.asdict(change)])
+    actor = Actor(buffer, 0)
+    run.recover(buffer, actor)
+    assert [update[-1] for update in actor.weights] == [0.0, 0.5, 0.5, 0.25]
 
 
 def test_without_a_checkpoint_the_steps_are_recomputed_from_the_start(tmp_path: Path) -> None:
