@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 import structlog
 
-from quartet.buffer.connection import Redis
 from quartet.buffer.lease import Lease
 from quartet.config.layout import service_roles
 from quartet.config.root import Config
@@ -19,6 +18,7 @@ from quartet.run_directory.locking_and_removal import lock_run_directory
 from quartet.run_directory.run_files import RunFiles
 from quartet.services.orchestrator.algorithm.state import AlgorithmState
 from quartet.services.orchestrator.checkpointing.recovery import Recovery, RecoveryPoint
+from quartet.services.orchestrator.context import RunContext
 from quartet.services.orchestrator.telemetry.step_profiler import StepProfiler
 
 log = structlog.get_logger()
@@ -45,9 +45,7 @@ class Leadership:
             self.lease.check()
 
 
-def acquire_lease(
-    redis: Redis, url: str, run: str, owner: str, held: Lease | None, epochs_seen: Iterable[int]
-) -> Lease:
+def acquire_lease(run: RunContext, owner: str, held: Lease | None, epochs_seen: Iterable[int]) -> Lease:
     """Acquire the lease with an epoch above ``epochs_seen``, and release the one ``held`` before.
 
     The epoch is new even for the same owner, because requests of its last term may still be in progress. Raises
@@ -57,7 +55,7 @@ def acquire_lease(
     if held is not None:
         held.release()
         newest = max(newest, held.epoch)
-    lease = Lease(redis, url, run, min_epoch=1 + newest, owner=owner)
+    lease = Lease(run.redis, run.url, run.config.run.name, min_epoch=1 + newest, owner=owner)
     log.info("leadership acquired", epoch=lease.epoch)
     return lease
 

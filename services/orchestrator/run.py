@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import secrets
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
-from typing import Any
 
 import structlog
 
-from quartet.buffer.connection import connect_at_start
-from quartet.buffer.experience_store import ExperienceStore
 from quartet.buffer.lease import Lease
-from quartet.buffer.rollout_stream import RolloutStream
 from quartet.config.root import Config
-from quartet.contract.control import RunState
+from quartet.contract.control import Alert, RunState
 from quartet.contract.status import GeneratorInfo
-from quartet.data.evaluation import stream_name
 from quartet.data.prompt_cache import set_contents
 from quartet.errors import Cancelled, ConfigError, LeadershipConflict, QuartetError, ServiceFailed, StorageFailed
 from quartet.models.weights.tokenizer import load_tokenizer
@@ -29,30 +24,23 @@ from quartet.run_directory.identity import Identity
 from quartet.run_directory.run_files import RunFiles, RunOutcome
 from quartet.services.orchestrator.algorithm.advantages import import_estimator
 from quartet.services.orchestrator.algorithm.state import AlgorithmState
-from quartet.services.orchestrator.algorithm.update_request import ModelUpdater
 from quartet.services.orchestrator.checkpointing.checkpoint_scheduler import CheckpointScheduler
 from quartet.services.orchestrator.checkpointing.recovery import TRANSIENT_ERRORS, Recovery, RecoveryAttempts
 from quartet.services.orchestrator.checkpointing.reference_synchronizer import ReferenceSynchronizer
-from quartet.services.orchestrator.checkpointing.step_committer import StepCommitter
-from quartet.services.orchestrator.control.alert_actions import AlertHandler
-from quartet.services.orchestrator.control.live_settings import LiveSettings
+from quartet.services.orchestrator.context import RunContext
 from quartet.services.orchestrator.control.progress import ProgressBoard
 from quartet.services.orchestrator.control.run_control import RunControl
-from quartet.services.orchestrator.leadership import Leadership, acquire_lease
-from quartet.services.orchestrator.rollout.evaluation import EvaluationSchedule, Evaluator
-from quartet.services.orchestrator.rollout.off_policy import OffPolicySchedule
-from quartet.services.orchestrator.rollout.prompts import training_prompts, validation_prompts
-from quartet.services.orchestrator.rollout.step_preparation import StepPreparation
-from quartet.services.orchestrator.service_clients import (
-    ServiceClients,
+from quartet.services.orchestrator.handshake import (
     ServiceHandshake,
-    ServiceStatuses,
     load_identity,
     model_files_of,
 )
+from quartet.services.orchestrator.leadership import Leadership, acquire_lease
+from quartet.services.orchestrator.rollout.evaluation import EvaluationSchedule, Evaluator
+from quartet.services.orchestrator.rollout.prompts import training_prompts, validation_prompts
+from quartet.services.orchestrator.rollout.step_preparation import StepPreparation
+from quartet.services.orchestrator.service_clients import ServiceStatuses
 from quartet.services.orchestrator.step import StepTransaction
-from quartet.services.orchestrator.telemetry.run_outputs import RunTelemetry
-from quartet.services.orchestrator.telemetry.step_profiler import StepProfiler
 from quartet.system.durable_files import storage_errors
 from quartet.system.failpoints import failpoint
 from quartet.telemetry.traces import Traces
@@ -91,38 +79,13 @@ class TrainingRun:
         ``traces`` export every step and its calls. ``credentials`` authenticate this process to the services. Raises ConfigError
         or ServiceUnavailable.
         """
-        self._config, self._board, self._control, self._on_ready = config, board, control, on_ready
-        self._run = config.run.name
-        self._files = RunFiles(config.run_directory)
         failpoint("orchestrator.loading")
-        self._url, self._redis = url, connect_at_start(url, config.timeouts.load_seconds)
-        self._stream = RolloutStream(self._redis, url, self._run)
-        self._experience = ExperienceStore(self._redis, url, self._run)
-        self._service_clients = ServiceClients(config, credentials, board.note)
-        if traces is not None:
-            self._service_clients.observe(traces)
-        self._profiler = StepProfiler(traces)
-        self._telemetry = RunTelemetry(config, self._files, board, self._profiler.timeline)
-        self._generation = self._service_clients.generation(board.note, self._profiler.observe)
-        self.live_settings = LiveSettings(config, self._files, control)
-        self._preparation = StepPreparation(
-            config,
-            self._service_clients,
-            self._generation,
-            self._stream,
-            board,
-            self._profiler,
-            self.live_settings.config_at,
-        )
-        self._checkpoints = CheckpointScheduler(
-            config, self._files, self._service_clients, self._experience, board, self._profiler
-        )
-        self._alerts = AlertHandler(self._files, board, self._telemetry, control)
-        self._off_policy = OffPolicySchedule.of(config)
-        self._attempts = RecoveryAttempts(config.recovery)
-        self._handshake = ServiceHandshake(
-            config, url, self._redis, self._service_clients, self._generation, board, control
-        )
+        self._run = run = RunContext.connect(config, url, board, control, traces, credentials)
+        self._config, self._files, self._board, self._on_ready = config, run.files, board, on_ready
+        self._preparation, self._checkpoints = StepPreparation(run), CheckpointScheduler(run)
+        self._alerts, self._attempts = AlertHandler(run), RecoveryAttempts(config.recovery)
+        self._handshake = ServiceHandshake(run)
+        self.live_settings = run.live_settings
         self._owner = secrets.token_hex(16)
         self._lease: Lease | None = None
         self._evaluator: Evaluator | None = None
@@ -145,7 +108,7 @@ class TrainingRun:
 
     def generators(self) -> list[GeneratorInfo]:
         """Return the generators in separate processes. May be called from another thread."""
-        return self._generation.generators()
+        return self._run.generation.generators()
 
     def interrupt(self) -> None:
         """Stop the work in progress, because the process ends. May be called from another thread.
@@ -159,13 +122,13 @@ class TrainingRun:
         """Stop the work in progress and release the lease. May be called again, and from another thread."""
         with ExitStack() as stack:
             # Each is called even if one before it raises.
-            stack.callback(self._telemetry.close)
+            stack.callback(self._run.telemetry.close)
             if self._lease is not None:
                 stack.callback(self._lease.release)
             if self._evaluator is not None:
                 stack.callback(self._evaluator.close)
-            stack.callback(self._service_clients.close_replicas)
-            stack.callback(self._generation.close)
+            stack.callback(self._run.clients.close_replicas)
+            stack.callback(self._run.generation.close)
             stack.callback(self._preparation.discard)
 
     def _run_to_end(self) -> RunOutcome:
@@ -208,11 +171,10 @@ class TrainingRun:
         revisions = {key: content.revision for key, content in contents.items()}
         order = training_prompts(config, statuses, self._board.note, self._show_phase, revisions)
         if config.evaluation.every_steps:
-            self._evaluator = self._make_evaluator(tokenizer, statuses, revisions)
-        micro_batches = {
-            client.role: statuses[client.role].micro_batch_tokens for client in self._service_clients.trained
-        }
-        engines = self._generation.engines()
+            prompts = validation_prompts(config, statuses, self._board.note, revisions)
+            self._evaluator = Evaluator(self._run, prompts, tokenizer)
+        micro_batches = {client.role: statuses[client.role].micro_batch_tokens for client in self._run.clients.trained}
+        engines = self._run.generation.engines()
         if stored is not None and (moved := moved_note(stored.engines, engines)):
             log.warning("resumed with other bits", reason=moved)
             self._board.note(moved)
@@ -220,37 +182,14 @@ class TrainingRun:
             log.info("engine of the run", **asdict(engine))
         identity = load_identity(config, files, started, micro_batches, contents, model_files_of(statuses), engines)
         self._handshake.note_memory(statuses, identity)
-        self._telemetry.start(tokenizer, identity.id)
-        board, profiler = self._board, self._profiler
+        self._run.telemetry.start(tokenizer, identity.id)
         steps = StepTransaction(
-            order,
-            self._off_policy,
-            config.rollout,
-            self._preparation,
-            ModelUpdater(config, identity, self._service_clients, self.live_settings, profiler),
-            StepCommitter(config, tokenizer, files, self._stream, self._experience, self._telemetry, board, profiler),
-            self._checkpoints,
-            self._attempts,
-            board,
-            profiler,
-            config.algorithm.trains_entropy,
+            self._run, identity, tokenizer, order, self._preparation, self._checkpoints, self._attempts
         )
-        return LoadedRun(identity, EvaluationSchedule(config, self._evaluator, files, board, self._telemetry), steps)
+        return LoadedRun(identity, EvaluationSchedule(self._run, self._evaluator), steps)
 
     def _show_phase(self, line: str) -> None:
         self._board.update(phase=line)
-
-    def _make_evaluator(self, tokenizer: Any, statuses: ServiceStatuses, revisions: Mapping[str, str]) -> Evaluator:
-        return Evaluator(
-            self._config,
-            self._generation,
-            RolloutStream(self._redis, self._url, stream_name(self._run)),
-            self._service_clients.scoring(for_training=False),
-            validation_prompts(self._config, statuses, self._board.note, revisions),
-            tokenizer,
-            self._files,
-            self.live_settings.config_at,
-        )
 
     def _pause_after(self, error: QuartetError) -> None:
         """Wait before the next attempt. Raises ``error`` if no attempt is left."""
@@ -263,50 +202,42 @@ class TrainingRun:
         """Acquire the lease, and bring the models and the algorithm's state to the last committed step."""
         newest = self._checkpoints.newest(verify=False)
         epochs_seen = [status.leader_epoch for status in statuses.values()] + ([newest.leader_epoch] if newest else [])
-        epochs_seen += self._generation.leader_epochs()
+        epochs_seen += self._run.generation.leader_epochs()
         led_epoch = self._lease.epoch if self._lease is not None else 0
-        lease = self._lease = acquire_lease(self._redis, self._url, self._run, self._owner, self._lease, epochs_seen)
+        lease = self._lease = acquire_lease(self._run, self._owner, self._lease, epochs_seen)
         if self._interrupted.is_set():
             # ``close`` may have released the lease before this one.
             lease.release()
             raise Cancelled("the process ends")
         self._preparation.discard()
-        self._control.open()
+        self._run.control.open()
         self._roll_back_if_requested(loaded)
         self._board.update(phase="recovering the last committed step")
-        self._stream.reset(lease.epoch)
+        self._run.stream.reset(lease.epoch)
         # Another run of this name may have used the same Redis and the same services.
         is_own_buffer = lease.claim(loaded.identity.id)
         if not is_own_buffer:
-            self._experience.keep_only([])
+            self._run.experience.keep_only([])
         own_models = [role for role, status in statuses.items() if is_own_buffer or status.leader_epoch <= led_epoch]
         algorithm_state = AlgorithmState(self._config)
-        recovery = Recovery(
-            self._config,
-            self._files,
-            self._service_clients,
-            self._experience,
-            lease.epoch,
-            loaded.identity,
-            own_models,
-        )
+        recovery = Recovery(self._run, lease.epoch, loaded.identity, own_models)
         point = recovery.to_last_commit(self._checkpoints.newest, statuses, algorithm_state, loaded.steps.pending_step)
         self._checkpoints.resume(point.checkpoint, point.step)
         loaded.evaluations.resume()
-        self._telemetry.continues_from(point.step)
+        self._run.telemetry.continues_from(point.step)
         self._alerts.resume(point.step, algorithm_state.alerts)
         self.live_settings.resume(point.committed, algorithm_state)
-        self._experience.keep_only(range(point.checkpoint + 1, point.step + 1))
+        self._run.experience.keep_only(range(point.checkpoint + 1, point.step + 1))
         self._board.update(step=point.step)
         for note in (*self._checkpoints.take_skipped(), *point.notes()):
             self._board.note(note)
         if point.step:
             log.info("training resumed", step=point.step, checkpoint=point.checkpoint)
-        return Leadership(lease, algorithm_state, recovery, point, self._profiler)
+        return Leadership(lease, algorithm_state, recovery, point, self._run.profiler)
 
     def _roll_back_if_requested(self, loaded: LoadedRun) -> None:
         """Take the run's files back to a checkpoint if a user has requested it. Also completes an interrupted rollback."""
-        step = self._control.rollback_step
+        step = self._run.control.rollback_step
         if not step:
             return
         # A change made from now on would apply to steps that the rollback drops.
@@ -323,24 +254,41 @@ class TrainingRun:
             self._board.note(f"rolled back to step {step}, as requested")
             loaded.steps.discard()
             self._attempts.record_rollback(step)
-        self._control.finish_rollback()
+        self._run.control.finish_rollback()
 
     def _train(self, loaded: LoadedRun, leadership: Leadership) -> int:
         """Take steps until the end of the run or a stop. Returns the last step."""
-        return TrainingLoop(
-            self._config,
-            loaded,
-            leadership,
-            self._stream,
-            self._service_clients,
-            self._preparation,
-            self._checkpoints,
-            self.live_settings,
-            self._alerts,
-            self._control,
-            self._board,
-            self._profiler,
-        ).run()
+        return TrainingLoop(self._run, loaded, leadership, self._preparation, self._checkpoints, self._alerts).run()
+
+
+class AlertHandler:
+    """Handler of alerts: reports them, carries out their actions, and remembers which one stopped the run."""
+
+    def __init__(self, run: RunContext) -> None:
+        self._run, self._control = run, run.control
+        self.stopped_by: Alert | None = None
+        """The first alert whose action is to stop the run."""
+
+    def apply(self, alerts: Sequence[Alert]) -> None:
+        """Carry out the action of each alert, and record the alert."""
+        for alert in alerts:
+            log.warning("guard alert", **asdict(alert))
+            # Before the alert is written: a written alert counts as applied.
+            if alert.action == "pause":
+                self._control.pause()
+            if alert.action == "stop":
+                self.stopped_by = self.stopped_by or alert
+                self._control.stop()
+            self._run.files.append_alert(alert)
+            self._run.board.alert(alert)
+            self._run.telemetry.alert(alert)
+
+    def resume(self, step: int, alerts: Sequence[Alert]) -> None:
+        """Apply those ``alerts`` of the last committed ``step`` that an interrupted process has not applied."""
+        written = self._run.files.read_alerts(step)
+        self.apply([alert for alert in alerts if asdict(alert) not in written])
+        if self._control.stopping:
+            self.stopped_by = next((alert for alert in alerts if alert.action == "stop"), None)
 
 
 class TrainingLoop:
@@ -348,26 +296,18 @@ class TrainingLoop:
 
     def __init__(
         self,
-        config: Config,
+        run: RunContext,
         loaded: LoadedRun,
         leadership: Leadership,
-        stream: RolloutStream,
-        service_clients: ServiceClients,
         preparation: StepPreparation,
         checkpoints: CheckpointScheduler,
-        live_settings: LiveSettings,
         alerts: AlertHandler,
-        control: RunControl,
-        board: ProgressBoard,
-        profiler: StepProfiler,
     ) -> None:
-        self._run, self._off_policy = config.run, config.rollout.max_off_policy_steps > 0
+        self._run, self._control, self._board = run, run.control, run.board
+        self._num_steps, self._off_policy = run.config.run.steps, run.config.rollout.max_off_policy_steps > 0
         self._evaluations, self._steps, self._leadership = loaded.evaluations, loaded.steps, leadership
-        self._stream, self._service_clients = stream, service_clients
-        self._preparation, self._checkpoints, self._live_settings = preparation, checkpoints, live_settings
-        self._alerts, self._control, self._board, self._profiler = alerts, control, board, profiler
-        self._files = RunFiles(config.run_directory)
-        self._reference = ReferenceSynchronizer(config, self._files, service_clients, profiler)
+        self._preparation, self._checkpoints, self._alerts = preparation, checkpoints, alerts
+        self._reference = ReferenceSynchronizer(run)
 
     def run(self) -> int:
         """Take steps until the end of the run or a stop. Returns the last step."""
@@ -378,10 +318,10 @@ class TrainingLoop:
         self._evaluate_if_due(step)
         self._checkpoint_if_due(step, unprotected=not self._leadership.recovery_point.replayable)
         self._process_commands(step)
-        while step < self._run.steps and not self._is_last(step):
+        while step < self._num_steps and not self._is_last(step):
             step += 1
-            with self._profiler.step(step):
-                self._live_settings.start_step(step)
+            with self._run.profiler.step(step):
+                self._run.live_settings.start_step(step)
                 alerts = self._steps.take(step, self._leadership, self._continues_directly)
             self._alerts.apply(alerts)
             self._synchronize_reference(step)
@@ -401,7 +341,7 @@ class TrainingLoop:
         evaluates = self._evaluations.is_due(step, last=False)
         saves = self._checkpoints.is_due(step, last=False, requested=False)
         waits = evaluates or saves or self._reference.is_due(step)
-        return step < self._run.steps and self._control.idle and not waits
+        return step < self._num_steps and self._control.idle and not waits
 
     def _synchronize_reference(self, step: int) -> None:
         """Bring the reference to its version for the next step, before anything is scored."""
@@ -424,7 +364,7 @@ class TrainingLoop:
             self._preparation.discard()
             if self._off_policy:
                 # Older policies may have generated the next steps already, but after a checkpoint its own policy does.
-                self._stream.reset(self._leadership.epoch)
+                self._run.stream.reset(self._leadership.epoch)
             self._checkpoints.start(step, self._leadership.epoch, self._leadership.algorithm_state.state())
 
     def _evaluate_if_due(self, step: int) -> None:
@@ -438,13 +378,13 @@ class TrainingLoop:
         pending = self._steps.pending_step == step + 1
         # A run does not stop before a step that it had committed.
         recomputing = step < self._leadership.recovery_point.committed
-        return step == self._run.steps or (self._control.stopping and not pending and not recomputing)
+        return step == self._num_steps or (self._control.stopping and not pending and not recomputing)
 
     def _process_commands(self, step: int) -> None:
         """Carry out the commands of users between two steps, and wait while the run is paused. Raises RollbackRequested."""
         self._check_rollback()
         self._checkpoint_if_due(step)
-        if step == self._run.steps or not self._control.paused:
+        if step == self._num_steps or not self._control.paused:
             return
         log.info("run paused", step=step)
         while self._control.paused:

@@ -13,7 +13,7 @@ from quartet.contract.status import Role, ServiceStatus
 from quartet.demo.toy_task import ToyTask
 from quartet.errors import MismatchError
 from quartet.run_directory.run_files import RunFiles
-from quartet.services.orchestrator.service_clients import check_agreement
+from quartet.services.orchestrator.handshake import check_agreement
 from tests.training.conftest import MakeConfig
 from tests.training.runs import Run, active_run, assert_same, json_lines, run_to_completion
 from tests.training.teachers import make_teacher

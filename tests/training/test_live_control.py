@@ -21,7 +21,7 @@ from quartet.services.orchestrator.checkpointing.checkpoint_scheduler import Che
 from quartet.services.orchestrator.checkpointing.recovery import RecoveryAttempts
 from quartet.services.orchestrator.control.live_settings import LiveSettings
 from quartet.services.orchestrator.control.run_control import RunControl
-from quartet.services.orchestrator.service_clients import ServiceHandshake
+from quartet.services.orchestrator.handshake import ServiceHandshake
 from quartet.services.orchestrator.step import StepTransaction
 from tests.training.conftest import MakeConfig
 from tests.training.runs import (

@@ -24,8 +24,8 @@ from quartet.run_directory.run_files import RunFiles
 from quartet.services.actor import actor
 from quartet.services.critic import critic
 from quartet.services.orchestrator.checkpointing.checkpoint_scheduler import CheckpointScheduler
-from quartet.services.orchestrator.control.alert_actions import AlertHandler
 from quartet.services.orchestrator.control.run_control import RunControl
+from quartet.services.orchestrator.run import AlertHandler
 from quartet.services.orchestrator.step import StepTransaction
 from tests.training.conftest import MakeConfig
 from tests.training.runs import (

@@ -11,8 +11,7 @@ from quartet.buffer.connection import Redis
 from quartet.config.root import Config
 from quartet.contract.control import RunState
 from quartet.demo.toy_task import ToyTask
-from quartet.services.orchestrator.control.alert_actions import AlertHandler
-from quartet.services.orchestrator.run import TrainingLoop
+from quartet.services.orchestrator.run import AlertHandler, TrainingLoop
 from quartet.services.orchestrator.step import StepTransaction
 from tests.training.conftest import MakeConfig
 from tests.training.runs import (

@@ -23,9 +23,7 @@ from quartet.ppo.learning_rate import scheduled_learning_rate
 from quartet.rpc.clients import ActorClient, CriticClient
 from quartet.run_directory.identity import Identity
 from quartet.services.orchestrator.algorithm.state import AlgorithmState
-from quartet.services.orchestrator.control.live_settings import LiveSettings
-from quartet.services.orchestrator.service_clients import ServiceClients
-from quartet.services.orchestrator.telemetry.step_profiler import StepProfiler
+from quartet.services.orchestrator.context import RunContext
 
 
 def learning_rate_at(config: Config, trained: TrainedModelConfig, step: int) -> float:
@@ -132,17 +130,9 @@ def start_update(
 class ModelUpdater:
     """Sender of a step's update requests to all trained models, with the current live settings."""
 
-    def __init__(
-        self,
-        config: Config,
-        identity: Identity,
-        service_clients: ServiceClients,
-        live_settings: LiveSettings,
-        profiler: StepProfiler,
-    ) -> None:
+    def __init__(self, run: RunContext, identity: Identity) -> None:
         """``identity`` holds the micro-batch sizes of the run."""
-        self._config, self._identity, self._service_clients = config, identity, service_clients
-        self._live_settings, self._profiler = live_settings, profiler
+        self._run, self._identity = run, identity
 
     def start(self, step: int, leader_epoch: int, algorithm_state: AlgorithmState) -> dict[Role, Future[UpdateResult]]:
         """Start the updates of ``step``, the next after ``algorithm_state``, at all trained models together."""
@@ -156,22 +146,22 @@ class ModelUpdater:
                 rates[client.role],
                 self._identity.micro_batch_tokens_of(client.role),
             )
-            for client in self._service_clients.trained
+            for client in self._run.clients.trained
         }
         for role, call in calls.items():
-            self._profiler.observe(role, "update", call)
+            self._run.profiler.observe(role, "update", call)
         return calls
 
     def config_at(self, step: int, algorithm_state: AlgorithmState) -> Config:
         """Return the config of ``step``, the next after ``algorithm_state``: with live changes, and what controllers hold."""
-        return with_values(self._live_settings.config_at(step), algorithm_state.coefficients)
+        return with_values(self._run.live_settings.config_at(step), algorithm_state.coefficients)
 
     def learning_rates(self, step: int) -> dict[Role, float]:
         """Return the learning rate of each trained model in ``step``: its schedule, scaled by live changes."""
-        config = self._live_settings.config_at(step)
-        return {client.role: self._learning_rate(config, client.role, step) for client in self._service_clients.trained}
+        config = self._run.live_settings.config_at(step)
+        return {client.role: self._learning_rate(config, client.role, step) for client in self._run.clients.trained}
 
     def _learning_rate(self, config: Config, role: Role, step: int) -> float:
-        configured: TrainedModelConfig = getattr(self._config, role)
+        configured: TrainedModelConfig = getattr(self._run.config, role)
         changed: TrainedModelConfig = getattr(config, role)
-        return learning_rate_at(self._config, configured, step) * (changed.learning_rate / configured.learning_rate)
+        return learning_rate_at(self._run.config, configured, step) * (changed.learning_rate / configured.learning_rate)

@@ -7,17 +7,13 @@ from typing import Any
 
 import structlog
 
-from quartet.buffer.experience_store import ExperienceStore
-from quartet.config.root import Config
 from quartet.contract.status import Role
 from quartet.contract.weights import SaveKind
 from quartet.errors import StorageFailed
 from quartet.run_directory.checkpoints import Checkpoint, checkpoint_folders, checkpoint_step, has_value, tag_best
-from quartet.run_directory.run_files import RunFiles
 from quartet.services.orchestrator.checkpointing.checkpoint_writer import CheckpointWriter, PendingCheckpoint
-from quartet.services.orchestrator.control.progress import ProgressBoard
-from quartet.services.orchestrator.service_clients import ServiceClients, wait_for_all
-from quartet.services.orchestrator.telemetry.step_profiler import StepProfiler
+from quartet.services.orchestrator.context import RunContext
+from quartet.services.orchestrator.service_clients import wait_for_all
 from quartet.system.durable_files import check_saved_files
 
 log = structlog.get_logger()
@@ -26,26 +22,17 @@ log = structlog.get_logger()
 class CheckpointScheduler:
     """Scheduler of checkpoints: one in progress, the newest one, and the last one that failed."""
 
-    def __init__(
-        self,
-        config: Config,
-        files: RunFiles,
-        service_clients: ServiceClients,
-        experience: ExperienceStore,
-        board: ProgressBoard,
-        profiler: StepProfiler,
-    ) -> None:
-        self._config, self._run, self._files = config, config.run.name, files
-        self._service_clients, self._experience = service_clients, experience
-        self._board, self._profiler = board, profiler
-        self._writer = CheckpointWriter(files, config.checkpoint.keep_last, config.to_yaml(), self._tag_best)
+    def __init__(self, run: RunContext) -> None:
+        self._config, self._name, self._files, self._board = run.config, run.config.run.name, run.files, run.board
+        self._run, config = run, run.config
+        self._writer = CheckpointWriter(run.files, config.checkpoint.keep_last, config.to_yaml(), self._tag_best)
         self._saved_step = self._failed_step = 0
         self._reported_missing = False
         self._pending: PendingCheckpoint | None = None
 
     def newest(self, verify: bool) -> Checkpoint | None:
         """Return the run's newest checkpoint by its manifest. With ``verify``, the newest one whose checksums all match."""
-        return self._writer.newest(self._run, verify)
+        return self._writer.newest(self._name, verify)
 
     def take_skipped(self) -> list[str]:
         """Return a note for each skipped checkpoint that has not been reported yet."""
@@ -78,10 +65,10 @@ class CheckpointScheduler:
 
     def start(self, step: int, leader_epoch: int, state: dict[str, Any]) -> None:
         """Start a checkpoint of the models after ``step`` and of the orchestrator's ``state``."""
-        with self._profiler.span(Role.ORCHESTRATOR, "checkpoint"):
-            self._pending = self._writer.start(self._run, step, leader_epoch, self._service_clients.trained, state)
-            for client, call in zip(self._service_clients.trained, self._pending.calls, strict=True):
-                self._profiler.observe(client.role, "checkpoint", call)
+        with self._run.profiler.span(Role.ORCHESTRATOR, "checkpoint"):
+            self._pending = self._writer.start(self._name, step, leader_epoch, self._run.clients.trained, state)
+            for client, call in zip(self._run.clients.trained, self._pending.calls, strict=True):
+                self._run.profiler.observe(client.role, "checkpoint", call)
 
     def finish(self, check_lease: Callable[[], None]) -> None:
         """Wait for the checkpoint in progress, if any. A checkpoint that the disk refuses is noted, and the run continues.
@@ -97,7 +84,7 @@ class CheckpointScheduler:
         if waits:
             self._board.update(phase="checkpoint")
         try:
-            with self._profiler.span(Role.ORCHESTRATOR, "checkpoint", waits=waits):
+            with self._run.profiler.span(Role.ORCHESTRATOR, "checkpoint", waits=waits):
                 pending.finish()
         except StorageFailed as error:
             self._failed_step = pending.step
@@ -109,8 +96,8 @@ class CheckpointScheduler:
         else:
             # Steps before a checkpoint need no replay, so their experience is dropped.
             covered, self._saved_step = range(self._saved_step + 1, pending.step + 1), pending.step
-            with self._profiler.span("redis", "discard"):
-                self._experience.discard(covered)
+            with self._run.profiler.span("redis", "discard"):
+                self._run.experience.discard(covered)
 
     def _tag_best(self) -> None:
         """Give the tag ``best`` to the best checkpoint. If the disk refuses it, the next checkpoint tries again."""
@@ -150,7 +137,7 @@ class CheckpointScheduler:
             kinds[self._files.policy_ema] = SaveKind.EMA
         self._files.remove_policy_step()
         for path, kind in kinds.items():
-            call = self._service_clients.actor.save(self._run, leader_epoch, path.name, kind, step)
+            call = self._run.clients.actor.save(self._name, leader_epoch, path.name, kind, step)
             try:
                 wait_for_all([call])
             except StorageFailed as error:

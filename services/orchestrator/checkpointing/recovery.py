@@ -7,10 +7,8 @@ from dataclasses import dataclass
 
 import structlog
 
-from quartet.buffer.experience_store import ExperienceStore
 from quartet.config.deployment import RecoveryConfig
 from quartet.config.live_settings import with_values
-from quartet.config.root import Config
 from quartet.contract.status import Role, ServiceStatus
 from quartet.errors import (
     BufferFailed,
@@ -24,12 +22,12 @@ from quartet.errors import (
 from quartet.rpc.clients import ActorClient, CriticClient
 from quartet.run_directory.checkpoints import Checkpoint
 from quartet.run_directory.identity import Identity
-from quartet.run_directory.run_files import RunFiles
 from quartet.services.orchestrator.algorithm.state import AlgorithmState
 from quartet.services.orchestrator.algorithm.update_request import start_update
+from quartet.services.orchestrator.context import RunContext
 from quartet.services.orchestrator.control.live_settings import config_at, read_changes
 from quartet.services.orchestrator.rollout.off_policy import OffPolicySchedule
-from quartet.services.orchestrator.service_clients import ServiceClients, ServiceStatuses, wait_for_all
+from quartet.services.orchestrator.service_clients import ServiceStatuses, wait_for_all
 
 log = structlog.get_logger()
 
@@ -116,19 +114,15 @@ class Recovery:
 
     def __init__(
         self,
-        config: Config,
-        files: RunFiles,
-        service_clients: ServiceClients,
-        experience: ExperienceStore,
+        run: RunContext,
         leader_epoch: int,
         identity: Identity,
         own_models: Collection[Role] = tuple(Role),
     ) -> None:
         """``own_models``: roles whose model is known to be trained by this run, not by another run of the same name."""
-        self._config, self._files, self._service_clients = config, files, service_clients
-        self._experience, self._epoch, self._identity = experience, leader_epoch, identity
-        self._own_models = own_models
-        self._off_policy = OffPolicySchedule.of(config)
+        self._config, self._files, self._clients, self._experience = run.config, run.files, run.clients, run.experience
+        self._epoch, self._identity, self._own_models = leader_epoch, identity, own_models
+        self._off_policy = OffPolicySchedule.of(run.config)
 
     def to_last_commit(
         self,
@@ -153,7 +147,7 @@ class Recovery:
             log.warning("sealed experience lost", first_step=plan.step + 1, last_step=len(history))
         self._files.truncate_after(plan.step)
         self._restore_algorithm_state(algorithm_state, plan, history[: plan.step])
-        for client in self._service_clients.trained:
+        for client in self._clients.trained:
             self._restore_model(client, plan, history)
         replayable = self._experience.holds(range(plan.checkpoint_step + 1, plan.step + 1))
         return RecoveryPoint(plan.step, plan.checkpoint_step, len(history), replayable)
@@ -172,7 +166,7 @@ class Recovery:
             oldest = self._off_policy.policy_version(applied + 1, base)
             start_steps = {
                 client.role: self._start_step(client.role, statuses[client.role], base, applied, oldest)
-                for client in self._service_clients.trained
+                for client in self._clients.trained
             }
             return _Plan(checkpoint, step, start_steps)
 

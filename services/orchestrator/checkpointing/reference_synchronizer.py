@@ -8,7 +8,6 @@ from pathlib import Path
 
 import structlog
 
-from quartet.config.root import Config
 from quartet.contract.status import Role
 from quartet.contract.weights import ReferenceVersion, SaveKind
 from quartet.errors import ConfigError, StorageFailed
@@ -21,9 +20,8 @@ from quartet.run_directory.reference_versions import (
     versions,
     write_record,
 )
-from quartet.run_directory.run_files import RunFiles
-from quartet.services.orchestrator.service_clients import ServiceClients, wait_for_all
-from quartet.services.orchestrator.telemetry.step_profiler import StepProfiler
+from quartet.services.orchestrator.context import RunContext
+from quartet.services.orchestrator.service_clients import wait_for_all
 from quartet.system.durable_files import check_saved_files, is_storage_error, replace_directory, storage_errors
 
 log = structlog.get_logger()
@@ -36,16 +34,9 @@ class ReferenceSynchronizer:
     the step only. It is on the disk before the step is scored. So a step that is recomputed or replayed later has its version.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        files: RunFiles,
-        service_clients: ServiceClients,
-        profiler: StepProfiler,
-    ) -> None:
-        self._config, self._files, self._clients = config, files, service_clients
-        self._profiler = profiler
-        self._every = config.reference.sync_steps
+    def __init__(self, run: RunContext) -> None:
+        self._config, self._files, self._clients, self._profiler = run.config, run.files, run.clients, run.profiler
+        self._every = run.config.reference.sync_steps
         self._current: int | None = None
 
     def is_due(self, step: int) -> bool:

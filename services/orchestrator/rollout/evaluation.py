@@ -8,7 +8,6 @@ from typing import Any
 import structlog
 
 from quartet.buffer.rollout_stream import RolloutStream
-from quartet.config.root import Config
 from quartet.contract.generation import GenerationBatch, SamplingParameters, requests_of
 from quartet.contract.trajectory import Prompt
 from quartet.data.evaluation import (
@@ -29,13 +28,9 @@ from quartet.data.evaluation import (
 )
 from quartet.errors import ComputationFailed, InvalidRequest, ScorerFailed
 from quartet.rewards.function_worker import FunctionWorker
-from quartet.run_directory.run_files import RunFiles
 from quartet.services.orchestrator.checkpointing.step_artifacts import failed_evaluation_row
-from quartet.services.orchestrator.control.progress import ProgressBoard
+from quartet.services.orchestrator.context import RunContext
 from quartet.services.orchestrator.rollout.collector import Collector
-from quartet.services.orchestrator.rollout.generation import Generation
-from quartet.services.orchestrator.rollout.scoring import ScoringServices
-from quartet.services.orchestrator.telemetry.run_outputs import RunTelemetry
 
 log = structlog.get_logger()
 
@@ -47,30 +42,22 @@ class Evaluator:
     files.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        generation: Generation,
-        stream: RolloutStream,
-        scoring: ScoringServices,
-        prompts: Sequence[Prompt],
-        tokenizer: Any,
-        files: RunFiles,
-        config_at: Callable[[int], Config],
-    ) -> None:
-        """``prompts`` come from ``read_validation_prompts``, in order. ``stream`` is the result of ``stream_name``.
-
-        ``config_at`` returns the config of a step. An evaluation uses the weights of an ensemble's parts in the last step.
+    def __init__(self, run: RunContext, prompts: Sequence[Prompt], tokenizer: Any) -> None:
+        """``prompts`` come from ``read_validation_prompts``, in order.
 
         Starts the judge's process, if a judge is configured; ``close`` ends it. Raises ConfigError if the judge cannot be
         imported.
         """
-        self._config, self._generation, self._stream = config, generation, stream
-        self._collector = Collector(stream, scoring, config.rollout.score_batch_size)
+        config = run.config
+        self._config, self._generation, self._files = config, run.generation, run.files
+        # An evaluation uses the weights of an ensemble's parts in the last step.
+        self._config_at = run.live_settings.config_at
+        self._stream = RolloutStream(run.redis, run.url, stream_name(config.run.name))
+        scoring = run.clients.scoring(for_training=False)
+        self._collector = Collector(self._stream, scoring, config.rollout.score_batch_size)
         self._prompts = list(prompts)
-        self._tokenizer, self._files = tokenizer, files
+        self._tokenizer = tokenizer
         self._baseline: dict[int, PromptResponses] | None = None
-        self._config_at = config_at
         judge = config.evaluation.judge
         self._worker = (
             FunctionWorker(judge, "evaluation.judge", quotes=config.evaluation.quote_texts) if judge else None
@@ -177,17 +164,10 @@ class EvaluationSchedule:
     A failed evaluation does not stop training, except the one before the first step, which is the baseline of all others.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        evaluator: Evaluator | None,
-        files: RunFiles,
-        board: ProgressBoard,
-        telemetry: RunTelemetry,
-    ) -> None:
+    def __init__(self, run: RunContext, evaluator: Evaluator | None) -> None:
         """``evaluator`` is None if the run has no evaluations. The schedule closes it."""
-        self._run, self._every, self._evaluator = config.run.name, config.evaluation.every_steps, evaluator
-        self._files, self._board, self._telemetry = files, board, telemetry
+        self._run, self._every, self._evaluator = run.config.run.name, run.config.evaluation.every_steps, evaluator
+        self._files, self._board, self._telemetry = run.files, run.board, run.telemetry
         self._last_step: int | None = None
 
     def resume(self) -> None:

@@ -14,7 +14,8 @@ from quartet.data.evaluation import read_training_prompts, read_validation_promp
 from quartet.data.prompt_order import MixedPromptOrder, PromptOrder, StepPrompts, WeightedPrompts
 from quartet.data.prompt_settings import NO_REVISIONS
 from quartet.models.weights.tokenizer import load_tokenizer
-from quartet.services.orchestrator.service_clients import ServiceStatuses, check_lengths
+from quartet.services.orchestrator.handshake import check_lengths
+from quartet.services.orchestrator.service_clients import ServiceStatuses
 
 log = structlog.get_logger()
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from quartet.buffer.rollout_stream import RolloutStream
 from quartet.config.live_settings import with_values
-from quartet.config.root import Config
 from quartet.contract.generation import GenerationBatch, GenerationRequest, requests_of
 from quartet.contract.status import Role
 from quartet.contract.trajectory import Prompt
@@ -15,12 +13,10 @@ from quartet.data.evaluation import episode_settings, run_sampling
 from quartet.errors import FailedPrecondition
 from quartet.services.orchestrator.algorithm.experience import PreparedStep, prepare_step
 from quartet.services.orchestrator.algorithm.state import AlgorithmState
-from quartet.services.orchestrator.control.progress import ProgressBoard
+from quartet.services.orchestrator.context import RunContext
 from quartet.services.orchestrator.rollout.collector import CollectedStep, Collector, FurtherRounds, ReplacementRule
-from quartet.services.orchestrator.rollout.generation import Generation, PendingTrajectories
+from quartet.services.orchestrator.rollout.generation import PendingTrajectories
 from quartet.services.orchestrator.rollout.sampling_rounds import SamplingRounds
-from quartet.services.orchestrator.service_clients import ServiceClients
-from quartet.services.orchestrator.telemetry.step_profiler import StepProfiler
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,23 +38,11 @@ class PendingStep:
 class StepPreparation:
     """Preparation of steps: requests trajectories and scores, and computes the experience."""
 
-    def __init__(
-        self,
-        config: Config,
-        service_clients: ServiceClients,
-        generation: Generation,
-        stream: RolloutStream,
-        board: ProgressBoard,
-        profiler: StepProfiler,
-        config_at: Callable[[int], Config],
-    ) -> None:
-        """``config_at`` returns the config of a step."""
-        self._config_at = config_at
-        self._config, self._generation, self._board, self._profiler = config, generation, board, profiler
-        self._service_clients = service_clients
+    def __init__(self, run: RunContext) -> None:
+        self._run, self._config, self._board = run, run.config, run.board
         self._started: dict[int, tuple[GenerationBatch, PendingTrajectories]] = {}
         self._collector = Collector(
-            stream, service_clients.scoring(), config.rollout.score_batch_size, profiler.observe
+            run.stream, run.clients.scoring(), run.config.rollout.score_batch_size, run.profiler.observe
         )
 
     def start_generation(self, step: int, prompts: Sequence[Prompt], leader_epoch: int, policy_version: int) -> None:
@@ -77,11 +61,11 @@ class StepPreparation:
         self._collector.reset()
 
     def policy_updated(self) -> None:
-        self._generation.policy_updated()
+        self._run.generation.policy_updated()
 
     def take_metrics(self, policy_version: int) -> dict[str, float]:
         """Return metrics of the generators, see ``Generation.take_metrics``."""
-        return self._generation.take_metrics(policy_version)
+        return self._run.generation.take_metrics(policy_version)
 
     def prepare(
         self,
@@ -93,14 +77,14 @@ class StepPreparation:
     ) -> PendingStep:
         """Return the experience of ``step``, which begins with the first of its ``rounds``. Raises like ``Collector.collect``."""
         version = self._check_reference(step)
-        config = with_values(self._config_at(step), algorithm_state.coefficients)
+        config = with_values(self._run.live_settings.config_at(step), algorithm_state.coefficients)
         weights = config.reward.part_weights
         all_prompts = {prompt.index: prompt for prompt in rounds.prompts}
-        with self._profiler.span(Role.ORCHESTRATOR, "collect", waits=True):
+        with self._run.profiler.span(Role.ORCHESTRATOR, "collect", waits=True):
             collected = self._collect(
                 step, all_prompts, leader_epoch, policy_version, weights, rounds, algorithm_state.prompts_skipped
             )
-        with self._profiler.span(Role.ORCHESTRATOR, "prepare"):
+        with self._run.profiler.span(Role.ORCHESTRATOR, "prepare"):
             prepared = prepare_step(
                 self._config.run.name,
                 step,
@@ -118,7 +102,7 @@ class StepPreparation:
 
     def _check_reference(self, step: int) -> int | None:
         """Return the version of the reference that scores ``step``. Raises FailedPrecondition if it is not the current one."""
-        version, current = self._config.reference.version_of(step), self._service_clients.reference_version
+        version, current = self._config.reference.version_of(step), self._run.clients.reference_version
         held = None if current is None else current.step
         if version != held:
             raise FailedPrecondition(
@@ -193,7 +177,7 @@ class StepPreparation:
         policy_version: int,
     ) -> tuple[GenerationBatch, PendingTrajectories]:
         config = self._config
-        return self._generation.start(
+        return self._run.generation.start(
             GenerationBatch(
                 config.run.name,
                 step,

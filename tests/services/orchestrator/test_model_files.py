@@ -13,7 +13,7 @@ from quartet.contract.status import Role, ServiceStatus
 from quartet.errors import ConfigError, MismatchError
 from quartet.run_directory.identity import Identity
 from quartet.run_directory.run_files import RunFiles
-from quartet.services.orchestrator.service_clients import check_unchanged, load_identity, model_files_of
+from quartet.services.orchestrator.handshake import check_unchanged, load_identity, model_files_of
 
 FILES = {"actor.model/config.json": "2 aa", "reward.model/model.safetensors": "9 bb"}
 

@@ -19,7 +19,6 @@ from quartet.services.orchestrator.algorithm.state import AlgorithmState
 from quartet.services.orchestrator.checkpointing.recovery import RecoveryAttempts
 from quartet.services.orchestrator.control.progress import ProgressBoard
 from quartet.services.orchestrator.rollout.collector import CollectedStep
-from quartet.services.orchestrator.rollout.off_policy import OffPolicySchedule
 from quartet.services.orchestrator.step import StepTransaction
 from quartet.services.orchestrator.telemetry.step_profiler import StepProfiler
 
@@ -66,7 +65,7 @@ class Parts:
     def take_metrics(self, version: int) -> dict[str, float]:
         return {}
 
-    # StepCommitter
+    # What StepTransaction writes to the buffer and the files
 
     def seal(self, pending: Any) -> None:
         self._call("seal", pending.step)
@@ -137,19 +136,12 @@ class Transaction:
         config = parts.config = parse_config(tree, "test")
         any_parts: Any = parts
         self.attempts = RecoveryAttempts(RecoveryConfig(max_recoveries=1, backoff_seconds=0.01))
-        self.steps = StepTransaction(
-            Prompts(),
-            OffPolicySchedule.of(config),
-            config.rollout,
-            any_parts,
-            any_parts,
-            any_parts,
-            any_parts,
-            self.attempts,
-            ProgressBoard("run", 9),
-            StepProfiler(),
-            False,
-        )
+        run: Any = SimpleNamespace(config=config, board=ProgressBoard("run", 9), profiler=StepProfiler())
+        identity: Any = None
+        self.steps = StepTransaction(run, identity, None, Prompts(), any_parts, any_parts, self.attempts)
+        self.steps._updater = any_parts
+        for name in ("seal", "record", "commit", "clean_up", "report", "write_failed_trajectories"):
+            setattr(self.steps, f"_{name}", getattr(parts, name))
         self.state = AlgorithmState(config)
         self._leadership: Any = SimpleNamespace(epoch=3, algorithm_state=self.state, check=parts.check)
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, cast
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -43,9 +44,15 @@ def scheduler(
         "checkpoint": {"every_steps": 2, "best_metric": best_metric},
     }
     config = parse_config(tree, "test")
-    return CheckpointScheduler(
-        config, RunFiles(folder), cast(Any, TrainedClients(*savers)), cast(Any, NoExperience()), board, StepProfiler()
+    run: Any = SimpleNamespace(
+        config=config,
+        files=RunFiles(folder),
+        clients=TrainedClients(*savers),
+        experience=NoExperience(),
+        board=board,
+        profiler=StepProfiler(),
     )
+    return CheckpointScheduler(run)
 
 
 def no_lease() -> None:

@@ -8,7 +8,8 @@ import json
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, cast
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -196,16 +197,9 @@ class Interrupted:
 
     def recover(self, buffer: Buffer, *models: _Model, pending: int | None = None, own: bool = True) -> RecoveryPoint:
         identity = Identity("id", {}, "", {"actor": 64, "critic": 32})
-        clients: Any = type("Clients", (), {"trained": models})
-        recovery = Recovery(
-            self.config,
-            self.files,
-            clients,
-            cast(Any, buffer),
-            7,
-            identity,
-            [model.role for model in models] if own else [],
-        )
+        clients = SimpleNamespace(trained=models)
+        run: Any = SimpleNamespace(config=self.config, files=self.files, clients=clients, experience=buffer)
+        recovery = Recovery(run, 7, identity, [model.role for model in models] if own else [])
 
         def newest(verify: bool) -> Checkpoint | None:
             self.verified.append(verify)

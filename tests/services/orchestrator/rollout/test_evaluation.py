@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -105,16 +106,16 @@ def build(services: Services, clients: dict[Role, Any], redis_client: Redis, red
             files.root.mkdir(parents=True, exist_ok=True)
             actor = actor or clients[Role.ACTOR]
             client = GenerationClient(actor.channel.address, actor.timeouts, role=Role.ACTOR)
-            evaluator = Evaluator(
-                config,
-                ActorGeneration(client, actor, False, ignore_call, RepeatabilityNotes(config, print)),
-                stream_of(config, redis_client, redis_url),
-                scoring,
-                prompts,
-                tiny.tokenizer(),
-                files,
-                lambda _: config,
+            run: Any = SimpleNamespace(
+                config=config,
+                files=files,
+                redis=redis_client,
+                url=redis_url,
+                generation=ActorGeneration(client, actor, False, ignore_call, RepeatabilityNotes(config, print)),
+                clients=SimpleNamespace(scoring=lambda for_training: scoring),
+                live_settings=SimpleNamespace(config_at=lambda _: config),
             )
+            evaluator = Evaluator(run, prompts, tiny.tokenizer())
             stack.callback(evaluator.close)
             return evaluator
 
@@ -324,7 +325,8 @@ def test_evaluations_run_before_the_first_step_at_the_interval_and_after_the_las
         files, board = RunFiles(config.run_directory), ProgressBoard("run", 14)
         evaluator = build(config) if config.evaluation.every_steps else None
         telemetry = RunTelemetry(config, files, board, Timeline())
-        return EvaluationSchedule(config, evaluator, files, board, telemetry)
+        run: Any = SimpleNamespace(config=config, files=files, board=board, telemetry=telemetry)
+        return EvaluationSchedule(run, evaluator)
 
     regular = schedule(configure())
     assert [step for step in range(14) if regular.is_due(step, last=step == 13)] == [0, 5, 10, 13]

@@ -1,0 +1,75 @@
+"""What a run is, for the classes of the orchestrator that work on it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from quartet.buffer.connection import Redis, connect_at_start
+from quartet.buffer.experience_store import ExperienceStore
+from quartet.buffer.rollout_stream import RolloutStream
+from quartet.config.root import Config
+from quartet.rpc.security.credentials import LOCAL, Credentials
+from quartet.run_directory.run_files import RunFiles
+from quartet.services.orchestrator.control.live_settings import LiveSettings
+from quartet.services.orchestrator.control.progress import ProgressBoard
+from quartet.services.orchestrator.control.run_control import RunControl
+from quartet.services.orchestrator.rollout.generation import Generation
+from quartet.services.orchestrator.service_clients import ServiceClients
+from quartet.services.orchestrator.telemetry.run_outputs import RunTelemetry
+from quartet.services.orchestrator.telemetry.step_profiler import StepProfiler
+from quartet.telemetry.traces import Traces
+
+
+@dataclass(frozen=True, slots=True)
+class RunContext:
+    """One run: its config and files, its connections to buffer and services, its commands, and what observes it."""
+
+    config: Config
+    files: RunFiles
+    url: str
+    redis: Redis
+    stream: RolloutStream
+    experience: ExperienceStore
+    clients: ServiceClients
+    generation: Generation
+    control: RunControl
+    live_settings: LiveSettings
+    board: ProgressBoard
+    profiler: StepProfiler
+    telemetry: RunTelemetry
+
+    @classmethod
+    def connect(
+        cls,
+        config: Config,
+        url: str,
+        board: ProgressBoard,
+        control: RunControl,
+        traces: Traces | None = None,
+        credentials: Credentials = LOCAL,
+    ) -> RunContext:
+        """Connect to the buffer at ``url`` and to the services. Raises ConfigError or ServiceUnavailable."""
+        files, redis, run = (
+            RunFiles(config.run_directory),
+            connect_at_start(url, config.timeouts.load_seconds),
+            config.run.name,
+        )
+        clients, profiler = ServiceClients(config, credentials, board.note), StepProfiler(traces)
+        if traces is not None:
+            clients.observe(traces)
+        return cls(
+            config=config,
+            files=files,
+            url=url,
+            redis=redis,
+            stream=RolloutStream(redis, url, run),
+            experience=ExperienceStore(redis, url, run),
+            clients=clients,
+            # Before the generators are watched on threads: it may refuse the config.
+            telemetry=RunTelemetry(config, files, board, profiler.timeline),
+            generation=clients.generation(board.note, profiler.observe),
+            control=control,
+            live_settings=LiveSettings(config, files, control),
+            board=board,
+            profiler=profiler,
+        )
