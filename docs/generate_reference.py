@@ -95,8 +95,7 @@ def _prometheus() -> Iterator[tuple[str, str, list[Any]]]:
     from quartet.rpc.call_interceptors import CallMetrics
     from quartet.services.orchestrator.control.progress import ProgressBoard
     from quartet.services.orchestrator.telemetry.run_metrics import RunMetrics
-    from quartet.services.reward.sharing import RunUsage
-    from quartet.services.reward.sharing_metrics import SharingMetrics
+    from quartet.services.reward.sharing import RunUsage, SharingMetrics
     from quartet.telemetry.prometheus import ServiceMetrics, process_registry
 
     calls = CollectorRegistry()

@@ -28,7 +28,7 @@ from quartet.buffer.redis_url import environment_overrides, required_buffer_url
 from quartet.config.layout import listen_address, num_memory_sharers, num_threads
 from quartet.config.loading import load_config
 from quartet.config.root import Config
-from quartet.contract.status import MODEL_ROLES, Role
+from quartet.contract.status import Role
 from quartet.errors import ConfigError, QuartetError, ServiceFailed
 from quartet.services.workers.processes import RankProcess, start_ranks
 from quartet.system.child_processes import kill_descendants
@@ -135,10 +135,10 @@ def _serve(roles: list[Role], options: argparse.Namespace, notifier: ReadyNotifi
     first, *layers = options.config
     listen_override = [] if options.listen is None else [f"services.{roles[0]}.listen={options.listen}"]
     config = load_config(first, [*options.overrides, *listen_override, *environment_overrides()], layers)
-    separate = [role for role in roles if role in (Role.ORCHESTRATOR, Role.GENERATOR, Role.ENVIRONMENT)]
+    separate = [role for role in roles if not role.holds_model]
     if separate and len(roles) > 1:
         raise ConfigError(f"roles: the {separate[0]} needs a separate process; start the other roles in another one")
-    groups = [role for role in roles if role in MODEL_ROLES and getattr(config.services, role).num_ranks > 1]
+    groups = [role for role in roles if role.holds_model and getattr(config.services, role).num_ranks > 1]
     if groups and len(roles) > 1:
         raise ConfigError(
             f"services.{groups[0]}: a role of several processes or devices needs a separate service; start the other roles "
@@ -160,7 +160,7 @@ def _serve(roles: list[Role], options: argparse.Namespace, notifier: ReadyNotifi
     # The first entry ends the process. A SimpleQueue is reentrant: a signal handler may use it at any time.
     endings: queue.SimpleQueue[str] = queue.SimpleQueue()
     ranks = RankProcess()
-    if roles[0] in MODEL_ROLES:
+    if roles[0].holds_model:
         # Before the process has threads.
         ranks = notifier.ranks = start_ranks(roles[0], service, os.environ)
     if ranks.rank:
@@ -206,7 +206,7 @@ def _serve(roles: list[Role], options: argparse.Namespace, notifier: ReadyNotifi
             background, publish, wait_for_outcome = None, None, None
             observability.add_services(hosted)
             if sharing is not None:
-                from quartet.services.reward.sharing_metrics import SharingMetrics
+                from quartet.services.reward.sharing import SharingMetrics
 
                 observability.registry.register(SharingMetrics(hosted[0].shared.usage))
 
@@ -297,7 +297,7 @@ def _close_within(hosted: list[Any], seconds: float) -> None:
 def _torch_devices(roles: list[Role], config: Config) -> list[int]:
     """Return the CUDA devices on which this process computes with its own torch, and not with another engine's."""
     uses_torch = [
-        role for role in roles if role in MODEL_ROLES or (role is Role.GENERATOR and config.rollout.engine == "torch")
+        role for role in roles if role.holds_model or (role is Role.GENERATOR and config.rollout.engine == "torch")
     ]
     return [index for role in uses_torch for index in getattr(config.services, role).devices]
 
@@ -313,9 +313,9 @@ def _models(
     from quartet.models.torch_settings import release_gpu_memory, set_up_gpu, set_up_torch
     from quartet.rpc.compute_thread import ComputeThread
     from quartet.run_directory.model_digests import model_digests, role_models
-    from quartet.services.factories import build_model_role, device_of, set_up_thread
+    from quartet.services.roles import build_model_role, device_of, set_up_thread
     from quartet.services.workers.commands import join
-    from quartet.services.workers.group_failures import GroupFailures
+    from quartet.services.workers.watch import GroupFailures
 
     set_up_torch(threads)
     if _torch_devices(roles, config):
@@ -336,10 +336,7 @@ def _models(
         device = device_of(service) if ranks.size > 1 else "cpu"
         workers, commands = join(ranks, service, device, config, failures)
         compute = ComputeThread(set_up_thread(threads, workers), config.timeouts.score_seconds, on_idle)
-        hosted = [
-            build_model_role(role, config, compute, threads, credentials.folder, workers, commands, credentials)
-            for role in roles
-        ]
+        hosted = [build_model_role(role, config, compute, threads, workers, commands, credentials) for role in roles]
         for role, servicer in zip(roles, hosted, strict=True):
             servicer.model_files = model_digests(role_models(config, role))
         return hosted
@@ -353,9 +350,9 @@ def _follow(ranks: RankProcess, role: Role, config: Config, threads: int, creden
     """Compute the commands of rank 0 until it ends this process. The servicer of this rank serves no calls."""
     from quartet.models.torch_settings import release_gpu_memory, set_up_gpu, set_up_torch
     from quartet.rpc.compute_thread import ComputeThread
-    from quartet.services.factories import build_model_role, device_of
+    from quartet.services.roles import build_model_role, device_of
     from quartet.services.workers.commands import GroupCommands, join
-    from quartet.services.workers.group_failures import GroupFailures
+    from quartet.services.workers.watch import GroupFailures
 
     failures = GroupFailures(ranks)
     with failures.reported_error():
@@ -365,9 +362,7 @@ def _follow(ranks: RankProcess, role: Role, config: Config, threads: int, creden
         service = getattr(config.services, role)
         workers, commands = join(ranks, service, device_of(service, ranks.rank), config, failures)
         assert isinstance(commands, GroupCommands)
-        servicer = build_model_role(
-            role, config, ComputeThread(), threads, credentials.folder, workers, commands, credentials
-        )
+        servicer = build_model_role(role, config, ComputeThread(), threads, workers, commands, credentials)
         log.info("ready", rank=ranks.rank, ranks=ranks.size, threads=threads)
         shared = _shares_gpu(role, config, ranks.rank)
         commands.follow(servicer.handlers(), release_gpu_memory if shared else lambda: None)

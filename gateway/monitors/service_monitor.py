@@ -12,7 +12,7 @@ from typing import Any
 
 from quartet.config.url_redaction import redact_url
 from quartet.contract.status import TRAINED_ROLES, GeneratorInfo, GeneratorState, Role, ServiceStatus
-from quartet.contract.weights import WeightPublication, WeightTransfer
+from quartet.contract.weights import PublishedWeights, WeightTransfer
 from quartet.errors import ConfigError, MismatchError, NoResponse, QuartetError, ServiceUnavailable
 from quartet.gateway.monitors.buffer_monitor import BufferMonitor
 from quartet.gateway.readers.run_catalog import RunCatalog
@@ -29,7 +29,7 @@ MAX_AGE_SECONDS = 1.0
 MAX_PARALLEL_POLLS = 8
 """Maximum number of processes that are polled at the same time."""
 
-REPLICATED = (Role.REWARD, Role.REFERENCE)
+REPLICATED = tuple(role for role in Role if role.replicated)
 """Roles of which a host name with several addresses has several replicas."""
 Addresses = dict[str, tuple[str, ...]]
 """Addresses of the processes of a run, by role."""
@@ -227,7 +227,7 @@ def _weights(status: ServiceStatus) -> dict[str, Any]:
     }
 
 
-def _with_hex_digest(measured: WeightTransfer | WeightPublication) -> dict[str, Any]:
+def _with_hex_digest(measured: WeightTransfer | PublishedWeights) -> dict[str, Any]:
     fields = asdict(measured)
     return {"digest": fields.pop("weights_digest").hex(), **fields}
 

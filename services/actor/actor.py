@@ -18,7 +18,7 @@ from quartet.contract.arrays import FloatArray
 from quartet.contract.status import Role, ServiceStatus
 from quartet.contract.trajectory import TokenBatch
 from quartet.contract.update import OptimizationSettings, PolicyLossSettings, UpdateResult
-from quartet.contract.weights import WeightPublication
+from quartet.contract.weights import PublishedWeights
 from quartet.engines.engine import Engine, Policy, ServedModel
 from quartet.engines.stop_strings import token_decoder
 from quartet.errors import ConfigError, FailedPrecondition, InvalidRequest, MismatchError
@@ -83,7 +83,7 @@ class Actor(TrainableModel):
         self._engine: Engine | None = None
         self._source: WeightSource | None = None
         self._generator: Generator | None = None
-        self._last_copy: WeightPublication | None = None
+        self._last_copy: PublishedWeights | None = None
         self._policy_loss, self._loss_function = (
             policy_loss,
             _import_policy_loss(policy_loss, policy_loss_parameters or {}),

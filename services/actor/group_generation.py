@@ -8,12 +8,9 @@ from __future__ import annotations
 import os
 import socket
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
-from typing import Any
-
-import grpc
 
 from quartet.config.deployment import TimeoutsConfig
 from quartet.contract.generation import GenerationBatch, GenerationRequest
@@ -22,21 +19,19 @@ from quartet.contract.work_split import split_by_rule
 from quartet.errors import (
     Cancelled,
     EngineFailed,
-    FailedPrecondition,
     GroupWeightsChanged,
     NoResponse,
     QuartetError,
     ServiceUnavailable,
 )
 from quartet.models.workers.workers import Workers
-from quartet.rpc.base_servicers import GenerationCore, stream_generation
 from quartet.rpc.clients import GenerationClient
 from quartet.rpc.compute_thread import ComputeThread
 from quartet.rpc.security.allow_list import RANK_CALLERS
 from quartet.rpc.security.credentials import Credentials
 from quartet.rpc.server import Server
+from quartet.services.actor.servicer import RankServicer
 from quartet.services.generator.generator import Generator, Progress
-from quartet.v1 import generation_pb2_grpc
 
 POLL_SECONDS = 0.2
 """Interval at which rank 0 checks whether its caller is gone while other ranks generate."""
@@ -168,34 +163,6 @@ class _Totals:
 
     def _sums(self) -> tuple[int, int]:
         return sum(each[0] for each in self._done), sum(each[1] for each in self._done)
-
-
-class RankServicer(generation_pb2_grpc.GenerationServiceServicer):
-    """GenerationService of a rank above 0."""
-
-    role = Role.ACTOR
-
-    def __init__(self, core: GenerationCore, compute: ComputeThread, status: Callable[[], ServiceStatus]) -> None:
-        self._core, self._compute, self.status = core, compute, status
-
-    def register(self, server: grpc.Server) -> None:
-        """Add this servicer to a server."""
-        generation_pb2_grpc.add_GenerationServiceServicer_to_server(self, server)
-
-    def abandoned(self) -> tuple[str, float]:
-        return self._compute.abandoned()
-
-    def close(self) -> None:
-        """Close the compute thread."""
-        self._compute.close()
-
-    def Generate(self, request: Any, context: grpc.ServicerContext) -> Iterator[Any]:
-        """Generate a share of a step. Yield an event at the start, with progress, and at the end."""
-        return stream_generation(self._core, self._compute, request, context)
-
-    def UpdateWeights(self, request: Any, context: grpc.ServicerContext) -> Any:
-        """Raise FailedPrecondition. See ``ActorServicer.UpdateWeights``."""
-        raise FailedPrecondition("update weights: the engine of the actor gets its weights without a transfer")
 
 
 def rank_host(nodes: int, environment: Mapping[str, str]) -> str:

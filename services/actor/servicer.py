@@ -17,11 +17,16 @@ from quartet.contract.status import Role, ServiceStatus
 from quartet.contract.trajectory import TokenBatch
 from quartet.contract.update import PolicyLossSettings
 from quartet.errors import FailedPrecondition
-from quartet.rpc.base_servicers import CommandHandler, Commands, TrainableServicer, WeightServicer, stream_generation
+from quartet.rpc.base_servicers import (
+    CommandHandler,
+    Commands,
+    GenerationCore,
+    TrainableServicer,
+    WeightServicer,
+    stream_generation,
+)
 from quartet.rpc.compute_thread import ComputeThread
 from quartet.services.actor.actor import Actor
-from quartet.services.actor.group_generation import GroupGeneration
-from quartet.services.generator.generator import Generator
 from quartet.v1 import actor_pb2, actor_pb2_grpc, generation_pb2_grpc
 from quartet.weight_transfer.store import WeightStore
 
@@ -41,7 +46,7 @@ class ActorServicer(
         threads: int,
         buffer_unreachable: Callable[[], bool],
         generation: ComputeThread | None = None,
-        generator: Generator | GroupGeneration | None = None,
+        generator: GenerationCore | None = None,
         weights: WeightStore | None = None,
         commands: Commands | None = None,
     ) -> None:
@@ -111,3 +116,31 @@ class ActorServicer(
     def _log_probs(self, request: Any) -> Callable[[], tuple[FloatArray, int]]:
         batch, temperature = from_message(TokenBatch, request.batch, "batch"), checked_temperature(request)
         return lambda: (self.core.log_probs(batch, temperature, request.reference), self.core.policy_version)
+
+
+class RankServicer(generation_pb2_grpc.GenerationServiceServicer):
+    """GenerationService of a rank above 0."""
+
+    role = Role.ACTOR
+
+    def __init__(self, core: GenerationCore, compute: ComputeThread, status: Callable[[], ServiceStatus]) -> None:
+        self._core, self._compute, self.status = core, compute, status
+
+    def register(self, server: grpc.Server) -> None:
+        """Add this servicer to a server."""
+        generation_pb2_grpc.add_GenerationServiceServicer_to_server(self, server)
+
+    def abandoned(self) -> tuple[str, float]:
+        return self._compute.abandoned()
+
+    def close(self) -> None:
+        """Close the compute thread."""
+        self._compute.close()
+
+    def Generate(self, request: Any, context: grpc.ServicerContext) -> Iterator[Any]:
+        """Generate a share of a step. Yield an event at the start, with progress, and at the end."""
+        return stream_generation(self._core, self._compute, request, context)
+
+    def UpdateWeights(self, request: Any, context: grpc.ServicerContext) -> Any:
+        """Raise FailedPrecondition. See ``ActorServicer.UpdateWeights``."""
+        raise FailedPrecondition("update weights: the engine of the actor gets its weights without a transfer")

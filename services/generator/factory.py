@@ -16,12 +16,16 @@ from quartet.engines.stop_strings import token_decoder
 from quartet.errors import ConfigError
 from quartet.rpc.clients import WeightClient
 from quartet.rpc.compute_thread import ComputeThread
+from quartet.rpc.environment_client import EnvironmentClient
 from quartet.rpc.security.credentials import Credentials
-from quartet.services.generator.environment_access import environment_access
+from quartet.services.generator.episodes import EnvironmentAccess
 from quartet.services.generator.generator import Generator
 from quartet.services.generator.servicer import GeneratorServicer
 from quartet.weight_transfer.messages import WeightPeer
 from quartet.weight_transfer.receiver import WeightMirror
+
+OPEN_PER_DECODED = 2
+"""Episodes that are open for each one that the engine decodes, so that its batch stays full while others wait."""
 
 
 def build_generator(
@@ -43,6 +47,19 @@ def build_generator(
     mirror = WeightMirror(capacity=config.rollout.max_off_policy_steps + 2)
     updates = ComputeThread() if config.rollout.in_flight_updates else None
     return GeneratorServicer(generator, compute, threads, monitor.is_lost, mirror, WeightClients(credentials), updates)
+
+
+def environment_access(config: Config, credentials: Credentials) -> EnvironmentAccess | None:
+    """Return the access to the environment service at services.environment.address; None for a run without turns."""
+    address = config.services.environment.address
+    if not config.has_environment or address is None:
+        return None
+    client = EnvironmentClient(
+        address, config.environment.timeout_seconds, config.timeouts, config.recovery, credentials
+    )
+    decoded = config.rollout.max_concurrent_sequences
+    max_open = min(OPEN_PER_DECODED * decoded, config.environment.max_sessions)
+    return EnvironmentAccess(client, max_open, config.recovery.max_attempts)
 
 
 class WeightClients:

@@ -17,7 +17,7 @@ from quartet.contract.generation import GenerationBatch, GenerationRequest
 from quartet.contract.leader_fence import LeaderFence
 from quartet.contract.status import Role, ServiceStatus
 from quartet.contract.trajectory import Trajectory, VersionSpan
-from quartet.contract.weights import WeightPublication, WeightTransfer
+from quartet.contract.weights import PublishedWeights, WeightTransfer
 from quartet.engines.engine import CopyingEngine, Engine, EngineResponse, ServedModel, TurnEngine, TurnSource
 from quartet.engines.stop_strings import StopStringCache
 from quartet.engines.validation import check_requests, check_response
@@ -159,7 +159,7 @@ class Generator:
                 pulled = PulledWeights(weights, self._loaded, changed, 0, seconds, "this process", "held")
                 self._load(batch.run, batch.policy_version, batch.weights_digest, lambda: pulled)
 
-    def copy(self, policy_version: int, tensors: Iterable[tuple[str, Any]]) -> WeightPublication:
+    def copy(self, policy_version: int, tensors: Iterable[tuple[str, Any]]) -> PublishedWeights:
         """Copy a version of an actor in this process into the engine, after the end of a generation.
 
         ``tensors``: name and torch tensor of every weight, made one after the other. All of them are consumed in any case.
@@ -181,7 +181,7 @@ class Generator:
             self._attestation.expect(digests)
             self._held = WeightTransfer(policy_version, digest, "", 0, False, 0.0, 0.0)
             self._loaded, self._verified = digest, {digest: policy_version}
-        return WeightPublication(policy_version, digest, len(digests), size, 0, time.perf_counter() - start)
+        return PublishedWeights(policy_version, digest, len(digests), size, 0, time.perf_counter() - start)
 
     def _check_held(self, weights: WeightSet, held: Mapping[str, bytes]) -> None:
         digest = combined_digest(held)

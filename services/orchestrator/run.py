@@ -265,7 +265,7 @@ class AlertHandler:
     """Handler of alerts: reports them, carries out their actions, and remembers which one stopped the run."""
 
     def __init__(self, run: RunContext) -> None:
-        self._run, self._control = run, run.control
+        self._run, self._board, self._control = run, run.board, run.control
         self.stopped_by: Alert | None = None
         """The first alert whose action is to stop the run."""
 
@@ -280,7 +280,7 @@ class AlertHandler:
                 self.stopped_by = self.stopped_by or alert
                 self._control.stop()
             self._run.files.append_alert(alert)
-            self._run.board.alert(alert)
+            self._board.alert(alert)
             self._run.telemetry.alert(alert)
 
     def resume(self, step: int, alerts: Sequence[Alert]) -> None:

@@ -14,7 +14,6 @@ from quartet.contract.update import UpdateResult
 from quartet.data.prompt_order import PromptSequence, StepPrompts
 from quartet.errors import TooManyFailedTrajectories
 from quartet.run_directory.identity import Identity
-from quartet.services.orchestrator.algorithm.reward_parts import part_metrics
 from quartet.services.orchestrator.algorithm.update_request import ModelUpdater
 from quartet.services.orchestrator.checkpointing.checkpoint_scheduler import CheckpointScheduler
 from quartet.services.orchestrator.checkpointing.recovery import RecoveryAttempts
@@ -24,6 +23,7 @@ from quartet.services.orchestrator.checkpointing.step_artifacts import (
     failed_trajectory_rows,
     in_flight_metrics,
     outcome_metrics,
+    part_metrics,
     step_record,
     update_metrics,
 )

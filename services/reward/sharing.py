@@ -9,8 +9,11 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from quartet.config.deployment import SharingConfig
 from quartet.errors import InvalidRequest, QuotaExceeded
@@ -209,3 +212,33 @@ class SharedTurns:
         share = self._limits.over_quota_share
         over = sum(1 for each in self._runs.values() if each.calls and self._is_over_quota(each))
         return share / (1 - share) / max(1, over)
+
+
+class SharingMetrics(Collector):
+    """Prometheus metrics of every run.
+
+    There are at most ``services.reward.sharing.max_runs``; a run that is forgotten starts at 0 again.
+    """
+
+    def __init__(self, usage: Callable[[], Sequence[RunUsage]]) -> None:
+        self._usage = usage
+
+    def collect(self) -> Iterator[Metric]:
+        """Read the numbers of every run."""
+        usage, labels = self._usage(), ("run",)
+        pending = GaugeMetricFamily(
+            "quartet_shared_pending_sequences", "Responses of a run that wait for scores.", labels=labels
+        )
+        scored = CounterMetricFamily(
+            "quartet_shared_scored_sequences", "Responses of a run that were scored.", labels=labels
+        )
+        refused = CounterMetricFamily(
+            "quartet_shared_refused_calls", "Calls of a run that exceeded a quota.", labels=labels
+        )
+        seconds = CounterMetricFamily("quartet_shared_seconds", "Seconds of work for a run.", labels=labels)
+        for run in usage:
+            pending.add_metric((run.run,), run.pending_sequences)
+            scored.add_metric((run.run,), run.scored_sequences)
+            refused.add_metric((run.run,), run.refused_calls)
+            seconds.add_metric((run.run,), run.seconds)
+        yield from (pending, scored, refused, seconds)

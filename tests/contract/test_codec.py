@@ -29,12 +29,12 @@ from quartet.contract.update import (
     UpdateResult,
 )
 from quartet.contract.weights import (
+    PublishedWeights,
     ReferenceVersion,
     RestoreRequest,
     SavedFile,
     SaveKind,
     SaveRequest,
-    WeightPublication,
 )
 from quartet.errors import InvalidRequest, ServiceFailed
 from quartet.v1 import (
@@ -76,7 +76,7 @@ def assert_same(left: Any, right: Any) -> None:
 
 
 publications = st.builds(
-    WeightPublication,
+    PublishedWeights,
     policy_version=strategies.uint64,
     weights_digest=strategies.digests,
     changed_tensors=strategies.uint32,

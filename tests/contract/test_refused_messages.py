@@ -27,7 +27,7 @@ from quartet.contract.update import (
     RolloutCorrection,
     UpdateRequest,
 )
-from quartet.contract.weights import SaveRequest, WeightPublication, WeightTransfer
+from quartet.contract.weights import PublishedWeights, SaveRequest, WeightTransfer
 from quartet.errors import InvalidRequest, ServiceFailed
 from quartet.v1 import experience_pb2, generation_pb2, status_pb2, tensor_pb2, trajectory_pb2, update_pb2
 from tests.contract.tensors import tensor_message
@@ -390,7 +390,7 @@ def test_a_value_clip_out_of_range_is_refused(value: float) -> None:
             "weights_digest: expected 16 bytes, got 1",
         ),
         (
-            WeightPublication,
+            PublishedWeights,
             status_pb2.WeightPublication(weights_digest=bytes(17)),
             "weights_digest: expected 16 bytes",
         ),

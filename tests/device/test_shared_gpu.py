@@ -10,7 +10,7 @@ import torch
 from quartet.config.deployment import ServiceConfig
 from quartet.errors import ConfigError
 from quartet.models.torch_settings import release_gpu_memory
-from quartet.services import factories
+from quartet.services import roles
 from tests.device.pretended_gpu import PretendedGpu
 
 
@@ -18,7 +18,7 @@ def test_a_gpu_that_another_process_holds_is_an_error_that_says_what_to_do(
     gpu: PretendedGpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     service = ServiceConfig(devices=(0,))
-    assert factories.device_of(service) == "cuda:0"
+    assert roles.device_of(service) == "cuda:0"
     message = "CUDA error: all CUDA-capable devices are busy or unavailable"
 
     def refused(*_: Any, **__: Any) -> None:
@@ -26,10 +26,10 @@ def test_a_gpu_that_another_process_holds_is_an_error_that_says_what_to_do(
 
     monkeypatch.setattr(torch, "zeros", refused)
     with pytest.raises(ConfigError, match=r"devices \[0\]: another process holds .* nvidia-smi -i 0 -c DEFAULT"):
-        factories.device_of(service)
+        roles.device_of(service)
     message = "CUDA error: unknown"
     with pytest.raises(RuntimeError, match="unknown"):
-        factories.device_of(service)
+        roles.device_of(service)
 
 
 def test_unused_memory_is_given_back(gpu: PretendedGpu) -> None:

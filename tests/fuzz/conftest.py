@@ -17,9 +17,9 @@ from quartet.rpc.compute_thread import ComputeThread
 from quartet.rpc.security.credentials import LOCAL
 from quartet.rpc.server import HostedRole, Server
 from quartet.services.environment.servicer import EnvironmentServicer
-from quartet.services.factories import build_model_role
 from quartet.services.generator.factory import build_generator
 from quartet.services.orchestrator.servicer import OrchestratorServicer
+from quartet.services.roles import build_model_role
 from tests.fuzz.environment import (
     LIVE,
     FuzzEnvironment,

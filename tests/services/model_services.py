@@ -28,7 +28,7 @@ from quartet.rpc.clients import (
 from quartet.rpc.compute_thread import ComputeThread
 from quartet.rpc.replica_set import FrozenReplicas
 from quartet.rpc.server import HostedRole, Server
-from quartet.services.factories import build_model_role
+from quartet.services.roles import build_model_role
 from tests.unit.models import tiny
 
 TIMEOUTS = TimeoutsConfig(load_seconds=30, generate_seconds=60, score_seconds=60, update_seconds=60, save_seconds=60)

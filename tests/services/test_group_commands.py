@@ -12,10 +12,9 @@ import torch
 from quartet.codec.updates import command_to_bytes
 from quartet.errors import InvalidRequest, OutOfMemory, QuartetError, ServiceFailed
 from quartet.models.workers.progress import Progress
-from quartet.services.workers import group_failures
+from quartet.services.workers import watch
 from quartet.services.workers.commands import STOP, GroupCommands
-from quartet.services.workers.group_failures import GroupFailures
-from quartet.services.workers.watchdog import Failure
+from quartet.services.workers.watch import Failure, GroupFailures
 from quartet.v1 import update_pb2
 from tests.waiting import wait_until
 
@@ -111,7 +110,7 @@ def test_calls_get_out_of_memory_of_a_rank_on_another_machine() -> None:
 
 
 def test_out_of_memory_of_rank_0_stays_the_error_of_later_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(group_failures, "END_SECONDS", 0.05)
+    monkeypatch.setattr(watch, "END_SECONDS", 0.05)
     group, _ = group_commands()
 
     def exhaust() -> None:
@@ -124,7 +123,7 @@ def test_out_of_memory_of_rank_0_stays_the_error_of_later_calls(monkeypatch: pyt
 
 
 def test_another_error_of_rank_0_is_raised_and_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(group_failures, "END_SECONDS", 0.05)
+    monkeypatch.setattr(watch, "END_SECONDS", 0.05)
     group, _ = group_commands()
     with pytest.raises(RuntimeError, match="Connection closed"):
         group.run("update", REQUEST, fail)

@@ -12,10 +12,9 @@ import torch
 from quartet.contract.domain_errors import OUT_OF_MEMORY_TEXT
 from quartet.errors import ConfigError, InvalidRequest, OutOfMemory, ServiceFailed, ServiceUnavailable
 from quartet.models.workers.progress import Progress
-from quartet.services.workers import group_failures
-from quartet.services.workers.group_failures import GroupFailures
+from quartet.services.workers import watch
 from quartet.services.workers.processes import RankProcess
-from quartet.services.workers.watchdog import Failure
+from quartet.services.workers.watch import Failure, GroupFailures
 from tests.waiting import LIMIT
 
 ENDED = "rank 1 of 2 (process 77): ended with status 1"
@@ -43,7 +42,7 @@ def watchdog(hung: str = "", error: str = "", kind: str = "") -> Any:
 @pytest.fixture(autouse=True)
 def short_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     """Wait a moment only for a rank to end, because nothing else happens then."""
-    monkeypatch.setattr(group_failures, "END_SECONDS", 0.05)
+    monkeypatch.setattr(watch, "END_SECONDS", 0.05)
 
 
 def no_end(error: Exception) -> None:

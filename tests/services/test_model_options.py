@@ -27,8 +27,7 @@ from quartet.contract.weights import SaveKind
 from quartet.errors import ConfigError
 from quartet.models.training import compiled_layers
 from quartet.models.training.update_memory import trial_batch
-from quartet.services import factories as roles
-from quartet.services import trainable_model
+from quartet.services import roles, trainable_model
 from tests.services.model_services import Services, start_generation
 from tests.unit.models import tiny
 

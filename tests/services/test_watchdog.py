@@ -12,8 +12,8 @@ from dataclasses import replace
 import pytest
 
 from quartet.models.workers.progress import Progress, RankReport
-from quartet.services.workers import watchdog
-from quartet.services.workers.watchdog import Failure, HangDetector, Silence, Watchdog
+from quartet.services.workers import watch
+from quartet.services.workers.watch import Failure, HangDetector, Silence, Watchdog
 from tests.waiting import LIMIT, wait_until
 
 TIMEOUT = 10.0
@@ -151,7 +151,7 @@ def test_progress_reports_the_micro_batch_and_the_layer() -> None:
 
 
 def test_a_rank_publishes_its_error_until_rank_0_has_read_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watchdog, "BEAT_SECONDS", 0.01)
+    monkeypatch.setattr(watch, "BEAT_SECONDS", 0.01)
     board = Board()
     exchanges: list[int] = []
 

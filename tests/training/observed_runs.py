@@ -21,13 +21,13 @@ from quartet.rpc.compute_thread import ComputeThread
 from quartet.rpc.security.credentials import LOCAL
 from quartet.rpc.server import HostedRole, Server
 from quartet.run_directory.run_files import RunFiles
-from quartet.services.factories import build_model_role
 from quartet.services.generator.factory import build_generator
 from quartet.services.observability import Observability
 from quartet.services.orchestrator.control.progress import ProgressBoard
 from quartet.services.orchestrator.control.run_control import RunControl
 from quartet.services.orchestrator.run import TrainingRun, run_training
 from quartet.services.orchestrator.telemetry.run_metrics import BufferDepth, RunMetrics
+from quartet.services.roles import build_model_role
 from tests.training.runs import Run
 
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]

@@ -23,11 +23,11 @@ from quartet.rpc.compute_thread import ComputeThread
 from quartet.rpc.security.credentials import Credentials
 from quartet.rpc.server import HostedRole, Server
 from quartet.run_directory.run_files import RunFiles
-from quartet.services.factories import build_model_role
 from quartet.services.orchestrator.control.live_settings import LiveSettings
 from quartet.services.orchestrator.control.progress import ProgressBoard
 from quartet.services.orchestrator.control.run_control import RunControl
 from quartet.services.orchestrator.run import TrainingRun, run_training
+from quartet.services.roles import build_model_role
 from quartet.telemetry.step_metrics import is_measured
 from tests.waiting import LIMIT
 

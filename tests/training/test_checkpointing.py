@@ -208,7 +208,7 @@ def test_a_stop_during_recovery_completes_a_step_that_one_model_has_applied(
         if step != 3 or lost:
             return real(self, step, leadership, *arguments)
         lost.append(step)
-        update = start_update(self._updater._service_clients.actor, config, step, leadership.epoch)
+        update = start_update(self._run.clients.actor, config, step, leadership.epoch)
         assert update.result().step == 3
         control.stop()
         raise ServiceUnavailable("critic: gone")

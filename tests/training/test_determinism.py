@@ -15,7 +15,7 @@ PROCESS = """
 import os
 import sys
 import torch
-from quartet.services import factories as roles
+from quartet.services import roles
 from quartet.services.__main__ import main
 
 def print_settings(*_):

@@ -11,7 +11,7 @@ import pytest
 from quartet.engines.engine import EngineResponse, Policy
 from quartet.models.generation.torch_engine import TorchEngine
 from quartet.models.generation.torch_kind import KIND
-from quartet.services import factories
+from quartet.services import roles
 from quartet.services.actor.actor import Actor
 from quartet.weight_transfer.tensors import WeightSet
 from tests.training.conftest import MakeConfig
@@ -45,7 +45,7 @@ class RecordingEngine(TorchEngine):
 def recorded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     calls: list[str] = []
     kind = replace(KIND, share=lambda config, policy, certificates: RecordingEngine(policy, calls))
-    monkeypatch.setattr(factories, "find_engine", lambda name: kind)
+    monkeypatch.setattr(roles, "find_engine", lambda name: kind)
     return calls
 
 

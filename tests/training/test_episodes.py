@@ -15,7 +15,7 @@ from quartet.contract.status import Role
 from quartet.contract.trajectory import EnvironmentReply
 from quartet.demo.toy_task import ToyTask
 from quartet.run_directory.run_files import RunFiles
-from quartet.services import factories
+from quartet.services import roles
 from quartet.services.generator.episodes import EnvironmentAccess
 from tests.services.generator.environments import EchoEnvironment, failure
 from tests.training.conftest import MakeConfig
@@ -39,7 +39,7 @@ def environment(**options: Any) -> Iterator[EchoEnvironment]:
     echo = EchoEnvironment(**options)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            factories,
+            roles,
             "environment_access",
             lambda config, credentials: EnvironmentAccess(echo, 6, config.recovery.max_attempts),
         )

@@ -116,7 +116,7 @@ def test_a_run_with_changes_that_crashes_at_every_point_resumes_bit_identically(
     real = StepTransaction._prepare
 
     def prepare(self: Any, now: int, leadership: Any) -> Any:
-        changes = self._updater._live_settings
+        changes = self._run.live_settings
         if now == 2 and changes.settings()[0].value != 0.4:
             changes.change(values, "alice")
         return real(self, now, leadership)

@@ -108,7 +108,7 @@ def test_a_run_that_crashes_at_every_point_around_a_switch_resumes_bit_identical
     real = StepTransaction._prepare
 
     def prepare(self: Any, now: int, leadership: Any) -> Any:
-        live = self._updater._live_settings
+        live = self._run.live_settings
         if now == 3 and live.config_at(4).reward.part_weights["new"] == 0:
             live.change(SWITCH, "alice")
         return real(self, now, leadership)

@@ -14,7 +14,7 @@ from quartet.contract.status import Role
 from quartet.rpc.compute_thread import ComputeThread
 from quartet.rpc.server import Server
 from quartet.run_directory.run_files import RunFiles
-from quartet.services.factories import build_model_role
+from quartet.services.roles import build_model_role
 from tests.training.conftest import MakeConfig
 from tests.training.runs import assert_same, orchestrator, run_to_completion, services, wait_for
 

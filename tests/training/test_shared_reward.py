@@ -15,9 +15,9 @@ from quartet.rpc.compute_thread import ComputeThread
 from quartet.rpc.limits import shared_limits
 from quartet.rpc.server import Server
 from quartet.run_directory.run_files import RunFiles
-from quartet.services.factories import build_model_role
 from quartet.services.reward.servicer import RewardServicer
 from quartet.services.reward.sharing import RunUsage
+from quartet.services.roles import build_model_role
 from tests.training.conftest import MakeConfig
 from tests.training.runs import Run, active_run, assert_same, fleet, orchestrator, run_to_completion
 

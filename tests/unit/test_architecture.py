@@ -124,7 +124,7 @@ def test_only_a_few_parts_import_torch_transformers_or_pickle() -> None:
         "quartet.cli",
         "quartet.demo",
         "quartet.services.orchestrator",
-        "quartet.services.factories",
+        "quartet.services.roles",
     }
     assert importers("torch") <= direct
     assert importers("transformers") <= {"quartet.models", "quartet.demo"}

@@ -18,8 +18,7 @@ from quartet.ppo import kl, ragged, rewards, statistics
 from quartet.ppo.distillation import distillation_advantages
 from quartet.ppo.rewards import RunningMoments
 from quartet.services.orchestrator.algorithm.advantages import estimate_advantages, score_factor, treat_scores
-from quartet.services.orchestrator.algorithm.baselines import baseline_scores
-from quartet.services.orchestrator.algorithm.episodes import PolicyTokens, early_rewards, episode_metrics
+from quartet.services.orchestrator.algorithm.policy_tokens import PolicyTokens, early_rewards, episode_metrics
 from quartet.services.orchestrator.rollout.scoring import ScoredTrajectory
 
 
@@ -73,7 +72,7 @@ def prepare_step(
     penalty = kl.kl_estimate(policy_log_probs, reference_log_probs, algorithm.kl_estimator)
     early = early_rewards(trajectories, score_factor(algorithm, moments))
     pretrains = algorithm.pretrains_values(step)
-    greedy = baseline_scores(scored, baselines, algorithm, moments, max_response_tokens) if baselines else None
+    greedy = _baseline_scores(scored, baselines, algorithm, moments, max_response_tokens) if baselines else None
     reward_coefficient = 0.0 if algorithm.has_kl_loss else algorithm.kl_coefficient
     estimate = estimate_advantages(
         scores, penalty, values, lengths, groups, algorithm, reward_coefficient, early, pretrains, greedy
@@ -165,3 +164,28 @@ def _part_means(scored: Sequence[ScoredTrajectory]) -> dict[str, float]:
 
 def _array(tensor: torch.Tensor) -> FloatArray:
     return tensor.to(torch.float32).numpy()
+
+
+def _baseline_scores(
+    scored: Sequence[ScoredTrajectory],
+    baselines: Sequence[ScoredTrajectory],
+    algorithm: AlgorithmConfig,
+    moments: RunningMoments | None,
+    max_response_tokens: int,
+) -> torch.Tensor:
+    """Return the treated score of the greedy response to the prompt of each of ``scored``: float32 [sequences].
+
+    ``baselines``: one scored greedy response for each prompt. Their scores do not enter the ``moments``.
+    """
+    trajectories = [item.trajectory for item in baselines]
+    scores = treat_scores(
+        torch.tensor([0.0 if item.score is None else item.score for item in baselines]),
+        torch.tensor([item.finish_reason is FinishReason.LENGTH for item in trajectories]),
+        torch.tensor([len(item.policy_ids) for item in trajectories]),
+        torch.tensor([len(item.response_ids) for item in trajectories]),
+        algorithm,
+        moments,
+        max_response_tokens,
+    )
+    position = {item.id.prompt: index for index, item in enumerate(trajectories)}
+    return scores[torch.tensor([position[item.trajectory.id.prompt] for item in scored])]

@@ -16,8 +16,7 @@ from quartet.contract.control import Alert
 from quartet.ppo import kl
 from quartet.ppo.entropy import AdaptiveEntropyController
 from quartet.ppo.rewards import RunningMoments
-from quartet.services.orchestrator.algorithm.reward_parts import weights_in
-from quartet.services.orchestrator.control.guards import Guards
+from quartet.services.orchestrator.control.guards import Guards, weights_in
 
 Metrics = dict[str, float]
 NO_WEIGHTS: Mapping[str, float] = MappingProxyType({})

@@ -79,6 +79,18 @@ def update_metrics(updates: Mapping[Role, UpdateResult]) -> dict[str, float]:
     return metrics
 
 
+def part_metrics(
+    scored: Sequence[ScoredTrajectory], weights: Mapping[str, float], cured_faults: Mapping[str, int]
+) -> dict[str, float]:
+    """Return the weight of each part, the number of trained responses without a score of it, and its faults that were cured."""
+    metrics: dict[str, float] = {}
+    for name, weight in weights.items():
+        metrics[f"reward_{name}_weight"] = weight
+        metrics[f"reward_{name}_missing"] = sum(name not in item.parts for item in scored)
+        metrics[f"reward_{name}_cured_faults"] = cured_faults.get(name, 0)
+    return metrics
+
+
 def trajectory_rows(
     tokenizer: Any, collected: CollectedStep, prepared: PreparedStep, prompt_sets: Mapping[int, str] = NO_SETS
 ) -> list[dict[str, Any]]:

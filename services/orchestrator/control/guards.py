@@ -10,7 +10,6 @@ from statistics import fmean, median
 from quartet.config.guards import GuardConfig, GuardsConfig
 from quartet.contract.control import Alert
 from quartet.ppo.statistics import slope
-from quartet.services.orchestrator.algorithm.reward_parts import weights_in
 
 Metrics = dict[str, float]
 
@@ -71,6 +70,15 @@ BOUNDS = {
 
 BASELINE_STEPS = 2
 """First steps of a run that later steps are compared with. A jump in the reward comes soon after them."""
+
+
+def weights_in(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Return the weights of an ensemble's parts in the ``metrics`` of a step, by name; empty for a single source."""
+    return {
+        name.removeprefix("reward_").removesuffix("_weight"): value
+        for name, value in metrics.items()
+        if name.startswith("reward_") and name.endswith("_weight")
+    }
 
 
 class Guards:

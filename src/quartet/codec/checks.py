@@ -18,7 +18,7 @@ from quartet.contract.update import (
     RolloutCorrection,
     ValueLossSettings,
 )
-from quartet.contract.weights import ReferenceVersion, WeightPublication, WeightTransfer
+from quartet.contract.weights import PublishedWeights, ReferenceVersion, WeightTransfer
 from quartet.errors import InvalidRequest
 from quartet.weight_transfer.messages import MAX_WAIT_SECONDS, WeightsRequest
 from quartet.weight_transfer.tensors import DIGEST_BYTES, AdapterSettings
@@ -183,7 +183,7 @@ def _adapter(adapter: AdapterSettings, at: str) -> None:
         )
 
 
-def _weights_digest(record: GenerationBatch | WeightTransfer | WeightPublication, at: str) -> None:
+def _weights_digest(record: GenerationBatch | WeightTransfer | PublishedWeights, at: str) -> None:
     check_digest(record.weights_digest, f"{at}weights_digest")
 
 
@@ -202,5 +202,5 @@ CHECKS: dict[type, Callable[[Any, str], None]] = {
     WeightsRequest: _weights_request,
     AdapterSettings: _adapter,
     WeightTransfer: _weights_digest,
-    WeightPublication: _weights_digest,
+    PublishedWeights: _weights_digest,
 }

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from pydantic import model_validator
 
-from quartet.config.rules import engine, sampling, services, training
+from quartet.config.rules import generation, sampling, services, training
 from quartet.config.tree import ConfigTree
 
 RULES: tuple[Callable[[ConfigTree], None], ...] = (
@@ -14,12 +14,12 @@ RULES: tuple[Callable[[ConfigTree], None], ...] = (
     training.check_estimator,
     training.check_warmup,
     sampling.check_penalties,
-    engine.check_engine,
-    engine.check_turns,
-    engine.check_generators,
-    engine.check_dynamic_sampling,
-    engine.check_off_policy,
-    engine.check_in_flight_updates,
+    generation.check_engine,
+    generation.check_turns,
+    generation.check_generators,
+    generation.check_dynamic_sampling,
+    generation.check_off_policy,
+    generation.check_in_flight_updates,
     sampling.check_sampling,
     sampling.check_rollout_correction,
     training.check_reward_service,

@@ -37,10 +37,6 @@ _STUBS: dict[Role, Any] = {
     Role.GENERATOR: generation_pb2_grpc.GenerationServiceStub,
     Role.ENVIRONMENT: environment_pb2_grpc.EnvironmentServiceStub,
 }
-SERVICES = {
-    role: f"quartet.v1.{'Generation' if role is Role.GENERATOR else role.capitalize()}Service" for role in _STUBS
-}
-"""Name of the gRPC service of each role."""
 MAX_TOKENS = 512
 """Maximum length of a long sequence, for models that take longer ones."""
 
@@ -121,7 +117,7 @@ class Target:
     @property
     def service(self) -> str:
         """Name of the gRPC service of the role."""
-        return SERVICES[self.role]
+        return self.role.service
 
     def call(self, method: Any, request: Any, seconds: float | None = None) -> Any:
         """Return the response of a call. Raises Violation if it fails."""

@@ -6,23 +6,39 @@ import enum
 from dataclasses import dataclass, field
 
 from quartet.contract.generation import EngineProperties
-from quartet.contract.weights import WeightPublication, WeightTransfer
+from quartet.contract.weights import PublishedWeights, WeightTransfer
 
 
 class Role(enum.StrEnum):
-    """The kinds of process behind gRPC."""
+    """The kinds of process behind gRPC, by name: the name of the service, and what the process does with a model.
 
-    ACTOR = "actor"
-    CRITIC = "critic"
-    REWARD = "reward"
-    REFERENCE = "reference"
-    ORCHESTRATOR = "orchestrator"
-    GENERATOR = "generator"
-    ENVIRONMENT = "environment"
+    ``holds_model``: it may share a process with others of its kind, or be a group of ranks. ``trained``: it takes updates and is
+    saved. ``replicated``: its service may have several addresses.
+    """
+
+    ACTOR = "actor", "Actor", "holds_model", "trained"
+    CRITIC = "critic", "Critic", "holds_model", "trained"
+    REWARD = "reward", "Reward", "holds_model", "replicated"
+    REFERENCE = "reference", "Reference", "holds_model", "replicated"
+    ORCHESTRATOR = "orchestrator", "Orchestrator"
+    GENERATOR = "generator", "Generation"
+    ENVIRONMENT = "environment", "Environment"
+
+    service: str
+    holds_model: bool
+    trained: bool
+    replicated: bool
+
+    def __new__(cls, name: str, service: str = "", *properties: str) -> Role:
+        role = str.__new__(cls, name)
+        role._value_, role.service = name, f"quartet.v1.{service}Service"
+        for each in ("holds_model", "trained", "replicated"):
+            setattr(role, each, each in properties)
+        return role
 
 
-MODEL_ROLES = (Role.ACTOR, Role.CRITIC, Role.REWARD, Role.REFERENCE)
-TRAINED_ROLES = (Role.ACTOR, Role.CRITIC)
+MODEL_ROLES = tuple(role for role in Role if role.holds_model)
+TRAINED_ROLES = tuple(role for role in Role if role.trained)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +72,7 @@ class ServiceStatus:
     engine: EngineProperties | None = None
     published_weights: dict[int, bytes] = field(default_factory=dict)
     last_transfer: WeightTransfer | None = None
-    last_publication: WeightPublication | None = None
+    last_publication: PublishedWeights | None = None
     open_sessions: int = 0
     model_files: dict[str, str] = field(default_factory=dict)
 

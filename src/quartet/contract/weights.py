@@ -80,7 +80,7 @@ class WeightTransfer:
 
 
 @dataclass(frozen=True, slots=True)
-class WeightPublication:
+class PublishedWeights:
     """Publication of one policy version by a weight source.
 
     ``weights_digest`` has 16 bytes. ``changed_tensors`` differ from the version before. ``delta_bytes``: encoded size of the

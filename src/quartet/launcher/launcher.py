@@ -42,7 +42,7 @@ EXIT_SECONDS = 1.0
 CLOSE_SECONDS = 5.0
 """Seconds that a process has to end after its calls have drained."""
 PRELOADED = (
-    "quartet.services.factories",
+    "quartet.services.roles",
     "quartet.environments.host",
     "quartet.services.environment.servicer",
     "quartet.services.observability",

@@ -103,7 +103,10 @@ class ModelServicer(Generic[AnyCore]):
 
 
 class GenerationCore(Protocol):
-    """Logic that generates: an actor with an engine, or a generator."""
+    """Logic that generates: a generator, or those of all ranks of a group."""
+
+    def status(self) -> ServiceStatus:
+        """Return the status with the engine and the number of tokens."""
 
     def generate(
         self,

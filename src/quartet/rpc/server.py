@@ -152,11 +152,6 @@ def _abort(error: Exception, method: str, context: grpc.ServicerContext) -> None
     context.abort_with_status(status)
 
 
-def _service_name(role: Role) -> str:
-    """Return the name of a role's gRPC service."""
-    return f"quartet.v1.{'Generation' if role is Role.GENERATOR else role.capitalize()}Service"
-
-
 class Server:
     """A listening gRPC server for the given roles. It responds to health and status calls until it is stopped."""
 
@@ -205,7 +200,7 @@ class Server:
             )
         self.address = f"{host}:{port}"
         self._server.start()
-        for name in ("", *(_service_name(role.role) for role in roles)):
+        for name in ("", *(role.role.service for role in roles)):
             self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
         self._probes: HealthListener | None = None
         if health_listen is not None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from quartet.contract.weights import WeightPublication
+from quartet.contract.weights import PublishedWeights
 from quartet.errors import InvalidRequest
 from quartet.weight_transfer.delta import encode
 from quartet.weight_transfer.messages import CHUNK_BYTES, Chunk, TensorLayout
@@ -35,7 +35,7 @@ class WeightSource(WeightStore):
 
     def __init__(self, capacity: int = 4, num_threads: int | None = None) -> None:
         super().__init__("this weight source", capacity, num_threads)
-        self.last: WeightPublication | None = None
+        self.last: PublishedWeights | None = None
         """The last publication; None before the first."""
 
     def publish(
@@ -86,7 +86,7 @@ class WeightSource(WeightStore):
                 self._layouts, self._buffers = layouts, [after[name].buffer for name in names]
                 self._run = run
                 self._append(published, link if linked else None)
-            self.last = WeightPublication(
+            self.last = PublishedWeights(
                 version,
                 published.digest,
                 sum(each.changed for each in after.values()) if linked else len(names),

@@ -26,7 +26,8 @@ from quartet.rpc.clients import GenerationClient
 from quartet.rpc.compute_thread import ComputeThread
 from quartet.rpc.security.credentials import LOCAL
 from quartet.rpc.server import Server
-from quartet.services.actor.group_generation import GroupGeneration, RankServicer, rank_host
+from quartet.services.actor.group_generation import GroupGeneration, rank_host
+from quartet.services.actor.servicer import RankServicer
 from quartet.services.generator import attestation
 from quartet.services.generator.generator import Generator, Progress
 from quartet.services.orchestrator.rollout.generation import ActorGeneration

@@ -18,7 +18,7 @@ from quartet.contract.trajectory import Outcome, TokenBatch
 from quartet.errors import ConfigError, InvalidRequest, QuartetError, ServiceFailed
 from quartet.rpc.compute_thread import ComputeThread
 from quartet.rpc.server import Server
-from quartet.services.factories import build_model_role
+from quartet.services.roles import build_model_role
 from quartet.v1 import reward_pb2, reward_pb2_grpc, trajectory_pb2
 from tests.rewards.processes import children
 from tests.services.model_services import TIMEOUTS, Services

@@ -26,10 +26,9 @@ from quartet.rpc.limits import shared_limits
 from quartet.rpc.security.certificates import Authority
 from quartet.rpc.security.credentials import Credentials
 from quartet.rpc.server import Server
-from quartet.services.factories import build_model_role
 from quartet.services.reward.servicer import RewardServicer
-from quartet.services.reward.sharing import RunUsage, SharedTurns
-from quartet.services.reward.sharing_metrics import SharingMetrics
+from quartet.services.reward.sharing import RunUsage, SharedTurns, SharingMetrics
+from quartet.services.roles import build_model_role
 from tests.services.model_services import TIMEOUTS, Services, replicas_of
 from tests.unit.models import tiny
 from tests.waiting import LIMIT, wait_until

@@ -135,7 +135,7 @@ def visible_devices(environment: Mapping[str, str]) -> list[str]:
 def check_separable(config: Config, jobs: int) -> None:
     """Raise ConfigError if two runs with this config cannot be active at once: a fixed port, or a service that one run owns."""
     ports = {"gateway.listen": config.gateway.listen if config.gateway.enabled else None}
-    for role in (*MODEL_ROLES, Role.GENERATOR, Role.ENVIRONMENT, Role.ORCHESTRATOR):
+    for role in Role:
         service = getattr(config.services, role)
         for name in ("listen", "metrics_listen", "health_listen"):
             ports[f"services.{role}.{name}"] = getattr(service, name)

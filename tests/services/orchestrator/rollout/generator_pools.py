@@ -21,10 +21,10 @@ from quartet.rpc.clients import ActorClient
 from quartet.rpc.compute_thread import ComputeThread
 from quartet.rpc.security.credentials import LOCAL
 from quartet.rpc.server import Server
-from quartet.services.factories import build_model_role
 from quartet.services.generator.factory import build_generator
 from quartet.services.orchestrator.rollout.generation import PendingTrajectories
 from quartet.services.orchestrator.rollout.generator_pool import GeneratorPool
+from quartet.services.roles import build_model_role
 from tests.services.model_services import start_generation
 from tests.waiting import LIMIT
 

@@ -25,9 +25,9 @@ from quartet.models.workers.sharding import shard_model
 from quartet.models.workers.workers import Workers
 from quartet.rewards import model as reward_module
 from quartet.rpc.compute_thread import ComputeThread
-from quartet.services import factories
-from quartet.services.factories import set_up_thread
+from quartet.services import roles
 from quartet.services.reference import reference as reference_module
+from quartet.services.roles import set_up_thread
 from tests.unit.models import tiny
 
 
@@ -116,7 +116,7 @@ def test_each_rank_of_a_frozen_role_loads_its_part_on_its_device(
     monkeypatch: pytest.MonkeyPatch, role: Role, rank: int, device: str
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    monkeypatch.setattr(factories, "check_gpu", lambda index: None)
+    monkeypatch.setattr(roles, "check_gpu", lambda index: None)
     monkeypatch.setattr(reward_module, "load_reward_model", load)
     monkeypatch.setattr(reference_module, "load_causal_lm", load)
     config = Config.model_validate(
@@ -130,7 +130,7 @@ def test_each_rank_of_a_frozen_role_loads_its_part_on_its_device(
     workers = Workers()
     workers.rank, workers.size = rank, 2
     with pytest.raises(Loads) as caught:
-        factories.build_model_role(role, config, ComputeThread(), 1, workers=workers)
+        roles.build_model_role(role, config, ComputeThread(), 1, workers=workers)
     model = "policy" if role is Role.REFERENCE else "scorer"
     assert caught.value.args == (model, "float32", device, workers)
 

@@ -45,7 +45,7 @@ from quartet.services.actor.group_generation import GroupGeneration, join_ranks
 from quartet.services.actor.servicer import ActorServicer
 from quartet.services.critic.critic import Critic
 from quartet.services.critic.servicer import CriticServicer
-from quartet.services.generator.environment_access import environment_access
+from quartet.services.generator.factory import environment_access
 from quartet.services.generator.generator import Generator
 from quartet.services.memory_budget import UpdateLimits
 from quartet.services.reference.reference import Reference
@@ -61,38 +61,28 @@ def build_model_role(
     config: Config,
     compute: ComputeThread,
     threads: int,
-    certificates: Path | None = None,
     workers: Workers = SINGLE,
     commands: Commands | None = None,
     credentials: Credentials = LOCAL,
 ) -> ModelServicer[Any]:
     """Load the model of one role and return its servicer.
 
-    ``certificates`` is the folder of the process's certificates. ``workers`` and ``commands``: the group of the role.
-    ``credentials``: those of the process, with which the ranks of a group call each other.
-    Raises ModelError, ConfigError or ServiceUnavailable.
+    ``workers`` and ``commands``: the group of the role. ``credentials``: those of the process, with which the ranks of a group
+    call each other. Raises ModelError, ConfigError or ServiceUnavailable.
     """
-    if role is Role.ACTOR:
-        return _build_actor(config, compute, threads, certificates, workers, commands, credentials)
-    if role is Role.CRITIC:
-        url = required_buffer_url(config, certificates)
-        return _build_critic(config, compute, threads, url, workers, commands)
-    if role is Role.REWARD:
-        return _build_reward(config, compute, threads, workers, commands, credentials)
-    return _build_reference(config, compute, threads, workers, commands)
+    return _BUILD[role](config, compute, threads, workers, commands, credentials)
 
 
 def _build_actor(
     config: Config,
     compute: ComputeThread,
     threads: int,
-    certificates: Path | None,
     workers: Workers,
     commands: Commands | None,
     credentials: Credentials,
 ) -> ActorServicer:
     failpoint("actor.loading")
-    url = required_buffer_url(config, certificates)
+    url = required_buffer_url(config, credentials.folder)
     client = connect_at_start(url, config.timeouts.load_seconds)
     monitor = ConnectionMonitor(client, url)
 
@@ -129,7 +119,7 @@ def _build_actor(
         run_root(config),
         access,
         config.run.seed,
-        (lambda policy: share(config, policy, certificates)) if shares and share is not None else None,
+        (lambda policy: share(config, policy, credentials.folder)) if shares and share is not None else None,
         num_update_threads(config, Role.ACTOR),
         limits_of(config, Role.ACTOR, workers.rank),
         config.algorithm.policy_loss,
@@ -162,9 +152,15 @@ def _build_actor(
 
 
 def _build_critic(
-    config: Config, compute: ComputeThread, threads: int, url: str, workers: Workers, commands: Commands | None
+    config: Config,
+    compute: ComputeThread,
+    threads: int,
+    workers: Workers,
+    commands: Commands | None,
+    credentials: Credentials,
 ) -> CriticServicer:
     failpoint("critic.loading")
+    url = required_buffer_url(config, credentials.folder)
     client = connect_at_start(url, config.timeouts.load_seconds)
     monitor = ConnectionMonitor(client, url)
     critic = Critic(
@@ -199,7 +195,12 @@ def _build_reward(
 
 
 def _build_reference(
-    config: Config, compute: ComputeThread, threads: int, workers: Workers, commands: Commands | None
+    config: Config,
+    compute: ComputeThread,
+    threads: int,
+    workers: Workers,
+    commands: Commands | None,
+    credentials: Credentials,
 ) -> ReferenceServicer:
     failpoint("reference.loading")
     reference = Reference(
@@ -211,6 +212,14 @@ def _build_reference(
         run_root(config),
     )
     return ReferenceServicer(reference, compute, threads, commands)
+
+
+_BUILD: dict[Role, Callable[..., ModelServicer[Any]]] = {
+    Role.ACTOR: _build_actor,
+    Role.CRITIC: _build_critic,
+    Role.REWARD: _build_reward,
+    Role.REFERENCE: _build_reference,
+}
 
 
 def set_up_thread(threads: int, workers: Workers) -> Callable[[], None]:
