@@ -147,3 +147,9 @@ class TooManyEqualGroups(QuartetError):
 
 class BufferFailed(QuartetError):
     """The rollout buffer responded, but with an error or with other data than was stored."""
+
+
+def first_line(error: BaseException, default: str | None = None) -> str:
+    """Return the first line of an error's text that is not blank. Without one, return ``default``, or else the error's class."""
+    lines = (line.strip() for line in str(error).splitlines() if line.strip())
+    return next(lines, type(error).__name__ if default is None else default)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated
 
 import typer
 
@@ -14,7 +14,7 @@ def check_conformance(
     ],
     address: Annotated[str, typer.Argument(metavar="ADDRESS", help="HOST:PORT of the service.")],
     only: Annotated[
-        Optional[list[str]],  # noqa: UP045
+        list[str] | None,
         typer.Option(metavar="ID", help="Run only the checks whose ids begin with this. Repeatable."),
     ] = None,
     show_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
@@ -23,46 +23,46 @@ def check_conformance(
         typer.Option("--allow-changes", help="Also run the checks that train, save and generate. They need --buffer."),
     ] = False,
     buffer: Annotated[
-        Optional[str],  # noqa: UP045
+        str | None,
         typer.Option(metavar="URL", help="The service's rollout buffer, redis://HOST:PORT."),
     ] = None,
     seconds: Annotated[float, typer.Option(min=1.0, help="Time for each call, in seconds.")] = 30.0,
     vocabulary_size: Annotated[
-        Optional[int],  # noqa: UP045
+        int | None,
         typer.Option(min=2, help="Number of token ids. Default: as the status says."),
     ] = None,
     max_tokens: Annotated[
-        Optional[int],  # noqa: UP045
+        int | None,
         typer.Option(min=2, help="Maximum tokens of a sequence. Default: as the status says."),
     ] = None,
     fields: Annotated[
-        Optional[str],  # noqa: UP045
+        str | None,
         typer.Option(metavar="JSON", help="Fields of every prompt, for a reward that needs them. Default: none."),
     ] = None,
     failing_fields: Annotated[
-        Optional[str],  # noqa: UP045
+        str | None,
         typer.Option(metavar="JSON", help="Fields with which a reward or an environment fails. Default: not checked."),
     ] = None,
     distinct_response: Annotated[
-        Optional[str],  # noqa: UP045
+        str | None,
         typer.Option(
             metavar="IDS",
             help="Token ids of a response whose score is not that of random ones, such as [12, 7]. Default: unknown.",
         ),
     ] = None,
     certificates: Annotated[
-        Optional[Path],  # noqa: UP045
+        Path | None,
         typer.Option(metavar="DIR", help="Folder that `quartet certificates` has written. Default: no TLS."),
     ] = None,
     identity: Annotated[
-        Optional[str],  # noqa: UP045
+        str | None,
         typer.Option(
             metavar="NAME",
             help="Certificate in that folder that the calls use. Default: orchestrator; actor for the calls of an environment.",
         ),
     ] = None,
     token_file: Annotated[
-        Optional[Path],  # noqa: UP045
+        Path | None,
         typer.Option(metavar="FILE", help="File with the token of the services. Default: no token."),
     ] = None,
 ) -> None:

@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 from pathlib import Path
-from typing import Annotated, Any, Optional
+from typing import Annotated, Any
 
 import typer
 
@@ -30,11 +30,11 @@ app.add_typer(config_app, name="config")
 
 ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="Config file (YAML).")]
 Overrides = Annotated[
-    Optional[list[str]],  # noqa: UP045 - typer reads the annotation at run time
+    list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="Override a setting, such as run.steps=10. Repeatable."),
 ]
 Overlays = Annotated[
-    Optional[list[Path]],  # noqa: UP045
+    list[Path] | None,
     typer.Option(
         "--overlay",
         metavar="FILE",
@@ -70,31 +70,31 @@ def init_config(
         Path, typer.Argument(metavar="[FILE|DIR]", help="Config file to write, or the folder for it.")
     ] = Path("my.yaml"),
     policy: Annotated[
-        Optional[str],  # noqa: UP045
+        str | None,
         typer.Option(
             "--policy", "--actor", metavar="MODEL", help="Policy to train: directory, or Hugging Face hub id."
         ),
     ] = None,
-    prompts: Annotated[Optional[Path], typer.Option(metavar="FILE", help="Prompts file.")] = None,  # noqa: UP045
+    prompts: Annotated[Path | None, typer.Option(metavar="FILE", help="Prompts file.")] = None,
     reward: Annotated[
-        Optional[str],  # noqa: UP045
+        str | None,
         typer.Option(metavar="MODEL", help="Reward model: directory, or Hugging Face hub id."),
     ] = None,
     reward_function: Annotated[
-        Optional[str],  # noqa: UP045
+        str | None,
         typer.Option(
             metavar="MODULE:NAME",
             help="Reward function instead of a model. An example is written if MODULE.py is missing.",
         ),
     ] = None,
     estimator: Annotated[
-        Optional[str],  # noqa: UP045
+        str | None,
         typer.Option(
             help="Advantage estimator: ppo, reinforce, rloo, grpo, opo, remax, reinforce_plus_plus or "
             "reinforce_plus_plus_baseline. Default: ppo."
         ),
     ] = None,
-    steps: Annotated[Optional[int], typer.Option(min=1, help="Training steps. Default: 200.")] = None,  # noqa: UP045
+    steps: Annotated[int | None, typer.Option(min=1, help="Training steps. Default: 200.")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing file.")] = False,
     yes: Annotated[bool, typer.Option("--yes", help="Ask nothing: use the flags and the defaults.")] = False,
 ) -> None:
@@ -132,7 +132,7 @@ RunName = Annotated[
     str | None, typer.Option("--run", metavar="NAME", help="Name of the run, if the URL does not contain it.")
 ]
 TokenFile = Annotated[
-    Optional[Path],  # noqa: UP045
+    Path | None,
     typer.Option(
         metavar="FILE",
         help="File with the gateway token. Default: the variable QUARTET_GATEWAY_TOKEN. Only with a URL.",
@@ -152,44 +152,39 @@ def watch(run: RunOrURL, name: RunName = None, token_file: TokenFile = None) -> 
 @app.command()
 def pause(run: RunOrURL, name: RunName = None, token_file: TokenFile = None) -> None:
     """Pause a run after the current step."""
-    from quartet.cli.remote.control import pause as send
-    from quartet.launcher.gateway_client import find_run
-
-    send(find_run(run, name, token_file))
+    _send("pause", run, name, token_file)
 
 
 @app.command()
 def resume(run: RunOrURL, name: RunName = None, token_file: TokenFile = None) -> None:
     """Resume a paused run."""
-    from quartet.cli.remote.control import resume as send
-    from quartet.launcher.gateway_client import find_run
-
-    send(find_run(run, name, token_file))
+    _send("resume", run, name, token_file)
 
 
 @app.command()
 def stop(run: RunOrURL, name: RunName = None, token_file: TokenFile = None) -> None:
     """Stop a run after the current step, and save its policy."""
-    from quartet.cli.remote.control import stop as send
-    from quartet.launcher.gateway_client import find_run
-
-    send(find_run(run, name, token_file))
+    _send("stop", run, name, token_file)
 
 
 @app.command()
 def checkpoint(run: RunOrURL, name: RunName = None, token_file: TokenFile = None) -> None:
     """Write a checkpoint of an active run after the current step."""
-    from quartet.cli.remote.control import checkpoint as send
+    _send("checkpoint", run, name, token_file)
+
+
+def _send(command: str, run: str, name: str | None, token_file: Path | None) -> None:
+    from quartet.cli.remote.control import send
     from quartet.launcher.gateway_client import find_run
 
-    send(find_run(run, name, token_file))
+    send(find_run(run, name, token_file), command)
 
 
 @app.command("set")
 def change(
     run: RunOrURL,
     settings: Annotated[
-        Optional[list[str]],  # noqa: UP045
+        list[str] | None,
         typer.Argument(
             metavar="[SETTING=NUMBER...]",
             help="New value, such as kl_coefficient=0.1. Without arguments: list the settings.",
@@ -211,7 +206,7 @@ def view(
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on. 0 selects a free port.")] = 0,
     allow_host: Annotated[
-        Optional[list[str]],  # noqa: UP045
+        list[str] | None,
         typer.Option(metavar="NAME", help="Another host name that requests may use. Repeatable."),
     ] = None,
     allow_plaintext: Annotated[
@@ -228,7 +223,7 @@ def view(
 def report(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Directory of a run: runs/NAME.")],
     output: Annotated[
-        Optional[Path],  # noqa: UP045
+        Path | None,
         typer.Option(metavar="FILE", help="File to write. Default: report.html in the directory of the run."),
     ] = None,
 ) -> None:
@@ -284,11 +279,11 @@ def checkpoints_export(
     run: AnyRun,
     step: Which,
     directory: Annotated[
-        Optional[Path],  # noqa: UP045
+        Path | None,
         typer.Argument(help="New or empty directory to write to. Not needed with --push."),
     ] = None,
     push: Annotated[
-        Optional[str],  # noqa: UP045
+        str | None,
         typer.Option(
             metavar="OWNER/NAME", help="Upload to this model of the Hugging Face Hub, with the token of the hub."
         ),
@@ -357,7 +352,7 @@ def evaluate(
     device: Annotated[str, typer.Option(help="Device, such as cpu or cuda:0.")] = "cpu",
     as_json: Annotated[bool, typer.Option("--json", help="Print the means as one JSON object.")] = False,
     output: Annotated[
-        Optional[Path],  # noqa: UP045
+        Path | None,
         typer.Option(metavar="FILE", help="JSON Lines file for the responses, one object per prompt."),
     ] = None,
 ) -> None:
@@ -395,11 +390,11 @@ def plan(
     overrides: Overrides = None,
     overlays: Overlays = None,
     mean_prompt_tokens: Annotated[
-        Optional[int],  # noqa: UP045
+        int | None,
         typer.Option(metavar="N", help="Mean length of prompts, for the times. Default: data.max_prompt_tokens."),
     ] = None,
     mean_response_tokens: Annotated[
-        Optional[int],  # noqa: UP045
+        int | None,
         typer.Option(
             metavar="N", help="Mean length of responses, for the times. Default: rollout.max_response_tokens."
         ),
@@ -408,11 +403,11 @@ def plan(
         bool, typer.Option("--one-device-per-role", help="Only plans in which no model is split.")
     ] = False,
     output: Annotated[
-        Optional[Path],  # noqa: UP045
+        Path | None,
         typer.Option(metavar="FILE", help="New file for the proposed config."),
     ] = None,
     helm_values: Annotated[
-        Optional[Path],  # noqa: UP045
+        Path | None,
         typer.Option(
             metavar="FILE",
             help="New file for values of the Helm chart: GPUs, CPU and memory of each pod. Only plans whose pods share no GPUs.",
@@ -434,13 +429,13 @@ def certificates(
     folder: Annotated[Path, typer.Argument(help="New or empty folder to write to.")],
     days: Annotated[int, typer.Option(min=1, max=3650, help="Validity in days.")] = 365,
     process: Annotated[
-        Optional[list[str]],  # noqa: UP045
+        list[str] | None,
         typer.Option(
             metavar="ROLE+ROLE", help="Model services that share a process, such as critic+reward. Repeatable."
         ),
     ] = None,
     redis_name: Annotated[
-        Optional[list[str]],  # noqa: UP045
+        list[str] | None,
         typer.Option(metavar="HOST", help="Another host name or address of the Redis server. Repeatable."),
     ] = None,
 ) -> None:

@@ -87,8 +87,10 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[tuple[str, ...], str]]:
             f"config {path}: cannot be read ({_reason(error)}); expected the path of a YAML file"
         ) from None
     try:
-        locations = _key_locations(yaml.compose(text, Loader=yaml.SafeLoader), str(path))
-        tree = yaml.safe_load(text)
+        loader = yaml.SafeLoader(text)
+        node = loader.get_single_node()
+        locations = _key_locations(node, str(path))
+        tree = None if node is None else loader.construct_document(node)
     except RecursionError:
         raise ConfigError(f"config {path}: nested too deeply; expected a mapping of sections") from None
     except yaml.YAMLError as error:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 from pydantic import model_validator
 
 from quartet.config.section import Positive, Section
+from quartet.contract.update import CorrectionLevel, CorrectionTreatment, RejectionStatistic
 
 _UPPER = 2.0
 
@@ -22,19 +21,7 @@ def _check_contains_one(lower: float | None, upper: float | None) -> None:
 class RejectionConfig(Section):
     """One condition that tokens or responses must meet, or else they are left out of the update of the policy."""
 
-    statistic: Literal[
-        "token_k1",
-        "token_k2",
-        "token_k3",
-        "seq_sum_k1",
-        "seq_sum_k2",
-        "seq_sum_k3",
-        "seq_mean_k1",
-        "seq_mean_k2",
-        "seq_mean_k3",
-        "seq_max_k2",
-        "seq_max_k3",
-    ]
+    statistic: RejectionStatistic
     """KL estimate between engine and trainer, as verl's rollout_rs: of each token, or its sum, mean or maximum over the response.
     With r = log π_trainer − log π_engine: k1 is −r, k2 is r²/2, k3 is exp(r) − 1 − r."""
     upper: Positive
@@ -55,10 +42,10 @@ class RejectionConfig(Section):
 class RolloutCorrectionConfig(Section):
     """Correction for the difference between the policy that sampled the responses and the trainer's old policy."""
 
-    level: Literal["none", "token", "sequence", "geometric_mean"] = "token"
+    level: CorrectionLevel = "token"
     """Importance weights in the policy loss. token: π_trainer/π_engine of each token. sequence: their product over the response.
     geometric_mean: their geometric mean over the response. none: no weights."""
-    treatment: Literal["truncate", "mask", "seq_mask"] = "truncate"
+    treatment: CorrectionTreatment = "truncate"
     """Treatment of weights outside the bounds. truncate: move them to the bound. mask: set them to 0 (IcePop; at level sequence
     TRL's sequence_mask). seq_mask: set the token weights of a response to 0 if their geometric mean is outside (seq-mask-tis)."""
     upper: Positive | None = _UPPER

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from ipaddress import ip_address
 from typing import Annotated, Any, Literal
 
@@ -72,3 +73,11 @@ class Section(BaseModel):
 def pause_after(failures: int, first: float, maximum: float = MAX_PAUSE) -> float:
     """Return the pause in seconds after this many failures in a row: ``first``, doubled with each further one."""
     return min(maximum, first * 2.0 ** min(failures - 1, 100))
+
+
+def flattened(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return the values of nested sections by key, such as actor.optimizer.eps."""
+    flat: dict[str, Any] = {}
+    for name, value in tree.items():
+        flat |= flattened(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
+    return flat

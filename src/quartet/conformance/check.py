@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
     from quartet.conformance.target import Target
 from typing import Any
+
+Subject = TypeVar("Subject")
 
 
 class CheckOutcome(enum.StrEnum):
@@ -62,3 +65,15 @@ def expect(condition: object, message: str) -> None:
 def name_of(enum: Any, number: int) -> str:
     """Return the name of a value of a protobuf enum, or the number itself if it has none."""
     return str(enum.Name(number)) if number in enum.values() else str(number)
+
+
+def within(
+    opened: Callable[[Target], AbstractContextManager[Subject]], check: Callable[[Subject], None]
+) -> Callable[[Target], None]:
+    """Return a check of a target that opens what ``check`` needs, and closes it at the end."""
+
+    def run(target: Target) -> None:
+        with opened(target) as subject:
+            check(subject)
+
+    return run

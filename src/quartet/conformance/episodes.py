@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quartet.conformance.batches import tensor, token_ids
-from quartet.conformance.check import Skipped, Violation, expect
+from quartet.conformance.check import Skipped, Violation, expect, within
 from quartet.conformance.target import Refusal, Target
 from quartet.v1 import environment_pb2, trajectory_pb2
 
@@ -157,12 +157,7 @@ class Sessions:
 
 def in_sessions(check: Callable[[Sessions], None]) -> Callable[[Target], None]:
     """Return a check of a target whose sessions are closed at the end."""
-
-    def run(target: Target) -> None:
-        with _sessions(target) as sessions:
-            check(sessions)
-
-    return run
+    return within(_sessions, check)
 
 
 @contextmanager

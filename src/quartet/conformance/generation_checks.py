@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from quartet.buffer.connection import Redis, connect
 from quartet.codec.trajectories import trajectory_from_bytes
 from quartet.conformance.batches import tensor
-from quartet.conformance.check import Check, Skipped, Violation, expect
+from quartet.conformance.check import Check, Skipped, Violation, expect, within
 from quartet.conformance.model_checks import ACTOR_LOG_PROBS
 from quartet.conformance.target import Refusal, Target
 from quartet.contract.status import Role
@@ -344,15 +344,7 @@ _LISTED: list[tuple[str, str, str, Callable[[Generation], None]]] = [
 
 def generation_checks() -> list[Check]:
     """Return the checks of a generation engine."""
-
-    def on_engine(check: Callable[[Generation], None]) -> Callable[[Target], None]:
-        def run(target: Target) -> None:
-            with generation(target) as each:
-                check(each)
-
-        return run
-
     return [
-        Check(name, requirement, source, on_engine(check), changes_state=True)
+        Check(name, requirement, source, within(generation, check), changes_state=True)
         for name, requirement, source, check in _LISTED
     ]

@@ -183,6 +183,18 @@ def reward_checks() -> list[Check]:
     ]
 
 
+def _first_value_depends_on_prompt(target: Target, method: BatchMethod) -> bool:
+    """Return whether the first value of a response changes with the last token of the prompt."""
+    [(prompt, response)] = target.sequences([(3, 6)])
+    changed = False
+    for shift in range(1, 4):
+        other = prompt.copy()
+        other[-1] = (other[-1] + shift) % target.vocabulary_size
+        first, second = (method.values(target, [(tokens, response)])[0] for tokens in (prompt, other))
+        changed = changed or first != second
+    return changed
+
+
 def values_checks() -> list[Check]:
     """Return the checks of values."""
 
@@ -194,15 +206,9 @@ def values_checks() -> list[Check]:
         require_equal(target, first, second, "another last token changes the values of the states before it")
 
     def state(target: Target) -> None:
-        [(prompt, response)] = target.sequences([(3, 6)])
-        changed = False
-        for shift in range(1, 4):
-            other = prompt.copy()
-            other[-1] = (other[-1] + shift) % target.vocabulary_size
-            first, second = (VALUES.values(target, [(tokens, response)])[0] for tokens in (prompt, other))
-            changed = changed or first != second
         expect(
-            changed, "the first value does not depend on the last token of the prompt; expected the value of that state"
+            _first_value_depends_on_prompt(target, VALUES),
+            "the first value does not depend on the last token of the prompt; expected the value of that state",
         )
 
     return [
@@ -249,14 +255,10 @@ def log_probs_checks(request: Request, source: str) -> list[Check]:
         )
 
     def state(target: Target) -> None:
-        [(prompt, response)] = target.sequences([(3, 6)])
-        changed = False
-        for shift in range(1, 4):
-            other = prompt.copy()
-            other[-1] = (other[-1] + shift) % target.vocabulary_size
-            first, second = (method.values(target, [(tokens, response)])[0] for tokens in (prompt, other))
-            changed = changed or first != second
-        expect(changed, "the first log-prob does not depend on the last token of the prompt")
+        expect(
+            _first_value_depends_on_prompt(target, method),
+            "the first log-prob does not depend on the last token of the prompt",
+        )
 
     def temperature(target: Target) -> None:
         prompt = target.tokens(4)

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from quartet.buffer.connection import connect
 from quartet.buffer.experience_store import ExperienceStore
 from quartet.conformance.batch_checks import BatchMethod
-from quartet.conformance.check import Check, Skipped, expect
+from quartet.conformance.check import Check, Skipped, expect, within
 from quartet.conformance.model_checks import ACTOR_LOG_PROBS, VALUES
 from quartet.conformance.target import Refusal, Target, TokenPair
 from quartet.contract.status import Role
@@ -322,15 +322,7 @@ _LISTED: list[tuple[str, str, str, Callable[[TrainedModel], None]]] = [
 
 def update_checks() -> list[Check]:
     """Return the checks of a trained model."""
-
-    def on_fresh_model(check: Callable[[TrainedModel], None]) -> Callable[[Target], None]:
-        def run(target: Target) -> None:
-            with trained_model(target) as model:
-                check(model)
-
-        return run
-
     return [
-        Check(name, requirement, source, on_fresh_model(check), changes_state=True)
+        Check(name, requirement, source, within(trained_model, check), changes_state=True)
         for name, requirement, source, check in _LISTED
     ]

@@ -24,7 +24,7 @@ from quartet.data.cache_directory import delete, limit_size, user_cache
 from quartet.data.prompt_files import MAX_LINE_BYTES
 from quartet.data.prompt_lines import as_json
 from quartet.data.prompt_settings import DatasetSource, PromptSettings
-from quartet.errors import ConfigError, DataError
+from quartet.errors import ConfigError, DataError, first_line
 from quartet.model_files.hub_models import TIMEOUT_SECONDS, looks_local
 
 FORMATS = ("arrow", "csv", "json", "parquet", "text")
@@ -139,8 +139,9 @@ def _resolved(settings: PromptSettings, source: DatasetSource) -> DatasetSource:
             "data set, log in with `hf auth login` or set HF_TOKEN"
         ) from None
     except (OSError, HTTPError) as error:
+        reason = first_line(error)[:300]
         raise DataError(
-            f"{settings.key}: no folder {source.name}, and the hub cannot be reached ({_reason(error)}); correct the path, or "
+            f"{settings.key}: no folder {source.name}, and the hub cannot be reached ({reason}); correct the path, or "
             "set revision to a commit whose rows are in the cache"
         ) from None
     return replace(source, revision=commit)
@@ -215,7 +216,7 @@ def _rows(settings: PromptSettings, source: DatasetSource) -> Iterable[dict[str,
     except DataError:
         raise
     except Exception as error:  # The library raises exceptions of many types.
-        raise DataError(f"{settings.key}: {source}: cannot be read ({_reason(error)})") from None
+        raise DataError(f"{settings.key}: {source}: cannot be read ({first_line(error)[:300]})") from None
     features = getattr(rows, "features", None) or {}
     return ({name: _own_value(value, features.get(name)) for name, value in row.items()} for row in rows)
 
@@ -305,7 +306,7 @@ def _taken(rows: Iterable[dict[str, Any]], settings: PromptSettings) -> Iterator
     try:
         yield from islice(rows, settings.mapping.take)
     except Exception as error:  # Readers, decoders and the network raise exceptions of many types.
-        raise DataError(f"{settings.key}: {settings}: cannot be read ({_reason(error)})") from None
+        raise DataError(f"{settings.key}: {settings}: cannot be read ({first_line(error)[:300]})") from None
 
 
 def _member(name: str, value: Any, settings: PromptSettings, number: int) -> bytes:
@@ -318,8 +319,3 @@ def _member(name: str, value: Any, settings: PromptSettings, number: int) -> byt
             f"{settings.location(number)}: column {name} cannot be read as JSON ({error}); expected text, numbers, lists and "
             "objects; add it to ignore_columns if it is not needed"
         ) from None
-
-
-def _reason(error: BaseException) -> str:
-    """Return the first line of an error from outside."""
-    return next((line.strip()[:300] for line in str(error).splitlines() if line.strip()), type(error).__name__)

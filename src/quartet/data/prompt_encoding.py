@@ -16,7 +16,7 @@ from quartet.contract.trajectory import Prompt
 from quartet.data.chat_template import ChatTemplate, Ending, Message, TemplateInputs
 from quartet.data.prompt_lines import PromptLine
 from quartet.data.prompt_settings import PromptSettings
-from quartet.errors import DataError
+from quartet.errors import DataError, first_line
 
 ENCODE_LINES = 1024
 """Lines per tokenizer call. The limit saves memory, because a tokenizer's output is much larger than the kept ids."""
@@ -283,7 +283,7 @@ def _render(line: PromptLine, encoder: PromptEncoder, ending: Ending, settings: 
     try:
         return _written(line, encoder, ending, line.inputs.over(settings.inputs))
     except Exception as error:  # A template may raise anything.
-        reason = next((text.strip() for text in str(error).splitlines() if text.strip()), "no reason given")
+        reason = first_line(error, "no reason given")
         raise DataError(
             f"{where}: the chat template of {encoder.model} refuses the messages of {label}: {reason[:200]} "
             f"({type(error).__name__}); correct the roles and their order, or give the prompt as text"

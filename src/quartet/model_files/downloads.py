@@ -29,7 +29,7 @@ from urllib.parse import urlsplit
 
 import httpx2
 
-from quartet.errors import ConfigError, QuartetError, ServiceUnavailable
+from quartet.errors import ConfigError, QuartetError, ServiceUnavailable, first_line
 from quartet.model_files.hub_models import SMALL_FILES, WEIGHT_FILES, is_complete
 from quartet.system.secret_files import read_secret
 
@@ -159,7 +159,7 @@ def _from_hub(download: Download, token: str | None) -> Path:
             "or give a token (key hf_token of the Secret) whose account has accepted the terms of the repository"
         ) from None
     except (OSError, httpx2.HTTPError, errors.LocalEntryNotFoundError) as error:
-        raise ServiceUnavailable(f"{download.target}: {download.source} failed: {_first_line(error)}") from None
+        raise ServiceUnavailable(f"{download.target}: {download.source} failed: {first_line(error)[:200]}") from None
     shutil.rmtree(download.partial / ".cache", ignore_errors=True)
     result = download.partial / file if file else download.partial
     if not result.exists() or (is_data and not file and not any(path.is_file() for path in result.rglob("*"))):
@@ -202,7 +202,7 @@ def _from_url(download: Download, authorization: str | None) -> Path:
             raise ConfigError(f"{message}; correct the address, or the key authorization of the Secret") from None
         raise ServiceUnavailable(message) from None
     except httpx2.HTTPError as error:
-        raise ServiceUnavailable(f"{download.target}: {address} failed: {_first_line(error)}") from None
+        raise ServiceUnavailable(f"{download.target}: {address} failed: {first_line(error)[:200]}") from None
     _check_digest(download, fragment)
     tag.unlink(missing_ok=True)
     return download.partial
@@ -254,10 +254,6 @@ def _lock(target: Path) -> Iterator[None]:
 def _secret(folder: Path, name: str) -> str | None:
     path = folder / name
     return read_secret(path, f"downloads.existingSecret, key {name}:") if path.exists() else None
-
-
-def _first_line(error: Exception) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)[:200]
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -9,7 +9,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from quartet.errors import ModelError
+from quartet.errors import ModelError, first_line
 from quartet.model_files.tokenizer_check import has_tokenizer
 
 if TYPE_CHECKING:
@@ -115,9 +115,9 @@ def hub_directory(model: str, weights: bool = True) -> Path:
             "`hf auth login` or set HF_TOKEN"
         ) from None
     except (OSError, HTTPError) as error:
-        reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        reason = first_line(error)[:200]
         raise ModelError(
-            f"{model}: no such directory, not in the local cache, and the hub cannot be reached ({reason[:200]}); correct the "
+            f"{model}: no such directory, not in the local cache, and the hub cannot be reached ({reason}); correct the "
             f"path, or run `hf download {model} --local-dir DIRECTORY` on a machine with internet access, copy the "
             "directory here, and give its path"
         ) from None

@@ -151,11 +151,6 @@ class ModelShape:
         return self.hidden * self.vocabulary
 
     @property
-    def layer_matrices(self) -> int:
-        """Weights in the matmuls of an average layer, with all experts."""
-        return self._matrices(self.experts)
-
-    @property
     def active_layer_matrices(self) -> int:
         """Weights in the matmuls of an average layer that one token uses."""
         return self._matrices(self.active_experts)

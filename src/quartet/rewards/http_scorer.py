@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from http.cookiejar import CookieJar, DefaultCookiePolicy
 from typing import Any
-from urllib.parse import urlsplit
 
 import httpx2
 
@@ -195,9 +194,3 @@ def _tls_context(config: HttpScorerConfig, key: str) -> ssl.SSLContext:
             f"{key}.certificate_authority_file {config.certificate_authority_file}: cannot be used "
             f"({error.strerror or error}); expected a PEM file"
         ) from None
-
-
-def host_of(url: str) -> str:
-    """Return scheme, host and port of a URL."""
-    parts = urlsplit(url)
-    return f"{parts.scheme}://{parts.netloc}"

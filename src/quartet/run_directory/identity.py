@@ -13,6 +13,7 @@ from typing import Any
 
 from quartet.config.rewards import HttpScorerConfig, RetryConfig
 from quartet.config.root import Config
+from quartet.config.section import flattened
 from quartet.contract.generation import EngineProperties
 from quartet.contract.status import Role
 from quartet.contract.trajectory import PromptSetContent
@@ -249,7 +250,7 @@ def fixed_settings(config: Config) -> dict[str, Any]:
         # The places of a set's rows. Their content stays the same.
         for name in ("path", "dataset", "revision"):
             each.pop(name, None)
-    flat = _flatten(tree)
+    flat = flattened(tree)
     # With off-policy steps, the checkpoints decide which policy generates a step.
     also_fixed = {"checkpoint.every_steps"} if config.rollout.max_off_policy_steps else set()
     return {key: value for key, value in flat.items() if key in also_fixed or not _is_changeable(key)}
@@ -279,10 +280,3 @@ def _as_text(value: Any) -> str:
 
 def _is_changeable(key: str) -> bool:
     return any(key == name or key.startswith(f"{name}.") for name in CHANGEABLE_SETTINGS)
-
-
-def _flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for name, value in tree.items():
-        flat |= _flatten(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
-    return flat

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from quartet.cli.remote.control import change_settings, pause
+from quartet.cli.remote.control import change_settings, send
 from quartet.errors import ConfigError, QuartetError, ServiceFailed, ServiceUnavailable
 from quartet.launcher.gateway_client import TOKEN_VARIABLE, Api, Target, find_run
 
@@ -189,7 +189,7 @@ def test_a_gateway_with_several_runs_needs_a_run_name(http_server: Any) -> None:
 
 def test_an_unreachable_gateway_is_a_config_error() -> None:
     with pytest.raises(ConfigError, match=r"the gateway at http://127\.0\.0\.1:1 does not respond"):
-        pause(Target("runs/tiny", "http://127.0.0.1:1", SECRET, "tiny"))
+        send(Target("runs/tiny", "http://127.0.0.1:1", SECRET, "tiny"), "pause")
 
 
 def test_an_unreachable_gateway_of_an_active_run_suggests_starting_another(tmp_path: Path) -> None:
@@ -199,7 +199,7 @@ def test_an_unreachable_gateway_of_an_active_run_suggests_starting_another(tmp_p
     (run / "services.json").write_text("{}")
     advice = rf"try again\. If the run continues without it, start one with quartet view {re.escape(str(run))}, and give its URL"
     with pytest.raises(ConfigError, match=advice):
-        pause(find_run(str(run)))
+        send(find_run(str(run)), "pause")
 
 
 def test_the_run_name_is_complete_if_the_directory_is_the_current_one(

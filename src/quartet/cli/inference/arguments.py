@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated
 
 import typer
 
@@ -12,8 +12,8 @@ from quartet.errors import ConfigError
 
 def generate(
     model: Annotated[str, typer.Argument(help="Directory of a model, run or checkpoint, or Hugging Face hub id.")],
-    prompts: Annotated[Optional[list[str]], typer.Argument(metavar="PROMPT...", help="Prompts to complete.")] = None,  # noqa: UP045
-    file: Annotated[Optional[Path], typer.Option(help="File of prompts, instead of PROMPT.")] = None,  # noqa: UP045
+    prompts: Annotated[list[str] | None, typer.Argument(metavar="PROMPT...", help="Prompts to complete.")] = None,
+    file: Annotated[Path | None, typer.Option(help="File of prompts, instead of PROMPT.")] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Maximum length of a completion in tokens.")] = 64,
     temperature: Annotated[float, typer.Option(min=0.0, help="Sampling temperature. 0 is greedy.")] = 1.0,
     top_p: Annotated[float, typer.Option(min=0.0, max=1.0, help="Nucleus sampling probability. 1 disables it.")] = 1.0,
@@ -22,7 +22,7 @@ def generate(
         float, typer.Option(min=0.0, max=1.0, help="Least probability, relative to the likeliest token. 0 disables it.")
     ] = 0.0,
     stop: Annotated[
-        Optional[list[str]],  # noqa: UP045
+        list[str] | None,
         typer.Option(
             metavar="TEXT", help="Text that ends a completion, which keeps it. Repeatable, at most 16 of 64 characters."
         ),
@@ -47,7 +47,7 @@ def generate(
     as_chat: Annotated[
         bool, typer.Option("--chat", help="Chat through the model's chat template: answer each line of standard input.")
     ] = False,
-    system: Annotated[Optional[str], typer.Option(metavar="TEXT", help="System message of --chat.")] = None,  # noqa: UP045
+    system: Annotated[str | None, typer.Option(metavar="TEXT", help="System message of --chat.")] = None,
 ) -> None:
     """Complete prompts with a model, or chat with it."""
     from quartet.cli.inference.generate import chat

@@ -13,28 +13,20 @@ from quartet.launcher.gateway_client import Target, connect
 console = make_console()
 
 
-def pause(target: Target) -> None:
-    """Pause the run after the current step."""
-    _send(target, "/pause")
-    _print(f"{target.given}: pauses after the current step; quartet resume {target.given} continues it")
+EFFECTS = {
+    "pause": "pauses after the current step; quartet resume {run} continues it",
+    "resume": "continues",
+    "stop": "stops after the current step and saves its policy",
+    "checkpoint": "writes a checkpoint after the current step",
+}
+"""What the run does, by command."""
 
 
-def resume(target: Target) -> None:
-    """Resume a paused run."""
-    _send(target, "/resume")
-    _print(f"{target.given}: continues")
-
-
-def stop(target: Target) -> None:
-    """Stop the run after the current step and save its policy."""
-    _send(target, "/stop")
-    _print(f"{target.given}: stops after the current step and saves its policy")
-
-
-def checkpoint(target: Target) -> None:
-    """Write a checkpoint after the current step."""
-    _send(target, "/checkpoint")
-    _print(f"{target.given}: writes a checkpoint after the current step")
+def send(target: Target, command: str) -> None:
+    """Send a command, one of EFFECTS."""
+    with connect(target) as api:
+        api.post(f"/{command}")
+    _print(f"{target.given}: {EFFECTS[command].replace('{run}', target.given)}")
 
 
 def change_settings(target: Target, assignments: Sequence[str]) -> None:
@@ -71,11 +63,6 @@ def _print_settings(settings: Sequence[dict[str, Any]], target: Target) -> None:
         )
     for item in settings:
         _print(f"{item['name']} = {item['value']:g} (from {item['low']:g} to {item['high']:g})")
-
-
-def _send(target: Target, command: str) -> None:
-    with connect(target) as api:
-        api.post(command)
 
 
 def _print(line: str) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from quartet.errors import StorageFailed
+from quartet.errors import StorageFailed, first_line
 from quartet.models.hf_logging import suppress_hf_logging
 from quartet.system.durable_files import is_storage_error, replace_directory
 
@@ -66,4 +66,4 @@ def save_failure(directory: Path, error: Exception) -> Exception:
 def _reason(error: Exception) -> str:
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    return first_line(error)

@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from quartet.config.section import flattened
 from quartet.config.telemetry import MLflowConfig
 from quartet.contract.control import Alert
 from quartet.telemetry.sinks.sink import with_prefix
@@ -38,7 +39,7 @@ class MLflow:
         self._id = run.info.run_id
         self._client.update_run(self._id, status="RUNNING")
         if not earlier:
-            flat = [Param(key, str(value)[:_MAX_VALUE_LENGTH]) for key, value in _flatten(config).items()]
+            flat = [Param(key, str(value)[:_MAX_VALUE_LENGTH]) for key, value in flattened(config).items()]
             for start in range(0, len(flat), _MAX_PARAMETERS):
                 self._client.log_batch(self._id, params=flat[start : start + _MAX_PARAMETERS])
 
@@ -64,10 +65,3 @@ class MLflow:
     def _log(self, step: int, metrics: Mapping[str, float]) -> None:
         now = int(time.time() * 1000)
         self._client.log_batch(self._id, [self._metric(name, value, now, step) for name, value in metrics.items()])
-
-
-def _flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for name, value in tree.items():
-        flat |= _flatten(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
-    return flat

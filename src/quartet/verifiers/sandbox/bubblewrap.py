@@ -37,11 +37,6 @@ class Bubblewrap:
         self._python = [python, "-I", "-S", "-B", "-c", START_SCRIPT, "count-processes"]
         self.name = f"bubblewrap with {python}"
 
-    @property
-    def memory_bound(self) -> str:
-        """Return the bound of memory in words."""
-        return "limits.memory_mb for each process, limits.processes processes, and limits.files_mb of files"
-
     def launch(self, limits: Limits) -> SandboxProcess:
         """Start bwrap with the start script. Raises SandboxFailed."""
         information, written = os.pipe()

@@ -29,11 +29,6 @@ class Container:
         self._program, self._image = program, image
         self.name = f"{engine} with image {image}"
 
-    @property
-    def memory_bound(self) -> str:
-        """Return the bound of memory in words."""
-        return "limits.memory_mb for all processes together, by the container's cgroup"
-
     def launch(self, limits: Limits) -> SandboxProcess:
         """Start a container with the start script. Raises SandboxFailed."""
         container = f"quartet-sandbox-{secrets.token_hex(8)}"

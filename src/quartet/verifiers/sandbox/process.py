@@ -280,10 +280,6 @@ class Sandbox(Protocol):
     def name(self) -> str:
         """Return the name of the tool and of its interpreter, for messages."""
 
-    @property
-    def memory_bound(self) -> str:
-        """Return the bound of the memory of all processes of a program together, in words."""
-
     def launch(self, limits: Limits) -> SandboxProcess:
         """Start a sandbox that waits for its request. Raises SandboxFailed."""
 
