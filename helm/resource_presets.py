@@ -1,14 +1,15 @@
 """Resource presets of the chart: CPU and memory by role and size of the model, from the planner's arithmetic.
 
-Written to files/resources.json by `make generate`. A preset has MiB of host memory (see ``quartet.planner.helm_values``) and
-milli-CPUs of each rank, for pods with and without GPUs. The template adds them up for the roles and the ranks of a pod.
+Written to files/resources.json by `make generate`. A preset has milli-CPUs of each rank and MiB of a container for the parts of
+``quartet.planner.helm_values.HostMemory``, for pods with and without GPUs. Only the template knows the roles, ranks and nodes
+of a pod, which are values, so it adds the parts up like ``HostMemory.pod_bytes``.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from quartet.config.loading import config_of
@@ -90,10 +91,8 @@ ROLES = (Role.ACTOR, Role.CRITIC, Role.REWARD, Role.REFERENCE, Role.GENERATOR)
 
 def presets() -> str:
     """Return the presets as JSON, one line each."""
-    sizes = {name: _preset(name) for name in MODELS}
-    constants = {"publishedCopies": PUBLISHED_COPIES, "percent": round(100 * HOST_FRACTION)}
-    lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(size)}" for name, size in sizes.items())
-    return json.dumps(constants)[:-1] + ', "sizes": {\n' + lines + "\n}}\n"
+    lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(_preset(name))}" for name in MODELS)
+    return "{\n" + lines + "\n}\n"
 
 
 def _preset(name: str) -> dict[str, Any]:
@@ -111,15 +110,16 @@ def _preset(name: str) -> dict[str, Any]:
 
 
 def _entry(millicpus: tuple[int, int], process: float, roles: dict[Role, HostMemory]) -> dict[str, Any]:
-    """Return the values of one kind of pod. ``process``: of a role without a model, such as a reward function."""
+    """Return the values of one kind of pod. ``process``: of a role without a model, the reward function."""
     return {
         "millicpus": dict(zip(("requests", "limits"), millicpus, strict=True)),
-        "process": _mib(process),
-        "roles": {
-            str(role): {name: _mib(getattr(each, name)) for name in ("process", "load", "state", "moments")}
-            for role, each in roles.items()
-        },
+        "roles": {name: _parts(memory) for name, memory in {**roles, "function": HostMemory(process, 0.0)}.items()},
     }
+
+
+def _parts(memory: HostMemory) -> dict[str, int]:
+    parts = {**asdict(memory), "published": PUBLISHED_COPIES * memory.load}
+    return {name: math.ceil(size / HOST_FRACTION / MIB) for name, size in parts.items()}
 
 
 def _config(dtype: str) -> Config:
@@ -176,7 +176,3 @@ def _workload(config: Config, work: RoleWork) -> Workload:
         engine=rollout.engine,
         off_policy=False,
     )
-
-
-def _mib(size: float) -> int:
-    return math.ceil(size / MIB)

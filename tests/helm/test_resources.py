@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from helm import resource_presets, values_schema
-from quartet.planner.helm_values import HostMemory
+from quartet.planner.helm_values import HOST_FRACTION, HostMemory
 from quartet.planner.roofline import Parallel
 from tests.helm.rendering import EXAMPLES, Manifest, Values, changed, example, manifests, pod_templates, refusal
 from tests.helm.test_components import TURNS, containers
@@ -68,15 +68,20 @@ def test_the_files_of_a_container_fit_its_ephemeral_storage(name: str) -> None:
 def test_a_preset_gives_the_memory_of_the_planner(size: str) -> None:
     values = changed("single-node-4-gpus", defaults__resourcesPreset=size)
     # A model with a GPU and one without of each kind, trained and frozen; the sizes take turns.
-    first = list(PRESETS["sizes"]).index(size) % 2
+    first = list(PRESETS).index(size) % 2
     roles = ("actor", "critic", "reference", "reward")
     values["components"] = {role: {"gpus": (index + first) % 2} for index, role in enumerate(roles)}
     result = containers(values)
     for role, component in values["components"].items():
-        entry = PRESETS["sizes"][size]["gpu" if component["gpus"] else "cpu"]["roles"][role]
-        expected = rounded(HostMemory(**entry).pod_bytes(1))
+        entry = PRESETS[size]["gpu" if component["gpus"] else "cpu"]["roles"][role]
+        expected = rounded(memory_of(entry).pod_bytes(1))
         assert amount(result[role]["resources"]["limits"]["memory"]) == expected * MIB, role
         assert result[role]["resources"]["requests"]["memory"] == result[role]["resources"]["limits"]["memory"]
+
+
+def memory_of(entry: dict[str, int]) -> HostMemory:
+    """Return the memory of a role of a preset, whose parts include what a container keeps free."""
+    return HostMemory(**{name: HOST_FRACTION * size for name, size in entry.items() if name != "published"})
 
 
 def rounded(mebibytes: float) -> int:
@@ -93,14 +98,14 @@ def test_the_nodes_of_a_group_divide_the_memory_as_in_the_planner(parallel: dict
     if offload:
         service["offload"] = {"optimizer": True}
     values = changed("two-node-actor", config__services={"actor": service}, components__actor__sharedMemory="64Gi")
-    memory = HostMemory(**PRESETS["sizes"]["14b"]["gpu"]["roles"]["actor"])
+    memory = memory_of(PRESETS["14b"]["gpu"]["roles"]["actor"])
     sizes = Parallel(parallel.get("replicate", 1), 1, parallel.get("tensor", 1))
     expected = rounded(memory.pod_bytes(8, 2, sizes, offload=offload)) * MIB + 64 * 2**30
     assert amount(containers(values)["actor"]["resources"]["limits"]["memory"]) == expected
 
 
 def test_an_actor_with_generators_has_memory_for_the_weights_that_it_publishes() -> None:
-    memory = HostMemory(**PRESETS["sizes"]["3b"]["gpu"]["roles"]["actor"])
+    memory = memory_of(PRESETS["3b"]["gpu"]["roles"]["actor"])
     result = containers(example("vllm-generators"))["actor"]["resources"]["limits"]["memory"]
     assert amount(result) == rounded(memory.pod_bytes(1, publishes=True)) * MIB + 8 * 2**30
 
@@ -113,8 +118,8 @@ def test_the_ranks_of_a_pod_multiply_its_cpus() -> None:
 
 
 def test_a_pod_with_two_roles_has_the_memory_of_both() -> None:
-    roles = PRESETS["sizes"]["tiny"]["cpu"]["roles"]
-    both = sum(HostMemory(**roles[role]).pod_bytes(1) for role in ("critic", "reward"))
+    roles = PRESETS["tiny"]["cpu"]["roles"]
+    both = sum(memory_of(roles[role]).pod_bytes(1) for role in ("critic", "reward"))
     result = containers(example("cpu-kind"))["critic"]["resources"]["limits"]["memory"]
     assert amount(result) == rounded(both) * MIB
 
@@ -129,8 +134,8 @@ def test_a_pod_with_two_roles_has_the_memory_of_both() -> None:
 def test_the_memory_of_a_reward_follows_its_models(reward: dict[str, Any], models: int) -> None:
     values = changed("single-node-4-gpus")
     values["config"]["reward"] = reward
-    entry = PRESETS["sizes"]["3b"]["gpu"]["roles"]["reward"]
-    memory = HostMemory(**entry | {"load": models * entry["load"]}).pod_bytes(1)
+    entry = PRESETS["3b"]["gpu"]["roles"]["reward"]
+    memory = memory_of(entry | {"load": models * entry["load"]}).pod_bytes(1)
     assert amount(containers(values)["reward"]["resources"]["limits"]["memory"]) == rounded(memory) * MIB
 
 

@@ -54,25 +54,21 @@ src/quartet/planner/helm_values.py. Values of a component replace those of the p
 {{- $result := dict -}}
 {{- if and $component.resourcesPreset $component.model -}}
 {{- $file := $root.Files.Get "files/resources.json" | fromJson -}}
-{{- $preset := get (get $file.sizes $component.resourcesPreset) (gt (int $component.gpus) 0 | ternary "gpu" "cpu") -}}
+{{- $preset := get (get $file $component.resourcesPreset) (gt (int $component.gpus) 0 | ternary "gpu" "cpu") -}}
 {{- $ranks := int $component.ranks -}}
 {{- $memory := 0.0 -}}
 {{- range $role := $component.roles -}}
-{{- $entry := get $preset.roles $role -}}
-{{- $models := 1 -}}
-{{- if eq $role "reward" }}{{ $models = include "quartet.rewardModels" $root | int }}{{ end -}}
-{{- if eq $models 0 }}{{ $entry = dict "process" $preset.process "load" 0 "state" 0 "moments" 0 }}{{ end -}}
+{{- $models := eq $role "reward" | ternary (include "quartet.rewardModels" $root | int) 1 -}}
+{{- $entry := get $preset.roles (eq $models 0 | ternary "function" $role) -}}
 {{- $service := default dict (get (default dict $root.Values.config.services) $role) -}}
 {{- $parts := divf (dig "parallel" "replicate" 1 $service) (int $component.nodes) -}}
-{{- $load := mulf $entry.load (max 1 $models) -}}
-{{- $loading := mulf $load $parts -}}
-{{- if gt (int (dig "parallel" "tensor" 1 $service)) 1 }}{{ $loading = mulf $load $ranks }}{{ end -}}
+{{- $loading := mulf $entry.load $models (gt (int (dig "parallel" "tensor" 1 $service)) 1 | ternary $ranks $parts) -}}
 {{- $copies := mulf $entry.state (minf 1.0 $parts) -}}
-{{- if and (eq $role "actor") (include "quartet.hasGenerators" $root) }}{{ $copies = addf $copies (mulf $file.publishedCopies $load) }}{{ end -}}
+{{- if and (eq $role "actor") (include "quartet.hasGenerators" $root) }}{{ $copies = addf $copies $entry.published }}{{ end -}}
 {{- if dig "offload" "optimizer" false $service }}{{ $copies = addf $copies (mulf $entry.moments $parts) }}{{ end -}}
 {{- $memory = addf $memory (mulf $entry.process $ranks) (maxf $loading $copies) -}}
 {{- end -}}
-{{- $size := ceil (divf (mulf $memory 100) $file.percent) | int -}}
+{{- $size := ceil $memory | int -}}
 {{- $step := gt $size 4096 | ternary 1024 64 -}}
 {{- $size = mul $step (ceil (divf $size $step) | int) -}}
 {{- /* /dev/shm counts towards the limit. */ -}}
@@ -124,10 +120,7 @@ src/quartet/planner/helm_values.py. Values of a component replace those of the p
 
 {{/* MiB of a quantity of Kubernetes, such as 8Gi or 500M, rounded up. */}}
 {{- define "quartet.mebibytes" -}}
-{{- $text := kindIs "string" . | ternary (toString .) (printf "%d" (int64 .)) -}}
-{{- $factors := dict "" 1 "m" 0.001 "k" 1e3 "M" 1e6 "G" 1e9 "T" 1e12 "P" 1e15 "E" 1e18 "Ki" 1024 "Mi" 1048576 "Gi" 1073741824 "Ti" 1099511627776 "Pi" 1125899906842624 "Ei" 1152921504606846976 -}}
-{{- $number := regexFind "^[0-9.]+" $text -}}
-{{- divf (mulf ($number | float64) (get $factors (trimPrefix $number $text))) 1048576 | ceil | int -}}
+{{- divf (include "quartet.bytes" . | float64) 1048576 | ceil | int -}}
 {{- end -}}
 
 {{/* A quantity of Kubernetes for a number of MiB. */}}
