@@ -11,11 +11,12 @@ import pytest
 import torch
 
 from quartet.config.root import Config
-from quartet.demo.toy_task import ToyTask, make_toy_task
-from tests.e2e.conftest import MINIATURE
+from quartet.demo.toy_task import ToyTask
+from tests.e2e.conftest import toy_task
 from tests.training.measured_once import measured_once
 from tests.training.runs import merged, parsed
 
+__all__ = ["toy_task"]
 MakeConfig = Callable[..., Config]
 
 _NUMBERS = itertools.count()
@@ -31,11 +32,6 @@ def _one_thread() -> None:
 def _measured_once() -> Iterator[None]:
     with measured_once():
         yield
-
-
-@pytest.fixture(scope="session")
-def toy_task(tmp_path_factory: pytest.TempPathFactory) -> ToyTask:
-    return make_toy_task(tmp_path_factory.mktemp("training") / "toy-task", recipe=MINIATURE)
 
 
 @pytest.fixture(scope="session")

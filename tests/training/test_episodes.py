@@ -16,6 +16,7 @@ from quartet.contract.trajectory import EnvironmentReply
 from quartet.demo.toy_task import ToyTask
 from quartet.run_directory.run_files import RunFiles
 from quartet.services import roles
+from quartet.services.generator import factory as generator_factory
 from quartet.services.generator.episodes import EnvironmentAccess
 from tests.services.generator.environments import EchoEnvironment, failure
 from tests.training.conftest import MakeConfig
@@ -35,14 +36,15 @@ EPISODES: dict[str, Any] = {
 
 @contextmanager
 def environment(**options: Any) -> Iterator[EchoEnvironment]:
-    """Give an environment to the actors that are created inside the context."""
+    """Give an environment to the actors and generators that are created inside the context."""
     echo = EchoEnvironment(**options)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            roles,
-            "environment_access",
-            lambda config, credentials: EnvironmentAccess(echo, 6, config.recovery.max_attempts),
-        )
+        for module in (roles, generator_factory):
+            patch.setattr(
+                module,
+                "environment_access",
+                lambda config, credentials: EnvironmentAccess(echo, 6, config.recovery.max_attempts),
+            )
         yield echo
 
 

@@ -27,6 +27,7 @@ from tests.training.runs import Run, assert_same, run_to_completion
 from tests.training.test_episodes import EPISODES, environment, slow
 
 AVX2 = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"}
+PART = "(batch_invariant and (None-1 or 8-2)) or lost_and_replaced"
 STEPS = 2
 TASK = "QUARTET_TEST_WIDE_TASK"
 """Environment variable with the folder of the toy task, for the process of the test that imitates AVX2."""
@@ -36,7 +37,7 @@ SHORT: dict[str, Any] = {
     "rollout": {"prompts_per_step": 8, "samples_per_prompt": 2, "score_batch_size": 8},
     "recovery": {"backoff_seconds": 0.01},
 }
-LORA = {"lora": {"rank": 8}}
+LORA = {"lora": {"rank": 8}, "learning_rate": 1e-2}
 
 
 @pytest.fixture(scope="module")
@@ -82,27 +83,23 @@ def test_generators_that_are_lost_and_replaced_change_nothing(
     assert_same(run, built_in)
 
 
-@pytest.mark.parametrize("merged", [False, True])
-def test_generators_with_an_adapter_give_the_same_bits(merged: bool, make: MakeConfig, wide: dict[str, Any]) -> None:
-    changes = {
-        **wide,
-        "actor": {**wide["actor"], **LORA, "learning_rate": 1e-2},
-        "rollout": {**wide["rollout"], "merge_adapter": merged},
-    }
+def test_generators_that_merge_an_adapter_give_the_same_bits(make: MakeConfig, wide: dict[str, Any]) -> None:
+    changes = {**wide, "actor": {**wide["actor"], **LORA}, "rollout": {**wide["rollout"], "merge_adapter": True}}
     assert_same(run_with_generators(make(**changes), 2), run_to_completion(make(**changes)))
 
 
-def test_the_time_of_turns_changes_no_bit(make: MakeConfig, wide: dict[str, Any]) -> None:
-    changes = {**EPISODES, **wide, "rollout": {**wide["rollout"], **EPISODES["rollout"]}}
+def test_turns_of_any_duration_with_an_adapter_give_the_same_bits_with_generators(
+    make: MakeConfig, wide: dict[str, Any]
+) -> None:
+    actor, rollout = {**wide["actor"], **LORA}, {**wide["rollout"], **EPISODES["rollout"]}
+    changes = {**EPISODES, **wide, "actor": actor, "rollout": rollout}
     with environment():
         expected = run_to_completion(make(**changes))
     with environment(wait=slow):
-        assert_same(run_to_completion(make(**changes)), expected)
+        assert_same(run_with_generators(make(**changes), 2), expected)
 
 
-@pytest.mark.parametrize(
-    "part", ["batch_invariant or lost_and_replaced", pytest.param("not avx2", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("part", [PART, pytest.param("not avx2", marks=pytest.mark.slow)])
 def test_this_holds_with_avx2(part: str, policy: Path) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:xdist", "-p", "no:cacheprovider", __file__]
     result = subprocess.run(
