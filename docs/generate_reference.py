@@ -13,7 +13,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
 FOLDER = Path(__file__).parent / "reference"
 ROOT = Path(__file__).parents[1]
@@ -205,7 +205,9 @@ def _option(item: Any) -> str:
     if item.is_flag:
         return names
     kind = item.type_descriptor.annotation
-    return f"{names} {item.metavar or _METAVARS.get(kind, kind.__name__.upper())}"
+    if get_origin(kind) is Literal:
+        return f"{names} {' or '.join(f'`{choice}`' for choice in get_args(kind))}"
+    return f"{names} {item.metavar or _METAVARS[kind]}"
 
 
 def _default(item: Any) -> str:
