@@ -40,7 +40,7 @@ from quartet.errors import QuartetError
 from quartet.run_directory.run_files import RunFiles
 from quartet.services.orchestrator.control.progress import ProgressBoard
 from quartet.services.orchestrator.control.run_control import RunControl
-from quartet.services.orchestrator.run import TrainingRun
+from quartet.services.orchestrator.training_run import TrainingRun
 from quartet.telemetry.logs import configure_logs
 
 LIMIT = 1.05

@@ -407,9 +407,9 @@ def _orchestrator(
     from quartet.run_directory.run_files import RunFiles
     from quartet.services.orchestrator.control.progress import ProgressBoard
     from quartet.services.orchestrator.control.run_control import RunControl
-    from quartet.services.orchestrator.run import TrainingRun, run_training
     from quartet.services.orchestrator.servicer import OrchestratorServicer
     from quartet.services.orchestrator.telemetry.run_metrics import BufferDepth, RunMetrics
+    from quartet.services.orchestrator.training_run import TrainingRun, run_training
 
     set_up_torch(1)
     board = ProgressBoard(config.run.name, config.run.steps)

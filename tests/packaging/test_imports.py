@@ -76,7 +76,7 @@ def test_the_modules_of_config_check_import_without_slow_libraries() -> None:
 
 def test_the_orchestrator_imports_without_peft_and_modelling_code() -> None:
     """Without these imports, the process starts in half the time."""
-    names = ["quartet.services.orchestrator.run", "quartet.services.orchestrator.servicer"]
+    names = ["quartet.services.orchestrator.training_run", "quartet.services.orchestrator.servicer"]
     assert import_without(("peft", "sympy"), names) == ""
 
 

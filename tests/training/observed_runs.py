@@ -25,8 +25,8 @@ from quartet.services.generator.factory import build_generator
 from quartet.services.observability import Observability
 from quartet.services.orchestrator.control.progress import ProgressBoard
 from quartet.services.orchestrator.control.run_control import RunControl
-from quartet.services.orchestrator.run import TrainingRun, run_training
 from quartet.services.orchestrator.telemetry.run_metrics import BufferDepth, RunMetrics
+from quartet.services.orchestrator.training_run import TrainingRun, run_training
 from quartet.services.roles import build_model_role
 from tests.training.runs import Run
 

@@ -26,7 +26,7 @@ from quartet.run_directory.run_files import RunFiles
 from quartet.services.orchestrator.control.live_settings import LiveSettings
 from quartet.services.orchestrator.control.progress import ProgressBoard
 from quartet.services.orchestrator.control.run_control import RunControl
-from quartet.services.orchestrator.run import TrainingRun, run_training
+from quartet.services.orchestrator.training_run import TrainingRun, run_training
 from quartet.services.roles import build_model_role
 from quartet.telemetry.step_metrics import is_measured
 from tests.waiting import LIMIT

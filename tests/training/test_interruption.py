@@ -15,8 +15,8 @@ from quartet.config.root import Config
 from quartet.contract.control import RunState
 from quartet.errors import ConfigError, ServiceFailed
 from quartet.run_directory.run_files import RunFiles, RunOutcome
-from quartet.services.orchestrator.run import TrainingRun
 from quartet.services.orchestrator.telemetry.run_outputs import RunTelemetry
+from quartet.services.orchestrator.training_run import TrainingRun
 from tests.training.conftest import MakeConfig
 from tests.training.generator_runs import active_run_with_generators
 from tests.training.runs import (

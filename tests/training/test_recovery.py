@@ -25,8 +25,8 @@ from quartet.services.actor import actor
 from quartet.services.critic import critic
 from quartet.services.orchestrator.checkpointing.checkpoint_scheduler import CheckpointScheduler
 from quartet.services.orchestrator.control.run_control import RunControl
-from quartet.services.orchestrator.run import AlertHandler
 from quartet.services.orchestrator.step import StepTransaction
+from quartet.services.orchestrator.training_run import AlertHandler
 from tests.training.conftest import MakeConfig
 from tests.training.runs import (
     ActiveRun,

@@ -11,8 +11,8 @@ from quartet.buffer.connection import Redis
 from quartet.config.root import Config
 from quartet.contract.control import RunState
 from quartet.demo.toy_task import ToyTask
-from quartet.services.orchestrator.run import AlertHandler, TrainingLoop
 from quartet.services.orchestrator.step import StepTransaction
+from quartet.services.orchestrator.training_run import AlertHandler, TrainingLoop
 from tests.training.conftest import MakeConfig
 from tests.training.runs import (
     ActiveRun,

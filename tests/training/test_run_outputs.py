@@ -19,9 +19,9 @@ from quartet.run_directory.checkpoints import roll_back
 from quartet.run_directory.run_files import RunFiles
 from quartet.services.orchestrator.control.progress import ProgressBoard
 from quartet.services.orchestrator.control.run_control import RunControl
-from quartet.services.orchestrator.run import TrainingRun
 from quartet.services.orchestrator.telemetry.run_outputs import RunTelemetry
 from quartet.services.orchestrator.telemetry.timeline import Timeline
+from quartet.services.orchestrator.training_run import TrainingRun
 from tests.training.conftest import MakeConfig
 from tests.training.runs import Run, active_run, json_lines, orchestrator, run_to_completion, services, step_metrics
 from tests.unit.telemetry.test_sinks import events, scalars, wandb_history

@@ -46,7 +46,7 @@ PRELOADED = (
     "quartet.environments.host",
     "quartet.services.environment.servicer",
     "quartet.services.observability",
-    "quartet.services.orchestrator.run",
+    "quartet.services.orchestrator.training_run",
     "quartet.services.orchestrator.servicer",
     "quartet.rpc.server",
 )
