@@ -24,6 +24,7 @@ from quartet.demo.toy_task import Recipe, ToyTask, make_toy_task
 from quartet.telemetry.step_metrics import is_measured
 from tests.e2e.commands import QUARTET, Command, CommandResult, settings
 from tests.once import once
+from tests.preflight_workers import run_here
 
 Start = Callable[..., Command]
 Call = Callable[..., CommandResult]
@@ -105,6 +106,8 @@ def start(tmp_path: Path) -> Iterator[Start]:
 @pytest.fixture
 def call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Call:
     """Run ``quartet ARGUMENTS`` in this process. For commands that start no process: this saves seconds of imports per call."""
+
+    run_here(monkeypatch)
 
     def call_command(*arguments: str | Path) -> CommandResult:
         monkeypatch.setattr(sys, "argv", ["quartet", *map(str, arguments)])

@@ -23,7 +23,6 @@ from quartet.errors import ModelError
 
 
 def _main(request: str, descriptor: str) -> None:
-    gc.disable()  # The imports create only objects that stay: searches among them take a sixth of their time.
     with os.fdopen(int(descriptor), "w", encoding="utf-8") as answers:
         for role, model in json.loads(request):
             try:
@@ -50,4 +49,5 @@ def _described(role: Role, model: str) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
+    gc.disable()  # The imports create only objects that stay: searches among them take a sixth of their time.
     _main(*sys.argv[1:])

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.preflight_workers import run_here
 from tests.unit.preflight.files import save_tokenizer
 
 
@@ -16,6 +17,17 @@ def _tensors(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     """The checkpoints of ``models`` have no tensors, so only tests of real ones compare them."""
     if "real_models" not in request.fixturenames:
         monkeypatch.setattr("quartet.preflight.check_contents", lambda models: ())
+
+
+@pytest.fixture
+def real_processes() -> None:
+    """Let the checks start their processes."""
+
+
+@pytest.fixture(autouse=True)
+def _workers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if "real_processes" not in request.fixturenames:
+        run_here(monkeypatch)
 
 
 @pytest.fixture(scope="session")

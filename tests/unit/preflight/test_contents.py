@@ -34,6 +34,7 @@ def test_a_reward_model_with_fewer_token_ids_than_the_policy_is_refused(real_mod
         check_inputs(config(real_models))
 
 
+@pytest.mark.usefixtures("real_processes")
 def test_a_comparison_is_kept_until_a_file_changes(
     real_models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -42,6 +42,7 @@ def test_a_file_that_is_a_reference_of_git_lfs_is_named(name: str, models: Path)
         check_inputs(config(models))
 
 
+@pytest.mark.usefixtures("real_processes")
 def test_a_tokenizer_that_cannot_be_loaded_is_refused(models: Path) -> None:
     (models / "policy/tokenizer.json").write_text("{}")
     with pytest.raises(ModelError, match=r"policy: the tokenizer cannot be used: "):

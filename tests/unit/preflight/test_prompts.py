@@ -18,6 +18,7 @@ from quartet.preflight.prompts import check_prompts
 from tests.unit.preflight.files import check_inputs, config, lines
 
 
+@pytest.mark.usefixtures("real_processes")
 def test_invalid_prompts_are_refused(models: Path) -> None:
     (models / "prompts.jsonl").write_text("nonsense\n")
     with pytest.raises(DataError, match=r"prompts\.jsonl:1: not JSON"):
@@ -63,6 +64,7 @@ def test_messages_without_a_chat_template_are_refused(models: Path) -> None:
         check_inputs(with_validation(models, MESSAGES))
 
 
+@pytest.mark.usefixtures("real_processes")
 def test_a_chat_template_that_refuses_a_line_is_reported_without_transformers(models: Path) -> None:
     (models / "policy/chat_template.jinja").write_text(TEMPLATE)
     before = set(sys.modules)
@@ -108,6 +110,7 @@ def test_prompts_that_do_not_fit_the_positions_of_a_model_are_refused(models: Pa
         path.write_text(json.dumps(content))
 
 
+@pytest.mark.usefixtures("real_processes")  # huggingface_hub reads the variables when it is imported.
 def test_prompts_that_do_not_fit_a_model_of_the_hub_are_refused(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     repository = models / "hub/models--owner--policy"
     (repository / "refs").mkdir(parents=True)
@@ -169,6 +172,7 @@ def test_the_death_of_the_process_that_tokenizes_is_reported(
         check_inputs(config(models))
 
 
+@pytest.mark.usefixtures("real_processes")
 @pytest.mark.parametrize(
     ("reason", "error", "problem"),
     [

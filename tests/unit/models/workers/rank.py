@@ -37,7 +37,7 @@ from quartet.models.workers.sharding import ShardedAdamW, complete_weights, shar
 from quartet.models.workers.workers import Workers, local_tensor
 from tests.unit.models import tiny, updates
 
-STEPS = 5
+STEPS = 3
 RATE, EPS = 1e-3, 1e-5
 RLOO = {"aggregation": "sequence_mean", "ratio_level": "sequence", "kl_loss": "none", "entropy_coefficient": 0.0}
 OFFLOADED = ("ppo-offload", "ppo")
