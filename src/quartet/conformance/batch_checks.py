@@ -12,7 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quartet.conformance.batches import batch_of, padded, tensor
-from quartet.conformance.check import Check, Skipped, Violation, expect
+from quartet.conformance.check import Check
+from quartet.conformance.outcome import Skipped, Violation, expect
 from quartet.conformance.process_checks import STATUS_SECONDS
 from quartet.conformance.target import (
     ERRORS,

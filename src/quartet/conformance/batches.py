@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from quartet.conformance.check import expect, name_of
+from quartet.conformance.outcome import expect, name_of
 from quartet.conformance.target import TokenPair
 from quartet.v1 import tensor_pb2, trajectory_pb2
 

@@ -6,11 +6,9 @@ import enum
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
-if TYPE_CHECKING:
-    from quartet.conformance.target import Target
-from typing import Any
+from quartet.conformance.target import Target
 
 Subject = TypeVar("Subject")
 
@@ -46,25 +44,6 @@ class CheckResult:
     outcome: CheckOutcome
     detail: str
     seconds: float
-
-
-class Violation(Exception):
-    """The service does not do what the contract requires. The message says what it did, and what was expected."""
-
-
-class Skipped(Exception):
-    """The check does not apply to this service, or needs an option. The message says why."""
-
-
-def expect(condition: object, message: str) -> None:
-    """Raise Violation with ``message`` unless the condition holds."""
-    if not condition:
-        raise Violation(message)
-
-
-def name_of(enum: Any, number: int) -> str:
-    """Return the name of a value of a protobuf enum, or the number itself if it has none."""
-    return str(enum.Name(number)) if number in enum.values() else str(number)
 
 
 def within(

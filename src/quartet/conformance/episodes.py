@@ -14,7 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quartet.conformance.batches import tensor, token_ids
-from quartet.conformance.check import Skipped, Violation, expect, within
+from quartet.conformance.check import within
+from quartet.conformance.outcome import Skipped, Violation, expect
 from quartet.conformance.target import Refusal, Target
 from quartet.v1 import environment_pb2, trajectory_pb2
 

@@ -16,8 +16,9 @@ from numpy.typing import NDArray
 from quartet.buffer.connection import Redis, connect
 from quartet.codec.trajectories import trajectory_from_bytes
 from quartet.conformance.batches import tensor
-from quartet.conformance.check import Check, Skipped, Violation, expect, within
+from quartet.conformance.check import Check, within
 from quartet.conformance.model_checks import ACTOR_LOG_PROBS
+from quartet.conformance.outcome import Skipped, Violation, expect
 from quartet.conformance.target import Refusal, Target
 from quartet.contract.status import Role
 from quartet.contract.trajectory import FinishReason, Trajectory

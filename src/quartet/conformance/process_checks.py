@@ -7,7 +7,8 @@ import re
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from quartet.conformance.check import Check, Skipped, Violation, expect, name_of
+from quartet.conformance.check import Check
+from quartet.conformance.outcome import Skipped, Violation, expect, name_of
 from quartet.conformance.target import Refusal, Target
 from quartet.system.secret_files import AUTHORITY
 from quartet.v1 import status_pb2, status_pb2_grpc

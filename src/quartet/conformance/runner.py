@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 
 from quartet.conformance.batch_checks import batch_checks
-from quartet.conformance.check import Check, CheckOutcome, CheckResult, Skipped, Violation
+from quartet.conformance.check import Check, CheckOutcome, CheckResult
 from quartet.conformance.environment_checks import environment_checks
 from quartet.conformance.generation_checks import generation_checks
 from quartet.conformance.model_checks import (
@@ -19,6 +19,7 @@ from quartet.conformance.model_checks import (
     reward_checks,
     values_checks,
 )
+from quartet.conformance.outcome import Skipped, Violation
 from quartet.conformance.process_checks import process_checks
 from quartet.conformance.target import Target
 from quartet.conformance.update_checks import update_checks

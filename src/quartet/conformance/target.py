@@ -14,7 +14,7 @@ from grpc_health.v1 import health_pb2_grpc
 from grpc_status import rpc_status
 
 from quartet import errors
-from quartet.conformance.check import Skipped, Violation, expect, name_of
+from quartet.conformance.outcome import Skipped, Violation, expect, name_of
 from quartet.contract.status import Role
 from quartet.rpc.security.credentials import LOCAL, Credentials
 from quartet.rpc.status_codes import CODES, DOMAIN, MAX_TEXT

@@ -16,8 +16,9 @@ from numpy.typing import NDArray
 from quartet.buffer.connection import connect
 from quartet.buffer.experience_store import ExperienceStore
 from quartet.conformance.batch_checks import BatchMethod
-from quartet.conformance.check import Check, Skipped, expect, within
+from quartet.conformance.check import Check, within
 from quartet.conformance.model_checks import ACTOR_LOG_PROBS, VALUES
+from quartet.conformance.outcome import Skipped, expect
 from quartet.conformance.target import Refusal, Target, TokenPair
 from quartet.contract.status import Role
 from quartet.contract.trajectory import TokenBatch

@@ -31,7 +31,7 @@ from quartet.models.forward.model_capabilities import (
 from quartet.models.generation.decode_slots import DecodeSlots
 from quartet.models.generation.kv_cache import check_cacheable
 from quartet.models.generation.static_decoding import StaticDecoder, is_recordable, unsupported_reason
-from quartet.models.generation.torch_kind import DETACHED, SHARED
+from quartet.models.generation.torch_properties import DETACHED, SHARED
 from quartet.models.generation.trial import LogitDigests, trial_requests, trial_result, untried_reason
 from quartet.models.weights.host_tensors import host_tensor, named_weights, write_tensor
 from quartet.models.weights.lora import Adapter, MergedWeights

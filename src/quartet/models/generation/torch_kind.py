@@ -6,20 +6,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quartet.engines.engine import Engine, EngineKind, EngineProperties, Guarantees, Policy, ServedModel
+from quartet.engines.engine import Engine, EngineKind, Guarantees, Policy, ServedModel
 from quartet.engines.stop_strings import token_decoder
 from quartet.errors import ConfigError
+from quartet.models.generation.torch_properties import DETACHED, SHARED
 
 if TYPE_CHECKING:
     from quartet.config.root import Config
     from quartet.models.generation.torch_engine import DetachedTorchEngine
-
-SHARED = EngineProperties(
-    "torch", seeded=True, batch_invariant=False, log_probs="whole", weights="shared", digest="none"
-)
-"""Guarantees of an engine that decodes with the trained model itself. A trial decides whether it is batch-invariant."""
-DETACHED = replace(SHARED, weights="tensors", digest="read back")
-"""Guarantees of an engine with its own copy of the weights."""
 
 
 def create(config: Config) -> tuple[Engine, ServedModel]:
