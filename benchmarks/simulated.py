@@ -33,7 +33,6 @@ from quartet.contract.trajectory import FinishReason, Scores, TokenBatch, Trajec
 from quartet.contract.update import UpdateResult
 from quartet.contract.weights import ReferenceVersion, SavedFile, WeightTransfer
 from quartet.errors import Cancelled
-from quartet.models.training.update_idempotency import UpdateLog
 from quartet.rpc.compute_thread import ComputeThread
 from quartet.rpc.server import HostedRole, Server
 from quartet.services.actor.servicer import ActorServicer
@@ -42,6 +41,7 @@ from quartet.services.generator.generator import FLUSH, Progress
 from quartet.services.generator.servicer import GeneratorServicer
 from quartet.services.reference.servicer import ReferenceServicer
 from quartet.services.reward.servicer import RewardServicer
+from quartet.services.update_log import UpdateLog
 from quartet.system.child_processes import tied_to_parent
 from quartet.telemetry.logs import configure_logs
 from quartet.weight_transfer.receiver import WeightMirror

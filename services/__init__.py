@@ -1,1 +1,1 @@
-"""Four model services and the orchestrator. Entry point: ``python -m quartet.services ROLE...``."""
+"""The processes of a run. Entry point: ``python -m quartet.services ROLE...``."""

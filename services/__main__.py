@@ -30,7 +30,7 @@ from quartet.config.loading import load_config
 from quartet.config.root import Config
 from quartet.contract.status import Role
 from quartet.errors import ConfigError, QuartetError, ServiceFailed
-from quartet.services.workers.processes import RankProcess, start_ranks
+from quartet.services.ranks.processes import RankProcess, start_ranks
 from quartet.system.child_processes import kill_descendants
 from quartet.system.compute_environment import set_cpu_environment, set_gpu_environment
 from quartet.system.durable_files import describe_os_error
@@ -313,9 +313,9 @@ def _models(
     from quartet.models.torch_settings import release_gpu_memory, set_up_gpu, set_up_torch
     from quartet.rpc.compute_thread import ComputeThread
     from quartet.run_directory.model_digests import model_digests, role_models
+    from quartet.services.ranks.commands import join
+    from quartet.services.ranks.watch import GroupFailures
     from quartet.services.roles import build_model_role, device_of, set_up_thread
-    from quartet.services.workers.commands import join
-    from quartet.services.workers.watch import GroupFailures
 
     set_up_torch(threads)
     if _torch_devices(roles, config):
@@ -350,9 +350,9 @@ def _follow(ranks: RankProcess, role: Role, config: Config, threads: int, creden
     """Compute the commands of rank 0 until it ends this process. The servicer of this rank serves no calls."""
     from quartet.models.torch_settings import release_gpu_memory, set_up_gpu, set_up_torch
     from quartet.rpc.compute_thread import ComputeThread
+    from quartet.services.ranks.commands import GroupCommands, join
+    from quartet.services.ranks.watch import GroupFailures
     from quartet.services.roles import build_model_role, device_of
-    from quartet.services.workers.commands import GroupCommands, join
-    from quartet.services.workers.watch import GroupFailures
 
     failures = GroupFailures(ranks)
     with failures.reported_error():

@@ -34,7 +34,6 @@ from quartet.models.training.optimizer import (
     load_optimizer_state,
     snapshot_optimizer,
 )
-from quartet.models.training.update_idempotency import UpdateLog
 from quartet.models.training.update_memory import UpdateMemory
 from quartet.models.weights.loading import count_parameters, freeze_parameters
 from quartet.models.weights.lora import Adapter, add_adapter, matrices_without_adapter
@@ -42,6 +41,7 @@ from quartet.models.weights.snapshot import Writer, write_model
 from quartet.models.weights.tokenizer import load_tokenizer, tokenizer_fingerprint
 from quartet.models.workers.workers import SINGLE, Workers
 from quartet.services.memory_budget import MemoryBudget, UpdateLimits, find_budget, free_bytes
+from quartet.services.update_log import UpdateLog
 from quartet.system.durable_files import checkpoint_path, confine_path, describe_files
 from quartet.system.failpoints import failpoint
 

@@ -39,8 +39,8 @@ from quartet.engines.checkpoint_files import (
 )
 from quartet.engines.engine import Cancelled as IsCancelled
 from quartet.engines.engine import Engine, EngineKind, EngineProperties, EngineResponse, Guarantees, ServedModel
+from quartet.engines.request_checks import check_requests
 from quartet.engines.served_model import read_served_model
-from quartet.engines.validation import check_requests
 from quartet.engines.weight_folders import OwnedFolder
 from quartet.errors import Cancelled, ConfigError, InvalidRequest, QuartetError, ServiceFailed
 from quartet.weight_transfer.tensors import WeightSet, tensor_digest

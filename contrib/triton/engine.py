@@ -16,9 +16,10 @@ import numpy as np
 
 from quartet.contract.generation import GenerationRequest, SamplingParameters
 from quartet.contrib.triton.kind import triton_properties
+from quartet.contrib.triton.lora_tensors import LoraTensors, lora_tensors
 from quartet.contrib.triton.tensors import Dialect, Partial, Served, Tensors, dialect_of
 from quartet.engines.engine import EngineProperties, EngineResponse, Policy
-from quartet.engines.validation import check_requests
+from quartet.engines.request_checks import check_requests
 from quartet.errors import (
     AccessRefused,
     Cancelled,
@@ -30,7 +31,6 @@ from quartet.errors import (
     ServiceFailed,
     ServiceUnavailable,
 )
-from quartet.models.generation.lora_tensors import LoraTensors, lora_tensors
 from quartet.weight_transfer.tensors import WeightSet
 
 POLL = 0.1

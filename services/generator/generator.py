@@ -19,8 +19,8 @@ from quartet.contract.status import Role, ServiceStatus
 from quartet.contract.trajectory import Trajectory, VersionSpan
 from quartet.contract.weights import PublishedWeights, WeightTransfer
 from quartet.engines.engine import CopyingEngine, Engine, EngineResponse, ServedModel, TurnEngine, TurnSource
+from quartet.engines.request_checks import check_requests, check_response
 from quartet.engines.stop_strings import StopStringCache
-from quartet.engines.validation import check_requests, check_response
 from quartet.errors import (
     Cancelled,
     FailedPrecondition,

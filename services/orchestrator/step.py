@@ -32,8 +32,8 @@ from quartet.services.orchestrator.leadership import Leadership
 from quartet.services.orchestrator.rollout.off_policy import OffPolicySchedule
 from quartet.services.orchestrator.rollout.sampling_rounds import SamplingRounds
 from quartet.services.orchestrator.rollout.scoring_queue import FailedTrajectory
-from quartet.services.orchestrator.rollout.step_preparation import PendingStep, StepPreparation
 from quartet.services.orchestrator.service_clients import wait_for_all
+from quartet.services.orchestrator.step_preparation import PendingStep, StepPreparation
 from quartet.system.failpoints import failpoint
 
 log = structlog.get_logger()

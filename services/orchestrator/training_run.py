@@ -38,9 +38,9 @@ from quartet.services.orchestrator.handshake import (
 from quartet.services.orchestrator.leadership import Leadership, acquire_lease
 from quartet.services.orchestrator.rollout.evaluation import EvaluationSchedule, Evaluator
 from quartet.services.orchestrator.rollout.prompts import training_prompts, validation_prompts
-from quartet.services.orchestrator.rollout.step_preparation import StepPreparation
 from quartet.services.orchestrator.service_clients import ServiceStatuses
 from quartet.services.orchestrator.step import StepTransaction
+from quartet.services.orchestrator.step_preparation import StepPreparation
 from quartet.system.durable_files import storage_errors
 from quartet.system.failpoints import failpoint
 from quartet.telemetry.traces import Traces

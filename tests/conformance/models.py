@@ -22,7 +22,6 @@ from quartet.contract.trajectory import FinishReason, Outcome, Scores, TokenBatc
 from quartet.contract.update import UpdateResult
 from quartet.contract.weights import SavedFile
 from quartet.errors import FailedPrecondition, InvalidRequest
-from quartet.models.training.update_idempotency import UpdateLog
 from quartet.rpc.base_servicers import ModelServicer
 from quartet.rpc.compute_thread import ComputeThread
 from quartet.rpc.security.credentials import LOCAL, Credentials
@@ -32,6 +31,7 @@ from quartet.services.critic.servicer import CriticServicer
 from quartet.services.environment.servicer import EnvironmentServicer
 from quartet.services.reference.servicer import ReferenceServicer
 from quartet.services.reward.servicer import RewardServicer
+from quartet.services.update_log import UpdateLog
 from quartet.system.durable_files import checkpoint_path, confine_path, describe_files
 from tests.conformance.environments import TinyEnvironment
 

@@ -14,7 +14,7 @@ from quartet.contract.arrays import FloatArray
 from quartet.contract.generation import SamplingParameters
 from quartet.contract.trajectory import TokenBatch, Trajectory
 from quartet.engines.engine import EngineResponse, Policy
-from quartet.engines.validation import check_response
+from quartet.engines.request_checks import check_response
 from quartet.models.forward.scoring import response_log_probs
 from quartet.models.generation.torch_engine import served_model
 from quartet.models.weights.lora import add_adapter

@@ -11,8 +11,8 @@ import pytest
 from quartet.contract.generation import EpisodeSettings, GenerationBatch, GenerationRequest, SamplingParameters
 from quartet.contract.trajectory import Trajectory, TrajectoryId
 from quartet.engines.engine import EngineResponse, TurnEngine, TurnSource
+from quartet.engines.request_checks import check_response
 from quartet.engines.server_engine import ServerEngine
-from quartet.engines.validation import check_response
 from quartet.errors import InvalidRequest
 from quartet.services.generator.episodes import EnvironmentAccess, generate_episodes
 from tests.engines.http_servers import KEY, connect_sglang, connect_vllm

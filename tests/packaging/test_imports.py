@@ -17,6 +17,7 @@ TORCH_MODULES = {
     "quartet.cli.inference.generate",
     "quartet.environments.host",
     "quartet.contrib.triton.engine",
+    "quartet.contrib.triton.lora_tensors",
     "quartet.contrib.triton.tensors",
     # Only vLLM imports it.
     "quartet.engines.vllm_worker",
@@ -24,8 +25,8 @@ TORCH_MODULES = {
 # Modules of these parts that can be imported without the extra.
 BASE_MODULES = {
     "quartet.rewards.examples",
-    "quartet.rewards.function_worker",
-    "quartet.rewards.function_worker_main",
+    "quartet.system.user_function",
+    "quartet.system.user_function_child",
     "quartet.services.__main__",
 }
 TRAIN_PACKAGES = ("torch", "transformers", "peft", "tokenizers", "huggingface_hub", "accelerate")

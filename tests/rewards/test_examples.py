@@ -12,7 +12,7 @@ import yaml
 
 from quartet.config.loading import parse_config
 from quartet.config.root import Config
-from quartet.rewards.function_worker import FunctionWorker
+from quartet.system.user_function import FunctionWorker
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "examples/rewards/README.md").read_text(encoding="utf-8")

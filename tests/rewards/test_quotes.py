@@ -6,7 +6,7 @@ import codecs
 import json
 from collections.abc import Callable
 
-from quartet.rewards.function_worker_main import answer
+from quartet.system.user_function_child import answer
 
 PROMPT, RESPONSE = "My name is Ada and my PIN is", "4711"
 

@@ -12,9 +12,9 @@ import torch
 from quartet.codec.updates import command_to_bytes
 from quartet.errors import InvalidRequest, OutOfMemory, QuartetError, ServiceFailed
 from quartet.models.workers.progress import Progress
-from quartet.services.workers import watch
-from quartet.services.workers.commands import STOP, GroupCommands
-from quartet.services.workers.watch import Failure, GroupFailures
+from quartet.services.ranks import watch
+from quartet.services.ranks.commands import STOP, GroupCommands
+from quartet.services.ranks.watch import Failure, GroupFailures
 from quartet.v1 import update_pb2
 from tests.waiting import wait_until
 

@@ -12,9 +12,9 @@ import torch
 from quartet.contract.domain_errors import OUT_OF_MEMORY_TEXT
 from quartet.errors import ConfigError, InvalidRequest, OutOfMemory, ServiceFailed, ServiceUnavailable
 from quartet.models.workers.progress import Progress
-from quartet.services.workers import watch
-from quartet.services.workers.processes import RankProcess
-from quartet.services.workers.watch import Failure, GroupFailures
+from quartet.services.ranks import watch
+from quartet.services.ranks.processes import RankProcess
+from quartet.services.ranks.watch import Failure, GroupFailures
 from tests.waiting import LIMIT
 
 ENDED = "rank 1 of 2 (process 77): ended with status 1"

@@ -12,8 +12,8 @@ from dataclasses import replace
 import pytest
 
 from quartet.models.workers.progress import Progress, RankReport
-from quartet.services.workers import watch
-from quartet.services.workers.watch import Failure, HangDetector, Silence, Watchdog
+from quartet.services.ranks import watch
+from quartet.services.ranks.watch import Failure, HangDetector, Silence, Watchdog
 from tests.waiting import LIMIT, wait_until
 
 TIMEOUT = 10.0

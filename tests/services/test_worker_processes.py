@@ -15,8 +15,8 @@ import torch
 from quartet.config.deployment import ServiceConfig
 from quartet.contract.status import Role
 from quartet.errors import ConfigError
-from quartet.services.workers.processes import MAX_REPORT_CHARACTERS, interface_towards, start_ranks
-from tests.unit.test_child_processes import is_running
+from quartet.services.ranks.processes import MAX_REPORT_CHARACTERS, interface_towards, start_ranks
+from tests.unit.system.test_child_processes import is_running
 from tests.waiting import wait_until
 
 PROGRAM = """
@@ -31,7 +31,7 @@ for module in ("quartet.services.__main__", *PRELOADED):
 print(calls, flush=True)
 
 from quartet.config.deployment import ServiceConfig
-from quartet.services.workers.processes import start_ranks
+from quartet.services.ranks.processes import start_ranks
 from quartet.contract.status import Role
 if not os.fork():
     ranks = start_ranks(Role.ACTOR, ServiceConfig(processes=4), {})

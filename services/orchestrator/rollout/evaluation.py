@@ -27,10 +27,10 @@ from quartet.data.evaluation import (
     texts_of,
 )
 from quartet.errors import ComputationFailed, InvalidRequest, ScorerFailed
-from quartet.rewards.function_worker import FunctionWorker
 from quartet.services.orchestrator.checkpointing.step_artifacts import failed_evaluation_row
 from quartet.services.orchestrator.context import RunContext
 from quartet.services.orchestrator.rollout.collector import Collector
+from quartet.system.user_function import FunctionWorker
 
 log = structlog.get_logger()
 

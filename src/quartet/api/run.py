@@ -19,8 +19,8 @@ from quartet.config.root import Config
 from quartet.contract.control import Progress, Setting, SettingChange
 from quartet.contract.trajectory import VersionSpan
 from quartet.errors import ConfigError, QuartetError
+from quartet.gateway.client import Api, connect, find_run
 from quartet.launcher.background_run import BackgroundRun, ProgressLines, saved_state
-from quartet.launcher.gateway_client import Api, connect, find_run
 from quartet.rpc.clients import OrchestratorClient
 from quartet.rpc.security.allow_list import OPERATOR
 from quartet.rpc.security.credentials import Credentials

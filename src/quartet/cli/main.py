@@ -144,7 +144,7 @@ TokenFile = Annotated[
 def watch(run: RunOrURL, name: RunName = None, token_file: TokenFile = None) -> None:
     """Show the progress of an active run."""
     from quartet.cli.remote.watch import watch as show
-    from quartet.launcher.gateway_client import find_run
+    from quartet.gateway.client import find_run
 
     show(find_run(run, name, token_file))
 
@@ -175,7 +175,7 @@ def checkpoint(run: RunOrURL, name: RunName = None, token_file: TokenFile = None
 
 def _send(command: str, run: str, name: str | None, token_file: Path | None) -> None:
     from quartet.cli.remote.control import send
-    from quartet.launcher.gateway_client import find_run
+    from quartet.gateway.client import find_run
 
     send(find_run(run, name, token_file), command)
 
@@ -195,7 +195,7 @@ def change(
 ) -> None:
     """Change settings of an active run."""
     from quartet.cli.remote.control import change_settings as send
-    from quartet.launcher.gateway_client import find_run
+    from quartet.gateway.client import find_run
 
     send(find_run(run, name, token_file), settings or [])
 

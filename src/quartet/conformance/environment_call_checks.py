@@ -11,7 +11,7 @@ import numpy as np
 
 from quartet.conformance.batch_checks import LARGE_MESSAGE, LIMITS, TENSOR, require_idle, require_quick_status
 from quartet.conformance.batches import padded, tensor
-from quartet.conformance.episodes import Sessions, require_same
+from quartet.conformance.environment_sessions import Sessions, require_same
 from quartet.conformance.outcome import Violation, expect
 from quartet.conformance.target import ERRORS, Refusal, require_class, require_garbage_refused, require_text
 

@@ -11,7 +11,7 @@ import numpy as np
 from quartet.conformance.batch_checks import LIMITS
 from quartet.conformance.check import Check
 from quartet.conformance.environment_call_checks import CALL_CHECKS, ENVIRONMENT, SESSIONS
-from quartet.conformance.episodes import Sessions, Turn, in_sessions, read_reply, require_same
+from quartet.conformance.environment_sessions import Sessions, Turn, in_sessions, read_reply, require_same
 from quartet.conformance.outcome import Skipped, expect
 from quartet.rpc.status_codes import DOMAIN
 

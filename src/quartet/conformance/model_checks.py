@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from quartet.conformance.batch_checks import RAGGED, BatchMethod, require_equal
 from quartet.conformance.batches import batch_of, floats
 from quartet.conformance.check import Check
-from quartet.conformance.episodes import MAX_DETAIL
+from quartet.conformance.environment_sessions import MAX_DETAIL
 from quartet.conformance.outcome import Skipped, Violation, expect
 from quartet.conformance.target import Target, TokenPair
 from quartet.v1 import actor_pb2, critic_pb2, reference_pb2, reward_pb2, trajectory_pb2

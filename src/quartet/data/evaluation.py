@@ -206,7 +206,7 @@ class Comparison:
 
 
 class Worker(Protocol):
-    """Process that calls a user's function, see ``quartet.rewards.function_worker.FunctionWorker``."""
+    """Process that calls a user's function, see ``quartet.system.user_function.FunctionWorker``."""
 
     def call(self, arguments: Sequence[Any], timeout: float, about: str = "") -> Any:
         """Return the result, a JSON value. Raises FunctionFailed if the call takes more than ``timeout`` seconds."""

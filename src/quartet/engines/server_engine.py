@@ -14,7 +14,7 @@ from quartet.contract.generation import GenerationRequest, SamplingParameters
 from quartet.engines.checkpoint_files import adapter_tensors, write_adapter, write_checkpoint
 from quartet.engines.engine import Cancelled, EngineProperties, EngineResponse, ServedModel, TurnSource
 from quartet.engines.http_client import EngineServer, ServerClient
-from quartet.engines.validation import check_requests
+from quartet.engines.request_checks import check_requests
 from quartet.engines.weight_folders import WeightFolders
 from quartet.errors import Cancelled as GenerationCancelled
 from quartet.errors import ConfigError, QuartetError, ServiceFailed

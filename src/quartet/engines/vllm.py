@@ -25,8 +25,8 @@ from quartet.contract.trajectory import VersionSpan
 from quartet.engines.checkpoint_files import base_tensors
 from quartet.engines.engine import Cancelled as IsCancelled
 from quartet.engines.engine import Engine, EngineKind, EngineProperties, EngineResponse, Guarantees, ServedModel
+from quartet.engines.request_checks import check_requests
 from quartet.engines.served_model import read_served_model
-from quartet.engines.validation import check_requests
 from quartet.engines.vllm_library import NAME, check_arguments, import_vllm, lora_rank, on_cpu
 from quartet.engines.vllm_process import VLLMProcess, error_text
 from quartet.engines.vllm_weights import VLLMWeights

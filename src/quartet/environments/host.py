@@ -25,17 +25,17 @@ from quartet.contract.arrays import IntArray
 from quartet.contract.status import Role, ServiceStatus
 from quartet.contract.trajectory import EnvironmentReply, Outcome
 from quartet.data.chat_template import NO_INPUTS, TemplateInputs
-from quartet.environments.hosting import Answer
+from quartet.environments.host_child import Answer
 from quartet.environments.observations import ObservationEncoder, ObservationEncoders, TurnDecoder, UnusableObservation
 from quartet.errors import ConfigError, FunctionFailed, InvalidRequest, ServiceBusy, SessionLost
 from quartet.models.weights.tokenizer import load_tokenizer, tokenizer_fingerprint
-from quartet.rewards.function_worker import START_TIMEOUT, FunctionWorker
 from quartet.rewards.reward_source import parse_fields
 from quartet.system.failpoints import failpoint
+from quartet.system.user_function import START_TIMEOUT, FunctionWorker
 
 log = structlog.get_logger()
 
-HOSTING = "quartet.environments.hosting:call"
+HOSTING = "quartet.environments.host_child:call"
 """Function that a worker process calls."""
 MAX_CALLS = 48
 """Maximum calls at once, so that health and status always find a free thread."""
@@ -306,7 +306,7 @@ class _Worker:
         self._has_class = True
 
     def call(self, method: str, arguments: dict[str, Any], timeout: float) -> Answer:
-        """Return the answer of a function of ``hosting``. Raises as ``FunctionWorker.call``. ``timeout`` in seconds."""
+        """Return the answer of a function of ``host_child``. Raises as ``FunctionWorker.call``. ``timeout`` in seconds."""
         with self._lock:
             if not self._has_class:
                 # The import in a new process is not part of the time of a call.

@@ -12,10 +12,10 @@ from quartet.contract.logged_values import cleaned
 from quartet.contract.status import ServiceStatus
 from quartet.contract.trajectory import Outcome, Scores, TokenBatch
 from quartet.errors import Cancelled, ConfigError, FunctionFailed
-from quartet.rewards.function_worker import FunctionWorker
 from quartet.rewards.response_texts import ResponseTexts, ScoredText
 from quartet.rewards.reward_source import Result, Score, completed, is_score, never, scores_of, shown
 from quartet.rewards.signatures import SIGNATURES, Signature
+from quartet.system.user_function import FunctionWorker
 
 _REMEDIES = {
     "trl": "return one number per completion, or None for one that it does not score",

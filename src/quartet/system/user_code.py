@@ -115,7 +115,7 @@ def text_of(error: BaseException) -> str:
 
 def location_of(error: BaseException) -> str:
     """Return the file and line of the user's code that raised an exception, or called the library that did; "" if unknown."""
-    own = (__file__, importlib.__file__, str(Path(__file__).parents[1] / "rewards/function_worker_main.py"))
+    own = (__file__, importlib.__file__, str(Path(__file__).parents[1] / "system/user_function_child.py"))
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename not in own]
     frames = [frame for frame in frames if not frame.filename.startswith("<frozen importlib")]
     libraries = tuple({f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib", "purelib", "platlib")})

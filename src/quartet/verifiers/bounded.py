@@ -12,7 +12,7 @@ from typing import Any
 
 from quartet.contract.trajectory import Outcome
 from quartet.errors import FunctionFailed
-from quartet.rewards.function_worker import FunctionWorker
+from quartet.system.user_function import FunctionWorker
 from quartet.verifiers.errors import ComputationTooLarge, VerifierError, VerifierTimeout
 
 MEMORY_BYTES = 4 * 1024**3

@@ -14,7 +14,7 @@ from quartet.cli.remote.control import change_settings
 from quartet.config.root import Config
 from quartet.contract.control import RunState
 from quartet.errors import ConfigError
-from quartet.launcher.gateway_client import Target
+from quartet.gateway.client import Target
 from quartet.run_directory.run_files import RunFiles
 from quartet.services.orchestrator.algorithm.state import AlgorithmState
 from quartet.services.orchestrator.control.live_settings import LiveSettings

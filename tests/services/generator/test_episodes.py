@@ -15,7 +15,7 @@ from quartet.codec.trajectories import trajectory_from_bytes, trajectory_to_byte
 from quartet.contract.generation import EpisodeSettings, GenerationBatch, GenerationRequest, SamplingParameters
 from quartet.contract.trajectory import EnvironmentReply, FinishReason, Outcome, SegmentRole, Trajectory, TrajectoryId
 from quartet.engines.engine import EngineResponse, TurnSource
-from quartet.engines.validation import check_response
+from quartet.engines.request_checks import check_response
 from quartet.errors import Cancelled, FailedPrecondition, MismatchError
 from quartet.models.generation.torch_engine import TorchEngine
 from quartet.services.generator.episodes import EnvironmentAccess, generate_episodes

@@ -14,7 +14,7 @@ import pytest
 
 from quartet.cli.remote.control import change_settings, send
 from quartet.errors import ConfigError, QuartetError, ServiceFailed, ServiceUnavailable
-from quartet.launcher.gateway_client import TOKEN_VARIABLE, Api, Target, find_run
+from quartet.gateway.client import TOKEN_VARIABLE, Api, Target, find_run
 
 SECRET = "a-token-of-twenty-signs"  # pragma: allowlist secret - only for this test
 HTTPResponse = tuple[int, str, bytes]

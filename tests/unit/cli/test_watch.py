@@ -15,7 +15,7 @@ from quartet.cli.progress_view import make_view
 from quartet.cli.remote import watch as module
 from quartet.cli.remote.watch import RunDisplay, watch
 from quartet.errors import ConfigError, ServiceFailed
-from quartet.launcher.gateway_client import Event, Target
+from quartet.gateway.client import Event, Target
 
 METRICS = {
     "reward_mean": 0.5,

@@ -13,8 +13,8 @@ from transformers import PreTrainedTokenizerFast
 from quartet.contract.generation import GenerationRequest, SamplingParameters
 from quartet.contract.trajectory import FinishReason, TrajectoryId, VersionSpan
 from quartet.engines.engine import EngineResponse, ServedModel
+from quartet.engines.request_checks import check_response
 from quartet.engines.stop_strings import StopStringCache, StopStrings, token_decoder
-from quartet.engines.validation import check_response
 from quartet.errors import ComputationFailed, InvalidRequest
 
 Decode = Any

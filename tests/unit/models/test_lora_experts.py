@@ -15,9 +15,9 @@ import transformers
 from torch.nn.utils import parametrize
 
 from quartet.contract.generation import SamplingParameters
+from quartet.contrib.triton.lora_tensors import lora_tensors
 from quartet.errors import ModelError
 from quartet.models.forward.scoring import response_log_probs
-from quartet.models.generation.lora_tensors import lora_tensors
 from quartet.models.generation.torch_engine import DetachedTorchEngine
 from quartet.models.training.activation_checkpointing import activation_checkpointing
 from quartet.models.training.optimizer import load_optimizer

@@ -14,7 +14,7 @@ from quartet.config.root import Config
 from quartet.errors import ConfigError
 from tests.every_case import every_case
 from tests.unit.preflight.files import check_inputs, config
-from tests.unit.test_child_processes import is_running
+from tests.unit.system.test_child_processes import is_running
 from tests.waiting import wait_until
 
 IMPORTED = "raise SystemExit('imported by the check')\n"

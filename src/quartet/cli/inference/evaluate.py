@@ -41,10 +41,10 @@ from quartet.models.weights.loading import load_causal_lm, stop_token_ids
 from quartet.models.weights.tokenizer import load_tokenizer, tokenizer_fingerprint
 from quartet.preflight.models import check_same_tokenizer
 from quartet.rewards.factory import build_reward
-from quartet.rewards.function_worker import FunctionWorker
 from quartet.rewards.reward_source import RewardSource
 from quartet.run_directory.locking_and_removal import find_run
 from quartet.run_directory.selection import policy_in
+from quartet.system.user_function import FunctionWorker
 
 SHOWN_PROMPTS = 3
 """Number of prompts whose responses are printed side by side."""

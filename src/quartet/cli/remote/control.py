@@ -8,7 +8,7 @@ from typing import Any
 
 from quartet.cli.console import make_console
 from quartet.errors import ConfigError
-from quartet.launcher.gateway_client import Target, connect
+from quartet.gateway.client import Target, connect
 
 console = make_console()
 

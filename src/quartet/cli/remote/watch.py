@@ -10,7 +10,7 @@ from quartet.cli.console import make_console
 from quartet.cli.progress_view import CURVE_STEPS, make_view
 from quartet.contract.control import Progress, RunState
 from quartet.errors import ServiceFailed, ServiceUnavailable
-from quartet.launcher.gateway_client import Api, Event, Target, connect
+from quartet.gateway.client import Api, Event, Target, connect
 from quartet.launcher.progress_text import Display
 
 console = make_console()

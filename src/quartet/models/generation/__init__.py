@@ -1,1 +1,1 @@
-"""Generation engines: torch and Triton behind one interface."""
+"""Generation with torch, behind the interface of quartet.engines."""

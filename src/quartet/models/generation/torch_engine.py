@@ -19,8 +19,8 @@ import torch
 from quartet.contract.generation import EngineProperties, GenerationRequest, SamplingParameters
 from quartet.contract.trajectory import Trajectory, TrajectoryId
 from quartet.engines.engine import EngineResponse, ServedModel, TokenDecoder, TurnSource
+from quartet.engines.request_checks import check_requests, check_response
 from quartet.engines.stop_strings import StopStringCache
-from quartet.engines.validation import check_requests, check_response
 from quartet.errors import Cancelled, InvalidRequest, MismatchError, ModelError
 from quartet.models.forward.model_capabilities import (
     accepts_argument,

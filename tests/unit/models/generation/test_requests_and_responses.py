@@ -15,11 +15,11 @@ from quartet.contract.generation import GenerationRequest, SamplingParameters
 from quartet.contract.random_streams import engine_seed
 from quartet.contract.trajectory import FinishReason, TrajectoryId
 from quartet.contrib.triton.engine import TritonEngine, TritonServer
+from quartet.contrib.triton.lora_tensors import lora_tensors
 from quartet.contrib.triton.tensors import Dialect, Partial, Served, dialect_of
 from quartet.engines.engine import EngineResponse, Policy
-from quartet.engines.validation import check_response
+from quartet.engines.request_checks import check_response
 from quartet.errors import ComputationFailed, ConfigError, InvalidRequest, MismatchError, ModelError
-from quartet.models.generation.lora_tensors import lora_tensors
 from quartet.models.generation.torch_engine import served_model
 from quartet.models.weights.lora import add_adapter
 from tests.unit.models import tiny

@@ -9,7 +9,7 @@ import torch
 from quartet.contract.generation import SamplingParameters
 from quartet.contract.random_streams import uniforms
 from quartet.contract.trajectory import TrajectoryId
-from quartet.engines.validation import check_sampling
+from quartet.engines.request_checks import check_sampling
 from quartet.errors import InvalidRequest
 from quartet.models.generation.sampling import BLOCK, _draw, _draw_by_blocks, sample_tokens
 

@@ -2,7 +2,7 @@
 
 The function may print, leak memory, hang or crash there. A call that takes too long is ended together with its process, and the
 next call starts a new process. Calls and responses are numbered lines of JSON over pipes, so other output is not mistaken for a
-response. The child runs ``quartet.rewards.function_worker_main``. This module does not import torch.
+response. The child runs ``quartet.system.user_function_child``. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class FunctionWorker:
     ) -> tuple[Any, Mapping[str, Any]]:
         """Call the function, and return its result and what it logged. See ``call``.
 
-        ``request``: see ``quartet.rewards.function_worker_main.answer``. ``expected`` says which results are valid.
+        ``request``: see ``quartet.system.user_function_child.answer``. ``expected`` says which results are valid.
         """
         where = f"{self._name}, {about}" if about else self._name
         with self._turn:
@@ -168,7 +168,7 @@ class _Process:
         self._answers, answers = os.pipe()
         output, printed = os.pipe()
         command = module_command(
-            "quartet.rewards.function_worker_main", function, str(answers), *(["quotes"] if quotes else [])
+            "quartet.system.user_function_child", function, str(answers), *(["quotes"] if quotes else [])
         )
         try:
             self._child = subprocess.Popen(

@@ -1,10 +1,10 @@
 """The process that runs a user's function.
 
-``python -m quartet.rewards.function_worker_main package.module:callable DESCRIPTOR [quotes]``
+``python -m quartet.system.user_function_child package.module:callable DESCRIPTOR [quotes]``
 
 Reads calls from standard input and writes responses to DESCRIPTOR, one JSON object per line. A response has the number of its
 call; the first response has number 0. This module imports only the standard library, so that the process starts fast. The parent
-process runs ``quartet.rewards.function_worker``.
+process runs ``quartet.system.user_function``.
 """
 
 from __future__ import annotations

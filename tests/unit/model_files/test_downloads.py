@@ -21,7 +21,7 @@ from quartet.errors import ConfigError, ServiceUnavailable
 from quartet.model_files import downloads
 from quartet.model_files.downloads import Download, fetch, main, parse, wait
 from tests.every_case import every_case
-from tests.unit.test_hub_models import Hub, hub, policy
+from tests.unit.model_files.test_hub_models import Hub, hub, policy
 from tests.waiting import LIMIT
 
 __all__ = ["hub", "policy"]

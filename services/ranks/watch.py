@@ -16,7 +16,7 @@ import structlog
 from quartet.contract.domain_errors import domain_error
 from quartet.errors import ConfigError, OutOfMemory, QuartetError, ServiceFailed, ServiceUnavailable
 from quartet.models.workers.progress import Progress, RankReport
-from quartet.services.workers.processes import RankProcess
+from quartet.services.ranks.processes import RankProcess
 from quartet.system.child_processes import process_state
 
 END_SECONDS = 5.0

@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 from quartet.errors import Cancelled, ConfigError, FailedPrecondition, FunctionFailed
-from quartet.rewards import function_worker
-from quartet.rewards.function_worker import FunctionWorker
+from quartet.system import user_function as function_worker
+from quartet.system.user_function import FunctionWorker
 from tests.rewards.processes import children, runs
 from tests.waiting import LIMIT, wait_until
 
@@ -305,7 +305,6 @@ def test_the_process_imports_little_and_gets_no_secrets(start: Start, monkeypatc
         "quartet",
         "quartet.contract",
         "quartet.contract.logged_values",
-        "quartet.rewards",
         "quartet.system",
         "quartet.system.user_code",
     ]
@@ -406,7 +405,7 @@ def test_after_ctrl_c_a_late_answer_is_not_used_for_another_call(start: Start, f
 
 
 PARENT = """
-from quartet.rewards.function_worker import FunctionWorker
+from quartet.system.user_function import FunctionWorker
 FunctionWorker("functions:sleeps", "key").call([], 60)
 """
 
@@ -422,7 +421,7 @@ def test_a_call_ends_when_the_calling_process_dies(functions: Path) -> None:
 
 
 FORGETS = """
-from quartet.rewards.function_worker import FunctionWorker
+from quartet.system.user_function import FunctionWorker
 print(FunctionWorker("functions:process", "key").call([], 20))
 """
 

@@ -16,8 +16,8 @@ from quartet.contract.domain_errors import domain_error
 from quartet.errors import QuartetError, ServiceFailed
 from quartet.models.workers.workers import SINGLE, Workers
 from quartet.rpc.base_servicers import CommandHandler, Commands, Result
-from quartet.services.workers.processes import RankProcess, interface_towards
-from quartet.services.workers.watch import Failure, GroupFailures, Watchdog, error_of, kind_of
+from quartet.services.ranks.processes import RankProcess, interface_towards
+from quartet.services.ranks.watch import Failure, GroupFailures, Watchdog, error_of, kind_of
 
 if TYPE_CHECKING:
     from quartet.models.workers.group import WorkerGroup

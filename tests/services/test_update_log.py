@@ -6,7 +6,7 @@ import pytest
 
 from quartet.contract.update import UpdateResult
 from quartet.errors import ComputationFailed, FailedPrecondition
-from quartet.models.training.update_idempotency import UpdateLog
+from quartet.services.update_log import UpdateLog
 
 
 def applied(log: UpdateLog, step: int, run: str = "run", epoch: int = 1) -> UpdateResult:

@@ -19,7 +19,7 @@ from quartet.errors import ConfigError
 from quartet.system.failpoints import FAILPOINTS, FOLDER_VARIABLE, VARIABLE, InjectedFault, arm, failpoint
 from tests.waiting import LIMIT, wait_until
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 @cache
