@@ -27,7 +27,7 @@ from quartet.system.fork_server import ForkedProcess, ForkServer
 ROOT = str(Path(__file__).parents[2])
 MARK = "QUARTET_TESTS_MARK"
 """Variable whose place in the environment that /proc shows holds the scratch folder of the command: forks keep their parent's."""
-PRELOADED = (*launcher.PRELOADED, "quartet.cli.start_run", "quartet.api.training", "quartet.services.__main__")
+PRELOADED = (*launcher.PRELOADED, "quartet.cli.start_run", "quartet.api.training")
 
 
 @functools.cache

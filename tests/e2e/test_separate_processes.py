@@ -106,7 +106,7 @@ def start_process(config: Path, deployment: Path, tmp_path: Path) -> Iterator[Ca
 
     def start(*module: str) -> Command:
         arguments = ("--config", config, "--config", deployment)
-        commands.append(Command(sys.executable, "-m", *module, *arguments, cwd=tmp_path))
+        commands.append(Command(sys.executable, "-m", *module, *arguments, cwd=tmp_path, fresh=True))
         return commands[-1]
 
     yield start
