@@ -107,9 +107,13 @@ async def _responses(client: httpx2.AsyncClient, run: str, trajectories: Path) -
     shown: list[Any] = []
     recorded = sorted(int(path.stem.removeprefix("step-")) for path in trajectories.glob("step-*.jsonl"))
     for number in dict.fromkeys([*recorded[-1:], *recorded[:1]]):
-        ranked = (await get(f"{run}/trajectories", step=number, sort="-score", limit=500))["items"]
-        places = {round((len(ranked) - 1) * place / (RESPONSES - 1)) for place in range(RESPONSES)}
-        shown += [ranked[place] for place in sorted(places)] if ranked else []
+        total = (best := await get(f"{run}/trajectories", step=number, sort="-score", limit=500))["total"]
+        ranked = dict(enumerate(best["items"]))
+        if total > len(ranked):
+            worst = (await get(f"{run}/trajectories", step=number, sort="score", limit=500))["items"]
+            ranked |= {total - 1 - place: item for place, item in enumerate(worst)}
+        places = {round((total - 1) * place / (RESPONSES - 1)) for place in range(RESPONSES)}
+        shown += [ranked[place] for place in sorted(places & ranked.keys())]
     for each in shown:
         await get(f"{run}/trajectories/{each['step']}/{each['prompt_index']}/{each['sample']}")
     responses[f"{run}/trajectories"] = {"items": shown, "total": len(shown), "next": None}

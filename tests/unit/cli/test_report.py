@@ -109,13 +109,15 @@ def test_a_report_has_the_state_the_config_and_the_events_of_its_run(files: RunF
 def test_a_report_has_the_best_the_median_and_the_worst_response_of_the_first_and_the_last_step(
     files: RunFiles,
 ) -> None:
-    for step in (1, STEPS):
-        files.write_trajectories(step, [trajectory(step, sample) for sample in range(101)])
+    # More than a response of the gateway holds, and fewer.
+    for step, count in ((1, 801), (STEPS, 101)):
+        files.write_trajectories(step, [trajectory(step, sample) for sample in range(count)])
     responses = written(files)
     items = responses["/runs/tiny/trajectories"]["items"]
     assert [item["step"] for item in items] == [STEPS] * RESPONSES + [1] * RESPONSES
-    scores = [item["score"] for item in items[:RESPONSES]]
-    assert (scores[0], scores[RESPONSES // 2], scores[-1]) == (100.0, 50.0, 0.0)
+    scores = [item["score"] for item in items]
+    assert (scores[0], scores[RESPONSES // 2], scores[RESPONSES - 1]) == (100.0, 50.0, 0.0)
+    assert (scores[RESPONSES], scores[RESPONSES + RESPONSES // 2], scores[-1]) == (800.0, 400.0, 0.0)
     best = responses[f"/runs/tiny/trajectories/{STEPS}/0/100"]
     assert best["response"] == f"response 100 of {STEPS} {HOSTILE}"
     assert best["parts"] == {"length": 0.25}
