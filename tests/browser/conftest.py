@@ -30,9 +30,9 @@ class Open(Protocol):
     ) -> AbstractContextManager[Window]: ...
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def chromium() -> Iterator[Any]:
-    """Start the browser."""
+    """Start the browser. It ends with its module: until then an event loop runs in this thread, where other tests start one."""
     path = os.environ.get("QUARTET_CHROMIUM") or next(filter(None, map(shutil.which, NAMES)), None)
     if path is None:
         pytest.skip("no Chromium found; install it, or set QUARTET_CHROMIUM to its path")
@@ -44,7 +44,7 @@ def chromium() -> Iterator[Any]:
         browser.close()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def open_dashboard(chromium: Any) -> Open:
     """Function that opens the dashboard in a window. At its end, the window must have no errors."""
 
