@@ -226,7 +226,7 @@ def described(properties: EngineProperties) -> tuple[str, ...]:
 
 
 def find_engine(name: str) -> EngineKind:
-    """Return what an engine states about itself. Raises ConfigError if no installed package has it."""
+    """Return what an engine states about itself. Raises ConfigError if no installed package has it, or if it cannot be used."""
     try:
         check_engine_name(name)
     except ValueError as error:
@@ -235,5 +235,16 @@ def find_engine(name: str) -> EngineKind:
         kind: EngineKind = import_module(module).KIND
     else:
         (entry, *_) = entry_points(group=ENGINE_ENTRY_POINTS, name=name)
-        kind = entry.load()
+        try:
+            kind = entry.load()
+        except Exception as error:
+            raise ConfigError(
+                f"rollout.engine {name}: the entry point {entry.value} cannot be imported: {type(error).__name__}: {error}; "
+                "repair or remove its package"
+            ) from error
+        if not isinstance(kind, EngineKind):
+            raise ConfigError(
+                f"rollout.engine {name}: the entry point {entry.value} is {type(kind).__name__}, expected an EngineKind of "
+                "quartet.engines.engine; repair its package"
+            )
     return kind

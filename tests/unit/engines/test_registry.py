@@ -61,6 +61,21 @@ def test_where_an_engine_of_another_package_runs_is_checked_before_the_start() -
 
 
 @pytest.mark.usefixtures("sprinter")
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("class KIND: pass", "is type, expected an EngineKind"),
+        ("KIN = 1", "AttributeError"),
+        ("import absent_1", "absent_1"),
+    ],
+)
+def test_an_entry_point_that_is_no_engine_is_an_error_of_the_config(tmp_path: Path, text: str, problem: str) -> None:
+    (tmp_path / "sprinter.py").write_text(text)
+    with pytest.raises(ConfigError, match=rf"^rollout\.engine sprinter: the entry point sprinter:KIND .*{problem}"):
+        find_engine("sprinter")
+
+
+@pytest.mark.usefixtures("sprinter")
 def test_an_absent_engine_is_refused_with_the_names_of_all() -> None:
     names = "torch, vllm, vllm-server, .*sprinter"
     with pytest.raises(
