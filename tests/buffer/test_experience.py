@@ -176,6 +176,7 @@ def test_a_damaged_manifest_is_an_error_that_names_its_key(
     with pytest.raises(BufferFailed, match=r":experience:1: ") as error:
         store.load(1)
     assert str(error.value).startswith(store.key(1))
+    assert (checksum == "sealed") == ("does not match its SHA-256" in str(error.value))
 
 
 @pytest.mark.parametrize("damage", ["missing", "empty", "cut", "bit"])
